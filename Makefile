@@ -1,0 +1,46 @@
+# Everything a newcomer needs: `make demo` and `make test` work from a fresh clone with Python 3.11 and make.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export WANDB_SILENT ?= true
+
+.PHONY: help install demo test test-slow lint bench docs clean
+
+help:  ## say what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(STAMP)  ## create .venv with the package, every backend and the development tools
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "Installing into $(VENV) (once; a few minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: install  ## train CartPole-v1 with telemetry on the console, in TensorBoard, W&B (offline) and MLflow
+	@echo "Training CartPole-v1 with telemetry in four places; the end says how to open each"
+	@$(BIN)/esper-telemetry train --env CartPole-v1 --total-steps 200000 --seed 1 \
+		--sink console --sink tensorboard --sink 'wandb:esper-demo?mode=offline' --sink 'mlflow?experiment=esper-demo'
+
+test: install lint  ## lint, check types, run the tests (under 10 minutes on 2 cores)
+	@echo "Running the tests"
+	@$(BIN)/pytest -q
+
+test-slow: install  ## learning curves over seeds, soak runs
+	@echo "Running the slow tests: learning curves over five seeds"
+	@$(BIN)/pytest -q -m slow
+
+lint: install  ## ruff and mypy --strict on package, tests, examples and benchmarks
+	@echo "Linting and checking types"
+	@$(BIN)/ruff format --check --quiet . || (echo "run: $(BIN)/ruff format ." && false)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+
+bench: install  ## the figures of the README, as ratios measured side by side
+	@echo "Measuring (close other programs; this takes some minutes)"
+	@$(BIN)/python benchmarks/trainer.py
+
+clean:  ## remove everything that the other targets made
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis runs wandb
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,136 @@
+"""The command line: `esper-telemetry train | replay | metrics`, also `python -m esper_telemetry`.
+
+Exit codes: 0 done, 1 the run failed, 2 wrong use (one sentence on stderr, nothing created), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+try:
+    import rich  # noqa: F401  # probed here so that the sentence below comes before any other import error
+    import tyro
+except ModuleNotFoundError as missing:
+    sys.stderr.write(f"the command line needs {missing.name}: pip install 'esper-telemetry[cli]'\n")
+    raise SystemExit(2) from None
+
+from esper_telemetry.commands.mistakes import WrongUse
+from esper_telemetry.ppo.config import PPOConfig
+
+DONE, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
+
+
+@dataclass(frozen=True)
+class Train:
+    """Trains the bundled PPO with telemetry.
+
+    Example: esper-telemetry train --env CartPole-v1 --total-steps 100000 --sink console --sink tensorboard
+    """
+
+    env: str
+    """Gymnasium id, or module:Id."""
+    total_steps: int = 100_000
+    """Environment steps to train for, over all environments."""
+    num_envs: int = 8
+    """Environments that step together."""
+    run_dir: str | None = None
+    """Where the journal and the local backends go; runs/<env>-<time> by default."""
+    sink: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """console, tensorboard[:DIR], wandb[:PROJECT][?mode=offline|online], mlflow[:URI][?experiment=NAME], or a plugin's.
+
+    Console by default."""
+    level: str = "normal"
+    """How much is measured: off, minimal, normal or debug."""
+    device: str = "cpu"
+    """Where the policy trains: cpu, cuda, cuda:1, ..."""
+    ppo: Annotated[PPOConfig, tyro.conf.arg(name="")] = field(default_factory=PPOConfig)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Sends a run's journal into a backend, once or as it grows.
+
+    Example: esper-telemetry replay runs/a --to mlflow:http://127.0.0.1:5000
+    """
+
+    run_dir: tyro.conf.Positional[str]
+    """The run directory."""
+    to: str
+    """Sink URI, as for `train --sink`."""
+    follow: bool = False
+    """Wait for more until the run ends."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Prints the catalogue: every key, what it means, its healthy range and source.
+
+    Example: esper-telemetry metrics --json
+    """
+
+    json: bool = False
+    """As JSON, one object per metric."""
+
+
+Command = (
+    Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Replay, tyro.conf.subcommand("replay")]
+    | Annotated[Metrics, tyro.conf.subcommand("metrics")]
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line and exits."""
+    try:
+        raise SystemExit(run(sys.argv[1:] if arguments is None else arguments))
+    except WrongUse as mistake:
+        sys.stderr.write(f"esper-telemetry: {mistake}\n")
+        raise SystemExit(WRONG_USE) from None
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs the command line and returns the exit code; raises WrongUse before anything is created."""
+    from esper_telemetry import commands
+
+    command = parse(arguments)
+    table: dict[type, Callable[[Any], int]] = {
+        Train: commands.train,
+        Replay: commands.replay,
+        Metrics: commands.metrics,
+    }
+    return table[type(command)](command)
+
+
+def parse(arguments: Sequence[str]) -> Train | Replay | Metrics:
+    """The command; raises WrongUse for arguments that make none."""
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(
+                Command,
+                args=list(arguments),
+                prog="esper-telemetry",
+                config=(tyro.conf.OmitArgPrefixes,),
+            )
+    except SystemExit as stop:
+        if stop.code in (None, DONE):
+            raise
+        raise WrongUse(_sentence(complaint.getvalue())) from None
+    except ValueError as error:
+        raise WrongUse(str(error)) from error
+
+
+def _sentence(box: str) -> str:
+    """What the parser drew in a box, as one sentence."""
+    lines = [line.strip("│ \n") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
+    message: list[str] = []
+    for line in lines:
+        if set(line) == {"─"}:
+            break
+        message.append(line)
+    return " ".join(" ".join(message).split()) + "; see esper-telemetry --help"

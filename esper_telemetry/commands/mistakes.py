@@ -1,0 +1,22 @@
+"""From an exception that a wrong argument causes to the one sentence that the user reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class WrongUse(Exception):  # noqa: N818  # it is the user's mistake, not an error of the program
+    """A mistake in the arguments, in one sentence."""
+
+
+@contextmanager
+def wrong_use() -> Iterator[None]:
+    """Turns the exceptions with which our constructors refuse their arguments into `WrongUse`."""
+    try:
+        yield
+    except (ValueError, TypeError, FileExistsError, FileNotFoundError, ModuleNotFoundError) as error:
+        raise WrongUse(str(error)) from error
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise WrongUse(f"{where}{error.strerror or error}") from error

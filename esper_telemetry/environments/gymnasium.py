@@ -1,0 +1,192 @@
+"""Gymnasium's vector environments, in any autoreset mode, as a `VectorEnvironment`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from esper_telemetry.environments.protocol import ActionSpec, Array, Bools, Step
+
+if TYPE_CHECKING:
+    import gymnasium
+    from gymnasium.envs.registration import EnvSpec
+
+    Vector: TypeAlias = gymnasium.vector.VectorEnv[Any, Any, Any]
+
+ToNative = Callable[[Mapping[str, Array]], Array]
+
+
+def make_env(env_id: str, *, num_envs: int = 8, seed: int | None = None, **kwargs: Any) -> GymnasiumEnvironment:
+    """`num_envs` copies of a registered Gymnasium task, in the fastest form that Gymnasium has for it.
+
+    Args:
+        env_id: a registered id; `module:Id` imports the module that registers it first.
+        num_envs: how many run side by side.
+        seed: makes the episodes repeatable.
+        kwargs: handed to the environment's constructor.
+
+    Raises:
+        ValueError: unknown id, unsupported space, or no environments.
+        ImportError: gymnasium is missing.
+    """
+    if num_envs < 1:
+        raise ValueError(f"num_envs must be at least 1, got {num_envs}")
+    spec = find_spec(env_id)
+    native = spec.vector_entry_point is not None and not spec.additional_wrappers
+    vector = make_native(spec, num_envs, kwargs) if native else make_synchronous(spec, num_envs, kwargs)
+    return GymnasiumEnvironment(vector, name=spec.id, seed=seed)
+
+
+def make_native(spec: EnvSpec, num_envs: int, kwargs: dict[str, Any]) -> Vector:
+    """The task's own vectorised implementation."""
+    vector: Vector = require_gymnasium().make_vec(spec, num_envs, vectorization_mode="vector_entry_point", **kwargs)
+    return vector
+
+
+def make_synchronous(spec: EnvSpec, num_envs: int, kwargs: dict[str, Any]) -> Vector:
+    """Single environments stepped one after the other; what they return is copied once, by the trainer."""
+    gym = require_gymnasium()
+    settings = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
+    kwargs = {"disable_env_checker": True, **kwargs}
+    vector: Vector = gym.make_vec(spec, num_envs, vectorization_mode="sync", vector_kwargs=settings, **kwargs)
+    return vector
+
+
+class GymnasiumEnvironment:
+    """A Gymnasium vector environment as a `VectorEnvironment`, whatever its autoreset mode.
+
+    SAME_STEP passes through. DISABLED is reset here, in the same step. NEXT_STEP returns an episode's last observation
+    and spends the following step on the reset: that row is marked invalid.
+    """
+
+    def __init__(self, vector: Vector, *, name: str = "", seed: int | None = None) -> None:
+        mode = require_gymnasium().vector.AutoresetMode
+        steps = {mode.NEXT_STEP: self._next_step, mode.SAME_STEP: self._same_step, mode.DISABLED: self._reset_here}
+        self._vector = vector
+        self._seed = seed
+        self._step = steps[mode(vector.metadata.get("autoreset_mode", mode.NEXT_STEP))]
+        self._resetting: Bools | None = None
+        self.name = name or type(vector.unwrapped).__name__
+        self.num_envs: int = vector.num_envs
+        self.observation_shape = box_shape(vector.single_observation_space, self.name)
+        self.action_specs, self._to_native = describe_actions(vector.single_action_space, self.name)
+
+    def reset(self, seed: int | None = None) -> Array:
+        """Begins episodes everywhere, returns the observations [B, ...]; a seed given at construction comes first."""
+        self._resetting = None
+        observations: Array = self._vector.reset(seed=seed if self._seed is None else self._seed)[0]
+        return observations
+
+    def step(self, actions: Mapping[str, Array]) -> Step:
+        """Takes one action in every environment; see `Step` for what comes back."""
+        return self._step(self._vector.step(self._to_native(actions)))
+
+    def close(self) -> None:
+        """Closes the environments."""
+        self._vector.close()
+
+    def _next_step(self, result: tuple[Any, ...]) -> Step:
+        observations, rewards, terminated, truncated, _ = result
+        valid = None if self._resetting is None else ~self._resetting
+        ended = terminated | truncated
+        self._resetting = ended if ended.any() else None
+        return Step(
+            observations, rewards, terminated, truncated, valid, None if self._resetting is None else observations
+        )
+
+    def _same_step(self, result: tuple[Any, ...]) -> Step:
+        observations, rewards, terminated, truncated, info = result
+        final = info.get("final_obs")
+        if final is not None:
+            final = fill_rows(np.zeros_like(observations), final, info["_final_obs"])
+        return Step(observations, rewards, terminated, truncated, None, final)
+
+    def _reset_here(self, result: tuple[Any, ...]) -> Step:
+        observations, rewards, terminated, truncated, _ = result
+        ended = terminated | truncated
+        if not ended.any():
+            return Step(observations, rewards, terminated, truncated)
+        final, terminated, truncated = observations.copy(), terminated.copy(), truncated.copy()
+        observations = self._vector.reset(options={"reset_mask": ended})[0]
+        return Step(observations, rewards, terminated, truncated, None, final)
+
+
+def fill_rows(target: Array, rows: Array, mask: Bools) -> Array:
+    """The target [B, ...] with its rows under `mask` taken from an object array [B] of observations."""
+    for index in np.flatnonzero(mask):
+        target[index] = rows[index]
+    return target
+
+
+def describe_actions(space: gymnasium.Space[Any], name: str) -> tuple[dict[str, ActionSpec], ToNative]:
+    """The parts of a single environment's action, and the function that joins B of them into what Gymnasium takes."""
+    spaces = require_gymnasium().spaces
+    if isinstance(space, spaces.Discrete):
+        return {"action": ActionSpec("categorical", int(space.n))}, discrete_joiner(int(space.start))
+    if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
+        sizes = {f"action_{index}": int(size) for index, size in enumerate(space.nvec)}
+        return {key: ActionSpec("categorical", size) for key, size in sizes.items()}, factored_joiner(space.start)
+    if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
+        return {"action": ActionSpec("continuous", int(np.prod(space.shape)))}, box_joiner(space)
+    raise ValueError(f"the action space of {name} must be Discrete, MultiDiscrete or a Box of floats, got {space}")
+
+
+def discrete_joiner(start: int) -> ToNative:
+    """Joins for a Discrete space whose first action is number `start`."""
+    if start == 0:
+        return lambda actions: actions["action"]
+    return lambda actions: actions["action"] + start
+
+
+def factored_joiner(start: Array) -> ToNative:
+    """Joins for a MultiDiscrete space: one column per part."""
+    return lambda actions: np.stack(list(actions.values()), -1) + start
+
+
+def box_joiner(space: gymnasium.spaces.Box) -> ToNative:
+    """Joins for a Box: actions are clipped to its bounds, so that what is learned from is what was chosen."""
+    low, high, shape = space.low, space.high, (-1, *space.shape)
+    return lambda actions: np.clip(actions["action"].reshape(shape), low, high).astype(space.dtype, copy=False)
+
+
+def box_shape(space: gymnasium.Space[Any], name: str) -> tuple[int, ...]:
+    """Shape of an observation; raises ValueError unless it is an array of numbers."""
+    if not isinstance(space, require_gymnasium().spaces.Box):
+        raise ValueError(f"the observation space of {name} must be a Box, got {space}")
+    return tuple(space.shape)
+
+
+def find_spec(env_id: str) -> EnvSpec:
+    """What Gymnasium knows of an id; raises ValueError with the closest known ids where it knows nothing."""
+    gym = require_gymnasium()
+    module, _, name = env_id.rpartition(":")
+    if module:
+        import_environments(module, env_id)
+    try:
+        spec: EnvSpec = gym.spec(name)
+    except (gym.error.Error, ValueError):
+        close = difflib.get_close_matches(name, list(gym.registry), n=3)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise ValueError(f"there is no environment {env_id!r}{hint}") from None
+    return spec
+
+
+def import_environments(module: str, env_id: str) -> None:
+    """Imports the module that registers an environment; raises ValueError where there is none of that name."""
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"the module of environment {env_id!r} cannot be imported: {error}") from None
+
+
+def require_gymnasium() -> Any:
+    """The gymnasium package; raises ImportError with the command that installs it."""
+    try:
+        import gymnasium
+    except ImportError:
+        raise ImportError("Gymnasium environments need gymnasium: pip install 'esper-telemetry[train]'") from None
+    return gymnasium

@@ -1,0 +1,163 @@
+"""What happens in a training run: the events that trainers and adapters emit and that `wiring` turns into metrics.
+
+Order within one update: `RolloutEnd`, `EpisodeEnd` (if any episode finished), then per minibatch `TrunkBackward`, `BackwardEnd`,
+`MinibatchEnd`, and at last `UpdateEnd`. Shapes: T steps, B environments, N rows of a minibatch, A actions, D action dimensions,
+K parameter tensors. Hooks write to nothing they find in an event. Tensors of an event stay as they are until the update ends, so a
+hook may keep them that long; `.grad` fields of parameters may not be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RunStart:
+    """A run begins: once, before the first rollout.
+
+    Attributes:
+        config: settings of the trainer.
+        facts: what detectors need to know: `precision`, `max_grad_norm`, `clip`, `normalize_advantages`, `total_steps`,
+            `num_envs`, `num_steps`, `groups` and others as they apply.
+    """
+
+    config: Mapping[str, Any]
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutEnd:
+    """A rollout is collected and its advantages are computed; nothing is normalised yet.
+
+    Attributes:
+        update: index of the update that this rollout feeds, from 1.
+        env_step: environment steps collected so far, this rollout included.
+        rewards, values, advantages, returns, log_probs: [T, B], float.
+        ended: [T, B], bool: the step taken at t ended its episode.
+        terminated: [T, B], bool: it ended by termination, not by a time limit.
+        valid: [T, B], bool; None where every row is.
+        next_values: [T, B]: the critic's estimate of the state that follows t, 0 after termination.
+        actions: per head [T, B] (categorical) or [T, B, D] (continuous).
+        gamma: discount factor.
+    """
+
+    update: int
+    env_step: int
+    rewards: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+    log_probs: Tensor
+    ended: Tensor
+    terminated: Tensor
+    next_values: Tensor
+    actions: Mapping[str, Tensor]
+    gamma: float
+    valid: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeEnd:
+    """Episodes that finished in this rollout, in order.
+
+    Attributes:
+        returns: undiscounted sums of raw rewards.
+        lengths: steps.
+    """
+
+    env_step: int
+    returns: Sequence[float]
+    lengths: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class TrunkBackward:
+    """The losses' gradients have reached the trunk outputs and not yet gone further.
+
+    Attributes:
+        outputs: trunk outputs with graph: one where actor and critic share a trunk, else the actor's and the critic's.
+        actor: gradient of the actor's loss (entropy bonus included) with respect to the actor's trunk output.
+        critic: gradient of the critic's loss, times its coefficient, with respect to the critic's trunk output.
+        shared: parameters that both losses train; empty for separate networks.
+    """
+
+    epoch: int
+    step: int
+    outputs: tuple[Tensor, ...]
+    actor: Tensor
+    critic: Tensor
+    shared: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardEnd:
+    """All gradients of a minibatch are there; they may or may not be clipped already.
+
+    Attributes:
+        parameters: trainable parameters by name; their `.grad` is valid during the call only.
+        norms: [K] L2 norms before clipping, in the order of the parameters that have a gradient.
+        names: names of these parameters.
+        max_norm: limit of the global norm; None where nothing is clipped.
+    """
+
+    epoch: int
+    step: int
+    parameters: Mapping[str, Tensor]
+    names: tuple[str, ...]
+    norms: Tensor
+    max_norm: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class MinibatchEnd:
+    """A minibatch is done: losses computed, gradients applied.
+
+    Attributes:
+        epoch: pass over the rollout, from 0.
+        step: optimizer step within the update, from 0.
+        log_ratio: [N] log-probability now minus at collection, summed over heads.
+        advantages: [N] the values that multiply the ratio (normalised where normalisation is on).
+        values: [N] critic's estimates now.
+        old_values, returns: [N] at collection.
+        losses: 0-d tensors `policy`, `value` (0.5 MSE, unscaled), `entropy` (its negative mean) and `total`.
+        logits: per categorical head [N, A]; masked actions hold a large negative finite number.
+        action_masks: per categorical head [N, A], bool; heads without masks are left out.
+        log_std: per Gaussian head [N, D] or [D].
+        valid: [N], bool; None where every row is.
+    """
+
+    epoch: int
+    step: int
+    log_ratio: Tensor
+    advantages: Tensor
+    values: Tensor
+    old_values: Tensor
+    returns: Tensor
+    losses: Mapping[str, Tensor]
+    logits: Mapping[str, Tensor] = field(default_factory=dict)
+    action_masks: Mapping[str, Tensor] = field(default_factory=dict)
+    log_std: Mapping[str, Tensor] = field(default_factory=dict)
+    valid: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateEnd:
+    """An update is over: the moment at which telemetry writes its record.
+
+    Attributes:
+        env_step: environment steps at which this update's data were collected.
+        gradient_step: optimizer steps taken so far.
+        learning_rate: as used in this update.
+        seconds: wall time by phase: `environment`, `inference`, `update` and others as they apply.
+    """
+
+    update: int
+    env_step: int
+    gradient_step: int
+    learning_rate: float
+    seconds: Mapping[str, float]

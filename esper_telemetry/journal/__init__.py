@@ -1,0 +1,54 @@
+"""The truth about a run: an append-only file of JSON lines in the run directory, and how to read it back.
+
+Whoever writes turns values into lines (`encode_run`, `encode_record`, ...) and appends them with `Journal.write`: one
+system call per call, nothing buffered, so a killed process loses nothing that `write` has returned from. Whoever reads
+follows the file with a `JournalReader`, whose `offset` is all there is to remember, or takes a whole run at once with
+`read_run`. A run without a directory has a `MemoryJournal` with the same two sides.
+
+Errors: a journal that cannot be created raises, in one sentence. Once it exists, nothing that happens to the disk
+raises: what could not be written waits in memory, and goes out first when there is space again.
+"""
+
+from esper_telemetry.journal.file import JOURNAL_NAME, Journal, JournalReader, end_if_open, journal_path
+from esper_telemetry.journal.lines import (
+    SCHEMA,
+    End,
+    Entry,
+    JournalEvent,
+    Line,
+    decode,
+    encode_end,
+    encode_event,
+    encode_metrics,
+    encode_record,
+    encode_run,
+    to_json,
+)
+from esper_telemetry.journal.memory import MemoryJournal, MemoryReader
+from esper_telemetry.journal.plain import plain
+from esper_telemetry.journal.run import Run, read_run
+
+__all__ = [
+    "JOURNAL_NAME",
+    "SCHEMA",
+    "End",
+    "Entry",
+    "Journal",
+    "JournalEvent",
+    "JournalReader",
+    "Line",
+    "MemoryJournal",
+    "MemoryReader",
+    "Run",
+    "decode",
+    "encode_end",
+    "encode_event",
+    "encode_metrics",
+    "encode_record",
+    "encode_run",
+    "end_if_open",
+    "journal_path",
+    "plain",
+    "read_run",
+    "to_json",
+]

@@ -1,0 +1,234 @@
+"""The journal of a run in its directory: one writer that nothing can stop, any number of readers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Self
+
+from esper_telemetry.journal.lines import (
+    RECORD_HEAD,
+    Entry,
+    Line,
+    decode,
+    encode_end,
+    end_status,
+    merge_head,
+    to_json,
+)
+from esper_telemetry.record import RunInfo, RunStatus
+
+JOURNAL_NAME: Final = "journal.jsonl"
+BACKLOG_BYTES: Final = 8 << 20
+"""How much may wait in memory while the disk is full before new lines are lost: some 1,500 records of 120 values."""
+CHUNK_BYTES: Final = 1 << 20
+TAIL_BYTES: Final = 4 << 20
+"""How far from its end a journal is searched for its last line."""
+
+_logger = logging.getLogger("esper_telemetry")
+
+
+class Journal:
+    """The journal of a run, open for appending; made by `create` or `open`.
+
+    Attributes:
+        run_dir: the directory of the run.
+        path: the file.
+        records: records that were given to `write` and not lost.
+        lost: lines dropped because the disk was full and the backlog too.
+    """
+
+    def __init__(self, run_dir: Path, fd: int, *, torn: bool = False) -> None:
+        self.run_dir = run_dir
+        self.path = run_dir / JOURNAL_NAME
+        self.records = 0
+        self.lost = 0
+        self._fd = fd
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._backlog = b"\n" if torn else b""
+        self._warned = False
+
+    @classmethod
+    def create(cls, run_dir: str | os.PathLike[str]) -> Self:
+        """Claims the directory for a new run, making it and its parents.
+
+        Raises FileExistsError where a journal stands already, another OSError where nothing can be written.
+        """
+        path = Path(run_dir) / JOURNAL_NAME
+        if path.exists():
+            raise FileExistsError(f"{run_dir} already holds a run: pass another run directory")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
+        except OSError as error:
+            raise type(error)(f"cannot write to run directory {run_dir}: {error.strerror}") from None
+        return cls(path.parent.absolute(), fd)
+
+    @classmethod
+    def open(cls, run_dir: str | os.PathLike[str]) -> Self:
+        """Appends to the journal of a run that exists, after closing a torn last line.
+
+        Raises FileNotFoundError where there is none.
+        """
+        path = journal_path(run_dir)
+        fd = os.open(path, os.O_RDWR | os.O_APPEND)
+        size = os.fstat(fd).st_size
+        return cls(path.parent.absolute(), fd, torn=size > 0 and os.pread(fd, 1, size - 1) != b"\n")
+
+    def write(self, *lines: Line) -> bool:
+        """Appends lines in one system call and says whether they, and all before them, have reached the file.
+
+        False means that they wait in memory for space on the disk, or are lost (`lost` counts): one warning is logged.
+        In a forked process, and after `close`, nothing is written. Threads may share a journal.
+
+        Raises ValueError for a line that is not strict JSON, and writes nothing of the call then.
+        """
+        data = b"".join(map(to_json, lines))
+        if os.getpid() != self._pid:
+            return False
+        with self._lock:
+            return self._append(data, lines)
+
+    def reader(self) -> JournalReader:
+        """A reader from the first line on."""
+        return JournalReader(self.path)
+
+    def close(self) -> None:
+        """Writes what waited, makes the file durable and closes it; harmless when repeated or in a forked process."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._fd >= 0:
+                self._finish()
+
+    def _finish(self) -> None:
+        self._write_out()
+        self.lost += self._backlog.count(b"\n")
+        self._backlog = b""
+        with suppress(OSError):
+            os.fsync(self._fd)
+        with suppress(OSError):
+            os.close(self._fd)
+        self._fd = -1
+
+    def _append(self, data: bytes, lines: tuple[Line, ...]) -> bool:
+        if self._fd < 0 or (not self._write_out() and len(self._backlog) + len(data) > BACKLOG_BYTES):
+            self.lost += len(lines)
+            return False
+        self.records += sum(line["kind"] == "record" for line in lines)
+        self._backlog += data
+        return self._write_out()
+
+    def _write_out(self) -> bool:
+        """Goes on exactly where the last write stopped, so a line cut by a full disk is completed, not repeated."""
+        try:
+            while self._backlog:
+                self._backlog = self._backlog[os.write(self._fd, self._backlog) :]
+        except OSError as error:
+            self._warn(error)
+        return not self._backlog
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            message = "esper-telemetry: cannot write to %s (%s); training goes on and new lines wait in memory"
+            _logger.warning(message, self.path, error.strerror)
+
+
+class JournalReader:
+    """Follows a journal file from an offset.
+
+    Attributes:
+        path: the file.
+        offset: the position after the last line that `read` gave, in bytes; set it to go on from a saved position.
+        skipped: lines that could not be understood.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], offset: int = 0) -> None:
+        self.path = Path(path)
+        self.offset = offset
+        self.skipped = 0
+        self._file = self.path.open("rb", buffering=0)
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The directory of the run that is read."""
+        return self.path.parent
+
+    def read(self, limit: int | None = None) -> list[Entry]:
+        """Up to `limit` complete lines after `offset`, decoded; a torn last line is left until it is complete."""
+        entries: list[Entry] = []
+        while limit is None or len(entries) < limit:
+            lines = self._lines(None if limit is None else limit - len(entries))
+            if not lines:
+                break
+            entries.extend(self._decoded(lines))
+        return entries
+
+    def head(self) -> RunInfo | None:
+        """What the lines before `offset` say about the run: its last `run` line and the descriptions of keys."""
+        info: RunInfo | None = None
+        before = JournalReader(self.path)
+        while before.offset < self.offset and (lines := before._lines(None)):
+            info = merge_head(info, before._decoded(line for line in lines if not line.startswith(RECORD_HEAD)))
+        before.close()
+        return info
+
+    def close(self) -> None:
+        """Releases the file; harmless when repeated."""
+        self._file.close()
+
+    def _lines(self, limit: int | None) -> list[bytes]:
+        """Complete lines after the offset, at most about a megabyte of them; moves the offset behind them."""
+        chunk, size = b"", CHUNK_BYTES
+        while (cut := chunk.rfind(b"\n")) < 0:
+            chunk = os.pread(self._file.fileno(), size, self.offset)
+            if len(chunk) < size and b"\n" not in chunk:
+                return []
+            size *= 2
+        lines = chunk[:cut].split(b"\n")[:limit]
+        self.offset += sum(map(len, lines)) + len(lines)
+        return lines
+
+    def _decoded(self, lines: Iterable[bytes]) -> list[Entry]:
+        entries = []
+        for line in lines:
+            try:
+                entry = decode(json.loads(line), self.run_dir)
+            except ValueError:
+                self.skipped += bool(line)
+                continue
+            if entry is not None:
+                entries.append(entry)
+        return entries
+
+
+def journal_path(run_dir: str | os.PathLike[str]) -> Path:
+    """The journal in a run directory; raises FileNotFoundError where there is none."""
+    directory = Path(run_dir)
+    if not directory.is_dir():
+        raise FileNotFoundError(f"there is no run directory {run_dir}")
+    if not (directory / JOURNAL_NAME).is_file():
+        raise FileNotFoundError(f"{run_dir} is not a run directory: it holds no {JOURNAL_NAME}")
+    return directory / JOURNAL_NAME
+
+
+def end_if_open(run_dir: str | os.PathLike[str], status: RunStatus) -> bool:
+    """Appends an end line for a writer that is gone, unless the last line is one; says whether it did."""
+    path = journal_path(run_dir)
+    reader = JournalReader(path, offset=max(0, path.stat().st_size - TAIL_BYTES))
+    entries = reader.read()
+    reader.close()
+    if end_status(entries) is not None:
+        return False
+    seq = max((entry.seq for entry in entries if not isinstance(entry, RunInfo)), default=0)
+    journal = Journal.open(run_dir)
+    written = journal.write(encode_end(status, seq=seq + 1))
+    journal.close()
+    return written

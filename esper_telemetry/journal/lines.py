@@ -1,0 +1,198 @@
+"""The lines of a journal: values to JSON objects and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from esper_telemetry.journal.plain import plain
+from esper_telemetry.record import Axes, Histogram, MetricInfo, Record, RunInfo, RunStatus
+
+SCHEMA: Final = 1
+RECORD_HEAD: Final = b'{"kind":"record"'
+"""What the line of a record begins with, so that who looks for other lines need not parse it."""
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class JournalEvent:
+    """Something that happened besides a record, such as an intervention or a checkpoint."""
+
+    type: str
+    data: Mapping[str, Any]
+    seq: int = 0
+    axes: Axes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The run is over; nothing follows, unless it is resumed."""
+
+    status: RunStatus
+    seq: int = 0
+
+
+Entry = RunInfo | Record | JournalEvent | End
+
+
+def encode_run(info: RunInfo) -> dict[str, Any]:
+    """The first line of a journal. The run directory is left out: a journal may be moved."""
+    return {
+        "kind": "run",
+        "schema": SCHEMA,
+        "run_id": info.run_id,
+        "name": info.name,
+        "started": info.started,
+        "config": plain(info.config),
+        "tags": list(info.tags),
+        "notes": info.notes,
+        "versions": dict(info.versions),
+        "facts": plain(info.facts),
+        "metrics": _encode_descriptions(info.metrics),
+    }
+
+
+def encode_record(record: Record) -> dict[str, Any]:
+    """The line of a record; its values are shared, not copied."""
+    line: dict[str, Any] = {
+        "kind": "record",
+        "seq": record.seq,
+        "axes": encode_axes(record.axes),
+        "values": record.values if isinstance(record.values, dict) else dict(record.values),
+    }
+    if record.histograms:
+        line["histograms"] = {k: {"edges": h.edges, "counts": h.counts} for k, h in record.histograms.items()}
+    if record.partial:
+        line["partial"] = True
+    return line
+
+
+def encode_event(event: JournalEvent) -> dict[str, Any]:
+    """The line of an event; its data is made JSON."""
+    axes = {} if event.axes is None else {"axes": encode_axes(event.axes)}
+    return {"kind": "event", "seq": event.seq, **axes, "type": event.type, "data": plain(event.data)}
+
+
+def encode_metrics(metrics: Mapping[str, MetricInfo], *, seq: int = 0) -> dict[str, Any]:
+    """The line that describes keys which the `run` line could not know yet."""
+    return {"kind": "event", "seq": seq, "type": "metrics", "data": _encode_descriptions(metrics)}
+
+
+def encode_end(status: RunStatus, *, seq: int = 0) -> dict[str, Any]:
+    """The last line of a run."""
+    return {"kind": "end", "seq": seq, "status": str(status)}
+
+
+def encode_axes(axes: Axes) -> dict[str, Any]:
+    """Every axis by name."""
+    return {
+        "update": axes.update,
+        "env_step": axes.env_step,
+        "gradient_step": axes.gradient_step,
+        "wall_time": axes.wall_time,
+    }
+
+
+_encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+def to_json(line: Line) -> bytes:
+    """The line as it stands in the file, newline included; raises ValueError where it is not strict JSON."""
+    try:
+        return _encode_json(line).encode("utf-8", "backslashreplace") + b"\n"
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"a journal holds strict JSON, and this {line.get('kind')} line is not: {error}") from error
+
+
+def decode(line: Line, run_dir: Path | None = None) -> Entry | None:
+    """The value that a line holds, or None for a kind of line that this version does not know.
+
+    In an event of type "metrics" the data are `MetricInfo` by key. Raises ValueError for a line that breaks the schema.
+    """
+    try:
+        decoder = _DECODERS.get(line["kind"])
+        return None if decoder is None else decoder(line, run_dir)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a line of a journal ({error!r}): {str(line)[:80]}") from error
+
+
+def _decode_run(line: Line, run_dir: Path | None) -> RunInfo:
+    return RunInfo(
+        run_id=line["run_id"],
+        name=line.get("name", ""),
+        run_dir=run_dir,
+        started=line["started"],
+        config=line.get("config", {}),
+        tags=tuple(line.get("tags", ())),
+        notes=line.get("notes", ""),
+        versions=line.get("versions", {}),
+        facts=line.get("facts", {}),
+        metrics=_decode_descriptions(line.get("metrics", {})),
+    )
+
+
+def _decode_record(line: Line, _: Path | None) -> Record:
+    histograms = {k: Histogram(tuple(h["edges"]), tuple(h["counts"])) for k, h in line.get("histograms", {}).items()}
+    return Record(line["seq"], _decode_axes(line["axes"]), line["values"], histograms, line.get("partial", False))
+
+
+def _decode_event(line: Line, _: Path | None) -> JournalEvent:
+    data = _decode_descriptions(line["data"]) if line["type"] == "metrics" else line["data"]
+    axes = _decode_axes(line["axes"]) if "axes" in line else None
+    return JournalEvent(line["type"], data, line.get("seq", 0), axes)
+
+
+def _decode_end(line: Line, _: Path | None) -> End:
+    return End(RunStatus(line["status"]), line.get("seq", 0))
+
+
+def _decode_axes(line: Line) -> Axes:
+    return Axes(line["update"], line["env_step"], line["gradient_step"], line["wall_time"])
+
+
+_DECODERS: dict[str, Callable[[Line, Path | None], Entry]] = {
+    "run": _decode_run,
+    "record": _decode_record,
+    "event": _decode_event,
+    "end": _decode_end,
+}
+
+_DESCRIPTION = {field.name: field.default for field in fields(MetricInfo)}
+
+
+def _encode_descriptions(metrics: Mapping[str, MetricInfo]) -> dict[str, dict[str, Any]]:
+    """Only what differs from the defaults: a catalogue has hundreds of keys."""
+    return {
+        key: {name: getattr(info, name) for name, default in _DESCRIPTION.items() if getattr(info, name) != default}
+        for key, info in metrics.items()
+    }
+
+
+def _decode_descriptions(line: Line) -> dict[str, MetricInfo]:
+    """Fields that a later version added are ignored."""
+    return {
+        key: MetricInfo(**{name: value for name, value in described.items() if name in _DESCRIPTION})
+        for key, described in line.items()
+    }
+
+
+def merge_head(info: RunInfo | None, entries: Iterable[Entry]) -> RunInfo | None:
+    """What entries say about the run, on top of what was known: its last `run` line and the descriptions after it."""
+    for entry in entries:
+        if isinstance(entry, RunInfo):
+            info = entry
+        elif isinstance(entry, JournalEvent) and entry.type == "metrics" and info is not None:
+            info.metrics.update(entry.data)
+    return info
+
+
+def end_status(entries: Iterable[Entry]) -> RunStatus | None:
+    """How the run ended, or None if the last entry is not its end."""
+    status = None
+    for entry in entries:
+        status = entry.status if isinstance(entry, End) else None
+    return status

@@ -1,0 +1,69 @@
+"""A journal as a whole, for notebooks, views and tests."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from esper_telemetry.journal.file import JournalReader, journal_path
+from esper_telemetry.journal.lines import JournalEvent, encode_axes, end_status, merge_head
+from esper_telemetry.record import Record, RunInfo, RunStatus
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Everything a journal holds.
+
+    Attributes:
+        info: its last `run` line, with all descriptions of keys.
+        records: one per update, in order; of an update that was repeated after a resume, the last.
+        events: everything else that happened, descriptions of keys excepted.
+        status: how the run ended; None if it goes on, or was killed together with everything around it.
+        skipped: lines that could not be understood.
+    """
+
+    info: RunInfo
+    records: tuple[Record, ...]
+    events: tuple[JournalEvent, ...] = ()
+    status: RunStatus | None = None
+    skipped: int = 0
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A frame indexed by update, with one column per axis and per key; NaN where a key is absent.
+
+        Raises ImportError without pandas.
+        """
+        try:
+            import pandas as pd
+        except ImportError:
+            raise ImportError("Run.to_pandas needs pandas: pip install pandas") from None
+        index = pd.Index([record.axes.update for record in self.records], name="update")
+        return pd.DataFrame([_row(record) for record in self.records], index=index)
+
+
+def _row(record: Record) -> dict[str, Any]:
+    """Axes come first, and win over a key that is spelled like one of them."""
+    axes = encode_axes(record.axes)
+    del axes["update"]
+    return {**axes, **record.values, **axes}
+
+
+def read_run(run_dir: str | os.PathLike[str]) -> Run:
+    """Everything the journal in a run directory holds so far.
+
+    Raises FileNotFoundError where there is no journal, ValueError where it does not say which run it is.
+    """
+    reader = JournalReader(journal_path(run_dir))
+    entries = reader.read()
+    reader.close()
+    info = merge_head(None, entries)
+    if info is None:
+        raise ValueError(f"{reader.path} has no line that describes the run")
+    records = {entry.axes.update: entry for entry in entries if isinstance(entry, Record)}
+    ordered = tuple(records[update] for update in sorted(records))
+    events = tuple(entry for entry in entries if isinstance(entry, JournalEvent) and entry.type != "metrics")
+    return Run(info, ordered, events, end_status(entries), reader.skipped)

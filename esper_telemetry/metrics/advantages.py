@@ -1,0 +1,316 @@
+"""Advantages: as they come out of GAE, and as they multiply the ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.group import Max, Mean, MetricGroup, Min, Moments, Sum, reports
+from esper_telemetry.metric import Metric
+from esper_telemetry.metrics.masking import (
+    ascending,
+    moments,
+    quantile_means,
+    quantiles,
+    rows_of,
+    same_shape,
+    sample,
+    spread,
+)
+from esper_telemetry.record import Level
+from esper_telemetry.reduction import NAN, Array, Reduction, Slot, Statistic
+
+NO_ROWS = "no valid, finite advantage"
+CONSTANT = "advantages do not vary"
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageStats(MetricGroup):
+    """Advantages of a rollout before normalisation."""
+
+    moments: Moments = reports(
+        Metric(
+            key="adv/raw/mean",
+            number=201,
+            unit="advantage",
+            question="Are outcomes on average better or worse than the critic expected? Far from 0: the critic is biased.",
+            healthy="|mean| < 0.5 std",
+            source="heuristic",
+            undefined=NO_ROWS,
+        ),
+        Metric(
+            key="adv/raw/std",
+            number=202,
+            unit="advantage",
+            question="How much do outcomes differ from what the critic expected? This is the learning signal.",
+            of="std",
+            low=0.0,
+            level=Level.MINIMAL,
+            healthy="> 1e-3 of ret/std",
+            source="heuristic",
+            undefined=NO_ROWS,
+        ),
+        Metric(
+            key="adv/raw/skew",
+            number=203,
+            unit="1",
+            question="Is one tail longer: rare large successes (above 0) or rare large failures?",
+            of="skew",
+            undefined=CONSTANT,
+        ),
+        Metric(
+            key="adv/raw/kurtosis",
+            number=204,
+            unit="1 (excess)",
+            question="Do a few outliers own the update? 0 for a normal distribution.",
+            of="kurtosis",
+            low=-2.0,
+            healthy="< 10",
+            warn="> 30",
+            critical="> 100",
+            source="heuristic",
+            undefined=CONSTANT,
+        ),
+    )
+    smallest: Min = reports(
+        Metric(
+            key="adv/raw/min",
+            number=205,
+            unit="advantage",
+            question="What was the worst surprise?",
+            undefined=NO_ROWS,
+        )
+    )
+    largest: Max = reports(
+        Metric(
+            key="adv/raw/max",
+            number=206,
+            unit="advantage",
+            question="What was the best surprise?",
+            undefined=NO_ROWS,
+        )
+    )
+    positive: Mean = reports(
+        Metric(
+            key="adv/raw/pos_frac",
+            number=207,
+            unit="fraction",
+            question="Which share of the actions turned out better than expected?",
+            low=0.0,
+            high=1.0,
+            healthy="0.3 to 0.7",
+            warn="outside 0.15 to 0.85",
+            source="heuristic",
+            undefined=NO_ROWS,
+        )
+    )
+    p05: Mean = reports(
+        Metric(
+            key="adv/raw/p05",
+            number=208,
+            unit="advantage",
+            question="Below which advantage lie the worst 5 % of the actions?",
+            undefined=NO_ROWS,
+        )
+    )
+    p95: Mean = reports(
+        Metric(
+            key="adv/raw/p95",
+            number=209,
+            unit="advantage",
+            question="Above which advantage lie the best 5 % of the actions?",
+            undefined=NO_ROWS,
+        )
+    )
+    nonfinite: Sum = reports(
+        Metric(
+            key="adv/raw/mean_nonfinite",
+            number=210,
+            unit="count",
+            question="How many valid advantages were NaN or infinite?",
+            low=0.0,
+            level=Level.MINIMAL,
+            healthy="absent",
+            critical="> 0",
+            undefined="none was",
+            when_positive=True,
+        )
+    )
+
+
+@torch.inference_mode()
+def advantage_stats(advantages: Tensor, *, valid: Tensor | None = None) -> AdvantageStats:
+    """Population moments, extremes and quantiles of the advantages before normalisation.
+
+    Args:
+        advantages: [T, B] or [N].
+        valid: bool, same shape; None where every entry is.
+    """
+    s = sample(advantages, valid)
+    found = quantiles(ascending(s), s.count, (0.0, 0.05, 0.95, 1.0))
+    smallest, _, _, largest = found.unbind()
+    p05, p95 = quantile_means(found[1:3], s.count)
+    return AdvantageStats(
+        moments=moments(s),
+        smallest=Min(smallest),
+        largest=Max(largest),
+        positive=Mean((s.values > 0).sum(-1), s.count),
+        p05=p05,
+        p95=p95,
+        nonfinite=Sum(s.nonfinite),
+    )
+
+
+def _off_unit(slots: Sequence[float]) -> float:
+    mean, std = Moments.statistics["mean"](slots), Moments.statistics["std"](slots)
+    return max(abs(mean), abs(std - 1) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class StandardMoments(Moments):
+    """Moments of what ought to have mean 0 and std 1; `off_unit` is max(|mean|, |std - 1| / 2)."""
+
+    statistics: ClassVar[Mapping[str, Statistic]] = {**Moments.statistics, "off_unit": _off_unit}
+
+
+@dataclass(frozen=True, slots=True)
+class Participation(Reduction):
+    """How evenly magnitudes are spread: (Σ|x|)² / (n Σx²), 1 where all are equal, 1/n where one is alone."""
+
+    count: Slot
+    magnitude: Slot
+    square: Slot
+
+    statistics: ClassVar[Mapping[str, Statistic]] = {
+        "participation": lambda s: s[1] ** 2 / (s[0] * s[2]) if s[0] and s[2] else NAN
+    }
+
+    @staticmethod
+    def merge(rows: Array) -> Array:
+        """Counts and sums add."""
+        merged: Array = rows.sum(axis=0)
+        return merged
+
+
+@dataclass(frozen=True, slots=True)
+class NormalizedAdvantageStats(MetricGroup):
+    """The advantages that multiply the ratio."""
+
+    moments: StandardMoments = reports(
+        Metric(
+            key="adv/norm/mean",
+            number=211,
+            unit="σ",
+            question="Do the advantages that the update uses average 0, as normalisation promises?",
+            healthy="|mean| < 0.01",
+            critical="|mean| > 0.05",
+            source="identity; stale, double or missing normalisation, or a wrong mask",
+            undefined=NO_ROWS,
+        ),
+        Metric(
+            key="adv/norm/std",
+            number=212,
+            unit="σ",
+            question="Do the advantages that the update uses have standard deviation 1?",
+            of="std",
+            low=0.0,
+            healthy="within 0.02 of 1",
+            critical="further than 0.1 from 1",
+            source="identity; SB3 divides by the unbiased std, a factor √((N-1)/N)",
+            undefined=NO_ROWS,
+        ),
+        Metric(
+            key="integrity/adv_norm",
+            number=802,
+            unit="σ",
+            question="Is advantage normalisation intact over the whole update? max(|mean|, |std - 1| / 2).",
+            of="off_unit",
+            low=0.0,
+            level=Level.MINIMAL,
+            healthy="< 0.01",
+            critical="> 0.05, where normalisation is on",
+            source="identity",
+            undefined=NO_ROWS,
+        ),
+    )
+    participation: Participation = reports(
+        Metric(
+            key="adv/participation",
+            number=213,
+            unit="fraction",
+            question="Which share of the batch effectively drives the policy gradient? 0.637 for normal advantages.",
+            low=0.0,
+            high=1.0,
+            healthy="> 0.4",
+            warn="< 0.2",
+            critical="< 0.05",
+            source="participation ratio; 2/π for a Gaussian",
+            undefined="all advantages are 0",
+        )
+    )
+    sign_flip: Mean | None = reports(
+        Metric(
+            key="adv/sign_flip_frac",
+            number=214,
+            unit="fraction",
+            question="Which share of the actions is punished though it did better than expected, or the reverse, because normalisation"
+            " shifted its advantage across 0?",
+            low=0.0,
+            high=1.0,
+            healthy="< 0.15",
+            warn="> 0.3",
+            source="heuristic",
+            undefined=NO_ROWS,
+        )
+    )
+    nonfinite: Sum = reports(
+        Metric(
+            key="adv/norm/mean_nonfinite",
+            number=215,
+            unit="count",
+            question="How many valid advantages that multiply the ratio were NaN or infinite?",
+            low=0.0,
+            level=Level.MINIMAL,
+            healthy="absent",
+            critical="> 0",
+            undefined="none was",
+            when_positive=True,
+        )
+    )
+
+
+@torch.inference_mode()
+def normalized_advantage_stats(
+    normalized: Tensor,
+    advantages: Tensor | None = None,
+    *,
+    valid: Tensor | None = None,
+    dim: int | None = None,
+) -> NormalizedAdvantageStats:
+    """What normalisation made of the advantages; merged over the minibatches of an update, it sees the whole of it.
+
+    Args:
+        normalized: the values that multiply the ratio, [N] or [M, N].
+        advantages: the same before normalisation, same shape, for the share of flipped signs.
+        valid: bool, same shape; None where every entry is.
+        dim: axis to reduce; None reduces all axes to one row, -1 keeps the leading axis as optimizer steps.
+    """
+    same_shape(normalized=normalized, advantages=advantages, valid=valid)
+    s = sample(normalized, valid, dim=dim)
+    merged = spread(s)
+    square = torch.linalg.vecdot(s.values, s.values)
+    return NormalizedAdvantageStats(
+        moments=StandardMoments(*(getattr(merged, item.name) for item in fields(merged))),
+        participation=Participation(s.count, s.values.abs().sum(-1), square),
+        sign_flip=None if advantages is None else Mean(_flips(s.values, rows_of(advantages, dim)), s.count),
+        nonfinite=Sum(s.nonfinite),
+    )
+
+
+def _flips(normalized: Tensor, advantages: Tensor) -> Tensor:
+    """Number of entries [..] whose sign changed; a zero has none."""
+    return (normalized * advantages.double() < 0).sum(-1)

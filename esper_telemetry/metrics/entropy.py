@@ -1,0 +1,490 @@
+"""How undecided the policy is: entropy of categorical heads, with action masks, relevance masks and several heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper_telemetry.group import Mean, MetricGroup, Sum, label, reports
+from esper_telemetry.metric import Metric, segment
+from esper_telemetry.metrics.masking import Sample, keep, rows_of, same_shape, sample
+from esper_telemetry.record import Level
+from esper_telemetry.reduction import NAN, Array, Reduction, Slot, Statistic
+
+NO_ROWS = "no valid, finite row"
+NO_DECISION = "no row leaves a choice, or the head is continuous"
+CONTINUOUS = "no valid row, or a continuous head"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """Entropy of one head, row by row: the intermediate that the joint and the per-head group share.
+
+    Attributes:
+        entropy: [..] nats.
+        uniform: [..] float64, ln of the number of valid actions, or one number for all rows; None for a continuous head.
+        probabilities: [A, ..], actions first; None for a continuous head.
+        allowed: [A, ..] bool, valid actions; None where all are.
+        relevant: [..] bool, rows on which the head takes part; None where it always does.
+    """
+
+    entropy: Tensor
+    uniform: Tensor | float | None = None
+    probabilities: Tensor | None = None
+    allowed: Tensor | None = None
+    relevant: Tensor | None = None
+
+
+@torch.no_grad()
+def categorical_rows(logits: Tensor, action_mask: Tensor | None = None, *, relevant: Tensor | None = None) -> HeadRows:
+    """Entropy -Σ p ln p over the valid actions of every row.
+
+    Args:
+        logits: [.., A]; those of masked actions are arbitrary.
+        action_mask: [.., A] bool, True where an action is valid; None where all are.
+        relevant: [..] bool, rows on which the head takes part; None where it always does.
+    """
+    same_shape(logits=logits, action_mask=action_mask)
+    x = _actions_first(logits.detach() if logits.dtype == torch.float64 else logits.detach().float())
+    if action_mask is None:
+        log_p = torch.log_softmax(x, 0)
+        p = log_p.exp()
+        return HeadRows(_plogp(p, log_p), math.log(x.shape[0]), p, None, relevant)
+    allowed = _actions_first(action_mask.bool())
+    log_p = torch.log_softmax(x.masked_fill_(~allowed, torch.finfo(x.dtype).min), 0)
+    p = log_p.exp() * allowed
+    largest = allowed.sum(0, dtype=torch.float64).clamp_(min=1).log_()
+    return HeadRows(_plogp(p, log_p), largest, p, allowed, relevant)
+
+
+def _actions_first(x: Tensor) -> Tensor:
+    """[A, ..] from [.., A], copied: softmax over a short last axis is ten times slower."""
+    return x.movedim(-1, 0).clone(memory_format=torch.contiguous_format)
+
+
+def _plogp(p: Tensor, log_p: Tensor) -> Tensor:
+    return -(p * log_p.clamp(min=_LOWEST)).sum(0)
+
+
+_LOWEST = -1e30
+"""Stands for ln 0, so that 0 ln 0 is 0; e^-1e30 is 0 in every precision."""
+
+
+@torch.no_grad()
+def gaussian_rows(log_std: Tensor, *, relevant: Tensor | None = None) -> HeadRows:
+    """Differential entropy Σ_d (ln σ_d + ½ ln 2πe) of a diagonal Gaussian head, in nats; it may be negative.
+
+    Args:
+        log_std: [.., D]; where σ does not depend on the state, one row may stand for all: [D] or [M, 1, D].
+        relevant: [..] bool, rows on which the head takes part; None where it always does.
+    """
+    return HeadRows((log_std.detach().double() + 0.5 * math.log(2 * math.pi * math.e)).sum(-1), relevant=relevant)
+
+
+@torch.inference_mode()
+def entropy_rows(
+    logits: Mapping[str, Tensor],
+    action_masks: Mapping[str, Tensor] | None = None,
+    *,
+    log_std: Mapping[str, Tensor] | None = None,
+    relevant: Mapping[str, Tensor] | None = None,
+) -> dict[str, HeadRows]:
+    """Entropy of every head, row by row: compute it once, give it to `policy_entropy` and `head_entropy`.
+
+    Args:
+        logits: per categorical head [.., A].
+        action_masks: per categorical head [.., A] bool; heads left out have no mask.
+        log_std: per Gaussian head [.., D].
+        relevant: per head [..] bool; heads left out always take part.
+    """
+    masks, relevant = action_masks or {}, relevant or {}
+    rows = {head: categorical_rows(x, masks.get(head), relevant=relevant.get(head)) for head, x in logits.items()}
+    for head, x in (log_std or {}).items():
+        rows[head] = gaussian_rows(x, relevant=relevant.get(head))
+    if not rows:
+        raise ValueError("a policy has at least one head, got none")
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class MeanEntropy(Reduction):
+    """A mean entropy; `perplexity` is e to it, the effective number of actions, where all heads are categorical."""
+
+    total: Slot
+    count: Slot
+    continuous: Slot
+
+    statistics: ClassVar[Mapping[str, Statistic]] = {
+        "mean": lambda s: s[0] / s[1] if s[1] else NAN,
+        "perplexity": lambda s: math.exp(s[0] / s[1]) if s[1] and not s[2] else NAN,
+    }
+
+    @staticmethod
+    def merge(rows: Array) -> Array:
+        """Totals and counts add."""
+        merged: Array = rows.sum(axis=0)
+        return merged
+
+
+@dataclass(frozen=True, slots=True)
+class Marginals(Reduction):
+    """Action probabilities summed over states, per head: what the entropy of the mean policy is read from.
+
+    The slots begin with the number of heads and their numbers of actions; then come the rows, the sum of their entropies, and per head
+    its rows, the summed probabilities and the number of rows in which each action was valid.
+
+    Attributes:
+        rows: [..] rows that count.
+        entropy: [..] sum of their entropies over rows and heads.
+        head_rows: per head [..], rows on which it took part.
+        probabilities: per head [A, ..], summed over rows.
+        allowed: per head [A, ..], rows in which the action was valid.
+    """
+
+    rows: Tensor
+    entropy: Tensor
+    head_rows: tuple[Tensor, ...]
+    probabilities: tuple[Tensor, ...]
+    allowed: tuple[Tensor, ...]
+
+    statistics: ClassVar[Mapping[str, Statistic]] = {
+        "entropy": lambda s: _over_heads(s).entropy,
+        "normalized": lambda s: _over_heads(s).normalized,
+        "information": lambda s: _over_heads(s).information,
+    }
+
+    def slots(self) -> tuple[Slot, ...]:
+        """The header, then head by head."""
+        parts: list[Slot] = [float(len(self.probabilities)), *(float(len(p)) for p in self.probabilities)]
+        parts += [self.rows, self.entropy]
+        for rows, p, allowed in zip(self.head_rows, self.probabilities, self.allowed, strict=True):
+            parts += [rows, *p.unbind(), *allowed.unbind()]
+        return tuple(parts)
+
+    @staticmethod
+    def merge(rows: Array) -> Array:
+        """Everything adds but the header."""
+        merged: Array = rows.sum(axis=0)
+        header = 1 + int(rows[0, 0, 0])
+        merged[:, :header] = rows[0, :, :header]
+        return merged
+
+
+class MarginalEntropy(NamedTuple):
+    """Entropy of the mean policy in nats, as a fraction of its largest value, and minus the mean entropy."""
+
+    entropy: float
+    normalized: float
+    information: float
+
+
+def _over_heads(slots: Sequence[float]) -> MarginalEntropy:
+    """Sums over heads, each weighted by the share of rows on which it takes part; NaN where undefined."""
+    sizes = [int(size) for size in slots[1 : 1 + int(slots[0])]]
+    rows, entropy = slots[1 + len(sizes) : 3 + len(sizes)]
+    if not rows:
+        return MarginalEntropy(NAN, NAN, NAN)
+    marginal = largest = 0.0
+    for head_rows, p, allowed in _heads(slots[3 + len(sizes) :], sizes):
+        positive = p[p > 0] / head_rows
+        marginal -= head_rows / rows * float(positive @ np.log(positive))
+        largest += head_rows / rows * math.log(max(1, int((allowed > 0).sum())))
+    return MarginalEntropy(
+        marginal, min(1.0, marginal / largest) if largest else NAN, max(0.0, marginal - entropy / rows)
+    )
+
+
+def _heads(slots: Sequence[float], sizes: Sequence[int]) -> Iterator[tuple[float, Array, Array]]:
+    """Per head its rows, summed probabilities and counts of validity."""
+    start = 0
+    for size in sizes:
+        middle, end = start + 1 + size, start + 1 + 2 * size
+        yield slots[start], np.array(slots[start + 1 : middle]), np.array(slots[middle:end])
+        start = end
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyEntropy(MetricGroup):
+    """Entropy of the whole policy: row by row the sum over the heads that take part."""
+
+    entropy: MeanEntropy = reports(
+        Metric(
+            key="policy/entropy",
+            number=131,
+            unit="nats",
+            question="How undecided is the policy, state by state? Differential, and maybe negative, for continuous actions.",
+            healthy="falls slowly, then flattens",
+            source="Jones 2021",
+            undefined=NO_ROWS,
+        ),
+        Metric(
+            key="policy/perplexity",
+            number=132,
+            unit="actions",
+            question="Between how many equally likely actions does the policy effectively choose?",
+            of="perplexity",
+            low=1.0,
+            undefined=CONTINUOUS,
+        ),
+    )
+    normalized: Mean | None = reports(
+        Metric(
+            key="policy/entropy_norm",
+            number=133,
+            unit="fraction of ln n_valid",
+            question="How undecided is the policy, as a share of the most it could be? Rows with a single valid action do not count.",
+            low=0.0,
+            high=1.0,
+            level=Level.MINIMAL,
+            healthy="> 0.3; lower is fine once the task is solved",
+            warn="< 0.3 with policy/entropy_marginal_norm < 0.5",
+            critical="< 0.1 with policy/entropy_marginal_norm < 0.5",
+            source="bounds of an earlier system; solved runs end at .05-.08 with marginal .96-.99",
+            undefined=NO_DECISION,
+        )
+    )
+    marginals: Marginals | None = reports(
+        Metric(
+            key="policy/entropy_marginal",
+            number=134,
+            unit="nats",
+            question="How varied are the policy's actions over all states together?",
+            of="entropy",
+            low=0.0,
+            undefined=CONTINUOUS,
+        ),
+        Metric(
+            key="policy/entropy_marginal_norm",
+            number=135,
+            unit="fraction of ln n",
+            question="How varied are the policy's actions over all states, as a share of the most possible? Low beside a low"
+            " policy/entropy_norm: the policy does the same everywhere.",
+            of="normalized",
+            low=0.0,
+            high=1.0,
+            level=Level.MINIMAL,
+            healthy="> 0.5",
+            warn="< 0.5",
+            critical="< 0.2 with low policy/entropy_norm",
+            source="heuristic",
+            undefined=NO_DECISION,
+        ),
+        Metric(
+            key="policy/action_mi",
+            number=136,
+            unit="nats",
+            question="How much does the action depend on the state? Rising: skill. Falling to 0 with low entropy: collapse.",
+            of="information",
+            low=0.0,
+            source="I(S; A) = H(mean π) - mean H(π)",
+            undefined=CONTINUOUS,
+        ),
+    )
+    nonfinite: Sum = reports(
+        Metric(
+            key="policy/entropy_nonfinite",
+            number=137,
+            unit="count",
+            question="In how many valid rows was the entropy NaN or infinite?",
+            low=0.0,
+            level=Level.MINIMAL,
+            healthy="absent",
+            critical="> 0",
+            undefined="in none",
+            when_positive=True,
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HeadEntropy(MetricGroup):
+    """Entropy of one head on the rows where it takes part."""
+
+    head: tuple[str, ...] = label()
+    entropy: Mean = reports(
+        Metric(
+            key="policy/head/{head}/entropy",
+            number=138,
+            unit="nats",
+            question="How undecided is this head, where it takes part?",
+            undefined=NO_ROWS,
+        )
+    )
+    normalized: Mean = reports(
+        Metric(
+            key="policy/head/{head}/entropy_norm",
+            number=139,
+            unit="fraction of ln n_valid",
+            question="How undecided is this head, as a share of the most it could be, where it has a choice?",
+            low=0.0,
+            high=1.0,
+            healthy="> 0.3; lower is fine once the task is solved",
+            warn="< 0.3",
+            critical="< 0.1",
+            source="as policy/entropy_norm",
+            undefined=NO_DECISION,
+        )
+    )
+    decision: Mean = reports(
+        Metric(
+            key="policy/head/{head}/decision_frac",
+            number=140,
+            unit="fraction",
+            question="On which share of the rows does this head really have a choice?",
+            low=0.0,
+            high=1.0,
+            warn="< 0.05: its statistics are noise",
+            source="heuristic",
+            undefined=CONTINUOUS,
+        )
+    )
+
+
+def entropy_stats(
+    logits: Mapping[str, Tensor],
+    action_masks: Mapping[str, Tensor] | None = None,
+    *,
+    log_std: Mapping[str, Tensor] | None = None,
+    relevant: Mapping[str, Tensor] | None = None,
+    valid: Tensor | None = None,
+    dim: int | None = None,
+) -> PolicyEntropy:
+    """Entropy of the whole policy: `policy_entropy` of `entropy_rows`, whose arguments these are."""
+    rows = entropy_rows(logits, action_masks, log_std=log_std, relevant=relevant)
+    return policy_entropy(rows, valid=valid, dim=dim)
+
+
+@torch.inference_mode()
+def policy_entropy(
+    heads: Mapping[str, HeadRows], *, valid: Tensor | None = None, dim: int | None = None
+) -> PolicyEntropy:
+    """Entropy of the joint policy: of a row, the sum over the heads that take part.
+
+    Args:
+        heads: rows [N] or [M, N] of every head, from `entropy_rows`.
+        valid: bool, same shape as the rows; None where every row is.
+        dim: None reduces all rows to one, -1 keeps the leading axis as optimizer steps.
+    """
+    flat = _aligned(list(heads.values()), valid, dim)
+    discrete = [head for head in flat if head.probabilities is not None]
+    joint = sample(_total(flat, _entropy), None if valid is None else rows_of(valid, dim), dim=-1)
+    continuous = len(discrete) < len(flat)
+    chosen = joint
+    if continuous and discrete:
+        chosen = joint._replace(values=torch.where(joint.kept, _total(discrete, _entropy).double(), 0.0))
+    return PolicyEntropy(
+        entropy=MeanEntropy(joint.values.sum(-1), joint.count, joint.count if continuous else 0.0),
+        normalized=_normalized(discrete, chosen) if discrete else None,
+        marginals=_marginals(discrete, chosen) if discrete else None,
+        nonfinite=Sum(joint.nonfinite),
+    )
+
+
+@torch.inference_mode()
+def head_entropy(heads: Mapping[str, HeadRows], *, valid: Tensor | None = None, dim: int | None = None) -> HeadEntropy:
+    """Entropy of every head over the rows where it takes part; arguments as for `policy_entropy`."""
+    flat = _aligned(list(heads.values()), valid, dim)
+    allowed = None if valid is None else rows_of(valid, dim).bool()
+    parts = [_head_means(head, allowed) for head in flat]
+    entropy, normalized, decision = (_side_by_side([part[i] for part in parts]) for i in range(3))
+    return HeadEntropy(tuple(map(segment, heads)), entropy, normalized, decision)
+
+
+def _head_means(head: HeadRows, allowed: Tensor | None) -> tuple[Mean, Mean, Mean]:
+    """Mean entropy and mean normalised entropy of the rows that count, and the share of all rows that leave a choice."""
+    every = keep(_entropy(head).double(), allowed)
+    took_part = every.kept if head.relevant is None else every.kept & head.relevant
+    entropy = Mean(every.values.sum(-1), took_part.sum(-1))
+    if head.uniform is None:
+        nothing = torch.zeros_like(every.count)
+        return entropy, Mean(nothing, nothing), Mean(nothing, nothing)
+    largest = head.uniform * took_part
+    choice = largest > 0
+    share = torch.where(choice, every.values / largest, 0.0).clamp_(max=1)
+    decisions = choice.sum(-1)
+    return entropy, Mean(share.sum(-1), decisions), Mean(decisions, every.count)
+
+
+def _side_by_side(means: Sequence[Mean]) -> Mean:
+    """Means of single heads as one of [.., H]."""
+    totals = [torch.as_tensor(mean.total, dtype=torch.float64) for mean in means]
+    counts = [torch.as_tensor(mean.count, dtype=torch.float64) for mean in means]
+    return Mean(torch.stack(totals, -1), torch.stack(counts, -1))
+
+
+def _aligned(heads: Sequence[HeadRows], valid: Tensor | None, dim: int | None) -> list[HeadRows]:
+    """All heads with the same rows: an entropy that is the same for many rows may come as one of them."""
+    shapes = [head.entropy.shape for head in heads] + ([] if valid is None else [valid.shape])
+    shape = max(shapes, key=lambda candidate: candidate.numel())
+    return [_flattened(replace(head, entropy=head.entropy.expand(shape)), dim) for head in heads]
+
+
+def _flattened(head: HeadRows, dim: int | None) -> HeadRows:
+    """The head with all rows on one axis where everything is reduced to one row."""
+    if dim is None:
+        return HeadRows(*(_one_axis(getattr(head, name), name) for name in HeadRows.__slots__))
+    if dim not in (-1, head.entropy.ndim - 1):
+        raise ValueError(f"dim must be None or -1, got {dim}")
+    return head
+
+
+def _one_axis(x: Tensor | float | None, name: str) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    return x.reshape(len(x), -1) if name in ("probabilities", "allowed") else x.reshape(-1)
+
+
+def _entropy(head: HeadRows) -> Tensor:
+    """Entropy [.., N] of the head, zero where it takes no part."""
+    return head.entropy if head.relevant is None else torch.where(head.relevant, head.entropy, 0.0)
+
+
+def _largest(head: HeadRows) -> Tensor | float:
+    """The largest entropy [.., N] possible, zero where the head takes no part."""
+    uniform = head.uniform or 0.0 if not isinstance(head.uniform, Tensor) else head.uniform
+    return uniform if head.relevant is None else uniform * head.relevant
+
+
+def _total(heads: Sequence[HeadRows], read: Callable[[HeadRows], Any]) -> Any:
+    total = read(heads[0])
+    for head in heads[1:]:
+        total = total + read(head)
+    return total
+
+
+def _normalized(heads: Sequence[HeadRows], joint: Sample) -> Mean:
+    """Mean over rows with a choice of the entropy over the largest possible one; a forced action adds 0 to both."""
+    largest = _total(heads, _largest)
+    if not isinstance(largest, Tensor):
+        if largest == 0:
+            return Mean(0.0, 0.0)
+        return Mean(torch.minimum(joint.values.sum(-1) / largest, joint.count), joint.count)  # rounding ends at 1
+    choice = joint.kept & (largest > 0)
+    return Mean(torch.where(choice, joint.values / largest, 0.0).clamp_(max=1).sum(-1), choice.sum(-1))
+
+
+def _marginals(heads: Sequence[HeadRows], joint: Sample) -> Marginals:
+    parts = [_marginal(head, joint) for head in heads]
+    rows, sums, allowed = zip(*parts, strict=True)
+    return Marginals(joint.count, joint.values.sum(-1), rows, sums, allowed)
+
+
+def _marginal(head: HeadRows, joint: Sample) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows [..] on which the head took part, probabilities and validity [A, ..] summed over them."""
+    kept = joint.kept if head.relevant is None else joint.kept & head.relevant
+    rows = joint.count if head.relevant is None else kept.sum(-1)
+    sums = _over_rows(head.probabilities, kept)
+    return rows, sums, rows.expand_as(sums) if head.allowed is None else _over_rows(head.allowed, kept)
+
+
+def _over_rows(x: Tensor | None, kept: Tensor) -> Tensor:
+    """Sum [A, ..] of `x` [A, .., N] over the rows that are kept."""
+    if x is None:
+        raise ValueError("a continuous head has no action probabilities")
+    return torch.where(kept, x, 0).sum(-1, dtype=torch.float64)

@@ -1,0 +1,127 @@
+"""Is the gradient spread over the network, or do a few parameters own it? (G8; Hoyer 2004)"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.group import Mean, Metric, MetricGroup, reports
+from esper_telemetry.metrics.defined import defined
+
+
+@dataclass(frozen=True, slots=True)
+class Concentration(MetricGroup):
+    """How evenly the squared gradient is spread over its entries."""
+
+    entropy: Mean | None = reports(
+        Metric(
+            key="grad/concentration/entropy",
+            number=550,
+            unit="fraction",
+            question="Is the gradient spread over all parameters (1) or owned by one (0)?",
+            low=0.0,
+            high=1.0,
+            cost="sampled",
+            healthy="> 0.8; Gaussian entries give 1 - 0.73/ln n",
+            warn="< 0.6",
+            critical="< 0.4",
+            source="heuristic",
+            undefined="the gradient is zero or not finite, or has one entry",
+        )
+    )
+    participation: Mean | None = reports(
+        Metric(
+            key="grad/concentration/participation",
+            number=551,
+            unit="fraction",
+            question="What share of the parameters takes part in learning? Gaussian entries give 1/3.",
+            low=0.0,
+            high=1.0,
+            cost="sampled",
+            warn="< 0.01",
+            source="heuristic",
+            undefined="the gradient is zero or not finite",
+        )
+    )
+    hoyer: Mean | None = reports(
+        Metric(
+            key="grad/concentration/hoyer",
+            number=552,
+            unit="fraction",
+            question="How sparse is the gradient: 0 even, 1 a single entry? Gaussian entries give 0.2.",
+            low=0.0,
+            high=1.0,
+            cost="sampled",
+            source="Hoyer 2004",
+            undefined="the gradient is zero or not finite, or has one entry",
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConcentration(MetricGroup):
+    """How evenly the squared gradient is spread over the parameter tensors."""
+
+    layer_entropy: Mean | None = reports(
+        Metric(
+            key="grad/concentration/layer_entropy",
+            number=553,
+            unit="fraction",
+            question="Is the gradient spread over all layers (1) or owned by one (0)?",
+            low=0.0,
+            high=1.0,
+            healthy="> 0.5",
+            warn="< 0.2",
+            critical="< 0.1",
+            source="heuristic",
+            undefined="the gradient is zero or not finite, or there is one tensor",
+        )
+    )
+
+
+@torch.no_grad()
+def concentration(gradients: Sequence[Tensor]) -> Concentration:
+    """How the squared entries p = g²/Σg² of all tensors are spread: entropy/ln n, 1/(n Σp²) and Hoyer's sparsity.
+
+    Args:
+        gradients: tensors of any shape; n entries in all.
+    """
+    count = sum(gradient.numel() for gradient in gradients)
+    if count == 0:
+        return Concentration()
+    first, squares, fourth, logs = torch.stack([_power_sums(gradient) for gradient in gradients]).sum(0).unbind()
+    if count == 1:
+        return Concentration(participation=defined(squares.square() / fourth))
+    root = math.sqrt(count)
+    entropy = (squares.log() - logs / squares) / math.log(count)
+    return Concentration(
+        entropy=defined(entropy.clamp(0.0, 1.0)),
+        participation=defined(squares.square() / (count * fourth)),
+        hoyer=defined(((root - first / squares.sqrt()) / (root - 1.0)).clamp(0.0, 1.0)),
+    )
+
+
+def _power_sums(gradient: Tensor) -> Tensor:
+    """[4] float64: Σ|g|, Σg², Σg⁴, Σg² ln g²."""
+    squares = gradient.double().square()
+    return torch.stack(
+        [squares.sqrt().sum(), squares.sum(), squares.square().sum(), torch.special.xlogy(squares, squares).sum()]
+    )
+
+
+def layer_concentration(norms: Tensor) -> LayerConcentration:
+    """Entropy of the squared norms over the tensors, relative to its maximum ln K.
+
+    Args:
+        norms: [M, K] or [K], norm of each of K gradients at each of M steps.
+    """
+    count = norms.shape[-1]
+    if count < 2:
+        return LayerConcentration()
+    squares = norms.double().square()
+    shares = squares / squares.sum(-1, keepdim=True)
+    return LayerConcentration(defined(torch.special.entr(shares).sum(-1) / math.log(count)))

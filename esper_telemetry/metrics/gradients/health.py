@@ -1,0 +1,105 @@
+"""Gradient health of a model in one's own loop: after backward, before clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from esper_telemetry import ops
+from esper_telemetry.metrics.gradients.membership import Groups, belongs
+from esper_telemetry.metrics.gradients.norms import GradientNorms, gradient_norms
+
+Parameters = nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+
+
+@torch.no_grad()
+def gradient_health(
+    parameters: Parameters, *, groups: Groups | None = None, max_norm: float | None = None
+) -> GradientNorms:
+    """Norms of the gradients that a model holds now: call it after `backward` and before clipping.
+
+    Args:
+        parameters: a module, its parameters, or its named parameters.
+        groups: parameter or module names by group, such as `{"actor": ["actor"], "critic": ["critic"]}`.
+        max_norm: the limit to which you clip, for what clipping does.
+
+    Dense, sparse and non-contiguous gradients of any floating type count alike. Entries that are NaN or infinite are
+    left out and counted; on CUDA, where looking for them would wait for the device, the tensors that hold them are.
+    With a gradient scaler, unscale first.
+
+    Raises:
+        ValueError: for a group that names no parameter, and a limit that is not positive.
+    """
+    named = named_parameters(parameters)
+    _check_groups(groups or {}, tuple(named))
+    present = {name: parameter for name, parameter in named.items() if parameter.grad is not None}
+    norms, nonfinite = finite_norms(gradients_of(present.values()))
+    numels = [parameter.numel() for parameter in present.values()]
+    return gradient_norms(norms, tuple(present), groups, numels, max_norm=max_norm, nonfinite=nonfinite)
+
+
+def named_parameters(parameters: Parameters) -> dict[str, Tensor]:
+    """Trainable parameters by name, each once; without names their position."""
+    if isinstance(parameters, nn.Module):
+        return {name: p for name, p in parameters.named_parameters() if p.requires_grad}
+    items = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
+    named = [item if isinstance(item, tuple) else (str(index), item) for index, item in enumerate(items)]
+    seen: dict[int, tuple[str, Tensor]] = {}
+    for name, parameter in named:
+        seen.setdefault(id(parameter), (name, parameter))
+    return dict(seen.values())
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients that exist, as dense real tensors: of a sparse one its values, rows that occur twice summed."""
+    return [_dense(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    if gradient.layout is torch.sparse_coo:
+        gradient = gradient.coalesce().values()
+    elif gradient.layout is not torch.strided:
+        gradient = gradient.values()
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+
+
+@torch.no_grad()
+def finite_norms(gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Norm of each gradient's finite entries, [K], and how many others it has, [K], or None where all norms are finite.
+
+    On CUDA nothing is repaired, because looking would synchronise: norms may then be non-finite.
+    """
+    if not gradients:
+        return torch.zeros(0, dtype=torch.float64), None
+    norms = tensor_norms(gradients)
+    if norms.is_cuda or math.isfinite(sum(norms.tolist())):
+        return norms, None
+    repaired, counts = zip(*map(finite_norm, gradients), strict=True)
+    return torch.stack(repaired), torch.stack(counts)
+
+
+def finite_norm(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """L2 norm of the finite entries and the number of the others, both 0-d float64."""
+    finite = torch.isfinite(gradient)
+    known = torch.where(finite, gradient, gradient.new_zeros(()))
+    return torch.linalg.vector_norm(known, dtype=torch.float64), (~finite).sum().double()
+
+
+def tensor_norms(gradients: Sequence[Tensor]) -> Tensor:
+    """L2 norm of each gradient, [K], on the first one's device; types and devices may differ."""
+    first = gradients[0]
+    if all(gradient.dtype is first.dtype and gradient.device == first.device for gradient in gradients):
+        return ops.gradient_norms(gradients)
+    return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).to(first.device) for g in gradients])
+
+
+def _check_groups(groups: Groups, names: Sequence[str]) -> None:
+    for group, members in groups.items():
+        for member in members:
+            if not any(belongs(name, [member]) for name in names):
+                raise ValueError(
+                    f"group {group!r} names {member!r}, which is no trainable parameter or module of the model"
+                )

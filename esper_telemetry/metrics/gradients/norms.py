@@ -1,0 +1,152 @@
+"""How large the gradients are: of the whole network, of declared groups and of every tensor (G1, G2).
+
+Everything follows from the norm of each tensor, which clipping computes anyway: groups are sub-sums of squares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from esper_telemetry.group import Mean, Sum
+from esper_telemetry.metrics.defined import defined
+from esper_telemetry.metrics.gradients.clipping import Clipping, clip_coefficients, clipping
+from esper_telemetry.metrics.gradients.groups import (
+    GlobalGradient,
+    GroupGradients,
+    HeadGradients,
+    LayerGradients,
+    TermGradients,
+)
+from esper_telemetry.metrics.gradients.membership import Groups, Membership, membership
+
+
+class GradientNorms(NamedTuple):
+    """What the norms of all tensors say: four groups to observe together."""
+
+    total: GlobalGradient
+    clip: Clipping
+    groups: GroupGradients
+    layers: LayerGradients
+
+
+class _Sums(NamedTuple):
+    """Norms of sums of tensors; columns are the whole network, then the groups.
+
+    Attributes:
+        norms: [M, 1 + G], finite, 0 where not usable.
+        usable: [M, 1 + G], 1 where the norm counts, else 0.
+        flaws: [M, 1 + G], how many entries or tensors were not finite.
+    """
+
+    norms: Tensor
+    usable: Tensor
+    flaws: Tensor
+
+
+class _Columns(NamedTuple):
+    """The slots of the whole network, [M], or of the groups, [M, G]; `clean` is where clipping is defined."""
+
+    norms: Tensor
+    usable: Tensor
+    flaws: Tensor
+    rms: Tensor | None
+    clipped: Tensor | None
+    clean: Tensor
+
+    def reductions(self) -> tuple[Mean, Mean | None, Mean | None, Sum]:
+        """Norm before clipping, RMS, norm after clipping and number of non-finite entries."""
+        return (
+            Mean(self.norms, self.usable),
+            None if self.rms is None else Mean(self.rms, self.usable),
+            None if self.clipped is None else Mean(self.clipped, self.clean),
+            Sum(self.flaws),
+        )
+
+
+def gradient_norms(
+    norms: Tensor,
+    names: Sequence[str],
+    groups: Groups | None = None,
+    numels: Sequence[int] | None = None,
+    *,
+    max_norm: float | None = None,
+    nonfinite: Tensor | None = None,
+) -> GradientNorms:
+    """Norms of the network, its groups and its tensors, before and after clipping, at the optimizer steps of an update.
+
+    Args:
+        norms: [M, K] or [K], L2 norm of each of K gradients at each of M steps, before clipping.
+        names: K parameter names.
+        groups: parameter names by group; a module's name stands for its parameters. Names without gradient are passed
+            over.
+        numels: K numbers of entries, for `rms`.
+        max_norm: limit of the global norm; None where nothing is clipped.
+        nonfinite: like `norms`, the number of entries that were not finite, where `norms` are those of the finite ones.
+
+    Every step counts once. Where a tensor's norm is not finite, its own norm, its group's and the global one are left
+    out at that step, and it is counted; the step has no clip coefficient. A group without gradients is absent.
+    """
+    if norms.shape[-1] != len(names):
+        raise ValueError(f"norms of {norms.shape[-1]} tensors need as many names, got {len(names)}")
+    if not names:
+        return GradientNorms(GlobalGradient(), Clipping(), GroupGradients(()), LayerGradients(()))
+    members = membership(names, groups or {}, numels, norms.device)
+    known, finite = _known(norms.reshape(-1, len(names)).double())
+    sums = _sums(known, finite, members, nonfinite)
+    total_norm = sums.norms.select(1, 0)
+    clean = (sums.usable if nonfinite is None else (sums.flaws == 0).double()).select(1, 0)
+    coefs = None if max_norm is None else clip_coefficients(total_norm, max_norm) * clean
+    total, parts = _split(sums, members, coefs, clean)
+    return GradientNorms(
+        GlobalGradient(*total.reductions()),
+        Clipping() if max_norm is None or coefs is None else clipping(total_norm, clean, coefs, max_norm=max_norm),
+        GroupGradients(members.labels, *parts.reductions()) if members.labels else GroupGradients(()),
+        LayerGradients(members.layers, Mean(known, finite)),
+    )
+
+
+def _known(norms: Tensor) -> tuple[Tensor, Tensor]:
+    """The norms with 0 in place of what is not finite, and where they are: both [M, K]."""
+    known = norms.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return known, known == norms
+
+
+def _sums(known: Tensor, finite: Tensor, members: Membership, nonfinite: Tensor | None) -> _Sums:
+    norms = (known.square() @ members.matrix).sqrt()
+    missing = (~finite).double() @ members.matrix
+    usable = (missing == 0).double()
+    flaws = missing if nonfinite is None else nonfinite.reshape(known.shape).double() @ members.matrix
+    return _Sums(norms * usable, usable, flaws)
+
+
+def _split(sums: _Sums, members: Membership, coefs: Tensor | None, clean: Tensor) -> tuple[_Columns, _Columns]:
+    """The columns of the whole network and those of the groups."""
+    rms = None if members.scale is None else sums.norms * members.scale
+    clipped = None if coefs is None else sums.norms * coefs.unsqueeze(1)
+
+    def columns(pick: Callable[[Tensor], Tensor], clean: Tensor) -> _Columns:
+        root, after = (None if column is None else pick(column) for column in (rms, clipped))
+        return _Columns(pick(sums.norms), pick(sums.usable), pick(sums.flaws), root, after, clean)
+
+    count = len(members.labels)
+    return columns(lambda x: x.select(1, 0), clean), columns(lambda x: x.narrow(1, 1, count), clean.unsqueeze(1))
+
+
+def head_gradients(norms: Tensor, names: Sequence[str], heads: Groups) -> HeadGradients:
+    """Norms of the gradients of the policy's heads.
+
+    Args:
+        norms: [M, K] or [K], as for `gradient_norms`.
+        names: K parameter names.
+        heads: parameter or module names by head.
+    """
+    found = gradient_norms(norms, names, heads).groups
+    return HeadGradients(found.group, found.norm_preclip)
+
+
+def term_gradients(*, value: Tensor | None = None, entropy: Tensor | None = None) -> TermGradients:
+    """Norms [M] of the gradients of the value head's parameters and of the entropy bonus at the logits."""
+    return TermGradients(*(None if norms is None else defined(norms) for norms in (value, entropy)))

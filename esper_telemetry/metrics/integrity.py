@@ -1,0 +1,193 @@
+"""Identities that hold in every correct trainer: any violation is a bug, at once and without history."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper_telemetry.group import Max, MetricGroup, Sum, reports
+from esper_telemetry.metric import Metric
+from esper_telemetry.metrics.masking import keep, rows_of, same_shape, sample, where_any
+from esper_telemetry.record import Level
+from esper_telemetry.reduction import Array, Reduction, Slot, Statistic
+
+
+@dataclass(frozen=True, slots=True)
+class RelativeError(Reduction):
+    """Largest error over the largest magnitude, which counts as at least 1; NaN where there was none."""
+
+    error: Slot
+    scale: Slot
+
+    statistics: ClassVar[Mapping[str, Statistic]] = {"relative": lambda s: s[0] / max(1.0, s[1])}
+
+    @staticmethod
+    def merge(rows: Array) -> Array:
+        """The largest of each."""
+        merged: Array = np.fmax.reduce(rows, axis=0)
+        return merged
+
+
+@dataclass(frozen=True, slots=True)
+class GaeIdentity(MetricGroup):
+    """Whether advantages, values and returns belong together."""
+
+    error: RelativeError = reports(
+        Metric(
+            key="integrity/gae_identity",
+            number=803,
+            unit="relative error",
+            question="Are the returns advantages plus values, A + V = R, as they must be? Otherwise the buffer holds stale or shuffled"
+            " rows.",
+            low=0.0,
+            level=Level.MINIMAL,
+            healthy="< 1e-5",
+            critical="> 1e-3",
+            source="identity of GAE, 1506.02438",
+            undefined="no valid row, or targets that are not A + V (PopArt, separate targets)",
+        )
+    )
+    nonfinite: Sum = reports(
+        Metric(
+            key="integrity/gae_identity_nonfinite",
+            number=804,
+            unit="count",
+            question="How many valid rows held a NaN or an infinity in advantage, value or return?",
+            low=0.0,
+            level=Level.MINIMAL,
+            healthy="absent",
+            critical="> 0",
+            undefined="none did",
+            when_positive=True,
+        )
+    )
+
+
+@torch.inference_mode()
+def gae_identity(advantages: Tensor, values: Tensor, returns: Tensor, *, valid: Tensor | None = None) -> GaeIdentity:
+    """max|A + V - R| / max(1, max|R|), over the rows about to be used.
+
+    Args:
+        advantages: before normalisation, [T, B] or [N].
+        values: critic's estimates at collection, same shape.
+        returns: regression targets, same shape.
+        valid: bool, same shape; None where every entry is.
+    """
+    same_shape(advantages=advantages, values=values, returns=returns, valid=valid)
+    s = sample(advantages.detach().double() + values.detach().double() - returns.detach().double(), valid)
+    scale = keep(rows_of(returns, None).double(), s.kept).values.abs().amax(-1)
+    error = where_any(s.values.abs().amax(-1), s.count)
+    return GaeIdentity(RelativeError(error, scale), Sum(s.nonfinite))
+
+
+@dataclass(frozen=True, slots=True)
+class MaskViolation(MetricGroup):
+    """Whether actions were chosen that their mask forbids."""
+
+    count: Sum = reports(
+        Metric(
+            key="integrity/mask_violation",
+            number=805,
+            unit="count",
+            question="How many of the actions taken were forbidden by their action mask?",
+            low=0.0,
+            level=Level.MINIMAL,
+            healthy="0",
+            critical="> 0",
+            source="identity",
+        )
+    )
+
+
+@torch.inference_mode()
+def mask_violation(
+    actions: Mapping[str, Tensor],
+    action_masks: Mapping[str, Tensor],
+    *,
+    relevant: Mapping[str, Tensor] | None = None,
+    valid: Tensor | None = None,
+) -> MaskViolation:
+    """Number of chosen actions that are masked, on rows where their head is relevant.
+
+    Args:
+        actions: per categorical head, indices [..].
+        action_masks: per head, [.., A] bool; heads without a mask are left out.
+        relevant: per head, [..] bool: rows on which the head takes part; heads left out always do.
+        valid: [..] bool; None where every row is.
+    """
+    relevant = relevant or {}
+    counts = [_violations(actions[head], mask, relevant.get(head), valid) for head, mask in action_masks.items()]
+    return MaskViolation(Sum(torch.stack(counts).sum() if counts else 0.0))
+
+
+def _violations(actions: Tensor, mask: Tensor, relevant: Tensor | None, valid: Tensor | None) -> Tensor:
+    forbidden = ~mask.bool().gather(-1, actions.long().unsqueeze(-1)).squeeze(-1)
+    for condition in (relevant, valid):
+        if condition is not None:
+            forbidden = forbidden & condition.bool()
+    return forbidden.sum()
+
+
+@dataclass(frozen=True, slots=True)
+class BufferAge(MetricGroup):
+    """Whether the data are the current policy's."""
+
+    age: Max = reports(
+        Metric(
+            key="buffer/age_updates",
+            number=806,
+            unit="updates",
+            question="How many policy updates ago were the oldest of these data collected?",
+            low=0.0,
+            level=Level.MINIMAL,
+            healthy="0 (on-policy)",
+            critical="> 0, unless the trainer reuses data on purpose",
+            source="Jones 2021, sample staleness",
+        )
+    )
+
+
+def buffer_age(policy_version: int, collected_at: int) -> BufferAge:
+    """Policy version now minus that of the oldest data in the buffer."""
+    return BufferAge(Max(float(policy_version - collected_at)))
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics(MetricGroup):
+    """Whether anything is NaN or infinite."""
+
+    nonfinite: Sum = reports(
+        Metric(
+            key="numerics/nonfinite",
+            number=807,
+            unit="count",
+            question="How many NaN or infinite numbers are there in the data, losses, gradients or weights of this update?",
+            low=0.0,
+            level=Level.MINIMAL,
+            healthy="0",
+            critical="> 0",
+            source="always an error; ray#28283",
+        )
+    )
+
+
+@torch.inference_mode()
+def nonfinite_count(tensors: Iterable[Tensor], *, valid: Tensor | None = None) -> Numerics:
+    """Number of NaN and infinite entries in all of `tensors` together; masked entries do not count.
+
+    Args:
+        tensors: any shapes; those of the shape of `valid` are masked by it.
+        valid: bool; None where every entry is.
+    """
+    counts = [_nonfinite(x, valid) for x in tensors]
+    return Numerics(Sum(torch.stack(counts).sum() if counts else 0.0))
+
+
+def _nonfinite(x: Tensor, valid: Tensor | None) -> Tensor:
+    bad = ~torch.isfinite(x.detach())
+    return (bad & valid.bool() if valid is not None and valid.shape == bad.shape else bad).sum()

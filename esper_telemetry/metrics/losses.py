@@ -1,0 +1,149 @@
+"""The terms of the PPO loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.group import Mean, MetricGroup, Sum, reports
+from esper_telemetry.metric import Metric
+from esper_telemetry.metrics.masking import same_shape, sample
+from esper_telemetry.metrics.ratio import EXP_LIMIT
+from esper_telemetry.record import Level
+
+NO_ROWS = "no finite loss"
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerms(MetricGroup):
+    """Losses of the minibatches, weighted by their number of valid rows."""
+
+    policy: Mean = reports(
+        Metric(
+            key="loss/policy",
+            number=921,
+            unit="loss",
+            question="What does the clipped surrogate loss read? Its sign and size say little: judge policy/surrogate_gain.",
+            source="PPO 1707.06347, eq. 7",
+            undefined=NO_ROWS,
+        )
+    )
+    value: Mean = reports(
+        Metric(
+            key="loss/value",
+            number=922,
+            unit="loss (0.5 MSE, without coefficient)",
+            question="How large is the critic's squared error? It scales with the returns: judge value/loss_norm.",
+            low=0.0,
+            warn="robust z of log10 above 4",
+            source="0.5 MSE, as CleanRL",
+            undefined=NO_ROWS,
+        )
+    )
+    entropy: Mean = reports(
+        Metric(
+            key="loss/entropy",
+            number=923,
+            unit="nats (-entropy)",
+            question="What does the entropy bonus read? It is the negative of policy/entropy.",
+            undefined=NO_ROWS,
+        )
+    )
+    total: Mean = reports(
+        Metric(
+            key="loss/total",
+            number=924,
+            unit="loss",
+            question="What does the optimizer minimise: policy loss plus weighted value loss and entropy bonus?",
+            level=Level.MINIMAL,
+            undefined=NO_ROWS,
+        )
+    )
+    nonfinite: Sum = reports(
+        Metric(
+            key="loss/policy_nonfinite",
+            number=925,
+            unit="count",
+            question="How many loss terms were NaN or infinite?",
+            low=0.0,
+            level=Level.MINIMAL,
+            healthy="absent",
+            critical="> 0",
+            undefined="none was",
+            when_positive=True,
+        )
+    )
+
+
+@torch.inference_mode()
+def loss_terms(
+    policy: Tensor, value: Tensor, entropy: Tensor, total: Tensor, *, count: Tensor | Sequence[float] | float = 1.0
+) -> LossTerms:
+    """Losses that the trainer computed.
+
+    Args:
+        policy: clipped surrogate loss, [] or [M], one per minibatch.
+        value: 0.5 MSE, not scaled by its coefficient, same shape.
+        entropy: negative mean entropy, not scaled, same shape.
+        total: what is minimised, same shape.
+        count: valid rows behind each, same shape, or one number for all.
+    """
+    same_shape(policy=policy, value=value, entropy=entropy, total=total)
+    terms = torch.stack([policy.detach(), value.detach(), entropy.detach(), total.detach()]).double()
+    finite = terms.abs() < torch.inf
+    weights = finite * torch.as_tensor(count, dtype=torch.float64, device=terms.device)
+    totals = torch.where(finite, terms * weights, 0.0)
+    policy_mean, value_mean, entropy_mean, total_mean = map(Mean, totals, weights)
+    nonfinite = 4 - finite.sum(0)
+    return LossTerms(policy_mean, value_mean, entropy_mean, total_mean, Sum(nonfinite))
+
+
+@torch.inference_mode()
+def ppo_losses(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    values: Tensor,
+    returns: Tensor,
+    entropy: Tensor,
+    *,
+    clip: float,
+    value_coef: float,
+    entropy_coef: float,
+    valid: Tensor | None = None,
+    dim: int | None = None,
+) -> LossTerms:
+    """The loss terms from what they are made of, for trainers that do not hand them out.
+
+    policy = mean max(-A r, -A clip(r, 1 - ε, 1 + ε)); value = 0.5 mean (V - R)²; entropy = -mean H;
+    total = policy + value_coef * value + entropy_coef * entropy.
+
+    Args:
+        log_ratio, advantages, values, returns, entropy: [N] or [M, N]; advantages as they multiply the ratio, entropy per row.
+        clip: ε of the ratio's clip range.
+        value_coef, entropy_coef: weights in the total.
+        valid: bool, same shape; None where every entry is.
+        dim: axis to reduce; None reduces all axes to one row, -1 keeps the leading axis as optimizer steps.
+    """
+    same_shape(log_ratio=log_ratio, advantages=advantages, values=values, returns=returns, entropy=entropy, valid=valid)
+    r = log_ratio.detach().double().clamp(-EXP_LIMIT, EXP_LIMIT).exp()
+    a = advantages.detach().double()
+    surrogate = sample(torch.maximum(-a * r, -a * r.clamp(1 - clip, 1 + clip)), valid, dim=dim)
+    squared = sample((values.detach().double() - returns.detach().double()).square() / 2, valid, dim=dim)
+    negative = sample(-entropy.detach(), valid, dim=dim)
+    policy, value, bonus = (s.values.sum(-1) / s.count for s in (surrogate, squared, negative))
+    return LossTerms(
+        policy=surrogate.mean(surrogate.values),
+        value=squared.mean(squared.values),
+        entropy=negative.mean(negative.values),
+        total=_where_defined(policy + value_coef * value + entropy_coef * bonus, surrogate.count),
+        nonfinite=Sum(surrogate.nonfinite + squared.nonfinite + negative.nonfinite),
+    )
+
+
+def _where_defined(value: Tensor, count: Tensor) -> Mean:
+    """Mean `value` of `count` rows, empty where it is NaN."""
+    defined = ~value.isnan()
+    return Mean(torch.where(defined, value * count, 0.0), count * defined)

@@ -1,0 +1,348 @@
+"""What the optimizer makes of the gradients: learning rate, sizes of its steps and Adam's state (O1 to O5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from esper_telemetry.group import Last, Max, Mean, Metric, MetricGroup, Sum, label, reports
+from esper_telemetry.metric import segment
+from esper_telemetry.metrics.defined import defined
+from esper_telemetry.record import Level
+
+EPSILON_MULTIPLE = 10.0  # below this many epsilons, Adam's denominator is mostly epsilon
+NOT_ADAM = "the optimizer is not Adam, or has taken no step"
+
+
+@dataclass(frozen=True, slots=True)
+class LearningRate(MetricGroup):
+    """The learning rate in use."""
+
+    lr: float | Tensor | None = reports(
+        Metric(
+            key="opt/lr",
+            number=600,
+            unit="learning rate",
+            question="How large are the optimizer's steps meant to be now?",
+            low=0.0,
+            level=Level.MINIMAL,
+            undefined="the optimizer has no parameters",
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AdamStep(MetricGroup):
+    """The step that Adam has just taken, over all parameters."""
+
+    update_to_weight: Mean | None = reports(
+        Metric(
+            key="opt/update_to_weight",
+            number=601,
+            unit="ratio",
+            question="How large is an optimizer step next to the weights? About 0.001 is usual.",
+            low=0.0,
+            healthy="1e-4 to 1e-2",
+            warn="> 0.03",
+            critical="> 0.1",
+            source="CS231n",
+            undefined=f"{NOT_ADAM}, or all weights were zero",
+        )
+    )
+    update_rms_over_lr: Mean | None = reports(
+        Metric(
+            key="opt/update_rms_over_lr",
+            number=602,
+            unit="1",
+            question="How far does Adam use its learning rate? About 1 for consistent gradients, less for noisy ones.",
+            low=0.0,
+            undefined=f"{NOT_ADAM}, or the learning rate is zero",
+        )
+    )
+    stable_rms: Max | None = reports(
+        Metric(
+            key="opt/stable_rms",
+            number=603,
+            unit="1",
+            question="Is Adam's second moment out of date for some tensor? Above 1 the gradient has outgrown it.",
+            low=0.0,
+            healthy="< 1.7",
+            warn="> 2.3: loss spikes follow within 1 to 8 steps",
+            critical="> 5",
+            source="Wortsman 2023, 2304.13013",
+            undefined=f"{NOT_ADAM}, or no parameter has a gradient",
+        )
+    )
+    snr_share: Mean | None = reports(
+        Metric(
+            key="opt/snr_share",
+            number=604,
+            unit="fraction",
+            question="What share of the gradient is signal, by Adam's state? For the trend only: biased under PPO.",
+            source="derivation and simulation; reads 0.128 for 0 with 4 epochs of 4 minibatches",
+            undefined=f"{NOT_ADAM}, or its second moment is zero",
+        )
+    )
+    eps_dominated_frac: Mean | None = reports(
+        Metric(
+            key="opt/eps_dominated_frac",
+            number=605,
+            unit="fraction",
+            question="For what share of the parameters is Adam only a tiny plain gradient step?",
+            low=0.0,
+            high=1.0,
+            cost="update",
+            healthy="< 0.5",
+            warn="> 0.9",
+            source="heuristic",
+            undefined=NOT_ADAM,
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSteps(MetricGroup):
+    """The step that Adam has just taken, for every parameter tensor, and the tensor's size."""
+
+    layer: tuple[str, ...] = label()
+    update_to_weight: Mean | None = reports(
+        Metric(
+            key="opt/update_to_weight/{layer}",
+            number=606,
+            unit="ratio",
+            question="How large is an optimizer step next to this tensor's weights? Exactly 0 is a frozen tensor.",
+            low=0.0,
+            healthy="1e-4 to 1e-2",
+            warn="> 0.03",
+            critical="> 0.1",
+            source="CS231n",
+            undefined=f"{NOT_ADAM}, or the tensor was zero",
+        )
+    )
+    weight_norm: Last | None = reports(
+        Metric(
+            key="opt/weight_norm/{layer}",
+            number=607,
+            unit="weight norm",
+            question="How large are this tensor's weights?",
+            low=0.0,
+            undefined="the tensor has no optimizer state",
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WeightGrowth(MetricGroup):
+    """How the weights have grown since the start."""
+
+    growth: Last | None = reports(
+        Metric(
+            key="opt/weight_growth",
+            number=608,
+            unit="ln",
+            question="How much have the weights grown since training began? Growth precedes the loss of plasticity.",
+            healthy="< 1",
+            warn="> 2",
+            source="Moalla 2024, 2405.00662",
+            undefined="the weights are or were all zero",
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StateReset(MetricGroup):
+    """Parameters whose optimizer state was lost."""
+
+    reset: Sum | None = reports(
+        Metric(
+            key="opt/state_reset",
+            number=609,
+            unit="count",
+            question="For how many parameters does the optimizer start from nothing in the middle of training?",
+            low=0.0,
+            healthy="0",
+            warn="> 0: the optimizer was made anew, momentum is lost",
+            undefined="before the first update",
+        )
+    )
+
+
+class AdamTensor(NamedTuple):
+    """One parameter after an Adam step.
+
+    Attributes:
+        weights: the parameter, after the step.
+        gradient: that the step used, clipped if it was; None where it has gone since.
+        m, v: bias-corrected first and second moment, float64, the shape of the parameter.
+        step: number of steps so far, 0-d.
+        lr, betas, eps: as in the optimizer.
+    """
+
+    weights: Tensor
+    gradient: Tensor | None
+    m: Tensor
+    v: Tensor
+    step: Tensor
+    lr: float | Tensor
+    betas: tuple[float, float]
+    eps: float
+
+    def update(self) -> Tensor:
+        """What the step added to the weights, weight decay aside."""
+        return -self.lr * self.m / (self.v.sqrt() + self.eps)
+
+
+def learning_rate(optimizer: Optimizer) -> LearningRate:
+    """The learning rate of the optimizer's first parameter group."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return LearningRate(rates[0] if rates else None)
+
+
+@torch.no_grad()
+def adam_step(optimizer: Optimizer) -> AdamStep:
+    """The step that Adam, or a relative of it, has just taken; call it after `step` and before `zero_grad`.
+
+    The signal share debiases ρ = |m|²/Σv by the sum κ of squared weights of m's average: (ρ - κ)/(1 - κ).
+    Absent for optimizers without `exp_avg` and `exp_avg_sq`.
+    """
+    tensors = list(adam_tensors(optimizer))
+    if not tensors:
+        return AdamStep()
+    parts = torch.stack([_sums(tensor) for tensor in tensors])
+    totals = parts.sum(0)
+    step, before, over_lr, m, v, small, count = totals.unbind()
+    kappa = first_moment_weight(tensors[0].betas[0], tensors[0].step)
+    return AdamStep(
+        update_to_weight=defined((step / before).sqrt()),
+        update_rms_over_lr=defined((over_lr / count).sqrt()),
+        stable_rms=_largest([stable_rms(tensor) for tensor in tensors if tensor.gradient is not None]),
+        snr_share=defined((m / v - kappa) / (1.0 - kappa)),
+        eps_dominated_frac=Mean(small, count),
+    )
+
+
+@torch.no_grad()
+def layer_steps(optimizer: Optimizer, named: Mapping[str, Tensor]) -> LayerSteps:
+    """The step that Adam has just taken, tensor by tensor.
+
+    Args:
+        optimizer: after `step`.
+        named: parameters by name.
+    """
+    names = {id(parameter): name for name, parameter in named.items()}
+    tensors = [tensor for tensor in adam_tensors(optimizer) if id(tensor.weights) in names]
+    if not tensors:
+        return LayerSteps(())
+    parts = torch.stack([_sums(tensor) for tensor in tensors])
+    weights = torch.stack([torch.linalg.vector_norm(tensor.weights, dtype=torch.float64) for tensor in tensors])
+    return LayerSteps(
+        tuple(segment(names[id(tensor.weights)]) for tensor in tensors),
+        update_to_weight=defined((parts[:, 0] / parts[:, 1]).sqrt()[None]),
+        weight_norm=Last(weights[None]),
+    )
+
+
+@torch.no_grad()
+def weight_growth(weights: Sequence[Tensor], initial_norm: Tensor) -> WeightGrowth:
+    """Logarithm of the weights' norm over `initial_norm` (0-d, from `weight_norm` at the start)."""
+    growth = (weight_norm(weights) / initial_norm).log()
+    return WeightGrowth(Last(torch.where(torch.isfinite(growth), growth, torch.nan)))
+
+
+@torch.no_grad()
+def weight_norm(weights: Sequence[Tensor]) -> Tensor:
+    """L2 norm of all weights together, 0-d float64."""
+    norms = [torch.linalg.vector_norm(weight, dtype=torch.float64) for weight in weights]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
+def state_reset(optimizer: Optimizer, *, updates: int) -> StateReset:
+    """Parameters with a gradient but without optimizer steps behind them.
+
+    Args:
+        optimizer: before its first step in this update.
+        updates: policy updates done before this one.
+
+    Absent where `updates` is 0, and for optimizers other than Adam's kind.
+    """
+    if updates == 0 or "betas" not in optimizer.defaults:
+        return StateReset()
+    states = [optimizer.state.get(p, {}) for p in _parameters(optimizer) if p.grad is not None]
+    steps = [state["step"] for state in states if "step" in state]
+    fresh: float | Tensor = float(sum(1 for state in states if not state))
+    for step in steps:
+        fresh = fresh + (torch.as_tensor(step) == 0).double()
+    return StateReset(Sum(fresh))
+
+
+def adam_tensors(optimizer: Optimizer) -> Iterator[AdamTensor]:
+    """Every parameter that has Adam state."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if "exp_avg" in state and "exp_avg_sq" in state:
+                yield _adam_tensor(parameter, state, group)
+
+
+def _adam_tensor(parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> AdamTensor:
+    beta1, beta2 = group["betas"]
+    step = torch.as_tensor(state["step"]).double().to(parameter.device, non_blocking=True)
+    return AdamTensor(
+        weights=parameter,
+        gradient=parameter.grad,
+        m=state["exp_avg"].double() / (1.0 - beta1**step),
+        v=state["exp_avg_sq"].double() / (1.0 - beta2**step),
+        step=step,
+        lr=group["lr"],
+        betas=(beta1, beta2),
+        eps=group["eps"],
+    )
+
+
+def _sums(tensor: AdamTensor) -> Tensor:
+    """[7]: squared step, squared weights before it, squared step over lr, |m|², Σv, entries below 10 ε, entries."""
+    update = tensor.update()
+    small = (tensor.v.sqrt() < EPSILON_MULTIPLE * tensor.eps).sum().double()
+    return torch.stack(
+        [
+            update.square().sum(),
+            (tensor.weights.double() - update).square().sum(),
+            (update / tensor.lr).square().sum(),
+            tensor.m.square().sum(),
+            tensor.v.sum(),
+            small,
+            torch.full_like(small, tensor.weights.numel()),
+        ]
+    )
+
+
+def stable_rms(tensor: AdamTensor) -> Tensor:
+    """RMS of the gradient over Adam's denominator, 0-d: √mean(g²/max(v, ε²)), about 1 when stationary."""
+    assert tensor.gradient is not None
+    squares = tensor.gradient.double().square() / tensor.v.clamp(min=tensor.eps**2)
+    return squares.mean().sqrt()
+
+
+def first_moment_weight(beta: float, step: Tensor) -> Tensor:
+    """Sum κ of the squared weights with which past gradients enter the bias-corrected first moment, 0-d."""
+    decay = beta**step
+    return (1.0 - beta) / (1.0 + beta) * (1.0 + decay) / (1.0 - decay)
+
+
+def _largest(values: Sequence[Tensor]) -> Max | None:
+    """The largest finite value, if there is any."""
+    if not values:
+        return None
+    stacked = torch.stack(tuple(values))
+    return Max(torch.where(torch.isfinite(stacked), stacked, -torch.inf).max())
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]

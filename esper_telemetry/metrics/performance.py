@@ -1,0 +1,229 @@
+"""Where the time of an update goes, and what telemetry itself costs and keeps from being seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from esper_telemetry.derived import Derived
+from esper_telemetry.group import Metric, MetricGroup, reports
+from esper_telemetry.record import Level
+
+D2H_COPIES = 1.0  # `flush` packs every number of an update into one vector
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePerformance(MetricGroup):
+    """Speed of training and the time of its phases, in one update."""
+
+    update: float | None = reports(
+        Metric(
+            key="train/update",
+            number=950,
+            unit="index",
+            question="How many policy updates have there been?",
+            low=1.0,
+            level=Level.MINIMAL,
+        )
+    )
+    env_steps_per_second: float | None = reports(
+        Metric(
+            key="train/env_steps_per_second",
+            number=951,
+            unit="1/s",
+            question="How fast is training, in environment steps per second of wall time?",
+            low=0.0,
+            level=Level.MINIMAL,
+            undefined="the update took no measurable time",
+        )
+    )
+    environment_ms: float | None = reports(
+        Metric(
+            key="perf/environment_ms",
+            number=952,
+            unit="ms",
+            question="How long did stepping the environments take in this update?",
+            low=0.0,
+            undefined="the trainer does not time it",
+        )
+    )
+    inference_ms: float | None = reports(
+        Metric(
+            key="perf/inference_ms",
+            number=953,
+            unit="ms",
+            question="How long did choosing actions take in this update, storing the rollout included?",
+            low=0.0,
+            undefined="the trainer does not time it",
+        )
+    )
+    update_ms: float | None = reports(
+        Metric(
+            key="perf/update_ms",
+            number=954,
+            unit="ms",
+            question="How long did the optimization take in this update: advantages, losses, gradients, steps?",
+            low=0.0,
+            undefined="the trainer does not time it",
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryHealth(Derived):
+    """What telemetry costs and whether anything that it measures gets lost."""
+
+    telemetry_ms: float | None = reports(
+        Metric(
+            key="perf/telemetry_ms",
+            number=960,
+            unit="ms",
+            question="How long did telemetry hold up the training thread in this update?",
+            low=0.0,
+            level=Level.MINIMAL,
+        )
+    )
+    telemetry_frac: float | None = reports(
+        Metric(
+            key="perf/telemetry_frac",
+            number=961,
+            unit="fraction",
+            question="What share of the wall time did telemetry take on the training thread?",
+            low=0.0,
+            high=1.0,
+            level=Level.MINIMAL,
+            healthy="< 0.02",
+            warn="> 0.1",
+            source="budget of this project",
+            undefined="no time has passed since the last record",
+        )
+    )
+    d2h_copies: float | None = reports(
+        Metric(
+            key="perf/d2h_copies",
+            number=962,
+            unit="count",
+            question="How many copies from the device to the host did telemetry make in this update?",
+            low=0.0,
+            level=Level.MINIMAL,
+            healthy="1",
+            warn="> 1",
+            source="one packed vector per record",
+        )
+    )
+    level: float | None = reports(
+        Metric(
+            key="telemetry/level",
+            number=970,
+            unit="level",
+            question="How much is measured? 0 off, 1 minimal, 2 normal, 3 debug.",
+            low=0.0,
+            high=3.0,
+            level=Level.MINIMAL,
+        )
+    )
+    undefined: float | None = reports(
+        Metric(
+            key="telemetry/undefined",
+            number=971,
+            unit="count",
+            question="How many declared metrics had no value in this update?",
+            low=0.0,
+            level=Level.MINIMAL,
+        )
+    )
+    queue_depth: float | None = reports(
+        Metric(
+            key="telemetry/queue_depth",
+            number=972,
+            unit="count",
+            question="How many records has the slowest backend still to take?",
+            low=0.0,
+            level=Level.MINIMAL,
+            healthy="a few",
+            warn="growing: a backend is slow or unreachable",
+        )
+    )
+    dropped: float | None = reports(
+        Metric(
+            key="telemetry/dropped",
+            number=973,
+            unit="count",
+            question="How many records were lost for good on the way to a backend? The journal has them all.",
+            low=0.0,
+            level=Level.MINIMAL,
+            healthy="0",
+            warn="> 0",
+        )
+    )
+    errors: float | None = reports(
+        Metric(
+            key="telemetry/errors",
+            number=974,
+            unit="count",
+            question="How many times did a backend fail so far?",
+            low=0.0,
+            level=Level.MINIMAL,
+            healthy="0",
+            warn="> 0: see the warning in the console",
+        )
+    )
+
+
+class DeliveryStats(Protocol):
+    """What telemetry's health needs to know of the sinks."""
+
+    @property
+    def queue_depth(self) -> int:
+        """Records that the slowest sink has still to take."""
+
+    @property
+    def errors(self) -> int:
+        """Exceptions of all sinks so far."""
+
+
+def update_performance(
+    update: int, *, env_steps: int, elapsed: float, seconds: Mapping[str, float]
+) -> UpdatePerformance:
+    """Speed and phase times of one update.
+
+    Args:
+        update: its index, from 1.
+        env_steps: environment steps collected for it, over all environments.
+        elapsed: wall time of the whole update in seconds, rollout included.
+        seconds: wall time by phase, such as `environment`, `inference`, `update`; other phases are passed over.
+    """
+    phases = {name: 1000.0 * value for name, value in seconds.items()}
+    return UpdatePerformance(
+        update=float(update),
+        env_steps_per_second=env_steps / elapsed if elapsed > 0 else None,
+        environment_ms=phases.get("environment"),
+        inference_ms=phases.get("inference"),
+        update_ms=phases.get("update"),
+    )
+
+
+def telemetry_health(
+    *, seconds: float, elapsed: float, undefined: int, level: Level, stats: DeliveryStats, dropped: int = 0
+) -> dict[str, float]:
+    """Telemetry's numbers about itself, by key.
+
+    Args:
+        seconds: what telemetry took on the training thread since the last record.
+        elapsed: wall time since the last record.
+        undefined: declared metrics without a value.
+        level: at which this record was measured.
+        stats: how far the sinks are behind, and their errors.
+        dropped: records that no sink will get any more.
+    """
+    return TelemetryHealth(
+        telemetry_ms=1000.0 * seconds,
+        telemetry_frac=min(seconds / elapsed, 1.0) if elapsed > 0 else None,
+        d2h_copies=D2H_COPIES,
+        level=float(level),
+        undefined=float(undefined),
+        queue_depth=float(stats.queue_depth),
+        dropped=float(dropped),
+        errors=float(stats.errors),
+    ).values(level)

@@ -1,0 +1,116 @@
+"""Returns: the regression targets of the critic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.group import Max, Mean, MetricGroup, Min, Moments, Sum, reports
+from esper_telemetry.metric import Metric
+from esper_telemetry.metrics.masking import ascending, moments, quantile_means, quantiles, sample
+from esper_telemetry.record import Level
+
+NO_ROWS = "no valid, finite return"
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnStats(MetricGroup):
+    """Returns of a rollout, as the critic is trained on them."""
+
+    moments: Moments = reports(
+        Metric(
+            key="ret/mean",
+            number=301,
+            unit="return",
+            question="What return does the critic have to predict on average?",
+            level=Level.MINIMAL,
+            undefined=NO_ROWS,
+        ),
+        Metric(
+            key="ret/std",
+            number=302,
+            unit="return",
+            question="How much do returns vary? A jump means that the scale of rewards changed.",
+            of="std",
+            low=0.0,
+            level=Level.MINIMAL,
+            warn="robust z of log10 above 4",
+            critical="robust z of log10 above 8",
+            source="SB3#2240; cleanrl#441",
+            undefined=NO_ROWS,
+        ),
+        Metric(
+            key="ret/skew",
+            number=303,
+            unit="1",
+            question="Is one tail of the returns longer: a few very good (above 0) or very bad ones?",
+            of="skew",
+            undefined="returns do not vary",
+        ),
+    )
+    smallest: Min = reports(
+        Metric(key="ret/min", number=304, unit="return", question="What is the lowest return?", undefined=NO_ROWS)
+    )
+    largest: Max = reports(
+        Metric(key="ret/max", number=305, unit="return", question="What is the highest return?", undefined=NO_ROWS)
+    )
+    p10: Mean = reports(
+        Metric(
+            key="ret/p10",
+            number=306,
+            unit="return",
+            question="Below which return lie the lowest 10 %?",
+            undefined=NO_ROWS,
+        )
+    )
+    p50: Mean = reports(
+        Metric(key="ret/p50", number=307, unit="return", question="What is the median return?", undefined=NO_ROWS)
+    )
+    p90: Mean = reports(
+        Metric(
+            key="ret/p90",
+            number=308,
+            unit="return",
+            question="Above which return lie the highest 10 %?",
+            undefined=NO_ROWS,
+        )
+    )
+    nonfinite: Sum = reports(
+        Metric(
+            key="ret/mean_nonfinite",
+            number=309,
+            unit="count",
+            question="How many valid returns were NaN or infinite?",
+            low=0.0,
+            level=Level.MINIMAL,
+            healthy="absent",
+            critical="> 0",
+            undefined="none was",
+            when_positive=True,
+        )
+    )
+
+
+@torch.inference_mode()
+def return_stats(returns: Tensor, *, valid: Tensor | None = None) -> ReturnStats:
+    """Population moments, extremes and quantiles of the returns.
+
+    Args:
+        returns: [T, B] or [N].
+        valid: bool, same shape; None where every entry is.
+    """
+    s = sample(returns, valid)
+    found = quantiles(ascending(s), s.count, (0.0, 0.1, 0.5, 0.9, 1.0))
+    smallest, _, _, _, largest = found.unbind()
+    p10, p50, p90 = quantile_means(found[1:4], s.count)
+    return ReturnStats(
+        moments=moments(s),
+        smallest=Min(smallest),
+        largest=Max(largest),
+        p10=p10,
+        p50=p50,
+        p90=p90,
+        nonfinite=Sum(s.nonfinite),
+    )

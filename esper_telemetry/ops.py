@@ -1,0 +1,120 @@
+"""Tensor arithmetic that the trainer and the metric functions share: masks, entropy, gradient norms, clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+TINY_NORM, HUGE_NORM = (
+    1e-18,
+    1e18,
+)  # beyond these, squares leave the range of float32: the norm is taken again in float64
+CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6
+
+Norms = Callable[[Sequence[Tensor], torch.dtype], Tensor]
+
+
+def masked_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Mean over the entries where `mask` holds, 0-d; NaN where there are none. Masked entries, even NaN, do nothing."""
+    if mask is None:
+        return values.mean()
+    return torch.where(mask, values, values.new_zeros(())).sum() / mask.sum()
+
+
+def mask_logits(logits: Tensor, mask: Tensor | None) -> Tensor:
+    """Logits whose forbidden actions hold the most negative finite number. Shapes: [..., A] both, mask bool."""
+    return logits if mask is None else logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
+
+
+def masked_entropy(logits: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Entropy [...] in nats of the categorical over the allowed actions, without NaN in value or gradient.
+
+    Args:
+        logits: [..., A], unnormalised.
+        mask: [..., A], bool, at least one action allowed per row; None where all are.
+    """
+    log_probs = torch.log_softmax(mask_logits(logits, mask), -1)
+    terms = log_probs.exp() * log_probs
+    if mask is not None:
+        terms = torch.where(mask, terms, terms.new_zeros(()))
+    return -terms.sum(-1)
+
+
+def public_norms(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """L2 norm of each tensor, [K], accumulated in `dtype`, by public torch calls."""
+    return torch.stack([torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients])
+
+
+def fused_norms(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The same in one fused call that is private to torch: use what `choose_norms` returns."""
+    return torch.stack(torch._foreach_norm(list(gradients), 2.0, dtype=dtype))
+
+
+@cache
+def choose_norms(device: torch.device) -> Norms:
+    """`fused_norms` if this torch has it and it agrees with `public_norms` on a probe, else `public_norms`."""
+    probe = [torch.tensor(entries, device=device) for entries in ([3.0, 4.0], [[0.0]], [1e20, 1e20], [1e-25])]
+    try:
+        agree = all(
+            torch.allclose(
+                fused_norms(probe[:count], dtype).double(),
+                public_norms(probe[:count], dtype).double(),
+                rtol=1e-6,
+                atol=0,
+            )
+            for count, dtype in ((2, torch.float32), (4, torch.float64))
+        )
+    except (AttributeError, TypeError, RuntimeError):
+        agree = False
+    return fused_norms if agree else public_norms
+
+
+def gradient_norms(gradients: Sequence[Tensor]) -> Tensor:
+    """L2 norm of each gradient, [K], which neither overflows nor underflows; non-finite where an entry is.
+
+    On CUDA float64, accumulated in float64 and without synchronisation. On the CPU float32 with the rounding of
+    `clip_grad_norm_`; float64 where a norm leaves the range that float32 can square.
+    """
+    norms = choose_norms(gradients[0].device)
+    if gradients[0].is_cuda:
+        return norms(gradients, torch.float64)
+    result = norms(gradients, torch.promote_types(gradients[0].dtype, torch.float32))
+    doubtful = [index for index, norm in enumerate(result.tolist()) if not TINY_NORM < norm < HUGE_NORM]
+    return repair_norms(result, gradients, doubtful) if doubtful else result
+
+
+def repair_norms(norms: Tensor, gradients: Sequence[Tensor], doubtful: Sequence[int]) -> Tensor:
+    """The norms with the doubtful ones taken again in float64; all float64 where one is too large for float32."""
+    exact = norms.double()
+    exact[list(doubtful)] = public_norms([gradients[index] for index in doubtful], torch.float64)
+    return exact.to(norms.dtype) if float(exact.max()) < HUGE_NORM else exact
+
+
+def total_norm(norms: Tensor) -> Tensor:
+    """L2 norm of all gradients together, 0-d, from the norms [K] of each."""
+    norm: Tensor = torch.linalg.vector_norm(norms)
+    return norm
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """The factor min(1, max_norm / (norm + 1e-6)) of `clip_grad_norm_`, 0-d."""
+    return torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0)
+
+
+def clip_gradients(gradients: Sequence[Tensor], norms: Tensor, max_norm: float) -> None:
+    """Scales the gradients in place to a global norm of at most `max_norm`, bit for bit as `clip_grad_norm_` does.
+
+    Args:
+        gradients: K tensors of one dtype on one device.
+        norms: [K], from `gradient_norms`.
+        max_norm: limit of the global L2 norm.
+
+    On the CPU nothing is multiplied where nothing exceeds the limit; on CUDA everything always is, because looking
+    would synchronise. Non-finite gradients stay non-finite.
+    """
+    coefficient = clip_coefficient(total_norm(norms), max_norm)
+    if coefficient.is_cuda or not float(coefficient) >= 1.0:
+        torch._foreach_mul_(list(gradients), coefficient.to(gradients[0].dtype))

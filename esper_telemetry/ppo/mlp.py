@@ -1,0 +1,129 @@
+"""Multi-layer perceptrons that are quick on a CPU: one autograd node per network, and NumPy for acting on a few rows.
+
+Measured on an AMD EPYC core, 256 rows through 4-64-64 and back: 141 µs instead of 199 µs with one autograd node per
+operation. There `torch.tanh` takes ten times as long as `numpy.tanh`, and so small a network is bound by calls.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from esper_telemetry.ppo.heads import orthogonal
+
+Array = npt.NDArray[Any]
+Network = Callable[[Array], Array]
+
+
+class MLP(nn.Module):
+    """Hidden layers with an activation after each; orthogonal weights with gain √2.
+
+    Args:
+        inputs: length of a flattened observation.
+        sizes: widths of the layers; none makes the identity.
+        activation: `tanh` or `relu`.
+    """
+
+    def __init__(self, inputs: int, sizes: Sequence[int], activation: str) -> None:
+        super().__init__()
+        widths = [inputs, *sizes]
+        self.activation = activation
+        self.inputs = inputs
+        self.features = widths[-1]
+        self.layers = nn.ModuleList(orthogonal(nn.Linear(a, b), gain=2**0.5) for a, b in itertools.pairwise(widths))
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """Features [N, F] of observations [N, ...]."""
+        rows = observations.flatten(1)
+        if rows.is_cpu and rows.dtype == torch.float32 and not torch.is_autocast_enabled("cpu"):
+            features: Tensor = Layers.apply(rows, self.activation, *self._weights())  # type: ignore[no-untyped-call] # torch has no types here
+            return features
+        return self.plain(rows)
+
+    def plain(self, rows: Tensor) -> Tensor:
+        """The same by ordinary operations, for other devices and precisions."""
+        activate = torch.tanh if self.activation == "tanh" else torch.relu
+        for layer in self.layers:
+            rows = activate(layer(rows))
+        return rows
+
+    def _weights(self) -> list[Tensor]:
+        """Weight and bias of each layer in turn; `parameters()` would search the module tree for them."""
+        linears = cast("Iterable[nn.Linear]", self.layers)
+        return [tensor for linear in linears for tensor in (linear.weight, linear.bias)]
+
+    def as_numpy(self) -> Network:
+        """The same as a NumPy function of [N, ...]; reads the weights in place, so it follows them until they move."""
+        layers = [as_matrices(layer) for layer in self.layers]
+        activate: Any = np.tanh if self.activation == "tanh" else relu
+
+        def features(rows: Array) -> Array:
+            rows = rows.reshape(len(rows), -1)
+            for weight, bias in layers:
+                rows = rows @ weight
+                rows += bias
+                activate(rows, out=rows)
+            return rows
+
+        return features
+
+
+class Layers(torch.autograd.Function):
+    """Linear layers, each followed by an activation, as one node with a backward pass written out."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, activation: str, *parameters: Tensor) -> Tensor:
+        """Features [N, F]; parameters are weight and bias of each layer in turn."""
+        outputs = [rows]
+        for weight, bias in zip(parameters[::2], parameters[1::2], strict=True):
+            outputs.append(activate_(torch.addmm(bias, outputs[-1], weight.t()), activation))
+        ctx.activation = activation
+        ctx.save_for_backward(*outputs, *parameters[::2])
+        return outputs[-1]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the rows, where asked for, and of each layer's weight and bias."""
+        depth = len(ctx.saved_tensors) // 2
+        outputs, weights = ctx.saved_tensors[: depth + 1], ctx.saved_tensors[depth + 1 :]
+        upstream: Tensor | None = gradients[0]
+        found: list[Tensor] = []
+        for level in reversed(range(depth)):
+            assert upstream is not None
+            inner = derivative(upstream, outputs[level + 1], ctx.activation)
+            found = [inner.t().mm(outputs[level]), inner.sum(0), *found]
+            upstream = inner.mm(weights[level]) if level or ctx.needs_input_grad[0] else None
+        return (upstream, None, *found)
+
+
+def activate_(values: Tensor, activation: str) -> Tensor:
+    """The values, activated in place; on the CPU."""
+    if activation == "relu":
+        return values.relu_()
+    array = values.numpy()
+    np.tanh(array, out=array)
+    return values
+
+
+def derivative(upstream: Tensor, outputs: Tensor, activation: str) -> Tensor:
+    """Gradient before the activation, from the gradient after it and the activation's outputs."""
+    if activation == "relu":
+        return upstream * (outputs > 0)
+    return torch.addcmul(upstream, upstream * outputs, outputs, value=-1)
+
+
+def as_matrices(layer: nn.Module) -> tuple[Array, Array]:
+    """Views of a linear layer's weight [inputs, outputs] and bias [outputs]."""
+    assert isinstance(layer, nn.Linear)
+    return layer.weight.detach().numpy().T, layer.bias.detach().numpy()
+
+
+def relu(values: Array, out: Array) -> None:
+    """Writes max(values, 0) to `out`."""
+    np.maximum(values, 0, out=out)

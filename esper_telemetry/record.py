@@ -1,0 +1,153 @@
+"""What leaves the process: plain Python values that every sink, detector and view can read without torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from pathlib import Path
+from typing import Any
+
+KEY_PATTERN = re.compile(r"[a-z0-9_]+(/[a-z0-9_]+)*")
+
+
+class Level(IntEnum):
+    """How much is measured; each level includes the ones below it."""
+
+    OFF = 0
+    MINIMAL = 1
+    NORMAL = 2
+    DEBUG = 3
+
+    @classmethod
+    def parse(cls, text: str | Level) -> Level:
+        """The level of that name, in any case; raises ValueError for an unknown one."""
+        if isinstance(text, Level):
+            return text
+        try:
+            return cls[text.upper()]
+        except KeyError:
+            names = ", ".join(level.name.lower() for level in cls)
+            raise ValueError(f"level must be one of {names}, got {text!r}") from None
+
+
+class RunStatus(StrEnum):
+    """How a run ended; the value of the journal's `end` line."""
+
+    FINISHED = "finished"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+    PREEMPTED = "preempted"
+    KILLED = "killed"
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """Where a record stands: sinks choose their x-axis from these, none is ever inferred.
+
+    Attributes:
+        update: index of the policy update, from 1.
+        env_step: environment steps when the data was *collected*, over all environments and ranks.
+        gradient_step: optimizer steps taken so far.
+        wall_time: seconds since the epoch when the record was made.
+    """
+
+    update: int
+    env_step: int
+    gradient_step: int
+    wall_time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Counts of values between fixed edges; the first and last bin also hold what lies outside.
+
+    Attributes:
+        edges: n+1 increasing bin edges.
+        counts: n counts.
+    """
+
+    edges: tuple[float, ...]
+    counts: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Everything measured in one update: finite floats by key; what is undefined is absent."""
+
+    seq: int
+    axes: Axes
+    values: Mapping[str, float]
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
+    partial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MetricInfo:
+    """What a key means, in words that a dashboard can show."""
+
+    unit: str
+    question: str
+    id: str = ""
+    low: float | None = None
+    high: float | None = None
+    healthy: str = ""
+    warn: str = ""
+    critical: str = ""
+    source: str = ""
+    undefined: str = ""
+    reduction: str = ""
+    level: str = "normal"
+    cost: str = "free"
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """The head of a journal: what a sink knows of the run before its first record.
+
+    Attributes:
+        run_id: unique and constant over resumes.
+        name: what people call the run.
+        run_dir: where the journal and the local backends live; None for a run without journal.
+        started: seconds since the epoch.
+        config: settings of the run, as given.
+        facts: what detectors need: precision, max_grad_norm, normalisation, declared groups, total steps.
+        metrics: description by key; keys of labelled families also appear as templates such as `grad/{group}/rms`.
+    """
+
+    run_id: str
+    name: str
+    run_dir: Path | None
+    started: float
+    config: Mapping[str, Any] = field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+    notes: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    metrics: dict[str, MetricInfo] = field(default_factory=dict)
+
+    def describe(self, key: str) -> MetricInfo | None:
+        """The description of a key, directly or through the template it was made from."""
+        return self.metrics.get(key) or self.metrics.get(template_of(key, self.metrics))
+
+
+def template_of(key: str, templates: Mapping[str, object]) -> str:
+    """The template in `templates` that `key` is an instance of, or the key itself."""
+    segments = key.split("/")
+    for position in range(len(segments)):
+        for name in LABELS:
+            candidate = "/".join([*segments[:position], f"{{{name}}}", *segments[position + 1 :]])
+            if candidate in templates:
+                return candidate
+    return key
+
+
+LABELS = ("head", "group", "layer", "pair", "normalizer", "sink")
+
+
+def check_key(key: str) -> str:
+    """The key itself; raises ValueError unless every backend accepts it."""
+    if not KEY_PATTERN.fullmatch(key):
+        raise ValueError(f"a metric key is made of a-z, 0-9 and _ in segments joined by '/', got {key!r}")
+    return key

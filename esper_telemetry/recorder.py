@@ -1,0 +1,155 @@
+"""One run's way out of the training process: the journal's lines in order, and the relay that reads them."""
+
+from __future__ import annotations
+
+import json
+import platform
+import secrets
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from esper_telemetry.catalogue import catalogue
+from esper_telemetry.journal import (
+    Journal,
+    JournalEvent,
+    MemoryJournal,
+    encode_end,
+    encode_event,
+    encode_metrics,
+    encode_record,
+    encode_run,
+    plain,
+)
+from esper_telemetry.layout import Layout
+from esper_telemetry.metric import declared
+from esper_telemetry.record import Axes, MetricInfo, Record, RunInfo, RunStatus
+from esper_telemetry.relay import CloseReport, Relay, RelayStats
+from esper_telemetry.sinks import SinkLike, as_sink
+
+PACKAGES = ("esper-telemetry", "torch", "numpy", "gymnasium", "wandb", "tensorboard", "mlflow")
+
+
+class Recorder:
+    """Writes a run's journal and keeps its sinks fed.
+
+    The run directory is claimed at once, so that a mistake shows before training starts; the journal's first line waits for `start`,
+    when the trainer's facts are known.
+    """
+
+    def __init__(
+        self,
+        sinks: Sequence[SinkLike],
+        *,
+        run_dir: str | Path | Literal["auto"] | None,
+        name: str | None,
+        tags: tuple[str, ...],
+        notes: str,
+    ) -> None:
+        resolved = [as_sink(sink) for sink in sinks]
+        self.run_dir = _directory(run_dir, name)
+        self.next_seq = 1
+        self.run: RunInfo | None = None
+        self._name = name or (self.run_dir.name if self.run_dir else "run")
+        self._tags = tags
+        self._notes = notes
+        self._described: set[str] = set()
+        self._known_layouts: set[Layout] = set()
+        self._journal = Journal.create(self.run_dir) if self.run_dir else MemoryJournal()
+        self._relay = Relay(self._journal, resolved)
+
+    def start(self, config: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Writes the run line, which is what sinks open with, and `config.json`."""
+        metrics = {metric.key: metric.info() for metric in catalogue()}
+        run = RunInfo(
+            run_id=secrets.token_hex(6),
+            name=self._name,
+            run_dir=self.run_dir,
+            started=time.time(),
+            config=config,
+            tags=self._tags,
+            notes=self._notes,
+            versions=_versions(),
+            facts=facts,
+            metrics=metrics,
+        )
+        self._described.update(metrics)
+        self.run = run
+        self._journal.write(encode_run(run))
+        if self.run_dir:
+            _write_config(self.run_dir, run)
+
+    def describe(self, layouts: Iterable[Layout]) -> None:
+        """Writes the descriptions of keys that the run line did not have: those of user-made groups."""
+        new: dict[str, MetricInfo] = {}
+        for layout in layouts:
+            if layout not in self._known_layouts:
+                self._known_layouts.add(layout)
+                new.update(metric_infos(layout.group))
+        new = {key: info for key, info in new.items() if key not in self._described}
+        self._described.update(new)
+        if new:
+            self._journal.write(encode_metrics(new, seq=self._take_seq()))
+
+    def write(self, record: Record) -> None:
+        """Appends a record; the sinks find it there."""
+        self.next_seq = record.seq + 1
+        self._journal.write(encode_record(record))
+
+    def event(self, kind: str, axes: Axes, data: Mapping[str, Any]) -> None:
+        """Appends something that happened besides records."""
+        self._journal.write(encode_event(JournalEvent(kind, data, seq=self._take_seq(), axes=axes)))
+
+    def stats(self) -> RelayStats:
+        """How far the sinks are behind, and their errors."""
+        return self._relay.stats()
+
+    def close(self, status: RunStatus, timeout: float) -> CloseReport:
+        """Appends the end line and waits for the sinks up to `timeout` seconds."""
+        self._journal.write(encode_end(status, seq=self._take_seq()))
+        report = self._relay.close(timeout)
+        self._journal.close()
+        return report
+
+    def _take_seq(self) -> int:
+        self.next_seq += 1
+        return self.next_seq - 1
+
+
+def metric_infos(group: type) -> dict[str, MetricInfo]:
+    """The descriptions of every key, or key template, that a group type declares."""
+    return {metric.key: metric.info() for _, metric in declared(group)}
+
+
+def _directory(run_dir: str | Path | None, name: str | None) -> Path | None:
+    if run_dir is None:
+        return None
+    if run_dir == "auto":
+        stem = name or Path(sys.argv[0]).stem or "run"
+        return Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return Path(run_dir)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _write_config(run_dir: Path, run: RunInfo) -> None:
+    settings = {
+        "run_id": run.run_id,
+        "name": run.name,
+        "command": sys.argv,
+        "config": run.config,
+        "facts": run.facts,
+        "versions": run.versions,
+    }
+    (run_dir / "config.json").write_text(json.dumps(plain(settings), indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,219 @@
+"""The process that feeds the sinks, started by `SinkProcess` with the number of a pipe to report on.
+
+From its parent it gets one line of settings on standard input, later perhaps one that says how the run ended, and then
+the end of the input, which means that the parent is gone. To its parent it sends the status of each delivery, as JSON
+lines. It outlives its parent: it writes the end line that a killed trainer could not, delivers what is left, and exits.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from esper_telemetry.journal import JournalReader, end_if_open, journal_path
+from esper_telemetry.record import Record, RunInfo, RunStatus
+from esper_telemetry.relay.cursors import Cursors
+from esper_telemetry.relay.delivery import Delivery, one_line
+from esper_telemetry.relay.status import SinkState, SinkStatus
+from esper_telemetry.sinks.protocol import PermanentSinkError, Sink
+
+TICK_SECONDS: Final = 0.2
+ORPHAN_SECONDS: Final = 300.0
+"""How long an orphan tries to deliver what is left before it leaves the rest to `replay`."""
+EXIT_SECONDS: Final = 5.0
+DEAD_CLIENT_EXIT: Final = 75
+"""Exit code that asks the parent for a fresh process; EX_TEMPFAIL of sysexits.h."""
+
+
+def main() -> None:
+    """Delivers until every sink is closed or disabled."""
+    _leave_signals_to_the_parent()
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("esper_telemetry").setLevel(logging.DEBUG)
+    status_fd = int(sys.argv[1])
+    parent = Parent(_private_stdin(), status_fd)
+    settings = parent.settings()
+    run_dir = Path(settings["run_dir"])
+    deliveries = [_delivery(run_dir, name, text) for name, text in settings["sinks"].items()]
+    sys.exit(serve(parent, deliveries, run_dir))
+
+
+def serve(parent: Parent, deliveries: Sequence[Delivery], run_dir: Path) -> int:
+    """Runs deliveries to their end while listening to the parent; the exit code."""
+    threads = [threading.Thread(target=delivery.run, name=delivery.name, daemon=True) for delivery in deliveries]
+    for thread in threads:
+        thread.start()
+    orphaned_at: float | None = None
+    while not all(delivery.over for delivery in deliveries):
+        status = parent.listen(TICK_SECONDS)
+        if parent.gone and orphaned_at is None:
+            orphaned_at, status = time.monotonic(), _end_run(run_dir)
+        if status is not None:
+            _finish(deliveries, status)
+        parent.report([delivery.status for delivery in deliveries])
+        if _dead_client(deliveries) or (orphaned_at and time.monotonic() - orphaned_at > ORPHAN_SECONDS):
+            break
+    return _leave(parent, deliveries, threads)
+
+
+def _finish(deliveries: Sequence[Delivery], status: RunStatus) -> None:
+    for delivery in deliveries:
+        delivery.finish(status)
+
+
+def _leave(parent: Parent, deliveries: Sequence[Delivery], threads: Sequence[threading.Thread]) -> int:
+    """Ends what is under way, so that the cursors are saved, and reports for the last time."""
+    for delivery in deliveries:
+        delivery.stop()
+    for thread in threads:
+        thread.join(EXIT_SECONDS)
+    parent.report([delivery.status for delivery in deliveries])
+    code = DEAD_CLIENT_EXIT if _dead_client(deliveries) else 0
+    _exit_within(EXIT_SECONDS, code)
+    return code
+
+
+def _exit_within(seconds: float, code: int) -> None:
+    """Clients clean up when the interpreter exits; one that hangs there is cut off."""
+    timer = threading.Timer(seconds, os._exit, [code])
+    timer.daemon = True
+    timer.start()
+
+
+def _dead_client(deliveries: Sequence[Delivery]) -> bool:
+    return any(delivery.status.state is SinkState.DEAD_CLIENT for delivery in deliveries)
+
+
+def _end_run(run_dir: Path) -> RunStatus:
+    with suppress(OSError):  # a full disk: the sinks are closed without the line
+        end_if_open(run_dir, RunStatus.KILLED)
+    return RunStatus.KILLED
+
+
+def _leave_signals_to_the_parent() -> None:
+    """Ctrl-C and a scheduler's SIGTERM reach the whole job; the parent decides when the run ends.
+
+    SIGTERM gets a function, not SIG_IGN, which clients started from here would inherit.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+
+
+def _private_stdin() -> int:
+    """Standard input under another number: a client that prompts must read nothing."""
+    lifeline = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return lifeline
+
+
+def _delivery(run_dir: Path, name: str, pickled: str) -> Delivery:
+    reader = JournalReader(journal_path(run_dir))
+    return Delivery(_loaded(pickled), reader, name=name, cursors=Cursors(run_dir), in_child=True)
+
+
+def _loaded(pickled: str) -> Sink:
+    try:
+        sink: Sink = pickle.loads(base64.b64decode(pickled))
+    except Exception as error:  # whatever importing the sink's module raises: the other sinks go on
+        return UnloadableSink(one_line(error))
+    return sink
+
+
+def dumped(sink: Sink) -> str:
+    """A sink as text that this process can load."""
+    return base64.b64encode(pickle.dumps(sink)).decode()
+
+
+class UnloadableSink:
+    """Stands for a sink whose module cannot be imported here."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def open(self, run: RunInfo) -> None:
+        """Raises PermanentSinkError."""
+        raise PermanentSinkError(f"it cannot be loaded in the process that feeds the sinks: {self.reason}")
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Is not reached."""
+
+    def close(self, status: RunStatus) -> None:
+        """Is not reached."""
+
+
+class Parent:
+    """The parent process as seen from here.
+
+    Attributes:
+        gone: whether it has died or closed its end.
+    """
+
+    def __init__(self, lifeline: int, status_fd: int) -> None:
+        self.gone = False
+        self._parent_pid = os.getppid()
+        self._lifeline = lifeline
+        self._received = b""
+        self._status_fd = status_fd
+        self._told: dict[str, SinkStatus] = {}
+        os.set_inheritable(status_fd, False)
+        os.set_blocking(status_fd, False)
+
+    def settings(self) -> Mapping[str, Any]:
+        """Waits for the first line; exits where the parent is gone before it came."""
+        while (line := self._line()) is None:
+            self._receive(TICK_SECONDS)
+            if self.gone:
+                sys.exit(0)
+        settings: Mapping[str, Any] = json.loads(line)
+        self._parent_pid = settings["parent"]
+        return settings
+
+    def listen(self, seconds: float) -> RunStatus | None:
+        """How the run ended, if the parent says so within that time."""
+        if self.gone:
+            time.sleep(seconds)
+            return None
+        self._receive(seconds)
+        line = self._line()
+        return None if line is None else RunStatus(json.loads(line)["end"])
+
+    def report(self, statuses: Sequence[SinkStatus]) -> None:
+        """Sends what has changed; drops it where the parent does not read, as the next report repeats it."""
+        for status in statuses:
+            if self._told.get(status.name) != status:
+                with suppress(OSError):
+                    os.write(self._status_fd, json.dumps(asdict(status)).encode() + b"\n")
+                    self._told[status.name] = status
+
+    def _receive(self, seconds: float) -> None:
+        """An orphan may wait in vain for the end of its input, as forked workers hold it open too."""
+        poll = select.poll()
+        poll.register(self._lifeline, select.POLLIN)
+        if poll.poll(seconds * 1000):
+            data = os.read(self._lifeline, 1 << 16)
+            self._received += data
+            self.gone = not data
+        self.gone = self.gone or os.getppid() != self._parent_pid
+
+    def _line(self) -> bytes | None:
+        line, newline, rest = self._received.partition(b"\n")
+        if not newline:
+            return None
+        self._received = rest
+        return line

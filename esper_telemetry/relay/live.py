@@ -1,0 +1,123 @@
+"""The deliveries of a live run."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+from esper_telemetry.journal import Journal, MemoryJournal
+from esper_telemetry.record import RunStatus
+from esper_telemetry.relay.cursors import Cursors
+from esper_telemetry.relay.delivery import Delivery
+from esper_telemetry.relay.process import SinkProcess
+from esper_telemetry.relay.status import (
+    FINAL,
+    CloseReport,
+    RelayStats,
+    SinkReport,
+    SinkStatus,
+    by_name,
+    replay_command,
+    sink_report,
+)
+from esper_telemetry.sinks.protocol import Sink
+
+LOCAL_BATCH_RECORDS: Final = 50
+"""Records that a thread of the training process reads at once: it holds the interpreter lock while it parses them."""
+
+
+class Relay:
+    """Feeds sinks from a journal while it is written, without a call from whoever writes it.
+
+    A sink with `in_process = False` runs in the child process, unless there is no run directory, or its class stands in
+    the script itself, which the child cannot import; every other sink runs in a daemon thread. Start it before or after
+    the journal's first line. In a forked process it does nothing.
+
+    Args:
+        journal: what is delivered.
+        sinks: where to.
+    """
+
+    def __init__(self, journal: Journal | MemoryJournal, sinks: Iterable[Sink]) -> None:
+        self._pid = os.getpid()
+        self._journal = journal
+        self._sinks = by_name(list(sinks))
+        self._report: CloseReport | None = None
+        remote = {name: sink for name, sink in self._sinks.items() if self._goes_to_child(sink)}
+        self._process = _started(journal, remote)
+        self._deliveries = [self._delivery(name) for name in self._sinks if name not in remote]
+        self._threads = [_thread(delivery) for delivery in self._deliveries]
+
+    @property
+    def child_pid(self) -> int | None:
+        """The process that feeds the sinks, if one runs."""
+        return None if self._process is None else self._process.pid
+
+    def stats(self) -> RelayStats:
+        """How all deliveries are going; costs microseconds."""
+        statuses = self._statuses()
+        working = [status.records for status in statuses.values() if status.state not in FINAL]
+        depth = max((self._journal.records - records for records in working), default=0)
+        return RelayStats(max(0, depth), sum(status.errors for status in statuses.values()), statuses)
+
+    def close(self, deadline_seconds: float = 15.0, *, status: RunStatus = RunStatus.KILLED) -> CloseReport:
+        """Waits until every sink took everything and is closed, at most for the deadline, and reports what is left.
+
+        Write the journal's end line first: the sinks are closed with its status. `status` stands in where there is
+        none, because the disk is full. A sink or a client that hangs is left behind or killed. Repeated, it returns the
+        same report at once.
+        """
+        if os.getpid() != self._pid:
+            return CloseReport()
+        if self._report is None:
+            self._finish(status, time.monotonic() + deadline_seconds)
+            self._report = CloseReport(tuple(self._reported()))
+        return self._report
+
+    def _finish(self, status: RunStatus, deadline: float) -> None:
+        for delivery in self._deliveries:
+            delivery.finish(status)
+        for process in self._processes():
+            process.finish(status)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for process in self._processes():
+            process.join(max(0.0, deadline - time.monotonic()))
+        for delivery in self._deliveries:
+            delivery.stop()
+
+    def _reported(self) -> Iterable[SinkReport]:
+        for name, status in self._statuses().items():
+            command = replay_command(self._journal.run_dir, self._sinks[name])
+            yield sink_report(status, pending=max(0, self._journal.records - status.records), command=command)
+
+    def _statuses(self) -> Mapping[str, SinkStatus]:
+        remote = {} if self._process is None else self._process.statuses
+        local = {delivery.name: delivery.status for delivery in self._deliveries}
+        return {name: local.get(name) or remote[name] for name in self._sinks}
+
+    def _processes(self) -> Sequence[SinkProcess]:
+        return [] if self._process is None else [self._process]
+
+    def _goes_to_child(self, sink: Sink) -> bool:
+        importable = type(sink).__module__ != "__main__"
+        return self._journal.run_dir is not None and importable and not getattr(sink, "in_process", True)
+
+    def _delivery(self, name: str) -> Delivery:
+        run_dir = self._journal.run_dir
+        cursors = None if run_dir is None else Cursors(run_dir)
+        reader = self._journal.reader()
+        return Delivery(self._sinks[name], reader, name=name, cursors=cursors, batch=LOCAL_BATCH_RECORDS)
+
+
+def _started(journal: Journal | MemoryJournal, sinks: Mapping[str, Sink]) -> SinkProcess | None:
+    return SinkProcess(journal.run_dir, sinks) if sinks and journal.run_dir is not None else None
+
+
+def _thread(delivery: Delivery) -> threading.Thread:
+    thread = threading.Thread(target=delivery.run, name=f"esper-{delivery.name}", daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,145 @@
+"""How deliveries are going, and what is left of them at the end."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from esper_telemetry.sinks.protocol import Sink
+
+
+class SinkState(StrEnum):
+    """Where the delivery to a sink stands."""
+
+    OPENING = "opening"
+    DELIVERING = "delivering"
+    RETRYING = "retrying"
+    CLOSED = "closed"
+    DISABLED = "disabled"
+    DEAD_CLIENT = "dead client"
+
+
+FINAL = frozenset({SinkState.CLOSED, SinkState.DISABLED, SinkState.DEAD_CLIENT})
+"""States that a delivery does not leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class SinkStatus:
+    """A delivery at one moment.
+
+    Attributes:
+        name: of the sink, unique within its run.
+        state: what the delivery is doing.
+        records: records that the sink has taken since the run began.
+        seq: of the last of them.
+        errors: exceptions of the sink so far.
+        last_error: the latest of them in one line.
+    """
+
+    name: str
+    state: SinkState = SinkState.OPENING
+    records: int = 0
+    seq: int = 0
+    errors: int = 0
+    last_error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RelayStats:
+    """All deliveries of a run at one moment.
+
+    Attributes:
+        queue_depth: records that the slowest working sink has still to take.
+        errors: exceptions of all sinks so far.
+        sinks: each delivery by name.
+    """
+
+    queue_depth: int
+    errors: int
+    sinks: Mapping[str, SinkStatus]
+
+
+@dataclass(frozen=True, slots=True)
+class SinkReport:
+    """What became of one sink.
+
+    Attributes:
+        name: of the sink.
+        state: where its delivery ended; only `CLOSED` is complete.
+        sent: records that it took.
+        pending: records that it did not take.
+        errors: how often it raised.
+        last_error: the latest exception in one line.
+        command: what sends the rest; empty if there is none, or no journal to send it from.
+    """
+
+    name: str
+    state: SinkState
+    sent: int
+    pending: int
+    errors: int = 0
+    last_error: str = ""
+    command: str = ""
+
+    def __str__(self) -> str:
+        because = f" ({self.last_error})" if self.last_error and self.state is not SinkState.CLOSED else ""
+        rest = f"; send the rest with: {self.command}" if self.command else ""
+        left = f", {self.pending} pending" if self.pending else ""
+        return f"{self.name}: {self.state}, {self.sent} records sent{left}{because}{rest}"
+
+
+@dataclass(frozen=True, slots=True)
+class CloseReport:
+    """What became of each sink of a run."""
+
+    sinks: tuple[SinkReport, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Whether every sink took every record and was closed."""
+        return all(sink.state is SinkState.CLOSED and not sink.pending for sink in self.sinks)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.sinks))
+
+
+def sink_report(status: SinkStatus, *, pending: int, command: str = "") -> SinkReport:
+    """The report on a delivery that is over or given up; a complete one needs no command."""
+    complete = status.state is SinkState.CLOSED and not pending
+    return SinkReport(
+        status.name,
+        status.state,
+        status.records,
+        pending,
+        status.errors,
+        status.last_error,
+        "" if complete else command,
+    )
+
+
+def replay_command(run_dir: Path | None, sink: Sink) -> str:
+    """What a person types to send the rest; a sink says how it is spelled in `uri`, else in its name."""
+    if run_dir is None:
+        return ""
+    uri = getattr(sink, "uri", None) or sink_name(sink)
+    return shlex.join(["esper-telemetry", "replay", str(run_dir), "--to", str(uri)])
+
+
+def sink_name(sink: Sink) -> str:
+    """The identity of a sink: its `name`, or its class's."""
+    return str(getattr(sink, "name", None) or type(sink).__name__)
+
+
+def by_name(sinks: Sequence[Sink]) -> dict[str, Sink]:
+    """Sinks by name; the second and third of a name are numbered."""
+    named: dict[str, Sink] = {}
+    for sink in sinks:
+        name, count = sink_name(sink), 1
+        while name in named:
+            count += 1
+            name = f"{sink_name(sink)}-{count}"
+        named[name] = sink
+    return named

@@ -1,0 +1,1 @@
+"""Values derived from the history of records: plain numbers and NumPy, no torch."""

@@ -1,0 +1,111 @@
+"""MLflow: records as coalesced batches of metrics, through `MlflowClient` only, so that no global state is touched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from esper_telemetry.record import Record, RunInfo, RunStatus
+from esper_telemetry.sinks.budget import KeyBudget
+from esper_telemetry.sinks.mlflow_run import MlflowRun, joined_run, own_run
+from esper_telemetry.sinks.plain import masked
+from esper_telemetry.sinks.protocol import Place, check_options, require_package, require_run_dir
+
+REQUEST_TIMEOUT_SECONDS = 10
+REQUEST_RETRIES = 1
+
+
+@dataclass(frozen=True)
+class MLflowSink:
+    """Logs the run to MLflow; steps are environment steps.
+
+    `MLflowSink(run_id=...)` writes into a run that is open in this process instead, and leaves it open.
+
+    Attributes:
+        tracking_uri: server or store; `sqlite:///RUN_DIR/mlflow.db` when not given.
+        experiment: the experiment's name; made when it is not there.
+        run_id: an open run to join.
+        max_keys: how many keys at most.
+        per_layer: also show the numbers of single layers.
+    """
+
+    tracking_uri: str | None = None
+    experiment: str = "esper_telemetry"
+    run_id: str | None = None
+    max_keys: int = 300
+    per_layer: bool = False
+    _open: MlflowRun | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        require_package("mlflow", "MLflowSink")
+
+    @classmethod
+    def from_uri(cls, rest: str, options: Mapping[str, str]) -> MLflowSink:
+        """`mlflow[:TRACKING_URI][?experiment=NAME]`."""
+        check_options("mlflow", options, ["experiment"])
+        return cls(rest or None, experiment=options.get("experiment", cls.experiment))
+
+    @property
+    def in_process(self) -> bool:
+        """True for a joined run, whose settings are those of this process."""
+        return self.run_id is not None
+
+    @property
+    def name(self) -> str:
+        """`mlflow:` and the tracking URI where one was given, or the joined run's id."""
+        if self.run_id is not None:
+            return f"mlflow:run/{self.run_id}"
+        return f"mlflow:{masked(self.tracking_uri)}" if self.tracking_uri else "mlflow"
+
+    def place(self, run: RunInfo) -> Place:
+        """The store, and the command that shows it."""
+        uri = self._store(run) or "the process's own tracking URI"
+        command = "" if "://" not in uri or uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
+        return Place(masked(uri), command)
+
+    def prepare_child(self) -> None:
+        """Lets requests fail soon, where MLflow retries for minutes, and keeps MLflow from reporting its use.
+
+        All of it holds for the whole process, so it is nothing to do in the user's.
+        """
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(REQUEST_TIMEOUT_SECONDS))
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", str(REQUEST_RETRIES))
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
+    def open(self, run: RunInfo) -> None:
+        """Finds the run by its id, or makes it, and marks it as running."""
+        budget = KeyBudget(run, "MLflow", max_keys=self.max_keys, per_layer=self.per_layer)
+        store = self._store(run)
+        if self.run_id is not None:
+            opened = joined_run(store, self.run_id, budget)
+        else:
+            opened = own_run(store, run, budget, experiment=self.experiment, artifacts=self._artifacts(run))
+        object.__setattr__(self, "_open", opened)
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Sends the records in batches; repeated after a failure, MLflow stores what it has already only once."""
+        if self._open is None:
+            raise ValueError("MLflowSink.write needs open first")
+        self._open.write(records)
+
+    def close(self, status: RunStatus) -> None:
+        """Sets the run's status; leaves a joined run open."""
+        if self._open is not None:
+            self._open.close(status)
+            object.__setattr__(self, "_open", None)
+
+    def _store(self, run: RunInfo) -> str | None:
+        """The tracking URI; None leaves a joined run where the process looks for it."""
+        if self.tracking_uri is not None or self.run_id is not None:
+            return self.tracking_uri
+        if run.run_dir is None and "MLFLOW_TRACKING_URI" in os.environ:
+            return os.environ["MLFLOW_TRACKING_URI"]
+        return f"sqlite:///{require_run_dir(run, 'MLflowSink', 'tracking_uri=')}/mlflow.db"
+
+    def _artifacts(self, run: RunInfo) -> Path | None:
+        """Where artifacts of our own store go; None leaves it to the server."""
+        if self.tracking_uri is not None or run.run_dir is None:
+            return None
+        return Path(run.run_dir).absolute() / "mlflow-artifacts"

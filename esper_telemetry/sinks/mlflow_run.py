@@ -1,0 +1,194 @@
+"""A run in MLflow that is open: found or made, written in batches, ended with a status."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from esper_telemetry.record import Record, RunInfo, RunStatus
+from esper_telemetry.sinks.budget import KeyBudget
+from esper_telemetry.sinks.histogram import by_tag, quantile
+from esper_telemetry.sinks.mlflow_names import LegalNames
+from esper_telemetry.sinks.plain import flattened, masked
+from esper_telemetry.sinks.protocol import PermanentSinkError
+
+MAX_METRICS = 1000
+MAX_PARAMS = 100
+MAX_PARAM_LENGTH = 6000
+MAX_TAG_LENGTH = 8000
+QUANTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
+RUN_TAG = "esper.run_id"
+KEYMAP_TAG = "esper.keymap"
+EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
+"""Without it MLflow's pages take a training run for an evaluation of a language model."""
+
+HOPELESS = {401, 403, 404}
+"""HTTP statuses that stay what they are however often one asks."""
+
+STATUSES = {RunStatus.FINISHED: "FINISHED", RunStatus.FAILED: "FAILED"}
+"""The others are KILLED."""
+
+
+class MlflowRun:
+    """The open run; `ours` says whether to end it."""
+
+    def __init__(self, client: Any, run_id: str, budget: KeyBudget, *, ours: bool) -> None:
+        self.client = client
+        self.run_id = run_id
+        self.budget = budget
+        self.ours = ours
+        self.names = LegalNames()
+        self.mapped: dict[str, str] = {}
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Sends all records in as few requests as MLflow's limit allows."""
+        metrics = [metric for record in records for metric in self._metrics(self.budget.select(record))]
+        with _classified():
+            for batch in _batches(metrics, MAX_METRICS):
+                self.client.log_batch(self.run_id, metrics=batch, synchronous=True)
+            self._tell_names()
+
+    def close(self, status: RunStatus) -> None:
+        """Sets the status of a run of ours."""
+        if self.ours:
+            with _classified():
+                self.client.set_terminated(self.run_id, STATUSES.get(status, "KILLED"))
+
+    def describe(self, run: RunInfo, known: Mapping[str, str]) -> None:
+        """Logs the settings that are not there yet: MLflow refuses to change a parameter."""
+        from mlflow.entities import Param
+
+        settings = {self.names[name]: str(value)[:MAX_PARAM_LENGTH] for name, value in flattened(run.config).items()}
+        params = [Param(name, value) for name, value in settings.items() if name not in known]
+        for batch in _batches(params, MAX_PARAMS):
+            self.client.log_batch(self.run_id, params=batch, synchronous=True)
+        self._tell_names()
+
+    def _metrics(self, record: Record) -> Iterator[Any]:
+        from mlflow.entities import Metric
+
+        milliseconds = round(record.axes.wall_time * 1000)
+        for key, value in _numbers(record).items():
+            yield Metric(self.names[key], value, milliseconds, record.axes.env_step)
+
+    def _tell_names(self) -> None:
+        """Keeps the way back from names that had to be changed in a tag."""
+        changed = self.names.changed
+        if changed != self.mapped:
+            self.client.set_tag(self.run_id, KEYMAP_TAG, json.dumps(changed)[:MAX_TAG_LENGTH])
+            self.mapped = changed
+
+
+def joined_run(store: str | None, run_id: str, budget: KeyBudget) -> MlflowRun:
+    """A run that somebody else has open."""
+    client = _client(store)
+    with _classified():
+        client.get_run(run_id)
+    return MlflowRun(client, run_id, budget, ours=False)
+
+
+def own_run(
+    store: str | None, run: RunInfo, budget: KeyBudget, *, experiment: str, artifacts: Path | None
+) -> MlflowRun:
+    """Our run of that id, running again, or a new one."""
+    with _quiet(), _classified():
+        client = _client(store)
+        experiment_id = _experiment_id(client, experiment, artifacts)
+        found = client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{_quoted(run.run_id)}'", max_results=1)
+        if found:
+            client.update_run(found[0].info.run_id, status="RUNNING")
+        entity = found[0] if found else _created(client, experiment_id, run)
+        opened = MlflowRun(client, entity.info.run_id, budget, ours=True)
+        opened.describe(run, entity.data.params)
+    return opened
+
+
+def _client(store: str | None) -> Any:
+    from mlflow.tracking import MlflowClient
+
+    if store is not None and store.startswith("sqlite:///"):
+        Path(store.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+    return MlflowClient(store)
+
+
+def _experiment_id(client: Any, name: str, artifacts: Path | None) -> str:
+    found = client.get_experiment_by_name(name)
+    if found is not None:
+        return str(found.experiment_id)
+    location = artifacts.as_uri() if artifacts else None
+    return str(client.create_experiment(name, artifact_location=location, tags=EXPERIMENT_TAGS))
+
+
+def _created(client: Any, experiment_id: str, run: RunInfo) -> Any:
+    """A new run with the tags that MLflow's own functions would set."""
+    tags = {
+        RUN_TAG: run.run_id,
+        "mlflow.user": _user(),
+        "mlflow.source.name": sys.argv[0] or "python",
+        "mlflow.source.type": "LOCAL",
+        "mlflow.runName": run.name,
+        **{f"esper.tag.{tag}": "true" for tag in run.tags},
+    }
+    if run.notes:
+        tags["mlflow.note.content"] = run.notes[:MAX_TAG_LENGTH]
+    return client.create_run(experiment_id, start_time=round(run.started * 1000), tags=tags, run_name=run.name)
+
+
+def _numbers(record: Record) -> dict[str, float]:
+    """The values, the axes that are not MLflow's own, and three quantiles for each histogram."""
+    numbers = {**record.values}
+    numbers["axis/update"] = record.axes.update
+    numbers["axis/gradient_step"] = record.axes.gradient_step
+    for tag, histogram in by_tag(record).items():
+        quantiles = {f"{tag}_{name}": quantile(histogram, share) for name, share in QUANTILES.items()}
+        numbers |= {name: value for name, value in quantiles.items() if value is not None}
+    return numbers
+
+
+def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unknown"  # a container's user without an entry in the password file
+
+
+def _quoted(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("'", "\\'")
+
+
+@contextmanager
+def _classified() -> Iterator[None]:
+    """Turns refusals that stay refusals into permanent errors, with addresses masked."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except MlflowException as error:
+        if error.get_http_status_code() in HOPELESS:
+            raise PermanentSinkError(f"MLflow refuses: {masked(str(error))}") from error
+        raise
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps quiet about the tables that a new database gets: dozens of lines about nothing."""
+    loggers = [logging.getLogger(name) for name in ("alembic", "mlflow.store.db.utils")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

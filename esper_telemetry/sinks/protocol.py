@@ -1,0 +1,75 @@
+"""What a sink is: three methods, called by one reader of the journal, in order and never at the same time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from esper_telemetry.record import Record, RunInfo, RunStatus
+
+logger = logging.getLogger("esper_telemetry.sinks")
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """Where records go. `open` comes first and once, then any number of `write`, then `close`.
+
+    A call that raises is repeated later with the same records, so `write` takes all of them or raises. Optional
+    attributes, read with `getattr`:
+
+    - `in_process: bool`, True when absent: run in a thread of the training process, not in the child process.
+    - `name: str`: stable identity that cursors are kept under; the class's name when absent. No secrets.
+    - `prepare_child() -> None`: called once before `open`, and only in a process that holds nothing of the user's.
+    - `place(run: RunInfo) -> Place`: where the run will be found, for people.
+    """
+
+    def open(self, run: RunInfo) -> None:
+        """Connects, for a new run or one that goes on after a restart."""
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Delivers all records, or raises."""
+
+    def close(self, status: RunStatus) -> None:
+        """Delivers what is buffered and ends the run in the backend."""
+
+
+class PermanentSinkError(Exception):
+    """Trying again cannot help: the sink is disabled for the rest of the run, with this message."""
+
+
+class DeadClientError(PermanentSinkError):
+    """The backend's client is beyond repair in this process; a fresh process can go on."""
+
+
+class Place(NamedTuple):
+    """Where a backend keeps a run, and the command that shows it."""
+
+    where: str
+    command: str
+
+
+def require_package(package: str, sink: str) -> None:
+    """Raises ModuleNotFoundError with the install command unless the package is there; imports nothing."""
+    if find_spec(package) is None:
+        extra = {"rich": "cli"}.get(package, package)
+        raise ModuleNotFoundError(f"{sink} needs {package}: pip install 'esper-telemetry[{extra}]'", name=package)
+
+
+def require_run_dir(run: RunInfo, sink: str, setting: str) -> Path:
+    """The run's directory, absolute; raises PermanentSinkError naming the setting to give where the run has none."""
+    if run.run_dir is None:
+        raise PermanentSinkError(
+            f"{sink} has nowhere to write, as run {run.name!r} has no run directory: give it {setting}"
+        )
+    return Path(run.run_dir).absolute()
+
+
+def check_options(sink: str, options: Mapping[str, str], known: Sequence[str] = ()) -> None:
+    """Raises ValueError naming the first option of a sink URI that the sink does not know."""
+    for option in options:
+        if option not in known:
+            knows = f"it knows {', '.join(known)}" if known else "it has none"
+            raise ValueError(f"sink {sink} has no option {option!r}: {knows}")

@@ -1,0 +1,58 @@
+"""The page that says what a run is: settings, facts, and where everything lies; Markdown."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+
+from esper_telemetry.record import MetricInfo, RunInfo
+from esper_telemetry.sinks.families import FAMILIES, family_name, family_of
+from esper_telemetry.sinks.plain import flattened
+
+
+def run_readme(run: RunInfo) -> str:
+    """What a run is, for a person who opens its dashboard."""
+    parts = [f"# {_safe(run.name)}", _head(run), _safe(run.notes)]
+    parts += [_table("Settings", flattened(run.config)), _table("Facts", flattened(run.facts))]
+    parts += [_table("Versions", run.versions), _questions(run)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def metric_description(info: MetricInfo) -> str:
+    """One metric for a tooltip: what it answers, its unit, and what is healthy."""
+    levels = {"Healthy": info.healthy, "Warning": info.warn, "Critical": info.critical}
+    bounds = "; ".join(f"{name}: {_safe(text)}" for name, text in levels.items() if text)
+    unit = f"Unit: {_safe(info.unit)}." if info.unit else ""
+    return " ".join(part for part in (_safe(info.question), unit, f"{bounds}." if bounds else "") if part)
+
+
+def _head(run: RunInfo) -> str:
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started))
+    lines = [f"- run id: {_safe(run.run_id)}", f"- started: {started}"]
+    if run.tags:
+        lines.append(f"- tags: {_safe(', '.join(run.tags))}")
+    if run.run_dir is not None:
+        lines.append(f"- directory: `{run.run_dir}`; `journal.jsonl` in it holds every number of the run")
+    lines.append("- x-axis: environment steps; `axis/update` and `axis/gradient_step` say where each lies")
+    return "\n".join(lines)
+
+
+def _table(title: str, rows: Mapping[str, object]) -> str:
+    if not rows:
+        return ""
+    lines = [f"| {_safe(name)} | {_safe(str(value))} |" for name, value in rows.items()]
+    return "\n".join([f"## {title}", "", "| name | value |", "|---|---|", *lines])
+
+
+def _questions(run: RunInfo) -> str:
+    """The families that the run declares, with the question that each answers."""
+    declared = {family_name(key) for key in run.metrics}
+    rows = {name: family_of(name).question for name in FAMILIES if name in declared}
+    return _table("What the charts answer", rows)
+
+
+def _safe(text: str) -> str:
+    """Text that cannot break out of a Markdown table or become HTML."""
+    escaped = re.sub(r"([\\`*_|\[\]])", r"\\\1", " ".join(text.split()))
+    return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

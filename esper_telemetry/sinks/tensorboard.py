@@ -1,0 +1,179 @@
+"""TensorBoard: one event with all values per record, straight into an event file of our own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from esper_telemetry.record import Histogram, Record, RunInfo, RunStatus
+from esper_telemetry.sinks.budget import KeyBudget
+from esper_telemetry.sinks.families import family_name, importance
+from esper_telemetry.sinks.histogram import by_tag
+from esper_telemetry.sinks.layout import sections
+from esper_telemetry.sinks.protocol import Place, check_options, require_package, require_run_dir
+from esper_telemetry.sinks.readme import run_readme
+
+SUFFIX = ".esper"
+UPDATE, GRADIENT_STEP = "axis/update", "axis/gradient_step"
+AXES = {UPDATE, GRADIENT_STEP}
+OUTCOMES = 8
+"""How many outcomes stand beside the settings in the table that compares runs."""
+
+
+@dataclass(frozen=True)
+class TensorBoardSink:
+    """Writes the run as TensorBoard event files; x is the environment step.
+
+    A directory that somebody else writes to as well is fine: ours is a file of its own, and the dashboard layout and
+    the table of settings are then left as they are.
+
+    Attributes:
+        directory: where the event file goes; `RUN_DIR/tensorboard` when not given.
+        max_keys: how many tags at most.
+        per_layer: also show the numbers of single layers.
+    """
+
+    directory: str | Path | None = None
+    max_keys: int = 300
+    per_layer: bool = False
+    _open: _EventFile | None = field(default=None, init=False, repr=False, compare=False)
+
+    in_process: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        require_package("tensorboard", "TensorBoardSink")
+
+    @classmethod
+    def from_uri(cls, rest: str, options: Mapping[str, str]) -> TensorBoardSink:
+        """`tensorboard[:DIR]`."""
+        check_options("tensorboard", options)
+        return cls(rest or None)
+
+    @property
+    def name(self) -> str:
+        """`tensorboard`, and the directory where one was given."""
+        return f"tensorboard:{self.directory}" if self.directory else "tensorboard"
+
+    def place(self, run: RunInfo) -> Place:
+        """The directory, and the command that shows it."""
+        directory = self._directory(run)
+        return Place(str(directory), f"tensorboard --logdir {directory}")
+
+    def open(self, run: RunInfo) -> None:
+        """Starts a new event file, beside those of earlier parts of the run."""
+        object.__setattr__(self, "_open", _EventFile(self._directory(run), run, self._budget(run)))
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Appends one event per record; on disk when it returns."""
+        if self._open is None:
+            raise ValueError("TensorBoardSink.write needs open first")
+        self._open.write(records)
+
+    def close(self, status: RunStatus) -> None:
+        """Marks the end and closes the file."""
+        if self._open is not None:
+            self._open.close(status)
+            object.__setattr__(self, "_open", None)
+
+    def _directory(self, run: RunInfo) -> Path:
+        if self.directory is not None:
+            return Path(self.directory)
+        return require_run_dir(run, "TensorBoardSink", "directory=") / "tensorboard"
+
+    def _budget(self, run: RunInfo) -> KeyBudget:
+        return KeyBudget(run, "TensorBoard", max_keys=self.max_keys, per_layer=self.per_layer)
+
+
+class _EventFile:
+    """The event file of a run that is open."""
+
+    def __init__(self, directory: Path, run: RunInfo, budget: KeyBudget) -> None:
+        from esper_telemetry.sinks import tensorboard_events
+
+        self.events: Any = tensorboard_events
+        self.directory = directory
+        self.run = run
+        self.budget = budget
+        self.tags: set[str] = set()
+        self.writer: Any = None
+        self._start()
+
+    def write(self, records: Sequence[Record]) -> None:
+        if self.writer is None:
+            self._start()
+        try:
+            self._append(records)
+        except OSError:
+            self.writer = None  # its thread is dead and stays dead; the next attempt starts a new file
+            raise
+
+    def close(self, status: RunStatus) -> None:
+        if self.writer is None:
+            return
+        if not self.shared:
+            self.writer.add_event(self.events.note(time.time(), self.events.session_end(status, time.time())))
+        self.writer.close()
+
+    def _start(self) -> None:
+        """Starts a file and writes what the run is into it."""
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        earlier = [path.name for path in self.directory.glob("*tfevents*")]
+        self.shared = not all(name.endswith(SUFFIX) for name in earlier)
+        self.resumes = bool(earlier) and not self.shared
+        self.tags.clear()
+        self.writer = EventFileWriter(str(self.directory), filename_suffix=SUFFIX)
+        self._describe_run()
+
+    def _describe_run(self) -> None:
+        pages = [self.events.markdown("run", run_readme(self.run))]
+        if not self.shared:
+            pages += [self.events.session_start(self.run), self.events.experiment(self.run, outcomes(self.run))]
+        for page in pages:
+            self.writer.add_event(self.events.note(self.run.started, page))
+        self.writer.flush()
+
+    def _append(self, records: Sequence[Record]) -> None:
+        if records and self.resumes:
+            self.writer.add_event(self.events.restart(records[0].axes))
+            self.resumes = False
+        for record in records:
+            self._append_record(self.budget.select(record))
+        self.writer.flush()
+
+    def _append_record(self, record: Record) -> None:
+        known = len(self.tags)
+        values = [self._scalar(tag, number) for tag, number in _numbers(record).items()]
+        values += [self._histogram(tag, counted) for tag, counted in by_tag(record).items()]
+        self.writer.add_event(self.events.event(record.axes, values))
+        if len(self.tags) > known and not self.shared:
+            dashboard = self.events.layout(sections(self.tags - AXES, self.run))
+            self.writer.add_event(self.events.event(record.axes, [dashboard]))
+
+    def _scalar(self, tag: str, number: float) -> Any:
+        """A value; the first of its tag carries the description."""
+        if tag in self.tags:
+            return self.events.scalar(tag, number)
+        self.tags.add(tag)
+        return self.events.scalar(tag, number, self.events.scalar_info(tag, self.run.describe(tag)))
+
+    def _histogram(self, tag: str, counted: Histogram) -> Any:
+        return self.events.histogram(tag, counted)
+
+
+def outcomes(run: RunInfo) -> list[str]:
+    """The tags that stand for the result where runs are compared: the first two of the leading families."""
+    declared = [key for key, info in run.metrics.items() if info.level == "minimal" and "{" not in key]
+    chosen: dict[str, list[str]] = {}
+    for key in sorted(declared, key=importance):
+        chosen.setdefault(family_name(key), []).append(key)
+    return [key for keys in chosen.values() for key in keys[:2]][:OUTCOMES]
+
+
+def _numbers(record: Record) -> dict[str, float]:
+    """The values, and the axes that are not TensorBoard's own."""
+    axes = {UPDATE: record.axes.update, GRADIENT_STEP: record.axes.gradient_step}
+    return {**record.values, **axes}

@@ -1,0 +1,83 @@
+"""Sinks by name: `tensorboard:runs/a`, `wandb:project?mode=offline`, or any entry point `name:rest`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeAlias, cast
+from urllib.parse import parse_qsl
+
+from esper_telemetry.record import Record
+from esper_telemetry.sinks.function import FunctionSink
+from esper_telemetry.sinks.protocol import Sink
+
+SinkLike: TypeAlias = Sink | Callable[[Record], object] | str
+"""What `as_sink` takes."""
+
+GROUP = "esper_telemetry.sinks"
+
+BUNDLED = {
+    "console": "esper_telemetry.sinks.console:ConsoleSink",
+    "tensorboard": "esper_telemetry.sinks.tensorboard:TensorBoardSink",
+    "wandb": "esper_telemetry.sinks.wandb:WandbSink",
+    "mlflow": "esper_telemetry.sinks.mlflow:MLflowSink",
+}
+"""The sinks of this package, for a checkout that is not installed and so has no entry points."""
+
+
+def as_sink(thing: object) -> Sink:
+    """The thing as a sink: a sink itself, a callable that takes a record, or a sink URI.
+
+    Raises:
+        TypeError: for anything else, and for a class where an instance is meant.
+        ValueError: for a URI that names no sink or an unknown option.
+        ModuleNotFoundError: with the install command, where the sink's package is missing.
+    """
+    if isinstance(thing, str):
+        return sink_from_uri(thing)
+    if isinstance(thing, type):
+        raise TypeError(f"a sink must be an object, got the class {thing.__name__}: write {thing.__name__}()")
+    if isinstance(thing, Sink):
+        return thing
+    if callable(thing):
+        return FunctionSink(thing)
+    raise TypeError(f"a sink has open, write and close, or is callable, or is a URI; got {thing!r}")
+
+
+def sink_from_uri(uri: str) -> Sink:
+    """The sink that `name[:rest][?option=value&...]` describes; nothing is opened or created.
+
+    Raises:
+        ValueError: for an unknown name or option, with the known ones.
+        ModuleNotFoundError: with the install command, where the sink's package is missing.
+    """
+    address, _, query = uri.partition("?")
+    name, _, rest = address.partition(":")
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    return _made(name, _found(name), rest, options)
+
+
+def known_sinks() -> dict[str, EntryPoint]:
+    """Every sink that a URI can name; an installed entry point goes before a bundled one of that name."""
+    bundled = {name: EntryPoint(name, target, GROUP) for name, target in BUNDLED.items()}
+    return bundled | {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def _found(name: str) -> Any:
+    known = known_sinks()
+    if name not in known:
+        raise ValueError(f"unknown sink {name!r}; known sinks are {', '.join(sorted(known))}")
+    return known[name].load()
+
+
+def _made(name: str, target: Any, rest: str, options: Mapping[str, str]) -> Sink:
+    """A sink from what the entry point holds: a class with `from_uri`, any other sink class, or a function."""
+    if hasattr(target, "from_uri"):
+        return cast(Sink, target.from_uri(rest, options))
+    if options:
+        raise ValueError(f"sink {name} has no option {next(iter(options))!r}: it has none")
+    if isinstance(target, type):
+        return as_sink(target(rest) if rest else target())
+    if rest:
+        raise ValueError(f"sink {name} is a function and takes nothing after its name, got {rest!r}")
+    return as_sink(target)

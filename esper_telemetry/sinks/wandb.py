@@ -1,0 +1,181 @@
+"""Weights & Biases: one row per record, the axes among its values, offline where there is no key."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from esper_telemetry.record import Record, RunInfo, RunStatus
+from esper_telemetry.sinks.budget import KeyBudget
+from esper_telemetry.sinks.families import family_of
+from esper_telemetry.sinks.histogram import by_tag, with_at_most
+from esper_telemetry.sinks.plain import plain
+from esper_telemetry.sinks.protocol import (
+    DeadClientError,
+    PermanentSinkError,
+    Place,
+    check_options,
+    require_package,
+    require_run_dir,
+)
+from esper_telemetry.sinks.wandb_joined import JoinedRun
+from esper_telemetry.sinks.wandb_own import MODES, OwnRun, start
+
+MAX_BINS = 512
+
+
+@dataclass(frozen=True)
+class WandbSink:
+    """Logs the run to Weights & Biases; without an API key it is kept offline, and nothing ever asks for one.
+
+    `WandbSink(run=wandb.run)` writes into a run that is open in this process instead: it is never ended, and rows
+    that its owner logs with `step=` are never pushed aside.
+
+    Attributes:
+        project: the project's name.
+        mode: `online`, `offline`, or `auto`: online where a key is found.
+        entity: user or team; the account's default when not given.
+        group: what ties runs of one experiment together.
+        directory: the folder in which a folder `wandb` is made; the run's directory when not given.
+        run: an open run to join.
+        max_keys: how many keys at most.
+        per_layer: also show the numbers of single layers.
+    """
+
+    project: str = "esper_telemetry"
+    mode: str = "auto"
+    entity: str | None = None
+    group: str | None = None
+    directory: str | Path | None = None
+    run: Any = None
+    max_keys: int = 300
+    per_layer: bool = False
+    _open: _Rows | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        require_package("wandb", "WandbSink")
+        if self.mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
+
+    @classmethod
+    def from_uri(cls, rest: str, options: Mapping[str, str]) -> WandbSink:
+        """`wandb[:PROJECT][?mode=offline|online]`."""
+        check_options("wandb", options, ["mode"])
+        return cls(project=rest or cls.project, mode=options.get("mode", cls.mode))
+
+    @property
+    def in_process(self) -> bool:
+        """True for a joined run, which only this process can write to."""
+        return self.run is not None
+
+    @property
+    def name(self) -> str:
+        """`wandb:` and the project, or the joined run's id."""
+        return f"wandb:run/{self.run.id}" if self.run is not None else f"wandb:{self.project}"
+
+    def place(self, run: RunInfo) -> Place:
+        """The folder of an offline run, and the command that uploads it."""
+        if self.run is not None:
+            return Place("the W&B run that was open", "")
+        folder = self._parent(run) / "wandb"
+        return Place(str(folder), f"wandb sync {folder}/offline-run-*-{run.run_id}")
+
+    def prepare_child(self) -> None:
+        """Takes a W&B client process of our own, and silences the login.
+
+        A run that the user opened leaves the address of its client process in the environment; one shared with it would
+        die with the training process. With a key, the login asks the server for the account's name, only to print it.
+        """
+        os.environ.pop("WANDB_SERVICE", None)
+        os.environ.setdefault("WANDB_SILENT", "true")
+
+    def open(self, run: RunInfo) -> None:
+        """Starts the run, or goes on with the one of that id; without a server it is offline after a minute."""
+        object.__setattr__(self, "_open", _Rows(self._target(run), run, self._budget(run)))
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Hands one row per record to the client, which stores it within a second."""
+        if self._open is None:
+            raise ValueError("WandbSink.write needs open first")
+        with _classified():
+            self._open.write(records)
+
+    def close(self, status: RunStatus) -> None:
+        """Ends the run with an exit code that says how; leaves a joined run open."""
+        if self._open is not None:
+            target = self._open.target
+            object.__setattr__(self, "_open", None)
+            with _classified():
+                target.close(status)
+
+    def _target(self, run: RunInfo) -> OwnRun | JoinedRun:
+        if self.run is not None:
+            self.run.config.update({"esper_telemetry": {"run_id": run.run_id, "config": plain(run.config)}})
+            return JoinedRun(self.run)
+        settings = {"project": self.project, "entity": self.entity, "group": self.group}
+        return OwnRun(start(run, self._parent(run), mode=self.mode, settings=settings))
+
+    def _parent(self, run: RunInfo) -> Path:
+        if self.directory is not None:
+            return Path(self.directory).absolute()
+        return require_run_dir(run, "WandbSink", "directory=")
+
+    def _budget(self, run: RunInfo) -> KeyBudget:
+        return KeyBudget(run, "W&B", max_keys=self.max_keys, per_layer=self.per_layer)
+
+
+@contextmanager
+def _classified() -> Iterator[None]:
+    """Turns what W&B raises when its process is dead, or its run ended, into errors that say so."""
+    from wandb.errors import UsageError
+
+    try:
+        yield
+    except (ConnectionResetError, BrokenPipeError) as error:
+        raise DeadClientError(f"the W&B client process is gone: {error}") from error
+    except UsageError as error:
+        raise PermanentSinkError(f"the W&B run takes no more rows: {error}") from error
+
+
+class _Rows:
+    """The rows of a run that is open."""
+
+    def __init__(self, target: OwnRun | JoinedRun, run: RunInfo, budget: KeyBudget) -> None:
+        self.target = target
+        self.budget = budget
+        self.defined: set[str] = set()
+
+    def write(self, records: Sequence[Record]) -> None:
+        for record in records:
+            row = row_of(self.budget.select(record))
+            self._define(row)
+            self.target.log(row)
+
+    def _define(self, row: Mapping[str, object]) -> None:
+        """Tells W&B, once per name, over which axis to draw it."""
+        names = {self.target.chart_name(key): key for key in row if not key.startswith("axis/")}
+        for name in names.keys() - self.defined:
+            self.target.define(name, step_metric=family_of(names[name]).axis)
+            self.defined.add(name)
+
+
+def row_of(record: Record) -> dict[str, Any]:
+    """One row: all axes, all values, histograms in at most as many bins as W&B takes."""
+    import wandb
+
+    axes = record.axes
+    row: dict[str, Any] = {
+        **record.values,
+        "axis/update": axes.update,
+        "axis/env_step": axes.env_step,
+        "axis/gradient_step": axes.gradient_step,
+        "axis/wall_time": axes.wall_time,
+    }
+    for tag, histogram in by_tag(record).items():
+        fitting = with_at_most(MAX_BINS, histogram)
+        row[tag] = wandb.Histogram(np_histogram=(list(fitting.counts), list(fitting.edges)))
+    return row

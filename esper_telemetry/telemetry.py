@@ -1,0 +1,281 @@
+"""`Telemetry`: observe groups, log numbers, flush once per update, close.
+
+One update: `observe` packs groups into rows on the device without synchronising; `flush` starts one copy to the host. On a CPU the
+record is made inside `flush`; on CUDA at the first call after it, when the copy has long arrived. The record is journalled before anything
+else sees it, and the relay feeds the sinks from the journal, so nothing here ever waits for a backend.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.clock import Clock
+from esper_telemetry.group import MetricGroup
+from esper_telemetry.metrics.performance import telemetry_health
+from esper_telemetry.record import Axes, Level, Record, RunInfo, RunStatus, check_key
+from esper_telemetry.recorder import Recorder
+from esper_telemetry.relay import CloseReport
+from esper_telemetry.series.derive import Series
+from esper_telemetry.sinks import SinkLike
+from esper_telemetry.window import Transfer, Window
+
+logger = logging.getLogger("esper_telemetry")
+
+Suspects = Callable[[], Iterable[tuple[str, Tensor]]]
+
+
+class Telemetry:
+    """Turns observed metric groups into one journalled record per update and sends it to the sinks.
+
+    Args:
+        sinks: sink objects, callables of one record, or URIs such as `"tensorboard"` and `"wandb:project"`.
+        run_dir: where the journal and the local backends live; a new `runs/<name>-<time>` by default. None keeps nothing: no journal,
+            all sinks in this process.
+        name: what people call the run; the directory's name by default.
+        level: `off`, `minimal`, `normal` or `debug`.
+        config, tags, notes, facts: travel to every sink with the run; `attach` adds the trainer's own config and facts.
+        close_timeout: seconds that `close` waits for the sinks, all together.
+
+    Raises:
+        ValueError: for an unknown level or sink.
+        FileExistsError: if `run_dir` holds a journal already.
+        OSError: if `run_dir` cannot be written.
+    """
+
+    def __init__(
+        self,
+        sinks: Sequence[SinkLike] = (),
+        *,
+        run_dir: str | Path | Literal["auto"] | None = "auto",
+        name: str | None = None,
+        level: str | Level = Level.NORMAL,
+        config: Mapping[str, Any] | None = None,
+        tags: Sequence[str] = (),
+        notes: str = "",
+        facts: Mapping[str, Any] | None = None,
+        close_timeout: float = 15.0,
+    ) -> None:
+        self.level = Level.parse(level)
+        self.clock = Clock()
+        self._pid = os.getpid()
+        self._timeout = close_timeout
+        self._config = dict(config or {})
+        self._facts = dict(facts or {})
+        self._suspects: Suspects = tuple
+        self._window = Window()
+        self._numbers: dict[str, float] = {}
+        self._series = Series()
+        self._transfer: tuple[Transfer, Axes, dict[str, float], bool] | None = None
+        self._axes = Axes(update=0, env_step=0, gradient_step=0, wall_time=time.time())
+        self._flushed = time.perf_counter()
+        self._closed = False
+        self._recorder: Recorder | None = None
+        if self.level > Level.OFF:
+            self._recorder = Recorder(sinks, run_dir=run_dir, name=name, tags=tuple(tags), notes=notes)
+            self._at_exit = _close_at_exit(self)
+
+    @property
+    def run_dir(self) -> Path | None:
+        """Where this run's journal lives; None without one."""
+        return self._recorder.run_dir if self._recorder else None
+
+    @property
+    def run(self) -> RunInfo | None:
+        """What the sinks know of the run; None at OFF and before it has started."""
+        return self._recorder.run if self._recorder else None
+
+    def start(self, *, config: Mapping[str, Any] | None = None, facts: Mapping[str, Any] | None = None) -> None:
+        """Adds to the config and the facts of the run and announces it to the sinks; the first `flush` does so otherwise."""
+        self._config.update(config or {})
+        self._facts.update(facts or {})
+        if self._recorder and self._recorder.run is None:
+            self._recorder.start(self._config, self._facts)
+
+    def observe(
+        self, *groups: MetricGroup | Iterable[MetricGroup], epoch: int | Sequence[int] = 0, step: int | None = None
+    ) -> None:
+        """Adds groups to the update's record; copies their numbers on the device and never waits for it.
+
+        Args:
+            groups: results of metric functions: a `MetricGroup` or several in a tuple.
+            epoch: pass over the rollout, from 0; one per row for groups with several rows.
+            step: optimizer steps taken in this update before the group was measured. By default the first `observe` of a kind of group
+                after `flush` is step 0, the next step 1, and so on; pass it under gradient accumulation.
+        """
+        if not self._active:
+            return
+        with self.clock:
+            for group in flat(groups):
+                if not isinstance(group, MetricGroup):
+                    raise TypeError(f"observe takes metric groups, got {type(group).__name__}: log takes plain numbers")
+                self._window.add(group, epoch, step)
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Adds plain numbers to the update's record; non-finite ones are counted under `<key>_nonfinite`.
+
+        Raises:
+            ValueError: for a key that not every backend accepts.
+        """
+        if not self._active:
+            return
+        with self.clock:
+            for key, value in values.items():
+                number = float(value)
+                if math.isfinite(number):
+                    self._numbers[check_key(key)] = number
+                else:
+                    self._numbers[check_key(f"{key}_nonfinite")] = self._numbers.get(f"{key}_nonfinite", 0.0) + 1
+
+    def flush(self, *, env_step: int, update: int | None = None, gradient_step: int | None = None) -> None:
+        """Ends an update: everything observed since the last flush becomes one record.
+
+        Args:
+            env_step: environment steps at which this update's data were collected.
+            update: index of the update; counted from 1 by default.
+            gradient_step: optimizer steps so far; counted from the observed rows by default.
+        """
+        if not self._active:
+            return
+        with self.clock:
+            self._materialise()
+            self.start()
+            self._send(env_step, update, gradient_step, partial=False)
+            if self._transfer and not self._transfer[0].pending:
+                self._materialise()
+
+    def materialise(self) -> None:
+        """Makes the record of the last flush if its numbers were still on their way from the device."""
+        if self._active:
+            with self.clock:
+                self._materialise()
+
+    def suspects(self, tensors: Suspects) -> None:
+        """Names the tensors that are searched, in forward order, for the first non-finite one when training raises."""
+        self._suspects = tensors
+
+    def close(self, status: RunStatus | str = RunStatus.FINISHED) -> CloseReport | None:
+        """Ends the run: writes what is open, waits for the sinks up to `close_timeout`, reports what they hold. Idempotent."""
+        if not self._active or self._recorder is None:
+            return None
+        self._materialise()
+        if self._window or self._numbers:
+            self._send(self._axes.env_step, None, None, partial=True)
+            self._materialise()
+        self.start()
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        return self._recorder.close(RunStatus(status), self._timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        status = _status_of(error)
+        if error is not None and status is RunStatus.FAILED and self._active and self._recorder:
+            self.start()
+            self._recorder.event("failure", self._axes, self._diagnose(error))
+        self.close(status)
+
+    @property
+    def _active(self) -> bool:
+        """Whether this object records: not at OFF, not after close, never in a forked copy of the process."""
+        return self._recorder is not None and not self._closed and os.getpid() == self._pid
+
+    def _send(self, env_step: int, update: int | None, gradient_step: int | None, *, partial: bool) -> None:
+        assert self._recorder is not None
+        self._recorder.describe(self._window.layouts)
+        steps = self._axes.gradient_step + self._window.gradient_steps
+        self._axes = Axes(
+            update=self._axes.update + 1 if update is None else update,
+            env_step=env_step,
+            gradient_step=steps if gradient_step is None else gradient_step,
+            wall_time=time.time(),
+        )
+        numbers, self._numbers = self._numbers, {}
+        self._transfer = (self._window.send(), self._axes, numbers, partial)
+
+    def _materialise(self) -> None:
+        if self._transfer is None or self._recorder is None:
+            return
+        transfer, axes, numbers, partial = self._transfer
+        self._transfer = None
+        finished = transfer.finish(self.level)
+        values = finished.values | numbers
+        values.update(self._series.derive(values, self.level))
+        values.update(self._health(finished.undefined))
+        self._recorder.write(Record(self._recorder.next_seq, axes, values, finished.histograms, partial))
+
+    def _health(self, undefined: int) -> dict[str, float]:
+        assert self._recorder is not None
+        now = time.perf_counter()
+        elapsed, self._flushed = now - self._flushed, now
+        return telemetry_health(
+            seconds=self.clock.take(),
+            elapsed=elapsed,
+            undefined=undefined,
+            level=self.level,
+            stats=self._recorder.stats(),
+        )
+
+    def _diagnose(self, error: BaseException) -> dict[str, str]:
+        name = first_nonfinite(self._suspects())
+        if name:
+            logger.warning("training raised %s; first non-finite tensor: %s", type(error).__name__, name)
+        return {"exception": type(error).__name__, "message": str(error)[:1000], "first_nonfinite": name}
+
+
+def flat(groups: Iterable[MetricGroup | Iterable[MetricGroup]]) -> Iterator[MetricGroup]:
+    """The groups one by one, those in tuples and lists too."""
+    for group in groups:
+        yield from group if isinstance(group, tuple | list) else (group,)
+
+
+def _flattened(groups: Iterable[MetricGroup | Iterable[MetricGroup]]) -> Iterator[MetricGroup]:
+    for group in groups:
+        if isinstance(group, MetricGroup):
+            yield group
+        elif isinstance(group, tuple | list):
+            yield from _flattened(group)
+        else:
+            raise TypeError(f"observe takes metric groups, got {type(group).__name__}: log takes plain numbers")
+
+
+def first_nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Name and index of the first non-finite entry, such as `rewards[3, 2] = nan`; empty if all are finite."""
+    for name, tensor in tensors:
+        bad = (~torch.isfinite(tensor)).nonzero()
+        if len(bad):
+            index = bad[0].tolist()
+            return f"{name}{index or ''} = {tensor[tuple(index)].item()}"
+    return ""
+
+
+def _status_of(error: BaseException | None) -> RunStatus:
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return RunStatus.FINISHED
+    return RunStatus.INTERRUPTED if isinstance(error, KeyboardInterrupt) else RunStatus.FAILED
+
+
+def _close_at_exit(telemetry: Telemetry) -> Callable[[], None]:
+    """Closes a telemetry that nobody closed, at interpreter exit, without keeping it alive until then."""
+    reference = weakref.ref(telemetry)
+
+    def close() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.close()
+
+    atexit.register(close)
+    return close

@@ -1,0 +1,119 @@
+"""The groups observed since the last flush, on the device, and their way to the host in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper_telemetry.group import MetricGroup, Packed, pack
+from esper_telemetry.layout import Layout, Values
+from esper_telemetry.record import Level
+from esper_telemetry.reduction import Array
+
+
+@dataclass(slots=True)
+class Rows:
+    """Packed groups of one layout, with the optimizer step and the epoch of each row."""
+
+    blocks: list[Packed] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+
+
+class Window:
+    """Observed groups by layout."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Layout, Rows] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    @property
+    def gradient_steps(self) -> int:
+        """Largest number of optimizer steps that any group has been observed for, where it was observed per step."""
+        return max((max(rows.steps) + 1 for rows in self._rows.values() if max(rows.steps) > 0), default=0)
+
+    def add(self, group: MetricGroup, epoch: int | Sequence[int], step: int | None) -> None:
+        """Packs a group; its first row stands at `step`, or after the rows that its layout has already."""
+        packed = pack(group)
+        rows = self._rows.setdefault(packed.layout, Rows())
+        count = packed.rows
+        first = step if step is not None else (rows.steps[-1] + 1 if rows.steps else 0)
+        rows.blocks.append(packed)
+        rows.steps.extend(range(first, first + count))
+        rows.epochs.extend([epoch] * count if isinstance(epoch, int) else epoch)
+        if len(rows.epochs) != len(rows.steps):
+            raise ValueError(f"epoch must be a number or one per row ({count}), got {epoch!r}")
+
+    @property
+    def layouts(self) -> Iterable[Layout]:
+        """Of the groups observed so far."""
+        return self._rows.keys()
+
+    def send(self) -> Transfer:
+        """Starts the one copy to the host; the window is empty afterwards."""
+        rows, self._rows = self._rows, {}
+        blocks = [packed.tensors.view(-1) for item in rows.values() for packed in item.blocks]
+        return Transfer(rows, _to_host(blocks))
+
+
+def _to_host(blocks: list[Tensor]) -> tuple[Tensor, torch.cuda.Event | None]:
+    """All numbers in one host vector, and the event after which it may be read (None: at once)."""
+    if not blocks:
+        return torch.empty(0, dtype=torch.float64), None
+    device = next((block.device for block in blocks if block.is_cuda), blocks[0].device)
+    packed = torch.cat([block.to(device, non_blocking=True) for block in blocks])
+    if not packed.is_cuda:
+        return packed.cpu(), None
+    host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+    host.copy_(packed, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return host, event
+
+
+@dataclass(slots=True)
+class Transfer:
+    """Rows on their way to the host."""
+
+    rows: dict[Layout, Rows]
+    packed: tuple[Tensor, torch.cuda.Event | None]
+
+    @property
+    def pending(self) -> bool:
+        """Whether reading would have to wait for the device."""
+        return self.packed[1] is not None
+
+    def finish(self, level: Level) -> Values:
+        """Waits for the copy and reads every value that belongs to `level`."""
+        host, event = self.packed
+        if event is not None:
+            event.synchronize()
+        merged = Values({}, {}, 0)
+        numbers = host.numpy()
+        for layout, rows in self.rows.items():
+            tables, numbers = _tables(rows.blocks, numbers)
+            part = layout.finish(tables, np.array(rows.steps), np.array(rows.epochs), level)
+            merged = _united(merged, part)
+        return merged
+
+
+def _tables(blocks: list[Packed], numbers: Array) -> tuple[Array, Array]:
+    """The rows of all blocks, read off the front of `numbers`, and what remains of these."""
+    tables = []
+    for packed in blocks:
+        size = packed.tensors.numel()
+        tables.append(packed.layout.table(numbers[:size], packed.numbers, packed.rows))
+        numbers = numbers[size:]
+    return tables[0] if len(tables) == 1 else np.concatenate(tables), numbers
+
+
+def _united(a: Values, b: Values) -> Values:
+    a.values.update(b.values)
+    a.histograms.update(b.histograms)
+    return Values(a.values, a.histograms, a.undefined + b.undefined)

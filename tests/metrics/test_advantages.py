@@ -1,0 +1,106 @@
+"""Advantages, returns and rewards against SciPy and NumPy, and what masks and normalisation do to them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+from torch import Tensor
+
+from esper_telemetry.metrics.advantages import advantage_stats, normalized_advantage_stats
+from esper_telemetry.metrics.returns import return_stats
+from esper_telemetry.metrics.rewards import reward_stats
+from esper_telemetry.series.advantages import advantage_scale
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    """Random skewed numbers, float64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).exp() - 1
+
+
+def test_moments_and_quantiles_are_those_of_scipy_and_numpy() -> None:
+    x = numbers(16, 8)
+
+    values = advantage_stats(x).values()
+
+    flat = x.numpy().ravel()
+    assert values["adv/raw/skew"] == pytest.approx(scipy.stats.skew(flat), rel=1e-12)
+    assert values["adv/raw/kurtosis"] == pytest.approx(scipy.stats.kurtosis(flat), rel=1e-12)
+    assert values["adv/raw/std"] == pytest.approx(flat.std(), rel=1e-12)
+    assert values["adv/raw/p05"] == pytest.approx(np.quantile(flat, 0.05), rel=1e-12)
+    assert values["adv/raw/p95"] == pytest.approx(np.quantile(flat, 0.95), rel=1e-12)
+
+
+def test_a_large_common_offset_costs_no_precision() -> None:
+    """Raw power sums would lose all digits of the skew at mean/std = 1e6."""
+    x = numbers(512)
+
+    values = advantage_stats(x + 1e6).values()
+
+    assert values["adv/raw/skew"] == pytest.approx(scipy.stats.skew(x.numpy()), rel=1e-6)
+
+
+@pytest.mark.parametrize("stats", [advantage_stats, return_stats, reward_stats])
+def test_invalid_entries_have_no_influence(stats: object) -> None:
+    assert callable(stats)
+    x, valid = numbers(10, 4), torch.rand(10, 4, generator=torch.Generator().manual_seed(1)) > 0.3
+
+    masked = stats(x.masked_fill(~valid, math.nan), valid=valid).values()
+
+    assert masked == pytest.approx(stats(x[valid]).values(), rel=1e-12)
+
+
+@pytest.mark.parametrize("stats", [advantage_stats, return_stats])
+def test_nothing_valid_means_nothing_reported(stats: object) -> None:
+    assert callable(stats)
+
+    assert stats(torch.ones(3), valid=torch.zeros(3, dtype=torch.bool)).values() == {}
+    assert stats(torch.ones(0)).values() == {}
+
+
+def test_a_single_value_has_no_shape() -> None:
+    values = return_stats(torch.tensor([3.0])).values()
+
+    assert values == {f"ret/{key}": 3.0 for key in ("mean", "min", "max", "p10", "p50", "p90")} | {"ret/std": 0.0}
+
+
+def test_normalisation_over_the_update_is_judged_over_all_its_minibatches() -> None:
+    x = numbers(4, 50)
+    normalized = (x - x.mean()) / x.std(correction=0)
+
+    values = normalized_advantage_stats(normalized, x, dim=-1).values()
+
+    assert values["adv/norm/mean"] == pytest.approx(0.0, abs=1e-12)
+    assert values["adv/norm/std"] == pytest.approx(1.0)
+    assert values["integrity/adv_norm"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_normalisation_that_reverses_credit_is_seen() -> None:
+    """Less their mean of 2, the advantages 1 and 3 become -1 and 1: one of two signs flips."""
+    advantages = torch.tensor([1.0, 3.0])
+
+    assert normalized_advantage_stats(advantages - 2, advantages).values()["adv/sign_flip_frac"] == 0.5
+
+
+def test_participation_is_the_share_of_equal_magnitudes() -> None:
+    """One of four advantages does all the work."""
+    values = normalized_advantage_stats(torch.tensor([0.0, 0.0, 0.0, 5.0])).values()
+
+    assert values["adv/participation"] == 0.25
+
+
+def test_equal_advantages_are_flagged() -> None:
+    scale = advantage_scale(0.1, 0.0, 0.1, 0.1)
+
+    assert scale.values() == {"adv/std_floored": 1.0}
+    assert advantage_scale(None, None, None, None).values() == {}
+
+
+def test_rewards_count_exact_zeros_and_what_is_not_finite() -> None:
+    values = reward_stats(torch.tensor([0.0, -0.0, 1e-30, math.inf])).values()
+
+    assert values["reward/zero_frac"] == pytest.approx(2 / 3)
+    assert values["reward/nonfinite"] == 1.0

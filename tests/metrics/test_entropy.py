@@ -1,0 +1,173 @@
+"""Entropy and divergence against torch.distributions, with masks, heads and minibatches."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributions import Categorical, Independent, Normal, kl_divergence
+
+from esper_telemetry.metrics.entropy import entropy_rows, entropy_stats, head_entropy, policy_entropy
+from esper_telemetry.metrics.entropy_gradient import entropy_gradient
+from esper_telemetry.metrics.exact_kl import categorical_kl, exact_kl, gaussian_kl, head_exact_kl
+from esper_telemetry.metrics.gaussian import gaussian_stats
+
+
+def logits(*shape: int, seed: int = 0) -> Tensor:
+    """Random logits, float64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def random_mask(*shape: int, seed: int = 0) -> Tensor:
+    """A random action mask that leaves the first action."""
+    mask = torch.rand(*shape, generator=torch.Generator().manual_seed(seed)) > 0.4
+    mask[..., 0] = True
+    return mask
+
+
+def test_entropy_is_that_of_torch_distributions() -> None:
+    x = logits(100, 5)
+
+    values = entropy_stats({"action": x}).values()
+
+    assert values["policy/entropy"] == pytest.approx(float(Categorical(logits=x).entropy().mean()), rel=1e-12)
+    assert values["policy/perplexity"] == pytest.approx(math.exp(values["policy/entropy"]))
+
+
+def test_masked_entropy_is_that_of_the_allowed_actions_alone() -> None:
+    x, mask = logits(60, 4), random_mask(60, 4)
+    alone = torch.stack([Categorical(logits=row[m]).entropy() for row, m in zip(x, mask, strict=True)])
+
+    assert entropy_rows({"a": x}, {"a": mask})["a"].entropy == pytest.approx(alone.numpy(), rel=1e-9, abs=1e-12)
+
+
+def test_gaussian_entropy_is_that_of_torch_distributions_and_has_no_perplexity() -> None:
+    log_std = torch.tensor([-1.0, 0.5], dtype=torch.float64)
+    expected = float(Independent(Normal(torch.zeros(2), log_std.exp()), 1).entropy())
+
+    values = entropy_stats({}, log_std={"action": log_std}).values()
+
+    assert values == {"policy/entropy": pytest.approx(expected, rel=1e-6)}
+
+
+def test_heads_add_up_where_they_take_part() -> None:
+    """Head b (ln 2) takes part in one of two rows beside head a (ln 4): (ln 4 + ln 4 + ln 2) / 2."""
+    rows = entropy_rows({"a": torch.zeros(2, 4), "b": torch.zeros(2, 2)}, relevant={"b": torch.tensor([True, False])})
+
+    joint, heads = policy_entropy(rows).values(), head_entropy(rows).values()
+
+    assert joint["policy/entropy"] == pytest.approx(math.log(4) + math.log(2) / 2)
+    assert joint["policy/entropy_norm"] == pytest.approx(1.0)
+    assert heads["policy/head/b/entropy"] == pytest.approx(math.log(2))
+    assert heads["policy/head/b/decision_frac"] == 0.5
+
+
+def test_confident_is_told_from_stuck() -> None:
+    """Two states with two sure but different actions: I(S; A) = ln 2; with the same action: 0."""
+    sure = torch.tensor([[50.0, 0.0], [0.0, 50.0]], dtype=torch.float64)
+    stuck = sure[[0, 0]]
+
+    assert entropy_stats({"a": sure}).values()["policy/action_mi"] == pytest.approx(math.log(2))
+    assert entropy_stats({"a": sure}).values()["policy/entropy_marginal_norm"] == pytest.approx(1.0)
+    assert entropy_stats({"a": stuck}).values()["policy/action_mi"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_minibatches_of_different_size_merge_to_what_all_rows_give() -> None:
+    x, mask = logits(3, 8, 4), random_mask(3, 8, 4)
+    valid = torch.ones(3, 8, dtype=torch.bool)
+    valid[2, 3:] = False
+
+    by_row = entropy_stats({"a": x}, {"a": mask}, valid=valid, dim=-1).values()
+    at_once = entropy_stats({"a": x[valid]}, {"a": mask[valid]}).values()
+
+    assert by_row == pytest.approx(at_once, rel=1e-12)
+
+
+def test_rows_that_are_not_finite_are_counted_and_left_out() -> None:
+    x = logits(4, 3)
+    x[1, 0] = math.nan
+
+    values = entropy_stats({"a": x}).values()
+
+    assert values["policy/entropy_nonfinite"] == 1.0
+    rest = entropy_stats({"a": x[[0, 2, 3]]}).values()
+    assert {key: values[key] for key in rest} == pytest.approx(rest, rel=1e-12)
+
+
+def test_a_policy_without_heads_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one head"):
+        entropy_stats({})
+
+
+@given(st.floats(-50, 50), st.floats(-1e6, 1e6))
+def test_normalised_entropy_ignores_offsets_and_masked_logits(offset: float, arbitrary: float) -> None:
+    x, mask = logits(20, 4), random_mask(20, 4)
+    moved = torch.where(mask, x + offset, arbitrary)
+
+    before, after = (entropy_stats({"a": y}, {"a": mask}).values()["policy/entropy_norm"] for y in (x, moved))
+
+    assert after == pytest.approx(before, rel=1e-9)
+
+
+@given(st.integers(0, 1000))
+def test_uniform_logits_have_normalised_entropy_one_under_every_mask(seed: int) -> None:
+    mask = random_mask(20, 4, seed=seed)
+
+    values = entropy_stats({"a": torch.full((20, 4), 3.0)}, {"a": mask}).values()
+
+    assert values["policy/entropy_norm"] == pytest.approx(1.0, abs=1e-6)
+    assert values["policy/entropy_norm"] <= 1.0
+
+
+def test_exact_kl_is_that_of_torch_distributions() -> None:
+    old, new = logits(50, 4), logits(50, 4, seed=1)
+    mean, log_std = logits(50, 3, seed=2), logits(50, 3, seed=3) / 4
+    other, other_std = logits(50, 3, seed=4), logits(50, 3, seed=5) / 4
+
+    categorical = kl_divergence(Categorical(logits=old), Categorical(logits=new))
+    gaussian = kl_divergence(Normal(mean, log_std.exp()), Normal(other, other_std.exp())).sum(-1)
+
+    assert categorical_kl(old, new) == pytest.approx(categorical.numpy(), rel=1e-9)
+    assert gaussian_kl(mean, log_std, other, other_std) == pytest.approx(gaussian.numpy(), rel=1e-9)
+
+
+def test_exact_kl_adds_over_heads_that_take_part() -> None:
+    """Rows 1 and 3 of head a, row 2 of head b only where it takes part."""
+    rows = {"a": torch.tensor([1.0, 3.0]), "b": torch.tensor([math.nan, 2.0])}
+    relevant = {"b": torch.tensor([False, True])}
+
+    assert exact_kl(rows, relevant=relevant).values()["policy/kl_exact"] == 3.0
+    assert head_exact_kl(rows, relevant=relevant).values() == {
+        "policy/head/a/kl_exact": 2.0,
+        "policy/head/b/kl_exact": 2.0,
+    }
+
+
+def test_entropy_gradient_is_what_autograd_finds() -> None:
+    x = logits(30, 5).requires_grad_()
+    (0.01 * Categorical(logits=x).entropy().mean()).backward()
+    assert x.grad is not None
+    pull = logits(30, 5, seed=1)
+
+    values = entropy_gradient(x, pull, entropy_coef=0.01).values()
+
+    assert values["policy/entropy_grad_ratio"] == pytest.approx(float(x.grad.norm() / pull.norm()), rel=1e-9)
+
+
+def test_without_a_policy_gradient_the_ratio_is_absent() -> None:
+    assert entropy_gradient(logits(3, 2), torch.zeros(3, 2), entropy_coef=0.01).values() == {}
+
+
+def test_saturated_actions_are_those_at_or_beyond_the_bounds() -> None:
+    """Of four components, 1 and -1.5 are at or beyond ±1."""
+    actions = torch.tensor([[1.0, 0.0], [-1.5, 0.5]])
+
+    values = gaussian_stats("move", torch.tensor([0.0, math.log(3.0)]), actions=actions, low=-1.0, high=1.0).values()
+
+    assert values["policy/head/move/bound_frac"] == 0.5
+    assert values["policy/head/move/std/mean"] == pytest.approx(2.0)
+    assert values["policy/head/move/std/min"] == pytest.approx(1.0)

@@ -1,0 +1,250 @@
+"""Gradient norms, groups and clipping."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from esper_telemetry.metrics.gradients import (
+    clip_coefficients,
+    gradient_health,
+    gradient_norms,
+    head_gradients,
+    term_gradients,
+)
+
+
+def values(result: tuple[object, ...]) -> dict[str, float]:
+    return {key: value for group in result for key, value in group.values().items()}  # type: ignore[attr-defined]  # groups
+
+
+def with_gradient(gradient: Tensor) -> Tensor:
+    parameter = nn.Parameter(torch.zeros(gradient.shape, dtype=gradient.dtype))
+    parameter.grad = gradient
+    return parameter
+
+
+def test_global_and_group_norms_are_sub_sums_of_the_tensors_norms() -> None:
+    """Tensors of norm 3, 4 and 12: the network 13, the actor (3, 4) 5."""
+    found = values(
+        gradient_norms(torch.tensor([3.0, 4.0, 12.0]), ["a.w", "a.b", "c.w"], {"actor": ["a"], "critic": ["c.w"]})
+    )
+
+    assert found["grad/global/norm_preclip"] == pytest.approx(13.0)
+    assert found["grad/actor/norm_preclip"] == pytest.approx(5.0)
+    assert found["grad/critic/norm_preclip"] == pytest.approx(12.0)
+    assert found["grad/layer/a_w/norm"] == pytest.approx(3.0)
+
+
+def test_squares_of_disjoint_groups_add_up_to_the_global_square() -> None:
+    norms = torch.rand(16, 12, dtype=torch.float64)
+    names = [f"layer{index}" for index in range(12)]
+    groups = {f"group{index}": names[2 * index : 2 * index + 2] for index in range(6)}
+
+    result = gradient_norms(norms, names, groups)
+
+    assert result.groups.norm_preclip is not None and result.total.norm_preclip is not None
+    parts = result.groups.norm_preclip.total
+    whole = result.total.norm_preclip.total
+    assert isinstance(parts, Tensor) and isinstance(whole, Tensor)
+    torch.testing.assert_close(parts.square().sum(1), whole.square(), rtol=1e-12, atol=0)
+
+
+def test_every_optimizer_step_counts_once() -> None:
+    """Norms 1 and 3: mean 2, largest 3. At limit 2 the second is clipped: mean coefficient (1 + 2/3)/2."""
+    found = values(gradient_norms(torch.tensor([[1.0], [3.0]]), ["w"], max_norm=2.0))
+
+    assert found["grad/global/norm_preclip"] == 2.0
+    assert found["grad/global/norm_preclip_max"] == 3.0
+    assert found["grad/clip/coef"] == pytest.approx((1 + 2 / 3) / 2, rel=1e-6)
+    assert found["grad/clip/coef_min"] == pytest.approx(2 / 3, rel=1e-6)
+    assert found["grad/clip/freq"] == 0.5
+    assert found["grad/global/norm_postclip"] == pytest.approx((1 + 2) / 2, rel=1e-6)
+
+
+def test_intensity_is_the_norm_per_square_root_of_an_entry() -> None:
+    found = values(gradient_norms(torch.tensor([6.0]), ["w"], {"actor": ["w"]}, [9]))
+
+    assert found["grad/global/rms"] == pytest.approx(2.0)
+    assert found["grad/actor/rms"] == pytest.approx(2.0)
+
+
+def test_norm_after_clipping_is_the_one_before_times_the_coefficient() -> None:
+    norms = torch.rand(8, 3, dtype=torch.float64) * 3
+    result = gradient_norms(norms, ["a", "b", "c"], {"actor": ["a", "b"]}, max_norm=1.0)
+
+    coefs = clip_coefficients(norms.square().sum(1).sqrt(), 1.0)
+    assert result.groups.norm_postclip is not None and result.groups.norm_preclip is not None
+    torch.testing.assert_close(result.groups.norm_postclip.total, result.groups.norm_preclip.total * coefs[:, None])
+
+
+def test_coefficient_is_that_of_torch() -> None:
+    layer = nn.Linear(4, 3)
+    layer(torch.randn(5, 4)).square().sum().backward()
+    norm = values(gradient_health(layer))["grad/global/norm_preclip"]
+    before = layer.weight.grad.clone()  # type: ignore[union-attr]  # backward has run
+
+    nn.utils.clip_grad_norm_(layer.parameters(), 0.25)
+
+    coefficient = clip_coefficients(torch.tensor(norm), 0.25)
+    torch.testing.assert_close(layer.weight.grad, before * coefficient)
+
+
+def test_group_without_gradients_is_absent_and_never_zero() -> None:
+    found = values(gradient_norms(torch.tensor([1.0]), ["w"], {"actor": ["w"], "critic": ["v"]}))
+
+    assert not any("critic" in key for key in found)
+
+
+def test_heads_and_terms_have_norms_of_their_own() -> None:
+    heads = head_gradients(torch.tensor([[3.0, 4.0, 1.0]]), ["pi.op.w", "pi.op.b", "pi.slot.w"], {"op": ["pi.op"]})
+
+    assert heads.values() == {"grad/head/op/norm": 5.0}
+    assert term_gradients(value=torch.tensor([1.0, math.nan, 3.0])).values() == {"grad/value/norm": 2.0}
+    assert term_gradients().values() == {}
+
+
+def test_zero_gradient_of_a_group_is_zero() -> None:
+    found = values(gradient_norms(torch.tensor([0.0, 1.0]), ["w", "v"], {"actor": ["w"]}, max_norm=0.5))
+
+    assert found["grad/actor/norm_preclip"] == 0.0
+    assert found["grad/actor/norm_postclip"] == 0.0
+
+
+def test_norm_that_is_not_finite_leaves_its_step_and_group_and_is_counted() -> None:
+    """Step 2 loses the actor and the whole network; the critic keeps both steps."""
+    norms = torch.tensor([[3.0, 4.0], [math.nan, 4.0], [3.0, math.inf]])
+    found = values(gradient_norms(norms, ["w", "v"], {"actor": ["w"], "critic": ["v"]}, max_norm=5.0))
+
+    assert found["grad/global/norm_preclip"] == pytest.approx(5.0)
+    assert found["grad/global/norm_preclip_nonfinite"] == 2.0
+    assert found["grad/actor/norm_preclip"] == 3.0
+    assert found["grad/actor/norm_preclip_nonfinite"] == 1.0
+    assert found["grad/critic/norm_preclip"] == 4.0
+    assert found["grad/layer/w/norm"] == 3.0
+    assert found["grad/clip/freq"] == 1.0
+
+
+def test_count_of_non_finite_entries_is_silent_while_all_are_finite() -> None:
+    assert not any("nonfinite" in key for key in values(gradient_norms(torch.ones(2, 1), ["w"])))
+
+
+def test_without_parameters_or_gradients_every_key_is_absent() -> None:
+    assert values(gradient_norms(torch.zeros(4, 0), [])) == {}
+    assert values(gradient_health([])) == {}
+    assert values(gradient_health(nn.Linear(2, 2), groups={"actor": ["weight"]}, max_norm=0.5)) == {}
+
+
+def test_health_takes_a_module_its_parameters_or_named_ones() -> None:
+    layer = nn.Linear(3, 2)
+    layer(torch.ones(1, 3)).sum().backward()
+
+    by_module = values(gradient_health(layer))
+    by_name = values(gradient_health(layer.named_parameters()))
+    by_position = values(gradient_health(layer.parameters()))
+
+    assert by_module == by_name
+    assert by_module["grad/global/norm_preclip"] == by_position["grad/global/norm_preclip"] == pytest.approx(8**0.5)
+    assert by_position["grad/layer/0/norm"] == by_module["grad/layer/weight/norm"]
+
+
+def test_tied_parameters_count_once() -> None:
+    weight = with_gradient(torch.tensor([3.0, 4.0]))
+
+    assert values(gradient_health([weight, weight]))["grad/global/norm_preclip"] == 5.0
+
+
+def test_group_may_be_named_by_its_module() -> None:
+    agent = nn.ModuleDict({"actor": nn.Linear(2, 1), "actors": nn.Linear(2, 1)})
+    agent["actor"](torch.ones(1, 2)).sum().backward()
+    agent["actors"](torch.ones(1, 2)).sum().backward()
+
+    assert values(gradient_health(agent, groups={"pi": ["actor"]}))["grad/pi/norm_preclip"] == pytest.approx(3**0.5)
+
+
+def test_group_of_unknown_parameters_is_a_mistake_that_shows() -> None:
+    with pytest.raises(ValueError, match="group 'actor' names 'pi', which is no trainable parameter or module"):
+        gradient_health(nn.Linear(2, 2), groups={"actor": ["pi"]})
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, math.nan])
+def test_limit_must_be_positive(limit: float) -> None:
+    with pytest.raises(ValueError, match="max_norm must be positive"):
+        gradient_norms(torch.ones(1), ["w"], max_norm=limit)
+
+
+def test_names_must_fit_the_norms() -> None:
+    with pytest.raises(ValueError, match="norms of 2 tensors need as many names, got 1"):
+        gradient_norms(torch.ones(2), ["w"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_norms_hold_for_every_type_against_float64(dtype: torch.dtype) -> None:
+    gradients = [torch.randn(50, 7).to(dtype), torch.randn(3).to(dtype)]
+    exact = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
+
+    found = values(gradient_health([with_gradient(g) for g in gradients]))
+
+    assert found["grad/global/norm_preclip"] == pytest.approx(exact, rel=1e-3)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_norms_neither_overflow_nor_underflow(scale: float) -> None:
+    """Entries 3 and 4 at scales whose squares float32 cannot hold."""
+    found = values(gradient_health([with_gradient(torch.tensor([3.0, 4.0]) * scale)], max_norm=0.5))
+
+    assert found["grad/global/norm_preclip"] == pytest.approx(5 * scale, rel=1e-6)
+    assert found["grad/clip/coef"] == pytest.approx(min(1.0, 0.5 / (5 * scale + 1e-6)), rel=1e-6)
+
+
+def test_layout_of_a_gradient_does_not_matter() -> None:
+    gradient = torch.randn(6, 4)
+    reference = values(gradient_health([with_gradient(gradient)]))
+
+    transposed = with_gradient(gradient.t().contiguous().t())
+    strided = torch.empty(6, 8)[:, ::2]
+    strided.copy_(gradient)
+
+    assert values(gradient_health([transposed])) == pytest.approx(reference)
+    assert values(gradient_health([with_gradient(strided)])) == pytest.approx(reference)
+    assert values(gradient_health([with_gradient(gradient.flatten())])) == pytest.approx(reference)
+
+
+def test_sparse_gradient_counts_like_the_dense_one() -> None:
+    """Row 1 occurs twice and is summed: [3+0, 0+4] of norm 5."""
+    sparse, dense = (nn.Embedding(10, 2, sparse=flag) for flag in (True, False))
+    for embedding in (sparse, dense):
+        (embedding(torch.tensor([1, 1])) * torch.tensor([[3.0, 0.0], [0.0, 4.0]])).sum().backward()
+
+    assert sparse.weight.grad is not None and sparse.weight.grad.is_sparse
+    assert values(gradient_health(sparse)) == pytest.approx(values(gradient_health(dense)))
+    assert values(gradient_health(sparse))["grad/global/norm_preclip"] == 5.0
+
+
+def test_types_may_be_mixed() -> None:
+    mixed = [with_gradient(torch.tensor([3.0], dtype=torch.bfloat16)), with_gradient(torch.tensor([4.0]))]
+
+    assert values(gradient_health(mixed))["grad/global/norm_preclip"] == 5.0
+
+
+def test_entries_that_are_not_finite_are_left_out_and_counted_and_clipping_is_undefined() -> None:
+    gradients = [torch.tensor([3.0, math.nan]), torch.tensor([4.0, -math.inf, math.inf])]
+    found = values(gradient_health([with_gradient(g) for g in gradients], max_norm=0.5))
+
+    assert found["grad/global/norm_preclip"] == pytest.approx(5.0)
+    assert found["grad/global/norm_preclip_nonfinite"] == 3.0
+    assert not any(key.startswith("grad/clip") or "postclip" in key for key in found)
+
+
+def test_gradients_and_random_numbers_are_left_alone() -> None:
+    layer = nn.Linear(3, 2)
+    layer(torch.ones(1, 3)).sum().backward()
+    before, state = layer.weight.grad.clone(), torch.get_rng_state()  # type: ignore[union-attr]  # backward has run
+
+    gradient_health(layer, max_norm=0.1)
+
+    assert torch.equal(layer.weight.grad, before)  # type: ignore[arg-type]  # backward has run
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,107 @@
+"""The optimizer's steps and state."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from esper_telemetry.metrics.optimizer import (
+    adam_step,
+    layer_steps,
+    learning_rate,
+    state_reset,
+    weight_growth,
+    weight_norm,
+)
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(4, 3)).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("rate", [3e-4, torch.tensor(3e-4)])
+def test_learning_rate_is_the_first_groups(rate: float) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=rate)
+
+    assert learning_rate(optimizer).values() == {"opt/lr": pytest.approx(3e-4)}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_step_size_is_what_adam_really_changed(fused: bool) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, fused=fused)
+    for _ in range(3):
+        before = [p.detach().clone() for p in model.parameters()]
+        stepped(model, optimizer)
+
+    moved = float(weight_norm([p.detach() - b for p, b in zip(model.parameters(), before, strict=True)]))
+    found = adam_step(optimizer).values()
+    assert found["opt/update_to_weight"] == pytest.approx(moved / float(weight_norm(before)), rel=1e-3)
+    assert found["opt/update_rms_over_lr"] == pytest.approx(moved / math.sqrt(8) / 1e-2, rel=1e-3)
+    assert found["opt/stable_rms"] > 0
+
+
+def test_layers_are_named() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    stepped(model, optimizer)
+
+    found = layer_steps(optimizer, dict(model.named_parameters())).values()
+
+    statistics = ("update_to_weight", "weight_norm")
+    assert set(found) == {f"opt/{what}/{name}" for what in statistics for name in ("weight", "bias")}
+    assert found["opt/weight_norm/weight"] == pytest.approx(float(model.weight.detach().norm()), rel=1e-6)
+
+
+def test_other_optimizers_and_unused_ones_have_no_adam_keys() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+
+    assert adam_step(torch.optim.SGD([parameter], lr=0.1)).values() == {}
+    assert adam_step(torch.optim.Adam([parameter])).values() == {}
+    assert layer_steps(torch.optim.Adam([parameter]), {"w": parameter}).values() == {}
+
+
+def test_signal_share_of_constant_gradients_is_one() -> None:
+    weight = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    optimizer = torch.optim.Adam([weight])
+    for _ in range(5):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+
+    assert adam_step(optimizer).values()["opt/snr_share"] == pytest.approx(1.0)
+
+
+def test_signal_share_of_pure_noise_is_zero_on_average() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.zeros(20_000, dtype=torch.float64))
+    optimizer = torch.optim.Adam([weight])
+    for _ in range(60):
+        weight.grad = torch.randn(weight.shape, dtype=torch.float64, generator=generator)
+        optimizer.step()
+
+    assert adam_step(optimizer).values()["opt/snr_share"] == pytest.approx(0.0, abs=5e-3)
+
+
+def test_growth_is_the_logarithm_of_the_norms_ratio() -> None:
+    assert weight_growth([torch.tensor([6.0, 8.0])], torch.tensor(5.0)).values() == {
+        "opt/weight_growth": pytest.approx(math.log(2))
+    }
+    assert weight_growth([torch.zeros(2)], torch.tensor(5.0)).values() == {}
+
+
+def test_optimizer_made_anew_in_mid_training_is_noticed() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    stepped(model, optimizer)
+    assert state_reset(optimizer, updates=1).values() == {"opt/state_reset": 0.0}
+
+    anew = torch.optim.Adam(model.parameters())
+
+    assert state_reset(anew, updates=1).values() == {"opt/state_reset": 2.0}
+    assert state_reset(anew, updates=0).values() == {}
+    assert state_reset(torch.optim.SGD(model.parameters(), lr=0.1), updates=1).values() == {}

@@ -1,0 +1,149 @@
+"""The critic against Stable-Baselines3's explained variance, and the identities between its metrics."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from esper_telemetry.metrics.temporal_difference import (
+    discounted_sums,
+    monte_carlo_fit,
+    td_errors,
+    terminal_error,
+)
+from esper_telemetry.metrics.values import value_fit, value_movement
+from esper_telemetry.series.critic import CriticFit, CriticMoments, VarianceAverage, critic_fit
+
+
+def pairs(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Values and returns [16, 8] that have something to do with each other."""
+    generator = torch.Generator().manual_seed(seed)
+    returns = torch.randn(16, 8, generator=generator, dtype=torch.float64) * 3 + 1
+    return returns * 0.7 + torch.randn(16, 8, generator=generator, dtype=torch.float64), returns
+
+
+def fit(values: Tensor, returns: Tensor) -> CriticFit:
+    """Derived values on the first update."""
+    found = value_fit(values, returns).values()
+    keys = ("value/bias", "value/err/std", "value/std", "value/target/std")
+    return critic_fit(CriticMoments(*map(found.get, keys)), VarianceAverage())[0]
+
+
+def test_explained_variance_is_that_of_stable_baselines3() -> None:
+    """SB3 2.4, utils.py: 1 - var(y_true - y_pred) / var(y_true)."""
+    values, returns = pairs()
+    expected = 1 - np.var(returns.numpy() - values.numpy()) / np.var(returns.numpy())
+
+    assert fit(values, returns).explained_variance == pytest.approx(expected, rel=1e-12)
+
+
+def test_correlation_is_that_of_numpy() -> None:
+    values, returns = pairs()
+    expected = np.corrcoef(values.numpy().ravel(), returns.numpy().ravel())[0, 1]
+
+    assert fit(values, returns).corr == pytest.approx(expected, rel=1e-12)
+
+
+@given(st.floats(-100, 100))
+def test_a_constant_error_shows_in_r2_and_not_in_explained_variance(offset: float) -> None:
+    values, returns = pairs()
+    variance = float(returns.var(correction=0))
+
+    plain, shifted = fit(values, returns), fit(values + offset, returns)
+    assert plain.explained_variance is not None and shifted.explained_variance is not None and shifted.r2 is not None
+    bias = float((values + offset - returns).mean())
+
+    assert shifted.explained_variance == pytest.approx(plain.explained_variance, rel=1e-9)
+    assert shifted.explained_variance - shifted.r2 == pytest.approx(bias**2 / variance, rel=1e-6, abs=1e-9)
+    assert shifted.r2 <= shifted.explained_variance <= 1
+
+
+def test_returns_that_do_not_vary_leave_only_the_bias() -> None:
+    values = value_fit(torch.tensor([1.0, 2.0]), torch.tensor([0.1, 0.1])).values()
+
+    assert values["value/bias"] == pytest.approx(1.4)
+    assert fit(torch.tensor([1.0, 2.0]), torch.tensor([0.1, 0.1])).values() == {}
+
+
+def test_the_variance_average_of_equal_variances_is_that_variance_from_the_first_update_on() -> None:
+    average = VarianceAverage()
+    assert average.mean == 0.0
+    for _ in range(5):
+        average = average.after(2.5)
+        assert average.mean == pytest.approx(2.5)
+
+
+def test_nothing_measured_changes_nothing() -> None:
+    earlier = VarianceAverage().after(1.0)
+
+    assert critic_fit(CriticMoments(None, None, None, None), earlier) == (CriticFit(), earlier)
+
+
+def test_invalid_and_non_finite_pairs_are_left_out() -> None:
+    values, returns = pairs()
+    valid = torch.ones_like(values, dtype=torch.bool)
+    valid[0], values[0], returns[1, 0] = False, math.nan, math.inf
+
+    found = value_fit(values, returns, valid=valid).values()
+
+    assert found.pop("value/explained_variance_nonfinite") == 1.0
+    kept = valid.clone()
+    kept[1, 0] = False
+    assert found == pytest.approx(value_fit(values[kept], returns[kept]).values(), rel=1e-12)
+
+
+def test_movement_is_scaled_by_the_spread_of_all_returns_of_the_update() -> None:
+    """Moves of 1 and 3, and returns 0, 2 | 4, 6 with a spread of √5: 2 / √5, not the mean of 1/1 and 3/1."""
+    old = torch.zeros(2, 2, dtype=torch.float64)
+    new = torch.tensor([[1.0, -1.0], [3.0, 3.0]], dtype=torch.float64)
+    returns = torch.tensor([[0.0, 2.0], [4.0, 6.0]], dtype=torch.float64)
+
+    values = value_movement(new, old, returns, clip=1.0, dim=-1).values()
+
+    assert values["value/move_over_std"] == pytest.approx(2 / math.sqrt(5))
+    assert values["value/clip_frac"] == 0.5
+
+
+def test_without_value_clipping_there_is_no_clip_fraction() -> None:
+    assert "value/clip_frac" not in value_movement(*(torch.rand(3, 4) for _ in range(3))).values()
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 8, 13])
+def test_discounted_sums_follow_the_recurrence(length: int) -> None:
+    x, factors = torch.rand(length, 2, dtype=torch.float64), torch.rand(length, 2, dtype=torch.float64)
+    expected: list[Tensor] = []
+    after = torch.zeros(2, dtype=torch.float64)
+    for t in reversed(range(length)):
+        after = x[t] + factors[t] * after
+        expected.insert(0, after)
+
+    assert torch.allclose(discounted_sums(x, factors), torch.stack(expected), rtol=1e-12)
+
+
+def test_only_episodes_that_terminate_count_for_the_monte_carlo_fit() -> None:
+    """Returns of the first two steps are 1 + 0.5 · 3 and 3; the third step's episode is cut by the rollout."""
+    rewards, values = torch.tensor([[1.0], [3.0], [9.0]]), torch.tensor([[2.5], [3.0], [0.0]])
+    done = torch.tensor([[False], [True], [False]])
+
+    assert monte_carlo_fit(values, rewards, done, done, gamma=0.5).values() == {"value/ev_mc": 1.0}
+    assert monte_carlo_fit(values, rewards, done, torch.zeros_like(done), gamma=0.5).values() == {}
+
+
+def test_terminal_errors_ignore_time_limits() -> None:
+    values, rewards = torch.tensor([[1.0, 5.0]]), torch.tensor([[3.0, 0.0]])
+
+    assert terminal_error(values, rewards, torch.tensor([[True, False]])).values() == {"value/terminal_err": 2.0}
+    assert terminal_error(values, rewards, torch.zeros(1, 2, dtype=torch.bool)).values() == {}
+
+
+def test_td_errors_compare_with_the_next_step() -> None:
+    """δ = 1 + 0.5 · 4 - 2 = 1 and 0 + 0 - 3 = -3."""
+    values = td_errors(torch.tensor([1.0, 0.0]), torch.tensor([2.0, 3.0]), torch.tensor([4.0, 0.0]), gamma=0.5).values()
+
+    assert (values["value/td/mean"], values["value/td/std"], values["value/td/absmean"]) == (-1.0, 2.0, 2.0)

@@ -1,0 +1,133 @@
+"""Gradients: the split backward, the written-out network and the NumPy one against plain torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from ppo_builders import Seen, cartpole, pendulum
+from torch import Tensor
+
+from esper_telemetry.events import TrunkBackward
+from esper_telemetry.ppo import PPO
+from esper_telemetry.ppo.backward import backward_losses, backward_trunks, gradient, leaf
+from esper_telemetry.ppo.mlp import MLP
+from esper_telemetry.ppo.policy import numpy_scores, numpy_values, torch_scores, torch_values
+from esper_telemetry.ppo.rollout import Batch, flatten
+
+Make = Callable[..., PPO]
+
+
+def first_batch(trainer: PPO) -> Batch:
+    rollout = trainer._collector.collect()
+    advantages = trainer.steps.advantages(rollout, 0.99, 0.95)
+    return flatten(rollout, trainer.steps.normalize(advantages), advantages + rollout.values)
+
+
+def gradients(trainer: PPO) -> list[Tensor]:
+    found = [parameter.grad for parameter in trainer.policy.parameters()]
+    trainer.optimizer.zero_grad()
+    return [tensor.clone() for tensor in found if tensor is not None]
+
+
+def split_backward(trainer: PPO, batch: Batch) -> list[Tensor]:
+    outputs = trainer.policy.trunks(batch.observations)
+    actor, critic = leaf(outputs[0]), leaf(outputs[-1])
+    backward_losses(trainer._losses(batch, actor, critic).losses, trainer._weights)
+    backward_trunks(outputs, gradient(actor), gradient(critic))
+    return gradients(trainer)
+
+
+def plain_backward(trainer: PPO, batch: Batch) -> list[Tensor]:
+    outputs = trainer.policy.trunks(batch.observations)
+    losses = trainer._losses(batch, outputs[0], outputs[-1]).losses
+    total = sum(trainer._weights[name] * loss for name, loss in losses.items())
+    assert isinstance(total, Tensor)
+    total.backward()
+    return gradients(trainer)
+
+
+@pytest.mark.parametrize("make", [cartpole, pendulum])
+@pytest.mark.parametrize("shared_trunk", [False, True])
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
+def test_the_split_backward_equals_the_plain_one_bit_for_bit(
+    make: Make, shared_trunk: bool, entropy_coef: float
+) -> None:
+    trainer = make(shared_trunk=shared_trunk, entropy_coef=entropy_coef)
+    batch = first_batch(trainer)
+
+    split, plain = split_backward(trainer, batch), plain_backward(trainer, batch)
+
+    assert len(split) == len(list(trainer.policy.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(split, plain, strict=True))
+
+
+def test_the_leaves_give_exact_parameter_gradients_of_either_loss() -> None:
+    """With a shared trunk, what a hook takes from the actor's leaf equals backing up the actor's loss alone."""
+    trainer = cartpole(shared_trunk=True)
+    found: list[tuple[Tensor, ...]] = []
+
+    def measure(event: TrunkBackward) -> None:
+        found.append(torch.autograd.grad(event.outputs, event.shared, [event.actor], retain_graph=True))
+
+    trainer.hooks.on(TrunkBackward, measure)
+    batch = first_batch(trainer)
+    alone = copy.deepcopy(trainer.policy)
+    trainer._optimize(batch, 0, 0)
+    normalized = alone.normalize(alone.scores(alone.trunks(batch.observations)[0]))
+    log_ratio = alone.log_prob(normalized, batch.actions) - batch.log_probs
+    trainer.steps.policy_loss(log_ratio, batch.advantages, 0.2).backward()
+
+    for ours, parameter in zip(found[0], alone.actor.parameters(), strict=True):
+        assert parameter.grad is not None and torch.allclose(ours, parameter.grad, atol=1e-8)
+
+
+def test_separate_networks_share_nothing() -> None:
+    trainer = cartpole()
+    seen = Seen().listen(trainer, TrunkBackward)
+
+    trainer.learn(128)
+
+    event = seen.events[0]
+    assert len(event.outputs) == 2 and list(event.shared) == []
+    assert event.actor.shape == event.critic.shape and event.actor.shape[1] == 16
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+def test_the_written_out_network_equals_plain_operations(activation: str) -> None:
+    torch.manual_seed(0)
+    network = MLP(5, (16, 8), activation)
+    rows = torch.randn(33, 5, requires_grad=True)
+    upstream = torch.randn(33, 8)
+    results = []
+    for forward in (network.forward, network.plain):
+        features = forward(rows)
+        inputs = [rows, *network.parameters()]
+        results.append([features.detach(), *torch.autograd.grad(features, inputs, upstream)])
+
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+def test_the_network_in_numpy_agrees_and_follows_the_weights(activation: str) -> None:
+    torch.manual_seed(0)
+    network = MLP(6, (64, 64), activation)
+    rows = torch.randn(8, 2, 3)
+    in_numpy = network.as_numpy()
+    with torch.no_grad():
+        network.get_parameter("layers.0.bias").add_(0.1)
+
+    assert np.allclose(in_numpy(rows.numpy()), network(rows).detach().numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [cartpole, pendulum])
+def test_acting_in_numpy_agrees_with_acting_in_torch(make: Make) -> None:
+    policy = make().policy
+    rows = np.random.default_rng(0).normal(size=(8, policy.actor.inputs)).astype(np.float32)
+
+    assert np.allclose(numpy_scores(policy)(rows)["action"], torch_scores(policy)(rows)["action"], atol=1e-6)
+    assert np.allclose(numpy_values(policy)(rows), torch_values(policy)(rows), atol=1e-6)

@@ -1,0 +1,257 @@
+"""The trainer as a whole: what must hold in any run, whatever is learned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ppo_builders import Seen, cartpole, equal, pendulum, weights
+from torch import Tensor
+
+from esper_telemetry import events
+from esper_telemetry.environments import ActionSpec, Step
+from esper_telemetry.events import (
+    BackwardEnd,
+    EpisodeEnd,
+    MinibatchEnd,
+    RolloutEnd,
+    RunStart,
+    TrunkBackward,
+    UpdateEnd,
+)
+from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo.rollout import Rollout
+from esper_telemetry.ppo.steps import generalized_advantages
+
+EVENTS = (RunStart, RolloutEnd, EpisodeEnd, TrunkBackward, BackwardEnd, MinibatchEnd, UpdateEnd)
+Make = Callable[..., PPO]
+
+
+@pytest.mark.parametrize("make", [cartpole, pendulum])
+@pytest.mark.parametrize("shared_trunk", [False, True])
+def test_the_first_minibatch_finds_the_probabilities_of_collection(make: Make, shared_trunk: bool) -> None:
+    """The rollout acts in NumPy, the update runs in torch; before the first step of an update they must agree."""
+    trainer = make(shared_trunk=shared_trunk)
+    seen = Seen().listen(trainer, MinibatchEnd)
+
+    trainer.learn(1000)
+
+    first = [event for event in seen.events if event.step == 0]
+    assert len(first) > 5
+    assert max(event.log_ratio.abs().max().item() for event in first) < 2e-6
+
+
+@pytest.mark.parametrize("make", [cartpole, pendulum])
+def test_the_same_seed_gives_the_same_weights(make: Make) -> None:
+    first, second, other = make(3), make(3), make(4)
+    for trainer in (first, second, other):
+        torch.rand(17)  # whatever else uses torch's generator is no business of the trainer
+        trainer.learn(600)
+
+    assert equal(weights(first), weights(second))
+    assert not equal(weights(first), weights(other))
+
+
+@pytest.mark.parametrize("make", [cartpole, pendulum])
+def test_watching_changes_nothing(make: Make) -> None:
+    watched, alone = make(), make()
+    Seen().listen(watched, *EVENTS)
+
+    watched.learn(600)
+    alone.learn(600)
+
+    assert equal(weights(watched), weights(alone))
+
+
+def test_the_trainer_leaves_the_generators_of_others_alone() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+
+    cartpole().learn(300)
+
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_events_come_in_their_order() -> None:
+    """Two epochs of four minibatches."""
+    trainer = cartpole()
+    seen = Seen().listen(trainer, *EVENTS)
+
+    trainer.learn(64)
+
+    order = [RunStart, RolloutEnd, EpisodeEnd, *[TrunkBackward, BackwardEnd, MinibatchEnd] * 8, UpdateEnd]
+    assert [type(event) for event in seen.events] == order
+    assert [(e.epoch, e.step) for e in seen.of(MinibatchEnd)] == [(step // 4, step) for step in range(8)]
+
+
+def test_nothing_is_computed_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without hooks no event is built, and without a bonus nobody asks for the entropy."""
+    trainer = cartpole()
+    monkeypatch.setattr(trainer.hooks, "emit", fail)
+    monkeypatch.setattr(trainer.policy, "entropy", fail)
+
+    trainer.learn(300)
+
+
+def fail(*arguments: Any, **named: Any) -> None:
+    raise AssertionError
+
+
+def test_events_keep_their_tensors_until_the_update_ends() -> None:
+    trainer = cartpole()
+    seen = Seen().listen(trainer, RolloutEnd, MinibatchEnd)
+    copies: list[list[Tensor]] = []
+    for event_type in (RolloutEnd, MinibatchEnd):
+        trainer.hooks.on(event_type, lambda event: copies.append([tensor.clone() for tensor in tensors(event)]))
+
+    def compare(_: UpdateEnd) -> None:
+        assert len(copies) == 9
+        assert all(equal(tensors(event), copy) for event, copy in zip(seen.events, copies, strict=True))
+        copies.clear()
+        seen.events.clear()
+
+    trainer.hooks.on(UpdateEnd, compare)
+    trainer.learn(600)
+
+
+def tensors(event: Any) -> list[Tensor]:
+    values = [getattr(event, field.name) for field in fields(event)]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def test_the_facts_name_every_parameter_once() -> None:
+    for shared_trunk in (False, True):
+        trainer = cartpole(shared_trunk=shared_trunk)
+        groups = trainer.facts(1000)["groups"]
+        owned = [*groups["actor"], *groups["critic"], *groups.get("shared", [])]
+
+        assert sorted(owned) == sorted(name for name, _ in trainer.policy.named_parameters())
+        assert groups["head:action"] == ["heads.action.linear.weight", "heads.action.linear.bias"]
+        assert ("shared" in groups) == shared_trunk
+
+
+def test_the_facts_hold_what_detectors_need() -> None:
+    facts = pendulum(max_grad_norm=None).facts(1000)
+
+    assert {name: facts[name] for name in ("precision", "max_grad_norm", "num_envs", "total_steps", "heads")} == {
+        "precision": "fp32",
+        "max_grad_norm": None,
+        "num_envs": 2,
+        "total_steps": 1000,
+        "heads": {"action": "continuous"},
+    }
+
+
+def test_norms_are_those_before_clipping() -> None:
+    trainer = cartpole(max_grad_norm=1e-3)
+    found: list[bool] = []
+
+    def check(event: BackwardEnd) -> None:
+        norms = [event.parameters[name].grad.norm() for name in event.names]  # type: ignore[union-attr] # there are gradients
+        found.append(torch.allclose(torch.stack(norms), event.norms))
+        assert event.max_norm == 1e-3
+
+    trainer.hooks.on(BackwardEnd, check)
+    trainer.learn(100)
+
+    assert found == [True] * 8
+
+
+def test_losses_add_up() -> None:
+    trainer = pendulum(entropy_coef=0.01, value_coef=0.7)
+    seen = Seen().listen(trainer, MinibatchEnd)
+
+    trainer.learn(64)
+
+    losses = seen.events[-1].losses
+    expected = losses["policy"] + 0.7 * losses["value"] + 0.01 * losses["entropy"]
+    assert torch.allclose(losses["total"], expected)
+
+
+def test_the_entropy_of_a_fresh_gaussian_is_that_of_the_standard_normal() -> None:
+    """½ ln(2πe) = 1.4189 nats per dimension."""
+    trainer = pendulum()
+    seen = Seen().listen(trainer, MinibatchEnd)
+
+    trainer.learn(64)
+
+    assert seen.events[0].losses["entropy"].item() == pytest.approx(-1.4189385, abs=1e-6)
+    assert seen.events[0].log_std["action"].shape == (1,) and not seen.events[0].logits
+
+
+def test_the_learning_rate_falls_to_zero_over_the_run() -> None:
+    """Four rollouts of 64 steps: 1, 3/4, 1/2, 1/4 of the rate."""
+    trainer = pendulum(learning_rate=0.4, max_grad_norm=1e-9)
+    seen = Seen().listen(trainer, UpdateEnd)
+
+    trainer.learn(256)
+
+    assert [event.learning_rate for event in seen.events] == pytest.approx([0.4, 0.3, 0.2, 0.1])
+    assert [event.env_step for event in seen.events] == [64, 128, 192, 256]
+    assert [event.gradient_step for event in seen.events] == [8, 16, 24, 32]
+    assert set(seen.events[0].seconds) == {"environment", "inference", "update"}
+
+
+def test_a_replaced_step_is_used() -> None:
+    """Advantages of zero leave the actor as it is."""
+    trainer = cartpole()
+    trainer.steps = replace(trainer.steps, normalize=torch.zeros_like)
+    before = [parameter.clone() for parameter in trainer.policy.actor.parameters()]
+
+    trainer.learn(200)
+
+    assert equal(before, list(trainer.policy.actor.parameters()))
+
+
+class Forever:
+    """Two environments that pay 1 for ever, cut every 4 steps; nothing is ever seen."""
+
+    name, num_envs, observation_shape = "Forever", 2, (1,)
+
+    def __init__(self) -> None:
+        self.action_specs = {"action": ActionSpec("categorical", 2)}
+        self.count = 0
+
+    def reset(self, seed: int | None = None) -> Any:
+        return np.zeros((2, 1), np.float32)
+
+    def step(self, actions: Any) -> Any:
+        self.count += 1
+        cut = np.full(2, self.count % 4 == 0)
+        zeros = np.zeros((2, 1), np.float32)
+        return Step(zeros, np.ones(2, np.float32), np.zeros(2, bool), cut, None, zeros if cut.any() else None)
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def without_bootstrap(rollout: Rollout, gamma: float, gae_lambda: float) -> Tensor:
+    """The common defect: a time limit taken for a terminal state."""
+    cut = replace(rollout, next_values=rollout.next_values.masked_fill(rollout.ended, 0.0))
+    return generalized_advantages(cut, gamma, gae_lambda)
+
+
+@pytest.mark.parametrize("bootstrap", [True, False])
+def test_a_time_limit_does_not_lower_the_value(bootstrap: bool) -> None:
+    """γ = 0.9: an endless income of 1 is worth 1 / (1 - γ) = 10. Cut after 4 steps it would be at most 3.44."""
+    trainer = PPO(Forever(), PPOConfig(num_steps=32, gamma=0.9, learning_rate=0.01, hidden_sizes=(8,), gae_lambda=0.9))
+    if not bootstrap:
+        trainer.steps = replace(trainer.steps, advantages=without_bootstrap)
+    seen = Seen().listen(trainer, RolloutEnd)
+
+    trainer.learn(6400)
+
+    value = seen.events[-1].values.mean().item()
+    assert value == pytest.approx(10, abs=0.5) if bootstrap else value < 3.5
+
+
+def test_every_documented_event_is_emitted() -> None:
+    documented = {
+        value for value in vars(events).values() if isinstance(value, type) and value.__module__ == events.__name__
+    }
+
+    assert documented == set(EVENTS)

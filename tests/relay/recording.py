@@ -1,0 +1,135 @@
+"""Sinks that write down what is done to them, one JSON line per call, in whatever process they run."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from esper_telemetry.record import Record, RunInfo, RunStatus
+from esper_telemetry.sinks.protocol import DeadClientError, PermanentSinkError
+
+
+@dataclass(frozen=True)
+class RecordingSink:
+    """Appends each call to a file; `delay` makes every write slow."""
+
+    file: Path
+    name: str = "recording"
+    delay: float = 0.0
+
+    in_process: ClassVar[bool] = False
+
+    def open(self, run: RunInfo) -> None:
+        self._note("open", run_id=run.run_id, metrics=sorted(run.metrics))
+
+    def write(self, records: Sequence[Record]) -> None:
+        time.sleep(self.delay)
+        self._note("write", seqs=[record.seq for record in records], values=[dict(r.values) for r in records])
+
+    def close(self, status: RunStatus) -> None:
+        self._note("close", status=str(status))
+
+    def _note(self, call: str, **details: Any) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps({"call": call, "pid": os.getpid(), **details}) + "\n")
+
+
+class LocalSink(RecordingSink):
+    """The same in a thread of the training process."""
+
+    in_process = True
+
+
+@dataclass(frozen=True)
+class FlakySink(RecordingSink):
+    """Raises in its first `failures` calls of `failing`."""
+
+    failing: str = "write"
+    failures: int = 3
+
+    def open(self, run: RunInfo) -> None:
+        self._fail("open")
+        super().open(run)
+
+    def write(self, records: Sequence[Record]) -> None:
+        self._fail("write")
+        super().write(records)
+
+    def close(self, status: RunStatus) -> None:
+        self._fail("close")
+        super().close(status)
+
+    def _fail(self, call: str) -> None:
+        failed = self.file.with_suffix(".failed")
+        count = len(failed.read_text()) if failed.exists() else 0
+        if call == self.failing and count < self.failures:
+            failed.write_text("x" * (count + 1))
+            raise ConnectionError(f"{call} refused")
+
+
+class HopelessSink(RecordingSink):
+    """Cannot be opened, for good."""
+
+    def open(self, run: RunInfo) -> None:
+        raise PermanentSinkError("the key was revoked")
+
+
+class HangingSink(RecordingSink):
+    """Never returns from its first write."""
+
+    def write(self, records: Sequence[Record]) -> None:
+        self._note("hang")
+        time.sleep(3600)
+
+
+class DyingClientSink(RecordingSink):
+    """Finds its client dead at the third record, in the first process it runs in."""
+
+    def write(self, records: Sequence[Record]) -> None:
+        if records[-1].seq >= 3 and sum(call["call"] == "open" for call in calls(self.file)) == 1:
+            raise DeadClientError("the client is gone")
+        super().write(records)
+
+
+class ExitingSink(RecordingSink):
+    """Calls sys.exit, as some clients do."""
+
+    def open(self, run: RunInfo) -> None:
+        if not self.file.exists():
+            self.file.touch()
+            raise SystemExit(1)
+        super().open(run)
+
+
+class NoisySink(RecordingSink):
+    """Prints where nobody wants to see it, and asks for input."""
+
+    def open(self, run: RunInfo) -> None:
+        print("noise of a backend")
+        try:
+            input("your key? ")
+        except EOFError:
+            super().open(run)
+
+
+def calls(file: Path) -> list[dict[str, Any]]:
+    """What was done to the sink so far, in order."""
+    if not file.exists():
+        return []
+    lines = file.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+def seqs(file: Path) -> list[int]:
+    """The numbers of all records that the sink took, in order."""
+    return [seq for call in calls(file) if call["call"] == "write" for seq in call["seqs"]]
+
+
+def statuses(file: Path) -> list[str]:
+    """How the sink was closed."""
+    return [call["status"] for call in calls(file) if call["call"] == "close"]

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+from sink_runs import record, run_info
+
+from esper_telemetry.record import RunStatus
+from esper_telemetry.sinks import ConsoleSink
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_line_holds_the_numbers_that_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = ConsoleSink()
+    sink.open(run_info())
+    sink.write(
+        [record(1, {"episode/return_mean": 21.04, "policy/clip_frac": 0.083, "train/env_steps_per_second": 9e3})]
+    )
+
+    assert printed(capsys) == ["update 1  step 1,000  return 21.0  clipped 8%  steps/s 9,000"]
+
+
+def test_a_line_a_second_is_enough_but_the_last_is_always_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = ConsoleSink(every_seconds=3600)
+    sink.open(run_info())
+    for update in range(1, 5):
+        sink.write([record(update, {"policy/kl": 0.01})])
+    sink.close(RunStatus.INTERRUPTED)
+
+    assert printed(capsys) == [
+        "update 1  step 1,000  kl 0.01",
+        "update 4  step 4,000  kl 0.01",
+        "interrupted after 4 updates, 4,000 steps",
+    ]
+
+
+def test_a_long_line_is_not_broken_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ("episode/return_mean", "policy/kl", "policy/clip_frac", "policy/entropy", "value/explained_variance")
+    sink = ConsoleSink()
+    sink.open(run_info())
+    sink.write([record(1, dict.fromkeys([*keys, "grad/global/norm_preclip", "train/env_steps_per_second"], 0.123456))])
+
+    assert len(printed(capsys)) == 1
+
+
+def test_a_run_without_updates_only_says_how_it_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = ConsoleSink()
+    sink.open(run_info())
+    sink.close(RunStatus.FAILED)
+    sink.close(RunStatus.FAILED)
+
+    assert printed(capsys) == ["failed"]

@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+from sink_runs import HISTOGRAM, record, run_info
+
+from esper_telemetry.record import RunInfo, RunStatus
+from esper_telemetry.sinks import MLflowSink, PermanentSinkError
+
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory whose database is made once: that takes seconds."""
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture
+def client(store: Path) -> Any:
+    return MlflowClient(f"sqlite:///{store}/mlflow.db")
+
+
+def opened(run: RunInfo, sink: MLflowSink | None = None) -> MLflowSink:
+    sink = sink or MLflowSink()
+    sink.open(run)
+    return sink
+
+
+def found(client: Any, run_id: str, experiment: str = "esper_telemetry") -> Any:
+    experiment_id = client.get_experiment_by_name(experiment).experiment_id
+    (run,) = client.search_runs([experiment_id], f"tags.`esper.run_id` = '{run_id}'")
+    return run
+
+
+def history(client: Any, run: Any, key: str) -> list[tuple[int, float, int]]:
+    points = client.get_metric_history(run.info.run_id, key)
+    return [(point.step, point.value, point.timestamp) for point in points]
+
+
+def test_every_number_is_read_back_with_step_and_time(store: Path, client: Any) -> None:
+    sink = opened(run_info(store, run_id="numbers"))
+    sink.write([record(1), record(2)])
+    sink.close(RunStatus.FINISHED)
+
+    run = found(client, "numbers")
+    assert history(client, run, "policy/kl") == [(1000, 0.01, 1_700_000_001_000), (2000, 0.02, 1_700_000_002_000)]
+    assert [value for _, value, _ in history(client, run, "axis/update")] == [1.0, 2.0]
+
+
+def test_more_than_a_thousand_numbers_go_in_batches(store: Path, client: Any) -> None:
+    """Four records of 299 keys and two axes: 1204 metrics."""
+    sink = opened(run_info(store, run_id="many", metrics={}))
+    sink.write([record(update, {f"perf/k{n}": float(n) for n in range(299)}) for update in range(1, 5)])
+
+    run = found(client, "many")
+    assert len(run.data.metrics) == 301
+    assert [step for step, _, _ in history(client, run, "perf/k298")] == [1000, 2000, 3000, 4000]
+
+
+def test_sending_the_same_records_again_stores_them_once(store: Path, client: Any) -> None:
+    sink = opened(run_info(store, run_id="again"))
+    for _ in range(2):
+        sink.write([record(1)])
+
+    assert len(history(client, found(client, "again"), "policy/kl")) == 1
+
+
+def test_a_histogram_becomes_three_quantiles(store: Path, client: Any) -> None:
+    """Counts 1, 2, 1 between 0, 1, 2, 3: 5 % is a fifth into the first bin."""
+    sink = opened(run_info(store, run_id="histogram"))
+    sink.write([record(1, {}, {"policy/ratio": HISTOGRAM})])
+
+    metrics = found(client, "histogram").data.metrics
+    assert metrics["policy/ratio_p05"] == pytest.approx(0.2)
+    assert metrics["policy/ratio_p50"] == pytest.approx(1.5)
+    assert metrics["policy/ratio_p95"] == pytest.approx(2.8)
+
+
+def test_the_run_page_is_complete(store: Path, client: Any) -> None:
+    opened(run_info(store, run_id="page"))
+
+    run = found(client, "page")
+    assert run.data.params == {
+        "env": "CartPole-v1",
+        "ppo.clip": "0.2",
+        "ppo.sizes": "[64, 64]",
+        "ppo.anneal": "True",
+    }
+    assert run.info.run_name == "cartpole"
+    assert run.info.start_time == 1_700_000_000_000
+    assert run.data.tags["mlflow.note.content"] == "first try"
+    assert run.data.tags["esper.tag.demo"] == "true"
+    assert {"mlflow.user", "mlflow.source.name", "mlflow.runName"} <= set(run.data.tags)
+    assert run.info.artifact_uri.startswith((store / "mlflow-artifacts").as_uri())
+
+
+def test_settings_with_odd_names_and_long_values_are_kept(store: Path, client: Any) -> None:
+    opened(run_info(store, run_id="odd", config={"ar@100": "x" * 7000}))
+
+    data = found(client, "odd").data
+    assert data.params == {"ar_100": "x" * 6000}
+    assert data.tags["esper.keymap"] == '{"ar_100": "ar@100"}'
+
+
+@pytest.mark.parametrize(
+    ("status", "shown"),
+    [
+        (RunStatus.FINISHED, "FINISHED"),
+        (RunStatus.FAILED, "FAILED"),
+        (RunStatus.INTERRUPTED, "KILLED"),
+        (RunStatus.PREEMPTED, "KILLED"),
+        (RunStatus.KILLED, "KILLED"),
+    ],
+)
+def test_the_status_says_how_the_run_ended(store: Path, client: Any, status: RunStatus, shown: str) -> None:
+    opened(run_info(store, run_id=status.value)).close(status)
+
+    assert found(client, status.value).info.status == shown
+
+
+def test_a_run_that_goes_on_is_the_same_run_and_keeps_its_settings(store: Path, client: Any) -> None:
+    sink = opened(run_info(store, run_id="resumed"))
+    sink.write([record(1)])
+    sink.close(RunStatus.KILLED)
+
+    sink = opened(run_info(store, run_id="resumed", config={"env": "other", "new": 1}))
+    assert found(client, "resumed").info.status == "RUNNING"
+    sink.write([record(2)])
+    sink.close(RunStatus.FINISHED)
+
+    run = found(client, "resumed")
+    assert run.info.status == "FINISHED"
+    assert (run.data.params["env"], run.data.params["new"]) == ("CartPole-v1", "1")
+    assert [step for step, _, _ in history(client, run, "policy/kl")] == [1000, 2000]
+
+
+def test_a_joined_run_is_left_open_and_keeps_its_settings(store: Path, client: Any) -> None:
+    theirs = client.create_run(client.create_experiment("joined"), run_name="theirs")
+    sink = opened(run_info(), MLflowSink(f"sqlite:///{store}/mlflow.db", run_id=theirs.info.run_id))
+    sink.write([record(1)])
+    sink.close(RunStatus.FINISHED)
+
+    run = client.get_run(theirs.info.run_id)
+    assert sink.in_process
+    assert run.info.status == "RUNNING"
+    assert run.data.metrics["policy/kl"] == 0.01
+    assert run.data.params == {}
+
+
+def test_a_run_that_is_not_there_cannot_be_joined(store: Path) -> None:
+    with pytest.raises(PermanentSinkError, match="MLflow refuses"):
+        opened(run_info(), MLflowSink(f"sqlite:///{store}/mlflow.db", run_id="0" * 32))
+
+
+def test_a_new_database_is_made_without_a_word(store: Path) -> None:
+    """In a process of its own, as MLflow makes the tables of a store once per process."""
+    code = (
+        "from sink_runs import run_info; from pathlib import Path; from esper_telemetry.sinks import MLflowSink;"
+        f"MLflowSink().open(run_info(Path({str(store / 'fresh')!r})))"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+
+    said = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True)
+
+    assert (said.returncode, said.stdout, said.stderr) == (0, b"", b"")
+
+
+def test_only_a_child_process_gets_short_time_outs(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", environment)
+    sink = MLflowSink()
+    assert environment == {}
+
+    sink.prepare_child()
+
+    assert environment == {
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def test_a_server_that_is_not_there_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+
+    with pytest.raises(MlflowException):
+        opened(run_info(), MLflowSink(f"http://127.0.0.1:{free_port()}"))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder, port = tmp_path_factory.mktemp("server"), free_port()
+    arguments = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    arguments += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder)]
+    command = [sys.executable, "-m", "mlflow", "server", *arguments]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+            start_new_session=True,
+        )
+    try:
+        wait_for(f"http://127.0.0.1:{port}")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # asked kindly it takes 20 seconds
+        process.wait(30)
+
+
+def wait_for(address: str, seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            urlopen(f"{address}/health", timeout=2).close()
+            return
+        except OSError:
+            time.sleep(0.2)
+    raise TimeoutError(f"no MLflow server at {address}")
+
+
+def test_a_server_holds_what_was_sent(server: str) -> None:
+    sink = opened(run_info(), MLflowSink(server, experiment="walker"))
+    sink.write([record(1), record(2)])
+    sink.close(RunStatus.FAILED)
+
+    client: Any = MlflowClient(server)
+    run = found(client, "abc123", "walker")
+    assert run.info.status == "FAILED"
+    assert history(client, run, "policy/kl") == [(1000, 0.01, 1_700_000_001_000), (2000, 0.02, 1_700_000_002_000)]

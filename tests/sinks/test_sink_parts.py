@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sink_runs import HISTOGRAM, METRICS, record, run_info
+
+from esper_telemetry.record import Histogram
+from esper_telemetry.sinks.histogram import by_tag, midpoints, quantile, with_at_most
+from esper_telemetry.sinks.layout import Chart, sections
+from esper_telemetry.sinks.mlflow_names import LegalNames, legal
+from esper_telemetry.sinks.plain import flattened, masked, plain
+from esper_telemetry.sinks.readme import metric_description, run_readme
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.0, 0.0), (0.25, 1.0), (0.5, 1.5), (0.75, 2.0), (1.0, 3.0)])
+def test_quantiles_are_linear_within_a_bin(share: float, value: float) -> None:
+    """Counts 1, 2, 1 between 0, 1, 2, 3: half of four lies in the middle of the second bin."""
+    assert quantile(HISTOGRAM, share) == value
+
+
+def test_an_empty_histogram_has_no_quantile() -> None:
+    assert quantile(Histogram((0.0, 1.0), (0.0,)), 0.5) is None
+
+
+def test_bins_are_joined_until_they_fit() -> None:
+    """Three bins in at most two: the first two joined, the last left over."""
+    assert with_at_most(2, HISTOGRAM) == Histogram((0.0, 2.0, 3.0), (3.0, 1.0))
+    assert with_at_most(3, HISTOGRAM) is HISTOGRAM
+    assert midpoints(HISTOGRAM) == [0.5, 1.5, 2.5]
+
+
+def test_a_histogram_never_takes_the_name_of_a_scalar() -> None:
+    assert set(by_tag(record(1, {"a/b": 1.0}, {"a/b": HISTOGRAM, "c": HISTOGRAM}))) == {"a/b_hist", "c"}
+
+
+def test_charts_hold_what_belongs_together_in_one_unit() -> None:
+    keys = ["policy/kl", "policy/kl_max", "policy/head/slot/kl", "policy/head/op/kl", "episode/return_mean", "my/key"]
+
+    dashboard = {section.question: section.charts for section in sections(keys, run_info())}
+
+    assert dashboard == {
+        "Is it learning?": (Chart("episode/return_mean [return]", ("episode/return_mean",)),),
+        "Is the policy moving too far?": (
+            Chart("policy/head/{head}/kl [nats]", ("policy/head/op/kl", "policy/head/slot/kl")),
+            Chart("policy/kl [nats]", ("policy/kl", "policy/kl_max")),
+        ),
+        "Your own: my": (Chart("my/key", ("my/key",)),),
+    }
+
+
+def test_every_key_stands_in_exactly_one_chart() -> None:
+    keys = [f"ret/{name}" for name in ("mean", "std", "p10", "p90")] + ["value/err/p05", "value/err/p95", "value/r2"]
+
+    shown = [key for section in sections(keys, run_info()) for chart in section.charts for key in chart.keys]
+
+    assert sorted(shown) == sorted(keys)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("policy/kl", "policy/kl"),
+        ("größe", "größe"),
+        ("ar@100", "ar_100"),
+        ("a//b", "a_b"),
+        ("../x", "x"),
+        ("/abs", "abs"),
+        ("", "_"),
+        ("k" * 300, "k" * 250),
+    ],
+)
+def test_names_become_such_as_mlflow_takes(name: str, expected: str) -> None:
+    assert legal(name) == expected
+
+
+def test_two_names_never_become_one_and_the_way_back_is_kept() -> None:
+    names = LegalNames()
+
+    assert [names["a@b"], names["a%b"], names["a_b"], names["a@b"]] == ["a_b", "a_b_2", "a_b_3", "a_b"]
+    assert names.changed == {"a_b": "a@b", "a_b_2": "a%b", "a_b_3": "a_b"}
+
+
+class Kind(enum.Enum):
+    FAST = 1
+
+
+@dataclass
+class Settings:
+    clip: float
+    path: Path
+
+
+def test_settings_become_plain_values() -> None:
+    config: dict[Any, Any] = {
+        "ppo": Settings(0.2, Path("a/b")),
+        "kind": Kind.FAST,
+        "sizes": (64, 64),
+        3: None,
+        "empty": {},
+    }
+
+    assert plain(config) == {
+        "ppo": {"clip": 0.2, "path": "a/b"},
+        "kind": "Kind.FAST",
+        "sizes": [64, 64],
+        "3": None,
+        "empty": {},
+    }
+    assert flattened(config) == {
+        "ppo.clip": 0.2,
+        "ppo.path": "a/b",
+        "kind": "Kind.FAST",
+        "sizes": "[64, 64]",
+        "3": None,
+        "empty": "{}",
+    }
+
+
+def test_passwords_in_addresses_are_masked() -> None:
+    assert (
+        masked("see http://me:se-cret@host:5000/a and sqlite:///b") == "see http://me:***@host:5000/a and sqlite:///b"
+    )
+
+
+def test_a_description_says_question_unit_and_bounds() -> None:
+    assert (
+        metric_description(METRICS["policy/kl"])
+        == "How far did the policy move? Unit: nats. Healthy: 0.002 to 0.02; Critical: &gt; 0.1."
+    )
+
+
+def test_the_page_of_a_run_cannot_be_broken_by_what_a_user_writes() -> None:
+    page = run_readme(run_info(Path("/r"), name="<b>", notes="a|b\n# c", config={"a|b": "<script>"}))
+
+    assert "<" not in page
+    assert "| a\\|b | &lt;script&gt; |" in page
+    assert "\n# c" not in page

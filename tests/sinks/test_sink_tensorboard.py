@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sink_runs import HISTOGRAM, record, run_info
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.hparams import metadata as hparams
+from tensorboard.plugins.hparams import plugin_data_pb2
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from esper_telemetry.record import RunStatus
+from esper_telemetry.sinks import Place, TensorBoardSink
+
+
+def read(directory: Path) -> Any:
+    accumulator = EventAccumulator(str(directory), size_guidance={"scalars": 0, "histograms": 0, "tensors": 0})
+    return accumulator.Reload()
+
+
+def scalars(directory: Path, tag: str) -> list[Any]:
+    return [(event.step, event.value) for event in read(directory).Scalars(tag)]
+
+
+@pytest.fixture
+def sink(tmp_path: Path) -> TensorBoardSink:
+    opened = TensorBoardSink()
+    opened.open(run_info(tmp_path))
+    return opened
+
+
+def test_every_number_is_read_back_at_its_environment_step(sink: TensorBoardSink, tmp_path: Path) -> None:
+    sink.write([record(1), record(2)])
+    sink.close(RunStatus.FINISHED)
+
+    directory = tmp_path / "tensorboard"
+    assert scalars(directory, "policy/kl") == [(1000, pytest.approx(0.01)), (2000, pytest.approx(0.02))]
+    assert scalars(directory, "axis/update") == [(1000, 1.0), (2000, 2.0)]
+    assert scalars(directory, "axis/gradient_step") == [(1000, 16.0), (2000, 32.0)]
+    assert [event.wall_time for event in read(directory).Scalars("policy/kl")] == [1_700_000_001.0, 1_700_000_002.0]
+
+
+def test_what_is_written_is_on_disk_before_the_run_is_closed(sink: TensorBoardSink, tmp_path: Path) -> None:
+    sink.write([record(1)])
+
+    assert scalars(tmp_path / "tensorboard", "policy/kl") == [(1000, pytest.approx(0.01))]
+
+
+def test_the_first_event_of_a_tag_says_what_the_number_means(sink: TensorBoardSink, tmp_path: Path) -> None:
+    sink.write([record(1)])
+
+    metadata = read(tmp_path / "tensorboard").SummaryMetadata("policy/kl")
+    assert metadata.summary_description.startswith("How far did the policy move? Unit: nats. Healthy: 0.002 to 0.02")
+    assert metadata.plugin_data.plugin_name == "scalars"
+
+
+def test_histograms_keep_our_bins(sink: TensorBoardSink, tmp_path: Path) -> None:
+    """Midpoints 0.5, 1.5, 2.5 with counts 1, 2, 1: the sum is 6, of squares 0.25 + 4.5 + 6.25."""
+    sink.write([record(1, {}, {"policy/ratio": HISTOGRAM})])
+
+    found = read(tmp_path / "tensorboard").Histograms("policy/ratio")[0].histogram_value
+    assert list(found.bucket_limit) == [1.0, 2.0, 3.0]
+    assert list(found.bucket) == [1.0, 2.0, 1.0]
+    assert (found.min, found.max, found.num, found.sum, found.sum_squares) == (0.0, 3.0, 4.0, 6.0, 11.0)
+
+
+def test_the_dashboard_grows_with_the_keys_that_appear(sink: TensorBoardSink, tmp_path: Path) -> None:
+    sink.write([record(1, {"policy/kl": 0.1}), record(2, {"policy/kl": 0.1}), record(3)])
+
+    layouts = read(tmp_path / "tensorboard").Tensors("custom_scalars__config__")
+    last = layout_pb2.Layout.FromString(layouts[-1].tensor_proto.string_val[0])
+    assert len(layouts) == 2
+    assert [category.title for category in last.category] == ["Is it learning?", "Is the policy moving too far?"]
+    assert [list(chart.multiline.tag) for chart in last.category[1].chart] == [["^policy/kl$"]]
+
+
+def test_a_page_says_what_the_run_is(sink: TensorBoardSink, tmp_path: Path) -> None:
+    page = read(tmp_path / "tensorboard").Tensors("run")[0].tensor_proto.string_val[0].decode()
+
+    assert page.startswith("# cartpole")
+    assert "| ppo.clip | 0.2 |" in page
+    assert str(tmp_path) in page
+
+
+@pytest.mark.parametrize(("status", "shown"), [(RunStatus.FINISHED, 1), (RunStatus.KILLED, 2)])
+def test_settings_and_status_stand_in_the_table_of_runs(
+    sink: TensorBoardSink, tmp_path: Path, status: RunStatus, shown: int
+) -> None:
+    sink.write([record(1)])
+    sink.close(status)
+
+    found = read(tmp_path / "tensorboard")
+    content = {
+        tag: plugin_data_pb2.HParamsPluginData.FromString(found.SummaryMetadata(tag).plugin_data.content)
+        for tag in (hparams.SESSION_START_INFO_TAG, hparams.SESSION_END_INFO_TAG, hparams.EXPERIMENT_TAG)
+    }
+    start = content[hparams.SESSION_START_INFO_TAG].session_start_info.hparams
+    assert start["ppo.clip"].number_value == 0.2
+    assert start["ppo.anneal"].bool_value is True
+    assert start["ppo.sizes"].string_value == "[64, 64]"
+    assert content[hparams.SESSION_END_INFO_TAG].session_end_info.status == shown
+    outcomes = [metric.name.tag for metric in content[hparams.EXPERIMENT_TAG].experiment.metric_infos]
+    assert outcomes == ["episode/return_mean", "policy/kl"]
+
+
+def test_a_run_that_goes_on_does_so_in_a_new_file_without_gaps_or_doubles(tmp_path: Path) -> None:
+    """The second part begins with update 2, which the first had written but not acknowledged."""
+    for part in ([record(1), record(2)], [record(2), record(3)]):
+        sink = TensorBoardSink()
+        sink.open(run_info(tmp_path))
+        sink.write(part)
+
+    assert [step for step, _ in scalars(tmp_path / "tensorboard", "policy/kl")] == [1000, 2000, 3000]
+
+
+def test_in_a_directory_of_somebody_elses_nothing_of_theirs_is_touched(tmp_path: Path) -> None:
+    """Theirs is at step 5000 when ours starts, and starts again, at step 1000."""
+    theirs = EventFileWriter(str(tmp_path))
+    theirs.add_event(Event(step=5000, summary=Summary(value=[Summary.Value(tag="theirs", simple_value=1.0)])))
+    theirs.close()
+    for _ in range(2):
+        sink = TensorBoardSink(tmp_path)
+        sink.open(run_info())
+        sink.write([record(1)])
+        sink.close(RunStatus.FINISHED)
+
+    assert scalars(tmp_path, "theirs") == [(5000, 1.0)]
+    assert scalars(tmp_path, "policy/kl")[0] == (1000, pytest.approx(0.01))
+    assert read(tmp_path).Tags()["tensors"] == ["run"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_after_a_full_disk_the_same_records_go_into_a_new_file(sink: TensorBoardSink, tmp_path: Path) -> None:
+    sink.write([record(1)])
+    size = max(path.stat().st_size for path in (tmp_path / "tensorboard").iterdir())
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        with pytest.raises(OSError):
+            sink.write([record(2)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    sink.write([record(2)])
+    assert scalars(tmp_path / "tensorboard", "policy/kl")[-1] == (2000, pytest.approx(0.02))
+
+
+def test_the_place_is_the_directory_and_the_command_that_shows_it(tmp_path: Path) -> None:
+    directory = tmp_path / "tensorboard"
+
+    assert TensorBoardSink().place(run_info(tmp_path)) == Place(str(directory), f"tensorboard --logdir {directory}")

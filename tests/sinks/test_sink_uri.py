@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sink_runs import record, run_info
+
+from esper_telemetry.record import Record, RunStatus
+from esper_telemetry.sinks import (
+    ConsoleSink,
+    FunctionSink,
+    MLflowSink,
+    PermanentSinkError,
+    Sink,
+    TensorBoardSink,
+    WandbSink,
+    as_sink,
+    known_sinks,
+    sink_from_uri,
+)
+from esper_telemetry.sinks import uri as uri_module
+from esper_telemetry.testing import MemorySink
+
+
+@pytest.mark.parametrize(
+    ("uri", "sink"),
+    [
+        ("console", ConsoleSink()),
+        ("tensorboard", TensorBoardSink()),
+        ("tensorboard:runs/a", TensorBoardSink("runs/a")),
+        ("wandb", WandbSink()),
+        ("wandb:walker?mode=offline", WandbSink(project="walker", mode="offline")),
+        ("wandb?mode=online", WandbSink(mode="online")),
+        ("mlflow", MLflowSink()),
+        ("mlflow:http://host:5000?experiment=walker", MLflowSink("http://host:5000", experiment="walker")),
+        ("mlflow:sqlite:////tmp/a.db", MLflowSink("sqlite:////tmp/a.db")),
+    ],
+)
+def test_a_uri_gives_the_sink_with_these_settings(uri: str, sink: Sink) -> None:
+    assert sink_from_uri(uri) == sink
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("tensorbord", "unknown sink 'tensorbord'; known sinks are console, mlflow, tensorboard, wandb"),
+        ("wandb?mood=offline", "sink wandb has no option 'mood': it knows mode"),
+        ("wandb?mode=sideways", "mode must be one of auto, online, offline, got 'sideways'"),
+        ("tensorboard:a?b=c", "sink tensorboard has no option 'b': it has none"),
+        ("console:loud", "sink console takes nothing after its name, got 'loud'"),
+    ],
+)
+def test_a_wrong_uri_is_one_sentence_with_the_offending_value(uri: str, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        sink_from_uri(uri)
+
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("make", [TensorBoardSink, WandbSink, MLflowSink, ConsoleSink])
+def test_a_missing_package_is_reported_when_the_sink_is_made(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("esper_telemetry.sinks.protocol.find_spec", lambda name: None)
+
+    with pytest.raises(ModuleNotFoundError, match=rf"{make.__name__} needs \w+: pip install 'esper-telemetry\[\w+\]'"):
+        make()
+
+
+@pytest.mark.parametrize("sink", [TensorBoardSink(), WandbSink(), MLflowSink()])
+def test_backends_run_in_the_child_process_and_so_can_be_pickled(sink: Any) -> None:
+    assert pickle.loads(pickle.dumps(sink)) == sink
+    assert not sink.in_process
+
+
+def test_the_name_of_a_sink_holds_no_password() -> None:
+    assert MLflowSink("http://me:secret@host:5000").name == "mlflow:http://me:***@host:5000"
+
+
+def test_a_function_is_a_sink_that_is_called_with_each_record() -> None:
+    seen: list[Record] = []
+
+    sink = as_sink(seen.append)
+    sink.open(run_info())
+    sink.write([record(1), record(2)])
+    sink.close(RunStatus.FINISHED)
+
+    assert isinstance(sink, FunctionSink)
+    assert [each.seq for each in seen] == [1, 2]
+
+
+def test_a_sink_stays_itself() -> None:
+    sink = MemorySink()
+
+    assert as_sink(sink) is sink
+
+
+@pytest.mark.parametrize(
+    ("thing", "message"),
+    [
+        (42, "a sink has open, write and close, or is callable, or is a URI; got 42"),
+        (TensorBoardSink, "a sink must be an object, got the class TensorBoardSink: write TensorBoardSink()"),
+    ],
+)
+def test_anything_else_is_no_sink(thing: object, message: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        as_sink(thing)
+
+    assert str(caught.value) == message
+
+
+class Greeter(MemorySink):
+    """A sink of somebody else's, made from what stands after its name."""
+
+    def __init__(self, greeting: str = "hello") -> None:
+        super().__init__(name=greeting)
+
+
+def shout(record: Record) -> None:
+    """A function of somebody else's."""
+
+
+@pytest.fixture
+def plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [EntryPoint(name, f"{__name__}:{target}", uri_module.GROUP) for name, target in PLUGINS.items()]
+    monkeypatch.setattr(uri_module, "entry_points", lambda group: entries)
+
+
+PLUGINS = {"greeter": "Greeter", "shout": "shout"}
+
+
+@pytest.mark.usefixtures("plugins")
+def test_an_entry_point_may_be_a_class_or_a_function() -> None:
+    assert sink_from_uri("greeter") == Greeter()
+    assert sink_from_uri("greeter:hi") == Greeter("hi")
+    assert sink_from_uri("shout") == FunctionSink(shout)
+    with pytest.raises(ValueError, match="sink shout is a function and takes nothing after its name, got 'x'"):
+        sink_from_uri("shout:x")
+
+
+@pytest.mark.usefixtures("plugins")
+def test_bundled_sinks_are_known_where_the_package_is_not_installed() -> None:
+    assert set(known_sinks()) == {"console", "tensorboard", "wandb", "mlflow", "greeter", "shout"}
+
+
+@pytest.mark.parametrize("sink", [TensorBoardSink(), WandbSink(), MLflowSink()])
+def test_a_run_without_directory_needs_a_place_in_the_settings(sink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+    with pytest.raises(PermanentSinkError, match=r"has nowhere to write, as run 'cartpole' has no run directory: give"):
+        sink.open(run_info(None))
+
+
+def test_importing_the_sinks_imports_no_backend() -> None:
+    code = (
+        "import sys, esper_telemetry.sinks, esper_telemetry.testing;"
+        "print({'torch', 'wandb', 'mlflow', 'tensorboard', 'rich'} & set(sys.modules))"
+    )
+    root = Path(__file__).parents[2]
+
+    printed = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+
+    assert printed.stdout.strip() == "set()"

@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandb
+from sink_runs import HISTOGRAM, record, run_info
+
+from esper_telemetry.record import RunStatus
+from esper_telemetry.sinks import PermanentSinkError, WandbSink
+from esper_telemetry.sinks.wandb_joined import PATIENCE
+
+AXES = ("axis/update", "axis/env_step", "axis/gradient_step", "axis/wall_time")
+
+
+@pytest.fixture(autouse=True)
+def no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which nobody has logged in."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "no-config"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def teardown() -> Iterator[None]:
+    yield
+    wandb.teardown()
+
+
+def inspect(directory: Path) -> list[dict[str, Any]]:
+    """Everything in the offline run, once its end is on disk."""
+    (file,) = (directory / "wandb").glob("offline-run-*/run-*.wandb")
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        entries = read(file)
+        if any(entry["type"] == "exit" for entry in entries):
+            return entries
+        time.sleep(0.1)
+    raise TimeoutError(f"no end of the run in {file}")
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", str(file)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [json.loads(line) for line in printed.splitlines()]
+
+
+def of_type(entries: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [entry[kind] for entry in entries if entry["type"] == kind]
+
+
+def rows(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [entry["item"] for entry in of_type(entries, "history")]
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """One offline run of three updates that failed, read back."""
+    directory = tmp_path_factory.mktemp("offline")
+    sink = WandbSink(project="walker", mode="offline")
+    sink.open(run_info(directory))
+    sink.write([record(1), record(2)])
+    sink.write([record(3, {"my_number": 1.0, "policy/kl": 0.5}, {"policy/ratio": HISTOGRAM})])
+    sink.close(RunStatus.FAILED)
+    return inspect(directory)
+
+
+def test_every_record_is_a_row_with_all_axes(offline: list[dict[str, Any]]) -> None:
+    history = rows(offline)
+
+    assert [row["policy/kl"] for row in history] == [0.01, 0.02, 0.5]
+    assert [[row[axis] for axis in AXES] for row in history] == [
+        [update, update * 1000, update * 16, 1_700_000_000 + update] for update in (1, 2, 3)
+    ]
+    assert [row["_step"] for row in history] == [0, 1, 2]
+
+
+def test_histograms_keep_our_bins(offline: list[dict[str, Any]]) -> None:
+    row = rows(offline)[2]
+
+    assert row["policy/ratio._type"] == "histogram"
+    assert row["policy/ratio.bins"] == [0, 1, 2, 3]
+    assert row["policy/ratio.values"] == [1, 2, 1]
+
+
+def test_returns_are_drawn_over_steps_and_the_policy_over_updates(offline: list[dict[str, Any]]) -> None:
+    metrics = [metric for metric in of_type(offline, "metric") if "step_metric" in metric]
+
+    assert {metric.get("glob_name") or metric["name"]: metric["step_metric"] for metric in metrics} == {
+        "episode/*": "axis/env_step",
+        "policy/*": "axis/update",
+        "my_number": "axis/update",
+    }
+
+
+def test_the_run_has_its_name_settings_and_exit_code(offline: list[dict[str, Any]]) -> None:
+    run = of_type(offline, "run")[0]
+
+    assert (run["run_id"], run["project"], run["display_name"]) == ("abc123", "walker", "cartpole")
+    assert run["config"]["update"]["ppo"] == {"clip": 0.2, "sizes": [64, 64], "anneal": True}
+    assert (run["tags"], run["notes"]) == (["demo"], "first try")
+    assert of_type(offline, "exit") == [{"exit_code": 1}]
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Iterator[Any]:
+    """A run that a user has open."""
+    run = wandb.init(mode="offline", dir=str(tmp_path), settings=wandb.Settings(silent=True, console="off"))
+    yield run
+    run.finish()
+
+
+def joined(run: Any) -> WandbSink:
+    sink = WandbSink(run=run)
+    sink.open(run_info(run_id="ours"))
+    return sink
+
+
+def shown(entries: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
+    """What each row has of theirs and of ours."""
+    return [(row.get("loss"), row.get("axis/update")) for row in rows(entries)]
+
+
+def test_rows_of_an_owner_who_passes_steps_are_never_lost(theirs: Any, tmp_path: Path, caplog: Any) -> None:
+    """The owner logs updates 1, 4 and 5, twice each, with consecutive steps; of ours in between the newest stays."""
+    sink = joined(theirs)
+    for update in range(1, 7):
+        if update in (1, 4, 5):
+            theirs.log({"loss": update}, step=update)
+        sink.write([record(update, {"policy/kl": update, f"perf/only_{update}": 1.0})])
+        if update in (1, 4, 5):
+            theirs.log({"again": update}, step=update)
+    sink.close(RunStatus.FINISHED)
+    theirs.finish()
+
+    entries = inspect(tmp_path)
+    assert shown(entries) == [(1, 3), (4, 4), (5, 6)]
+    assert [row["again"] for row in rows(entries)] == [1, 4, 5]
+    assert rows(entries)[0].get("perf/only_1") is None
+    assert sum("only the newest is shown" in entry.getMessage() for entry in caplog.records) == 1
+
+
+def test_an_owner_who_passes_no_steps_gets_rows_in_between(theirs: Any, tmp_path: Path) -> None:
+    """The first record waits for the owner's first call, which shows how the owner counts."""
+    sink = joined(theirs)
+    for update in (1, 2):
+        sink.write([record(update)])
+        theirs.log({"loss": update})
+    sink.write([record(3), record(4)])
+    sink.close(RunStatus.FINISHED)
+    theirs.finish()
+
+    assert shown(inspect(tmp_path)) == [(1, None), (None, 1), (None, 2), (2, None), (None, 3), (None, 4)]
+
+
+def test_a_row_that_its_owner_fills_in_two_calls_is_not_torn(theirs: Any, tmp_path: Path) -> None:
+    sink = joined(theirs)
+    for update in (1, 2):
+        theirs.log({"loss": update}, commit=False)
+        sink.write([record(update)])
+        theirs.log({"again": update})
+    sink.close(RunStatus.FINISHED)
+    theirs.finish()
+
+    entries = inspect(tmp_path)
+    assert shown(entries) == [(1, 1), (2, 2)]
+    assert [row["again"] for row in rows(entries)] == [1, 2]
+
+
+def test_steps_are_seen_through_the_module_too(theirs: Any, tmp_path: Path) -> None:
+    sink = joined(theirs)
+    for update in (1, 2):
+        wandb.log({"loss": update}, step=100 * update)
+        sink.write([record(update)])
+    sink.close(RunStatus.FINISHED)
+    theirs.finish()
+
+    assert shown(inspect(tmp_path)) == [(1, 1), (2, 2)]
+
+
+def test_an_owner_who_never_logs_gets_a_row_per_record(theirs: Any, tmp_path: Path) -> None:
+    sink = joined(theirs)
+    for update in range(1, PATIENCE + 4):
+        sink.write([record(update)])
+    sink.close(RunStatus.FINISHED)
+    theirs.finish()
+
+    assert [update for _, update in shown(inspect(tmp_path))] == list(range(1, PATIENCE + 4))
+
+
+def test_the_first_step_of_an_owner_who_comes_late_is_kept(theirs: Any, tmp_path: Path) -> None:
+    """Three records wait until the owner's first call shows that steps are passed; the newest joins it."""
+    sink = joined(theirs)
+    sink.write([record(1), record(2), record(3)])
+    theirs.log({"loss": 0}, step=0)
+    sink.write([record(4)])
+    theirs.log({"loss": 1}, step=1)
+    sink.close(RunStatus.FINISHED)
+    theirs.finish()
+
+    assert shown(inspect(tmp_path)) == [(0, 4), (1, None)]
+
+
+def test_a_joined_run_stays_open_as_it_was(theirs: Any, tmp_path: Path) -> None:
+    sink = joined(theirs)
+    assert (sink.in_process, sink.name) == (True, f"wandb:run/{theirs.id}")
+    sink.write([record(1)])
+    sink.close(RunStatus.FAILED)
+
+    theirs.log({"loss": 1})
+    theirs.finish()
+
+    entries = inspect(tmp_path)
+    assert of_type(entries, "exit") == [{"exit_code": 0}]
+    assert not any("glob_name" in metric for metric in of_type(entries, "metric"))
+    assert [config["update"]["esper_telemetry"]["run_id"] for config in of_type(entries, "config")] == ["ours"]
+
+
+def test_a_run_that_its_owner_has_ended_takes_no_more(theirs: Any) -> None:
+    sink = joined(theirs)
+    theirs.finish()
+
+    with pytest.raises(PermanentSinkError, match="the W&B run takes no more rows"):
+        sink.write([record(1)])
+
+
+KILL_CORE = """
+import os, pathlib, signal, sys, time
+from sink_runs import record, run_info
+from esper_telemetry.record import RunStatus
+from esper_telemetry.sinks import DeadClientError, WandbSink
+
+sink = WandbSink(mode="offline")
+sink.prepare_child()
+sink.open(run_info(pathlib.Path(sys.argv[1])))
+ours = f"PPid:\\t{os.getpid()}\\n"
+children = [path.parent for path in pathlib.Path("/proc").glob("[0-9]*/status") if ours in path.read_text()]
+(core,) = [path for path in children if b"wandb-core" in (path / "cmdline").read_bytes()]
+os.kill(int(core.name), signal.SIGKILL)
+
+def attempt(action):
+    try:
+        action()
+    except DeadClientError as error:
+        return str(error).split(":")[0]
+
+for update in range(1, 100):  # the first row after the death may still go into the socket
+    said = attempt(lambda: sink.write([record(update)]))
+    if said:
+        break
+    time.sleep(0.1)
+print(said, attempt(lambda: sink.close(RunStatus.FINISHED)), sep="\\n")
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="finds the client's process in /proc")
+def test_a_dead_client_process_is_told_apart(tmp_path: Path) -> None:
+    """In a process of its own, as W&B is beyond use in one whose client has died.
+
+    That process is told of a client process of somebody else's, which a sink in a child process does not use.
+    """
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    command = [sys.executable, "-c", KILL_CORE, str(tmp_path)]
+
+    environment = {**os.environ, "PYTHONPATH": path, "WANDB_SERVICE": "3-1-unix-/nowhere/socket"}
+
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    assert done.stdout.splitlines() == ["the W&B client process is gone"] * 2
+
+
+class FakeInit:
+    """Stands in for `wandb.init` where a real one would need a network or a full disk."""
+
+    def __init__(self, fails: Callable[[dict[str, Any]], bool], sync_dir: Path) -> None:
+        self.fails = fails
+        self.calls: list[dict[str, Any]] = []
+        self.settings = type("Settings", (), {"sync_dir": str(sync_dir)})
+
+    def __call__(self, **settings: Any) -> Any:
+        self.calls.append(settings)
+        if self.fails(settings):
+            raise wandb.errors.CommError("no route to host")
+        return self
+
+    def teardown(self) -> None:
+        """Stands in for the end of the client's process, which other tests still use."""
+
+    def define_metric(self, *names: str, **settings: str) -> None:
+        """Nothing to define."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "key", "modes"),
+    [("auto", False, ["offline"]), ("auto", True, ["online"]), ("online", False, ["online"])],
+)
+def test_without_a_key_the_run_is_offline(
+    mode: str, key: bool, modes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init = FakeInit(lambda settings: False, tmp_path / "wandb")
+    monkeypatch.setattr(wandb, "init", init)
+    if key:
+        monkeypatch.setattr(wandb, "login", lambda **settings: True)  # a real one would ask the server for the name
+
+    WandbSink(mode=mode).open(run_info(tmp_path))
+
+    assert [call["mode"] for call in init.calls] == modes
+
+
+def test_without_a_server_the_run_is_offline_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    init = FakeInit(lambda settings: settings["mode"] == "online", tmp_path / "wandb")
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "teardown", init.teardown)
+
+    WandbSink(mode="online").open(run_info(tmp_path))
+
+    assert [(call["mode"], call["id"]) for call in init.calls] == [("online", "abc123"), ("offline", "abc123")]
+    assert "W&B cannot be reached (CommError: no route to host); the run is kept offline" in caplog.text
+
+
+def test_a_run_that_lands_elsewhere_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(wandb, "init", FakeInit(lambda settings: False, Path("/elsewhere/wandb")))
+    caplog.set_level(logging.WARNING)
+
+    WandbSink(mode="offline").open(run_info(tmp_path / "run"))
+
+    assert f"W&B cannot write to {tmp_path / 'run'} and keeps the run in /elsewhere/wandb" in caplog.text

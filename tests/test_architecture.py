@@ -1,0 +1,101 @@
+"""Who may import whom, and what importing the package must not cost: the house of docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "esper_telemetry"
+
+CORE = {"record", "metric", "derived", "reduction", "layout", "group", "ops"}
+ALLOWED: dict[str, set[str]] = {
+    "record": set(),
+    "hooks": set(),
+    "events": set(),
+    "ops": set(),
+    "clock": set(),
+    "metric": {"record"},
+    "derived": {"record", "metric"},
+    "reduction": set(),
+    "layout": {"record", "metric", "reduction"},
+    "group": {"record", "metric", "reduction", "layout"},
+    "window": {"record", "metric", "reduction", "layout", "group"},
+    "metrics": CORE,
+    "series": {"record", "metric", "derived"},
+    "catalogue": CORE | {"metrics", "series"},
+    "journal": {"record"},
+    "sinks": {"record"},
+    "relay": {"record", "journal", "sinks"},
+    "recorder": CORE | {"catalogue", "journal", "relay", "sinks"},
+    "telemetry": CORE | {"metrics", "series", "recorder", "relay", "sinks", "window", "clock"},
+    "wiring": CORE | {"telemetry", "metrics", "events", "hooks"},
+    "environments": set(),
+    "ppo": {"environments", "ops", "hooks", "events"},
+    "testing": {"record", "sinks"},
+}
+"""Of ours, what each module or package may import besides itself; `cli` and `commands` may import everything."""
+
+FREE = {"__init__", "__main__", "cli", "commands"}
+WITHOUT_TORCH = ("record", "metric", "series", "journal", "sinks", "relay", "testing")
+
+
+def imports() -> Iterator[tuple[str, str]]:
+    """(importing module, imported module), both by the first name below the package."""
+    for path in PACKAGE.rglob("*.py"):
+        importer = path.relative_to(PACKAGE).with_suffix("").parts[0]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for name in _imported(node):
+                yield importer, name
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module == "esper_telemetry":
+        return [f"esper_telemetry.{alias.name}" for alias in node.names]
+    return [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+
+
+def test_every_module_has_its_place() -> None:
+    modules = {
+        path.stem if path.is_file() else path.name for path in PACKAGE.iterdir() if not path.name.startswith("_")
+    }
+
+    assert modules - {"py"} <= set(ALLOWED) | FREE
+
+
+def test_modules_import_only_what_lies_below_them() -> None:
+    wrong = [
+        f"{importer} imports {name}"
+        for importer, name in imports()
+        if name.startswith("esper_telemetry.") and importer not in FREE
+        if name.split(".")[1] not in ALLOWED[importer] | {importer}
+    ]
+
+    assert wrong == []
+
+
+def test_no_module_imports_the_package_itself() -> None:
+    assert [importer for importer, name in imports() if name == "esper_telemetry"] == []
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_the_sinks_process_needs_no_torch(module: str) -> None:
+    assert "torch" not in _loaded_by(f"import esper_telemetry.{module}")
+
+
+def test_importing_telemetry_imports_no_backend() -> None:
+    loaded = _loaded_by("from esper_telemetry import Telemetry, TensorBoardSink, WandbSink, MLflowSink, attach")
+
+    assert loaded.isdisjoint({"wandb", "mlflow", "tensorboard", "gymnasium", "rich", "tyro", "pandas"})
+
+
+def _loaded_by(statement: str) -> set[str]:
+    code = f"{statement}\nimport sys\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())

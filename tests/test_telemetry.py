@@ -1,0 +1,228 @@
+"""Telemetry: what is observed becomes one record per flush, once, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from esper_telemetry import Level, Max, Mean, Metric, MetricGroup, Record, RunStatus, Telemetry, read_run, reports
+from esper_telemetry.testing import FailingSink, MemorySink
+
+
+@dataclass(frozen=True, slots=True)
+class Curiosity(MetricGroup):
+    bonus: Mean | torch.Tensor | None = reports(
+        Metric(key="curiosity/bonus", unit="reward", question="How much does novelty pay?"),
+        Metric(key="curiosity/bonus_max", unit="reward", question="At most?", over="max"),
+    )
+    peak: Max | None = reports(
+        Metric(key="curiosity/peak", unit="reward", question="The largest?", level=Level.DEBUG),
+    )
+
+
+def values_of(run_dir: Path, update: int = -1) -> dict[str, float]:
+    return dict(read_run(run_dir).records[update].values)
+
+
+def test_observed_groups_and_logged_numbers_become_one_record(tmp_path: Path) -> None:
+    with Telemetry(run_dir=tmp_path / "run") as telemetry:
+        telemetry.observe(Curiosity(bonus=torch.tensor(1.0)))
+        telemetry.observe(Curiosity(bonus=torch.tensor(3.0)))
+        telemetry.log({"my/schedule": 0.3})
+        telemetry.flush(env_step=64)
+
+    run = read_run(tmp_path / "run")
+    record = run.records[0]
+    assert len(run.records) == 1
+    assert {key: record.values[key] for key in ("curiosity/bonus", "curiosity/bonus_max", "my/schedule")} == {
+        "curiosity/bonus": 2.0,
+        "curiosity/bonus_max": 3.0,
+        "my/schedule": 0.3,
+    }
+    assert (record.axes.update, record.axes.env_step, record.axes.gradient_step) == (1, 64, 2)
+
+
+def test_a_record_is_in_every_sink(tmp_path: Path) -> None:
+    memory = MemorySink()
+    seen: list[Record] = []
+    with Telemetry([memory, seen.append], run_dir=tmp_path / "run") as telemetry:
+        for update in range(3):
+            telemetry.log({"a/b": float(update)})
+            telemetry.flush(env_step=update)
+
+    assert [record.values["a/b"] for record in memory.records] == [0.0, 1.0, 2.0]
+    assert [record.values["a/b"] for record in seen] == [0.0, 1.0, 2.0]
+    assert memory.statuses == [RunStatus.FINISHED]
+
+
+def test_without_a_directory_everything_stays_in_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    memory = MemorySink()
+    with Telemetry([memory], run_dir=None) as telemetry:
+        telemetry.log({"a/b": 1.0})
+        telemetry.flush(env_step=1)
+
+    assert [record.values["a/b"] for record in memory.records] == [1.0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_telemetries_live_side_by_side(tmp_path: Path) -> None:
+    with Telemetry(run_dir=tmp_path / "a") as a, Telemetry(run_dir=tmp_path / "b") as b:
+        a.log({"x/y": 1.0})
+        b.log({"x/y": 2.0})
+        b.flush(env_step=1)
+        a.flush(env_step=1)
+
+    assert values_of(tmp_path / "a")["x/y"] == 1.0
+    assert values_of(tmp_path / "b")["x/y"] == 2.0
+
+
+def test_a_level_leaves_out_what_lies_above_it(tmp_path: Path) -> None:
+    group = Curiosity(bonus=torch.tensor(1.0), peak=Max(torch.tensor(2.0)))
+    for level in ("normal", "DEBUG"):
+        with Telemetry(run_dir=tmp_path / level, level=level) as telemetry:
+            telemetry.observe(group)
+            telemetry.flush(env_step=1)
+
+    assert "curiosity/peak" not in values_of(tmp_path / "normal")
+    assert values_of(tmp_path / "DEBUG")["curiosity/peak"] == 2.0
+
+
+def test_off_does_and_leaves_nothing(tmp_path: Path) -> None:
+    with Telemetry(["no such sink"], run_dir=tmp_path / "run", level="off") as telemetry:
+        telemetry.observe(Curiosity(bonus=torch.tensor(1.0)))
+        telemetry.flush(env_step=1)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_logged_number_that_is_not_finite_is_counted(tmp_path: Path) -> None:
+    with Telemetry(run_dir=tmp_path / "run") as telemetry:
+        telemetry.log({"a/b": math.nan, "a/c": 1.0})
+        telemetry.flush(env_step=1)
+
+    values = values_of(tmp_path / "run")
+    assert "a/b" not in values
+    assert values["a/b_nonfinite"] == 1.0
+
+
+def test_step_overrides_the_count_under_gradient_accumulation(tmp_path: Path) -> None:
+    with Telemetry(run_dir=tmp_path / "run") as telemetry:
+        for micro_batch in range(4):
+            telemetry.observe(Curiosity(bonus=torch.tensor(1.0)), step=micro_batch // 2)
+        telemetry.flush(env_step=1)
+
+    assert read_run(tmp_path / "run").records[0].axes.gradient_step == 2
+
+
+def test_a_group_of_user_code_is_described_in_the_journal(tmp_path: Path) -> None:
+    with Telemetry(run_dir=tmp_path / "run") as telemetry:
+        telemetry.observe(Curiosity(bonus=torch.tensor(1.0)))
+        telemetry.flush(env_step=1)
+
+    info = read_run(tmp_path / "run").info.describe("curiosity/bonus")
+    assert info is not None
+    assert info.question == "How much does novelty pay?"
+
+
+def test_an_exception_flushes_what_is_open_and_ends_the_run_as_failed(tmp_path: Path) -> None:
+    memory = MemorySink()
+    with pytest.raises(RuntimeError, match="boom"), Telemetry([memory], run_dir=tmp_path / "run") as telemetry:
+        telemetry.suspects(lambda: [("weights", torch.ones(2)), ("rewards", torch.tensor([[0.0, math.nan]]))])
+        telemetry.log({"a/b": 1.0})
+        raise RuntimeError("boom")
+
+    run = read_run(tmp_path / "run")
+    failure = next(event for event in run.events if event.type == "failure")
+    assert run.records[-1].partial
+    assert run.status is RunStatus.FAILED
+    assert failure.data["first_nonfinite"] == "rewards[0, 1] = nan"
+    assert memory.statuses == [RunStatus.FAILED]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(KeyboardInterrupt(), "interrupted"), (SystemExit(0), "finished"), (SystemExit(3), "failed")],
+)
+def test_the_status_tells_how_the_block_was_left(tmp_path: Path, error: BaseException, status: str) -> None:
+    with pytest.raises(type(error)), Telemetry(run_dir=tmp_path / "run"):
+        raise error
+
+    assert read_run(tmp_path / "run").status == status
+
+
+def test_a_directory_with_a_journal_is_refused(tmp_path: Path) -> None:
+    Telemetry(run_dir=tmp_path / "run").close()
+
+    with pytest.raises(FileExistsError, match=str(tmp_path / "run")):
+        Telemetry(run_dir=tmp_path / "run")
+
+
+@pytest.mark.parametrize(("argument", "text"), [({"level": "loud"}, "'loud'"), ({"sinks": ["nosuch"]}, "'nosuch'")])
+def test_wrong_arguments_create_nothing(tmp_path: Path, argument: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Telemetry(run_dir=tmp_path / "run", **argument)  # type: ignore[arg-type]  # the wrong argument is the point
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_closing_twice_and_using_it_afterwards_do_nothing(tmp_path: Path) -> None:
+    telemetry = Telemetry(run_dir=tmp_path / "run")
+    telemetry.close()
+    telemetry.close()
+    telemetry.log({"a/b": 1.0})
+    telemetry.flush(env_step=1)
+
+    assert read_run(tmp_path / "run").records == ()
+
+
+def test_a_failing_and_a_hanging_sink_cost_training_nothing(tmp_path: Path) -> None:
+    memory = MemorySink()
+    sinks = [FailingSink(fail_in={"write"}), FailingSink(fail_in={"write"}, hang_seconds=60), memory]
+    telemetry = Telemetry(sinks, run_dir=tmp_path / "run", close_timeout=1.0)
+    start = time.monotonic()
+    for update in range(20):
+        telemetry.log({"a/b": float(update)})
+        telemetry.flush(env_step=update)
+    flushed = time.monotonic()
+    report = telemetry.close()
+
+    assert flushed - start < 1.0
+    assert time.monotonic() - flushed < 3.0
+    assert len(memory.records) == 20
+    assert report is not None
+    assert not report.complete
+
+
+def test_a_forked_copy_writes_nothing(tmp_path: Path) -> None:
+    telemetry = Telemetry(run_dir=tmp_path / "run")
+    telemetry.log({"a/b": 1.0})
+    child = os.fork()
+    if child == 0:
+        telemetry.flush(env_step=1)
+        telemetry.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    telemetry.flush(env_step=1)
+    telemetry.close()
+
+    assert len(read_run(tmp_path / "run").records) == 1
+
+
+def test_the_journal_is_strict_json(tmp_path: Path) -> None:
+    with Telemetry(run_dir=tmp_path / "run", config={"path": tmp_path, "bad": math.inf}) as telemetry:
+        telemetry.observe(Curiosity(bonus=torch.tensor(math.inf)))
+        telemetry.flush(env_step=1)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=refuse)

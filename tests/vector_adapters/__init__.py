@@ -1,0 +1,35 @@
+"""One table from metric keys, or the beginnings of formulas where a case has no key, to adapters from inputs to values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from vector_adapters import data, gradients, policy, series, values
+
+Adapter = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+BY_KEY: dict[str, Adapter] = {
+    **policy.ADAPTERS,
+    **data.ADAPTERS,
+    **values.ADAPTERS,
+    **gradients.ADAPTERS,
+    **series.ADAPTERS,
+}
+BY_FORMULA: dict[str, Adapter] = {**data.FORMULA_ADAPTERS, **series.FORMULA_ADAPTERS}
+
+
+def adapters_of(case: Mapping[str, Any]) -> list[Adapter]:
+    """What computes the case's values: by its formula where that is listed, by its metric keys otherwise; each once."""
+    by_formula = [adapter for start, adapter in BY_FORMULA.items() if case["formula"].startswith(start)]
+    found = by_formula or [BY_KEY[key] for key in case["metric_keys"] if key in BY_KEY]
+    return list(dict.fromkeys(found))
+
+
+def uncovered(case: Mapping[str, Any]) -> Iterator[str]:
+    """The keys of a case, or its formula where it has none, that no adapter computes."""
+    if adapters_of(case) and all(key in BY_KEY for key in case["metric_keys"]):
+        return
+    if any(case["formula"].startswith(start) for start in BY_FORMULA):
+        return
+    yield from [key for key in case["metric_keys"] if key not in BY_KEY] or [case["formula"]]

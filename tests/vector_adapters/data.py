@@ -1,0 +1,161 @@
+"""From the inputs of a reference case to the values of advantages, returns, rewards, losses, episodes and integrity."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.metrics.advantages import advantage_stats, normalized_advantage_stats
+from esper_telemetry.metrics.episodes import episode_stats
+from esper_telemetry.metrics.integrity import gae_identity, mask_violation
+from esper_telemetry.metrics.losses import ppo_losses
+from esper_telemetry.metrics.normalizer import normalizer_clipping, normalizer_drift
+from esper_telemetry.metrics.returns import return_stats
+from esper_telemetry.metrics.rewards import reward_stats
+from esper_telemetry.metrics.temporal_difference import td_errors
+from esper_telemetry.ppo.rollout import Rollout
+from esper_telemetry.ppo.steps import generalized_advantages
+from esper_telemetry.series.advantages import advantage_scale
+from vector_adapters.inputs import Inputs, Values, floats, mask, masks
+
+
+def raw_advantages(inputs: Inputs) -> Values:
+    """A1, and the flag of A2."""
+    values = advantage_stats(floats(inputs["advantages"]), valid=mask(inputs)).values()
+    scale = advantage_scale(*(values.get(f"adv/raw/{name}") for name in ("mean", "std", "min", "max")))
+    return {**values, **scale.values()}
+
+
+def used_advantages(inputs: Inputs) -> Values:
+    """A2 and A3."""
+    if "advantages_norm" in inputs:
+        return normalized_advantage_stats(floats(inputs["advantages_norm"]), valid=mask(inputs)).values()
+    raw = floats(inputs["advantages"])
+    used = (raw - raw.mean()) / (raw.std(correction=inputs["correction"]) + inputs["eps"])
+    return normalized_advantage_stats(used, raw).values()
+
+
+def returns(inputs: Inputs) -> Values:
+    """A6, returns."""
+    return return_stats(floats(inputs["returns"]), valid=mask(inputs)).values()
+
+
+def rewards(inputs: Inputs) -> Values:
+    """A6, rewards."""
+    return reward_stats(floats(inputs["rewards"]), valid=mask(inputs)).values()
+
+
+def normalizer(inputs: Inputs) -> Values:
+    """A7."""
+    which = inputs["which"]
+    if "normalised" in inputs:
+        return normalizer_clipping(which, floats(inputs["normalised"]), clip=inputs["clip"]).values()
+    return normalizer_drift(
+        which, *(floats(inputs[name]) for name in ("mean", "std", "mean_prev", "std_prev"))
+    ).values()
+
+
+def following_values(inputs: Inputs) -> Tensor:
+    """V of the state after each step: 0 after termination, V of the final observation after truncation."""
+    values, bootstrap = floats(inputs["values"]), floats(inputs["bootstrap"])
+    after = torch.cat([values[1:], bootstrap[None]])
+    if "truncations" in inputs:
+        after = torch.where(floats(inputs["truncations"]) > 0, floats(inputs["final_values"]), after)
+    return torch.where(floats(inputs["dones"]) > 0, 0.0, after)
+
+
+def gae(inputs: Inputs) -> Values:
+    """A4 and V5; advantages and returns as the trainer computes them, where the case does not give them."""
+    values, valid = floats(inputs["values"]), mask(inputs)
+    if "advantages" in inputs:
+        return gae_identity(floats(inputs["advantages"]), values, floats(inputs["returns"]), valid=valid).values()
+    after = following_values(inputs)
+    advantages = generalized_advantages(_rollout(inputs, values, after), inputs["gamma"], inputs["lam"])
+    errors = td_errors(floats(inputs["rewards"]), values, after, gamma=inputs["gamma"], valid=valid)
+    identity = gae_identity(advantages, values, advantages + values, valid=valid)
+    computed = {"aux:advantages": advantages.tolist(), "aux:returns": (advantages + values).tolist()}
+    return {**errors.values(), **identity.values(), **computed}
+
+
+def _rollout(inputs: Inputs, values: Tensor, after: Tensor) -> Rollout:
+    terminated = floats(inputs["dones"]) > 0
+    ended = terminated | (floats(inputs["truncations"]) > 0) if "truncations" in inputs else terminated
+    return Rollout(
+        observations=values,
+        actions={},
+        log_probs=values,
+        rewards=floats(inputs["rewards"]),
+        values=values,
+        next_values=after,
+        ended=ended,
+        terminated=terminated,
+        valid=None,
+        transitions=values.numel(),
+    )
+
+
+def forbidden(inputs: Inputs) -> Values:
+    """Actions against their masks."""
+    actions = {head: torch.tensor(value) for head, value in inputs["head_actions"].items()}
+    allowed, relevant = masks(inputs, "head_action_mask"), masks(inputs, "head_mask")
+    return mask_violation(actions, allowed, relevant=relevant).values()
+
+
+def losses(inputs: Inputs) -> Values:
+    """The terms of the loss."""
+    names = ("logratio", "advantages_norm", "values", "returns", "entropy")
+    return ppo_losses(
+        *(floats(inputs[name]) for name in names),
+        clip=inputs["clip_eps"],
+        value_coef=inputs["vf_coef"],
+        entropy_coef=inputs["ent_coef"],
+    ).values()
+
+
+def episodes(inputs: Inputs) -> Values:
+    """Finished episodes."""
+    return episode_stats(inputs["episode_returns"], inputs["episode_lengths"]).values()
+
+
+ADAPTERS = {
+    **{
+        f"adv/raw/{name}": raw_advantages
+        for name in [
+            "mean",
+            "mean_nonfinite",
+            "std",
+            "min",
+            "max",
+            "skew",
+            "kurtosis",
+            "pos_frac",
+            "p05",
+            "p95",
+            "absmax_over_std",
+        ]
+    },
+    "adv/std_floored": raw_advantages,
+    "adv/norm/mean": used_advantages,
+    "adv/norm/std": used_advantages,
+    "adv/participation": used_advantages,
+    "adv/sign_flip_frac": used_advantages,
+    "integrity/adv_norm": used_advantages,
+    **{f"ret/{name}": returns for name in ["mean", "std", "min", "max", "skew", "p10", "p50", "p90"]},
+    **{f"reward/{name}": rewards for name in ["mean", "std", "absmax", "zero_frac", "nonfinite"]},
+    "norm/obs/drift": normalizer,
+    "norm/ret/drift": normalizer,
+    "norm/obs/clip_frac": normalizer,
+    "norm/ret/clip_frac": normalizer,
+    "integrity/gae_identity": gae,
+    **{f"value/td/{name}": gae for name in ["mean", "std", "absmean"]},
+    "integrity/mask_violation": forbidden,
+    **{f"loss/{name}": losses for name in ["policy", "value", "entropy", "total"]},
+    **{
+        f"episode/{name}": episodes
+        for name in ["return_mean", "return_std", "return_min", "return_max", "length_mean", "count"]
+    },
+}
+"""By metric key."""
+
+FORMULA_ADAPTERS = {"A4: a truncated step": gae}
+"""By the beginning of the formula, where a case has no key."""

@@ -1,0 +1,174 @@
+"""From the inputs of a reference case to the values of the policy's metrics."""
+
+from __future__ import annotations
+
+import torch
+
+from esper_telemetry.metrics.actions import action_shift, greedy_agreement, log_prob_stats
+from esper_telemetry.metrics.entropy import entropy_rows, head_entropy, policy_entropy
+from esper_telemetry.metrics.entropy_gradient import entropy_gradient
+from esper_telemetry.metrics.exact_kl import categorical_kl, exact_kl
+from esper_telemetry.metrics.head_ratio import head_ratio_diagnostics, joint_log_ratio
+from esper_telemetry.metrics.ratio import ratio_diagnostics
+from esper_telemetry.series.integrity import ratio_init_grade
+from esper_telemetry.series.policy import entropy_rate, largest_shift
+from vector_adapters.inputs import (
+    Inputs,
+    Values,
+    at_any_step,
+    by_head,
+    finished,
+    floats,
+    mask,
+    masks,
+    numbers,
+    padded,
+)
+
+
+def ratio(inputs: Inputs) -> Values:
+    """P1, P3, P4, P6, P13, I1: one minibatch, the minibatches of an update, shards, or heads."""
+    if "epoch_logratio" in inputs:
+        return _update(inputs)
+    if "shard_logratio" in inputs:
+        rows, real = padded(inputs["shard_logratio"])
+        shards = len(rows)
+        return finished(ratio_diagnostics(rows, valid=real, dim=-1), range(shards), [0] * shards)
+    clip = inputs.get("clip_eps")
+    if "head_logratio" in inputs:
+        joint = joint_log_ratio(by_head(inputs, "head_logratio"), masks(inputs, "head_mask"))
+        return at_any_step(ratio_diagnostics(joint, clip=clip))
+    advantages = inputs.get("advantages", inputs.get("advantages_norm"))
+    group = ratio_diagnostics(
+        floats(inputs["logratio"], inputs.get("dtype", "float64")),
+        None if advantages is None else floats(advantages),
+        clip=clip,
+        valid=mask(inputs),
+    )
+    return at_any_step(group)
+
+
+def _update(inputs: Inputs) -> Values:
+    log_ratio, real = padded([row for epoch in inputs["epoch_logratio"] for row in epoch])
+    advantages, _ = padded([row for epoch in inputs["epoch_advantages"] for row in epoch])
+    epochs = [index for index, epoch in enumerate(inputs["epoch_logratio"]) for _ in epoch]
+    group = ratio_diagnostics(log_ratio, advantages, clip=inputs["clip_eps"], valid=real, dim=-1)
+    return finished(group, range(len(epochs)), epochs)
+
+
+def ratio_init(inputs: Inputs) -> Values:
+    """I1 with its grade."""
+    values = ratio(inputs)
+    return {**values, "aux:grade": ratio_init_grade(values["integrity/ratio_init"], inputs["precision"])}
+
+
+def heads(inputs: Inputs) -> Values:
+    """P5."""
+    group = head_ratio_diagnostics(
+        by_head(inputs, "head_logratio"), relevant=masks(inputs, "head_mask"), clip=inputs["clip_eps"]
+    )
+    return at_any_step(group)
+
+
+def entropy(inputs: Inputs) -> Values:
+    """P7 and P8: of one head's logits or probabilities, or of several heads."""
+    if "head_logits" in inputs:
+        logits, allowed = by_head(inputs, "head_logits"), masks(inputs, "head_action_mask")
+    else:
+        head = inputs.get("head", "action")
+        scores = floats(inputs["logits"]) if "logits" in inputs else floats(inputs["probs"]).log()
+        logits, allowed = {head: scores}, {head: torch.tensor(inputs["action_mask"]).bool()}
+    rows = entropy_rows(logits, allowed, relevant=masks(inputs, "head_mask"))
+    values = {**policy_entropy(rows).values(), **head_entropy(rows).values()}
+    return {**values, "aux:rows": next(iter(rows.values())).entropy.tolist()}
+
+
+def rate(inputs: Inputs) -> Values:
+    """P7, over updates."""
+    return entropy_rate(numbers(inputs["x"]), window=inputs["window"]).values()
+
+
+def shift(inputs: Inputs) -> Values:
+    """P9."""
+    now = inputs.get("head_counts") or {inputs["head"]: inputs["counts"]}
+    before = inputs.get("head_counts_prev") or {inputs["head"]: inputs["counts_prev"]}
+    values: Values = {}
+    for head, counts in now.items():
+        values |= action_shift(head, floats(counts), floats(before[head])).values()
+    return {**values, **largest_shift(values.values()).values()}
+
+
+def whole_distributions(inputs: Inputs) -> Values:
+    """P2."""
+    rows = categorical_kl(floats(inputs["p_old"]).log(), floats(inputs["p_new"]).log())
+    return exact_kl({"action": rows}, valid=mask(inputs)).values()
+
+
+def chosen(inputs: Inputs) -> Values:
+    """P10."""
+    return log_prob_stats(floats(inputs["logp_old"]), valid=mask(inputs)).values()
+
+
+def favourites(inputs: Inputs) -> Values:
+    """P11."""
+    old, new = {"action": floats(inputs["logits_old"])}, {"action": floats(inputs["logits"])}
+    return greedy_agreement(old, new, {"action": torch.tensor(inputs["action_mask"]).bool()}).values()
+
+
+def bonus(inputs: Inputs) -> Values:
+    """P12."""
+    pull = floats(inputs["grad_policy_logits"])
+    return entropy_gradient(floats(inputs["logits"]), pull, entropy_coef=inputs["ent_coef"]).values()
+
+
+ADAPTERS = {
+    "policy/kl": ratio,
+    "policy/kl_k1": ratio,
+    "policy/kl_k2": ratio,
+    "policy/kl_rev": ratio,
+    "policy/kl_nonfinite": ratio,
+    "policy/kl_max": ratio,
+    "policy/kl_first": ratio,
+    "policy/kl_last": ratio,
+    "policy/kl_epoch_slope": ratio,
+    "policy/logratio/mean": ratio,
+    "policy/logratio/std": ratio,
+    "policy/logratio/absmax": ratio,
+    "policy/ratio/mean": ratio,
+    "policy/ratio/std": ratio,
+    "policy/ratio/min": ratio,
+    "policy/ratio/max": ratio,
+    "policy/ratio/p01": ratio,
+    "policy/ratio/p99": ratio,
+    "policy/clip_frac": ratio,
+    "policy/clip_frac_pos": ratio,
+    "policy/clip_frac_neg": ratio,
+    "policy/clip_frac_active": ratio,
+    "policy/ess_frac": ratio,
+    "policy/ess_frac_min": ratio,
+    "policy/surrogate_gain": ratio,
+    "integrity/ratio_init": ratio_init,
+    "policy/head/{h}/kl": heads,
+    "policy/head/{h}/logratio/std": heads,
+    "policy/head/{h}/ratio/min": heads,
+    "policy/head/{h}/ratio/max": heads,
+    "policy/head/{h}/clip_frac": heads,
+    "policy/head/{h}/blame": heads,
+    "policy/entropy": entropy,
+    "policy/entropy_norm": entropy,
+    "policy/perplexity": entropy,
+    "policy/entropy_marginal": entropy,
+    "policy/entropy_marginal_norm": entropy,
+    "policy/action_mi": entropy,
+    "policy/head/{h}/entropy": entropy,
+    "policy/head/{h}/entropy_norm": entropy,
+    "policy/head/{h}/decision_frac": entropy,
+    "policy/entropy_rate": rate,
+    "policy/head/{h}/action_shift_js": shift,
+    "policy/action_shift_js": shift,
+    "policy/kl_exact": whole_distributions,
+    "policy/logp/min": chosen,
+    "policy/greedy_agreement": favourites,
+    "policy/entropy_grad_ratio": bonus,
+}
+"""By metric key, template segments as in the reference cases."""

@@ -1,0 +1,243 @@
+"""From the inputs of a reference case to the values that come from history."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from esper_telemetry.derived import Array
+from esper_telemetry.series.change import Cusum, PageHinkley
+from esper_telemetry.series.drift import LogDrift
+from esper_telemetry.series.ema import Ema
+from esper_telemetry.series.health import gradient_condition
+from esper_telemetry.series.pair import PairEvidence, diagnose_pair, pair_intensity
+from esper_telemetry.series.period import acf, goertzel, periods
+from esper_telemetry.series.rank import advantage_gradient, lr_response
+from esper_telemetry.series.robust import decades, robust_z
+from esper_telemetry.series.severity import adaptive_thresholds, explode_severity, vanish_severity
+from esper_telemetry.series.trend import mann_kendall, prewhiten, theil_sen
+
+Inputs = Mapping[str, Any]
+Values = dict[str, Any]
+
+
+def array(values: Iterable[Any]) -> Array:
+    """A series in which "nan" and "inf" may stand for numbers."""
+    return np.array([float(value) for value in values], dtype=np.float64)
+
+
+def number(value: Any) -> float | None:
+    """A number of one series, None where it is undefined."""
+    result = float(np.asarray(value).reshape(-1)[0])
+    return None if math.isnan(result) else result
+
+
+def listed(values: Iterable[Any]) -> list[float | None]:
+    """Numbers of one series over time."""
+    return [number(value) for value in values]
+
+
+def level(inputs: Inputs) -> Values:
+    """T1."""
+    ema = Ema(1, inputs["beta"])
+    rows = []
+    for x in inputs["x"]:
+        ema.step(array([x]))
+        rows.append((ema.mean, ema.std, ema.n_eff))
+    means, stds, samples = zip(*rows, strict=True)
+    return {"*/ema": listed(means), "*/ew_std": listed(stds), "aux:n_eff": listed(samples)}
+
+
+def drift(inputs: Inputs) -> Values:
+    """T2, against the last average and between a fast and a slow one."""
+    state = LogDrift(1, inputs.get("beta_fast", inputs.get("beta", 0.9)), inputs.get("beta_slow", 0.99))
+    steps = [state.step(array([x])) for x in inputs["x"]]
+    return {"*/drift": listed(s.drift for s in steps), "*/macd": listed(s.macd for s in steps)}
+
+
+def robust(inputs: Inputs) -> Values:
+    """T6."""
+    history = decades(array(inputs["history"]))[None]
+    x = decades(array([inputs["x"]]))
+    z = robust_z(x, history, scale_min=inputs["scale_min"], n_min=inputs["n_min"])
+    return {"*/robust_z": number(z.robust_z)}
+
+
+def trend(inputs: Inputs) -> Values:
+    """T3 on the series as it is."""
+    return _test(array(inputs["x"]), theil_sen(array(inputs["x"])))
+
+
+def whitened_trend(inputs: Inputs) -> Values:
+    """T3 on the prewhitened series."""
+    white = prewhiten(array(inputs["x"]))
+    extra = {"aux:acf1_detrended": white.acf1, "aux:a": white.a, "aux:y": white.y.tolist()}
+    return {**_test(white.y, white.slope), **extra}
+
+
+def _test(x: Array, slope: float) -> Values:
+    test = mann_kendall(x)
+    return {
+        "*/trend/slope": slope,
+        "*/trend/mk_z": test.z,
+        "aux:S": test.s,
+        "aux:var": test.variance,
+        "aux:tau_a": test.tau,
+    }
+
+
+def period(inputs: Inputs) -> Values:
+    """T4, and the autocorrelation at `lag`, 1 by default."""
+    x = array(inputs["x"])
+    found = periods([x])
+    length = number(found.length)
+    return {
+        "*/period/g": number(found.g),
+        "*/period/p": number(found.p),
+        "*/period/length": length,
+        "*/acf1": acf(x, 1),
+        "aux:acf": acf(x, inputs.get("lag", 1)),
+        "aux:ordinates": (len(x) - 1) // 2,
+        "aux:freq_index": None if length is None else len(x) / length,
+    }
+
+
+def known_period(inputs: Inputs) -> Values:
+    """T4 at a declared frequency."""
+    return {"*/period/goertzel": goertzel(array(inputs["x"]), inputs["k"])}
+
+
+def cusum(inputs: Inputs) -> Values:
+    """T5: the sums that never reset, and the alarms of a detector that resets them."""
+    free, reset = Cusum(1, inputs["k"]), Cusum(1, inputs["k"])
+    values, ups, downs, alarms = [], [], [], []
+    for index, z in enumerate(inputs["z"], 1):
+        values.append(number(free.step(array([z])).cusum))
+        ups.append(number(free.up))
+        downs.append(number(free.down))
+        over = np.asarray(reset.step(array([z])).cusum) > inputs["h"]
+        alarms += [index] if over[0] else []
+        reset.reset(over)
+    first = next((i for i, value in enumerate(values, 1) if value is not None and value > inputs["h"]), None)
+    return {"*/cusum": values, "aux:pos": ups, "aux:neg": downs, "aux:first_alarm": first, "aux:alarms": alarms}
+
+
+def page_hinkley(inputs: Inputs) -> Values:
+    """T5, one-sided."""
+    state = PageHinkley(1, inputs["delta"])
+    values = listed(state.step(array([x])).page_hinkley for x in inputs["x"])
+    first = next((i for i, value in enumerate(values, 1) if value is not None and value > inputs["lam"]), None)
+    return {"*/page_hinkley": values, "aux:first_alarm": first}
+
+
+def response(inputs: Inputs) -> Values:
+    """T7."""
+    norms = array(inputs["update_norm"])
+    return {"*/lr_response": lr_response(array(inputs["lr"]), norms, key="x").lr_response}
+
+
+def leak(inputs: Inputs) -> Values:
+    """A5."""
+    return advantage_gradient(array(inputs["x"]), array(inputs["y"]), window=inputs["window"]).values()
+
+
+def severity(inputs: Inputs) -> Values:
+    """G10."""
+    norms = array(inputs["norms"])
+    vanish = vanish_severity(norms, inputs["tau_vanish"], decades_wide=inputs["decades_vanish"])
+    explode = explode_severity(norms, inputs["tau_explode"], decades_wide=inputs["decades_explode"])
+    return {"grad/{g}/severity_vanish": vanish.tolist(), "grad/{g}/severity_explode": explode.tolist()}
+
+
+def thresholds(inputs: Inputs) -> Values:
+    """G11."""
+    result = adaptive_thresholds(
+        decades(array(inputs["history"]))[None],
+        inputs["max_grad_norm"],
+        n_min=inputs["n_min"],
+        scale_min=inputs["scale_min"],
+        k=inputs["k"],
+        clamp_explode=tuple(inputs["clamp_explode"]),
+        clamp_vanish=tuple(inputs["clamp_vanish"]),
+    )
+    return {
+        "grad/{g}/threshold_explode": number(result.explode),
+        "grad/{g}/threshold_vanish": number(result.vanish),
+        "aux:median_log10": number(result.median),
+        "aux:scale": number(result.scale),
+    }
+
+
+def health(inputs: Inputs) -> Values:
+    """G12."""
+    weights = inputs.get("layer_weights")
+    found = gradient_condition(
+        array(inputs["layer_norms"]),
+        tau_vanish=inputs["tau_vanish"],
+        tau_explode=inputs["tau_explode"],
+        zero_frac=inputs["zero_frac"],
+        factor_weights=tuple(inputs["factor_weights"]),
+        layer_weights=None if weights is None else array(weights),
+    )
+    faults = ("vanish", "explode", "imbalance", "zero")
+    return {**found.values(), "grad/health_cause": found.cause, **{f"aux:{f}": getattr(found, f) for f in faults}}
+
+
+def intensity(inputs: Inputs) -> Values:
+    """G13, the ratio."""
+    key = "grad/pair/{pair}/intensity_ratio"
+    return {key: [pair_intensity("x", **case).intensity_ratio for case in inputs["cases"]]}
+
+
+def diagnosis(inputs: Inputs) -> Values:
+    """G13, the cause."""
+    causes = []
+    for case in inputs["cases"]:
+        fields = {name: value for name, value in case.items() if name != "seed_zero_frac"}
+        evidence = PairEvidence(zero_frac=case["seed_zero_frac"], **{n: _z(v) for n, v in fields.items()})
+        causes.append(diagnose_pair(evidence, low=inputs["low"]).cause)
+    return {"grad/pair/{pair}/cause": causes}
+
+
+def _z(value: Any) -> Any:
+    return float(value) if isinstance(value, str) else value
+
+
+ADAPTERS = {
+    "*/ema": level,
+    "*/ew_std": level,
+    "*/drift": drift,
+    "*/macd": drift,
+    "*/robust_z": robust,
+    "*/period/g": period,
+    "*/period/p": period,
+    "*/period/length": period,
+    "*/acf1": period,
+    "*/period/goertzel": known_period,
+    "*/cusum": cusum,
+    "*/page_hinkley": page_hinkley,
+    "*/lr_response": response,
+    "adv/grad_corr": leak,
+    "grad/{g}/severity_vanish": severity,
+    "grad/{g}/severity_explode": severity,
+    "grad/{g}/threshold_explode": thresholds,
+    "grad/{g}/threshold_vanish": thresholds,
+    "grad/health": health,
+    "grad/health_cause": health,
+    "grad/pair/{pair}/intensity_ratio": intensity,
+    "grad/pair/{pair}/cause": diagnosis,
+}
+"""By metric key."""
+
+FORMULA_ADAPTERS = {
+    "T3 without prewhitening": trend,
+    "T3: tie-corrected": trend,
+    "T3: all tied": trend,
+    "T3: a=": whitened_trend,
+    "T4: biased autocorrelation": period,
+    "T5: the detector": cusum,
+}
+"""By the beginning of the formula, where a case has no key or its key does not tell which series is meant."""

@@ -1,0 +1,52 @@
+"""From the inputs of a reference case to the values of the critic's metrics."""
+
+from __future__ import annotations
+
+from esper_telemetry.metrics.temporal_difference import monte_carlo_fit, terminal_error
+from esper_telemetry.metrics.values import value_fit, value_movement
+from esper_telemetry.series.critic import BETA, CriticMoments, VarianceAverage, critic_fit
+from vector_adapters.inputs import Inputs, Values, floats, mask
+
+
+def fit(inputs: Inputs) -> Values:
+    """V1, V2, V3 and V6: what is measured, and what the variance of earlier updates makes of it."""
+    measured = value_fit(floats(inputs["values"]), floats(inputs["returns"]), valid=mask(inputs)).values()
+    earlier = VarianceAverage(beta=inputs.get("beta", BETA))
+    for variance in inputs.get("var_history", ()):
+        earlier = earlier.after(variance)
+    keys = ("value/bias", "value/err/std", "value/std", "value/target/std")
+    derived, _ = critic_fit(CriticMoments(*map(measured.get, keys)), earlier)
+    return {**measured, **derived.values()}
+
+
+def movement(inputs: Inputs) -> Values:
+    """V4."""
+    now, before, targets = (floats(inputs[name]) for name in ("values", "values_old", "returns"))
+    return value_movement(now, before, targets, clip=inputs["clip_eps"]).values()
+
+
+def episodes_end(inputs: Inputs) -> Values:
+    """V7."""
+    terminated = floats(inputs["dones"]) > 0
+    return terminal_error(floats(inputs["values"]), floats(inputs["rewards"]), terminated).values()
+
+
+def monte_carlo(inputs: Inputs) -> Values:
+    """V1, without bootstrap."""
+    terminated, truncated = floats(inputs["dones"]) > 0, floats(inputs["truncations"]) > 0
+    values, rewards = floats(inputs["values"]), floats(inputs["rewards"])
+    return monte_carlo_fit(values, rewards, terminated | truncated, terminated, gamma=inputs["gamma"]).values()
+
+
+ADAPTERS = {
+    **{
+        f"value/{name}": fit
+        for name in ["bias", "bias_over_std", "corr", "explained_variance", "r2", "nrmse", "loss_norm"]
+        + [f"err/{name}" for name in ["p05", "p25", "p50", "p75", "p95", "absmax", "skew"]]
+    },
+    "value/clip_frac": movement,
+    "value/move_over_std": movement,
+    "value/terminal_err": episodes_end,
+    "value/ev_mc": monte_carlo,
+}
+"""By metric key."""
