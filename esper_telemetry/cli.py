@@ -91,6 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except WrongUse as mistake:
         sys.stderr.write(f"esper-telemetry: {mistake}\n")
         raise SystemExit(WRONG_USE) from None
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -124,7 +124,8 @@ class MinibatchEnd:
         advantages: [N] the values that multiply the ratio (normalised where normalisation is on).
         values: [N] critic's estimates now.
         old_values, returns: [N] at collection.
-        losses: 0-d tensors `policy`, `value` (0.5 MSE, unscaled), `entropy` (its negative mean) and `total`.
+        losses: 0-d tensors `policy`, `value` (0.5 MSE, unscaled), and `entropy` (its negative mean) and `total` where the trainer
+            computes them anyway.
         logits: per categorical head [N, A]; masked actions hold a large negative finite number.
         action_masks: per categorical head [N, A], bool; heads without masks are left out.
         log_std: per Gaussian head [N, D] or [D].

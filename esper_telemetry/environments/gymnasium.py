@@ -30,14 +30,18 @@ def make_env(env_id: str, *, num_envs: int = 8, seed: int | None = None, **kwarg
         kwargs: handed to the environment's constructor.
 
     Raises:
-        ValueError: unknown id, unsupported space, or no environments.
+        ValueError: unknown id, unsupported space, no environments, or one that lacks a package.
         ImportError: gymnasium is missing.
     """
     if num_envs < 1:
         raise ValueError(f"num_envs must be at least 1, got {num_envs}")
     spec = find_spec(env_id)
     native = spec.vector_entry_point is not None and not spec.additional_wrappers
-    vector = make_native(spec, num_envs, kwargs) if native else make_synchronous(spec, num_envs, kwargs)
+    make = make_native if native else make_synchronous
+    try:
+        vector = make(spec, num_envs, kwargs)
+    except (ImportError, require_gymnasium().error.Error) as error:
+        raise ValueError(f"environment {env_id!r} cannot be made: {error}") from error
     return GymnasiumEnvironment(vector, name=spec.id, seed=seed)
 
 

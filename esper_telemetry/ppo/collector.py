@@ -92,6 +92,7 @@ class Collector:
                 self._finals.append(Final(t, rows, step.final_observations[rows].astype(np.float32)))
 
     def _finish(self, values_of: Values) -> Rollout:
+        self._check_finite()
         flat = self._observations.reshape(-1, *self.env.observation_shape)
         values = values_of(flat).reshape(self.num_steps + 1, -1)
         next_values = np.where(self._terminated, np.float32(0), values[1:])
@@ -101,6 +102,17 @@ class Collector:
         valid = None if self._valid.all() else self._valid
         self.episodes.count(self._rewards, ended, valid)
         return self._to_device(values[:-1], next_values, ended, valid)
+
+    def _check_finite(self) -> None:
+        """Raises FloatingPointError, naming the first, where an observation left the policy without finite scores."""
+        for name, scores in self._scores.items():
+            if not np.isfinite(scores).all():
+                t, row = np.argwhere(~np.isfinite(scores).all(-1))[0]
+                seen = self._observations[t, row]
+                raise FloatingPointError(
+                    f"environment {row} gave at step {t} of the rollout an observation for which the policy's scores "
+                    f"for {name} are not finite: {np.array2string(seen, threshold=8)}"
+                )
 
     def _bootstrap(self, next_values: Array, values_of: Values) -> None:
         """Writes the values of the states in which a limit ended an episode."""

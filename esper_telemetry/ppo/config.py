@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 ACTIVATIONS = ("tanh", "relu")
+LARGEST_SEED = 2**32 - 1
+"""What every library that is seeded here accepts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +57,18 @@ class PPOConfig:
         for name in ("num_steps", "num_epochs", "num_minibatches"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1", getattr(self, name))
         for name in ("learning_rate", "clip"):
-            require(getattr(self, name) > 0, f"{name} must be positive", getattr(self, name))
+            require(0 < getattr(self, name) < math.inf, f"{name} must be positive and finite", getattr(self, name))
         for name in ("gamma", "gae_lambda"):
             require(0 <= getattr(self, name) <= 1, f"{name} must be between 0 and 1", getattr(self, name))
         for name in ("entropy_coef", "value_coef"):
-            require(getattr(self, name) >= 0, f"{name} must not be negative", getattr(self, name))
+            require(0 <= getattr(self, name) < math.inf, f"{name} must be finite, 0 or more", getattr(self, name))
         require(
             self.max_grad_norm is None or self.max_grad_norm > 0, "max_grad_norm must be positive", self.max_grad_norm
         )
         require(len(self.hidden_sizes) > 0, "hidden_sizes must name at least one layer", self.hidden_sizes)
         require(all(size >= 1 for size in self.hidden_sizes), "hidden_sizes must be at least 1 each", self.hidden_sizes)
         require(self.activation in ACTIVATIONS, f"activation must be one of {', '.join(ACTIVATIONS)}", self.activation)
+        require(0 <= self.seed <= LARGEST_SEED, f"seed must be between 0 and {LARGEST_SEED}", self.seed)
 
     def check_rollout(self, num_envs: int) -> None:
         """Raises ValueError, with counts that would do, unless the minibatches divide a rollout of `num_envs`."""

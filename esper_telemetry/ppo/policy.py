@@ -86,6 +86,12 @@ class ActorCritic(nn.Module):
         owners = {"actor": policy, "shared": trunk} if self.critic is None else {"actor": trunk + policy}
         return owners | {"critic": [*critic, "value.weight", "value.bias"]} | heads
 
+    def check_finite(self) -> None:
+        """Raises FloatingPointError, naming the first, where weights are not finite; synchronises once."""
+        if not torch.stack([torch.isfinite(weight).all() for weight in self.parameters()]).all():
+            name = next(name for name, weight in self.named_parameters() if not torch.isfinite(weight).all())
+            raise FloatingPointError(f"the policy's weights are not finite after this update, {name} first")
+
     def acting(self) -> tuple[Scores, Values]:
         """Functions of host observations [N, ...] for the rollout: scores by head, and values [N].
 

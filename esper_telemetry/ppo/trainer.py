@@ -87,6 +87,7 @@ class PPO:
 
         Raises:
             ValueError: they are collected already.
+            FloatingPointError: observations or weights are not finite; to go on would be to train on noise.
         """
         if total_steps <= self.env_steps:
             raise ValueError(f"total_steps must exceed the {self.env_steps} steps already collected, got {total_steps}")
@@ -127,6 +128,7 @@ class PPO:
             seconds = {**self._collector.seconds, "update": time.perf_counter() - start}
             rate = self.optimizer.param_groups[0]["lr"]
             self.hooks.emit(UpdateEnd(self.updates, self.env_steps, self.gradient_steps, rate, seconds))
+        self.policy.check_finite()
 
     def _update(self, rollout: Rollout) -> None:
         """Several passes over a rollout."""
@@ -162,7 +164,7 @@ class PPO:
             self._tell_minibatch(batch, (epoch, step), result)
 
     def _losses(self, batch: Batch, actor: Tensor, critic: Tensor) -> Result:
-        """The losses of a minibatch as functions of the trunk outputs; the entropy only where somebody asks for it."""
+        """The losses of a minibatch as functions of the trunk outputs; the entropy only where it counts."""
         config, policy = self.config, self.policy
         scores = policy.scores(actor)
         normalized = policy.normalize(scores)
@@ -172,9 +174,8 @@ class PPO:
             "policy": self.steps.policy_loss(log_ratio, batch.advantages, config.clip),
             "value": self.steps.value_loss(values, batch.returns),
         }
-        if config.entropy_coef or self.hooks.wants(MinibatchEnd):
-            with torch.set_grad_enabled(config.entropy_coef > 0):
-                losses["entropy"] = -policy.entropy(normalized)
+        if config.entropy_coef:
+            losses["entropy"] = -policy.entropy(normalized)
         return Result(log_ratio, values, scores, losses)
 
     def _descend(self, epoch: int, step: int) -> None:
@@ -226,17 +227,11 @@ class PPO:
                 values=result.values.detach(),
                 old_values=batch.values,
                 returns=batch.returns,
-                losses=self._detached(result.losses),
+                losses={name: loss.detach() for name, loss in result.losses.items()},
                 logits=select(descriptions, "logits"),
                 log_std=select(descriptions, "log_std"),
             )
         )
-
-    def _detached(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The losses without graph, and their weighted sum `total`."""
-        apart = {name: loss.detach() for name, loss in losses.items()}
-        total = torch.add(apart["policy"], apart["value"], alpha=self.config.value_coef)
-        return apart | {"total": torch.add(total, apart["entropy"], alpha=self.config.entropy_coef)}
 
 
 def build_policy(env: VectorEnvironment, config: PPOConfig) -> ActorCritic:

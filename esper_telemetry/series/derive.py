@@ -36,7 +36,7 @@ class Series:
             bias=values.get("value/bias"),
             error_std=values.get("value/err/std"),
             value_std=values.get("value/std"),
-            return_std=values.get("ret/std"),
+            return_std=values.get("value/target/std"),
         )
         fit, self._variance = critic_fit(moments, self._variance)
         return fit.values(level)

@@ -1,0 +1,24 @@
+"""From what one update left behind to the groups that measure it: pure, so that any process can do it."""
+
+from esper_telemetry.summary.snapshot import (
+    Episodes,
+    Gradients,
+    Leaves,
+    Minibatches,
+    Progress,
+    Rollout,
+    Snapshot,
+)
+from esper_telemetry.summary.summarize import Observation, summarize
+
+__all__ = [
+    "Episodes",
+    "Gradients",
+    "Leaves",
+    "Minibatches",
+    "Observation",
+    "Progress",
+    "Rollout",
+    "Snapshot",
+    "summarize",
+]

@@ -1,0 +1,124 @@
+"""Which metric functions see what of an update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from esper_telemetry.group import MetricGroup
+from esper_telemetry.metrics.advantages import advantage_stats, normalized_advantage_stats
+from esper_telemetry.metrics.entropy import PolicyEntropy, entropy_stats
+from esper_telemetry.metrics.episodes import episode_stats
+from esper_telemetry.metrics.gradients import (
+    LayerGradients,
+    coefficients,
+    gradient_norms,
+    group_interference,
+    interference,
+)
+from esper_telemetry.metrics.integrity import gae_identity, nonfinite_count
+from esper_telemetry.metrics.losses import LossTerms, loss_terms
+from esper_telemetry.metrics.optimizer import LearningRate
+from esper_telemetry.metrics.performance import update_performance
+from esper_telemetry.metrics.ratio import ratio_diagnostics
+from esper_telemetry.metrics.returns import return_stats
+from esper_telemetry.metrics.rewards import reward_stats
+from esper_telemetry.metrics.values import value_fit
+from esper_telemetry.record import Level
+from esper_telemetry.summary.snapshot import Episodes, Gradients, Minibatches, Progress, Rollout, Snapshot
+
+MOST_LAYERS = 64
+"""Parameter tensors of which NORMAL still reports each; DEBUG reports all."""
+
+
+class Observation(NamedTuple):
+    """Groups to observe together, and the epoch of each of their rows."""
+
+    groups: Iterable[MetricGroup]
+    epochs: int | Sequence[int] = 0
+
+
+def summarize(snapshot: Snapshot, level: Level) -> Iterator[Observation]:
+    """Everything that is measured of an update, in the order in which it happened."""
+    if snapshot.rollout is not None:
+        yield Observation(_rollout(snapshot.rollout))
+    if snapshot.episodes is not None:
+        yield Observation([_episodes(snapshot.episodes)])
+    if snapshot.minibatches is not None:
+        yield Observation(list(_minibatches(snapshot.minibatches, snapshot.facts)), snapshot.minibatches.epochs)
+    for gradients in snapshot.gradients:
+        yield Observation(list(_gradients(gradients, snapshot.facts, level)), gradients.epochs)
+    if snapshot.progress is not None:
+        yield Observation(_progress(snapshot.progress))
+
+
+def _rollout(rollout: Rollout) -> list[MetricGroup]:
+    valid = rollout.valid
+    return [
+        advantage_stats(rollout.advantages, valid=valid),
+        return_stats(rollout.returns, valid=valid),
+        reward_stats(rollout.rewards, valid=valid),
+        value_fit(rollout.values, rollout.returns, valid=valid),
+        gae_identity(rollout.advantages, rollout.values, rollout.returns, valid=valid),
+        nonfinite_count((rollout.rewards, rollout.log_probs, rollout.values, rollout.advantages), valid=valid),
+    ]
+
+
+def _episodes(episodes: Episodes) -> MetricGroup:
+    return episode_stats(episodes.returns, episodes.lengths, recent_returns=episodes.recent_returns)
+
+
+def _minibatches(minibatches: Minibatches, facts: Mapping[str, Any]) -> Iterator[MetricGroup]:
+    valid = minibatches.valid
+    yield ratio_diagnostics(minibatches.log_ratio, minibatches.advantages, clip=facts.get("clip"), valid=valid, dim=-1)
+    yield normalized_advantage_stats(minibatches.advantages, valid=valid, dim=-1)
+    entropy = _entropy(minibatches)
+    if entropy is not None:
+        yield entropy
+    if {"policy", "value"} <= set(minibatches.losses):
+        yield _losses(minibatches, entropy, facts)
+
+
+def _entropy(minibatches: Minibatches) -> PolicyEntropy | None:
+    if not minibatches.logits and not minibatches.log_std:
+        return None
+    return entropy_stats(
+        minibatches.logits,
+        action_masks=minibatches.action_masks,
+        log_std=minibatches.log_std,
+        valid=minibatches.valid,
+        dim=-1,
+    )
+
+
+def _losses(minibatches: Minibatches, entropy: PolicyEntropy | None, facts: Mapping[str, Any]) -> LossTerms:
+    """The losses, with what the trainer did not compute made from what it did."""
+    policy, value = minibatches.losses["policy"], minibatches.losses["value"]
+    bonus, total = minibatches.losses.get("entropy"), minibatches.losses.get("total")
+    if bonus is None and entropy is not None:
+        bonus = -torch.as_tensor(entropy.entropy.total) / torch.as_tensor(entropy.entropy.count)
+    if total is None and bonus is not None and "value_coef" in facts:
+        total = policy + facts["value_coef"] * value + facts["entropy_coef"] * bonus
+    return loss_terms(policy, value, bonus, total, count=minibatches.counts)
+
+
+def _gradients(gradients: Gradients, facts: Mapping[str, Any], level: Level) -> Iterator[MetricGroup]:
+    groups, numels = facts.get("groups", {}), gradients.numels
+    found = gradient_norms(gradients.norms, gradients.names, groups, numels, max_norm=gradients.max_norm)
+    if len(gradients.names) > MOST_LAYERS and level < Level.DEBUG:
+        found = found._replace(layers=LayerGradients(()))
+    yield from found
+    if gradients.leaves is None:
+        yield group_interference(found)
+    else:
+        actor, critic, dots = gradients.leaves.actor, gradients.leaves.critic, gradients.leaves.dots
+        yield interference(actor, critic, coefs=coefficients(found.clip), dots=dots)
+
+
+def _progress(progress: Progress) -> list[MetricGroup]:
+    performance = update_performance(
+        progress.update, env_steps=progress.env_steps, elapsed=progress.elapsed, seconds=progress.seconds
+    )
+    return [LearningRate(lr=progress.learning_rate), performance]
