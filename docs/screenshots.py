@@ -23,6 +23,8 @@ from typing import Any, TypeVar
 from selenium import webdriver
 
 IMAGES = Path(__file__).with_name("images")
+CHROMIUM = "/usr/bin/chromium"
+CHROMEDRIVER = "/usr/bin/chromedriver"
 PATIENCE_SECONDS = 60.0
 DRAWING_SECONDS = 5.0
 GROUP = "metrics-card-group-toolbar"
@@ -71,8 +73,8 @@ def browser(width: int = 1280, height: int = 900) -> Iterator[Any]:
         options = webdriver.ChromeOptions()
         for flag in (*FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
             options.add_argument(flag)
-        options.binary_location = "/usr/bin/chromium"
-        driver = webdriver.Chrome(options=options, service=webdriver.ChromeService("/usr/bin/chromedriver"))
+        options.binary_location = CHROMIUM
+        driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(CHROMEDRIVER))
         try:
             yield driver
         finally:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -93,6 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(WRONG_USE) from None
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush is quiet
+        raise SystemExit(FAILED) from None
 
 
 def run(arguments: Sequence[str]) -> int:

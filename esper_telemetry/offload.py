@@ -29,6 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,6 +46,8 @@ MOST_BYTES: Final = 64 << 20
 
 PARENT_SECONDS: Final = 0.5
 """How often the process looks whether its parent still lives."""
+NICENESS: Final = 5
+"""The trainer goes first where cores are scarce; the sinks' process is nicer still."""
 LENGTH: Final = struct.Struct(">Q")
 """Stands before each message."""
 
@@ -68,6 +71,7 @@ class OffloadedWriter:
     def __init__(self, run_dir: Path, level: Level) -> None:
         self._run_dir, self._level = run_dir, level
         self._local: JournalWriter | None = None
+        self._facts: Mapping[str, Any] = {}
         self._outbox: deque[memoryview] = deque()
         self._unacknowledged: deque[bytes] = deque()
         self._warned = False
@@ -85,6 +89,7 @@ class OffloadedWriter:
 
     def run(self, info: RunInfo) -> None:
         """See `Writer`."""
+        self._facts = info.facts
         self._send("run", info)
 
     def describe(self, metrics: Mapping[str, MetricInfo], seq: int) -> None:
@@ -152,7 +157,7 @@ class OffloadedWriter:
         self._warn(f"the process that summarises updates {reason}: training goes on and does it itself")
         self._process.kill()
         self._process.wait()
-        self._local = JournalWriter(Journal.open(self._run_dir), self._level)
+        self._local = JournalWriter(Journal.open(self._run_dir), self._level, self._facts)
         self._outbox.clear()
         while self._unacknowledged:
             method, arguments = pickle.loads(self._unacknowledged.popleft())
@@ -199,11 +204,20 @@ def _private(process: subprocess.Popen[bytes]) -> int:
     return pipe
 
 
+def _portable(tensor: Tensor) -> tuple[Any, ...]:
+    array = np.ascontiguousarray(tensor.numpy())
+    return _tensor, (pickle.PickleBuffer(array.data), array.dtype.char, array.shape)
+
+
+def _tensor(buffer: bytearray, kind: str, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(np.frombuffer(buffer, kind).reshape(shape))
+
+
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as the NumPy arrays they share memory with: torch's own way is made for files."""
+    """Pickles tensors as their bytes, several times faster than torch, whose way is made for files."""
 
     dispatch_table = copyreg.dispatch_table.copy()
-    dispatch_table[Tensor] = lambda tensor: (torch.from_numpy, (tensor.numpy(),))
+    dispatch_table[Tensor] = _portable
 
 
 def dumped(message: object) -> bytes:
@@ -218,6 +232,7 @@ def main() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     run_dir, level, parent, acknowledgements = Path(sys.argv[1]), Level[sys.argv[2]], int(sys.argv[3]), int(sys.argv[4])
+    os.nice(NICENESS)
     torch.set_num_threads(1)
     writer = JournalWriter(Journal.open(run_dir), level)
     for message in _messages(parent):

@@ -139,7 +139,7 @@ class Telemetry:
             if self._recorder.offloaded and not snapshot.on_device:
                 self._snapshots.append(snapshot)
                 return
-            for groups, epochs in summarize(snapshot, self.level):
+            for groups, epochs in summarize(snapshot, self._facts, self.level):
                 self.observe(*groups, epoch=epochs)
 
     def log(self, values: Mapping[str, float]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from esper_telemetry.journal import (
     Journal,
@@ -74,15 +74,23 @@ class Writer(Protocol):
 
 
 class JournalWriter:
-    """Summarises, derives and appends, here and now."""
+    """Summarises, derives and appends, here and now.
 
-    def __init__(self, journal: Journal | MemoryJournal, level: Level) -> None:
+    Args:
+        journal: where to.
+        level: at which the run is measured.
+        facts: of a run whose head another writer has written.
+    """
+
+    def __init__(self, journal: Journal | MemoryJournal, level: Level, facts: Mapping[str, Any] | None = None) -> None:
         self._journal = journal
         self._level = level
         self._series = Series()
+        self._facts = facts or {}
 
     def run(self, info: RunInfo) -> None:
         """See `Writer`."""
+        self._facts = info.facts
         self._journal.write(encode_run(info))
 
     def describe(self, metrics: Mapping[str, MetricInfo], seq: int) -> None:
@@ -91,7 +99,7 @@ class JournalWriter:
 
     def record(self, measured: Measured) -> None:
         """See `Writer`."""
-        summary = _summarized(measured.snapshots, self._level)
+        summary = _summarized(measured.snapshots, self._facts, self._level)
         values = summary.values | measured.measured.values
         values.update(self._series.derive(values, self._level))
         values.update(
@@ -115,10 +123,10 @@ class JournalWriter:
         self._journal.write(encode_end(status, seq=seq))
 
 
-def _summarized(snapshots: Iterable[Snapshot], level: Level) -> Values:
+def _summarized(snapshots: Iterable[Snapshot], facts: Mapping[str, Any], level: Level) -> Values:
     window = Window()
     for snapshot in snapshots:
-        for groups, epochs in summarize(snapshot, level):
+        for groups, epochs in summarize(snapshot, facts, level):
             for group in groups:
                 window.add(group, epochs, None)
     return window.send().finish(level)

@@ -36,6 +36,8 @@ ORPHAN_SECONDS: Final = 300.0
 WRITER_SECONDS: Final = 30.0
 """How long an orphan waits for a process that still appends to the journal."""
 EXIT_SECONDS: Final = 5.0
+NICENESS: Final = 10
+"""The trainer goes first where cores are scarce: backends can catch up later."""
 DEAD_CLIENT_EXIT: Final = 75
 """Exit code that asks the parent for a fresh process; EX_TEMPFAIL of sysexits.h."""
 
@@ -43,6 +45,7 @@ DEAD_CLIENT_EXIT: Final = 75
 def main() -> None:
     """Delivers until every sink is closed or disabled."""
     _leave_signals_to_the_parent()
+    os.nice(NICENESS)
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("esper_telemetry").setLevel(logging.DEBUG)
     status_fd = int(sys.argv[1])

@@ -6,7 +6,7 @@ Shapes: T steps, B environments; M minibatches of at most N rows, shorter ones p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -108,7 +108,6 @@ class Snapshot:
     minibatches: Minibatches | None = None
     gradients: tuple[Gradients, ...] = ()
     progress: Progress | None = None
-    facts: Mapping[str, object] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         """Whether anything happened."""

@@ -40,16 +40,16 @@ class Observation(NamedTuple):
     epochs: int | Sequence[int] = 0
 
 
-def summarize(snapshot: Snapshot, level: Level) -> Iterator[Observation]:
-    """Everything that is measured of an update, in the order in which it happened."""
+def summarize(snapshot: Snapshot, facts: Mapping[str, Any], level: Level) -> Iterator[Observation]:
+    """Everything that is measured of an update, in the order in which it happened; `facts` are those of the run."""
     if snapshot.rollout is not None:
         yield Observation(_rollout(snapshot.rollout))
     if snapshot.episodes is not None:
         yield Observation([_episodes(snapshot.episodes)])
     if snapshot.minibatches is not None:
-        yield Observation(list(_minibatches(snapshot.minibatches, snapshot.facts)), snapshot.minibatches.epochs)
+        yield Observation(list(_minibatches(snapshot.minibatches, facts)), snapshot.minibatches.epochs)
     for gradients in snapshot.gradients:
-        yield Observation(list(_gradients(gradients, snapshot.facts, level)), gradients.epochs)
+        yield Observation(list(_gradients(gradients, facts, level)), gradients.epochs)
     if snapshot.progress is not None:
         yield Observation(_progress(snapshot.progress))
 

@@ -16,12 +16,14 @@ def stacked(events: Sequence[MinibatchEnd]) -> Minibatches | None:
     if not events:
         return None
     first = events[0]
+    counts = tuple([event.log_ratio.numel() for event in events])
+    stack = torch.stack if len(set(counts)) == 1 else _padded
     return Minibatches(
         epochs=tuple([event.epoch for event in events]),
-        counts=tuple([len(event.log_ratio) for event in events]),
+        counts=counts,
         log_ratio=stack([event.log_ratio for event in events]),
         advantages=stack([event.advantages for event in events]),
-        valid=stack_valid([event.log_ratio for event in events], [event.valid for event in events]),
+        valid=_valid(events, counts),
         losses={name: torch.stack([event.losses[name] for event in events]) for name in first.losses},
         logits={head: stack([event.logits[head] for event in events]) for head in first.logits},
         action_masks={head: stack([event.action_masks[head] for event in events]) for head in first.action_masks},
@@ -29,21 +31,19 @@ def stacked(events: Sequence[MinibatchEnd]) -> Minibatches | None:
     )
 
 
-def stack(parts: Sequence[Tensor]) -> Tensor:
-    """Minibatches [N, ...] as [M, N, ...]; shorter ones are padded with zeros."""
-    if len({len(part) for part in parts}) == 1:
-        return torch.stack(list(parts))
-    return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
+def _padded(parts: list[Tensor]) -> Tensor:
+    """Minibatches [N, ...] of several sizes as [M, N, ...]; shorter ones end in zeros."""
+    return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
 
 
-def stack_valid(parts: Sequence[Tensor], masks: Sequence[Tensor | None]) -> Tensor | None:
-    """Which rows of `stack(parts)` count, [M, N]; None where all do."""
-    if all(mask is None for mask in masks) and len({len(part) for part in parts}) == 1:
+def _valid(events: Sequence[MinibatchEnd], counts: Sequence[int]) -> Tensor | None:
+    """Which rows of the stacked minibatches count, [M, N]; None where all do."""
+    if all(event.valid is None for event in events) and len(set(counts)) == 1:
         return None
-    return stack(
+    return _padded(
         [
-            part.new_ones(len(part), dtype=torch.bool) if mask is None else mask
-            for part, mask in zip(parts, masks, strict=True)
+            event.log_ratio.new_ones(count, dtype=torch.bool) if event.valid is None else event.valid
+            for event, count in zip(events, counts, strict=True)
         ]
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any
 
 from esper_telemetry.events import (
     BackwardEnd,
@@ -34,7 +33,6 @@ class Update:
 
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
-        self._facts: dict[str, Any] = {}
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._env_step = 0
         self._ended = time.perf_counter()
@@ -51,9 +49,8 @@ class Update:
 
     def start(self, event: RunStart) -> None:
         """Announces the run with the trainer's config and facts; listens to the trunk where actor and critic share one."""
-        self._facts = dict(event.facts)
         self._telemetry.start(config=event.config, facts=event.facts)
-        if self._facts.get("groups", {}).get("shared"):
+        if event.facts.get("groups", {}).get("shared"):
             self._listener.on(TrunkBackward, self._keep_leaf)
 
     def _keep_leaf(self, event: TrunkBackward) -> None:
@@ -82,7 +79,6 @@ class Update:
             minibatches=stacked(self._minibatches),
             gradients=gradient_parts(self._backwards, self._leaves),
             progress=progress,
-            facts=self._facts,
         )
         for kept in (self._rollouts, self._episodes, self._minibatches, self._leaves, self._backwards):
             kept.clear()
