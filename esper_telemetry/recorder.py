@@ -111,7 +111,9 @@ class Recorder:
         stats = self._relay.stats()
         delivery = Delivery(stats.queue_depth, stats.errors)
         if self.offloaded:
-            self._journal.records += 1  # another process appends it, and the sinks' backlog is reckoned from this number
+            self._journal.records += (
+                1  # another process appends it, and the sinks' backlog is reckoned from this number
+            )
         self._writer.record(Measured(self._next_seq(), axes, partial, measured, snapshots, seconds, elapsed, delivery))
 
     def event(self, kind: str, axes: Axes, data: Mapping[str, Any]) -> None:

@@ -85,12 +85,13 @@ class JournalWriter:
     def __init__(self, journal: Journal | MemoryJournal, level: Level, facts: Mapping[str, Any] | None = None) -> None:
         self._journal = journal
         self._level = level
-        self._series = Series()
         self._facts = facts or {}
+        self._series = Series(self._facts)
 
     def run(self, info: RunInfo) -> None:
         """See `Writer`."""
         self._facts = info.facts
+        self._series = Series(self._facts)
         self._journal.write(encode_run(info))
 
     def describe(self, metrics: Mapping[str, MetricInfo], seq: int) -> None:

@@ -48,7 +48,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["train", "--env", "nowhere:Thing-v0"], "module of environment 'nowhere:Thing-v0' cannot be imported"),
         (["train", "--env", "LunarLander-v3"], "environment 'LunarLander-v3' cannot be made: Box2D is not installed"),
         (["train"], "--env"),
-        ([*CARTPOLE, "--sink", "grafana"], "unknown sink 'grafana'; known sinks are console, mlflow, tensorboard, wandb"),
+        (
+            [*CARTPOLE, "--sink", "grafana"],
+            "unknown sink 'grafana'; known sinks are console, mlflow, tensorboard, wandb",
+        ),
         ([*CARTPOLE, "--sink", "console", "--sink", "wandb:p?colour=red"], "sink wandb has no option 'colour'"),
         ([*CARTPOLE, "--sink", "wandb:p?mode=sometimes"], "mode must be one of auto, online, offline, got 'sometimes'"),
         ([*CARTPOLE, "--level", "loud"], "level must be one of off, minimal, normal, debug, got 'loud'"),

@@ -20,6 +20,10 @@ class Rollout:
     advantages: Tensor
     returns: Tensor
     log_probs: Tensor
+    next_values: Tensor
+    ended: Tensor
+    terminated: Tensor
+    gamma: float
     valid: Tensor | None
 
 

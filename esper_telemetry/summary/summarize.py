@@ -8,15 +8,18 @@ from typing import Any, NamedTuple
 import torch
 
 from esper_telemetry.group import MetricGroup
+from esper_telemetry.metrics.actions import log_prob_stats
 from esper_telemetry.metrics.advantages import advantage_stats, normalized_advantage_stats
-from esper_telemetry.metrics.entropy import PolicyEntropy, entropy_stats
+from esper_telemetry.metrics.entropy import PolicyEntropy, entropy_rows, head_entropy, policy_entropy
 from esper_telemetry.metrics.episodes import episode_stats
+from esper_telemetry.metrics.gaussian import gaussian_stats
 from esper_telemetry.metrics.gradients import (
     LayerGradients,
     coefficients,
     gradient_norms,
     group_interference,
     interference,
+    layer_concentration,
 )
 from esper_telemetry.metrics.integrity import gae_identity, nonfinite_count
 from esper_telemetry.metrics.losses import LossTerms, loss_terms
@@ -25,6 +28,7 @@ from esper_telemetry.metrics.performance import update_performance
 from esper_telemetry.metrics.ratio import ratio_diagnostics
 from esper_telemetry.metrics.returns import return_stats
 from esper_telemetry.metrics.rewards import reward_stats
+from esper_telemetry.metrics.temporal_difference import monte_carlo_fit, td_errors, terminal_error
 from esper_telemetry.metrics.values import value_fit
 from esper_telemetry.record import Level
 from esper_telemetry.summary.snapshot import Episodes, Gradients, Minibatches, Progress, Rollout, Snapshot
@@ -48,6 +52,7 @@ def summarize(snapshot: Snapshot, facts: Mapping[str, Any], level: Level) -> Ite
         yield Observation([_episodes(snapshot.episodes)])
     if snapshot.minibatches is not None:
         yield Observation(list(_minibatches(snapshot.minibatches, facts)), snapshot.minibatches.epochs)
+        yield Observation(_spreads(snapshot.minibatches))
     for gradients in snapshot.gradients:
         yield Observation(list(_gradients(gradients, facts, level)), gradients.epochs)
     if snapshot.progress is not None:
@@ -55,14 +60,19 @@ def summarize(snapshot: Snapshot, facts: Mapping[str, Any], level: Level) -> Ite
 
 
 def _rollout(rollout: Rollout) -> list[MetricGroup]:
-    valid = rollout.valid
+    valid, values, rewards = rollout.valid, rollout.values, rollout.rewards
+    terminated, gamma = rollout.terminated, rollout.gamma
     return [
         advantage_stats(rollout.advantages, valid=valid),
         return_stats(rollout.returns, valid=valid),
-        reward_stats(rollout.rewards, valid=valid),
-        value_fit(rollout.values, rollout.returns, valid=valid),
-        gae_identity(rollout.advantages, rollout.values, rollout.returns, valid=valid),
-        nonfinite_count((rollout.rewards, rollout.log_probs, rollout.values, rollout.advantages), valid=valid),
+        reward_stats(rewards, valid=valid),
+        log_prob_stats(rollout.log_probs, valid=valid),
+        value_fit(values, rollout.returns, valid=valid),
+        td_errors(rewards, values, rollout.next_values, gamma=gamma, valid=valid),
+        terminal_error(values, rewards, terminated, valid=valid),
+        monte_carlo_fit(values, rewards, rollout.ended, terminated, gamma=gamma, valid=valid),
+        gae_identity(rollout.advantages, values, rollout.returns, valid=valid),
+        nonfinite_count((rewards, rollout.log_probs, values, rollout.advantages), valid=valid),
     ]
 
 
@@ -74,23 +84,18 @@ def _minibatches(minibatches: Minibatches, facts: Mapping[str, Any]) -> Iterator
     valid = minibatches.valid
     yield ratio_diagnostics(minibatches.log_ratio, minibatches.advantages, clip=facts.get("clip"), valid=valid, dim=-1)
     yield normalized_advantage_stats(minibatches.advantages, valid=valid, dim=-1)
-    entropy = _entropy(minibatches)
+    heads = entropy_rows(minibatches.logits, minibatches.action_masks, log_std=minibatches.log_std)
+    entropy = policy_entropy(heads, valid=valid, dim=-1) if heads else None
     if entropy is not None:
         yield entropy
+        yield head_entropy(heads, valid=valid, dim=-1)
     if {"policy", "value"} <= set(minibatches.losses):
         yield _losses(minibatches, entropy, facts)
 
 
-def _entropy(minibatches: Minibatches) -> PolicyEntropy | None:
-    if not minibatches.logits and not minibatches.log_std:
-        return None
-    return entropy_stats(
-        minibatches.logits,
-        action_masks=minibatches.action_masks,
-        log_std=minibatches.log_std,
-        valid=minibatches.valid,
-        dim=-1,
-    )
+def _spreads(minibatches: Minibatches) -> list[MetricGroup]:
+    """Standard deviations of Gaussian heads, over all rows of the update."""
+    return [gaussian_stats(head, log_std, valid=minibatches.valid) for head, log_std in minibatches.log_std.items()]
 
 
 def _losses(minibatches: Minibatches, entropy: PolicyEntropy | None, facts: Mapping[str, Any]) -> LossTerms:
@@ -110,6 +115,7 @@ def _gradients(gradients: Gradients, facts: Mapping[str, Any], level: Level) -> 
     if len(gradients.names) > MOST_LAYERS and level < Level.DEBUG:
         found = found._replace(layers=LayerGradients(()))
     yield from found
+    yield layer_concentration(gradients.norms)
     if gradients.leaves is None:
         yield group_interference(found)
     else:

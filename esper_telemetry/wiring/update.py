@@ -94,6 +94,10 @@ class Update:
             advantages=last.advantages,
             returns=last.returns,
             log_probs=last.log_probs,
+            next_values=last.next_values,
+            ended=last.ended,
+            terminated=last.terminated,
+            gamma=last.gamma,
             valid=last.valid,
         )
 
