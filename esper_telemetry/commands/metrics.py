@@ -20,9 +20,9 @@ def metrics(options: Metrics) -> int:
     if options.json:
         print(json.dumps([{"key": metric.key, **asdict(metric.info())} for metric in catalogue()], indent=1))
         return 0
-    names = (Column(title, no_wrap=True) for title in ("key", "unit"))
-    texts = (Column(title, ratio=share) for title, share in (("what it tells", 5), ("healthy", 2), ("warn", 2)))
-    table = Table(*names, *texts, Column("critical", ratio=2))
+    shares = {"unit": 2, "what it tells": 5, "healthy": 2, "warn": 2, "critical": 2}
+    columns = (Column(title, ratio=share) for title, share in shares.items())
+    table = Table(Column("key", no_wrap=True), *columns, expand=True)
     for metric in catalogue():
         table.add_row(metric.key, metric.unit, metric.question, metric.healthy, metric.warn, metric.critical)
     Console(width=None if Console().is_terminal else 200, markup=False).print(table)

@@ -9,35 +9,19 @@ from torch import Tensor
 from esper_telemetry.events import BackwardEnd, MinibatchEnd, RolloutEnd
 
 
-class Suspects:
-    """The tensors of the update under way, in forward order."""
+def of_rollout(event: RolloutEnd) -> Iterator[tuple[str, Tensor]]:
+    """What was collected and computed before the update."""
+    for name in ("rewards", "values", "log_probs", "next_values", "advantages", "returns"):
+        yield name, getattr(event, name)
 
-    def __init__(self) -> None:
-        self._rollout: RolloutEnd | None = None
-        self._minibatch: MinibatchEnd | None = None
-        self._backward: BackwardEnd | None = None
 
-    def keep_rollout(self, event: RolloutEnd) -> None:
-        """A new update: its minibatches are still to come."""
-        self._rollout, self._minibatch = event, None
+def of_minibatch(event: MinibatchEnd) -> Iterator[tuple[str, Tensor]]:
+    """What the forward pass and the losses made of it."""
+    yield "log_ratio", event.log_ratio
+    yield from ((f"loss/{name}", loss) for name, loss in event.losses.items())
 
-    def keep_minibatch(self, event: MinibatchEnd) -> None:
-        """The latest minibatch."""
-        self._minibatch = event
 
-    def keep_backward(self, event: BackwardEnd) -> None:
-        """The latest gradients, and the parameters."""
-        self._backward = event
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors: rollout, minibatch, gradient norms, parameters."""
-        if self._rollout is not None:
-            for name in ("rewards", "values", "log_probs", "next_values", "advantages", "returns"):
-                yield name, getattr(self._rollout, name)
-        if self._minibatch is not None:
-            yield "log_ratio", self._minibatch.log_ratio
-            yield from ((f"loss/{name}", loss) for name, loss in self._minibatch.losses.items())
-        if self._backward is not None:
-            norms = zip(self._backward.names, self._backward.norms, strict=True)
-            yield from ((f"gradient of {name}", norm) for name, norm in norms)
-            yield from self._backward.parameters.items()
+def of_backward(event: BackwardEnd) -> Iterator[tuple[str, Tensor]]:
+    """Gradients, by their norms, and the parameters as they are now."""
+    yield from ((f"gradient of {name}", norm) for name, norm in zip(event.names, event.norms, strict=True))
+    yield from event.parameters.items()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
+
+from torch import Tensor
 
 from esper_telemetry.events import (
     BackwardEnd,
@@ -19,6 +22,7 @@ from esper_telemetry.telemetry import Telemetry
 from esper_telemetry.wiring.gradients import Leaf, gradient_parts
 from esper_telemetry.wiring.listener import Listener
 from esper_telemetry.wiring.minibatches import stacked
+from esper_telemetry.wiring.suspects import of_backward, of_minibatch, of_rollout
 
 RECENT = 100
 """Episodes over which `episode/return_mean_100` is the mean."""
@@ -36,6 +40,8 @@ class Update:
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._env_step = 0
         self._ended = time.perf_counter()
+        self._last_backward: BackwardEnd | None = None
+        self._hears_trunk = False
 
     def listen(self, listener: Listener) -> None:
         """Keeps what happens from now on."""
@@ -45,13 +51,16 @@ class Update:
         self._backwards = listener.keep(BackwardEnd)
         self._leaves: list[Leaf] = []
         self._listener = listener
+        listener.on(RunStart, self.start)
         listener.on(RolloutEnd, lambda _: self._telemetry.materialise())
+        listener.on(UpdateEnd, self.end)
 
     def start(self, event: RunStart) -> None:
         """Announces the run with the trainer's config and facts; listens to the trunk where actor and critic share one."""
         self._telemetry.start(config=event.config, facts=event.facts)
-        if event.facts.get("groups", {}).get("shared"):
+        if event.facts.get("groups", {}).get("shared") and not self._hears_trunk:
             self._listener.on(TrunkBackward, self._keep_leaf)
+            self._hears_trunk = True
 
     def _keep_leaf(self, event: TrunkBackward) -> None:
         """Keeps the two gradients and not the event, whose outputs hold the graph."""
@@ -80,9 +89,21 @@ class Update:
             gradients=gradient_parts(self._backwards, self._leaves),
             progress=progress,
         )
+        if self._backwards:
+            self._last_backward = self._backwards[-1]
         for kept in (self._rollouts, self._episodes, self._minibatches, self._leaves, self._backwards):
             kept.clear()
         return snapshot
+
+    def suspects(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the update under way, in forward order; between updates the parameters that the last one left."""
+        for rollout in self._rollouts[-1:]:
+            yield from of_rollout(rollout)
+        for minibatch in self._minibatches[-1:]:
+            yield from of_minibatch(minibatch)
+        backward = self._backwards[-1] if self._backwards else self._last_backward
+        if backward is not None:
+            yield from of_backward(backward)
 
     def _take_rollout(self) -> Rollout | None:
         if not self._rollouts:

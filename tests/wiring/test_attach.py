@@ -86,6 +86,18 @@ def test_a_shared_trunk_has_a_gradient_of_its_own(tmp_path: Path) -> None:
     assert -1 <= last["grad/interference/cos_feat"] <= 1
 
 
+def test_learning_in_two_parts_is_one_run(tmp_path: Path) -> None:
+    with Telemetry(run_dir=tmp_path, offload=False) as telemetry:
+        source = trainer(shared_trunk=True)
+        attach(telemetry, source)
+        source.learn(1)
+        source.learn(200)
+
+    records = read_run(tmp_path).records
+    assert [record.axes.update for record in records] == [1, 2]
+    assert all("grad/interference/cos_feat" in record.values for record in records)
+
+
 def test_a_continuous_policy_is_measured_too(tmp_path: Path) -> None:
     last = values_of(tmp_path, offload=False, env="Pendulum-v1")[-1]
 
