@@ -8,6 +8,7 @@ import secrets
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -44,17 +45,17 @@ class Recorder:
         level: Level,
     ) -> None:
         resolved = [as_sink(sink) for sink in sinks]
-        self.run_dir = _directory(run_dir, name)
+        self._journal = _claimed(run_dir, name)
+        self.run_dir = self._journal.run_dir
         self.run: RunInfo | None = None
         self.offloaded = False
         self._seq = 0
         self._level = level
-        self._name = name or (self.run_dir.name if self.run_dir else "run")
+        self._name = _name(name, self.run_dir, default=run_dir == "auto")
         self._tags = tags
         self._notes = notes
         self._described: set[str] = set()
         self._known_layouts: set[Layout] = set()
-        self._journal = Journal.create(self.run_dir) if self.run_dir else MemoryJournal()
         self._writer: Writer = JournalWriter(self._journal, level)
         self._relay = Relay(self._journal, resolved)
 
@@ -76,7 +77,7 @@ class Recorder:
             tags=self._tags,
             notes=self._notes,
             versions=_versions(),
-            facts=facts,
+            facts={"level": self._level.name.lower(), **facts},
             metrics=metrics,
         )
         self._described.update(metrics)
@@ -110,10 +111,8 @@ class Recorder:
         """Appends a record; the sinks find it in the journal. Arguments as in `writer.Measured`."""
         stats = self._relay.stats()
         delivery = Delivery(stats.queue_depth, stats.errors)
-        if self.offloaded:
-            self._journal.records += (
-                1  # another process appends it, and the sinks' backlog is reckoned from this number
-            )
+        if self.offloaded:  # another process appends it, and the sinks' backlog is reckoned from this number
+            self._journal.records += 1
         self._writer.record(Measured(self._next_seq(), axes, partial, measured, snapshots, seconds, elapsed, delivery))
 
     def event(self, kind: str, axes: Axes, data: Mapping[str, Any]) -> None:
@@ -138,13 +137,24 @@ def metric_infos(group: type) -> dict[str, MetricInfo]:
     return {metric.key: metric.info() for _, metric in declared(group)}
 
 
-def _directory(run_dir: str | Path | None, name: str | None) -> Path | None:
+def _claimed(run_dir: str | Path | Literal["auto"] | None, name: str | None) -> Journal | MemoryJournal:
+    """The journal of a run directory that is ours from now on; a default one gets a number where the second is taken."""
     if run_dir is None:
-        return None
-    if run_dir == "auto":
-        stem = name or Path(sys.argv[0]).stem or "run"
-        return Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return Path(run_dir)
+        return MemoryJournal()
+    if run_dir != "auto":
+        return Journal.create(run_dir)
+    stem = f"{name or Path(sys.argv[0]).stem or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for suffix in ("", *(f"-{number}" for number in range(2, 100))):
+        with suppress(FileExistsError):
+            return Journal.create(Path("runs") / f"{stem}{suffix}")
+    raise FileExistsError(f"a hundred runs named runs/{stem} have begun in this second: pass a run directory")
+
+
+def _name(name: str | None, run_dir: Path | None, *, default: bool) -> str:
+    """What people call the run: the given name, but with the time where the directory has it too."""
+    if run_dir is not None and (default or name is None):
+        return run_dir.name
+    return name or "run"
 
 
 def _versions() -> dict[str, str]:

@@ -47,7 +47,7 @@ class Telemetry:
         sinks: sink objects, callables of one record, or URIs such as `"tensorboard"` and `"wandb:project"`.
         run_dir: where the journal and the local backends live; a new `runs/<name>-<time>` by default. None keeps nothing: no journal,
             all sinks in this process.
-        name: what people call the run; the directory's name by default.
+        name: what people call the run; the directory's name by default, and the default directory begins with it.
         level: `off`, `minimal`, `normal` or `debug`.
         config, tags, notes, facts: travel to every sink with the run; `attach` adds the trainer's own config and facts.
         close_timeout: seconds that `close` waits for the sinks, all together.

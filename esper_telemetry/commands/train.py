@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +30,8 @@ def train(options: Train) -> int:
         summary = Summary(sinks)
         telemetry = Telemetry(
             [*sinks, summary.observe],
-            run_dir=options.run_dir or _default_run_dir(options.env),
+            run_dir=options.run_dir or "auto",
+            name=segment(options.env),
             level=options.level,
             config={"env": options.env, "total_steps": options.total_steps, "num_envs": options.num_envs},
         )
@@ -67,7 +66,3 @@ def _run(trainer: PPO, telemetry: Telemetry, total_steps: int) -> int:
         traceback.print_exc()
         return FAILED
     return DONE
-
-
-def _default_run_dir(env: str) -> Path:
-    return Path("runs") / f"{segment(env)}-{time.strftime('%Y%m%d-%H%M%S')}"
