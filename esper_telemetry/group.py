@@ -111,9 +111,7 @@ def pack(group: MetricGroup) -> Packed:
     slots: list[Tensor | float] = []
     for name in _field_names(kind):
         value = getattr(group, name)
-        reduction = (
-            value if isinstance(value, Reduction) else as_reduction(value, where=f"{kind.__name__}.{name}")
-        )
+        reduction = value if isinstance(value, Reduction) else as_reduction(value, where=f"{kind.__name__}.{name}")
         columns = reduction.slots()
         kinds.append((type(reduction), len(columns), getattr(reduction, "edges", ())))
         slots.extend(columns)

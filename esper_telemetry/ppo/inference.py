@@ -1,0 +1,132 @@
+"""Acting and valuing on the host during a rollout: NumPy where the policy is on the CPU, else torch on its device.
+
+Measured on an AMD EPYC core, NumPy needs a third of torch's time for a step of eight rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from esper_telemetry.ppo.mlp import MLP, Network, as_matrices
+from esper_telemetry.ppo.recurrent import Advance, RecurrentTrunk
+
+if TYPE_CHECKING:
+    from esper_telemetry.ppo.policy import ActorCritic
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Trunk:
+    """A trunk on the host.
+
+    Attributes:
+        encode: observations [N, ...] to what the core reads, or to features where there is no core.
+        advance: what the core reads [B, F] and its state, which is overwritten, to features [B, H]; None without a core.
+    """
+
+    encode: Network
+    advance: Advance | None = None
+
+    def __call__(self, observations: Array, state: Array | None = None) -> Array:
+        """Features [N, F] of observations [N, ...]; `state` moves on by one step."""
+        inputs = self.encode(observations)
+        return inputs if self.advance is None or state is None else self.advance(inputs, state)
+
+
+@dataclass(frozen=True, slots=True)
+class Acting:
+    """What a rollout asks of the policy.
+
+    Attributes:
+        actor: trunk that the scores read.
+        critic: trunk that the value reads; the actor's where it is shared.
+        scores: features [N, F] to scores by head.
+        value: features [..., F] to values [...].
+    """
+
+    actor: Trunk
+    critic: Trunk
+    scores: Callable[[Array], dict[str, Array]]
+    value: Callable[[Array], Array]
+
+
+def acting(policy: ActorCritic) -> Acting:
+    """What a rollout on the host asks of the policy; it holds until the weights change."""
+    return in_numpy(policy) if policy.value.weight.is_cpu else in_torch(policy)
+
+
+def in_numpy(policy: ActorCritic) -> Acting:
+    """Acting in NumPy."""
+    actor = numpy_trunk(policy.actor)
+    critic = actor if policy.critic is None else numpy_trunk(policy.critic)
+    heads = [(name, *as_matrices(policy.head(name).linear)) for name in policy.heads]
+    weight, bias = as_matrices(policy.value)
+
+    def scores(features: Array) -> dict[str, Array]:
+        return {name: features @ weight + bias for name, weight, bias in heads}
+
+    return Acting(actor, critic, scores, lambda features: (features @ weight + bias)[..., 0])
+
+
+def in_torch(policy: ActorCritic) -> Acting:
+    """Acting in torch, with a copy to the device and back at every call."""
+    actor = torch_trunk(policy.actor)
+    critic = actor if policy.critic is None else torch_trunk(policy.critic)
+    device = policy.value.weight.device
+
+    @torch.no_grad()
+    def scores(features: Array) -> dict[str, Array]:
+        return {name: score.cpu().numpy() for name, score in policy.scores(tensor(features, device)).items()}
+
+    @torch.no_grad()
+    def value(features: Array) -> Array:
+        values: Array = policy.values(tensor(features, device)).cpu().numpy()
+        return values
+
+    return Acting(actor, critic, scores, value)
+
+
+def numpy_trunk(trunk: nn.Module) -> Trunk:
+    """A trunk in NumPy."""
+    if isinstance(trunk, RecurrentTrunk):
+        return Trunk(trunk.encoder.as_numpy(), trunk.core.as_numpy())
+    assert isinstance(trunk, MLP)
+    return Trunk(trunk.as_numpy())
+
+
+def torch_trunk(trunk: nn.Module) -> Trunk:
+    """A trunk in torch, on its device."""
+    device = next(trunk.parameters()).device
+    encoder = trunk.encoder if isinstance(trunk, RecurrentTrunk) else trunk
+
+    @torch.no_grad()
+    def encode(observations: Array) -> Array:
+        array: Array = encoder(tensor(observations, device)).cpu().numpy()
+        return array
+
+    @torch.no_grad()
+    def advance(inputs: Array, state: Array) -> Array:
+        assert isinstance(trunk, RecurrentTrunk)
+        outputs, after = trunk.core(tensor(inputs, device).unsqueeze(0), tensor(state, device))
+        state[:] = after.cpu().numpy()
+        array: Array = outputs[0].cpu().numpy()
+        return array
+
+    return Trunk(encode, advance if isinstance(trunk, RecurrentTrunk) else None)
+
+
+def tensor(array: Array, device: torch.device) -> Tensor:
+    """The array on the device."""
+    return torch.from_numpy(array).to(device)
+
+
+def tensors(arrays: Mapping[str, Array], device: torch.device) -> dict[str, Tensor]:
+    """The arrays on the device."""
+    return {name: tensor(array, device) for name, array in arrays.items()}
