@@ -20,21 +20,8 @@ if TYPE_CHECKING:
 ToNative = Callable[[Mapping[str, Array]], Array]
 
 
-def make_env(env_id: str, *, num_envs: int = 8, seed: int | None = None, **kwargs: Any) -> GymnasiumEnvironment:
-    """`num_envs` copies of a registered Gymnasium task, in the fastest form that Gymnasium has for it.
-
-    Args:
-        env_id: a registered id; `module:Id` imports the module that registers it first.
-        num_envs: how many run side by side.
-        seed: makes the episodes repeatable.
-        kwargs: handed to the environment's constructor.
-
-    Raises:
-        ValueError: unknown id, unsupported space, or no environments.
-        ImportError: gymnasium is missing.
-    """
-    if num_envs < 1:
-        raise ValueError(f"num_envs must be at least 1, got {num_envs}")
+def make_vector(env_id: str, num_envs: int, seed: int | None, kwargs: dict[str, Any]) -> GymnasiumEnvironment:
+    """`num_envs` copies of a registered task, in the fastest form that Gymnasium has for it; raises as `make_env`."""
     spec = find_spec(env_id)
     native = spec.vector_entry_point is not None and not spec.additional_wrappers
     vector = make_native(spec, num_envs, kwargs) if native else make_synchronous(spec, num_envs, kwargs)

@@ -112,6 +112,7 @@ class VectorEnvironment(Task, Protocol):
         """Takes one action everywhere: per part [B], int (categorical), or [B, size], float (continuous)."""
 
 
+@runtime_checkable
 class TensorEnvironment(Task, Protocol):
     """The same with tensors in and out, on one device; nothing in it may wait for that device."""
 
@@ -136,3 +137,6 @@ class Masked(Protocol):
         Arrays from a vector environment, tensors from a tensor environment; they hold until its next step. Parts
         without restrictions are left out. Every row in which the part is relevant allows at least one choice.
         """
+
+
+Environment: TypeAlias = VectorEnvironment | TensorEnvironment

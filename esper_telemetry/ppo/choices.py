@@ -13,7 +13,7 @@ from torch import Tensor
 from esper_telemetry.environments.protocol import Task
 from esper_telemetry.ppo.heads import Sampler
 from esper_telemetry.ppo.inference import tensors
-from esper_telemetry.ppo.policy import ActorCritic, add
+from esper_telemetry.ppo.policy import ActorCritic, Tensors, add
 from esper_telemetry.ppo.restrictions import require_choice, restricted, restrictors
 
 Array = npt.NDArray[Any]
@@ -24,11 +24,11 @@ FORBIDDEN = np.finfo(np.float32).min
 class Chosen(NamedTuple):
     """The choices of a rollout as tensors; see `Rollout` for their shapes."""
 
-    actions: dict[str, Tensor]
+    actions: Tensors
     log_probs: Tensor
-    head_log_probs: dict[str, Tensor]
-    action_masks: dict[str, Tensor]
-    relevance: dict[str, Tensor]
+    head_log_probs: Tensors
+    action_masks: Tensors
+    relevance: Tensors
 
 
 class Choices:
@@ -67,10 +67,10 @@ class Choices:
         return {name: actions[t] for name, actions in self._actions.items()}
 
     def _choose_restricted(self, t: int, scores: Mapping[str, Array], masks: Mapping[str, Array]) -> dict[str, Array]:
-        chosen: dict[str, Array] = {}
+        taken: dict[str, Array] = {}
         relevance: dict[str, Array] = {}
         for name, score in scores.items():
-            mask, relevant = self._restrictors[name](masks.get(name), chosen, relevance)
+            mask, relevant = self._restrictors[name](masks.get(name), taken, relevance)
             self._scores[name][t] = score
             if mask is not None:
                 self._masks[name][t] = mask
@@ -80,21 +80,26 @@ class Choices:
                 self._relevance[name][t] = relevance[name] = relevant
                 action = action * relevant.reshape(-1, *[1] * (action.ndim - 1))
             self._actions[name][t] = action
-            chosen[name] = self._actions[name][t]
-        return chosen
+            taken[name] = self._actions[name][t]
+        return taken
 
-    @torch.no_grad()
     def finish(self, device: torch.device) -> Chosen:
         """What was chosen; raises ValueError where a mask allowed nothing."""
         require_choice(self._masks)
         actions, masks, relevance = (
             tensors(arrays, device) for arrays in (self._actions, self._masks, self._relevance)
         )
-        scores = {name: score.flatten(0, 1) for name, score in tensors(self._scores, device).items()}
-        parts = self._policy.log_probs(
-            self._policy.normalize(scores, {name: mask.flatten(0, 1) for name, mask in masks.items()}),
-            {name: action.flatten(0, 1) for name, action in actions.items()},
-            {name: flags.flatten() for name, flags in relevance.items()},
-        )
-        parts = {name: part.view(self._shape) for name, part in parts.items()}
-        return Chosen(actions, add(list(parts.values())), parts if len(parts) > 1 else {}, masks, relevance)
+        return chosen(self._policy, tensors(self._scores, device), actions, masks=masks, relevance=relevance)
+
+
+@torch.no_grad()
+def chosen(policy: ActorCritic, scores: Tensors, actions: Tensors, *, masks: Tensors, relevance: Tensors) -> Chosen:
+    """The choices with their log-probabilities under the scores they were drawn from. Shapes: [T, B, ...] all."""
+    shape = next(iter(scores.values())).shape[:2]
+    flat_scores, flat_actions, flat_masks, flat_relevance = (
+        {name: column.flatten(0, 1) for name, column in columns.items()}
+        for columns in (scores, actions, masks, relevance)
+    )
+    parts = policy.log_probs(policy.normalize(flat_scores, flat_masks), flat_actions, flat_relevance)
+    parts = {name: part.view(shape) for name, part in parts.items()}
+    return Chosen(actions, add(list(parts.values())), parts if len(parts) > 1 else {}, masks, relevance)

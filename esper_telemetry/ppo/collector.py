@@ -20,6 +20,7 @@ from esper_telemetry.ppo.episodes import EpisodeCounter
 from esper_telemetry.ppo.estimates import Final, estimate, remember
 from esper_telemetry.ppo.inference import Acting, acting, tensor
 from esper_telemetry.ppo.memory import Memory
+from esper_telemetry.ppo.normalizer import PLAIN, Normalizers
 from esper_telemetry.ppo.policy import ActorCritic
 from esper_telemetry.ppo.rollout import Recurrence, Rollout
 
@@ -40,8 +41,11 @@ class Collector:
         seconds: what the last rollout spent in `environment` and in `inference`.
     """
 
-    def __init__(self, env: VectorEnvironment, policy: ActorCritic, num_steps: int, seed: int) -> None:
+    def __init__(
+        self, env: VectorEnvironment, policy: ActorCritic, num_steps: int, seed: int, normalizers: Normalizers = PLAIN
+    ) -> None:
         shape = (num_steps, env.num_envs)
+        self._normalizers = normalizers
         self.env, self.policy, self.num_steps = env, policy, num_steps
         self.episodes = EpisodeCounter(env.num_envs)
         self.seconds: dict[str, float] = {}
@@ -52,7 +56,9 @@ class Collector:
         self._fresh = np.zeros((num_steps + 1, env.num_envs), bool)
         self._finals: list[Final] = []
         self._memories = {name: Memory(core, *shape) for name, core in policy.cores().items()}
-        self._observations[-1] = env.reset(seed)
+        self._raw = np.zeros_like(self._observations) if normalizers.observations else self._observations
+        self._normalize: Callable[[Array], Array] | None = None
+        self._raw[-1] = env.reset(seed)
         self._masks: Callable[[], Mapping[str, Array]] | None = env.action_masks if isinstance(env, Masked) else None
         self._choices = Choices(env, policy, num_steps, tuple(self._masks()) if self._masks else ())
         self._fresh[-1] = True
@@ -83,7 +89,10 @@ class Collector:
         return rollout
 
     def _begin(self) -> None:
-        self._observations[0] = self._observations[-1]
+        self._raw[0] = self._raw[-1]
+        if self._normalizers.observations:
+            self._normalize = self._normalizers.observations.as_numpy()
+            self._observations[0] = self._normalize(self._raw[0])
         self._fresh[0] = self._fresh[-1]
         self._valid.fill(True)
         self._finals.clear()
@@ -92,7 +101,9 @@ class Collector:
             self._memories["actor"].begin()
 
     def _store(self, t: int, step: Step) -> None:
-        self._observations[t + 1] = step.observations
+        self._raw[t + 1] = step.observations
+        if self._normalize:
+            self._observations[t + 1] = self._normalize(self._raw[t + 1])
         self._rewards[t] = step.rewards
         self._terminated[t] = step.terminated
         self._truncated[t] = step.truncated
@@ -101,7 +112,8 @@ class Collector:
         if step.final_observations is not None:
             rows = np.flatnonzero(step.truncated & ~step.terminated)
             if len(rows):
-                self._finals.append(Final(t, rows, step.final_observations[rows].astype(np.float32)))
+                last = step.final_observations[rows].astype(np.float32)
+                self._finals.append(Final(t, rows, self._normalize(last) if self._normalize else last))
 
     def _finish(self, act: Acting) -> Rollout:
         if "critic" in self._memories:
@@ -112,8 +124,7 @@ class Collector:
         valid = None if self._valid.all() else self._valid
         self.episodes.count(self._rewards, ended, valid)
         device = self.policy.value.weight.device
-        chosen = self._choices.finish(device)
-        return Rollout(
+        rollout = Rollout(
             observations=tensor(self._observations[:-1], device),
             rewards=tensor(self._rewards, device),
             values=tensor(values, device),
@@ -123,8 +134,9 @@ class Collector:
             valid=None if valid is None else tensor(valid, device),
             transitions=self._rewards.size if valid is None else int(valid.sum()),
             recurrence=self._recurrence(valid, device),
-            **chosen._asdict(),
+            **self._choices.finish(device)._asdict(),
         )
+        return self._normalizers.finish(rollout, tensor(self._raw[:-1], device))
 
     def _recurrence(self, valid: Array | None, device: torch.device) -> Recurrence | None:
         if not self._memories:

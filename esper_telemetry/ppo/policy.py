@@ -49,15 +49,18 @@ class ActorCritic(nn.Module):
 
         Recurrent trunks need to know where the rows stand in time: `grid`.
         """
-        trunks = {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
+        trunks = self.named_trunks()
         if grid is None:
             return tuple(trunk(observations) for trunk in trunks.values())
         return tuple(trunk(observations, grid, grid.states[name]) for name, trunk in trunks.items())
 
+    def named_trunks(self) -> dict[str, Trunk]:
+        """The trunks by name: `actor`, and `critic` where it has its own."""
+        return {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
+
     def cores(self) -> dict[str, Core]:
         """The recurrent cores by trunk; empty for a feed-forward policy."""
-        trunks = {"actor": self.actor, "critic": self.critic}
-        return {name: trunk.core for name, trunk in trunks.items() if isinstance(trunk, RecurrentTrunk)}
+        return {name: trunk.core for name, trunk in self.named_trunks().items() if isinstance(trunk, RecurrentTrunk)}
 
     def scores(self, features: Tensor) -> dict[str, Tensor]:
         """Scores of every head from the actor's trunk output [N, F]."""

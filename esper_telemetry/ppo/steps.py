@@ -18,6 +18,7 @@ from torch import Tensor
 
 from esper_telemetry.ppo.config import PPOConfig
 from esper_telemetry.ppo.rollout import Batch, Rollout
+from esper_telemetry.ppo.scan import remaining_sums
 
 Array = npt.NDArray[Any]
 
@@ -28,8 +29,7 @@ def generalized_advantages(rollout: Rollout, gamma: float, gae_lambda: float) ->
     """Generalised advantage estimates [T, B] (arXiv:1506.02438, eq. 16); 0 in invalid rows.
 
     δ_t = r_t + γ V(s_{t+1}) - V(s_t) and A_t = δ_t + γλ A_{t+1}, where the trace is cut at every end of an episode and
-    V(s_{t+1}) is 0 only after termination. The recurrence is solved in log2(T) passes over whole tensors (Hillis and
-    Steele 1986), in float64.
+    V(s_{t+1}) is 0 only after termination. The recurrence is solved in float64.
     """
     advantages = (rollout.rewards + gamma * rollout.next_values - rollout.values).double()
     goes_on = ~rollout.ended
@@ -37,12 +37,7 @@ def generalized_advantages(rollout: Rollout, gamma: float, gae_lambda: float) ->
         advantages = torch.where(rollout.valid, advantages, 0.0)
         goes_on &= rollout.valid
     decay = (gamma * gae_lambda) * goes_on.double()
-    distance = 1
-    while distance < len(advantages):
-        advantages[:-distance] += decay[:-distance] * advantages[distance:]
-        decay[:-distance] = decay[:-distance] * decay[distance:]
-        distance *= 2
-    return advantages.to(rollout.values.dtype)
+    return remaining_sums(advantages, decay).to(rollout.values.dtype)
 
 
 def standardize(advantages: Tensor, floor: float = 0.0) -> Tensor:
@@ -110,7 +105,8 @@ class UpdateSteps:
         observations: [T, B, ...] acted on -> the same shape, to train on.
         action_masks: per restricted head [T, B, A] -> the masks to train under.
         initial_state: per trunk [layers, parts, B, H], stored -> the state in which training begins each rollout.
-        resets: [B], bool on the host: where an episode ended -> where memory begins anew, in acting and in training.
+        resets: [B], bool: where an episode ended -> where memory begins anew, in acting and in training; arrays on the host,
+            tensors for tensor environments on a device.
         advantages: (rollout, gamma, gae_lambda) -> [T, B].
         normalize: advantages [N] -> [N]: of all transitions, or of a minibatch; called where `normalize_advantages` is on.
         minibatches: (batch, count, generator) -> one pass over the batch.

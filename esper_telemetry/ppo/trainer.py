@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import ops
-from esper_telemetry.environments.protocol import VectorEnvironment
+from esper_telemetry.environments.protocol import Environment, Task, TensorEnvironment
+from esper_telemetry.environments.tensor import on_host
 from esper_telemetry.events import (
     BackwardEnd,
     EpisodeEnd,
@@ -25,11 +26,13 @@ from esper_telemetry.hooks import Hooks
 from esper_telemetry.ppo.backward import backward_losses, backward_trunks, gradient, leaf
 from esper_telemetry.ppo.collector import Collector
 from esper_telemetry.ppo.config import PPOConfig
+from esper_telemetry.ppo.normalizer import Normalizers, normalizers_for
 from esper_telemetry.ppo.policy import ActorCritic, add
 from esper_telemetry.ppo.rollout import Batch, Rollout, flatten
 from esper_telemetry.ppo.schedules import STOP_FACTOR, adapted_rate, entropy_coef, learning_rate, mean_kl
 from esper_telemetry.ppo.steps import steps_for
 from esper_telemetry.ppo.telling import Result, minibatch_event, rollout_event
+from esper_telemetry.ppo.tensor_collector import TensorCollector
 
 FACTS = (
     "max_grad_norm",
@@ -55,7 +58,7 @@ class PPO:
     """Trains a policy in the environments.
 
     Attributes:
-        env, config, policy, optimizer: what it is made of.
+        env, config, policy, optimizer, normalizers: what it is made of.
         hooks: who is told of what happens.
         steps: the parts of the update; replace one to vary the algorithm.
         env_steps, updates, gradient_steps: what has been done so far.
@@ -64,7 +67,7 @@ class PPO:
     """
 
     def __init__(
-        self, env: VectorEnvironment, config: PPOConfig | None = None, *, device: str | torch.device = "cpu"
+        self, env: Environment, config: PPOConfig | None = None, *, device: str | torch.device = "cpu"
     ) -> None:
         self.config = config or PPOConfig()
         self.config.check_rollout(env.num_envs)
@@ -74,7 +77,8 @@ class PPO:
         self.policy = build_policy(env, self.config).to(device)
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=self.config.learning_rate, eps=1e-5, fused=True)
         self.env_steps = self.updates = self.gradient_steps = 0
-        self._collector = Collector(env, self.policy, self.config.num_steps, self.config.seed)
+        self.normalizers = normalizers_for(env, self.config).to(device)
+        self._collector = collector_for(env, self.policy, self.config, self.normalizers)
         self._generator = torch.Generator().manual_seed(self.config.seed)
         self._parameters = dict(self.policy.named_parameters())
         self._device = self.policy.value.weight.device
@@ -234,7 +238,18 @@ class PPO:
         return apart | {"total": torch.add(total, apart["entropy"], alpha=self._coefficients["entropy"])}
 
 
-def build_policy(env: VectorEnvironment, config: PPOConfig) -> ActorCritic:
+def collector_for(
+    env: Environment, policy: ActorCritic, config: PPOConfig, normalizers: Normalizers
+) -> Collector | TensorCollector:
+    """What collects from that kind of environment; tensor environments on the host are stepped as arrays."""
+    if not isinstance(env, TensorEnvironment):
+        return Collector(env, policy, config.num_steps, config.seed, normalizers)
+    if env.device.type == policy.value.weight.device.type == "cpu":
+        return Collector(on_host(env), policy, config.num_steps, config.seed, normalizers)
+    return TensorCollector(env, policy, config.num_steps, config.seed, normalizers)
+
+
+def build_policy(env: Task, config: PPOConfig) -> ActorCritic:
     """The policy for these environments; its weights depend on the seed alone, and torch's generator is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)

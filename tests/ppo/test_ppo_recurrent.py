@@ -182,7 +182,7 @@ def test_estimating_the_last_state_does_not_move_the_memory() -> None:
 def test_after_a_limit_the_next_value_is_that_of_the_last_observation_with_its_memory() -> None:
     """Pendulum is cut after 200 steps; the value of its last state comes from that step's memory."""
     trainer = pendulum(policy="lstm", num_steps=256, num_minibatches=1, lstm_size=16, shared_trunk=True)
-    collector = trainer._collector
+    collector: Any = trainer._collector
     rollout = collector.collect()
     memory = rollout.recurrence
     assert memory is not None and collector._finals[0].time == 199
