@@ -35,7 +35,8 @@ class PPOConfig:
         normalize_observations: to mean 0 and standard deviation 1, by running statistics.
         normalize_rewards: divides them by the running standard deviation of the discounted return.
         policy: `mlp`, `lstm` or `gru`; the latter two remember the episode.
-        hidden_sizes: widths of the hidden layers of actor and critic.
+        hidden_sizes: widths of the hidden layers of actor and critic; behind the memory of a recurrent policy.
+        encoder_sizes: widths of the hidden layers before the memory of a recurrent policy.
         lstm_size: width of the recurrent state, of either kind.
         lstm_layers: stacked recurrent cells.
         activation: `tanh` or `relu`.
@@ -66,6 +67,7 @@ class PPOConfig:
     normalize_rewards: bool = False
     policy: str = "mlp"
     hidden_sizes: tuple[int, ...] = (64, 64)
+    encoder_sizes: tuple[int, ...] = ()
     lstm_size: int = 64
     lstm_layers: int = 1
     activation: str = "tanh"
@@ -89,8 +91,11 @@ class PPOConfig:
         final = self.final_entropy_coef
         require(final is None or final >= 0, "final_entropy_coef must not be negative", final)
         require(self.policy in POLICIES, f"policy must be one of {', '.join(POLICIES)}", self.policy)
-        require(len(self.hidden_sizes) > 0, "hidden_sizes must name at least one layer", self.hidden_sizes)
-        require(all(size >= 1 for size in self.hidden_sizes), "hidden_sizes must be at least 1 each", self.hidden_sizes)
+        hidden = len(self.hidden_sizes) > 0 or self.policy != "mlp"
+        require(hidden, "hidden_sizes must name at least one layer", self.hidden_sizes)
+        for name in ("hidden_sizes", "encoder_sizes"):
+            sizes = getattr(self, name)
+            require(all(size >= 1 for size in sizes), f"{name} must be at least 1 each", sizes)
         require(self.activation in ACTIVATIONS, f"activation must be one of {', '.join(ACTIVATIONS)}", self.activation)
 
     def check_rollout(self, num_envs: int) -> None:

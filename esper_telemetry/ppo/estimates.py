@@ -40,10 +40,17 @@ def estimate(
         values = flat.reshape(len(observations), -1)
     else:
         last = acting.value(acting.critic(observations[-1], memory.state.copy()))
-        values = np.concatenate([acting.value(memory.outputs), last[None]])
+        values = np.concatenate([acting.value(decoded(acting, memory)), last[None]])
     next_values = np.where(terminated, np.float32(0), values[1:])
     for_limits(acting, next_values, finals, memory)
     return values[:-1], next_values
+
+
+def decoded(acting: Acting, memory: Memory) -> Array:
+    """Features [T, B, F] of a rollout from what the core gave."""
+    assert acting.critic.decode is not None
+    outputs = memory.outputs
+    return acting.critic.decode(outputs.reshape(-1, outputs.shape[-1])).reshape(*outputs.shape[:2], -1)
 
 
 def for_limits(acting: Acting, next_values: Array, finals: Sequence[Final], memory: Memory | None) -> None:

@@ -28,16 +28,20 @@ class Trunk:
 
     Attributes:
         encode: observations [N, ...] to what the core reads, or to features where there is no core.
-        advance: what the core reads [B, F] and its state, which is overwritten, to features [B, H]; None without a core.
+        advance: what the core reads [B, F] and its state, which is overwritten, to its outputs [B, H]; None without a core.
+        decode: outputs of the core [N, H] to features [N, F]; None without a core.
     """
 
     encode: Network
     advance: Advance | None = None
+    decode: Network | None = None
 
     def __call__(self, observations: Array, state: Array | None = None) -> Array:
         """Features [N, F] of observations [N, ...]; `state` moves on by one step."""
         inputs = self.encode(observations)
-        return inputs if self.advance is None or state is None else self.advance(inputs, state)
+        if self.advance is None or self.decode is None or state is None:
+            return inputs
+        return self.decode(self.advance(inputs, state))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,30 +100,37 @@ def in_torch(policy: ActorCritic) -> Acting:
 def numpy_trunk(trunk: nn.Module) -> Trunk:
     """A trunk in NumPy."""
     if isinstance(trunk, RecurrentTrunk):
-        return Trunk(trunk.encoder.as_numpy(), trunk.core.as_numpy())
+        return Trunk(trunk.encoder.as_numpy(), trunk.core.as_numpy(), trunk.decoder.as_numpy())
     assert isinstance(trunk, MLP)
     return Trunk(trunk.as_numpy())
 
 
 def torch_trunk(trunk: nn.Module) -> Trunk:
     """A trunk in torch, on its device."""
-    device = next(trunk.parameters()).device
-    encoder = trunk.encoder if isinstance(trunk, RecurrentTrunk) else trunk
-
-    @torch.no_grad()
-    def encode(observations: Array) -> Array:
-        array: Array = encoder(tensor(observations, device)).cpu().numpy()
-        return array
+    if not isinstance(trunk, RecurrentTrunk):
+        return Trunk(torch_network(trunk))
+    core, device = trunk.core, next(trunk.parameters()).device
 
     @torch.no_grad()
     def advance(inputs: Array, state: Array) -> Array:
-        assert isinstance(trunk, RecurrentTrunk)
-        outputs, after = trunk.core(tensor(inputs, device).unsqueeze(0), tensor(state, device))
+        outputs, after = core(tensor(inputs, device).unsqueeze(0), tensor(state, device))
         state[:] = after.cpu().numpy()
         array: Array = outputs[0].cpu().numpy()
         return array
 
-    return Trunk(encode, advance if isinstance(trunk, RecurrentTrunk) else None)
+    return Trunk(torch_network(trunk.encoder, device), advance, torch_network(trunk.decoder, device))
+
+
+def torch_network(network: nn.Module, device: torch.device | None = None) -> Network:
+    """A network in torch, on its device."""
+    where = next(network.parameters()).device if device is None else device
+
+    @torch.no_grad()
+    def run(rows: Array) -> Array:
+        array: Array = network(tensor(rows, where)).cpu().numpy()
+        return array
+
+    return run
 
 
 def tensor(array: Array, device: torch.device) -> Tensor:

@@ -131,8 +131,9 @@ def add(terms: Sequence[Tensor]) -> Tensor:
 
 
 def make_trunk(inputs: int, config: PPOConfig) -> Trunk:
-    """A trunk as the config names it: hidden layers, and a recurrent core behind them unless the policy is `mlp`."""
-    encoder = MLP(inputs, config.hidden_sizes, config.activation)
+    """A trunk as the config names it: hidden layers, or for a recurrent policy encoder, memory and decoder."""
     if config.policy == "mlp":
-        return encoder
-    return RecurrentTrunk(encoder, Core(config.policy, encoder.features, config.lstm_size, config.lstm_layers))
+        return MLP(inputs, config.hidden_sizes, config.activation)
+    encoder = MLP(inputs, config.encoder_sizes, config.activation)
+    core = Core(config.policy, encoder.features, config.lstm_size, config.lstm_layers)
+    return RecurrentTrunk(encoder, core, MLP(config.lstm_size, config.hidden_sizes, config.activation))

@@ -1,4 +1,4 @@
-"""Memory for the policy: stacked single-layer LSTM or GRU cells behind an encoder.
+"""Memory for the policy: stacked single-layer LSTM or GRU cells between layers without memory.
 
 Training runs over whole padded sequences, one fused call per cell. Acting on a few rows is done in NumPy, where a step
 takes a third of the time. A state is one array [layers, parts, B, H]: parts are hidden and cell state of an LSTM, the
@@ -72,22 +72,23 @@ class Core(nn.Module):
 
 
 class RecurrentTrunk(nn.Module):
-    """An encoder of single observations and a core that remembers them."""
+    """An encoder of single observations, a core that remembers them, and a decoder of what it gives."""
 
-    def __init__(self, encoder: MLP, core: Core) -> None:
+    def __init__(self, encoder: MLP, core: Core, decoder: MLP) -> None:
         super().__init__()
-        self.encoder, self.core = encoder, core
-        self.inputs, self.features = encoder.inputs, core.size
+        self.encoder, self.core, self.decoder = encoder, core, decoder
+        self.inputs, self.features = encoder.inputs, decoder.features
 
     def forward(self, observations: Tensor, grid: Grid, state: Tensor) -> Tensor:
-        """Features [N, H] of observations [N, ...] that stand in the grid; its runs begin in `state`."""
+        """Features [N, F] of observations [N, ...] that stand in the grid; its runs begin in `state`."""
         outputs, _ = self.core(grid.pad(self.encoder(observations)), state)
-        return grid.gather(outputs)
+        features: Tensor = self.decoder(grid.gather(outputs))
+        return features
 
     def step(self, observations: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Features [B, H] of the observations [B, ...] that come next, and the state after them."""
+        """Features [B, F] of the observations [B, ...] that come next, and the state after them."""
         outputs, after = self.core(self.encoder(observations).unsqueeze(0), state)
-        return outputs[0], after
+        return self.decoder(outputs[0]), after
 
 
 def matrices(cell: nn.RNNBase) -> tuple[Array, Array, Array, Array]:

@@ -25,7 +25,7 @@ KINDS = ("lstm", "gru")
 
 def trunk(kind: str, layers: int, size: int = 8) -> RecurrentTrunk:
     torch.manual_seed(0)
-    made = RecurrentTrunk(MLP(3, (5,), "tanh"), Core(kind, 5, size, layers))
+    made = RecurrentTrunk(MLP(3, (5,), "tanh"), Core(kind, 5, size, layers), MLP(size, (4,), "tanh"))
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=size**-0.5)
     return made
