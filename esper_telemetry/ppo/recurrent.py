@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.ppo.mlp import MLP
-from esper_telemetry.ppo.sequences import Grid
+from esper_telemetry.ppo.sequences import PARTS, Grid
 
 Array = npt.NDArray[Any]
 Advance = Callable[[Array, Array], Array]
 
-PARTS = {"lstm": 2, "gru": 1}
+CLOSED = -1e4  # added to a gate, it closes it: σ(-1e4) is 0 in float32
 
 
 class Core(nn.Module):
@@ -42,16 +42,18 @@ class Core(nn.Module):
         for name, parameter in self.cells.named_parameters():
             nn.init.zeros_(parameter) if "bias" in name else nn.init.orthogonal_(parameter)
 
-    def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs [L, B, H] of inputs [L, B, F], and the state [layers, parts, B, H] after the last of them."""
+    def forward(self, inputs: Tensor, state: Tensor, marks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Outputs [L, B, H] of inputs [L, B, F], and the state [layers, parts, B, H] after the last of them.
+
+        Where `marks` [L, B, 1] are 1, an LSTM forgets all: the step after begins with a state of zeros.
+        """
         after = []
         for cell, before in zip(self.cells, state, strict=True):
             if self.kind == "lstm":
-                inputs, (hidden, memory) = cell(inputs, (before[:1].contiguous(), before[1:].contiguous()))
-                after.append(torch.cat([hidden, memory]))
+                inputs, moved = run_lstm(cast("nn.LSTM", cell), inputs, before, marks)
             else:
-                inputs, hidden = cell(inputs, before.contiguous())
-                after.append(hidden)
+                inputs, moved = cell(inputs, before.contiguous())
+            after.append(moved)
         return inputs, torch.stack(after)
 
     def state_shape(self, rows: int) -> tuple[int, int, int, int]:
@@ -81,7 +83,7 @@ class RecurrentTrunk(nn.Module):
 
     def forward(self, observations: Tensor, grid: Grid, state: Tensor) -> Tensor:
         """Features [N, F] of observations [N, ...] that stand in the grid; its runs begin in `state`."""
-        outputs, _ = self.core(grid.pad(self.encoder(observations)), state)
+        outputs, _ = self.core(grid.pad(self.encoder(observations)), state, grid.marks())
         features: Tensor = self.decoder(grid.gather(outputs))
         return features
 
@@ -89,6 +91,33 @@ class RecurrentTrunk(nn.Module):
         """Features [B, F] of the observations [B, ...] that come next, and the state after them."""
         outputs, after = self.core(self.encoder(observations).unsqueeze(0), state)
         return self.decoder(outputs[0]), after
+
+
+def run_lstm(cell: nn.LSTM, inputs: Tensor, state: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Outputs [L, B, H] and the state [2, B, H] after the last step.
+
+    A mark is one more input that closes the gates i, f and o: then c = f c + i g and h = o tanh c are exactly 0, and no
+    gradient passes. So whole columns of episodes go through the one fused call that torch has for a sequence.
+    """
+    if marks is None:
+        outputs, (hidden, memory) = cell(inputs, (state[:1].contiguous(), state[1:].contiguous()))
+        return outputs, torch.cat([hidden, memory])
+    closing = inputs.new_full((4, cell.hidden_size), CLOSED)
+    closing[2] = 0.0
+    weight = torch.cat([cell.get_parameter("weight_ih_l0"), closing.view(-1, 1)], 1)
+    names = ("weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+    outputs, hidden, memory = torch.lstm(
+        torch.cat([inputs, marks], -1),
+        (state[:1].contiguous(), state[1:].contiguous()),
+        [weight, *(cell.get_parameter(name) for name in names)],
+        has_biases=True,
+        num_layers=1,
+        dropout=0.0,
+        train=True,
+        bidirectional=False,
+        batch_first=False,
+    )
+    return outputs, torch.cat([hidden, memory])
 
 
 def matrices(cell: nn.RNNBase) -> tuple[Array, Array, Array, Array]:

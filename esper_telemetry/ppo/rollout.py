@@ -164,7 +164,7 @@ class Batch:
 
     def grid(self) -> Grid | None:
         """Where the rows stand in time; None for a feed-forward policy."""
-        return None if self.sequences is None else self.sequences.grid()
+        return None if self.sequences is None else self.sequences.grid(shared=self.sequences.separable)
 
 
 def flatten(rollout: Rollout, advantages: Tensor, returns: Tensor) -> Batch:

@@ -1,7 +1,8 @@
-"""Whole sequences for recurrent policies: split where memory restarts, padded, and put back without the padding.
+"""Whole sequences for recurrent policies: split where memory restarts, packed into columns, and put back as rows.
 
-The rows of a batch stay rows: only inside the recurrent core do they stand in a padded grid, one column per run of
-steps that share a memory. No padded entry leaves the core, so no loss and no statistic needs to know of it.
+The rows of a batch stay rows: only inside the recurrent core do they stand in a grid, whose columns are runs of steps
+that share a memory. Several runs may share a column, each behind a separator, a cell at which the core forgets all.
+No cell but theirs leaves the core, so no loss and no statistic needs to know of padding.
 """
 
 from __future__ import annotations
@@ -17,30 +18,43 @@ from torch import Tensor
 
 Array = npt.NDArray[Any]
 
+PARTS = {"lstm": 2, "gru": 1}
+"""Parts of a state: hidden and cell state of an LSTM, the hidden state of a GRU."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Where N rows stand in a padded grid of `length` x `runs`.
+    """Where N rows stand in a grid of `length` x `columns`.
 
     Attributes:
         cells: [N], int64: index of each row in the flattened grid.
-        length, runs: the grid's height (longest run) and width (number of runs).
-        states: per trunk [layers, parts, runs, H]: the state in which each run begins.
+        separators: [M], int64: indices of the cells at which the core forgets all; None where there are none.
+        length, columns: the grid's size.
+        states: per trunk [layers, parts, columns, H]: the state in which each column begins.
     """
 
     cells: Tensor
+    separators: Tensor | None
     length: int
-    runs: int
+    columns: int
     states: Mapping[str, Tensor]
 
     def pad(self, rows: Tensor) -> Tensor:
-        """Rows [N, F] in the grid [length, runs, F], zero elsewhere."""
-        empty = rows.new_zeros(self.length * self.runs, rows.shape[-1])
-        return empty.index_copy(0, self.cells, rows).view(self.length, self.runs, -1)
+        """Rows [N, F] in the grid [length, columns, F], zero elsewhere."""
+        empty = rows.new_zeros(self.length * self.columns, rows.shape[-1])
+        return empty.index_copy(0, self.cells, rows).view(self.length, self.columns, -1)
 
     def gather(self, grid: Tensor) -> Tensor:
-        """The rows [N, F] of a grid [length, runs, F]."""
+        """The rows [N, F] of a grid [length, columns, F]."""
         return grid.flatten(0, 1).index_select(0, self.cells)
+
+    def marks(self) -> Tensor | None:
+        """[length, columns, 1]: 1 at separators, 0 elsewhere; None where there are none."""
+        if self.separators is None:
+            return None
+        state = next(iter(self.states.values()))
+        empty = state.new_zeros(self.length * self.columns)
+        return empty.index_fill(0, self.separators, 1.0).view(self.length, self.columns, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +84,61 @@ class Sequences:
         cuts = np.flatnonzero(np.diff(self.envs)) + 1
         return np.split(np.arange(len(self.envs)), cuts)
 
-    def grid(self) -> Grid:
-        """The rows, one column per run."""
+    @property
+    def separable(self) -> bool:
+        """Whether the core can forget within a column: an LSTM on the CPU; cuDNN wants its weights in one piece."""
+        state = next(iter(self.states.values()))
+        return state.is_cpu and state.shape[1] == PARTS["lstm"]
+
+    def grid(self, *, shared: bool = False) -> Grid:
+        """The rows in columns.
+
+        Args:
+            shared: runs share columns behind separators, where they fit below the longest run; otherwise each has its own.
+        """
         starts = np.flatnonzero(self.begins)
-        run = np.cumsum(self.begins) - 1
-        position = np.arange(len(run)) - starts[run]
-        length, runs = int(position.max()) + 1, len(starts)
+        lengths = np.diff(starts, append=len(self.begins))
+        carried = self.carried[starts]
+        column, offset = pack(lengths, carried) if shared else (np.arange(len(starts)), np.zeros_like(starts))
+        columns, run = int(column[-1]) + 1, np.cumsum(self.begins) - 1
+        position = offset[run] + np.arange(len(run)) - starts[run]
         device = next(iter(self.states.values())).device
-        goes_on = self.carried[starts]
-        columns = on(np.flatnonzero(goes_on), device)
-        sources = on(self.envs[starts[goes_on]], device)
-        states = {name: begin(state, runs, columns, sources) for name, state in self.states.items()}
-        return Grid(on(position * runs + run, device), length, runs, states)
+        behind = offset > 0
+        return Grid(
+            on(position * columns + column[run], device),
+            on((offset[behind] - 1) * columns + column[behind], device) if behind.any() else None,
+            int(position.max()) + 1,
+            columns,
+            self._begin(columns, column[carried], self.envs[starts[carried]]),
+        )
+
+    def _begin(self, columns: int, carried: Array, envs: Array) -> dict[str, Tensor]:
+        """Per trunk the states in which the columns begin: those of `envs` in the columns `carried`, zero in the others."""
+        device = next(iter(self.states.values())).device
+        targets, sources = on(carried, device), on(envs, device)
+        return {
+            name: state.new_zeros(*state.shape[:2], columns, state.shape[-1]).index_copy(
+                2, targets, state.index_select(2, sources)
+            )
+            for name, state in self.states.items()
+        }
 
 
-def begin(state: Tensor, runs: int, columns: Tensor, sources: Tensor) -> Tensor:
-    """States [layers, parts, runs, H]: those of environments `sources` in `columns`, zero in the others."""
-    empty = state.new_zeros(*state.shape[:2], runs, state.shape[-1])
-    return empty.index_copy(2, columns, state.index_select(2, sources))
+def pack(lengths: Array, carried: Array) -> tuple[Array, Array]:
+    """Column and first position of each run: runs in order, one behind the other while the longest is not exceeded.
+
+    A run that goes on with a stored state stands at the top of a column; the others need a separator before them.
+    """
+    room = int(lengths.max())
+    columns, offsets = [], []
+    column, top = -1, room + 1
+    for length, first in zip(lengths.tolist(), carried.tolist(), strict=True):
+        if first or top + length > room:
+            column, top = column + 1, 0
+        columns.append(column)
+        offsets.append(top)
+        top += length + 1
+    return np.array(columns), np.array(offsets)
 
 
 def on(indices: Array, device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ from esper_telemetry.ppo import PPO
 from esper_telemetry.ppo.mlp import MLP
 from esper_telemetry.ppo.recurrent import Core, RecurrentTrunk
 from esper_telemetry.ppo.rollout import Recurrence, flatten
+from esper_telemetry.ppo.sequences import pack
 
 KINDS = ("lstm", "gru")
 
@@ -44,19 +45,21 @@ def step_by_step(core: RecurrentTrunk, observations: Tensor, fresh: Tensor, stat
     return torch.stack(columns, 1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "shared"), [("lstm", True), ("lstm", False), ("gru", False)])
 @pytest.mark.parametrize("layers", [1, 2])
 @given(flags=st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=7))
 @settings(max_examples=15, deadline=None)
-def test_padded_sequences_equal_a_loop_over_steps(kind: str, layers: int, flags: list[list[bool]]) -> None:
-    """Resets anywhere, stored initial states, three environments."""
+def test_sequences_in_columns_equal_a_loop_over_steps(
+    kind: str, shared: bool, layers: int, flags: list[list[bool]]
+) -> None:
+    """Resets anywhere, stored initial states, three environments; columns of one run each, or shared."""
     fresh = torch.tensor(flags)
     core = trunk(kind, layers)
     generator = torch.Generator().manual_seed(0)
     observations = torch.randn(len(flags), 3, 3, generator=generator)
     state = torch.randn(*core.core.state_shape(3), generator=generator)
     state[:, :, fresh[0]] = 0
-    grid = Recurrence({"actor": state}, fresh.numpy(), state, None).sequences().grid()
+    grid = Recurrence({"actor": state}, fresh.numpy(), state, None).sequences().grid(shared=shared)
 
     rows = core(observations.transpose(0, 1).flatten(0, 1), grid, grid.states["actor"])
 
@@ -64,27 +67,55 @@ def test_padded_sequences_equal_a_loop_over_steps(kind: str, layers: int, flags:
     assert torch.allclose(rows.view(3, len(flags), -1).transpose(0, 1), expected, atol=1e-6)
 
 
-@given(seed=st.integers(0, 1000))
-@settings(max_examples=15, deadline=None)
-def test_what_an_earlier_episode_held_has_no_influence(seed: int) -> None:
-    """An environment's episode begins at t = 2: NaN before that, and as stored state, changes nothing from there on."""
+@given(seed=st.integers(0, 1000), shared=st.booleans(), noise=st.sampled_from([1.0, 1e3, 1e6]))
+@settings(max_examples=20, deadline=None)
+def test_what_an_earlier_episode_held_has_no_influence(seed: int, shared: bool, noise: float) -> None:
+    """An environment's episode begins at t = 2: whatever was before, and the stored state, change no bit from there on."""
     core = trunk("lstm", 1)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator()
     fresh = np.zeros((5, 2), bool)
     fresh[2, 0] = True
-    features = []
-    for poison in (0.0, torch.nan):
+    results = []
+    for scale in (0.0, noise):
         observations = torch.randn(5, 2, 3, generator=generator.manual_seed(seed))
         state = torch.zeros(core.core.state_shape(2))
-        observations[:2, 0] = poison
-        state[:, :, 0] = poison
-        grid = Recurrence({"actor": state}, fresh, state, None).sequences().grid()
-        rows = core(observations.transpose(0, 1).flatten(0, 1), grid, grid.states["actor"])
-        features.append(rows.view(2, 5, -1))
+        observations[:2, 0] *= scale
+        state[:, :, 0] = scale
+        inputs = observations.transpose(0, 1).flatten(0, 1).requires_grad_()
+        grid = Recurrence({"actor": state}, fresh, state, None).sequences().grid(shared=shared)
+        rows = core(inputs, grid, grid.states["actor"]).view(2, 5, -1)
+        rows[0, 2:].sum().backward()
+        assert inputs.grad is not None
+        results.append((rows.detach(), inputs.grad.view(2, 5, -1)))
 
-    clean, poisoned = features
-    assert torch.equal(clean[0, 2:], poisoned[0, 2:]) and torch.equal(clean[1], poisoned[1])
-    assert poisoned[0, :2].isnan().all()
+    (clean, _), (noisy, gradient) = results
+    assert torch.equal(clean[0, 2:], noisy[0, 2:]) and torch.equal(clean[1], noisy[1])
+    assert not torch.equal(clean[0, :2], noisy[0, :2])
+    assert (gradient[0, :2] == 0).all() and (gradient[1] == 0).all() and (gradient[0, 2:] != 0).any()
+
+
+def test_gradients_are_those_of_columns_of_one_run() -> None:
+    found = []
+    for shared in (False, True):
+        core = trunk("lstm", 2)
+        fresh = np.random.default_rng(0).random((20, 3)) < 0.3
+        state = torch.randn(*core.core.state_shape(3), generator=torch.Generator().manual_seed(0))
+        state[:, :, fresh[0]] = 0
+        grid = Recurrence({"actor": state}, fresh, state, None).sequences().grid(shared=shared)
+        rows = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+        core(rows, grid, grid.states["actor"]).square().sum().backward()
+        found.append([parameter.grad for parameter in core.parameters()])
+
+    for alone, together in zip(*found, strict=True):
+        assert alone is not None and together is not None and torch.allclose(alone, together, rtol=1e-4, atol=1e-5)
+
+
+def test_runs_share_columns_below_the_longest() -> None:
+    """Lengths 5, 2, 2, 4, 1 and a carried 3: 5 | 2 sep 2 | 4 | 1 | 3. The 1 would need a sixth cell after the 4."""
+    columns, offsets = pack(np.array([5, 2, 2, 4, 1, 3]), np.array([True, False, False, False, False, True]))
+
+    assert columns.tolist() == [0, 1, 1, 2, 3, 4]
+    assert offsets.tolist() == [0, 0, 3, 0, 0, 0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
