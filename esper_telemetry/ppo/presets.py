@@ -43,10 +43,14 @@ def preset(env_id: str, policy: str = "mlp", *, mask_velocity: bool = False) -> 
 
 Key = tuple[str, str, bool]
 
+SCALED: Mapping[str, Any] = {"normalize_observations": True, "normalize_rewards": True}
+MEMORY: Mapping[str, Any] = {**SCALED, "hidden_sizes": (64,), "lstm_size": 64}
+
 PRESETS: Mapping[Key, tuple[int, Mapping[str, Any]]] = {
     ("CartPole-v1", "mlp", False): (8, {}),
     ("Acrobot-v1", "mlp", False): (8, {}),
     ("Pendulum-v1", "mlp", False): (8, {"gamma": 0.9}),
+    ("CartPole-v1", "lstm", True): (8, {**MEMORY, "gamma": 0.98, "gae_lambda": 0.9}),
     ("cue-recall", "lstm", False): (
         16,
         {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from esper_telemetry.ppo.sequences import Grid, Sequences
+from esper_telemetry.ppo.sequences import Grid, Sequences, Whole, on
 
 Array = npt.NDArray[Any]
 
@@ -48,7 +48,9 @@ class Recurrence:
         envs: Array = np.broadcast_to(np.arange(begins.shape[1]), begins.shape)
         kept = slice(None) if self.valid is None else self.valid.T.reshape(-1)
         begins, carried, envs = (column.T.reshape(-1)[kept] for column in (begins, carried, envs))
-        return Sequences(begins, carried, envs, self.states)
+        begins = begins | (np.diff(envs, prepend=-1) != 0)
+        starts = np.flatnonzero(begins)
+        return Sequences(np.diff(starts, append=len(begins)), carried[starts], envs[starts], self.states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +157,12 @@ class Batch:
     def _slice(self, start: int, stop: int) -> Batch:
         return self.map(lambda column: column[start:stop])
 
-    def whole(self, envs: list[Array]) -> Batch:
+    def whole(self, parts: Sequence[Whole]) -> Batch:
         """The rows of some environments, as `Sequences.environments` names them, with their order in time."""
         assert self.sequences is not None
-        host = np.concatenate(envs)
-        rows = torch.from_numpy(host).to(self.log_probs.device, non_blocking=True)
-        return self.map(lambda column: column[rows], self.sequences.take(host))
+        rows = on(np.concatenate([part.rows for part in parts]), self.log_probs.device)
+        sequences = self.sequences.take(np.concatenate([part.runs for part in parts]))
+        return self.map(lambda column: column[rows], sequences)
 
     def grid(self) -> Grid | None:
         """Where the rows stand in time; None for a feed-forward policy."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -57,32 +57,42 @@ class Grid:
         return empty.index_fill(0, self.separators, 1.0).view(self.length, self.columns, 1)
 
 
+class Whole(NamedTuple):
+    """One environment's part of a batch: indices of its rows and of its runs."""
+
+    rows: Array
+    runs: Array
+
+
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """How the N rows of a batch follow one another; they are ordered by environment, then by time.
+    """How the N rows of a batch make up R runs, steps that share a memory; ordered by environment, then by time.
 
-    The flags live on the host, so that the size of a grid is known without waiting for the device.
+    The arrays live on the host, so that the size of a grid is known without waiting for the device.
 
     Attributes:
-        begins: [N], bool: memory begins anew at this row, or the rollout does.
-        carried: [N], bool: the row is its environment's first and goes on with the stored state.
-        envs: [N], int: environment of the row, as an index into `states`.
+        lengths: [R], int: rows of each run.
+        carried: [R], bool: the run goes on with the state stored when the rollout began.
+        envs: [R], int: its environment, as an index into `states`.
         states: per trunk [layers, parts, B, H], stored when the rollout began.
     """
 
-    begins: Array
+    lengths: Array
     carried: Array
     envs: Array
     states: Mapping[str, Tensor]
 
-    def take(self, rows: Array) -> Sequences:
-        """The rows with these indices, which make whole sequences."""
-        return replace(self, begins=self.begins[rows], carried=self.carried[rows], envs=self.envs[rows])
+    def take(self, runs: Array) -> Sequences:
+        """The runs with these indices."""
+        return replace(self, lengths=self.lengths[runs], carried=self.carried[runs], envs=self.envs[runs])
 
-    def environments(self) -> list[Array]:
-        """Per environment the indices of its rows."""
+    def environments(self) -> list[Whole]:
+        """The parts of the batch, one per environment that has rows."""
         cuts = np.flatnonzero(np.diff(self.envs)) + 1
-        return np.split(np.arange(len(self.envs)), cuts)
+        ends = np.cumsum(self.lengths)
+        rows = np.split(np.arange(ends[-1]), ends[cuts - 1])
+        runs = np.split(np.arange(len(self.envs)), cuts)
+        return [Whole(*part) for part in zip(rows, runs, strict=True)]
 
     @property
     def separable(self) -> bool:
@@ -96,28 +106,28 @@ class Sequences:
         Args:
             shared: runs share columns behind separators, where they fit below the longest run; otherwise each has its own.
         """
-        starts = np.flatnonzero(self.begins)
-        lengths = np.diff(starts, append=len(self.begins))
-        carried = self.carried[starts]
-        column, offset = pack(lengths, carried) if shared else (np.arange(len(starts)), np.zeros_like(starts))
-        columns, run = int(column[-1]) + 1, np.cumsum(self.begins) - 1
-        position = offset[run] + np.arange(len(run)) - starts[run]
+        lengths = self.lengths
+        column, top = pack(lengths, self.carried) if shared else (np.arange(len(lengths)), np.zeros_like(lengths))
+        columns = int(column[-1]) + 1
+        starts = np.cumsum(lengths) - lengths
+        rows = np.arange(starts[-1] + lengths[-1])
+        cells = rows * columns + np.repeat((top - starts) * columns + column, lengths)
         device = next(iter(self.states.values())).device
-        behind = offset > 0
+        behind = np.flatnonzero(top)
         return Grid(
-            on(position * columns + column[run], device),
-            on((offset[behind] - 1) * columns + column[behind], device) if behind.any() else None,
-            int(position.max()) + 1,
+            on(cells, device),
+            on((top[behind] - 1) * columns + column[behind], device) if len(behind) else None,
+            int((top + lengths).max()),
             columns,
-            self._begin(columns, column[carried], self.envs[starts[carried]]),
+            self._begin(columns, column[self.carried]),
         )
 
-    def _begin(self, columns: int, carried: Array, envs: Array) -> dict[str, Tensor]:
-        """Per trunk the states in which the columns begin: those of `envs` in the columns `carried`, zero in the others."""
+    def _begin(self, columns: int, carried: Array) -> dict[str, Tensor]:
+        """Per trunk the states in which the columns begin: stored ones in the columns `carried`, zero in the others."""
         device = next(iter(self.states.values())).device
-        targets, sources = on(carried, device), on(envs, device)
+        targets, sources = on(carried, device), on(self.envs[self.carried], device)
         return {
-            name: state.new_zeros(*state.shape[:2], columns, state.shape[-1]).index_copy(
+            name: state.new_zeros(*state.shape[:2], columns, state.shape[-1]).index_copy_(
                 2, targets, state.index_select(2, sources)
             )
             for name, state in self.states.items()
@@ -143,4 +153,4 @@ def pack(lengths: Array, carried: Array) -> tuple[Array, Array]:
 
 def on(indices: Array, device: torch.device) -> Tensor:
     """Indices on a device, without waiting for it."""
-    return torch.from_numpy(indices.astype(np.int64)).to(device, non_blocking=True)
+    return torch.from_numpy(indices.astype(np.int64, copy=False)).to(device, non_blocking=True)
