@@ -73,6 +73,16 @@ class CueRecall:
     def close(self) -> None:
         """Nothing to free."""
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Phases, cues and the random generator."""
+        state = {"time": self._time, "cue": self._cue, "previous": self._previous}
+        return {**state, "generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Goes on from a saved state."""
+        self._time, self._cue, self._previous = (state[name].to(self.device) for name in ("time", "cue", "previous"))
+        self._generator.set_state(state["generator"])
+
     def _draw(self, bound: int) -> Tensor:
         return torch.randint(bound, (self.num_envs,), generator=self._generator, device=self.device)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from esper_telemetry.environments.protocol import ActionSpec, Array, Bools, Step
+from esper_telemetry.environments.state import capture, packed, restore, unpacked
 
 if TYPE_CHECKING:
     import gymnasium
@@ -75,6 +76,17 @@ class GymnasiumEnvironment:
     def close(self) -> None:
         """Closes the environments."""
         self._vector.close()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """State of the environments and their random generators; None where they hold more than Python and NumPy."""
+        state = capture(self._vector)
+        return None if state is None else {"vector": state, "resetting": packed(self._resetting)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the environments go on from a saved state."""
+        self._vector.reset(seed=0)
+        restore(self._vector, state["vector"])
+        self._resetting = unpacked(state["resetting"])
 
     def _next_step(self, result: tuple[Any, ...]) -> Step:
         observations, rewards, terminated, truncated, _ = result

@@ -139,4 +139,15 @@ class Masked(Protocol):
         """
 
 
+@runtime_checkable
+class Saveable(Protocol):
+    """An environment, of either kind, whose state can be saved and restored."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Tensors and plain data; None where this one cannot be saved."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the environment go on from a saved state."""
+
+
 Environment: TypeAlias = VectorEnvironment | TensorEnvironment

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from esper_telemetry.environments.protocol import Array, Masked, Step, TensorEnvironment, VectorEnvironment
+from esper_telemetry.environments.protocol import Array, Masked, Saveable, Step, TensorEnvironment, VectorEnvironment
 
 
 class OnHost:
@@ -39,6 +40,15 @@ class OnHost:
     def close(self) -> None:
         """Closes the environments."""
         self._env.close()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """State of the environment; None where it cannot be saved."""
+        return self._env.state_dict() if isinstance(self._env, Saveable) else None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the environment go on from a saved state."""
+        assert isinstance(self._env, Saveable)
+        self._env.load_state_dict(state)
 
 
 class MaskedOnHost(OnHost):

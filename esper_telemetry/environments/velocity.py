@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from esper_telemetry.environments.protocol import Array, Step, VectorEnvironment
+from esper_telemetry.environments.protocol import Array, Saveable, Step, VectorEnvironment
 
 VELOCITIES = {
     "CartPole-v0": (1, 3),
@@ -54,3 +55,12 @@ class HiddenVelocity:
     def close(self) -> None:
         """Closes the environments."""
         self._env.close()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """State of the environment; None where it cannot be saved."""
+        return self._env.state_dict() if isinstance(self._env, Saveable) else None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the environment go on from a saved state."""
+        assert isinstance(self._env, Saveable)
+        self._env.load_state_dict(state)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from esper_telemetry.environments.protocol import Masked, Step, VectorEnvironment
+from esper_telemetry.environments.protocol import Masked, Saveable, Step, VectorEnvironment
 from esper_telemetry.ppo.choices import Choices
 from esper_telemetry.ppo.episodes import EpisodeCounter
 from esper_telemetry.ppo.estimates import Final, estimate, remember
@@ -87,6 +87,29 @@ class Collector:
         rollout = self._finish(act)
         self.seconds = {"environment": environment, "inference": time.perf_counter() - start - environment}
         return rollout
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next rollout goes on from; the environment's state is None where it cannot be saved."""
+        return {
+            "environment": self.env.state_dict() if isinstance(self.env, Saveable) else None,
+            "observations": torch.from_numpy(self._raw[-1].copy()),
+            "fresh": torch.from_numpy(self._fresh[-1].copy()),
+            "memories": {name: torch.from_numpy(memory.state.copy()) for name, memory in self._memories.items()},
+            "episodes": {name: sums.clone() for name, sums in self.episodes.state_dict().items()},
+            "generator": self._generator.get_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a saved state; begins new episodes where the environment could not be saved."""
+        self._generator.set_state(state["generator"])
+        if state["environment"] is None:
+            return
+        assert isinstance(self.env, Saveable)
+        self.env.load_state_dict(state["environment"])
+        self._raw[-1], self._fresh[-1] = state["observations"].numpy(), state["fresh"].numpy()
+        for name, memory in self._memories.items():
+            memory.state[:] = state["memories"][name].numpy()
+        self.episodes.load_state_dict(state["episodes"])
 
     def _begin(self) -> None:
         self._raw[0] = self._raw[-1]

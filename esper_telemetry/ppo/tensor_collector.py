@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper_telemetry.environments.protocol import Masked, TensorEnvironment, TensorStep
+from esper_telemetry.environments.protocol import Masked, Saveable, TensorEnvironment, TensorStep
 from esper_telemetry.ops import mask_logits
 from esper_telemetry.ppo.choices import Chosen, chosen
 from esper_telemetry.ppo.episodes import EpisodeCounter
@@ -76,6 +76,28 @@ class TensorCollector:
         rollout = self._finish(course)
         self.seconds = {"environment": environment, "inference": time.perf_counter() - start - environment}
         return rollout
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next rollout goes on from; the environment's state is None where it cannot be saved."""
+        return {
+            "environment": self.env.state_dict() if isinstance(self.env, Saveable) else None,
+            "observations": self._raw,
+            "fresh": self._fresh,
+            "memories": self._states,
+            "episodes": {name: sums.clone() for name, sums in self.episodes.state_dict().items()},
+            "generator": self._generator.get_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a saved state; begins new episodes where the environment could not be saved."""
+        self._generator.set_state(state["generator"])
+        if state["environment"] is None:
+            return
+        assert isinstance(self.env, Saveable)
+        self.env.load_state_dict(state["environment"])
+        self._raw, self._fresh = state["observations"].to(self._device), state["fresh"].to(self._device)
+        self._states = {name: memory.to(self._device) for name, memory in state["memories"].items()}
+        self.episodes.load_state_dict(state["episodes"])
 
     def _noise(self) -> dict[str, Tensor]:
         shape = (self.num_steps, self.env.num_envs)

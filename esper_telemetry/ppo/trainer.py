@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from esper_telemetry.events import (
     UpdateEnd,
 )
 from esper_telemetry.hooks import Hooks
+from esper_telemetry.ppo import checkpoint
 from esper_telemetry.ppo.backward import backward_losses, backward_trunks, gradient, leaf
 from esper_telemetry.ppo.collector import Collector
 from esper_telemetry.ppo.config import PPOConfig
@@ -59,6 +61,7 @@ class PPO:
 
     Attributes:
         env, config, policy, optimizer, normalizers: what it is made of.
+        collector, generator: what gathers rollouts, and what shuffles them.
         hooks: who is told of what happens.
         steps: the parts of the update; replace one to vary the algorithm.
         env_steps, updates, gradient_steps: what has been done so far.
@@ -78,8 +81,8 @@ class PPO:
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=self.config.learning_rate, eps=1e-5, fused=True)
         self.env_steps = self.updates = self.gradient_steps = 0
         self.normalizers = normalizers_for(env, self.config).to(device)
-        self._collector = collector_for(env, self.policy, self.config, self.normalizers)
-        self._generator = torch.Generator().manual_seed(self.config.seed)
+        self.collector = collector_for(env, self.policy, self.config, self.normalizers)
+        self.generator = torch.Generator().manual_seed(self.config.seed)
         self._parameters = dict(self.policy.named_parameters())
         self._device = self.policy.value.weight.device
         self._coefficients: dict[str, float] = {}
@@ -99,6 +102,14 @@ class PPO:
         while self.env_steps < total_steps:
             self._schedule(1 - self.env_steps / total_steps)
             self._train_once()
+
+    def save(self, path: str | Path) -> Path:
+        """Writes a checkpoint, whole or not at all."""
+        return checkpoint.save(self, path)
+
+    def load(self, path: str | Path) -> None:
+        """Goes on from a checkpoint; raises ValueError, with the part that differs, where it does not fit."""
+        checkpoint.load(self, path)
 
     def facts(self, total_steps: int) -> dict[str, Any]:
         """What detectors need to know of this run; plain Python."""
@@ -126,14 +137,14 @@ class PPO:
 
     def _train_once(self) -> None:
         """One rollout and the update it feeds."""
-        rollout = self._collector.collect(self.steps.resets)
+        rollout = self.collector.collect(self.steps.resets)
         self.updates += 1
         self.env_steps += rollout.transitions
         start = time.perf_counter()
         rate = self.optimizer.param_groups[0]["lr"]
         epochs = self._update(self.steps.seen(rollout))
         if self.hooks.wants(UpdateEnd):
-            seconds = {**self._collector.seconds, "update": time.perf_counter() - start}
+            seconds = {**self.collector.seconds, "update": time.perf_counter() - start}
             self.hooks.emit(UpdateEnd(self.updates, self.env_steps, self.gradient_steps, rate, seconds, epochs))
 
     def _update(self, rollout: Rollout) -> int:
@@ -148,7 +159,7 @@ class PPO:
         step = 0
         for epoch in range(config.num_epochs):
             log_ratios = []
-            for minibatch in self.steps.minibatches(batch, config.num_minibatches, self._generator):
+            for minibatch in self.steps.minibatches(batch, config.num_minibatches, self.generator):
                 log_ratios.append(self._optimize(minibatch, epoch, step))
                 step += 1
             if self._went_far(epoch, log_ratios):
@@ -227,7 +238,7 @@ class PPO:
         if self.hooks.wants(RolloutEnd):
             place = (self.updates, self.env_steps)
             self.hooks.emit(rollout_event(rollout, place, advantages, returns, gamma=self.config.gamma))
-        episodes = self._collector.episodes
+        episodes = self.collector.episodes
         if episodes.returns and self.hooks.wants(EpisodeEnd):
             self.hooks.emit(EpisodeEnd(self.env_steps, episodes.returns, episodes.lengths))
 

@@ -32,8 +32,8 @@ def valid_rows(mode: AutoresetMode) -> tuple[list[dict[str, Any]], list[float], 
     returns: list[float] = []
     steps = 0
     for _ in range(5):
-        rollout = trainer._collector.collect()
-        returns += trainer._collector.episodes.returns
+        rollout = trainer.collector.collect()
+        returns += trainer.collector.episodes.returns
         valid = torch.ones_like(rollout.ended) if rollout.valid is None else rollout.valid
         steps += int(valid.sum())
         for env, found in enumerate(columns):

@@ -22,7 +22,7 @@ Make = Callable[..., PPO]
 
 
 def first_batch(trainer: PPO) -> Batch:
-    rollout = trainer._collector.collect()
+    rollout = trainer.collector.collect()
     advantages = trainer.steps.advantages(rollout, 0.99, 0.95)
     return flatten(rollout, trainer.steps.normalize(advantages), advantages + rollout.values)
 

@@ -91,7 +91,7 @@ def test_statistics_hold_every_transition_and_change_between_rollouts_only() -> 
 
 def test_a_limit_is_bootstrapped_from_the_normalised_last_observation() -> None:
     trainer = pendulum(normalize_observations=True, num_steps=200)
-    collector: Any = trainer._collector
+    collector: Any = trainer.collector
     collector.collect()
     normalize = trainer.normalizers.observations
     assert normalize is not None

@@ -200,11 +200,11 @@ def test_memory_is_empty_at_every_beginning_and_carried_over_rollouts() -> None:
 def test_estimating_the_last_state_does_not_move_the_memory() -> None:
     """The state in which a rollout begins is the one after the last step of the rollout before it."""
     trainer = pendulum(policy="lstm", shared_trunk=True, num_minibatches=2)
-    first = trainer._collector.collect()
+    first = trainer.collector.collect()
     assert first.recurrence is not None
     last, ended = first.recurrence.after[-1].clone(), first.ended[-1].clone()
 
-    second = trainer._collector.collect()
+    second = trainer.collector.collect()
 
     assert second.recurrence is not None
     assert torch.equal(second.recurrence.states["actor"], last.masked_fill(ended[:, None], 0.0))
@@ -213,7 +213,7 @@ def test_estimating_the_last_state_does_not_move_the_memory() -> None:
 def test_after_a_limit_the_next_value_is_that_of_the_last_observation_with_its_memory() -> None:
     """Pendulum is cut after 200 steps; the value of its last state comes from that step's memory."""
     trainer = pendulum(policy="lstm", num_steps=256, num_minibatches=1, lstm_size=16, shared_trunk=True)
-    collector: Any = trainer._collector
+    collector: Any = trainer.collector
     rollout = collector.collect()
     memory = rollout.recurrence
     assert memory is not None and collector._finals[0].time == 199

@@ -88,7 +88,7 @@ def test_both_collectors_find_the_same(make: Any, policy: str, shared_trunk: boo
 def test_training_on_rollouts_of_the_device_keeps_the_identity() -> None:
     env = CueRecall(8, seed=1)
     trainer = PPO(env, PPOConfig(num_steps=16, policy="lstm", hidden_sizes=(8,), lstm_size=8, num_minibatches=2))
-    trainer._collector = TensorCollector(env, trainer.policy, 16, 0)
+    trainer.collector = TensorCollector(env, trainer.policy, 16, 0)
     seen = Seen().listen(trainer, MinibatchEnd)
 
     trainer.learn(1000)
