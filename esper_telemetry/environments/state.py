@@ -110,4 +110,4 @@ def put(layer: Any, name: str, value: Any) -> None:
 
 def alike(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
     """Whether one array can be written into the other without loss."""
-    return left.shape == right.shape and left.dtype == right.dtype
+    return bool(left.shape == right.shape and left.dtype == right.dtype)
