@@ -10,8 +10,8 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
 
 try:
     import rich  # noqa: F401  # probed here so that the sentence below comes before any other import error
@@ -22,6 +22,7 @@ except ModuleNotFoundError as missing:
 
 from esper_telemetry.commands.mistakes import WrongUse
 from esper_telemetry.ppo.config import PPOConfig
+from esper_telemetry.ppo.presets import preset
 
 DONE, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
@@ -34,7 +35,11 @@ class Train:
     """
 
     env: str
-    """Gymnasium id, or module:Id."""
+    """Gymnasium id, module:Id, or cue-recall."""
+    mask_velocity: bool = False
+    """Hide the velocities of a classic-control task, so that it needs memory: --policy lstm."""
+    preset: Literal["auto", "none"] = "auto"
+    """Settings tuned for the task, where there are some; none for the plain defaults. Explicit options win."""
     total_steps: int = 100_000
     """Environment steps to train for, over all environments."""
     num_envs: int = 8
@@ -49,7 +54,10 @@ class Train:
     """How much is measured: off, minimal, normal or debug."""
     device: str = "cpu"
     """Where the policy trains: cpu, cuda, cuda:1, ..."""
+    threads: int | None = None
+    """CPU threads of torch; by default one for networks narrower than 256, where more cost time."""
     ppo: Annotated[PPOConfig, tyro.conf.arg(name="")] = field(default_factory=PPOConfig)
+    preset_name: tyro.conf.Suppress[str] = "none"
 
 
 @dataclass(frozen=True)
@@ -113,16 +121,23 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> Train | Replay | Metrics:
-    """The command; raises WrongUse for arguments that make none."""
+    """The command, with the preset's settings where no option says otherwise; raises WrongUse for arguments that make none."""
+    command: Train | Replay | Metrics = _parse(arguments, Command)
+    if not isinstance(command, Train) or command.preset == "none":
+        return command
+    found = preset(command.env, command.ppo.policy, mask_velocity=command.mask_velocity)
+    tuned = replace(command, num_envs=found.num_envs, ppo=found.config())
+    explicit: Train = _parse(arguments[1:], Train, default=tuned, prog="esper-telemetry train")
+    return replace(explicit, preset_name=found.name)
+
+
+def _parse(arguments: Sequence[str], form: Any, **settings: Any) -> Any:
+    """Arguments as that form."""
     complaint = io.StringIO()
+    settings = {"prog": "esper-telemetry", "config": (tyro.conf.OmitArgPrefixes,), **settings}
     try:
         with contextlib.redirect_stderr(complaint):
-            return tyro.cli(
-                Command,
-                args=list(arguments),
-                prog="esper-telemetry",
-                config=(tyro.conf.OmitArgPrefixes,),
-            )
+            return tyro.cli(form, args=list(arguments), **settings)
     except SystemExit as stop:
         if stop.code in (None, DONE):
             raise

@@ -2,8 +2,8 @@
 
 Order within one update: `RolloutEnd`, `EpisodeEnd` (if any episode finished), then per minibatch `TrunkBackward`, `BackwardEnd`,
 `MinibatchEnd`, and at last `UpdateEnd`. Shapes: T steps, B environments, N rows of a minibatch, A actions, D action dimensions,
-K parameter tensors. Hooks write to nothing they find in an event. Tensors of an event stay as they are until the update ends, so a
-hook may keep them that long; `.grad` fields of parameters may not be kept.
+K parameter tensors, H width of a recurrent state. Hooks write to nothing they find in an event. Tensors of an event stay as they
+are until the update ends, so a hook may keep them that long; `.grad` fields of parameters may not be kept.
 """
 
 from __future__ import annotations
@@ -37,13 +37,20 @@ class RolloutEnd:
     Attributes:
         update: index of the update that this rollout feeds, from 1.
         env_step: environment steps collected so far, this rollout included.
-        rewards, values, advantages, returns, log_probs: [T, B], float.
+        rewards, values, advantages, returns, log_probs: [T, B], float; rewards as they are learned from, that is scaled
+            where the trainer normalises them.
         ended: [T, B], bool: the step taken at t ended its episode.
         terminated: [T, B], bool: it ended by termination, not by a time limit.
         valid: [T, B], bool; None where every row is.
         next_values: [T, B]: the critic's estimate of the state that follows t, 0 after termination.
         actions: per head [T, B] (categorical) or [T, B, D] (continuous).
         gamma: discount factor.
+        raw_rewards: [T, B] as the environment gave them; None where they are the `rewards`.
+        head_log_probs: per head [T, B], 0 where it is irrelevant: the parts of `log_probs`; empty where there is one head.
+        action_masks: per restricted head [T, B, A], bool: the choices there were; other heads are left out.
+        relevance: per head that is not always relevant [T, B], bool.
+        states: recurrent state of the actor in which each step began, [T, layers, parts, B, H], zero where an episode
+            began; parts are h and c of an LSTM, h of a GRU. None for a feed-forward policy.
     """
 
     update: int
@@ -59,6 +66,11 @@ class RolloutEnd:
     actions: Mapping[str, Tensor]
     gamma: float
     valid: Tensor | None = None
+    raw_rewards: Tensor | None = None
+    head_log_probs: Mapping[str, Tensor] = field(default_factory=dict)
+    action_masks: Mapping[str, Tensor] = field(default_factory=dict)
+    relevance: Mapping[str, Tensor] = field(default_factory=dict)
+    states: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +132,7 @@ class MinibatchEnd:
     Attributes:
         epoch: pass over the rollout, from 0.
         step: optimizer step within the update, from 0.
-        log_ratio: [N] log-probability now minus at collection, summed over heads.
+        log_ratio: [N] log-probability now minus at collection, summed over the heads that are relevant.
         advantages: [N] the values that multiply the ratio (normalised where normalisation is on).
         values: [N] critic's estimates now.
         old_values, returns: [N] at collection.
@@ -129,7 +141,9 @@ class MinibatchEnd:
         logits: per categorical head [N, A]; masked actions hold a large negative finite number.
         action_masks: per categorical head [N, A], bool; heads without masks are left out.
         log_std: per Gaussian head [N, D] or [D].
-        valid: [N], bool; None where every row is.
+        valid: [N], bool; None where every row is. The bundled trainer emits no other rows, recurrent or not.
+        head_log_ratios: per head [N], 0 where it is irrelevant: the parts of `log_ratio`.
+        relevance: per head that is not always relevant [N], bool.
     """
 
     epoch: int
@@ -144,6 +158,8 @@ class MinibatchEnd:
     action_masks: Mapping[str, Tensor] = field(default_factory=dict)
     log_std: Mapping[str, Tensor] = field(default_factory=dict)
     valid: Tensor | None = None
+    head_log_ratios: Mapping[str, Tensor] = field(default_factory=dict)
+    relevance: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +171,8 @@ class UpdateEnd:
         gradient_step: optimizer steps taken so far.
         learning_rate: as used in this update.
         seconds: wall time by phase: `environment`, `inference`, `update` and others as they apply.
+        epochs: passes over the rollout that were made; None where nobody counts them.
+        coefficients: weights of the losses `value` and `entropy` in this update, where they are not constant facts of the run.
     """
 
     update: int
@@ -162,3 +180,5 @@ class UpdateEnd:
     gradient_step: int
     learning_rate: float
     seconds: Mapping[str, float]
+    epochs: int | None = None
+    coefficients: Mapping[str, float] = field(default_factory=dict)

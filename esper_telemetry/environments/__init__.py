@@ -1,6 +1,27 @@
-"""Environments for the bundled trainer: the protocol they follow, and the bridge to Gymnasium."""
+"""Environments for the bundled trainer: the protocols they follow, the bridge to Gymnasium, and a task of our own."""
 
-from esper_telemetry.environments.gymnasium import GymnasiumEnvironment, make_env
-from esper_telemetry.environments.protocol import ActionSpec, Step, VectorEnvironment
+from esper_telemetry.environments.cue_recall import CueRecall
+from esper_telemetry.environments.gymnasium import GymnasiumEnvironment
+from esper_telemetry.environments.make import make_env
+from esper_telemetry.environments.protocol import (
+    ActionSpec,
+    Environment,
+    Masked,
+    Step,
+    TensorEnvironment,
+    TensorStep,
+    VectorEnvironment,
+)
 
-__all__ = ["ActionSpec", "GymnasiumEnvironment", "Step", "VectorEnvironment", "make_env"]
+__all__ = [
+    "ActionSpec",
+    "CueRecall",
+    "Environment",
+    "GymnasiumEnvironment",
+    "Masked",
+    "Step",
+    "TensorEnvironment",
+    "TensorStep",
+    "VectorEnvironment",
+    "make_env",
+]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from esper_telemetry.environments.protocol import ActionSpec, Array, Bools, Step
+from esper_telemetry.environments.state import capture, packed, restore, unpacked
 
 if TYPE_CHECKING:
     import gymnasium
@@ -20,21 +21,8 @@ if TYPE_CHECKING:
 ToNative = Callable[[Mapping[str, Array]], Array]
 
 
-def make_env(env_id: str, *, num_envs: int = 8, seed: int | None = None, **kwargs: Any) -> GymnasiumEnvironment:
-    """`num_envs` copies of a registered Gymnasium task, in the fastest form that Gymnasium has for it.
-
-    Args:
-        env_id: a registered id; `module:Id` imports the module that registers it first.
-        num_envs: how many run side by side.
-        seed: makes the episodes repeatable.
-        kwargs: handed to the environment's constructor.
-
-    Raises:
-        ValueError: unknown id, unsupported space, no environments, or one that lacks a package.
-        ImportError: gymnasium is missing.
-    """
-    if num_envs < 1:
-        raise ValueError(f"num_envs must be at least 1, got {num_envs}")
+def make_vector(env_id: str, num_envs: int, seed: int | None, kwargs: dict[str, Any]) -> GymnasiumEnvironment:
+    """`num_envs` copies of a registered task, in the fastest form that Gymnasium has for it; raises as `make_env`."""
     spec = find_spec(env_id)
     native = spec.vector_entry_point is not None and not spec.additional_wrappers
     make = make_native if native else make_synchronous
@@ -92,6 +80,17 @@ class GymnasiumEnvironment:
     def close(self) -> None:
         """Closes the environments."""
         self._vector.close()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """State of the environments and their random generators; None where they hold more than Python and NumPy."""
+        state = capture(self._vector)
+        return None if state is None else {"vector": state, "resetting": packed(self._resetting)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the environments go on from a saved state."""
+        self._vector.reset(seed=0)
+        restore(self._vector, state["vector"])
+        self._resetting = unpacked(state["resetting"])
 
     def _next_step(self, result: tuple[Any, ...]) -> Step:
         observations, rewards, terminated, truncated, _ = result

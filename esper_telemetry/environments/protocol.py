@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -21,10 +25,15 @@ class ActionSpec:
     Attributes:
         kind: `categorical` (one of `size` choices, numbered from 0) or `continuous` (`size` real numbers).
         size: number of choices or of dimensions.
+        given: an earlier, categorical part on whose choice this one depends; None where it depends on none.
+        relevant_for: choices of `given` for which this part matters; None where it matters for all. Elsewhere it is
+            forced: choice 0, or zeros, and it counts for nothing in probability, entropy and gradient.
     """
 
     kind: Literal["categorical", "continuous"]
     size: int
+    given: str | None = None
+    relevant_for: tuple[int, ...] | None = None
 
 
 class Step(NamedTuple):
@@ -50,8 +59,25 @@ class Step(NamedTuple):
     final_observations: Array | None = None
 
 
-class VectorEnvironment(Protocol):
-    """B environments that step together and begin a new episode by themselves where one ended."""
+class TensorStep(NamedTuple):
+    """What one step of B tensor environments gives back: `Step` in tensors on one device, where every row is a transition.
+
+    Attributes:
+        observations: [B, ...] what to act on next.
+        rewards: [B], float32.
+        terminated, truncated: [B], bool.
+        final_observations: [B, ...]; None where no limit cut an episode.
+    """
+
+    observations: Tensor
+    rewards: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    final_observations: Tensor | None = None
+
+
+class Task(Protocol):
+    """What a trainer must know before the first step, on the host or on a device."""
 
     @property
     def name(self) -> str:
@@ -69,11 +95,59 @@ class VectorEnvironment(Protocol):
     def action_specs(self) -> Mapping[str, ActionSpec]:
         """The parts of an action by name: one head of the policy each."""
 
+    def close(self) -> None:
+        """Frees what the environments hold."""
+
+
+class VectorEnvironment(Task, Protocol):
+    """B environments that step together and begin a new episode by themselves where one ended.
+
+    An environment that forbids some choices also has `action_masks`, see `Masked`.
+    """
+
     def reset(self, seed: int | None = None) -> Array:
         """Begins episodes everywhere, returns the observations [B, ...]; a seed given at construction comes first."""
 
     def step(self, actions: Mapping[str, Array]) -> Step:
         """Takes one action everywhere: per part [B], int (categorical), or [B, size], float (continuous)."""
 
-    def close(self) -> None:
-        """Frees what the environments hold."""
+
+@runtime_checkable
+class TensorEnvironment(Task, Protocol):
+    """The same with tensors in and out, on one device; nothing in it may wait for that device."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+
+    def reset(self, seed: int | None = None) -> Tensor:
+        """Begins episodes everywhere, returns the observations [B, ...]; a seed given at construction comes first."""
+
+    def step(self, actions: Mapping[str, Tensor]) -> TensorStep:
+        """Takes one action everywhere: per part [B], int64 (categorical), or [B, size], float32 (continuous)."""
+
+
+@runtime_checkable
+class Masked(Protocol):
+    """An environment, of either kind, that forbids some choices at some times."""
+
+    def action_masks(self) -> Mapping[str, Any]:
+        """Which choices the next action has: per part bool [B, size], or [B, size of `given`, size] where it has one.
+
+        Arrays from a vector environment, tensors from a tensor environment; they hold until its next step. Parts
+        without restrictions are left out. Every row in which the part is relevant allows at least one choice.
+        """
+
+
+@runtime_checkable
+class Saveable(Protocol):
+    """An environment, of either kind, whose state can be saved and restored."""
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Tensors and plain data; None where this one cannot be saved."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the environment go on from a saved state."""
+
+
+Environment: TypeAlias = VectorEnvironment | TensorEnvironment

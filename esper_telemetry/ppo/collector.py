@@ -7,28 +7,30 @@ statistics are computed after it, in one batch each: the weights have not change
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from esper_telemetry.environments.protocol import Step, VectorEnvironment
+from esper_telemetry.environments.protocol import Masked, Saveable, Step, VectorEnvironment
+from esper_telemetry.ppo.choices import Choices
 from esper_telemetry.ppo.episodes import EpisodeCounter
-from esper_telemetry.ppo.policy import ActorCritic, Values
-from esper_telemetry.ppo.rollout import Rollout
+from esper_telemetry.ppo.estimates import Final, estimate, remember
+from esper_telemetry.ppo.inference import Acting, acting, tensor
+from esper_telemetry.ppo.memory import Memory
+from esper_telemetry.ppo.normalizer import PLAIN, Normalizers
+from esper_telemetry.ppo.policy import ActorCritic
+from esper_telemetry.ppo.rollout import Recurrence, Rollout
 
 Array = npt.NDArray[Any]
+Resets = Callable[[Array], Array]
 
 
-class Final(NamedTuple):
-    """Last observations [E, ...] of episodes that a limit cut at time `time` in the environments `rows` [E]."""
-
-    time: int
-    rows: Array
-    observations: Array
+def at_ends(ended: Array) -> Array:
+    """Memory begins anew after every end of an episode: the flags [B] as they are."""
+    return ended
 
 
 class Collector:
@@ -39,48 +41,92 @@ class Collector:
         seconds: what the last rollout spent in `environment` and in `inference`.
     """
 
-    def __init__(self, env: VectorEnvironment, policy: ActorCritic, num_steps: int, seed: int) -> None:
+    def __init__(
+        self, env: VectorEnvironment, policy: ActorCritic, num_steps: int, seed: int, normalizers: Normalizers = PLAIN
+    ) -> None:
         shape = (num_steps, env.num_envs)
-        heads = {name: policy.head(name) for name in env.action_specs}
+        self._normalizers = normalizers
         self.env, self.policy, self.num_steps = env, policy, num_steps
         self.episodes = EpisodeCounter(env.num_envs)
         self.seconds: dict[str, float] = {}
         self._generator = torch.Generator().manual_seed(seed)
         self._observations = np.zeros((num_steps + 1, env.num_envs, *env.observation_shape), np.float32)
-        self._scores = {name: np.zeros((*shape, head.size), np.float32) for name, head in heads.items()}
-        self._actions = {name: head.action_buffer(shape) for name, head in heads.items()}
         self._rewards = np.zeros(shape, np.float32)
         self._terminated, self._truncated, self._valid = (np.zeros(shape, bool) for _ in range(3))
+        self._fresh = np.zeros((num_steps + 1, env.num_envs), bool)
         self._finals: list[Final] = []
-        self._observations[-1] = env.reset(seed)
+        self._memories = {name: Memory(core, *shape) for name, core in policy.cores().items()}
+        self._raw = np.zeros_like(self._observations) if normalizers.observations else self._observations
+        self._normalize: Callable[[Array], Array] | None = None
+        self._raw[-1] = env.reset(seed)
+        self._masks: Callable[[], Mapping[str, Array]] | None = env.action_masks if isinstance(env, Masked) else None
+        self._choices = Choices(env, policy, num_steps, tuple(self._masks()) if self._masks else ())
+        self._fresh[-1] = True
 
-    def collect(self) -> Rollout:
-        """The next rollout; it holds until the next call."""
-        self._observations[0] = self._observations[-1]
-        self._valid.fill(True)
-        self._finals.clear()
-        scores, values = self.policy.acting()
-        samplers = {name: self.policy.head(name).sampler() for name in self._actions}
-        noise = self._noise()
+    def collect(self, resets: Resets = at_ends) -> Rollout:
+        """The next rollout; it holds until the next call.
+
+        Args:
+            resets: where memory begins anew, from where episodes ended, [B] bool both.
+        """
+        self._begin()
+        act = acting(self.policy)
+        memory = self._memories.get("actor")
+        state = None if memory is None else memory.state
         environment, start = 0.0, time.perf_counter()
         for t in range(self.num_steps):
-            for name, score in scores(self._observations[t]).items():
-                self._scores[name][t] = score
-                self._actions[name][t] = samplers[name](score, noise[name][t])
+            scores = act.scores(act.actor(self._observations[t], state))
+            actions = self._choices.choose(t, scores, self._masks() if self._masks else {})
             before = time.perf_counter()
-            step = self.env.step({name: actions[t] for name, actions in self._actions.items()})
+            step = self.env.step(actions)
             environment += time.perf_counter() - before
             self._store(t, step)
-        rollout = self._finish(values)
+            if memory is not None:
+                self._fresh[t + 1] = resets(self._terminated[t] | self._truncated[t] | ~self._valid[t])
+                memory.keep(t, self._fresh[t + 1])
+        rollout = self._finish(act)
         self.seconds = {"environment": environment, "inference": time.perf_counter() - start - environment}
         return rollout
 
-    def _noise(self) -> dict[str, Array]:
-        shape = self._rewards.shape
-        return {name: self.policy.head(name).noise(shape, self._generator).numpy() for name in self._actions}
+    def state_dict(self) -> dict[str, Any]:
+        """What the next rollout goes on from; the environment's state is None where it cannot be saved."""
+        return {
+            "environment": self.env.state_dict() if isinstance(self.env, Saveable) else None,
+            "observations": torch.from_numpy(self._raw[-1].copy()),
+            "fresh": torch.from_numpy(self._fresh[-1].copy()),
+            "memories": {name: torch.from_numpy(memory.state.copy()) for name, memory in self._memories.items()},
+            "episodes": {name: sums.clone() for name, sums in self.episodes.state_dict().items()},
+            "generator": self._generator.get_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a saved state; begins new episodes where the environment could not be saved."""
+        self._generator.set_state(state["generator"])
+        if state["environment"] is None:
+            return
+        assert isinstance(self.env, Saveable)
+        self.env.load_state_dict(state["environment"])
+        self._raw[-1], self._fresh[-1] = state["observations"].numpy(), state["fresh"].numpy()
+        for name, memory in self._memories.items():
+            memory.state[:] = state["memories"][name].numpy()
+        self.episodes.load_state_dict(state["episodes"])
+
+    def _begin(self) -> None:
+        self._raw[0] = self._raw[-1]
+        if self._normalizers.observations:
+            self._normalize = self._normalizers.observations.as_numpy()
+            self._observations[0] = self._normalize(self._raw[0])
+        self._fresh[0] = self._fresh[-1]
+        self._valid.fill(True)
+        self._finals.clear()
+        self._choices.begin(self._generator)
+        if self._memories:
+            self._memories["actor"].begin()
 
     def _store(self, t: int, step: Step) -> None:
-        self._observations[t + 1] = step.observations
+        self._raw[t + 1] = step.observations
+        if self._normalize:
+            self._observations[t + 1] = self._normalize(self._raw[t + 1])
         self._rewards[t] = step.rewards
         self._terminated[t] = step.terminated
         self._truncated[t] = step.truncated
@@ -89,60 +135,35 @@ class Collector:
         if step.final_observations is not None:
             rows = np.flatnonzero(step.truncated & ~step.terminated)
             if len(rows):
-                self._finals.append(Final(t, rows, step.final_observations[rows].astype(np.float32)))
+                last = step.final_observations[rows].astype(np.float32)
+                self._finals.append(Final(t, rows, self._normalize(last) if self._normalize else last))
 
-    def _finish(self, values_of: Values) -> Rollout:
-        self._check_finite()
-        flat = self._observations.reshape(-1, *self.env.observation_shape)
-        values = values_of(flat).reshape(self.num_steps + 1, -1)
-        next_values = np.where(self._terminated, np.float32(0), values[1:])
-        if self._finals:
-            self._bootstrap(next_values, values_of)
+    def _finish(self, act: Acting) -> Rollout:
+        self._choices.check_finite(self._raw)
+        if "critic" in self._memories:
+            remember(act, self._observations, self._memories["critic"], self._fresh)
+        memory = self._memories.get("critic", self._memories.get("actor"))
+        values, next_values = estimate(act, self._observations, self._terminated, self._finals, memory)
         ended = self._terminated | self._truncated
         valid = None if self._valid.all() else self._valid
         self.episodes.count(self._rewards, ended, valid)
-        return self._to_device(values[:-1], next_values, ended, valid)
-
-    def _check_finite(self) -> None:
-        """Raises FloatingPointError, naming the first, where an observation left the policy without finite scores."""
-        for name, scores in self._scores.items():
-            if not np.isfinite(scores).all():
-                t, row = np.argwhere(~np.isfinite(scores).all(-1))[0]
-                seen = self._observations[t, row]
-                raise FloatingPointError(
-                    f"environment {row} gave at step {t} of the rollout an observation for which the policy's scores "
-                    f"for {name} are not finite: {np.array2string(seen, threshold=8)}"
-                )
-
-    def _bootstrap(self, next_values: Array, values_of: Values) -> None:
-        """Writes the values of the states in which a limit ended an episode."""
-        values = values_of(np.concatenate([final.observations for final in self._finals]))
-        times = np.concatenate([np.full(len(final.rows), final.time) for final in self._finals])
-        next_values[times, np.concatenate([final.rows for final in self._finals])] = values
-
-    def _to_device(self, values: Array, next_values: Array, ended: Array, valid: Array | None) -> Rollout:
         device = self.policy.value.weight.device
-
-        def tensor(array: Array) -> Tensor:
-            return torch.from_numpy(array).to(device)
-
-        actions = {name: tensor(array) for name, array in self._actions.items()}
-        return Rollout(
-            observations=tensor(self._observations[:-1]),
-            actions=actions,
-            log_probs=self._log_probs({name: tensor(array) for name, array in self._scores.items()}, actions),
-            rewards=tensor(self._rewards),
-            values=tensor(values),
-            next_values=tensor(next_values),
-            ended=tensor(ended),
-            terminated=tensor(self._terminated),
-            valid=None if valid is None else tensor(valid),
+        rollout = Rollout(
+            observations=tensor(self._observations[:-1], device),
+            rewards=tensor(self._rewards, device),
+            values=tensor(values, device),
+            next_values=tensor(next_values, device),
+            ended=tensor(ended, device),
+            terminated=tensor(self._terminated, device),
+            valid=None if valid is None else tensor(valid, device),
             transitions=self._rewards.size if valid is None else int(valid.sum()),
+            recurrence=self._recurrence(valid, device),
+            **self._choices.finish(device)._asdict(),
         )
+        return self._normalizers.finish(rollout, tensor(self._raw[:-1], device))
 
-    @torch.no_grad()
-    def _log_probs(self, scores: Mapping[str, Tensor], actions: Mapping[str, Tensor]) -> Tensor:
-        """Log-probabilities [T, B] of the actions under the scores they were sampled from."""
-        normalized = self.policy.normalize({name: score.flatten(0, 1) for name, score in scores.items()})
-        flat = self.policy.log_prob(normalized, {name: action.flatten(0, 1) for name, action in actions.items()})
-        return flat.view(self._rewards.shape)
+    def _recurrence(self, valid: Array | None, device: torch.device) -> Recurrence | None:
+        if not self._memories:
+            return None
+        states = {name: tensor(memory.before, device) for name, memory in self._memories.items()}
+        return Recurrence(states, self._fresh[:-1], tensor(self._memories["actor"].after, device), valid)

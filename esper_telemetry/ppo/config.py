@@ -8,6 +8,7 @@ from dataclasses import dataclass
 ACTIVATIONS = ("tanh", "relu")
 LARGEST_SEED = 2**32 - 1
 """What every library that is seeded here accepts."""
+POLICIES = ("mlp", "lstm", "gru")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,19 +18,32 @@ class PPOConfig:
     Attributes:
         num_steps: steps per environment and rollout.
         num_epochs: passes over each rollout.
-        num_minibatches: optimizer steps per pass.
+        num_minibatches: optimizer steps per pass; a recurrent policy splits environments, others split rows.
         learning_rate: of Adam, at the start.
-        anneal_learning_rate: lowers it linearly to zero over the run.
+        anneal_learning_rate: lowers it linearly to zero over the run; off, it stays.
+        desired_kl: instead, once per update, divides it by 1.5 where the KL of the last pass exceeds twice this, and
+            multiplies it by 1.5 where it is below half of this (Schulman et al. 2017, §4; as in RSL-RL).
+        target_kl: ends an update after the pass whose mean KL exceeds 1.5 times this.
         gamma: discount factor.
         gae_lambda: decay of the advantage estimator's trace (arXiv:1506.02438).
         clip: the ratio is clipped to 1 ± this.
-        entropy_coef: weight of the entropy bonus.
+        clip_value: the value is clipped to the old one ± this in the value loss; None clips nothing.
+        entropy_coef: weight of the entropy bonus, at the start.
+        final_entropy_coef: its weight at the end of the run, reached linearly; None keeps it.
         value_coef: weight of the value loss, 0.5 MSE.
         max_grad_norm: limit of the global gradient norm; None clips nothing.
-        normalize_advantages: to mean 0 and (unbiased) standard deviation 1 over the rollout.
-        hidden_sizes: widths of the hidden layers of actor and critic.
+        normalize_advantages: to mean 0 and (unbiased) standard deviation 1.
+        normalize_minibatches: it does so in each minibatch instead of over the rollout.
+        advantage_std_floor: smallest standard deviation to divide by.
+        normalize_observations: to mean 0 and standard deviation 1, by running statistics.
+        normalize_rewards: divides them by the running standard deviation of the discounted return.
+        policy: `mlp`, `lstm` or `gru`; the latter two remember the episode.
+        hidden_sizes: widths of the hidden layers of actor and critic; behind the memory of a recurrent policy.
+        encoder_sizes: widths of the hidden layers before the memory of a recurrent policy.
+        lstm_size: width of the recurrent state, of either kind.
+        lstm_layers: stacked recurrent cells.
         activation: `tanh` or `relu`.
-        shared_trunk: actor and critic share their hidden layers.
+        shared_trunk: actor and critic share their hidden layers and their memory.
         log_std: initial log standard deviation of continuous actions.
         seed: of initial weights, sampling and shuffling, and of environments that were made without one.
     """
@@ -39,14 +53,26 @@ class PPOConfig:
     num_minibatches: int = 4
     learning_rate: float = 2.5e-3
     anneal_learning_rate: bool = True
+    desired_kl: float | None = None
+    target_kl: float | None = None
     gamma: float = 0.99
     gae_lambda: float = 0.95
     clip: float = 0.2
+    clip_value: float | None = None
     entropy_coef: float = 0.0
+    final_entropy_coef: float | None = None
     value_coef: float = 0.5
     max_grad_norm: float | None = 0.5
     normalize_advantages: bool = True
+    normalize_minibatches: bool = False
+    advantage_std_floor: float = 0.0
+    normalize_observations: bool = False
+    normalize_rewards: bool = False
+    policy: str = "mlp"
     hidden_sizes: tuple[int, ...] = (64, 64)
+    encoder_sizes: tuple[int, ...] = ()
+    lstm_size: int = 64
+    lstm_layers: int = 1
     activation: str = "tanh"
     shared_trunk: bool = False
     log_std: float = 0.0
@@ -54,24 +80,37 @@ class PPOConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError, one sentence with the offending value, for the first wrong setting."""
-        for name in ("num_steps", "num_epochs", "num_minibatches"):
+        for name in ("num_steps", "num_epochs", "num_minibatches", "lstm_size", "lstm_layers"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1", getattr(self, name))
         for name in ("learning_rate", "clip"):
             require(0 < getattr(self, name) < math.inf, f"{name} must be positive and finite", getattr(self, name))
         for name in ("gamma", "gae_lambda"):
             require(0 <= getattr(self, name) <= 1, f"{name} must be between 0 and 1", getattr(self, name))
-        for name in ("entropy_coef", "value_coef"):
+        for name in ("entropy_coef", "value_coef", "advantage_std_floor"):
             require(0 <= getattr(self, name) < math.inf, f"{name} must be finite, 0 or more", getattr(self, name))
-        require(
-            self.max_grad_norm is None or self.max_grad_norm > 0, "max_grad_norm must be positive", self.max_grad_norm
-        )
-        require(len(self.hidden_sizes) > 0, "hidden_sizes must name at least one layer", self.hidden_sizes)
-        require(all(size >= 1 for size in self.hidden_sizes), "hidden_sizes must be at least 1 each", self.hidden_sizes)
+        for name in ("max_grad_norm", "desired_kl", "target_kl", "clip_value"):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"{name} must be positive", value)
+        final = self.final_entropy_coef
+        require(final is None or final >= 0, "final_entropy_coef must not be negative", final)
+        require(self.policy in POLICIES, f"policy must be one of {', '.join(POLICIES)}", self.policy)
+        hidden = len(self.hidden_sizes) > 0 or self.policy != "mlp"
+        require(hidden, "hidden_sizes must name at least one layer", self.hidden_sizes)
+        for name in ("hidden_sizes", "encoder_sizes"):
+            sizes = getattr(self, name)
+            require(all(size >= 1 for size in sizes), f"{name} must be at least 1 each", sizes)
         require(self.activation in ACTIVATIONS, f"activation must be one of {', '.join(ACTIVATIONS)}", self.activation)
         require(0 <= self.seed <= LARGEST_SEED, f"seed must be between 0 and {LARGEST_SEED}", self.seed)
 
     def check_rollout(self, num_envs: int) -> None:
-        """Raises ValueError, with counts that would do, unless the minibatches divide a rollout of `num_envs`."""
+        """Raises ValueError, with counts that would do, unless the minibatches divide a rollout of `num_envs`.
+
+        A recurrent policy learns from whole sequences: it needs an environment for every minibatch.
+        """
+        if self.policy != "mlp":
+            rule = f"num_minibatches of a recurrent policy must not exceed the {num_envs} environments"
+            require(self.num_minibatches <= num_envs, rule, self.num_minibatches)
+            return
         rows = self.num_steps * num_envs
         if rows % self.num_minibatches:
             fitting = [count for count in range(1, rows + 1) if rows % count == 0]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 Array = npt.NDArray[Any]
 
@@ -22,6 +25,14 @@ class EpisodeCounter:
         self.lengths: list[int] = []
         self._open_return = np.zeros(num_envs)
         self._open_length = np.zeros(num_envs, np.int64)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Sums of the open episodes."""
+        return {"returns": torch.from_numpy(self._open_return), "lengths": torch.from_numpy(self._open_length)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Goes on with the open episodes of a saved state."""
+        self._open_return[:], self._open_length[:] = state["returns"].numpy(), state["lengths"].numpy()
 
     def count(self, rewards: Array, ended: Array, valid: Array | None) -> None:
         """Adds a rollout: rewards, ended and valid are [T, B]; invalid rows count for nothing."""

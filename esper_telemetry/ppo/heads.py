@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from esper_telemetry.ops import mask_logits
+
 Array: TypeAlias = npt.NDArray[Any]
 Sampler: TypeAlias = Callable[[Array, Array], Array]
 
@@ -37,16 +39,16 @@ class Head(nn.Module):
         scores: Tensor = self.linear(features)
         return scores
 
-    def normalize(self, scores: Tensor) -> Tensor:
-        """What `log_prob` and `entropy` read, from the scores [N, size]."""
+    def normalize(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
+        """What `log_prob` and `entropy` read, from the scores [N, size] and the choices allowed [N, size]."""
         return scores
 
     def log_prob(self, normalized: Tensor, actions: Tensor) -> Tensor:
         """Log-probability [N] of actions [N] or [N, size]."""
         raise NotImplementedError
 
-    def entropy(self, normalized: Tensor) -> Tensor:
-        """Entropy in nats, mean over the rows, 0-d."""
+    def entropy(self, normalized: Tensor, relevance: Tensor | None = None) -> Tensor:
+        """Entropy in nats, mean over the rows, 0-d; rows [N] where the head is irrelevant have none."""
         raise NotImplementedError
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -57,11 +59,15 @@ class Head(nn.Module):
         """A function of scores and noise, NumPy [B, size], that returns actions; holds until weights change."""
         raise NotImplementedError
 
+    def sample(self, scores: Tensor, noise: Tensor) -> Tensor:
+        """The same in tensors."""
+        raise NotImplementedError
+
     def action_buffer(self, shape: tuple[int, ...]) -> Array:
         """Room for actions, `shape` of them."""
         raise NotImplementedError
 
-    def description(self, scores: Tensor) -> Mapping[str, Tensor]:
+    def description(self, scores: Tensor, mask: Tensor | None = None) -> Mapping[str, Tensor]:
         """What events tell of the distribution: `logits` or `log_std`, detached."""
         raise NotImplementedError
 
@@ -71,17 +77,20 @@ class Categorical(Head):
 
     kind = "categorical"
 
-    def normalize(self, scores: Tensor) -> Tensor:
-        """Log-probabilities [N, size] of all choices."""
-        return torch.log_softmax(scores, -1)
+    def normalize(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Log-probabilities [N, size] of all choices; a large negative finite number where one is forbidden."""
+        return torch.log_softmax(mask_logits(scores, mask), -1)
 
     def log_prob(self, normalized: Tensor, actions: Tensor) -> Tensor:
         """Log-probability [N] of actions [N]; half the autograd nodes of a gather."""
         return -F.nll_loss(normalized, actions, reduction="none")
 
-    def entropy(self, normalized: Tensor) -> Tensor:
-        """Mean over rows of the sum of -p log p, as one dot product."""
-        return torch.dot(normalized.exp().flatten(), normalized.flatten()) / -len(normalized)
+    def entropy(self, normalized: Tensor, relevance: Tensor | None = None) -> Tensor:
+        """Mean over rows of the sum of -p log p, as one dot product; a forced choice has 1 log 1 = 0."""
+        probabilities = normalized.exp()
+        if relevance is not None:
+            probabilities = probabilities * relevance.unsqueeze(-1)
+        return torch.dot(probabilities.flatten(), normalized.flatten()) / -len(normalized)
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Gumbel noise: the largest score plus noise is a sample (Maddison et al. 2014)."""
@@ -91,13 +100,17 @@ class Categorical(Head):
         """The index of the largest sum."""
         return sample_categorical
 
+    def sample(self, scores: Tensor, noise: Tensor) -> Tensor:
+        """The index of the largest sum."""
+        return (scores + noise).argmax(-1)
+
     def action_buffer(self, shape: tuple[int, ...]) -> Array:
         """Indices."""
         return np.zeros(shape, np.int64)
 
-    def description(self, scores: Tensor) -> Mapping[str, Tensor]:
+    def description(self, scores: Tensor, mask: Tensor | None = None) -> Mapping[str, Tensor]:
         """The logits [N, size]."""
-        return {"logits": scores.detach()}
+        return {"logits": mask_logits(scores.detach(), mask)}
 
 
 class Gaussian(Head):
@@ -114,9 +127,10 @@ class Gaussian(Head):
         z = (actions - normalized) * torch.exp(-self.log_std)
         return -0.5 * z.square().sum(-1) - (self.log_std.sum() + self.size * HALF_LOG_TWO_PI)
 
-    def entropy(self, normalized: Tensor) -> Tensor:
+    def entropy(self, normalized: Tensor, relevance: Tensor | None = None) -> Tensor:
         """It depends on the standard deviation alone."""
-        return self.log_std.sum() + self.size * (HALF_LOG_TWO_PI + 0.5)
+        entropy = self.log_std.sum() + self.size * (HALF_LOG_TWO_PI + 0.5)
+        return entropy if relevance is None else entropy * relevance.to(entropy.dtype).mean()
 
     def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Standard normal noise."""
@@ -127,11 +141,15 @@ class Gaussian(Head):
         std = self.log_std.detach().exp().cpu().numpy()
         return lambda scores, noise: scores + std * noise
 
+    def sample(self, scores: Tensor, noise: Tensor) -> Tensor:
+        """Mean plus standard deviation times noise."""
+        return scores + self.log_std.detach().exp() * noise
+
     def action_buffer(self, shape: tuple[int, ...]) -> Array:
         """Vectors."""
         return np.zeros((*shape, self.size), np.float32)
 
-    def description(self, scores: Tensor) -> Mapping[str, Tensor]:
+    def description(self, scores: Tensor, mask: Tensor | None = None) -> Mapping[str, Tensor]:
         """The log standard deviation [size]."""
         return {"log_std": self.log_std.detach().clone()}
 

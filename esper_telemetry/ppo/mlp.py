@@ -41,6 +41,8 @@ class MLP(nn.Module):
     def forward(self, observations: Tensor) -> Tensor:
         """Features [N, F] of observations [N, ...]."""
         rows = observations.flatten(1)
+        if not self.layers:
+            return rows
         if rows.is_cpu and rows.dtype == torch.float32 and not torch.is_autocast_enabled("cpu"):
             features: Tensor = Layers.apply(rows, self.activation, *self._weights())  # type: ignore[no-untyped-call] # torch has no types here
             return features

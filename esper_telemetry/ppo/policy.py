@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TypeAlias
 
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from esper_telemetry.environments.protocol import ActionSpec
 from esper_telemetry.ppo.config import PPOConfig
 from esper_telemetry.ppo.heads import Categorical, Gaussian, Head, orthogonal
-from esper_telemetry.ppo.mlp import MLP, as_matrices
+from esper_telemetry.ppo.mlp import MLP
+from esper_telemetry.ppo.recurrent import Core, RecurrentTrunk
+from esper_telemetry.ppo.sequences import Grid
 
-Array = npt.NDArray[Any]
-Scores = Callable[[Array], dict[str, Array]]
-Values = Callable[[Array], Array]
+Trunk: TypeAlias = MLP | RecurrentTrunk
+Tensors: TypeAlias = Mapping[str, Tensor]
+
+NOTHING: Tensors = MappingProxyType({})
 
 
 class ActorCritic(nn.Module):
@@ -34,34 +37,59 @@ class ActorCritic(nn.Module):
     ) -> None:
         super().__init__()
         inputs = math.prod(observation_shape)
-        self.actor = MLP(inputs, config.hidden_sizes, config.activation)
-        self.critic = None if config.shared_trunk else MLP(inputs, config.hidden_sizes, config.activation)
+        self.actor = make_trunk(inputs, config)
+        self.critic = None if config.shared_trunk else make_trunk(inputs, config)
         self.heads = nn.ModuleDict(
             {name: make_head(spec, self.actor.features, config) for name, spec in actions.items()}
         )
         self.value = orthogonal(nn.Linear(self.actor.features, 1), gain=1.0)
 
-    def trunks(self, observations: Tensor) -> tuple[Tensor, ...]:
-        """Trunk outputs [N, F] of observations [N, ...]: one if it is shared, else the actor's and the critic's."""
-        if self.critic is None:
-            return (self.actor(observations),)
-        return self.actor(observations), self.critic(observations)
+    def trunks(self, observations: Tensor, grid: Grid | None = None) -> tuple[Tensor, ...]:
+        """Trunk outputs [N, F] of observations [N, ...]: one if it is shared, else the actor's and the critic's.
+
+        Recurrent trunks need to know where the rows stand in time: `grid`.
+        """
+        trunks = self.named_trunks()
+        if grid is None:
+            return tuple(trunk(observations) for trunk in trunks.values())
+        return tuple(trunk(observations, grid, grid.states[name]) for name, trunk in trunks.items())
+
+    def named_trunks(self) -> dict[str, Trunk]:
+        """The trunks by name: `actor`, and `critic` where it has its own."""
+        return {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
+
+    def cores(self) -> dict[str, Core]:
+        """The recurrent cores by trunk; empty for a feed-forward policy."""
+        return {name: trunk.core for name, trunk in self.named_trunks().items() if isinstance(trunk, RecurrentTrunk)}
 
     def scores(self, features: Tensor) -> dict[str, Tensor]:
         """Scores of every head from the actor's trunk output [N, F]."""
         return {name: head(features) for name, head in self.heads.items()}
 
-    def normalize(self, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What `log_prob` and `entropy` read, by head, from the scores [N, size] by head."""
-        return {name: self.head(name).normalize(score) for name, score in scores.items()}
+    def normalize(self, scores: Mapping[str, Tensor], masks: Tensors = NOTHING) -> dict[str, Tensor]:
+        """What `log_prob` and `entropy` read, by head, from the scores and the allowed choices, [N, size] by head."""
+        return {name: self.head(name).normalize(score, masks.get(name)) for name, score in scores.items()}
 
-    def log_prob(self, normalized: Mapping[str, Tensor], actions: Mapping[str, Tensor]) -> Tensor:
-        """Log-probability [N] of the joint action: the sum over heads."""
-        return add([self.head(name).log_prob(part, actions[name]) for name, part in normalized.items()])
+    def log_probs(self, normalized: Tensors, actions: Tensors, relevance: Tensors = NOTHING) -> dict[str, Tensor]:
+        """Log-probability [N] of each part of the action; 0 where the part is irrelevant, whatever it holds."""
+        return {
+            name: self._log_prob(name, part, actions[name], relevance.get(name)) for name, part in normalized.items()
+        }
 
-    def entropy(self, normalized: Mapping[str, Tensor]) -> Tensor:
-        """Mean entropy of the joint action in nats, 0-d: the sum over heads."""
-        return add([self.head(name).entropy(part) for name, part in normalized.items()])
+    def log_prob(self, normalized: Tensors, actions: Tensors, relevance: Tensors = NOTHING) -> Tensor:
+        """Log-probability [N] of the joint action: the sum over the heads that are relevant."""
+        return add(list(self.log_probs(normalized, actions, relevance).values()))
+
+    def entropy(self, normalized: Tensors, relevance: Tensors = NOTHING) -> Tensor:
+        """Mean entropy of the joint action in nats, 0-d: the sum over the heads that are relevant."""
+        return add([self.head(name).entropy(part, relevance.get(name)) for name, part in normalized.items()])
+
+    def _log_prob(self, name: str, normalized: Tensor, action: Tensor, relevance: Tensor | None) -> Tensor:
+        if relevance is None:
+            return self.head(name).log_prob(normalized, action)
+        matters = relevance if action.dim() == 1 else relevance.unsqueeze(-1)
+        log_prob = self.head(name).log_prob(normalized, torch.where(matters, action, action.new_zeros(())))
+        return torch.where(relevance, log_prob, log_prob.new_zeros(()))
 
     def values(self, features: Tensor) -> Tensor:
         """Estimates [N] from the critic's trunk output [N, F]."""
@@ -92,16 +120,6 @@ class ActorCritic(nn.Module):
             name = next(name for name, weight in self.named_parameters() if not torch.isfinite(weight).all())
             raise FloatingPointError(f"the policy's weights are not finite after this update, {name} first")
 
-    def acting(self) -> tuple[Scores, Values]:
-        """Functions of host observations [N, ...] for the rollout: scores by head, and values [N].
-
-        On the CPU they are NumPy, several times as fast as torch on a few rows; elsewhere they copy to the device and
-        back.
-        """
-        if self.value.weight.is_cpu:
-            return numpy_scores(self), numpy_values(self)
-        return torch_scores(self), torch_values(self)
-
 
 def make_head(spec: ActionSpec, features: int, config: PPOConfig) -> Head:
     """The head for one part of an action."""
@@ -118,45 +136,10 @@ def add(terms: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def numpy_scores(policy: ActorCritic) -> Scores:
-    """Scores by head, in NumPy, from views of the weights."""
-    trunk = policy.actor.as_numpy()
-    heads = [(name, *as_matrices(policy.head(name).linear)) for name in policy.heads]
-
-    def scores(observations: Array) -> dict[str, Array]:
-        features = trunk(observations)
-        return {name: features @ weight + bias for name, weight, bias in heads}
-
-    return scores
-
-
-def numpy_values(policy: ActorCritic) -> Values:
-    """Values, in NumPy, from views of the weights."""
-    trunk = (policy.critic or policy.actor).as_numpy()
-    weight, bias = as_matrices(policy.value)
-    return lambda observations: (trunk(observations) @ weight + bias)[:, 0]
-
-
-def torch_scores(policy: ActorCritic) -> Scores:
-    """Scores by head, on the policy's device."""
-    device = policy.value.weight.device
-
-    @torch.no_grad()
-    def scores(observations: Array) -> dict[str, Array]:
-        features = policy.actor(torch.from_numpy(observations).to(device))
-        return {name: score.cpu().numpy() for name, score in policy.scores(features).items()}
-
-    return scores
-
-
-def torch_values(policy: ActorCritic) -> Values:
-    """Values, on the policy's device."""
-    device = policy.value.weight.device
-
-    @torch.no_grad()
-    def values(observations: Array) -> Array:
-        features = (policy.critic or policy.actor)(torch.from_numpy(observations).to(device))
-        array: Array = policy.values(features).cpu().numpy()
-        return array
-
-    return values
+def make_trunk(inputs: int, config: PPOConfig) -> Trunk:
+    """A trunk as the config names it: hidden layers, or for a recurrent policy encoder, memory and decoder."""
+    if config.policy == "mlp":
+        return MLP(inputs, config.hidden_sizes, config.activation)
+    encoder = MLP(inputs, config.encoder_sizes, config.activation)
+    core = Core(config.policy, encoder.features, config.lstm_size, config.lstm_layers)
+    return RecurrentTrunk(encoder, core, MLP(config.lstm_size, config.hidden_sizes, config.activation))

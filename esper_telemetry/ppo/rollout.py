@@ -2,11 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from esper_telemetry.ppo.sequences import Grid, Sequences, Whole, on
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """What a rollout with memory must tell in addition; flags are on the host.
+
+    Attributes:
+        states: per trunk [layers, parts, B, H]: the state in which the rollout began.
+        fresh: [T, B], bool: the step began without memory, as the first of an episode.
+        after: [T, layers, parts, B, H]: state of the actor's core after each step.
+        valid: [T, B], bool; None where every row is a transition.
+    """
+
+    states: Mapping[str, Tensor]
+    fresh: Array
+    after: Tensor
+    valid: Array | None
+
+    def before(self) -> Tensor:
+        """State of the actor's core in which each step began, [T, layers, parts, B, H]."""
+        shifted = torch.cat([self.states["actor"].unsqueeze(0), self.after[:-1]])
+        fresh = torch.from_numpy(self.fresh).to(shifted.device)
+        return shifted.masked_fill(fresh[:, None, None, :, None], 0.0)
+
+    def sequences(self) -> Sequences:
+        """How the transitions follow one another, by environment, then by time."""
+        begins = self.fresh.copy()
+        begins[0] = True
+        carried = np.zeros_like(begins)
+        carried[0] = True
+        envs: Array = np.broadcast_to(np.arange(begins.shape[1]), begins.shape)
+        kept = slice(None) if self.valid is None else self.valid.T.reshape(-1)
+        begins, carried, envs = (column.T.reshape(-1)[kept] for column in (begins, carried, envs))
+        begins = begins | (np.diff(envs, prepend=-1) != 0)
+        starts = np.flatnonzero(begins)
+        return Sequences(np.diff(starts, append=len(begins)), carried[starts], envs[starts], self.states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,10 +58,10 @@ class Rollout:
     """T steps of B environments, time-major, on the device of the policy.
 
     Attributes:
-        observations: [T, B, ...] acted on.
+        observations: [T, B, ...] acted on: normalised where normalisation is on.
         actions: per head [T, B] or [T, B, D].
         log_probs: [T, B] of the joint action, under the distribution it was sampled from.
-        rewards: [T, B], as the environment gave them.
+        rewards: [T, B], what is learned from: scaled where normalisation is on.
         values: [T, B], the critic's estimates.
         next_values: [T, B], its estimates of the state that follows: after a time limit that of the episode's last
             observation, after termination 0.
@@ -25,6 +69,11 @@ class Rollout:
         terminated: [T, B], bool: it did so by termination.
         valid: [T, B], bool; None where every row is a transition.
         transitions: how many rows are.
+        raw_rewards: [T, B], as the environment gave them; None where they are the `rewards`.
+        head_log_probs: per head [T, B], where there are several heads: the parts of `log_probs`.
+        action_masks: per restricted head [T, B, A], bool: the choices there were.
+        relevance: per head that is not always relevant [T, B], bool.
+        recurrence: None for a feed-forward policy.
     """
 
     observations: Tensor
@@ -37,6 +86,11 @@ class Rollout:
     terminated: Tensor
     valid: Tensor | None
     transitions: int
+    raw_rewards: Tensor | None = None
+    head_log_probs: Mapping[str, Tensor] = field(default_factory=dict)
+    action_masks: Mapping[str, Tensor] = field(default_factory=dict)
+    relevance: Mapping[str, Tensor] = field(default_factory=dict)
+    recurrence: Recurrence | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +104,10 @@ class Batch:
         advantages: [N], the values that multiply the ratio.
         returns: [N], the critic's targets.
         values: [N], the critic's estimates at collection.
+        head_log_probs: per head [N] at collection; empty where there is one head.
+        action_masks: per restricted head [N, A], bool.
+        relevance: per head that is not always relevant [N], bool.
+        sequences: how the rows follow one another; None for a feed-forward policy.
     """
 
     observations: Tensor
@@ -58,49 +116,85 @@ class Batch:
     advantages: Tensor
     returns: Tensor
     values: Tensor
+    head_log_probs: Mapping[str, Tensor] = field(default_factory=dict)
+    action_masks: Mapping[str, Tensor] = field(default_factory=dict)
+    relevance: Mapping[str, Tensor] = field(default_factory=dict)
+    sequences: Sequences | None = None
 
     def __len__(self) -> int:
         return len(self.log_probs)
 
-    def take(self, rows: Tensor) -> Batch:
-        """The rows with these indices, copied."""
+    def map(self, change: Callable[[Tensor], Tensor], sequences: Sequences | None = None) -> Batch:
+        """The batch with every column changed in the same way."""
+
+        def each(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: change(column) for name, column in columns.items()}
+
         return Batch(
-            observations=self.observations[rows],
-            actions={name: action[rows] for name, action in self.actions.items()},
-            log_probs=self.log_probs[rows],
-            advantages=self.advantages[rows],
-            returns=self.returns[rows],
-            values=self.values[rows],
+            observations=change(self.observations),
+            actions=each(self.actions),
+            log_probs=change(self.log_probs),
+            advantages=change(self.advantages),
+            returns=change(self.returns),
+            values=change(self.values),
+            head_log_probs=each(self.head_log_probs),
+            action_masks=each(self.action_masks),
+            relevance=each(self.relevance),
+            sequences=sequences,
         )
+
+    def take(self, rows: Tensor) -> Batch:
+        """The rows with these indices, copied, without their order in time."""
+        return self.map(lambda column: column[rows])
 
     def split(self, parts: int) -> list[Batch]:
         """The rows in order, in `parts` batches whose sizes differ by one at most; fewer where there are fewer rows."""
         parts = max(1, min(parts, len(self)))
-        columns = [
-            self.observations,
-            *self.actions.values(),
-            self.log_probs,
-            self.advantages,
-            self.returns,
-            self.values,
-        ]
-        pieces = zip(*(column.tensor_split(parts) for column in columns), strict=True)
-        return [
-            Batch(observations, dict(zip(self.actions, rest[:-4], strict=True)), *rest[-4:])
-            for observations, *rest in pieces
-        ]
+        size, longer = divmod(len(self), parts)
+        cuts = [part * size + min(part, longer) for part in range(parts + 1)]
+        return [self._slice(start, stop) for start, stop in itertools.pairwise(cuts)]
+
+    def _slice(self, start: int, stop: int) -> Batch:
+        return self.map(lambda column: column[start:stop])
+
+    def whole(self, parts: Sequence[Whole]) -> Batch:
+        """The rows of some environments, as `Sequences.environments` names them, with their order in time."""
+        assert self.sequences is not None
+        rows = on(np.concatenate([part.rows for part in parts]), self.log_probs.device)
+        sequences = self.sequences.take(np.concatenate([part.runs for part in parts]))
+        return self.map(lambda column: column[rows], sequences)
+
+    def grid(self) -> Grid | None:
+        """Where the rows stand in time; None for a feed-forward policy."""
+        return None if self.sequences is None else self.sequences.grid(shared=self.sequences.separable)
 
 
 def flatten(rollout: Rollout, advantages: Tensor, returns: Tensor) -> Batch:
-    """The transitions of a rollout as one batch, [T x B] rows less the invalid ones, in the order of time."""
-    batch = Batch(
-        observations=rollout.observations.flatten(0, 1),
-        actions={name: action.flatten(0, 1) for name, action in rollout.actions.items()},
-        log_probs=rollout.log_probs.flatten(),
-        advantages=advantages.flatten(),
-        returns=returns.flatten(),
-        values=rollout.values.flatten(),
+    """The transitions of a rollout as one batch: [T x B] rows less the invalid ones.
+
+    They are ordered by time, and for a recurrent policy by environment, then by time.
+    """
+    columns = Batch(
+        observations=rollout.observations,
+        actions=rollout.actions,
+        log_probs=rollout.log_probs,
+        advantages=advantages,
+        returns=returns,
+        values=rollout.values,
+        head_log_probs=rollout.head_log_probs,
+        action_masks=rollout.action_masks,
+        relevance=rollout.relevance,
     )
+    if rollout.recurrence is None:
+        batch = columns.map(lambda column: column.flatten(0, 1))
+        return batch if rollout.valid is None else batch.take(valid_rows(rollout.valid, rollout.transitions))
+    batch = columns.map(lambda column: column.transpose(0, 1).flatten(0, 1), rollout.recurrence.sequences())
     if rollout.valid is None:
         return batch
-    return batch.take(torch.nonzero_static(rollout.valid.flatten(), size=rollout.transitions).squeeze(-1))
+    rows = valid_rows(rollout.valid.t(), rollout.transitions)
+    return batch.map(lambda column: column[rows], batch.sequences)
+
+
+def valid_rows(valid: Tensor, count: int) -> Tensor:
+    """Indices of the `count` rows that hold in the flattened flags, without waiting for the device."""
+    return torch.nonzero_static(valid.flatten(), size=count).squeeze(-1)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from esper_telemetry import ops
-from esper_telemetry.environments.protocol import VectorEnvironment
+from esper_telemetry.environments.protocol import Environment, Task, TensorEnvironment
+from esper_telemetry.environments.tensor import on_host
 from esper_telemetry.events import (
     BackwardEnd,
     EpisodeEnd,
@@ -22,12 +23,17 @@ from esper_telemetry.events import (
     UpdateEnd,
 )
 from esper_telemetry.hooks import Hooks
+from esper_telemetry.ppo import checkpoint
 from esper_telemetry.ppo.backward import backward_losses, backward_trunks, gradient, leaf
 from esper_telemetry.ppo.collector import Collector
 from esper_telemetry.ppo.config import PPOConfig
-from esper_telemetry.ppo.policy import ActorCritic
+from esper_telemetry.ppo.normalizer import Normalizers, normalizers_for
+from esper_telemetry.ppo.policy import ActorCritic, add
 from esper_telemetry.ppo.rollout import Batch, Rollout, flatten
-from esper_telemetry.ppo.steps import UpdateSteps
+from esper_telemetry.ppo.schedules import STOP_FACTOR, adapted_rate, entropy_coef, learning_rate, mean_kl
+from esper_telemetry.ppo.steps import steps_for
+from esper_telemetry.ppo.telling import Result, minibatch_event, rollout_event
+from esper_telemetry.ppo.tensor_collector import TensorCollector
 
 FACTS = (
     "max_grad_norm",
@@ -41,23 +47,20 @@ FACTS = (
     "learning_rate",
     "value_coef",
     "entropy_coef",
+    "policy",
+    "lstm_size",
+    "normalize_observations",
+    "normalize_rewards",
+    "target_kl",
 )
-
-
-class Result(NamedTuple):
-    """What the policy says of a minibatch now: log-ratio [N], values [N], scores by head [N, size], losses by name."""
-
-    log_ratio: Tensor
-    values: Tensor
-    scores: Mapping[str, Tensor]
-    losses: Mapping[str, Tensor]
 
 
 class PPO:
     """Trains a policy in the environments.
 
     Attributes:
-        env, config, policy, optimizer: what it is made of.
+        env, config, policy, optimizer, normalizers: what it is made of.
+        collector, generator: what gathers rollouts, and what shuffles them.
         hooks: who is told of what happens.
         steps: the parts of the update; replace one to vary the algorithm.
         env_steps, updates, gradient_steps: what has been done so far.
@@ -66,21 +69,24 @@ class PPO:
     """
 
     def __init__(
-        self, env: VectorEnvironment, config: PPOConfig | None = None, *, device: str | torch.device = "cpu"
+        self, env: Environment, config: PPOConfig | None = None, *, device: str | torch.device = "cpu"
     ) -> None:
         self.config = config or PPOConfig()
         self.config.check_rollout(env.num_envs)
         self.env = env
         self.hooks = Hooks()
-        self.steps = UpdateSteps()
+        self.steps = steps_for(self.config)
         self.policy = build_policy(env, self.config).to(device)
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=self.config.learning_rate, eps=1e-5, fused=True)
         self.env_steps = self.updates = self.gradient_steps = 0
-        self._collector = Collector(env, self.policy, self.config.num_steps, self.config.seed)
-        self._generator = torch.Generator().manual_seed(self.config.seed)
-        coefficients = {"policy": 1.0, "value": self.config.value_coef, "entropy": self.config.entropy_coef}
-        self._weights = {name: torch.tensor(weight, device=device) for name, weight in coefficients.items()}
+        self.normalizers = normalizers_for(env, self.config).to(device)
+        self.collector = collector_for(env, self.policy, self.config, self.normalizers)
+        self.generator = torch.Generator().manual_seed(self.config.seed)
         self._parameters = dict(self.policy.named_parameters())
+        self._device = self.policy.value.weight.device
+        self._coefficients: dict[str, float] = {}
+        self._weights: dict[str, Tensor] = {}
+        self._schedule(1.0)
 
     def learn(self, total_steps: int) -> None:
         """Trains until that many environment steps are collected, those of earlier calls included.
@@ -94,8 +100,16 @@ class PPO:
         if self.hooks.wants(RunStart):
             self.hooks.emit(RunStart(asdict(self.config), self.facts(total_steps)))
         while self.env_steps < total_steps:
-            self._set_learning_rate(1 - self.env_steps / total_steps)
+            self._schedule(1 - self.env_steps / total_steps)
             self._train_once()
+
+    def save(self, path: str | Path) -> Path:
+        """Writes a checkpoint, whole or not at all."""
+        return checkpoint.save(self, path)
+
+    def load(self, path: str | Path) -> None:
+        """Goes on from a checkpoint; raises ValueError, with the part that differs, where it does not fit."""
+        checkpoint.load(self, path)
 
     def facts(self, total_steps: int) -> dict[str, Any]:
         """What detectors need to know of this run; plain Python."""
@@ -112,46 +126,70 @@ class PPO:
             **{name: getattr(config, name) for name in FACTS},
         }
 
-    def _set_learning_rate(self, remaining: float) -> None:
-        if self.config.anneal_learning_rate:
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.config.learning_rate * remaining
+    def _schedule(self, remaining: float) -> None:
+        """Sets what changes over the run, of which `remaining`, 1 to 0, is left."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.config, group["lr"], remaining)
+        weights = {"policy": 1.0, "value": self.config.value_coef, "entropy": entropy_coef(self.config, remaining)}
+        if weights != self._coefficients:
+            self._coefficients = weights
+            self._weights = {name: torch.tensor(weight, device=self._device) for name, weight in weights.items()}
 
     def _train_once(self) -> None:
         """One rollout and the update it feeds."""
-        rollout = self._collector.collect()
+        rollout = self.collector.collect(self.steps.resets)
         self.updates += 1
         self.env_steps += rollout.transitions
         start = time.perf_counter()
-        self._update(rollout)
+        rate = self.optimizer.param_groups[0]["lr"]
+        epochs = self._update(self.steps.seen(rollout))
         if self.hooks.wants(UpdateEnd):
-            seconds = {**self._collector.seconds, "update": time.perf_counter() - start}
-            rate = self.optimizer.param_groups[0]["lr"]
-            self.hooks.emit(UpdateEnd(self.updates, self.env_steps, self.gradient_steps, rate, seconds))
+            seconds = {**self.collector.seconds, "update": time.perf_counter() - start}
+            self.hooks.emit(
+                UpdateEnd(self.updates, self.env_steps, self.gradient_steps, rate, seconds, epochs, self._coefficients)
+            )
         self.policy.check_finite()
 
-    def _update(self, rollout: Rollout) -> None:
-        """Several passes over a rollout."""
+    def _update(self, rollout: Rollout) -> int:
+        """Several passes over a rollout; returns how many."""
         config = self.config
         advantages = self.steps.advantages(rollout, config.gamma, config.gae_lambda)
         returns = advantages + rollout.values
         self._tell_rollout(rollout, advantages, returns)
         batch = flatten(rollout, advantages, returns)
-        if config.normalize_advantages:
+        if config.normalize_advantages and not config.normalize_minibatches:
             batch = replace(batch, advantages=self.steps.normalize(batch.advantages))
         step = 0
         for epoch in range(config.num_epochs):
-            for minibatch in self.steps.minibatches(batch, config.num_minibatches, self._generator):
-                self._optimize(minibatch, epoch, step)
+            log_ratios = []
+            for minibatch in self.steps.minibatches(batch, config.num_minibatches, self.generator):
+                log_ratios.append(self._optimize(minibatch, epoch, step))
                 step += 1
+            if self._went_far(epoch, log_ratios):
+                break
+        return epoch + 1
 
-    def _optimize(self, batch: Batch, epoch: int, step: int) -> None:
-        """One optimizer step.
+    def _went_far(self, epoch: int, log_ratios: list[Tensor]) -> bool:
+        """Whether a pass moved the policy so far that it is the last; reads the device only where a setting asks."""
+        config, last = self.config, epoch + 1 == self.config.num_epochs
+        if config.target_kl is None and (config.desired_kl is None or not last):
+            return False
+        kl = mean_kl(log_ratios)
+        stop = config.target_kl is not None and not kl <= STOP_FACTOR * config.target_kl
+        if config.desired_kl is not None and (stop or last):
+            for group in self.optimizer.param_groups:
+                group["lr"] = adapted_rate(group["lr"], kl, config.desired_kl)
+        return stop
+
+    def _optimize(self, batch: Batch, epoch: int, step: int) -> Tensor:
+        """One optimizer step; returns the log-ratios [N] before it.
 
         The losses end at detached copies of the trunk outputs, one leaf for the actor and one for the critic: their
         gradients there separate the two at no cost, and the trunk is backed up through once.
         """
-        outputs = self.policy.trunks(batch.observations)
+        if self.config.normalize_advantages and self.config.normalize_minibatches:
+            batch = replace(batch, advantages=self.steps.normalize(batch.advantages))
+        outputs = self.policy.trunks(batch.observations, batch.grid())
         actor, critic = leaf(outputs[0]), leaf(outputs[-1])
         result = self._losses(batch, actor, critic)
         backward_losses(result.losses, self._weights)
@@ -161,22 +199,25 @@ class PPO:
         backward_trunks(outputs, gradient(actor), gradient(critic))
         self._descend(epoch, step)
         if self.hooks.wants(MinibatchEnd):
-            self._tell_minibatch(batch, (epoch, step), result)
+            losses = {name: loss.detach() for name, loss in result.losses.items()}
+            self.hooks.emit(minibatch_event(batch, (epoch, step), result, self.policy, losses))
+        return result.log_ratio.detach()
 
     def _losses(self, batch: Batch, actor: Tensor, critic: Tensor) -> Result:
         """The losses of a minibatch as functions of the trunk outputs; the entropy only where it counts."""
         config, policy = self.config, self.policy
         scores = policy.scores(actor)
-        normalized = policy.normalize(scores)
-        log_ratio = policy.log_prob(normalized, batch.actions) - batch.log_probs
+        normalized = policy.normalize(scores, batch.action_masks)
+        log_probs = policy.log_probs(normalized, batch.actions, batch.relevance)
+        log_ratio = add(list(log_probs.values())) - batch.log_probs
         values = policy.values(critic)
         losses = {
             "policy": self.steps.policy_loss(log_ratio, batch.advantages, config.clip),
-            "value": self.steps.value_loss(values, batch.returns),
+            "value": self.steps.value_loss(values, batch.returns, batch.values),
         }
-        if config.entropy_coef:
-            losses["entropy"] = -policy.entropy(normalized)
-        return Result(log_ratio, values, scores, losses)
+        if self._coefficients["entropy"] > 0:
+            losses["entropy"] = -policy.entropy(normalized, batch.relevance)
+        return Result(log_ratio, values, scores, log_probs, losses)
 
     def _descend(self, epoch: int, step: int) -> None:
         """Clips the gradients by their global norm, steps the optimizer and drops the gradients."""
@@ -196,51 +237,26 @@ class PPO:
 
     def _tell_rollout(self, rollout: Rollout, advantages: Tensor, returns: Tensor) -> None:
         if self.hooks.wants(RolloutEnd):
-            self.hooks.emit(
-                RolloutEnd(
-                    update=self.updates,
-                    env_step=self.env_steps,
-                    rewards=rollout.rewards,
-                    values=rollout.values,
-                    advantages=advantages,
-                    returns=returns,
-                    log_probs=rollout.log_probs,
-                    ended=rollout.ended,
-                    terminated=rollout.terminated,
-                    next_values=rollout.next_values,
-                    actions=rollout.actions,
-                    gamma=self.config.gamma,
-                    valid=rollout.valid,
-                )
-            )
-        episodes = self._collector.episodes
+            place = (self.updates, self.env_steps)
+            self.hooks.emit(rollout_event(rollout, place, advantages, returns, gamma=self.config.gamma))
+        episodes = self.collector.episodes
         if episodes.returns and self.hooks.wants(EpisodeEnd):
             self.hooks.emit(EpisodeEnd(self.env_steps, episodes.returns, episodes.lengths))
 
-    def _tell_minibatch(self, batch: Batch, place: tuple[int, int], result: Result) -> None:
-        descriptions = {name: self.policy.head(name).description(score) for name, score in result.scores.items()}
-        self.hooks.emit(
-            MinibatchEnd(
-                *place,
-                log_ratio=result.log_ratio.detach(),
-                advantages=batch.advantages,
-                values=result.values.detach(),
-                old_values=batch.values,
-                returns=batch.returns,
-                losses={name: loss.detach() for name, loss in result.losses.items()},
-                logits=select(descriptions, "logits"),
-                log_std=select(descriptions, "log_std"),
-            )
-        )
+
+def collector_for(
+    env: Environment, policy: ActorCritic, config: PPOConfig, normalizers: Normalizers
+) -> Collector | TensorCollector:
+    """What collects from that kind of environment; tensor environments on the host are stepped as arrays."""
+    if not isinstance(env, TensorEnvironment):
+        return Collector(env, policy, config.num_steps, config.seed, normalizers)
+    if env.device.type == policy.value.weight.device.type == "cpu":
+        return Collector(on_host(env), policy, config.num_steps, config.seed, normalizers)
+    return TensorCollector(env, policy, config.num_steps, config.seed, normalizers)
 
 
-def build_policy(env: VectorEnvironment, config: PPOConfig) -> ActorCritic:
+def build_policy(env: Task, config: PPOConfig) -> ActorCritic:
     """The policy for these environments; its weights depend on the seed alone, and torch's generator is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return ActorCritic(env.observation_shape, env.action_specs, config)
-
-
-def select(descriptions: Mapping[str, Mapping[str, Tensor]], key: str) -> dict[str, Tensor]:
-    """By head, what the descriptions that have `key` say under it."""
-    return {name: description[key] for name, description in descriptions.items() if key in description}

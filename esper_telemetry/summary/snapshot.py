@@ -6,7 +6,7 @@ Shapes: T steps, B environments; M minibatches of at most N rows, shorter ones p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -94,13 +94,14 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Which update, how fast, at which learning rate; seconds of wall time, in total and by phase."""
+    """Which update, how fast, at which learning rate; seconds of wall time, in total and by phase; weights of the losses."""
 
     update: int
     env_steps: int
     learning_rate: float
     elapsed: float
     seconds: Mapping[str, float]
+    coefficients: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

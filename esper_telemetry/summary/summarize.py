@@ -51,7 +51,9 @@ def summarize(snapshot: Snapshot, facts: Mapping[str, Any], level: Level) -> Ite
     if snapshot.episodes is not None:
         yield Observation([_episodes(snapshot.episodes)])
     if snapshot.minibatches is not None:
-        yield Observation(list(_minibatches(snapshot.minibatches, facts)), snapshot.minibatches.epochs)
+        coefficients = snapshot.progress.coefficients if snapshot.progress else {}
+        groups = list(_minibatches(snapshot.minibatches, facts, coefficients))
+        yield Observation(groups, snapshot.minibatches.epochs)
         yield Observation(_spreads(snapshot.minibatches))
     for gradients in snapshot.gradients:
         yield Observation(list(_gradients(gradients, facts, level)), gradients.epochs)
@@ -80,7 +82,9 @@ def _episodes(episodes: Episodes) -> MetricGroup:
     return episode_stats(episodes.returns, episodes.lengths, recent_returns=episodes.recent_returns)
 
 
-def _minibatches(minibatches: Minibatches, facts: Mapping[str, Any]) -> Iterator[MetricGroup]:
+def _minibatches(
+    minibatches: Minibatches, facts: Mapping[str, Any], coefficients: Mapping[str, float]
+) -> Iterator[MetricGroup]:
     valid = minibatches.valid
     yield ratio_diagnostics(minibatches.log_ratio, minibatches.advantages, clip=facts.get("clip"), valid=valid, dim=-1)
     yield normalized_advantage_stats(minibatches.advantages, valid=valid, dim=-1)
@@ -90,7 +94,8 @@ def _minibatches(minibatches: Minibatches, facts: Mapping[str, Any]) -> Iterator
         yield entropy
         yield head_entropy(heads, valid=valid, dim=-1)
     if {"policy", "value"} <= set(minibatches.losses):
-        yield _losses(minibatches, entropy, facts)
+        constant = {"value": facts.get("value_coef"), "entropy": facts.get("entropy_coef")}
+        yield _losses(minibatches, entropy, constant | dict(coefficients))
 
 
 def _spreads(minibatches: Minibatches) -> list[MetricGroup]:
@@ -98,14 +103,17 @@ def _spreads(minibatches: Minibatches) -> list[MetricGroup]:
     return [gaussian_stats(head, log_std, valid=minibatches.valid) for head, log_std in minibatches.log_std.items()]
 
 
-def _losses(minibatches: Minibatches, entropy: PolicyEntropy | None, facts: Mapping[str, Any]) -> LossTerms:
+def _losses(
+    minibatches: Minibatches, entropy: PolicyEntropy | None, coefficients: Mapping[str, float | None]
+) -> LossTerms:
     """The losses, with what the trainer did not compute made from what it did."""
     policy, value = minibatches.losses["policy"], minibatches.losses["value"]
     bonus, total = minibatches.losses.get("entropy"), minibatches.losses.get("total")
     if bonus is None and entropy is not None:
         bonus = -torch.as_tensor(entropy.entropy.total) / torch.as_tensor(entropy.entropy.count)
-    if total is None and bonus is not None and "value_coef" in facts:
-        total = policy + facts["value_coef"] * value + facts["entropy_coef"] * bonus
+    weight, weight_of_bonus = coefficients["value"], coefficients["entropy"]
+    if total is None and bonus is not None and weight is not None and weight_of_bonus is not None:
+        total = policy + weight * value + weight_of_bonus * bonus
     return loss_terms(policy, value, bonus, total, count=minibatches.counts)
 
 

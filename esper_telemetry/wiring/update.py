@@ -75,6 +75,7 @@ class Update:
             learning_rate=event.learning_rate,
             elapsed=now - self._ended,
             seconds=event.seconds,
+            coefficients=event.coefficients,
         )
         self._env_step, self._ended = event.env_step, now
         self._telemetry.submit(self.take(progress))

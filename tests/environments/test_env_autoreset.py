@@ -32,8 +32,8 @@ def valid_rows(mode: AutoresetMode) -> tuple[list[dict[str, Any]], list[float], 
     returns: list[float] = []
     steps = 0
     for _ in range(5):
-        rollout = trainer._collector.collect()
-        returns += trainer._collector.episodes.returns
+        rollout = trainer.collector.collect()
+        returns += trainer.collector.episodes.returns
         valid = torch.ones_like(rollout.ended) if rollout.valid is None else rollout.valid
         steps += int(valid.sum())
         for env, found in enumerate(columns):
@@ -72,3 +72,22 @@ def test_rows_of_a_reset_are_not_counted_as_steps() -> None:
 
     assert steps == [12] and rows == [12] * trainer.config.num_epochs
     assert [(event.returns, event.lengths) for event in episodes] == [([6] * 4, [3] * 4)]
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_rows_of_a_reset_leave_a_recurrent_policy_consistent(mode: AutoresetMode) -> None:
+    """The first minibatch of every update finds the probabilities of collection."""
+    trainer = counting(mode, policy="lstm", lstm_size=8, num_minibatches=2)
+    found: list[float] = []
+    rows: list[int] = []
+
+    def look(event: MinibatchEnd) -> None:
+        rows.append(len(event.log_ratio))
+        if event.step == 0:
+            found.append(event.log_ratio.abs().max().item())
+
+    trainer.hooks.on(MinibatchEnd, look)
+    trainer.learn(200)
+
+    assert len(found) > 10 and max(found) < 1e-5
+    assert (min(rows) < 8) == (mode is AutoresetMode.NEXT_STEP)

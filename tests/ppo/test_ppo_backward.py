@@ -14,15 +14,15 @@ from torch import Tensor
 from esper_telemetry.events import TrunkBackward
 from esper_telemetry.ppo import PPO
 from esper_telemetry.ppo.backward import backward_losses, backward_trunks, gradient, leaf
+from esper_telemetry.ppo.inference import in_numpy, in_torch
 from esper_telemetry.ppo.mlp import MLP
-from esper_telemetry.ppo.policy import numpy_scores, numpy_values, torch_scores, torch_values
 from esper_telemetry.ppo.rollout import Batch, flatten
 
 Make = Callable[..., PPO]
 
 
 def first_batch(trainer: PPO) -> Batch:
-    rollout = trainer._collector.collect()
+    rollout = trainer.collector.collect()
     advantages = trainer.steps.advantages(rollout, 0.99, 0.95)
     return flatten(rollout, trainer.steps.normalize(advantages), advantages + rollout.values)
 
@@ -129,5 +129,6 @@ def test_acting_in_numpy_agrees_with_acting_in_torch(make: Make) -> None:
     policy = make().policy
     rows = np.random.default_rng(0).normal(size=(8, policy.actor.inputs)).astype(np.float32)
 
-    assert np.allclose(numpy_scores(policy)(rows)["action"], torch_scores(policy)(rows)["action"], atol=1e-6)
-    assert np.allclose(numpy_values(policy)(rows), torch_values(policy)(rows), atol=1e-6)
+    fast, slow = in_numpy(policy), in_torch(policy)
+    assert np.allclose(fast.scores(fast.actor(rows))["action"], slow.scores(slow.actor(rows))["action"], atol=1e-6)
+    assert np.allclose(fast.value(fast.critic(rows)), slow.value(slow.critic(rows)), atol=1e-6)

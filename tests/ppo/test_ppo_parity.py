@@ -77,7 +77,7 @@ def their_update(policy: ActorCriticPolicy, batch: Batch, trainer: PPO) -> dict[
 
 def moved(trainer: PPO) -> Batch:
     """Rows whose ratios differ from 1 and are clipped in part."""
-    rollout: Rollout = trainer._collector.collect()
+    rollout: Rollout = trainer.collector.collect()
     advantages = trainer.steps.advantages(rollout, 0.99, 0.95)
     batch = flatten(rollout, trainer.steps.normalize(advantages), advantages + rollout.values)
     shift = 0.3 * torch.randn(len(batch), generator=torch.Generator().manual_seed(0))
@@ -130,7 +130,7 @@ def test_advantages_equal_those_of_stable_baselines() -> None:
     from stable_baselines3.common.buffers import RolloutBuffer
 
     trainer = cartpole(num_steps=64)
-    rollout = trainer._collector.collect()
+    rollout = trainer.collector.collect()
     env = gymnasium.make("CartPole-v1")
     buffer = RolloutBuffer(64, env.observation_space, env.action_space, gamma=0.98, gae_lambda=0.9, n_envs=4)
     cut = (rollout.ended & ~rollout.terminated).numpy()

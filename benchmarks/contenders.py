@@ -1,0 +1,211 @@
+"""Trainers on the same work, each in a function that runs in a process of its own; see `trainer.py`."""
+
+from __future__ import annotations
+
+import runpy
+import statistics
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = "CartPole-v1"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What everybody does: CartPole-v1, networks of 64 x 64 tanh, behind an LSTM where `lstm_size` is given."""
+
+    steps: int
+    seed: int
+    num_envs: int = 8
+    num_steps: int = 128
+    epochs: int = 4
+    minibatches: int = 4
+    learning_rate: float = 1e-3
+    lstm_size: int | None = None
+    script: str | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: steps per CPU-second and per second of wall time in `learn`, and the return at its end."""
+
+    cpu: float
+    wall: float
+    episode_return: float
+    megabytes: float
+
+
+def measured(steps: int, learn: Callable[[], None], returns: deque[float]) -> Run:
+    """The run that `learn` makes."""
+    import resource
+
+    cpu, wall = time.process_time(), time.perf_counter()
+    learn()
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return Run(steps / cpu, steps / wall, statistics.fmean(returns) if returns else float("nan"), peak)
+
+
+def esper(work: Work) -> Run:
+    """This trainer without telemetry."""
+    trainer, returns = ours(work)
+    return measured(work.steps, lambda: trainer.learn(work.steps), returns)
+
+
+def observed(work: Work) -> Run:
+    """This trainer with NORMAL telemetry to TensorBoard, W&B (offline) and MLflow; the clock stops before they close."""
+    from esper_telemetry import Telemetry, attach
+    from esper_telemetry.sinks.mlflow import MLflowSink
+    from esper_telemetry.sinks.tensorboard import TensorBoardSink
+    from esper_telemetry.sinks.wandb import WandbSink
+
+    trainer, returns = ours(work)
+    with tempfile.TemporaryDirectory() as directory:
+        backends = (TensorBoardSink(), WandbSink(project="benchmark"), MLflowSink())
+        with Telemetry(backends, run_dir=Path(directory) / "run") as telemetry:
+            attach(telemetry, trainer)
+            return measured(work.steps, lambda: trainer.learn(work.steps), returns)
+
+
+def ours(work: Work) -> tuple[Any, deque[float]]:
+    """This trainer, and where the returns of its episodes go."""
+    from esper_telemetry.environments import make_env
+    from esper_telemetry.events import EpisodeEnd
+    from esper_telemetry.ppo import PPO, PPOConfig
+
+    config = PPOConfig(
+        num_steps=work.num_steps,
+        num_epochs=work.epochs,
+        num_minibatches=work.minibatches,
+        learning_rate=work.learning_rate,
+        anneal_learning_rate=False,
+        policy="lstm" if work.lstm_size else "mlp",
+        lstm_size=work.lstm_size or 64,
+        seed=work.seed,
+    )
+    trainer = PPO(make_env(ENVIRONMENT, num_envs=work.num_envs, seed=work.seed), config)
+    returns: deque[float] = deque(maxlen=100)
+    trainer.hooks.on(EpisodeEnd, lambda event: returns.extend(event.returns))
+    return trainer, returns
+
+
+def stable_baselines(work: Work) -> Run:
+    """Stable-Baselines3, or sb3-contrib's RecurrentPPO, as they come: their own vector environment and monitor, no logger."""
+    from stable_baselines3.common.env_util import make_vec_env
+
+    settings: dict[str, Any] = {
+        "n_steps": work.num_steps,
+        "batch_size": work.num_envs * work.num_steps // work.minibatches,
+        "n_epochs": work.epochs,
+        "learning_rate": work.learning_rate,
+        "seed": work.seed,
+        "device": "cpu",
+    }
+    env = make_vec_env(ENVIRONMENT, work.num_envs, seed=work.seed)
+    if work.lstm_size is None:
+        from stable_baselines3 import PPO
+
+        model: Any = PPO("MlpPolicy", env, **settings)
+    else:
+        from sb3_contrib import RecurrentPPO
+
+        model = RecurrentPPO("MlpLstmPolicy", env, policy_kwargs={"lstm_hidden_size": work.lstm_size}, **settings)
+    returns: deque[float] = deque(maxlen=100)
+
+    def learn() -> None:
+        model.learn(work.steps)
+        returns.extend(episode["r"] for episode in model.ep_info_buffer or ())
+
+    return measured(work.steps, learn, returns)
+
+
+def rsl_rl(work: Work) -> Run:
+    """RSL-RL on the same task; it has no categorical head, so the sign of a Gaussian action chooses."""
+    from rsl_rl.runners import OnPolicyRunner
+    from rsl_vector import SignedCartPole
+
+    model: dict[str, Any] = {"class_name": "MLPModel", "hidden_dims": [64, 64], "activation": "tanh"}
+    if work.lstm_size is not None:
+        model |= {"class_name": "RNNModel", "rnn_type": "lstm", "rnn_hidden_dim": work.lstm_size, "rnn_num_layers": 1}
+    settings = {
+        "num_steps_per_env": work.num_steps,
+        "save_interval": 10**9,
+        "check_for_nan": False,
+        "obs_groups": {"actor": ["policy"], "critic": ["policy"]},
+        "actor": {**model, "distribution_cfg": {"class_name": "GaussianDistribution", "init_std": 1.0}},
+        "critic": dict(model),
+        "algorithm": {
+            "class_name": "PPO",
+            "num_learning_epochs": work.epochs,
+            "num_mini_batches": work.minibatches,
+            "learning_rate": work.learning_rate,
+            "schedule": "fixed",
+            "value_loss_coef": 0.5,
+            "entropy_coef": 0.0,
+            "max_grad_norm": 0.5,
+        },
+    }
+    env = SignedCartPole(work.num_envs, work.seed)
+    with redirect_stdout(sys.stderr):
+        runner = OnPolicyRunner(env, settings, log_dir=None, device="cpu")
+    iterations = -(-work.steps // (work.num_envs * work.num_steps))
+    return measured(work.steps, lambda: runner.learn(iterations), env.returns)
+
+
+def cleanrl(work: Work) -> Run:
+    """CleanRL's untouched `ppo.py`; the clock starts at its first reset. Its returns are not logged on Gymnasium 1."""
+    assert work.script is not None
+    options = {
+        "total-timesteps": work.steps,
+        "num-envs": work.num_envs,
+        "num-steps": work.num_steps,
+        "num-minibatches": work.minibatches,
+        "update-epochs": work.epochs,
+        "learning-rate": work.learning_rate,
+        "seed": work.seed,
+        "env-id": ENVIRONMENT,
+    }
+    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    script = str(Path(work.script).resolve())
+    sys.argv = [script, *arguments, "--no-anneal-lr", "--no-cuda"]
+    with first_reset() as started, redirect_stdout(sys.stderr):
+        runpy.run_path(script, run_name="__main__")
+        cpu, wall = time.process_time() - started[0], time.perf_counter() - started[1]
+    return Run(work.steps / cpu, work.steps / wall, float("nan"), float("nan"))
+
+
+@contextmanager
+def first_reset() -> Iterator[list[float]]:
+    """CPU and wall time at the first reset of a vector environment, once there was one."""
+    from gymnasium.vector import SyncVectorEnv
+
+    started: list[float] = []
+    original = SyncVectorEnv.reset
+
+    def reset(self: Any, **options: Any) -> Any:
+        if not started:
+            started.extend((time.process_time(), time.perf_counter()))
+        return original(self, **options)
+
+    with tempfile.TemporaryDirectory() as directory:
+        import os
+
+        os.chdir(directory)
+        SyncVectorEnv.reset = reset  # type: ignore[method-assign] # the script tells nobody when it begins
+        yield started
+
+
+CONTENDERS: dict[str, Callable[[Work], Run]] = {
+    "esper": esper,
+    "esper + telemetry": observed,
+    "sb3": stable_baselines,
+    "rsl_rl": rsl_rl,
+    "cleanrl": cleanrl,
+}

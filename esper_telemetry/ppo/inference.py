@@ -1,0 +1,143 @@
+"""Acting and valuing on the host during a rollout: NumPy where the policy is on the CPU, else torch on its device.
+
+Measured on an AMD EPYC core, NumPy needs a third of torch's time for a step of eight rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from esper_telemetry.ppo.mlp import MLP, Network, as_matrices
+from esper_telemetry.ppo.recurrent import Advance, RecurrentTrunk
+
+if TYPE_CHECKING:
+    from esper_telemetry.ppo.policy import ActorCritic
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Trunk:
+    """A trunk on the host.
+
+    Attributes:
+        encode: observations [N, ...] to what the core reads, or to features where there is no core.
+        advance: what the core reads [B, F] and its state, which is overwritten, to its outputs [B, H]; None without a core.
+        decode: outputs of the core [N, H] to features [N, F]; None without a core.
+    """
+
+    encode: Network
+    advance: Advance | None = None
+    decode: Network | None = None
+
+    def __call__(self, observations: Array, state: Array | None = None) -> Array:
+        """Features [N, F] of observations [N, ...]; `state` moves on by one step."""
+        inputs = self.encode(observations)
+        if self.advance is None or self.decode is None or state is None:
+            return inputs
+        return self.decode(self.advance(inputs, state))
+
+
+@dataclass(frozen=True, slots=True)
+class Acting:
+    """What a rollout asks of the policy.
+
+    Attributes:
+        actor: trunk that the scores read.
+        critic: trunk that the value reads; the actor's where it is shared.
+        scores: features [N, F] to scores by head.
+        value: features [..., F] to values [...].
+    """
+
+    actor: Trunk
+    critic: Trunk
+    scores: Callable[[Array], dict[str, Array]]
+    value: Callable[[Array], Array]
+
+
+def acting(policy: ActorCritic) -> Acting:
+    """What a rollout on the host asks of the policy; it holds until the weights change."""
+    return in_numpy(policy) if policy.value.weight.is_cpu else in_torch(policy)
+
+
+def in_numpy(policy: ActorCritic) -> Acting:
+    """Acting in NumPy."""
+    actor = numpy_trunk(policy.actor)
+    critic = actor if policy.critic is None else numpy_trunk(policy.critic)
+    heads = [(name, *as_matrices(policy.head(name).linear)) for name in policy.heads]
+    weight, bias = as_matrices(policy.value)
+
+    def scores(features: Array) -> dict[str, Array]:
+        return {name: features @ weight + bias for name, weight, bias in heads}
+
+    return Acting(actor, critic, scores, lambda features: (features @ weight + bias)[..., 0])
+
+
+def in_torch(policy: ActorCritic) -> Acting:
+    """Acting in torch, with a copy to the device and back at every call."""
+    actor = torch_trunk(policy.actor)
+    critic = actor if policy.critic is None else torch_trunk(policy.critic)
+    device = policy.value.weight.device
+
+    @torch.no_grad()
+    def scores(features: Array) -> dict[str, Array]:
+        return {name: score.cpu().numpy() for name, score in policy.scores(tensor(features, device)).items()}
+
+    @torch.no_grad()
+    def value(features: Array) -> Array:
+        values: Array = policy.values(tensor(features, device)).cpu().numpy()
+        return values
+
+    return Acting(actor, critic, scores, value)
+
+
+def numpy_trunk(trunk: nn.Module) -> Trunk:
+    """A trunk in NumPy."""
+    if isinstance(trunk, RecurrentTrunk):
+        return Trunk(trunk.encoder.as_numpy(), trunk.core.as_numpy(), trunk.decoder.as_numpy())
+    assert isinstance(trunk, MLP)
+    return Trunk(trunk.as_numpy())
+
+
+def torch_trunk(trunk: nn.Module) -> Trunk:
+    """A trunk in torch, on its device."""
+    if not isinstance(trunk, RecurrentTrunk):
+        return Trunk(torch_network(trunk))
+    core, device = trunk.core, next(trunk.parameters()).device
+
+    @torch.no_grad()
+    def advance(inputs: Array, state: Array) -> Array:
+        outputs, after = core(tensor(inputs, device).unsqueeze(0), tensor(state, device))
+        state[:] = after.cpu().numpy()
+        array: Array = outputs[0].cpu().numpy()
+        return array
+
+    return Trunk(torch_network(trunk.encoder, device), advance, torch_network(trunk.decoder, device))
+
+
+def torch_network(network: nn.Module, device: torch.device | None = None) -> Network:
+    """A network in torch, on its device."""
+    where = next(network.parameters()).device if device is None else device
+
+    @torch.no_grad()
+    def run(rows: Array) -> Array:
+        array: Array = network(tensor(rows, where)).cpu().numpy()
+        return array
+
+    return run
+
+
+def tensor(array: Array, device: torch.device) -> Tensor:
+    """The array on the device."""
+    return torch.from_numpy(array).to(device)
+
+
+def tensors(arrays: Mapping[str, Array], device: torch.device) -> dict[str, Tensor]:
+    """The arrays on the device."""
+    return {name: tensor(array, device) for name, array in arrays.items()}

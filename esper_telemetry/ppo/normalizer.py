@@ -1,0 +1,138 @@
+"""Running statistics of observations and of the discounted return, on the device of the policy.
+
+They are updated once per rollout, after it is collected: what was acted on is what is stored and trained on, so the
+ratio of an update's first minibatch is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from esper_telemetry.environments.protocol import Task
+from esper_telemetry.ppo.config import PPOConfig
+from esper_telemetry.ppo.rollout import Rollout
+from esper_telemetry.ppo.scan import running_sums
+
+Array = npt.NDArray[Any]
+
+EPSILON, LIMIT = 1e-8, 10.0  # as in Stable-Baselines3 and Gymnasium
+
+
+class Moments(nn.Module):
+    """Mean and (population) variance of all rows seen, in float64; 0 and 1 before the first.
+
+    Saved and loaded as buffers: `mean`, `variance` and `count`.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    count: Tensor
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("variance", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    @torch.no_grad()
+    def update(self, rows: Tensor) -> None:
+        """Adds rows [N, ...] (Chan et al. 1979, parallel variance)."""
+        variance, mean = torch.var_mean(rows.double(), 0, correction=0)
+        total = self.count + len(rows)
+        share, shift = len(rows) / total, mean - self.mean
+        self.variance.lerp_(variance, share).add_(shift.square() * share * (1 - share))
+        self.mean.add_(shift * share)
+        self.count.copy_(total)
+
+    def scale(self) -> Tensor:
+        """Standard deviation, float32."""
+        return (self.variance + EPSILON).sqrt().float()
+
+
+class ObservationNormalizer(Moments):
+    """Observations less their mean, divided by their standard deviation, cut at ±10."""
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """Normalised observations [..., *shape]."""
+        return ((observations - self.mean.float()) / self.scale()).clamp(-LIMIT, LIMIT)
+
+    def as_numpy(self) -> Callable[[Array], Array]:
+        """The same in NumPy; holds until the next update."""
+        mean, scale = self.mean.float().cpu().numpy(), self.scale().cpu().numpy()
+
+        def normalize(observations: Array) -> Array:
+            rows: Array = np.asarray(observations, np.float32) - mean
+            rows /= scale
+            return np.clip(rows, -LIMIT, LIMIT, out=rows)
+
+        return normalize
+
+
+class RewardNormalizer(nn.Module):
+    """Rewards divided by the standard deviation of the discounted return, cut at ±10 (as in VecNormalize).
+
+    The return is summed forwards, R_t = r_t + γ R_{t-1}, and begins anew with every episode. Rewards are scaled with
+    statistics that already hold them: nothing acts on a reward, so this makes no difference between acting and training.
+    """
+
+    sums: Tensor
+
+    def __init__(self, num_envs: int, gamma: float) -> None:
+        super().__init__()
+        self.gamma = gamma
+        self.moments = Moments(())
+        self.register_buffer("sums", torch.zeros(num_envs, dtype=torch.float64))
+
+    @torch.no_grad()
+    def forward(self, rewards: Tensor, ended: Tensor, valid: Tensor | None) -> Tensor:
+        """Scaled rewards [T, B], once they are counted; 0 in invalid rows."""
+        goes_on = ~ended
+        amounts = rewards.double()
+        if valid is not None:
+            goes_on &= valid
+            amounts = torch.where(valid, amounts, 0.0)
+        first = torch.ones_like(goes_on[:1])
+        decay = self.gamma * torch.cat([first, goes_on[:-1]]).double()
+        amounts[0] += decay[0] * self.sums
+        sums = running_sums(amounts, decay)
+        self.sums.copy_(sums[-1] * goes_on[-1])
+        self.moments.update(sums.flatten() if valid is None else sums[valid])
+        scaled = rewards / self.moments.scale()
+        return scaled.clamp(-LIMIT, LIMIT) if valid is None else scaled.clamp(-LIMIT, LIMIT).where(valid, 0.0)
+
+
+class Normalizers(nn.Module):
+    """Those that the settings ask for; saved and loaded together."""
+
+    def __init__(
+        self, observations: ObservationNormalizer | None = None, rewards: RewardNormalizer | None = None
+    ) -> None:
+        super().__init__()
+        self.observations, self.rewards = observations, rewards
+
+    def finish(self, rollout: Rollout, raw: Tensor) -> Rollout:
+        """The rollout with its rewards scaled; counts its raw observations [T, B, ...] for the next one."""
+        if self.observations:
+            self.observations.update(raw.flatten(0, 1) if rollout.valid is None else raw[rollout.valid])
+        if self.rewards is None:
+            return rollout
+        scaled = self.rewards(rollout.rewards, rollout.ended, rollout.valid)
+        return replace(rollout, rewards=scaled, raw_rewards=rollout.rewards)
+
+
+PLAIN = Normalizers()
+
+
+def normalizers_for(env: Task, config: PPOConfig) -> Normalizers:
+    """The normalisers that the settings ask for."""
+    return Normalizers(
+        ObservationNormalizer(env.observation_shape) if config.normalize_observations else None,
+        RewardNormalizer(env.num_envs, config.gamma) if config.normalize_rewards else None,
+    )

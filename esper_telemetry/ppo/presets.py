@@ -1,0 +1,72 @@
+"""Settings that were tuned for known tasks, as data; each names the environments that step together and what differs.
+
+Every entry was measured over five seeds by `tests/ppo/test_ppo_learning.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from esper_telemetry.ppo.config import PPOConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """What to train a task with.
+
+    Attributes:
+        name: what it was tuned for, such as `CartPole-v1 lstm without velocities`; `none` where nobody tuned it.
+        num_envs: environments that step together.
+        settings: of `PPOConfig`, where they differ from the defaults.
+    """
+
+    name: str = "none"
+    num_envs: int = 8
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self, **changes: Any) -> PPOConfig:
+        """The settings; `changes` win."""
+        return replace(PPOConfig(), **{**self.settings, **changes})
+
+
+def preset(env_id: str, policy: str = "mlp", *, mask_velocity: bool = False) -> Preset:
+    """The preset for that task, policy and view; where there is none, one that sets nothing but the policy."""
+    found = PRESETS.get((env_id, policy, mask_velocity))
+    if found is None:
+        return Preset(settings={"policy": policy})
+    num_envs, settings = found
+    name = f"{env_id} {policy}" + " without velocities" * mask_velocity
+    return Preset(name, num_envs, {**settings, "policy": policy})
+
+
+Key = tuple[str, str, bool]
+
+SCALED: Mapping[str, Any] = {"normalize_observations": True, "normalize_rewards": True}
+MEMORY: Mapping[str, Any] = {**SCALED, "hidden_sizes": (64,), "lstm_size": 64}
+
+PRESETS: Mapping[Key, tuple[int, Mapping[str, Any]]] = {
+    ("CartPole-v1", "mlp", False): (8, {}),
+    ("Acrobot-v1", "mlp", False): (8, {}),
+    ("Pendulum-v1", "mlp", False): (8, {"gamma": 0.9}),
+    ("CartPole-v1", "lstm", True): (8, {**MEMORY, "gamma": 0.98, "gae_lambda": 0.9}),
+    ("Acrobot-v1", "lstm", True): (8, MEMORY),
+    ("Pendulum-v1", "lstm", True): (8, {**MEMORY, "gamma": 0.9}),
+    ("cue-recall", "lstm", False): (
+        16,
+        {
+            "num_steps": 32,
+            "num_epochs": 4,
+            "anneal_learning_rate": False,
+            "gamma": 0.95,
+            "entropy_coef": 0.01,
+            "encoder_sizes": (32,),
+            "hidden_sizes": (),
+            "lstm_size": 32,
+            "activation": "relu",
+            "shared_trunk": True,
+        },
+    ),
+}
+"""By environment, policy and whether velocities are hidden: the number of environments and what differs."""

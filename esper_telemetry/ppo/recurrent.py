@@ -1,0 +1,170 @@
+"""Memory for the policy: stacked single-layer LSTM or GRU cells between layers without memory.
+
+Training runs over whole padded sequences, one fused call per cell. Acting on a few rows is done in NumPy, where a step
+takes a third of the time. A state is one array [layers, parts, B, H]: parts are hidden and cell state of an LSTM, the
+hidden state of a GRU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from esper_telemetry.ppo.mlp import MLP
+from esper_telemetry.ppo.sequences import PARTS, Grid
+
+Array = npt.NDArray[Any]
+Advance = Callable[[Array, Array], Array]
+
+CLOSED = -1e4  # added to a gate, it closes it: σ(-1e4) is 0 in float32
+
+
+class Core(nn.Module):
+    """Stacked recurrent cells; orthogonal weights, zero biases.
+
+    Args:
+        kind: `lstm` or `gru`.
+        inputs: width of what goes in.
+        size: width of the state and of what comes out, H.
+        layers: how many cells are stacked.
+    """
+
+    def __init__(self, kind: str, inputs: int, size: int, layers: int) -> None:
+        super().__init__()
+        self.kind, self.size = kind, size
+        make = nn.LSTM if kind == "lstm" else nn.GRU
+        self.cells = nn.ModuleList(make(inputs if layer == 0 else size, size) for layer in range(layers))
+        for name, parameter in self.cells.named_parameters():
+            nn.init.zeros_(parameter) if "bias" in name else nn.init.orthogonal_(parameter)
+
+    def forward(self, inputs: Tensor, state: Tensor, marks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Outputs [L, B, H] of inputs [L, B, F], and the state [layers, parts, B, H] after the last of them.
+
+        Where `marks` [L, B, 1] are 1, an LSTM forgets all: the step after begins with a state of zeros.
+        """
+        after = []
+        for cell, before in zip(self.cells, state, strict=True):
+            if self.kind == "lstm":
+                inputs, moved = run_lstm(cast("nn.LSTM", cell), inputs, before, marks)
+            else:
+                inputs, moved = cell(inputs, before.contiguous())
+            after.append(moved)
+        return inputs, torch.stack(after)
+
+    def state_shape(self, rows: int) -> tuple[int, int, int, int]:
+        """Shape of the state of so many rows."""
+        return len(self.cells), PARTS[self.kind], rows, self.size
+
+    def as_numpy(self) -> Advance:
+        """A function of inputs [B, F] and state, which it overwrites, that returns outputs [B, H]; reads the weights once."""
+        make = lstm_step if self.kind == "lstm" else gru_step
+        steps = [make(*matrices(cast("nn.RNNBase", cell))) for cell in self.cells]
+
+        def advance(inputs: Array, state: Array) -> Array:
+            for step, part in zip(steps, state, strict=True):
+                inputs = step(inputs, part)
+            return inputs
+
+        return advance
+
+
+class RecurrentTrunk(nn.Module):
+    """An encoder of single observations, a core that remembers them, and a decoder of what it gives."""
+
+    def __init__(self, encoder: MLP, core: Core, decoder: MLP) -> None:
+        super().__init__()
+        self.encoder, self.core, self.decoder = encoder, core, decoder
+        self.inputs, self.features = encoder.inputs, decoder.features
+
+    def forward(self, observations: Tensor, grid: Grid, state: Tensor) -> Tensor:
+        """Features [N, F] of observations [N, ...] that stand in the grid; its runs begin in `state`."""
+        outputs, _ = self.core(grid.pad(self.encoder(observations)), state, grid.marks())
+        features: Tensor = self.decoder(grid.gather(outputs))
+        return features
+
+    def step(self, observations: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """Features [B, F] of the observations [B, ...] that come next, and the state after them."""
+        outputs, after = self.core(self.encoder(observations).unsqueeze(0), state)
+        return self.decoder(outputs[0]), after
+
+
+def run_lstm(cell: nn.LSTM, inputs: Tensor, state: Tensor, marks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Outputs [L, B, H] and the state [2, B, H] after the last step.
+
+    A mark is one more input that closes the gates i, f and o: then c = f c + i g and h = o tanh c are exactly 0, and no
+    gradient passes. So whole columns of episodes go through the one fused call that torch has for a sequence.
+    """
+    if marks is None:
+        outputs, (hidden, memory) = cell(inputs, (state[:1].contiguous(), state[1:].contiguous()))
+        return outputs, torch.cat([hidden, memory])
+    closing = inputs.new_full((4, cell.hidden_size), CLOSED)
+    closing[2] = 0.0
+    weight = torch.cat([cell.get_parameter("weight_ih_l0"), closing.view(-1, 1)], 1)
+    names = ("weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+    outputs, hidden, memory = torch.lstm(
+        torch.cat([inputs, marks], -1),
+        (state[:1].contiguous(), state[1:].contiguous()),
+        [weight, *(cell.get_parameter(name) for name in names)],
+        has_biases=True,
+        num_layers=1,
+        dropout=0.0,
+        train=True,
+        bidirectional=False,
+        batch_first=False,
+    )
+    return outputs, torch.cat([hidden, memory])
+
+
+def matrices(cell: nn.RNNBase) -> tuple[Array, Array, Array, Array]:
+    """Weights [F, G], [H, G] and biases [G] of a single-layer cell, as torch packs its gates."""
+    names = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+    inputs, hidden, *biases = (cell.get_parameter(name).detach().cpu().numpy() for name in names)
+    return inputs.T, hidden.T, biases[0], biases[1]
+
+
+def lstm_step(inputs: Array, hidden: Array, bias: Array, hidden_bias: Array) -> Advance:
+    """One step of an LSTM. σ(x) = ½ tanh(½x) + ½ makes one call of all four gates [i, f, g, o]."""
+    size = len(hidden)
+    scale = np.repeat(np.array([0.5, 0.5, 1.0, 0.5], np.float32), size)
+    offset = np.repeat(np.array([0.5, 0.5, 0.0, 0.5], np.float32), size)
+    weight = np.ascontiguousarray(np.concatenate([inputs, hidden]) * scale)
+    bias = (bias + hidden_bias) * scale
+
+    def step(rows: Array, state: Array) -> Array:
+        remembered: Array
+        remembered, memory = state
+        gates = np.concatenate((rows, remembered), 1) @ weight
+        gates += bias
+        np.tanh(gates, out=gates)
+        gates *= scale
+        gates += offset
+        memory *= gates[:, size : 2 * size]
+        memory += gates[:, :size] * gates[:, 2 * size : 3 * size]
+        np.tanh(memory, out=remembered)
+        remembered *= gates[:, 3 * size :]
+        return remembered
+
+    return step
+
+
+def gru_step(inputs: Array, hidden: Array, bias: Array, hidden_bias: Array) -> Advance:
+    """One step of a GRU, gates [r, z, n]."""
+    size = len(hidden)
+
+    def step(rows: Array, state: Array) -> Array:
+        remembered: Array
+        (remembered,) = state
+        left, right = rows @ inputs + bias, remembered @ hidden + hidden_bias
+        gates = 0.5 * np.tanh(0.5 * (left[:, : 2 * size] + right[:, : 2 * size])) + 0.5
+        new = np.tanh(left[:, 2 * size :] + gates[:, :size] * right[:, 2 * size :])
+        remembered -= new
+        remembered *= gates[:, size:]
+        remembered += new
+        return remembered
+
+    return step

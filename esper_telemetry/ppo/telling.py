@@ -1,0 +1,90 @@
+"""Events of the trainer, built from what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from esper_telemetry.events import MinibatchEnd, RolloutEnd
+from esper_telemetry.ppo.policy import ActorCritic
+from esper_telemetry.ppo.rollout import Batch, Rollout
+
+
+class Result(NamedTuple):
+    """What the policy says of a minibatch now.
+
+    Attributes:
+        log_ratio, values: [N].
+        scores: per head [N, size].
+        head_log_probs: per head [N].
+        losses: 0-d, by name.
+    """
+
+    log_ratio: Tensor
+    values: Tensor
+    scores: Mapping[str, Tensor]
+    head_log_probs: Mapping[str, Tensor]
+    losses: Mapping[str, Tensor]
+
+
+def rollout_event(
+    rollout: Rollout, place: tuple[int, int], advantages: Tensor, returns: Tensor, *, gamma: float
+) -> RolloutEnd:
+    """The event of a rollout that feeds update `place[0]` and ends at environment step `place[1]`."""
+    memory = rollout.recurrence
+    return RolloutEnd(
+        *place,
+        rewards=rollout.rewards,
+        values=rollout.values,
+        advantages=advantages,
+        returns=returns,
+        log_probs=rollout.log_probs,
+        ended=rollout.ended,
+        terminated=rollout.terminated,
+        next_values=rollout.next_values,
+        actions=rollout.actions,
+        gamma=gamma,
+        valid=rollout.valid,
+        raw_rewards=rollout.raw_rewards,
+        head_log_probs=rollout.head_log_probs,
+        action_masks=rollout.action_masks,
+        relevance=rollout.relevance,
+        states=None if memory is None else memory.before(),
+    )
+
+
+def minibatch_event(
+    batch: Batch, place: tuple[int, int], result: Result, policy: ActorCritic, losses: Mapping[str, Tensor]
+) -> MinibatchEnd:
+    """The event of the minibatch of pass `place[0]`, optimizer step `place[1]`."""
+    descriptions = {
+        name: policy.head(name).description(score, batch.action_masks.get(name))
+        for name, score in result.scores.items()
+    }
+    log_ratio = result.log_ratio.detach()
+    return MinibatchEnd(
+        *place,
+        log_ratio=log_ratio,
+        advantages=batch.advantages,
+        values=result.values.detach(),
+        old_values=batch.values,
+        returns=batch.returns,
+        losses=losses,
+        logits=select(descriptions, "logits"),
+        action_masks=batch.action_masks,
+        log_std=select(descriptions, "log_std"),
+        head_log_ratios=head_log_ratios(batch, result) or dict.fromkeys(result.scores, log_ratio),
+        relevance=batch.relevance,
+    )
+
+
+def head_log_ratios(batch: Batch, result: Result) -> dict[str, Tensor]:
+    """Log-ratio [N] of each head, 0 where it is irrelevant; empty where there is one head."""
+    return {name: result.head_log_probs[name].detach() - old for name, old in batch.head_log_probs.items()}
+
+
+def select(descriptions: Mapping[str, Mapping[str, Tensor]], key: str) -> dict[str, Tensor]:
+    """By head, what the descriptions that have `key` say under it."""
+    return {name: description[key] for name, description in descriptions.items() if key in description}

@@ -1,0 +1,124 @@
+"""Checkpoints: going on from one is as if there had been no break; a file is whole, harmless, and fits or says why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ppo_builders import Seen, cartpole, equal, pendulum, weights
+
+from esper_telemetry.environments import CueRecall, make_env
+from esper_telemetry.events import EpisodeEnd, UpdateEnd
+from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo.tensor_collector import TensorCollector
+
+SMALL: dict[str, Any] = {"num_steps": 16, "num_minibatches": 2, "hidden_sizes": (8,), "lstm_size": 8}
+SCALED: dict[str, Any] = {"normalize_observations": True, "normalize_rewards": True}
+
+
+def acrobot(**changes: Any) -> PPO:
+    return PPO(make_env("Acrobot-v1", num_envs=3, seed=0), PPOConfig(**{**SMALL, **changes}))
+
+
+def hidden(**changes: Any) -> PPO:
+    return PPO(make_env("CartPole-v1", num_envs=3, seed=0, mask_velocity=True), PPOConfig(**{**SMALL, **changes}))
+
+
+def recall(**changes: Any) -> PPO:
+    return PPO(CueRecall(4, seed=0), PPOConfig(**{**SMALL, **changes}))
+
+
+def recall_in_tensors(**changes: Any) -> PPO:
+    trainer = recall(**changes)
+    trainer.collector = TensorCollector(CueRecall(4, seed=0), trainer.policy, 16, 0, trainer.normalizers)
+    return trainer
+
+
+@pytest.mark.parametrize("make", [cartpole, pendulum, acrobot, hidden, recall, recall_in_tensors])
+@pytest.mark.parametrize("settings", [{}, {"policy": "lstm", "num_minibatches": 2, **SCALED}])
+def test_a_resumed_run_is_bit_identical(make: Any, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Saved after the third update; both go on to the same end."""
+    whole = make(**settings)
+    seen = Seen().listen(whole, EpisodeEnd, UpdateEnd)
+    whole.hooks.on(UpdateEnd, lambda event: event.update == 3 and whole.save(tmp_path / "latest.pt"))
+    whole.learn(1000)
+
+    resumed = make(**settings)
+    later = Seen().listen(resumed, EpisodeEnd, UpdateEnd)
+    resumed.load(tmp_path / "latest.pt")
+    resumed.learn(1000)
+
+    assert equal(weights(whole), weights(resumed))
+    assert later.of(UpdateEnd)[0].update == 4
+    assert [event.env_step for event in later.of(UpdateEnd)] == [event.env_step for event in seen.of(UpdateEnd)][3:]
+    returns = [event.returns for event in seen.of(EpisodeEnd)]
+    assert returns[len(returns) - len(later.of(EpisodeEnd)) :] == [event.returns for event in later.of(EpisodeEnd)]
+
+
+def test_where_the_environment_cannot_be_saved_new_episodes_begin(tmp_path: Path) -> None:
+    trainer = cartpole()
+    trainer.learn(200)
+    env: Any = trainer.env
+    env._vector.engine = object()
+    trainer.save(tmp_path / "a.pt")
+
+    resumed = cartpole(seed=1)
+    resumed.load(tmp_path / "a.pt")
+    resumed.learn(400)
+
+    assert trainer.env.state_dict() is None  # type: ignore[union-attr] # it has one
+    assert resumed.env_steps > 400
+
+
+def test_a_file_runs_no_code_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    trainer = cartpole(**SCALED)
+    trainer.learn(200)
+
+    path = trainer.save(tmp_path / "checkpoints" / "latest.pt")
+
+    assert [file.name for file in path.parent.iterdir()] == ["latest.pt"]
+    assert torch.load(path, weights_only=True)["counts"]["updates"] == trainer.updates
+
+
+def test_a_broken_save_leaves_the_file_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = cartpole()
+    path = trainer.save(tmp_path / "latest.pt")
+    before = path.read_bytes()
+
+    def full(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="no space left"):
+        trainer.save(path)
+
+    assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        (lambda: pendulum(), "its env is CartPole-v1, here it is Pendulum-v1"),
+        (lambda: cartpole(hidden_sizes=(16, 8)), r"policy actor.layers.1.bias has \(16,\), here it is \(8,\)"),
+        (lambda: cartpole(policy="lstm"), "policy actor.core.cells.0.bias_hh_l0 has nothing, here it is"),
+        (lambda: cartpole(normalize_observations=True), "normalizers observations.count has nothing"),
+    ],
+)
+def test_a_file_that_does_not_fit_says_which_part_differs(other: Any, sentence: str, tmp_path: Path) -> None:
+    path = cartpole().save(tmp_path / "latest.pt")
+    trainer = other()
+    before = weights(trainer)
+
+    with pytest.raises(ValueError, match=sentence):
+        trainer.load(path)
+
+    assert equal(weights(trainer), before)
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    torch.save({"weights": torch.ones(1)}, tmp_path / "other.pt")
+
+    with pytest.raises(ValueError, match=r"other\.pt is not a checkpoint of format 1"):
+        cartpole().load(tmp_path / "other.pt")

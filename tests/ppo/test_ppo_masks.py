@@ -1,0 +1,218 @@
+"""Masks and relevance: what is forbidden is never chosen, and what is masked has no influence, even NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ppo_builders import Seen
+from torch import Tensor
+
+from esper_telemetry.environments import ActionSpec, Step
+from esper_telemetry.events import MinibatchEnd, RolloutEnd
+from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo.policy import ActorCritic
+
+SPECS = {
+    "op": ActionSpec("categorical", 3),
+    "arg": ActionSpec("categorical", 4, given="op", relevant_for=(1, 2)),
+    "size": ActionSpec("continuous", 2, given="arg", relevant_for=(0, 1)),
+}
+"""`arg` matters unless op = 0; `size` matters where `arg` does and is 0 or 1."""
+
+
+class Restricted:
+    """Four environments of noise in which op is limited at random, and arg by the op chosen."""
+
+    name, num_envs, observation_shape, action_specs = "Restricted", 4, (3,), SPECS
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+        self.taken: list[dict[str, Any]] = []
+        self.offered: list[dict[str, Any]] = []
+
+    def reset(self, seed: int | None = None) -> Any:
+        self._offer()
+        return self.rng.normal(size=(4, 3)).astype(np.float32)
+
+    def action_masks(self) -> Mapping[str, Any]:
+        return self.masks
+
+    def step(self, actions: Any) -> Any:
+        self.taken.append({name: action.copy() for name, action in actions.items()})
+        self.offered.append(self.masks)
+        self._offer()
+        ends = self.rng.random(4) < 0.1
+        observations = self.rng.normal(size=(4, 3)).astype(np.float32)
+        return Step(observations, self.rng.normal(size=4).astype(np.float32), ends, np.zeros(4, bool))
+
+    def _offer(self) -> None:
+        op = self.rng.random((4, 3)) < 0.4
+        op[np.arange(4), self.rng.integers(3, size=4)] = True
+        arg = self.rng.random((4, 3, 4)) < 0.4
+        arg[..., 2] |= ~arg.any(-1)
+        arg[:, 0] = False  # nothing is allowed where it does not matter
+        self.masks = {"op": op, "arg": arg}
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def restricted(**changes: Any) -> PPO:
+    return PPO(Restricted(), PPOConfig(**{"num_steps": 16, "hidden_sizes": (8,), "num_minibatches": 2, **changes}))
+
+
+def test_only_what_is_allowed_is_chosen_and_the_irrelevant_is_zero() -> None:
+    trainer = restricted()
+    env: Any = trainer.env
+
+    trainer.learn(640)
+
+    rows = np.arange(4)
+    for masks, action in zip(env.offered, env.taken, strict=True):
+        op, arg, size = (action[name] for name in SPECS)
+        matters = op > 0
+        assert masks["op"][rows, op].all()
+        assert masks["arg"][rows, op, arg][matters].all()
+        assert (arg[~matters] == 0).all()
+        assert ((size == 0).all(-1) == ~(matters & (arg < 2))).all()
+    assert {int(value) for action in env.taken for value in action["arg"]} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("policy", ["mlp", "lstm"])
+def test_log_probabilities_add_up_over_the_relevant_heads(policy: str) -> None:
+    trainer = restricted(policy=policy)
+    seen = Seen().listen(trainer, RolloutEnd, MinibatchEnd)
+
+    trainer.learn(640)
+
+    for event in seen.of(RolloutEnd)[-1:]:  # tensors of earlier rollouts are overwritten by now
+        assert torch.allclose(event.log_probs, sum(event.head_log_probs.values()), atol=1e-6)
+        assert list(event.head_log_probs) == ["op", "arg", "size"]
+        for name, relevance in event.relevance.items():
+            assert (event.head_log_probs[name][~relevance] == 0).all()
+        assert torch.equal(event.relevance["arg"], event.actions["op"] > 0)
+    for event in seen.of(MinibatchEnd):
+        assert torch.allclose(event.log_ratio, sum(event.head_log_ratios.values()), atol=1e-5)
+        assert event.step > 0 or event.log_ratio.abs().max() < 1e-5
+        for name, mask in event.action_masks.items():
+            assert (event.logits[name][~mask] < -1e30).all() and event.logits[name].isfinite().all()
+
+
+def policy_and_rows(seed: int = 0) -> tuple[ActorCritic, dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """A policy, and per head scores, masks and relevance of 16 rows; arg is forced in the first four."""
+    generator = torch.Generator().manual_seed(seed)
+    policy = restricted().policy
+    scores = {name: torch.randn(16, spec.size, generator=generator) for name, spec in SPECS.items()}
+    masks = {name: torch.rand(16, SPECS[name].size, generator=generator) < 0.6 for name in ("op", "arg")}
+    masks["op"][:, 0] = masks["arg"][:, 0] = True
+    masks["arg"][:4, 1:] = False
+    relevance = {name: torch.rand(16, generator=generator) < 0.5 for name in ("arg", "size")}
+    return policy, scores, masks, relevance
+
+
+ACTIONS = {
+    "op": torch.zeros(16, dtype=torch.int64),
+    "arg": torch.zeros(16, dtype=torch.int64),
+    "size": torch.ones(16, 2),
+}
+
+
+def test_the_joint_entropy_counts_relevant_heads_over_allowed_choices() -> None:
+    """Against torch.distributions, row by row."""
+    policy, scores, masks, relevance = policy_and_rows()
+    expected = torch.zeros(16)
+    for name in ("op", "arg"):
+        logits = scores[name].masked_fill(~masks[name], -torch.inf)
+        probabilities = logits.softmax(-1)
+        entropy = -torch.where(masks[name], probabilities * logits.log_softmax(-1), 0.0).sum(-1)
+        expected += entropy * relevance.get(name, torch.ones(16))
+    expected += relevance["size"] * torch.distributions.Normal(0.0, 1.0).entropy() * 2
+
+    entropy = policy.entropy(policy.normalize(scores, masks), relevance)
+
+    assert torch.allclose(entropy, expected.mean(), atol=1e-6)
+
+
+def test_a_forced_choice_is_certain_and_moves_nothing() -> None:
+    policy, scores, masks, relevance = policy_and_rows()
+    relevance["arg"][:] = True
+    scores = {name: score.requires_grad_() for name, score in scores.items()}
+
+    normalized = policy.normalize(scores, masks)
+    parts = policy.log_probs(normalized, ACTIONS, relevance)
+    (add_up(parts) + policy.entropy(normalized, relevance)).backward()
+
+    gradient = scores["arg"].grad
+    assert gradient is not None and gradient.isfinite().all()
+    assert (parts["arg"][:4] == 0).all() and (gradient[:4] == 0).all() and (gradient[4:] != 0).any()
+    assert policy.head("arg").entropy(normalized["arg"][:4]) == 0
+
+
+def add_up(parts: Mapping[str, Tensor]) -> Tensor:
+    return torch.stack(list(parts.values())).sum()
+
+
+@given(seed=st.integers(0, 1000), poison=st.sampled_from([torch.nan, torch.inf, -torch.inf, 1e30]))
+@settings(max_examples=25, deadline=None)
+def test_masked_content_has_no_influence(seed: int, poison: float) -> None:
+    """Scores of forbidden choices and actions of irrelevant heads may hold anything."""
+    results = []
+    for poisoned in (False, True):
+        policy, scores, masks, relevance = policy_and_rows(seed)
+        actions = {name: action.clone() for name, action in ACTIONS.items()}
+        if poisoned:
+            for name, mask in masks.items():
+                scores[name][~mask] = poison
+            actions["size"][~relevance["size"]] = poison
+            actions["arg"][~relevance["arg"]] = 99
+        leaves = {name: score.requires_grad_() for name, score in scores.items()}
+        normalized = policy.normalize(leaves, masks)
+        log_prob = policy.log_prob(normalized, actions, relevance)
+        entropy = policy.entropy(normalized, relevance)
+        (log_prob.sum() + entropy).backward()
+        results.append([log_prob.detach(), entropy.detach(), *(leaf.grad for leaf in leaves.values())])
+
+    for clean, found in zip(*results, strict=True):
+        assert clean is not None and found is not None
+        assert torch.equal(clean, found) and found.isfinite().all()
+
+
+def test_training_without_the_masks_breaks_the_identity() -> None:
+    trainer = restricted()
+    trainer.steps = replace(trainer.steps, action_masks=lambda masks: {})
+    seen = Seen().listen(trainer, MinibatchEnd)
+
+    trainer.learn(64)
+
+    assert seen.events[0].log_ratio.abs().max() > 0.1
+
+
+def test_a_mask_that_allows_nothing_is_named() -> None:
+    trainer = restricted()
+    env: Any = trainer.env
+    env.masks["op"][2] = False
+
+    with pytest.raises(ValueError, match=r"mask of 'op' allows no choice at \(step, environment\) \(0, 2\)"):
+        trainer.learn(64)
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        (ActionSpec("categorical", 2, given="later"), "'arg' must be given an earlier categorical part, got 'later'"),
+        (ActionSpec("categorical", 2, relevant_for=(1,)), r"'arg' has relevant_for=\(1,\) without a part"),
+    ],
+)
+def test_a_part_depends_on_an_earlier_one(spec: ActionSpec, sentence: str) -> None:
+    env = Restricted()
+    env.action_specs = {"op": SPECS["op"], "arg": spec, "later": SPECS["op"]}
+
+    with pytest.raises(ValueError, match=sentence):
+        PPO(env, PPOConfig())

@@ -1,0 +1,34 @@
+"""CueRecall learned: memory solves it, and neither a policy without memory nor one whose cue was an episode ago does."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from typing import Any
+
+from esper_telemetry.environments import CueRecall
+from esper_telemetry.events import EpisodeEnd
+from esper_telemetry.ppo import PPO, preset
+
+CHANCE = 5.25  # for ever the same op, but not 0, and the right arguments: 9 / 4 + 3
+
+
+def final_return(steps: int = 25_000, *, stale_cue: bool = False, **changes: Any) -> float:
+    chosen = preset("cue-recall", "lstm")
+    trainer = PPO(CueRecall(chosen.num_envs, seed=1, stale_cue=stale_cue), chosen.config(seed=1, **changes))
+    returns: deque[float] = deque(maxlen=100)
+    trainer.hooks.on(EpisodeEnd, lambda event: returns.extend(event.returns))
+    trainer.learn(steps)
+    return statistics.fmean(returns)
+
+
+def test_memory_recalls_the_cue() -> None:
+    assert final_return() > 9
+
+
+def test_without_memory_the_cue_is_a_guess() -> None:
+    assert final_return(policy="mlp", hidden_sizes=(32,)) < CHANCE + 0.5
+
+
+def test_a_cue_of_the_episode_before_is_a_guess_because_memory_ends_with_the_episode() -> None:
+    assert final_return(stale_cue=True) < CHANCE + 0.5

@@ -1,0 +1,257 @@
+"""Memory: what acting, valuing and training make of it must be the same, and none may cross an episode."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ppo_builders import Seen, cartpole, equal, pendulum, random_rollout, weights
+from torch import Tensor
+
+from esper_telemetry.events import MinibatchEnd, RolloutEnd
+from esper_telemetry.ppo import PPO
+from esper_telemetry.ppo.mlp import MLP
+from esper_telemetry.ppo.recurrent import Core, RecurrentTrunk
+from esper_telemetry.ppo.rollout import Recurrence, flatten
+from esper_telemetry.ppo.sequences import pack
+
+KINDS = ("lstm", "gru")
+
+
+def trunk(kind: str, layers: int, size: int = 8) -> RecurrentTrunk:
+    torch.manual_seed(0)
+    made = RecurrentTrunk(MLP(3, (5,), "tanh"), Core(kind, 5, size, layers), MLP(size, (4,), "tanh"))
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=size**-0.5)
+    return made
+
+
+def step_by_step(core: RecurrentTrunk, observations: Tensor, fresh: Tensor, state: Tensor) -> Tensor:
+    """Features [T, B, H], one step and one environment at a time."""
+    columns = []
+    for env in range(observations.shape[1]):
+        memory, outputs = state[:, :, env : env + 1], []
+        for t in range(len(observations)):
+            memory = torch.zeros_like(memory) if fresh[t, env] else memory
+            features, memory = core.step(observations[t, env : env + 1], memory)
+            outputs.append(features)
+        columns.append(torch.cat(outputs))
+    return torch.stack(columns, 1)
+
+
+@pytest.mark.parametrize(("kind", "shared"), [("lstm", True), ("lstm", False), ("gru", False)])
+@pytest.mark.parametrize("layers", [1, 2])
+@given(flags=st.lists(st.lists(st.booleans(), min_size=3, max_size=3), min_size=1, max_size=7))
+@settings(max_examples=15, deadline=None)
+def test_sequences_in_columns_equal_a_loop_over_steps(
+    kind: str, shared: bool, layers: int, flags: list[list[bool]]
+) -> None:
+    """Resets anywhere, stored initial states, three environments; columns of one run each, or shared."""
+    fresh = torch.tensor(flags)
+    core = trunk(kind, layers)
+    generator = torch.Generator().manual_seed(0)
+    observations = torch.randn(len(flags), 3, 3, generator=generator)
+    state = torch.randn(*core.core.state_shape(3), generator=generator)
+    state[:, :, fresh[0]] = 0
+    grid = Recurrence({"actor": state}, fresh.numpy(), state, None).sequences().grid(shared=shared)
+
+    rows = core(observations.transpose(0, 1).flatten(0, 1), grid, grid.states["actor"])
+
+    expected = step_by_step(core, observations, fresh, state)
+    assert torch.allclose(rows.view(3, len(flags), -1).transpose(0, 1), expected, atol=1e-6)
+
+
+@given(seed=st.integers(0, 1000), shared=st.booleans(), noise=st.sampled_from([1.0, 1e3, 1e6]))
+@settings(max_examples=20, deadline=None)
+def test_what_an_earlier_episode_held_has_no_influence(seed: int, shared: bool, noise: float) -> None:
+    """An environment's episode begins at t = 2: whatever was before, and the stored state, change no bit from there on."""
+    core = trunk("lstm", 1)
+    generator = torch.Generator()
+    fresh = np.zeros((5, 2), bool)
+    fresh[2, 0] = True
+    results = []
+    for scale in (0.0, noise):
+        observations = torch.randn(5, 2, 3, generator=generator.manual_seed(seed))
+        state = torch.zeros(core.core.state_shape(2))
+        observations[:2, 0] *= scale
+        state[:, :, 0] = scale
+        inputs = observations.transpose(0, 1).flatten(0, 1).requires_grad_()
+        grid = Recurrence({"actor": state}, fresh, state, None).sequences().grid(shared=shared)
+        rows = core(inputs, grid, grid.states["actor"]).view(2, 5, -1)
+        rows[0, 2:].sum().backward()
+        assert inputs.grad is not None
+        results.append((rows.detach(), inputs.grad.view(2, 5, -1)))
+
+    (clean, _), (noisy, gradient) = results
+    assert torch.equal(clean[0, 2:], noisy[0, 2:]) and torch.equal(clean[1], noisy[1])
+    assert not torch.equal(clean[0, :2], noisy[0, :2])
+    assert (gradient[0, :2] == 0).all() and (gradient[1] == 0).all() and (gradient[0, 2:] != 0).any()
+
+
+def test_gradients_are_those_of_columns_of_one_run() -> None:
+    found = []
+    for shared in (False, True):
+        core = trunk("lstm", 2)
+        fresh = np.random.default_rng(0).random((20, 3)) < 0.3
+        state = torch.randn(*core.core.state_shape(3), generator=torch.Generator().manual_seed(0))
+        state[:, :, fresh[0]] = 0
+        grid = Recurrence({"actor": state}, fresh, state, None).sequences().grid(shared=shared)
+        rows = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
+        core(rows, grid, grid.states["actor"]).square().sum().backward()
+        found.append([parameter.grad for parameter in core.parameters()])
+
+    for alone, together in zip(*found, strict=True):
+        assert alone is not None and together is not None and torch.allclose(alone, together, rtol=1e-4, atol=1e-5)
+
+
+def test_runs_share_columns_below_the_longest() -> None:
+    """Lengths 5, 2, 2, 4, 1 and a carried 3: 5 | 2 sep 2 | 4 | 1 | 3. The 1 would need a sixth cell after the 4."""
+    columns, offsets = pack(np.array([5, 2, 2, 4, 1, 3]), np.array([True, False, False, False, False, True]))
+
+    assert columns.tolist() == [0, 1, 1, 2, 3, 4]
+    assert offsets.tolist() == [0, 0, 3, 0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_in_numpy_equals_one_in_torch(kind: str) -> None:
+    core = trunk(kind, 2, 64).core
+    inputs, state = torch.randn(30, 8, 5), torch.randn(core.state_shape(8))
+    advance, moving = core.as_numpy(), state.numpy().copy()
+
+    ours = np.stack([advance(row, moving).copy() for row in inputs.numpy()])
+
+    with torch.no_grad():
+        theirs, after = core(inputs, state)
+    assert np.allclose(ours, theirs.numpy(), atol=1e-6)
+    assert np.allclose(moving, after.numpy(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [cartpole, pendulum])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shared_trunk", [False, True])
+def test_the_first_minibatch_finds_the_probabilities_of_collection(make: Any, kind: str, shared_trunk: bool) -> None:
+    trainer = make(policy=kind, shared_trunk=shared_trunk, num_minibatches=2, lstm_size=16)
+    seen = Seen().listen(trainer, MinibatchEnd)
+
+    trainer.learn(1000)
+
+    first = [event for event in seen.events if event.step == 0]
+    assert len(first) > 5
+    assert max(event.log_ratio.abs().max().item() for event in first) < 1e-5
+    assert max((event.values - event.old_values).abs().max().item() for event in first) < 1e-4
+
+
+def recurrent(**changes: Any) -> PPO:
+    return cartpole(**{"policy": "lstm", "lstm_size": 16, "num_minibatches": 2, "learning_rate": 0.01, **changes})
+
+
+def largest_first_ratio(trainer: PPO) -> float:
+    seen = Seen().listen(trainer, MinibatchEnd)
+    trainer.learn(1500)
+    return float(max(event.log_ratio.abs().max() for event in seen.events if event.step == 0))
+
+
+def test_training_from_an_empty_state_breaks_the_identity() -> None:
+    trainer = recurrent()
+    trainer.steps = replace(
+        trainer.steps, initial_state=lambda states: {name: torch.zeros_like(state) for name, state in states.items()}
+    )
+
+    assert largest_first_ratio(trainer) > 1e-4
+
+
+def test_memory_that_is_never_cleared_stays_consistent_and_crosses_episodes() -> None:
+    """The identity cannot see this fault: acting and training share it."""
+    trainer = pendulum(policy="lstm", lstm_size=16, num_minibatches=2)
+    trainer.steps = replace(trainer.steps, resets=np.zeros_like)
+    seen = Seen().listen(trainer, RolloutEnd)
+
+    assert largest_first_ratio(trainer) < 1e-5
+
+    after_ends = [event.states.movedim(3, 1)[1:][event.ended[:-1]] for event in seen.events]
+    assert (torch.cat(after_ends) != 0).any(-1).all()
+
+
+def test_memory_is_empty_at_every_beginning_and_carried_over_rollouts() -> None:
+    trainer = recurrent()
+    events: list[tuple[Tensor, Tensor]] = []
+
+    def keep(event: RolloutEnd) -> None:
+        assert event.states is not None
+        cleared = event.ended if event.valid is None else event.ended | ~event.valid
+        events.append((event.states.movedim(3, 1).clone(), cleared.clone()))
+
+    trainer.hooks.on(RolloutEnd, keep)
+    trainer.learn(1500)
+
+    for (states, cleared), (following, _) in itertools.pairwise(events):
+        assert (states[1:][cleared[:-1]] == 0).all()
+        assert (following[0][cleared[-1]] == 0).all()
+        assert (following[0][~cleared[-1]] != 0).any(-1).all()
+    assert (events[0][0][0] == 0).all()
+
+
+def test_estimating_the_last_state_does_not_move_the_memory() -> None:
+    """The state in which a rollout begins is the one after the last step of the rollout before it."""
+    trainer = pendulum(policy="lstm", shared_trunk=True, num_minibatches=2)
+    first = trainer.collector.collect()
+    assert first.recurrence is not None
+    last, ended = first.recurrence.after[-1].clone(), first.ended[-1].clone()
+
+    second = trainer.collector.collect()
+
+    assert second.recurrence is not None
+    assert torch.equal(second.recurrence.states["actor"], last.masked_fill(ended[:, None], 0.0))
+
+
+def test_after_a_limit_the_next_value_is_that_of_the_last_observation_with_its_memory() -> None:
+    """Pendulum is cut after 200 steps; the value of its last state comes from that step's memory."""
+    trainer = pendulum(policy="lstm", num_steps=256, num_minibatches=1, lstm_size=16, shared_trunk=True)
+    collector: Any = trainer.collector
+    rollout = collector.collect()
+    memory = rollout.recurrence
+    assert memory is not None and collector._finals[0].time == 199
+    actor = trainer.policy.actor
+    assert isinstance(actor, RecurrentTrunk)
+
+    with torch.no_grad():
+        features, _ = actor.step(torch.from_numpy(collector._finals[0].observations), memory.after[199])
+        expected = trainer.policy.values(features)
+
+    assert torch.allclose(rollout.next_values[199], expected, atol=1e-5)
+    assert torch.equal(rollout.next_values[100], rollout.values[101])
+
+
+def test_minibatches_hold_whole_environments_once_per_pass() -> None:
+    trainer = pendulum(policy="lstm", num_minibatches=2)
+    rollout = random_rollout(32, 4)
+    flags = rollout.ended.roll(1, 0).numpy()
+    states = {"actor": torch.zeros(1, 2, 4, 8)}
+    rollout = replace(rollout, recurrence=Recurrence(states, flags, states["actor"], None))
+    batch = flatten(rollout, rollout.rewards, rollout.values)
+
+    parts = list(trainer.steps.minibatches(batch, 3, torch.Generator().manual_seed(0)))
+
+    assert [len(part) for part in parts] == [64, 32, 32]
+    rows = torch.cat([part.values for part in parts])
+    assert torch.equal(rows.sort().values, batch.values.sort().values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_seed_gives_the_same_weights(kind: str) -> None:
+    first, second = recurrent(policy=kind), recurrent(policy=kind)
+    for trainer in (first, second):
+        trainer.learn(400)
+
+    assert equal(weights(first), weights(second))
+
+
+def test_a_recurrent_policy_needs_an_environment_for_every_minibatch() -> None:
+    with pytest.raises(ValueError, match="must not exceed the 4 environments, got 5"):
+        cartpole(policy="lstm", num_minibatches=5)

@@ -1,0 +1,120 @@
+"""What changes over a run and within an update: rates, bonus, early stop, value clipping, normalisation of advantages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ppo_builders import Seen, cartpole, pendulum
+
+from esper_telemetry.events import MinibatchEnd, UpdateEnd
+from esper_telemetry.ppo import PPOConfig
+from esper_telemetry.ppo.schedules import adapted_rate, entropy_coef, mean_kl
+from esper_telemetry.ppo.steps import clipped_squared_error, standardize, steps_for
+
+
+def test_a_constant_rate_stays() -> None:
+    trainer = pendulum(learning_rate=1e-3, anneal_learning_rate=False)
+    seen = Seen().listen(trainer, UpdateEnd)
+
+    trainer.learn(192)
+
+    assert [event.learning_rate for event in seen.events] == [1e-3] * 3
+
+
+def test_the_adaptive_rate_follows_the_band_around_the_desired_kl() -> None:
+    """Above twice the KL: / 1.5. Below half: x 1.5. Between: as it is. Never beyond 1e-5 and 1e-2; no KL, no change."""
+    assert adapted_rate(3e-3, 0.021, 0.01) == pytest.approx(2e-3)
+    assert adapted_rate(2e-3, 0.004, 0.01) == pytest.approx(3e-3)
+    assert adapted_rate(2e-3, 0.015, 0.01) == 2e-3
+    assert (adapted_rate(1e-5, 1.0, 0.01), adapted_rate(1e-2, 1e-4, 0.01)) == (1e-5, 1e-2)
+    assert adapted_rate(2e-3, 0.0, 0.01) == 2e-3
+
+
+def test_the_rate_adapts_once_per_update() -> None:
+    trainer = pendulum(learning_rate=1e-3, desired_kl=1e9)
+    seen = Seen().listen(trainer, UpdateEnd)
+
+    trainer.learn(192)
+
+    assert [event.learning_rate for event in seen.events] == pytest.approx([1e-3, 1.5e-3, 2.25e-3])
+
+
+def test_the_kl_of_a_pass_is_schulmans_estimator() -> None:
+    """l = ln 2: 2 - 1 - ln 2 = 0.3069; l = 0: 0. Mean over both: 0.1534."""
+    assert mean_kl([torch.tensor([2.0]).log(), torch.tensor([0.0])]) == pytest.approx(0.15342640972)
+
+
+def test_an_update_ends_after_the_pass_that_went_too_far() -> None:
+    """Nothing has moved before the first step; one pass with a large rate moves far."""
+    trainer = cartpole(target_kl=1e-6, num_epochs=5, learning_rate=0.01)
+    seen = Seen().listen(trainer, UpdateEnd, MinibatchEnd)
+
+    trainer.learn(200)
+
+    assert seen.of(UpdateEnd)[0].epochs == 1
+    assert {event.epoch for event in seen.of(MinibatchEnd)} == {0}
+
+    patient = cartpole(target_kl=1e9, num_epochs=5)
+    seen = Seen().listen(patient, UpdateEnd)
+    patient.learn(64)
+    assert seen.events[0].epochs == 5
+
+
+def test_the_entropy_bonus_moves_linearly() -> None:
+    config = PPOConfig(entropy_coef=0.1, final_entropy_coef=0.02)
+
+    assert [entropy_coef(config, remaining) for remaining in (1.0, 0.5, 0.0)] == pytest.approx([0.1, 0.06, 0.02])
+    assert entropy_coef(replace(config, final_entropy_coef=None), 0.5) == 0.1
+
+
+def test_an_update_says_how_much_the_bonus_counted() -> None:
+    """Two updates: full weight, then half way."""
+    trainer = pendulum(entropy_coef=0.1, final_entropy_coef=0.0, num_epochs=1)
+    seen = Seen().listen(trainer, UpdateEnd)
+
+    trainer.learn(128)
+
+    assert [event.coefficients["entropy"] for event in seen.events] == pytest.approx([0.1, 0.05])
+
+
+def test_the_clipped_value_loss_takes_the_larger_error() -> None:
+    """Old 0, return 1, clip 0.2. Value 0.5: errors 0.5² and 0.8² (clipped to 0.2). Value -1: 2² and 1.2². Mean / 2."""
+    values, ones = torch.tensor([0.5, -1.0]), torch.ones(2)
+
+    loss = clipped_squared_error(values, ones, torch.zeros(2), clip=0.2)
+
+    assert loss.item() == pytest.approx((0.64 + 4) / 4)
+    assert steps_for(PPOConfig(clip_value=0.2)).value_loss(values, ones, torch.zeros(2)) == loss
+
+
+def test_a_clipped_value_has_no_gradient_where_the_clipped_error_is_larger() -> None:
+    values = torch.tensor([0.5, -1.0], requires_grad=True)
+
+    clipped_squared_error(values, torch.ones(2), torch.zeros(2), clip=0.2).backward()
+
+    assert values.grad is not None and values.grad.tolist() == [0.0, -1.0]
+
+
+def test_the_deviation_of_advantages_has_a_floor() -> None:
+    """Deviation 1 under a floor of 4: a quarter of what it would be."""
+    advantages = torch.tensor([1.0, 2.0, 3.0])
+
+    assert torch.allclose(standardize(advantages, 4.0), standardize(advantages) / 4)
+    assert torch.allclose(
+        steps_for(PPOConfig(advantage_std_floor=4.0)).normalize(advantages), standardize(advantages, 4.0)
+    )
+
+
+@pytest.mark.parametrize("per_minibatch", [False, True])
+def test_advantages_are_normalised_over_the_rollout_or_each_minibatch(per_minibatch: bool) -> None:
+    trainer = pendulum(normalize_minibatches=per_minibatch, num_epochs=1)
+    seen = Seen().listen(trainer, MinibatchEnd)
+
+    trainer.learn(64)
+
+    deviations = [event.advantages.std() for event in seen.events]
+    whole = torch.cat([event.advantages for event in seen.events]).std()
+    assert torch.allclose(torch.stack(deviations), torch.ones(4), atol=1e-4) == per_minibatch
+    assert torch.allclose(whole, torch.tensor(1.0), atol=1e-4) != per_minibatch
