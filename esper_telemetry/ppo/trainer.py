@@ -124,11 +124,11 @@ class PPO:
         self.env_steps += rollout.transitions
         start = time.perf_counter()
         self._update(rollout)
+        self.policy.check_finite()
         if self.hooks.wants(UpdateEnd):
             seconds = {**self._collector.seconds, "update": time.perf_counter() - start}
             rate = self.optimizer.param_groups[0]["lr"]
             self.hooks.emit(UpdateEnd(self.updates, self.env_steps, self.gradient_steps, rate, seconds))
-        self.policy.check_finite()
 
     def _update(self, rollout: Rollout) -> None:
         """Several passes over a rollout."""
