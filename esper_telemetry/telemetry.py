@@ -88,6 +88,7 @@ class Telemetry:
         self._snapshots: list[Snapshot] = []
         self._flush: Flush | None = None
         self._axes = Axes(update=0, env_step=0, gradient_step=0, wall_time=time.time())
+        self._collected = 0
         self._flushed = time.perf_counter()
         self._closed = False
         self._recorder: Recorder | None = None
@@ -194,6 +195,10 @@ class Telemetry:
                 elapsed=elapsed,
             )
 
+    def collected(self, env_step: int) -> None:
+        """Notes where the data of the update under way were collected: the record stands there if the update never ends."""
+        self._collected = env_step
+
     def expect_updates(self, *, suspects: Suspects, open_update: Callable[[], Snapshot]) -> None:
         """Prepares for a trainer that submits whole updates; called when one is attached.
 
@@ -213,7 +218,7 @@ class Telemetry:
         self.start()
         self.submit(self._open_update())
         if self._window or self._numbers or any(self._snapshots):
-            self._send(self._axes.env_step, None, None, partial=True)
+            self._send(max(self._collected, self._axes.env_step), None, None, partial=True)
             self.materialise()
         self._closed = True
         atexit.unregister(self._at_exit)

@@ -41,7 +41,7 @@ def test_cartpole(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     assert found.info.name == "cartpole"
     assert "episode/return_mean_100" in found.records[-1].values
     assert len(list((here / "run/tensorboard").glob("events.*"))) == 1
-    assert capfd.readouterr().out.endswith("journal: run/journal.jsonl\n")
+    assert capfd.readouterr().out.endswith(f"journal: {here / 'run/journal.jsonl'}\n")
 
 
 def test_own_loop(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

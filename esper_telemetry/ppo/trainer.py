@@ -143,12 +143,12 @@ class PPO:
         start = time.perf_counter()
         rate = self.optimizer.param_groups[0]["lr"]
         epochs = self._update(self.steps.seen(rollout))
+        self.policy.check_finite()
         if self.hooks.wants(UpdateEnd):
             seconds = {**self.collector.seconds, "update": time.perf_counter() - start}
             self.hooks.emit(
                 UpdateEnd(self.updates, self.env_steps, self.gradient_steps, rate, seconds, epochs, self._coefficients)
             )
-        self.policy.check_finite()
 
     def _update(self, rollout: Rollout) -> int:
         """Several passes over a rollout; returns how many."""

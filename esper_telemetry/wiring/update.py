@@ -52,7 +52,7 @@ class Update:
         self._leaves: list[Leaf] = []
         self._listener = listener
         listener.on(RunStart, self.start)
-        listener.on(RolloutEnd, lambda _: self._telemetry.materialise())
+        listener.on(RolloutEnd, self._begin)
         listener.on(UpdateEnd, self.end)
 
     def start(self, event: RunStart) -> None:
@@ -61,6 +61,10 @@ class Update:
         if event.facts.get("groups", {}).get("shared") and not self._hears_trunk:
             self._listener.on(TrunkBackward, self._keep_leaf)
             self._hears_trunk = True
+
+    def _begin(self, event: RolloutEnd) -> None:
+        self._telemetry.materialise()
+        self._telemetry.collected(event.env_step)
 
     def _keep_leaf(self, event: TrunkBackward) -> None:
         """Keeps the two gradients and not the event, whose outputs hold the graph."""

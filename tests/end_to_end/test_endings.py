@@ -105,7 +105,7 @@ def test_a_reward_that_is_not_a_number_is_named(
     capfd: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The 300th step of an environment is number 43 of its third rollout, from 0. The update is still recorded."""
+    """The 300th step of an environment is number 43 of its third rollout, from 0. That update is recorded as partial."""
     command = trained_to_failure("NanReward-v0", tmp_path / "run", monkeypatch, capfd)
 
     assert command.code == 1
@@ -114,6 +114,11 @@ def test_a_reward_that_is_not_a_number_is_named(
     run = read_run(tmp_path / "run")
     assert (run.status, len(run.records)) == (RunStatus.FAILED, 3)
     assert failure(tmp_path / "run")["first_nonfinite"] == "rewards[43, 0] = nan"
+    assert [(record.axes.env_step, record.partial) for record in run.records] == [
+        (1024, False),
+        (2048, False),
+        (3072, True),
+    ]
     assert run.records[-1].values["reward/nonfinite"] > 0
 
 
