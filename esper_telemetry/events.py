@@ -179,3 +179,18 @@ class UpdateEnd:
     learning_rate: float
     seconds: Mapping[str, float]
     epochs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationEnd:
+    """Whole episodes with the likeliest actions, between two updates.
+
+    Attributes:
+        env_step: environment steps of training so far; none of these count.
+        returns: undiscounted sums of raw rewards.
+        lengths: steps.
+    """
+
+    env_step: int
+    returns: Sequence[float]
+    lengths: Sequence[int]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,8 +19,10 @@ import torch
 from esper_telemetry.commands.mistakes import WrongUse, wrong_use
 from esper_telemetry.commands.summary import Summary
 from esper_telemetry.environments import make_env
+from esper_telemetry.events import RolloutEnd
 from esper_telemetry.metric import segment
-from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo import PPO, Checkpoints, PPOConfig
+from esper_telemetry.record import RunStatus
 from esper_telemetry.sinks import as_sink
 from esper_telemetry.telemetry import Telemetry
 from esper_telemetry.wiring import attach
@@ -24,7 +31,7 @@ if TYPE_CHECKING:
     from esper_telemetry.cli import Train
 
 SMALL = 256  # width from which a second thread pays: measured for LSTMs of 64 and 256
-DONE, FAILED, INTERRUPTED = 0, 1, 130
+DONE, FAILED, INTERRUPTED, TERMINATED = 0, 1, 130, 143
 
 
 def train(options: Train) -> int:
@@ -46,7 +53,7 @@ def train(options: Train) -> int:
             },
         )
     _say_preset(options)
-    code = _run(trainer, telemetry, options.total_steps)
+    code = _run(trainer, telemetry, options)
     summary.show(telemetry)
     return code
 
@@ -84,17 +91,63 @@ def _device(name: str) -> torch.device:
         raise WrongUse(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
-def _run(trainer: PPO, telemetry: Telemetry, total_steps: int) -> int:
+def _run(trainer: PPO, telemetry: Telemetry, options: Train) -> int:
+    checkpoints = _checkpoints(trainer, telemetry, options)
     try:
-        with telemetry:
+        with telemetry, _stopped_by_sigterm(trainer) as asked:
+            _evaluate(trainer, telemetry, options)
             attach(telemetry, trainer)
-            trainer.learn(total_steps)
+            trainer.learn(options.total_steps)
+            if checkpoints is not None:
+                checkpoints.save()
+            if asked:
+                telemetry.close(RunStatus.PREEMPTED)
+                return TERMINATED
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception:
         traceback.print_exc()
         return FAILED
     return DONE
+
+
+def _checkpoints(trainer: PPO, telemetry: Telemetry, options: Train) -> Checkpoints | None:
+    if options.checkpoint_every <= 0 or telemetry.run_dir is None:
+        return None
+    return Checkpoints(trainer, telemetry.run_dir / "checkpoints", every=options.checkpoint_every)
+
+
+def _evaluate(trainer: PPO, telemetry: Telemetry, options: Train) -> None:
+    """Evaluates every so many steps; what is found joins the record of the update it precedes."""
+    if options.eval_every <= 0:
+        return
+    env = make_env(options.env, num_envs=options.eval_episodes, mask_velocity=options.mask_velocity)
+    due = options.eval_every
+
+    def evaluate(event: RolloutEnd) -> None:
+        nonlocal due
+        if event.env_step >= due:
+            due = event.env_step + options.eval_every
+            found = trainer.evaluate(env, seed=options.ppo.seed + 1)
+            telemetry.log({"eval/return_mean": fmean(found.returns), "eval/length_mean": fmean(found.lengths)})
+
+    trainer.hooks.on(RolloutEnd, evaluate)
+
+
+@contextmanager
+def _stopped_by_sigterm(trainer: PPO) -> Iterator[list[int]]:
+    """Within it SIGTERM ends training after the update in progress; yields the signals that came."""
+    came: list[int] = []
+
+    def stop(number: int, _: FrameType | None) -> None:
+        came.append(number)
+        trainer.stop()
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _default_run_dir(env: str) -> Path:

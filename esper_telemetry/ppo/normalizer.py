@@ -6,6 +6,7 @@ ratio of an update's first minibatch is 1.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -125,6 +126,18 @@ class Normalizers(nn.Module):
             return rollout
         scaled = self.rewards(rollout.rewards, rollout.ended, rollout.valid)
         return replace(rollout, rewards=scaled, raw_rewards=rollout.rewards)
+
+    def frozen(self) -> Normalizers:
+        """These, as they are now and will stay; rewards are left as they come."""
+        return Frozen(copy.deepcopy(self.observations))
+
+
+class Frozen(Normalizers):
+    """Normalisers that learn nothing."""
+
+    def finish(self, rollout: Rollout, raw: Tensor) -> Rollout:
+        """The rollout as it is."""
+        return rollout
 
 
 PLAIN = Normalizers()

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import ops
-from esper_telemetry.environments.protocol import Environment, Task, TensorEnvironment
-from esper_telemetry.environments.tensor import on_host
+from esper_telemetry.environments.protocol import Environment, Task
 from esper_telemetry.events import (
     BackwardEnd,
     EpisodeEnd,
+    EvaluationEnd,
     MinibatchEnd,
     RolloutEnd,
     RunStart,
@@ -26,15 +26,15 @@ from esper_telemetry.events import (
 from esper_telemetry.hooks import Hooks
 from esper_telemetry.ppo import checkpoint
 from esper_telemetry.ppo.backward import backward_losses, backward_trunks, gradient, leaf
-from esper_telemetry.ppo.collector import Collector
 from esper_telemetry.ppo.config import PPOConfig
-from esper_telemetry.ppo.normalizer import Normalizers, normalizers_for
+from esper_telemetry.ppo.evaluation import Evaluation, evaluate
+from esper_telemetry.ppo.gathering import collector_for
+from esper_telemetry.ppo.normalizer import normalizers_for
 from esper_telemetry.ppo.policy import ActorCritic, add
 from esper_telemetry.ppo.rollout import Batch, Rollout, flatten
 from esper_telemetry.ppo.schedules import STOP_FACTOR, adapted_rate, entropy_coef, learning_rate, mean_kl
 from esper_telemetry.ppo.steps import steps_for
 from esper_telemetry.ppo.telling import Result, minibatch_event, rollout_event
-from esper_telemetry.ppo.tensor_collector import TensorCollector
 
 FACTS = (
     "max_grad_norm",
@@ -81,8 +81,11 @@ class PPO:
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=self.config.learning_rate, eps=1e-5, fused=True)
         self.env_steps = self.updates = self.gradient_steps = 0
         self.normalizers = normalizers_for(env, self.config).to(device)
-        self.collector = collector_for(env, self.policy, self.config, self.normalizers)
+        self.collector = collector_for(
+            env, self.policy, self.normalizers, num_steps=self.config.num_steps, seed=self.config.seed
+        )
         self.generator = torch.Generator().manual_seed(self.config.seed)
+        self._stopping = False
         self._parameters = dict(self.policy.named_parameters())
         self._device = self.policy.value.weight.device
         self._coefficients: dict[str, float] = {}
@@ -99,9 +102,20 @@ class PPO:
             raise ValueError(f"total_steps must exceed the {self.env_steps} steps already collected, got {total_steps}")
         if self.hooks.wants(RunStart):
             self.hooks.emit(RunStart(asdict(self.config), self.facts(total_steps)))
-        while self.env_steps < total_steps:
+        self._stopping = False
+        while self.env_steps < total_steps and not self._stopping:
             self._schedule(1 - self.env_steps / total_steps)
             self._train_once()
+
+    def stop(self) -> None:
+        """Makes `learn` return after the update it is in; may be called from a hook or a signal handler."""
+        self._stopping = True
+
+    def evaluate(self, env: Environment, *, seed: int = 0) -> Evaluation:
+        """One episode in each of these environments with the likeliest actions; training does not notice."""
+        found = evaluate(self.policy, env, self.normalizers, seed=seed)
+        self.hooks.emit(EvaluationEnd(self.env_steps, found.returns, found.lengths))
+        return found
 
     def save(self, path: str | Path) -> Path:
         """Writes a checkpoint, whole or not at all."""
@@ -247,17 +261,6 @@ class PPO:
         apart = {name: loss.detach() for name, loss in losses.items()}
         total = torch.add(apart["policy"], apart["value"], alpha=self._coefficients["value"])
         return apart | {"total": torch.add(total, apart["entropy"], alpha=self._coefficients["entropy"])}
-
-
-def collector_for(
-    env: Environment, policy: ActorCritic, config: PPOConfig, normalizers: Normalizers
-) -> Collector | TensorCollector:
-    """What collects from that kind of environment; tensor environments on the host are stepped as arrays."""
-    if not isinstance(env, TensorEnvironment):
-        return Collector(env, policy, config.num_steps, config.seed, normalizers)
-    if env.device.type == policy.value.weight.device.type == "cpu":
-        return Collector(on_host(env), policy, config.num_steps, config.seed, normalizers)
-    return TensorCollector(env, policy, config.num_steps, config.seed, normalizers)
 
 
 def build_policy(env: Task, config: PPOConfig) -> ActorCritic:
