@@ -110,9 +110,9 @@ def test_gradients_are_those_of_columns_of_one_run() -> None:
         assert alone is not None and together is not None and torch.allclose(alone, together, rtol=1e-4, atol=1e-5)
 
 
-def test_runs_share_columns_below_the_longest() -> None:
-    """Lengths 5, 2, 2, 4, 1 and a carried 3: 5 | 2 sep 2 | 4 | 1 | 3. The 1 would need a sixth cell after the 4."""
-    columns, offsets = pack(np.array([5, 2, 2, 4, 1, 3]), np.array([True, False, False, False, False, True]))
+def test_runs_share_columns_while_there_is_room() -> None:
+    """Room for 5; lengths 5, 2, 2, 4, 1 and a carried 3: 5 | 2 sep 2 | 4 | 1 | 3. The 1 would need a sixth cell after the 4."""
+    columns, offsets = pack(np.array([5, 2, 2, 4, 1, 3]), np.array([True, False, False, False, False, True]), 5)
 
     assert columns.tolist() == [0, 1, 1, 2, 3, 4]
     assert offsets.tolist() == [0, 0, 3, 0, 0, 0]
