@@ -194,3 +194,17 @@ class EvaluationEnd:
     env_step: int
     returns: Sequence[float]
     lengths: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """An update left weights that were not finite: those before it are back and the optimizer's moments are gone.
+
+    Attributes:
+        update: the update that is undone.
+        rollbacks: how many there were in this run, this one included.
+    """
+
+    update: int
+    env_step: int
+    rollbacks: int

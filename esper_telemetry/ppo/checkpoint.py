@@ -115,6 +115,8 @@ def load(trainer: PPO, path: str | Path) -> None:
         setattr(trainer, name, count)
     trainer.generator.set_state(state["generator"])
     trainer.collector.load_state_dict(state["collector"])
+    if trainer.watchdog is not None:
+        trainer.watchdog.remember()
 
 
 def check(trainer: PPO, state: Mapping[str, Any], path: str | Path) -> None:

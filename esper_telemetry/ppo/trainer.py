@@ -18,6 +18,7 @@ from esper_telemetry.events import (
     EpisodeEnd,
     EvaluationEnd,
     MinibatchEnd,
+    Rollback,
     RolloutEnd,
     RunStart,
     TrunkBackward,
@@ -35,6 +36,7 @@ from esper_telemetry.ppo.rollout import Batch, Rollout, flatten
 from esper_telemetry.ppo.schedules import STOP_FACTOR, adapted_rate, entropy_coef, learning_rate, mean_kl
 from esper_telemetry.ppo.steps import steps_for
 from esper_telemetry.ppo.telling import Result, minibatch_event, rollout_event
+from esper_telemetry.ppo.watchdog import Watchdog
 
 FACTS = (
     "max_grad_norm",
@@ -62,6 +64,7 @@ class PPO:
     Attributes:
         env, config, policy, optimizer, normalizers: what it is made of.
         collector, generator: what gathers rollouts, and what shuffles them.
+        watchdog: None unless the settings ask for it.
         hooks: who is told of what happens.
         steps: the parts of the update; replace one to vary the algorithm.
         env_steps, updates, gradient_steps: what has been done so far.
@@ -85,6 +88,9 @@ class PPO:
             env, self.policy, self.normalizers, num_steps=self.config.num_steps, seed=self.config.seed
         )
         self.generator = torch.Generator().manual_seed(self.config.seed)
+        self.watchdog: Watchdog | None = None
+        if self.config.watchdog:
+            self.watchdog = Watchdog(torch.nn.ModuleList([self.policy, self.normalizers]), self.optimizer)
         self._stopping = False
         self._parameters = dict(self.policy.named_parameters())
         self._device = self.policy.value.weight.device
@@ -157,6 +163,8 @@ class PPO:
         start = time.perf_counter()
         rate = self.optimizer.param_groups[0]["lr"]
         epochs = self._update(self.steps.seen(rollout))
+        if self.watchdog is not None and not self.watchdog.look():
+            self.hooks.emit(Rollback(self.updates, self.env_steps, self.watchdog.rollbacks))
         if self.hooks.wants(UpdateEnd):
             seconds = {**self.collector.seconds, "update": time.perf_counter() - start}
             self.hooks.emit(UpdateEnd(self.updates, self.env_steps, self.gradient_steps, rate, seconds, epochs))

@@ -19,6 +19,7 @@ from esper_telemetry.events import (
     EpisodeEnd,
     EvaluationEnd,
     MinibatchEnd,
+    Rollback,
     RolloutEnd,
     RunStart,
     TrunkBackward,
@@ -279,4 +280,4 @@ def test_every_documented_event_is_emitted() -> None:
         value for value in vars(events).values() if isinstance(value, type) and value.__module__ == events.__name__
     }
 
-    assert documented == {*EVENTS, EvaluationEnd}
+    assert documented == {*EVENTS, EvaluationEnd, Rollback}
