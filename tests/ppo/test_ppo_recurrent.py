@@ -111,11 +111,11 @@ def test_gradients_are_those_of_columns_of_one_run() -> None:
 
 
 def test_runs_share_columns_while_there_is_room() -> None:
-    """Room for 5; lengths 5, 2, 2, 4, 1 and a carried 3: 5 | 2 sep 2 | 4 | 1 | 3. The 1 would need a sixth cell after the 4."""
-    columns, offsets = pack(np.array([5, 2, 2, 4, 1, 3]), np.array([True, False, False, False, False, True]), 5)
+    """Room for 6, separators of 1. Carried 3 and 1 lie on top; then 5 alone, 4 behind the 1, 2 behind the 3."""
+    columns, offsets = pack(np.array([3, 2, 5, 1, 4]), np.array([True, False, False, True, False]), 6)
 
-    assert columns.tolist() == [0, 1, 1, 2, 3, 4]
-    assert offsets.tolist() == [0, 0, 3, 0, 0, 0]
+    assert columns.tolist() == [0, 0, 2, 1, 1]
+    assert offsets.tolist() == [0, 4, 0, 0, 2]
 
 
 @pytest.mark.parametrize("kind", KINDS)
