@@ -32,6 +32,7 @@ from esper_telemetry.ppo.evaluation import Evaluation, evaluate
 from esper_telemetry.ppo.gathering import collector_for
 from esper_telemetry.ppo.normalizer import normalizers_for
 from esper_telemetry.ppo.policy import ActorCritic, add
+from esper_telemetry.ppo.ranks import Ranks
 from esper_telemetry.ppo.rollout import Batch, Rollout, flatten
 from esper_telemetry.ppo.schedules import STOP_FACTOR, adapted_rate, entropy_coef, learning_rate, mean_kl
 from esper_telemetry.ppo.steps import steps_for
@@ -65,6 +66,7 @@ class PPO:
         env, config, policy, optimizer, normalizers: what it is made of.
         collector, generator: what gathers rollouts, and what shuffles them.
         watchdog: None unless the settings ask for it.
+        ranks: the processes that train together.
         hooks: who is told of what happens.
         steps: the parts of the update; replace one to vary the algorithm.
         env_steps, updates, gradient_steps: what has been done so far.
@@ -79,19 +81,25 @@ class PPO:
         self.config.check_rollout(env.num_envs)
         self.env = env
         self.hooks = Hooks()
-        self.steps = steps_for(self.config)
+        self.ranks = Ranks.current()
+        self.steps = steps_for(self.config, self.ranks)
         self.policy = build_policy(env, self.config).to(device)
+        self.ranks.share(self.policy)
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=self.config.learning_rate, eps=1e-5, fused=True)
         self.env_steps = self.updates = self.gradient_steps = 0
-        self.normalizers = normalizers_for(env, self.config).to(device)
+        self.normalizers = normalizers_for(env, self.config, self.ranks).to(device)
         self.collector = collector_for(
-            env, self.policy, self.normalizers, num_steps=self.config.num_steps, seed=self.config.seed
+            env,
+            self.policy,
+            self.normalizers,
+            num_steps=self.config.num_steps,
+            seed=self.ranks.seed(self.config.seed),
         )
         self.generator = torch.Generator().manual_seed(self.config.seed)
         self.watchdog: Watchdog | None = None
         if self.config.watchdog:
             self.watchdog = Watchdog(torch.nn.ModuleList([self.policy, self.normalizers]), self.optimizer)
-        self._stopping = False
+        self._stopping = self._agreed_to_stop = False
         self._parameters = dict(self.policy.named_parameters())
         self._device = self.policy.value.weight.device
         self._coefficients: dict[str, float] = {}
@@ -108,8 +116,8 @@ class PPO:
             raise ValueError(f"total_steps must exceed the {self.env_steps} steps already collected, got {total_steps}")
         if self.hooks.wants(RunStart):
             self.hooks.emit(RunStart(asdict(self.config), self.facts(total_steps)))
-        self._stopping = False
-        while self.env_steps < total_steps and not self._stopping:
+        self._stopping = self._agreed_to_stop = False
+        while self.env_steps < total_steps and not self._agreed_to_stop:
             self._schedule(1 - self.env_steps / total_steps)
             self._train_once()
 
@@ -137,7 +145,7 @@ class PPO:
         return {
             "env": self.env.name,
             "total_steps": total_steps,
-            "num_envs": self.env.num_envs,
+            "num_envs": self.env.num_envs * self.ranks.size,
             "precision": "fp32",
             "optimizer": type(self.optimizer).__name__,
             "advantage_correction": 1,
@@ -156,10 +164,11 @@ class PPO:
             self._weights = {name: torch.tensor(weight, device=self._device) for name, weight in weights.items()}
 
     def _train_once(self) -> None:
-        """One rollout and the update it feeds."""
+        """One rollout and the update it feeds; in the end the ranks agree whether to go on."""
         rollout = self.collector.collect(self.steps.resets)
         self.updates += 1
-        self.env_steps += rollout.transitions
+        (transitions,) = self.ranks.totals(rollout.transitions)
+        self.env_steps += transitions
         start = time.perf_counter()
         rate = self.optimizer.param_groups[0]["lr"]
         epochs = self._update(self.steps.seen(rollout))
@@ -168,6 +177,7 @@ class PPO:
         if self.hooks.wants(UpdateEnd):
             seconds = {**self.collector.seconds, "update": time.perf_counter() - start}
             self.hooks.emit(UpdateEnd(self.updates, self.env_steps, self.gradient_steps, rate, seconds, epochs))
+        self._agreed_to_stop = self.ranks.totals(self._stopping)[0] > 0
 
     def _update(self, rollout: Rollout) -> int:
         """Several passes over a rollout; returns how many."""
@@ -193,7 +203,7 @@ class PPO:
         config, last = self.config, epoch + 1 == self.config.num_epochs
         if config.target_kl is None and (config.desired_kl is None or not last):
             return False
-        kl = mean_kl(log_ratios)
+        kl = mean_kl(log_ratios, self.ranks)
         stop = config.target_kl is not None and not kl <= STOP_FACTOR * config.target_kl
         if config.desired_kl is not None and (stop or last):
             for group in self.optimizer.param_groups:
@@ -216,7 +226,7 @@ class PPO:
             shared = list(self.policy.actor.parameters()) if self.policy.critic is None else []
             self.hooks.emit(TrunkBackward(epoch, step, outputs, gradient(actor), gradient(critic), shared))
         backward_trunks(outputs, gradient(actor), gradient(critic))
-        self._descend(epoch, step)
+        self._descend(epoch, step, len(batch))
         if self.hooks.wants(MinibatchEnd):
             losses = self._detached(result.losses)
             self.hooks.emit(minibatch_event(batch, (epoch, step), result, self.policy, losses))
@@ -240,10 +250,11 @@ class PPO:
                 losses["entropy"] = -policy.entropy(normalized, batch.relevance)
         return Result(log_ratio, values, scores, log_probs, losses)
 
-    def _descend(self, epoch: int, step: int) -> None:
-        """Clips the gradients by their global norm, steps the optimizer and drops the gradients."""
+    def _descend(self, epoch: int, step: int, rows: int) -> None:
+        """Joins the gradients of all ranks, clips them by their global norm, steps the optimizer and drops them."""
         config = self.config
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        self.ranks.average(list(gradients.values()), rows)
         if config.max_grad_norm is not None or self.hooks.wants(BackwardEnd):
             norms = ops.gradient_norms(list(gradients.values()))
             if self.hooks.wants(BackwardEnd):
