@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -22,6 +23,7 @@ from esper_telemetry.environments import make_env
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.metric import segment
 from esper_telemetry.ppo import PPO, Checkpoints, PPOConfig
+from esper_telemetry.ppo.ranks import Ranks
 from esper_telemetry.record import RunStatus
 from esper_telemetry.sinks import as_sink
 from esper_telemetry.telemetry import Telemetry
@@ -35,7 +37,15 @@ DONE, FAILED, INTERRUPTED, TERMINATED = 0, 1, 130, 143
 
 
 def train(options: Train) -> int:
-    """Trains; every argument is checked before anything is created."""
+    """Trains; every argument is checked before anything is created.
+
+    Under `torchrun` every process trains on its share of the environments; the first has the telemetry.
+    """
+    with _process_group(options):
+        return _train(options) if Ranks.current().rank == 0 else _follow(options)
+
+
+def _train(options: Train) -> int:
     with wrong_use():
         trainer = _trainer(options)
         sinks = [as_sink(sink) for sink in options.sink or ("console",)]
@@ -58,12 +68,43 @@ def train(options: Train) -> int:
     return code
 
 
+def _follow(options: Train) -> int:
+    """Trains beside the first process and says nothing, unless it fails."""
+    with wrong_use():
+        trainer = _trainer(options)
+    try:
+        with _stopped_by_sigterm(trainer) as asked:
+            trainer.learn(options.total_steps)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception:
+        traceback.print_exc()
+        return FAILED
+    return TERMINATED if asked else DONE
+
+
+@contextmanager
+def _process_group(options: Train) -> Iterator[None]:
+    """Joins the processes that `torchrun` started, if it did."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield
+        return
+    torch.distributed.init_process_group("nccl" if options.device.startswith("cuda") else "gloo")
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def _trainer(options: Train) -> PPO:
     if options.total_steps < 1:
         raise WrongUse(f"total_steps must be at least 1, got {options.total_steps}")
     device = _device(options.device)
     _choose_threads(options)
-    env = make_env(options.env, num_envs=options.num_envs, mask_velocity=options.mask_velocity)
+    ranks = Ranks.current()
+    if options.num_envs % ranks.size:
+        raise WrongUse(f"num_envs must be a multiple of the {ranks.size} processes, got {options.num_envs}")
+    env = make_env(options.env, num_envs=options.num_envs // ranks.size, mask_velocity=options.mask_velocity)
     return PPO(env, options.ppo, device=device)
 
 
