@@ -255,3 +255,13 @@ def test_the_same_seed_gives_the_same_weights(kind: str) -> None:
 def test_a_recurrent_policy_needs_an_environment_for_every_minibatch() -> None:
     with pytest.raises(ValueError, match="must not exceed the 4 environments, got 5"):
         cartpole(policy="lstm", num_minibatches=5)
+
+
+def test_the_facts_name_the_parameters_of_the_memory() -> None:
+    groups = recurrent(shared_trunk=True).facts(1000)["groups"]
+
+    assert groups["lstm"] == [
+        f"actor.core.cells.0.{part}_l0" for part in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    ]
+    assert set(groups["lstm"]) < set(groups["shared"])
+    assert "lstm" not in cartpole().facts(1000)["groups"]
