@@ -59,6 +59,12 @@ def esper(work: Work) -> Run:
     return measured(work.steps, lambda: trainer.learn(work.steps), returns)
 
 
+def tuned(work: Work) -> Run:
+    """The same, with one LSTM for actor and critic and normalised observations and rewards, as the presets have them."""
+    trainer, returns = ours(work, shared_trunk=True, normalize_observations=True, normalize_rewards=True)
+    return measured(work.steps, lambda: trainer.learn(work.steps), returns)
+
+
 def observed(work: Work) -> Run:
     """This trainer with NORMAL telemetry to TensorBoard, W&B (offline) and MLflow; the clock stops before they close."""
     from esper_telemetry import Telemetry, attach
@@ -74,7 +80,7 @@ def observed(work: Work) -> Run:
             return measured(work.steps, lambda: trainer.learn(work.steps), returns)
 
 
-def ours(work: Work) -> tuple[Any, deque[float]]:
+def ours(work: Work, **settings: Any) -> tuple[Any, deque[float]]:
     """This trainer, and where the returns of its episodes go."""
     from esper_telemetry.environments import make_env
     from esper_telemetry.events import EpisodeEnd
@@ -89,6 +95,7 @@ def ours(work: Work) -> tuple[Any, deque[float]]:
         policy="lstm" if work.lstm_size else "mlp",
         lstm_size=work.lstm_size or 64,
         seed=work.seed,
+        **settings,
     )
     trainer = PPO(make_env(ENVIRONMENT, num_envs=work.num_envs, seed=work.seed), config)
     returns: deque[float] = deque(maxlen=100)
@@ -204,6 +211,7 @@ def first_reset() -> Iterator[list[float]]:
 
 CONTENDERS: dict[str, Callable[[Work], Run]] = {
     "esper": esper,
+    "esper, one LSTM": tuned,
     "esper + telemetry": observed,
     "sb3": stable_baselines,
     "rsl_rl": rsl_rl,

@@ -71,7 +71,8 @@ def contenders(options: argparse.Namespace) -> list[str]:
         return ["esper", "esper + telemetry"]
     peers = {"sb3": "sb3_contrib" if options.lstm else "stable_baselines3", "rsl_rl": "rsl_rl"}
     found = [name for name, module in peers.items() if importlib.util.find_spec(module)]
-    return ["esper", *found, *(["cleanrl"] if options.cleanrl and not options.lstm else [])]
+    first = ["esper, one LSTM", "esper"] if options.lstm else ["esper"]
+    return [*first, *found, *(["cleanrl"] if options.cleanrl and not options.lstm else [])]
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """The command line: `esper-telemetry train | replay | metrics`, also `python -m esper_telemetry`.
 
-Exit codes: 0 done, 1 the run failed, 2 wrong use (one sentence on stderr, nothing created), 130 interrupted.
+Exit codes: 0 done, 1 the run failed, 2 wrong use (one sentence on stderr, nothing created), 130 interrupted, 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
@@ -54,6 +54,12 @@ class Train:
     """How much is measured: off, minimal, normal or debug."""
     device: str = "cpu"
     """Where the policy trains: cpu, cuda, cuda:1, ..."""
+    checkpoint_every: int = 50_000
+    """Environment steps between checkpoints in RUN_DIR/checkpoints; 0 for none."""
+    eval_every: int = 0
+    """Environment steps between evaluations, one episode in each of --eval-episodes environments; 0 for none."""
+    eval_episodes: int = 10
+    """Episodes per evaluation, with the likeliest actions."""
     threads: int | None = None
     """CPU threads of torch; by default one for networks narrower than 256, where more cost time."""
     ppo: Annotated[PPOConfig, tyro.conf.arg(name="")] = field(default_factory=PPOConfig)

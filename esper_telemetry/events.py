@@ -182,3 +182,32 @@ class UpdateEnd:
     seconds: Mapping[str, float]
     epochs: int | None = None
     coefficients: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationEnd:
+    """Whole episodes with the likeliest actions, between two updates.
+
+    Attributes:
+        env_step: environment steps of training so far; none of these count.
+        returns: undiscounted sums of raw rewards.
+        lengths: steps.
+    """
+
+    env_step: int
+    returns: Sequence[float]
+    lengths: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """An update left weights that were not finite: those before it are back and the optimizer's moments are gone.
+
+    Attributes:
+        update: the update that is undone.
+        rollbacks: how many there were in this run, this one included.
+    """
+
+    update: int
+    env_step: int
+    rollbacks: int

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from statistics import fmean
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +18,11 @@ import torch
 from esper_telemetry.commands.mistakes import WrongUse, wrong_use
 from esper_telemetry.commands.summary import Summary
 from esper_telemetry.environments import make_env
+from esper_telemetry.events import RolloutEnd
 from esper_telemetry.metric import segment
-from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo import PPO, Checkpoints, PPOConfig
+from esper_telemetry.ppo.ranks import Ranks
+from esper_telemetry.record import RunStatus
 from esper_telemetry.sinks import as_sink
 from esper_telemetry.telemetry import Telemetry
 from esper_telemetry.wiring import attach
@@ -22,11 +31,19 @@ if TYPE_CHECKING:
     from esper_telemetry.cli import Train
 
 SMALL = 256  # width from which a second thread pays: measured for LSTMs of 64 and 256
-DONE, FAILED, INTERRUPTED = 0, 1, 130
+DONE, FAILED, INTERRUPTED, TERMINATED = 0, 1, 130, 143
 
 
 def train(options: Train) -> int:
-    """Trains; every argument is checked before anything is created."""
+    """Trains; every argument is checked before anything is created.
+
+    Under `torchrun` every process trains on its share of the environments; the first has the telemetry.
+    """
+    with _process_group(options):
+        return _train(options) if Ranks.current().rank == 0 else _follow(options)
+
+
+def _train(options: Train) -> int:
     with wrong_use():
         trainer = _trainer(options)
         sinks = [as_sink(sink) for sink in options.sink or ("console",)]
@@ -45,9 +62,37 @@ def train(options: Train) -> int:
             },
         )
     _say_preset(options)
-    code = _run(trainer, telemetry, options.total_steps)
+    code = _run(trainer, telemetry, options)
     summary.show(telemetry)
     return code
+
+
+def _follow(options: Train) -> int:
+    """Trains beside the first process and says nothing, unless it fails."""
+    with wrong_use():
+        trainer = _trainer(options)
+    try:
+        with _stopped_by_sigterm(trainer) as asked:
+            trainer.learn(options.total_steps)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception:
+        traceback.print_exc()
+        return FAILED
+    return TERMINATED if asked else DONE
+
+
+@contextmanager
+def _process_group(options: Train) -> Iterator[None]:
+    """Joins the processes that `torchrun` started, if it did."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield
+        return
+    torch.distributed.init_process_group("nccl" if options.device.startswith("cuda") else "gloo")
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def _trainer(options: Train) -> PPO:
@@ -55,7 +100,10 @@ def _trainer(options: Train) -> PPO:
         raise WrongUse(f"total_steps must be at least 1, got {options.total_steps}")
     device = _device(options.device)
     _choose_threads(options)
-    env = make_env(options.env, num_envs=options.num_envs, mask_velocity=options.mask_velocity)
+    ranks = Ranks.current()
+    if options.num_envs % ranks.size:
+        raise WrongUse(f"num_envs must be a multiple of the {ranks.size} processes, got {options.num_envs}")
+    env = make_env(options.env, num_envs=options.num_envs // ranks.size, mask_velocity=options.mask_velocity)
     return PPO(env, options.ppo, device=device)
 
 
@@ -83,14 +131,60 @@ def _device(name: str) -> torch.device:
         raise WrongUse(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
-def _run(trainer: PPO, telemetry: Telemetry, total_steps: int) -> int:
+def _run(trainer: PPO, telemetry: Telemetry, options: Train) -> int:
+    checkpoints = _checkpoints(trainer, telemetry, options)
     try:
-        with telemetry:
+        with telemetry, _stopped_by_sigterm(trainer) as asked:
+            _evaluate(trainer, telemetry, options)
             attach(telemetry, trainer)
-            trainer.learn(total_steps)
+            trainer.learn(options.total_steps)
+            if checkpoints is not None:
+                checkpoints.save()
+            if asked:
+                telemetry.close(RunStatus.PREEMPTED)
+                return TERMINATED
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception:
         traceback.print_exc()
         return FAILED
     return DONE
+
+
+def _checkpoints(trainer: PPO, telemetry: Telemetry, options: Train) -> Checkpoints | None:
+    if options.checkpoint_every <= 0 or telemetry.run_dir is None:
+        return None
+    return Checkpoints(trainer, telemetry.run_dir / "checkpoints", every=options.checkpoint_every)
+
+
+def _evaluate(trainer: PPO, telemetry: Telemetry, options: Train) -> None:
+    """Evaluates every so many steps; what is found joins the record of the update it precedes."""
+    if options.eval_every <= 0:
+        return
+    env = make_env(options.env, num_envs=options.eval_episodes, mask_velocity=options.mask_velocity)
+    due = options.eval_every
+
+    def evaluate(event: RolloutEnd) -> None:
+        nonlocal due
+        if event.env_step >= due:
+            due = event.env_step + options.eval_every
+            found = trainer.evaluate(env, seed=options.ppo.seed + 1)
+            telemetry.log({"eval/return_mean": fmean(found.returns), "eval/length_mean": fmean(found.lengths)})
+
+    trainer.hooks.on(RolloutEnd, evaluate)
+
+
+@contextmanager
+def _stopped_by_sigterm(trainer: PPO) -> Iterator[list[int]]:
+    """Within it SIGTERM ends training after the update in progress; yields the signals that came."""
+    came: list[int] = []
+
+    def stop(number: int, _: FrameType | None) -> None:
+        came.append(number)
+        trainer.stop()
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -5,7 +5,10 @@ A file holds tensors and plain data only, so `torch.load` reads it with `weights
 
 from __future__ import annotations
 
+import math
 import os
+import statistics
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,12 +16,46 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from esper_telemetry.events import EpisodeEnd, UpdateEnd
+
 if TYPE_CHECKING:
     from esper_telemetry.ppo.trainer import PPO
 
 FORMAT = 1
+RECENT = 100
 FITTING = ("env", "num_envs", "heads", "observation_shape")
 """What of a trainer must be the same for a checkpoint to fit."""
+
+
+class Checkpoints:
+    """Keeps `latest.pt`, and `best.pt` of the highest mean return over the last hundred episodes.
+
+    Args:
+        trainer: whose checkpoints; they are written at the ends of its updates.
+        directory: where.
+        every: environment steps between two.
+    """
+
+    def __init__(self, trainer: PPO, directory: str | Path, *, every: int) -> None:
+        self.latest, self.best = Path(directory) / "latest.pt", Path(directory) / "best.pt"
+        self._trainer, self._every = trainer, every
+        self._due, self._highest = trainer.env_steps + every, -math.inf
+        self._returns: deque[float] = deque(maxlen=RECENT)
+        trainer.hooks.on(EpisodeEnd, lambda event: self._returns.extend(event.returns))
+        trainer.hooks.on(UpdateEnd, self._keep)
+
+    def save(self) -> None:
+        """Writes `latest.pt` now, and `best.pt` if no mean return was higher."""
+        self._trainer.save(self.latest)
+        mean = statistics.fmean(self._returns) if len(self._returns) == RECENT else -math.inf
+        if mean > self._highest:
+            self._highest = mean
+            self._trainer.save(self.best)
+
+    def _keep(self, event: UpdateEnd) -> None:
+        if event.env_step >= self._due:
+            self._due = event.env_step + self._every
+            self.save()
 
 
 def state_of(trainer: PPO) -> dict[str, Any]:
@@ -78,6 +115,8 @@ def load(trainer: PPO, path: str | Path) -> None:
         setattr(trainer, name, count)
     trainer.generator.set_state(state["generator"])
     trainer.collector.load_state_dict(state["collector"])
+    if trainer.watchdog is not None:
+        trainer.watchdog.remember()
 
 
 def check(trainer: PPO, state: Mapping[str, Any], path: str | Path) -> None:

@@ -36,13 +36,16 @@ class Choices:
 
     Args:
         masked: names of the parts for which the environment has action masks.
+        greedy: takes the likeliest choices instead of drawing them.
     """
 
-    def __init__(self, env: Task, policy: ActorCritic, num_steps: int, masked: tuple[str, ...]) -> None:
+    def __init__(
+        self, env: Task, policy: ActorCritic, num_steps: int, masked: tuple[str, ...], *, greedy: bool = False
+    ) -> None:
         shape = (num_steps, env.num_envs)
         heads = {name: policy.head(name) for name in env.action_specs}
         with_masks, with_relevance = restricted(env.action_specs, masked)
-        self._policy, self._shape = policy, shape
+        self._policy, self._shape, self._greedy = policy, shape, greedy
         self._restrictors = restrictors(env.action_specs, env.num_envs)
         self._scores = {name: np.zeros((*shape, head.size), np.float32) for name, head in heads.items()}
         self._actions = {name: head.action_buffer(shape) for name, head in heads.items()}
@@ -54,7 +57,11 @@ class Choices:
     def begin(self, generator: torch.Generator) -> None:
         """A rollout begins: draws its noise, at once."""
         heads = {name: self._policy.head(name) for name in self._actions}
-        self._noise = {name: head.noise(self._shape, generator).numpy() for name, head in heads.items()}
+        if not (self._greedy and self._noise):
+            self._noise = {name: head.noise(self._shape, generator).numpy() for name, head in heads.items()}
+        if self._greedy:
+            for noise in self._noise.values():
+                noise.fill(0)
         self._samplers = {name: head.sampler() for name, head in heads.items()}
 
     def choose(self, t: int, scores: Mapping[str, Array], masks: Mapping[str, Array]) -> dict[str, Array]:

@@ -36,13 +36,23 @@ def at_ends(ended: Array) -> Array:
 class Collector:
     """Acts in the environments and remembers what happened, from one rollout to the next.
 
+    Args:
+        greedy: takes the likeliest choices instead of drawing them.
+
     Attributes:
         episodes: counts the episodes.
         seconds: what the last rollout spent in `environment` and in `inference`.
     """
 
     def __init__(
-        self, env: VectorEnvironment, policy: ActorCritic, num_steps: int, seed: int, normalizers: Normalizers = PLAIN
+        self,
+        env: VectorEnvironment,
+        policy: ActorCritic,
+        num_steps: int,
+        seed: int,
+        normalizers: Normalizers = PLAIN,
+        *,
+        greedy: bool = False,
     ) -> None:
         shape = (num_steps, env.num_envs)
         self._normalizers = normalizers
@@ -60,7 +70,8 @@ class Collector:
         self._normalize: Callable[[Array], Array] | None = None
         self._raw[-1] = env.reset(seed)
         self._masks: Callable[[], Mapping[str, Array]] | None = env.action_masks if isinstance(env, Masked) else None
-        self._choices = Choices(env, policy, num_steps, tuple(self._masks()) if self._masks else ())
+        masked = tuple(self._masks()) if self._masks else ()
+        self._choices = Choices(env, policy, num_steps, masked, greedy=greedy)
         self._fresh[-1] = True
 
     def collect(self, resets: Resets = at_ends) -> Rollout:

@@ -45,6 +45,8 @@ class PPOConfig:
         activation: `tanh` or `relu`.
         shared_trunk: actor and critic share their hidden layers and their memory.
         log_std: initial log standard deviation of continuous actions.
+        watchdog: puts the last good weights back where an update leaves some that are not finite, and clears the
+            optimizer; gives up after three in a row.
         seed: of initial weights, sampling and shuffling, and of environments that were made without one.
     """
 
@@ -76,6 +78,7 @@ class PPOConfig:
     activation: str = "tanh"
     shared_trunk: bool = False
     log_std: float = 0.0
+    watchdog: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ ratio of an update's first minibatch is 1.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from esper_telemetry.environments.protocol import Task
 from esper_telemetry.ppo.config import PPOConfig
+from esper_telemetry.ppo.ranks import ALONE, Ranks
 from esper_telemetry.ppo.rollout import Rollout
 from esper_telemetry.ppo.scan import running_sums
 
@@ -35,18 +37,24 @@ class Moments(nn.Module):
     variance: Tensor
     count: Tensor
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, shape: tuple[int, ...], ranks: Ranks = ALONE) -> None:
         super().__init__()
+        self.ranks = ranks
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
         self.register_buffer("variance", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     @torch.no_grad()
     def update(self, rows: Tensor) -> None:
-        """Adds rows [N, ...] (Chan et al. 1979, parallel variance)."""
-        variance, mean = torch.var_mean(rows.double(), 0, correction=0)
-        total = self.count + len(rows)
-        share, shift = len(rows) / total, mean - self.mean
+        """Adds rows [N, ...] of all ranks (Chan et al. 1979, parallel variance)."""
+        if self.ranks.alone:
+            count: Tensor | int = len(rows)
+            variance, mean = torch.var_mean(rows.double(), 0, correction=0)
+        else:
+            count, mean, squares = self.ranks.moments(rows, self.mean)
+            variance = squares / count
+        total = self.count + count
+        share, shift = count / total, mean - self.mean
         self.variance.lerp_(variance, share).add_(shift.square() * share * (1 - share))
         self.mean.add_(shift * share)
         self.count.copy_(total)
@@ -84,10 +92,10 @@ class RewardNormalizer(nn.Module):
 
     sums: Tensor
 
-    def __init__(self, num_envs: int, gamma: float) -> None:
+    def __init__(self, num_envs: int, gamma: float, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.gamma = gamma
-        self.moments = Moments(())
+        self.moments = Moments((), ranks)
         self.register_buffer("sums", torch.zeros(num_envs, dtype=torch.float64))
 
     @torch.no_grad()
@@ -126,13 +134,25 @@ class Normalizers(nn.Module):
         scaled = self.rewards(rollout.rewards, rollout.ended, rollout.valid)
         return replace(rollout, rewards=scaled, raw_rewards=rollout.rewards)
 
+    def frozen(self) -> Normalizers:
+        """These, as they are now and will stay; rewards are left as they come."""
+        return Frozen(copy.deepcopy(self.observations))
+
+
+class Frozen(Normalizers):
+    """Normalisers that learn nothing."""
+
+    def finish(self, rollout: Rollout, raw: Tensor) -> Rollout:
+        """The rollout as it is."""
+        return rollout
+
 
 PLAIN = Normalizers()
 
 
-def normalizers_for(env: Task, config: PPOConfig) -> Normalizers:
+def normalizers_for(env: Task, config: PPOConfig, ranks: Ranks = ALONE) -> Normalizers:
     """The normalisers that the settings ask for."""
     return Normalizers(
-        ObservationNormalizer(env.observation_shape) if config.normalize_observations else None,
-        RewardNormalizer(env.num_envs, config.gamma) if config.normalize_rewards else None,
+        ObservationNormalizer(env.observation_shape, ranks) if config.normalize_observations else None,
+        RewardNormalizer(env.num_envs, config.gamma, ranks) if config.normalize_rewards else None,
     )

@@ -103,7 +103,7 @@ class ActorCritic(nn.Module):
         return head
 
     def groups(self) -> dict[str, list[str]]:
-        """Names of the parameters that serve the actor, the critic or both, and of each head's."""
+        """Names of the parameters that serve the actor, the critic or both, and again of each head's and the memory's."""
         prefixes = {f"head:{name}": f"heads.{name}." for name in self.heads}
         heads = {
             group: [n for n, _ in self.named_parameters() if n.startswith(prefix)] for group, prefix in prefixes.items()
@@ -112,7 +112,10 @@ class ActorCritic(nn.Module):
         critic = [f"critic.{name}" for name, _ in self.critic.named_parameters()] if self.critic else []
         policy = [name for names in heads.values() for name in names]
         owners = {"actor": policy, "shared": trunk} if self.critic is None else {"actor": trunk + policy}
-        return owners | {"critic": [*critic, "value.weight", "value.bias"]} | heads
+        memory = [name for name, _ in self.named_parameters() if ".core." in name]
+        return (
+            owners | {"critic": [*critic, "value.weight", "value.bias"]} | heads | ({"lstm": memory} if memory else {})
+        )
 
     def check_finite(self) -> None:
         """Raises FloatingPointError, naming the first, where weights are not finite; synchronises once."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.ppo.config import PPOConfig
+from esper_telemetry.ppo.ranks import ALONE, Ranks
 
 STOP_FACTOR = 1.5  # of `target_kl`: Stable-Baselines3 and Spinning Up
 RATE_FACTOR, KL_BAND, RATE_BOUNDS = 1.5, 2.0, (1e-5, 1e-2)  # RSL-RL's adaptive schedule
@@ -35,7 +36,9 @@ def entropy_coef(config: PPOConfig, remaining: float) -> float:
     return config.final_entropy_coef + (config.entropy_coef - config.final_entropy_coef) * remaining
 
 
-def mean_kl(log_ratios: Sequence[Tensor]) -> float:
-    """Mean of exp(l) - 1 - l over all rows of a pass (Schulman's k3 estimator); waits for the device."""
+def mean_kl(log_ratios: Sequence[Tensor], ranks: Ranks = ALONE) -> float:
+    """Mean of exp(l) - 1 - l over all rows of a pass, of all ranks (Schulman's k3 estimator); waits for the device."""
     log_ratio = torch.cat(list(log_ratios))
-    return float((log_ratio.expm1() - log_ratio).mean())
+    terms = (log_ratio.expm1() - log_ratio).double()
+    total, count = ranks.sum(torch.stack([terms.sum(), terms.new_tensor(len(terms))])).tolist()
+    return float(total / count)

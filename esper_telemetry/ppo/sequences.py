@@ -21,6 +21,9 @@ Array = npt.NDArray[Any]
 PARTS = {"lstm": 2, "gru": 1}
 """Parts of a state: hidden and cell state of an LSTM, the hidden state of a GRU."""
 
+STRIDE = 8
+"""Heights of grids are multiples of this: oneDNN prepares itself anew, for as long as a pass takes, for each new shape."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:
@@ -104,11 +107,13 @@ class Sequences:
         """The rows in columns.
 
         Args:
-            shared: runs share columns behind separators, where they fit below the longest run; otherwise each has its own.
+            shared: runs share columns behind separators, where they fit; otherwise each has its own.
         """
         lengths = self.lengths
-        column, top = pack(lengths, self.carried) if shared else (np.arange(len(lengths)), np.zeros_like(lengths))
-        columns = int(column[-1]) + 1
+        height = -(-int(lengths.max()) // STRIDE) * STRIDE
+        alone = (np.arange(len(lengths)), np.zeros_like(lengths))
+        column, top = pack(lengths, self.carried, height) if shared else alone
+        columns = int(column.max()) + 1
         starts = np.cumsum(lengths) - lengths
         rows = np.arange(starts[-1] + lengths[-1])
         cells = rows * columns + np.repeat((top - starts) * columns + column, lengths)
@@ -117,7 +122,7 @@ class Sequences:
         return Grid(
             on(cells, device),
             on((top[behind] - 1) * columns + column[behind], device) if len(behind) else None,
-            int((top + lengths).max()),
+            height,
             columns,
             self._begin(columns, column[self.carried]),
         )
@@ -134,21 +139,23 @@ class Sequences:
         }
 
 
-def pack(lengths: Array, carried: Array) -> tuple[Array, Array]:
-    """Column and first position of each run: runs in order, one behind the other while the longest is not exceeded.
+def pack(lengths: Array, carried: Array, room: int) -> tuple[Array, Array]:
+    """Column and first position of each run: the longest first, each behind the first that leaves room for it.
 
     A run that goes on with a stored state stands at the top of a column; the others need a separator before them.
     """
-    room = int(lengths.max())
-    columns, offsets = [], []
-    column, top = -1, room + 1
-    for length, first in zip(lengths.tolist(), carried.tolist(), strict=True):
-        if first or top + length > room:
-            column, top = column + 1, 0
-        columns.append(column)
-        offsets.append(top)
-        top += length + 1
-    return np.array(columns), np.array(offsets)
+    columns, offsets = np.zeros_like(lengths), np.zeros_like(lengths)
+    ends: list[int] = []
+    order = np.lexsort((-lengths, ~carried)).tolist()
+    sizes, tops = lengths.tolist(), carried.tolist()
+    for run in order:
+        size = sizes[run]
+        column = len(ends) if tops[run] else next((c for c, end in enumerate(ends) if end + size <= room), len(ends))
+        if column == len(ends):
+            ends.append(0)
+        columns[run], offsets[run] = column, ends[column]
+        ends[column] += size + 1
+    return columns, offsets
 
 
 def on(indices: Array, device: torch.device) -> Tensor:

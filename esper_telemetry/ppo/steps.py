@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.ppo.config import PPOConfig
+from esper_telemetry.ppo.ranks import ALONE, Ranks
 from esper_telemetry.ppo.rollout import Batch, Rollout
 from esper_telemetry.ppo.scan import remaining_sums
 
@@ -50,6 +51,13 @@ def standardize(advantages: Tensor, floor: float = 0.0) -> Tensor:
         return advantages
     std, mean = torch.std_mean(advantages, correction=1)
     return (advantages - mean) / (std.clamp(min=floor) + STD_FLOOR)
+
+
+def standardize_globally(advantages: Tensor, floor: float, ranks: Ranks) -> Tensor:
+    """The same with mean and deviation over the advantages of all ranks."""
+    count, mean, squares = ranks.moments(advantages, advantages.new_zeros((), dtype=torch.float64))
+    std = (squares / (count - 1)).sqrt().clamp(min=floor)
+    return ((advantages - mean) / (std + STD_FLOOR)).to(advantages.dtype)
 
 
 def shuffled_minibatches(batch: Batch, count: int, generator: torch.Generator) -> Iterable[Batch]:
@@ -139,10 +147,12 @@ class UpdateSteps:
         )
 
 
-def steps_for(config: PPOConfig) -> UpdateSteps:
+def steps_for(config: PPOConfig, ranks: Ranks = ALONE) -> UpdateSteps:
     """The steps that the settings ask for."""
     steps = UpdateSteps()
-    if config.advantage_std_floor:
+    if not ranks.alone:
+        steps = replace(steps, normalize=partial(standardize_globally, floor=config.advantage_std_floor, ranks=ranks))
+    elif config.advantage_std_floor:
         steps = replace(steps, normalize=partial(standardize, floor=config.advantage_std_floor))
     if config.clip_value is not None:
         steps = replace(steps, value_loss=partial(clipped_squared_error, clip=config.clip_value))

@@ -29,14 +29,25 @@ Resets = Callable[[Any], Any]
 class TensorCollector:
     """Acts in tensor environments and remembers what happened; the twin of `Collector`.
 
+    Args:
+        greedy: takes the likeliest choices instead of drawing them.
+
     Attributes:
         episodes: counts the episodes.
         seconds: what the last rollout spent in `environment` and in `inference`, as far as the host can tell.
     """
 
     def __init__(
-        self, env: TensorEnvironment, policy: ActorCritic, num_steps: int, seed: int, normalizers: Normalizers = PLAIN
+        self,
+        env: TensorEnvironment,
+        policy: ActorCritic,
+        num_steps: int,
+        seed: int,
+        normalizers: Normalizers = PLAIN,
+        *,
+        greedy: bool = False,
     ) -> None:
+        self._greedy = greedy
         self.env, self.policy, self.num_steps = env, policy, num_steps
         self.episodes = EpisodeCounter(env.num_envs)
         self.seconds: dict[str, float] = {}
@@ -102,7 +113,8 @@ class TensorCollector:
     def _noise(self) -> dict[str, Tensor]:
         shape = (self.num_steps, self.env.num_envs)
         heads = {name: self.policy.head(name) for name in self.env.action_specs}
-        return {name: head.noise(shape, self._generator).to(self._device) for name, head in heads.items()}
+        noise = {name: head.noise(shape, self._generator).to(self._device) for name, head in heads.items()}
+        return {name: torch.zeros_like(part) for name, part in noise.items()} if self._greedy else noise
 
     def _normalized(self, observations: Tensor) -> Tensor:
         normalizer = self._normalizers.observations

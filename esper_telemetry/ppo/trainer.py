@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import ops
-from esper_telemetry.environments.protocol import Environment, Task, TensorEnvironment
-from esper_telemetry.environments.tensor import on_host
+from esper_telemetry.environments.protocol import Environment, Task
 from esper_telemetry.events import (
     BackwardEnd,
     EpisodeEnd,
+    EvaluationEnd,
     MinibatchEnd,
+    Rollback,
     RolloutEnd,
     RunStart,
     TrunkBackward,
@@ -25,15 +26,17 @@ from esper_telemetry.events import (
 from esper_telemetry.hooks import Hooks
 from esper_telemetry.ppo import checkpoint
 from esper_telemetry.ppo.backward import backward_losses, backward_trunks, gradient, leaf
-from esper_telemetry.ppo.collector import Collector
 from esper_telemetry.ppo.config import PPOConfig
-from esper_telemetry.ppo.normalizer import Normalizers, normalizers_for
+from esper_telemetry.ppo.evaluation import Evaluation, evaluate
+from esper_telemetry.ppo.gathering import collector_for
+from esper_telemetry.ppo.normalizer import normalizers_for
 from esper_telemetry.ppo.policy import ActorCritic, add
+from esper_telemetry.ppo.ranks import Ranks
 from esper_telemetry.ppo.rollout import Batch, Rollout, flatten
 from esper_telemetry.ppo.schedules import STOP_FACTOR, adapted_rate, entropy_coef, learning_rate, mean_kl
 from esper_telemetry.ppo.steps import steps_for
 from esper_telemetry.ppo.telling import Result, minibatch_event, rollout_event
-from esper_telemetry.ppo.tensor_collector import TensorCollector
+from esper_telemetry.ppo.watchdog import Watchdog
 
 FACTS = (
     "max_grad_norm",
@@ -61,6 +64,8 @@ class PPO:
     Attributes:
         env, config, policy, optimizer, normalizers: what it is made of.
         collector, generator: what gathers rollouts, and what shuffles them.
+        watchdog: None unless the settings ask for it.
+        ranks: the processes that train together.
         hooks: who is told of what happens.
         steps: the parts of the update; replace one to vary the algorithm.
         env_steps, updates, gradient_steps: what has been done so far.
@@ -75,13 +80,25 @@ class PPO:
         self.config.check_rollout(env.num_envs)
         self.env = env
         self.hooks = Hooks()
-        self.steps = steps_for(self.config)
+        self.ranks = Ranks.current()
+        self.steps = steps_for(self.config, self.ranks)
         self.policy = build_policy(env, self.config).to(device)
+        self.ranks.share(self.policy)
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=self.config.learning_rate, eps=1e-5, fused=True)
         self.env_steps = self.updates = self.gradient_steps = 0
-        self.normalizers = normalizers_for(env, self.config).to(device)
-        self.collector = collector_for(env, self.policy, self.config, self.normalizers)
+        self.normalizers = normalizers_for(env, self.config, self.ranks).to(device)
+        self.collector = collector_for(
+            env,
+            self.policy,
+            self.normalizers,
+            num_steps=self.config.num_steps,
+            seed=self.ranks.seed(self.config.seed),
+        )
         self.generator = torch.Generator().manual_seed(self.config.seed)
+        self.watchdog: Watchdog | None = None
+        if self.config.watchdog:
+            self.watchdog = Watchdog(torch.nn.ModuleList([self.policy, self.normalizers]), self.optimizer)
+        self._stopping = self._agreed_to_stop = False
         self._parameters = dict(self.policy.named_parameters())
         self._device = self.policy.value.weight.device
         self._coefficients: dict[str, float] = {}
@@ -99,9 +116,20 @@ class PPO:
             raise ValueError(f"total_steps must exceed the {self.env_steps} steps already collected, got {total_steps}")
         if self.hooks.wants(RunStart):
             self.hooks.emit(RunStart(asdict(self.config), self.facts(total_steps)))
-        while self.env_steps < total_steps:
+        self._stopping = self._agreed_to_stop = False
+        while self.env_steps < total_steps and not self._agreed_to_stop:
             self._schedule(1 - self.env_steps / total_steps)
             self._train_once()
+
+    def stop(self) -> None:
+        """Makes `learn` return after the update it is in; may be called from a hook or a signal handler."""
+        self._stopping = True
+
+    def evaluate(self, env: Environment, *, seed: int = 0) -> Evaluation:
+        """One episode in each of these environments with the likeliest actions; training does not notice."""
+        found = evaluate(self.policy, env, self.normalizers, seed=seed)
+        self.hooks.emit(EvaluationEnd(self.env_steps, found.returns, found.lengths))
+        return found
 
     def save(self, path: str | Path) -> Path:
         """Writes a checkpoint, whole or not at all."""
@@ -117,7 +145,7 @@ class PPO:
         return {
             "env": self.env.name,
             "total_steps": total_steps,
-            "num_envs": self.env.num_envs,
+            "num_envs": self.env.num_envs * self.ranks.size,
             "precision": "fp32",
             "optimizer": type(self.optimizer).__name__,
             "advantage_correction": 1,
@@ -136,19 +164,24 @@ class PPO:
             self._weights = {name: torch.tensor(weight, device=self._device) for name, weight in weights.items()}
 
     def _train_once(self) -> None:
-        """One rollout and the update it feeds."""
+        """One rollout and the update it feeds; in the end the ranks agree whether to go on."""
         rollout = self.collector.collect(self.steps.resets)
         self.updates += 1
-        self.env_steps += rollout.transitions
+        (transitions,) = self.ranks.totals(rollout.transitions)
+        self.env_steps += transitions
         start = time.perf_counter()
         rate = self.optimizer.param_groups[0]["lr"]
         epochs = self._update(self.steps.seen(rollout))
-        self.policy.check_finite()
+        if self.watchdog is None:
+            self.policy.check_finite()
+        elif not self.watchdog.look():
+            self.hooks.emit(Rollback(self.updates, self.env_steps, self.watchdog.rollbacks))
         if self.hooks.wants(UpdateEnd):
             seconds = {**self.collector.seconds, "update": time.perf_counter() - start}
             self.hooks.emit(
                 UpdateEnd(self.updates, self.env_steps, self.gradient_steps, rate, seconds, epochs, self._coefficients)
             )
+        self._agreed_to_stop = self.ranks.totals(self._stopping)[0] > 0
 
     def _update(self, rollout: Rollout) -> int:
         """Several passes over a rollout; returns how many."""
@@ -174,7 +207,7 @@ class PPO:
         config, last = self.config, epoch + 1 == self.config.num_epochs
         if config.target_kl is None and (config.desired_kl is None or not last):
             return False
-        kl = mean_kl(log_ratios)
+        kl = mean_kl(log_ratios, self.ranks)
         stop = config.target_kl is not None and not kl <= STOP_FACTOR * config.target_kl
         if config.desired_kl is not None and (stop or last):
             for group in self.optimizer.param_groups:
@@ -197,7 +230,7 @@ class PPO:
             shared = list(self.policy.actor.parameters()) if self.policy.critic is None else []
             self.hooks.emit(TrunkBackward(epoch, step, outputs, gradient(actor), gradient(critic), shared))
         backward_trunks(outputs, gradient(actor), gradient(critic))
-        self._descend(epoch, step)
+        self._descend(epoch, step, len(batch))
         if self.hooks.wants(MinibatchEnd):
             losses = {name: loss.detach() for name, loss in result.losses.items()}
             self.hooks.emit(minibatch_event(batch, (epoch, step), result, self.policy, losses))
@@ -219,10 +252,11 @@ class PPO:
             losses["entropy"] = -policy.entropy(normalized, batch.relevance)
         return Result(log_ratio, values, scores, log_probs, losses)
 
-    def _descend(self, epoch: int, step: int) -> None:
-        """Clips the gradients by their global norm, steps the optimizer and drops the gradients."""
+    def _descend(self, epoch: int, step: int, rows: int) -> None:
+        """Joins the gradients of all ranks, clips them by their global norm, steps the optimizer and drops them."""
         config = self.config
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        self.ranks.average(list(gradients.values()), rows)
         if config.max_grad_norm is not None or self.hooks.wants(BackwardEnd):
             norms = ops.gradient_norms(list(gradients.values()))
             if self.hooks.wants(BackwardEnd):
@@ -242,17 +276,6 @@ class PPO:
         episodes = self.collector.episodes
         if episodes.returns and self.hooks.wants(EpisodeEnd):
             self.hooks.emit(EpisodeEnd(self.env_steps, episodes.returns, episodes.lengths))
-
-
-def collector_for(
-    env: Environment, policy: ActorCritic, config: PPOConfig, normalizers: Normalizers
-) -> Collector | TensorCollector:
-    """What collects from that kind of environment; tensor environments on the host are stepped as arrays."""
-    if not isinstance(env, TensorEnvironment):
-        return Collector(env, policy, config.num_steps, config.seed, normalizers)
-    if env.device.type == policy.value.weight.device.type == "cpu":
-        return Collector(on_host(env), policy, config.num_steps, config.seed, normalizers)
-    return TensorCollector(env, policy, config.num_steps, config.seed, normalizers)
 
 
 def build_policy(env: Task, config: PPOConfig) -> ActorCritic:

@@ -12,6 +12,7 @@ from ppo_builders import Seen, cartpole, equal, pendulum, weights
 from esper_telemetry.environments import CueRecall, make_env
 from esper_telemetry.events import EpisodeEnd, UpdateEnd
 from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo.checkpoint import Checkpoints, read
 from esper_telemetry.ppo.tensor_collector import TensorCollector
 
 SMALL: dict[str, Any] = {"num_steps": 16, "num_minibatches": 2, "hidden_sizes": (8,), "lstm_size": 8}
@@ -122,3 +123,31 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match=r"other\.pt is not a checkpoint of format 1"):
         cartpole().load(tmp_path / "other.pt")
+
+
+def test_the_best_is_that_of_the_highest_mean_return(tmp_path: Path) -> None:
+    """The hundred returns rise, then fall: the best stays where they were highest."""
+    trainer = cartpole()
+    checkpoints = Checkpoints(trainer, tmp_path, every=10**9)
+    updates = []
+    for level in (1.0, 3.0, 2.0):
+        trainer.updates += 1
+        trainer.hooks.emit(EpisodeEnd(0, [level] * 100, [1] * 100))
+        checkpoints.save()
+        updates.append([read(path)["counts"]["updates"] for path in (checkpoints.latest, checkpoints.best)])
+
+    assert updates == [[1, 1], [2, 2], [3, 2]]
+
+
+def test_checkpoints_come_every_so_many_steps(tmp_path: Path) -> None:
+    trainer = pendulum()
+    checkpoints = Checkpoints(trainer, tmp_path, every=128)
+    counts: list[int] = []
+
+    def look(_: UpdateEnd) -> None:
+        counts.append(read(checkpoints.latest)["counts"]["env_steps"] if checkpoints.latest.exists() else 0)
+
+    trainer.hooks.on(UpdateEnd, look)
+    trainer.learn(320)
+
+    assert counts == [0, 128, 128, 256, 256]

@@ -29,9 +29,17 @@ def test_every_preset_fits_its_task(key: tuple[str, str, bool]) -> None:
 
 
 def test_an_unknown_task_gets_the_defaults() -> None:
-    found = preset("Somewhere-v0", "lstm")
+    found = preset("Somewhere-v0")
 
-    assert (found.name, found.num_envs, found.config()) == ("none", 8, PPOConfig(policy="lstm"))
+    assert (found.name, found.num_envs, found.config()) == ("none", 8, PPOConfig())
+
+
+def test_an_unknown_task_with_memory_is_normalised() -> None:
+    """Rewards of any size, observations of any scale: an LSTM that must see small differences does not learn without."""
+    found = preset("Somewhere-v0", "gru")
+
+    assert (found.name, found.config().policy) == ("memory", "gru")
+    assert found.config().normalize_observations and found.config().normalize_rewards
 
 
 def test_the_command_line_starts_from_the_preset_and_explicit_options_win() -> None:

@@ -110,12 +110,12 @@ def test_gradients_are_those_of_columns_of_one_run() -> None:
         assert alone is not None and together is not None and torch.allclose(alone, together, rtol=1e-4, atol=1e-5)
 
 
-def test_runs_share_columns_below_the_longest() -> None:
-    """Lengths 5, 2, 2, 4, 1 and a carried 3: 5 | 2 sep 2 | 4 | 1 | 3. The 1 would need a sixth cell after the 4."""
-    columns, offsets = pack(np.array([5, 2, 2, 4, 1, 3]), np.array([True, False, False, False, False, True]))
+def test_runs_share_columns_while_there_is_room() -> None:
+    """Room for 6, separators of 1. Carried 3 and 1 lie on top; then 5 alone, 4 behind the 1, 2 behind the 3."""
+    columns, offsets = pack(np.array([3, 2, 5, 1, 4]), np.array([True, False, False, True, False]), 6)
 
-    assert columns.tolist() == [0, 1, 1, 2, 3, 4]
-    assert offsets.tolist() == [0, 0, 3, 0, 0, 0]
+    assert columns.tolist() == [0, 0, 2, 1, 1]
+    assert offsets.tolist() == [0, 4, 0, 0, 2]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -255,3 +255,13 @@ def test_the_same_seed_gives_the_same_weights(kind: str) -> None:
 def test_a_recurrent_policy_needs_an_environment_for_every_minibatch() -> None:
     with pytest.raises(ValueError, match="must not exceed the 4 environments, got 5"):
         cartpole(policy="lstm", num_minibatches=5)
+
+
+def test_the_facts_name_the_parameters_of_the_memory() -> None:
+    groups = recurrent(shared_trunk=True).facts(1000)["groups"]
+
+    assert groups["lstm"] == [
+        f"actor.core.cells.0.{part}_l0" for part in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    ]
+    assert set(groups["lstm"]) < set(groups["shared"])
+    assert "lstm" not in cartpole().facts(1000)["groups"]

@@ -17,7 +17,9 @@ from esper_telemetry.environments import ActionSpec, Step
 from esper_telemetry.events import (
     BackwardEnd,
     EpisodeEnd,
+    EvaluationEnd,
     MinibatchEnd,
+    Rollback,
     RolloutEnd,
     RunStart,
     TrunkBackward,
@@ -196,6 +198,22 @@ def test_the_learning_rate_falls_to_zero_over_the_run() -> None:
     assert set(seen.events[0].seconds) == {"environment", "inference", "update"}
 
 
+def test_a_stopped_trainer_ends_after_the_update() -> None:
+    trainer = cartpole()
+
+    def stop(event: UpdateEnd) -> None:
+        if event.update == 2:
+            trainer.stop()
+
+    trainer.hooks.on(UpdateEnd, stop)
+
+    trainer.learn(10_000)
+    assert trainer.updates == 2
+
+    trainer.learn(10_000)
+    assert trainer.updates > 10
+
+
 def test_a_replaced_step_is_used() -> None:
     """Advantages of zero leave the actor as it is."""
     trainer = cartpole()
@@ -262,4 +280,4 @@ def test_every_documented_event_is_emitted() -> None:
         value for value in vars(events).values() if isinstance(value, type) and value.__module__ == events.__name__
     }
 
-    assert documented == set(EVENTS)
+    assert documented == {*EVENTS, EvaluationEnd, Rollback}

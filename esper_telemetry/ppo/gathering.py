@@ -1,0 +1,21 @@
+"""Which collector an environment needs."""
+
+from __future__ import annotations
+
+from esper_telemetry.environments.protocol import Environment, TensorEnvironment
+from esper_telemetry.environments.tensor import on_host
+from esper_telemetry.ppo.collector import Collector
+from esper_telemetry.ppo.normalizer import Normalizers
+from esper_telemetry.ppo.policy import ActorCritic
+from esper_telemetry.ppo.tensor_collector import TensorCollector
+
+
+def collector_for(
+    env: Environment, policy: ActorCritic, normalizers: Normalizers, *, num_steps: int, seed: int, greedy: bool = False
+) -> Collector | TensorCollector:
+    """What collects from that kind of environment; tensor environments on the host are stepped as arrays."""
+    if not isinstance(env, TensorEnvironment):
+        return Collector(env, policy, num_steps, seed, normalizers, greedy=greedy)
+    if env.device.type == policy.value.weight.device.type == "cpu":
+        return Collector(on_host(env), policy, num_steps, seed, normalizers, greedy=greedy)
+    return TensorCollector(env, policy, num_steps, seed, normalizers, greedy=greedy)

@@ -1,0 +1,82 @@
+"""The processes that train together: one alone, or those that `torchrun` started and `torch.distributed` joins.
+
+Environments are split over the ranks. Losses are local sums over the global count, so gradients are summed; moments of
+advantages and of normalisers are global; what decides on the course of training is agreed. On the same data the ranks
+take the step that one process would take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+SEED_STRIDE = 10_007
+"""Between the seeds of two ranks; more than environments of a rank, which are seeded one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """How many processes there are, and which one this is."""
+
+    size: int = 1
+    rank: int = 0
+
+    @classmethod
+    def current(cls) -> Ranks:
+        """Those of the process group, if one is initialised."""
+        if dist.is_available() and dist.is_initialized():
+            return cls(dist.get_world_size(), dist.get_rank())
+        return cls()
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is one process."""
+        return self.size == 1
+
+    def seed(self, seed: int) -> int:
+        """This rank's seed for what must differ between ranks."""
+        return seed + SEED_STRIDE * self.rank
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks; with one, the tensor itself."""
+        if self.alone:
+            return tensor
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
+    def totals(self, *counts: int) -> list[int]:
+        """Sums of whole numbers over all ranks."""
+        return list(counts) if self.alone else self.sum(torch.tensor(counts, dtype=torch.int64)).tolist()
+
+    def share(self, module: nn.Module) -> None:
+        """Gives every rank the first one's weights."""
+        if not self.alone:
+            for tensor in module.state_dict().values():
+                dist.broadcast(tensor, 0)
+
+    def average(self, gradients: Sequence[Tensor], rows: int) -> None:
+        """Makes gradients of local means, over `rows` rows, those of the mean over the rows of all ranks, in place."""
+        if self.alone:
+            return
+        sums = [gradient.flatten() * rows for gradient in gradients]
+        *parts, total = self.sum(torch.cat([*sums, sums[0].new_tensor([rows])])).split([*map(len, sums), 1])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_((part / total).view_as(gradient))
+
+    def moments(self, values: Tensor, around: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Count, mean and sum of squared deviations of rows [N, ...] of all ranks, float64; `around`: any value near them."""
+        shifted = values.double() - around
+        count = torch.full_like(shifted[:1], len(values)).flatten()[:1]
+        sums, squares = shifted.sum(0), shifted.square().sum(0)
+        total = self.sum(torch.cat([count, sums.flatten(), squares.flatten()]))
+        count, sums, squares = total[0], total[1 : 1 + sums.numel()], total[1 + sums.numel() :]
+        mean = sums / count
+        return count, (around.flatten() + mean).view(around.shape), (squares - count * mean.square()).view(around.shape)
+
+
+ALONE = Ranks()

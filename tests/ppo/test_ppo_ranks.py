@@ -1,0 +1,145 @@
+"""Two processes: on the same data they take one process's steps, they agree, and a dead one ends the other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ppo_builders import cartpole, pendulum, random_rollout, weights
+from torch import Tensor
+
+from esper_telemetry.events import UpdateEnd
+from esper_telemetry.ppo import PPO
+from esper_telemetry.ppo.normalizer import Moments
+from esper_telemetry.ppo.ranks import Ranks
+from esper_telemetry.ppo.rollout import Rollout
+
+
+def shared_rollout() -> Rollout:
+    """Four environments of 32 steps, with observations that fit CartPole and log-probabilities near those of a policy."""
+    rollout = random_rollout(32, 4, invalid=True)
+    observations = torch.randn(32, 4, 4, generator=torch.Generator().manual_seed(1))
+    return replace(rollout, observations=observations, log_probs=torch.full((32, 4), -0.69))
+
+
+def columns(rollout: Rollout, chosen: slice) -> Rollout:
+    """Some of the environments."""
+    changes: dict[str, Any] = {
+        name: getattr(rollout, name)[:, chosen]
+        for name in ("observations", "log_probs", "rewards", "values", "next_values", "ended", "terminated", "valid")
+    }
+    valid: Tensor = changes["valid"]
+    actions = {name: action[:, chosen] for name, action in rollout.actions.items()}
+    return replace(rollout, **changes, actions=actions, transitions=int(valid.sum()))
+
+
+def after_update(rollout: Rollout, **settings: Any) -> tuple[list[Tensor], int]:
+    """Weights after an update, and how many passes it had."""
+    trainer = cartpole(num_minibatches=1, num_epochs=6, learning_rate=0.01, max_grad_norm=0.1, **settings)
+    passes = trainer._update(rollout)
+    return weights(trainer), passes
+
+
+def run_together(body: Callable[..., Any], directory: Path, *arguments: Any) -> list[Any]:
+    """What `body(rank, *arguments)` gives in two processes; None of one that died."""
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=_one, args=(body, rank, str(directory), arguments), daemon=True) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(100)
+        assert process.exitcode is not None, "a rank hangs"
+    results = [directory / f"{rank}.pt" for rank in range(2)]
+    return [torch.load(path) if path.exists() else None for path in results]
+
+
+def _one(body: Callable[..., Any], rank: int, directory: str, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=2)
+    torch.save(body(rank, *arguments), f"{directory}/{rank}.pt")
+
+
+def everything(rank: int) -> dict[str, Any]:
+    """Several checks in one pair of processes, because they take seconds to start."""
+    half = columns(shared_rollout(), slice(0, 1) if rank == 0 else slice(1, 4))
+    moments = Moments((4,), Ranks.current())
+    assert half.valid is not None
+    for part in half.observations[half.valid].chunk(3):
+        moments.update(part)
+    return {
+        "weights": after_update(half)[0],
+        "passes": after_update(half, target_kl=1e-4)[1],
+        "mean": moments.mean,
+        "variance": moments.variance,
+        "learned": learned(rank, cartpole),
+        "remembered": learned(rank, lambda: pendulum(policy="lstm", num_minibatches=2, normalize_observations=True)),
+    }
+
+
+def learned(rank: int, make: Callable[[], PPO]) -> tuple[list[Tensor], int, int]:
+    """Weights, updates and steps of a run that the second rank stops after three updates."""
+    trainer = make()
+
+    def stop(event: UpdateEnd) -> None:
+        if rank == 1 and event.update == 3:
+            trainer.stop()
+
+    trainer.hooks.on(UpdateEnd, stop)
+    trainer.learn(10_000)
+    return weights(trainer), trainer.updates, trainer.env_steps
+
+
+def test_two_ranks_do_what_one_process_does(tmp_path: Path) -> None:
+    first, second = run_together(everything, tmp_path)
+    rollout = shared_rollout()
+    assert rollout.valid is not None
+    rows = rollout.observations[rollout.valid].double()
+
+    for ours, theirs, alone in zip(first["weights"], second["weights"], after_update(rollout)[0], strict=True):
+        assert torch.equal(ours, theirs) and torch.allclose(ours, alone, atol=1e-5)
+    assert first["passes"] == second["passes"] == after_update(rollout, target_kl=1e-4)[1] < 6
+    assert torch.allclose(first["mean"], rows.mean(0)) and torch.equal(first["mean"], second["mean"])
+    assert torch.allclose(first["variance"], rows.var(0, correction=0))
+    for name in ("learned", "remembered"):
+        (ours, updates, steps), (theirs, others, same_steps) = first[name], second[name]
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert updates == others == 3 and steps == same_steps
+    assert first["remembered"][2] == 3 * 2 * 64
+
+
+def dying(rank: int) -> str:
+    trainer = cartpole()
+
+    def die(event: UpdateEnd) -> None:
+        if rank == 1 and event.update == 2:
+            os._exit(1)
+
+    trainer.hooks.on(UpdateEnd, die)
+    try:
+        trainer.learn(10_000)
+    except RuntimeError as error:
+        return str(error)
+    return "learned on"
+
+
+def test_a_dead_rank_ends_the_other_with_an_error(tmp_path: Path) -> None:
+    survivor, dead = run_together(dying, tmp_path)
+
+    assert dead is None and survivor != "learned on" and survivor
+
+
+def test_alone_nothing_is_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "all_reduce", None)
+
+    cartpole(normalize_observations=True, target_kl=0.01).learn(300)
+
+    assert Ranks.current() == Ranks(1, 0) and Ranks.current().seed(7) == 7

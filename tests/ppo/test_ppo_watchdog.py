@@ -1,0 +1,77 @@
+"""The watchdog: one bad rollout is survived, three in a row are not, and good ones are left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from ppo_builders import Seen, cartpole, equal, pendulum, weights
+from torch import Tensor
+
+from esper_telemetry.events import Rollback, UpdateEnd
+
+
+def poisoned(updates: set[int]) -> Callable[[Tensor], Tensor]:
+    """One NaN among the rewards of these rollouts, numbered from 1."""
+    count = 0
+
+    def rewards(tensor: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        if count not in updates:
+            return tensor
+        tensor = tensor.clone()
+        tensor[3, 0] = torch.nan
+        return tensor
+
+    return rewards
+
+
+def test_one_bad_rollout_is_undone_and_training_goes_on() -> None:
+    trainer = pendulum(watchdog=True, normalize_observations=True)
+    trainer.steps = replace(trainer.steps, rewards=poisoned({2}))
+    seen = Seen().listen(trainer, Rollback)
+    states: list[list[Tensor]] = []
+    moments: list[int] = []
+
+    def keep(_: UpdateEnd) -> None:
+        states.append(weights(trainer))
+        moments.append(len(trainer.optimizer.state))
+
+    trainer.hooks.on(UpdateEnd, keep)
+    trainer.learn(256)
+
+    assert [(event.update, event.env_step, event.rollbacks) for event in seen.events] == [(2, 128, 1)]
+    assert equal(states[0], states[1]) and not equal(states[1], states[2])
+    assert moments[1] == 0 and moments[0] == moments[2] > 0
+    assert all(tensor.isfinite().all() for tensor in states[-1])
+
+
+def test_three_bad_rollouts_in_a_row_end_the_run() -> None:
+    trainer = pendulum(watchdog=True)
+    trainer.steps = replace(trainer.steps, rewards=poisoned({2, 3, 4}))
+
+    with pytest.raises(FloatingPointError, match="not finite after 3 updates in a row"):
+        trainer.learn(1000)
+
+    assert trainer.updates == 4
+
+
+def test_bad_rollouts_apart_are_survived() -> None:
+    trainer = pendulum(watchdog=True)
+    trainer.steps = replace(trainer.steps, rewards=poisoned({1, 2, 4, 5}))
+
+    trainer.learn(500)
+
+    assert trainer.watchdog is not None and trainer.watchdog.rollbacks == 4
+
+
+def test_watching_changes_nothing() -> None:
+    watched, alone = cartpole(watchdog=True), cartpole()
+
+    for trainer in (watched, alone):
+        trainer.learn(400)
+
+    assert equal(weights(watched), weights(alone))
