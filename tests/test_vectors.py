@@ -23,16 +23,6 @@ NOT_YET = frozenset(
     {
         "E1: None and NaN hold; t is 1-based and counts them",
         "E1: s>=on raises, s<off clears (strict)",
-        "repr/dead_frac",
-        "repr/dormant_frac",
-        "repr/drift_cos",
-        "repr/effective_rank",
-        "repr/excess_ratio/high",
-        "repr/excess_ratio/low",
-        "repr/feature_norm",
-        "repr/feature_rank",
-        "repr/pca99",
-        "repr/srank",
         "telemetry/escalation_remaining",
     }
 )
