@@ -1,9 +1,10 @@
 """What happens in a training run: the events that trainers and adapters emit and that `wiring` turns into metrics.
 
-Order within one update: `RolloutEnd`, `EpisodeEnd` (if any episode finished), then per minibatch `TrunkBackward`, `BackwardEnd`,
-`MinibatchEnd`, and at last `UpdateEnd`. Shapes: T steps, B environments, N rows of a minibatch, A actions, D action dimensions,
-K parameter tensors, H width of a recurrent state. Hooks write to nothing they find in an event. Tensors of an event stay as they
-are until the update ends, so a hook may keep them that long; `.grad` fields of parameters may not be kept.
+Order within one update: `RolloutEnd`, `RecurrentForward` (if the policy has an LSTM), `EpisodeEnd` (if any episode finished), then
+per minibatch `TrunkBackward`, `BackwardEnd`, `MinibatchEnd`, and at last `UpdateEnd`. Shapes: T steps, B environments, N rows of a
+minibatch, A actions, D action dimensions, K parameter tensors, H width of a recurrent state. Hooks write to nothing they find in an
+event. Tensors of an event stay as they are until the update ends, so a hook may keep them that long; weights change with every step,
+and `.grad` fields of parameters may not be kept.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import LSTM
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,21 @@ class RolloutEnd:
     action_masks: Mapping[str, Tensor] = field(default_factory=dict)
     relevance: Mapping[str, Tensor] = field(default_factory=dict)
     states: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentForward:
+    """What went through the LSTM of the actor in a part of the rollout, before the update changes its weights.
+
+    Attributes:
+        cells: its layers, the first one first; their weights are valid during the call only.
+        inputs: per layer [T, b, I]: what it was given, in the first b environments.
+        states: per layer [T, 2, b, H]: its h and c before each step, zero where an episode began.
+    """
+
+    cells: Sequence[LSTM]
+    inputs: Sequence[Tensor]
+    states: Sequence[Tensor]
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ def _train(options: Train) -> int:
         telemetry = Telemetry(
             [*sinks, summary.observe],
             run_dir=options.run_dir or "auto",
-            name=segment(options.env),
+            name=None if options.run_dir else segment(options.env),
             level=options.level,
             config={
                 "env": options.env,

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from esper_telemetry.events import MinibatchEnd, RolloutEnd
+from esper_telemetry.events import MinibatchEnd, RecurrentForward, RolloutEnd
 from esper_telemetry.ppo.policy import ActorCritic
+from esper_telemetry.ppo.recurrent import RecurrentTrunk
 from esper_telemetry.ppo.rollout import Batch, Rollout
 
 
@@ -53,6 +55,20 @@ def rollout_event(
         relevance=rollout.relevance,
         states=None if memory is None else memory.before(),
     )
+
+
+@torch.no_grad()
+def recurrent_event(policy: ActorCritic, rollout: Rollout, envs: int) -> RecurrentForward | None:
+    """The event of the actor's LSTM in the first `envs` environments; None for a policy without one."""
+    trunk, memory = policy.actor, rollout.recurrence
+    if memory is None or not isinstance(trunk, RecurrentTrunk):
+        return None
+    cells = [cell for cell in trunk.core.cells if isinstance(cell, nn.LSTM)]
+    if not cells:
+        return None
+    below = [memory.after[:, layer, 0, :envs] for layer in range(len(cells) - 1)]
+    inputs = [trunk.encoder(rollout.observations[:, :envs].flatten(0, 1)).unflatten(0, (-1, envs)), *below]
+    return RecurrentForward(cells, inputs, memory.before(envs).unbind(1))
 
 
 def minibatch_event(

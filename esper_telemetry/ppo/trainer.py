@@ -17,6 +17,7 @@ from esper_telemetry.events import (
     EpisodeEnd,
     EvaluationEnd,
     MinibatchEnd,
+    RecurrentForward,
     Rollback,
     RolloutEnd,
     RunStart,
@@ -35,7 +36,7 @@ from esper_telemetry.ppo.ranks import Ranks
 from esper_telemetry.ppo.rollout import Batch, Rollout, flatten
 from esper_telemetry.ppo.schedules import STOP_FACTOR, adapted_rate, entropy_coef, learning_rate, mean_kl
 from esper_telemetry.ppo.steps import steps_for
-from esper_telemetry.ppo.telling import Result, minibatch_event, rollout_event
+from esper_telemetry.ppo.telling import Result, minibatch_event, recurrent_event, rollout_event
 from esper_telemetry.ppo.watchdog import Watchdog
 
 FACTS = (
@@ -273,6 +274,11 @@ class PPO:
         if self.hooks.wants(RolloutEnd):
             place = (self.updates, self.env_steps)
             self.hooks.emit(rollout_event(rollout, place, advantages, returns, gamma=self.config.gamma))
+        if rollout.recurrence is not None and self.hooks.wants(RecurrentForward):
+            part = max(1, self.env.num_envs // self.config.num_minibatches)
+            event = recurrent_event(self.policy, rollout, part)
+            if event is not None:
+                self.hooks.emit(event)
         episodes = self.collector.episodes
         if episodes.returns and self.hooks.wants(EpisodeEnd):
             self.hooks.emit(EpisodeEnd(self.env_steps, episodes.returns, episodes.lengths))

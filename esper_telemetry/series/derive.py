@@ -13,7 +13,10 @@ from esper_telemetry.record import Level
 from esper_telemetry.series.advantages import advantage_scale
 from esper_telemetry.series.critic import CriticMoments, VarianceAverage, critic_fit
 from esper_telemetry.series.gradients import GradientHistory
-from esper_telemetry.series.policy import ENTROPY_WINDOW, entropy_rate
+from esper_telemetry.series.policy import ENTROPY_WINDOW, entropy_rate, largest_shift
+
+HEADS, SHIFT = "policy/head/", "/action_shift_js"
+"""How the keys of single heads' shifts begin and end."""
 
 
 class Series:
@@ -37,6 +40,7 @@ class Series:
             **self._critic(values, level),
             **self._advantages(values, level),
             **self._entropy(values, level),
+            **self._shifts(values, level),
             **self._gradients.derive(values, level),
         }
 
@@ -59,3 +63,7 @@ class Series:
             return {}
         self._entropies.append(values["policy/entropy"])
         return entropy_rate(np.array(self._entropies)).values(level)
+
+    def _shifts(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
+        heads = [value for key, value in values.items() if key.startswith(HEADS) and key.endswith(SHIFT)]
+        return largest_shift(heads).values(level)

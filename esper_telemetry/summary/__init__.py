@@ -1,9 +1,12 @@
 """From what one update left behind to the groups that measure it: pure, so that any process can do it."""
 
 from esper_telemetry.summary.snapshot import (
+    Actions,
     Episodes,
     Gradients,
+    Layer,
     Leaves,
+    Memory,
     Minibatches,
     Progress,
     Rollout,
@@ -12,9 +15,12 @@ from esper_telemetry.summary.snapshot import (
 from esper_telemetry.summary.summarize import Observation, summarize
 
 __all__ = [
+    "Actions",
     "Episodes",
     "Gradients",
+    "Layer",
     "Leaves",
+    "Memory",
     "Minibatches",
     "Observation",
     "Progress",

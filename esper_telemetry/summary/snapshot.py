@@ -1,6 +1,6 @@
 """What one update leaves behind: tensors as they were, all minibatches stacked, nothing computed yet.
 
-Shapes: T steps, B environments; M minibatches of at most N rows, shorter ones padded and marked in `valid`; K gradients.
+Shapes: T steps, B environments, A actions; M minibatches of at most N rows, shorter ones padded and marked in `valid`; K gradients.
 """
 
 from __future__ import annotations
@@ -9,6 +9,58 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
+
+from esper_telemetry.metrics.lstm import LSTMWeights, StateSize
+
+
+@dataclass(frozen=True, slots=True)
+class Actions:
+    """What the heads chose, as far as it is looked at.
+
+    Attributes:
+        chosen: per head with masks [T, B], indices.
+        action_masks: per such head [T, B, A], bool.
+        relevance: per such head that is not always relevant [T, B], bool.
+        counts: per categorical head [A], how often each action was taken where it mattered.
+        previous: the same of the rollout before; empty after the first.
+    """
+
+    chosen: Mapping[str, Tensor]
+    action_masks: Mapping[str, Tensor]
+    relevance: Mapping[str, Tensor]
+    counts: Mapping[str, Tensor]
+    previous: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One LSTM layer in the first b environments; see `metrics.lstm.gates_between`.
+
+    Attributes:
+        weights: as they were when the rollout was collected.
+        inputs: [T, b, I].
+        hidden, memory: [T, b, H], its states before each step.
+    """
+
+    weights: LSTMWeights
+    inputs: Tensor
+    hidden: Tensor
+    memory: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a recurrent policy remembered.
+
+    Attributes:
+        size: of the states in which the steps began.
+        ages: [T, B], steps since memory began anew.
+        layers: of an LSTM, where anyone looks at its gates.
+    """
+
+    size: StateSize
+    ages: Tensor
+    layers: tuple[Layer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +77,9 @@ class Rollout:
     terminated: Tensor
     gamma: float
     valid: Tensor | None
+    raw_rewards: Tensor | None = None
+    actions: Actions | None = None
+    memory: Memory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +104,8 @@ class Minibatches:
         logits: per categorical head [M, N, A].
         action_masks: per categorical head with masks [M, N, A], bool.
         log_std: per Gaussian head [M, N, D].
+        head_log_ratios: per head [M, N], where there are several: the parts of `log_ratio`.
+        relevance: per head that is not always relevant [M, N], bool.
     """
 
     epochs: tuple[int, ...]
@@ -60,6 +117,8 @@ class Minibatches:
     logits: Mapping[str, Tensor]
     action_masks: Mapping[str, Tensor]
     log_std: Mapping[str, Tensor]
+    head_log_ratios: Mapping[str, Tensor] = field(default_factory=dict)
+    relevance: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from esper_telemetry.group import MetricGroup
-from esper_telemetry.metrics.actions import log_prob_stats
+from esper_telemetry.metrics.actions import action_shift, log_prob_stats
 from esper_telemetry.metrics.advantages import advantage_stats, normalized_advantage_stats
 from esper_telemetry.metrics.entropy import PolicyEntropy, entropy_rows, head_entropy, policy_entropy
 from esper_telemetry.metrics.episodes import episode_stats
@@ -21,17 +22,38 @@ from esper_telemetry.metrics.gradients import (
     interference,
     layer_concentration,
 )
-from esper_telemetry.metrics.integrity import gae_identity, nonfinite_count
+from esper_telemetry.metrics.head_ratio import head_ratio_diagnostics
+from esper_telemetry.metrics.integrity import gae_identity, mask_violation, nonfinite_count
 from esper_telemetry.metrics.losses import LossTerms, loss_terms
+from esper_telemetry.metrics.lstm import (
+    GateGroups,
+    Gates,
+    bucket_width,
+    cell_growth,
+    gate_stats,
+    gates_between,
+    reset_stats,
+    state_stats,
+)
 from esper_telemetry.metrics.optimizer import LearningRate
 from esper_telemetry.metrics.performance import update_performance
 from esper_telemetry.metrics.ratio import ratio_diagnostics
+from esper_telemetry.metrics.representation import excess_ratio
 from esper_telemetry.metrics.returns import return_stats
 from esper_telemetry.metrics.rewards import reward_stats
 from esper_telemetry.metrics.temporal_difference import monte_carlo_fit, td_errors, terminal_error
 from esper_telemetry.metrics.values import value_fit
 from esper_telemetry.record import Level
-from esper_telemetry.summary.snapshot import Episodes, Gradients, Minibatches, Progress, Rollout, Snapshot
+from esper_telemetry.summary.snapshot import (
+    Actions,
+    Episodes,
+    Gradients,
+    Memory,
+    Minibatches,
+    Progress,
+    Rollout,
+    Snapshot,
+)
 
 MOST_LAYERS = 64
 """Parameter tensors of which NORMAL still reports each; DEBUG reports all."""
@@ -48,6 +70,8 @@ def summarize(snapshot: Snapshot, facts: Mapping[str, Any], level: Level) -> Ite
     """Everything that is measured of an update, in the order in which it happened; `facts` are those of the run."""
     if snapshot.rollout is not None:
         yield Observation(_rollout(snapshot.rollout))
+        yield Observation(_actions(snapshot.rollout.actions, snapshot.rollout.valid))
+        yield Observation(_memory(snapshot.rollout.memory, snapshot.rollout.valid, facts))
     if snapshot.episodes is not None:
         yield Observation([_episodes(snapshot.episodes)])
     if snapshot.minibatches is not None:
@@ -67,7 +91,7 @@ def _rollout(rollout: Rollout) -> list[MetricGroup]:
     return [
         advantage_stats(rollout.advantages, valid=valid),
         return_stats(rollout.returns, valid=valid),
-        reward_stats(rewards, valid=valid),
+        reward_stats(rewards if rollout.raw_rewards is None else rollout.raw_rewards, valid=valid),
         log_prob_stats(rollout.log_probs, valid=valid),
         value_fit(values, rollout.returns, valid=valid),
         td_errors(rewards, values, rollout.next_values, gamma=gamma, valid=valid),
@@ -78,6 +102,38 @@ def _rollout(rollout: Rollout) -> list[MetricGroup]:
     ]
 
 
+def _actions(actions: Actions | None, valid: Tensor | None) -> Iterator[MetricGroup]:
+    if actions is None:
+        return
+    if actions.action_masks:
+        yield mask_violation(actions.chosen, actions.action_masks, relevant=actions.relevance, valid=valid)
+    for head, counts in actions.counts.items():
+        if head in actions.previous:
+            yield action_shift(head, counts, actions.previous[head])
+
+
+def _memory(memory: Memory | None, valid: Tensor | None, facts: Mapping[str, Any]) -> Iterator[MetricGroup]:
+    if memory is None:
+        return
+    size, ages = memory.size, memory.ages
+    yield state_stats(size, valid=valid)
+    yield reset_stats(size.empty, ages, valid=valid)
+    if len(size.absolute) > 1:
+        grown = ages > 0 if valid is None else (ages > 0) & valid
+        yield cell_growth(size.absolute[1] / size.width, ages, width=bucket_width(len(ages)), valid=grown)
+    if memory.layers:
+        yield from _gates(memory, valid, facts.get("num_steps"))
+
+
+def _gates(memory: Memory, valid: Tensor | None, bptt_length: int | None) -> GateGroups:
+    """Of all layers as if they were one."""
+    layers = [gates_between(layer.weights, layer.inputs, layer.hidden, layer.memory) for layer in memory.layers]
+    gates = Gates(*(torch.cat(parts, -1) for parts in zip(*layers, strict=True)))
+    envs = gates.f.shape[1]
+    part = None if valid is None else valid[:, :envs]
+    return gate_stats(gates, memory.size.empty[:, :envs], bptt_length=bptt_length, valid=part)
+
+
 def _episodes(episodes: Episodes) -> MetricGroup:
     return episode_stats(episodes.returns, episodes.lengths, recent_returns=episodes.recent_returns)
 
@@ -85,10 +141,14 @@ def _episodes(episodes: Episodes) -> MetricGroup:
 def _minibatches(
     minibatches: Minibatches, facts: Mapping[str, Any], coefficients: Mapping[str, float]
 ) -> Iterator[MetricGroup]:
-    valid = minibatches.valid
-    yield ratio_diagnostics(minibatches.log_ratio, minibatches.advantages, clip=facts.get("clip"), valid=valid, dim=-1)
+    valid, clip, relevant = minibatches.valid, facts.get("clip"), minibatches.relevance
+    yield ratio_diagnostics(minibatches.log_ratio, minibatches.advantages, clip=clip, valid=valid, dim=-1)
+    if clip is not None:
+        yield excess_ratio(minibatches.log_ratio, clip=clip, valid=valid, dim=-1)
+    if minibatches.head_log_ratios:
+        yield head_ratio_diagnostics(minibatches.head_log_ratios, relevant=relevant, clip=clip, valid=valid, dim=-1)
     yield normalized_advantage_stats(minibatches.advantages, valid=valid, dim=-1)
-    heads = entropy_rows(minibatches.logits, minibatches.action_masks, log_std=minibatches.log_std)
+    heads = entropy_rows(minibatches.logits, minibatches.action_masks, log_std=minibatches.log_std, relevant=relevant)
     entropy = policy_entropy(heads, valid=valid, dim=-1) if heads else None
     if entropy is not None:
         yield entropy

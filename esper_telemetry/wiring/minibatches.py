@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,7 +28,15 @@ def stacked(events: Sequence[MinibatchEnd]) -> Minibatches | None:
         logits={head: stack([event.logits[head] for event in events]) for head in first.logits},
         action_masks={head: stack([event.action_masks[head] for event in events]) for head in first.action_masks},
         log_std={head: stack([_per_row(event, head) for event in events]) for head in first.log_std},
+        head_log_ratios=_head_log_ratios(events, stack),
+        relevance={head: stack([event.relevance[head] for event in events]) for head in first.relevance},
     )
+
+
+def _head_log_ratios(events: Sequence[MinibatchEnd], stack: Callable[[list[Tensor]], Tensor]) -> dict[str, Tensor]:
+    """Per head [M, N]; empty where one head says what all heads together say."""
+    heads = events[0].head_log_ratios
+    return {head: stack([event.head_log_ratios[head] for event in events]) for head in heads} if len(heads) > 1 else {}
 
 
 def _padded(parts: list[Tensor]) -> Tensor:

@@ -13,6 +13,8 @@ def of_rollout(event: RolloutEnd) -> Iterator[tuple[str, Tensor]]:
     """What was collected and computed before the update."""
     for name in ("rewards", "values", "log_probs", "next_values", "advantages", "returns"):
         yield name, getattr(event, name)
+    if event.states is not None:
+        yield "states", event.states
 
 
 def of_minibatch(event: MinibatchEnd) -> Iterator[tuple[str, Tensor]]:

@@ -12,16 +12,19 @@ from esper_telemetry.events import (
     BackwardEnd,
     EpisodeEnd,
     MinibatchEnd,
+    RecurrentForward,
     RolloutEnd,
     RunStart,
     TrunkBackward,
     UpdateEnd,
 )
-from esper_telemetry.summary import Episodes, Progress, Rollout, Snapshot
+from esper_telemetry.record import Level
+from esper_telemetry.summary import Episodes, Layer, Progress, Rollout, Snapshot
 from esper_telemetry.telemetry import Telemetry
 from esper_telemetry.wiring.gradients import Leaf, gradient_parts
 from esper_telemetry.wiring.listener import Listener
 from esper_telemetry.wiring.minibatches import stacked
+from esper_telemetry.wiring.rollouts import Rollouts, layers_of
 from esper_telemetry.wiring.suspects import of_backward, of_minibatch, of_rollout
 
 RECENT = 100
@@ -38,6 +41,8 @@ class Update:
     def __init__(self, telemetry: Telemetry) -> None:
         self._telemetry = telemetry
         self._recent: deque[float] = deque(maxlen=RECENT)
+        self._before = Rollouts()
+        self._layers: tuple[Layer, ...] = ()
         self._env_step = 0
         self._ended = time.perf_counter()
         self._last_backward: BackwardEnd | None = None
@@ -54,6 +59,8 @@ class Update:
         listener.on(RunStart, self.start)
         listener.on(RolloutEnd, self._begin)
         listener.on(UpdateEnd, self.end)
+        if self._telemetry.level >= Level.NORMAL:
+            listener.on(RecurrentForward, self._keep_layers)
 
     def start(self, event: RunStart) -> None:
         """Announces the run with the trainer's config and facts; listens to the trunk where actor and critic share one."""
@@ -69,6 +76,10 @@ class Update:
     def _keep_leaf(self, event: TrunkBackward) -> None:
         """Keeps the two gradients and not the event, whose outputs hold the graph."""
         self._leaves.append(Leaf(event.actor, event.critic))
+
+    def _keep_layers(self, event: RecurrentForward) -> None:
+        """Keeps the weights as they are before the update."""
+        self._layers = layers_of(event)
 
     def end(self, event: UpdateEnd) -> None:
         """Writes the update's record."""
@@ -113,19 +124,10 @@ class Update:
     def _take_rollout(self) -> Rollout | None:
         if not self._rollouts:
             return None
-        last = self._rollouts[-1]
-        return Rollout(
-            rewards=last.rewards,
-            values=last.values,
-            advantages=last.advantages,
-            returns=last.returns,
-            log_probs=last.log_probs,
-            next_values=last.next_values,
-            ended=last.ended,
-            terminated=last.terminated,
-            gamma=last.gamma,
-            valid=last.valid,
-        )
+        logits = self._minibatches[-1].logits if self._minibatches else {}
+        sizes = {head: scores.shape[-1] for head, scores in logits.items()}
+        layers, self._layers = self._layers, ()
+        return self._before.take(self._rollouts[-1], sizes=sizes, layers=layers)
 
     def _take_episodes(self) -> Episodes | None:
         """Of the episodes so far; without a rollout there is nothing to say, not even that none has ended."""
