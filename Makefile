@@ -44,6 +44,7 @@ lint: install  ## ruff and mypy --strict on package, tests, examples and benchma
 bench: install  ## the figures of the README, as ratios measured side by side
 	@echo "Measuring (close other programs; this takes some minutes)"
 	@$(BIN)/python benchmarks/trainer.py
+	@$(BIN)/python benchmarks/trainer.py --lstm 64
 
 clean:  ## remove everything that the other targets made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis runs wandb

@@ -118,6 +118,30 @@ def test_runs_share_columns_while_there_is_room() -> None:
     assert offsets.tolist() == [0, 4, 0, 0, 2]
 
 
+@given(seed=st.integers(0, 1000))
+@settings(max_examples=20, deadline=None)
+def test_rows_that_are_no_transitions_have_no_influence_even_nan(seed: int) -> None:
+    """Features of a batch with invalid rows full of NaN are those of a loop that clears the memory there."""
+    core = trunk("lstm", 1)
+    rollout = random_rollout(12, 3, seed=seed, invalid=True)
+    assert rollout.valid is not None
+    valid, ended = rollout.valid.numpy(), rollout.ended.numpy()
+    fresh = np.concatenate([np.ones((1, 3), bool), ended[:-1] | ~valid[:-1]])
+    observations = torch.randn(12, 3, 3, generator=torch.Generator().manual_seed(seed))
+    expected = step_by_step(core, observations, torch.from_numpy(fresh), torch.zeros(core.core.state_shape(3)))
+    observations = observations.masked_fill(~rollout.valid.unsqueeze(-1), torch.nan)
+    states = {"actor": torch.zeros(core.core.state_shape(3))}
+    memory = Recurrence(states, fresh, states["actor"], valid)
+    batch = flatten(replace(rollout, observations=observations, recurrence=memory), rollout.rewards, rollout.rewards)
+    grid = batch.grid()
+    assert grid is not None
+
+    features = core(batch.observations, grid, grid.states["actor"])
+
+    rows = expected.transpose(0, 1).flatten(0, 1)[rollout.valid.t().flatten()]
+    assert torch.allclose(features, rows, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_in_numpy_equals_one_in_torch(kind: str) -> None:
     core = trunk(kind, 2, 64).core
