@@ -132,7 +132,8 @@ def parse(arguments: Sequence[str]) -> Train | Replay | Metrics:
     if not isinstance(command, Train) or command.preset == "none":
         return command
     found = preset(command.env, command.ppo.policy, mask_velocity=command.mask_velocity)
-    tuned = replace(command, num_envs=found.num_envs, ppo=found.config())
+    # sinks are repeatable, and what is repeatable adds to its default
+    tuned = replace(command, sink=(), num_envs=found.num_envs, ppo=found.config())
     explicit: Train = _parse(arguments[1:], Train, default=tuned, prog="esper-telemetry train")
     return replace(explicit, preset_name=found.name)
 

@@ -78,3 +78,13 @@ def test_custom_metric(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFix
     assert described is not None
     assert described.question == "How wrong is one step's expectation?"
     assert "'surprise/mean': " in capfd.readouterr().out
+
+
+def test_memory(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Both policies are trained and compared; nothing is left behind."""
+    monkeypatch.setattr(sys, "argv", ["memory.py", "--total-steps", "2000"])
+    runpy.run_path(str(EXAMPLES / "memory.py"), run_name="__main__")
+
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines if "mean return of the last" in line] == ["lstm", "mlp"]
+    assert list(here.iterdir()) == []

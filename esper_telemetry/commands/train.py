@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -114,7 +113,7 @@ def _say_preset(options: Train) -> None:
     plain = asdict(PPOConfig())
     changed = {name: value for name, value in asdict(options.ppo).items() if value != plain[name]}
     settings = " ".join(f"{name}={value}" for name, value in {"num_envs": options.num_envs, **changed}.items())
-    print(f"preset {options.preset_name} (--preset none for the defaults): {settings}", file=sys.stderr)
+    print(f"preset {options.preset_name} (--preset none for the defaults): {settings}")
 
 
 def _choose_threads(options: Train) -> None:
