@@ -18,6 +18,7 @@ from esper_telemetry.events import (
     BackwardEnd,
     EpisodeEnd,
     MinibatchEnd,
+    RecurrentForward,
     RolloutEnd,
     RunStart,
     TrunkBackward,
@@ -27,7 +28,7 @@ from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.rollout import Rollout
 from esper_telemetry.ppo.steps import generalized_advantages
 
-EVENTS = (RunStart, RolloutEnd, EpisodeEnd, TrunkBackward, BackwardEnd, MinibatchEnd, UpdateEnd)
+EVENTS = (RunStart, RolloutEnd, RecurrentForward, EpisodeEnd, TrunkBackward, BackwardEnd, MinibatchEnd, UpdateEnd)
 Make = Callable[..., PPO]
 
 
