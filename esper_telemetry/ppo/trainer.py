@@ -53,6 +53,7 @@ FACTS = (
     "entropy_coef",
     "policy",
     "lstm_size",
+    "activation",
     "normalize_observations",
     "normalize_rewards",
     "target_kl",

@@ -106,6 +106,7 @@ class Minibatches:
         log_std: per Gaussian head [M, N, D].
         head_log_ratios: per head [M, N], where there are several: the parts of `log_ratio`.
         relevance: per head that is not always relevant [M, N], bool.
+        features: [n, F], what the heads read of the first rows of the first minibatch; None where nobody keeps them.
     """
 
     epochs: tuple[int, ...]
@@ -119,6 +120,7 @@ class Minibatches:
     log_std: Mapping[str, Tensor]
     head_log_ratios: Mapping[str, Tensor] = field(default_factory=dict)
     relevance: Mapping[str, Tensor] = field(default_factory=dict)
+    features: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from esper_telemetry.metrics.lstm import (
 from esper_telemetry.metrics.optimizer import LearningRate
 from esper_telemetry.metrics.performance import update_performance
 from esper_telemetry.metrics.ratio import ratio_diagnostics
-from esper_telemetry.metrics.representation import excess_ratio
+from esper_telemetry.metrics.representation import excess_ratio, feature_rank, unit_activity
 from esper_telemetry.metrics.returns import return_stats
 from esper_telemetry.metrics.rewards import reward_stats
 from esper_telemetry.metrics.temporal_difference import monte_carlo_fit, td_errors, terminal_error
@@ -57,6 +57,10 @@ from esper_telemetry.summary.snapshot import (
 
 MOST_LAYERS = 64
 """Parameter tensors of which NORMAL still reports each; DEBUG reports all."""
+
+MOST_FEATURES = 256
+"""Width of the features up to which NORMAL reports their rank, whose cost grows with its third power; on an accelerator, which a
+decomposition waits for, and for wider features only DEBUG does."""
 
 
 class Observation(NamedTuple):
@@ -79,6 +83,7 @@ def summarize(snapshot: Snapshot, facts: Mapping[str, Any], level: Level) -> Ite
         groups = list(_minibatches(snapshot.minibatches, facts, coefficients))
         yield Observation(groups, snapshot.minibatches.epochs)
         yield Observation(_spreads(snapshot.minibatches))
+        yield Observation(_features(snapshot.minibatches, facts, level))
     for gradients in snapshot.gradients:
         yield Observation(list(_gradients(gradients, facts, level)), gradients.epochs)
     if snapshot.progress is not None:
@@ -161,6 +166,17 @@ def _minibatches(
 def _spreads(minibatches: Minibatches) -> list[MetricGroup]:
     """Standard deviations of Gaussian heads, over all rows of the update."""
     return [gaussian_stats(head, log_std, valid=minibatches.valid) for head, log_std in minibatches.log_std.items()]
+
+
+def _features(minibatches: Minibatches, facts: Mapping[str, Any], level: Level) -> Iterator[MetricGroup]:
+    """Units and ranks of the features before the first step."""
+    features, valid = minibatches.features, minibatches.valid
+    if features is None:
+        return
+    rows = None if valid is None else valid[0, : len(features)]
+    yield unit_activity({"features": features}, activation=facts.get("activation"), valid=rows).all
+    if level >= Level.DEBUG or (features.is_cpu and features.shape[-1] <= MOST_FEATURES):
+        yield feature_rank(features, valid=rows)
 
 
 def _losses(

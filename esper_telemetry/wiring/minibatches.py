@@ -11,8 +11,8 @@ from esper_telemetry.events import MinibatchEnd
 from esper_telemetry.summary import Minibatches
 
 
-def stacked(events: Sequence[MinibatchEnd]) -> Minibatches | None:
-    """All minibatches [N, ...] as [M, N, ...]; None where there are none."""
+def stacked(events: Sequence[MinibatchEnd], features: Tensor | None = None) -> Minibatches | None:
+    """All minibatches [N, ...] as [M, N, ...], with `features` [n, F] of the first; None where there are none."""
     if not events:
         return None
     first = events[0]
@@ -30,6 +30,7 @@ def stacked(events: Sequence[MinibatchEnd]) -> Minibatches | None:
         log_std={head: stack([_per_row(event, head) for event in events]) for head in first.log_std},
         head_log_ratios=_head_log_ratios(events, stack),
         relevance={head: stack([event.relevance[head] for event in events]) for head in first.relevance},
+        features=features,
     )
 
 

@@ -30,6 +30,9 @@ from esper_telemetry.wiring.suspects import of_backward, of_minibatch, of_rollou
 RECENT = 100
 """Episodes over which `episode/return_mean_100` is the mean."""
 
+MOST_ROWS = 512
+"""Rows of features that are enough to tell their rank (Moalla 2024)."""
+
 
 class Update:
     """The update under way.
@@ -43,6 +46,7 @@ class Update:
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._before = Rollouts()
         self._layers: tuple[Layer, ...] = ()
+        self._features: Tensor | None = None
         self._env_step = 0
         self._ended = time.perf_counter()
         self._last_backward: BackwardEnd | None = None
@@ -61,6 +65,7 @@ class Update:
         listener.on(UpdateEnd, self.end)
         if self._telemetry.level >= Level.NORMAL:
             listener.on(RecurrentForward, self._keep_layers)
+            listener.on(TrunkBackward, self._keep_features)
 
     def start(self, event: RunStart) -> None:
         """Announces the run with the trainer's config and facts; listens to the trunk where actor and critic share one."""
@@ -80,6 +85,11 @@ class Update:
     def _keep_layers(self, event: RecurrentForward) -> None:
         """Keeps the weights as they are before the update."""
         self._layers = layers_of(event)
+
+    def _keep_features(self, event: TrunkBackward) -> None:
+        """Keeps what the policy's heads read before the first step."""
+        if event.step == 0:
+            self._features = event.outputs[0].detach()[:MOST_ROWS]
 
     def end(self, event: UpdateEnd) -> None:
         """Writes the update's record."""
@@ -101,10 +111,11 @@ class Update:
         snapshot = Snapshot(
             rollout=self._take_rollout(),
             episodes=self._take_episodes(),
-            minibatches=stacked(self._minibatches),
+            minibatches=stacked(self._minibatches, self._features),
             gradients=gradient_parts(self._backwards, self._leaves),
             progress=progress,
         )
+        self._features = None
         if self._backwards:
             self._last_backward = self._backwards[-1]
         for kept in (self._rollouts, self._episodes, self._minibatches, self._leaves, self._backwards):

@@ -75,6 +75,10 @@ def test_a_tanh_that_does_not_move_is_dead() -> None:
     assert unit_activity({"trunk": x}, activation="tanh").all.values()["repr/dead_frac"] == 0.5
 
 
+def test_dead_units_of_an_unknown_nonlinearity_are_unknown() -> None:
+    assert unit_activity({"trunk": torch.ones(2, 3)}).all.values() == {"repr/dormant_frac": 0}
+
+
 def test_without_rows_nothing_is_dormant_or_dead() -> None:
     found = unit_activity({"trunk": torch.ones(2, 3)}, activation="relu", valid=torch.zeros(2, dtype=torch.bool))
 

@@ -19,6 +19,7 @@ from esper_telemetry.events import (
     EpisodeEnd,
     EvaluationEnd,
     MinibatchEnd,
+    RecurrentForward,
     Rollback,
     RolloutEnd,
     RunStart,
@@ -29,7 +30,7 @@ from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.rollout import Rollout
 from esper_telemetry.ppo.steps import generalized_advantages
 
-EVENTS = (RunStart, RolloutEnd, EpisodeEnd, TrunkBackward, BackwardEnd, MinibatchEnd, UpdateEnd)
+EVENTS = (RunStart, RolloutEnd, RecurrentForward, EpisodeEnd, TrunkBackward, BackwardEnd, MinibatchEnd, UpdateEnd)
 Make = Callable[..., PPO]
 
 

@@ -30,7 +30,9 @@ def values_of(run_dir: Path, *, offload: bool, level: str = "normal", **settings
     ]
 
 
-@pytest.mark.parametrize("settings", [{}, {"shared_trunk": True, "entropy_coef": 0.01}, {"max_grad_norm": None}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"shared_trunk": True, "entropy_coef": 0.01}, {"max_grad_norm": None}, {"policy": "lstm"}]
+)
 def test_a_process_beside_the_trainer_measures_what_the_trainer_would(tmp_path: Path, settings: dict[str, Any]) -> None:
     beside = values_of(tmp_path / "beside", offload=True, **settings)
     here = values_of(tmp_path / "here", offload=False, **settings)

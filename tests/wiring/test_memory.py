@@ -11,11 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
+from esper_telemetry import PPO, Level, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.environments import CueRecall, Environment
 from esper_telemetry.events import MinibatchEnd, RecurrentForward, RolloutEnd
+from esper_telemetry.metrics.integrity import MaskViolation
 from esper_telemetry.metrics.lstm import gates_between, lstm_weights
+from esper_telemetry.summary import Snapshot, summarize
 from esper_telemetry.wiring.minibatches import stacked
+from esper_telemetry.wiring.rollouts import Rollouts
 
 STATES = {f"lstm/{part}/{name}" for part in "hc" for name in ("rms", "absmax", "mean", "env_rms/max")}
 RESETS = {"lstm/reset_rate", "lstm/chunk_no_reset_frac", "lstm/age/mean", "lstm/age/max", "lstm/c_growth"}
@@ -145,6 +148,33 @@ def test_the_joint_entropy_leaves_out_irrelevant_rows(tmp_path: Path) -> None:
     assert last["policy/entropy"] == pytest.approx(op + last["policy/head/arg/decision_frac"] * arg, rel=1e-6)
 
 
+def test_forbidden_actions_are_counted_where_they_matter() -> None:
+    """Masks that allow nothing forbid every action of a valid row; `arg` matters in every second one."""
+    rollouts: list[RolloutEnd] = []
+    source = trainer(cue_recall)
+    source.hooks.on(RolloutEnd, rollouts.append)
+    source.learn(1)
+    second = (torch.arange(32) % 2 == 1).unsqueeze(-1).expand(32, 8)
+    event = replace(
+        rollouts[0],
+        action_masks={"arg": torch.zeros(32, 8, 3, dtype=torch.bool)},
+        relevance={"arg": second},
+        valid=torch.arange(8).expand(32, 8) < 5,
+    )
+
+    rollout = Rollouts().take(event, sizes={"arg": 3}, layers=())
+    groups = [group for part in summarize(Snapshot(rollout=rollout), {}, Level.NORMAL) for group in part.groups]
+    (found,) = [group.values() for group in groups if isinstance(group, MaskViolation)]
+
+    assert found == {"integrity/mask_violation": 16 * 5}
+    assert rollout.actions is not None
+    assert rollout.actions.counts["arg"].sum() == 16 * 5
+
+
+def test_a_policy_whose_choice_is_free_violates_no_mask(tmp_path: Path) -> None:
+    assert "integrity/mask_violation" not in records_of(tmp_path, trainer(masked_cartpole))[-1]
+
+
 def test_rewards_are_reported_as_the_environment_gives_them(tmp_path: Path) -> None:
     last = records_of(tmp_path, trainer(masked_cartpole, policy="lstm", normalize_rewards=True))[-1]
 
@@ -197,6 +227,15 @@ def test_nothing_is_reported_that_is_not_finite(tmp_path: Path, level: str) -> N
     assert all(torch.isfinite(torch.tensor(value)) for value in last.values())
 
 
+def test_being_measured_changes_no_weight(tmp_path: Path) -> None:
+    plain, measured = trainer(cue_recall, policy="lstm"), trainer(cue_recall, policy="lstm")
+
+    records_of(tmp_path, measured)
+    plain.learn(measured.env_steps)
+
+    assert all(torch.equal(a, b) for a, b in zip(plain.policy.parameters(), measured.policy.parameters(), strict=True))
+
+
 def test_states_travel_with_the_rollout() -> None:
     source = trainer(masked_cartpole, policy="lstm")
     rollouts: list[RolloutEnd] = []
@@ -210,3 +249,34 @@ def test_states_travel_with_the_rollout() -> None:
     assert rollout.states.shape == (32, 1, 2, 4, 8)
     assert torch.equal(forward.states[0], rollout.states[:, 0, :, :2])
     assert forward.inputs[0].shape == (32, 2, 4)
+
+
+RANKS = {f"repr/{name}" for name in ("effective_rank", "srank", "pca99", "feature_rank")}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_features_before_the_first_step_are_measured(tmp_path: Path, shared: bool) -> None:
+    """Eight units: at most eight dimensions, none dead in a fresh tanh layer."""
+    last = records_of(tmp_path, trainer(masked_cartpole, policy="lstm", shared_trunk=shared))[-1]
+
+    assert starting(last, "repr/") >= RANKS | {"repr/dormant_frac", "repr/dead_frac"}
+    assert all(1 <= last[key] <= 8 for key in RANKS - {"repr/feature_rank"})
+    assert last["repr/dead_frac"] == 0
+
+
+def test_a_trunk_of_dead_units_shows_at_once(tmp_path: Path) -> None:
+    source = trainer(masked_cartpole, activation="relu")
+    with torch.no_grad():
+        for name, parameter in source.policy.actor.named_parameters():
+            parameter.fill_(-10.0) if "bias" in name else parameter.zero_()
+
+    first = records_of(tmp_path, source, updates=1)[0]
+
+    assert first["repr/dormant_frac"] == first["repr/dead_frac"] == 1
+
+
+def test_ratios_that_left_the_clip_range_are_measured(tmp_path: Path) -> None:
+    first = records_of(tmp_path, trainer(masked_cartpole, learning_rate=0.1))[0]
+
+    assert first["repr/excess_ratio/high"] > 0
+    assert 0 < first["repr/excess_ratio/low"] < 0.8

@@ -42,7 +42,7 @@ class UnitActivity(MetricGroup):
             undefined=NO_ROWS,
         )
     )
-    dead: Mean = reports(
+    dead: Mean | None = reports(
         Metric(
             key="repr/dead_frac",
             number=753,
@@ -55,7 +55,7 @@ class UnitActivity(MetricGroup):
             warn="> 0.3",
             critical="> 0.7",
             source="Moalla 2024, 2405.00662",
-            undefined=NO_ROWS,
+            undefined=f"{NO_ROWS}, or the nonlinearity is unknown",
         )
     )
 
@@ -94,7 +94,7 @@ class ActivityGroups(NamedTuple):
 def unit_activity(
     activations: Mapping[str, Tensor],
     *,
-    activation: Literal["relu", "tanh"],
+    activation: Literal["relu", "tanh"] | None = None,
     threshold: float = DORMANT,
     valid: Tensor | None = None,
 ) -> ActivityGroups:
@@ -102,16 +102,17 @@ def unit_activity(
 
     Args:
         activations: per layer [N, D], after its nonlinearity; some hundred rows.
-        activation: which nonlinearity that is.
+        activation: which nonlinearity that is; None where it is unknown, or another one, and nobody can tell dead units.
         threshold: score up to which a unit is dormant.
         valid: [N] bool; None where every row is.
     """
     units = [_units(x, valid) for x in activations.values()]
     dormant = _side_by_side([_share(dormant_scores(s) <= threshold, s) for s in units])
+    layers = LayerActivity(tuple(map(segment, activations)), Mean(*dormant))
+    if activation is None:
+        return ActivityGroups(UnitActivity(dormant.mean()), layers)
     dead = _side_by_side([_share(_dead(s, activation), s) for s in units])
-    overall = UnitActivity(Mean(dormant.total.sum(), dormant.count.sum()), Mean(dead.total.sum(), dead.count.sum()))
-    names = tuple(map(segment, activations))
-    return ActivityGroups(overall, LayerActivity(names, Mean(dormant.total, dormant.count)))
+    return ActivityGroups(UnitActivity(dormant.mean(), dead.mean()), layers)
 
 
 def dormant_scores(units: Sample) -> Tensor:
@@ -142,6 +143,10 @@ class _Share(NamedTuple):
 
     total: Tensor
     count: Tensor  # type: ignore[assignment]  # nobody counts the entries of this tuple
+
+    def mean(self) -> Mean:
+        """Over all layers."""
+        return Mean(self.total.sum(), self.count.sum())
 
 
 def _share(condition: Tensor, units: Sample) -> _Share:
