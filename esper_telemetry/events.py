@@ -51,6 +51,10 @@ class RolloutEnd:
         relevance: per head that is not always relevant [T, B], bool.
         states: recurrent state of the actor in which each step began, [T, layers, parts, B, H], zero where an episode
             began; parts are h and c of an LSTM, h of a GRU. None for a feed-forward policy.
+        core_inputs: [T, B, F]: what the actor's first recurrent cell read at each step.
+        core_cells: of each stacked cell the parameters `weight_ih`, `weight_hh`, `bias_ih`, `bias_hh` as torch packs them:
+            with `states` and the inputs they give the gates of every step in one product.
+        begins: [T, B], bool: the step began without memory, as the first of an episode; None for a feed-forward policy.
     """
 
     update: int
@@ -71,6 +75,9 @@ class RolloutEnd:
     action_masks: Mapping[str, Tensor] = field(default_factory=dict)
     relevance: Mapping[str, Tensor] = field(default_factory=dict)
     states: Tensor | None = None
+    core_inputs: Tensor | None = None
+    core_cells: Sequence[Mapping[str, Tensor]] = ()
+    begins: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from esper_telemetry.events import MinibatchEnd, RolloutEnd
 from esper_telemetry.ppo.policy import ActorCritic
+from esper_telemetry.ppo.recurrent import RecurrentTrunk
 from esper_telemetry.ppo.rollout import Batch, Rollout
 
 
@@ -30,12 +32,10 @@ class Result(NamedTuple):
 
 
 def rollout_event(
-    rollout: Rollout, place: tuple[int, int], advantages: Tensor, returns: Tensor, *, gamma: float
+    rollout: Rollout, policy: ActorCritic, advantages: Tensor, returns: Tensor, **numbers: Any
 ) -> RolloutEnd:
-    """The event of a rollout that feeds update `place[0]` and ends at environment step `place[1]`."""
-    memory = rollout.recurrence
+    """The event of a rollout; `numbers` are its `update`, `env_step` and `gamma`."""
     return RolloutEnd(
-        *place,
         rewards=rollout.rewards,
         values=rollout.values,
         advantages=advantages,
@@ -45,14 +45,31 @@ def rollout_event(
         terminated=rollout.terminated,
         next_values=rollout.next_values,
         actions=rollout.actions,
-        gamma=gamma,
         valid=rollout.valid,
         raw_rewards=rollout.raw_rewards,
         head_log_probs=rollout.head_log_probs,
         action_masks=rollout.action_masks,
         relevance=rollout.relevance,
-        states=None if memory is None else memory.before(),
+        **numbers,
+        **memory_of(rollout, policy),
     )
+
+
+@torch.no_grad()
+def memory_of(rollout: Rollout, policy: ActorCritic) -> dict[str, Any]:
+    """What the event tells of the actor's memory; nothing where it has none."""
+    trunk, memory = policy.actor, rollout.recurrence
+    if memory is None or not isinstance(trunk, RecurrentTrunk):
+        return {}
+    inputs = trunk.encoder(rollout.observations.flatten(0, 1))
+    return {
+        "states": memory.before(),
+        "core_inputs": inputs.view(*rollout.rewards.shape, -1),
+        "core_cells": [
+            {name.removesuffix("_l0"): weight for name, weight in cell.named_parameters()} for cell in trunk.core.cells
+        ],
+        "begins": torch.from_numpy(memory.fresh).to(rollout.rewards.device),
+    }
 
 
 def minibatch_event(

@@ -269,8 +269,8 @@ class PPO:
 
     def _tell_rollout(self, rollout: Rollout, advantages: Tensor, returns: Tensor) -> None:
         if self.hooks.wants(RolloutEnd):
-            place = (self.updates, self.env_steps)
-            self.hooks.emit(rollout_event(rollout, place, advantages, returns, gamma=self.config.gamma))
+            numbers = {"update": self.updates, "env_step": self.env_steps, "gamma": self.config.gamma}
+            self.hooks.emit(rollout_event(rollout, self.policy, advantages, returns, **numbers))
         episodes = self.collector.episodes
         if episodes.returns and self.hooks.wants(EpisodeEnd):
             self.hooks.emit(EpisodeEnd(self.env_steps, episodes.returns, episodes.lengths))
