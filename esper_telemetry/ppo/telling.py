@@ -35,6 +35,7 @@ def rollout_event(
     rollout: Rollout, policy: ActorCritic, advantages: Tensor, returns: Tensor, **numbers: Any
 ) -> RolloutEnd:
     """The event of a rollout; `numbers` are its `update`, `env_step` and `gamma`."""
+    descriptions = describe(policy, rollout.scores, rollout.action_masks)
     return RolloutEnd(
         rewards=rollout.rewards,
         values=rollout.values,
@@ -50,6 +51,8 @@ def rollout_event(
         head_log_probs=rollout.head_log_probs,
         action_masks=rollout.action_masks,
         relevance=rollout.relevance,
+        logits=select(descriptions, "logits"),
+        means=select(descriptions, "means"),
         **numbers,
         **memory_of(rollout, policy),
     )
@@ -76,10 +79,7 @@ def minibatch_event(
     batch: Batch, place: tuple[int, int], result: Result, policy: ActorCritic, losses: Mapping[str, Tensor]
 ) -> MinibatchEnd:
     """The event of the minibatch of pass `place[0]`, optimizer step `place[1]`."""
-    descriptions = {
-        name: policy.head(name).description(score, batch.action_masks.get(name))
-        for name, score in result.scores.items()
-    }
+    descriptions = describe(policy, result.scores, batch.action_masks)
     log_ratio = result.log_ratio.detach()
     return MinibatchEnd(
         *place,
@@ -94,12 +94,20 @@ def minibatch_event(
         log_std=select(descriptions, "log_std"),
         head_log_ratios=head_log_ratios(batch, result) or dict.fromkeys(result.scores, log_ratio),
         relevance=batch.relevance,
+        means=select(descriptions, "means"),
     )
 
 
 def head_log_ratios(batch: Batch, result: Result) -> dict[str, Tensor]:
     """Log-ratio [N] of each head, 0 where it is irrelevant; empty where there is one head."""
     return {name: result.head_log_probs[name].detach() - old for name, old in batch.head_log_probs.items()}
+
+
+def describe(
+    policy: ActorCritic, scores: Mapping[str, Tensor], masks: Mapping[str, Tensor]
+) -> dict[str, Mapping[str, Tensor]]:
+    """What each head says of its distribution."""
+    return {name: policy.head(name).description(score, masks.get(name)) for name, score in scores.items()}
 
 
 def select(descriptions: Mapping[str, Mapping[str, Tensor]], key: str) -> dict[str, Tensor]:
