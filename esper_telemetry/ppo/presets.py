@@ -58,7 +58,10 @@ PRESETS: Mapping[Key, tuple[int, Mapping[str, Any]]] = {
     ("CartPole-v1", "mlp", False): (8, {}),
     ("Acrobot-v1", "mlp", False): (8, {}),
     ("Pendulum-v1", "mlp", False): (8, {"gamma": 0.9}),
-    ("CartPole-v1", "lstm", True): (8, {**MEMORY, "gamma": 0.98, "num_epochs": 10}),
+    ("CartPole-v1", "lstm", True): (
+        8,
+        {**MEMORY, "num_minibatches": 8, "learning_rate": 2e-3, "gamma": 0.98, "gae_lambda": 0.9},
+    ),
     ("Acrobot-v1", "lstm", True): (8, MEMORY),
     ("Pendulum-v1", "lstm", True): (8, {**MEMORY, "gamma": 0.9}),
     ("cue-recall", "lstm", False): (
