@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from esper_telemetry.commands.mistakes import WrongUse
 from esper_telemetry.ppo.config import PPOConfig
 from esper_telemetry.ppo.presets import preset
 
-DONE, WRONG_USE = 0, 2
+DONE, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except WrongUse as mistake:
         sys.stderr.write(f"esper-telemetry: {mistake}\n")
         raise SystemExit(WRONG_USE) from None
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush is quiet
+        raise SystemExit(FAILED) from None
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -126,7 +132,8 @@ def parse(arguments: Sequence[str]) -> Train | Replay | Metrics:
     if not isinstance(command, Train) or command.preset == "none":
         return command
     found = preset(command.env, command.ppo.policy, mask_velocity=command.mask_velocity)
-    tuned = replace(command, num_envs=found.num_envs, ppo=found.config())
+    # sinks are repeatable, and what is repeatable adds to its default
+    tuned = replace(command, sink=(), num_envs=found.num_envs, ppo=found.config())
     explicit: Train = _parse(arguments[1:], Train, default=tuned, prog="esper-telemetry train")
     return replace(explicit, preset_name=found.name)
 

@@ -1,9 +1,10 @@
 """What happens in a training run: the events that trainers and adapters emit and that `wiring` turns into metrics.
 
-Order within one update: `RolloutEnd`, `EpisodeEnd` (if any episode finished), then per minibatch `TrunkBackward`, `BackwardEnd`,
-`MinibatchEnd`, and at last `UpdateEnd`. Shapes: T steps, B environments, N rows of a minibatch, A actions, D action dimensions,
-K parameter tensors, H width of a recurrent state. Hooks write to nothing they find in an event. Tensors of an event stay as they
-are until the update ends, so a hook may keep them that long; `.grad` fields of parameters may not be kept.
+Order within one update: `RolloutEnd`, `RecurrentForward` (if the policy has an LSTM), `EpisodeEnd` (if any episode finished), then
+per minibatch `TrunkBackward`, `BackwardEnd`, `MinibatchEnd`, and at last `UpdateEnd`. Shapes: T steps, B environments, N rows of a
+minibatch, A actions, D action dimensions, K parameter tensors, H width of a recurrent state. Hooks write to nothing they find in an
+event. Tensors of an event stay as they are until the update ends, so a hook may keep them that long; weights change with every step,
+and `.grad` fields of parameters may not be kept.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import LSTM
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +55,6 @@ class RolloutEnd:
         means: per Gaussian head [T, B, D] that were acted on.
         states: recurrent state of the actor in which each step began, [T, layers, parts, B, H], zero where an episode
             began; parts are h and c of an LSTM, h of a GRU. None for a feed-forward policy.
-        core_inputs: [T, B, F]: what the actor's first recurrent cell read at each step.
-        core_cells: of each stacked cell the parameters `weight_ih`, `weight_hh`, `bias_ih`, `bias_hh` as torch packs them:
-            with `states` and the inputs they give the gates of every step in one product.
-        begins: [T, B], bool: the step began without memory, as the first of an episode; None for a feed-forward policy.
     """
 
     update: int
@@ -79,9 +77,21 @@ class RolloutEnd:
     logits: Mapping[str, Tensor] = field(default_factory=dict)
     means: Mapping[str, Tensor] = field(default_factory=dict)
     states: Tensor | None = None
-    core_inputs: Tensor | None = None
-    core_cells: Sequence[Mapping[str, Tensor]] = ()
-    begins: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentForward:
+    """What went through the LSTM of the actor in a part of the rollout, before the update changes its weights.
+
+    Attributes:
+        cells: its layers, the first one first; their weights are valid during the call only.
+        inputs: per layer [T, b, I]: what it was given, in the first b environments.
+        states: per layer [T, 2, b, H]: its h and c before each step, zero where an episode began.
+    """
+
+    cells: Sequence[LSTM]
+    inputs: Sequence[Tensor]
+    states: Sequence[Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +157,8 @@ class MinibatchEnd:
         advantages: [N] the values that multiply the ratio (normalised where normalisation is on).
         values: [N] critic's estimates now.
         old_values, returns: [N] at collection.
-        losses: 0-d tensors `policy`, `value` (0.5 MSE, unscaled), `entropy` (its negative mean) and `total`.
+        losses: 0-d tensors `policy`, `value` (0.5 MSE, unscaled), and `entropy` (its negative mean) and `total` where the trainer
+            computes them anyway.
         logits: per categorical head [N, A]; masked actions hold a large negative finite number.
         action_masks: per categorical head [N, A], bool; heads without masks are left out.
         log_std: per Gaussian head [N, D] or [D].
@@ -184,6 +195,7 @@ class UpdateEnd:
         learning_rate: as used in this update.
         seconds: wall time by phase: `environment`, `inference`, `update` and others as they apply.
         epochs: passes over the rollout that were made; None where nobody counts them.
+        coefficients: weights of the losses `value` and `entropy` in this update, where they are not constant facts of the run.
     """
 
     update: int
@@ -192,6 +204,7 @@ class UpdateEnd:
     learning_rate: float
     seconds: Mapping[str, float]
     epochs: int | None = None
+    coefficients: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,7 @@ def template_of(key: str, templates: Mapping[str, object]) -> str:
     return key
 
 
-LABELS = ("head", "group", "layer", "pair", "normalizer", "sink")
+LABELS = ("head", "group", "layer", "pair", "normalizer", "sink", "part", "gate")
 
 
 def check_key(key: str) -> str:

@@ -8,27 +8,21 @@ import secrets
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 from esper_telemetry.catalogue import catalogue
-from esper_telemetry.journal import (
-    Journal,
-    JournalEvent,
-    MemoryJournal,
-    encode_end,
-    encode_event,
-    encode_metrics,
-    encode_record,
-    encode_run,
-    plain,
-)
-from esper_telemetry.layout import Layout
+from esper_telemetry.journal import Journal, JournalEvent, MemoryJournal, plain
+from esper_telemetry.layout import Layout, Values
 from esper_telemetry.metric import declared
-from esper_telemetry.record import Axes, MetricInfo, Record, RunInfo, RunStatus
-from esper_telemetry.relay import CloseReport, Relay, RelayStats
+from esper_telemetry.offload import OffloadedWriter, worth_offloading
+from esper_telemetry.record import Axes, Level, MetricInfo, RunInfo, RunStatus
+from esper_telemetry.relay import CloseReport, Relay
 from esper_telemetry.sinks import SinkLike, as_sink
+from esper_telemetry.summary import Snapshot
+from esper_telemetry.writer import Delivery, JournalWriter, Measured, Writer
 
 PACKAGES = ("esper-telemetry", "torch", "numpy", "gymnasium", "wandb", "tensorboard", "mlflow")
 
@@ -48,18 +42,28 @@ class Recorder:
         name: str | None,
         tags: tuple[str, ...],
         notes: str,
+        level: Level,
     ) -> None:
         resolved = [as_sink(sink) for sink in sinks]
-        self.run_dir = _directory(run_dir, name)
-        self.next_seq = 1
+        self._journal = _claimed(run_dir, name)
+        self.run_dir = self._journal.run_dir
         self.run: RunInfo | None = None
-        self._name = name or (self.run_dir.name if self.run_dir else "run")
+        self.offloaded = False
+        self._seq = 0
+        self._level = level
+        self._name = _name(name, self.run_dir, default=run_dir == "auto")
         self._tags = tags
         self._notes = notes
         self._described: set[str] = set()
         self._known_layouts: set[Layout] = set()
-        self._journal = Journal.create(self.run_dir) if self.run_dir else MemoryJournal()
+        self._writer: Writer = JournalWriter(self._journal, level)
         self._relay = Relay(self._journal, resolved)
+
+    def offload(self) -> None:
+        """Leaves summaries to a process beside this one, where there is a core for it; before `start` only."""
+        if self.run_dir is not None and self.run is None and worth_offloading():
+            self._writer = OffloadedWriter(self.run_dir, self._level)
+            self.offloaded = True
 
     def start(self, config: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Writes the run line, which is what sinks open with, and `config.json`."""
@@ -73,12 +77,12 @@ class Recorder:
             tags=self._tags,
             notes=self._notes,
             versions=_versions(),
-            facts=facts,
+            facts={"level": self._level.name.lower(), **facts},
             metrics=metrics,
         )
         self._described.update(metrics)
         self.run = run
-        self._journal.write(encode_run(run))
+        self._writer.run(run)
         if self.run_dir:
             _write_config(self.run_dir, run)
 
@@ -92,31 +96,40 @@ class Recorder:
         new = {key: info for key, info in new.items() if key not in self._described}
         self._described.update(new)
         if new:
-            self._journal.write(encode_metrics(new, seq=self._take_seq()))
+            self._writer.describe(new, self._next_seq())
 
-    def write(self, record: Record) -> None:
-        """Appends a record; the sinks find it there."""
-        self.next_seq = record.seq + 1
-        self._journal.write(encode_record(record))
+    def record(
+        self,
+        axes: Axes,
+        measured: Values,
+        snapshots: tuple[Snapshot, ...],
+        *,
+        partial: bool,
+        seconds: float,
+        elapsed: float,
+    ) -> None:
+        """Appends a record; the sinks find it in the journal. Arguments as in `writer.Measured`."""
+        stats = self._relay.stats()
+        delivery = Delivery(stats.queue_depth, stats.errors)
+        if self.offloaded:  # another process appends it, and the sinks' backlog is reckoned from this number
+            self._journal.records += 1
+        self._writer.record(Measured(self._next_seq(), axes, partial, measured, snapshots, seconds, elapsed, delivery))
 
     def event(self, kind: str, axes: Axes, data: Mapping[str, Any]) -> None:
         """Appends something that happened besides records."""
-        self._journal.write(encode_event(JournalEvent(kind, data, seq=self._take_seq(), axes=axes)))
-
-    def stats(self) -> RelayStats:
-        """How far the sinks are behind, and their errors."""
-        return self._relay.stats()
+        self._writer.event(JournalEvent(kind, data, seq=self._next_seq(), axes=axes))
 
     def close(self, status: RunStatus, timeout: float) -> CloseReport:
-        """Appends the end line and waits for the sinks up to `timeout` seconds."""
-        self._journal.write(encode_end(status, seq=self._take_seq()))
-        report = self._relay.close(timeout)
+        """Appends the end line and waits for the sinks, `timeout` seconds in all."""
+        deadline = time.monotonic() + timeout
+        self._writer.end(status, self._next_seq(), timeout)
+        report = self._relay.close(max(0.1, deadline - time.monotonic()), status=status)
         self._journal.close()
         return report
 
-    def _take_seq(self) -> int:
-        self.next_seq += 1
-        return self.next_seq - 1
+    def _next_seq(self) -> int:
+        self._seq += 1
+        return self._seq
 
 
 def metric_infos(group: type) -> dict[str, MetricInfo]:
@@ -124,13 +137,24 @@ def metric_infos(group: type) -> dict[str, MetricInfo]:
     return {metric.key: metric.info() for _, metric in declared(group)}
 
 
-def _directory(run_dir: str | Path | None, name: str | None) -> Path | None:
+def _claimed(run_dir: str | Path | Literal["auto"] | None, name: str | None) -> Journal | MemoryJournal:
+    """The journal of a run directory that is ours from now on; a default one gets a number where the second is taken."""
     if run_dir is None:
-        return None
-    if run_dir == "auto":
-        stem = name or Path(sys.argv[0]).stem or "run"
-        return Path("runs") / f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return Path(run_dir)
+        return MemoryJournal()
+    if run_dir != "auto":
+        return Journal.create(run_dir)
+    stem = f"{name or Path(sys.argv[0]).stem or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for suffix in ("", *(f"-{number}" for number in range(2, 100))):
+        with suppress(FileExistsError):
+            return Journal.create(Path("runs") / f"{stem}{suffix}")
+    raise FileExistsError(f"a hundred runs named runs/{stem} have begun in this second: pass a run directory")
+
+
+def _name(name: str | None, run_dir: Path | None, *, default: bool) -> str:
+    """What people call the run: the given name, but with the time where the directory has it too."""
+    if run_dir is not None and (default or name is None):
+        return run_dir.name
+    return name or "run"
 
 
 def _versions() -> dict[str, str]:

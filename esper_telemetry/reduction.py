@@ -200,7 +200,8 @@ class Ess(Reduction):
         """Sums rescaled to the common maximum."""
         n, top, s1, s2 = np.moveaxis(rows, -1, 0)
         peak = top.max(axis=0)
-        scale = np.where(n > 0, np.exp(np.where(n > 0, top - peak, 0.0)), 0.0)
+        shift = np.subtract(top, peak, out=np.zeros_like(top), where=n > 0)
+        scale = np.where(n > 0, np.exp(shift), 0.0)
         return np.stack([n.sum(axis=0), peak, (s1 * scale).sum(axis=0), (s2 * scale**2).sum(axis=0)], axis=-1)
 
 

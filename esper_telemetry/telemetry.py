@@ -1,14 +1,15 @@
 """`Telemetry`: observe groups, log numbers, flush once per update, close.
 
 One update: `observe` packs groups into rows on the device without synchronising; `flush` starts one copy to the host. On a CPU the
-record is made inside `flush`; on CUDA at the first call after it, when the copy has long arrived. The record is journalled before anything
-else sees it, and the relay feeds the sinks from the journal, so nothing here ever waits for a backend.
+record is made inside `flush`; on CUDA at the first call after it, when the copy has long arrived. The record is journalled before
+anything else sees it, and the relay feeds the sinks from the journal, so nothing here ever waits for a backend.
+
+A trainer that is attached hands over whole updates (`submit`). Where a second core is free, a process there summarises them.
 """
 
 from __future__ import annotations
 
 import atexit
-import logging
 import math
 import os
 import time
@@ -16,24 +17,27 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
-
-import torch
-from torch import Tensor
+from typing import Any, Literal, NamedTuple, Self
 
 from esper_telemetry.clock import Clock
+from esper_telemetry.failure import Suspects, diagnose, status_of
 from esper_telemetry.group import MetricGroup
-from esper_telemetry.metrics.performance import telemetry_health
-from esper_telemetry.record import Axes, Level, Record, RunInfo, RunStatus, check_key
+from esper_telemetry.record import Axes, Level, RunInfo, RunStatus, check_key
 from esper_telemetry.recorder import Recorder
 from esper_telemetry.relay import CloseReport
-from esper_telemetry.series.derive import Series
 from esper_telemetry.sinks import SinkLike
+from esper_telemetry.summary import Snapshot, summarize
 from esper_telemetry.window import Transfer, Window
 
-logger = logging.getLogger("esper_telemetry")
 
-Suspects = Callable[[], Iterable[tuple[str, Tensor]]]
+class Flush(NamedTuple):
+    """A record whose numbers may still be on their way from the device."""
+
+    axes: Axes
+    transfer: Transfer
+    numbers: dict[str, float]
+    snapshots: tuple[Snapshot, ...]
+    partial: bool
 
 
 class Telemetry:
@@ -43,10 +47,12 @@ class Telemetry:
         sinks: sink objects, callables of one record, or URIs such as `"tensorboard"` and `"wandb:project"`.
         run_dir: where the journal and the local backends live; a new `runs/<name>-<time>` by default. None keeps nothing: no journal,
             all sinks in this process.
-        name: what people call the run; the directory's name by default.
+        name: what people call the run; the directory's name by default, and the default directory begins with it.
         level: `off`, `minimal`, `normal` or `debug`.
         config, tags, notes, facts: travel to every sink with the run; `attach` adds the trainer's own config and facts.
         close_timeout: seconds that `close` waits for the sinks, all together.
+        offload: whether an attached trainer's updates are summarised in a process beside it. By default where a second core is free;
+            never without a run directory.
 
     Raises:
         ValueError: for an unknown level or sink.
@@ -66,6 +72,7 @@ class Telemetry:
         notes: str = "",
         facts: Mapping[str, Any] | None = None,
         close_timeout: float = 15.0,
+        offload: bool = True,
     ) -> None:
         self.level = Level.parse(level)
         self.clock = Clock()
@@ -73,17 +80,22 @@ class Telemetry:
         self._timeout = close_timeout
         self._config = dict(config or {})
         self._facts = dict(facts or {})
+        self._offload = offload
         self._suspects: Suspects = tuple
+        self._open_update: Callable[[], Snapshot] = Snapshot
         self._window = Window()
         self._numbers: dict[str, float] = {}
-        self._series = Series()
-        self._transfer: tuple[Transfer, Axes, dict[str, float], bool] | None = None
+        self._snapshots: list[Snapshot] = []
+        self._flush: Flush | None = None
         self._axes = Axes(update=0, env_step=0, gradient_step=0, wall_time=time.time())
+        self._collected = 0
         self._flushed = time.perf_counter()
         self._closed = False
         self._recorder: Recorder | None = None
         if self.level > Level.OFF:
-            self._recorder = Recorder(sinks, run_dir=run_dir, name=name, tags=tuple(tags), notes=notes)
+            self._recorder = Recorder(
+                sinks, run_dir=run_dir, name=name, tags=tuple(tags), notes=notes, level=self.level
+            )
             self._at_exit = _close_at_exit(self)
 
     @property
@@ -117,10 +129,19 @@ class Telemetry:
         if not self._active:
             return
         with self.clock:
-            for group in flat(groups):
-                if not isinstance(group, MetricGroup):
-                    raise TypeError(f"observe takes metric groups, got {type(group).__name__}: log takes plain numbers")
+            for group in _flat(groups):
                 self._window.add(group, epoch, step)
+
+    def submit(self, snapshot: Snapshot) -> None:
+        """Adds a whole update, to be summarised: in the process beside this one if there is one, here otherwise."""
+        if not self._active or self._recorder is None:
+            return
+        with self.clock:
+            if self._recorder.offloaded and not snapshot.on_device:
+                self._snapshots.append(snapshot)
+                return
+            for groups, epochs in summarize(snapshot, self._facts, self.level):
+                self.observe(*groups, epoch=epochs)
 
     def log(self, values: Mapping[str, float]) -> None:
         """Adds plain numbers to the update's record; non-finite ones are counted under `<key>_nonfinite`.
@@ -149,31 +170,56 @@ class Telemetry:
         if not self._active:
             return
         with self.clock:
-            self._materialise()
+            self.materialise()
             self.start()
             self._send(env_step, update, gradient_step, partial=False)
-            if self._transfer and not self._transfer[0].pending:
-                self._materialise()
+            if self._flush and not self._flush.transfer.pending:
+                self.materialise()
 
     def materialise(self) -> None:
-        """Makes the record of the last flush if its numbers were still on their way from the device."""
-        if self._active:
-            with self.clock:
-                self._materialise()
+        """Makes the record of the last flush, if its numbers were still on their way from the device."""
+        if not self._active or self._recorder is None or self._flush is None:
+            return
+        with self.clock:
+            flush, self._flush = self._flush, None
+            measured = flush.transfer.finish(self.level)
+            measured.values.update(flush.numbers)
+            now = time.perf_counter()
+            elapsed, self._flushed = now - self._flushed, now
+            self._recorder.record(
+                flush.axes,
+                measured,
+                flush.snapshots,
+                partial=flush.partial,
+                seconds=self.clock.take(),
+                elapsed=elapsed,
+            )
 
-    def suspects(self, tensors: Suspects) -> None:
-        """Names the tensors that are searched, in forward order, for the first non-finite one when training raises."""
-        self._suspects = tensors
+    def collected(self, env_step: int) -> None:
+        """Notes where the data of the update under way were collected: the record stands there if the update never ends."""
+        self._collected = env_step
+
+    def expect_updates(self, *, suspects: Suspects, open_update: Callable[[], Snapshot]) -> None:
+        """Prepares for a trainer that submits whole updates; called when one is attached.
+
+        Args:
+            suspects: yields the tensors that are searched, in forward order, for the first non-finite one when training raises.
+            open_update: takes what has happened in an update that will not end.
+        """
+        self._suspects, self._open_update = suspects, open_update
+        if self._active and self._recorder and self._offload:
+            self._recorder.offload()
 
     def close(self, status: RunStatus | str = RunStatus.FINISHED) -> CloseReport | None:
         """Ends the run: writes what is open, waits for the sinks up to `close_timeout`, reports what they hold. Idempotent."""
         if not self._active or self._recorder is None:
             return None
-        self._materialise()
-        if self._window or self._numbers:
-            self._send(self._axes.env_step, None, None, partial=True)
-            self._materialise()
+        self.materialise()
         self.start()
+        self.submit(self._open_update())
+        if self._window or self._numbers or any(self._snapshots):
+            self._send(max(self._collected, self._axes.env_step), None, None, partial=True)
+            self.materialise()
         self._closed = True
         atexit.unregister(self._at_exit)
         return self._recorder.close(RunStatus(status), self._timeout)
@@ -182,10 +228,10 @@ class Telemetry:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        status = _status_of(error)
+        status = status_of(error)
         if error is not None and status is RunStatus.FAILED and self._active and self._recorder:
             self.start()
-            self._recorder.event("failure", self._axes, self._diagnose(error))
+            self._recorder.event("failure", self._axes, diagnose(error, self._suspects))
         self.close(status)
 
     @property
@@ -196,76 +242,26 @@ class Telemetry:
     def _send(self, env_step: int, update: int | None, gradient_step: int | None, *, partial: bool) -> None:
         assert self._recorder is not None
         self._recorder.describe(self._window.layouts)
-        steps = self._axes.gradient_step + self._window.gradient_steps
+        steps = self._window.gradient_steps + sum(snapshot.gradient_steps for snapshot in self._snapshots)
         self._axes = Axes(
             update=self._axes.update + 1 if update is None else update,
             env_step=env_step,
-            gradient_step=steps if gradient_step is None else gradient_step,
+            gradient_step=self._axes.gradient_step + steps if gradient_step is None else gradient_step,
             wall_time=time.time(),
         )
-        numbers, self._numbers = self._numbers, {}
-        self._transfer = (self._window.send(), self._axes, numbers, partial)
-
-    def _materialise(self) -> None:
-        if self._transfer is None or self._recorder is None:
-            return
-        transfer, axes, numbers, partial = self._transfer
-        self._transfer = None
-        finished = transfer.finish(self.level)
-        values = finished.values | numbers
-        values.update(self._series.derive(values, self.level))
-        values.update(self._health(finished.undefined))
-        self._recorder.write(Record(self._recorder.next_seq, axes, values, finished.histograms, partial))
-
-    def _health(self, undefined: int) -> dict[str, float]:
-        assert self._recorder is not None
-        now = time.perf_counter()
-        elapsed, self._flushed = now - self._flushed, now
-        return telemetry_health(
-            seconds=self.clock.take(),
-            elapsed=elapsed,
-            undefined=undefined,
-            level=self.level,
-            stats=self._recorder.stats(),
-        )
-
-    def _diagnose(self, error: BaseException) -> dict[str, str]:
-        name = first_nonfinite(self._suspects())
-        if name:
-            logger.warning("training raised %s; first non-finite tensor: %s", type(error).__name__, name)
-        return {"exception": type(error).__name__, "message": str(error)[:1000], "first_nonfinite": name}
+        self._flush = Flush(self._axes, self._window.send(), self._numbers, tuple(self._snapshots), partial)
+        self._numbers, self._snapshots = {}, []
 
 
-def flat(groups: Iterable[MetricGroup | Iterable[MetricGroup]]) -> Iterator[MetricGroup]:
+def _flat(groups: Iterable[MetricGroup | Iterable[MetricGroup]]) -> Iterator[MetricGroup]:
     """The groups one by one, those in tuples and lists too."""
-    for group in groups:
-        yield from group if isinstance(group, tuple | list) else (group,)
-
-
-def _flattened(groups: Iterable[MetricGroup | Iterable[MetricGroup]]) -> Iterator[MetricGroup]:
     for group in groups:
         if isinstance(group, MetricGroup):
             yield group
         elif isinstance(group, tuple | list):
-            yield from _flattened(group)
+            yield from _flat(group)
         else:
             raise TypeError(f"observe takes metric groups, got {type(group).__name__}: log takes plain numbers")
-
-
-def first_nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Name and index of the first non-finite entry, such as `rewards[3, 2] = nan`; empty if all are finite."""
-    for name, tensor in tensors:
-        bad = (~torch.isfinite(tensor)).nonzero()
-        if len(bad):
-            index = bad[0].tolist()
-            return f"{name}{index or ''} = {tensor[tuple(index)].item()}"
-    return ""
-
-
-def _status_of(error: BaseException | None) -> RunStatus:
-    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
-        return RunStatus.FINISHED
-    return RunStatus.INTERRUPTED if isinstance(error, KeyboardInterrupt) else RunStatus.FAILED
 
 
 def _close_at_exit(telemetry: Telemetry) -> Callable[[], None]:

@@ -39,8 +39,15 @@ class Window:
         return max((max(rows.steps) + 1 for rows in self._rows.values() if max(rows.steps) > 0), default=0)
 
     def add(self, group: MetricGroup, epoch: int | Sequence[int], step: int | None) -> None:
-        """Packs a group; its first row stands at `step`, or after the rows that its layout has already."""
+        """Packs a group; its first row stands at `step`, or after the rows that its layout has already.
+
+        A group in which everything is undefined has no rows.
+        """
         packed = pack(group)
+        if not packed.layout.fields:
+            return
+        if not packed.layout.fields:
+            return
         rows = self._rows.setdefault(packed.layout, Rows())
         count = packed.rows
         first = step if step is not None else (rows.steps[-1] + 1 if rows.steps else 0)

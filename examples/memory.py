@@ -3,6 +3,9 @@
 python examples/memory.py
 """
 
+from __future__ import annotations
+
+import argparse
 from collections import deque
 from statistics import fmean
 
@@ -13,7 +16,7 @@ from esper_telemetry.ppo import preset
 TASK = "CartPole-v1"
 
 
-def final_return(policy: str) -> float:
+def final_return(policy: str, total_steps: int) -> float:
     chosen = preset(TASK, policy, mask_velocity=True)
     env = make_env(TASK, num_envs=chosen.num_envs, seed=1, mask_velocity=True)
     returns: deque[float] = deque(maxlen=100)
@@ -21,10 +24,18 @@ def final_return(policy: str) -> float:
         trainer = PPO(env, chosen.config(seed=1))
         attach(telemetry, trainer)
         trainer.hooks.on(EpisodeEnd, lambda event: returns.extend(event.returns))
-        trainer.learn(60_000)
+        trainer.learn(total_steps)
     return fmean(returns)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--total-steps", type=int, default=30_000, help="of each policy")
+    options = parser.parse_args()
     for policy in ("lstm", "mlp"):
-        print(f"{policy}: mean return of the last 100 episodes {final_return(policy):.0f}")
+        mean = final_return(policy, options.total_steps)
+        print(f"{policy}: mean return of the last 100 episodes {mean:.0f}")
+
+
+if __name__ == "__main__":
+    main()

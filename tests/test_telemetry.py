@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from esper_telemetry import Level, Max, Mean, Metric, MetricGroup, Record, RunStatus, Telemetry, read_run, reports
+from esper_telemetry.summary import Snapshot
 from esper_telemetry.testing import FailingSink, MemorySink
 
 
@@ -135,7 +136,8 @@ def test_a_group_of_user_code_is_described_in_the_journal(tmp_path: Path) -> Non
 def test_an_exception_flushes_what_is_open_and_ends_the_run_as_failed(tmp_path: Path) -> None:
     memory = MemorySink()
     with pytest.raises(RuntimeError, match="boom"), Telemetry([memory], run_dir=tmp_path / "run") as telemetry:
-        telemetry.suspects(lambda: [("weights", torch.ones(2)), ("rewards", torch.tensor([[0.0, math.nan]]))])
+        tensors = [("weights", torch.ones(2)), ("rewards", torch.tensor([[0.0, math.nan]]))]
+        telemetry.expect_updates(suspects=lambda: tensors, open_update=Snapshot)
         telemetry.log({"a/b": 1.0})
         raise RuntimeError("boom")
 

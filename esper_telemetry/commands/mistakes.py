@@ -15,7 +15,7 @@ def wrong_use() -> Iterator[None]:
     """Turns the exceptions with which our constructors refuse their arguments into `WrongUse`."""
     try:
         yield
-    except (ValueError, TypeError, FileExistsError, FileNotFoundError, ModuleNotFoundError) as error:
+    except (ValueError, TypeError, FileExistsError, FileNotFoundError, ImportError) as error:
         raise WrongUse(str(error)) from error
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""

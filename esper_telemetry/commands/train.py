@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from statistics import fmean
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -52,7 +49,8 @@ def _train(options: Train) -> int:
         summary = Summary(sinks)
         telemetry = Telemetry(
             [*sinks, summary.observe],
-            run_dir=options.run_dir or _default_run_dir(options.env),
+            run_dir=options.run_dir or "auto",
+            name=None if options.run_dir else segment(options.env),
             level=options.level,
             config={
                 "env": options.env,
@@ -115,7 +113,7 @@ def _say_preset(options: Train) -> None:
     plain = asdict(PPOConfig())
     changed = {name: value for name, value in asdict(options.ppo).items() if value != plain[name]}
     settings = " ".join(f"{name}={value}" for name, value in {"num_envs": options.num_envs, **changed}.items())
-    print(f"preset {options.preset_name} (--preset none for the defaults): {settings}", file=sys.stderr)
+    print(f"preset {options.preset_name} (--preset none for the defaults): {settings}")
 
 
 def _choose_threads(options: Train) -> None:
@@ -189,7 +187,3 @@ def _stopped_by_sigterm(trainer: PPO) -> Iterator[list[int]]:
         yield came
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _default_run_dir(env: str) -> Path:
-    return Path("runs") / f"{segment(env)}-{time.strftime('%Y%m%d-%H%M%S')}"

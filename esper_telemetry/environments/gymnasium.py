@@ -25,7 +25,11 @@ def make_vector(env_id: str, num_envs: int, seed: int | None, kwargs: dict[str, 
     """`num_envs` copies of a registered task, in the fastest form that Gymnasium has for it; raises as `make_env`."""
     spec = find_spec(env_id)
     native = spec.vector_entry_point is not None and not spec.additional_wrappers
-    vector = make_native(spec, num_envs, kwargs) if native else make_synchronous(spec, num_envs, kwargs)
+    make = make_native if native else make_synchronous
+    try:
+        vector = make(spec, num_envs, kwargs)
+    except (ImportError, require_gymnasium().error.Error) as error:
+        raise ValueError(f"environment {env_id!r} cannot be made: {error}") from error
     return GymnasiumEnvironment(vector, name=spec.id, seed=seed)
 
 

@@ -24,6 +24,7 @@ from esper_telemetry.journal.lines import (
     encode_run,
     to_json,
 )
+from esper_telemetry.journal.lock import await_writer, lock_for_writer, remove_lock
 from esper_telemetry.journal.memory import MemoryJournal, MemoryReader
 from esper_telemetry.journal.plain import plain
 from esper_telemetry.journal.run import Run, read_run
@@ -40,6 +41,7 @@ __all__ = [
     "MemoryJournal",
     "MemoryReader",
     "Run",
+    "await_writer",
     "decode",
     "encode_end",
     "encode_event",
@@ -48,7 +50,9 @@ __all__ = [
     "encode_run",
     "end_if_open",
     "journal_path",
+    "lock_for_writer",
     "plain",
     "read_run",
+    "remove_lock",
     "to_json",
 ]

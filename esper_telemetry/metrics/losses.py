@@ -43,7 +43,7 @@ class LossTerms(MetricGroup):
             undefined=NO_ROWS,
         )
     )
-    entropy: Mean = reports(
+    entropy: Mean | None = reports(
         Metric(
             key="loss/entropy",
             number=923,
@@ -52,7 +52,7 @@ class LossTerms(MetricGroup):
             undefined=NO_ROWS,
         )
     )
-    total: Mean = reports(
+    total: Mean | None = reports(
         Metric(
             key="loss/total",
             number=924,
@@ -80,25 +80,30 @@ class LossTerms(MetricGroup):
 
 @torch.inference_mode()
 def loss_terms(
-    policy: Tensor, value: Tensor, entropy: Tensor, total: Tensor, *, count: Tensor | Sequence[float] | float = 1.0
+    policy: Tensor,
+    value: Tensor,
+    entropy: Tensor | None = None,
+    total: Tensor | None = None,
+    *,
+    count: Tensor | Sequence[float] | float = 1.0,
 ) -> LossTerms:
     """Losses that the trainer computed.
 
     Args:
         policy: clipped surrogate loss, [] or [M], one per minibatch.
         value: 0.5 MSE, not scaled by its coefficient, same shape.
-        entropy: negative mean entropy, not scaled, same shape.
-        total: what is minimised, same shape.
+        entropy: negative mean entropy, not scaled, same shape; None where it is not known.
+        total: what is minimised, same shape; None where it is not known.
         count: valid rows behind each, same shape, or one number for all.
     """
-    same_shape(policy=policy, value=value, entropy=entropy, total=total)
-    terms = torch.stack([policy.detach(), value.detach(), entropy.detach(), total.detach()]).double()
+    known = {"policy": policy, "value": value, "entropy": entropy, "total": total}
+    given = {name: term.detach() for name, term in known.items() if term is not None}
+    same_shape(**given)
+    terms = torch.stack(list(given.values())).double()
     finite = terms.abs() < torch.inf
     weights = finite * torch.as_tensor(count, dtype=torch.float64, device=terms.device)
-    totals = torch.where(finite, terms * weights, 0.0)
-    policy_mean, value_mean, entropy_mean, total_mean = map(Mean, totals, weights)
-    nonfinite = 4 - finite.sum(0)
-    return LossTerms(policy_mean, value_mean, entropy_mean, total_mean, Sum(nonfinite))
+    means = map(Mean, torch.where(finite, terms * weights, 0.0), weights)
+    return LossTerms(**dict(zip(given, means, strict=True)), nonfinite=Sum(len(given) - finite.sum(0)))
 
 
 @torch.inference_mode()

@@ -91,6 +91,16 @@ class Choices:
             taken[name] = self._actions[name][t]
         return taken
 
+    def check_finite(self, observations: Array) -> None:
+        """Raises FloatingPointError, naming the first, where an observation [T, B, ...] left no finite scores."""
+        for name, scores in self._scores.items():
+            if not np.isfinite(scores).all():
+                t, row = np.argwhere(~np.isfinite(scores).all(-1))[0]
+                raise FloatingPointError(
+                    f"environment {row} gave at step {t} of the rollout an observation for which the policy's scores "
+                    f"for {name} are not finite: {np.array2string(observations[t, row], threshold=8)}"
+                )
+
     def finish(self, device: torch.device) -> Chosen:
         """What was chosen; raises ValueError where a mask allowed nothing."""
         require_choice(self._masks)

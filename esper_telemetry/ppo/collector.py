@@ -150,6 +150,7 @@ class Collector:
                 self._finals.append(Final(t, rows, self._normalize(last) if self._normalize else last))
 
     def _finish(self, act: Acting) -> Rollout:
+        self._choices.check_finite(self._raw)
         if "critic" in self._memories:
             remember(act, self._observations, self._memories["critic"], self._fresh)
         memory = self._memories.get("critic", self._memories.get("actor"))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 ACTIVATIONS = ("tanh", "relu")
+LARGEST_SEED = 2**32 - 1
+"""What every library that is seeded here accepts."""
 POLICIES = ("mlp", "lstm", "gru")
 
 
@@ -83,11 +86,11 @@ class PPOConfig:
         for name in ("num_steps", "num_epochs", "num_minibatches", "lstm_size", "lstm_layers"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1", getattr(self, name))
         for name in ("learning_rate", "clip"):
-            require(getattr(self, name) > 0, f"{name} must be positive", getattr(self, name))
+            require(0 < getattr(self, name) < math.inf, f"{name} must be positive and finite", getattr(self, name))
         for name in ("gamma", "gae_lambda"):
             require(0 <= getattr(self, name) <= 1, f"{name} must be between 0 and 1", getattr(self, name))
         for name in ("entropy_coef", "value_coef", "advantage_std_floor"):
-            require(getattr(self, name) >= 0, f"{name} must not be negative", getattr(self, name))
+            require(0 <= getattr(self, name) < math.inf, f"{name} must be finite, 0 or more", getattr(self, name))
         for name in ("max_grad_norm", "desired_kl", "target_kl", "clip_value"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be positive", value)
@@ -100,6 +103,7 @@ class PPOConfig:
             sizes = getattr(self, name)
             require(all(size >= 1 for size in sizes), f"{name} must be at least 1 each", sizes)
         require(self.activation in ACTIVATIONS, f"activation must be one of {', '.join(ACTIVATIONS)}", self.activation)
+        require(0 <= self.seed <= LARGEST_SEED, f"seed must be between 0 and {LARGEST_SEED}", self.seed)
 
     def check_rollout(self, num_envs: int) -> None:
         """Raises ValueError, with counts that would do, unless the minibatches divide a rollout of `num_envs`.

@@ -117,6 +117,12 @@ class ActorCritic(nn.Module):
             owners | {"critic": [*critic, "value.weight", "value.bias"]} | heads | ({"lstm": memory} if memory else {})
         )
 
+    def check_finite(self) -> None:
+        """Raises FloatingPointError, naming the first, where weights are not finite; synchronises once."""
+        if not torch.stack([torch.isfinite(weight).all() for weight in self.parameters()]).all():
+            name = next(name for name, weight in self.named_parameters() if not torch.isfinite(weight).all())
+            raise FloatingPointError(f"the policy's weights are not finite after this update, {name} first")
+
 
 def make_head(spec: ActionSpec, features: int, config: PPOConfig) -> Head:
     """The head for one part of an action."""

@@ -33,10 +33,11 @@ class Recurrence:
     after: Tensor
     valid: Array | None
 
-    def before(self) -> Tensor:
-        """State of the actor's core in which each step began, [T, layers, parts, B, H]."""
-        shifted = torch.cat([self.states["actor"].unsqueeze(0), self.after[:-1]])
-        fresh = torch.from_numpy(self.fresh).to(shifted.device)
+    def before(self, envs: int | None = None) -> Tensor:
+        """State of the actor's core in which each step began, [T, layers, parts, B, H]; of the first `envs` environments."""
+        begin, after = self.states["actor"][:, :, :envs], self.after[:-1, :, :, :envs]
+        shifted = torch.cat([begin.unsqueeze(0), after])
+        fresh = torch.from_numpy(self.fresh[:, :envs]).to(shifted.device)
         return shifted.masked_fill(fresh[:, None, None, :, None], 0.0)
 
     def sequences(self) -> Sequences:

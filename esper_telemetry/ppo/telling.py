@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from esper_telemetry.events import MinibatchEnd, RolloutEnd
+from esper_telemetry.events import MinibatchEnd, RecurrentForward, RolloutEnd
 from esper_telemetry.ppo.policy import ActorCritic
 from esper_telemetry.ppo.recurrent import RecurrentTrunk
 from esper_telemetry.ppo.rollout import Batch, Rollout
@@ -54,25 +54,22 @@ def rollout_event(
         logits=select(descriptions, "logits"),
         means=select(descriptions, "means"),
         **numbers,
-        **memory_of(rollout, policy),
+        states=None if rollout.recurrence is None else rollout.recurrence.before(),
     )
 
 
 @torch.no_grad()
-def memory_of(rollout: Rollout, policy: ActorCritic) -> dict[str, Any]:
-    """What the event tells of the actor's memory; nothing where it has none."""
+def recurrent_event(policy: ActorCritic, rollout: Rollout, envs: int) -> RecurrentForward | None:
+    """The event of the actor's LSTM in the first `envs` environments; None for a policy without one."""
     trunk, memory = policy.actor, rollout.recurrence
     if memory is None or not isinstance(trunk, RecurrentTrunk):
-        return {}
-    inputs = trunk.encoder(rollout.observations.flatten(0, 1))
-    return {
-        "states": memory.before(),
-        "core_inputs": inputs.view(*rollout.rewards.shape, -1),
-        "core_cells": [
-            {name.removesuffix("_l0"): weight for name, weight in cell.named_parameters()} for cell in trunk.core.cells
-        ],
-        "begins": torch.from_numpy(memory.fresh).to(rollout.rewards.device),
-    }
+        return None
+    cells = [cell for cell in trunk.core.cells if isinstance(cell, nn.LSTM)]
+    if not cells:
+        return None
+    below = [memory.after[:, layer, 0, :envs] for layer in range(len(cells) - 1)]
+    inputs = [trunk.encoder(rollout.observations[:, :envs].flatten(0, 1)).unflatten(0, (-1, envs)), *below]
+    return RecurrentForward(cells, inputs, memory.before(envs).unbind(1))
 
 
 def minibatch_event(

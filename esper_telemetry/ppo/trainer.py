@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from esper_telemetry.events import (
     EpisodeEnd,
     EvaluationEnd,
     MinibatchEnd,
+    RecurrentForward,
     Rollback,
     RolloutEnd,
     RunStart,
@@ -36,7 +36,7 @@ from esper_telemetry.ppo.ranks import Ranks
 from esper_telemetry.ppo.rollout import Batch, Rollout, flatten
 from esper_telemetry.ppo.schedules import STOP_FACTOR, adapted_rate, entropy_coef, learning_rate, mean_kl
 from esper_telemetry.ppo.steps import steps_for
-from esper_telemetry.ppo.telling import Result, minibatch_event, rollout_event
+from esper_telemetry.ppo.telling import Result, minibatch_event, recurrent_event, rollout_event
 from esper_telemetry.ppo.watchdog import Watchdog
 
 FACTS = (
@@ -111,6 +111,7 @@ class PPO:
 
         Raises:
             ValueError: they are collected already.
+            FloatingPointError: observations or weights are not finite; to go on would be to train on noise.
         """
         if total_steps <= self.env_steps:
             raise ValueError(f"total_steps must exceed the {self.env_steps} steps already collected, got {total_steps}")
@@ -172,11 +173,15 @@ class PPO:
         start = time.perf_counter()
         rate = self.optimizer.param_groups[0]["lr"]
         epochs = self._update(self.steps.seen(rollout))
-        if self.watchdog is not None and not self.watchdog.look():
+        if self.watchdog is None:
+            self.policy.check_finite()
+        elif not self.watchdog.look():
             self.hooks.emit(Rollback(self.updates, self.env_steps, self.watchdog.rollbacks))
         if self.hooks.wants(UpdateEnd):
             seconds = {**self.collector.seconds, "update": time.perf_counter() - start}
-            self.hooks.emit(UpdateEnd(self.updates, self.env_steps, self.gradient_steps, rate, seconds, epochs))
+            self.hooks.emit(
+                UpdateEnd(self.updates, self.env_steps, self.gradient_steps, rate, seconds, epochs, self._coefficients)
+            )
         self._agreed_to_stop = self.ranks.totals(self._stopping)[0] > 0
 
     def _update(self, rollout: Rollout) -> int:
@@ -228,12 +233,12 @@ class PPO:
         backward_trunks(outputs, gradient(actor), gradient(critic))
         self._descend(epoch, step, len(batch))
         if self.hooks.wants(MinibatchEnd):
-            losses = self._detached(result.losses)
+            losses = {name: loss.detach() for name, loss in result.losses.items()}
             self.hooks.emit(minibatch_event(batch, (epoch, step), result, self.policy, losses))
         return result.log_ratio.detach()
 
     def _losses(self, batch: Batch, actor: Tensor, critic: Tensor) -> Result:
-        """The losses of a minibatch as functions of the trunk outputs; the entropy only where somebody asks for it."""
+        """The losses of a minibatch as functions of the trunk outputs; the entropy only where it counts."""
         config, policy = self.config, self.policy
         scores = policy.scores(actor)
         normalized = policy.normalize(scores, batch.action_masks)
@@ -244,10 +249,8 @@ class PPO:
             "policy": self.steps.policy_loss(log_ratio, batch.advantages, config.clip),
             "value": self.steps.value_loss(values, batch.returns, batch.values),
         }
-        bonus = self._coefficients["entropy"] > 0
-        if bonus or self.hooks.wants(MinibatchEnd):
-            with torch.set_grad_enabled(bonus):
-                losses["entropy"] = -policy.entropy(normalized, batch.relevance)
+        if self._coefficients["entropy"] > 0:
+            losses["entropy"] = -policy.entropy(normalized, batch.relevance)
         return Result(log_ratio, values, scores, log_probs, losses)
 
     def _descend(self, epoch: int, step: int, rows: int) -> None:
@@ -271,15 +274,14 @@ class PPO:
         if self.hooks.wants(RolloutEnd):
             numbers = {"update": self.updates, "env_step": self.env_steps, "gamma": self.config.gamma}
             self.hooks.emit(rollout_event(rollout, self.policy, advantages, returns, **numbers))
+        if rollout.recurrence is not None and self.hooks.wants(RecurrentForward):
+            part = max(1, self.env.num_envs // self.config.num_minibatches)
+            event = recurrent_event(self.policy, rollout, part)
+            if event is not None:
+                self.hooks.emit(event)
         episodes = self.collector.episodes
         if episodes.returns and self.hooks.wants(EpisodeEnd):
             self.hooks.emit(EpisodeEnd(self.env_steps, episodes.returns, episodes.lengths))
-
-    def _detached(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The losses without graph, and their weighted sum `total`."""
-        apart = {name: loss.detach() for name, loss in losses.items()}
-        total = torch.add(apart["policy"], apart["value"], alpha=self._coefficients["value"])
-        return apart | {"total": torch.add(total, apart["entropy"], alpha=self._coefficients["entropy"])}
 
 
 def build_policy(env: Task, config: PPOConfig) -> ActorCritic:

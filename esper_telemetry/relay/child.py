@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from esper_telemetry.journal import JournalReader, end_if_open, journal_path
+from esper_telemetry.journal import JournalReader, await_writer, end_if_open, journal_path
 from esper_telemetry.record import Record, RunInfo, RunStatus
 from esper_telemetry.relay.cursors import Cursors
 from esper_telemetry.relay.delivery import Delivery, one_line
@@ -33,7 +33,11 @@ from esper_telemetry.sinks.protocol import PermanentSinkError, Sink
 TICK_SECONDS: Final = 0.2
 ORPHAN_SECONDS: Final = 300.0
 """How long an orphan tries to deliver what is left before it leaves the rest to `replay`."""
+WRITER_SECONDS: Final = 30.0
+"""How long an orphan waits for a process that still appends to the journal."""
 EXIT_SECONDS: Final = 5.0
+NICENESS: Final = 10
+"""The trainer goes first where cores are scarce: backends can catch up later."""
 DEAD_CLIENT_EXIT: Final = 75
 """Exit code that asks the parent for a fresh process; EX_TEMPFAIL of sysexits.h."""
 
@@ -41,11 +45,13 @@ DEAD_CLIENT_EXIT: Final = 75
 def main() -> None:
     """Delivers until every sink is closed or disabled."""
     _leave_signals_to_the_parent()
+    os.nice(NICENESS)
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("esper_telemetry").setLevel(logging.DEBUG)
     status_fd = int(sys.argv[1])
     parent = Parent(_private_stdin(), status_fd)
     settings = parent.settings()
+    sys.argv = settings["command"]  # backends note which program made the run
     run_dir = Path(settings["run_dir"])
     deliveries = [_delivery(run_dir, name, text) for name, text in settings["sinks"].items()]
     sys.exit(serve(parent, deliveries, run_dir))
@@ -98,6 +104,8 @@ def _dead_client(deliveries: Sequence[Delivery]) -> bool:
 
 
 def _end_run(run_dir: Path) -> RunStatus:
+    """Ends the run of a trainer that is gone, after the last record that is still being written for it."""
+    await_writer(run_dir, WRITER_SECONDS)
     with suppress(OSError):  # a full disk: the sinks are closed without the line
         end_if_open(run_dir, RunStatus.KILLED)
     return RunStatus.KILLED

@@ -111,7 +111,7 @@ class SinkProcess:
                 bufsize=0,
                 start_new_session=True,
             )
-        settings = {"run_dir": str(self.run_dir), "parent": os.getpid(), "sinks": self._sinks}
+        settings = {"run_dir": str(self.run_dir), "parent": os.getpid(), "command": sys.argv, "sinks": self._sinks}
         _send(process, settings)
         with self._lock:
             self._process = process

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
+from esper_telemetry.metric import segment
 from esper_telemetry.record import Level
 from esper_telemetry.series.advantages import advantage_scale
 from esper_telemetry.series.critic import CriticMoments, VarianceAverage, critic_fit
-from esper_telemetry.series.policy import ENTROPY_WINDOW, entropy_rate
+from esper_telemetry.series.gradients import GradientHistory
+from esper_telemetry.series.policy import ENTROPY_WINDOW, entropy_rate, largest_shift
+
+HEADS, SHIFT = "policy/head/", "/action_shift_js"
+"""How the keys of single heads' shifts begin and end."""
 
 
 class Series:
     """The history of one run; give it every record in order.
 
-    It reads values by key and nothing else, so that a journal yields the same derived values again.
+    It reads the run's facts and the values by key and nothing else, so that a journal yields the same derived values
+    again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, facts: Mapping[str, Any] | None = None) -> None:
+        known = facts or {}
         self._variance = VarianceAverage()
         self._entropies: deque[float] = deque(maxlen=ENTROPY_WINDOW)
+        self._gradients = GradientHistory(
+            [segment(name) for name in known.get("groups", ())], known.get("max_grad_norm")
+        )
 
     def derive(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
         """The derived values of a record with these measured ones, as far as they belong to `level`."""
@@ -29,6 +40,8 @@ class Series:
             **self._critic(values, level),
             **self._advantages(values, level),
             **self._entropy(values, level),
+            **self._shifts(values, level),
+            **self._gradients.derive(values, level),
         }
 
     def _critic(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
@@ -36,7 +49,7 @@ class Series:
             bias=values.get("value/bias"),
             error_std=values.get("value/err/std"),
             value_std=values.get("value/std"),
-            return_std=values.get("ret/std"),
+            return_std=values.get("value/target/std"),
         )
         fit, self._variance = critic_fit(moments, self._variance)
         return fit.values(level)
@@ -50,3 +63,7 @@ class Series:
             return {}
         self._entropies.append(values["policy/entropy"])
         return entropy_rate(np.array(self._entropies)).values(level)
+
+    def _shifts(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
+        heads = [value for key, value in values.items() if key.startswith(HEADS) and key.endswith(SHIFT)]
+        return largest_shift(heads).values(level)

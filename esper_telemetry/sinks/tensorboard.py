@@ -124,6 +124,8 @@ class _EventFile:
         earlier = [path.name for path in self.directory.glob("*tfevents*")]
         self.shared = not all(name.endswith(SUFFIX) for name in earlier)
         self.resumes = bool(earlier) and not self.shared
+        if self.resumes:
+            wait_for_a_later_name(max(earlier))
         self.tags.clear()
         self.writer = EventFileWriter(str(self.directory), filename_suffix=SUFFIX)
         self._describe_run()
@@ -162,6 +164,12 @@ class _EventFile:
 
     def _histogram(self, tag: str, counted: Histogram) -> Any:
         return self.events.histogram(tag, counted)
+
+
+def wait_for_a_later_name(latest: str) -> None:
+    """Sleeps until the second in the name of the latest event file is over: files are read in the order of their names."""
+    second = int(latest.split(".")[3])
+    time.sleep(min(1.0, max(0.0, second + 1 - time.time())))
 
 
 def outcomes(run: RunInfo) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.histogram_pb2 import HistogramProto
-from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
@@ -48,8 +48,10 @@ def scalar(tag: str, number: float, info: SummaryMetadata | None = None) -> Any:
 
 
 def scalar_info(tag: str, described: MetricInfo | None) -> Any:
-    """What the dashboard shows about a scalar."""
-    return scalars.create_summary_metadata(tag, metric_description(described) if described else "")
+    """What the dashboard shows about a scalar; without the class, TensorBoard's default loader drops it."""
+    info = scalars.create_summary_metadata(tag, metric_description(described) if described else "")
+    info.data_class = DATA_CLASS_SCALAR
+    return info
 
 
 def histogram(tag: str, counted: Histogram) -> Any:

@@ -1,20 +1,14 @@
-"""Where events meet metrics: `attach` makes a telemetry listen to whatever emits events, the bundled trainer or an adapter."""
+"""Where events meet telemetry: `attach` makes it listen to whatever emits them, the bundled trainer or an adapter."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from esper_telemetry.hooks import Hooks, Remover
+from esper_telemetry.record import Level
 from esper_telemetry.telemetry import Telemetry
-from esper_telemetry.wiring.episodes import Episodes
-from esper_telemetry.wiring.family import Listener
-from esper_telemetry.wiring.gradients import Gradients
-from esper_telemetry.wiring.policy import Policy
-from esper_telemetry.wiring.rollout import Rollouts
-from esper_telemetry.wiring.run import Run, Suspects, Updates
-
-FAMILIES = (Run, Suspects, Rollouts, Episodes, Policy, Gradients, Updates)
-"""In the order in which they hear an event; `Updates` is last because it flushes."""
+from esper_telemetry.wiring.listener import Listener
+from esper_telemetry.wiring.update import Update
 
 
 class Source(Protocol):
@@ -30,9 +24,10 @@ def attach(telemetry: Telemetry, source: Source) -> Remover:
 
     At level OFF nothing is registered, so the trainer does no extra work.
     """
-    if telemetry.level == 0:
+    if telemetry.level is Level.OFF:
         return lambda: None
-    listener = Listener(telemetry, source.hooks)
-    for family in FAMILIES:
-        family(telemetry).listen(listener)
+    update = Update(telemetry)
+    telemetry.expect_updates(suspects=update.suspects, open_update=update.take)
+    listener = Listener(telemetry.clock, source.hooks)
+    update.listen(listener)
     return listener.stop

@@ -291,36 +291,6 @@ def test_the_facts_name_the_parameters_of_the_memory() -> None:
     assert "lstm" not in cartpole().facts(1000)["groups"]
 
 
-def test_gates_follow_from_what_the_event_tells() -> None:
-    """i, f, g, o from one product; then c = f c + i g is the cell state in which the next step begins."""
-    trainer = pendulum(policy="lstm", lstm_size=16, num_minibatches=2, encoder_sizes=(8,))
-    found: list[Tensor] = []
-
-    def check(event: RolloutEnd) -> None:
-        found.extend(next_states(event))
-
-    trainer.hooks.on(RolloutEnd, check)
-    trainer.learn(64)
-
-    computed, told = found
-    assert torch.allclose(computed[:-1], told[1:], atol=1e-6)
-
-
-def next_states(event: RolloutEnd) -> tuple[Tensor, Tensor]:
-    """The states after each step from the gates, and those in which the steps began, [T, 2, B, H]."""
-    assert event.states is not None and event.core_inputs is not None and event.begins is not None
-    hidden, cell = event.states[:, 0].unbind(1)
-    weights = event.core_cells[0]
-    bias = weights["bias_ih"] + weights["bias_hh"]
-    with torch.no_grad():
-        gates = event.core_inputs @ weights["weight_ih"].T + hidden @ weights["weight_hh"].T + bias
-        i, f, g, o = gates.chunk(4, -1)
-        after = f.sigmoid() * cell + i.sigmoid() * g.tanh()
-        output = o.sigmoid() * after.tanh()
-    assert event.begins[0].all() and not event.begins[1:].any() and len(event.core_cells) == 1
-    return torch.stack([output, after], 1), event.states[:, 0]
-
-
 def test_without_memory_the_event_tells_nothing_of_it() -> None:
     trainer = pendulum()
     seen = Seen().listen(trainer, RolloutEnd)
@@ -328,4 +298,4 @@ def test_without_memory_the_event_tells_nothing_of_it() -> None:
     trainer.learn(64)
 
     event = seen.events[0]
-    assert event.states is event.core_inputs is event.begins is None and not event.core_cells
+    assert event.states is None

@@ -27,6 +27,7 @@ from esper_telemetry.metrics.gradients.interference import (
     ParameterInterference,
     group_interference,
     interference,
+    leaf_gradients,
     leaf_interference,
     parameter_interference,
 )
@@ -75,6 +76,7 @@ __all__ = [
     "head_gradients",
     "interference",
     "layer_concentration",
+    "leaf_gradients",
     "leaf_interference",
     "minibatch_alignment",
     "named_parameters",

@@ -1,0 +1,40 @@
+"""What is said of a run that ended in an exception."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.record import RunStatus
+
+logger = logging.getLogger("esper_telemetry")
+
+Suspects = Callable[[], Iterable[tuple[str, Tensor]]]
+
+
+def status_of(error: BaseException | None) -> RunStatus:
+    """How a run ended that was left with this exception."""
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return RunStatus.FINISHED
+    return RunStatus.INTERRUPTED if isinstance(error, KeyboardInterrupt) else RunStatus.FAILED
+
+
+def diagnose(error: BaseException, suspects: Suspects) -> dict[str, str]:
+    """The exception, and the first non-finite tensor in forward order, which is also said aloud."""
+    name = first_nonfinite(suspects())
+    if name:
+        logger.warning("training raised %s; first non-finite tensor: %s", type(error).__name__, name)
+    return {"exception": type(error).__name__, "message": str(error)[:1000], "first_nonfinite": name}
+
+
+def first_nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Name and index of the first non-finite entry, such as `rewards[3, 2] = nan`; empty if all are finite."""
+    for name, tensor in tensors:
+        bad = (~torch.isfinite(tensor)).nonzero()
+        if len(bad):
+            index = bad[0].tolist()
+            return f"{name}{index or ''} = {tensor[tuple(index)].item()}"
+    return ""

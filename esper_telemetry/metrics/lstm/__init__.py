@@ -1,0 +1,43 @@
+"""Recurrent policies: size, gates, resets, age and staleness of what they remember."""
+
+from esper_telemetry.metrics.lstm.gates import (
+    CellStats,
+    GateGroups,
+    Gates,
+    GateStats,
+    LSTMWeights,
+    gate_stats,
+    gates_between,
+    lstm_gates,
+    lstm_weights,
+    timescales,
+)
+from esper_telemetry.metrics.lstm.growth import CellGrowth, bucket_width, cell_growth
+from esper_telemetry.metrics.lstm.resets import ResetStats, reset_stats, state_ages
+from esper_telemetry.metrics.lstm.staleness import Staleness, state_staleness
+from esper_telemetry.metrics.lstm.states import StateSize, StateStats, state_size, state_stats
+
+__all__ = [
+    "CellGrowth",
+    "CellStats",
+    "GateGroups",
+    "GateStats",
+    "Gates",
+    "LSTMWeights",
+    "ResetStats",
+    "Staleness",
+    "StateSize",
+    "StateStats",
+    "bucket_width",
+    "cell_growth",
+    "gate_stats",
+    "gates_between",
+    "lstm_gates",
+    "lstm_weights",
+    "reset_stats",
+    "state_ages",
+    "state_size",
+    "state_staleness",
+    "state_stats",
+    "timescales",
+]

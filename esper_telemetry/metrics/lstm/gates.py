@@ -1,0 +1,307 @@
+"""The gates of an LSTM, recomputed exactly from what a stock `nn.LSTM` takes in and gives out: is memory written, kept and read?
+
+torch packs the weights of the gates in the order [i, f, g, o]. Inputs and outputs of all steps are known, so all gates of a sequence are
+one matrix product; only c = f c + i g needs a pass over time. Inverting h = o tanh c instead would be ill-conditioned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from esper_telemetry.group import Mean, MetricGroup, label, reports
+from esper_telemetry.metric import Metric
+from esper_telemetry.metrics.masking import Sample, ascending, keep, quantile_means, quantiles
+
+GATES = ("i", "f", "o")
+LOW, HIGH, CANDIDATE_HIGH = 0.1, 0.9, 0.99
+"""Gates below `LOW` or above `HIGH`, and candidates above `CANDIDATE_HIGH` in magnitude, are saturated (Karpathy 2015)."""
+LONGEST = 2.0**24
+"""The longest timescale told apart: float32 has no number between 1 - 2^-24 and 1."""
+NO_ROWS = "no valid step, or a policy without an LSTM"
+
+
+@dataclass(frozen=True, slots=True)
+class GateStats(MetricGroup):
+    """Activation of the input, forget and output gates."""
+
+    gate: tuple[str, ...] = label()
+    mean: Mean = reports(
+        Metric(
+            key="lstm/gate/{gate}/mean",
+            number=711,
+            unit="activation",
+            question="How far is this gate open on average: i writes, f keeps, o reads?",
+            low=0.0,
+            high=1.0,
+            cost="sampled",
+            undefined=NO_ROWS,
+        )
+    )
+    sat_lo: Mean = reports(
+        Metric(
+            key="lstm/gate/{gate}/sat_lo",
+            number=712,
+            unit="fraction",
+            question="How often is this gate shut, below 0.1? A shut f forgets everything, a shut i or o closes the memory.",
+            low=0.0,
+            high=1.0,
+            cost="sampled",
+            healthy="f: < 0.5",
+            warn="f: > 0.7; i, o: > 0.9",
+            critical="f: > 0.9",
+            source="Karpathy 2015, 1506.02078",
+            undefined=NO_ROWS,
+        )
+    )
+    sat_hi: Mean = reports(
+        Metric(
+            key="lstm/gate/{gate}/sat_hi",
+            number=713,
+            unit="fraction",
+            question="How often is this gate wide open, above 0.9? An f that is always open never forgets.",
+            low=0.0,
+            high=1.0,
+            cost="sampled",
+            healthy="f: < 0.8",
+            warn="f: > 0.9",
+            source="Karpathy 2015, 1506.02078; healthy runs 0 to 0.53",
+            undefined=NO_ROWS,
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CellStats(MetricGroup):
+    """What the gates make of the cell: what is written, and for how long it stays."""
+
+    saturated: Mean = reports(
+        Metric(
+            key="lstm/cand/sat",
+            number=714,
+            unit="fraction",
+            question="How often is what would be written saturated, |g| above 0.99? Then no gradient reaches the inputs.",
+            low=0.0,
+            high=1.0,
+            cost="sampled",
+            source="heuristic",
+            undefined=NO_ROWS,
+        )
+    )
+    timescale: Mean = reports(
+        Metric(
+            key="lstm/timescale/median",
+            number=721,
+            unit="steps",
+            question="For how many steps does the median unit remember, 1 / (1 - mean f)?",
+            low=1.0,
+            cost="sampled",
+            healthy="at least half the horizon that the task needs",
+            critical="< 1.2",
+            source="Tallec & Ollivier 2018, 1804.11188",
+            undefined=NO_ROWS,
+        )
+    )
+    timescale_p90: Mean = reports(
+        Metric(
+            key="lstm/timescale/p90",
+            number=722,
+            unit="steps",
+            question="For how many steps do the units with the longest memory remember, the upper 10 %?",
+            low=1.0,
+            cost="sampled",
+            source="Tallec & Ollivier 2018, 1804.11188",
+            undefined=NO_ROWS,
+        )
+    )
+    beyond: Mean | None = reports(
+        Metric(
+            key="lstm/timescale/frac_beyond_bptt",
+            number=723,
+            unit="fraction",
+            question="Which share of the units remembers longer than the sequences through which gradients flow?",
+            low=0.0,
+            high=1.0,
+            cost="sampled",
+            warn="> 0.5: such memory cannot be trained",
+            source="heuristic",
+            undefined=f"{NO_ROWS}, or the length of the sequences is unknown",
+        )
+    )
+    log_gain: Mean = reports(
+        Metric(
+            key="lstm/cell_log_gain",
+            number=724,
+            unit="nats (ln)",
+            question="How much of the gradient survives the way along the cell state through a whole sequence?",
+            cost="sampled",
+            healthy="> -8",
+            critical="< -20: it vanishes",
+            source="steps times the mean of ln f where memory goes on; Pascanu 2013, 1211.5063",
+            undefined="memory begins anew at every step",
+        )
+    )
+
+
+class LSTMWeights(NamedTuple):
+    """Weights of a single-layer LSTM, gates in torch's order [i, f, g, o].
+
+    Attributes:
+        inputs: [4H, I].
+        hidden: [4H, H].
+        bias: [4H], of both.
+    """
+
+    inputs: Tensor
+    hidden: Tensor
+    bias: Tensor
+
+
+class Gates(NamedTuple):
+    """Activations of one layer, each [T, B, H]: gates i, f and o, candidate g, and the states h and c after each step."""
+
+    i: Tensor
+    f: Tensor
+    o: Tensor
+    g: Tensor
+    h: Tensor
+    c: Tensor
+
+
+@torch.no_grad()
+def lstm_weights(cell: nn.LSTM) -> LSTMWeights:
+    """Copies of a cell's weights, as they are now.
+
+    Raises:
+        ValueError: for several layers, whose inner outputs torch hides, both directions, or projected states.
+    """
+    if cell.num_layers != 1 or cell.bidirectional or cell.proj_size:
+        raise ValueError(f"gates are known for one layer, one direction and no projection, got {cell}")
+    hidden = cell.get_parameter("weight_hh_l0").clone()
+    bias = hidden.new_zeros(len(hidden))
+    if cell.bias:
+        bias = cell.get_parameter("bias_ih_l0") + cell.get_parameter("bias_hh_l0")
+    return LSTMWeights(cell.get_parameter("weight_ih_l0").clone(), hidden, bias)
+
+
+@torch.inference_mode()
+def gates_between(weights: LSTMWeights, inputs: Tensor, hidden: Tensor, memory: Tensor) -> Gates:
+    """Gates where the state before every step is known: no pass over time at all.
+
+    Args:
+        weights: from `lstm_weights`.
+        inputs: [T, B, I] what the cell was given.
+        hidden, memory: [T, B, H] its states h and c before each step, zero where memory began anew.
+    """
+    i, f, g, o = _activations(weights, inputs, hidden)
+    c = f * memory + i * g
+    return Gates(i, f, o, g, o * c.tanh(), c)
+
+
+@torch.inference_mode()
+def lstm_gates(
+    weights: LSTMWeights, inputs: Tensor, outputs: Tensor, state: tuple[Tensor, Tensor], resets: Tensor
+) -> Gates:
+    """Gates of a sequence of which inputs and outputs are known.
+
+    Args:
+        weights: from `lstm_weights`.
+        inputs: [T, B, I] what the cell was given.
+        outputs: [T, B, H] what it gave.
+        state: h and c, [B, H] each, before the first step.
+        resets: [T, B] bool: memory begins anew at this step.
+    """
+    goes_on = (~resets.bool()).to(outputs.dtype).unsqueeze(-1)
+    hidden = torch.cat([state[0].unsqueeze(0), outputs[:-1]]) * goes_on
+    i, f, g, o = _activations(weights, inputs, hidden)
+    c = _cells(f * goes_on, i * g, state[1])
+    return Gates(i, f, o, g, o * c.tanh(), c)
+
+
+def _activations(weights: LSTMWeights, inputs: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+    """i, f, g and o, [T, B, H] each."""
+    matrix = torch.cat([weights.inputs, weights.hidden], 1)
+    i, f, g, o = nn.functional.linear(torch.cat([inputs, hidden], -1), matrix, weights.bias).chunk(4, -1)
+    return i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+
+
+def _cells(kept: Tensor, written: Tensor, memory: Tensor) -> Tensor:
+    """Cell states after each step, [T, B, H]."""
+    cells = torch.empty_like(written)
+    for t in range(len(written)):
+        memory = torch.addcmul(written[t], kept[t], memory, out=cells[t])
+    return cells
+
+
+class GateGroups(NamedTuple):
+    """The groups of one layer's gates."""
+
+    gates: GateStats
+    cell: CellStats
+
+
+@torch.inference_mode()
+def gate_stats(
+    gates: Gates, resets: Tensor, *, bptt_length: int | None = None, valid: Tensor | None = None
+) -> GateGroups:
+    """Saturation of the gates, timescales and the gain along the cell state.
+
+    Args:
+        gates: of T steps, from `lstm_gates` or `gates_between`.
+        resets: [T, B] bool: memory begins anew at this step.
+        bptt_length: steps through which gradients flow; None where it is unknown.
+        valid: [T, B] bool; None where every step is.
+
+    Timescales are those of single units, 1 / (1 - mean f), and quantiles over units: one unit that never forgets would own a mean.
+    """
+    counts = torch.ones_like(resets, dtype=torch.bool) if valid is None else valid.bool()
+    return GateGroups(_openness(gates, counts), _cell_stats(gates, resets.bool(), bptt_length, counts))
+
+
+def _openness(gates: Gates, valid: Tensor) -> GateStats:
+    x = torch.stack([gates.i, gates.f, gates.o]).flatten(1)
+    s = keep(x.double(), _per_unit(valid, gates.i).flatten())
+    return GateStats(gate=GATES, mean=s.mean(s.values), sat_lo=s.share(s.values < LOW), sat_hi=s.share(s.values > HIGH))
+
+
+def _cell_stats(gates: Gates, resets: Tensor, bptt_length: int | None, valid: Tensor) -> CellStats:
+    written = keep(gates.g.flatten().double(), _per_unit(valid, gates.g).flatten())
+    units = timescales(gates.f, valid=valid)
+    median, p90 = quantile_means(quantiles(ascending(units), units.count, (0.5, 0.9)), units.count)
+    lasting = keep(_log(gates.f).flatten(), _per_unit(valid & ~resets, gates.f).flatten())
+    gain = lasting.mean(lasting.values)
+    return CellStats(
+        saturated=written.share(written.values.abs() > CANDIDATE_HIGH),
+        timescale=median,
+        timescale_p90=p90,
+        beyond=None if bptt_length is None else units.share(units.values > bptt_length),
+        log_gain=Mean(len(resets) * gain.total, gain.count),
+    )
+
+
+def _per_unit(flags: Tensor, like: Tensor) -> Tensor:
+    return flags.unsqueeze(-1).expand_as(like)
+
+
+def _log(f: Tensor) -> Tensor:
+    """Its logarithm in float64; where the gate is shut as far as its precision goes, that of the smallest number."""
+    return f.clamp(min=torch.finfo(f.dtype).tiny).double().log()
+
+
+@torch.inference_mode()
+def timescales(forget: Tensor, *, valid: Tensor | None = None) -> Sample:
+    """Steps for which each of the H units remembers, T = 1 / (1 - mean f), as a sample of units.
+
+    Args:
+        forget: [T, B, H] activation of the forget gate.
+        valid: [T, B] bool; None where every step is.
+
+    With a constant pre-activation b that is 1 + e^b (Tallec & Ollivier 2018).
+    """
+    by_unit = forget.flatten(0, 1).t()
+    s = keep(by_unit.double(), None if valid is None else valid.bool().flatten())
+    mean = s.values.sum(-1) / s.count
+    return keep(1 / (1 - mean).clamp(min=1 / LONGEST), None)

@@ -1,0 +1,266 @@
+"""The process beside the trainer that turns snapshots of updates into records, and how it is talked to.
+
+Summarising an update takes a few hundred small tensor operations: a tenth of a fast trainer's time on its own thread, nothing
+on a second core. The trainer only pickles the tensors into a pipe, a few hundred microseconds per update.
+
+The training thread never waits for this process: what the pipe does not take stays in memory and goes first next time. What the process
+has not acknowledged is kept, so that the trainer can do it itself if the process dies. If the trainer dies, the process still finds
+in the pipe what the trainer wrote; while it works it holds `writer.lock` in the run directory, which whoever ends the run waits for.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import fcntl
+import io
+import logging
+import os
+import pickle
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper_telemetry.journal import Journal, JournalEvent, lock_for_writer, remove_lock
+from esper_telemetry.record import Level, MetricInfo, RunInfo, RunStatus
+from esper_telemetry.writer import JournalWriter, Measured
+
+ENTRY: Final = "from esper_telemetry.offload import main; main()"
+LOG_NAME: Final = "summary.log"
+PIPE_BYTES: Final = 1 << 20
+"""What the pipe should hold: several updates of a small run."""
+MOST_BYTES: Final = 64 << 20
+"""What may wait in memory for a process that is not fast enough; beyond it updates are recorded without their summary."""
+
+PARENT_SECONDS: Final = 0.5
+"""How often the process looks whether its parent still lives."""
+NICENESS: Final = 5
+"""The trainer goes first where cores are scarce; the sinks' process is nicer still."""
+LENGTH: Final = struct.Struct(">Q")
+"""Stands before each message."""
+
+_logger = logging.getLogger("esper_telemetry")
+
+
+def worth_offloading() -> bool:
+    """Whether this machine gives us a second core."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return (cores or 1) > 1
+
+
+class OffloadedWriter:
+    """A `Writer` whose work is done by a process of its own.
+
+    Args:
+        run_dir: whose journal it appends to; nobody else does meanwhile.
+        level: at which it measures.
+    """
+
+    def __init__(self, run_dir: Path, level: Level) -> None:
+        self._run_dir, self._level = run_dir, level
+        self._local: JournalWriter | None = None
+        self._facts: Mapping[str, Any] = {}
+        self._outbox: deque[memoryview] = deque()
+        self._unacknowledged: deque[bytes] = deque()
+        self._warned = False
+        acknowledgements, theirs = os.pipe()
+        self._process = _started(run_dir, level, theirs)
+        os.close(theirs)
+        self._acknowledgements = acknowledgements
+        os.set_blocking(acknowledgements, False)
+        self._pipe = _private(self._process)
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def run(self, info: RunInfo) -> None:
+        """See `Writer`."""
+        self._facts = info.facts
+        self._send("run", info)
+
+    def describe(self, metrics: Mapping[str, MetricInfo], seq: int) -> None:
+        """See `Writer`."""
+        self._send("describe", metrics, seq)
+
+    def record(self, measured: Measured) -> None:
+        """See `Writer`."""
+        if measured.snapshots and sum(map(len, self._outbox)) > MOST_BYTES:
+            self._warn(
+                "the process that summarises updates does not keep up: some updates are recorded without summary"
+            )
+            measured = replace(measured, snapshots=())
+        self._send("record", measured)
+
+    def event(self, event: JournalEvent) -> None:
+        """See `Writer`."""
+        self._send("event", event)
+
+    def end(self, status: RunStatus, seq: int, timeout: float) -> None:
+        """See `Writer`."""
+        deadline = time.monotonic() + timeout
+        self._send("end", status, seq, timeout)
+        while self._local is None and self._unacknowledged and time.monotonic() < deadline:
+            self._wait(deadline - time.monotonic())
+            self._pump()
+        if self._unacknowledged and self._local is None:
+            self._take_over("is too slow")
+        self._leave()
+
+    def _send(self, method: str, *arguments: Any) -> None:
+        if self._local is not None:
+            getattr(self._local, method)(*arguments)
+            return
+        message = dumped((method, arguments))
+        self._unacknowledged.append(message)
+        self._outbox.extend((memoryview(LENGTH.pack(len(message))), memoryview(message)))
+        self._pump()
+
+    def _pump(self) -> None:
+        """Writes what the pipe takes and reads what is acknowledged."""
+        try:
+            with suppress(BlockingIOError):
+                while self._outbox:
+                    written = os.write(self._pipe, self._outbox[0])
+                    rest = self._outbox.popleft()[written:]
+                    if rest:
+                        self._outbox.appendleft(rest)
+            with suppress(BlockingIOError):
+                acknowledged = os.read(self._acknowledgements, 1 << 16)
+                for _ in acknowledged:
+                    self._unacknowledged.popleft()
+                if not acknowledged and self._unacknowledged:
+                    self._take_over("has died")
+        except BrokenPipeError:
+            self._take_over("has died")
+
+    def _wait(self, seconds: float) -> None:
+        """Until the process has done something, or can take something."""
+        writable = [self._pipe] if self._outbox else []
+        select.select([self._acknowledgements], writable, [], max(0.0, min(seconds, 0.1)))
+
+    def _take_over(self, reason: str) -> None:
+        """Does here what the process did not do, and everything from now on."""
+        self._warn(f"the process that summarises updates {reason}: training goes on and does it itself")
+        self._process.kill()
+        self._process.wait()
+        self._local = JournalWriter(Journal.open(self._run_dir), self._level, self._facts)
+        self._outbox.clear()
+        while self._unacknowledged:
+            method, arguments = pickle.loads(self._unacknowledged.popleft())
+            getattr(self._local, method)(*arguments)
+
+    def _leave(self) -> None:
+        os.close(self._pipe)
+        os.close(self._acknowledgements)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0)
+        remove_lock(self._run_dir)
+
+    def _warn(self, text: str) -> None:
+        if not self._warned:
+            _logger.warning("%s (%s)", text, self._run_dir / LOG_NAME)
+            self._warned = True
+
+
+def _started(run_dir: Path, level: Level, acknowledgements: int) -> subprocess.Popen[bytes]:
+    path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+    lock = lock_for_writer(run_dir)
+    with (run_dir / LOG_NAME).open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", ENTRY, str(run_dir), level.name, str(os.getpid()), str(acknowledgements)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            pass_fds=[acknowledgements, lock],
+            start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        )
+    os.close(lock)
+    return process
+
+
+def _private(process: subprocess.Popen[bytes]) -> int:
+    """Our end of the process's input: large, and never blocking."""
+    assert process.stdin is not None
+    pipe = os.dup(process.stdin.fileno())
+    process.stdin.close()
+    os.set_blocking(pipe, False)
+    with suppress(OSError):  # where the system allows less, more waits in memory
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    return pipe
+
+
+def _portable(tensor: Tensor) -> tuple[Any, ...]:
+    array = np.ascontiguousarray(tensor.numpy())
+    return _tensor, (pickle.PickleBuffer(array.data), array.dtype.char, array.shape)
+
+
+def _tensor(buffer: bytearray, kind: str, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(np.frombuffer(buffer, kind).reshape(shape))
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as their bytes, several times faster than torch, whose way is made for files."""
+
+    dispatch_table = copyreg.dispatch_table.copy()
+    dispatch_table[Tensor] = _portable
+
+
+def dumped(message: object) -> bytes:
+    """The message as `pickle.load` reads it."""
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5).dump(message)
+    return stream.getvalue()
+
+
+def main() -> None:
+    """Does what comes in, in order, and acknowledges each with a byte, until the end of the input."""
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    run_dir, level, parent, acknowledgements = Path(sys.argv[1]), Level[sys.argv[2]], int(sys.argv[3]), int(sys.argv[4])
+    os.nice(NICENESS)
+    torch.set_num_threads(1)
+    writer = JournalWriter(Journal.open(run_dir), level)
+    for message in _messages(parent):
+        method, arguments = pickle.loads(message)
+        getattr(writer, method)(*arguments)
+        with suppress(BrokenPipeError):
+            os.write(acknowledgements, b"+")
+
+
+def _messages(parent: int) -> Iterator[bytes]:
+    """Whole messages from standard input; one that a killed trainer left half written is dropped."""
+    with suppress(EOFError):
+        while True:
+            (length,) = LENGTH.unpack(_exactly(LENGTH.size, parent))
+            yield _exactly(length, parent)
+
+
+def _exactly(count: int, parent: int) -> bytes:
+    """That many bytes of standard input; EOFError where the parent is gone and nothing more comes.
+
+    The end of the input alone does not tell: workers that the trainer has forked hold the pipe open too.
+    """
+    parts: list[bytes] = []
+    while count:
+        ready, _, _ = select.select([0], [], [], PARENT_SECONDS)
+        part = os.read(0, min(count, PIPE_BYTES)) if ready else b""
+        if not part and (ready or os.getppid() != parent):
+            raise EOFError
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,30 @@
+"""From what one update left behind to the groups that measure it: pure, so that any process can do it."""
+
+from esper_telemetry.summary.snapshot import (
+    Actions,
+    Episodes,
+    Gradients,
+    Layer,
+    Leaves,
+    Memory,
+    Minibatches,
+    Progress,
+    Rollout,
+    Snapshot,
+)
+from esper_telemetry.summary.summarize import Observation, summarize
+
+__all__ = [
+    "Actions",
+    "Episodes",
+    "Gradients",
+    "Layer",
+    "Leaves",
+    "Memory",
+    "Minibatches",
+    "Observation",
+    "Progress",
+    "Rollout",
+    "Snapshot",
+    "summarize",
+]

@@ -1,0 +1,190 @@
+"""What one update leaves behind: tensors as they were, all minibatches stacked, nothing computed yet.
+
+Shapes: T steps, B environments, A actions; M minibatches of at most N rows, shorter ones padded and marked in `valid`; K gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from esper_telemetry.metrics.lstm import LSTMWeights, StateSize
+
+
+@dataclass(frozen=True, slots=True)
+class Actions:
+    """What the heads chose, as far as it is looked at.
+
+    Attributes:
+        chosen: per head with masks [T, B], indices.
+        action_masks: per such head [T, B, A], bool.
+        relevance: per such head that is not always relevant [T, B], bool.
+        counts: per categorical head [A], how often each action was taken where it mattered.
+        previous: the same of the rollout before; empty after the first.
+    """
+
+    chosen: Mapping[str, Tensor]
+    action_masks: Mapping[str, Tensor]
+    relevance: Mapping[str, Tensor]
+    counts: Mapping[str, Tensor]
+    previous: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One LSTM layer in the first b environments; see `metrics.lstm.gates_between`.
+
+    Attributes:
+        weights: as they were when the rollout was collected.
+        inputs: [T, b, I].
+        hidden, memory: [T, b, H], its states before each step.
+    """
+
+    weights: LSTMWeights
+    inputs: Tensor
+    hidden: Tensor
+    memory: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a recurrent policy remembered.
+
+    Attributes:
+        size: of the states in which the steps began.
+        ages: [T, B], steps since memory began anew.
+        layers: of an LSTM, where anyone looks at its gates.
+    """
+
+    size: StateSize
+    ages: Tensor
+    layers: tuple[Layer, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A rollout before anything is normalised, each [T, B]; see `events.RolloutEnd`."""
+
+    rewards: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+    log_probs: Tensor
+    next_values: Tensor
+    ended: Tensor
+    terminated: Tensor
+    gamma: float
+    valid: Tensor | None
+    raw_rewards: Tensor | None = None
+    actions: Actions | None = None
+    memory: Memory | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """Episodes that finished, and the returns of the last hundred of the run."""
+
+    returns: tuple[float, ...]
+    lengths: tuple[int, ...]
+    recent_returns: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Minibatches:
+    """The forward passes of an update.
+
+    Attributes:
+        epochs: epoch of each of the M minibatches.
+        counts: valid rows of each.
+        log_ratio, advantages: [M, N].
+        valid: [M, N], bool; None where all rows count.
+        losses: by name [M], as far as the trainer computes them.
+        logits: per categorical head [M, N, A].
+        action_masks: per categorical head with masks [M, N, A], bool.
+        log_std: per Gaussian head [M, N, D].
+        head_log_ratios: per head [M, N], where there are several: the parts of `log_ratio`.
+        relevance: per head that is not always relevant [M, N], bool.
+    """
+
+    epochs: tuple[int, ...]
+    counts: tuple[int, ...]
+    log_ratio: Tensor
+    advantages: Tensor
+    valid: Tensor | None
+    losses: Mapping[str, Tensor]
+    logits: Mapping[str, Tensor]
+    action_masks: Mapping[str, Tensor]
+    log_std: Mapping[str, Tensor]
+    head_log_ratios: Mapping[str, Tensor] = field(default_factory=dict)
+    relevance: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """The two losses' gradients at a trunk output that both use: norms and dot products, each [M]."""
+
+    actor: Tensor
+    critic: Tensor
+    dots: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """Backward passes with gradients in the same parameters.
+
+    Attributes:
+        epochs: epoch of each of the M passes.
+        names: of the K parameters with a gradient.
+        numels: their numbers of entries.
+        norms: [M, K] before clipping.
+        max_norm: limit of the global norm; None where nothing is clipped.
+        leaves: where actor and critic share a trunk.
+    """
+
+    epochs: tuple[int, ...]
+    names: tuple[str, ...]
+    numels: tuple[int, ...]
+    norms: Tensor
+    max_norm: float | None
+    leaves: Leaves | None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Which update, how fast, at which learning rate; seconds of wall time, in total and by phase; weights of the losses."""
+
+    update: int
+    env_steps: int
+    learning_rate: float
+    elapsed: float
+    seconds: Mapping[str, float]
+    coefficients: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One update, as far as it got; what did not happen is None or empty."""
+
+    rollout: Rollout | None = None
+    episodes: Episodes | None = None
+    minibatches: Minibatches | None = None
+    gradients: tuple[Gradients, ...] = ()
+    progress: Progress | None = None
+
+    def __bool__(self) -> bool:
+        """Whether anything happened."""
+        return bool(self.rollout or self.minibatches or self.gradients or self.progress)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether its tensors would have to be copied to the host before another process can have them."""
+        rollout = [] if self.rollout is None else [self.rollout.rewards]
+        minibatches = [] if self.minibatches is None else [self.minibatches.log_ratio]
+        return any(tensor.device.type != "cpu" for tensor in rollout + minibatches)
+
+    @property
+    def gradient_steps(self) -> int:
+        """Optimizer steps that the update took."""
+        return sum(len(part.epochs) for part in self.gradients)

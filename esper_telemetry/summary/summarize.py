@@ -1,0 +1,198 @@
+"""Which metric functions see what of an update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.group import MetricGroup
+from esper_telemetry.metrics.actions import action_shift, log_prob_stats
+from esper_telemetry.metrics.advantages import advantage_stats, normalized_advantage_stats
+from esper_telemetry.metrics.entropy import PolicyEntropy, entropy_rows, head_entropy, policy_entropy
+from esper_telemetry.metrics.episodes import episode_stats
+from esper_telemetry.metrics.gaussian import gaussian_stats
+from esper_telemetry.metrics.gradients import (
+    LayerGradients,
+    coefficients,
+    gradient_norms,
+    group_interference,
+    interference,
+    layer_concentration,
+)
+from esper_telemetry.metrics.head_ratio import head_ratio_diagnostics
+from esper_telemetry.metrics.integrity import gae_identity, mask_violation, nonfinite_count
+from esper_telemetry.metrics.losses import LossTerms, loss_terms
+from esper_telemetry.metrics.lstm import (
+    GateGroups,
+    Gates,
+    bucket_width,
+    cell_growth,
+    gate_stats,
+    gates_between,
+    reset_stats,
+    state_stats,
+)
+from esper_telemetry.metrics.optimizer import LearningRate
+from esper_telemetry.metrics.performance import update_performance
+from esper_telemetry.metrics.ratio import ratio_diagnostics
+from esper_telemetry.metrics.representation import excess_ratio
+from esper_telemetry.metrics.returns import return_stats
+from esper_telemetry.metrics.rewards import reward_stats
+from esper_telemetry.metrics.temporal_difference import monte_carlo_fit, td_errors, terminal_error
+from esper_telemetry.metrics.values import value_fit
+from esper_telemetry.record import Level
+from esper_telemetry.summary.snapshot import (
+    Actions,
+    Episodes,
+    Gradients,
+    Memory,
+    Minibatches,
+    Progress,
+    Rollout,
+    Snapshot,
+)
+
+MOST_LAYERS = 64
+"""Parameter tensors of which NORMAL still reports each; DEBUG reports all."""
+
+
+class Observation(NamedTuple):
+    """Groups to observe together, and the epoch of each of their rows."""
+
+    groups: Iterable[MetricGroup]
+    epochs: int | Sequence[int] = 0
+
+
+def summarize(snapshot: Snapshot, facts: Mapping[str, Any], level: Level) -> Iterator[Observation]:
+    """Everything that is measured of an update, in the order in which it happened; `facts` are those of the run."""
+    if snapshot.rollout is not None:
+        yield Observation(_rollout(snapshot.rollout))
+        yield Observation(_actions(snapshot.rollout.actions, snapshot.rollout.valid))
+        yield Observation(_memory(snapshot.rollout.memory, snapshot.rollout.valid, facts))
+    if snapshot.episodes is not None:
+        yield Observation([_episodes(snapshot.episodes)])
+    if snapshot.minibatches is not None:
+        coefficients = snapshot.progress.coefficients if snapshot.progress else {}
+        groups = list(_minibatches(snapshot.minibatches, facts, coefficients))
+        yield Observation(groups, snapshot.minibatches.epochs)
+        yield Observation(_spreads(snapshot.minibatches))
+    for gradients in snapshot.gradients:
+        yield Observation(list(_gradients(gradients, facts, level)), gradients.epochs)
+    if snapshot.progress is not None:
+        yield Observation(_progress(snapshot.progress))
+
+
+def _rollout(rollout: Rollout) -> list[MetricGroup]:
+    valid, values, rewards = rollout.valid, rollout.values, rollout.rewards
+    terminated, gamma = rollout.terminated, rollout.gamma
+    return [
+        advantage_stats(rollout.advantages, valid=valid),
+        return_stats(rollout.returns, valid=valid),
+        reward_stats(rewards if rollout.raw_rewards is None else rollout.raw_rewards, valid=valid),
+        log_prob_stats(rollout.log_probs, valid=valid),
+        value_fit(values, rollout.returns, valid=valid),
+        td_errors(rewards, values, rollout.next_values, gamma=gamma, valid=valid),
+        terminal_error(values, rewards, terminated, valid=valid),
+        monte_carlo_fit(values, rewards, rollout.ended, terminated, gamma=gamma, valid=valid),
+        gae_identity(rollout.advantages, values, rollout.returns, valid=valid),
+        nonfinite_count((rewards, rollout.log_probs, values, rollout.advantages), valid=valid),
+    ]
+
+
+def _actions(actions: Actions | None, valid: Tensor | None) -> Iterator[MetricGroup]:
+    if actions is None:
+        return
+    if actions.action_masks:
+        yield mask_violation(actions.chosen, actions.action_masks, relevant=actions.relevance, valid=valid)
+    for head, counts in actions.counts.items():
+        if head in actions.previous:
+            yield action_shift(head, counts, actions.previous[head])
+
+
+def _memory(memory: Memory | None, valid: Tensor | None, facts: Mapping[str, Any]) -> Iterator[MetricGroup]:
+    if memory is None:
+        return
+    size, ages = memory.size, memory.ages
+    yield state_stats(size, valid=valid)
+    yield reset_stats(size.empty, ages, valid=valid)
+    if len(size.absolute) > 1:
+        grown = ages > 0 if valid is None else (ages > 0) & valid
+        yield cell_growth(size.absolute[1] / size.width, ages, width=bucket_width(len(ages)), valid=grown)
+    if memory.layers:
+        yield from _gates(memory, valid, facts.get("num_steps"))
+
+
+def _gates(memory: Memory, valid: Tensor | None, bptt_length: int | None) -> GateGroups:
+    """Of all layers as if they were one."""
+    layers = [gates_between(layer.weights, layer.inputs, layer.hidden, layer.memory) for layer in memory.layers]
+    gates = Gates(*(torch.cat(parts, -1) for parts in zip(*layers, strict=True)))
+    envs = gates.f.shape[1]
+    part = None if valid is None else valid[:, :envs]
+    return gate_stats(gates, memory.size.empty[:, :envs], bptt_length=bptt_length, valid=part)
+
+
+def _episodes(episodes: Episodes) -> MetricGroup:
+    return episode_stats(episodes.returns, episodes.lengths, recent_returns=episodes.recent_returns)
+
+
+def _minibatches(
+    minibatches: Minibatches, facts: Mapping[str, Any], coefficients: Mapping[str, float]
+) -> Iterator[MetricGroup]:
+    valid, clip, relevant = minibatches.valid, facts.get("clip"), minibatches.relevance
+    yield ratio_diagnostics(minibatches.log_ratio, minibatches.advantages, clip=clip, valid=valid, dim=-1)
+    if clip is not None:
+        yield excess_ratio(minibatches.log_ratio, clip=clip, valid=valid, dim=-1)
+    if minibatches.head_log_ratios:
+        yield head_ratio_diagnostics(minibatches.head_log_ratios, relevant=relevant, clip=clip, valid=valid, dim=-1)
+    yield normalized_advantage_stats(minibatches.advantages, valid=valid, dim=-1)
+    heads = entropy_rows(minibatches.logits, minibatches.action_masks, log_std=minibatches.log_std, relevant=relevant)
+    entropy = policy_entropy(heads, valid=valid, dim=-1) if heads else None
+    if entropy is not None:
+        yield entropy
+        yield head_entropy(heads, valid=valid, dim=-1)
+    if {"policy", "value"} <= set(minibatches.losses):
+        constant = {"value": facts.get("value_coef"), "entropy": facts.get("entropy_coef")}
+        yield _losses(minibatches, entropy, constant | dict(coefficients))
+
+
+def _spreads(minibatches: Minibatches) -> list[MetricGroup]:
+    """Standard deviations of Gaussian heads, over all rows of the update."""
+    return [gaussian_stats(head, log_std, valid=minibatches.valid) for head, log_std in minibatches.log_std.items()]
+
+
+def _losses(
+    minibatches: Minibatches, entropy: PolicyEntropy | None, coefficients: Mapping[str, float | None]
+) -> LossTerms:
+    """The losses, with what the trainer did not compute made from what it did."""
+    policy, value = minibatches.losses["policy"], minibatches.losses["value"]
+    bonus, total = minibatches.losses.get("entropy"), minibatches.losses.get("total")
+    if bonus is None and entropy is not None:
+        bonus = -torch.as_tensor(entropy.entropy.total) / torch.as_tensor(entropy.entropy.count)
+    weight, weight_of_bonus = coefficients["value"], coefficients["entropy"]
+    if total is None and bonus is not None and weight is not None and weight_of_bonus is not None:
+        total = policy + weight * value + weight_of_bonus * bonus
+    return loss_terms(policy, value, bonus, total, count=minibatches.counts)
+
+
+def _gradients(gradients: Gradients, facts: Mapping[str, Any], level: Level) -> Iterator[MetricGroup]:
+    groups, numels = facts.get("groups", {}), gradients.numels
+    found = gradient_norms(gradients.norms, gradients.names, groups, numels, max_norm=gradients.max_norm)
+    if len(gradients.names) > MOST_LAYERS and level < Level.DEBUG:
+        found = found._replace(layers=LayerGradients(()))
+    yield from found
+    yield layer_concentration(gradients.norms)
+    if gradients.leaves is None:
+        yield group_interference(found)
+    else:
+        actor, critic, dots = gradients.leaves.actor, gradients.leaves.critic, gradients.leaves.dots
+        yield interference(actor, critic, coefs=coefficients(found.clip), dots=dots)
+
+
+def _progress(progress: Progress) -> list[MetricGroup]:
+    performance = update_performance(
+        progress.update, env_steps=progress.env_steps, elapsed=progress.elapsed, seconds=progress.seconds
+    )
+    return [LearningRate(lr=progress.learning_rate), performance]

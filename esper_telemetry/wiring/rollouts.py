@@ -1,0 +1,85 @@
+"""Rollouts as snapshots keep them, and what one rollout must know of the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.events import RecurrentForward, RolloutEnd
+from esper_telemetry.metrics.actions import action_counts
+from esper_telemetry.metrics.lstm import lstm_weights, state_ages, state_size
+from esper_telemetry.summary import Actions, Layer, Memory, Rollout
+
+
+class Rollouts:
+    """Takes rollouts one after the other.
+
+    Whether memory began anew is read off the states themselves, which are zero there: a trainer that forgets to reset them
+    shows as one that never does.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Mapping[str, Tensor] = {}
+        self._ages: Tensor | None = None
+
+    def take(self, event: RolloutEnd, *, sizes: Mapping[str, int], layers: tuple[Layer, ...]) -> Rollout:
+        """The next rollout.
+
+        Args:
+            event: tells of it.
+            sizes: number of actions of each categorical head.
+            layers: of its LSTM, as far as they are looked at.
+        """
+        return Rollout(
+            rewards=event.rewards,
+            values=event.values,
+            advantages=event.advantages,
+            returns=event.returns,
+            log_probs=event.log_probs,
+            next_values=event.next_values,
+            ended=event.ended,
+            terminated=event.terminated,
+            gamma=event.gamma,
+            valid=event.valid,
+            raw_rewards=event.raw_rewards,
+            actions=self._actions(event, sizes),
+            memory=self._memory(event, layers),
+        )
+
+    def _actions(self, event: RolloutEnd, sizes: Mapping[str, int]) -> Actions:
+        counts = {head: _counts(event, head, size) for head, size in sizes.items()}
+        previous, self._counts = self._counts, counts
+        masked = event.action_masks.keys()
+        return Actions(
+            chosen={head: event.actions[head] for head in masked},
+            action_masks=event.action_masks,
+            relevance={head: flags for head, flags in event.relevance.items() if head in masked},
+            counts=counts,
+            previous=previous,
+        )
+
+    def _memory(self, event: RolloutEnd, layers: tuple[Layer, ...]) -> Memory | None:
+        if event.states is None:
+            return None
+        size = state_size(event.states)
+        ages = state_ages(size.empty, self._ages)
+        self._ages = ages[-1] + 1
+        return Memory(size, ages, layers)
+
+
+def _counts(event: RolloutEnd, head: str, size: int) -> Tensor:
+    """How often each action of a head was taken where it mattered, [size]."""
+    flags = [flag for flag in (event.valid, event.relevance.get(head)) if flag is not None]
+    return action_counts(event.actions[head], size, valid=_all(flags))
+
+
+def _all(flags: Sequence[Tensor]) -> Tensor | None:
+    return torch.stack(list(flags)).all(0) if flags else None
+
+
+def layers_of(event: RecurrentForward) -> tuple[Layer, ...]:
+    """Copies of what an update changes, and the rest as it is."""
+    parts = zip(event.cells, event.inputs, event.states, strict=True)
+    return tuple(Layer(lstm_weights(cell), x, *state.unbind(1)) for cell, x, state in parts)

@@ -1,0 +1,29 @@
+"""Where to look for the first non-finite tensor when training raises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from esper_telemetry.events import BackwardEnd, MinibatchEnd, RolloutEnd
+
+
+def of_rollout(event: RolloutEnd) -> Iterator[tuple[str, Tensor]]:
+    """What was collected and computed before the update."""
+    for name in ("rewards", "values", "log_probs", "next_values", "advantages", "returns"):
+        yield name, getattr(event, name)
+    if event.states is not None:
+        yield "states", event.states
+
+
+def of_minibatch(event: MinibatchEnd) -> Iterator[tuple[str, Tensor]]:
+    """What the forward pass and the losses made of it."""
+    yield "log_ratio", event.log_ratio
+    yield from ((f"loss/{name}", loss) for name, loss in event.losses.items())
+
+
+def of_backward(event: BackwardEnd) -> Iterator[tuple[str, Tensor]]:
+    """Gradients, by their norms, and the parameters as they are now."""
+    yield from ((f"gradient of {name}", norm) for name, norm in zip(event.names, event.norms, strict=True))
+    yield from event.parameters.items()

@@ -1,0 +1,139 @@
+"""One update from its events: what happened is kept as it comes, taken as one snapshot, and flushed as one record."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from esper_telemetry.events import (
+    BackwardEnd,
+    EpisodeEnd,
+    MinibatchEnd,
+    RecurrentForward,
+    RolloutEnd,
+    RunStart,
+    TrunkBackward,
+    UpdateEnd,
+)
+from esper_telemetry.record import Level
+from esper_telemetry.summary import Episodes, Layer, Progress, Rollout, Snapshot
+from esper_telemetry.telemetry import Telemetry
+from esper_telemetry.wiring.gradients import Leaf, gradient_parts
+from esper_telemetry.wiring.listener import Listener
+from esper_telemetry.wiring.minibatches import stacked
+from esper_telemetry.wiring.rollouts import Rollouts, layers_of
+from esper_telemetry.wiring.suspects import of_backward, of_minibatch, of_rollout
+
+RECENT = 100
+"""Episodes over which `episode/return_mean_100` is the mean."""
+
+
+class Update:
+    """The update under way.
+
+    The hooks of minibatches only keep references: tensors of an event do not change until the update ends. Everything is
+    stacked once, when it is over.
+    """
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._before = Rollouts()
+        self._layers: tuple[Layer, ...] = ()
+        self._env_step = 0
+        self._ended = time.perf_counter()
+        self._last_backward: BackwardEnd | None = None
+        self._hears_trunk = False
+
+    def listen(self, listener: Listener) -> None:
+        """Keeps what happens from now on."""
+        self._rollouts = listener.keep(RolloutEnd)
+        self._episodes = listener.keep(EpisodeEnd)
+        self._minibatches = listener.keep(MinibatchEnd)
+        self._backwards = listener.keep(BackwardEnd)
+        self._leaves: list[Leaf] = []
+        self._listener = listener
+        listener.on(RunStart, self.start)
+        listener.on(RolloutEnd, self._begin)
+        listener.on(UpdateEnd, self.end)
+        if self._telemetry.level >= Level.NORMAL:
+            listener.on(RecurrentForward, self._keep_layers)
+
+    def start(self, event: RunStart) -> None:
+        """Announces the run with the trainer's config and facts; listens to the trunk where actor and critic share one."""
+        self._telemetry.start(config=event.config, facts=event.facts)
+        if event.facts.get("groups", {}).get("shared") and not self._hears_trunk:
+            self._listener.on(TrunkBackward, self._keep_leaf)
+            self._hears_trunk = True
+
+    def _begin(self, event: RolloutEnd) -> None:
+        self._telemetry.materialise()
+        self._telemetry.collected(event.env_step)
+
+    def _keep_leaf(self, event: TrunkBackward) -> None:
+        """Keeps the two gradients and not the event, whose outputs hold the graph."""
+        self._leaves.append(Leaf(event.actor, event.critic))
+
+    def _keep_layers(self, event: RecurrentForward) -> None:
+        """Keeps the weights as they are before the update."""
+        self._layers = layers_of(event)
+
+    def end(self, event: UpdateEnd) -> None:
+        """Writes the update's record."""
+        now = time.perf_counter()
+        progress = Progress(
+            update=event.update,
+            env_steps=event.env_step - self._env_step,
+            learning_rate=event.learning_rate,
+            elapsed=now - self._ended,
+            seconds=event.seconds,
+            coefficients=event.coefficients,
+        )
+        self._env_step, self._ended = event.env_step, now
+        self._telemetry.submit(self.take(progress))
+        self._telemetry.flush(env_step=event.env_step, update=event.update, gradient_step=event.gradient_step)
+
+    def take(self, progress: Progress | None = None) -> Snapshot:
+        """What has happened since the last call; nothing is left behind."""
+        snapshot = Snapshot(
+            rollout=self._take_rollout(),
+            episodes=self._take_episodes(),
+            minibatches=stacked(self._minibatches),
+            gradients=gradient_parts(self._backwards, self._leaves),
+            progress=progress,
+        )
+        if self._backwards:
+            self._last_backward = self._backwards[-1]
+        for kept in (self._rollouts, self._episodes, self._minibatches, self._leaves, self._backwards):
+            kept.clear()
+        return snapshot
+
+    def suspects(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the update under way, in forward order; between updates the parameters that the last one left."""
+        for rollout in self._rollouts[-1:]:
+            yield from of_rollout(rollout)
+        for minibatch in self._minibatches[-1:]:
+            yield from of_minibatch(minibatch)
+        backward = self._backwards[-1] if self._backwards else self._last_backward
+        if backward is not None:
+            yield from of_backward(backward)
+
+    def _take_rollout(self) -> Rollout | None:
+        if not self._rollouts:
+            return None
+        logits = self._minibatches[-1].logits if self._minibatches else {}
+        sizes = {head: scores.shape[-1] for head, scores in logits.items()}
+        layers, self._layers = self._layers, ()
+        return self._before.take(self._rollouts[-1], sizes=sizes, layers=layers)
+
+    def _take_episodes(self) -> Episodes | None:
+        """Of the episodes so far; without a rollout there is nothing to say, not even that none has ended."""
+        if not self._rollouts:
+            return None
+        returns = tuple(value for event in self._episodes for value in event.returns)
+        lengths = tuple(value for event in self._episodes for value in event.lengths)
+        self._recent.extend(returns)
+        return Episodes(returns, lengths, tuple(self._recent))

@@ -1,0 +1,133 @@
+"""From measurements to journal lines: the last step before anything leaves, in this process or in one beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from esper_telemetry.journal import (
+    Journal,
+    JournalEvent,
+    MemoryJournal,
+    encode_end,
+    encode_event,
+    encode_metrics,
+    encode_record,
+    encode_run,
+)
+from esper_telemetry.layout import Values
+from esper_telemetry.metrics.performance import telemetry_health
+from esper_telemetry.record import Axes, Level, MetricInfo, Record, RunInfo, RunStatus
+from esper_telemetry.series.derive import Series
+from esper_telemetry.summary import Snapshot, summarize
+from esper_telemetry.window import Window
+
+
+class Delivery(NamedTuple):
+    """How far the sinks are behind, and how often they have failed."""
+
+    queue_depth: int
+    errors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one flush hands over.
+
+    Attributes:
+        seq, axes, partial: of the record.
+        measured: values that are finished already.
+        snapshots: what is still to be summarised.
+        seconds: time that telemetry took on the training thread since the last record.
+        elapsed: time since the last record.
+        delivery: where the sinks stand.
+    """
+
+    seq: int
+    axes: Axes
+    partial: bool
+    measured: Values
+    snapshots: tuple[Snapshot, ...]
+    seconds: float
+    elapsed: float
+    delivery: Delivery
+
+
+class Writer(Protocol):
+    """Takes what belongs into the journal, in order."""
+
+    def run(self, info: RunInfo) -> None:
+        """The head of the journal."""
+
+    def describe(self, metrics: Mapping[str, MetricInfo], seq: int) -> None:
+        """Descriptions of keys that the head did not have."""
+
+    def record(self, measured: Measured) -> None:
+        """One record."""
+
+    def event(self, event: JournalEvent) -> None:
+        """Something that happened besides records."""
+
+    def end(self, status: RunStatus, seq: int, timeout: float) -> None:
+        """The last line; all lines are in the journal when it returns, if the timeout allows."""
+
+
+class JournalWriter:
+    """Summarises, derives and appends, here and now.
+
+    Args:
+        journal: where to.
+        level: at which the run is measured.
+        facts: of a run whose head another writer has written.
+    """
+
+    def __init__(self, journal: Journal | MemoryJournal, level: Level, facts: Mapping[str, Any] | None = None) -> None:
+        self._journal = journal
+        self._level = level
+        self._facts = facts or {}
+        self._series = Series(self._facts)
+
+    def run(self, info: RunInfo) -> None:
+        """See `Writer`."""
+        self._facts = info.facts
+        self._series = Series(self._facts)
+        self._journal.write(encode_run(info))
+
+    def describe(self, metrics: Mapping[str, MetricInfo], seq: int) -> None:
+        """See `Writer`."""
+        self._journal.write(encode_metrics(metrics, seq=seq))
+
+    def record(self, measured: Measured) -> None:
+        """See `Writer`."""
+        summary = _summarized(measured.snapshots, self._facts, self._level)
+        values = summary.values | measured.measured.values
+        values.update(self._series.derive(values, self._level))
+        values.update(
+            telemetry_health(
+                seconds=measured.seconds,
+                elapsed=measured.elapsed,
+                undefined=summary.undefined + measured.measured.undefined,
+                level=self._level,
+                stats=measured.delivery,
+            )
+        )
+        histograms = summary.histograms | measured.measured.histograms
+        self._journal.write(encode_record(Record(measured.seq, measured.axes, values, histograms, measured.partial)))
+
+    def event(self, event: JournalEvent) -> None:
+        """See `Writer`."""
+        self._journal.write(encode_event(event))
+
+    def end(self, status: RunStatus, seq: int, timeout: float) -> None:
+        """See `Writer`."""
+        self._journal.write(encode_end(status, seq=seq))
+
+
+def _summarized(snapshots: Iterable[Snapshot], facts: Mapping[str, Any], level: Level) -> Values:
+    window = Window()
+    for snapshot in snapshots:
+        for groups, epochs in summarize(snapshot, facts, level):
+            for group in groups:
+                window.add(group, epochs, None)
+    return window.send().finish(level)

@@ -1,0 +1,159 @@
+"""What the journal and the three backends hold of a run, each in its own numbers, in the order in which they were written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from mlflow import MlflowClient
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from esper_telemetry import Record, read_run
+
+AXES = ("axis/update", "axis/env_step", "axis/gradient_step", "axis/wall_time")
+BACKENDS = ("tensorboard", "wandb:walker", "mlflow")
+
+Answer = TypeVar("Answer")
+
+
+class Point(NamedTuple):
+    """One number of a backend: where on the x-axis, when, what."""
+
+    step: int
+    wall_time: float
+    value: float
+
+
+def eventually(question: Callable[[], Answer], *, seconds: float = 60.0) -> Answer:
+    """The first answer that is true; raises TimeoutError without one."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if answer := question():
+            return answer
+        time.sleep(0.1)
+    raise TimeoutError(f"waited {seconds:.0f} s in vain")
+
+
+def cursors(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """What each sink has taken, by its name."""
+    file = run_dir / "cursors.json"
+    return dict(json.loads(file.read_text())) if file.exists() else {}
+
+
+def all_backends_have(records: int, run_dir: Path) -> bool:
+    """Whether each of the three has taken so many records."""
+    taken = cursors(run_dir)
+    return all(name in taken and taken[name]["records"] >= records for name in BACKENDS)
+
+
+def all_backends_closed(run_dir: Path) -> bool:
+    """Whether each of the three has been closed."""
+    taken = cursors(run_dir)
+    return all(name in taken and taken[name]["closed"] for name in BACKENDS)
+
+
+def shown(record: Record) -> dict[str, float]:
+    """The values that backends show at NORMAL: all but those of single layers, which only the journal holds."""
+    return {key: value for key, value in record.values.items() if "/layer/" not in key}
+
+
+def journal_points(run_dir: Path) -> dict[str, list[Point]]:
+    """By key, the numbers that every backend must hold."""
+    points: dict[str, list[Point]] = {}
+    for record in read_run(run_dir).records:
+        axes = record.axes
+        for key, value in shown(record).items():
+            points.setdefault(key, []).append(Point(axes.env_step, axes.wall_time, value))
+    return points
+
+
+def tensorboard_points(run_dir: Path) -> dict[str, list[Point]]:
+    """By tag, all scalars in the event files."""
+    everything = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return {
+        tag: [Point(*event) for event in _in_order(everything.Scalars(tag))] for tag in everything.Tags()["scalars"]
+    }
+
+
+def _in_order(events: Any) -> list[tuple[int, float, float]]:
+    return [(event.step, event.wall_time, event.value) for event in events]
+
+
+def mlflow_points(run_dir: Path) -> dict[str, list[Point]]:
+    """By key, the whole history of every metric; times in seconds."""
+    client = MlflowClient(f"sqlite:///{run_dir}/mlflow.db")
+    run_id = mlflow_run(run_dir).info.run_id
+    histories = {key: client.get_metric_history(run_id, key) for key in mlflow_run(run_dir).data.metrics}
+    return {key: sorted(Point(m.step, m.timestamp / 1000, m.value) for m in ms) for key, ms in histories.items()}
+
+
+def mlflow_run(run_dir: Path) -> Any:
+    """The only run in the run directory's store."""
+    client = MlflowClient(f"sqlite:///{run_dir}/mlflow.db")
+    (run,) = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    return run
+
+
+def wandb_entries(run_dir: Path) -> list[dict[str, Any]]:
+    """Everything in the offline run, as `wandb leet inspect` prints it, once its end is on disk."""
+
+    def complete() -> list[dict[str, Any]]:
+        entries = _inspected(file)
+        return entries if any(entry["type"] == "exit" for entry in entries) else []
+
+    (file,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
+    return eventually(complete)
+
+
+def _inspected(file: Path) -> list[dict[str, Any]]:
+    command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", str(file)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [json.loads(line) for line in printed.splitlines()]
+
+
+def wandb_rows(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of the history, without what W&B adds itself."""
+    rows = [entry["history"]["item"] for entry in entries if entry["type"] == "history"]
+    return [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
+
+
+def wandb_exit_code(entries: list[dict[str, Any]]) -> int:
+    """The exit code in the run's only exit record."""
+    (code,) = [entry["exit"].get("exit_code", 0) for entry in entries if entry["type"] == "exit"]
+    return int(code)
+
+
+def assert_the_same_numbers_in_all_four(run_dir: Path) -> None:
+    """Every key of every record stands in each backend exactly once, at its step and time, and nothing else does."""
+    expected = journal_points(run_dir)
+    assert_same_points(tensorboard_points(run_dir), rounded(expected), extra={"axis/update", "axis/gradient_step"})
+    assert_same_points(mlflow_points(run_dir), expected, extra={"axis/update", "axis/gradient_step"})
+    records = read_run(run_dir).records
+    assert wandb_rows(wandb_entries(run_dir)) == [{**shown(record), **axes_row(record)} for record in records]
+
+
+def assert_same_points(
+    found: Mapping[str, list[Point]], expected: Mapping[str, list[Point]], *, extra: set[str]
+) -> None:
+    """The same keys, `extra` besides, and under each the same steps, values and, to the millisecond, times."""
+    assert found.keys() == expected.keys() | extra
+    for key, points in expected.items():
+        assert [(p.step, p.value) for p in found[key]] == [(p.step, p.value) for p in points], key
+        assert all(abs(a.wall_time - b.wall_time) < 1e-3 for a, b in zip(found[key], points, strict=True)), key
+
+
+def rounded(points: Mapping[str, list[Point]]) -> dict[str, list[Point]]:
+    """The same in single precision, which is what TensorBoard stores."""
+    return {key: [p._replace(value=float(np.float32(p.value))) for p in ps] for key, ps in points.items()}
+
+
+def axes_row(record: Record) -> dict[str, float]:
+    """The axes as a row of W&B holds them."""
+    axes = record.axes
+    return dict(zip(AXES, (axes.update, axes.env_step, axes.gradient_step, axes.wall_time), strict=True))

@@ -1,0 +1,65 @@
+"""The command line in a process of its own, as a terminal starts it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from backends_read import all_backends_have, eventually
+
+SINKS = ("--sink", "console", "--sink", "tensorboard", "--sink", "wandb:walker?mode=offline", "--sink", "mlflow")
+ENDLESS = ("--total-steps", "100000000")
+CLOSE_DEADLINE_SECONDS = 15.0
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+class Finished(NamedTuple):
+    """A run that went to its end."""
+
+    run_dir: Path
+    command: Ended
+
+
+def started(run_dir: Path, *options: str, env: str = "CartPole-v1") -> subprocess.Popen[str]:
+    """`esper-telemetry train` with the console and all three backends, in a process group of its own."""
+    command = [sys.executable, "-m", "esper_telemetry", "train", "--env", env, "--run-dir", str(run_dir)]
+    return subprocess.Popen(
+        [*command, *SINKS, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=run_dir.parent,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        start_new_session=True,
+    )
+
+
+def ended(process: subprocess.Popen[str], seconds: float = 60.0) -> Ended:
+    """Waits for the command; one that does not end is killed and raises TimeoutExpired."""
+    try:
+        stdout, stderr = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
+    return Ended(process.returncode, stdout, stderr)
+
+
+def in_full_swing(run_dir: Path, process: subprocess.Popen[str]) -> None:
+    """Waits until every backend has some records; the command is killed where that does not happen."""
+    try:
+        eventually(lambda: process.poll() is not None or all_backends_have(3, run_dir))
+        assert process.poll() is None, ended(process)
+    except BaseException:
+        process.kill()
+        raise

@@ -1,0 +1,134 @@
+"""Runs that do not finish: killed, interrupted, failed. What was measured is everywhere, and every place says how it ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from backends_read import (
+    all_backends_closed,
+    assert_the_same_numbers_in_all_four,
+    eventually,
+    mlflow_run,
+    wandb_entries,
+    wandb_exit_code,
+)
+from command_line import CLOSE_DEADLINE_SECONDS, ENDLESS, Ended, ended, in_full_swing, started
+
+from esper_telemetry import RunStatus, read_run
+
+
+def failure(run_dir: Path) -> Mapping[str, str]:
+    """What the journal says of the exception that ended the run."""
+    (event,) = [event for event in read_run(run_dir).events if event.type == "failure"]
+    return event.data
+
+
+def test_a_killed_trainer_loses_nothing_and_its_runs_end_as_killed(tmp_path: Path) -> None:
+    """Nobody is left to close anything: the process that feeds the sinks does it."""
+    run_dir = tmp_path / "killed"
+    process = started(run_dir, *ENDLESS)
+    in_full_swing(run_dir, process)
+
+    os.kill(process.pid, signal.SIGKILL)
+    assert ended(process).code == -signal.SIGKILL
+    eventually(lambda: all_backends_closed(run_dir))
+
+    run = read_run(run_dir)
+    assert run.status is RunStatus.KILLED
+    assert [record.axes.update for record in run.records] == list(range(1, len(run.records) + 1))
+    assert mlflow_run(run_dir).info.status == "KILLED"
+    assert wandb_exit_code(wandb_entries(run_dir)) == 128 + signal.SIGKILL
+    assert_the_same_numbers_in_all_four(run_dir)
+
+
+def test_ctrl_c_ends_the_run_as_interrupted_with_everything_delivered(tmp_path: Path) -> None:
+    """A terminal sends the signal to the whole process group. MLflow knows no better word than killed."""
+    run_dir = tmp_path / "interrupted"
+    process = started(run_dir, *ENDLESS)
+    in_full_swing(run_dir, process)
+
+    pressed = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    command = ended(process)
+
+    assert time.monotonic() - pressed < CLOSE_DEADLINE_SECONDS
+    assert (command.code, command.stderr) == (130, "")
+    assert "interrupted after" in command.stdout
+    assert read_run(run_dir).status is RunStatus.INTERRUPTED
+    assert mlflow_run(run_dir).info.status == "KILLED"
+    assert wandb_exit_code(wandb_entries(run_dir)) == 128 + signal.SIGINT
+    assert_the_same_numbers_in_all_four(run_dir)
+
+
+def test_an_exception_in_training_fails_the_run_everywhere_and_is_shown(tmp_path: Path) -> None:
+    """The simulator crashes in the third rollout, so there are two records."""
+    run_dir = tmp_path / "failed"
+    command = ended(started(run_dir, env="broken_environments:Crashing-v0"))
+
+    assert command.code == 1
+    assert command.stderr.startswith("Traceback (most recent call last):\n")
+    assert command.stderr.endswith("RuntimeError: the simulator crashed\n")
+    run = read_run(run_dir)
+    assert (run.status, len(run.records)) == (RunStatus.FAILED, 2)
+    assert failure(run_dir) == {
+        "exception": "RuntimeError",
+        "message": "the simulator crashed",
+        "first_nonfinite": "",
+    }
+    assert mlflow_run(run_dir).info.status == "FAILED"
+    assert wandb_exit_code(wandb_entries(run_dir)) == 1
+    assert_the_same_numbers_in_all_four(run_dir)
+
+
+def trained_to_failure(
+    env: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Ended:
+    """The same in this process and with the journal alone, which is quicker."""
+    from esper_telemetry.cli import main
+
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "--env", f"broken_environments:{env}", "--run-dir", str(run_dir)])
+    out, err = capfd.readouterr()
+    assert isinstance(stop.value.code, int)
+    return Ended(stop.value.code, out, err)
+
+
+def test_a_reward_that_is_not_a_number_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The 300th step of an environment is number 43 of its third rollout, from 0. That update is recorded as partial."""
+    command = trained_to_failure("NanReward-v0", tmp_path / "run", monkeypatch, capfd)
+
+    assert command.code == 1
+    assert "FloatingPointError: the policy's weights are not finite after this update" in command.stderr
+    assert "first non-finite tensor: rewards[43, 0] = nan" in caplog.text
+    run = read_run(tmp_path / "run")
+    assert (run.status, len(run.records)) == (RunStatus.FAILED, 3)
+    assert failure(tmp_path / "run")["first_nonfinite"] == "rewards[43, 0] = nan"
+    assert [(record.axes.env_step, record.partial) for record in run.records] == [
+        (1024, False),
+        (2048, False),
+        (3072, True),
+    ]
+    assert run.records[-1].values["reward/nonfinite"] > 0
+
+
+def test_an_observation_that_is_not_a_number_is_named_before_anything_is_learned_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = trained_to_failure("NanObservation-v0", tmp_path / "run", monkeypatch, capfd)
+
+    assert command.code == 1
+    assert "FloatingPointError: environment 0 gave at step 44 of the rollout an observation" in command.stderr
+    run = read_run(tmp_path / "run")
+    assert (run.status, len(run.records)) == (RunStatus.FAILED, 2)
+    assert "[nan nan nan nan]" in failure(tmp_path / "run")["message"]

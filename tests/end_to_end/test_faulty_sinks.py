@@ -1,0 +1,120 @@
+"""Backends that raise, hang or die during a real training: it goes on, it is told once, and nothing waits for them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from backends_read import eventually
+
+from esper_telemetry import PPO, PPOConfig, Record, Telemetry, attach, make_env, read_run
+from esper_telemetry.testing import FailingSink, MemorySink
+
+DEADLINE_SECONDS = 2.0
+
+
+def trainer() -> PPO:
+    return PPO(make_env("CartPole-v1", num_envs=4), PPOConfig(num_steps=32, num_epochs=2))
+
+
+def learn_until(ppo: PPO, reached: int) -> None:
+    while ppo.updates < reached:
+        ppo.learn(ppo.env_steps + 1)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.WARNING]
+
+
+def errors(record: Record) -> float:
+    return record.values["telemetry/errors"]
+
+
+@pytest.mark.parametrize("in_process", [True, False], ids=["in a thread", "in the child process"])
+def test_a_sink_that_raises_costs_one_warning_and_is_counted(
+    in_process: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    raising, memory = FailingSink(name="raising", fail_in=["write"], in_process=in_process), MemorySink()
+    ppo = trainer()
+
+    with Telemetry([raising, memory], run_dir=tmp_path / "run", close_timeout=DEADLINE_SECONDS) as telemetry:
+        attach(telemetry, ppo)
+        learn_until(ppo, 3)
+        eventually(lambda: warnings(caplog))
+        learn_until(ppo, 6)
+
+    assert len(memory.records) == 6
+    assert errors(memory.records[0]) == 0
+    assert errors(memory.records[-1]) >= 1
+    (warning,) = warnings(caplog)
+    assert "sink raising failed (RuntimeError: this sink fails on purpose); it is tried again" in warning
+
+
+@pytest.mark.parametrize("in_process", [True, False], ids=["in a thread", "in the child process"])
+def test_a_sink_that_hangs_stops_neither_training_nor_the_other_sinks_nor_the_end(
+    in_process: bool, tmp_path: Path
+) -> None:
+    hanging = FailingSink(name="hanging", fail_in=["write"], in_process=in_process, hang_seconds=3600)
+    memory = MemorySink()
+    ppo = trainer()
+    telemetry = Telemetry([hanging, memory], run_dir=tmp_path / "run", close_timeout=DEADLINE_SECONDS)
+    attach(telemetry, ppo)
+
+    learn_until(ppo, 5)
+    closing = time.monotonic()
+    report = telemetry.close()
+
+    assert time.monotonic() - closing < DEADLINE_SECONDS + 1.5
+    assert len(memory.records) == len(read_run(tmp_path / "run").records) == 5
+    assert read_run(tmp_path / "run").records[-1].values["telemetry/queue_depth"] >= 3
+    assert report is not None
+    assert {sink.name: sink.pending for sink in report.sinks} == {"hanging": 5, "memory": 0}
+    assert report.sinks[0].command == f"esper-telemetry replay {tmp_path / 'run'} --to hanging"
+
+
+def test_a_client_that_dies_is_started_again_and_gets_the_rest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The process that feeds the sinks is killed, as the kernel does when memory runs out."""
+    ppo = trainer()
+
+    with Telemetry(["tensorboard"], run_dir=tmp_path / "run") as telemetry:
+        attach(telemetry, ppo)
+        learn_until(ppo, 2)
+        (child,) = eventually(lambda: children("relay.child"))
+        os.kill(child, signal.SIGKILL)
+        learn_until(ppo, 4)
+        report = telemetry.close()
+
+    assert report is not None
+    assert report.complete
+    (warning,) = warnings(caplog)
+    assert "the process that feeds the sinks died (exit code -9) and is started again" in warning
+    assert [record.axes.update for record in read_run(tmp_path / "run").records] == [1, 2, 3, 4]
+
+
+def children(module: str) -> list[int]:
+    """Processes that this one started to run the module."""
+    return [pid for pid in processes() if parent(pid) == os.getpid() and module in command(pid)]
+
+
+def processes() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0  # it has ended meanwhile
+
+
+def command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,129 @@
+"""The pages that a person opens, from real servers in a real browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from backends_read import journal_points, mlflow_run
+from command_line import Finished
+from screenshots import CHROMEDRIVER, CHROMIUM, GROUP, browser, eventually, mlflow_store, served
+
+from esper_telemetry import read_run
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Any]:
+    """A browser for all pages. Where it is missing these tests are skipped, except in continuous integration."""
+    if not (Path(CHROMIUM).exists() and Path(CHROMEDRIVER).exists()) and os.environ.get("CI") != "true":
+        pytest.skip(f"the pages are looked at with Chromium, and {CHROMIUM} or {CHROMEDRIVER} is missing")
+    with browser(1400, 1600) as driver:
+        yield driver
+
+
+@pytest.fixture(scope="module")
+def tensorboard(finished: Finished) -> Iterator[str]:
+    with served("tensorboard", "--logdir", str(finished.run_dir / "tensorboard")) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def mlflow(finished: Finished) -> Iterator[str]:
+    with served("mlflow", "server", *mlflow_store(finished.run_dir), alive="/health") as address:
+        yield address
+
+
+def texts(page: Any, selector: str) -> list[str]:
+    """What the elements of the page say, once there are some."""
+    found = eventually(lambda: page.find_elements("css selector", selector), what=selector)
+    return [element.text for element in found]
+
+
+def fetched(address: str) -> Any:
+    with urllib.request.urlopen(address, timeout=10) as answer:
+        return json.load(answer)
+
+
+def test_tensorboard_shows_a_group_of_charts_for_each_family(page: Any, tensorboard: str, finished: Finished) -> None:
+    families = {key.partition("/")[0] for key in journal_points(finished.run_dir)}
+
+    page.get(f"{tensorboard}/#timeseries")
+
+    assert texts(page, f"{GROUP} .group-title") == sorted(families | {"axis"})
+
+
+def test_tensorboard_draws_the_returns_over_environment_steps(page: Any, tensorboard: str) -> None:
+    """The last label of the axis is near the last step, some 5,950."""
+    page.get(f"{tensorboard}/?tagFilter=episode%2Freturn_mean%24#timeseries")
+    page.refresh()
+
+    def largest_label() -> float:
+        labels = page.execute_script(X_LABELS)
+        return max((float(label.strip().replace(",", "").replace("k", "e3")) for label in labels), default=0.0)
+
+    assert eventually(lambda: 4000 <= largest_label() <= 7000, what="an axis that ends at 5,950 steps")
+    assert [name.replace("\n", "") for name in texts(page, "scalar-card .tag")] == ["episode/return_mean"]
+
+
+X_LABELS = "return [...document.querySelectorAll('scalar-card .x-axis text')].map(label => label.textContent)"
+
+
+def test_tensorboard_answers_questions_in_custom_scalars(page: Any, tensorboard: str) -> None:
+    page.get(f"{tensorboard}/#custom_scalars")
+
+    def said() -> bool:
+        return all(question in page.execute_script(ALL_TEXT) for question in QUESTIONS)
+
+    assert eventually(said, what=" and ".join(QUESTIONS))
+
+
+QUESTIONS = ("Is it learning?", "Is the policy moving too far?", "Is the critic useful?")
+ALL_TEXT = """
+const text = node => [...node.childNodes].map(
+  child => (child.nodeType == 3 ? child.data : '') + text(child)).join(' ') + (node.shadowRoot ? text(node.shadowRoot) : '');
+return text(document.body);
+"""
+"""The text of the page with that of all its shadow trees, in which TensorBoard hides its older dashboards."""
+
+
+def test_tensorboard_describes_every_metric(tensorboard: str, finished: Finished) -> None:
+    info = read_run(finished.run_dir).info
+
+    (tags,) = fetched(f"{tensorboard}/data/plugin/scalars/tags").values()
+
+    described = info.describe("policy/kl")
+    assert described is not None
+    assert described.question.split("?")[0] in tags["policy/kl"]["description"]
+    assert [tag for tag, shown in tags.items() if not shown["description"] and not tag.startswith("axis/")] == []
+
+
+def test_mlflow_shows_the_run_as_finished_with_its_metrics(page: Any, mlflow: str, finished: Finished) -> None:
+    info = mlflow_run(finished.run_dir).info
+
+    page.get(f"{mlflow}/#/experiments/{info.experiment_id}/runs/{info.run_id}")
+
+    name = read_run(finished.run_dir).info.name
+    expected = {name, "Finished", f"Metrics ({len(journal_points(finished.run_dir)) + 2})"}
+    assert eventually(lambda: expected <= set(lines(page)), what="the page of the run")
+
+
+def test_mlflow_draws_the_metrics_by_family(page: Any, mlflow: str, finished: Finished) -> None:
+    info = mlflow_run(finished.run_dir).info
+
+    page.get(f"{mlflow}/#/experiments/{info.experiment_id}/runs/{info.run_id}/model-metrics")
+
+    def shown() -> bool:
+        return {"adv/raw", "episode", "grad/global", "policy", "value"} <= set(lines(page))
+
+    assert eventually(shown, what="groups of charts")
+
+
+def lines(page: Any) -> list[str]:
+    """The text of the page."""
+    text: str = page.find_element("tag name", "body").text
+    return text.splitlines()

@@ -1,0 +1,80 @@
+"""Telemetry changes nothing: weights after training are the same bit for bit, whatever is measured, and wherever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
+from esper_telemetry.testing import MemorySink
+
+UPDATES = 3
+STEPS = {"CartPole-v1": 64, "Pendulum-v1": 32}
+
+
+def trained(env: str, telemetry: Telemetry | None, **settings: Any) -> dict[str, Tensor]:
+    """Weights, optimizer state and torch's generator after some updates from one seed."""
+    torch.manual_seed(5)
+    trainer = PPO(make_env(env, num_envs=4), PPOConfig(seed=3, num_steps=STEPS[env], num_epochs=4, **settings))
+    if telemetry is not None:
+        attach(telemetry, trainer)
+    while trainer.updates < UPDATES:
+        trainer.learn(trainer.env_steps + 1)
+    moments = {
+        f"{index}.{name}": moment
+        for index, state in trainer.optimizer.state_dict()["state"].items()
+        for name, moment in state.items()
+    }
+    return {**trainer.policy.state_dict(), **moments, "generator": torch.get_rng_state()}
+
+
+def assert_equal_bit_for_bit(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+@pytest.mark.parametrize("level", ["off", "minimal", "normal", "debug"])
+@pytest.mark.parametrize("shared_trunk", [False, True])
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_weights_are_bit_identical_at_every_level(env: str, shared_trunk: bool, level: str) -> None:
+    bare = trained(env, None, shared_trunk=shared_trunk, entropy_coef=0.01)
+    memory = MemorySink()
+
+    with Telemetry([memory], run_dir=None, level=level) as telemetry:
+        watched = trained(env, telemetry, shared_trunk=shared_trunk, entropy_coef=0.01)
+
+    assert_equal_bit_for_bit(watched, bare)
+    assert len(memory.records) == (0 if level == "off" else UPDATES)
+
+
+def test_weights_are_bit_identical_beside_other_processes(tmp_path: Path) -> None:
+    bare = trained("CartPole-v1", None)
+
+    with Telemetry(["tensorboard"], run_dir=tmp_path / "run", level="debug") as telemetry:
+        watched = trained("CartPole-v1", telemetry)
+
+    assert_equal_bit_for_bit(watched, bare)
+    assert len(read_run(tmp_path / "run").records) == UPDATES
+
+
+@pytest.mark.parametrize("setting", [{"max_grad_norm": None}, {"entropy_coef": 0.0}, {"normalize_advantages": False}])
+def test_what_only_telemetry_asks_for_leaves_no_trace(setting: dict[str, Any]) -> None:
+    """Norms that nothing is clipped by and an entropy that is not in the loss are computed for telemetry alone."""
+    bare = trained("CartPole-v1", None, **setting)
+
+    with Telemetry([MemorySink()], run_dir=None, level="debug") as telemetry:
+        watched = trained("CartPole-v1", telemetry, **setting)
+
+    assert_equal_bit_for_bit(watched, bare)
+
+
+def test_another_seed_gives_other_weights() -> None:
+    """So that the comparison cannot pass for want of a difference."""
+    bare = trained("CartPole-v1", None)
+    other = PPO(make_env("CartPole-v1", num_envs=4), PPOConfig(seed=4))
+
+    assert any(not torch.equal(bare[name], weight) for name, weight in other.policy.state_dict().items())

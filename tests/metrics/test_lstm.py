@@ -1,0 +1,214 @@
+"""Memory: gates against the stock LSTM, statistics of states, resets and ages on numbers worked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from esper_telemetry.metrics.lstm import (
+    Gates,
+    bucket_width,
+    cell_growth,
+    gate_stats,
+    gates_between,
+    lstm_gates,
+    lstm_weights,
+    reset_stats,
+    state_ages,
+    state_size,
+    state_staleness,
+    state_stats,
+    timescales,
+)
+
+STEPS, ENVS, INPUTS, UNITS = 12, 3, 5, 7
+
+
+def stock(dtype: torch.dtype) -> tuple[nn.LSTM, Tensor, tuple[Tensor, Tensor], Tensor]:
+    """A stock cell, inputs, a first state and resets."""
+    generator = torch.Generator().manual_seed(0)
+    cell = nn.LSTM(INPUTS, UNITS).to(dtype)
+    with torch.no_grad():
+        for parameter in cell.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=dtype))
+    inputs = torch.randn(STEPS, ENVS, INPUTS, generator=generator, dtype=dtype)
+    state = torch.randn(2, ENVS, UNITS, generator=generator, dtype=dtype)
+    return cell, inputs, (state[0], state[1]), torch.rand(STEPS, ENVS, generator=generator) < 0.3
+
+
+@torch.no_grad()
+def unrolled(cell: nn.LSTM, inputs: Tensor, state: tuple[Tensor, Tensor], resets: Tensor) -> tuple[Tensor, Tensor]:
+    """States of the stock cell before and after each step, [T, 2, B, H] each."""
+    now, before, after = torch.stack(state), [], []
+    for x, reset in zip(inputs, resets, strict=True):
+        now = now.masked_fill(reset.unsqueeze(-1), 0.0)
+        before.append(now)
+        _, (h, c) = cell(x.unsqueeze(0), (now[:1], now[1:]))
+        now = torch.cat([h, c])
+        after.append(now)
+    return torch.stack(before), torch.stack(after)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_gates_give_the_states_of_the_stock_lstm(dtype: torch.dtype, tolerance: float) -> None:
+    cell, inputs, state, resets = stock(dtype)
+    before, after = unrolled(cell, inputs, state, resets)
+    weights = lstm_weights(cell)
+
+    scanned = lstm_gates(weights, inputs, after[:, 0], state, resets)
+    direct = gates_between(weights, inputs, before[:, 0], before[:, 1])
+
+    for found in (scanned, direct):
+        torch.testing.assert_close(found.h, after[:, 0], rtol=0, atol=tolerance)
+        torch.testing.assert_close(found.c, after[:, 1], rtol=0, atol=tolerance)
+    for one, other in zip(scanned, direct, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
+
+
+def test_weights_are_copies() -> None:
+    cell = nn.LSTM(INPUTS, UNITS, bias=False)
+    weights = lstm_weights(cell)
+    for parameter in cell.parameters():
+        nn.init.zeros_(parameter)
+
+    assert weights.inputs.abs().min() > 0 and weights.hidden.abs().min() > 0
+    assert not weights.bias.any()
+
+
+@pytest.mark.parametrize("settings", [{"num_layers": 2}, {"bidirectional": True}, {"proj_size": 2}])
+def test_layers_whose_gates_torch_hides_are_refused(settings: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="one layer, one direction"):
+        lstm_weights(nn.LSTM(INPUTS, UNITS, **settings))
+
+
+def constant_gates(f: Tensor) -> Gates:
+    half = torch.full_like(f, 0.5)
+    return Gates(i=half, f=f, o=half, g=half, h=half, c=half)
+
+
+def test_timescales_are_quantiles_over_units_of_their_mean_forget_gates() -> None:
+    """Mean f of 0.5, 0.75 and 0.9: units remember 2, 4 and 10 steps; one of the three more than 5."""
+    f = torch.tensor([[[0.4, 0.75, 0.9]], [[0.6, 0.75, 0.9]]], dtype=torch.float64)
+
+    values = gate_stats(constant_gates(f), torch.zeros(2, 1, dtype=torch.bool), bptt_length=5).cell.values()
+
+    assert values["lstm/timescale/median"] == pytest.approx(4)
+    assert values["lstm/timescale/p90"] == pytest.approx(4 + 0.8 * 6)
+    assert values["lstm/timescale/frac_beyond_bptt"] == pytest.approx(1 / 3)
+    assert values["lstm/cell_log_gain"] == pytest.approx(2 * f.log().mean().item())
+
+
+def test_an_open_forget_gate_remembers_as_long_as_its_precision_tells() -> None:
+    assert timescales(torch.ones(4, 2, 3)).values.tolist() == [2.0**24] * 3
+
+
+def test_a_shut_forget_gate_has_a_finite_gain_and_shows_as_shut() -> None:
+    groups = gate_stats(constant_gates(torch.zeros(4, 2, 3)), torch.zeros(4, 2, dtype=torch.bool))
+
+    assert groups.gates.values()["lstm/gate/f/sat_lo"] == 1
+    assert -400 < groups.cell.values()["lstm/cell_log_gain"] < -300
+    assert "lstm/timescale/frac_beyond_bptt" not in groups.cell.values()
+
+
+def test_gates_of_steps_that_are_not_valid_do_not_count() -> None:
+    f = torch.full((2, 2, 3), 0.95)
+    f[1, 1] = math.nan
+    valid = torch.tensor([[True, True], [True, False]])
+
+    groups = gate_stats(constant_gates(f), torch.zeros(2, 2, dtype=torch.bool), valid=valid)
+
+    assert groups.gates.values()["lstm/gate/f/sat_hi"] == 1
+    assert groups.cell.values()["lstm/timescale/median"] == pytest.approx(20, rel=1e-5)
+
+
+def test_states_are_measured_over_layers_units_and_valid_steps() -> None:
+    """Two steps, one layer, h and c, two environments, two units; the second environment's second state is not valid.
+
+    h: 3, 4 and 0, 0 and 1, -1: squares add to 27 over 6 entries; environments: 25 / 4 and 2 / 2. c is 2 h.
+    """
+    h = torch.tensor([[[3.0, 4.0], [1.0, -1.0]], [[0.0, 0.0], [9.0, 9.0]]])
+    states = torch.stack([h, 2 * h], 1).unsqueeze(1)
+    valid = torch.tensor([[True, True], [True, False]])
+
+    values = state_stats(state_size(states), valid=valid).values()
+
+    assert values["lstm/h/rms"] == pytest.approx(math.sqrt(27 / 6))
+    assert values["lstm/c/rms"] == pytest.approx(2 * math.sqrt(27 / 6))
+    assert values["lstm/h/env_rms/max"] == pytest.approx(2.5)
+    assert values["lstm/h/absmax"] == 4
+    assert values["lstm/h/mean"] == pytest.approx(7 / 6)
+    assert "lstm/h/rms_nonfinite" not in values
+
+
+def test_the_state_of_a_gru_has_one_part() -> None:
+    values = state_stats(state_size(torch.ones(4, 2, 1, 3, 5))).values()
+
+    assert values["lstm/h/rms"] == pytest.approx(1)
+    assert not [key for key in values if key.startswith("lstm/c/")]
+
+
+def test_states_that_are_not_finite_are_counted_and_left_out() -> None:
+    states = torch.ones(2, 1, 2, 3, 5)
+    states[0, 0, 1, 0, 0] = math.nan
+    states[1, 0, 1, 2, 4] = math.inf
+
+    values = state_stats(state_size(states)).values()
+
+    assert values["lstm/c/rms_nonfinite"] == 2
+    assert values["lstm/c/rms"] == values["lstm/c/absmax"] == pytest.approx(1)
+
+
+def test_empty_states_are_those_that_are_exactly_zero() -> None:
+    states = torch.full((2, 1, 2, 2, 3), 1e-30)
+    states[1, :, :, 0] = 0.0
+    states[0, :, 0, 1] = 0.0
+
+    assert state_size(states).empty.tolist() == [[False, False], [True, False]]
+
+
+def test_ages_count_from_the_reset_and_go_on_from_the_rollout_before() -> None:
+    resets = torch.tensor([[False, True], [False, False], [True, False]])
+
+    assert state_ages(resets, torch.tensor([7, 7])).tolist() == [[7, 0], [8, 1], [0, 2]]
+
+
+def test_resets_on_invalid_steps_do_not_count() -> None:
+    """Of five valid steps one resets; the second environment has no valid reset; ages 0, 1, 0 and 4, 5."""
+    resets = torch.tensor([[True, False], [False, False], [False, True]])
+    valid = torch.tensor([[True, True], [True, True], [True, False]])
+    ages = torch.tensor([[0, 4], [1, 5], [0, 0]])
+
+    values = reset_stats(resets, ages, valid=valid).values()
+
+    assert values["lstm/reset_rate"] == pytest.approx(0.2)
+    assert values["lstm/chunk_no_reset_frac"] == 0.5
+    assert values["lstm/age/mean"] == 2
+    assert values["lstm/age/max"] == 5
+
+
+def test_a_cell_that_grows_by_one_a_step_grows_by_the_oldest_age_over_its_median() -> None:
+    """|c| = 1 + age over ages 0 to 8: slope 1, median 5; buckets of two ages keep their mean age."""
+    ages = torch.arange(9).repeat(3, 1)
+
+    for width in (1, 2):
+        values = cell_growth(1.0 + ages.double(), ages, width=width).values()
+        oldest = 8
+        median = 5 if width == 1 else 5.5
+        assert values["lstm/c_growth"] == pytest.approx(oldest / median)
+
+
+def test_a_cell_that_does_not_change_does_not_grow_and_one_age_says_nothing() -> None:
+    assert cell_growth(torch.ones(5), torch.arange(5)).values() == {"lstm/c_growth": 0}
+    assert cell_growth(torch.ones(5), torch.zeros(5)).values() == {}
+
+
+def test_buckets_reach_four_rollouts_back() -> None:
+    assert [bucket_width(steps) for steps in (1, 16, 17, 128, 2048)] == [1, 1, 2, 8, 128]
+
+
+def test_staleness_is_the_length_of_the_difference_over_that_of_what_was_stored() -> None:
+    """‖(3, 4)‖ = 5; the difference (0, 0.5)."""
+    assert state_staleness(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])).values() == {"lstm/staleness": 0.1}

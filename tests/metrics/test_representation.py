@@ -1,0 +1,106 @@
+"""Features: ranks, activity, drift and excess ratios on numbers worked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from esper_telemetry.metrics.representation import (
+    excess_ratio,
+    feature_drift,
+    feature_norm,
+    feature_rank,
+    unit_activity,
+)
+
+
+def test_equal_singular_values_use_every_dimension() -> None:
+    """An orthogonal [4, 4] times 2: every definition finds all four; σ / √4 = 1."""
+    found = feature_rank(2 * torch.eye(4)).values()
+
+    assert found["repr/effective_rank"] == pytest.approx(4)
+    assert found["repr/srank"] == found["repr/pca99"] == found["repr/feature_rank"] == 4
+
+
+def test_the_definitions_of_rank_differ() -> None:
+    """Singular values 100, 1: shares 0.990 and 0.9999 of the sum and of the squares; 1 / √100 is above 0.01 no more."""
+    features = torch.zeros(10_000, 2, dtype=torch.float64)
+    features[0, 0], features[1, 1] = 100.0, 1.0
+
+    found = feature_rank(features, delta=0.005).values()
+
+    assert found["repr/srank"] == 2
+    assert found["repr/pca99"] == 1
+    assert found["repr/feature_rank"] == 1
+    assert 1 < found["repr/effective_rank"] < 1.1
+
+
+def test_rows_that_are_not_valid_change_no_rank() -> None:
+    features = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
+    valid = torch.arange(20) < 12
+    plain = feature_rank(features[:12]).values()
+    features[12:] = math.nan
+
+    assert feature_rank(features, valid=valid).values() == pytest.approx(plain)
+
+
+@pytest.mark.parametrize("features", [torch.ones(2, 3), torch.zeros(5, 3), torch.full((5, 3), math.nan)])
+def test_features_without_a_rank_have_none(features: torch.Tensor) -> None:
+    assert set(feature_rank(features).values()) <= {"repr/feature_rank"}
+
+
+def test_dormant_units_are_counted_per_layer_and_over_all_units() -> None:
+    """First layer: one of two dormant; second: none of three; overall 1 of 5."""
+    first, second = torch.tensor([[1.0, 0.0], [1.0, 0.01]]), torch.ones(2, 3)
+
+    found = unit_activity({"actor.0": first, "actor.2": second}, activation="relu")
+
+    assert found.layers.values() == {"repr/dormant_frac/actor_0": 0.5, "repr/dormant_frac/actor_2": 0.0}
+    assert found.all.values() == {"repr/dormant_frac": pytest.approx(0.2), "repr/dead_frac": 0.0}
+
+
+def test_rows_that_are_not_valid_wake_no_unit() -> None:
+    x = torch.tensor([[1.0, 0.0], [1.0, 5.0]])
+
+    found = unit_activity({"trunk": x}, activation="relu", valid=torch.tensor([True, False])).all.values()
+
+    assert found == {"repr/dormant_frac": 0.5, "repr/dead_frac": 0.5}
+
+
+def test_a_tanh_that_does_not_move_is_dead() -> None:
+    x = torch.tensor([[0.999, 0.1], [0.999, 0.2]])
+
+    assert unit_activity({"trunk": x}, activation="tanh").all.values()["repr/dead_frac"] == 0.5
+
+
+def test_without_rows_nothing_is_dormant_or_dead() -> None:
+    found = unit_activity({"trunk": torch.ones(2, 3)}, activation="relu", valid=torch.zeros(2, dtype=torch.bool))
+
+    assert found.all.values() == {} == found.layers.values()
+
+
+def test_the_feature_norm_is_a_mean_of_lengths() -> None:
+    """Lengths 5 and 13."""
+    assert feature_norm(torch.tensor([[3.0, 4.0], [5.0, 12.0]])).values() == {"repr/feature_norm": 9}
+
+
+def test_features_that_only_grow_do_not_drift() -> None:
+    old = torch.tensor([[1.0, 2.0], [0.0, 0.0], [3.0, 0.0]])
+
+    assert feature_drift(old, 2 * old).values()["repr/drift_cos"] == pytest.approx(1)
+    assert feature_drift(old, -old).values()["repr/drift_cos"] == pytest.approx(-1)
+
+
+def test_the_excess_counts_from_the_edge_of_the_clip_range() -> None:
+    """Ratios 1.5 and 1.3 lie 0.3 and 0.1 above 1.2; 0.6 lies 0.2 below 0.8."""
+    log_ratio = torch.tensor([1.5, 1.3, 1.0, 0.6], dtype=torch.float64).log()
+
+    found = excess_ratio(log_ratio, clip=0.2).values()
+
+    assert found == {"repr/excess_ratio/high": pytest.approx(0.2), "repr/excess_ratio/low": pytest.approx(0.2)}
+
+
+def test_without_a_clipped_sample_there_is_no_excess() -> None:
+    assert excess_ratio(torch.zeros(3), clip=0.2).values() == {}

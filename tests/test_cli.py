@@ -1,0 +1,219 @@
+"""The command line: what it says to mistakes, and that nothing is left behind by them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from esper_telemetry import RunStatus, Telemetry, read_run
+from esper_telemetry.catalogue import catalogue
+from esper_telemetry.cli import main
+
+CARTPOLE = ("train", "--env", "CartPole-v1")
+ONE_UPDATE = ("--total-steps", "1", "--num-envs", "2", "--num-steps", "32")
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def said(arguments: Sequence[str], capfd: pytest.CaptureFixture[str]) -> Said:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code is None or isinstance(stop.value.code, int)
+    return Said(stop.value.code or 0, *capfd.readouterr())
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    empty = tmp_path / "here"
+    empty.mkdir()
+    monkeypatch.chdir(empty)
+    return empty
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["train", "--env", "CartPol-v1"], "there is no environment 'CartPol-v1'; did you mean CartPole-v1"),
+        (["train", "--env", "nowhere:Thing-v0"], "module of environment 'nowhere:Thing-v0' cannot be imported"),
+        (["train", "--env", "LunarLander-v3"], "environment 'LunarLander-v3' cannot be made: Box2D is not installed"),
+        (["train"], "--env"),
+        (
+            [*CARTPOLE, "--sink", "grafana"],
+            "unknown sink 'grafana'; known sinks are console, mlflow, tensorboard, wandb",
+        ),
+        ([*CARTPOLE, "--sink", "console", "--sink", "wandb:p?colour=red"], "sink wandb has no option 'colour'"),
+        ([*CARTPOLE, "--sink", "wandb:p?mode=sometimes"], "mode must be one of auto, online, offline, got 'sometimes'"),
+        ([*CARTPOLE, "--level", "loud"], "level must be one of off, minimal, normal, debug, got 'loud'"),
+        ([*CARTPOLE, "--levle", "debug"], "Unrecognized options: --levle"),
+        ([*CARTPOLE, "--device", "abacus"], "device 'abacus' cannot be used here"),
+        ([*CARTPOLE, "--total-steps", "0"], "total_steps must be at least 1, got 0"),
+        ([*CARTPOLE, "--total-steps", "-5"], "total_steps must be at least 1, got -5"),
+        ([*CARTPOLE, "--total-steps", "many"], "--total-steps: invalid literal for int() with base 10: 'many'"),
+        ([*CARTPOLE, "--num-envs", "0"], "num_envs must be at least 1, got 0"),
+        ([*CARTPOLE, "--num-steps", "-1"], "num_steps must be at least 1, got -1"),
+        ([*CARTPOLE, "--num-epochs", "0"], "num_epochs must be at least 1, got 0"),
+        ([*CARTPOLE, "--hidden-sizes", "64", "0"], "hidden_sizes must be at least 1 each, got (64, 0)"),
+        ([*CARTPOLE, "--learning-rate", "-0.1"], "learning_rate must be positive and finite, got -0.1"),
+        ([*CARTPOLE, "--gamma", "1.5"], "gamma must be between 0 and 1, got 1.5"),
+        ([*CARTPOLE, "--seed", "-1"], "seed must be between 0 and 4294967295, got -1"),
+        (
+            [*CARTPOLE, "--num-minibatches", "3"],
+            "num_minibatches must divide the rollout of 8 x 128 = 1024 rows, got 3; the nearest that do are 1, 2, 4, 8",
+        ),
+        (["replay", "nowhere", "--to", "tensorboard"], "there is no run directory nowhere"),
+        (["replay", ".", "--to", "tensorboard"], ". is not a run directory: it holds no journal.jsonl"),
+        (["replay", "nowhere", "--to", "grafana"], "unknown sink 'grafana'"),
+        (["trian"], "trian"),
+        ([], "{train, replay, metrics"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_use_is_one_sentence_with_the_offending_value_and_creates_nothing(
+    arguments: list[str], sentence: str, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = said(arguments, capfd)
+
+    assert (code, out) == (2, "")
+    assert err.startswith("esper-telemetry: ")
+    assert sentence in err
+    assert err.count("\n") == 1
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("package", ["wandb", "tensorboard", "mlflow"])
+def test_a_sink_whose_package_is_missing_says_how_to_install_it(
+    package: str, here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+
+    code, out, err = said([*CARTPOLE, "--sink", package], capfd)
+
+    assert (code, out) == (2, "")
+    assert f"needs {package}: pip install 'esper-telemetry[{package}]'\n" in err
+    assert list(here.iterdir()) == []
+
+
+def test_without_gymnasium_one_is_told_how_to_install_it(
+    here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+
+    code, _, err = said(CARTPOLE, capfd)
+
+    assert code == 2
+    assert err == "esper-telemetry: Gymnasium environments need gymnasium: pip install 'esper-telemetry[train]'\n"
+    assert list(here.iterdir()) == []
+
+
+def test_a_directory_that_holds_a_run_is_left_alone(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with Telemetry(run_dir=here / "taken") as telemetry:
+        telemetry.log({"my/number": 1.0})
+        telemetry.flush(env_step=1)
+    before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
+
+    code, _, err = said([*CARTPOLE, "--run-dir", "taken", "--sink", "tensorboard"], capfd)
+
+    assert code == 2
+    assert err.startswith("esper-telemetry: taken already holds a run: ")
+    assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before
+
+
+def test_a_directory_that_cannot_be_written_is_named(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A file stands where its parent should be, which stops an administrator too."""
+    (here / "file").write_text("")
+
+    code, _, err = said([*CARTPOLE, "--run-dir", "file/run"], capfd)
+
+    assert code == 2
+    assert err == "esper-telemetry: cannot write to run directory file/run: Not a directory\n"
+    assert [path.name for path in here.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("arguments", [["train", "--env", "CartPol-v1"], ["--nonsense"]], ids=" ".join)
+def test_a_mistake_in_a_terminal_is_the_same_sentence_without_a_traceback(arguments: list[str], here: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "esper_telemetry", *arguments], capture_output=True, text=True)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("esper-telemetry: ")
+    assert done.stderr.count("\n") == 1
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["train", "replay", "metrics"])
+def test_the_help_of_every_command_has_an_example(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, err = said([command, "--help"], capfd)
+
+    assert (code, err) == (0, "")
+    assert f"Example: esper-telemetry {command} " in " ".join(out.replace("│", " ").split())
+
+
+def test_the_help_names_every_command(capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(["--help"], capfd)
+
+    assert code == 0
+    assert all(command in out for command in ("train", "replay", "metrics"))
+
+
+@pytest.mark.parametrize("level", ["debug", "Debug", "DEBUG"])
+def test_levels_may_be_written_in_any_case(level: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, _, err = said([*CARTPOLE, *ONE_UPDATE, "--run-dir", "run", "--level", level], capfd)
+
+    assert (code, err) == (0, "")
+    assert read_run("run").records[0].values["telemetry/level"] == 3
+
+
+def test_a_run_without_a_directory_gets_one_named_after_the_environment(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = said([*CARTPOLE, *ONE_UPDATE], capfd)
+
+    (run_dir,) = (here / "runs").iterdir()
+    assert code == 0
+    assert run_dir.name.startswith("cartpole_v1-")
+    assert "finished after 1 updates" in out
+    assert read_run(run_dir).status is RunStatus.FINISHED
+
+
+def test_at_level_off_nothing_is_written(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, _, err = said([*CARTPOLE, *ONE_UPDATE, "--level", "off"], capfd)
+
+    assert (code, err) == (0, "")
+    assert list(here.iterdir()) == []
+
+
+def test_a_run_is_replayed_into_another_backend_once(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    said([*CARTPOLE, *ONE_UPDATE, "--run-dir", "run"], capfd)
+
+    first = said(["replay", "run", "--to", "tensorboard:elsewhere"], capfd)
+    again = said(["replay", "run", "--to", "tensorboard:elsewhere"], capfd)
+
+    assert (first.code, first.out) == (0, "tensorboard:elsewhere: closed, 1 records sent\n")
+    assert (again.code, again.out) == (0, "tensorboard:elsewhere: closed, 0 records sent\n")
+    assert len(list((here / "elsewhere").iterdir())) == 1
+
+
+def test_metrics_lists_every_key_with_its_meaning(capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(["metrics"], capfd)
+
+    assert code == 0
+    assert all(metric.key in out for metric in catalogue())
+
+
+def test_metrics_as_json_is_for_programs(capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(["metrics", "--json"], capfd)
+
+    described = json.loads(out)
+    assert code == 0
+    assert [metric["key"] for metric in described] == [metric.key for metric in catalogue()]
+    assert all(metric["question"] for metric in described)

@@ -1,0 +1,90 @@
+"""Every example runs, on its own as a user would start it, and does what it says."""
+
+from __future__ import annotations
+
+import csv
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from esper_telemetry import RunStatus, read_run
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+TWO_UPDATES = ("--total-steps", "2048")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
+    monkeypatch.setattr(sys, "argv", [f"examples/{name}.py", *TWO_UPDATES, "--run-dir", "run", *options])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+
+def test_every_example_is_tested() -> None:
+    tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+
+    assert {path.stem for path in EXAMPLES.glob("*.py")} <= tested
+
+
+def test_cartpole(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """The run is in TensorBoard, and the last line says where the journal is."""
+    run("cartpole", monkeypatch)
+
+    found = read_run("run")
+    assert found.status is RunStatus.FINISHED
+    assert found.info.name == "cartpole"
+    assert "episode/return_mean_100" in found.records[-1].values
+    assert len(list((here / "run/tensorboard").glob("events.*"))) == 1
+    assert capfd.readouterr().out.endswith(f"journal: {here / 'run/journal.jsonl'}\n")
+
+
+def test_own_loop(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the three lines has done its part: advantages and critic, gradients and ratios, a record per update."""
+    run("own_loop", monkeypatch)
+
+    found = read_run("run")
+    assert [record.axes.env_step for record in found.records] == [1024, 2048]
+    assert [record.axes.gradient_step for record in found.records] == [16, 32]
+    keys = {"adv/raw/std", "value/explained_variance", "grad/actor/norm_preclip", "grad/clip/coef", "policy/kl"}
+    assert all(keys <= record.values.keys() for record in found.records)
+    assert list((here / "run/tensorboard").glob("events.*"))
+
+
+def test_custom_sink(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file has a header and a row per update, with the journal's numbers."""
+    run("custom_sink", monkeypatch, "--csv", "ppo.csv")
+
+    with (here / "ppo.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    records = read_run("run").records
+    assert [int(row["env_step"]) for row in rows] == [record.axes.env_step for record in records]
+    assert [float(row["policy/kl"]) for row in rows] == [record.values["policy/kl"] for record in records]
+
+
+def test_custom_metric(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """The metric and the logged number are in the journal, and what the metric means is there too."""
+    run("custom_metric", monkeypatch)
+
+    found = read_run("run")
+    assert {"surprise/mean", "surprise/worst", "my/threads"} <= found.records[0].values.keys()
+    assert found.records[0].values["surprise/worst"] >= found.records[0].values["surprise/mean"] > 0
+    described = found.info.describe("surprise/mean")
+    assert described is not None
+    assert described.question == "How wrong is one step's expectation?"
+    assert "'surprise/mean': " in capfd.readouterr().out
+
+
+def test_memory(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Both policies are trained and compared; nothing is left behind."""
+    monkeypatch.setattr(sys, "argv", ["memory.py", "--total-steps", "2000"])
+    runpy.run_path(str(EXAMPLES / "memory.py"), run_name="__main__")
+
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines if "mean return of the last" in line] == ["lstm", "mlp"]
+    assert list(here.iterdir()) == []

@@ -1,0 +1,54 @@
+"""From the inputs of a reference case to the values of the metrics of features."""
+
+from __future__ import annotations
+
+from esper_telemetry.metrics.masking import keep
+from esper_telemetry.metrics.representation import (
+    excess_ratio,
+    feature_drift,
+    feature_norm,
+    feature_rank,
+    unit_activity,
+)
+from esper_telemetry.metrics.representation.activity import DORMANT, dormant_scores
+from vector_adapters.inputs import Inputs, Values, floats
+
+
+def activity(inputs: Inputs) -> Values:
+    """R1."""
+    x = floats(inputs["activations"])
+    found = unit_activity(
+        {"trunk": x}, activation=inputs.get("activation", "relu"), threshold=inputs.get("tau", DORMANT)
+    )
+    return {**found.all.values(), "aux:scores": dormant_scores(keep(x.t(), None)).tolist()}
+
+
+def rank(inputs: Inputs) -> Values:
+    """R2."""
+    return feature_rank(floats(inputs["features"]), delta=inputs["delta"]).values()
+
+
+def norm(inputs: Inputs) -> Values:
+    """R3."""
+    return feature_norm(floats(inputs["preactivations"])).values()
+
+
+def drift(inputs: Inputs) -> Values:
+    """R4."""
+    return feature_drift(floats(inputs["features_old"]), floats(inputs["features"])).values()
+
+
+def excess(inputs: Inputs) -> Values:
+    """R7."""
+    return excess_ratio(floats(inputs["logratio"]), clip=inputs["clip_eps"]).values()
+
+
+ADAPTERS = {
+    "repr/dormant_frac": activity,
+    "repr/dead_frac": activity,
+    **dict.fromkeys([f"repr/{name}" for name in ("effective_rank", "srank", "pca99", "feature_rank")], rank),
+    "repr/feature_norm": norm,
+    "repr/drift_cos": drift,
+    "repr/excess_ratio/high": excess,
+    "repr/excess_ratio/low": excess,
+}
