@@ -51,6 +51,8 @@ class RolloutEnd:
         head_log_probs: per head [T, B], 0 where it is irrelevant: the parts of `log_probs`; empty where there is one head.
         action_masks: per restricted head [T, B, A], bool: the choices there were; other heads are left out.
         relevance: per head that is not always relevant [T, B], bool.
+        logits: per categorical head [T, B, A] that were acted on; masked actions hold a large negative finite number.
+        means: per Gaussian head [T, B, D] that were acted on.
         states: recurrent state of the actor in which each step began, [T, layers, parts, B, H], zero where an episode
             began; parts are h and c of an LSTM, h of a GRU. None for a feed-forward policy.
     """
@@ -72,6 +74,8 @@ class RolloutEnd:
     head_log_probs: Mapping[str, Tensor] = field(default_factory=dict)
     action_masks: Mapping[str, Tensor] = field(default_factory=dict)
     relevance: Mapping[str, Tensor] = field(default_factory=dict)
+    logits: Mapping[str, Tensor] = field(default_factory=dict)
+    means: Mapping[str, Tensor] = field(default_factory=dict)
     states: Tensor | None = None
 
 
@@ -161,6 +165,7 @@ class MinibatchEnd:
         valid: [N], bool; None where every row is. The bundled trainer emits no other rows, recurrent or not.
         head_log_ratios: per head [N], 0 where it is irrelevant: the parts of `log_ratio`.
         relevance: per head that is not always relevant [N], bool.
+        means: per Gaussian head [N, D].
     """
 
     epoch: int
@@ -177,6 +182,7 @@ class MinibatchEnd:
     valid: Tensor | None = None
     head_log_ratios: Mapping[str, Tensor] = field(default_factory=dict)
     relevance: Mapping[str, Tensor] = field(default_factory=dict)
+    means: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ class Chosen(NamedTuple):
     head_log_probs: Tensors
     action_masks: Tensors
     relevance: Tensors
+    scores: Tensors
 
 
 class Choices:
@@ -119,4 +120,4 @@ def chosen(policy: ActorCritic, scores: Tensors, actions: Tensors, *, masks: Ten
     )
     parts = policy.log_probs(policy.normalize(flat_scores, flat_masks), flat_actions, flat_relevance)
     parts = {name: part.view(shape) for name, part in parts.items()}
-    return Chosen(actions, add(list(parts.values())), parts if len(parts) > 1 else {}, masks, relevance)
+    return Chosen(actions, add(list(parts.values())), parts if len(parts) > 1 else {}, masks, relevance, scores)

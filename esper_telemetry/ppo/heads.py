@@ -68,7 +68,7 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def description(self, scores: Tensor, mask: Tensor | None = None) -> Mapping[str, Tensor]:
-        """What events tell of the distribution: `logits` or `log_std`, detached."""
+        """What events tell of the distribution: `logits`, or `log_std` and `means`, detached."""
         raise NotImplementedError
 
 
@@ -150,8 +150,8 @@ class Gaussian(Head):
         return np.zeros((*shape, self.size), np.float32)
 
     def description(self, scores: Tensor, mask: Tensor | None = None) -> Mapping[str, Tensor]:
-        """The log standard deviation [size]."""
-        return {"log_std": self.log_std.detach().clone()}
+        """The log standard deviation [size] and the means [N, size]."""
+        return {"log_std": self.log_std.detach().clone(), "means": scores.detach()}
 
 
 def sample_categorical(scores: Array, noise: Array) -> Array:

@@ -74,6 +74,7 @@ class Rollout:
         head_log_probs: per head [T, B], where there are several heads: the parts of `log_probs`.
         action_masks: per restricted head [T, B, A], bool: the choices there were.
         relevance: per head that is not always relevant [T, B], bool.
+        scores: per head [T, B, size] that were acted on; see `Head`.
         recurrence: None for a feed-forward policy.
     """
 
@@ -91,6 +92,7 @@ class Rollout:
     head_log_probs: Mapping[str, Tensor] = field(default_factory=dict)
     action_masks: Mapping[str, Tensor] = field(default_factory=dict)
     relevance: Mapping[str, Tensor] = field(default_factory=dict)
+    scores: Mapping[str, Tensor] = field(default_factory=dict)
     recurrence: Recurrence | None = None
 
 

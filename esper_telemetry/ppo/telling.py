@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +32,11 @@ class Result(NamedTuple):
 
 
 def rollout_event(
-    rollout: Rollout, place: tuple[int, int], advantages: Tensor, returns: Tensor, *, gamma: float
+    rollout: Rollout, policy: ActorCritic, advantages: Tensor, returns: Tensor, **numbers: Any
 ) -> RolloutEnd:
-    """The event of a rollout that feeds update `place[0]` and ends at environment step `place[1]`."""
-    memory = rollout.recurrence
+    """The event of a rollout; `numbers` are its `update`, `env_step` and `gamma`."""
+    descriptions = describe(policy, rollout.scores, rollout.action_masks)
     return RolloutEnd(
-        *place,
         rewards=rollout.rewards,
         values=rollout.values,
         advantages=advantages,
@@ -47,13 +46,15 @@ def rollout_event(
         terminated=rollout.terminated,
         next_values=rollout.next_values,
         actions=rollout.actions,
-        gamma=gamma,
         valid=rollout.valid,
         raw_rewards=rollout.raw_rewards,
         head_log_probs=rollout.head_log_probs,
         action_masks=rollout.action_masks,
         relevance=rollout.relevance,
-        states=None if memory is None else memory.before(),
+        logits=select(descriptions, "logits"),
+        means=select(descriptions, "means"),
+        **numbers,
+        states=None if rollout.recurrence is None else rollout.recurrence.before(),
     )
 
 
@@ -75,10 +76,7 @@ def minibatch_event(
     batch: Batch, place: tuple[int, int], result: Result, policy: ActorCritic, losses: Mapping[str, Tensor]
 ) -> MinibatchEnd:
     """The event of the minibatch of pass `place[0]`, optimizer step `place[1]`."""
-    descriptions = {
-        name: policy.head(name).description(score, batch.action_masks.get(name))
-        for name, score in result.scores.items()
-    }
+    descriptions = describe(policy, result.scores, batch.action_masks)
     log_ratio = result.log_ratio.detach()
     return MinibatchEnd(
         *place,
@@ -93,12 +91,20 @@ def minibatch_event(
         log_std=select(descriptions, "log_std"),
         head_log_ratios=head_log_ratios(batch, result) or dict.fromkeys(result.scores, log_ratio),
         relevance=batch.relevance,
+        means=select(descriptions, "means"),
     )
 
 
 def head_log_ratios(batch: Batch, result: Result) -> dict[str, Tensor]:
     """Log-ratio [N] of each head, 0 where it is irrelevant; empty where there is one head."""
     return {name: result.head_log_probs[name].detach() - old for name, old in batch.head_log_probs.items()}
+
+
+def describe(
+    policy: ActorCritic, scores: Mapping[str, Tensor], masks: Mapping[str, Tensor]
+) -> dict[str, Mapping[str, Tensor]]:
+    """What each head says of its distribution."""
+    return {name: policy.head(name).description(score, masks.get(name)) for name, score in scores.items()}
 
 
 def select(descriptions: Mapping[str, Mapping[str, Tensor]], key: str) -> dict[str, Tensor]:

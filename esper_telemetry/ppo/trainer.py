@@ -273,8 +273,8 @@ class PPO:
 
     def _tell_rollout(self, rollout: Rollout, advantages: Tensor, returns: Tensor) -> None:
         if self.hooks.wants(RolloutEnd):
-            place = (self.updates, self.env_steps)
-            self.hooks.emit(rollout_event(rollout, place, advantages, returns, gamma=self.config.gamma))
+            numbers = {"update": self.updates, "env_step": self.env_steps, "gamma": self.config.gamma}
+            self.hooks.emit(rollout_event(rollout, self.policy, advantages, returns, **numbers))
         if rollout.recurrence is not None and self.hooks.wants(RecurrentForward):
             part = max(1, self.env.num_envs // self.config.num_minibatches)
             event = recurrent_event(self.policy, rollout, part)

@@ -289,3 +289,13 @@ def test_the_facts_name_the_parameters_of_the_memory() -> None:
     ]
     assert set(groups["lstm"]) < set(groups["shared"])
     assert "lstm" not in cartpole().facts(1000)["groups"]
+
+
+def test_without_memory_the_event_tells_nothing_of_it() -> None:
+    trainer = pendulum()
+    seen = Seen().listen(trainer, RolloutEnd)
+
+    trainer.learn(64)
+
+    event = seen.events[0]
+    assert event.states is None

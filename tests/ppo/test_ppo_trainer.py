@@ -281,4 +281,4 @@ def test_every_documented_event_is_emitted() -> None:
         value for value in vars(events).values() if isinstance(value, type) and value.__module__ == events.__name__
     }
 
-    assert documented == {*EVENTS, EvaluationEnd, Rollback}
+    assert documented == {*EVENTS, EvaluationEnd, RecurrentForward, Rollback}
