@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from esper_telemetry.courtesy import step_back
 from esper_telemetry.journal import Journal, JournalEvent, lock_for_writer, remove_lock
 from esper_telemetry.record import Level, MetricInfo, RunInfo, RunStatus
 from esper_telemetry.writer import JournalWriter, Measured
@@ -46,7 +47,7 @@ MOST_BYTES: Final = 64 << 20
 
 PARENT_SECONDS: Final = 0.5
 """How often the process looks whether its parent still lives."""
-NICENESS: Final = 5
+NICENESS: Final = 10
 """The trainer goes first where cores are scarce; the sinks' process is nicer still."""
 LENGTH: Final = struct.Struct(">Q")
 """Stands before each message."""
@@ -232,7 +233,7 @@ def main() -> None:
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     run_dir, level, parent, acknowledgements = Path(sys.argv[1]), Level[sys.argv[2]], int(sys.argv[3]), int(sys.argv[4])
-    os.nice(NICENESS)
+    step_back(NICENESS)
     torch.set_num_threads(1)
     writer = JournalWriter(Journal.open(run_dir), level)
     for message in _messages(parent):

@@ -23,6 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from esper_telemetry.courtesy import step_back
 from esper_telemetry.journal import JournalReader, await_writer, end_if_open, journal_path
 from esper_telemetry.record import Record, RunInfo, RunStatus
 from esper_telemetry.relay.cursors import Cursors
@@ -36,7 +37,7 @@ ORPHAN_SECONDS: Final = 300.0
 WRITER_SECONDS: Final = 30.0
 """How long an orphan waits for a process that still appends to the journal."""
 EXIT_SECONDS: Final = 5.0
-NICENESS: Final = 10
+NICENESS: Final = 19
 """The trainer goes first where cores are scarce: backends can catch up later."""
 DEAD_CLIENT_EXIT: Final = 75
 """Exit code that asks the parent for a fresh process; EX_TEMPFAIL of sysexits.h."""
@@ -45,7 +46,7 @@ DEAD_CLIENT_EXIT: Final = 75
 def main() -> None:
     """Delivers until every sink is closed or disabled."""
     _leave_signals_to_the_parent()
-    os.nice(NICENESS)
+    step_back(NICENESS)
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("esper_telemetry").setLevel(logging.DEBUG)
     status_fd = int(sys.argv[1])
