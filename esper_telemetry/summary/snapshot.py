@@ -1,6 +1,6 @@
-"""What one update leaves behind: tensors as they were, all minibatches stacked, nothing computed yet.
+"""What one update leaves behind: tensors as they were, all minibatches joined, nothing computed yet.
 
-Shapes: T steps, B environments, A actions; M minibatches of at most N rows, shorter ones padded and marked in `valid`; K gradients.
+Shapes: T steps, B environments, A actions; M minibatches, K gradients.
 """
 
 from __future__ import annotations
@@ -93,19 +93,19 @@ class Episodes:
 
 @dataclass(frozen=True, slots=True)
 class Minibatches:
-    """The forward passes of an update.
+    """The forward passes of an update: R rows, those of one minibatch after those of another.
 
     Attributes:
         epochs: epoch of each of the M minibatches.
-        counts: valid rows of each.
-        log_ratio, advantages: [M, N].
-        valid: [M, N], bool; None where all rows count.
+        counts: rows of each, R in all.
+        log_ratio, advantages: [R].
+        valid: [R], bool; None where all rows count.
         losses: by name [M], as far as the trainer computes them.
-        logits: per categorical head [M, N, A].
-        action_masks: per categorical head with masks [M, N, A], bool.
-        log_std: per Gaussian head [M, N, D].
-        head_log_ratios: per head [M, N], where there are several: the parts of `log_ratio`.
-        relevance: per head that is not always relevant [M, N], bool.
+        logits: per categorical head [R, A].
+        action_masks: per categorical head with masks [R, A], bool.
+        log_std: per Gaussian head [R, D].
+        head_log_ratios: per head [R], where there are several: the parts of `log_ratio`.
+        relevance: per head that is not always relevant [R], bool.
         features: [n, F], what the heads read of the first rows of the first minibatch; None where nobody keeps them.
     """
 

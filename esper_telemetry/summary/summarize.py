@@ -44,6 +44,7 @@ from esper_telemetry.metrics.rewards import reward_stats
 from esper_telemetry.metrics.temporal_difference import monte_carlo_fit, td_errors, terminal_error
 from esper_telemetry.metrics.values import value_fit
 from esper_telemetry.record import Level
+from esper_telemetry.summary.grid import in_grid
 from esper_telemetry.summary.snapshot import (
     Actions,
     Episodes,
@@ -80,10 +81,10 @@ def summarize(snapshot: Snapshot, facts: Mapping[str, Any], level: Level) -> Ite
         yield Observation([_episodes(snapshot.episodes)])
     if snapshot.minibatches is not None:
         coefficients = snapshot.progress.coefficients if snapshot.progress else {}
-        groups = list(_minibatches(snapshot.minibatches, facts, coefficients))
-        yield Observation(groups, snapshot.minibatches.epochs)
-        yield Observation(_spreads(snapshot.minibatches))
-        yield Observation(_features(snapshot.minibatches, facts, level))
+        minibatches = in_grid(snapshot.minibatches)
+        yield Observation(list(_minibatches(minibatches, facts, coefficients)), minibatches.epochs)
+        yield Observation(_spreads(minibatches))
+        yield Observation(_features(minibatches, facts, level))
     for gradients in snapshot.gradients:
         yield Observation(list(_gradients(gradients, facts, level)), gradients.epochs)
     if snapshot.progress is not None:

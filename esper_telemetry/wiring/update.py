@@ -23,7 +23,7 @@ from esper_telemetry.summary import Episodes, Layer, Progress, Rollout, Snapshot
 from esper_telemetry.telemetry import Telemetry
 from esper_telemetry.wiring.gradients import Leaf, gradient_parts
 from esper_telemetry.wiring.listener import Listener
-from esper_telemetry.wiring.minibatches import stacked
+from esper_telemetry.wiring.minibatches import joined
 from esper_telemetry.wiring.rollouts import Rollouts, layers_of
 from esper_telemetry.wiring.suspects import of_backward, of_minibatch, of_rollout
 
@@ -38,7 +38,7 @@ class Update:
     """The update under way.
 
     The hooks of minibatches only keep references: tensors of an event do not change until the update ends. Everything is
-    stacked once, when it is over.
+    joined once, when it is over.
     """
 
     def __init__(self, telemetry: Telemetry) -> None:
@@ -111,7 +111,7 @@ class Update:
         snapshot = Snapshot(
             rollout=self._take_rollout(),
             episodes=self._take_episodes(),
-            minibatches=stacked(self._minibatches, self._features),
+            minibatches=joined(self._minibatches, self._features),
             gradients=gradient_parts(self._backwards, self._leaves),
             progress=progress,
         )

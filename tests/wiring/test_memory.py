@@ -17,7 +17,8 @@ from esper_telemetry.events import MinibatchEnd, RecurrentForward, RolloutEnd
 from esper_telemetry.metrics.integrity import MaskViolation
 from esper_telemetry.metrics.lstm import gates_between, lstm_weights
 from esper_telemetry.summary import Snapshot, summarize
-from esper_telemetry.wiring.minibatches import stacked
+from esper_telemetry.summary.grid import in_grid
+from esper_telemetry.wiring.minibatches import joined
 from esper_telemetry.wiring.rollouts import Rollouts
 
 STATES = {f"lstm/{part}/{name}" for part in "hc" for name in ("rms", "absmax", "mean", "env_rms/max")}
@@ -211,9 +212,11 @@ def minibatch(rows: int, generator: torch.Generator) -> MinibatchEnd:
 def test_minibatches_of_several_sizes_are_padded_in_every_part() -> None:
     generator = torch.Generator().manual_seed(0)
 
-    found = stacked([minibatch(5, generator), minibatch(4, generator)])
+    rows = joined([minibatch(5, generator), minibatch(4, generator)])
+    assert rows is not None and rows.valid is None
+    found = in_grid(rows)
 
-    assert found is not None and found.valid is not None
+    assert found.valid is not None
     assert found.valid.sum(-1).tolist() == [5, 4]
     for part in (found.head_log_ratios["a"], found.head_log_ratios["b"], found.relevance["a"]):
         assert part.shape == (2, 5)
