@@ -13,6 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
+# Read when NumPy is imported: its threads gain nothing on small networks, and spin on the cores of the processes beside us.
+os.environ["OPENBLAS_NUM_THREADS"] = os.environ.get("OPENBLAS_NUM_THREADS", "1")
+
 try:
     import rich  # noqa: F401  # probed here so that the sentence below comes before any other import error
     import tyro
