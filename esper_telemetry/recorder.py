@@ -120,9 +120,9 @@ class Recorder:
         self._writer.event(JournalEvent(kind, data, seq=self._next_seq(), axes=axes))
 
     def close(self, status: RunStatus, timeout: float) -> CloseReport:
-        """Appends the end line and waits for the sinks, `timeout` seconds in all."""
+        """Appends the end line and waits for the sinks, `timeout` seconds in all, half of them at most for the journal."""
         deadline = time.monotonic() + timeout
-        self._writer.end(status, self._next_seq(), timeout)
+        self._writer.end(status, self._next_seq(), timeout / 2)
         report = self._relay.close(max(0.1, deadline - time.monotonic()), status=status)
         self._journal.close()
         return report
