@@ -13,6 +13,7 @@ from __future__ import annotations
 import copyreg
 import fcntl
 import io
+import itertools
 import logging
 import os
 import pickle
@@ -23,11 +24,11 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -49,8 +50,10 @@ PARENT_SECONDS: Final = 0.5
 """How often the process looks whether its parent still lives."""
 NICENESS: Final = 10
 """The trainer goes first where cores are scarce; the sinks' process is nicer still."""
-LENGTH: Final = struct.Struct(">Q")
-"""Stands before each message."""
+NUMBER: Final = struct.Struct(">Q")
+"""Of the parts of a message, and each one's length; they stand before it."""
+MOST_PARTS: Final = 256
+"""What one call writes; systems take 1024."""
 
 _logger = logging.getLogger("esper_telemetry")
 
@@ -74,7 +77,7 @@ class OffloadedWriter:
         self._local: JournalWriter | None = None
         self._facts: Mapping[str, Any] = {}
         self._outbox: deque[memoryview] = deque()
-        self._unacknowledged: deque[bytes] = deque()
+        self._unacknowledged: deque[Message] = deque()
         self._warned = False
         acknowledgements, theirs = os.pipe()
         self._process = _started(run_dir, level, theirs)
@@ -127,7 +130,7 @@ class OffloadedWriter:
             return
         message = dumped((method, arguments))
         self._unacknowledged.append(message)
-        self._outbox.extend((memoryview(LENGTH.pack(len(message))), memoryview(message)))
+        self._outbox.extend(message.parts())
         self._pump()
 
     def _pump(self) -> None:
@@ -135,10 +138,7 @@ class OffloadedWriter:
         try:
             with suppress(BlockingIOError):
                 while self._outbox:
-                    written = os.write(self._pipe, self._outbox[0])
-                    rest = self._outbox.popleft()[written:]
-                    if rest:
-                        self._outbox.appendleft(rest)
+                    self._written(os.writev(self._pipe, list(itertools.islice(self._outbox, MOST_PARTS))))
             with suppress(BlockingIOError):
                 acknowledged = os.read(self._acknowledgements, 1 << 16)
                 for _ in acknowledged:
@@ -147,6 +147,14 @@ class OffloadedWriter:
                     self._take_over("has died")
         except BrokenPipeError:
             self._take_over("has died")
+
+    def _written(self, count: int) -> None:
+        """So many bytes of the outbox are on their way."""
+        while count:
+            part = self._outbox.popleft()
+            if len(part) > count:
+                self._outbox.appendleft(part[count:])
+            count -= min(count, len(part))
 
     def _wait(self, seconds: float) -> None:
         """Until the process has done something, or can take something."""
@@ -161,7 +169,7 @@ class OffloadedWriter:
         self._local = JournalWriter(Journal.open(self._run_dir), self._level, self._facts)
         self._outbox.clear()
         while self._unacknowledged:
-            method, arguments = pickle.loads(self._unacknowledged.popleft())
+            method, arguments = self._unacknowledged.popleft().load()
             getattr(self._local, method)(*arguments)
 
     def _leave(self) -> None:
@@ -205,12 +213,29 @@ def _private(process: subprocess.Popen[bytes]) -> int:
     return pipe
 
 
+class Message(NamedTuple):
+    """A pickle and, in its order, the buffers that it leaves out: those of tensors, which nobody copies on this side."""
+
+    pickle: bytes
+    buffers: Sequence[memoryview | bytearray]
+
+    def parts(self) -> list[memoryview]:
+        """What goes through the pipe: how many parts there are and the length of each, then those that are not empty."""
+        parts = [memoryview(part) for part in (self.pickle, *self.buffers)]
+        lengths = struct.pack(f">{len(parts) + 1}Q", len(parts), *map(len, parts))
+        return [memoryview(lengths), *filter(None, parts)]
+
+    def load(self) -> Any:
+        """What was dumped."""
+        return pickle.loads(self.pickle, buffers=self.buffers)
+
+
 def _portable(tensor: Tensor) -> tuple[Any, ...]:
     array = np.ascontiguousarray(tensor.numpy())
     return _tensor, (pickle.PickleBuffer(array.data), array.dtype.char, array.shape)
 
 
-def _tensor(buffer: bytearray, kind: str, shape: tuple[int, ...]) -> Tensor:
+def _tensor(buffer: Any, kind: str, shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(np.frombuffer(buffer, kind).reshape(shape))
 
 
@@ -221,11 +246,11 @@ class _Pickler(pickle.Pickler):
     dispatch_table[Tensor] = _portable
 
 
-def dumped(message: object) -> bytes:
-    """The message as `pickle.load` reads it."""
-    stream = io.BytesIO()
-    _Pickler(stream, protocol=5).dump(message)
-    return stream.getvalue()
+def dumped(message: object) -> Message:
+    """The message, whose tensors must not change from now on."""
+    stream, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(message)
+    return Message(stream.getvalue(), [buffer.raw() for buffer in buffers])
 
 
 def main() -> None:
@@ -237,31 +262,33 @@ def main() -> None:
     torch.set_num_threads(1)
     writer = JournalWriter(Journal.open(run_dir), level)
     for message in _messages(parent):
-        method, arguments = pickle.loads(message)
+        method, arguments = message.load()
         getattr(writer, method)(*arguments)
         with suppress(BrokenPipeError):
             os.write(acknowledgements, b"+")
 
 
-def _messages(parent: int) -> Iterator[bytes]:
+def _messages(parent: int) -> Iterator[Message]:
     """Whole messages from standard input; one that a killed trainer left half written is dropped."""
     with suppress(EOFError):
         while True:
-            (length,) = LENGTH.unpack(_exactly(LENGTH.size, parent))
-            yield _exactly(length, parent)
+            (count,) = NUMBER.unpack(_exactly(NUMBER.size, parent))
+            lengths = struct.unpack(f">{count}Q", _exactly(NUMBER.size * count, parent))
+            first, *buffers = [_exactly(length, parent) for length in lengths]
+            yield Message(bytes(first), buffers)
 
 
-def _exactly(count: int, parent: int) -> bytes:
+def _exactly(count: int, parent: int) -> bytearray:
     """That many bytes of standard input; EOFError where the parent is gone and nothing more comes.
 
     The end of the input alone does not tell: workers that the trainer has forked hold the pipe open too.
     """
-    parts: list[bytes] = []
-    while count:
+    found = bytearray(count)
+    rest = memoryview(found)
+    while rest:
         ready, _, _ = select.select([0], [], [], PARENT_SECONDS)
-        part = os.read(0, min(count, PIPE_BYTES)) if ready else b""
-        if not part and (ready or os.getppid() != parent):
+        got = os.readv(0, [rest]) if ready else 0
+        if not got and (ready or os.getppid() != parent):
             raise EOFError
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
+        rest = rest[got:]
+    return found

@@ -46,8 +46,6 @@ class Window:
         packed = pack(group)
         if not packed.layout.fields:
             return
-        if not packed.layout.fields:
-            return
         rows = self._rows.setdefault(packed.layout, Rows())
         count = packed.rows
         first = step if step is not None else (rows.steps[-1] + 1 if rows.steps else 0)

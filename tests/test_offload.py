@@ -12,11 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from esper_telemetry import RunStatus, Telemetry, read_run
+from esper_telemetry import RunStatus, Telemetry, attach, read_run
+from esper_telemetry.environments import CueRecall
 from esper_telemetry.offload import OffloadedWriter
-from esper_telemetry.summary import Gradients, Progress, Snapshot
+from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.summary import Progress, Snapshot
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nothing is offloaded")
 
@@ -32,9 +33,13 @@ def offloaded(run_dir: Path) -> tuple[Telemetry, int]:
     telemetry = Telemetry(run_dir=run_dir, close_timeout=10.0)
     telemetry.expect_updates(suspects=tuple, open_update=Snapshot)
     telemetry.start()
+    return telemetry, writer_of(telemetry).pid
+
+
+def writer_of(telemetry: Telemetry) -> OffloadedWriter:
     writer = telemetry._recorder._writer  # type: ignore[union-attr]  # the process is nobody's business but this test's
     assert isinstance(writer, OffloadedWriter)
-    return telemetry, writer.pid
+    return writer
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
@@ -83,18 +88,29 @@ def test_a_process_that_dies_or_hangs_costs_a_warning(
     assert len([record for record in caplog.records if "summarises updates" in record.message]) == 1
 
 
-def test_what_the_trainer_changes_afterwards_does_not_change_the_record(tmp_path: Path) -> None:
-    telemetry, pid = offloaded(tmp_path)
-    os.kill(pid, signal.SIGSTOP)
-    norms = torch.ones(1, 1)
-    part = Gradients(epochs=(0,), names=("w",), numels=(1,), norms=norms, max_norm=None, leaves=None)
-    telemetry.submit(Snapshot(gradients=(part,)))
-    telemetry.flush(env_step=1)
-    norms.fill_(5.0)
-    os.kill(pid, signal.SIGKILL)
+def trained(run_dir: Path, *, offload: bool, stop: bool = False) -> list[dict[str, float]]:
+    """What three updates of an LSTM policy say, times aside."""
+    telemetry = Telemetry(run_dir=run_dir, offload=offload, level="debug")
+    config = PPOConfig(num_steps=16, num_epochs=1, num_minibatches=2, lstm_size=8, hidden_sizes=(8,), policy="lstm")
+    trainer = PPO(CueRecall(8, seed=0), config)
+    attach(telemetry, trainer)
+    if stop:
+        os.kill(writer_of(telemetry).pid, signal.SIGSTOP)
+    trainer.learn(3 * 16 * 8)
+    if stop:
+        os.kill(writer_of(telemetry).pid, signal.SIGKILL)
     telemetry.close()
+    timed = ("perf/", "telemetry/", "train/env_steps_per_second")
+    return [{k: v for k, v in record.values.items() if not k.startswith(timed)} for record in read_run(run_dir).records]
 
-    assert read_run(tmp_path).records[0].values["grad/global/norm_preclip"] == 1.0
+
+def test_later_rollouts_do_not_change_what_still_waits(tmp_path: Path) -> None:
+    """The trainer collects in the same memory every time; the process is stopped until all is over, then the trainer does its work."""
+    waited = trained(tmp_path / "waited", offload=True, stop=True)
+
+    at_once = trained(tmp_path / "at_once", offload=False)
+    for a, b in zip(waited, at_once, strict=True):
+        assert {k: (a.get(k), b.get(k)) for k in a.keys() | b.keys() if a.get(k) != b.get(k)} == {}
 
 
 KILLED = """

@@ -185,6 +185,9 @@ def action_counts(actions: Tensor, num_actions: int, *, valid: Tensor | None = N
         valid: [..] bool; None where every row is.
     """
     index = rows_of(actions, None).long()
+    if index.is_cpu:
+        counted = index if valid is None else index[rows_of(valid, None).bool()]
+        return torch.bincount(counted, minlength=num_actions)[:num_actions].double()
     weight = torch.ones_like(index, dtype=torch.float64) if valid is None else rows_of(valid, None).double()
     counts = torch.zeros(num_actions, dtype=torch.float64, device=actions.device)
     return counts.scatter_add(0, torch.where(weight > 0, index, 0), weight)

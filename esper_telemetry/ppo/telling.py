@@ -51,8 +51,8 @@ def rollout_event(
         head_log_probs=rollout.head_log_probs,
         action_masks=rollout.action_masks,
         relevance=rollout.relevance,
-        logits=select(descriptions, "logits"),
-        means=select(descriptions, "means"),
+        logits=descriptions.logits,
+        means=descriptions.means,
         **numbers,
         states=None if rollout.recurrence is None else rollout.recurrence.before(),
     )
@@ -86,12 +86,12 @@ def minibatch_event(
         old_values=batch.values,
         returns=batch.returns,
         losses=losses,
-        logits=select(descriptions, "logits"),
+        logits=descriptions.logits,
         action_masks=batch.action_masks,
-        log_std=select(descriptions, "log_std"),
+        log_std=descriptions.log_std,
         head_log_ratios=head_log_ratios(batch, result) or dict.fromkeys(result.scores, log_ratio),
         relevance=batch.relevance,
-        means=select(descriptions, "means"),
+        means=descriptions.means,
     )
 
 
@@ -100,13 +100,18 @@ def head_log_ratios(batch: Batch, result: Result) -> dict[str, Tensor]:
     return {name: result.head_log_probs[name].detach() - old for name, old in batch.head_log_probs.items()}
 
 
-def describe(
-    policy: ActorCritic, scores: Mapping[str, Tensor], masks: Mapping[str, Tensor]
-) -> dict[str, Mapping[str, Tensor]]:
+class Descriptions(NamedTuple):
+    """What the heads say of their distributions, by head; see `events.MinibatchEnd`."""
+
+    logits: dict[str, Tensor]
+    log_std: dict[str, Tensor]
+    means: dict[str, Tensor]
+
+
+def describe(policy: ActorCritic, scores: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Descriptions:
     """What each head says of its distribution."""
-    return {name: policy.head(name).description(score, masks.get(name)) for name, score in scores.items()}
-
-
-def select(descriptions: Mapping[str, Mapping[str, Tensor]], key: str) -> dict[str, Tensor]:
-    """By head, what the descriptions that have `key` say under it."""
-    return {name: description[key] for name, description in descriptions.items() if key in description}
+    found = Descriptions({}, {}, {})
+    for name, score in scores.items():
+        for part, value in policy.head(name).description(score, masks.get(name)).items():
+            getattr(found, part)[name] = value
+    return found

@@ -167,7 +167,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One update, as far as it got; what did not happen is None or empty."""
+    """One update, as far as it got; what did not happen is None or empty. Nobody else writes to its tensors."""
 
     rollout: Rollout | None = None
     episodes: Episodes | None = None

@@ -28,10 +28,26 @@ class Listener:
 
         self._removers.append(self._hooks.on(event_type, timed))
 
+    def once(self, event_type: type[Event], hook: Callable[[Event], None]) -> None:
+        """Calls `hook` with the next event of that type, and then no more: nobody needs to build the others."""
+
+        def timed(event: Event) -> None:
+            remove()
+            self._removers.remove(remove)
+            with self._clock:
+                hook(event)
+
+        remove = self._hooks.on(event_type, timed)
+        self._removers.append(remove)
+
+    def untimed(self, event_type: type[Event], hook: Callable[[Event], None]) -> None:
+        """The same for a hook that is not worth the time it takes to time it."""
+        self._removers.append(self._hooks.on(event_type, hook))
+
     def keep(self, event_type: type[Event]) -> list[Event]:
-        """A list that every event of that type is appended to; too cheap to be timed."""
+        """A list that every event of that type is appended to."""
         events: list[Event] = []
-        self._removers.append(self._hooks.on(event_type, events.append))
+        self.untimed(event_type, events.append)
         return events
 
     def stop(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -11,42 +11,84 @@ from esper_telemetry.events import MinibatchEnd
 from esper_telemetry.summary import Minibatches
 
 
-def joined(events: Sequence[MinibatchEnd], features: Tensor | None = None) -> Minibatches | None:
-    """The rows of all minibatches, one after the other, with `features` [n, F] of the first; None where there are none."""
-    if not events:
-        return None
-    first = events[0]
-    return Minibatches(
-        epochs=tuple([event.epoch for event in events]),
-        counts=tuple([event.log_ratio.numel() for event in events]),
-        log_ratio=torch.cat([event.log_ratio for event in events]),
-        advantages=torch.cat([event.advantages for event in events]),
-        valid=_valid(events),
-        losses={name: torch.stack([event.losses[name] for event in events]) for name in first.losses},
-        logits={head: torch.cat([event.logits[head] for event in events]) for head in first.logits},
-        action_masks={head: torch.cat([event.action_masks[head] for event in events]) for head in first.action_masks},
-        log_std={head: torch.cat([_per_row(event, head) for event in events]) for head in first.log_std},
-        head_log_ratios=_head_log_ratios(events),
-        relevance={head: torch.cat([event.relevance[head] for event in events]) for head in first.relevance},
-        features=features,
-    )
+class Joining:
+    """Takes minibatches as they come and gives them back as one.
+
+    Only what is measured is kept alive. To keep whole events would scatter the memory that the trainer uses again for every minibatch,
+    which costs it more than all the rest here.
+
+    Attributes:
+        last: the last one of the update under way; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.last: MinibatchEnd | None = None
+        self._epochs: list[int] = []
+        self._counts: list[int] = []
+        self._valid: list[Tensor | None] = []
+        self._losses: dict[str, list[Tensor]] = {}
+        self._columns: dict[str, list[Tensor]] = {}
+
+    def add(self, event: MinibatchEnd) -> None:
+        """The next minibatch."""
+        self.last = event
+        self._epochs.append(event.epoch)
+        self._counts.append(len(event.log_ratio))
+        self._valid.append(event.valid)
+        for name, loss in event.losses.items():
+            self._losses.setdefault(name, []).append(loss)
+        for name, rows in _columns(event):
+            self._columns.setdefault(name, []).append(rows)
+
+    def take(self, features: Tensor | None = None) -> Minibatches | None:
+        """The rows of all minibatches, one after the other, with `features` [n, F] of the first; None where there are none."""
+        if self.last is None:
+            return None
+        rows = {name: torch.cat(pieces) for name, pieces in self._columns.items()}
+        joined = Minibatches(
+            epochs=tuple(self._epochs),
+            counts=tuple(self._counts),
+            log_ratio=rows["log_ratio"],
+            advantages=rows["advantages"],
+            valid=self._joined_valid(),
+            losses={name: torch.stack(losses) for name, losses in self._losses.items()},
+            logits=_of(rows, "logits/"),
+            action_masks=_of(rows, "action_masks/"),
+            log_std=_of(rows, "log_std/"),
+            head_log_ratios=_of(rows, "head_log_ratios/"),
+            relevance=_of(rows, "relevance/"),
+            features=features,
+        )
+        self.last = None
+        for kept in (self._epochs, self._counts, self._valid, self._losses, self._columns):
+            kept.clear()
+        return joined
+
+    def _joined_valid(self) -> Tensor | None:
+        """Which rows count, [R]; None where all do."""
+        if all(valid is None for valid in self._valid):
+            return None
+        parts = zip(self._valid, self._counts, strict=True)
+        known = next(valid for valid in self._valid if valid is not None)
+        return torch.cat([known.new_ones(count) if valid is None else valid for valid, count in parts])
 
 
-def _head_log_ratios(events: Sequence[MinibatchEnd]) -> dict[str, Tensor]:
-    """Per head [R]; empty where one head says what all heads together say."""
-    heads = events[0].head_log_ratios
-    return {head: torch.cat([event.head_log_ratios[head] for event in events]) for head in heads if len(heads) > 1}
+def _columns(event: MinibatchEnd) -> Iterator[tuple[str, Tensor]]:
+    """What is kept row by row; the log-ratio of the only head is the log-ratio."""
+    yield "log_ratio", event.log_ratio
+    yield "advantages", event.advantages
+    for head, rows in event.logits.items():
+        yield f"logits/{head}", rows
+    for head, rows in event.action_masks.items():
+        yield f"action_masks/{head}", rows
+    for head, spread in event.log_std.items():
+        yield f"log_std/{head}", spread.expand(len(event.log_ratio), -1)
+    if len(event.head_log_ratios) > 1:
+        for head, rows in event.head_log_ratios.items():
+            yield f"head_log_ratios/{head}", rows
+    for head, rows in event.relevance.items():
+        yield f"relevance/{head}", rows
 
 
-def _valid(events: Sequence[MinibatchEnd]) -> Tensor | None:
-    """Which rows count, [R]; None where all do."""
-    if all(event.valid is None for event in events):
-        return None
-    return torch.cat(
-        [torch.ones_like(event.log_ratio, dtype=torch.bool) if event.valid is None else event.valid for event in events]
-    )
-
-
-def _per_row(event: MinibatchEnd, head: str) -> Tensor:
-    """Log standard deviations [N, D] of a head, whether or not they depend on the state."""
-    return event.log_std[head].expand(len(event.log_ratio), -1)
+def _of(rows: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): column for name, column in rows.items() if name.startswith(prefix)}

@@ -25,7 +25,7 @@ class Rollouts:
         self._ages: Tensor | None = None
 
     def take(self, event: RolloutEnd, *, sizes: Mapping[str, int], layers: tuple[Layer, ...]) -> Rollout:
-        """The next rollout.
+        """The next rollout, copied: a trainer may collect the one after it in the same memory.
 
         Args:
             event: tells of it.
@@ -33,17 +33,17 @@ class Rollouts:
             layers: of its LSTM, as far as they are looked at.
         """
         return Rollout(
-            rewards=event.rewards,
-            values=event.values,
-            advantages=event.advantages,
-            returns=event.returns,
-            log_probs=event.log_probs,
-            next_values=event.next_values,
-            ended=event.ended,
-            terminated=event.terminated,
+            rewards=event.rewards.clone(),
+            values=event.values.clone(),
+            advantages=event.advantages.clone(),
+            returns=event.returns.clone(),
+            log_probs=event.log_probs.clone(),
+            next_values=event.next_values.clone(),
+            ended=event.ended.clone(),
+            terminated=event.terminated.clone(),
             gamma=event.gamma,
-            valid=event.valid,
-            raw_rewards=event.raw_rewards,
+            valid=_copy(event.valid),
+            raw_rewards=_copy(event.raw_rewards),
             actions=self._actions(event, sizes),
             memory=self._memory(event, layers),
         )
@@ -53,9 +53,9 @@ class Rollouts:
         previous, self._counts = self._counts, counts
         masked = event.action_masks.keys()
         return Actions(
-            chosen={head: event.actions[head] for head in masked},
-            action_masks=event.action_masks,
-            relevance={head: flags for head, flags in event.relevance.items() if head in masked},
+            chosen={head: event.actions[head].clone() for head in masked},
+            action_masks={head: mask.clone() for head, mask in event.action_masks.items()},
+            relevance={head: flags.clone() for head, flags in event.relevance.items() if head in masked},
             counts=counts,
             previous=previous,
         )
@@ -75,11 +75,15 @@ def _counts(event: RolloutEnd, head: str, size: int) -> Tensor:
     return action_counts(event.actions[head], size, valid=_all(flags))
 
 
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
 def _all(flags: Sequence[Tensor]) -> Tensor | None:
     return torch.stack(list(flags)).all(0) if flags else None
 
 
 def layers_of(event: RecurrentForward) -> tuple[Layer, ...]:
-    """Copies of what an update changes, and the rest as it is."""
+    """Copies: the update changes the weights, the next rollout the rest."""
     parts = zip(event.cells, event.inputs, event.states, strict=True)
-    return tuple(Layer(lstm_weights(cell), x, *state.unbind(1)) for cell, x, state in parts)
+    return tuple(Layer(lstm_weights(cell), x.clone(), *state.clone().unbind(1)) for cell, x, state in parts)

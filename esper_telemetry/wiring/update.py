@@ -23,7 +23,7 @@ from esper_telemetry.summary import Episodes, Layer, Progress, Rollout, Snapshot
 from esper_telemetry.telemetry import Telemetry
 from esper_telemetry.wiring.gradients import Leaf, gradient_parts
 from esper_telemetry.wiring.listener import Listener
-from esper_telemetry.wiring.minibatches import joined
+from esper_telemetry.wiring.minibatches import Joining
 from esper_telemetry.wiring.rollouts import Rollouts, layers_of
 from esper_telemetry.wiring.suspects import of_backward, of_minibatch, of_rollout
 
@@ -32,6 +32,10 @@ RECENT = 100
 
 MOST_ROWS = 512
 """Rows of features that are enough to tell their rank (Moalla 2024)."""
+
+
+SAMPLED_EVERY = 8
+"""Updates from one look at features and gates to the next at NORMAL: they change slowly and are large; DEBUG looks at each."""
 
 
 class Update:
@@ -56,16 +60,14 @@ class Update:
         """Keeps what happens from now on."""
         self._rollouts = listener.keep(RolloutEnd)
         self._episodes = listener.keep(EpisodeEnd)
-        self._minibatches = listener.keep(MinibatchEnd)
+        self._minibatches = Joining()
+        listener.untimed(MinibatchEnd, self._minibatches.add)
         self._backwards = listener.keep(BackwardEnd)
         self._leaves: list[Leaf] = []
         self._listener = listener
         listener.on(RunStart, self.start)
         listener.on(RolloutEnd, self._begin)
         listener.on(UpdateEnd, self.end)
-        if self._telemetry.level >= Level.NORMAL:
-            listener.on(RecurrentForward, self._keep_layers)
-            listener.on(TrunkBackward, self._keep_features)
 
     def start(self, event: RunStart) -> None:
         """Announces the run with the trainer's config and facts; listens to the trunk where actor and critic share one."""
@@ -77,6 +79,14 @@ class Update:
     def _begin(self, event: RolloutEnd) -> None:
         self._telemetry.materialise()
         self._telemetry.collected(event.env_step)
+        if self._samples(event.update):
+            self._listener.once(RecurrentForward, self._keep_layers)
+            self._listener.once(TrunkBackward, self._keep_features)
+
+    def _samples(self, update: int) -> bool:
+        """Whether this is one of the updates at which features and gates are looked at."""
+        level = self._telemetry.level
+        return level >= Level.DEBUG or (level is Level.NORMAL and update % SAMPLED_EVERY == 1)
 
     def _keep_leaf(self, event: TrunkBackward) -> None:
         """Keeps the two gradients and not the event, whose outputs hold the graph."""
@@ -88,8 +98,7 @@ class Update:
 
     def _keep_features(self, event: TrunkBackward) -> None:
         """Keeps what the policy's heads read before the first step."""
-        if event.step == 0:
-            self._features = event.outputs[0].detach()[:MOST_ROWS]
+        self._features = event.outputs[0].detach()[:MOST_ROWS]
 
     def end(self, event: UpdateEnd) -> None:
         """Writes the update's record."""
@@ -111,14 +120,14 @@ class Update:
         snapshot = Snapshot(
             rollout=self._take_rollout(),
             episodes=self._take_episodes(),
-            minibatches=joined(self._minibatches, self._features),
+            minibatches=self._minibatches.take(self._features),
             gradients=gradient_parts(self._backwards, self._leaves),
             progress=progress,
         )
         self._features = None
         if self._backwards:
             self._last_backward = self._backwards[-1]
-        for kept in (self._rollouts, self._episodes, self._minibatches, self._leaves, self._backwards):
+        for kept in (self._rollouts, self._episodes, self._leaves, self._backwards):
             kept.clear()
         return snapshot
 
@@ -126,8 +135,8 @@ class Update:
         """The tensors of the update under way, in forward order; between updates the parameters that the last one left."""
         for rollout in self._rollouts[-1:]:
             yield from of_rollout(rollout)
-        for minibatch in self._minibatches[-1:]:
-            yield from of_minibatch(minibatch)
+        if self._minibatches.last is not None:
+            yield from of_minibatch(self._minibatches.last)
         backward = self._backwards[-1] if self._backwards else self._last_backward
         if backward is not None:
             yield from of_backward(backward)
@@ -135,7 +144,8 @@ class Update:
     def _take_rollout(self) -> Rollout | None:
         if not self._rollouts:
             return None
-        logits = self._minibatches[-1].logits if self._minibatches else {}
+        last = self._minibatches.last
+        logits = {} if last is None else last.logits
         sizes = {head: scores.shape[-1] for head, scores in logits.items()}
         layers, self._layers = self._layers, ()
         return self._before.take(self._rollouts[-1], sizes=sizes, layers=layers)

@@ -18,8 +18,9 @@ from esper_telemetry.metrics.integrity import MaskViolation
 from esper_telemetry.metrics.lstm import gates_between, lstm_weights
 from esper_telemetry.summary import Snapshot, summarize
 from esper_telemetry.summary.grid import in_grid
-from esper_telemetry.wiring.minibatches import joined
+from esper_telemetry.wiring.minibatches import Joining
 from esper_telemetry.wiring.rollouts import Rollouts
+from esper_telemetry.wiring.update import SAMPLED_EVERY
 
 STATES = {f"lstm/{part}/{name}" for part in "hc" for name in ("rms", "absmax", "mean", "env_rms/max")}
 RESETS = {"lstm/reset_rate", "lstm/chunk_no_reset_frac", "lstm/age/mean", "lstm/age/max", "lstm/c_growth"}
@@ -54,13 +55,16 @@ def starting(values: dict[str, float], prefix: str) -> set[str]:
 @pytest.mark.parametrize("make", [masked_cartpole, cue_recall])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_an_lstm_reports_its_memory(tmp_path: Path, make: Callable[[], Environment], layers: int) -> None:
-    last = records_of(tmp_path, trainer(make, policy="lstm", lstm_layers=layers))[-1]
+    records = records_of(tmp_path, trainer(make, policy="lstm", lstm_layers=layers), updates=1 + SAMPLED_EVERY)
 
-    assert starting(last, "lstm/") == STATES | RESETS | GATES | CELL
-    assert 0 < last["lstm/h/rms"] < 1
-    assert 0 < last["lstm/gate/f/mean"] < 1
-    assert last["lstm/timescale/median"] > 1
-    assert last["integrity/ratio_init"] < 1e-5
+    for values in records[::SAMPLED_EVERY]:
+        assert starting(values, "lstm/") == STATES | RESETS | GATES | CELL
+        assert 0 < values["lstm/h/rms"] < 1
+        assert 0 < values["lstm/gate/f/mean"] < 1
+        assert values["lstm/timescale/median"] > 1
+    for values in records[1:SAMPLED_EVERY]:
+        assert not GATES & values.keys()
+        assert values["integrity/ratio_init"] < 1e-5
 
 
 def test_a_gru_has_one_part_and_no_gates_of_that_kind(tmp_path: Path) -> None:
@@ -212,7 +216,10 @@ def minibatch(rows: int, generator: torch.Generator) -> MinibatchEnd:
 def test_minibatches_of_several_sizes_are_padded_in_every_part() -> None:
     generator = torch.Generator().manual_seed(0)
 
-    rows = joined([minibatch(5, generator), minibatch(4, generator)])
+    joining = Joining()
+    for size in (5, 4):
+        joining.add(minibatch(size, generator))
+    rows = joining.take()
     assert rows is not None and rows.valid is None
     found = in_grid(rows)
 
@@ -260,11 +267,12 @@ RANKS = {f"repr/{name}" for name in ("effective_rank", "srank", "pca99", "featur
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_features_before_the_first_step_are_measured(tmp_path: Path, shared: bool) -> None:
     """Eight units: at most eight dimensions, none dead in a fresh tanh layer."""
-    last = records_of(tmp_path, trainer(masked_cartpole, policy="lstm", shared_trunk=shared))[-1]
+    first, second, *_ = records_of(tmp_path, trainer(masked_cartpole, policy="lstm", shared_trunk=shared))
 
-    assert starting(last, "repr/") >= RANKS | {"repr/dormant_frac", "repr/dead_frac"}
-    assert all(1 <= last[key] <= 8 for key in RANKS - {"repr/feature_rank"})
-    assert last["repr/dead_frac"] == 0
+    assert starting(first, "repr/") >= RANKS | {"repr/dormant_frac", "repr/dead_frac"}
+    assert all(1 <= first[key] <= 8 for key in RANKS - {"repr/feature_rank"})
+    assert first["repr/dead_frac"] == 0
+    assert not RANKS & second.keys()
 
 
 def test_a_trunk_of_dead_units_shows_at_once(tmp_path: Path) -> None:
