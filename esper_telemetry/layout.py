@@ -87,6 +87,21 @@ class Layout:
     def _finish_histograms(self, window: Window) -> dict[str, Histogram]:
         return {reader.key: Histogram(reader.field.edges, tuple(window.slots(reader))) for reader in self.histograms}
 
+    @property
+    def replicated(self) -> bool:
+        """Whether all processes of a distributed run measure the same."""
+        return bool(self.group.replicated)  # type: ignore[attr-defined]  # every group is a `MetricGroup`
+
+    @property
+    def name(self) -> str:
+        """Of the group's type."""
+        return f"{self.group.__module__}.{self.group.__qualname__}"
+
+    @cached_property
+    def fields_text(self) -> str:
+        """What the fields are, as text that is the same in every process."""
+        return repr([(name, reduction.__qualname__, width, edges) for name, reduction, width, edges in self.fields])
+
     @cached_property
     def readers(self) -> tuple[Reader, ...]:
         """Every scalar key of the layout."""
