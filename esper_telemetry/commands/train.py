@@ -128,7 +128,7 @@ def _device(name: str) -> torch.device:
 def _run(trainer: PPO, telemetry: Telemetry, options: Train) -> int:
     checkpoints = _checkpoints(trainer, telemetry, options) if first() else None
     try:
-        with telemetry, _stopped_by_signals(trainer) as came, naming_lost_ranks():
+        with _stopped_by_signals(trainer) as came, telemetry, naming_lost_ranks():
             if first():
                 _evaluate(trainer, telemetry, options)
             attach(telemetry, trainer)

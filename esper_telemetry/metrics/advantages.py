@@ -14,13 +14,13 @@ from esper_telemetry.metric import Metric
 from esper_telemetry.metrics.masking import (
     ascending,
     moments,
-    quantile_means,
     quantiles,
     rows_of,
     same_shape,
     sample,
     spread,
 )
+from esper_telemetry.metrics.quantiles import Quantiles, as_quantiles, levels_for
 from esper_telemetry.record import Level
 from esper_telemetry.reduction import NAN, Array, Reduction, Slot, Statistic
 
@@ -108,23 +108,23 @@ class AdvantageStats(MetricGroup):
             undefined=NO_ROWS,
         )
     )
-    p05: Mean = reports(
+    quantiles: Quantiles = reports(
         Metric(
             key="adv/raw/p05",
             number=208,
             unit="advantage",
             question="Below which advantage lie the worst 5 % of the actions?",
+            of="p05",
             undefined=NO_ROWS,
-        )
-    )
-    p95: Mean = reports(
+        ),
         Metric(
             key="adv/raw/p95",
             number=209,
             unit="advantage",
             question="Above which advantage lie the best 5 % of the actions?",
+            of="p95",
             undefined=NO_ROWS,
-        )
+        ),
     )
     nonfinite: Sum = reports(
         Metric(
@@ -151,16 +151,13 @@ def advantage_stats(advantages: Tensor, *, valid: Tensor | None = None) -> Advan
         valid: bool, same shape; None where every entry is.
     """
     s = sample(advantages, valid)
-    found = quantiles(ascending(s), s.count, (0.0, 0.05, 0.95, 1.0))
-    smallest, _, _, largest = found.unbind()
-    p05, p95 = quantile_means(found[1:3], s.count)
+    found = quantiles(ascending(s), s.count, levels_for(advantages))
     return AdvantageStats(
         moments=moments(s),
-        smallest=Min(smallest),
-        largest=Max(largest),
+        smallest=Min(found[0]),
+        largest=Max(found[-1]),
         positive=Mean((s.values > 0).sum(-1), s.count),
-        p05=p05,
-        p95=p95,
+        quantiles=as_quantiles(found, s.count),
         nonfinite=Sum(s.nonfinite),
     )
 

@@ -21,12 +21,12 @@ from esper_telemetry.metrics.masking import (
     keep,
     neighbours,
     per_row,
-    quantile_means,
     rows_of,
     same_shape,
     sample,
     where_any,
 )
+from esper_telemetry.metrics.quantiles import Quantiles, as_quantiles, levels_for
 from esper_telemetry.record import Level
 
 EXP_LIMIT = 20.0
@@ -262,29 +262,29 @@ class RatioDiagnostics(MetricGroup):
             undefined=NO_ROWS,
         )
     )
-    ratio_p01: Mean = reports(
+    ratio_quantiles: Quantiles = reports(
         Metric(
             key="policy/ratio/p01",
             number=117,
             unit="ratio",
             question="Below which ratio lie the 1 % of actions that lost the most probability?",
+            of="p01",
             low=0.0,
             healthy="> 0.5",
             source="heuristic",
             undefined=NO_ROWS,
-        )
-    )
-    ratio_p99: Mean = reports(
+        ),
         Metric(
             key="policy/ratio/p99",
             number=118,
             unit="ratio",
             question="Above which ratio lie the 1 % of actions that gained the most probability?",
+            of="p99",
             low=0.0,
             healthy="< 1.5",
             source="heuristic",
             undefined=NO_ROWS,
-        )
+        ),
     )
     clip_frac: Mean | None = reports(
         Metric(
@@ -438,7 +438,7 @@ def ratio_diagnostics(
     a = None if advantages is None else keep(rows_of(advantages, dim).double(), s.kept)
     gain = None if a is None else a.values * e
     moved = _movement(s, e)
-    ratio_min, p01, p99, ratio_max = _ratio_quantiles(s)
+    ratio_min, ratio_quantiles, ratio_max = _ratio_quantiles(s)
     clip_frac, clip_frac_pos, clip_frac_neg, clip_frac_active = _clip_fractions(s, e, a, gain, clip)
     return RatioDiagnostics(
         kl=Mean(moved.k3, s.count),
@@ -451,8 +451,7 @@ def ratio_diagnostics(
         ratio=Moments(s.count, moved.means[1] + 1, moved.m2[1], math.nan, math.nan),
         ratio_min=ratio_min,
         ratio_max=ratio_max,
-        ratio_p01=p01,
-        ratio_p99=p99,
+        ratio_quantiles=ratio_quantiles,
         clip_frac=clip_frac,
         clip_frac_pos=clip_frac_pos,
         clip_frac_neg=clip_frac_neg,
@@ -483,14 +482,13 @@ def _movement(s: Sample, e: Tensor) -> _Movement:
     return _Movement(sums, (e - s.values).sum(-1), dot(both, s.values), means, dot(d, d))
 
 
-def _ratio_quantiles(s: Sample) -> tuple[Min, Mean, Mean, Max]:
-    """Smallest ratio, 1 % and 99 % quantile, largest ratio, of all rows together."""
-    ends, fraction = neighbours(ascending(s), s.count.sum(), (0.0, 0.01, 0.99, 1.0))
+def _ratio_quantiles(s: Sample) -> tuple[Min, Quantiles, Max]:
+    """Smallest ratio, quantiles and largest ratio of all rows together."""
+    ends, fraction = neighbours(ascending(s), s.count.sum(), levels_for(s.values))
     ratios = ends.clamp(-EXP_LIMIT, EXP_LIMIT).exp()
     found = torch.lerp(ratios[0], ratios[1], fraction)
-    smallest, largest = per_row(found[::3], s.count)
-    p01, p99 = quantile_means(found[1:3], s.count)
-    return Min(smallest), p01, p99, Max(largest)
+    smallest, largest = per_row(found[:: len(found) - 1], s.count)
+    return Min(smallest), as_quantiles(found, s.count), Max(largest)
 
 
 def _clip_fractions(

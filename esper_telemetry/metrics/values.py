@@ -18,12 +18,12 @@ from esper_telemetry.metrics.masking import (
     deviations,
     keep,
     moments,
-    quantile_means,
     quantiles,
     rows_of,
     same_shape,
     sample,
 )
+from esper_telemetry.metrics.quantiles import Quantiles, as_quantiles, levels_for
 from esper_telemetry.record import Level
 from esper_telemetry.reduction import NAN, Array, Reduction, Slot, Statistic
 
@@ -94,55 +94,52 @@ class ValueFit(MetricGroup):
             undefined=NO_ROWS,
         )
     )
-    p05: Mean = reports(
+    quantiles: Quantiles = reports(
         Metric(
             key="value/err/p05",
             number=406,
             unit="return",
             question="How large are the critic's worst 5 % of underestimates?",
+            of="p05",
             healthy="|p95| / |p05| between 1/3 and 3",
             source="heuristic",
             undefined=NO_ROWS,
-        )
-    )
-    p25: Mean = reports(
+        ),
         Metric(
             key="value/err/p25",
             number=407,
             unit="return",
             question="Below which error lies a quarter of the estimates?",
+            of="p25",
             undefined=NO_ROWS,
-        )
-    )
-    p50: Mean = reports(
+        ),
         Metric(
             key="value/err/p50",
             number=408,
             unit="return",
             question="What is the critic's typical (median) error?",
+            of="p50",
             healthy="about 0",
             undefined=NO_ROWS,
-        )
-    )
-    p75: Mean = reports(
+        ),
         Metric(
             key="value/err/p75",
             number=409,
             unit="return",
             question="Above which error lies a quarter of the estimates?",
+            of="p75",
             undefined=NO_ROWS,
-        )
-    )
-    p95: Mean = reports(
+        ),
         Metric(
             key="value/err/p95",
             number=410,
             unit="return",
             question="How large are the critic's worst 5 % of overestimates?",
+            of="p95",
             healthy="|p95| / |p05| between 1/3 and 3",
             source="heuristic",
             undefined=NO_ROWS,
-        )
+        ),
     )
     absmax: Max = reports(
         Metric(
@@ -187,18 +184,13 @@ def value_fit(values: Tensor, returns: Tensor, *, valid: Tensor | None = None) -
     error = sample(difference, None if valid is None else rows_of(valid, None))
     means, d = deviations(error._replace(values=torch.where(error.kept, both, 0.0)))
     squares = torch.linalg.vecdot(d, d)
-    found = quantiles(ascending(error), error.count, (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0))
-    p05, p25, p50, p75, p95 = quantile_means(found[1:6], error.count)
+    found = quantiles(ascending(error), error.count, levels_for(values))
     return ValueFit(
         error=moments(error),
         estimate=Moments(error.count, means[0], squares[0], math.nan, math.nan),
         target=Moments(error.count, means[1], squares[1], math.nan, math.nan),
-        p05=p05,
-        p25=p25,
-        p50=p50,
-        p75=p75,
-        p95=p95,
-        absmax=Max(found[::6].abs().amax()),
+        quantiles=as_quantiles(found, error.count),
+        absmax=Max(found[:: len(found) - 1].abs().amax()),
         nonfinite=Sum(error.nonfinite),
     )
 
