@@ -28,6 +28,21 @@ def comparable(tables: Tables) -> Tables:
     return found
 
 
+def by_field(tables: Tables) -> Tables:
+    """The same with a layout for every field under every label: ranks then share what they both measure, and lack the rest."""
+    found: Tables = {}
+    for layout, table in tables.items():
+        width = len(layout.constant)
+        for place, label in enumerate(layout.labels or ("",)):
+            start = place * width
+            for field in layout.fields:
+                part = Layout(layout.group, (label,) if layout.labels else (), (field,), (False,) * field.width)
+                own = table._replace(rows=table.rows[:, start : start + field.width])
+                found[part] = _stacked(found[part], own) if part in found else own
+                start += field.width
+    return found
+
+
 def merged(parts: Sequence[Tables]) -> Tables:
     """One update from what each rank measured of it, in the order of the ranks; a layout may be missing on some."""
     layouts = dict.fromkeys(layout for part in parts for layout in part)

@@ -1,8 +1,9 @@
 """The ranks of a distributed run as telemetry sees them: what each measured becomes what one process would have measured.
 
 One all-gather of one packed vector per update, over a gloo group of telemetry's own, so that nothing mixes with the trainer's messages.
-A vector begins with a hash of its layout. Where all hashes agree that is all; otherwise the ranks exchange what their vectors hold,
-once per combination. An update that fits no longer raises the length that all ranks allot, at which all gather once more.
+A vector begins with a hash of its layout. Where all hashes agree that is all; otherwise the ranks exchange what their vectors hold, once
+per combination, and share every field that several measure. An update that no longer fits raises the length that all ranks allot, and
+all gather once more.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from esper_telemetry.merging import comparable, merged
+from esper_telemetry.merging import by_field, comparable, merged
 from esper_telemetry.reduction import Array
 from esper_telemetry.signature import Signature, check, digest, dumped, loaded, packed, unpacked
 from esper_telemetry.window import Tables
@@ -85,6 +86,9 @@ class Peers:
         found = self._gather(np.concatenate([[digest(signature), len(vector)], vector]))
         signatures = self._signatures(signature, [row[0] for row in found])
         parts = [unpacked(known, row[HEADER:]) for known, row in zip(signatures, found, strict=True)]
+        if any(other is not signature for other in signatures):
+            parts = [by_field(part) for part in parts]
+            check(parts)
         return merged(parts) | {layout: table for layout, table in own.items() if layout.replicated}
 
     def leave(self) -> None:
@@ -119,9 +123,7 @@ class Peers:
             return [own] * self.size
         if not self._known.keys() >= set(digests):
             self._learn(own, digests)
-        signatures = [self._known[value] for value in digests]
-        check(signatures)
-        return signatures
+        return [self._known[value] for value in digests]
 
     def _learn(self, own: Signature, digests: Sequence[float]) -> None:
         messages: list[Any] = [None] * self.size

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from esper_telemetry.layout import Field, Layout
+from esper_telemetry.layout import Layout
 from esper_telemetry.reduction import Array
 from esper_telemetry.window import Table, Tables
 
@@ -75,42 +75,25 @@ def loaded(message: bytes, rank: int) -> Signature:
     return tuple(Entry(*entry) for entry in found)
 
 
-def check(signatures: Sequence[Signature]) -> None:
-    """Raises LayoutMismatch, naming the rank and what differs, where two ranks measure one key in different ways.
+def check(parts: Sequence[Tables]) -> None:
+    """Raises LayoutMismatch, naming the ranks and what differs, where two of them measure one key in different ways.
 
-    A group that is missing on some ranks is none: an episode may end on one of them only.
+    Args:
+        parts: what each rank measured, field by field. What is missing on a rank is no mismatch: an episode may end on one only.
     """
     first: dict[str, tuple[int, Layout]] = {}
-    for rank, signature in enumerate(signatures):
-        for layout in (entry.layout for entry in signature):
-            for key in _keys(layout):
-                other, known = first.setdefault(key, (rank, layout))
+    for rank, part in enumerate(parts):
+        for layout in part:
+            for reader in (*layout.readers, *layout.histograms):
+                other, known = first.setdefault(reader.key, (rank, layout))
                 if known != layout:
                     raise LayoutMismatch(
-                        f"ranks {other} and {rank} measure {key} in different ways, {_difference(known, layout)}: "
+                        f"ranks {other} and {rank} measure {reader.key} in different ways, {_kind(known)} and {_kind(layout)}: "
                         "all ranks have to run the same program with the same settings"
                     )
 
 
-def _keys(layout: Layout) -> Iterator[str]:
-    for reader in (*layout.readers, *layout.histograms):
-        yield reader.key
-
-
-def _difference(a: Layout, b: Layout) -> str:
-    if a.name != b.name:
-        return f"as {a.name} and as {b.name}"
-    if a.labels != b.labels:
-        return f"{a.name} with the labels {a.labels} and {b.labels}"
-    texts = [{field.name: field for field in layout.fields} for layout in (a, b)]
-    name = next(name for name in texts[0].keys() | texts[1].keys() if texts[0].get(name) != texts[1].get(name))
-    kinds = [_kind(text.get(name)) for text in texts]
-    return f"{a.name}.{name} with {kinds[0]} and {kinds[1]}"
-
-
-def _kind(field: Field | None) -> str:
-    if field is None:
-        return "no value"
-    return f"{field.width} slots of {field.reduction.__name__}" + (
-        f" and the edges {field.edges}" if field.edges else ""
-    )
+def _kind(layout: Layout) -> str:
+    (field,) = layout.fields
+    edges = f" between the edges {field.edges}" if field.edges else ""
+    return f"as {field.width} slots of {field.reduction.__name__}{edges} in {layout.name}.{field.name}"

@@ -283,7 +283,7 @@ class PPO:
                 self.hooks.emit(event)
         episodes = self.collector.episodes
         if episodes.returns and self.hooks.wants(EpisodeEnd):
-            self.hooks.emit(EpisodeEnd(self.env_steps, episodes.returns, episodes.lengths))
+            self.hooks.emit(EpisodeEnd(self.env_steps, episodes.returns, episodes.lengths, episodes.times))
 
 
 def build_policy(env: Task, config: PPOConfig) -> ActorCritic:

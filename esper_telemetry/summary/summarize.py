@@ -141,7 +141,8 @@ def _gates(memory: Memory, valid: Tensor | None, bptt_length: int | None) -> Gat
 
 
 def _episodes(episodes: Episodes) -> MetricGroup:
-    return episode_stats(episodes.returns, episodes.lengths, recent_returns=episodes.recent_returns)
+    recent, ends = episodes.recent_returns, episodes.recent_ends
+    return episode_stats(episodes.returns, episodes.lengths, recent_returns=recent, recent_ends=ends)
 
 
 def _minibatches(

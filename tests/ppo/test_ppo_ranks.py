@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from ppo_builders import cartpole, pendulum, random_rollout, weights
 from torch import Tensor
+from two_ranks import run_together
 
 from esper_telemetry.events import UpdateEnd
 from esper_telemetry.ppo import PPO
@@ -45,27 +45,6 @@ def after_update(rollout: Rollout, **settings: Any) -> tuple[list[Tensor], int]:
     trainer = cartpole(num_minibatches=1, num_epochs=6, learning_rate=0.01, max_grad_norm=0.1, **settings)
     passes = trainer._update(rollout)
     return weights(trainer), passes
-
-
-def run_together(body: Callable[..., Any], directory: Path, *arguments: Any) -> list[Any]:
-    """What `body(rank, *arguments)` gives in two processes; None of one that died."""
-    context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=_one, args=(body, rank, str(directory), arguments), daemon=True) for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(100)
-        assert process.exitcode is not None, "a rank hangs"
-    results = [directory / f"{rank}.pt" for rank in range(2)]
-    return [torch.load(path) if path.exists() else None for path in results]
-
-
-def _one(body: Callable[..., Any], rank: int, directory: str, arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=2)
-    torch.save(body(rank, *arguments), f"{directory}/{rank}.pt")
 
 
 def everything(rank: int) -> dict[str, Any]:
