@@ -17,7 +17,7 @@ from backends_read import (
     wandb_exit_code,
 )
 from command_line import ENDLESS, SINKS
-from torchrun import TRAIN, pid_of, started, until
+from torchrun import PATIENCE_SECONDS, TRAIN, output, pid_of, started, until
 
 from esper_telemetry import RunStatus, read_run
 
@@ -29,7 +29,7 @@ def records(run_dir: Path) -> int:
     """How many the journal has by now."""
     try:
         return len(read_run(run_dir).records)
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):  # not there, or its first line is not
         return 0
 
 
@@ -47,9 +47,8 @@ def test_two_ranks_learn_and_write_one_run_in_each_backend(tmp_path: Path) -> No
         "--eval-every",
         "6000",
     )
-    stdout, stderr = (
-        launcher := started(*TRAIN, *options, "--checkpoint-every", "6000", *SINKS, cwd=tmp_path)
-    ).communicate()
+    with started(*TRAIN, *options, "--checkpoint-every", "6000", *SINKS, cwd=tmp_path) as launcher:
+        stdout, stderr = output(launcher, PATIENCE_SECONDS)
 
     assert launcher.returncode == 0, stderr
     assert stdout.count("finished after") == stdout.count("preset CartPole-v1") == 1
@@ -69,13 +68,13 @@ def test_two_ranks_learn_and_write_one_run_in_each_backend(tmp_path: Path) -> No
 def test_a_killed_rank_ends_the_run_in_bounded_time(tmp_path: Path, dying: int) -> None:
     """The last rank's death is rank 0's failure; where rank 0 dies, the process that feeds the sinks ends the run as killed."""
     run_dir = tmp_path / "run"
-    launcher = started(*TRAIN, "--env", "CartPole-v1", "--run-dir", "run", *ENDLESS, *SINKS, cwd=tmp_path)
-    until(lambda: records(run_dir) >= 3, launcher)
+    with started(*TRAIN, "--env", "CartPole-v1", "--run-dir", "run", *ENDLESS, *SINKS, cwd=tmp_path) as launcher:
+        until(lambda: records(run_dir) >= 3, launcher)
 
-    victim = pid_of(dying, launcher)
-    os.kill(victim, signal.SIGKILL)
-    killed = time.monotonic()
-    _, stderr = launcher.communicate(timeout=DEAD_RANK_SECONDS)
+        victim = pid_of(dying, launcher)
+        os.kill(victim, signal.SIGKILL)
+        killed = time.monotonic()
+        _, stderr = output(launcher, DEAD_RANK_SECONDS)
     eventually(lambda: all_backends_closed(run_dir))
 
     assert launcher.returncode == 1 and time.monotonic() - killed < DEAD_RANK_SECONDS
@@ -96,11 +95,11 @@ def test_a_killed_rank_ends_the_run_in_bounded_time(tmp_path: Path, dying: int) 
 def test_a_signal_to_one_rank_ends_all_of_them_after_the_same_update(
     tmp_path: Path, number: signal.Signals, status: RunStatus, code: int
 ) -> None:
-    launcher = started(*TRAIN, "--env", "CartPole-v1", "--run-dir", "run", *ENDLESS, cwd=tmp_path)
-    until(lambda: records(tmp_path / "run") >= 3, launcher)
+    with started(*TRAIN, "--env", "CartPole-v1", "--run-dir", "run", *ENDLESS, cwd=tmp_path) as launcher:
+        until(lambda: records(tmp_path / "run") >= 3, launcher)
 
-    os.kill(pid_of(1, launcher), number)
-    _, stderr = launcher.communicate(timeout=DEAD_RANK_SECONDS)
+        os.kill(pid_of(1, launcher), number)
+        _, stderr = output(launcher, DEAD_RANK_SECONDS)
 
     run = read_run(tmp_path / "run")
     assert run.status is status and not any(record.partial for record in run.records)
@@ -120,8 +119,8 @@ def test_a_mistake_is_said_once_and_ends_every_rank(tmp_path: Path, options: tup
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "journal.jsonl").write_text("{}\n", encoding="utf-8")
 
-    launcher = started(*TRAIN, "--env", "CartPole-v1", *options, cwd=tmp_path)
-    _, stderr = launcher.communicate(timeout=DEAD_RANK_SECONDS)
+    with started(*TRAIN, "--env", "CartPole-v1", *options, cwd=tmp_path) as launcher:
+        _, stderr = output(launcher, DEAD_RANK_SECONDS)
 
     said = [line for line in stderr.splitlines() if line.startswith("esper-telemetry: ")]
     assert len(said) == 1 and sentence in said[0]

@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 TRAIN = ("-m", "esper_telemetry", "train")
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 120.0
 
 
-def started(*program: str, cwd: Path) -> subprocess.Popen[str]:
-    """`torchrun --nproc-per-node 2` with this program, in a process group of its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
-    return subprocess.Popen(
+@contextmanager
+def started(*program: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """`torchrun --nproc-per-node 2` with this program; whatever is left of it in the end is killed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = subprocess.Popen(
         [*command, *program],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=cwd,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
-        start_new_session=True,
     )
+    try:
+        yield launcher
+    finally:
+        for pid in _children(launcher.pid) if launcher.poll() is None else ():
+            os.kill(pid, signal.SIGKILL)
+        launcher.kill()
+        launcher.communicate()
+
+
+def output(launcher: subprocess.Popen[str], seconds: float) -> tuple[str, str]:
+    """What it said on both streams by its end, which comes within that time."""
+    return launcher.communicate(timeout=seconds)
 
 
 def pid_of(rank: int, launcher: subprocess.Popen[str]) -> int:
@@ -40,10 +54,8 @@ def _children(pid: int) -> list[int]:
 
 
 def until(condition: Callable[[], bool], launcher: subprocess.Popen[str]) -> None:
-    """Waits for it; fails, with what the processes said, where they end first."""
+    """Waits for it; fails where they end first."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
-        if launcher.poll() is not None or time.monotonic() > deadline:
-            launcher.kill()
-            raise AssertionError(launcher.communicate())
+        assert launcher.poll() is None and time.monotonic() < deadline, "the condition does not come about"
         time.sleep(0.1)
