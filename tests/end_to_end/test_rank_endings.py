@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from backends_read import (
     all_backends_closed,
+    all_backends_have,
     assert_the_same_numbers_in_all_four,
     eventually,
     mlflow_run,
@@ -53,7 +54,7 @@ def test_two_ranks_learn_and_write_one_run_in_each_backend(tmp_path: Path) -> No
     assert launcher.returncode == 0, stderr
     assert stdout.count("finished after") == stdout.count("preset CartPole-v1") == 1
     run = read_run(tmp_path / "run")
-    assert run.status is RunStatus.FINISHED and run.facts["ranks"] == 2 and run.facts["num_envs"] == 16
+    assert run.status is RunStatus.FINISHED and run.info.facts["ranks"] == 2 and run.info.facts["num_envs"] == 16
     assert [record.axes.update for record in run.records] == list(range(1, len(run.records) + 1))
     assert 1900 < run.records[0].axes.env_step <= 2048 and run.records[-1].axes.env_step >= 12_000
     assert run.records[-1].values["episode/return_mean_100"] > run.records[0].values["episode/return_mean_100"] + 5
@@ -69,7 +70,7 @@ def test_a_killed_rank_ends_the_run_in_bounded_time(tmp_path: Path, dying: int) 
     """The last rank's death is rank 0's failure; where rank 0 dies, the process that feeds the sinks ends the run as killed."""
     run_dir = tmp_path / "run"
     with started(*TRAIN, "--env", "CartPole-v1", "--run-dir", "run", *ENDLESS, *SINKS, cwd=tmp_path) as launcher:
-        until(lambda: records(run_dir) >= 3, launcher)
+        until(lambda: all_backends_have(3, run_dir), launcher)
 
         victim = pid_of(dying, launcher)
         os.kill(victim, signal.SIGKILL)

@@ -106,10 +106,11 @@ def _minibatches(minibatches: Minibatches, rank: int) -> Minibatches:
         log_ratio=rows(minibatches.log_ratio),
         advantages=rows(minibatches.advantages),
         losses={name: loss + shift for name, loss in minibatches.losses.items()},
-        **{
-            name: each(getattr(minibatches, name))
-            for name in ("logits", "action_masks", "log_std", "head_log_ratios", "relevance")
-        },
+        logits=each(minibatches.logits),
+        action_masks=each(minibatches.action_masks),
+        log_std=each(minibatches.log_std),
+        head_log_ratios=each(minibatches.head_log_ratios),
+        relevance=each(minibatches.relevance),
     )
 
 
