@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from esper_telemetry.peers import Peers, portable
 from esper_telemetry.record import Axes, RunStatus
+from esper_telemetry.recorder import Recorder
 
 
 @dataclass(slots=True)
@@ -29,3 +31,20 @@ class Follower:
 
     def close(self, status: RunStatus, timeout: float) -> None:
         """Nothing."""
+
+
+def recorder_for(peers: Peers | None, claim: Callable[[], Recorder]) -> Recorder | Follower:
+    """Rank 0's recorder, and on the others one that writes nothing; what rank 0 raises is raised on all of them."""
+    if peers is None:
+        return claim()
+    claimed: Recorder | Exception | None = None
+    if peers.rank == 0:
+        try:
+            claimed = claim()
+        except Exception as error:  # whatever it is, the others wait to hear of it
+            claimed = error
+    outcome = peers.tell(portable(claimed) if isinstance(claimed, Exception) else claimed and claimed.run_dir)
+    if isinstance(outcome, Exception):
+        peers.leave()
+        raise claimed if isinstance(claimed, Exception) else outcome
+    return claimed if isinstance(claimed, Recorder) else Follower(outcome)

@@ -15,7 +15,6 @@ import atexit
 import math
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,10 +22,10 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 from esper_telemetry.clock import Clock
-from esper_telemetry.failure import Suspects, diagnose, status_of
-from esper_telemetry.follower import Follower
+from esper_telemetry.failure import Suspects, at_exit, diagnose, status_of
+from esper_telemetry.follower import Follower, recorder_for
 from esper_telemetry.group import MetricGroup
-from esper_telemetry.peers import Peers, portable
+from esper_telemetry.peers import Peers
 from esper_telemetry.record import Axes, Level, RunInfo, RunStatus, check_key
 from esper_telemetry.recorder import Recorder
 from esper_telemetry.relay import CloseReport
@@ -110,11 +109,11 @@ class Telemetry:
         self._peers: Peers | None = None
         if self.level > Level.OFF:
             self._peers = Peers.meet() if ranks == "all" else None
-            self._recorder = _agreed(
+            self._recorder = recorder_for(
                 self._peers,
                 partial(Recorder, sinks, run_dir=run_dir, name=name, tags=tuple(tags), notes=notes, level=self.level),
             )
-            self._at_exit = _close_at_exit(self)
+            self._at_exit = at_exit(self)
 
     @property
     def run_dir(self) -> Path | None:
@@ -255,6 +254,15 @@ class Telemetry:
             self._peers.leave()
         return self._recorder.close(RunStatus(status), self._timeout)
 
+    def abandon(self, error: BaseException) -> None:
+        """Ends the run as failed from another thread, where the training thread is stuck for good; the open update is given up."""
+        if not self._active or self._recorder is None:
+            return
+        self.start()
+        self._closed = True
+        self._recorder.event("failure", self._axes, diagnose(error, tuple))
+        self._recorder.close(RunStatus.FAILED, self._timeout)
+
     def __enter__(self) -> Self:
         return self
 
@@ -283,23 +291,6 @@ class Telemetry:
         self._numbers, self._snapshots = {}, []
 
 
-def _agreed(peers: Peers | None, claim: Callable[[], Recorder]) -> Recorder | Follower:
-    """Rank 0's recorder, and on the others one that writes nothing; what rank 0 raises is raised on all of them."""
-    if peers is None:
-        return claim()
-    claimed: Recorder | Exception | None = None
-    if peers.rank == 0:
-        try:
-            claimed = claim()
-        except Exception as error:  # whatever it is, the others wait to hear of it
-            claimed = error
-    outcome = peers.tell(portable(claimed) if isinstance(claimed, Exception) else claimed and claimed.run_dir)
-    if isinstance(outcome, Exception):
-        peers.leave()
-        raise claimed if isinstance(claimed, Exception) else outcome
-    return claimed if isinstance(claimed, Recorder) else Follower(outcome)
-
-
 def _flat(groups: Iterable[MetricGroup | Iterable[MetricGroup]]) -> Iterator[MetricGroup]:
     """The groups one by one, those in tuples and lists too."""
     for group in groups:
@@ -309,16 +300,3 @@ def _flat(groups: Iterable[MetricGroup | Iterable[MetricGroup]]) -> Iterator[Met
             yield from _flat(group)
         else:
             raise TypeError(f"observe takes metric groups, got {type(group).__name__}: log takes plain numbers")
-
-
-def _close_at_exit(telemetry: Telemetry) -> Callable[[], None]:
-    """Closes a telemetry that nobody closed, at interpreter exit, without keeping it alive until then."""
-    reference = weakref.ref(telemetry)
-
-    def close() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.close()
-
-    atexit.register(close)
-    return close

@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "merging": CORE | {"window"},
     "signature": CORE | {"window"},
     "peers": CORE | {"merging", "signature", "window"},
-    "follower": {"record"},
+    "follower": CORE | {"peers", "recorder"},
     "telemetry": CORE | {"clock", "failure", "follower", "peers", "recorder", "relay", "sinks", "summary", "window"},
     "wiring": CORE | {"clock", "events", "hooks", "metrics", "summary", "telemetry"},
     "environments": set(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +27,11 @@ PATIENCE: Final = timedelta(minutes=10)
 SEARCH_SECONDS: Final = 3.0
 """How long the ranks that are left look for the one that has gone."""
 LOOK_SECONDS: Final = 0.05
+WATCH_SECONDS: Final = 1.0
+"""How often a rank looks after the others."""
+GRACE_SECONDS: Final = 5.0
+"""How long the training thread has to notice by itself that a rank has gone."""
+FAILED: Final = 1
 
 
 class RankLostError(RuntimeError):
@@ -86,17 +92,44 @@ def strongest(number: int) -> int:
 
 
 @contextmanager
-def naming_lost_ranks() -> Iterator[None]:
-    """Within it, an exchange that fails because a rank has gone raises RankLostError with its number."""
+def watching_ranks(give_up: Callable[[RankLostError], None]) -> Iterator[None]:
+    """Within it, an exchange that fails because a rank has gone raises RankLostError with its number.
+
+    An exchange over NCCL does not fail where a peer is gone, and a thread that waits for it cannot be called back. Another thread
+    therefore looks after the ranks of this host: if one is gone and nothing has been raised, it calls `give_up` and ends the process.
+    """
     places = [Place(*place) for place in _from_all((socket.gethostname(), os.getpid()))]
+    left = threading.Event()
+    if len(places) > 1:
+        threading.Thread(target=_watch, args=(places, left, give_up), daemon=True).start()
     try:
         yield
     except RuntimeError as error:
-        lost = _lost(places) if len(places) > 1 and not isinstance(error, FloatingPointError) else []
+        lost = (
+            _lost_within(places, SEARCH_SECONDS)
+            if len(places) > 1 and not isinstance(error, FloatingPointError)
+            else []
+        )
         if not lost:
             raise
-        names = " and ".join(f"rank {rank} (process {places[rank].pid} on {places[rank].host})" for rank in lost)
-        raise RankLostError(f"{names} of {len(places)} ended before its time: the run cannot go on") from error
+        raise _lost_error(places, lost) from error
+    finally:
+        left.set()
+
+
+def _watch(places: list[Place], left: threading.Event, give_up: Callable[[RankLostError], None]) -> None:
+    while not left.wait(WATCH_SECONDS):
+        lost = _lost_within(places, 0.0)
+        if lost:
+            if not left.wait(GRACE_SECONDS):
+                give_up(_lost_error(places, lost))
+                os._exit(FAILED)
+            return
+
+
+def _lost_error(places: list[Place], lost: list[int]) -> RankLostError:
+    names = " and ".join(f"rank {rank} (process {places[rank].pid} on {places[rank].host})" for rank in lost)
+    return RankLostError(f"{names} of {len(places)} ended before its time: the run cannot go on")
 
 
 def _together() -> bool:
@@ -112,16 +145,15 @@ def _from_all(value: Any) -> list[Any]:
     return values
 
 
-def _lost(places: list[Place]) -> list[int]:
+def _lost_within(places: list[Place], seconds: float) -> list[int]:
     """Ranks of this host whose process has ended; a process that is killed may take a moment to be seen so."""
-    deadline = time.monotonic() + SEARCH_SECONDS
+    deadline = time.monotonic() + seconds
     here = [rank for rank, place in enumerate(places) if place.host == socket.gethostname()]
-    while time.monotonic() < deadline:
+    while True:
         lost = [rank for rank in here if not _lives(places[rank].pid)]
-        if lost:
+        if lost or time.monotonic() >= deadline:
             return lost
         time.sleep(LOOK_SECONDS)
-    return []
 
 
 def _lives(pid: int) -> bool:

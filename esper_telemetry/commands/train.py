@@ -20,10 +20,10 @@ from esper_telemetry.commands.ranks import (
     RankLostError,
     agreed,
     first,
-    naming_lost_ranks,
     own_device,
     process_group,
     strongest,
+    watching_ranks,
 )
 from esper_telemetry.commands.summary import Summary
 from esper_telemetry.environments import make_env
@@ -128,7 +128,7 @@ def _device(name: str) -> torch.device:
 def _run(trainer: PPO, telemetry: Telemetry, options: Train) -> int:
     checkpoints = _checkpoints(trainer, telemetry, options) if first() else None
     try:
-        with _stopped_by_signals(trainer) as came, telemetry, naming_lost_ranks():
+        with _stopped_by_signals(trainer) as came, telemetry, watching_ranks(partial(_give_up, telemetry)):
             if first():
                 _evaluate(trainer, telemetry, options)
             attach(telemetry, trainer)
@@ -142,13 +142,23 @@ def _run(trainer: PPO, telemetry: Telemetry, options: Train) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except RankLostError as lost:
-        if first():
-            sys.stderr.write(f"esper-telemetry: {lost}\n")
+        _say(lost)
         return FAILED
     except Exception:
         traceback.print_exc()
         return FAILED
     return DONE
+
+
+def _give_up(telemetry: Telemetry, lost: RankLostError) -> None:
+    """Ends the run while the training thread waits for a rank that has gone."""
+    _say(lost)
+    telemetry.abandon(lost)
+
+
+def _say(lost: RankLostError) -> None:
+    if first():
+        sys.stderr.write(f"esper-telemetry: {lost}\n")
 
 
 def _checkpoints(trainer: PPO, telemetry: Telemetry, options: Train) -> Checkpoints | None:

@@ -89,6 +89,21 @@ def test_a_killed_rank_ends_the_run_in_bounded_time(tmp_path: Path, dying: int) 
         assert stderr.count("esper-telemetry: rank 1 (process ") == 1
 
 
+def test_a_rank_that_hears_of_no_death_is_told_by_another_thread(tmp_path: Path) -> None:
+    """Rank 0 hangs in its third rollout, as it would in an exchange that does not notice that rank 1 is gone."""
+    with started(*TRAIN, "--env", "broken_environments:Stuck-v0", "--run-dir", "run", cwd=tmp_path) as launcher:
+        until(lambda: records(tmp_path / "run") >= 2, launcher)
+        time.sleep(1.0)
+
+        os.kill(pid_of(1, launcher), signal.SIGKILL)
+        _, stderr = output(launcher, DEAD_RANK_SECONDS)
+
+    assert stderr.count("esper-telemetry: rank 1 (process ") == 1
+    run = read_run(tmp_path / "run")
+    assert run.status is RunStatus.FAILED
+    assert "rank 1 (process " in next(event.data["message"] for event in run.events if event.type == "failure")
+
+
 @pytest.mark.parametrize(
     ("number", "status", "code"),
     [(signal.SIGTERM, RunStatus.PREEMPTED, 143), (signal.SIGINT, RunStatus.INTERRUPTED, 130)],
