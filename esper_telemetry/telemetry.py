@@ -60,7 +60,7 @@ class Telemetry:
         ranks: `all`: where `torch.distributed` is initialised, the ranks report as one. `alone`: this process reports its own numbers
             and needs no other one.
 
-    With several ranks every one makes its `Telemetry`, with the same level, and calls `flush` equally often: both wait for the others.
+    With several ranks each makes its `Telemetry`, with the same level, and calls `flush` equally often: both wait for the others.
     Rank 0 alone claims the run directory, writes the journal and opens the sinks; the others' arguments for these are passed over, and
     what they `log` is too. What each rank observes of its own data is merged as if one process had measured all of it; what is the same
     everywhere, such as gradients that DistributedDataParallel has averaged, is rank 0's. `close` waits for nobody.
