@@ -59,7 +59,7 @@ class Peers:
             return None
         try:
             meeting = dist.new_group(backend="gloo", timeout=MEETING)
-            group = dist.new_group(backend="gloo")  # waits as long as training itself does
+            group = dist.new_group(backend="gloo")  # waits for half an hour, as training does
         except RuntimeError as error:
             raise RuntimeError(
                 f"not all {dist.get_world_size()} ranks made a Telemetry within {MEETING.seconds} s: make one on every rank, "

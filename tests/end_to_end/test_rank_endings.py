@@ -34,35 +34,37 @@ def records(run_dir: Path) -> int:
         return 0
 
 
-def test_two_ranks_learn_and_write_one_run_in_each_backend(tmp_path: Path) -> None:
+def test_two_ranks_learn_and_speak_with_one_voice(tmp_path: Path) -> None:
     """16 environments, 8 in each process; a record counts the steps of both."""
-    options = (
-        "--env",
-        "CartPole-v1",
-        "--num-envs",
-        "16",
-        "--total-steps",
-        "12000",
-        "--run-dir",
-        "run",
-        "--eval-every",
-        "6000",
-    )
-    with started(*TRAIN, *options, "--checkpoint-every", "6000", *SINKS, cwd=tmp_path) as launcher:
+    options = ("--env", "CartPole-v1", "--num-envs", "16", "--total-steps", "12000", "--run-dir", "run")
+    every = ("--eval-every", "6000", "--checkpoint-every", "6000")
+    with started(*TRAIN, *options, *every, cwd=tmp_path) as launcher:
         stdout, stderr = output(launcher, PATIENCE_SECONDS)
 
     assert launcher.returncode == 0, stderr
     assert stdout.count("finished after") == stdout.count("preset CartPole-v1") == 1
     run = read_run(tmp_path / "run")
-    assert run.status is RunStatus.FINISHED and run.info.facts["ranks"] == 2 and run.info.facts["num_envs"] == 16
+    assert run.status is RunStatus.FINISHED
+    assert run.info.facts["ranks"] == 2 and run.info.facts["num_envs"] == 16
     assert [record.axes.update for record in run.records] == list(range(1, len(run.records) + 1))
     assert 1900 < run.records[0].axes.env_step <= 2048 and run.records[-1].axes.env_step >= 12_000
     assert run.records[-1].values["episode/return_mean_100"] > run.records[0].values["episode/return_mean_100"] + 5
     assert any("eval/return_mean" in record.values for record in run.records)
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"latest.pt", "best.pt"}
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*"))) == 1
-    assert_the_same_numbers_in_all_four(tmp_path / "run")
+
+
+def test_two_ranks_write_one_run_in_each_backend(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with started(*TRAIN, "--env", "CartPole-v1", "--run-dir", "run", *ENDLESS, *SINKS, cwd=tmp_path) as launcher:
+        until(lambda: all_backends_have(3, run_dir), launcher)
+
+        os.kill(pid_of(0, launcher), signal.SIGTERM)
+        output(launcher, DEAD_RANK_SECONDS)
+
+    assert read_run(run_dir).status is RunStatus.PREEMPTED
+    assert len(list((run_dir / "wandb").glob("offline-run-*"))) == 1
+    assert_the_same_numbers_in_all_four(run_dir)
 
 
 @pytest.mark.parametrize("dying", [1, 0])
