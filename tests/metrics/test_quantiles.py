@@ -24,7 +24,8 @@ def slots(x: Array, levels: tuple[float, ...] = FINE) -> Array:
 
 def merged(*parts: Array) -> Array:
     """Slots of several samples as those of one."""
-    return Quantiles.merge(np.stack(parts)[:, None])[0]
+    found: Array = Quantiles.merge(np.stack(parts)[:, None])[0]
+    return found
 
 
 def test_one_sample_has_its_own_quantiles() -> None:
