@@ -63,7 +63,7 @@ def _over_ranks(layout: Layout, rows: Array) -> Array:
     result = np.empty(rows.shape[1:])
     for reduction, columns in layout.blocks:
         block = rows[:, :, columns]
-        fields = reduction.merge(block.reshape(len(rows), -1, block.shape[-1]))
+        fields = reduction.join(block.reshape(len(rows), -1, block.shape[-1]))
         result[:, columns] = fields.reshape(block.shape[1:])
     return result
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
-from esper_telemetry.summary import Episodes, Layer, Memory, Minibatches, Rollout, Snapshot
+from esper_telemetry.summary import Episodes, Gradients, Layer, Leaves, Memory, Minibatches, Rollout, Snapshot
 
 ENVS = 4
 FIRST = 1
@@ -21,12 +21,13 @@ SMALL = {"num_steps": 48, "num_epochs": 2, "num_minibatches": 2, "hidden_sizes":
 
 
 class Keeper(Telemetry):
-    """Keeps every update instead of recording it; losses in float64, so that parts of them add up."""
+    """Keeps every update instead of recording it; losses and logits in float64, so that parts of them add up."""
 
     def submit(self, snapshot: Snapshot) -> None:
         if snapshot and snapshot.minibatches:
             losses = {name: loss.double() for name, loss in snapshot.minibatches.losses.items()}
-            precise = replace(snapshot, minibatches=replace(snapshot.minibatches, losses=losses))
+            logits = {head: scores.double() for head, scores in snapshot.minibatches.logits.items()}
+            precise = replace(snapshot, minibatches=replace(snapshot.minibatches, losses=losses, logits=logits))
             self.kept: list[Snapshot] = [*getattr(self, "kept", []), copy.deepcopy(precise)]
 
 
@@ -46,6 +47,7 @@ def half(snapshot: Snapshot, rank: int) -> Snapshot:
         snapshot,
         rollout=_rollout(snapshot.rollout, rank),
         minibatches=_minibatches(snapshot.minibatches, rank),
+        gradients=tuple(_gradients(part, snapshot.minibatches.counts, rank) for part in snapshot.gradients),
         episodes=_episodes(snapshot.episodes, rank),
     )
 
@@ -111,6 +113,25 @@ def _minibatches(minibatches: Minibatches, rank: int) -> Minibatches:
         log_std=each(minibatches.log_std),
         head_log_ratios=each(minibatches.head_log_ratios),
         relevance=each(minibatches.relevance),
+    )
+
+
+def _gradients(gradients: Gradients, counts: tuple[int, ...], rank: int) -> Gradients:
+    """The same norms, and gradients at the trunk whose parts, in the shares of the rows, make up those of all."""
+    if gradients.leaves is None:
+        return gradients
+    rows, cuts = (torch.tensor(numbers, dtype=torch.float64) for numbers in (counts, [count // 3 for count in counts]))
+    share = (cuts if rank == 0 else rows - cuts) / rows
+    actor, critic, dots = ((0.3, 0.6, 0.25), (0.7, 0.4, 0.75))[rank]
+    leaves = gradients.leaves
+    assert leaves.dots is not None
+    return replace(
+        gradients,
+        leaves=Leaves(
+            leaves.actor.double() * actor**0.5 / share,
+            leaves.critic.double() * critic**0.5 / share,
+            leaves.dots.double() * dots / share**2,
+        ),
     )
 
 
