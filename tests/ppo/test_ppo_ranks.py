@@ -15,7 +15,7 @@ from ppo_builders import cartpole, pendulum, random_rollout, weights
 from torch import Tensor
 from two_ranks import run_together
 
-from esper_telemetry.events import UpdateEnd
+from esper_telemetry.events import Rollback, UpdateEnd
 from esper_telemetry.ppo import PPO
 from esper_telemetry.ppo.normalizer import Moments
 from esper_telemetry.ppo.ranks import Ranks
@@ -60,8 +60,24 @@ def everything(rank: int) -> dict[str, Any]:
         "mean": moments.mean,
         "variance": moments.variance,
         "learned": learned(rank, cartpole),
+        "rolled_back": rolled_back(rank),
         "remembered": learned(rank, lambda: pendulum(policy="lstm", num_minibatches=2, normalize_observations=True)),
     }
+
+
+def rolled_back(rank: int) -> tuple[list[Tensor], list[tuple[int, int]]]:
+    """Weights and rollbacks of a run in whose second update the second rank's loss is not a number."""
+    trainer = cartpole(watchdog=True)
+    usual = trainer.steps.policy_loss
+
+    def loss(log_ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
+        return usual(log_ratio, advantages, clip) * (torch.nan if rank == 1 and trainer.updates == 2 else 1.0)
+
+    trainer.steps = replace(trainer.steps, policy_loss=loss)
+    found: list[tuple[int, int]] = []
+    trainer.hooks.on(Rollback, lambda event: found.append((event.update, event.rollbacks)))
+    trainer.learn(1000)
+    return weights(trainer), found
 
 
 def learned(rank: int, make: Callable[[], PPO]) -> tuple[list[Tensor], int, int]:
@@ -93,6 +109,9 @@ def test_two_ranks_do_what_one_process_does(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
         assert updates == others == 3 and steps == same_steps
     assert first["remembered"][2] == 3 * 2 * 64
+    (ours, rollbacks), (theirs, others) = first["rolled_back"], second["rolled_back"]
+    assert rollbacks == others == [(2, 1)]
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(ours, theirs, strict=True))
 
 
 def dying(rank: int) -> str:
