@@ -62,7 +62,10 @@ class Quantiles(Reduction):
     def merge(rows: Array) -> Array:
         """Those of all samples together; samples that are the same leave theirs unchanged."""
         levels = LEVELS[rows.shape[-1] - 1]
-        return np.stack([_merged(rows[:, field], levels) for field in range(rows.shape[1])])
+        fields = [rows[:, field] for field in range(rows.shape[1])]
+        found = {field.tobytes(): field for field in fields}  # minibatches of one rollout carry the same quantiles
+        merged = {key: _merged(field, levels) for key, field in found.items()}
+        return np.stack([merged[field.tobytes()] for field in fields])
 
 
 def levels_for(x: Tensor) -> tuple[float, ...]:
