@@ -263,11 +263,27 @@ def gaussian_action_shift(
         std: [D] or [.., D] standard deviations of the policy.
         valid: [..] bool; None where every row is.
     """
+    total, count = _total_action(actions, valid)
+    spread = std.detach().double()
+    typical = spread if spread.ndim == 1 else _mean_action(spread, valid)
+    return GaussianShift(segment(head), StandardizedShift(count, total, previous_mean.detach().double(), typical))
+
+
+@torch.no_grad()
+def mean_action(actions: Tensor, *, valid: Tensor | None = None) -> Tensor:
+    """Mean [D] float64 of the valid, finite rows of actions [.., D]; NaN where there are none."""
+    return _mean_action(actions, valid)
+
+
+def _mean_action(rows: Tensor, valid: Tensor | None) -> Tensor:
+    total, count = _total_action(rows, valid)
+    return total / count
+
+
+def _total_action(actions: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sum [D] and number of the valid, finite rows."""
     rows = actions.detach().double().reshape(-1, actions.shape[-1])
-    allowed = (
-        torch.ones(len(rows), dtype=torch.bool, device=rows.device) if valid is None else rows_of(valid, None).bool()
-    )
-    kept = allowed & (rows.abs() < math.inf).all(-1)
-    total = torch.where(kept.unsqueeze(-1), rows, 0.0).sum(0)
-    typical = std.detach().double().reshape(-1, actions.shape[-1]).mean(0)
-    return GaussianShift(segment(head), StandardizedShift(kept.sum(), total, previous_mean.detach().double(), typical))
+    kept = (rows.abs() < math.inf).all(-1)
+    if valid is not None:
+        kept &= rows_of(valid, None).bool()
+    return torch.where(kept.unsqueeze(-1), rows, 0.0).sum(0), kept.sum()

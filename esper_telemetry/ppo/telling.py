@@ -53,6 +53,8 @@ def rollout_event(
         relevance=rollout.relevance,
         logits=descriptions.logits,
         means=descriptions.means,
+        log_std=descriptions.log_std,
+        bounds=policy.bounds(),
         **numbers,
         states=None if rollout.recurrence is None else rollout.recurrence.before(),
     )
@@ -68,7 +70,9 @@ def recurrent_event(policy: ActorCritic, rollout: Rollout, envs: int) -> Recurre
     if not cells:
         return None
     below = [memory.after[:, layer, 0, :envs] for layer in range(len(cells) - 1)]
-    inputs = [trunk.encoder(rollout.observations[:, :envs].flatten(0, 1)).unflatten(0, (-1, envs)), *below]
+    with policy.autocast():
+        encoded = trunk.encoder(rollout.observations[:, :envs].flatten(0, 1)).float()
+    inputs = [encoded.unflatten(0, (-1, envs)), *below]
     return RecurrentForward(cells, inputs, memory.before(envs).unbind(1))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import ops
+from esper_telemetry.environments.observations import layout_of
 from esper_telemetry.environments.protocol import Environment, Task
 from esper_telemetry.events import (
     BackwardEnd,
@@ -149,7 +150,7 @@ class PPO:
             "total_steps": total_steps,
             "num_envs": self.env.num_envs * self.ranks.size,
             "ranks": self.ranks.size,
-            "precision": "fp32",
+            "precision": config.precision,
             "optimizer": type(self.optimizer).__name__,
             "advantage_correction": 1,
             "groups": self.policy.groups(),
@@ -290,4 +291,4 @@ def build_policy(env: Task, config: PPOConfig) -> ActorCritic:
     """The policy for these environments; its weights depend on the seed alone, and torch's generator is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        return ActorCritic(env.observation_shape, env.action_specs, config)
+        return ActorCritic(layout_of(env), env.action_specs, config)

@@ -2,6 +2,7 @@
 
 from esper_telemetry.summary.snapshot import (
     Actions,
+    Drawn,
     Episodes,
     Gradients,
     Layer,
@@ -16,6 +17,7 @@ from esper_telemetry.summary.summarize import Observation, summarize
 
 __all__ = [
     "Actions",
+    "Drawn",
     "Episodes",
     "Gradients",
     "Layer",

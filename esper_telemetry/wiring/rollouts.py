@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.events import RecurrentForward, RolloutEnd
-from esper_telemetry.metrics.actions import action_counts
+from esper_telemetry.metrics.actions import action_counts, mean_action
 from esper_telemetry.metrics.lstm import lstm_weights, state_ages, state_size
-from esper_telemetry.summary import Actions, Layer, Memory, Rollout
+from esper_telemetry.summary import Actions, Drawn, Layer, Memory, Rollout
 
 
 class Rollouts:
@@ -22,6 +22,7 @@ class Rollouts:
 
     def __init__(self) -> None:
         self._counts: Mapping[str, Tensor] = {}
+        self._means: Mapping[str, Tensor] = {}
         self._ages: Tensor | None = None
 
     def take(self, event: RolloutEnd, *, sizes: Mapping[str, int], layers: tuple[Layer, ...]) -> Rollout:
@@ -58,7 +59,13 @@ class Rollouts:
             relevance={head: flags.clone() for head, flags in event.relevance.items() if head in masked},
             counts=counts,
             previous=previous,
+            continuous=self._continuous(event),
         )
+
+    def _continuous(self, event: RolloutEnd) -> dict[str, Drawn]:
+        found = {head: _drawn(event, head, self._means.get(head)) for head in event.means}
+        self._means = {head: mean_action(drawn.actions, valid=drawn.counted) for head, drawn in found.items()}
+        return found
 
     def _memory(self, event: RolloutEnd, layers: tuple[Layer, ...]) -> Memory | None:
         if event.states is None:
@@ -71,8 +78,24 @@ class Rollouts:
 
 def _counts(event: RolloutEnd, head: str, size: int) -> Tensor:
     """How often each action of a head was taken where it mattered, [size]."""
-    flags = [flag for flag in (event.valid, event.relevance.get(head)) if flag is not None]
-    return action_counts(event.actions[head], size, valid=_all(flags))
+    return action_counts(event.actions[head], size, valid=_counted(event, head))
+
+
+def _drawn(event: RolloutEnd, head: str, previous: Tensor | None) -> Drawn:
+    """What a Gaussian head drew."""
+    log_std = event.log_std.get(head)
+    return Drawn(
+        actions=event.actions[head],
+        std=None if log_std is None else log_std.exp(),
+        bounds=event.bounds.get(head),
+        counted=_counted(event, head),
+        previous=previous,
+    )
+
+
+def _counted(event: RolloutEnd, head: str) -> Tensor | None:
+    """Where a head mattered, [T, B]; None where it always did."""
+    return _all([flag for flag in (event.valid, event.relevance.get(head)) if flag is not None])
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:
