@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     import gymnasium
 
 SUPPORTED = "Discrete, MultiDiscrete, MultiBinary, a Box of floats, or a Dict or Tuple of these"
+
+LARGEST = float(np.finfo(np.float32).max)
 
 Chosen = Mapping[str, Array]
 
@@ -55,9 +58,14 @@ def describe(space: gymnasium.Space[Any], name: str, part: str) -> Described:
     if isinstance(space, spaces.MultiBinary):
         return factored(part, np.full(space.shape, 2), np.zeros(space.shape, np.int8))
     if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
-        low, high = (tuple(float(bound) for bound in bounds.ravel()) for bounds in (space.low, space.high))
+        low, high = bounds(space.low), bounds(space.high)
         return Described({part: ActionSpec("continuous", len(low), low=low, high=high)}, box_joiner(part, space))
     raise ValueError(f"the action space of {name} must be {SUPPORTED}, got {space}")
+
+
+def bounds(values: Array) -> tuple[float, ...]:
+    """Bounds of the dimensions one after the other; what float32 can hardly hold stands for no bound."""
+    return tuple(float(value) if abs(value) < LARGEST else math.copysign(math.inf, value) for value in values.ravel())
 
 
 def in_dict(space: gymnasium.spaces.Dict, name: str, part: str) -> Described:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 SUPPORTED = "Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these"
 SMALLEST_SIDE = 8
-"""Boxes of three axes whose two longer ones have at least this many entries are images; smaller ones are flattened."""
+"""A Box is an image if its height and width have at least this many entries; a smaller one is flattened."""
 
 
 class Observed(NamedTuple):
@@ -138,11 +138,11 @@ def as_image(space: gymnasium.spaces.Box) -> Image | None:
     shape = tuple(map(int, space.shape))
     if len(shape) == 2 and space.dtype == np.uint8:
         shape = (1, *shape)
-    if len(shape) != 3 or sorted(shape)[1] < SMALLEST_SIDE:
+    if len(shape) != 3:
         return None
-    low, high = float(np.min(space.low)), float(np.max(space.high))
     dtype = "uint8" if space.dtype == np.uint8 else "float32"
-    return Image(shape, shape[0] != min(shape), dtype, low, high)
+    image = Image(shape, shape[0] != min(shape), dtype, float(np.min(space.low)), float(np.max(space.high)))
+    return image if min(image.channels_first[1:]) >= SMALLEST_SIDE else None
 
 
 def flat(values: Array) -> Array:

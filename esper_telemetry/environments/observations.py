@@ -34,7 +34,7 @@ class Image:
         shape: (C, H, W), or (H, W, C) where `channels_last`.
         channels_last: how it is stored.
         dtype: `uint8` or `float32`, as it is stored.
-        low, high: the range that becomes 0 to 1 on the device; without finite bounds it stays as it is.
+        low, high: the range that becomes 0 to 1 on the device; an image without bounds stays as it is.
     """
 
     shape: tuple[int, int, int]

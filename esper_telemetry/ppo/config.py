@@ -53,7 +53,7 @@ class PPOConfig:
             reported and as a bonus, is that before the tanh.
         precision: of hidden layers and convolutions, in acting and in training: `fp32`, or `bf16` by autocast; heads, losses,
             memories, weights and optimizer stay in float32.
-        compile: compiles the forward and backward passes of the update with `torch.compile`, which takes a while at first.
+        compile: compiles the passes of the update with `torch.compile`, which takes a while at first; a memory stays as it is.
         watchdog: puts the last good weights back where an update leaves some that are not finite, and clears the
             optimizer; gives up after three in a row.
         seed: of initial weights, sampling and shuffling, and of environments that were made without one.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from esper_telemetry.environments.observations import Layout
 from esper_telemetry.environments.protocol import ActionSpec
+from esper_telemetry.ppo.compiled import compiled
 from esper_telemetry.ppo.config import PPOConfig
 from esper_telemetry.ppo.encoders import Encoded
 from esper_telemetry.ppo.gaussian import Gaussian, make_gaussian
@@ -54,6 +55,7 @@ class ActorCritic(nn.Module):
             {name: make_head(name, spec, self.actor.features, config) for name, spec in actions.items()}
         )
         self.value = orthogonal(nn.Linear(self.actor.features, 1), gain=1.0)
+        self._pass = compiled(self._trunks) if config.compile and config.policy == "mlp" else self._trunks
 
     def trunks(self, observations: Tensor, grid: Grid | None = None) -> tuple[Tensor, ...]:
         """Trunk outputs [N, F] of observations [N, ...]: one if it is shared, else the actor's and the critic's.
@@ -61,9 +63,9 @@ class ActorCritic(nn.Module):
         Recurrent trunks need to know where the rows stand in time: `grid`.
         """
         if self.precision == "fp32":
-            return self._trunks(observations, grid)
+            return self._pass(observations, grid)
         with self.autocast():
-            return tuple(output.float() for output in self._trunks(observations, grid))
+            return tuple(output.float() for output in self._pass(observations, grid))
 
     def _trunks(self, observations: Tensor, grid: Grid | None) -> tuple[Tensor, ...]:
         trunks = self.named_trunks()

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from esper_telemetry.events import MinibatchEnd, RecurrentForward, RolloutEnd
+from esper_telemetry.ppo.objective import Result
 from esper_telemetry.ppo.policy import ActorCritic
 from esper_telemetry.ppo.recurrent import RecurrentTrunk
 from esper_telemetry.ppo.rollout import Batch, Rollout
-
-
-class Result(NamedTuple):
-    """What the policy says of a minibatch now.
-
-    Attributes:
-        log_ratio, values: [N].
-        scores: per head [N, size].
-        head_log_probs: per head [N].
-        losses: 0-d, by name.
-    """
-
-    log_ratio: Tensor
-    values: Tensor
-    scores: Mapping[str, Tensor]
-    head_log_probs: Mapping[str, Tensor]
-    losses: Mapping[str, Tensor]
 
 
 def rollout_event(

@@ -36,6 +36,10 @@ ARCHITECTURES = (
 )
 
 
+WIDEST_RANGE = 2.0**16
+"""Wider ranges are no bounds of pixels; such images are taken as they are."""
+
+
 class ImageEncoder(nn.Module):
     """Convolutions and a linear layer, each with a ReLU; orthogonal weights with gain √2, zero biases.
 
@@ -71,7 +75,7 @@ class ImageEncoder(nn.Module):
         """The images as floats, their range mapped to 0 to 1."""
         low, high = self.image.low, self.image.high
         rows = images.float()
-        if not (math.isfinite(low) and math.isfinite(high)) or (low, high) == (0.0, 1.0) or low == high:
+        if (low, high) == (0.0, 1.0) or not 0.0 < high - low <= WIDEST_RANGE:
             return rows
         return (rows - low) * (1.0 / (high - low))
 
