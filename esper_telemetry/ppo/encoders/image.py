@@ -31,7 +31,7 @@ class Architecture(NamedTuple):
 
 ARCHITECTURES = (
     Architecture(36, (Convolution(32, 8, 4), Convolution(64, 4, 2), Convolution(64, 3, 1)), 512),  # Mnih et al. 2015
-    Architecture(15, (Convolution(32, 4, 2), Convolution(64, 3, 2), Convolution(64, 3, 1)), 256),
+    Architecture(16, (Convolution(32, 4, 2), Convolution(64, 3, 2), Convolution(64, 3, 1)), 256),
     Architecture(8, (Convolution(16, 3, 1), Convolution(32, 3, 2)), 128),  # as for MinAtar's 10x10
 )
 
