@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from seeing_env import register
 from torch import Tensor
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.testing import MemorySink
 
+register()
+
 UPDATES = 3
-STEPS = {"CartPole-v1": 64, "Pendulum-v1": 32}
+STEPS = {"CartPole-v1": 64, "Pendulum-v1": 32, "Spotlight-v0": 16, "SpotlightParts-v0": 16, "FrozenLake-v1": 64}
 
 
 def trained(env: str, telemetry: Telemetry | None, **settings: Any) -> dict[str, Tensor]:
@@ -49,6 +52,33 @@ def test_weights_are_bit_identical_at_every_level(env: str, shared_trunk: bool, 
 
     assert_equal_bit_for_bit(watched, bare)
     assert len(memory.records) == (0 if level == "off" else UPDATES)
+
+
+@pytest.mark.parametrize("level", ["normal", "debug"])
+@pytest.mark.parametrize(
+    ("env", "settings"),
+    [
+        ("Pendulum-v1", {"squash": True}),
+        ("Pendulum-v1", {"state_dependent_std": True, "entropy_coef": 0.01}),
+        ("Pendulum-v1", {"squash": True, "state_dependent_std": True, "policy": "lstm"}),
+        ("Pendulum-v1", {"squash": True, "precision": "bf16"}),
+        ("Spotlight-v0", {"shared_trunk": True}),
+        ("Spotlight-v0", {"policy": "lstm"}),
+        ("SpotlightParts-v0", {"normalize_observations": True}),
+        ("SpotlightParts-v0", {"policy": "gru", "shared_trunk": True}),
+        ("FrozenLake-v1", {"normalize_observations": True}),
+    ],
+    ids=str,
+)
+def test_weights_are_bit_identical_for_every_kind_of_policy(env: str, settings: dict[str, Any], level: str) -> None:
+    bare = trained(env, None, **settings)
+    memory = MemorySink()
+
+    with Telemetry([memory], run_dir=None, level=level) as telemetry:
+        watched = trained(env, telemetry, **settings)
+
+    assert_equal_bit_for_bit(watched, bare)
+    assert len(memory.records) == UPDATES
 
 
 def test_weights_are_bit_identical_beside_other_processes(tmp_path: Path) -> None:
