@@ -60,11 +60,28 @@ def spotlights(mode: AutoresetMode, *, parts: bool, lengths: tuple[int, ...] = (
     return SyncVectorEnv([partial(Spotlight, parts=parts, length=length) for length in lengths], autoreset_mode=mode)
 
 
+class Useless(Spotlight):
+    """Has a space that no policy of ours can use, or no bounds to be squashed into."""
+
+    def __init__(self, **given: spaces.Space[Any]) -> None:
+        super().__init__()
+        self.observation_space = given.get("observation_space", self.observation_space)
+        self.action_space = given.get("action_space", self.action_space)
+
+
 def register() -> None:
-    """Makes `Spotlight-v0` and `SpotlightParts-v0` known, once."""
-    for name, parts in (("Spotlight-v0", False), ("SpotlightParts-v0", True)):
+    """Makes the environments known to Gymnasium, once."""
+    text, line = spaces.Text(3), spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    makers: dict[str, Any] = {
+        "Spotlight-v0": Spotlight,
+        "SpotlightParts-v0": partial(Spotlight, parts=True),
+        "Boundless-v0": partial(Useless, action_space=line),
+        "Reading-v0": partial(Useless, observation_space=spaces.Dict(mission=text, place=line)),
+        "Talking-v0": partial(Useless, action_space=text),
+    }
+    for name, maker in makers.items():
         if name not in gymnasium.registry:
-            gymnasium.register(name, partial(Spotlight, parts=parts))
+            gymnasium.register(name, maker)
 
 
 register()

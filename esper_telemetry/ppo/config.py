@@ -117,6 +117,7 @@ class PPOConfig:
             require(all(size >= 1 for size in sizes), f"{name} must be at least 1 each", sizes)
         require(self.activation in ACTIVATIONS, f"activation must be one of {', '.join(ACTIVATIONS)}", self.activation)
         require(self.precision in PRECISIONS, f"precision must be one of {', '.join(PRECISIONS)}", self.precision)
+        require(math.isfinite(self.log_std), "log_std must be finite", self.log_std)
         low, high = LOG_STD_RANGE
         held = not self.state_dependent_std or low <= self.log_std <= high
         require(held, f"log_std that depends on the state must be between {low} and {high}", self.log_std)

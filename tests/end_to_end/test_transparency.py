@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import seeing_env  # noqa: F401  # registers the environments
 import torch
-from seeing_env import register
 from torch import Tensor
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.testing import MemorySink
-
-register()
 
 UPDATES = 3
 STEPS = {"CartPole-v1": 64, "Pendulum-v1": 32, "Spotlight-v0": 16, "SpotlightParts-v0": 16, "FrozenLake-v1": 64}
