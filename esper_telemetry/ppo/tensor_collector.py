@@ -59,6 +59,8 @@ class TensorCollector:
         self._restrictors = {
             name: on_device(part, self._device) for name, part in restrictors(env.action_specs, env.num_envs).items()
         }
+        heads = {name: policy.head(name) for name in env.action_specs}
+        self._squashes = {name: head.squash for name, head in heads.items() if head.squash is not None}
         shapes = {name: core.state_shape(env.num_envs) for name, core in policy.cores().items()}
         self._states = {name: torch.zeros(shape, device=self._device) for name, shape in shapes.items()}
         self._fresh = torch.ones(env.num_envs, dtype=torch.bool, device=self._device)
@@ -146,11 +148,8 @@ class TensorCollector:
             course.choose(name, score, action, mask=mask, relevance=relevant)
         return taken
 
-    def _squashed(self, actions: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        squashes = {name: self.policy.head(name).squash for name in actions}
-        return {
-            name: action if (squash := squashes[name]) is None else squash(action) for name, action in actions.items()
-        }
+    def _squashed(self, actions: dict[str, Tensor]) -> dict[str, Tensor]:
+        return actions | {name: squash(actions[name]) for name, squash in self._squashes.items()}
 
     def _finish(self, course: Course) -> Rollout:
         steps = {name: torch.stack(column) for name, column in course.columns.items()}
