@@ -15,11 +15,12 @@ from ppo_builders import Seen, equal, pendulum, weights
 from torch import Tensor
 from torch.distributions import AffineTransform, Independent, Normal, TanhTransform, TransformedDistribution
 
-from esper_telemetry.environments import ActionSpec, Step, make_env
+from esper_telemetry.environments import ActionSpec, Step, TensorStep, make_env
 from esper_telemetry.events import BackwardEnd, MinibatchEnd, RolloutEnd, TrunkBackward
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.gaussian import Gaussian, StateDependentGaussian, make_gaussian
 from esper_telemetry.ppo.squash import Squash
+from esper_telemetry.ppo.tensor_collector import TensorCollector
 
 ROWS, D, FEATURES = 64, 3, 5
 SPEC = ActionSpec("continuous", D, low=(-2.0, 0.0, -1.0), high=(2.0, 1.0, 5.0))
@@ -305,3 +306,44 @@ def test_a_checkpoint_of_a_squashed_policy_fits_no_other(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match=r"its heads is .*continuous, squashed"):
         pendulum().load(path)
     pendulum(squash=True).load(path)
+
+
+class Throws:
+    """Tensor environments in which an amount matters only for the second of two ways; it keeps what it was told."""
+
+    name, num_envs, observation_shape = "throws", 5, (3,)
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        amount = ActionSpec("continuous", 2, given="way", relevant_for=(1,), low=(0.0, -1.0), high=(4.0, 1.0))
+        self.action_specs = {"way": ActionSpec("categorical", 2), "amount": amount}
+        self.taken: list[Tensor] = []
+
+    def reset(self, seed: int | None = None) -> Tensor:
+        return torch.ones(5, 3)
+
+    def step(self, actions: Any) -> TensorStep:
+        self.taken.append(actions["amount"].clone())
+        never = torch.zeros(5, dtype=torch.bool)
+        return TensorStep(torch.ones(5, 3), torch.ones(5), never, never)
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("state_dependent_std", [False, True])
+def test_squashed_parts_may_depend_on_others(on_device: bool, state_dependent_std: bool) -> None:
+    """Where the amount does not matter, 0 is stored, which the squash takes to the middle: [2, 0]."""
+    env = Throws()
+    config = PPOConfig(num_steps=20, seed=1, squash=True, state_dependent_std=state_dependent_std, log_std=1.0)
+    trainer = PPO(env, config)
+    collector = TensorCollector(env, trainer.policy, 20, seed=1) if on_device else trainer.collector
+
+    rollout = collector.collect()
+
+    drawn, matters = rollout.actions["amount"], rollout.relevance["amount"]
+    expected = torch.tensor([2.0, 0.0]) + torch.tensor([2.0, 1.0]) * drawn.tanh()
+    torch.testing.assert_close(torch.stack(env.taken), expected, rtol=0, atol=1e-5)
+    assert 0 < int(matters.sum()) < matters.numel()
+    assert not drawn[~matters].any() and torch.equal(rollout.head_log_probs["amount"] != 0, matters)
