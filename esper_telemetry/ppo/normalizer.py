@@ -83,6 +83,10 @@ class ObservationNormalizer(Moments):
 
         return normalize
 
+    def vectors(self, observations: Tensor) -> Tensor:
+        """What of stored observations it normalises: all of them."""
+        return observations
+
 
 class VectorNormalizer(ObservationNormalizer):
     """The same for the vectors among observations of several parts; one-hot choices and images stay as they are."""
@@ -113,6 +117,10 @@ class VectorNormalizer(ObservationNormalizer):
             return rows
 
         return normalize
+
+    def vectors(self, observations: Tensor) -> Tensor:
+        """What of stored observations [..., *shape] it normalises: a view of their vectors [..., vectors]."""
+        return self._vectors(observations)
 
     def _vectors(self, rows: Rows) -> Rows:
         return self._layout.numbers_of(rows)[..., : self._layout.vectors]
