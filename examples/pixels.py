@@ -1,6 +1,6 @@
 """An environment of your own with an image among its observations, and actions of two kinds.
 
-A lamp stands somewhere in a dark room of 16x16 pixels. Half of the reward is for naming the half of the room that it is
+A lamp stands somewhere in a dark room of 16x16 pixels. Half of the reward is for naming the side of the room that it is
 in, the other half for pointing at its height; the camera may hang upside down, which the observation says. Nothing has to
 be said about networks: the image goes through convolutions, the rest through a layer, and every part of the action has
 a head of its own.
@@ -19,14 +19,14 @@ from gymnasium import spaces
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
 
-SIDE, STEPS = 16, 10
+PIXELS, STEPS = 16, 10
 
 
 class Lamp(gymnasium.Env[Any, Any]):
     observation_space = spaces.Dict(
-        camera=spaces.Box(0, 255, (SIDE, SIDE, 1), np.uint8), upside_down=spaces.Discrete(2)
+        camera=spaces.Box(0, 255, (PIXELS, PIXELS, 1), np.uint8), upside_down=spaces.Discrete(2)
     )
-    action_space = spaces.Dict(half=spaces.Discrete(2), height=spaces.Box(0.0, 1.0, (1,), np.float32))
+    action_space = spaces.Dict(side=spaces.Discrete(2), height=spaces.Box(0.0, 1.0, (1,), np.float32))
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
@@ -34,14 +34,14 @@ class Lamp(gymnasium.Env[Any, Any]):
         return self.look(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        right_half = action["half"] == (self.column >= SIDE // 2)
-        miss = abs(float(action["height"][0]) - self.row / (SIDE - 1))
+        right_side = action["side"] == (self.column >= PIXELS // 2)
+        miss = abs(float(action["height"][0]) - self.row / (PIXELS - 1))
         self.steps += 1
-        return self.look(), 0.5 * float(right_half) + 0.5 * (1 - miss), False, self.steps == STEPS, {}
+        return self.look(), 0.5 * float(right_side) + 0.5 * (1 - miss), False, self.steps == STEPS, {}
 
     def look(self) -> dict[str, Any]:
-        self.row, self.column, turned = self.np_random.integers((SIDE, SIDE, 2))
-        room = np.zeros((SIDE, SIDE, 1), np.uint8)
+        self.row, self.column, turned = self.np_random.integers((PIXELS, PIXELS, 2))
+        room = np.zeros((PIXELS, PIXELS, 1), np.uint8)
         room[self.row, self.column] = 255
         return {"camera": room[::-1, ::-1] if turned else room, "upside_down": turned}
 

@@ -95,6 +95,6 @@ def test_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
     run("pixels", monkeypatch)
 
     found = read_run("run")
-    keys = {"policy/head/half/entropy", "policy/head/height/std/mean", "policy/head/height/bound_frac"}
+    keys = {"policy/head/side/entropy_norm", "policy/head/height/std/mean", "policy/head/height/bound_frac"}
     assert found.status is RunStatus.FINISHED
     assert keys <= found.records[-1].values.keys()
