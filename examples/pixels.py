@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--total-steps", type=int, default=100_000)
     parser.add_argument("--run-dir", default=None)
     options = parser.parse_args()
-    gymnasium.register("Lamp-v0", Lamp)
+    gymnasium.register("Lamp-v0", lambda **settings: Lamp())
     env = make_env("Lamp-v0", num_envs=16, seed=1)
     config = PPOConfig(seed=1, num_steps=64, num_epochs=4, learning_rate=1e-3, gamma=0.0, log_std=-1.0, squash=True)
     with Telemetry(["console"], run_dir=options.run_dir or "auto") as telemetry:

@@ -85,7 +85,7 @@ def _drawn(event: RolloutEnd, head: str, previous: Tensor | None) -> Drawn:
     """What a Gaussian head drew."""
     log_std = event.log_std.get(head)
     return Drawn(
-        actions=event.actions[head],
+        actions=event.actions[head].clone(),
         std=None if log_std is None else log_std.exp(),
         bounds=event.bounds.get(head),
         counted=_counted(event, head),
