@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from esper_telemetry.metrics.actions import ActionTotal
 from esper_telemetry.metrics.lstm import LSTMWeights, StateSize
 
 
@@ -43,14 +44,14 @@ class Drawn:
         std: [T, B, D] or [D], under which they were drawn; None where nobody tells.
         bounds: [2, D], from where they count as at the bounds; None without any.
         counted: [T, B], bool, where the head mattered; None where it always did.
-        previous: [D], mean action of the rollout before; None after the first.
+        previous: mean action of the rollout before; None after the first.
     """
 
     actions: Tensor
     std: Tensor | None
     bounds: Tensor | None
     counted: Tensor | None
-    previous: Tensor | None
+    previous: ActionTotal | None
 
 
 @dataclass(frozen=True, slots=True)

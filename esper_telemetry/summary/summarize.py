@@ -128,7 +128,8 @@ def _drawn(head: str, drawn: Drawn) -> Iterator[MetricGroup]:
         low, high = drawn.bounds
         yield gaussian_stats(head, actions=drawn.actions, low=low, high=high, valid=drawn.counted)
     if drawn.previous is not None and drawn.std is not None:
-        yield gaussian_action_shift(head, drawn.actions, drawn.previous, drawn.std, valid=drawn.counted)
+        mean, count = drawn.previous
+        yield gaussian_action_shift(head, drawn.actions, mean, drawn.std, previous_count=count, valid=drawn.counted)
 
 
 def _memory(memory: Memory | None, valid: Tensor | None, facts: Mapping[str, Any]) -> Iterator[MetricGroup]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.events import RecurrentForward, RolloutEnd
-from esper_telemetry.metrics.actions import action_counts, mean_action
+from esper_telemetry.metrics.actions import ActionTotal, action_counts, mean_action
 from esper_telemetry.metrics.lstm import lstm_weights, state_ages, state_size
 from esper_telemetry.summary import Actions, Drawn, Layer, Memory, Rollout
 
@@ -22,7 +22,7 @@ class Rollouts:
 
     def __init__(self) -> None:
         self._counts: Mapping[str, Tensor] = {}
-        self._means: Mapping[str, Tensor] = {}
+        self._means: Mapping[str, ActionTotal] = {}
         self._ages: Tensor | None = None
 
     def take(self, event: RolloutEnd, *, sizes: Mapping[str, int], layers: tuple[Layer, ...]) -> Rollout:
@@ -81,7 +81,7 @@ def _counts(event: RolloutEnd, head: str, size: int) -> Tensor:
     return action_counts(event.actions[head], size, valid=_counted(event, head))
 
 
-def _drawn(event: RolloutEnd, head: str, previous: Tensor | None) -> Drawn:
+def _drawn(event: RolloutEnd, head: str, previous: ActionTotal | None) -> Drawn:
     """What a Gaussian head drew."""
     log_std = event.log_std.get(head)
     return Drawn(
