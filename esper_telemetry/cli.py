@@ -1,10 +1,12 @@
 """The command line: `esper-telemetry train | replay | metrics`, also `python -m esper_telemetry`.
 
-Exit codes: 0 done, 1 the run failed, 2 wrong use (one sentence on stderr, nothing created), 130 interrupted, 143 ended by SIGTERM.
+Exit codes: 0 done, 1 the run failed, 2 wrong use (one sentence on stderr, nothing created or changed); 130 interrupted and 143 ended by
+SIGTERM, after saving a checkpoint from which `train --resume` goes on.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import os
@@ -38,7 +40,11 @@ class Train:
     """
 
     env: str
-    """Gymnasium id, module:Id, or cue-recall."""
+    """Gymnasium id, module:Id, or cue-recall; required but with --resume."""
+    resume: str | None = None
+    """Go on with the run in this directory, from its latest checkpoint and with its settings.
+
+    --total-steps and most others may change; sinks are replaced by those given."""
     mask_velocity: bool = False
     """Hide the velocities of a classic-control task, so that it needs memory: --policy lstm."""
     preset: Literal["auto", "none"] = "auto"
@@ -132,6 +138,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def parse(arguments: Sequence[str]) -> Train | Replay | Metrics:
     """The command, with the preset's settings where no option says otherwise; raises WrongUse for arguments that make none."""
+    run_dir = _resumed(arguments)
+    if run_dir is not None:
+        return _parse_resume(arguments[1:], run_dir)
     command: Train | Replay | Metrics = _parse(arguments, Command)
     if not isinstance(command, Train) or command.preset == "none":
         return command
@@ -140,6 +149,25 @@ def parse(arguments: Sequence[str]) -> Train | Replay | Metrics:
     tuned = replace(command, sink=(), num_envs=found.num_envs, ppo=found.config())
     explicit: Train = _parse(arguments[1:], Train, default=tuned, prog="esper-telemetry train")
     return replace(explicit, preset_name=found.name)
+
+
+def _resumed(arguments: Sequence[str]) -> str | None:
+    """The directory of the run that `train --resume` names: it must be known before other options can be read."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument("--resume", nargs="?")
+    if list(arguments[:1]) != ["train"] or {"-h", "--help"} & set(arguments):
+        return None
+    found: str | None = finder.parse_known_args(list(arguments[1:]))[0].resume
+    return found
+
+
+def _parse_resume(arguments: Sequence[str], run_dir: str) -> Train:
+    """The options of the run in that directory, as far as no argument says otherwise."""
+    from esper_telemetry.commands import resume
+
+    saved = resume.saved_options(Train, run_dir)
+    given: Train = _parse(arguments, Train, default=saved, prog="esper-telemetry train")
+    return resume.checked(replace(given, sink=given.sink or resume.saved_sinks(run_dir)), saved)
 
 
 def _parse(arguments: Sequence[str], form: Any, **settings: Any) -> Any:

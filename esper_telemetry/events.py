@@ -20,16 +20,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """A run begins: once, before the first rollout.
+    """A run begins, or goes on: before its first rollout.
 
     Attributes:
         config: settings of the trainer.
         facts: what detectors need to know: `precision`, `max_grad_norm`, `clip`, `normalize_advantages`, `total_steps`,
             `num_envs`, `num_steps`, `groups` and others as they apply.
+        update, env_step, gradient_step: what was done before, 0 in a run that begins; None where the trainer does not know.
     """
 
     config: Mapping[str, Any]
     facts: Mapping[str, Any]
+    update: int | None = None
+    env_step: int | None = None
+    gradient_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,17 @@ class Follower:
     run: None = None
     offloaded: bool = False
 
-    def start(self, config: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    axes: None = None
+    recorded: int = 0
+
+    def start(self, config: Mapping[str, Any], facts: Mapping[str, Any], axes: Axes) -> None:
+        """Nothing."""
+
+    def covers(self, axes: Axes) -> bool:
+        """False: several ranks resume no run."""
+        return False
+
+    def sync(self) -> None:
         """Nothing."""
 
     def event(self, kind: str, axes: Axes, data: Mapping[str, Any]) -> None:

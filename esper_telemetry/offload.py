@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.courtesy import step_back
-from esper_telemetry.journal import Journal, JournalEvent, lock_for_writer, remove_lock
+from esper_telemetry.journal import Journal, JournalEvent, Role, held, lock_for, remove_lock
 from esper_telemetry.record import Level, MetricInfo, RunInfo, RunStatus
 from esper_telemetry.writer import JournalWriter, Measured
 
@@ -75,7 +75,7 @@ class OffloadedWriter:
     def __init__(self, run_dir: Path, level: Level) -> None:
         self._run_dir, self._level = run_dir, level
         self._local: JournalWriter | None = None
-        self._facts: Mapping[str, Any] = {}
+        self._info: RunInfo | None = None
         self._outbox: deque[memoryview] = deque()
         self._unacknowledged: deque[Message] = deque()
         self._warned = False
@@ -93,8 +93,13 @@ class OffloadedWriter:
 
     def run(self, info: RunInfo) -> None:
         """See `Writer`."""
-        self._facts = info.facts
+        self._info = info
         self._send("run", info)
+
+    def go_on(self, info: RunInfo) -> None:
+        """See `Writer`."""
+        self._info = info
+        self._send("go_on", info)
 
     def describe(self, metrics: Mapping[str, MetricInfo], seq: int) -> None:
         """See `Writer`."""
@@ -113,13 +118,15 @@ class OffloadedWriter:
         """See `Writer`."""
         self._send("event", event)
 
+    def sync(self, timeout: float) -> None:
+        """See `Writer`."""
+        self._send("sync", timeout)
+        self._settle(timeout)
+
     def end(self, status: RunStatus, seq: int, timeout: float) -> None:
         """See `Writer`."""
-        deadline = time.monotonic() + timeout
         self._send("end", status, seq, timeout)
-        while self._local is None and self._unacknowledged and time.monotonic() < deadline:
-            self._wait(deadline - time.monotonic())
-            self._pump()
+        self._settle(timeout)
         if self._unacknowledged and self._local is None:
             self._take_over("is too slow")
         self._leave()
@@ -156,6 +163,13 @@ class OffloadedWriter:
                 self._outbox.appendleft(part[count:])
             count -= min(count, len(part))
 
+    def _settle(self, timeout: float) -> None:
+        """Waits until everything is acknowledged, at most for that time."""
+        deadline = time.monotonic() + timeout
+        while self._local is None and self._unacknowledged and time.monotonic() < deadline:
+            self._wait(deadline - time.monotonic())
+            self._pump()
+
     def _wait(self, seconds: float) -> None:
         """Until the process has done something, or can take something."""
         writable = [self._pipe] if self._outbox else []
@@ -166,18 +180,22 @@ class OffloadedWriter:
         self._warn(f"the process that summarises updates {reason}: training goes on and does it itself")
         self._process.kill()
         self._process.wait()
-        self._local = JournalWriter(Journal.open(self._run_dir), self._level, self._facts)
+        last = _last_number(self._run_dir)
+        self._local = JournalWriter(Journal.open(self._run_dir), self._level)
+        if self._info is not None and last >= 0:
+            self._local.go_on(self._info)
         self._outbox.clear()
         while self._unacknowledged:
             method, arguments = self._unacknowledged.popleft().load()
-            getattr(self._local, method)(*arguments)
+            if _number(method, arguments) > last:
+                getattr(self._local, method)(*arguments)
 
     def _leave(self) -> None:
         os.close(self._pipe)
         os.close(self._acknowledgements)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(5.0)
-        remove_lock(self._run_dir)
+        remove_lock(self._run_dir, Role.WRITER)
 
     def _warn(self, text: str) -> None:
         if not self._warned:
@@ -185,9 +203,27 @@ class OffloadedWriter:
             self._warned = True
 
 
+def _last_number(run_dir: Path) -> int:
+    """The number of the last line in the journal, which may not be acknowledged yet; -1 where the run line is not there."""
+    try:
+        return held(run_dir).seq
+    except ValueError:
+        return -1
+
+
+def _number(method: str, arguments: tuple[Any, ...]) -> int:
+    """The number of the line that a message becomes; 0 for the run line, which comes before all."""
+    match method:
+        case "record" | "event":
+            return int(arguments[0].seq)
+        case "describe" | "end":
+            return int(arguments[1])
+    return 0
+
+
 def _started(run_dir: Path, level: Level, acknowledgements: int) -> subprocess.Popen[bytes]:
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
-    lock = lock_for_writer(run_dir)
+    lock = lock_for(run_dir, Role.WRITER)
     with (run_dir / LOG_NAME).open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-c", ENTRY, str(run_dir), level.name, str(os.getpid()), str(acknowledgements)],

@@ -114,6 +114,9 @@ class RunInfo:
         config: settings of the run, as given.
         facts: what detectors need: precision, max_grad_norm, normalisation, declared groups, total steps.
         metrics: description by key; keys of labelled families also appear as templates such as `grad/{group}/rms`.
+        resumed_from: where training goes on, in a part of a run that was resumed; None in its first part. `update`, `env_step` and
+            `gradient_step` are those of the checkpoint, `recorded` is the last update that the journal held already: what is
+            trained again up to there is not recorded again.
     """
 
     run_id: str
@@ -126,6 +129,7 @@ class RunInfo:
     versions: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     metrics: dict[str, MetricInfo] = field(default_factory=dict)
+    resumed_from: Mapping[str, Any] | None = None
 
     def describe(self, key: str) -> MetricInfo | None:
         """The description of a key, directly or through the template it was made from."""

@@ -8,13 +8,14 @@ import secrets
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 from esper_telemetry.catalogue import catalogue
-from esper_telemetry.journal import Journal, JournalEvent, MemoryJournal, plain
+from esper_telemetry.claim import Claim, claim, claim_again
+from esper_telemetry.journal import Held, JournalEvent, encode_end, encode_run, plain
 from esper_telemetry.layout import Layout, Values
 from esper_telemetry.metric import declared
 from esper_telemetry.offload import OffloadedWriter, worth_offloading
@@ -24,6 +25,9 @@ from esper_telemetry.sinks import SinkLike, as_sink
 from esper_telemetry.summary import Snapshot
 from esper_telemetry.writer import Delivery, JournalWriter, Measured, Writer
 
+SYNC_SECONDS = 20.0
+"""How long a checkpoint waits for the journal."""
+
 PACKAGES = ("esper-telemetry", "torch", "numpy", "gymnasium", "wandb", "tensorboard", "mlflow")
 
 
@@ -32,6 +36,9 @@ class Recorder:
 
     The run directory is claimed at once, so that a mistake shows before training starts; the journal's first line waits for `start`,
     when the trainer's facts are known.
+
+    A resumed run goes on in its journal, after a `run` line of its own. Backends cannot take back what they were sent, so the first
+    record of an update stands: what is trained again, from the checkpoint to where the journal stops, is not recorded again.
     """
 
     def __init__(
@@ -43,21 +50,41 @@ class Recorder:
         tags: tuple[str, ...],
         notes: str,
         level: Level,
+        resume: bool = False,
     ) -> None:
         resolved = [as_sink(sink) for sink in sinks]
-        self._journal = _claimed(run_dir, name)
+        self._claim = _claimed(run_dir, name, resume=resume)
+        self._journal = self._claim.journal
         self.run_dir = self._journal.run_dir
         self.run: RunInfo | None = None
         self.offloaded = False
-        self._seq = 0
+        self._held = self._claim.held
+        self._seq = 0 if self._held is None else self._held.seq
         self._level = level
+        self._sinks = resolved
         self._name = _name(name, self.run_dir, default=run_dir == "auto")
         self._tags = tags
         self._notes = notes
         self._described: set[str] = set()
         self._known_layouts: set[Layout] = set()
         self._writer: Writer = JournalWriter(self._journal, level)
-        self._relay = Relay(self._journal, resolved)
+        self._relay: Relay | None = None
+        if self._held is None:
+            self._relay = Relay(self._journal, resolved)
+
+    @property
+    def axes(self) -> Axes | None:
+        """Of the last record of earlier parts of the run; None where there is none."""
+        return None if self._held is None else self._held.axes
+
+    @property
+    def recorded(self) -> int:
+        """The last update that earlier parts of the run have recorded."""
+        return 0 if self._held is None else self._held.recorded
+
+    def covers(self, axes: Axes) -> bool:
+        """Whether an earlier part of the run has recorded this update: what is recorded stands."""
+        return self._held is not None and self._held.covers(axes)
 
     def offload(self) -> None:
         """Leaves summaries to a process beside this one, where there is a core for it; before `start` only."""
@@ -65,8 +92,8 @@ class Recorder:
             self._writer = OffloadedWriter(self.run_dir, self._level)
             self.offloaded = True
 
-    def start(self, config: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Writes the run line, which is what sinks open with, and `config.json`."""
+    def start(self, config: Mapping[str, Any], facts: Mapping[str, Any], axes: Axes) -> None:
+        """Writes the run line, which is what sinks open with, and `config.json`; a resumed run goes on from `axes`."""
         metrics = {metric.key: metric.info() for metric in catalogue()}
         run = RunInfo(
             run_id=secrets.token_hex(6),
@@ -81,10 +108,21 @@ class Recorder:
             metrics=metrics,
         )
         self._described.update(metrics)
-        self.run = run
-        self._writer.run(run)
+        if self._held is None:
+            self.run = run
+            self._writer.run(run)
+        else:
+            self.run = _resumed(run, self._held, axes)
+            self._go_on(self.run, self._held)
         if self.run_dir:
-            _write_config(self.run_dir, run)
+            _write_config(self.run_dir, self.run)
+
+    def _go_on(self, run: RunInfo, held: Held) -> None:
+        """The sinks start behind the new run line, so that they open what an earlier part of the run has closed."""
+        end = [] if held.status else [encode_end(RunStatus.KILLED, seq=self._next_seq())]
+        self._journal.write(*end, encode_run(run))
+        self._writer.go_on(run)
+        self._relay = Relay(self._journal, self._sinks)
 
     def describe(self, layouts: Iterable[Layout]) -> None:
         """Writes the descriptions of keys that the run line did not have: those of user-made groups."""
@@ -109,6 +147,7 @@ class Recorder:
         elapsed: float,
     ) -> None:
         """Appends a record; the sinks find it in the journal. Arguments as in `writer.Measured`."""
+        assert self._relay is not None
         stats = self._relay.stats()
         delivery = Delivery(stats.queue_depth, stats.errors)
         if self.offloaded:  # another process appends it, and the sinks' backlog is reckoned from this number
@@ -119,12 +158,17 @@ class Recorder:
         """Appends something that happened besides records."""
         self._writer.event(JournalEvent(kind, data, seq=self._next_seq(), axes=axes))
 
+    def sync(self) -> None:
+        """Returns when the journal holds everything so far, on the disk; at the latest after `SYNC_SECONDS`."""
+        self._writer.sync(SYNC_SECONDS)
+
     def close(self, status: RunStatus, timeout: float) -> CloseReport:
         """Appends the end line and waits for the sinks, `timeout` seconds in all, half of them at most for the journal."""
+        assert self._relay is not None
         deadline = time.monotonic() + timeout
         self._writer.end(status, self._next_seq(), timeout / 2)
         report = self._relay.close(max(0.1, deadline - time.monotonic()), status=status)
-        self._journal.close()
+        self._claim.release()
         return report
 
     def _next_seq(self) -> int:
@@ -137,17 +181,30 @@ def metric_infos(group: type) -> dict[str, MetricInfo]:
     return {metric.key: metric.info() for _, metric in declared(group)}
 
 
-def _claimed(run_dir: str | Path | Literal["auto"] | None, name: str | None) -> Journal | MemoryJournal:
-    """The journal of a run directory that is ours from now on; a default one gets a number where the second is taken."""
-    if run_dir is None:
-        return MemoryJournal()
-    if run_dir != "auto":
-        return Journal.create(run_dir)
-    stem = f"{name or Path(sys.argv[0]).stem or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for suffix in ("", *(f"-{number}" for number in range(2, 100))):
-        with suppress(FileExistsError):
-            return Journal.create(Path("runs") / f"{stem}{suffix}")
-    raise FileExistsError(f"a hundred runs named runs/{stem} have begun in this second: pass a run directory")
+def _claimed(run_dir: str | Path | Literal["auto"] | None, name: str | None, *, resume: bool) -> Claim:
+    if not resume:
+        return claim(run_dir, name)
+    if run_dir in ("auto", None):
+        raise ValueError("resume needs the run directory to go on in: pass run_dir")
+    return claim_again(run_dir)
+
+
+def _resumed(run: RunInfo, held: Held, axes: Axes) -> RunInfo:
+    """The run as it goes on: whatever identifies it is as it was, settings and facts that are given now win."""
+    earlier = held.info
+    resumed_from = {"update": axes.update, "env_step": axes.env_step, "gradient_step": axes.gradient_step}
+    return replace(
+        run,
+        run_id=earlier.run_id,
+        name=earlier.name,
+        started=earlier.started,
+        config={**earlier.config, **run.config},
+        tags=run.tags or earlier.tags,
+        notes=run.notes or earlier.notes,
+        facts={**earlier.facts, **run.facts},
+        metrics={**earlier.metrics, **run.metrics},
+        resumed_from={**resumed_from, "recorded": held.recorded, "seq": held.seq},
+    )
 
 
 def _name(name: str | None, run_dir: Path | None, *, default: bool) -> str:

@@ -55,6 +55,8 @@ class Telemetry:
         level: `off`, `minimal`, `normal` or `debug`.
         config, tags, notes, facts: travel to every sink with the run; `attach` adds the trainer's own config and facts.
         close_timeout: seconds that `close` waits for the sinks, all together.
+        resume: goes on in the run that `run_dir` holds, also in the backends. Give telemetry's state back by `load_state_dict`, unless an
+            attached trainer loads a checkpoint. Updates that the journal holds already are not recorded again.
         offload: whether an attached trainer's updates are summarised in a process beside it. By default where a second core is free;
             never without a run directory.
         ranks: `all`: where `torch.distributed` is initialised, the ranks report as one. `alone`: this process reports its own numbers
@@ -68,6 +70,7 @@ class Telemetry:
     Raises:
         ValueError: for an unknown level or sink.
         FileExistsError: if `run_dir` holds a journal already.
+        FileNotFoundError, BlockingIOError: with `resume`, if it holds none, or a run that is still being trained.
         OSError: if `run_dir` cannot be written.
         RuntimeError: a rank made no `Telemetry` within a minute.
         All of them are raised on every rank.
@@ -86,6 +89,7 @@ class Telemetry:
         facts: Mapping[str, Any] | None = None,
         close_timeout: float = 15.0,
         offload: bool = True,
+        resume: bool = False,
         ranks: Literal["all", "alone"] = "all",
     ) -> None:
         self.level = Level.parse(level)
@@ -109,10 +113,15 @@ class Telemetry:
         self._peers: Peers | None = None
         if self.level > Level.OFF:
             self._peers = Peers.meet() if ranks == "all" else None
-            self._recorder = recorder_for(
-                self._peers,
-                partial(Recorder, sinks, run_dir=run_dir, name=name, tags=tuple(tags), notes=notes, level=self.level),
-            )
+            if resume and self._peers:
+                self._peers.leave()
+                raise ValueError(
+                    "resume goes on in one process: a checkpoint holds the episodes of the first rank only"
+                )
+            settings = {"run_dir": run_dir, "name": name, "tags": tuple(tags), "notes": notes}
+            claim: Callable[..., Recorder] = partial(Recorder, sinks, level=self.level, resume=resume)
+            self._recorder = recorder_for(self._peers, partial(claim, **settings))
+            self._axes = self._recorder.axes or self._axes
             self._at_exit = at_exit(self)
 
     @property
@@ -135,7 +144,18 @@ class Telemetry:
         self._config.update(config or {})
         self._facts.update(facts or {})
         if self._recorder and self._recorder.run is None:
-            self._recorder.start(self._config, self._facts)
+            self._recorder.start(self._config, self._facts, self._axes)
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the run stands, for a checkpoint; waits until the journal holds everything so far, so that no gap can follow it."""
+        self.materialise()
+        if self._active and self._recorder and self._recorder.run is not None:
+            self._recorder.sync()
+        return {name: getattr(self._axes, name) for name in ("update", "env_step", "gradient_step")}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes on counting where a checkpoint was taken; before the first `flush`."""
+        self._axes = Axes(state["update"], state["env_step"], state["gradient_step"], time.time())
 
     def observe(
         self, *groups: MetricGroup | Iterable[MetricGroup], epoch: int | Sequence[int] = 0, step: int | None = None
@@ -281,14 +301,18 @@ class Telemetry:
     def _send(self, env_step: int, update: int | None, gradient_step: int | None, *, partial: bool) -> None:
         assert self._recorder is not None
         steps = self._window.gradient_steps + sum(snapshot.gradient_steps for snapshot in self._snapshots)
-        self._axes = Axes(
+        axes = Axes(
             update=self._axes.update + 1 if update is None else update,
             env_step=env_step,
             gradient_step=self._axes.gradient_step + steps if gradient_step is None else gradient_step,
             wall_time=time.time(),
         )
-        self._flush = Flush(self._axes, self._window.send(), self._numbers, tuple(self._snapshots), partial)
+        flush = Flush(axes, self._window.send(), self._numbers, tuple(self._snapshots), partial)
         self._numbers, self._snapshots = {}, []
+        if not self._recorder.covers(axes):
+            self._axes, self._flush = axes, flush
+        elif axes.update <= self._recorder.recorded:
+            self._axes = axes
 
 
 def _flat(groups: Iterable[MetricGroup | Iterable[MetricGroup]]) -> Iterator[MetricGroup]:

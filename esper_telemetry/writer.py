@@ -15,6 +15,7 @@ from esper_telemetry.journal import (
     encode_metrics,
     encode_record,
     encode_run,
+    records,
 )
 from esper_telemetry.layout import Values
 from esper_telemetry.metrics.performance import telemetry_health
@@ -60,6 +61,9 @@ class Writer(Protocol):
     def run(self, info: RunInfo) -> None:
         """The head of the journal."""
 
+    def go_on(self, info: RunInfo) -> None:
+        """Instead of `run`, where the journal holds this head and the records of earlier parts of the run."""
+
     def describe(self, metrics: Mapping[str, MetricInfo], seq: int) -> None:
         """Descriptions of keys that the head did not have."""
 
@@ -68,6 +72,9 @@ class Writer(Protocol):
 
     def event(self, event: JournalEvent) -> None:
         """Something that happened besides records."""
+
+    def sync(self, timeout: float) -> None:
+        """All lines so far are in the journal, and on the disk, when it returns, if the timeout allows."""
 
     def end(self, status: RunStatus, seq: int, timeout: float) -> None:
         """The last line; all lines are in the journal when it returns, if the timeout allows."""
@@ -79,13 +86,12 @@ class JournalWriter:
     Args:
         journal: where to.
         level: at which the run is measured.
-        facts: of a run whose head another writer has written.
     """
 
-    def __init__(self, journal: Journal | MemoryJournal, level: Level, facts: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, journal: Journal | MemoryJournal, level: Level) -> None:
         self._journal = journal
         self._level = level
-        self._facts = facts or {}
+        self._facts: Mapping[str, Any] = {}
         self._series = Series(self._facts)
 
     def run(self, info: RunInfo) -> None:
@@ -93,6 +99,13 @@ class JournalWriter:
         self._facts = info.facts
         self._series = Series(self._facts)
         self._journal.write(encode_run(info))
+
+    def go_on(self, info: RunInfo) -> None:
+        """See `Writer`; the journal yields the history of the derived values again."""
+        self._facts = info.facts
+        self._series = Series(self._facts)
+        for record in records(info.run_dir) if info.run_dir else ():
+            self._series.derive(record.values, self._level)
 
     def describe(self, metrics: Mapping[str, MetricInfo], seq: int) -> None:
         """See `Writer`."""
@@ -118,6 +131,10 @@ class JournalWriter:
     def event(self, event: JournalEvent) -> None:
         """See `Writer`."""
         self._journal.write(encode_event(event))
+
+    def sync(self, timeout: float) -> None:
+        """See `Writer`."""
+        self._journal.sync()
 
     def end(self, status: RunStatus, seq: int, timeout: float) -> None:
         """See `Writer`."""

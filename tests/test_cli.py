@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from esper_telemetry import RunStatus, Telemetry, read_run
+from esper_telemetry import PPO, RunStatus, Telemetry, make_env, read_run
 from esper_telemetry.catalogue import catalogue
 from esper_telemetry.cli import main
 
 CARTPOLE = ("train", "--env", "CartPole-v1")
 ONE_UPDATE = ("--total-steps", "1", "--num-envs", "2", "--num-steps", "32")
+
+
+def cursors(run_dir: Path) -> dict[str, dict[str, object]]:
+    return dict(json.loads((run_dir / "cursors.json").read_text()))
 
 
 class Said(NamedTuple):
@@ -148,6 +153,162 @@ def test_a_directory_that_holds_a_run_is_left_alone(here: Path, capfd: pytest.Ca
     assert code == 2
     assert err.startswith("esper-telemetry: taken already holds a run: ")
     assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before
+
+
+@pytest.fixture(scope="module")
+def half_done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two updates, 64 steps each, with a checkpoint; episodes of Pendulum take 200 steps, so none ends."""
+    run_dir = tmp_path_factory.mktemp("resume") / "run"
+    options = ("--total-steps", "100", "--num-envs", "2", "--num-steps", "32", "--run-dir", str(run_dir))
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "--env", "Pendulum-v1", *options, "--level", "minimal", "--sink", "tensorboard"])
+    assert stop.value.code == 0
+    return run_dir
+
+
+def contents(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ((), "has trained 128 steps of 100: more need a larger --total-steps"),
+        (("--total-steps", "128"), "has trained 128 steps of 128: more need a larger --total-steps"),
+        (("--env", "Acrobot-v1"), "--env cannot change when a run is resumed: "),
+        (("--num-envs", "4"), "was trained with 2, got 4"),
+        (("--policy", "lstm"), "--policy cannot change when a run is resumed: "),
+        (("--hidden-sizes", "8", "8"), "was trained with (64, 64), got (8, 8)"),
+        (("--seed", "7"), "was trained with 0, got 7"),
+        (("--run-dir", "elsewhere"), "--run-dir goes with a new run: --resume takes it from "),
+        (("--preset", "none"), "--preset goes with a new run: --resume takes it from "),
+        (("--level", "off"), "--level off keeps no journal, so there is nothing to resume with it"),
+        (("--level", "loud", "--total-steps", "999"), "level must be one of off, minimal, normal, debug, got 'loud'"),
+        (("--learning-rate", "-1"), "learning_rate must be positive"),
+        (("--sink", "grafana", "--total-steps", "999"), "unknown sink 'grafana'"),
+    ],
+)
+def test_a_run_that_cannot_go_on_as_asked_is_left_as_it_was(
+    half_done: Path, option: tuple[str, ...], sentence: str, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(half_done)
+
+    code, out, err = said(["train", "--resume", str(half_done), *option], capfd)
+
+    assert (code, out) == (2, "")
+    assert err.startswith("esper-telemetry: ") and err.count("\n") == 1
+    assert sentence in err
+    assert contents(half_done) == before
+    assert list(here.iterdir()) == []
+
+
+def unlink_checkpoint(run_dir: Path) -> None:
+    (run_dir / "checkpoints" / "latest.pt").unlink()
+
+
+def cut_checkpoint(run_dir: Path) -> None:
+    path = run_dir / "checkpoints" / "latest.pt"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def put_another_checkpoint(run_dir: Path) -> None:
+    PPO(make_env("CartPole-v1", num_envs=2)).save(run_dir / "checkpoints" / "latest.pt")
+
+
+def unlink_journal(run_dir: Path) -> None:
+    (run_dir / "journal.jsonl").unlink()
+
+
+def lose_the_head(run_dir: Path) -> None:
+    journal = run_dir / "journal.jsonl"
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[1:]))
+
+
+def begin_by_hand(run_dir: Path) -> None:
+    unlink_journal(run_dir)
+    Telemetry(run_dir=run_dir).close()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (unlink_checkpoint, "run holds no checkpoint to go on from: there is no run/checkpoints/latest.pt"),
+        (cut_checkpoint, "run/checkpoints/latest.pt is not a checkpoint: "),
+        (put_another_checkpoint, "does not fit: its env is CartPole-v1, here it is Pendulum-v1"),
+        (unlink_journal, "run is not a run directory: it holds no journal.jsonl"),
+        (lose_the_head, "run/journal.jsonl has no line that describes the run"),
+        (begin_by_hand, "run is not a run of esper-telemetry train: its settings say nothing of activation"),
+        (shutil.rmtree, "there is no run directory run"),
+    ],
+)
+def test_a_directory_that_cannot_be_resumed_says_why(
+    half_done: Path, spoil: Callable[[Path], None], sentence: str, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(half_done, "run")
+    spoil(here / "run")
+    before = contents(here)
+
+    code, out, err = said(["train", "--resume", "run", "--total-steps", "999"], capfd)
+
+    assert (code, out) == (2, "")
+    assert err.startswith("esper-telemetry: ") and err.count("\n") == 1
+    assert sentence in err
+    assert contents(here) == before
+
+
+def test_a_run_that_is_still_trained_is_not_resumed(
+    half_done: Path, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(half_done, "run")
+    with Telemetry(run_dir="run", resume=True):
+        code, _, err = said(["train", "--resume", "run", "--total-steps", "999"], capfd)
+
+    assert code == 2
+    assert err == "esper-telemetry: run is still being trained: a run goes on in one process at a time\n"
+
+
+def test_a_resumed_run_takes_its_settings_and_sinks_from_the_run(
+    half_done: Path, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """TensorBoard and no console, as the first part had; the level too; the learning rate and the end are new."""
+    shutil.copytree(half_done, "run")
+    options = ("--total-steps", "200", "--learning-rate", "0.001", "--no-anneal-learning-rate")
+
+    code, out, err = said(["train", "--resume", "run", *options], capfd)
+
+    assert (code, err) == (0, "")
+    assert "run goes on after update 2, step 128\n" in out
+    assert "TensorBoard" in out and "finished after" not in out
+    run = read_run("run")
+    assert [record.axes.update for record in run.records] == [1, 2, 3, 4]
+    assert (run.info.config["total_steps"], run.info.config["num_steps"]) == (200, 32)
+    assert [record.values["opt/lr"] for record in run.records[2:]] == [0.001, 0.001]
+    assert {record.values["telemetry/level"] for record in run.records} == {1.0}
+
+
+def test_other_sinks_may_be_named_and_get_the_whole_run(
+    half_done: Path, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(half_done, "run")
+
+    code, _, _ = said(["train", "--resume", "run", "--total-steps", "200", "--sink", "tensorboard:other"], capfd)
+
+    assert code == 0
+    assert cursors(here / "run")["tensorboard:other"]["records"] == 4
+    assert cursors(here / "run")["tensorboard"]["records"] == 2
+
+
+def test_a_password_is_not_kept_so_the_sink_is_named_again(
+    half_done: Path, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(half_done, "run")
+    journal = here / "run" / "journal.jsonl"
+    journal.write_text(journal.read_text().replace('"tensorboard"]', '"mlflow:http://me:***@host"]', 1))
+
+    code, _, err = said(["train", "--resume", "run", "--total-steps", "200"], capfd)
+
+    assert code == 2
+    assert "the password in sink mlflow:http://me:***@host was not kept: name the sinks again with --sink" in err
 
 
 def test_a_directory_that_cannot_be_written_is_named(here: Path, capfd: pytest.CaptureFixture[str]) -> None:

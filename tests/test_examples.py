@@ -98,3 +98,16 @@ def test_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {"policy/head/side/entropy_norm", "policy/head/height/std/mean", "policy/head/height/bound_frac"}
     assert found.status is RunStatus.FINISHED
     assert keys <= found.records[-1].values.keys()
+
+
+def test_resume(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started again with more steps, it goes on in the same journal, after the checkpoint of the first time."""
+    run("resume", monkeypatch)
+    run("resume", monkeypatch, "--total-steps", "4096")
+
+    found = read_run("run")
+    assert [record.axes.update for record in found.records] == list(range(1, len(found.records) + 1))
+    assert found.records[-1].axes.env_step >= 4096
+    assert found.info.resumed_from is not None
+    assert found.info.resumed_from["update"] == found.info.resumed_from["recorded"] >= 2
+    assert len(list((here / "run/tensorboard").glob("events.*"))) == 2

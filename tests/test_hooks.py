@@ -56,3 +56,17 @@ def test_a_hook_may_remove_itself_while_it_runs() -> None:
     hooks.emit(Ping(2))
 
     assert heard == [1, -1, -2]
+
+
+def test_hooks_that_ask_to_be_last_are_called_after_those_that_come_later() -> None:
+    hooks = Hooks()
+    heard: list[str] = []
+    remove = hooks.on(Ping, lambda event: heard.append("last"), last=True)
+    assert hooks.wants(Ping)
+    hooks.on(Ping, lambda event: heard.append("first"))
+
+    hooks.emit(Ping(1))
+    remove()
+    hooks.emit(Ping(2))
+
+    assert heard == ["first", "last", "first"]

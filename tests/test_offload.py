@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -142,3 +143,23 @@ def test_a_killed_trainer_loses_no_finished_update(tmp_path: Path) -> None:
 
     assert rates(run_dir) == [float(update) for update in range(1, 31)]
     assert read_run(run_dir).status is RunStatus.KILLED
+
+
+def test_a_trainer_that_takes_over_knows_what_was_written_and_its_history(tmp_path: Path) -> None:
+    """The process dies after five updates, without acknowledging the last: no update twice, and averages go on."""
+    telemetry, pid = offloaded(tmp_path)
+    for update in range(1, 6):
+        telemetry.log({"policy/entropy": 2.0**-update})
+        submit(telemetry, update)
+    wait_until(lambda: journal(tmp_path).count('{"kind":"record"') == 5)
+    os.kill(pid, signal.SIGKILL)
+    for update in range(6, 9):
+        telemetry.log({"policy/entropy": 2.0**-update})
+        submit(telemetry, update)
+    telemetry.close()
+
+    assert rates(tmp_path) == [float(update) for update in range(1, 9)]
+    assert journal(tmp_path).count('{"kind":"record"') == 8
+    rate = read_run(tmp_path).records[-1].values["policy/entropy_rate"]
+    assert rate == pytest.approx(-math.log(2))
+    assert all("policy/entropy_rate" in record.values for record in read_run(tmp_path).records[1:])

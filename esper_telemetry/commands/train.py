@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from esper_telemetry.commands import resume
 from esper_telemetry.commands.mistakes import WrongUse, wrong_use
 from esper_telemetry.commands.ranks import (
     RankLostError,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 SMALL = 256  # width from which a second thread pays: measured for LSTMs of 64 and 256
 DONE, FAILED, INTERRUPTED, TERMINATED = 0, 1, 130, 143
+STATUSES = {DONE: RunStatus.FINISHED, INTERRUPTED: RunStatus.INTERRUPTED, TERMINATED: RunStatus.PREEMPTED}
 
 
 class Prepared(NamedTuple):
@@ -63,10 +65,11 @@ def train(options: Train) -> int:
         prepared = agreed(partial(_prepared, options))
         with wrong_use():
             trainer = PPO(prepared.env, options.ppo, device=prepared.device)
+            beginning = resume.load_checkpoint(trainer, options) if options.resume else _preset(options)
             summary = Summary(prepared.sinks)
             telemetry = _telemetry([*prepared.sinks, summary.observe], options)
-        if first():
-            _say_preset(options)
+        if first() and beginning:
+            print(beginning)
         code = _run(trainer, telemetry, options)
         if first():
             summary.show(telemetry)
@@ -78,6 +81,10 @@ def _prepared(options: Train) -> Prepared:
         raise WrongUse(f"total_steps must be at least 1, got {options.total_steps}")
     device = _device(own_device(options.device))
     size = Ranks.current().size
+    if options.resume and size > 1:
+        raise WrongUse(
+            f"--resume goes on in one process, here are {size}: a checkpoint holds the episodes of the first"
+        )
     if options.num_envs % size:
         raise WrongUse(f"num_envs must be a multiple of the {size} processes, got {options.num_envs}")
     env = make_env(options.env, num_envs=options.num_envs // size, mask_velocity=options.mask_velocity)
@@ -86,30 +93,26 @@ def _prepared(options: Train) -> Prepared:
 
 
 def _telemetry(sinks: Sequence[SinkLike], options: Train) -> Telemetry:
+    if options.resume:
+        resume.say_what_is_waited_for(options.resume)
     return Telemetry(
         sinks,
-        run_dir=options.run_dir or "auto",
+        run_dir=options.resume or options.run_dir or "auto",
         name=None if options.run_dir else segment(options.env),
         level=options.level,
-        config={
-            "env": options.env,
-            "mask_velocity": options.mask_velocity,
-            "preset": options.preset_name,
-            "total_steps": options.total_steps,
-            "num_envs": options.num_envs,
-            "ranks": Ranks.current().size,
-        },
+        config={**resume.kept_config(options), "ranks": Ranks.current().size},
+        resume=options.resume is not None,
     )
 
 
-def _say_preset(options: Train) -> None:
-    """Prints what the preset and the options changed of the defaults; nothing where there is no preset."""
+def _preset(options: Train) -> str:
+    """What the preset and the options changed of the defaults; empty where there is no preset."""
     if options.preset_name == "none":
-        return
+        return ""
     plain = asdict(PPOConfig())
     changed = {name: value for name, value in asdict(options.ppo).items() if value != plain[name]}
     settings = " ".join(f"{name}={value}" for name, value in {"num_envs": options.num_envs, **changed}.items())
-    print(f"preset {options.preset_name} (--preset none for the defaults): {settings}")
+    return f"preset {options.preset_name} (--preset none for the defaults): {settings}"
 
 
 def _choose_threads(options: Train, layout: Layout) -> None:
@@ -127,19 +130,17 @@ def _device(name: str) -> torch.device:
 
 
 def _run(trainer: PPO, telemetry: Telemetry, options: Train) -> int:
-    checkpoints = _checkpoints(trainer, telemetry, options) if first() else None
     try:
         with _stopped_by_signals(trainer) as came, telemetry, watching_ranks(partial(_give_up, telemetry)):
             if first():
                 _evaluate(trainer, telemetry, options)
             attach(telemetry, trainer)
+            checkpoints = _checkpoints(trainer, telemetry, options) if first() else None
             trainer.learn(options.total_steps)
             if checkpoints is not None:
                 checkpoints.save()
-            number = strongest(max(came, default=0))
-            if number:
-                telemetry.close(RunStatus.PREEMPTED if number == signal.SIGTERM else RunStatus.INTERRUPTED)
-                return TERMINATED if number == signal.SIGTERM else INTERRUPTED
+            code = _code(trainer, options, strongest(max(came, default=0)))
+            telemetry.close(STATUSES[code])
     except KeyboardInterrupt:
         return INTERRUPTED
     except RankLostError as lost:
@@ -148,7 +149,14 @@ def _run(trainer: PPO, telemetry: Telemetry, options: Train) -> int:
     except Exception:
         traceback.print_exc()
         return FAILED
-    return DONE
+    return code
+
+
+def _code(trainer: PPO, options: Train, number: int) -> int:
+    """The exit code of training that returned after that signal, 0 for none; one that has all its steps is done all the same."""
+    if not number or trainer.env_steps >= options.total_steps:
+        return DONE
+    return TERMINATED if number == signal.SIGTERM else INTERRUPTED
 
 
 def _give_up(telemetry: Telemetry, lost: RankLostError) -> None:
@@ -169,16 +177,16 @@ def _checkpoints(trainer: PPO, telemetry: Telemetry, options: Train) -> Checkpoi
 
 
 def _evaluate(trainer: PPO, telemetry: Telemetry, options: Train) -> None:
-    """Evaluates every so many steps; what is found joins the record of the update it precedes."""
+    """Evaluates whenever training passes a multiple of so many steps; what is found joins the record of the update it precedes."""
     if options.eval_every <= 0:
         return
     env = make_env(options.env, num_envs=options.eval_episodes, mask_velocity=options.mask_velocity)
-    due = options.eval_every
+    passed = trainer.env_steps // options.eval_every
 
     def evaluate(event: RolloutEnd) -> None:
-        nonlocal due
-        if event.env_step >= due:
-            due = event.env_step + options.eval_every
+        nonlocal passed
+        before, passed = passed, event.env_step // options.eval_every
+        if passed > before:
             found = trainer.evaluate(env, seed=options.ppo.seed + 1)
             telemetry.log({"eval/return_mean": fmean(found.returns), "eval/length_mean": fmean(found.lengths)})
 
@@ -187,18 +195,20 @@ def _evaluate(trainer: PPO, telemetry: Telemetry, options: Train) -> None:
 
 @contextmanager
 def _stopped_by_signals(trainer: PPO) -> Iterator[list[int]]:
-    """Within it SIGTERM ends training after the update in progress; yields the signals that came.
+    """Within it SIGTERM and Ctrl-C end training after the update in progress; yields the signals that came.
 
-    Where several processes train, Ctrl-C does too: each gets the signal at another moment, and all have to stop after the same update.
+    A second Ctrl-C ends one process at once. Where several train, each gets the signal at another moment, and all have to stop after the
+    same update.
     """
     came: list[int] = []
 
     def stop(number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT and number in came and trainer.ranks.alone:
+            raise KeyboardInterrupt
         came.append(number)
         trainer.stop()
 
-    numbers = [signal.SIGTERM] if trainer.ranks.alone else [signal.SIGTERM, signal.SIGINT]
-    before = {number: signal.signal(number, stop) for number in numbers}
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield came
     finally:

@@ -10,6 +10,7 @@ raises: what could not be written waits in memory, and goes out first when there
 """
 
 from esper_telemetry.journal.file import JOURNAL_NAME, Journal, JournalReader, end_if_open, journal_path
+from esper_telemetry.journal.held import Held, held, records, run_info
 from esper_telemetry.journal.lines import (
     SCHEMA,
     End,
@@ -24,24 +25,28 @@ from esper_telemetry.journal.lines import (
     encode_run,
     to_json,
 )
-from esper_telemetry.journal.lock import await_writer, lock_for_writer, remove_lock
+from esper_telemetry.journal.lock import HELPERS, Role, TrainerLock, await_release, is_held, lock_for, remove_lock
 from esper_telemetry.journal.memory import MemoryJournal, MemoryReader
 from esper_telemetry.journal.plain import plain
 from esper_telemetry.journal.run import Run, read_run
 
 __all__ = [
+    "HELPERS",
     "JOURNAL_NAME",
     "SCHEMA",
     "End",
     "Entry",
+    "Held",
     "Journal",
     "JournalEvent",
     "JournalReader",
     "Line",
     "MemoryJournal",
     "MemoryReader",
+    "Role",
     "Run",
-    "await_writer",
+    "TrainerLock",
+    "await_release",
     "decode",
     "encode_end",
     "encode_event",
@@ -49,10 +54,14 @@ __all__ = [
     "encode_record",
     "encode_run",
     "end_if_open",
+    "held",
+    "is_held",
     "journal_path",
-    "lock_for_writer",
+    "lock_for",
     "plain",
     "read_run",
+    "records",
     "remove_lock",
+    "run_info",
     "to_json",
 ]

@@ -99,6 +99,11 @@ class Journal:
         """A reader from the first line on."""
         return JournalReader(self.path)
 
+    def sync(self) -> None:
+        """Makes what was written survive a crash of the machine too, where the disk allows."""
+        with self._lock, suppress(OSError):
+            os.fsync(self._fd)
+
     def close(self) -> None:
         """Writes what waited, makes the file durable and closes it; harmless when repeated or in a forked process."""
         if os.getpid() != self._pid:

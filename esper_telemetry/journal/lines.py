@@ -40,7 +40,8 @@ Entry = RunInfo | Record | JournalEvent | End
 
 
 def encode_run(info: RunInfo) -> dict[str, Any]:
-    """The first line of a journal. The run directory is left out: a journal may be moved."""
+    """The first line of a journal, and of every part of a resumed run. The run directory is left out: a journal may be moved."""
+    resumed = {} if info.resumed_from is None else {"resumed_from": plain(info.resumed_from)}
     return {
         "kind": "run",
         "schema": SCHEMA,
@@ -53,6 +54,7 @@ def encode_run(info: RunInfo) -> dict[str, Any]:
         "versions": dict(info.versions),
         "facts": plain(info.facts),
         "metrics": _encode_descriptions(info.metrics),
+        **resumed,
     }
 
 
@@ -132,6 +134,7 @@ def _decode_run(line: Line, run_dir: Path | None) -> RunInfo:
         versions=line.get("versions", {}),
         facts=line.get("facts", {}),
         metrics=_decode_descriptions(line.get("metrics", {})),
+        resumed_from=line.get("resumed_from"),
     )
 
 

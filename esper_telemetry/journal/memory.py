@@ -53,6 +53,9 @@ class MemoryJournal:
             self._readers.append(reader)
             return reader
 
+    def sync(self) -> None:
+        """Does nothing: there is no file."""
+
     def close(self) -> None:
         """Does nothing: what waits for a reader stays with it."""
 

@@ -20,7 +20,7 @@ class Run:
 
     Attributes:
         info: its last `run` line, with all descriptions of keys.
-        records: one per update, in order; of an update that was repeated after a resume, the last.
+        records: one per update, in order; were one there twice, the first counts, as in backends, which take nothing back.
         events: everything else that happened, descriptions of keys excepted.
         status: how the run ended; None if it goes on, or was killed together with everything around it.
         skipped: lines that could not be understood.
@@ -63,7 +63,10 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
     info = merge_head(None, entries)
     if info is None:
         raise ValueError(f"{reader.path} has no line that describes the run")
-    records = {entry.axes.update: entry for entry in entries if isinstance(entry, Record)}
+    records: dict[int, Record] = {}
+    for entry in entries:
+        if isinstance(entry, Record):
+            records.setdefault(entry.axes.update, entry)
     ordered = tuple(records[update] for update in sorted(records))
     events = tuple(entry for entry in entries if isinstance(entry, JournalEvent) and entry.type != "metrics")
     return Run(info, ordered, events, end_status(entries), reader.skipped)

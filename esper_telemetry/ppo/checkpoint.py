@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import statistics
 from collections import deque
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from esper_telemetry.events import EpisodeEnd, UpdateEnd
+from esper_telemetry.ppo.chance import generator_states, restore_generators
 
 if TYPE_CHECKING:
     from esper_telemetry.ppo.trainer import PPO
@@ -31,7 +33,7 @@ class Checkpoints:
     """Keeps `latest.pt`, and `best.pt` of the highest mean return over the last hundred episodes.
 
     Args:
-        trainer: whose checkpoints; they are written at the ends of its updates.
+        trainer: whose checkpoints; they are written at the ends of its updates, after everybody else was told of them.
         directory: where.
         every: environment steps between two.
     """
@@ -42,15 +44,26 @@ class Checkpoints:
         self._due, self._highest = trainer.env_steps + every, -math.inf
         self._returns: deque[float] = deque(maxlen=RECENT)
         trainer.hooks.on(EpisodeEnd, lambda event: self._returns.extend(event.returns))
-        trainer.hooks.on(UpdateEnd, self._keep)
+        trainer.hooks.on(UpdateEnd, self._keep, last=True)
+        trainer.companions.join("checkpoints", self)
 
     def save(self) -> None:
         """Writes `latest.pt` now, and `best.pt` if no mean return was higher."""
-        self._trainer.save(self.latest)
         mean = statistics.fmean(self._returns) if len(self._returns) == RECENT else -math.inf
-        if mean > self._highest:
-            self._highest = mean
+        best, self._highest = mean > self._highest, max(mean, self._highest)
+        if best:
             self._trainer.save(self.best)
+        self._trainer.save(self.latest)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which mean return was the highest, and the returns of the next one."""
+        return {"highest": self._highest, "returns": list(self._returns)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a saved state; the next checkpoint comes as many steps after the one that was loaded."""
+        self._due, self._highest = self._trainer.env_steps + self._every, state["highest"]
+        self._returns.clear()
+        self._returns.extend(state["returns"])
 
     def _keep(self, event: UpdateEnd) -> None:
         if event.env_step >= self._due:
@@ -59,7 +72,10 @@ class Checkpoints:
 
 
 def state_of(trainer: PPO) -> dict[str, Any]:
-    """Weights, optimizer, normalisers, random generators, counts, open episodes and, where it can be saved, the environment."""
+    """All that training goes on from.
+
+    Weights, optimizer, normalisers, random generators, counts, open episodes, companions and, where it can be saved, the environment.
+    """
     return {
         "format": FORMAT,
         "config": asdict(trainer.config),
@@ -70,6 +86,9 @@ def state_of(trainer: PPO) -> dict[str, Any]:
         "counts": {name: getattr(trainer, name) for name in ("env_steps", "updates", "gradient_steps")},
         "generator": trainer.generator.get_state(),
         "collector": trainer.collector.state_dict(),
+        "generators": generator_states(),
+        "watchdog": None if trainer.watchdog is None else trainer.watchdog.state_dict(),
+        "companions": trainer.companions.state_dict(),
     }
 
 
@@ -91,7 +110,10 @@ def save(trainer: PPO, path: str | Path) -> Path:
 
 def read(path: str | Path) -> dict[str, Any]:
     """A checkpoint's content, on the CPU; raises ValueError where the file is none of ours."""
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{path} is not a checkpoint: {str(error).splitlines()[0]}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError(f"{path} is not a checkpoint of format {FORMAT}")
     return state
@@ -100,8 +122,9 @@ def read(path: str | Path) -> dict[str, Any]:
 def load(trainer: PPO, path: str | Path) -> None:
     """Makes a trainer go on from a checkpoint.
 
-    With the environment's state the run is the one that would have been without a break; where it could not be saved, and on all
-    ranks but the first, new episodes begin.
+    With the environment's state the run is the one that would have been without a break, bit for bit; where it could not be saved, and
+    on all ranks but the first, new episodes begin. The global generators of Python, NumPy and torch go on too, as an environment may
+    draw from them.
 
     Raises:
         ValueError: the file does not fit; the sentence says which part differs.
@@ -117,7 +140,9 @@ def load(trainer: PPO, path: str | Path) -> None:
     if trainer.ranks.rank == 0:  # it is rank 0's: with it the others would draw the same actions in the same episodes
         trainer.collector.load_state_dict(state["collector"])
     if trainer.watchdog is not None:
-        trainer.watchdog.remember()
+        trainer.watchdog.load_state_dict(state["watchdog"] or {})
+    trainer.companions.load_state_dict(state["companions"])
+    restore_generators(state["generators"])
 
 
 def check(trainer: PPO, state: Mapping[str, Any], path: str | Path) -> None:

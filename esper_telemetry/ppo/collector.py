@@ -16,6 +16,7 @@ import torch
 
 from esper_telemetry.environments.observations import layout_of
 from esper_telemetry.environments.protocol import Masked, Saveable, Step, VectorEnvironment
+from esper_telemetry.ppo.chance import new_seed
 from esper_telemetry.ppo.choices import Choices
 from esper_telemetry.ppo.episodes import EpisodeCounter
 from esper_telemetry.ppo.estimates import Final, estimate, remember
@@ -116,6 +117,7 @@ class Collector:
         """Goes on from a saved state; begins new episodes where the environment could not be saved."""
         self._generator.set_state(state["generator"])
         if state["environment"] is None:
+            self._begin_anew()
             return
         assert isinstance(self.env, Saveable)
         self.env.load_state_dict(state["environment"])
@@ -123,6 +125,15 @@ class Collector:
         for name, memory in self._memories.items():
             memory.state[:] = state["memories"][name].numpy()
         self.episodes.load_state_dict(state["episodes"])
+
+    def _begin_anew(self) -> None:
+        """Begins episodes everywhere, other ones than at the start of the run."""
+        self._raw[-1] = self.env.reset(new_seed(self._generator))
+        self._fresh[-1] = True
+        for memory in self._memories.values():
+            memory.state.fill(0.0)
+        self.episodes.forget()
+        self._normalizers.forget()
 
     def _begin(self) -> None:
         self._raw[0] = self._raw[-1]

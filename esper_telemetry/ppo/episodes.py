@@ -36,6 +36,11 @@ class EpisodeCounter:
         """Goes on with the open episodes of a saved state."""
         self._open_return[:], self._open_length[:] = state["returns"].numpy(), state["lengths"].numpy()
 
+    def forget(self) -> None:
+        """Drops the open episodes: they will not go on."""
+        self._open_return.fill(0.0)
+        self._open_length.fill(0)
+
     def count(self, rewards: Array, ended: Array, valid: Array | None) -> None:
         """Adds a rollout: rewards, ended and valid are [T, B]; invalid rows count for nothing."""
         steps = np.ones(rewards.shape, np.int64) if valid is None else valid.astype(np.int64)

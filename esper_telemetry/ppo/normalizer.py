@@ -177,6 +177,11 @@ class Normalizers(nn.Module):
         scaled = self.rewards(rollout.rewards, rollout.ended, rollout.valid)
         return replace(rollout, rewards=scaled, raw_rewards=rollout.rewards)
 
+    def forget(self) -> None:
+        """Drops the discounted returns of episodes that will not go on."""
+        if self.rewards is not None:
+            self.rewards.sums.zero_()
+
     def frozen(self) -> Normalizers:
         """These, as they are now and will stay; rewards are left as they come."""
         return Frozen(copy.deepcopy(self.observations))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from esper_telemetry.environments.protocol import Masked, Saveable, TensorEnvironment, TensorStep
 from esper_telemetry.ops import mask_logits
+from esper_telemetry.ppo.chance import new_seed
 from esper_telemetry.ppo.choices import Chosen, chosen
 from esper_telemetry.ppo.episodes import EpisodeCounter
 from esper_telemetry.ppo.normalizer import PLAIN, Normalizers
@@ -105,12 +106,21 @@ class TensorCollector:
         """Goes on from a saved state; begins new episodes where the environment could not be saved."""
         self._generator.set_state(state["generator"])
         if state["environment"] is None:
+            self._begin_anew()
             return
         assert isinstance(self.env, Saveable)
         self.env.load_state_dict(state["environment"])
         self._raw, self._fresh = state["observations"].to(self._device), state["fresh"].to(self._device)
         self._states = {name: memory.to(self._device) for name, memory in state["memories"].items()}
         self.episodes.load_state_dict(state["episodes"])
+
+    def _begin_anew(self) -> None:
+        """Begins episodes everywhere, other ones than at the start of the run."""
+        self._raw = self.env.reset(new_seed(self._generator))
+        self._fresh = torch.ones_like(self._fresh)
+        self._states = {name: torch.zeros_like(state) for name, state in self._states.items()}
+        self.episodes.forget()
+        self._normalizers.forget()
 
     def _noise(self) -> dict[str, Tensor]:
         shape = (self.num_steps, self.env.num_envs)

@@ -28,6 +28,7 @@ from esper_telemetry.events import (
 from esper_telemetry.hooks import Hooks
 from esper_telemetry.ppo import checkpoint
 from esper_telemetry.ppo.backward import backward_losses, backward_trunks, gradient, leaf
+from esper_telemetry.ppo.companions import Companions
 from esper_telemetry.ppo.compiled import compiled, require_compiler
 from esper_telemetry.ppo.config import PPOConfig
 from esper_telemetry.ppo.evaluation import Evaluation, evaluate
@@ -72,6 +73,7 @@ class PPO:
         watchdog: None unless the settings ask for it.
         ranks: the processes that train together.
         hooks: who is told of what happens.
+        companions: what is saved and loaded with it.
         steps: the parts of the update; replace one to vary the algorithm.
         env_steps, updates, gradient_steps: what has been done so far.
 
@@ -85,6 +87,7 @@ class PPO:
         self.config.check_rollout(env.num_envs)
         self.env = env
         self.hooks = Hooks()
+        self.companions = Companions()
         self.ranks = Ranks.current()
         self.steps = steps_for(self.config, self.ranks)
         self.policy = build_policy(env, self.config).to(device)
@@ -124,14 +127,16 @@ class PPO:
         if total_steps <= self.env_steps:
             raise ValueError(f"total_steps must exceed the {self.env_steps} steps already collected, got {total_steps}")
         if self.hooks.wants(RunStart):
-            self.hooks.emit(RunStart(asdict(self.config), self.facts(total_steps)))
-        self._stopping = self._agreed_to_stop = False
+            counts = (self.updates, self.env_steps, self.gradient_steps)
+            self.hooks.emit(RunStart(asdict(self.config), self.facts(total_steps), *counts))
+        self._agreed_to_stop = False
         while self.env_steps < total_steps and not self._agreed_to_stop:
             self._schedule(1 - self.env_steps / total_steps)
             self._train_once()
+        self._stopping = False
 
     def stop(self) -> None:
-        """Makes `learn` return after the update it is in; may be called from a hook or a signal handler."""
+        """Makes `learn` return after the update it is in, or, before it, after its first; hooks and signal handlers may call it."""
         self._stopping = True
 
     def evaluate(self, env: Environment, *, seed: int = 0) -> Evaluation:
@@ -145,7 +150,7 @@ class PPO:
         return checkpoint.save(self, path)
 
     def load(self, path: str | Path) -> None:
-        """Goes on from a checkpoint; raises ValueError, with the part that differs, where it does not fit."""
+        """Goes on from a checkpoint, as does telemetry attached to it; raises ValueError, with what differs, where it does not fit."""
         checkpoint.load(self, path)
 
     def facts(self, total_steps: int) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,6 +29,15 @@ class Watchdog:
     def remember(self) -> None:
         """Takes the weights and statistics as they are for good."""
         self._good = {name: tensor.clone() for name, tensor in self._modules.state_dict().items()}
+
+    def state_dict(self) -> dict[str, int]:
+        """How often the weights were put back; good are those that are saved with it."""
+        return {"rollbacks": self.rollbacks, "in_a_row": self._in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes on counting, and takes the weights as they are for good."""
+        self.rollbacks, self._in_a_row = state.get("rollbacks", 0), state.get("in_a_row", 0)
+        self.remember()
 
     def look(self) -> bool:
         """Whether everything is finite; if not, the good state is back and the optimizer's moments are gone.

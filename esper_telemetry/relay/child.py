@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from esper_telemetry.courtesy import step_back
-from esper_telemetry.journal import JournalReader, await_writer, end_if_open, journal_path
+from esper_telemetry.journal import JournalReader, Role, await_release, end_if_open, journal_path
 from esper_telemetry.record import Record, RunInfo, RunStatus
 from esper_telemetry.relay.cursors import Cursors
 from esper_telemetry.relay.delivery import Delivery, one_line
@@ -106,7 +106,7 @@ def _dead_client(deliveries: Sequence[Delivery]) -> bool:
 
 def _end_run(run_dir: Path) -> RunStatus:
     """Ends the run of a trainer that is gone, after the last record that is still being written for it."""
-    await_writer(run_dir, WRITER_SECONDS)
+    await_release(run_dir, Role.WRITER, WRITER_SECONDS)
     with suppress(OSError):  # a full disk: the sinks are closed without the line
         end_if_open(run_dir, RunStatus.KILLED)
     return RunStatus.KILLED

@@ -56,8 +56,11 @@ class Cursors:
         try:
             saved = self._read()[name]
             end = saved.get("end")
-            return Cursor(saved["offset"], saved["seq"], saved["records"], end and RunStatus(end), saved["closed"])
-        except (KeyError, TypeError, ValueError, AttributeError):
+            offset = min(
+                saved["offset"], self._journal.stat().st_size
+            )  # a crash of the machine may have cost the last lines
+            return Cursor(offset, saved["seq"], saved["records"], end and RunStatus(end), saved["closed"])
+        except (OSError, KeyError, TypeError, ValueError, AttributeError):
             return Cursor()
 
     def save(self, name: str, cursor: Cursor) -> None:

@@ -85,6 +85,7 @@ class Delivery:
         self._fallback: RunStatus | None = None
         self._info: RunInfo | None = None
         self._opened = False
+        self._held = 0
         self._batch: list[Record] = []
         self._resume(Cursor() if cursors is None else cursors.load(self.name))
 
@@ -168,6 +169,8 @@ class Delivery:
             case RunInfo():
                 self._describe(entry)
                 self._move(end=None, closed=False)
+            case Record() if entry.axes.update <= self._held:
+                self._move(end=None, closed=False, seq=entry.seq, records=self._cursor.records + 1)
             case Record():
                 self._batch.append(entry)
                 self._move(end=None, closed=False)
@@ -178,8 +181,9 @@ class Delivery:
 
     def _describe(self, info: RunInfo) -> None:
         """The sink keeps the `RunInfo` it was opened with, so a resumed run adds its descriptions to that."""
-        if self._info is None:
-            self._info = info
+        if self._info is None or not self._opened:
+            earlier, self._info = self._info, info
+            info.metrics.update({**(earlier.metrics if earlier else {}), **info.metrics})
         else:
             self._info.metrics.update(info.metrics)
 
@@ -190,7 +194,17 @@ class Delivery:
         self._must_prepare = False
         self.sink.open(info)
         self._opened = True
+        held = getattr(self.sink, "held", None)
+        self._reconcile(None if held is None else held(info))
         self._worked()
+
+    def _reconcile(self, held: int | None) -> None:
+        """Goes through the journal again where the sink knows what its backend holds, and passes over that."""
+        if held is not None:
+            self._held = held
+            self._batch.clear()
+            self._reader.offset = 0
+            self._move(offset=0, seq=0, records=0, end=None)
 
     def _write(self) -> None:
         batch: Sequence[Record] = tuple(self._batch)

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from esper_telemetry.journal import Role, lock_for, remove_lock
 from esper_telemetry.record import RunStatus
 from esper_telemetry.relay.child import dumped
 from esper_telemetry.relay.status import SinkState, SinkStatus
@@ -73,6 +74,7 @@ class SinkProcess:
         with self._lock:
             self._kill()
         self._thread.join(1.0)
+        remove_lock(self.run_dir, Role.RELAY)
 
     def _supervise(self) -> None:
         for restart in range(RESTARTS + 1):
@@ -99,18 +101,7 @@ class SinkProcess:
         return self._reap(process)
 
     def _start(self, telling: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-P", "-c", ENTRY, str(telling)]
-        with (self.run_dir / LOG_NAME).open("ab") as log:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                pass_fds=[telling],
-                env={**os.environ, "PYTHONPATH": self._import_path},
-                bufsize=0,
-                start_new_session=True,
-            )
+        process = self._spawned(telling)
         settings = {"run_dir": str(self.run_dir), "parent": os.getpid(), "command": sys.argv, "sinks": self._sinks}
         _send(process, settings)
         with self._lock:
@@ -119,6 +110,24 @@ class SinkProcess:
                 self._kill()
             self._send_end()
         return process
+
+    def _spawned(self, telling: int) -> subprocess.Popen[bytes]:
+        """The child, which holds the relay's lock as long as it lives."""
+        lock = lock_for(self.run_dir, Role.RELAY)
+        try:
+            with (self.run_dir / LOG_NAME).open("ab") as log:
+                return subprocess.Popen(
+                    [sys.executable, "-P", "-c", ENTRY, str(telling)],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[telling, lock],
+                    env={**os.environ, "PYTHONPATH": self._import_path},
+                    bufsize=0,
+                    start_new_session=True,
+                )
+        finally:
+            os.close(lock)
 
     def _listen(self, fd: int, process: subprocess.Popen[bytes]) -> None:
         """Until the child closes its end, or is dead while a forked process holds that open."""

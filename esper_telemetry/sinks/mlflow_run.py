@@ -25,6 +25,7 @@ MAX_TAG_LENGTH = 8000
 QUANTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
 RUN_TAG = "esper.run_id"
 KEYMAP_TAG = "esper.keymap"
+CHANGED_TAG = "esper.changed."
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 """Without it MLflow's pages take a training run for an evaluation of a language model."""
 
@@ -61,13 +62,17 @@ class MlflowRun:
                 self.client.set_terminated(self.run_id, STATUSES.get(status, "KILLED"))
 
     def describe(self, run: RunInfo, known: Mapping[str, str]) -> None:
-        """Logs the settings that are not there yet: MLflow refuses to change a parameter."""
-        from mlflow.entities import Param
+        """Logs the settings that are not there yet; MLflow refuses to change a parameter, so what a resumed run changes is a tag."""
+        from mlflow.entities import Param, RunTag
 
         settings = {self.names[name]: str(value)[:MAX_PARAM_LENGTH] for name, value in flattened(run.config).items()}
         params = [Param(name, value) for name, value in settings.items() if name not in known]
         for batch in _batches(params, MAX_PARAMS):
             self.client.log_batch(self.run_id, params=batch, synchronous=True)
+        changed = {name: value for name, value in settings.items() if known.get(name, value) != value}
+        tags = [RunTag(f"{CHANGED_TAG}{name}", value[:MAX_TAG_LENGTH]) for name, value in changed.items()]
+        for batch in _batches(tags, MAX_PARAMS):
+            self.client.log_batch(self.run_id, tags=batch, synchronous=True)
         self._tell_names()
 
     def _metrics(self, record: Record) -> Iterator[Any]:

@@ -23,6 +23,8 @@ class Sink(Protocol):
     - `in_process: bool`, True when absent: run in a thread of the training process, not in the child process.
     - `name: str`: stable identity that cursors are kept under; the class's name when absent. No secrets.
     - `prepare_child() -> None`: called once before `open`, and only in a process that holds nothing of the user's.
+    - `held(run: RunInfo) -> int | None`: called after `open`, the last update that the backend holds of this run, 0 for none: records up to
+      it are passed over and all after it are sent, whatever was taken before. None leaves it at what was taken.
     - `place(run: RunInfo) -> Place`: where the run will be found, for people.
     """
 

@@ -19,6 +19,9 @@ from esper_telemetry.sinks.readme import run_readme
 SUFFIX = ".esper"
 UPDATE, GRADIENT_STEP = "axis/update", "axis/gradient_step"
 AXES = {UPDATE, GRADIENT_STEP}
+ENDS = {RunStatus.FINISHED, RunStatus.FAILED}
+"""Ends that the table of runs is told of: it keeps the first it hears, and the other kinds of runs are there to go on."""
+
 OUTCOMES = 8
 """How many outcomes stand beside the settings in the table that compares runs."""
 
@@ -113,7 +116,7 @@ class _EventFile:
     def close(self, status: RunStatus) -> None:
         if self.writer is None:
             return
-        if not self.shared:
+        if not self.shared and status in ENDS:
             self.writer.add_event(self.events.note(time.time(), self.events.session_end(status, time.time())))
         self.writer.close()
 

@@ -23,6 +23,7 @@ from esper_telemetry.sinks.protocol import (
     require_run_dir,
 )
 from esper_telemetry.sinks.wandb_joined import JoinedRun
+from esper_telemetry.sinks.wandb_log import last_update
 from esper_telemetry.sinks.wandb_own import MODES, OwnRun, start
 
 MAX_BINS = 512
@@ -96,6 +97,14 @@ class WandbSink:
     def open(self, run: RunInfo) -> None:
         """Starts the run, or goes on with the one of that id; without a server it is offline after a minute."""
         object.__setattr__(self, "_open", _Rows(self._target(run), run, self._budget(run)))
+
+    def held(self, run: RunInfo) -> int | None:
+        """What earlier parts of an offline run hold on disk: a client that was killed has lost its last rows."""
+        if self._open is None or self.run is not None or not self._open.target.run.offline:
+            return None
+        folder = self._parent(run) / "wandb"
+        this = Path(self._open.target.run.settings.sync_dir)
+        return last_update(folder, self._open.target.run.id, self.project, besides=this)
 
     def write(self, records: Sequence[Record]) -> None:
         """Hands one row per record to the client, which stores it within a second."""

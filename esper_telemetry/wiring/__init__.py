@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from esper_telemetry.hooks import Hooks, Remover
@@ -11,8 +12,15 @@ from esper_telemetry.wiring.listener import Listener
 from esper_telemetry.wiring.update import Update
 
 
+class Companions(Protocol):
+    """What a source saves and loads with itself."""
+
+    def join(self, name: str, companion: Update) -> Callable[[], None]:
+        """Adds one more; returns the function that ends this."""
+
+
 class Source(Protocol):
-    """Anything that emits events."""
+    """Anything that emits events; one that has `companions` keeps the history of what is measured in its checkpoints."""
 
     @property
     def hooks(self) -> Hooks:
@@ -30,4 +38,12 @@ def attach(telemetry: Telemetry, source: Source) -> Remover:
     telemetry.expect_updates(suspects=update.suspects, open_update=update.take)
     listener = Listener(telemetry.clock, source.hooks)
     update.listen(listener)
-    return listener.stop
+    companions: Companions | None = getattr(source, "companions", None)
+    leave = None if companions is None else companions.join("telemetry", update)
+
+    def remove() -> None:
+        listener.stop()
+        if leave is not None:
+            leave()
+
+    return remove

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,14 @@ class Rollouts:
         self._counts: Mapping[str, Tensor] = {}
         self._means: Mapping[str, ActionTotal] = {}
         self._ages: Tensor | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next rollout is compared with."""
+        return {"counts": dict(self._counts), "ages": self._ages}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a saved state."""
+        self._counts, self._ages = state["counts"], state["ages"]
 
     def take(self, event: RolloutEnd, *, sizes: Mapping[str, int], layers: tuple[Layer, ...]) -> Rollout:
         """The next rollout, copied: a trainer may collect the one after it in the same memory.
@@ -51,7 +60,8 @@ class Rollouts:
 
     def _actions(self, event: RolloutEnd, sizes: Mapping[str, int]) -> Actions:
         counts = {head: _counts(event, head, size) for head, size in sizes.items()}
-        previous, self._counts = self._counts, counts
+        previous = {head: count.to(counts[head].device) for head, count in self._counts.items() if head in counts}
+        self._counts = counts
         masked = event.action_masks.keys()
         return Actions(
             chosen={head: event.actions[head].clone() for head in masked},
@@ -71,7 +81,8 @@ class Rollouts:
         if event.states is None:
             return None
         size = state_size(event.states)
-        ages = state_ages(size.empty, self._ages)
+        earlier = None if self._ages is None else self._ages.to(size.empty.device)
+        ages = state_ages(size.empty, earlier)
         self._ages = ages[-1] + 1
         return Memory(size, ages, layers)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -74,6 +75,11 @@ class Update:
 
     def start(self, event: RunStart) -> None:
         """Announces the run with the trainer's config and facts; listens to the trunk where actor and critic share one."""
+        if event.update is not None:
+            counts = {"update": event.update, "env_step": event.env_step, "gradient_step": event.gradient_step}
+            self._telemetry.load_state_dict({name: count or 0 for name, count in counts.items()})
+            self._env_step = event.env_step or 0
+        self._ended = time.perf_counter()
         self._telemetry.start(config=event.config, facts=event.facts)
         if event.facts.get("groups", {}).get("shared") and not self._hears_trunk:
             self._listener.on(TrunkBackward, self._keep_leaf)
@@ -133,6 +139,20 @@ class Update:
         for kept in (self._rollouts, self._episodes, self._leaves, self._backwards):
             kept.clear()
         return snapshot
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next update must know of those before; the journal holds their records when it returns."""
+        return {
+            "counts": self._telemetry.state_dict(),
+            "recent": list(self._recent),
+            "rollouts": self._before.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a saved state."""
+        self._telemetry.load_state_dict(state["counts"])
+        self._recent = deque(state["recent"], maxlen=RECENT)
+        self._before.load_state_dict(state["rollouts"])
 
     def suspects(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the update under way, in forward order; between updates the parameters that the last one left."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -101,14 +102,18 @@ def mlflow_run(run_dir: Path) -> Any:
 
 
 def wandb_entries(run_dir: Path) -> list[dict[str, Any]]:
-    """Everything in the offline run, as `wandb leet inspect` prints it, once its end is on disk."""
+    """Everything in the offline run, as `wandb leet inspect` prints it, once its end is on disk.
 
-    def complete() -> list[dict[str, Any]]:
-        entries = _inspected(file)
-        return entries if any(entry["type"] == "exit" for entry in entries) else []
+    A run that was resumed has a folder of the same id for each part; their names begin with the time.
+    """
+    (run_id,) = {file.stem for file in run_dir.glob("wandb/offline-run-*/run-*.wandb")}
+    files = sorted(run_dir.glob(f"wandb/offline-run-*/{run_id}.wandb"))
+    return [entry for file in files for entry in eventually(partial(_complete, file))]
 
-    (file,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
-    return eventually(complete)
+
+def _complete(file: Path) -> list[dict[str, Any]]:
+    entries = _inspected(file)
+    return entries if any(entry["type"] == "exit" for entry in entries) else []
 
 
 def _inspected(file: Path) -> list[dict[str, Any]]:
@@ -123,10 +128,15 @@ def wandb_rows(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
 
 
+def wandb_exit_codes(entries: list[dict[str, Any]]) -> list[int]:
+    """How each part of the run ended."""
+    return [int(entry["exit"].get("exit_code", 0)) for entry in entries if entry["type"] == "exit"]
+
+
 def wandb_exit_code(entries: list[dict[str, Any]]) -> int:
     """The exit code in the run's only exit record."""
-    (code,) = [entry["exit"].get("exit_code", 0) for entry in entries if entry["type"] == "exit"]
-    return int(code)
+    (code,) = wandb_exit_codes(entries)
+    return code
 
 
 def assert_the_same_numbers_in_all_four(run_dir: Path) -> None:

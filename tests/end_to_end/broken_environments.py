@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -11,6 +13,12 @@ import numpy as np
 
 BREAKS_AT_STEP = 300
 """Steps of one environment: in the third rollout of 128 steps."""
+
+KILLS_AT_STEP = 800
+"""In the seventh."""
+
+KILLED = Path("killed")
+"""In the working directory, once it has happened."""
 
 
 class Breaking(gym.Wrapper[Any, Any, Any, Any]):
@@ -53,6 +61,17 @@ class Stuck(Breaking):
         return observation, reward, *rest
 
 
+class Killing(Breaking):
+    """Kills its process, once."""
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        if self.steps == KILLS_AT_STEP and not KILLED.exists():
+            KILLED.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.env.step(action)
+
+
 def register(name: str, wrapper: type[Breaking]) -> None:
     def make(**kwargs: Any) -> gym.Env[Any, Any]:
         return wrapper(gym.make("CartPole-v1", **kwargs))
@@ -64,3 +83,4 @@ register("Crashing-v0", Crashing)
 register("Stuck-v0", Stuck)
 register("NanReward-v0", NanReward)
 register("NanObservation-v0", NanObservation)
+register("Killing-v0", Killing)

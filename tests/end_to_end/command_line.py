@@ -32,9 +32,13 @@ class Finished(NamedTuple):
 
 def started(run_dir: Path, *options: str, env: str = "CartPole-v1") -> subprocess.Popen[str]:
     """`esper-telemetry train` with the console and all three backends, in a process group of its own."""
-    command = [sys.executable, "-m", "esper_telemetry", "train", "--env", env, "--run-dir", str(run_dir)]
+    return trained(run_dir, "--env", env, "--run-dir", str(run_dir), *SINKS, *options)
+
+
+def trained(run_dir: Path, *options: str) -> subprocess.Popen[str]:
+    """`esper-telemetry train` with these options, beside the run directory and in a process group of its own."""
     return subprocess.Popen(
-        [*command, *SINKS, *options],
+        [sys.executable, "-m", "esper_telemetry", "train", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

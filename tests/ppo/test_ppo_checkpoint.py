@@ -147,7 +147,7 @@ def test_checkpoints_come_every_so_many_steps(tmp_path: Path) -> None:
     def look(_: UpdateEnd) -> None:
         counts.append(read(checkpoints.latest)["counts"]["env_steps"] if checkpoints.latest.exists() else 0)
 
-    trainer.hooks.on(UpdateEnd, look)
+    trainer.hooks.on(UpdateEnd, look, last=True)
     trainer.learn(320)
 
     assert counts == [0, 128, 128, 256, 256]

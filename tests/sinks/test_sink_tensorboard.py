@@ -87,7 +87,7 @@ def test_a_page_says_what_the_run_is(sink: TensorBoardSink, tmp_path: Path) -> N
     assert str(tmp_path) in page
 
 
-@pytest.mark.parametrize(("status", "shown"), [(RunStatus.FINISHED, 1), (RunStatus.KILLED, 2)])
+@pytest.mark.parametrize(("status", "shown"), [(RunStatus.FINISHED, 1), (RunStatus.FAILED, 2)])
 def test_settings_and_status_stand_in_the_table_of_runs(
     sink: TensorBoardSink, tmp_path: Path, status: RunStatus, shown: int
 ) -> None:

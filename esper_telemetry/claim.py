@@ -1,0 +1,94 @@
+"""A run directory that is ours: claimed for a new run, or taken over from a run that has stopped."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from esper_telemetry.journal import HELPERS, Held, Journal, MemoryJournal, TrainerLock, await_release, held, run_info
+
+HELPER_SECONDS: Final = 60.0
+"""How long the helpers of a killed trainer may take to deliver what it left, before who resumes the run gives up."""
+
+
+@dataclass(slots=True)
+class Claim:
+    """The right to write a run's journal.
+
+    Attributes:
+        journal: to append to.
+        held: what it held before; None for a new run.
+    """
+
+    journal: Journal | MemoryJournal
+    held: Held | None = None
+    _lock: TrainerLock | None = None
+
+    @property
+    def run_dir(self) -> Path | None:
+        """Where the journal is."""
+        return self.journal.run_dir
+
+    def release(self) -> None:
+        """Closes the journal and lets others resume the run; harmless when repeated."""
+        self.journal.close()
+        if self._lock is not None:
+            self._lock.release()
+
+
+def claim(run_dir: str | Path | Literal["auto"] | None, name: str | None) -> Claim:
+    """A run directory for a new run; a default one gets a number where the second is taken.
+
+    Raises FileExistsError where it holds a journal already, another OSError where it cannot be written.
+    """
+    if run_dir is None:
+        return Claim(MemoryJournal())
+    journal = _new_journal(name) if run_dir == "auto" else Journal.create(run_dir)
+    return Claim(journal, None, TrainerLock(journal.run_dir))
+
+
+def claim_again(run_dir: str | Path) -> Claim:
+    """A run directory whose run goes on; helpers of a killed trainer are waited for.
+
+    Raises:
+        FileNotFoundError: it holds no journal.
+        ValueError: the journal does not say which run it is.
+        BlockingIOError: the run is still being trained, or delivered.
+    """
+    run_info(run_dir)
+    directory = Path(run_dir).absolute()
+    lock = _locked(directory, str(run_dir))
+    try:
+        for helper in HELPERS:
+            if not await_release(directory, helper, HELPER_SECONDS):
+                raise BlockingIOError(
+                    f"a process of {run_dir} still delivers what was measured before the run stopped: try again later"
+                )
+        found = held(run_dir)
+        journal = Journal.open(run_dir)
+    except BaseException:
+        lock.release()
+        raise
+    journal.records = found.records
+    return Claim(journal, found, lock)
+
+
+def _locked(directory: Path, shown: str) -> TrainerLock:
+    try:
+        return TrainerLock(directory)
+    except BlockingIOError:
+        raise BlockingIOError(f"{shown} is still being trained: a run goes on in one process at a time") from None
+    except OSError as error:
+        raise type(error)(f"cannot write to run directory {shown}: {error.strerror}") from None
+
+
+def _new_journal(name: str | None) -> Journal:
+    stem = f"{name or Path(sys.argv[0]).stem or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for suffix in ("", *(f"-{number}" for number in range(2, 100))):
+        with suppress(FileExistsError):
+            return Journal.create(Path("runs") / f"{stem}{suffix}")
+    raise FileExistsError(f"a hundred runs named runs/{stem} have begun in this second: pass a run directory")

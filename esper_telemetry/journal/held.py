@@ -1,0 +1,88 @@
+"""What a journal holds already when its run goes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from esper_telemetry.journal.file import JournalReader, journal_path
+from esper_telemetry.journal.lines import Entry, end_status, merge_head
+from esper_telemetry.record import Axes, Record, RunInfo, RunStatus
+
+CHUNK_LINES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The state of a journal.
+
+    Attributes:
+        info: the run, as its last `run` line and the descriptions of keys say.
+        axes: of the last record; None before the first.
+        records: how many there are.
+        seq: the last number of a line.
+        status: how the run ended; None where nothing says so.
+    """
+
+    info: RunInfo
+    axes: Axes | None
+    records: int
+    seq: int
+    status: RunStatus | None
+
+    @property
+    def recorded(self) -> int:
+        """The last update that is recorded; 0 before the first."""
+        return self.axes.update if self.axes else 0
+
+    def covers(self, axes: Axes) -> bool:
+        """Whether an update of these axes was recorded before the run went on: what is recorded stands."""
+        last = self.axes
+        return last is not None and (axes.update <= last.update or axes.env_step <= last.env_step)
+
+
+def run_info(run_dir: str | os.PathLike[str]) -> RunInfo:
+    """The run in a directory, without reading its records; raises as `held`."""
+    path = journal_path(run_dir)
+    reader = JournalReader(path, offset=path.stat().st_size)
+    info = reader.head()
+    reader.close()
+    return _required(info, path)
+
+
+def held(run_dir: str | os.PathLike[str]) -> Held:
+    """What the journal in a run directory holds.
+
+    Raises FileNotFoundError where there is none, ValueError where it does not say which run it is.
+    """
+    info, axes, records, seq, status = None, None, 0, 0, None
+    for entries in _chunks(run_dir):
+        info, status = merge_head(info, entries), end_status(entries)
+        seq = max([seq, *(entry.seq for entry in entries if not isinstance(entry, RunInfo))])
+        found = [entry.axes for entry in entries if isinstance(entry, Record)]
+        records += len(found)
+        axes = max([*found, *([axes] if axes else [])], key=lambda known: known.update, default=None)
+    return Held(_required(info, journal_path(run_dir)), axes, records, seq, status)
+
+
+def records(run_dir: str | os.PathLike[str]) -> Iterator[Record]:
+    """The records of a journal in the order of its lines."""
+    for entries in _chunks(run_dir):
+        yield from (entry for entry in entries if isinstance(entry, Record))
+
+
+def _required(info: RunInfo | None, path: Path) -> RunInfo:
+    if info is None:
+        raise ValueError(f"{path} has no line that describes the run")
+    return info
+
+
+def _chunks(run_dir: str | os.PathLike[str]) -> Iterator[list[Entry]]:
+    reader = JournalReader(journal_path(run_dir))
+    try:
+        while entries := reader.read(CHUNK_LINES):
+            yield entries
+    finally:
+        reader.close()

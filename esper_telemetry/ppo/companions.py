@@ -1,0 +1,49 @@
+"""What is saved and loaded with a trainer although it is no part of it: a watcher's history, a curriculum, a schedule."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+
+class Stateful(Protocol):
+    """Anything with a state of tensors and plain data."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a saved state."""
+
+
+class Companions:
+    """Companions of a trainer by name; whether they join before or after a checkpoint is loaded makes no difference."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, Stateful] = {}
+        self._loaded: dict[str, Any] = {}
+
+    def join(self, name: str, companion: Stateful) -> Callable[[], None]:
+        """Saves and loads it from now on; returns the function that ends this. The second and third of a name are numbered."""
+        numbered = (f"{name}-{number}" for number in itertools.count(2))
+        name = name if name not in self._members else next(other for other in numbered if other not in self._members)
+        self._members[name] = companion
+        if name in self._loaded:
+            companion.load_state_dict(self._loaded[name])
+
+        def leave() -> None:
+            self._members.pop(name, None)
+
+        return leave
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all."""
+        return {name: companion.state_dict() for name, companion in self._members.items()}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Hands each its state, now or when it joins; one that was not saved is left as it is."""
+        self._loaded = dict(states)
+        for name, companion in self._members.items():
+            if name in states:
+                companion.load_state_dict(states[name])

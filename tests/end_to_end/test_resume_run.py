@@ -1,0 +1,193 @@
+"""A run that is killed and resumed is the run that was never killed: the same weights, the same numbers, each once everywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from backends_read import (
+    assert_the_same_numbers_in_all_four,
+    eventually,
+    mlflow_run,
+    wandb_entries,
+    wandb_exit_codes,
+)
+from broken_environments import KILLED
+from command_line import ENDLESS, Ended, ended, in_full_swing, started, trained
+
+from esper_telemetry import RunStatus, read_run
+from esper_telemetry.journal import Run
+
+KILLING = "broken_environments:Killing-v0"
+SETTINGS = (
+    "--total-steps",
+    "12000",
+    "--checkpoint-every",
+    "4000",
+    "--seed",
+    "3",
+    "--num-epochs",
+    "2",
+    "--num-envs",
+    "8",
+)
+EVALUATION = ("--eval-every", "3000", "--eval-episodes", "2")
+UPDATES, SAVED, RECORDED = 12, 4, 6
+"""Rollouts of 1,024 steps: the fourth passes 4,000 and is saved, the process is killed in the seventh."""
+
+UNSAVED = ("--checkpoint-every", ENDLESS[1])
+"""No checkpoint is due."""
+
+OF_TIME = ("perf/", "train/env_steps_per_second", "telemetry/queue_depth")
+"""What depends on how fast the machine is."""
+
+
+class Resumed(NamedTuple):
+    """The same training twice: without a break, and killed and resumed."""
+
+    whole: Path
+    cut: Path
+    killed: Ended
+    resumed: Ended
+
+
+@pytest.fixture(scope="module", params=["mlp", "lstm"])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Resumed:
+    options = (*SETTINGS, *EVALUATION, "--policy", request.param)
+    cut = tmp_path_factory.mktemp("cut") / "run"
+    killed = ended(started(cut, *options, env=KILLING))
+    resumed = ended(trained(cut, "--resume", str(cut)), seconds=120)
+    whole = tmp_path_factory.mktemp("whole") / "run"
+    (whole.parent / KILLED).touch()
+    assert ended(trained(whole, "--env", KILLING, "--run-dir", str(whole), *options)).code == 0
+    return Resumed(whole, cut, killed, resumed)
+
+
+def checkpoint(run_dir: Path) -> dict[str, Any]:
+    return dict(torch.load(run_dir / "checkpoints" / "latest.pt", weights_only=True))
+
+
+def untimed(run: Run) -> list[dict[str, Any]]:
+    """Axes and values of every record, but what depends on time."""
+    return [
+        {"step": record.axes.env_step, "gradient_step": record.axes.gradient_step, **timeless(record.values)}
+        for record in run.records
+    ]
+
+
+def timeless(values: Mapping[str, float]) -> dict[str, float]:
+    return {key: value for key, value in values.items() if not key.startswith(OF_TIME)}
+
+
+def test_the_process_was_killed_and_went_on_by_itself(runs: Resumed) -> None:
+    assert (runs.killed.code, runs.resumed.code) == (-signal.SIGKILL, 0), runs
+    assert (runs.killed.stderr, runs.resumed.stderr) == ("", "")
+    assert f"{runs.cut} goes on after update 4, step 4,096\n" in runs.resumed.stdout
+
+
+def test_weights_optimizer_and_generators_are_bit_identical(runs: Resumed) -> None:
+    whole, cut = checkpoint(runs.whole), checkpoint(runs.cut)
+
+    assert (
+        whole["counts"]
+        == cut["counts"]
+        == {"env_steps": 12288, "updates": 12, "gradient_steps": cut["counts"]["gradient_steps"]}
+    )
+    assert [name for name, weight in whole["policy"].items() if not torch.equal(weight, cut["policy"][name])] == []
+    assert torch.equal(whole["generator"], cut["generator"])
+    assert torch.equal(whole["collector"]["generator"], cut["collector"]["generator"])
+    for index, moments in whole["optimizer"]["state"].items():
+        assert all(torch.equal(moment, cut["optimizer"]["state"][index][name]) for name, moment in moments.items())
+
+
+def test_every_number_of_every_update_is_that_of_the_run_without_a_break(runs: Resumed) -> None:
+    whole, cut = untimed(read_run(runs.whole)), untimed(read_run(runs.cut))
+
+    assert len(whole) == UPDATES
+    assert cut == whole
+    assert sum("eval/return_mean" in values for values in cut) == 4
+
+
+def test_the_journal_says_from_where_the_run_went_on(runs: Resumed) -> None:
+    """Updates 5 and 6 stand as they were recorded before the kill; the journal holds each update once."""
+    run = read_run(runs.cut)
+    lines = (runs.cut / "journal.jsonl").read_text().splitlines()
+
+    assert run.info.resumed_from is not None
+    assert (run.info.resumed_from["update"], run.info.resumed_from["recorded"]) == (SAVED, RECORDED)
+    assert run.info.resumed_from["env_step"] == 4096
+    assert [record.axes.update for record in run.records] == list(range(1, UPDATES + 1))
+    assert sum(line.startswith('{"kind":"record"') for line in lines) == UPDATES
+    assert [json.loads(line)["status"] for line in lines if line.startswith('{"kind":"end"')] == ["killed", "finished"]
+    seqs = [record.seq for record in run.records]
+    assert seqs == sorted(set(seqs))
+
+
+def test_every_backend_shows_one_curve_without_gaps_or_doubles(runs: Resumed) -> None:
+    assert_the_same_numbers_in_all_four(runs.cut)
+
+
+def test_every_backend_has_one_run_that_finished(runs: Resumed) -> None:
+    assert read_run(runs.cut).status is RunStatus.FINISHED
+    assert mlflow_run(runs.cut).info.status == "FINISHED"
+    assert wandb_exit_codes(wandb_entries(runs.cut)) == [128 + signal.SIGKILL, 0]
+
+
+def test_nobody_holds_the_run_any_more(runs: Resumed) -> None:
+    assert list(runs.cut.glob("*.lock")) == []
+
+
+def test_a_preempted_run_is_saved_and_resumed(tmp_path: Path) -> None:
+    """No checkpoint is due before the signal, so it is the signal that saves; nothing is trained twice."""
+    run_dir = tmp_path / "run"
+    process = started(run_dir, *ENDLESS, *UNSAVED)
+    in_full_swing(run_dir, process)
+    process.terminate()
+
+    assert ended(process).code == 143
+    stopped = read_run(run_dir)
+    assert (stopped.status, mlflow_run(run_dir).info.status) == (RunStatus.PREEMPTED, "KILLED")
+
+    assert_goes_on(run_dir)
+    assert mlflow_run(run_dir).info.status == "FINISHED"
+    assert wandb_exit_codes(wandb_entries(run_dir)) == [143, 0]
+    assert_the_same_numbers_in_all_four(run_dir)
+
+
+def test_ctrl_c_saves_too(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = trained(run_dir, "--env", "CartPole-v1", "--run-dir", str(run_dir), *ENDLESS, *UNSAVED)
+    eventually(lambda: process.poll() is not None or recorded(run_dir) >= 3)
+    os.killpg(process.pid, signal.SIGINT)
+
+    assert ended(process).code == 130
+    assert read_run(run_dir).status is RunStatus.INTERRUPTED
+
+    assert_goes_on(run_dir)
+
+
+def recorded(run_dir: Path) -> int:
+    """Records in the journal, whether or not it has begun."""
+    journal = run_dir / "journal.jsonl"
+    return journal.read_bytes().count(b'{"kind":"record"') if journal.exists() else 0
+
+
+def assert_goes_on(run_dir: Path) -> None:
+    """Resumed, it trains some more updates, each once."""
+    last = read_run(run_dir).records[-1].axes
+
+    resumed = ended(trained(run_dir, "--resume", str(run_dir), "--total-steps", str(last.env_step + 2000)))
+
+    assert (resumed.code, resumed.stderr) == (0, ""), resumed
+    run = read_run(run_dir)
+    assert run.status is RunStatus.FINISHED
+    assert run.info.resumed_from is not None
+    assert run.info.resumed_from["update"] == run.info.resumed_from["recorded"] == last.update
+    assert [record.axes.update for record in run.records] == list(range(1, len(run.records) + 1))
+    assert len(run.records) > last.update

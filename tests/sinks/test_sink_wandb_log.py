@@ -1,0 +1,114 @@
+"""A W&B client that is killed has lost rows that it had accepted: whoever goes on looks at what is on disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import wandb
+from sink_runs import record, run_info
+
+from esper_telemetry.journal import Journal, encode_end, encode_record, encode_run
+from esper_telemetry.record import RunStatus
+from esper_telemetry.relay import Cursor, Cursors, Delivery
+from esper_telemetry.sinks import WandbSink, wandb_log
+from esper_telemetry.sinks.wandb_log import _read, last_update
+
+PROJECT = "walker"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wandb_log, "SETTLE_SECONDS", 0.01)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+
+
+@pytest.fixture(scope="module")
+def first_part(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The run directory of an offline run of five updates, whose file is over a block long."""
+    run_dir = tmp_path_factory.mktemp("first") / "run"
+    run_dir.mkdir()
+    sink = WandbSink(project=PROJECT, mode="offline")
+    sink.open(run_info(run_dir))
+    many = {f"my/number_{index}": float(index) for index in range(200)}
+    sink.write([record(update, {**many, "policy/kl": 0.1 * update}) for update in range(1, 6)])
+    sink.close(RunStatus.KILLED)
+    wandb.teardown()
+    yield run_dir
+    wandb.teardown()
+
+
+def files(run_dir: Path) -> list[Path]:
+    return sorted(run_dir.glob("wandb/offline-run-*/run-abc123.wandb"))
+
+
+def updates(run_dir: Path) -> list[int]:
+    """Of all rows of all parts, read as W&B itself reads them."""
+    return [update for file in files(run_dir) for update in rows(file)]
+
+
+def rows(file: Path) -> list[int]:
+    command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", str(file)]
+    entries = [
+        json.loads(line) for line in subprocess.run(command, capture_output=True, check=True).stdout.splitlines()
+    ]
+    return [int(entry["history"]["item"]["axis/update"]) for entry in entries if entry["type"] == "history"]
+
+
+def test_the_last_update_on_disk_is_found_across_blocks(first_part: Path) -> None:
+    (file,) = files(first_part)
+
+    assert file.stat().st_size > wandb_log.BLOCK
+    assert _read(file) == (PROJECT, 5, True)
+
+
+def test_a_file_that_is_cut_off_holds_what_is_whole(first_part: Path, tmp_path: Path) -> None:
+    """At any length at all the reader finds some updates, fewer and fewer, and never stumbles."""
+    data, cut = files(first_part)[0].read_bytes(), tmp_path / "cut.wandb"
+    found = []
+    for length in range(len(data), 0, -997):
+        cut.write_bytes(data[:length])
+        found.append(_read(cut).update)
+
+    assert found == sorted(found, reverse=True)
+    assert {0, 1, 2, 3, 4, 5} == set(found)
+
+
+def test_only_parts_of_the_same_project_and_id_count(first_part: Path, tmp_path: Path) -> None:
+    folder = first_part / "wandb"
+
+    assert last_update(folder, "abc123", PROJECT, besides=tmp_path) == 5
+    assert last_update(folder, "abc123", "another", besides=tmp_path) is None
+    assert last_update(folder, "other", PROJECT, besides=tmp_path) is None
+    assert last_update(folder, "abc123", PROJECT, besides=files(first_part)[0].parent) is None
+
+
+@pytest.mark.parametrize("noted", [2, 5], ids=["fewer were noted than are there", "more were noted than are there"])
+def test_a_run_goes_on_behind_the_last_row_on_disk(first_part: Path, noted: int, tmp_path: Path) -> None:
+    """Of five rows three have reached the disk; the journal has seven records."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(first_part, run_dir, symlinks=True)
+    (file,) = files(run_dir)
+    data = file.read_bytes()
+    while _read(file).update > 3:
+        data = data[:-50]
+        file.write_bytes(data)
+    journal = Journal.create(run_dir)
+    journal.write(encode_run(run_info()), *[encode_record(record(update)) for update in range(1, noted + 1)])
+    offset = journal.path.stat().st_size
+    journal.write(*[encode_record(record(update)) for update in range(noted + 1, 8)], encode_end(RunStatus.FINISHED))
+    sink = WandbSink(project=PROJECT, mode="offline")
+    Cursors(run_dir).save(sink.name, Cursor(offset=offset, seq=noted, records=noted))
+
+    delivery = Delivery(sink, journal.reader(), cursors=Cursors(run_dir))
+    delivery.run()
+    wandb.teardown()
+
+    assert updates(run_dir) == [1, 2, 3, 4, 5, 6, 7]
+    assert delivery.status.records == 7
+    journal.close()
