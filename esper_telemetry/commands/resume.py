@@ -39,6 +39,8 @@ FIXED_PPO: Final = (
     "activation",
     "shared_trunk",
     "log_std",
+    "state_dependent_std",
+    "squash",
     "normalize_observations",
     "normalize_rewards",
     "seed",
