@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,19 @@ class Histogram:
 
     edges: tuple[float, ...]
     counts: tuple[float, ...]
+
+    def quantile(self, share: float) -> float | None:
+        """The value below which that share of the counts lies, linear within a bin; None without counts."""
+        total = sum(self.counts)
+        if total <= 0:
+            return None
+        target = share * total
+        for index, reached in enumerate(accumulate(self.counts)):
+            count = self.counts[index]
+            if count > 0 and reached >= target:
+                low, high = self.edges[index], self.edges[index + 1]
+                return low + (high - low) * (1 - (reached - target) / count)
+        return self.edges[-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from esper_telemetry.group import Max, Mean, MetricGroup, Min, Moments, Sum, reports
 from esper_telemetry.metric import Metric
+from esper_telemetry.metrics.distribution import REWARDS, Quantiles, bin_counts
 from esper_telemetry.metrics.masking import (
     ascending,
     moments,
-    quantile_means,
     quantiles,
     rows_of,
     same_shape,
@@ -26,6 +26,14 @@ from esper_telemetry.reduction import NAN, Array, Reduction, Slot, Statistic
 
 NO_ROWS = "no valid, finite advantage"
 CONSTANT = "advantages do not vary"
+
+
+class AdvantageQuantiles(Quantiles):
+    """Of the raw advantages."""
+
+    __slots__ = ()
+    levels = (5, 95)
+    edges = REWARDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,23 +116,31 @@ class AdvantageStats(MetricGroup):
             undefined=NO_ROWS,
         )
     )
-    p05: Mean = reports(
+    distribution: AdvantageQuantiles = reports(
         Metric(
             key="adv/raw/p05",
             number=208,
             unit="advantage",
             question="Below which advantage lie the worst 5 % of the actions?",
+            of="p05",
             undefined=NO_ROWS,
-        )
-    )
-    p95: Mean = reports(
+        ),
         Metric(
             key="adv/raw/p95",
             number=209,
             unit="advantage",
             question="Above which advantage lie the best 5 % of the actions?",
+            of="p95",
             undefined=NO_ROWS,
-        )
+        ),
+        Metric(
+            key="adv/raw/hist",
+            number=225,
+            unit="advantage",
+            question="How are the advantages distributed?",
+            of="histogram",
+            undefined=NO_ROWS,
+        ),
     )
     nonfinite: Sum = reports(
         Metric(
@@ -153,14 +169,12 @@ def advantage_stats(advantages: Tensor, *, valid: Tensor | None = None) -> Advan
     s = sample(advantages, valid)
     found = quantiles(ascending(s), s.count, (0.0, 0.05, 0.95, 1.0))
     smallest, _, _, largest = found.unbind()
-    p05, p95 = quantile_means(found[1:3], s.count)
     return AdvantageStats(
         moments=moments(s),
         smallest=Min(smallest),
         largest=Max(largest),
         positive=Mean((s.values > 0).sum(-1), s.count),
-        p05=p05,
-        p95=p95,
+        distribution=AdvantageQuantiles(found[1:3], bin_counts(s, REWARDS)),
         nonfinite=Sum(s.nonfinite),
     )
 

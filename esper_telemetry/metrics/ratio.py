@@ -15,13 +15,13 @@ from torch import Tensor
 
 from esper_telemetry.group import Ess, Max, Mean, MetricGroup, Min, Moments, Sum, reports
 from esper_telemetry.metric import Metric, Rows
+from esper_telemetry.metrics.distribution import LOG_RATIOS, Quantiles, bin_counts
 from esper_telemetry.metrics.masking import (
     Sample,
     ascending,
     keep,
     neighbours,
     per_row,
-    quantile_means,
     rows_of,
     same_shape,
     sample,
@@ -35,6 +35,19 @@ EXP_LIMIT = 20.0
 SCHULMAN = "Schulman 2020, joschu.net/blog/kl-approx.html"
 NO_STEP = "no minibatch follows an optimizer step of this update"
 NO_ROWS = "no valid, finite row"
+
+
+class RatioQuantiles(Quantiles):
+    """Of the ratios; what is counted are their logarithms."""
+
+    __slots__ = ()
+    levels = (1, 99)
+    edges = LOG_RATIOS
+
+    @classmethod
+    def value_of(cls, x: float) -> float:
+        """The ratio at a log-ratio."""
+        return math.exp(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,29 +275,37 @@ class RatioDiagnostics(MetricGroup):
             undefined=NO_ROWS,
         )
     )
-    ratio_p01: Mean = reports(
+    distribution: RatioQuantiles = reports(
         Metric(
             key="policy/ratio/p01",
             number=117,
             unit="ratio",
             question="Below which ratio lie the 1 % of actions that lost the most probability?",
+            of="p01",
             low=0.0,
             healthy="> 0.5",
             source="heuristic",
             undefined=NO_ROWS,
-        )
-    )
-    ratio_p99: Mean = reports(
+        ),
         Metric(
             key="policy/ratio/p99",
             number=118,
             unit="ratio",
             question="Above which ratio lie the 1 % of actions that gained the most probability?",
+            of="p99",
             low=0.0,
             healthy="< 1.5",
             source="heuristic",
             undefined=NO_ROWS,
-        )
+        ),
+        Metric(
+            key="policy/logratio/hist",
+            number=196,
+            unit="nats",
+            question="How are the changes in probability of the chosen actions distributed?",
+            of="histogram",
+            undefined=NO_ROWS,
+        ),
     )
     clip_frac: Mean | None = reports(
         Metric(
@@ -438,7 +459,7 @@ def ratio_diagnostics(
     a = None if advantages is None else keep(rows_of(advantages, dim).double(), s.kept)
     gain = None if a is None else a.values * e
     moved = _movement(s, e)
-    ratio_min, p01, p99, ratio_max = _ratio_quantiles(s)
+    ratio_min, distribution, ratio_max = _ratio_quantiles(s)
     clip_frac, clip_frac_pos, clip_frac_neg, clip_frac_active = _clip_fractions(s, e, a, gain, clip)
     return RatioDiagnostics(
         kl=Mean(moved.k3, s.count),
@@ -451,8 +472,7 @@ def ratio_diagnostics(
         ratio=Moments(s.count, moved.means[1] + 1, moved.m2[1], math.nan, math.nan),
         ratio_min=ratio_min,
         ratio_max=ratio_max,
-        ratio_p01=p01,
-        ratio_p99=p99,
+        distribution=distribution,
         clip_frac=clip_frac,
         clip_frac_pos=clip_frac_pos,
         clip_frac_neg=clip_frac_neg,
@@ -483,14 +503,13 @@ def _movement(s: Sample, e: Tensor) -> _Movement:
     return _Movement(sums, (e - s.values).sum(-1), dot(both, s.values), means, dot(d, d))
 
 
-def _ratio_quantiles(s: Sample) -> tuple[Min, Mean, Mean, Max]:
+def _ratio_quantiles(s: Sample) -> tuple[Min, RatioQuantiles, Max]:
     """Smallest ratio, 1 % and 99 % quantile, largest ratio, of all rows together."""
     ends, fraction = neighbours(ascending(s), s.count.sum(), (0.0, 0.01, 0.99, 1.0))
     ratios = ends.clamp(-EXP_LIMIT, EXP_LIMIT).exp()
     found = torch.lerp(ratios[0], ratios[1], fraction)
     smallest, largest = per_row(found[::3], s.count)
-    p01, p99 = quantile_means(found[1:3], s.count)
-    return Min(smallest), p01, p99, Max(largest)
+    return Min(smallest), RatioQuantiles(found[1:3], bin_counts(s, LOG_RATIOS)), Max(largest)
 
 
 def _clip_fractions(

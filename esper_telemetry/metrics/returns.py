@@ -7,12 +7,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from esper_telemetry.group import Max, Mean, MetricGroup, Min, Moments, Sum, reports
+from esper_telemetry.group import Max, MetricGroup, Min, Moments, Sum, reports
 from esper_telemetry.metric import Metric
-from esper_telemetry.metrics.masking import ascending, moments, quantile_means, quantiles, sample
+from esper_telemetry.metrics.distribution import REWARDS, Quantiles, bin_counts
+from esper_telemetry.metrics.masking import ascending, moments, quantiles, sample
 from esper_telemetry.record import Level
 
 NO_ROWS = "no valid, finite return"
+
+
+class ReturnQuantiles(Quantiles):
+    """Of the returns."""
+
+    __slots__ = ()
+    levels = (10, 50, 90)
+    edges = REWARDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +65,34 @@ class ReturnStats(MetricGroup):
     largest: Max = reports(
         Metric(key="ret/max", number=305, unit="return", question="What is the highest return?", undefined=NO_ROWS)
     )
-    p10: Mean = reports(
+    distribution: ReturnQuantiles = reports(
         Metric(
             key="ret/p10",
             number=306,
             unit="return",
             question="Below which return lie the lowest 10 %?",
+            of="p10",
             undefined=NO_ROWS,
-        )
-    )
-    p50: Mean = reports(
-        Metric(key="ret/p50", number=307, unit="return", question="What is the median return?", undefined=NO_ROWS)
-    )
-    p90: Mean = reports(
+        ),
+        Metric(
+            key="ret/p50", number=307, unit="return", question="What is the median return?", of="p50", undefined=NO_ROWS
+        ),
         Metric(
             key="ret/p90",
             number=308,
             unit="return",
             question="Above which return lie the highest 10 %?",
+            of="p90",
             undefined=NO_ROWS,
-        )
+        ),
+        Metric(
+            key="ret/hist",
+            number=310,
+            unit="return",
+            question="How are the returns distributed?",
+            of="histogram",
+            undefined=NO_ROWS,
+        ),
     )
     nonfinite: Sum = reports(
         Metric(
@@ -104,13 +121,10 @@ def return_stats(returns: Tensor, *, valid: Tensor | None = None) -> ReturnStats
     s = sample(returns, valid)
     found = quantiles(ascending(s), s.count, (0.0, 0.1, 0.5, 0.9, 1.0))
     smallest, _, _, _, largest = found.unbind()
-    p10, p50, p90 = quantile_means(found[1:4], s.count)
     return ReturnStats(
         moments=moments(s),
         smallest=Min(smallest),
         largest=Max(largest),
-        p10=p10,
-        p50=p50,
-        p90=p90,
+        distribution=ReturnQuantiles(found[1:4], bin_counts(s, REWARDS)),
         nonfinite=Sum(s.nonfinite),
     )

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from esper_telemetry.group import Max, Mean, MetricGroup, Moments, Sum, reports
 from esper_telemetry.metric import Metric
+from esper_telemetry.metrics.distribution import REWARDS, Quantiles, bin_counts
 from esper_telemetry.metrics.masking import (
     ascending,
     deviations,
     keep,
     moments,
-    quantile_means,
     quantiles,
     rows_of,
     same_shape,
@@ -30,6 +30,14 @@ from esper_telemetry.reduction import NAN, Array, Reduction, Slot, Statistic
 _std = Moments.statistics["std"]
 
 NO_ROWS = "no valid, finite pair of value and return"
+
+
+class ErrorQuantiles(Quantiles):
+    """Of the critic's errors."""
+
+    __slots__ = ()
+    levels = (5, 25, 50, 75, 95)
+    edges = REWARDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,55 +102,60 @@ class ValueFit(MetricGroup):
             undefined=NO_ROWS,
         )
     )
-    p05: Mean = reports(
+    distribution: ErrorQuantiles = reports(
         Metric(
             key="value/err/p05",
             number=406,
             unit="return",
             question="How large are the critic's worst 5 % of underestimates?",
+            of="p05",
             healthy="|p95| / |p05| between 1/3 and 3",
             source="heuristic",
             undefined=NO_ROWS,
-        )
-    )
-    p25: Mean = reports(
+        ),
         Metric(
             key="value/err/p25",
             number=407,
             unit="return",
             question="Below which error lies a quarter of the estimates?",
+            of="p25",
             undefined=NO_ROWS,
-        )
-    )
-    p50: Mean = reports(
+        ),
         Metric(
             key="value/err/p50",
             number=408,
             unit="return",
             question="What is the critic's typical (median) error?",
+            of="p50",
             healthy="about 0",
             undefined=NO_ROWS,
-        )
-    )
-    p75: Mean = reports(
+        ),
         Metric(
             key="value/err/p75",
             number=409,
             unit="return",
             question="Above which error lies a quarter of the estimates?",
+            of="p75",
             undefined=NO_ROWS,
-        )
-    )
-    p95: Mean = reports(
+        ),
         Metric(
             key="value/err/p95",
             number=410,
             unit="return",
             question="How large are the critic's worst 5 % of overestimates?",
+            of="p95",
             healthy="|p95| / |p05| between 1/3 and 3",
             source="heuristic",
             undefined=NO_ROWS,
-        )
+        ),
+        Metric(
+            key="value/err/hist",
+            number=413,
+            unit="return",
+            question="How are the critic's errors distributed?",
+            of="histogram",
+            undefined=NO_ROWS,
+        ),
     )
     absmax: Max = reports(
         Metric(
@@ -188,16 +201,11 @@ def value_fit(values: Tensor, returns: Tensor, *, valid: Tensor | None = None) -
     means, d = deviations(error._replace(values=torch.where(error.kept, both, 0.0)))
     squares = torch.linalg.vecdot(d, d)
     found = quantiles(ascending(error), error.count, (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0))
-    p05, p25, p50, p75, p95 = quantile_means(found[1:6], error.count)
     return ValueFit(
         error=moments(error),
         estimate=Moments(error.count, means[0], squares[0], math.nan, math.nan),
         target=Moments(error.count, means[1], squares[1], math.nan, math.nan),
-        p05=p05,
-        p25=p25,
-        p50=p50,
-        p75=p75,
-        p95=p95,
+        distribution=ErrorQuantiles(found[1:6], bin_counts(error, REWARDS)),
         absmax=Max(found[::6].abs().amax()),
         nonfinite=Sum(error.nonfinite),
     )

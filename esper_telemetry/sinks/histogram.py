@@ -3,23 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import accumulate
 
 from esper_telemetry.record import Histogram, Record
-
-
-def quantile(histogram: Histogram, share: float) -> float | None:
-    """The value below which that share of the counts lies, linear within a bin; None without counts."""
-    total = sum(histogram.counts)
-    if total <= 0:
-        return None
-    target = share * total
-    for index, reached in enumerate(accumulate(histogram.counts)):
-        count = histogram.counts[index]
-        if count > 0 and reached >= target:
-            low, high = histogram.edges[index], histogram.edges[index + 1]
-            return low + (high - low) * (1 - (reached - target) / count)
-    return histogram.edges[-1]
 
 
 def with_at_most(bins: int, histogram: Histogram) -> Histogram:
