@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from statistics import fmean
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -134,7 +133,7 @@ def _run(trainer: PPO, telemetry: Telemetry, options: Train) -> int:
     checkpoints = _checkpoints(trainer, telemetry, options)
     try:
         with telemetry, _stopped_by_sigterm(trainer) as asked:
-            _evaluate(trainer, telemetry, options)
+            _evaluate(trainer, options)
             attach(telemetry, trainer)
             trainer.learn(options.total_steps)
             if checkpoints is not None:
@@ -156,8 +155,8 @@ def _checkpoints(trainer: PPO, telemetry: Telemetry, options: Train) -> Checkpoi
     return Checkpoints(trainer, telemetry.run_dir / "checkpoints", every=options.checkpoint_every)
 
 
-def _evaluate(trainer: PPO, telemetry: Telemetry, options: Train) -> None:
-    """Evaluates every so many steps; what is found joins the record of the update it precedes."""
+def _evaluate(trainer: PPO, options: Train) -> None:
+    """Evaluates every so many steps; the trainer tells of it, so it joins the record of the update it precedes."""
     if options.eval_every <= 0:
         return
     env = make_env(options.env, num_envs=options.eval_episodes, mask_velocity=options.mask_velocity)
@@ -167,8 +166,7 @@ def _evaluate(trainer: PPO, telemetry: Telemetry, options: Train) -> None:
         nonlocal due
         if event.env_step >= due:
             due = event.env_step + options.eval_every
-            found = trainer.evaluate(env, seed=options.ppo.seed + 1)
-            telemetry.log({"eval/return_mean": fmean(found.returns), "eval/length_mean": fmean(found.lengths)})
+            trainer.evaluate(env, seed=options.ppo.seed + 1)
 
     trainer.hooks.on(RolloutEnd, evaluate)
 

@@ -325,6 +325,27 @@ def normalized_advantage_stats(
     )
 
 
+@torch.inference_mode()
+def flips_in_order(
+    normalized: Tensor, advantages: Tensor, *, counted: Tensor | None = None, valid: Tensor | None = None
+) -> Mean:
+    """Share of the actions whose sign changed, where nobody tells which is which: normalisation keeps their order.
+
+    Args:
+        normalized: the values that multiply the ratio, of one pass over all rows, any shape.
+        advantages: the same before normalisation, any shape and order.
+        counted: which of `normalized` count, bool; None where all do.
+        valid: likewise of `advantages`.
+
+    Absent where not as many of both count.
+    """
+    used, raw = sample(normalized, counted), sample(advantages, valid)
+    rows = min(used.values.shape[-1], raw.values.shape[-1])
+    flips = (ascending(used)[:rows] * ascending(raw)[:rows] < 0).sum(-1)
+    whole = used.count == raw.count
+    return Mean(flips * whole, used.count * whole)
+
+
 def _flips(normalized: Tensor, advantages: Tensor) -> Tensor:
     """Number of entries [..] whose sign changed; a zero has none."""
     return (normalized * advantages.double() < 0).sum(-1)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.environments.protocol import Task
+from esper_telemetry.events import Scale
 from esper_telemetry.ppo.config import PPOConfig
 from esper_telemetry.ppo.ranks import ALONE, Ranks
 from esper_telemetry.ppo.rollout import Rollout
@@ -133,6 +134,16 @@ class Normalizers(nn.Module):
             return rollout
         scaled = self.rewards(rollout.rewards, rollout.ended, rollout.valid)
         return replace(rollout, rewards=scaled, raw_rewards=rollout.rewards)
+
+    def scales(self, rollout: Rollout) -> dict[str, Scale]:
+        """Where they stand after this rollout, and what they gave for it."""
+        found = {}
+        if self.observations is not None:
+            found["obs"] = Scale(self.observations.mean, self.observations.scale(), LIMIT, rollout.observations)
+        if self.rewards is not None:
+            moments = self.rewards.moments
+            found["ret"] = Scale(moments.mean, moments.scale(), LIMIT, rollout.rewards)
+        return found
 
     def frozen(self) -> Normalizers:
         """These, as they are now and will stay; rewards are left as they come."""

@@ -2,12 +2,14 @@
 
 from esper_telemetry.summary.snapshot import (
     Actions,
+    Details,
     Episodes,
     Gradients,
     Layer,
     Leaves,
     Memory,
     Minibatches,
+    Normalizer,
     Progress,
     Rollout,
     Snapshot,
@@ -16,12 +18,14 @@ from esper_telemetry.summary.summarize import Observation, summarize
 
 __all__ = [
     "Actions",
+    "Details",
     "Episodes",
     "Gradients",
     "Layer",
     "Leaves",
     "Memory",
     "Minibatches",
+    "Normalizer",
     "Observation",
     "Progress",
     "Rollout",

@@ -8,6 +8,7 @@ from esper_telemetry.hooks import Hooks, Remover
 from esper_telemetry.record import Level
 from esper_telemetry.telemetry import Telemetry
 from esper_telemetry.wiring.listener import Listener
+from esper_telemetry.wiring.replays import Replays
 from esper_telemetry.wiring.update import Update
 
 
@@ -26,8 +27,14 @@ def attach(telemetry: Telemetry, source: Source) -> Remover:
     """
     if telemetry.level is Level.OFF:
         return lambda: None
-    update = Update(telemetry)
+    replays = Replays(telemetry, Listener(telemetry.clock, source.hooks))
+    update = Update(telemetry, replays)
     telemetry.expect_updates(suspects=update.suspects, open_update=update.take)
     listener = Listener(telemetry.clock, source.hooks)
     update.listen(listener)
-    return listener.stop
+
+    def stop() -> None:
+        listener.stop()
+        replays.stop()
+
+    return stop

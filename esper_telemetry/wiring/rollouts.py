@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from esper_telemetry.events import RecurrentForward, RolloutEnd
+from esper_telemetry.events import RecurrentForward, RolloutEnd, Scale
 from esper_telemetry.metrics.actions import action_counts
 from esper_telemetry.metrics.lstm import lstm_weights, state_ages, state_size
-from esper_telemetry.summary import Actions, Layer, Memory, Rollout
+from esper_telemetry.metrics.normalizer import cut_entries
+from esper_telemetry.summary import Actions, Layer, Memory, Normalizer, Rollout
+
+DRIFT_OVER = 10
+"""Updates over which the drift of a normaliser is measured."""
 
 
 class Rollouts:
@@ -23,6 +28,7 @@ class Rollouts:
     def __init__(self) -> None:
         self._counts: Mapping[str, Tensor] = {}
         self._ages: Tensor | None = None
+        self._scales: dict[str, deque[tuple[Tensor, Tensor]]] = {}
 
     def take(self, event: RolloutEnd, *, sizes: Mapping[str, int], layers: tuple[Layer, ...]) -> Rollout:
         """The next rollout, copied: a trainer may collect the one after it in the same memory.
@@ -46,6 +52,7 @@ class Rollouts:
             raw_rewards=_copy(event.raw_rewards),
             actions=self._actions(event, sizes),
             memory=self._memory(event, layers),
+            normalizers={name: self._normalizer(name, scale, event.valid) for name, scale in event.scales.items()},
         )
 
     def _actions(self, event: RolloutEnd, sizes: Mapping[str, int]) -> Actions:
@@ -59,6 +66,14 @@ class Rollouts:
             counts=counts,
             previous=previous,
         )
+
+    def _normalizer(self, name: str, scale: Scale, valid: Tensor | None) -> Normalizer:
+        """Counts what was cut here, because the entries of observations travel nowhere."""
+        history = self._scales.setdefault(name, deque(maxlen=DRIFT_OVER + 1))
+        history.append((scale.mean.flatten().clone(), scale.std.flatten().clone()))
+        cut, entries = cut_entries(scale.normalized, scale.limit, valid=valid)
+        previous = history[0] if len(history) > DRIFT_OVER else None
+        return Normalizer(*history[-1], previous, cut, entries)
 
     def _memory(self, event: RolloutEnd, layers: tuple[Layer, ...]) -> Memory | None:
         if event.states is None:

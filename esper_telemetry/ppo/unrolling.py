@@ -1,0 +1,56 @@
+"""Memory unrolled step by step, so that the gradient of the loss at every state can be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.ppo.policy import ActorCritic
+from esper_telemetry.ppo.recurrent import RecurrentTrunk
+from esper_telemetry.ppo.rollout import Batch, Rollout
+from esper_telemetry.replay import StateGradients
+
+
+def state_gradients(
+    policy: ActorCritic, rollout: Rollout, columns: Batch, loss: Callable[[Batch, Tensor], Tensor], *, envs: int
+) -> StateGradients | None:
+    """Gradients at the actor's h before the first step and after the last, in the first `envs` environments that remember.
+
+    Args:
+        policy: with a recurrent actor.
+        rollout: T steps.
+        columns: its rows as [T, B, ...], with the advantages that multiply the ratio.
+        loss: of a batch and the outputs [N, F] of the actor's trunk, 0-d.
+        envs: how many environments.
+
+    None where no environment begins the rollout with memory.
+    """
+    trunk, memory = policy.actor, rollout.recurrence
+    assert isinstance(trunk, RecurrentTrunk) and memory is not None
+    fresh = torch.from_numpy(memory.fresh).to(rollout.rewards.device)
+    remembering = (~fresh[0]).nonzero().squeeze(-1)[:envs]
+    if not len(remembering):
+        return None
+    first = memory.states["actor"][:, :, remembering].detach().requires_grad_()
+    features, last = unrolled(trunk, rollout.observations[:, remembering], first, fresh[:, remembering])
+    batch = columns.map(lambda column: column[:, remembering].flatten(0, 1))
+    if rollout.valid is not None:
+        rows = rollout.valid[:, remembering].flatten()
+        batch, features = batch.map(lambda column: column[rows]), features[rows]
+    gradients = torch.autograd.grad(loss(batch, features), [first, last], materialize_grads=True)
+    return StateGradients(gradients[0][:, 0], gradients[1][-1, 0])
+
+
+def unrolled(trunk: RecurrentTrunk, observations: Tensor, state: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
+    """Features [T x b, F] of observations [T, b, ...], time by time, and the state after the last of them.
+
+    Memory begins anew where `fresh` [T, b]. Features are read off the state and not off the output beside it, which is the same
+    number: so the gradient at the state holds that of its own step.
+    """
+    features = []
+    for x, begins in zip(observations, fresh, strict=True):
+        _, state = trunk.core(trunk.encoder(x).unsqueeze(0), state.masked_fill(begins[:, None], 0.0))
+        features.append(trunk.decoder(state[-1, 0]))
+    return torch.cat(features), state
