@@ -153,6 +153,7 @@ class PPO:
             "env": self.env.name,
             "total_steps": total_steps,
             "num_envs": self.env.num_envs * self.ranks.size,
+            "horizon": getattr(self.env, "horizon", None),
             "precision": "fp32",
             "optimizer": type(self.optimizer).__name__,
             "advantage_correction": 1,

@@ -6,6 +6,7 @@ quantities are followed in decades, because a fall to a tenth and a rise to the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -160,11 +161,11 @@ class Temporal:
 
 
 def _cycle(horizon: float | None, num_steps: float | None) -> tuple[int, int] | None:
-    """Cycles and values of the longest window in which the environment's time limit fits so many times; None without one."""
-    if not horizon or not num_steps or not 2 <= horizon / num_steps <= LONG:
+    """Cycles and values of a window in which the environment's time limit fits so many times, twice or more; None without one."""
+    if not horizon or not num_steps or not 2 <= horizon / num_steps <= LONG / 2:
         return None
     updates = horizon / num_steps
-    cycles = int(LONG // updates)
+    cycles = max(2, math.ceil(N_MIN / updates))
     return cycles, round(cycles * updates)
 
 
