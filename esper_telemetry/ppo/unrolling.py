@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from esper_telemetry.ppo.policy import ActorCritic
 from esper_telemetry.ppo.recurrent import RecurrentTrunk
 from esper_telemetry.ppo.rollout import Batch, Rollout
+from esper_telemetry.ppo.sequences import on
 from esper_telemetry.replay import StateGradients
 
 
@@ -29,15 +31,16 @@ def state_gradients(
     """
     trunk, memory = policy.actor, rollout.recurrence
     assert isinstance(trunk, RecurrentTrunk) and memory is not None
-    fresh = torch.from_numpy(memory.fresh).to(rollout.rewards.device)
-    remembering = (~fresh[0]).nonzero().squeeze(-1)[:envs]
-    if not len(remembering):
+    known = np.flatnonzero(~memory.fresh[0])[:envs]
+    if not len(known):
         return None
+    device = rollout.rewards.device
+    remembering, fresh = on(known, device), torch.from_numpy(memory.fresh[:, known]).to(device)
     first = memory.states["actor"][:, :, remembering].detach().requires_grad_()
-    features, last = unrolled(trunk, rollout.observations[:, remembering], first, fresh[:, remembering])
+    features, last = unrolled(trunk, rollout.observations[:, remembering], first, fresh)
     batch = columns.map(lambda column: column[:, remembering].flatten(0, 1))
-    if rollout.valid is not None:
-        rows = rollout.valid[:, remembering].flatten()
+    if memory.valid is not None:
+        rows = on(np.flatnonzero(memory.valid[:, known]), device)
         batch, features = batch.map(lambda column: column[rows]), features[rows]
     gradients = torch.autograd.grad(loss(batch, features), [first, last], materialize_grads=True)
     return StateGradients(gradients[0][:, 0], gradients[1][-1, 0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor
 
 from esper_telemetry.group import MetricGroup
@@ -56,7 +55,7 @@ def through_time(policy: Replay) -> Iterator[MetricGroup]:
 
 def capacity(copy: Copy) -> Iterator[MetricGroup]:
     """Whether a copy of the network can still learn."""
-    if copy.parameters and torch.isfinite(copy.network(copy.observations)).all():
+    if copy.parameters:
         yield capacity_loss(copy.network, copy.parameters, copy.observations)
 
 

@@ -56,7 +56,6 @@ def capacity_loss(
         learning_rate: of these steps.
         seed: of the targets and of the linear layer that reads the features, drawn from a generator of its own.
 
-    Unlike other metric functions it waits for a device: it trains.
     """
     with torch.enable_grad():
         targets, readout = _drawn(network, inputs, seed)
