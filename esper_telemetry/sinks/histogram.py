@@ -22,6 +22,16 @@ def midpoints(histogram: Histogram) -> list[float]:
     return [(low + high) / 2 for low, high in zip(histogram.edges, histogram.edges[1:], strict=False)]
 
 
+def trimmed(histogram: Histogram) -> Histogram:
+    """The same without the empty bins at both ends, which would fill most of a chart; as it is where all are empty."""
+    filled = [index for index, count in enumerate(histogram.counts) if count > 0]
+    if not filled:
+        return histogram
+    first, last = filled[0], filled[-1] + 1
+    return Histogram(histogram.edges[first : last + 1], histogram.counts[first:last])
+
+
 def by_tag(record: Record) -> Mapping[str, Histogram]:
-    """The record's histograms under names that no scalar of the record has."""
-    return {f"{key}_hist" if key in record.values else key: value for key, value in record.histograms.items()}
+    """The record's histograms, trimmed, under names that no scalar of the record has."""
+    found = {key: trimmed(histogram) for key, histogram in record.histograms.items()}
+    return {f"{key}_hist" if key in record.values else key: histogram for key, histogram in found.items()}
