@@ -163,6 +163,20 @@ class Standing:
         self._before = np.where(known, x, self._before)
         return sums
 
+    def state(self) -> dict[str, Array]:
+        """All of the state, to go into a checkpoint."""
+        known = {"first": self._first, "count": self._count.astype(np.float64), "before": self._before}
+        return {name: part.copy() for name, part in known.items()} | {
+            "usual": self._usual.copy(),
+            "sums": self._cusum.state(),
+        }
+
+    def restore(self, state: dict[str, Array]) -> None:
+        """Continues from `state()`."""
+        self._first, self._before, self._usual = (np.array(state[name]) for name in ("first", "before", "usual"))
+        self._count = np.array(state["count"], dtype=np.int64)
+        self._cusum.restore(state["sums"])
+
     def _learn(self, row: int, value: float) -> None:
         self._first[row, self._count[row]] = value
         self._count[row] += 1
@@ -212,3 +226,12 @@ class TwoSided:
         self._up.delta = self._down.delta = TOLERATED * np.nan_to_num(std)
         rise, fall = (np.asarray(part.page_hinkley) for part in (self._up.step(x), self._down.step(-x)))
         return SlowChanges(keys, np.fmax(rise, fall))
+
+    def state(self) -> Array:
+        """All of the state, [2, 4, K], to go into a checkpoint."""
+        return np.stack([self._up.state(), self._down.state()])
+
+    def restore(self, state: Array) -> None:
+        """Continues from `state()`."""
+        self._up.restore(state[0])
+        self._down.restore(state[1])

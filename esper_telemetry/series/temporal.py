@@ -122,6 +122,26 @@ class Temporal:
         result = {key: number for group in found for key, number in group.values(level).items() if key in self._wanted}
         return result | self._response(values, level)
 
+    def state(self) -> dict[str, Any]:
+        """All of the state, to go into a checkpoint."""
+        return {"updates": self._updates} | {name: part.state() for name, part in self._parts().items()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues from the `state()` of a run with the same facts."""
+        self._updates = state["updates"]
+        for name, part in self._parts().items():
+            part.restore(state[name])
+
+    def _parts(self) -> dict[str, Any]:
+        return {
+            "level": self._level,
+            "drift": self._drift,
+            "history": self._history,
+            "changes": self._changes,
+            "slow": self._slow,
+            "pairs": self._pairs,
+        }
+
     def _steps(self, x: Array, scaled: Array, new: Array) -> Iterable[Derived]:
         """What one more value of each key, [K], says."""
         keys = self._keys

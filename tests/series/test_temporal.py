@@ -11,6 +11,7 @@ import pytest
 from esper_telemetry.derived import Array
 from esper_telemetry.record import Level
 from esper_telemetry.series.change import Cusum, Standing, TwoSided, prewhitened_z
+from esper_telemetry.series.drift import LogDrift
 from esper_telemetry.series.period import goertzel
 from esper_telemetry.series.temporal import ALL, HEADLINES, Temporal
 from esper_telemetry.series.trend import theil_sen
@@ -149,8 +150,6 @@ def test_running_sums_seldom_exceed_their_bound_on_noise(phi: float, most: float
 
 def test_drift_beyond_four_spreads_is_rare_on_noise_and_certain_for_a_step() -> None:
     """Of independent values; the first twenty make up the spread."""
-    from esper_telemetry.series.drift import LogDrift
-
     state, off = LogDrift(200), []
     x = np.exp(0.3 * noise(0.0, 200, 120))
     x[:, -1] *= 10
@@ -171,3 +170,18 @@ def test_rise_and_fall_are_both_seen() -> None:
 
         assert found[9] == 0
         assert found[-1] > 5
+
+
+@pytest.mark.parametrize("cut", [1, 19, 57])
+def test_histories_continue_bit_by_bit(cut: int) -> None:
+    """Before, within and after the baseline of the sums; tests for trends go on at the same updates."""
+    x = wave(80)
+    whole, before, after = Temporal(FACTS), Temporal(FACTS), Temporal(FACTS)
+
+    expected = [whole.derive({"policy/kl": value, "ret/std": value}, Level.NORMAL) for value in x]
+    for value in x[:cut]:
+        before.derive({"policy/kl": value, "ret/std": value}, Level.NORMAL)
+    after.restore(before.state())
+    before.derive({"policy/kl": 1e3}, Level.NORMAL)
+
+    assert [after.derive({"policy/kl": value, "ret/std": value}, Level.NORMAL) for value in x[cut:]] == expected[cut:]
