@@ -180,9 +180,10 @@ class Temporal:
         return lr_response(self._pairs.ordered(0), self._pairs.ordered(1), key=RESPONSE).values(level)
 
 
-def _cycle(horizon: float | None, num_steps: float | None) -> tuple[int, int] | None:
+def _cycle(horizon: Any, num_steps: Any) -> tuple[int, int] | None:
     """Cycles and values of a window in which the environment's time limit fits so many times, twice or more; None without one."""
-    if not horizon or not num_steps or not 2 <= horizon / num_steps <= LONG / 2:
+    numbers = isinstance(horizon, int | float) and isinstance(num_steps, int | float) and num_steps > 0
+    if not numbers or not 2 <= horizon / num_steps <= LONG / 2:
         return None
     updates = horizon / num_steps
     cycles = max(2, math.ceil(N_MIN / updates))

@@ -79,6 +79,12 @@ def test_oscillation_at_the_time_limit_is_found_at_its_length() -> None:
     assert "policy/kl/period/goertzel" not in records(x, horizon=None)[-1]
 
 
+@pytest.mark.parametrize("horizon", [None, "long", math.nan, 0, 20, 10_000])
+def test_a_time_limit_that_is_unknown_or_out_of_reach_is_no_period(horizon: Any) -> None:
+    """Of 20 steps an update: one update and 500 updates are no cycle that a window could hold."""
+    assert "policy/kl/period/goertzel" not in records(wave(40), horizon=horizon)[-1]
+
+
 def test_returns_may_be_negative_so_they_are_followed_as_they_are() -> None:
     x = [-10.0 + t for t in range(20)]
     last = records(x, "episode/return_mean_100")[-1]
