@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export WANDB_SILENT ?= true
 DEMO_SINKS := --sink console --sink tensorboard --sink 'wandb:esper-demo?mode=offline' --sink 'mlflow?experiment=esper-demo'
 
-.PHONY: help install demo demo-memory test test-slow lint bench docs clean
+.PHONY: help install demo demo-mlp test test-slow lint bench docs clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -19,13 +19,13 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: install  ## train CartPole-v1 with telemetry on the console, in TensorBoard, W&B (offline) and MLflow
-	@echo "Training CartPole-v1 with telemetry in four places; the end says how to open each"
-	@$(BIN)/esper-telemetry train --env CartPole-v1 --total-steps 200000 --seed 1 $(DEMO_SINKS)
-
-demo-memory: install  ## the same without velocities, which takes a policy with memory: an LSTM
-	@echo "Training an LSTM on CartPole-v1 without velocities; the end says how to open each backend"
+demo: install  ## train an LSTM on CartPole-v1 without velocities; telemetry on the console, in TensorBoard, W&B (offline) and MLflow
+	@echo "Training an LSTM on CartPole-v1 without velocities, with telemetry in four places; the end says how to open each"
 	@$(BIN)/esper-telemetry train --env CartPole-v1 --mask-velocity --policy lstm --total-steps 120000 --seed 1 $(DEMO_SINKS)
+
+demo-mlp: install  ## the same with velocities, for which a policy without memory is enough
+	@echo "Training an MLP on CartPole-v1 with telemetry in four places; the end says how to open each"
+	@$(BIN)/esper-telemetry train --env CartPole-v1 --total-steps 200000 --seed 1 $(DEMO_SINKS)
 
 test: install lint  ## lint, check types, run the tests (under 10 minutes on 2 cores)
 	@echo "Running the tests"

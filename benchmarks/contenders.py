@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -89,6 +90,19 @@ def observed(work: Work) -> Run:
             time.sleep(OPENING_SECONDS)
             target = trainer.env_steps + work.steps
             return measured(work.steps, lambda: trainer.learn(target), returns)
+
+
+def disturbed(work: Work) -> Run:
+    """This trainer without telemetry beside a process that does nothing but count: what any work on the second core costs here.
+
+    The cores of a virtual machine are often two threads of one, which share its units and caches.
+    """
+    trainer, returns = ours(work)
+    with subprocess.Popen([sys.executable, "-c", "import os, itertools; os.nice(19); all(itertools.count(1))"]) as busy:
+        try:
+            return measured(work.steps, lambda: trainer.learn(work.steps), returns)
+        finally:
+            busy.kill()
 
 
 def ours(work: Work, **settings: Any) -> tuple[Any, deque[float]]:
@@ -224,6 +238,7 @@ CONTENDERS: dict[str, Callable[[Work], Run]] = {
     "esper": esper,
     "esper, one LSTM": tuned,
     "esper + telemetry": observed,
+    "esper + busy core": disturbed,
     "sb3": stable_baselines,
     "rsl_rl": rsl_rl,
     "cleanrl": cleanrl,

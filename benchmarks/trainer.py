@@ -4,7 +4,7 @@
     python benchmarks/trainer.py --num-envs 64
     python benchmarks/trainer.py --lstm 64              # the same behind an LSTM, against recurrent trainers
     python benchmarks/trainer.py --cleanrl ppo.py       # CleanRL's script, from wherever it lies
-    python benchmarks/trainer.py --telemetry            # NORMAL with three backends, against OFF
+    python benchmarks/trainer.py --telemetry            # NORMAL with three backends, and a second core kept busy, against OFF
 
 Peers that are not installed are left out: Stable-Baselines3, sb3-contrib, rsl-rl-lib. Every run is a process of its own
 with one torch thread; contenders take turns, so that a change of the machine's speed hits all of them. Figures are
@@ -68,7 +68,7 @@ def median_of(runs: list[Run], field: str) -> float:
 def contenders(options: argparse.Namespace) -> list[str]:
     """Who takes part: this trainer first, then the peers that are there."""
     if options.telemetry:
-        return ["esper", "esper + telemetry"]
+        return ["esper", "esper + telemetry", "esper + busy core"]
     peers = {"sb3": "sb3_contrib" if options.lstm else "stable_baselines3", "rsl_rl": "rsl_rl"}
     found = [name for name, module in peers.items() if importlib.util.find_spec(module)]
     first = ["esper, one LSTM", "esper"] if options.lstm else ["esper"]

@@ -107,7 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         raise SystemExit(run(sys.argv[1:] if arguments is None else arguments))
     except WrongUse as mistake:
-        sys.stderr.write(f"esper-telemetry: {mistake}\n")
+        if os.environ.get("RANK", "0") == "0":  # what several processes find, one says
+            sys.stderr.write(f"esper-telemetry: {mistake}\n")
         raise SystemExit(WRONG_USE) from None
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None

@@ -121,11 +121,13 @@ class EpisodeEnd:
     Attributes:
         returns: undiscounted sums of raw rewards.
         lengths: steps.
+        times: steps of the rollout, from 0, with which they finished: tells the order of episodes of several processes; may be empty.
     """
 
     env_step: int
     returns: Sequence[float]
     lengths: Sequence[int]
+    times: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

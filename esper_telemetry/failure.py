@@ -1,9 +1,12 @@
-"""What is said of a run that ended in an exception."""
+"""How runs end that nobody ends: in an exception, or with the interpreter."""
 
 from __future__ import annotations
 
+import atexit
 import logging
+import weakref
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +14,14 @@ from torch import Tensor
 from esper_telemetry.record import RunStatus
 
 logger = logging.getLogger("esper_telemetry")
+
+
+class Closes(Protocol):
+    """What can be closed."""
+
+    def close(self) -> object:
+        """Ends it; once more does nothing."""
+
 
 Suspects = Callable[[], Iterable[tuple[str, Tensor]]]
 
@@ -38,3 +49,16 @@ def first_nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> str:
             index = bad[0].tolist()
             return f"{name}{index or ''} = {tensor[tuple(index)].item()}"
     return ""
+
+
+def at_exit(telemetry: Closes) -> Callable[[], None]:
+    """Closes a telemetry that nobody closed, at interpreter exit, without keeping it alive until then."""
+    reference = weakref.ref(telemetry)
+
+    def close() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.close()
+
+    atexit.register(close)
+    return close

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -56,9 +56,15 @@ __all__ = [
 
 
 class MetricGroup:
-    """Base of all groups; subclasses are frozen, slotted dataclasses whose fields say what they report."""
+    """Base of all groups; subclasses are frozen, slotted dataclasses whose fields say what they report.
+
+    Attributes:
+        replicated: whether all processes of a distributed run measure the same, such as norms of summed gradients: rank 0's count.
+            What each measures of its own data is merged.
+    """
 
     __slots__ = ()
+    replicated: ClassVar[bool] = False
 
     def values(self) -> dict[str, float]:
         """This group alone, finished on the host: for tests and notebooks (reads the device)."""

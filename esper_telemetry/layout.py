@@ -17,9 +17,6 @@ from esper_telemetry.reduction import Array, Counts, Reduction, Statistic
 
 Index = npt.NDArray[np.intp]
 
-HISTOGRAM = "histogram"
-"""The statistic of a reduction that is no number: its last slots are counts between its edges."""
-
 
 class Values(NamedTuple):
     """What finishing rows yields: finite floats and histograms by key, and how many declared keys were undefined."""
@@ -90,12 +87,27 @@ class Layout:
     def _finish_histograms(self, window: Window, level: Level) -> dict[str, Histogram]:
         """The histograms that belong to `level` and hold anything."""
         readers = [reader for reader in self.histograms if reader.metric.level <= level]
-        counts = {reader.key: window.slots(reader)[1 - len(reader.field.edges) :] for reader in readers}
+        counts = {reader.key: window.slots(reader) for reader in readers}
         return {
             reader.key: Histogram(reader.field.edges, tuple(counts[reader.key]))
             for reader in readers
             if any(counts[reader.key])
         }
+
+    @property
+    def replicated(self) -> bool:
+        """Whether all processes of a distributed run measure the same."""
+        return bool(self.group.replicated)  # type: ignore[attr-defined]  # every group is a `MetricGroup`
+
+    @property
+    def name(self) -> str:
+        """Of the group's type."""
+        return f"{self.group.__module__}.{self.group.__qualname__}"
+
+    @cached_property
+    def fields_text(self) -> str:
+        """What the fields are, as text that is the same in every process."""
+        return repr([(name, reduction.__qualname__, width, edges) for name, reduction, width, edges in self.fields])
 
     @cached_property
     def readers(self) -> tuple[Reader, ...]:
@@ -196,13 +208,11 @@ def _merged(reader: Reader, slots: Array) -> list[float]:
 
 
 def _is_histogram(reader: Reader) -> bool:
-    return reader.field.reduction is Counts or reader.metric.of == HISTOGRAM
+    return reader.field.reduction is Counts
 
 
 def _statistic(reduction: type[Reduction], name: str) -> Statistic:
     statistics = reduction.statistics
-    if name == HISTOGRAM:
-        return _undefined
     return statistics[name] if name else next(iter(statistics.values()), _undefined)
 
 

@@ -40,6 +40,11 @@ class Reduction:
         """Combines [rows, fields, slots] into [fields, slots]."""
         raise NotImplementedError
 
+    @classmethod
+    def join(cls, ranks: Array) -> Array:
+        """As `merge`, of what several ranks [ranks, fields, slots] have each measured of one and the same optimizer step."""
+        return cls.merge(ranks)
+
 
 @cache
 def _slot_names(reduction: type) -> tuple[str, ...]:

@@ -5,6 +5,8 @@ record is made inside `flush`; on CUDA at the first call after it, when the copy
 anything else sees it, and the relay feeds the sinks from the journal, so nothing here ever waits for a backend.
 
 A trainer that is attached hands over whole updates (`submit`). Where a second core is free, a process there summarises them.
+
+In a distributed run every rank has a `Telemetry`. They join what they measured at every flush; rank 0 has the journal and the sinks.
 """
 
 from __future__ import annotations
@@ -13,21 +15,23 @@ import atexit
 import math
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 from esper_telemetry.clock import Clock
-from esper_telemetry.failure import Suspects, diagnose, status_of
+from esper_telemetry.failure import Suspects, at_exit, diagnose, status_of
+from esper_telemetry.follower import Follower, recorder_for
 from esper_telemetry.group import MetricGroup
+from esper_telemetry.peers import Peers
 from esper_telemetry.record import Axes, Level, RunInfo, RunStatus, check_key
 from esper_telemetry.recorder import Recorder
 from esper_telemetry.relay import CloseReport
 from esper_telemetry.sinks import SinkLike
 from esper_telemetry.summary import Snapshot, summarize
-from esper_telemetry.window import Transfer, Window
+from esper_telemetry.window import Transfer, Window, finish
 
 
 class Flush(NamedTuple):
@@ -53,11 +57,20 @@ class Telemetry:
         close_timeout: seconds that `close` waits for the sinks, all together.
         offload: whether an attached trainer's updates are summarised in a process beside it. By default where a second core is free;
             never without a run directory.
+        ranks: `all`: where `torch.distributed` is initialised, the ranks report as one. `alone`: this process reports its own numbers
+            and needs no other one.
+
+    With several ranks each makes its `Telemetry`, with the same level, and calls `flush` equally often: both wait for the others.
+    Rank 0 alone claims the run directory, writes the journal and opens the sinks; the others' arguments for these are passed over, and
+    what they `log` is too. What each rank observes of its own data is merged as if one process had measured all of it; what is the same
+    everywhere, such as gradients that DistributedDataParallel has averaged, is rank 0's. `close` waits for nobody.
 
     Raises:
         ValueError: for an unknown level or sink.
         FileExistsError: if `run_dir` holds a journal already.
         OSError: if `run_dir` cannot be written.
+        RuntimeError: a rank made no `Telemetry` within a minute.
+        All of them are raised on every rank.
     """
 
     def __init__(
@@ -73,6 +86,7 @@ class Telemetry:
         facts: Mapping[str, Any] | None = None,
         close_timeout: float = 15.0,
         offload: bool = True,
+        ranks: Literal["all", "alone"] = "all",
     ) -> None:
         self.level = Level.parse(level)
         self.clock = Clock()
@@ -91,21 +105,29 @@ class Telemetry:
         self._collected = 0
         self._flushed = time.perf_counter()
         self._closed = False
-        self._recorder: Recorder | None = None
+        self._recorder: Recorder | Follower | None = None
+        self._peers: Peers | None = None
         if self.level > Level.OFF:
-            self._recorder = Recorder(
-                sinks, run_dir=run_dir, name=name, tags=tuple(tags), notes=notes, level=self.level
+            self._peers = Peers.meet() if ranks == "all" else None
+            self._recorder = recorder_for(
+                self._peers,
+                partial(Recorder, sinks, run_dir=run_dir, name=name, tags=tuple(tags), notes=notes, level=self.level),
             )
-            self._at_exit = _close_at_exit(self)
+            self._at_exit = at_exit(self)
 
     @property
     def run_dir(self) -> Path | None:
-        """Where this run's journal lives; None without one."""
+        """Where this run's journal lives, on every rank; None without one."""
         return self._recorder.run_dir if self._recorder else None
 
     @property
+    def ranks(self) -> int:
+        """How many processes report together."""
+        return self._peers.size if self._peers else 1
+
+    @property
     def run(self) -> RunInfo | None:
-        """What the sinks know of the run; None at OFF and before it has started."""
+        """What the sinks know of the run; None at OFF, before it has started and on all ranks but the first."""
         return self._recorder.run if self._recorder else None
 
     def start(self, *, config: Mapping[str, Any] | None = None, facts: Mapping[str, Any] | None = None) -> None:
@@ -173,8 +195,8 @@ class Telemetry:
             self.materialise()
             self.start()
             self._send(env_step, update, gradient_step, partial=False)
-            if self._flush and not self._flush.transfer.pending:
-                self.materialise()
+            if self._flush and (self._peers or not self._flush.transfer.pending):
+                self.materialise()  # ranks end their updates together: the device has nothing left to do
 
     def materialise(self) -> None:
         """Makes the record of the last flush, if its numbers were still on their way from the device."""
@@ -182,7 +204,13 @@ class Telemetry:
             return
         with self.clock:
             flush, self._flush = self._flush, None
-            measured = flush.transfer.finish(self.level)
+            tables = flush.transfer.tables()
+            if self._peers and not flush.partial:
+                tables = self._peers.join(tables)
+            if isinstance(self._recorder, Follower):
+                return
+            self._recorder.describe(tables)
+            measured = finish(tables, self.level)
             measured.values.update(flush.numbers)
             now = time.perf_counter()
             elapsed, self._flushed = now - self._flushed, now
@@ -207,7 +235,7 @@ class Telemetry:
             open_update: takes what has happened in an update that will not end.
         """
         self._suspects, self._open_update = suspects, open_update
-        if self._active and self._recorder and self._offload:
+        if self._active and self._recorder and self._offload and not self._peers:
             self._recorder.offload()
 
     def close(self, status: RunStatus | str = RunStatus.FINISHED) -> CloseReport | None:
@@ -222,7 +250,18 @@ class Telemetry:
             self.materialise()
         self._closed = True
         atexit.unregister(self._at_exit)
+        if self._peers:
+            self._peers.leave()
         return self._recorder.close(RunStatus(status), self._timeout)
+
+    def abandon(self, error: BaseException) -> None:
+        """Ends the run as failed from another thread, where the training thread is stuck for good; the open update is given up."""
+        if not self._active or self._recorder is None:
+            return
+        self.start()
+        self._closed = True
+        self._recorder.event("failure", self._axes, diagnose(error, tuple))
+        self._recorder.close(RunStatus.FAILED, self._timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -241,7 +280,6 @@ class Telemetry:
 
     def _send(self, env_step: int, update: int | None, gradient_step: int | None, *, partial: bool) -> None:
         assert self._recorder is not None
-        self._recorder.describe(self._window.layouts)
         steps = self._window.gradient_steps + sum(snapshot.gradient_steps for snapshot in self._snapshots)
         self._axes = Axes(
             update=self._axes.update + 1 if update is None else update,
@@ -262,16 +300,3 @@ def _flat(groups: Iterable[MetricGroup | Iterable[MetricGroup]]) -> Iterator[Met
             yield from _flat(group)
         else:
             raise TypeError(f"observe takes metric groups, got {type(group).__name__}: log takes plain numbers")
-
-
-def _close_at_exit(telemetry: Telemetry) -> Callable[[], None]:
-    """Closes a telemetry that nobody closed, at interpreter exit, without keeping it alive until then."""
-    reference = weakref.ref(telemetry)
-
-    def close() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.close()
-
-    atexit.register(close)
-    return close

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from esper_telemetry.group import MetricGroup, Packed, pack
-from esper_telemetry.layout import Layout, Values
+from esper_telemetry.layout import Index, Layout, Values
 from esper_telemetry.record import Level
 from esper_telemetry.reduction import Array
 
@@ -55,11 +56,6 @@ class Window:
         if len(rows.epochs) != len(rows.steps):
             raise ValueError(f"epoch must be a number or one per row ({count}), got {epoch!r}")
 
-    @property
-    def layouts(self) -> Iterable[Layout]:
-        """Of the groups observed so far."""
-        return self._rows.keys()
-
     def send(self) -> Transfer:
         """Starts the one copy to the host; the window is empty afterwards."""
         rows, self._rows = self._rows, {}
@@ -96,16 +92,44 @@ class Transfer:
 
     def finish(self, level: Level) -> Values:
         """Waits for the copy and reads every value that belongs to `level`."""
+        return finish(self.tables(), level)
+
+    def tables(self) -> Tables:
+        """Waits for the copy; the rows of every layout."""
         host, event = self.packed
         if event is not None:
             event.synchronize()
-        merged = Values({}, {}, 0)
         numbers = host.numpy()
+        found: Tables = {}
         for layout, rows in self.rows.items():
-            tables, numbers = _tables(rows.blocks, numbers)
-            part = layout.finish(tables, np.array(rows.steps), np.array(rows.epochs), level)
-            merged = _united(merged, part)
-        return merged
+            table, numbers = _tables(rows.blocks, numbers)
+            found[layout] = Table(table, np.array(rows.steps), np.array(rows.epochs))
+        return found
+
+
+class Table(NamedTuple):
+    """Rows of one layout on the host.
+
+    Attributes:
+        rows: [R, columns].
+        steps, epochs: [R], the optimizer step and the epoch of each row.
+    """
+
+    rows: Array
+    steps: Index
+    epochs: Index
+
+
+Tables = dict[Layout, Table]
+"""An update as it was measured."""
+
+
+def finish(tables: Tables, level: Level) -> Values:
+    """Every value of an update that belongs to `level`."""
+    merged = Values({}, {}, 0)
+    for layout, table in tables.items():
+        merged = _united(merged, layout.finish(*table, level))
+    return merged
 
 
 def _tables(blocks: list[Packed], numbers: Array) -> tuple[Array, Array]:

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-import os
 import signal
+import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from esper_telemetry.commands.mistakes import WrongUse, wrong_use
+from esper_telemetry.commands.ranks import (
+    RankLostError,
+    agreed,
+    first,
+    own_device,
+    process_group,
+    strongest,
+    watching_ranks,
+)
 from esper_telemetry.commands.summary import Summary
 from esper_telemetry.environments import make_env
+from esper_telemetry.environments.protocol import Environment
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.metric import segment
 from esper_telemetry.ppo import PPO, Checkpoints, PPOConfig
 from esper_telemetry.ppo.ranks import Ranks
 from esper_telemetry.record import RunStatus
-from esper_telemetry.sinks import as_sink
+from esper_telemetry.sinks import Sink, SinkLike, as_sink
 from esper_telemetry.telemetry import Telemetry
 from esper_telemetry.wiring import attach
 
@@ -32,77 +43,61 @@ SMALL = 256  # width from which a second thread pays: measured for LSTMs of 64 a
 DONE, FAILED, INTERRUPTED, TERMINATED = 0, 1, 130, 143
 
 
+class Prepared(NamedTuple):
+    """What was made of the arguments before anything is created."""
+
+    env: Environment
+    device: torch.device
+    sinks: list[Sink]
+
+
 def train(options: Train) -> int:
     """Trains; every argument is checked before anything is created.
 
-    Under `torchrun` every process trains on its share of the environments; the first has the telemetry.
+    Under `torchrun` every process trains on its share of the environments; the first has the journal, the sinks, the evaluations, the
+    checkpoints and the terminal.
     """
-    with _process_group(options):
-        return _train(options) if Ranks.current().rank == 0 else _follow(options)
+    with process_group(options.device):
+        prepared = agreed(partial(_prepared, options))
+        with wrong_use():
+            trainer = PPO(prepared.env, options.ppo, device=prepared.device)
+            summary = Summary(prepared.sinks)
+            telemetry = _telemetry([*prepared.sinks, summary.observe], options)
+        if first():
+            _say_preset(options)
+        code = _run(trainer, telemetry, options)
+        if first():
+            summary.show(telemetry)
+        return code
 
 
-def _train(options: Train) -> int:
-    with wrong_use():
-        trainer = _trainer(options)
-        sinks = [as_sink(sink) for sink in options.sink or ("console",)]
-        summary = Summary(sinks)
-        telemetry = Telemetry(
-            [*sinks, summary.observe],
-            run_dir=options.run_dir or "auto",
-            name=None if options.run_dir else segment(options.env),
-            level=options.level,
-            config={
-                "env": options.env,
-                "mask_velocity": options.mask_velocity,
-                "preset": options.preset_name,
-                "total_steps": options.total_steps,
-                "num_envs": options.num_envs,
-            },
-        )
-    _say_preset(options)
-    code = _run(trainer, telemetry, options)
-    summary.show(telemetry)
-    return code
-
-
-def _follow(options: Train) -> int:
-    """Trains beside the first process and says nothing, unless it fails."""
-    with wrong_use():
-        trainer = _trainer(options)
-    try:
-        with _stopped_by_sigterm(trainer) as asked:
-            trainer.learn(options.total_steps)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except Exception:
-        traceback.print_exc()
-        return FAILED
-    return TERMINATED if asked else DONE
-
-
-@contextmanager
-def _process_group(options: Train) -> Iterator[None]:
-    """Joins the processes that `torchrun` started, if it did."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield
-        return
-    torch.distributed.init_process_group("nccl" if options.device.startswith("cuda") else "gloo")
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def _trainer(options: Train) -> PPO:
+def _prepared(options: Train) -> Prepared:
     if options.total_steps < 1:
         raise WrongUse(f"total_steps must be at least 1, got {options.total_steps}")
-    device = _device(options.device)
+    device = _device(own_device(options.device))
     _choose_threads(options)
-    ranks = Ranks.current()
-    if options.num_envs % ranks.size:
-        raise WrongUse(f"num_envs must be a multiple of the {ranks.size} processes, got {options.num_envs}")
-    env = make_env(options.env, num_envs=options.num_envs // ranks.size, mask_velocity=options.mask_velocity)
-    return PPO(env, options.ppo, device=device)
+    size = Ranks.current().size
+    if options.num_envs % size:
+        raise WrongUse(f"num_envs must be a multiple of the {size} processes, got {options.num_envs}")
+    env = make_env(options.env, num_envs=options.num_envs // size, mask_velocity=options.mask_velocity)
+    return Prepared(env, device, [as_sink(sink) for sink in options.sink or ("console",)] if first() else [])
+
+
+def _telemetry(sinks: Sequence[SinkLike], options: Train) -> Telemetry:
+    return Telemetry(
+        sinks,
+        run_dir=options.run_dir or "auto",
+        name=None if options.run_dir else segment(options.env),
+        level=options.level,
+        config={
+            "env": options.env,
+            "mask_velocity": options.mask_velocity,
+            "preset": options.preset_name,
+            "total_steps": options.total_steps,
+            "num_envs": options.num_envs,
+            "ranks": Ranks.current().size,
+        },
+    )
 
 
 def _say_preset(options: Train) -> None:
@@ -130,23 +125,39 @@ def _device(name: str) -> torch.device:
 
 
 def _run(trainer: PPO, telemetry: Telemetry, options: Train) -> int:
-    checkpoints = _checkpoints(trainer, telemetry, options)
+    checkpoints = _checkpoints(trainer, telemetry, options) if first() else None
     try:
-        with telemetry, _stopped_by_sigterm(trainer) as asked:
-            _evaluate(trainer, options)
+        with _stopped_by_signals(trainer) as came, telemetry, watching_ranks(partial(_give_up, telemetry)):
+            if first():
+                _evaluate(trainer, options)
             attach(telemetry, trainer)
             trainer.learn(options.total_steps)
             if checkpoints is not None:
                 checkpoints.save()
-            if asked:
-                telemetry.close(RunStatus.PREEMPTED)
-                return TERMINATED
+            number = strongest(max(came, default=0))
+            if number:
+                telemetry.close(RunStatus.PREEMPTED if number == signal.SIGTERM else RunStatus.INTERRUPTED)
+                return TERMINATED if number == signal.SIGTERM else INTERRUPTED
     except KeyboardInterrupt:
         return INTERRUPTED
+    except RankLostError as lost:
+        _say(lost)
+        return FAILED
     except Exception:
         traceback.print_exc()
         return FAILED
     return DONE
+
+
+def _give_up(telemetry: Telemetry, lost: RankLostError) -> None:
+    """Ends the run while the training thread waits for a rank that has gone."""
+    _say(lost)
+    telemetry.abandon(lost)
+
+
+def _say(lost: RankLostError) -> None:
+    if first():
+        sys.stderr.write(f"esper-telemetry: {lost}\n")
 
 
 def _checkpoints(trainer: PPO, telemetry: Telemetry, options: Train) -> Checkpoints | None:
@@ -172,16 +183,21 @@ def _evaluate(trainer: PPO, options: Train) -> None:
 
 
 @contextmanager
-def _stopped_by_sigterm(trainer: PPO) -> Iterator[list[int]]:
-    """Within it SIGTERM ends training after the update in progress; yields the signals that came."""
+def _stopped_by_signals(trainer: PPO) -> Iterator[list[int]]:
+    """Within it SIGTERM ends training after the update in progress; yields the signals that came.
+
+    Where several processes train, Ctrl-C does too: each gets the signal at another moment, and all have to stop after the same update.
+    """
     came: list[int] = []
 
     def stop(number: int, _: FrameType | None) -> None:
         came.append(number)
         trainer.stop()
 
-    before = signal.signal(signal.SIGTERM, stop)
+    numbers = [signal.SIGTERM] if trainer.ranks.alone else [signal.SIGTERM, signal.SIGINT]
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield came
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

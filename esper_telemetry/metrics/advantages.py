@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from esper_telemetry.group import Max, Mean, MetricGroup, Min, Moments, Sum, reports
+from esper_telemetry.group import Counts, Max, Mean, MetricGroup, Min, Moments, Sum, reports
 from esper_telemetry.metric import Metric
-from esper_telemetry.metrics.distribution import REWARDS, Quantiles, bin_counts
+from esper_telemetry.metrics.distribution import REWARDS, histogram
 from esper_telemetry.metrics.masking import (
     ascending,
     moments,
@@ -21,19 +21,12 @@ from esper_telemetry.metrics.masking import (
     sample,
     spread,
 )
+from esper_telemetry.metrics.quantiles import Quantiles, as_quantiles, levels_for
 from esper_telemetry.record import Level
 from esper_telemetry.reduction import NAN, Array, Reduction, Slot, Statistic
 
 NO_ROWS = "no valid, finite advantage"
 CONSTANT = "advantages do not vary"
-
-
-class AdvantageQuantiles(Quantiles):
-    """Of the raw advantages."""
-
-    __slots__ = ()
-    levels = (5, 95)
-    edges = REWARDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +109,7 @@ class AdvantageStats(MetricGroup):
             undefined=NO_ROWS,
         )
     )
-    distribution: AdvantageQuantiles = reports(
+    quantiles: Quantiles = reports(
         Metric(
             key="adv/raw/p05",
             number=208,
@@ -133,14 +126,15 @@ class AdvantageStats(MetricGroup):
             of="p95",
             undefined=NO_ROWS,
         ),
+    )
+    histogram: Counts = reports(
         Metric(
             key="adv/raw/hist",
             number=225,
             unit="advantage",
             question="How are the advantages distributed?",
-            of="histogram",
             undefined=NO_ROWS,
-        ),
+        )
     )
     nonfinite: Sum = reports(
         Metric(
@@ -167,14 +161,14 @@ def advantage_stats(advantages: Tensor, *, valid: Tensor | None = None) -> Advan
         valid: bool, same shape; None where every entry is.
     """
     s = sample(advantages, valid)
-    found = quantiles(ascending(s), s.count, (0.0, 0.05, 0.95, 1.0))
-    smallest, _, _, largest = found.unbind()
+    found = quantiles(ascending(s), s.count, levels_for(advantages))
     return AdvantageStats(
         moments=moments(s),
-        smallest=Min(smallest),
-        largest=Max(largest),
+        smallest=Min(found[0]),
+        largest=Max(found[-1]),
         positive=Mean((s.values > 0).sum(-1), s.count),
-        distribution=AdvantageQuantiles(found[1:3], bin_counts(s, REWARDS)),
+        quantiles=as_quantiles(found, s.count),
+        histogram=histogram(s, REWARDS),
         nonfinite=Sum(s.nonfinite),
     )
 

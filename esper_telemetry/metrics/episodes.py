@@ -3,14 +3,60 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
 
 from esper_telemetry.group import Max, Mean, MetricGroup, Min, Moments, Sum, reports
 from esper_telemetry.metric import Metric
 from esper_telemetry.record import Level
+from esper_telemetry.reduction import NAN, Array, Reduction, Slot, Statistic
 
 NONE = "no episode finished"
+
+RECENT = 100
+"""Episodes over which `episode/return_mean_100` is the mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latest(Reduction):
+    """The latest values of several processes, `RECENT` at most.
+
+    Attributes:
+        ends: when each came about, growing; -inf where there is none.
+        values: in the same order, 0 where there is none.
+    """
+
+    ends: tuple[float, ...]
+    values: tuple[float, ...]
+
+    statistics: ClassVar[Mapping[str, Statistic]] = {"mean": lambda s: _mean_of_latest(s)}
+
+    def slots(self) -> tuple[Slot, ...]:
+        """All times, then all values."""
+        return (*self.ends, *self.values)
+
+    @staticmethod
+    def merge(rows: Array) -> Array:
+        """The latest of all; of those at the same time the first rows' came first."""
+        ends, values = rows[..., :RECENT], rows[..., RECENT:]
+        ends, values = (np.concatenate(list(part), axis=-1) for part in (ends, values))
+        order = np.argsort(ends, axis=-1, kind="stable")[:, -RECENT:]
+        return np.concatenate([np.take_along_axis(part, order, -1) for part in (ends, values)], axis=-1)
+
+
+def latest(ends: Sequence[float], values: Sequence[float]) -> Latest:
+    """The last `RECENT` of these values, as far as they are finite, with the times at which they came about."""
+    finite = [(end, value) for end, value in zip(ends, values, strict=True) if math.isfinite(value)][-RECENT:]
+    filled = [(-math.inf, 0.0)] * (RECENT - len(finite)) + finite
+    return Latest(tuple([float(end) for end, _ in filled]), tuple([float(value) for _, value in filled]))
+
+
+def _mean_of_latest(slots: Sequence[float]) -> float:
+    values = [value for end, value in zip(slots[:RECENT], slots[RECENT:], strict=True) if end > -math.inf]
+    return math.fsum(values) / len(values) if values else NAN
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +121,7 @@ class EpisodeStats(MetricGroup):
             level=Level.MINIMAL,
         )
     )
-    recent: Mean = reports(
+    recent: Mean | Latest = reports(
         Metric(
             key="episode/return_mean_100",
             number=937,
@@ -102,7 +148,11 @@ class EpisodeStats(MetricGroup):
 
 
 def episode_stats(
-    returns: Sequence[float], lengths: Sequence[float], *, recent_returns: Iterable[float] = ()
+    returns: Sequence[float],
+    lengths: Sequence[float],
+    *,
+    recent_returns: Iterable[float] = (),
+    recent_ends: Sequence[float] | None = None,
 ) -> EpisodeStats:
     """Returns and lengths of the episodes that finished in a rollout; without any, only their count.
 
@@ -110,6 +160,8 @@ def episode_stats(
         returns: undiscounted sums of raw rewards, one per episode.
         lengths: steps, one per episode.
         recent_returns: returns of the last 100 finished training episodes, these included.
+        recent_ends: when each of these ended, in numbers that all processes count alike, such as steps of their environments: several
+            processes then report the last 100 of all of them. Where it is None, the mean of each one's last 100, weighted by their number.
 
     Raises:
         ValueError: for different numbers of returns and lengths.
@@ -119,14 +171,15 @@ def episode_stats(
             f"every episode has a return and a length, got {len(returns)} returns and {len(lengths)} lengths"
         )
     finite = [float(value) for value in returns if math.isfinite(value)]
-    latest = [float(value) for value in recent_returns if math.isfinite(value)]
+    recent = [float(value) for value in recent_returns]
+    known = [value for value in recent if math.isfinite(value)]
     return EpisodeStats(
         returns=_moments(finite),
         smallest=Min(min(finite, default=math.inf)),
         largest=Max(max(finite, default=-math.inf)),
         lengths=Mean(float(sum(lengths)), float(len(lengths))),
         count=Sum(float(len(returns))),
-        recent=Mean(math.fsum(latest), float(len(latest))),
+        recent=Mean(math.fsum(known), float(len(known))) if recent_ends is None else latest(recent_ends, recent),
         nonfinite=Sum(float(len(returns) - len(finite))),
     )
 

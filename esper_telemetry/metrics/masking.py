@@ -151,13 +151,6 @@ def per_row(values: Tensor, count: Tensor) -> tuple[Tensor, ...]:
     return values.unsqueeze(-1).expand(-1, len(count)).contiguous().unbind() if count.ndim else values.unbind()
 
 
-def quantile_means(values: Tensor, count: Tensor) -> tuple[Mean, ...]:
-    """Quantiles [K], found over all rows together, as means weighted by the count [..] of each row; absent where that is zero."""
-    totals = values.nan_to_num()
-    totals = (totals.unsqueeze(-1) if count.ndim else totals) * count
-    return tuple([Mean(total, count) for total in totals.unbind()])
-
-
 @lru_cache(maxsize=64)
 def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
     """These numbers as a float64 tensor that nobody writes to, made once per device."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ NOT_ADAM = "the optimizer is not Adam, or has taken no step"
 class LearningRate(MetricGroup):
     """The learning rate in use."""
 
+    replicated: ClassVar[bool] = True
     lr: float | Tensor | None = reports(
         Metric(
             key="opt/lr",
@@ -40,6 +41,7 @@ class LearningRate(MetricGroup):
 class AdamStep(MetricGroup):
     """The step that Adam has just taken, over all parameters."""
 
+    replicated: ClassVar[bool] = True
     update_to_weight: Mean | None = reports(
         Metric(
             key="opt/update_to_weight",
@@ -109,6 +111,7 @@ class AdamStep(MetricGroup):
 class LayerSteps(MetricGroup):
     """The step that Adam has just taken, for every parameter tensor, and the tensor's size."""
 
+    replicated: ClassVar[bool] = True
     layer: tuple[str, ...] = label()
     update_to_weight: Mean | None = reports(
         Metric(
@@ -140,6 +143,7 @@ class LayerSteps(MetricGroup):
 class WeightGrowth(MetricGroup):
     """How the weights have grown since the start."""
 
+    replicated: ClassVar[bool] = True
     growth: Last | None = reports(
         Metric(
             key="opt/weight_growth",
@@ -158,6 +162,7 @@ class WeightGrowth(MetricGroup):
 class StateReset(MetricGroup):
     """Parameters whose optimizer state was lost."""
 
+    replicated: ClassVar[bool] = True
     reset: Sum | None = reports(
         Metric(
             key="opt/state_reset",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from esper_telemetry.derived import Derived
-from esper_telemetry.group import Metric, MetricGroup, reports
+from esper_telemetry.group import Max, Metric, MetricGroup, reports
 from esper_telemetry.record import Level
 
 D2H_COPIES = 1.0  # `flush` packs every number of an update into one vector
@@ -15,7 +15,7 @@ D2H_COPIES = 1.0  # `flush` packs every number of an update into one vector
 
 @dataclass(frozen=True, slots=True)
 class UpdatePerformance(MetricGroup):
-    """Speed of training and the time of its phases, in one update."""
+    """Speed of training and the time of its phases, in one update; of several ranks the slowest one's."""
 
     update: float | None = reports(
         Metric(
@@ -38,7 +38,7 @@ class UpdatePerformance(MetricGroup):
             undefined="the update took no measurable time",
         )
     )
-    environment_ms: float | None = reports(
+    environment_ms: Max | None = reports(
         Metric(
             key="perf/environment_ms",
             number=952,
@@ -48,7 +48,7 @@ class UpdatePerformance(MetricGroup):
             undefined="the trainer does not time it",
         )
     )
-    inference_ms: float | None = reports(
+    inference_ms: Max | None = reports(
         Metric(
             key="perf/inference_ms",
             number=953,
@@ -58,7 +58,7 @@ class UpdatePerformance(MetricGroup):
             undefined="the trainer does not time it",
         )
     )
-    update_ms: float | None = reports(
+    update_ms: Max | None = reports(
         Metric(
             key="perf/update_ms",
             number=954,
@@ -198,10 +198,14 @@ def update_performance(
     return UpdatePerformance(
         update=float(update),
         env_steps_per_second=env_steps / elapsed if elapsed > 0 else None,
-        environment_ms=phases.get("environment"),
-        inference_ms=phases.get("inference"),
-        update_ms=phases.get("update"),
+        environment_ms=_slowest(phases.get("environment")),
+        inference_ms=_slowest(phases.get("inference")),
+        update_ms=_slowest(phases.get("update")),
     )
+
+
+def _slowest(milliseconds: float | None) -> Max | None:
+    return None if milliseconds is None else Max(milliseconds)
 
 
 def telemetry_health(

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper_telemetry.group import Ess, Max, Mean, MetricGroup, Min, Moments, Sum, reports
+from esper_telemetry.group import Counts, Ess, Max, Mean, MetricGroup, Min, Moments, Sum, reports
 from esper_telemetry.metric import Metric, Rows
-from esper_telemetry.metrics.distribution import LOG_RATIOS, Quantiles, bin_counts
+from esper_telemetry.metrics.distribution import LOG_RATIOS, histogram
 from esper_telemetry.metrics.masking import (
     Sample,
     ascending,
@@ -27,6 +27,7 @@ from esper_telemetry.metrics.masking import (
     sample,
     where_any,
 )
+from esper_telemetry.metrics.quantiles import Quantiles, as_quantiles, levels_for
 from esper_telemetry.record import Level
 
 EXP_LIMIT = 20.0
@@ -35,19 +36,6 @@ EXP_LIMIT = 20.0
 SCHULMAN = "Schulman 2020, joschu.net/blog/kl-approx.html"
 NO_STEP = "no minibatch follows an optimizer step of this update"
 NO_ROWS = "no valid, finite row"
-
-
-class RatioQuantiles(Quantiles):
-    """Of the ratios; what is counted are their logarithms."""
-
-    __slots__ = ()
-    levels = (1, 99)
-    edges = LOG_RATIOS
-
-    @classmethod
-    def value_of(cls, x: float) -> float:
-        """The ratio at a log-ratio."""
-        return math.exp(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +263,7 @@ class RatioDiagnostics(MetricGroup):
             undefined=NO_ROWS,
         )
     )
-    distribution: RatioQuantiles = reports(
+    ratio_quantiles: Quantiles = reports(
         Metric(
             key="policy/ratio/p01",
             number=117,
@@ -298,14 +286,15 @@ class RatioDiagnostics(MetricGroup):
             source="heuristic",
             undefined=NO_ROWS,
         ),
+    )
+    histogram: Counts = reports(
         Metric(
             key="policy/logratio/hist",
             number=196,
             unit="nats",
             question="How are the changes in probability of the chosen actions distributed?",
-            of="histogram",
             undefined=NO_ROWS,
-        ),
+        )
     )
     clip_frac: Mean | None = reports(
         Metric(
@@ -459,7 +448,7 @@ def ratio_diagnostics(
     a = None if advantages is None else keep(rows_of(advantages, dim).double(), s.kept)
     gain = None if a is None else a.values * e
     moved = _movement(s, e)
-    ratio_min, distribution, ratio_max = _ratio_quantiles(s)
+    ratio_min, ratio_quantiles, ratio_max = _ratio_quantiles(s)
     clip_frac, clip_frac_pos, clip_frac_neg, clip_frac_active = _clip_fractions(s, e, a, gain, clip)
     return RatioDiagnostics(
         kl=Mean(moved.k3, s.count),
@@ -472,7 +461,8 @@ def ratio_diagnostics(
         ratio=Moments(s.count, moved.means[1] + 1, moved.m2[1], math.nan, math.nan),
         ratio_min=ratio_min,
         ratio_max=ratio_max,
-        distribution=distribution,
+        ratio_quantiles=ratio_quantiles,
+        histogram=histogram(s, LOG_RATIOS),
         clip_frac=clip_frac,
         clip_frac_pos=clip_frac_pos,
         clip_frac_neg=clip_frac_neg,
@@ -503,13 +493,13 @@ def _movement(s: Sample, e: Tensor) -> _Movement:
     return _Movement(sums, (e - s.values).sum(-1), dot(both, s.values), means, dot(d, d))
 
 
-def _ratio_quantiles(s: Sample) -> tuple[Min, RatioQuantiles, Max]:
-    """Smallest ratio, 1 % and 99 % quantile, largest ratio, of all rows together."""
-    ends, fraction = neighbours(ascending(s), s.count.sum(), (0.0, 0.01, 0.99, 1.0))
+def _ratio_quantiles(s: Sample) -> tuple[Min, Quantiles, Max]:
+    """Smallest ratio, quantiles and largest ratio of all rows together."""
+    ends, fraction = neighbours(ascending(s), s.count.sum(), levels_for(s.values))
     ratios = ends.clamp(-EXP_LIMIT, EXP_LIMIT).exp()
     found = torch.lerp(ratios[0], ratios[1], fraction)
-    smallest, largest = per_row(found[::3], s.count)
-    return Min(smallest), RatioQuantiles(found[1:3], bin_counts(s, LOG_RATIOS)), Max(largest)
+    smallest, largest = per_row(found[:: len(found) - 1], s.count)
+    return Min(smallest), as_quantiles(found, s.count), Max(largest)
 
 
 def _clip_fractions(

@@ -7,21 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from esper_telemetry.group import Max, MetricGroup, Min, Moments, Sum, reports
+from esper_telemetry.group import Counts, Max, MetricGroup, Min, Moments, Sum, reports
 from esper_telemetry.metric import Metric
-from esper_telemetry.metrics.distribution import REWARDS, Quantiles, bin_counts
+from esper_telemetry.metrics.distribution import REWARDS, histogram
 from esper_telemetry.metrics.masking import ascending, moments, quantiles, sample
+from esper_telemetry.metrics.quantiles import Quantiles, as_quantiles, levels_for
 from esper_telemetry.record import Level
 
 NO_ROWS = "no valid, finite return"
-
-
-class ReturnQuantiles(Quantiles):
-    """Of the returns."""
-
-    __slots__ = ()
-    levels = (10, 50, 90)
-    edges = REWARDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +58,7 @@ class ReturnStats(MetricGroup):
     largest: Max = reports(
         Metric(key="ret/max", number=305, unit="return", question="What is the highest return?", undefined=NO_ROWS)
     )
-    distribution: ReturnQuantiles = reports(
+    quantiles: Quantiles = reports(
         Metric(
             key="ret/p10",
             number=306,
@@ -75,7 +68,12 @@ class ReturnStats(MetricGroup):
             undefined=NO_ROWS,
         ),
         Metric(
-            key="ret/p50", number=307, unit="return", question="What is the median return?", of="p50", undefined=NO_ROWS
+            key="ret/p50",
+            number=307,
+            unit="return",
+            question="What is the median return?",
+            of="p50",
+            undefined=NO_ROWS,
         ),
         Metric(
             key="ret/p90",
@@ -85,14 +83,15 @@ class ReturnStats(MetricGroup):
             of="p90",
             undefined=NO_ROWS,
         ),
+    )
+    histogram: Counts = reports(
         Metric(
             key="ret/hist",
             number=310,
             unit="return",
             question="How are the returns distributed?",
-            of="histogram",
             undefined=NO_ROWS,
-        ),
+        )
     )
     nonfinite: Sum = reports(
         Metric(
@@ -119,12 +118,12 @@ def return_stats(returns: Tensor, *, valid: Tensor | None = None) -> ReturnStats
         valid: bool, same shape; None where every entry is.
     """
     s = sample(returns, valid)
-    found = quantiles(ascending(s), s.count, (0.0, 0.1, 0.5, 0.9, 1.0))
-    smallest, _, _, _, largest = found.unbind()
+    found = quantiles(ascending(s), s.count, levels_for(returns))
     return ReturnStats(
         moments=moments(s),
-        smallest=Min(smallest),
-        largest=Max(largest),
-        distribution=ReturnQuantiles(found[1:4], bin_counts(s, REWARDS)),
+        smallest=Min(found[0]),
+        largest=Max(found[-1]),
+        quantiles=as_quantiles(found, s.count),
+        histogram=histogram(s, REWARDS),
         nonfinite=Sum(s.nonfinite),
     )

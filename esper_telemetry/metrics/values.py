@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_telemetry.group import Max, Mean, MetricGroup, Moments, Sum, reports
+from esper_telemetry.group import Counts, Max, Mean, MetricGroup, Moments, Sum, reports
 from esper_telemetry.metric import Metric
-from esper_telemetry.metrics.distribution import REWARDS, Quantiles, bin_counts
+from esper_telemetry.metrics.distribution import REWARDS, histogram
 from esper_telemetry.metrics.masking import (
     ascending,
     deviations,
@@ -24,20 +24,13 @@ from esper_telemetry.metrics.masking import (
     same_shape,
     sample,
 )
+from esper_telemetry.metrics.quantiles import Quantiles, as_quantiles, levels_for
 from esper_telemetry.record import Level
 from esper_telemetry.reduction import NAN, Array, Reduction, Slot, Statistic
 
 _std = Moments.statistics["std"]
 
 NO_ROWS = "no valid, finite pair of value and return"
-
-
-class ErrorQuantiles(Quantiles):
-    """Of the critic's errors."""
-
-    __slots__ = ()
-    levels = (5, 25, 50, 75, 95)
-    edges = REWARDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +95,7 @@ class ValueFit(MetricGroup):
             undefined=NO_ROWS,
         )
     )
-    distribution: ErrorQuantiles = reports(
+    quantiles: Quantiles = reports(
         Metric(
             key="value/err/p05",
             number=406,
@@ -148,14 +141,15 @@ class ValueFit(MetricGroup):
             source="heuristic",
             undefined=NO_ROWS,
         ),
+    )
+    histogram: Counts = reports(
         Metric(
             key="value/err/hist",
             number=413,
             unit="return",
             question="How are the critic's errors distributed?",
-            of="histogram",
             undefined=NO_ROWS,
-        ),
+        )
     )
     absmax: Max = reports(
         Metric(
@@ -200,13 +194,14 @@ def value_fit(values: Tensor, returns: Tensor, *, valid: Tensor | None = None) -
     error = sample(difference, None if valid is None else rows_of(valid, None))
     means, d = deviations(error._replace(values=torch.where(error.kept, both, 0.0)))
     squares = torch.linalg.vecdot(d, d)
-    found = quantiles(ascending(error), error.count, (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0))
+    found = quantiles(ascending(error), error.count, levels_for(values))
     return ValueFit(
         error=moments(error),
         estimate=Moments(error.count, means[0], squares[0], math.nan, math.nan),
         target=Moments(error.count, means[1], squares[1], math.nan, math.nan),
-        distribution=ErrorQuantiles(found[1:6], bin_counts(error, REWARDS)),
-        absmax=Max(found[::6].abs().amax()),
+        quantiles=as_quantiles(found, error.count),
+        histogram=histogram(error, REWARDS),
+        absmax=Max(found[:: len(found) - 1].abs().amax()),
         nonfinite=Sum(error.nonfinite),
     )
 

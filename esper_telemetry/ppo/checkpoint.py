@@ -100,8 +100,8 @@ def read(path: str | Path) -> dict[str, Any]:
 def load(trainer: PPO, path: str | Path) -> None:
     """Makes a trainer go on from a checkpoint.
 
-    With the environment's state the run is the one that would have been without a break; where it could not be saved,
-    new episodes begin.
+    With the environment's state the run is the one that would have been without a break; where it could not be saved, and on all
+    ranks but the first, new episodes begin.
 
     Raises:
         ValueError: the file does not fit; the sentence says which part differs.
@@ -114,7 +114,8 @@ def load(trainer: PPO, path: str | Path) -> None:
     for name, count in state["counts"].items():
         setattr(trainer, name, count)
     trainer.generator.set_state(state["generator"])
-    trainer.collector.load_state_dict(state["collector"])
+    if trainer.ranks.rank == 0:  # it is rank 0's: with it the others would draw the same actions in the same episodes
+        trainer.collector.load_state_dict(state["collector"])
     if trainer.watchdog is not None:
         trainer.watchdog.remember()
 

@@ -18,11 +18,13 @@ class EpisodeCounter:
 
     Attributes:
         returns, lengths: of the episodes that finished in the last rollout, in the order in which they finished.
+        times: the step of the rollout with which each of them finished.
     """
 
     def __init__(self, num_envs: int) -> None:
         self.returns: list[float] = []
         self.lengths: list[int] = []
+        self.times: list[int] = []
         self._open_return = np.zeros(num_envs)
         self._open_length = np.zeros(num_envs, np.int64)
 
@@ -38,6 +40,7 @@ class EpisodeCounter:
         """Adds a rollout: rewards, ended and valid are [T, B]; invalid rows count for nothing."""
         steps = np.ones(rewards.shape, np.int64) if valid is None else valid.astype(np.int64)
         times, envs = np.nonzero(ended)
+        self.times = times.tolist()
         self.returns = self._close(self._open_return, rewards * steps, times, envs).tolist()
         self.lengths = self._close(self._open_length, steps, times, envs).tolist()
 

@@ -153,6 +153,7 @@ class PPO:
             "env": self.env.name,
             "total_steps": total_steps,
             "num_envs": self.env.num_envs * self.ranks.size,
+            "ranks": self.ranks.size,
             "horizon": getattr(self.env, "horizon", None),
             "precision": "fp32",
             "optimizer": type(self.optimizer).__name__,
@@ -307,7 +308,7 @@ class PPO:
                 self.hooks.emit(event)
         episodes = self.collector.episodes
         if episodes.returns and self.hooks.wants(EpisodeEnd):
-            self.hooks.emit(EpisodeEnd(self.env_steps, episodes.returns, episodes.lengths))
+            self.hooks.emit(EpisodeEnd(self.env_steps, episodes.returns, episodes.lengths, episodes.times))
 
 
 def build_policy(env: Task, config: PPOConfig) -> ActorCritic:

@@ -96,11 +96,18 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """Episodes that finished, and the returns of the last hundred of the run."""
+    """Episodes that finished, and the last hundred of the run.
+
+    Attributes:
+        returns, lengths: of those that finished in this update.
+        recent_returns: of the last hundred.
+        recent_ends: when these ended, as numbers that grow over the run in the same way in all processes; None where there is one.
+    """
 
     returns: tuple[float, ...]
     lengths: tuple[int, ...]
     recent_returns: tuple[float, ...]
+    recent_ends: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

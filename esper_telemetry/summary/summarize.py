@@ -94,7 +94,8 @@ def summarize(snapshot: Snapshot, facts: Mapping[str, Any], level: Level) -> Ite
         yield Observation(_spreads(minibatches))
         yield Observation(_features(minibatches, facts, level))
     for gradients in snapshot.gradients:
-        yield Observation(list(_gradients(gradients, facts, level)), gradients.epochs)
+        counts = snapshot.minibatches.counts if snapshot.minibatches and facts.get("ranks", 1) > 1 else None
+        yield Observation(list(_gradients(gradients, facts, level, counts)), gradients.epochs)
     if snapshot.progress is not None:
         yield Observation(_progress(snapshot.progress))
 
@@ -149,7 +150,8 @@ def _gates(memory: Memory, valid: Tensor | None, bptt_length: int | None) -> Gat
 
 
 def _episodes(episodes: Episodes) -> MetricGroup:
-    return episode_stats(episodes.returns, episodes.lengths, recent_returns=episodes.recent_returns)
+    recent, ends = episodes.recent_returns, episodes.recent_ends
+    return episode_stats(episodes.returns, episodes.lengths, recent_returns=recent, recent_ends=ends)
 
 
 def _minibatches(
@@ -220,7 +222,10 @@ def _losses(
     return loss_terms(policy, value, bonus, total, count=minibatches.counts)
 
 
-def _gradients(gradients: Gradients, facts: Mapping[str, Any], level: Level) -> Iterator[MetricGroup]:
+def _gradients(
+    gradients: Gradients, facts: Mapping[str, Any], level: Level, counts: Sequence[int] | None
+) -> Iterator[MetricGroup]:
+    """Of an update; `counts` are a rank's rows of each minibatch, where several ranks report together."""
     groups, numels = facts.get("groups", {}), gradients.numels
     found = gradient_norms(gradients.norms, gradients.names, groups, numels, max_norm=gradients.max_norm)
     if len(gradients.names) > MOST_LAYERS and level < Level.DEBUG:
@@ -231,7 +236,8 @@ def _gradients(gradients: Gradients, facts: Mapping[str, Any], level: Level) -> 
         yield group_interference(found)
     else:
         actor, critic, dots = gradients.leaves.actor, gradients.leaves.critic, gradients.leaves.dots
-        yield interference(actor, critic, coefs=coefficients(found.clip), dots=dots)
+        whole = counts if counts is not None and len(counts) == len(actor) else None
+        yield interference(actor, critic, coefs=coefficients(found.clip), dots=dots, counts=whole)
 
 
 def _progress(progress: Progress) -> list[MetricGroup]:

@@ -35,6 +35,9 @@ from esper_telemetry.wiring.suspects import of_backward, of_minibatch, of_rollou
 RECENT = 100
 """Episodes over which `episode/return_mean_100` is the mean."""
 
+MOST_STEPS = 1 << 24
+"""More than a rollout has: what ends in a later rollout ended later."""
+
 MOST_ROWS = 512
 """Rows of features that are enough to tell their rank (Moalla 2024)."""
 
@@ -53,7 +56,7 @@ class Update:
     def __init__(self, telemetry: Telemetry, replays: Replays) -> None:
         self._telemetry = telemetry
         self._replays = replays
-        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
         self._before = Rollouts()
         self._layers: tuple[Layer, ...] = ()
         self._features: Tensor | None = None
@@ -185,5 +188,9 @@ class Update:
             return None
         returns = tuple(value for event in self._episodes for value in event.returns)
         lengths = tuple(value for event in self._episodes for value in event.lengths)
-        self._recent.extend(returns)
-        return Episodes(returns, lengths, tuple(self._recent))
+        times = tuple(time for event in self._episodes for time in event.times) or range(len(returns))
+        start = MOST_STEPS * self._rollouts[-1].update
+        self._recent.extend((start + time, value) for time, value in zip(times, returns, strict=True))
+        recent_returns = tuple([value for _, value in self._recent])
+        recent_ends = tuple([end for end, _ in self._recent]) if self._telemetry.ranks > 1 else None
+        return Episodes(returns, lengths, recent_returns, recent_ends)

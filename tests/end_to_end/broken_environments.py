@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
 import gymnasium as gym
@@ -42,6 +44,15 @@ class NanObservation(Breaking):
         return np.full_like(observation, np.nan), reward, *rest
 
 
+class Stuck(Breaking):
+    """In rank 0 only, and for longer than anybody waits."""
+
+    def broken(self, observation: Any, reward: Any, *rest: Any) -> Any:
+        if os.environ.get("RANK") == "0":
+            time.sleep(3600)
+        return observation, reward, *rest
+
+
 def register(name: str, wrapper: type[Breaking]) -> None:
     def make(**kwargs: Any) -> gym.Env[Any, Any]:
         return wrapper(gym.make("CartPole-v1", **kwargs))
@@ -50,5 +61,6 @@ def register(name: str, wrapper: type[Breaking]) -> None:
 
 
 register("Crashing-v0", Crashing)
+register("Stuck-v0", Stuck)
 register("NanReward-v0", NanReward)
 register("NanObservation-v0", NanObservation)

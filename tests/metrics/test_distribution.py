@@ -1,12 +1,10 @@
-"""Quantiles that merge: exact of one call, to one bin of several, and then whatever the way in which rows were split."""
+"""Histograms with fixed edges: they add up, whatever the way in which rows were split."""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,18 +23,14 @@ from esper_telemetry.window import Window
 ROWS = torch.randn(600, generator=torch.Generator().manual_seed(0)).exp() - 1
 
 
-def observed(parts: Sequence[Tensor]) -> Values:
+def observed(parts: Sequence[Tensor], level: Level = Level.NORMAL) -> Values:
     """What several calls in one update report."""
     window = Window()
     for part in parts:
         zeros = torch.zeros_like(part)
         for group in (advantage_stats(part), return_stats(part), value_fit(part, zeros), ratio_diagnostics(part)):
             window.add(group, 0, None)
-    return window.send().finish(Level.NORMAL)
-
-
-def bin_of(x: float, edges: tuple[float, ...]) -> int:
-    return bisect_left(edges, x)
+    return window.send().finish(level)
 
 
 def test_edges_are_five_per_decade_on_both_sides_of_zero() -> None:
@@ -44,41 +38,22 @@ def test_edges_are_five_per_decade_on_both_sides_of_zero() -> None:
     assert (len(LOG_RATIOS), len(REWARDS), len(SHARES)) == (52, 72, 21)
 
 
-def test_one_call_has_the_exact_quantiles() -> None:
-    values = observed([ROWS]).values
-
-    expected = torch.quantile(ROWS.double(), torch.tensor([0.05, 0.95, 0.1, 0.25], dtype=torch.float64)).tolist()
-    keys = ("adv/raw/p05", "adv/raw/p95", "ret/p10", "value/err/p25")
-    assert [values[key] for key in keys] == pytest.approx(expected)
-    assert values["policy/ratio/p99"] == pytest.approx(float(torch.quantile(ROWS.double().exp(), 0.99)))
-
-
 @given(st.lists(st.integers(1, 599), min_size=1, max_size=6, unique=True))
-def test_several_calls_have_the_quantiles_of_all_rows_however_they_are_split(cuts: list[int]) -> None:
-    whole, halves = observed([ROWS]), observed([ROWS[:300], ROWS[300:]])
-    split = observed(list(torch.tensor_split(ROWS, sorted(cuts))))
+def test_several_calls_have_the_histograms_of_all_rows_however_they_are_split(cuts: list[int]) -> None:
+    whole, split = observed([ROWS]), observed(list(torch.tensor_split(ROWS, sorted(cuts))))
 
-    for key in ("adv/raw/p05", "adv/raw/p95", "ret/p10", "ret/p50", "value/err/p25", "value/err/p95"):
-        assert split.values[key] == halves.values[key]
-        assert abs(bin_of(split.values[key], REWARDS) - bin_of(whole.values[key], REWARDS)) <= 1
-    for key in ("policy/ratio/p01", "policy/ratio/p99"):
-        assert split.values[key] == halves.values[key]
-        near = bin_of(math.log(split.values[key]), LOG_RATIOS) - bin_of(math.log(whole.values[key]), LOG_RATIOS)
-        assert abs(near) <= 1
+    assert set(whole.histograms) == {"adv/raw/hist", "ret/hist", "value/err/hist", "policy/logratio/hist"}
     assert split.histograms == whole.histograms
+    assert {sum(found.counts) for found in whole.histograms.values()} == {600}
 
 
-def test_a_call_without_valid_rows_changes_nothing() -> None:
-    assert observed([ROWS, torch.full((3,), math.nan)]).values["ret/p50"] == observed([ROWS]).values["ret/p50"]
+def test_minibatches_of_one_call_add_up() -> None:
+    window = Window()
+    window.add(ratio_diagnostics(ROWS.view(4, 150), dim=-1), [0, 0, 1, 1], None)
 
-
-def test_every_minibatch_of_one_call_knows_the_quantiles_of_all() -> None:
-    """Rows per optimizer step merge without loss."""
-    batches = ROWS[:600].view(4, 150)
-
-    values = ratio_diagnostics(batches, dim=-1).values()
-
-    assert values["policy/ratio/p01"] == ratio_diagnostics(ROWS).values()["policy/ratio/p01"]
+    assert window.send().finish(Level.NORMAL).histograms == {
+        "policy/logratio/hist": observed([ROWS]).histograms["policy/logratio/hist"]
+    }
 
 
 def test_outermost_bins_hold_what_lies_outside_and_masked_rows_are_nowhere() -> None:
@@ -89,8 +64,6 @@ def test_outermost_bins_hold_what_lies_outside_and_masked_rows_are_nowhere() -> 
     assert bin_counts(sample(x, valid), (0.0, 0.5, 1.0)).tolist() == [3.0, 1.0]
 
 
-def test_nothing_to_count_makes_no_histogram() -> None:
-    record = observed([torch.full((3,), math.nan)])
-
-    assert not record.histograms
-    assert "ret/p50" not in record.values
+def test_a_histogram_comes_only_where_there_is_something_to_count_and_at_its_level() -> None:
+    assert not observed([torch.full((3,), math.nan)]).histograms
+    assert not observed([ROWS], Level.MINIMAL).histograms

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,8 +13,9 @@ import torch
 import torch.distributed as dist
 from ppo_builders import cartpole, pendulum, random_rollout, weights
 from torch import Tensor
+from two_ranks import run_together
 
-from esper_telemetry.events import UpdateEnd
+from esper_telemetry.events import Rollback, UpdateEnd
 from esper_telemetry.ppo import PPO
 from esper_telemetry.ppo.normalizer import Moments
 from esper_telemetry.ppo.ranks import Ranks
@@ -47,27 +47,6 @@ def after_update(rollout: Rollout, **settings: Any) -> tuple[list[Tensor], int]:
     return weights(trainer), passes
 
 
-def run_together(body: Callable[..., Any], directory: Path, *arguments: Any) -> list[Any]:
-    """What `body(rank, *arguments)` gives in two processes; None of one that died."""
-    context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=_one, args=(body, rank, str(directory), arguments), daemon=True) for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(100)
-        assert process.exitcode is not None, "a rank hangs"
-    results = [directory / f"{rank}.pt" for rank in range(2)]
-    return [torch.load(path) if path.exists() else None for path in results]
-
-
-def _one(body: Callable[..., Any], rank: int, directory: str, arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=2)
-    torch.save(body(rank, *arguments), f"{directory}/{rank}.pt")
-
-
 def everything(rank: int) -> dict[str, Any]:
     """Several checks in one pair of processes, because they take seconds to start."""
     half = columns(shared_rollout(), slice(0, 1) if rank == 0 else slice(1, 4))
@@ -81,8 +60,24 @@ def everything(rank: int) -> dict[str, Any]:
         "mean": moments.mean,
         "variance": moments.variance,
         "learned": learned(rank, cartpole),
+        "rolled_back": rolled_back(rank),
         "remembered": learned(rank, lambda: pendulum(policy="lstm", num_minibatches=2, normalize_observations=True)),
     }
+
+
+def rolled_back(rank: int) -> tuple[list[Tensor], list[tuple[int, int]]]:
+    """Weights and rollbacks of a run in whose second update the second rank's loss is not a number."""
+    trainer = cartpole(watchdog=True)
+    usual = trainer.steps.policy_loss
+
+    def loss(log_ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
+        return usual(log_ratio, advantages, clip) * (torch.nan if rank == 1 and trainer.updates == 2 else 1.0)
+
+    trainer.steps = replace(trainer.steps, policy_loss=loss)
+    found: list[tuple[int, int]] = []
+    trainer.hooks.on(Rollback, lambda event: found.append((event.update, event.rollbacks)))
+    trainer.learn(1000)
+    return weights(trainer), found
 
 
 def learned(rank: int, make: Callable[[], PPO]) -> tuple[list[Tensor], int, int]:
@@ -114,6 +109,9 @@ def test_two_ranks_do_what_one_process_does(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
         assert updates == others == 3 and steps == same_steps
     assert first["remembered"][2] == 3 * 2 * 64
+    (ours, rollbacks), (theirs, others) = first["rolled_back"], second["rolled_back"]
+    assert rollbacks == others == [(2, 1)]
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(ours, theirs, strict=True))
 
 
 def dying(rank: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from esper_telemetry.metrics.gradients.interference import cosine
 class SuccessiveAlignment(MetricGroup):
     """Agreement of an update's gradient with the one before."""
 
+    replicated: ClassVar[bool] = True
     successive_cos: Mean | None = reports(
         Metric(
             key="grad/align/successive_cos",
@@ -36,6 +38,7 @@ class SuccessiveAlignment(MetricGroup):
 class MinibatchAlignment(MetricGroup):
     """Agreement of the gradients of several minibatches."""
 
+    replicated: ClassVar[bool] = True
     mean_pair_cos: Mean | None = reports(
         Metric(
             key="grad/align/mean_pair_cos",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from esper_telemetry.record import Level
 class Clipping(MetricGroup):
     """Clip coefficient, frequency and excess, one value per optimizer step."""
 
+    replicated: ClassVar[bool] = True
     coef: Mean | None = reports(
         Metric(
             key="grad/clip/coef",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from esper_telemetry.metrics.defined import defined
 class Concentration(MetricGroup):
     """How evenly the squared gradient is spread over its entries."""
 
+    replicated: ClassVar[bool] = True
     entropy: Mean | None = reports(
         Metric(
             key="grad/concentration/entropy",
@@ -66,6 +68,7 @@ class Concentration(MetricGroup):
 class LayerConcentration(MetricGroup):
     """How evenly the squared gradient is spread over the parameter tensors."""
 
+    replicated: ClassVar[bool] = True
     layer_entropy: Mean | None = reports(
         Metric(
             key="grad/concentration/layer_entropy",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from esper_telemetry.group import Mean, Metric, MetricGroup, Sum, label, reports
 from esper_telemetry.record import Level
@@ -14,6 +15,7 @@ NO_GRADIENT = "no parameter has a gradient, or none is finite"
 class GlobalGradient(MetricGroup):
     """The gradient of all parameters, one value per optimizer step."""
 
+    replicated: ClassVar[bool] = True
     norm_preclip: Mean | None = reports(
         Metric(
             key="grad/global/norm_preclip",
@@ -79,6 +81,7 @@ class GlobalGradient(MetricGroup):
 class GroupGradients(MetricGroup):
     """The gradients of the declared groups that have one."""
 
+    replicated: ClassVar[bool] = True
     group: tuple[str, ...] = label()
     norm_preclip: Mean | None = reports(
         Metric(
@@ -141,6 +144,7 @@ class GroupGradients(MetricGroup):
 class LayerGradients(MetricGroup):
     """The gradient of every parameter tensor that has one."""
 
+    replicated: ClassVar[bool] = True
     layer: tuple[str, ...] = label()
     norm: Mean | None = reports(
         Metric(
@@ -158,6 +162,7 @@ class LayerGradients(MetricGroup):
 class HeadGradients(MetricGroup):
     """The gradients of the policy's heads that have one."""
 
+    replicated: ClassVar[bool] = True
     head: tuple[str, ...] = label()
     norm: Mean | None = reports(
         Metric(
@@ -178,6 +183,7 @@ class HeadGradients(MetricGroup):
 class TermGradients(MetricGroup):
     """The gradients of single terms of the loss."""
 
+    replicated: ClassVar[bool] = True
     value: Mean | None = reports(
         Metric(
             key="grad/value/norm",

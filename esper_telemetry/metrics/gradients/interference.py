@@ -14,13 +14,14 @@ from esper_telemetry.metrics.defined import defined, defined_together
 from esper_telemetry.metrics.gradients.clipping import coefficients
 from esper_telemetry.metrics.gradients.health import tensor_norms
 from esper_telemetry.metrics.gradients.norms import GradientNorms
+from esper_telemetry.metrics.gradients.pull import Agreement, EffectivePull, Pull, ShareOfCritic, compared
 
 
 @dataclass(frozen=True, slots=True)
 class Interference(MetricGroup):
     """Sizes of the actor's and the critic's gradients, one value per optimizer step."""
 
-    log_ratio: Mean | None = reports(
+    log_ratio: Mean | Pull | None = reports(
         Metric(
             key="grad/interference/log_ratio",
             number=530,
@@ -33,7 +34,7 @@ class Interference(MetricGroup):
             undefined="either gradient is exactly zero or not finite",
         )
     )
-    critic_share: Mean | None = reports(
+    critic_share: Mean | Pull | None = reports(
         Metric(
             key="grad/interference/critic_share",
             number=531,
@@ -48,7 +49,7 @@ class Interference(MetricGroup):
             undefined="both gradients are exactly zero, or one is not finite",
         )
     )
-    actor_effective: Mean | None = reports(
+    actor_effective: Mean | Pull | None = reports(
         Metric(
             key="grad/interference/actor_effective",
             number=532,
@@ -61,7 +62,7 @@ class Interference(MetricGroup):
             undefined="a gradient is not finite",
         )
     )
-    cos_feat: Mean | None = reports(
+    cos_feat: Mean | Pull | None = reports(
         Metric(
             key="grad/interference/cos_feat",
             number=533,
@@ -125,7 +126,12 @@ class LeafGradients(NamedTuple):
 
 
 def interference(
-    actor: Tensor, critic: Tensor, *, coefs: Tensor | float = 1.0, dots: Tensor | None = None
+    actor: Tensor,
+    critic: Tensor,
+    *,
+    coefs: Tensor | float = 1.0,
+    dots: Tensor | None = None,
+    counts: Sequence[int] | None = None,
 ) -> Interference:
     """How the sizes of the two gradients compare.
 
@@ -135,13 +141,18 @@ def interference(
         critic: [M] the critic's likewise, its loss coefficient included.
         coefs: [M] clip coefficients; 1 where nothing is clipped.
         dots: [M] inner products of the two, for the cosine.
+        counts: [M] rows over which each rank has taken its losses' means, where gradients are those of its own rows and several ranks
+            report together; None where there is one, or the gradients are those of all.
     """
     actor, critic = actor.double(), critic.double()
-    square = critic.square()
-    statistics = [(critic / actor).log10(), square / (square + actor.square()), actor * coefs]
-    if dots is not None:
-        statistics.append((dots.double() / (actor * critic)).clamp(-1.0, 1.0))
-    return Interference(*defined_together(*statistics))
+    dots = None if dots is None else dots.double()
+    means = defined_together(*compared(actor, critic, coefs, dots))
+    if counts is None:
+        return Interference(*means)
+    rows = torch.tensor(counts, dtype=torch.float64, device=actor.device)
+    parts = (actor, critic, actor * critic if dots is None else dots, torch.as_tensor(coefs), rows)
+    kinds = zip((Pull, ShareOfCritic, EffectivePull, Agreement), means, strict=False)
+    return Interference(*(kind(mean.total, mean.count, *parts) for kind, mean in kinds))
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from esper_telemetry.metrics.defined import defined
 class GradientNoise(MetricGroup):
     """Unbiased estimates of the true gradient's squared norm and of the noise of one sample's gradient."""
 
+    replicated: ClassVar[bool] = True
     g2: Mean | None = reports(
         Metric(
             key="grad/gns/g2",

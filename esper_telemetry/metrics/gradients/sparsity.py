@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from esper_telemetry.metric import segment
 class GradientZeros(MetricGroup):
     """Share of exact zeros among all entries."""
 
+    replicated: ClassVar[bool] = True
     zero_frac: Mean | None = reports(
         Metric(
             key="grad/zero_frac",
@@ -38,6 +40,7 @@ class GradientZeros(MetricGroup):
 class LayerZeros(MetricGroup):
     """Share of exact zeros in every parameter tensor."""
 
+    replicated: ClassVar[bool] = True
     layer: tuple[str, ...] = label()
     zero_frac: Mean | None = reports(
         Metric(
@@ -61,6 +64,7 @@ class LayerZeros(MetricGroup):
 class GradientSigns(MetricGroup):
     """Share of positive entries among the non-zero ones."""
 
+    replicated: ClassVar[bool] = True
     pos_frac: Mean | None = reports(
         Metric(
             key="grad/sign/pos_frac",

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from esper_telemetry.group import Counts, Mean, MetricGroup, label, reports
 from esper_telemetry.metric import Metric
 from esper_telemetry.metrics.distribution import SHARES, histogram
-from esper_telemetry.metrics.masking import Sample, ascending, keep, quantile_means, quantiles
+from esper_telemetry.metrics.masking import Sample, ascending, keep, quantiles
+from esper_telemetry.metrics.quantiles import Quantiles, as_quantiles, levels_for
 
 GATES = ("i", "f", "o")
 LOW, HIGH, CANDIDATE_HIGH = 0.1, 0.9, 0.99
@@ -104,31 +105,31 @@ class CellStats(MetricGroup):
             undefined=NO_ROWS,
         )
     )
-    timescale: Mean = reports(
+    timescales: Quantiles = reports(
         Metric(
             key="lstm/timescale/median",
             number=721,
             unit="steps",
             question="For how many steps does the median unit remember, 1 / (1 - mean f)?",
+            of="p50",
             low=1.0,
             cost="sampled",
             healthy="at least half the horizon that the task needs",
             critical="< 1.2",
             source="Tallec & Ollivier 2018, 1804.11188",
             undefined=NO_ROWS,
-        )
-    )
-    timescale_p90: Mean = reports(
+        ),
         Metric(
             key="lstm/timescale/p90",
             number=722,
             unit="steps",
             question="For how many steps do the units with the longest memory remember, the upper 10 %?",
+            of="p90",
             low=1.0,
             cost="sampled",
             source="Tallec & Ollivier 2018, 1804.11188",
             undefined=NO_ROWS,
-        )
+        ),
     )
     beyond: Mean | None = reports(
         Metric(
@@ -291,13 +292,12 @@ def _openness(gates: Gates, valid: Tensor) -> GateStats:
 def _cell_stats(gates: Gates, resets: Tensor, bptt_length: int | None, valid: Tensor) -> CellStats:
     written = keep(gates.g.flatten().double(), _per_unit(valid, gates.g).flatten())
     units = timescales(gates.f, valid=valid)
-    median, p90 = quantile_means(quantiles(ascending(units), units.count, (0.5, 0.9)), units.count)
+    found = quantiles(ascending(units), units.count, levels_for(gates.f))
     lasting = keep(_log(gates.f).flatten(), _per_unit(valid & ~resets, gates.f).flatten())
     gain = lasting.mean(lasting.values)
     return CellStats(
         saturated=written.share(written.values.abs() > CANDIDATE_HIGH),
-        timescale=median,
-        timescale_p90=p90,
+        timescales=as_quantiles(found, units.count),
         beyond=None if bptt_length is None else units.share(units.values > bptt_length),
         log_gain=Mean(len(resets) * gain.total, gain.count),
     )

@@ -1,0 +1,61 @@
+"""`torchrun` with two processes, as a terminal starts it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+TRAIN = ("-m", "esper_telemetry", "train")
+PATIENCE_SECONDS = 120.0
+
+
+@contextmanager
+def started(*program: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    """`torchrun --nproc-per-node 2` with this program; whatever is left of it in the end is killed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = subprocess.Popen(
+        [*command, *program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
+    )
+    try:
+        yield launcher
+    finally:
+        for pid in _children(launcher.pid) if launcher.poll() is None else ():
+            os.kill(pid, signal.SIGKILL)
+        launcher.kill()
+        launcher.communicate()
+
+
+def output(launcher: subprocess.Popen[str], seconds: float) -> tuple[str, str]:
+    """What it said on both streams by its end, which comes within that time."""
+    return launcher.communicate(timeout=seconds)
+
+
+def pid_of(rank: int, launcher: subprocess.Popen[str]) -> int:
+    """The process of a rank; the launcher's children carry their rank in their environment."""
+    for child in _children(launcher.pid):
+        if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            return child
+    raise LookupError(f"rank {rank} is not there")
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]
+
+
+def until(condition: Callable[[], bool], launcher: subprocess.Popen[str]) -> None:
+    """Waits for it; fails where they end first."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert launcher.poll() is None and time.monotonic() < deadline, "the condition does not come about"
+        time.sleep(0.1)

@@ -1,0 +1,64 @@
+"""What two ranks report of an update is what one process reports of all of it."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from halves import half, recorded, updates
+from two_ranks import run_together
+
+from esper_telemetry import read_run
+
+TIMED = ("perf/telemetry", "telemetry/queue_depth", "telemetry/errors")
+SAMPLED = ("repr/dormant", "repr/dead", "repr/effective", "repr/srank", "repr/pca99", "repr/feature_rank")
+"""Measured on rows that each rank samples for itself."""
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "discrete": ("CartPole-v1", {}),
+    "continuous": ("Pendulum-v1", {}),
+    "recurrent": ("CartPole-v1", {"policy": "lstm", "lstm_size": 16}),
+    "shared": ("CartPole-v1", {"shared_trunk": True, "entropy_coef": 0.01}),
+    "masked": ("cue-recall", {}),
+}
+
+
+def record_halves(rank: int, directory: str) -> bool:
+    """Records a rank's halves of every run that lies in the directory."""
+    for name in RUNS:
+        snapshots, facts = pickle.loads((Path(directory) / f"{name}.pickle").read_bytes())
+        recorded(Path(directory) / name, [half(snapshot, rank) for snapshot in snapshots], facts | {"ranks": 2})
+    return True
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the updates of every run, and a journal of each that two ranks have recorded."""
+    directory = tmp_path_factory.mktemp("together")
+    for name, (env, settings) in RUNS.items():
+        (directory / f"{name}.pickle").write_bytes(pickle.dumps(updates(env, **settings)))
+    assert run_together(record_halves, directory, str(directory)) == [True, True]
+    return directory
+
+
+def is_quantile(key: str) -> bool:
+    """Quantiles of several ranks are known to one bin."""
+    return key.rpartition("/")[2] in {"p01", "p05", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "median"}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_ranks_report_what_one_process_reports(together: Path, tmp_path: Path, name: str) -> None:
+    recorded(tmp_path, *pickle.loads((together / f"{name}.pickle").read_bytes()))
+    ours, alone = read_run(together / name).records, read_run(tmp_path).records
+
+    assert len(ours) == len(alone) >= 4
+    for record, expected in zip(ours, alone, strict=True):
+        assert replace(record.axes, wall_time=0.0) == replace(expected.axes, wall_time=0.0)
+        assert record.values.keys() == expected.values.keys()
+        assert record.histograms == expected.histograms
+        exact = {k: v for k, v in expected.values.items() if not k.startswith(TIMED + SAMPLED) and not is_quantile(k)}
+        assert len(exact) > 80
+        found = {key: record.values[key] for key in exact}
+        assert found == pytest.approx(exact, rel=1e-9, abs=1e-12)

@@ -1,0 +1,32 @@
+"""Two processes that `torch.distributed` joins, as tests need them."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def run_together(body: Callable[..., Any], directory: Path, *arguments: Any) -> list[Any]:
+    """What `body(rank, *arguments)`, a function of a test module, gives in two processes; None of one that died."""
+    context = multiprocessing.get_context("spawn")
+    processes = [
+        context.Process(target=_one, args=(body, rank, str(directory), arguments), daemon=True) for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(100)
+        assert process.exitcode is not None, "a rank hangs"
+    results = [directory / f"{rank}.pt" for rank in range(2)]
+    return [torch.load(path) if path.exists() else None for path in results]
+
+
+def _one(body: Callable[..., Any], rank: int, directory: str, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=rank, world_size=2)
+    torch.save(body(rank, *arguments), f"{directory}/{rank}.pt")
