@@ -64,7 +64,7 @@ class Train:
     eval_episodes: int = 10
     """Episodes per evaluation, with the likeliest actions."""
     threads: int | None = None
-    """CPU threads of torch; by default one for networks narrower than 256, where more cost time."""
+    """CPU threads of torch; by default one for networks narrower than 256 without convolutions, where more cost time."""
     ppo: Annotated[PPOConfig, tyro.conf.arg(name="")] = field(default_factory=PPOConfig)
     preset_name: tyro.conf.Suppress[str] = "none"
 

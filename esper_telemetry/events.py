@@ -71,6 +71,9 @@ class RolloutEnd:
         relevance: per head that is not always relevant [T, B], bool.
         logits: per categorical head [T, B, A] that were acted on; masked actions hold a large negative finite number.
         means: per Gaussian head [T, B, D] that were acted on.
+        log_std: per Gaussian head [T, B, D] or [D] that was acted on.
+        bounds: per bounded Gaussian head [2, D]: from where an action counts as at its lower or upper bound; in the units of
+            `actions`, which are those before a squash.
         states: recurrent state of the actor in which each step began, [T, layers, parts, B, H], zero where an episode
             began; parts are h and c of an LSTM, h of a GRU. None for a feed-forward policy.
         scales: of the running normalisers that are on: `obs` and `ret`.
@@ -95,6 +98,8 @@ class RolloutEnd:
     relevance: Mapping[str, Tensor] = field(default_factory=dict)
     logits: Mapping[str, Tensor] = field(default_factory=dict)
     means: Mapping[str, Tensor] = field(default_factory=dict)
+    log_std: Mapping[str, Tensor] = field(default_factory=dict)
+    bounds: Mapping[str, Tensor] = field(default_factory=dict)
     states: Tensor | None = None
     scales: Mapping[str, Scale] = field(default_factory=dict)
 

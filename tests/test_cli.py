@@ -66,6 +66,27 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ([*CARTPOLE, "--hidden-sizes", "64", "0"], "hidden_sizes must be at least 1 each, got (64, 0)"),
         ([*CARTPOLE, "--learning-rate", "-0.1"], "learning_rate must be positive and finite, got -0.1"),
         ([*CARTPOLE, "--gamma", "1.5"], "gamma must be between 0 and 1, got 1.5"),
+        ([*CARTPOLE, "--precision", "fp8"], "precision must be one of fp32, bf16, got 'fp8'"),
+        (
+            ["train", "--env", "Pendulum-v1", "--state-dependent-std", "--log-std", "3"],
+            "log_std that depends on the state must be between -5.0 and 2.0, got 3.0",
+        ),
+        (
+            ["train", "--env", "MountainCarContinuous-v0", "--squash", "--log-std", "nan"],
+            "log_std must be finite, got nan",
+        ),
+        (
+            ["train", "--env", "seeing_env:Boundless-v0", "--squash"],
+            "squash needs finite bounds, but the action part 'action' has low=[-inf]",
+        ),
+        (
+            ["train", "--env", "seeing_env:Reading-v0"],
+            "the observation space of Reading-v0, part 'mission', must be Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple",
+        ),
+        (
+            ["train", "--env", "seeing_env:Talking-v0"],
+            "the action space of Talking-v0 must be Discrete, MultiDiscrete, MultiBinary, a Box of floats, or a Dict or Tuple",
+        ),
         ([*CARTPOLE, "--seed", "-1"], "seed must be between 0 and 4294967295, got -1"),
         (
             [*CARTPOLE, "--num-minibatches", "3"],
@@ -201,6 +222,24 @@ def test_a_run_is_replayed_into_another_backend_once(here: Path, capfd: pytest.C
     assert (first.code, first.out) == (0, "tensorboard:elsewhere: closed, 1 records sent\n")
     assert (again.code, again.out) == (0, "tensorboard:elsewhere: closed, 0 records sent\n")
     assert len(list((here / "elsewhere").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--env", "Pendulum-v1", "--squash", "--state-dependent-std"),
+        ("--env", "seeing_env:SpotlightParts-v0", "--precision", "bf16"),
+        ("--env", "seeing_env:Spotlight-v0", "--policy", "lstm", "--num-minibatches", "1"),
+    ],
+    ids=" ".join,
+)
+def test_every_kind_of_policy_is_trained(options: Sequence[str], here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = said(["train", *options, *ONE_UPDATE, "--run-dir", "run"], capfd)
+
+    assert (found.code, found.err) == (0, "")
+    values = read_run(here / "run").records[-1].values
+    assert 0 <= values["policy/kl"] < 1
+    assert ("policy/head/action/bound_frac" in values) == ("Pendulum-v1" in options)
 
 
 def test_metrics_lists_every_key_with_its_meaning(capfd: pytest.CaptureFixture[str]) -> None:

@@ -88,3 +88,13 @@ def test_memory(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     lines = capfd.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines if "mean return of the last" in line] == ["lstm", "mlp"]
     assert list(here.iterdir()) == []
+
+
+def test_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both parts of the action are chosen by heads of their own, the second within its bounds."""
+    run("pixels", monkeypatch)
+
+    found = read_run("run")
+    keys = {"policy/head/side/entropy_norm", "policy/head/height/std/mean", "policy/head/height/bound_frac"}
+    assert found.status is RunStatus.FINISHED
+    assert keys <= found.records[-1].values.keys()

@@ -25,7 +25,8 @@ from esper_telemetry.commands.ranks import (
     watching_ranks,
 )
 from esper_telemetry.commands.summary import Summary
-from esper_telemetry.environments import make_env
+from esper_telemetry.environments import Layout, make_env
+from esper_telemetry.environments.observations import layout_of
 from esper_telemetry.environments.protocol import Environment
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.metric import segment
@@ -75,11 +76,11 @@ def _prepared(options: Train) -> Prepared:
     if options.total_steps < 1:
         raise WrongUse(f"total_steps must be at least 1, got {options.total_steps}")
     device = _device(own_device(options.device))
-    _choose_threads(options)
     size = Ranks.current().size
     if options.num_envs % size:
         raise WrongUse(f"num_envs must be a multiple of the {size} processes, got {options.num_envs}")
     env = make_env(options.env, num_envs=options.num_envs // size, mask_velocity=options.mask_velocity)
+    _choose_threads(options, layout_of(env))
     return Prepared(env, device, [as_sink(sink) for sink in options.sink or ("console",)] if first() else [])
 
 
@@ -110,10 +111,10 @@ def _say_preset(options: Train) -> None:
     print(f"preset {options.preset_name} (--preset none for the defaults): {settings}")
 
 
-def _choose_threads(options: Train) -> None:
-    """One thread for small networks: waiting for a second one costs more than it computes."""
+def _choose_threads(options: Train, layout: Layout) -> None:
+    """One thread for small networks without convolutions: waiting for a second one costs more than it computes."""
     widest = max((*options.ppo.hidden_sizes, *options.ppo.encoder_sizes, options.ppo.lstm_size))
-    if options.threads is not None or widest < SMALL:
+    if options.threads is not None or (widest < SMALL and not layout.images):
         torch.set_num_threads(options.threads or 1)
 
 

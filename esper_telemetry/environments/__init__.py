@@ -3,6 +3,7 @@
 from esper_telemetry.environments.cue_recall import CueRecall
 from esper_telemetry.environments.gymnasium import GymnasiumEnvironment
 from esper_telemetry.environments.make import make_env
+from esper_telemetry.environments.observations import Image, Layout, Structured
 from esper_telemetry.environments.protocol import (
     ActionSpec,
     Environment,
@@ -18,8 +19,11 @@ __all__ = [
     "CueRecall",
     "Environment",
     "GymnasiumEnvironment",
+    "Image",
+    "Layout",
     "Masked",
     "Step",
+    "Structured",
     "TensorEnvironment",
     "TensorStep",
     "VectorEnvironment",

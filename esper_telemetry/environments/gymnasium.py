@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from esper_telemetry.environments.protocol import ActionSpec, Array, Bools, Step
+from esper_telemetry.environments.action_spaces import described
+from esper_telemetry.environments.observation_spaces import Packer, observed
+from esper_telemetry.environments.protocol import Array, Bools, Step
 from esper_telemetry.environments.state import capture, packed, restore, unpacked
 
 if TYPE_CHECKING:
@@ -17,8 +19,6 @@ if TYPE_CHECKING:
     from gymnasium.envs.registration import EnvSpec
 
     Vector: TypeAlias = gymnasium.vector.VectorEnv[Any, Any, Any]
-
-ToNative = Callable[[Mapping[str, Array]], Array]
 
 
 def make_vector(env_id: str, num_envs: int, seed: int | None, kwargs: dict[str, Any]) -> GymnasiumEnvironment:
@@ -58,25 +58,26 @@ class GymnasiumEnvironment:
     def __init__(self, vector: Vector, *, name: str = "", seed: int | None = None) -> None:
         mode = require_gymnasium().vector.AutoresetMode
         steps = {mode.NEXT_STEP: self._next_step, mode.SAME_STEP: self._same_step, mode.DISABLED: self._reset_here}
-        self._vector = vector
         self._seed = seed
         self._step = steps[mode(vector.metadata.get("autoreset_mode", mode.NEXT_STEP))]
         self._resetting: Bools | None = None
         self.name = name or type(vector.unwrapped).__name__
         self.num_envs: int = vector.num_envs
         self.horizon: int | None = getattr(vector.spec, "max_episode_steps", None)
-        self.observation_shape = box_shape(vector.single_observation_space, self.name)
-        self.action_specs, self._to_native = describe_actions(vector.single_action_space, self.name)
+        self.observation_shape, self.observation_layout, pack = observed(vector.single_observation_space, self.name)
+        self.action_specs, self._to_native = described(vector.single_action_space, self.name)
+        self._vector: Any = vector
+        self._rows = vector if pack is None else InRows(vector, pack)
 
     def reset(self, seed: int | None = None) -> Array:
         """Begins episodes everywhere, returns the observations [B, ...]; a seed given at construction comes first."""
         self._resetting = None
-        observations: Array = self._vector.reset(seed=seed if self._seed is None else self._seed)[0]
+        observations: Array = self._rows.reset(seed=seed if self._seed is None else self._seed)[0]
         return observations
 
     def step(self, actions: Mapping[str, Array]) -> Step:
         """Takes one action in every environment; see `Step` for what comes back."""
-        return self._step(self._vector.step(self._to_native(actions)))
+        return self._step(self._rows.step(self._to_native(actions)))
 
     def close(self) -> None:
         """Closes the environments."""
@@ -115,8 +116,30 @@ class GymnasiumEnvironment:
         if not ended.any():
             return Step(observations, rewards, terminated, truncated)
         final, terminated, truncated = observations.copy(), terminated.copy(), truncated.copy()
-        observations = self._vector.reset(options={"reset_mask": ended})[0]
+        observations = self._rows.reset(options={"reset_mask": ended})[0]
         return Step(observations, rewards, terminated, truncated, None, final)
+
+
+class InRows:
+    """A vector environment whose observations come as rows, however many parts they have."""
+
+    def __init__(self, vector: Any, pack: Packer) -> None:
+        self._vector, self._pack = vector, pack
+
+    def reset(self, **arguments: Any) -> tuple[Array, dict[str, Any]]:
+        """Observations [B, ...] and infos."""
+        observations, info = self._vector.reset(**arguments)
+        return self._pack(observations), info
+
+    def step(self, actions: Any) -> tuple[Any, ...]:
+        """What the environments return, final observations in rows too."""
+        observations, *outcome, info = self._vector.step(actions)
+        if "final_obs" in info:
+            last = np.full(len(info["final_obs"]), None, object)
+            for index in np.flatnonzero(info["_final_obs"]):
+                last[index] = self._pack.one(info["final_obs"][index])
+            info = {**info, "final_obs": last}
+        return self._pack(observations), *outcome, info
 
 
 def fill_rows(target: Array, rows: Array, mask: Bools) -> Array:
@@ -124,44 +147,6 @@ def fill_rows(target: Array, rows: Array, mask: Bools) -> Array:
     for index in np.flatnonzero(mask):
         target[index] = rows[index]
     return target
-
-
-def describe_actions(space: gymnasium.Space[Any], name: str) -> tuple[dict[str, ActionSpec], ToNative]:
-    """The parts of a single environment's action, and the function that joins B of them into what Gymnasium takes."""
-    spaces = require_gymnasium().spaces
-    if isinstance(space, spaces.Discrete):
-        return {"action": ActionSpec("categorical", int(space.n))}, discrete_joiner(int(space.start))
-    if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
-        sizes = {f"action_{index}": int(size) for index, size in enumerate(space.nvec)}
-        return {key: ActionSpec("categorical", size) for key, size in sizes.items()}, factored_joiner(space.start)
-    if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
-        return {"action": ActionSpec("continuous", int(np.prod(space.shape)))}, box_joiner(space)
-    raise ValueError(f"the action space of {name} must be Discrete, MultiDiscrete or a Box of floats, got {space}")
-
-
-def discrete_joiner(start: int) -> ToNative:
-    """Joins for a Discrete space whose first action is number `start`."""
-    if start == 0:
-        return lambda actions: actions["action"]
-    return lambda actions: actions["action"] + start
-
-
-def factored_joiner(start: Array) -> ToNative:
-    """Joins for a MultiDiscrete space: one column per part."""
-    return lambda actions: np.stack(list(actions.values()), -1) + start
-
-
-def box_joiner(space: gymnasium.spaces.Box) -> ToNative:
-    """Joins for a Box: actions are clipped to its bounds, so that what is learned from is what was chosen."""
-    low, high, shape = space.low, space.high, (-1, *space.shape)
-    return lambda actions: np.clip(actions["action"].reshape(shape), low, high).astype(space.dtype, copy=False)
-
-
-def box_shape(space: gymnasium.Space[Any], name: str) -> tuple[int, ...]:
-    """Shape of an observation; raises ValueError unless it is an array of numbers."""
-    if not isinstance(space, require_gymnasium().spaces.Box):
-        raise ValueError(f"the observation space of {name} must be a Box, got {space}")
-    return tuple(space.shape)
 
 
 def find_spec(env_id: str) -> EnvSpec:

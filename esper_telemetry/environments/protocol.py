@@ -28,12 +28,16 @@ class ActionSpec:
         given: an earlier, categorical part on whose choice this one depends; None where it depends on none.
         relevant_for: choices of `given` for which this part matters; None where it matters for all. Elsewhere it is
             forced: choice 0, or zeros, and it counts for nothing in probability, entropy and gradient.
+        low, high: of each dimension of a continuous part, infinite where there is no bound; None where nothing is known of
+            bounds. An environment cuts to them what lies beyond: what is stored and learned from is what was chosen.
     """
 
     kind: Literal["categorical", "continuous"]
     size: int
     given: str | None = None
     relevant_for: tuple[int, ...] | None = None
+    low: tuple[float, ...] | None = None
+    high: tuple[float, ...] | None = None
 
 
 class Step(NamedTuple):

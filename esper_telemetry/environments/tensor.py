@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from esper_telemetry.environments.observations import layout_of
 from esper_telemetry.environments.protocol import Array, Masked, Saveable, Step, TensorEnvironment, VectorEnvironment
 
 
@@ -18,6 +19,7 @@ class OnHost:
         self._env = env
         self.name, self.num_envs = env.name, env.num_envs
         self.observation_shape, self.action_specs = env.observation_shape, env.action_specs
+        self.observation_layout = layout_of(env)
 
     def reset(self, seed: int | None = None) -> Array:
         """Begins episodes everywhere."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -204,32 +204,40 @@ class StandardizedShift(Reduction):
 
     Attributes:
         count: number of actions.
-        total: [D] their sum.
-        previous: [D] mean of the last rollout's actions.
-        std: [D] σ that the distance is measured in.
+        previous_count: number of the last rollout's actions.
+        total: [D] sum of the actions.
+        previous: [D] sum of the last rollout's actions.
+        spread: [D] σ that the distance is measured in, summed over the actions.
     """
 
     count: Slot
+    previous_count: Slot
     total: Tensor
     previous: Tensor
-    std: Tensor
+    spread: Tensor
 
-    statistics: ClassVar[Mapping[str, Statistic]] = {"shift": lambda s: _distance(s[0], np.array(s[1:]).reshape(3, -1))}
+    statistics: ClassVar[Mapping[str, Statistic]] = {
+        "shift": lambda s: _distance(s[0], s[1], np.array(s[2:]).reshape(3, -1))
+    }
 
     def slots(self) -> tuple[Slot, ...]:
-        """The count, then all sums, previous means and σ."""
-        return (self.count, *self.total.unbind(-1), *self.previous.unbind(-1), *self.std.unbind(-1))
+        """Both counts, then all three sums."""
+        return (
+            self.count, self.previous_count, *self.total.unbind(-1), *self.previous.unbind(-1), *self.spread.unbind(-1)
+        )  # fmt: skip
 
     @staticmethod
     def merge(rows: Array) -> Array:
-        """Counts and sums add; what they are compared with is the same in all rows."""
-        measured = 1 + (rows.shape[-1] - 1) // 3
-        return np.concatenate([rows[..., :measured].sum(axis=0), rows[0, :, measured:]], axis=-1)
+        """Counts and sums add, over ranks too, each of which knows its own last rollout."""
+        merged: Array = rows.sum(axis=0)
+        return merged
 
 
-def _distance(count: float, parts: Array) -> float:
-    total, previous, std = parts
-    return float(np.mean(np.abs(total / count - previous) / std)) if count and (std > 0).all() else NAN
+def _distance(count: float, previous_count: float, parts: Array) -> float:
+    total, previous, spread = parts
+    if not (count and previous_count and (spread > 0).all()):
+        return NAN
+    return float(np.mean(np.abs(total / count - previous / previous_count) / (spread / count)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,9 +258,27 @@ class GaussianShift(MetricGroup):
     )
 
 
+class ActionTotal(NamedTuple):
+    """Actions of a continuous head in one rollout.
+
+    Attributes:
+        mean: [D] float64; 0 where there are none.
+        number: how many there are, 0-d.
+    """
+
+    mean: Tensor
+    number: Tensor
+
+
 @torch.inference_mode()
 def gaussian_action_shift(
-    head: str, actions: Tensor, previous_mean: Tensor, std: Tensor, *, valid: Tensor | None = None
+    head: str,
+    actions: Tensor,
+    previous_mean: Tensor,
+    std: Tensor,
+    *,
+    previous_count: Slot = 1.0,
+    valid: Tensor | None = None,
 ) -> GaussianShift:
     """Distance of the mean action from the last rollout's.
 
@@ -261,13 +287,27 @@ def gaussian_action_shift(
         actions: [.., D].
         previous_mean: [D] mean action of the last rollout.
         std: [D] or [.., D] standard deviations of the policy.
+        previous_count: how many actions that is the mean of; matters where several processes know one each.
         valid: [..] bool; None where every row is.
     """
+    total, count = _total_action(actions, valid)
+    spread = std.detach().double()
+    spread = spread * count if spread.ndim == 1 else _total_action(spread, valid)[0]
+    previous = previous_mean.detach().double() * previous_count
+    return GaussianShift(segment(head), StandardizedShift(count, previous_count, total, previous, spread))
+
+
+@torch.no_grad()
+def mean_action(actions: Tensor, *, valid: Tensor | None = None) -> ActionTotal:
+    """Mean of the valid, finite rows of actions [.., D], and their number."""
+    total, count = _total_action(actions, valid)
+    return ActionTotal(total / count.clamp(min=1), count)
+
+
+def _total_action(actions: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sum [D] and number of the valid, finite rows."""
     rows = actions.detach().double().reshape(-1, actions.shape[-1])
-    allowed = (
-        torch.ones(len(rows), dtype=torch.bool, device=rows.device) if valid is None else rows_of(valid, None).bool()
-    )
-    kept = allowed & (rows.abs() < math.inf).all(-1)
-    total = torch.where(kept.unsqueeze(-1), rows, 0.0).sum(0)
-    typical = std.detach().double().reshape(-1, actions.shape[-1]).mean(0)
-    return GaussianShift(segment(head), StandardizedShift(kept.sum(), total, previous_mean.detach().double(), typical))
+    kept = (rows.abs() < math.inf).all(-1)
+    if valid is not None:
+        kept &= rows_of(valid, None).bool()
+    return torch.where(kept.unsqueeze(-1), rows, 0.0).sum(0), kept.sum()

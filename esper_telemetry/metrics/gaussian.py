@@ -15,10 +15,10 @@ from esper_telemetry.metrics.masking import keep
 
 @dataclass(frozen=True, slots=True)
 class GaussianStats(MetricGroup):
-    """Standard deviations and saturation of one continuous head."""
+    """Standard deviations and saturation of one continuous head, as far as they are known."""
 
     head: str = label()
-    std: Mean = reports(
+    std: Mean | None = reports(
         Metric(
             key="policy/head/{head}/std/mean",
             number=181,
@@ -29,7 +29,7 @@ class GaussianStats(MetricGroup):
             undefined="no valid row",
         )
     )
-    smallest: Min = reports(
+    smallest: Min | None = reports(
         Metric(
             key="policy/head/{head}/std/min",
             number=182,
@@ -46,7 +46,7 @@ class GaussianStats(MetricGroup):
             key="policy/head/{head}/bound_frac",
             number=183,
             unit="fraction",
-            question="Which share of the action components lies at or beyond the bounds of the action space?",
+            question="Which share of the action components lies at or beyond the bounds of the action space (squashed: within 1 %)?",
             low=0.0,
             high=1.0,
             healthy="< 0.1",
@@ -61,7 +61,7 @@ class GaussianStats(MetricGroup):
 @torch.inference_mode()
 def gaussian_stats(
     head: str,
-    log_std: Tensor,
+    log_std: Tensor | None = None,
     *,
     actions: Tensor | None = None,
     low: Tensor | float | None = None,
@@ -72,16 +72,20 @@ def gaussian_stats(
 
     Args:
         head: name of the head.
-        log_std: [D] or [.., D].
+        log_std: [D] or [.., D]; None where only the bounds are asked about.
         actions: as sampled, before they are cut to the bounds, [.., D].
         low, high: bounds of the action space, [D] or one number; None where there are none.
         valid: [..] bool, rows of `actions` and of a `log_std` that depends on the state; None where every row is.
     """
-    std = keep(*_columns(log_std.detach().double().exp(), valid if log_std.ndim > 1 else None))
+    std = (
+        None
+        if log_std is None
+        else keep(*_columns(log_std.detach().double().exp(), valid if log_std.ndim > 1 else None))
+    )
     return GaussianStats(
         head=segment(head),
-        std=std.mean(std.values),
-        smallest=Min(std.where(math.inf).amin(-1)),
+        std=None if std is None else std.mean(std.values),
+        smallest=None if std is None else Min(std.where(math.inf).amin(-1)),
         bound=None if actions is None or (low is None and high is None) else _at_bounds(actions, low, high, valid),
     )
 

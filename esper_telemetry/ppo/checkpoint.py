@@ -141,6 +141,12 @@ def made_of(trainer: PPO) -> dict[str, Any]:
     return {
         "env": env.name,
         "num_envs": env.num_envs,
-        "heads": {name: (spec.kind, spec.size) for name, spec in env.action_specs.items()},
+        "heads": {name: (kind_of(trainer, name), spec.size) for name, spec in env.action_specs.items()},
         "observation_shape": tuple(env.observation_shape),
     }
+
+
+def kind_of(trainer: PPO, part: str) -> str:
+    """What the head for that part is; a squash has no weights that would tell."""
+    head = trainer.policy.head(part)
+    return head.kind if head.squash is None else f"{head.kind}, squashed"

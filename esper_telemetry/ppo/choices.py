@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from esper_telemetry.environments.observations import Layout
 from esper_telemetry.environments.protocol import Task
 from esper_telemetry.ppo.heads import Sampler
 from esper_telemetry.ppo.inference import tensors
@@ -48,10 +49,12 @@ class Choices:
         with_masks, with_relevance = restricted(env.action_specs, masked)
         self._policy, self._shape, self._greedy = policy, shape, greedy
         self._restrictors = restrictors(env.action_specs, env.num_envs)
-        self._scores = {name: np.zeros((*shape, head.size), np.float32) for name, head in heads.items()}
+        self._scores = {name: np.zeros((*shape, head.width), np.float32) for name, head in heads.items()}
         self._actions = {name: head.action_buffer(shape) for name, head in heads.items()}
         self._masks = {name: np.ones((*shape, heads[name].size), bool) for name in with_masks}
         self._relevance = {name: np.ones(shape, bool) for name in with_relevance}
+        self._squashes = {name: head.squash for name, head in heads.items() if head.squash is not None}
+        self._special = bool(self._masks or self._relevance or self._squashes)
         self._noise: dict[str, Array] = {}
         self._samplers: dict[str, Sampler] = {}
 
@@ -66,9 +69,9 @@ class Choices:
         self._samplers = {name: head.sampler() for name, head in heads.items()}
 
     def choose(self, t: int, scores: Mapping[str, Array], masks: Mapping[str, Array]) -> dict[str, Array]:
-        """The action of step t, drawn from the scores [B, size] by head under the environment's masks."""
-        if self._masks or self._relevance:
-            return self._choose_restricted(t, scores, masks)
+        """What the environment gets at step t, drawn from the scores [B, width] by head under its masks."""
+        if self._special:
+            return self._squashed(self._choose_restricted(t, scores, masks))
         for name, score in scores.items():
             self._scores[name][t] = score
             self._actions[name][t] = self._samplers[name](score, self._noise[name][t])
@@ -91,14 +94,18 @@ class Choices:
             taken[name] = self._actions[name][t]
         return taken
 
-    def check_finite(self, observations: Array) -> None:
+    def _squashed(self, actions: dict[str, Array]) -> dict[str, Array]:
+        return actions | {name: squash.as_numpy(actions[name]) for name, squash in self._squashes.items()}
+
+    def check_finite(self, observations: Array, layout: Layout) -> None:
         """Raises FloatingPointError, naming the first, where an observation [T, B, ...] left no finite scores."""
         for name, scores in self._scores.items():
             if not np.isfinite(scores).all():
                 t, row = np.argwhere(~np.isfinite(scores).all(-1))[0]
+                seen = observations[t, row] if layout.alone else layout.numbers_of(observations[t, row])
                 raise FloatingPointError(
                     f"environment {row} gave at step {t} of the rollout an observation for which the policy's scores "
-                    f"for {name} are not finite: {np.array2string(observations[t, row], threshold=8)}"
+                    f"for {name} are not finite: {np.array2string(seen, threshold=8)}"
                 )
 
     def finish(self, device: torch.device) -> Chosen:

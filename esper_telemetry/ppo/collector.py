@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from esper_telemetry.environments.observations import layout_of
 from esper_telemetry.environments.protocol import Masked, Saveable, Step, VectorEnvironment
 from esper_telemetry.ppo.choices import Choices
 from esper_telemetry.ppo.episodes import EpisodeCounter
@@ -60,7 +61,8 @@ class Collector:
         self.episodes = EpisodeCounter(env.num_envs)
         self.seconds: dict[str, float] = {}
         self._generator = torch.Generator().manual_seed(seed)
-        self._observations = np.zeros((num_steps + 1, env.num_envs, *env.observation_shape), np.float32)
+        self._layout = layout_of(env)
+        self._observations = np.zeros((num_steps + 1, env.num_envs, *env.observation_shape), self._layout.dtype)
         self._rewards = np.zeros(shape, np.float32)
         self._terminated, self._truncated, self._valid = (np.zeros(shape, bool) for _ in range(3))
         self._fresh = np.zeros((num_steps + 1, env.num_envs), bool)
@@ -146,11 +148,11 @@ class Collector:
         if step.final_observations is not None:
             rows = np.flatnonzero(step.truncated & ~step.terminated)
             if len(rows):
-                last = step.final_observations[rows].astype(np.float32)
+                last = step.final_observations[rows].astype(self._layout.dtype)
                 self._finals.append(Final(t, rows, self._normalize(last) if self._normalize else last))
 
     def _finish(self, act: Acting) -> Rollout:
-        self._choices.check_finite(self._raw)
+        self._choices.check_finite(self._raw, self._layout)
         if "critic" in self._memories:
             remember(act, self._observations, self._memories["critic"], self._fresh)
         memory = self._memories.get("critic", self._memories.get("actor"))

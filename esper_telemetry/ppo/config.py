@@ -8,7 +8,10 @@ from dataclasses import dataclass
 ACTIVATIONS = ("tanh", "relu")
 LARGEST_SEED = 2**32 - 1
 """What every library that is seeded here accepts."""
+LOG_STD_RANGE = (-5.0, 2.0)
+"""Between which a log standard deviation that depends on the state is held; as in CleanRL's soft actor-critic."""
 POLICIES = ("mlp", "lstm", "gru")
+PRECISIONS = ("fp32", "bf16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,12 @@ class PPOConfig:
         activation: `tanh` or `relu`.
         shared_trunk: actor and critic share their hidden layers and their memory.
         log_std: initial log standard deviation of continuous actions.
+        state_dependent_std: it depends on the state, between -5 and 2, instead of being one number per dimension.
+        squash: keeps continuous actions within their bounds by a tanh, instead of cutting them off there. Entropy, as it is
+            reported and as a bonus, is that before the tanh.
+        precision: of hidden layers and convolutions, in acting and in training: `fp32`, or `bf16` by autocast; heads, losses,
+            memories, weights and optimizer stay in float32.
+        compile: compiles the passes of the update with `torch.compile`, which takes a while at first; a memory stays as it is.
         watchdog: puts the last good weights back where an update leaves some that are not finite, and clears the
             optimizer; gives up after three in a row.
         seed: of initial weights, sampling and shuffling, and of environments that were made without one.
@@ -78,6 +87,10 @@ class PPOConfig:
     activation: str = "tanh"
     shared_trunk: bool = False
     log_std: float = 0.0
+    state_dependent_std: bool = False
+    squash: bool = False
+    precision: str = "fp32"
+    compile: bool = False
     watchdog: bool = False
     seed: int = 0
 
@@ -103,6 +116,11 @@ class PPOConfig:
             sizes = getattr(self, name)
             require(all(size >= 1 for size in sizes), f"{name} must be at least 1 each", sizes)
         require(self.activation in ACTIVATIONS, f"activation must be one of {', '.join(ACTIVATIONS)}", self.activation)
+        require(self.precision in PRECISIONS, f"precision must be one of {', '.join(PRECISIONS)}", self.precision)
+        require(math.isfinite(self.log_std), "log_std must be finite", self.log_std)
+        low, high = LOG_STD_RANGE
+        held = not self.state_dependent_std or low <= self.log_std <= high
+        require(held, f"log_std that depends on the state must be between {low} and {high}", self.log_std)
         require(0 <= self.seed <= LARGEST_SEED, f"seed must be between 0 and {LARGEST_SEED}", self.seed)
 
     def check_rollout(self, num_envs: int) -> None:

@@ -1,14 +1,13 @@
 """Heads of the policy: each chooses one part of an action and knows the log-probability of what it chose.
 
-A head's linear layer gives its *scores*: logits of a categorical, means of a Gaussian. The rollout keeps the scores
+A head's linear layer gives its *scores*: logits of a categorical, means of a Gaussian (`ppo/gaussian.py`). The rollout keeps the scores
 that were acted on, so the log-probability at collection belongs to the distribution that was really sampled.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,30 +16,41 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper_telemetry.ops import mask_logits
+from esper_telemetry.ppo.squash import Squash
 
 Array: TypeAlias = npt.NDArray[Any]
 Sampler: TypeAlias = Callable[[Array, Array], Array]
-
-HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
+Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 
 
 class Head(nn.Module):
-    """A linear layer from trunk features to scores, and the distribution over actions that the scores stand for."""
+    """A linear layer from trunk features to scores, and the distribution over actions that the scores stand for.
+
+    Args:
+        features: width of the trunk's output.
+        size: number of choices or of dimensions.
+        width: number of scores; `size` unless said otherwise.
+
+    Attributes:
+        squash: from what was chosen to what the environment takes; None where these are the same.
+    """
 
     kind: str
+    squash: Squash | None
 
-    def __init__(self, features: int, size: int) -> None:
+    def __init__(self, features: int, size: int, *, width: int | None = None) -> None:
         super().__init__()
-        self.size = size
-        self.linear = orthogonal(nn.Linear(features, size), gain=0.01)
+        self.size, self.width = size, width or size
+        self.squash = None
+        self.linear = orthogonal(nn.Linear(features, self.width), gain=0.01)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Scores [N, size] from trunk features [N, F]."""
+        """Scores [N, width] from trunk features [N, F]."""
         scores: Tensor = self.linear(features)
         return scores
 
     def normalize(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
-        """What `log_prob` and `entropy` read, from the scores [N, size] and the choices allowed [N, size]."""
+        """What `log_prob` and `entropy` read, from the scores [N, width] and the choices allowed [N, size]."""
         return scores
 
     def log_prob(self, normalized: Tensor, actions: Tensor) -> Tensor:
@@ -56,7 +66,7 @@ class Head(nn.Module):
         raise NotImplementedError
 
     def sampler(self) -> Sampler:
-        """A function of scores and noise, NumPy [B, size], that returns actions; holds until weights change."""
+        """A function of scores [B, width] and noise [B, size], in NumPy, that returns actions; holds until weights change."""
         raise NotImplementedError
 
     def sample(self, scores: Tensor, noise: Tensor) -> Tensor:
@@ -113,55 +123,15 @@ class Categorical(Head):
         return {"logits": mask_logits(scores.detach(), mask)}
 
 
-class Gaussian(Head):
-    """`size` real numbers, independent; scores are means, the standard deviation does not depend on the state."""
-
-    kind = "continuous"
-
-    def __init__(self, features: int, size: int, log_std: float) -> None:
-        super().__init__(features, size)
-        self.log_std = nn.Parameter(torch.full((size,), log_std))
-
-    def log_prob(self, normalized: Tensor, actions: Tensor) -> Tensor:
-        """Log-probability [N] of actions [N, size], summed over dimensions."""
-        z = (actions - normalized) * torch.exp(-self.log_std)
-        return -0.5 * z.square().sum(-1) - (self.log_std.sum() + self.size * HALF_LOG_TWO_PI)
-
-    def entropy(self, normalized: Tensor, relevance: Tensor | None = None) -> Tensor:
-        """It depends on the standard deviation alone."""
-        entropy = self.log_std.sum() + self.size * (HALF_LOG_TWO_PI + 0.5)
-        return entropy if relevance is None else entropy * relevance.to(entropy.dtype).mean()
-
-    def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Standard normal noise."""
-        return torch.randn(*shape, self.size, generator=generator)
-
-    def sampler(self) -> Sampler:
-        """Mean plus standard deviation times noise."""
-        std = self.log_std.detach().exp().cpu().numpy()
-        return lambda scores, noise: scores + std * noise
-
-    def sample(self, scores: Tensor, noise: Tensor) -> Tensor:
-        """Mean plus standard deviation times noise."""
-        return scores + self.log_std.detach().exp() * noise
-
-    def action_buffer(self, shape: tuple[int, ...]) -> Array:
-        """Vectors."""
-        return np.zeros((*shape, self.size), np.float32)
-
-    def description(self, scores: Tensor, mask: Tensor | None = None) -> Mapping[str, Tensor]:
-        """The log standard deviation [size] and the means [N, size]."""
-        return {"log_std": self.log_std.detach().clone(), "means": scores.detach()}
-
-
 def sample_categorical(scores: Array, noise: Array) -> Array:
     """The index of the largest sum, [B]."""
     indices: Array = (scores + noise).argmax(-1)
     return indices
 
 
-def orthogonal(linear: nn.Linear, gain: float) -> nn.Linear:
+def orthogonal(layer: Layer, gain: float) -> Layer:
     """The layer with orthogonal weights of that gain and zero bias."""
-    nn.init.orthogonal_(linear.weight, gain)
-    nn.init.zeros_(linear.bias)
-    return linear
+    nn.init.orthogonal_(layer.weight, gain)
+    assert layer.bias is not None
+    nn.init.zeros_(layer.bias)
+    return layer

@@ -43,7 +43,7 @@ class MLP(nn.Module):
         rows = observations.flatten(1)
         if not self.layers:
             return rows
-        if rows.is_cpu and rows.dtype == torch.float32 and not torch.is_autocast_enabled("cpu"):
+        if rows.is_cpu and rows.dtype == torch.float32 and not elsewhere():
             features: Tensor = Layers.apply(rows, self.activation, *self._weights())  # type: ignore[no-untyped-call] # torch has no types here
             return features
         return self.plain(rows)
@@ -83,6 +83,11 @@ class MLP(nn.Module):
             return rows
 
         return features
+
+
+def elsewhere() -> bool:
+    """Whether operations are recorded by a compiler or done in another precision, which `Layers` knows nothing of."""
+    return torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
 
 
 class Layers(torch.autograd.Function):

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from esper_telemetry.environments.observations import Layout, Rows, layout_of
 from esper_telemetry.environments.protocol import Task
 from esper_telemetry.events import Scale
 from esper_telemetry.ppo.config import PPOConfig
@@ -82,6 +83,48 @@ class ObservationNormalizer(Moments):
             return np.clip(rows, -LIMIT, LIMIT, out=rows)
 
         return normalize
+
+    def vectors(self, observations: Tensor) -> Tensor:
+        """What of stored observations it normalises: all of them."""
+        return observations
+
+
+class VectorNormalizer(ObservationNormalizer):
+    """The same for the vectors among observations of several parts; one-hot choices and images stay as they are."""
+
+    def __init__(self, layout: Layout, ranks: Ranks = ALONE) -> None:
+        super().__init__((layout.vectors,), ranks)
+        self._layout = layout
+
+    def update(self, rows: Tensor) -> None:
+        """Adds the vectors of observations [N, ...] of all ranks."""
+        super().update(self._vectors(rows))
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """Observations [..., *shape] with their vectors normalised."""
+        rows = observations.clone()
+        vectors = self._vectors(rows)
+        vectors.copy_(super().forward(vectors))
+        return rows
+
+    def as_numpy(self) -> Callable[[Array], Array]:
+        """The same in NumPy; holds until the next update."""
+        scaled = super().as_numpy()
+
+        def normalize(observations: Array) -> Array:
+            rows = np.array(observations, self._layout.dtype)
+            vectors = self._vectors(rows)
+            vectors[...] = scaled(vectors)
+            return rows
+
+        return normalize
+
+    def vectors(self, observations: Tensor) -> Tensor:
+        """What of stored observations [..., *shape] it normalises: a view of their vectors [..., vectors]."""
+        return self._vectors(observations)
+
+    def _vectors(self, rows: Rows) -> Rows:
+        return self._layout.numbers_of(rows)[..., : self._layout.vectors]
 
 
 class RewardNormalizer(nn.Module):
@@ -164,6 +207,16 @@ PLAIN = Normalizers()
 def normalizers_for(env: Task, config: PPOConfig, ranks: Ranks = ALONE) -> Normalizers:
     """The normalisers that the settings ask for."""
     return Normalizers(
-        ObservationNormalizer(env.observation_shape, ranks) if config.normalize_observations else None,
+        observation_normalizer(env, ranks) if config.normalize_observations else None,
         RewardNormalizer(env.num_envs, config.gamma, ranks) if config.normalize_rewards else None,
     )
+
+
+def observation_normalizer(env: Task, ranks: Ranks) -> ObservationNormalizer | None:
+    """What normalises the vectors among the observations; None where there are none."""
+    layout = layout_of(env)
+    if not layout.vectors:
+        return None
+    if layout.choices or layout.images:
+        return VectorNormalizer(layout, ranks)
+    return ObservationNormalizer(env.observation_shape, ranks)

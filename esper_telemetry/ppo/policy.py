@@ -4,55 +4,80 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from esper_telemetry.environments.observations import Layout
 from esper_telemetry.environments.protocol import ActionSpec
+from esper_telemetry.ppo.compiled import compiled
 from esper_telemetry.ppo.config import PPOConfig
-from esper_telemetry.ppo.heads import Categorical, Gaussian, Head, orthogonal
+from esper_telemetry.ppo.encoders import Encoded
+from esper_telemetry.ppo.gaussian import Gaussian, make_gaussian
+from esper_telemetry.ppo.heads import Categorical, Head, orthogonal
 from esper_telemetry.ppo.mlp import MLP
 from esper_telemetry.ppo.recurrent import Core, RecurrentTrunk
 from esper_telemetry.ppo.sequences import Grid
 
-Trunk: TypeAlias = MLP | RecurrentTrunk
+Trunk: TypeAlias = MLP | Encoded | RecurrentTrunk
 Tensors: TypeAlias = Mapping[str, Tensor]
 
 NOTHING: Tensors = MappingProxyType({})
 
 
 class ActorCritic(nn.Module):
-    """Actor and critic for observations of one shape and any mixture of heads.
+    """Actor and critic for observations of one layout and any mixture of heads.
+
+    Args:
+        observations: their layout; the shape of a vector will do.
+        actions: the parts of an action by name.
+        config: what the networks are like.
 
     Attributes:
+        precision: of the trunks: `fp32` or `bf16`.
         actor: trunk that the heads read; the only one where `critic` is None.
         critic: trunk that the value reads; None where the actor's is shared.
         heads: by name of the action's part.
     """
 
     def __init__(
-        self, observation_shape: tuple[int, ...], actions: Mapping[str, ActionSpec], config: PPOConfig
+        self, observations: tuple[int, ...] | Layout, actions: Mapping[str, ActionSpec], config: PPOConfig
     ) -> None:
         super().__init__()
-        inputs = math.prod(observation_shape)
-        self.actor = make_trunk(inputs, config)
-        self.critic = None if config.shared_trunk else make_trunk(inputs, config)
+        layout = observations if isinstance(observations, Layout) else Layout(math.prod(observations))
+        self.precision = config.precision
+        self.actor = make_trunk(layout, config)
+        self.critic = None if config.shared_trunk else make_trunk(layout, config)
         self.heads = nn.ModuleDict(
-            {name: make_head(spec, self.actor.features, config) for name, spec in actions.items()}
+            {name: make_head(name, spec, self.actor.features, config) for name, spec in actions.items()}
         )
         self.value = orthogonal(nn.Linear(self.actor.features, 1), gain=1.0)
+        self._pass = compiled(self._trunks) if config.compile and config.policy == "mlp" else self._trunks
 
     def trunks(self, observations: Tensor, grid: Grid | None = None) -> tuple[Tensor, ...]:
         """Trunk outputs [N, F] of observations [N, ...]: one if it is shared, else the actor's and the critic's.
 
         Recurrent trunks need to know where the rows stand in time: `grid`.
         """
+        if self.precision == "fp32":
+            return self._pass(observations, grid)
+        with self.autocast():
+            return tuple(output.float() for output in self._pass(observations, grid))
+
+    def _trunks(self, observations: Tensor, grid: Grid | None) -> tuple[Tensor, ...]:
         trunks = self.named_trunks()
         if grid is None:
             return tuple(trunk(observations) for trunk in trunks.values())
         return tuple(trunk(observations, grid, grid.states[name]) for name, trunk in trunks.items())
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context in which trunks compute, in acting and in training alike; heads, losses and memories stay in float32."""
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.value.weight.device.type, torch.bfloat16)
 
     def named_trunks(self) -> dict[str, Trunk]:
         """The trunks by name: `actor`, and `critic` where it has its own."""
@@ -96,6 +121,11 @@ class ActorCritic(nn.Module):
         values: Tensor = self.value(features).squeeze(-1)
         return values
 
+    def bounds(self) -> dict[str, Tensor]:
+        """Per bounded Gaussian head [2, D]: from where an action, as it is stored, counts as at the lower or upper bound."""
+        gaussians = {name: head for name, head in self.heads.items() if isinstance(head, Gaussian)}
+        return {name: head.bounds for name, head in gaussians.items() if head.bounds is not None}
+
     def head(self, name: str) -> Head:
         """The head that chooses that part of the action."""
         head = self.heads[name]
@@ -124,11 +154,13 @@ class ActorCritic(nn.Module):
             raise FloatingPointError(f"the policy's weights are not finite after this update, {name} first")
 
 
-def make_head(spec: ActionSpec, features: int, config: PPOConfig) -> Head:
-    """The head for one part of an action."""
+def make_head(part: str, spec: ActionSpec, features: int, config: PPOConfig) -> Head:
+    """The head for one part of an action; raises ValueError for a continuous one that cannot be squashed."""
     if spec.kind == "categorical":
         return Categorical(features, spec.size)
-    return Gaussian(features, spec.size, config.log_std)
+    return make_gaussian(
+        part, spec, features, config.log_std, state_dependent=config.state_dependent_std, squashed=config.squash
+    )
 
 
 def add(terms: Sequence[Tensor]) -> Tensor:
@@ -139,10 +171,17 @@ def add(terms: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def make_trunk(inputs: int, config: PPOConfig) -> Trunk:
+def make_trunk(layout: Layout, config: PPOConfig) -> Trunk:
     """A trunk as the config names it: hidden layers, or for a recurrent policy encoder, memory and decoder."""
     if config.policy == "mlp":
-        return MLP(inputs, config.hidden_sizes, config.activation)
-    encoder = MLP(inputs, config.encoder_sizes, config.activation)
+        return make_layers(layout, config.hidden_sizes, config.activation)
+    encoder = make_layers(layout, config.encoder_sizes, config.activation)
     core = Core(config.policy, encoder.features, config.lstm_size, config.lstm_layers)
     return RecurrentTrunk(encoder, core, MLP(config.lstm_size, config.hidden_sizes, config.activation))
+
+
+def make_layers(layout: Layout, sizes: Sequence[int], activation: str) -> MLP | Encoded:
+    """Hidden layers that read observations, behind encoders where images are among them."""
+    if layout.images:
+        return Encoded(layout, sizes, activation)
+    return MLP(layout.numbers, sizes, activation)

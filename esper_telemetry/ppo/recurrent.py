@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from esper_telemetry.ppo.encoders import Encoded
 from esper_telemetry.ppo.mlp import MLP
 from esper_telemetry.ppo.sequences import PARTS, Grid
 
@@ -45,8 +46,13 @@ class Core(nn.Module):
     def forward(self, inputs: Tensor, state: Tensor, marks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Outputs [L, B, H] of inputs [L, B, F], and the state [layers, parts, B, H] after the last of them.
 
-        Where `marks` [L, B, 1] are 1, an LSTM forgets all: the step after begins with a state of zeros.
+        Where `marks` [L, B, 1] are 1, an LSTM forgets all: the step after begins with a state of zeros. A memory is kept in
+        float32, under autocast too: rounded at every step, it would forget.
         """
+        if torch.is_autocast_enabled(inputs.device.type):
+            with torch.autocast(inputs.device.type, enabled=False):
+                outputs: tuple[Tensor, Tensor] = self(inputs.float(), state, marks)
+                return outputs
         after = []
         for cell, before in zip(self.cells, state, strict=True):
             if self.kind == "lstm":
@@ -76,7 +82,7 @@ class Core(nn.Module):
 class RecurrentTrunk(nn.Module):
     """An encoder of single observations, a core that remembers them, and a decoder of what it gives."""
 
-    def __init__(self, encoder: MLP, core: Core, decoder: MLP) -> None:
+    def __init__(self, encoder: MLP | Encoded, core: Core, decoder: MLP) -> None:
         super().__init__()
         self.encoder, self.core, self.decoder = encoder, core, decoder
         self.inputs, self.features = encoder.inputs, decoder.features

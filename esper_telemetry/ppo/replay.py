@@ -66,7 +66,9 @@ class RolloutReplay:
         trunk = self._policy.actor
         if not isinstance(trunk, RecurrentTrunk):
             return None
-        return self._described(self._policy.scores(alone(trunk, self._observations)), self._some, None)
+        with self._policy.autocast():
+            features = alone(trunk, self._observations).float()
+        return self._described(self._policy.scores(features), self._some, None)
 
     @torch.no_grad()
     def activations(self) -> Activations:
@@ -125,11 +127,12 @@ class RolloutReplay:
         """The actor's features [N, F] of all transitions, and what its core gave [N, H]."""
         batch, trunk = self._batch, self._policy.actor
         grid = batch.grid()
-        if grid is None or not isinstance(trunk, RecurrentTrunk):
-            return trunk(batch.observations), None
-        outputs, _ = trunk.core(grid.pad(trunk.encoder(batch.observations)), grid.states["actor"], grid.marks())
-        memory = grid.gather(outputs)
-        return trunk.decoder(memory), memory
+        with self._policy.autocast():
+            if grid is None or not isinstance(trunk, RecurrentTrunk):
+                return trunk(batch.observations).float(), None
+            outputs, _ = trunk.core(grid.pad(trunk.encoder(batch.observations)), grid.states["actor"], grid.marks())
+            memory = grid.gather(outputs)
+            return trunk.decoder(memory).float(), memory.float()
 
     def _memory(self, rows: Tensor) -> Tensor | None:
         """What the core gave when the rollout was collected, [n, H]."""

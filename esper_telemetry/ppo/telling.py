@@ -9,26 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.events import MinibatchEnd, RecurrentForward, RolloutEnd
+from esper_telemetry.ppo.objective import Result
 from esper_telemetry.ppo.policy import ActorCritic
 from esper_telemetry.ppo.recurrent import RecurrentTrunk
 from esper_telemetry.ppo.rollout import Batch, Rollout
-
-
-class Result(NamedTuple):
-    """What the policy says of a minibatch now.
-
-    Attributes:
-        log_ratio, values: [N].
-        scores: per head [N, size].
-        head_log_probs: per head [N].
-        losses: 0-d, by name.
-    """
-
-    log_ratio: Tensor
-    values: Tensor
-    scores: Mapping[str, Tensor]
-    head_log_probs: Mapping[str, Tensor]
-    losses: Mapping[str, Tensor]
 
 
 def rollout_event(
@@ -53,6 +37,8 @@ def rollout_event(
         relevance=rollout.relevance,
         logits=descriptions.logits,
         means=descriptions.means,
+        log_std=descriptions.log_std,
+        bounds=policy.bounds(),
         **numbers,
         states=None if rollout.recurrence is None else rollout.recurrence.before(),
     )
@@ -68,7 +54,9 @@ def recurrent_event(policy: ActorCritic, rollout: Rollout, envs: int) -> Recurre
     if not cells:
         return None
     below = [memory.after[:, layer, 0, :envs] for layer in range(len(cells) - 1)]
-    inputs = [trunk.encoder(rollout.observations[:, :envs].flatten(0, 1)).unflatten(0, (-1, envs)), *below]
+    with policy.autocast():
+        encoded = trunk.encoder(rollout.observations[:, :envs].flatten(0, 1)).float()
+    inputs = [encoded.unflatten(0, (-1, envs)), *below]
     return RecurrentForward(cells, inputs, memory.before(envs).unbind(1))
 
 

@@ -59,6 +59,8 @@ class TensorCollector:
         self._restrictors = {
             name: on_device(part, self._device) for name, part in restrictors(env.action_specs, env.num_envs).items()
         }
+        heads = {name: policy.head(name) for name in env.action_specs}
+        self._squashes = {name: head.squash for name, head in heads.items() if head.squash is not None}
         shapes = {name: core.state_shape(env.num_envs) for name, core in policy.cores().items()}
         self._states = {name: torch.zeros(shape, device=self._device) for name, shape in shapes.items()}
         self._fresh = torch.ones(env.num_envs, dtype=torch.bool, device=self._device)
@@ -78,7 +80,7 @@ class TensorCollector:
             features, after = self._advance(observations)
             actions = self._choose(course, self.policy.scores(features[0]), {name: noise[name][t] for name in noise})
             before = time.perf_counter()
-            step = self.env.step(actions)
+            step = self.env.step(self._squashed(actions))
             environment += time.perf_counter() - before
             course.keep(self._raw, observations, step, features=features[-1], fresh=self._fresh, after=after)
             self._raw, self._fresh = step.observations, resets(step.terminated | step.truncated)
@@ -123,12 +125,13 @@ class TensorCollector:
     def _advance(self, observations: Tensor) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Features of the trunks, the critic's last, and the states after this step."""
         features, after = [], {}
-        for name, trunk in self.policy.named_trunks().items():
-            if isinstance(trunk, RecurrentTrunk):
-                found, after[name] = trunk.step(observations, self._states[name])
-            else:
-                found = trunk(observations)
-            features.append(found)
+        with self.policy.autocast():
+            for name, trunk in self.policy.named_trunks().items():
+                if isinstance(trunk, RecurrentTrunk):
+                    found, after[name] = trunk.step(observations, self._states[name])
+                else:
+                    found = trunk(observations)
+                features.append(found.float())
         return features, after
 
     def _choose(self, course: Course, scores: Mapping[str, Tensor], noise: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -144,6 +147,9 @@ class TensorCollector:
             taken[name] = action
             course.choose(name, score, action, mask=mask, relevance=relevant)
         return taken
+
+    def _squashed(self, actions: dict[str, Tensor]) -> dict[str, Tensor]:
+        return actions | {name: squash(actions[name]) for name, squash in self._squashes.items()}
 
     def _finish(self, course: Course) -> Rollout:
         steps = {name: torch.stack(column) for name, column in course.columns.items()}

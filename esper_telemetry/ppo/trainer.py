@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import ops
+from esper_telemetry.environments.observations import layout_of
 from esper_telemetry.environments.protocol import Environment, Task
 from esper_telemetry.events import (
     AfterUpdate,
@@ -29,17 +30,19 @@ from esper_telemetry.events import (
 from esper_telemetry.hooks import Hooks
 from esper_telemetry.ppo import checkpoint
 from esper_telemetry.ppo.backward import backward_losses, backward_trunks, gradient, leaf
+from esper_telemetry.ppo.compiled import compiled, require_compiler
 from esper_telemetry.ppo.config import PPOConfig
 from esper_telemetry.ppo.evaluation import Evaluation, evaluate
 from esper_telemetry.ppo.gathering import collector_for
 from esper_telemetry.ppo.normalizer import normalizers_for
+from esper_telemetry.ppo.objective import Leaves, Result, objective
 from esper_telemetry.ppo.policy import ActorCritic, add
 from esper_telemetry.ppo.ranks import Ranks
 from esper_telemetry.ppo.replay import RolloutReplay
 from esper_telemetry.ppo.rollout import Batch, Rollout, flatten
 from esper_telemetry.ppo.schedules import STOP_FACTOR, adapted_rate, entropy_coef, learning_rate, mean_kl
 from esper_telemetry.ppo.steps import steps_for
-from esper_telemetry.ppo.telling import Result, minibatch_event, recurrent_event, rollout_event
+from esper_telemetry.ppo.telling import minibatch_event, recurrent_event, rollout_event
 from esper_telemetry.ppo.watchdog import Watchdog
 
 FACTS = (
@@ -105,6 +108,10 @@ class PPO:
         self.watchdog: Watchdog | None = None
         if self.config.watchdog:
             self.watchdog = Watchdog(torch.nn.ModuleList([self.policy, self.normalizers]), self.optimizer)
+        self._objective = objective
+        if self.config.compile:
+            require_compiler(self.policy.value.weight.device)
+            self._objective = compiled(objective)
         self._stopping = self._agreed_to_stop = False
         self._parameters = dict(self.policy.named_parameters())
         self._device = self.policy.value.weight.device
@@ -155,7 +162,7 @@ class PPO:
             "num_envs": self.env.num_envs * self.ranks.size,
             "ranks": self.ranks.size,
             "horizon": getattr(self.env, "horizon", None),
-            "precision": "fp32",
+            "precision": config.precision,
             "optimizer": type(self.optimizer).__name__,
             "advantage_correction": 1,
             "groups": self.policy.groups(),
@@ -265,19 +272,9 @@ class PPO:
 
     def _losses(self, batch: Batch, actor: Tensor, critic: Tensor) -> Result:
         """The losses of a minibatch as functions of the trunk outputs; the entropy only where it counts."""
-        config, policy = self.config, self.policy
-        scores = policy.scores(actor)
-        normalized = policy.normalize(scores, batch.action_masks)
-        log_probs = policy.log_probs(normalized, batch.actions, batch.relevance)
-        log_ratio = add(list(log_probs.values())) - batch.log_probs
-        values = policy.values(critic)
-        losses = {
-            "policy": self.steps.policy_loss(log_ratio, batch.advantages, config.clip),
-            "value": self.steps.value_loss(values, batch.returns, batch.values),
-        }
-        if self._coefficients["entropy"] > 0:
-            losses["entropy"] = -policy.entropy(normalized, batch.relevance)
-        return Result(log_ratio, values, scores, log_probs, losses)
+        bonus = self._coefficients["entropy"] > 0
+        leaves = Leaves(actor, critic)
+        return self._objective(self.policy, self.steps, batch, leaves, clip=self.config.clip, bonus=bonus)
 
     def _descend(self, epoch: int, step: int, rows: int) -> None:
         """Joins the gradients of all ranks, clips them by their global norm, steps the optimizer and drops them."""
@@ -315,4 +312,4 @@ def build_policy(env: Task, config: PPOConfig) -> ActorCritic:
     """The policy for these environments; its weights depend on the seed alone, and torch's generator is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        return ActorCritic(env.observation_shape, env.action_specs, config)
+        return ActorCritic(layout_of(env), env.action_specs, config)

@@ -37,7 +37,9 @@ def state_gradients(
     device = rollout.rewards.device
     remembering, fresh = on(known, device), torch.from_numpy(memory.fresh[:, known]).to(device)
     first = memory.states["actor"][:, :, remembering].detach().requires_grad_()
-    features, last = unrolled(trunk, rollout.observations[:, remembering], first, fresh)
+    with policy.autocast():
+        features, last = unrolled(trunk, rollout.observations[:, remembering], first, fresh)
+    features = features.float()
     batch = columns.map(lambda column: column[:, remembering].flatten(0, 1))
     if memory.valid is not None:
         rows = on(np.flatnonzero(memory.valid[:, known]), device)

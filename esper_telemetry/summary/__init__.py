@@ -3,6 +3,7 @@
 from esper_telemetry.summary.snapshot import (
     Actions,
     Details,
+    Drawn,
     Episodes,
     Gradients,
     Layer,
@@ -19,6 +20,7 @@ from esper_telemetry.summary.summarize import Observation, summarize
 __all__ = [
     "Actions",
     "Details",
+    "Drawn",
     "Episodes",
     "Gradients",
     "Layer",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from esper_telemetry.metrics.actions import ActionTotal
 from esper_telemetry.metrics.lstm import LSTMWeights, StateSize
 
 
@@ -23,6 +24,7 @@ class Actions:
         relevance: per such head that is not always relevant [T, B], bool.
         counts: per categorical head [A], how often each action was taken where it mattered.
         previous: the same of the rollout before; empty after the first.
+        continuous: what the Gaussian heads drew.
     """
 
     chosen: Mapping[str, Tensor]
@@ -30,6 +32,26 @@ class Actions:
     relevance: Mapping[str, Tensor]
     counts: Mapping[str, Tensor]
     previous: Mapping[str, Tensor]
+    continuous: Mapping[str, Drawn] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a Gaussian head drew.
+
+    Attributes:
+        actions: [T, B, D].
+        std: [T, B, D] or [D], under which they were drawn; None where nobody tells.
+        bounds: [2, D], from where they count as at the bounds; None without any.
+        counted: [T, B], bool, where the head mattered; None where it always did.
+        previous: mean action of the rollout before; None after the first.
+    """
+
+    actions: Tensor
+    std: Tensor | None
+    bounds: Tensor | None
+    counted: Tensor | None
+    previous: ActionTotal | None
 
 
 @dataclass(frozen=True, slots=True)

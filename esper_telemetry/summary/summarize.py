@@ -11,7 +11,7 @@ from torch import Tensor
 
 from esper_telemetry.group import Mean, MetricGroup
 from esper_telemetry.metric import segment
-from esper_telemetry.metrics.actions import action_shift, log_prob_stats
+from esper_telemetry.metrics.actions import action_shift, gaussian_action_shift, log_prob_stats
 from esper_telemetry.metrics.advantages import advantage_stats, flips_in_order, normalized_advantage_stats
 from esper_telemetry.metrics.entropy import PolicyEntropy, entropy_rows, head_entropy, policy_entropy
 from esper_telemetry.metrics.episodes import episode_stats
@@ -51,6 +51,7 @@ from esper_telemetry.summary.detailed import detailed
 from esper_telemetry.summary.grid import in_grid
 from esper_telemetry.summary.snapshot import (
     Actions,
+    Drawn,
     Episodes,
     Gradients,
     Memory,
@@ -125,6 +126,18 @@ def _actions(actions: Actions | None, valid: Tensor | None) -> Iterator[MetricGr
     for head, counts in actions.counts.items():
         if head in actions.previous:
             yield action_shift(head, counts, actions.previous[head])
+    for head, drawn in actions.continuous.items():
+        yield from _drawn(head, drawn)
+
+
+def _drawn(head: str, drawn: Drawn) -> Iterator[MetricGroup]:
+    """Of a Gaussian head: how often it met its bounds, and how far its mean action moved."""
+    if drawn.bounds is not None:
+        low, high = drawn.bounds
+        yield gaussian_stats(head, actions=drawn.actions, low=low, high=high, valid=drawn.counted)
+    if drawn.previous is not None and drawn.std is not None:
+        mean, count = drawn.previous
+        yield gaussian_action_shift(head, drawn.actions, mean, drawn.std, previous_count=count, valid=drawn.counted)
 
 
 def _memory(memory: Memory | None, valid: Tensor | None, facts: Mapping[str, Any]) -> Iterator[MetricGroup]:
@@ -194,7 +207,17 @@ def _normalizers(normalizers: Mapping[str, Normalizer]) -> Iterator[MetricGroup]
 
 def _spreads(minibatches: Minibatches) -> list[MetricGroup]:
     """Standard deviations of Gaussian heads, over all rows of the update."""
-    return [gaussian_stats(head, log_std, valid=minibatches.valid) for head, log_std in minibatches.log_std.items()]
+    return [
+        gaussian_stats(head, log_std, valid=both(minibatches.valid, minibatches.relevance.get(head)))
+        for head, log_std in minibatches.log_std.items()
+    ]
+
+
+def both(valid: Tensor | None, relevant: Tensor | None) -> Tensor | None:
+    """Rows that count and in which a head matters; None where that is every row."""
+    if valid is None or relevant is None:
+        return relevant if valid is None else valid
+    return valid & relevant
 
 
 def _features(minibatches: Minibatches, facts: Mapping[str, Any], level: Level) -> Iterator[MetricGroup]:

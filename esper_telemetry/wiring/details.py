@@ -35,16 +35,21 @@ class DetailJoining:
         rows = [event.rows for event in events if event.rows is not None]
         if rollout is None or len(rows) < len(events):
             return known
-        return with_rollout(known, rollout, torch.cat(rows), events[0])
+        return with_rollout(known, rollout, torch.cat(rows))
 
 
-def with_rollout(known: Details, rollout: RolloutEnd, rows: Tensor, first: MinibatchEnd) -> Details:
-    """The same with what was acted on in these rows [R] of the rollout; `first` is the minibatch before the first step."""
+def with_rollout(known: Details, rollout: RolloutEnd, rows: Tensor) -> Details:
+    """The same with what was acted on in these rows [R] of the rollout."""
     return replace(
         known,
         raw_advantages=rollout.advantages.flatten()[rows],
         actions={head: rollout.actions[head].flatten()[rows] for head in rollout.logits},
         old_logits={head: logits.flatten(0, 1)[rows] for head, logits in rollout.logits.items()},
         old_means={head: means.flatten(0, 1)[rows] for head, means in rollout.means.items()},
-        old_log_std={head: std.expand(len(rows), -1) for head, std in first.log_std.items() if std.dim() == 1},
+        old_log_std={head: _of_rows(std, rows) for head, std in rollout.log_std.items()},
     )
+
+
+def _of_rows(log_std: Tensor, rows: Tensor) -> Tensor:
+    """[R, D] of [T, B, D], or of [D] where it does not depend on the state."""
+    return log_std.expand(len(rows), -1) if log_std.dim() == 1 else log_std.flatten(0, 1)[rows]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.events import RecurrentForward, RolloutEnd, Scale
-from esper_telemetry.metrics.actions import action_counts
+from esper_telemetry.metrics.actions import ActionTotal, action_counts, mean_action
 from esper_telemetry.metrics.lstm import lstm_weights, state_ages, state_size
 from esper_telemetry.metrics.normalizer import cut_entries
-from esper_telemetry.summary import Actions, Layer, Memory, Normalizer, Rollout
+from esper_telemetry.summary import Actions, Drawn, Layer, Memory, Normalizer, Rollout
 
 DRIFT_OVER = 10
 """Updates over which the drift of a normaliser is measured."""
@@ -27,6 +27,7 @@ class Rollouts:
 
     def __init__(self) -> None:
         self._counts: Mapping[str, Tensor] = {}
+        self._means: Mapping[str, ActionTotal] = {}
         self._ages: Tensor | None = None
         self._scales: dict[str, deque[tuple[Tensor, Tensor]]] = {}
 
@@ -65,6 +66,7 @@ class Rollouts:
             relevance={head: flags.clone() for head, flags in event.relevance.items() if head in masked},
             counts=counts,
             previous=previous,
+            continuous=self._continuous(event),
         )
 
     def _normalizer(self, name: str, scale: Scale, valid: Tensor | None) -> Normalizer:
@@ -74,6 +76,11 @@ class Rollouts:
         cut, entries = cut_entries(scale.normalized, scale.limit, valid=valid)
         previous = history[0] if len(history) > DRIFT_OVER else None
         return Normalizer(*history[-1], previous, cut, entries)
+
+    def _continuous(self, event: RolloutEnd) -> dict[str, Drawn]:
+        found = {head: _drawn(event, head, self._means.get(head)) for head in event.means}
+        self._means = {head: mean_action(drawn.actions, valid=drawn.counted) for head, drawn in found.items()}
+        return found
 
     def _memory(self, event: RolloutEnd, layers: tuple[Layer, ...]) -> Memory | None:
         if event.states is None:
@@ -86,8 +93,24 @@ class Rollouts:
 
 def _counts(event: RolloutEnd, head: str, size: int) -> Tensor:
     """How often each action of a head was taken where it mattered, [size]."""
-    flags = [flag for flag in (event.valid, event.relevance.get(head)) if flag is not None]
-    return action_counts(event.actions[head], size, valid=_all(flags))
+    return action_counts(event.actions[head], size, valid=_counted(event, head))
+
+
+def _drawn(event: RolloutEnd, head: str, previous: ActionTotal | None) -> Drawn:
+    """What a Gaussian head drew."""
+    log_std = event.log_std.get(head)
+    return Drawn(
+        actions=event.actions[head].clone(),
+        std=None if log_std is None else log_std.exp(),
+        bounds=event.bounds.get(head),
+        counted=_counted(event, head),
+        previous=previous,
+    )
+
+
+def _counted(event: RolloutEnd, head: str) -> Tensor | None:
+    """Where a head mattered, [T, B]; None where it always did."""
+    return _all([flag for flag in (event.valid, event.relevance.get(head)) if flag is not None])
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import seeing_env  # noqa: F401  # registers the environments
 import torch
 from torch import Tensor
 
@@ -13,7 +14,14 @@ from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_ru
 from esper_telemetry.testing import MemorySink
 
 UPDATES = 3
-STEPS = {"CartPole-v1": 64, "Pendulum-v1": 32, "cue-recall": 32}
+STEPS = {
+    "CartPole-v1": 64,
+    "Pendulum-v1": 32,
+    "Spotlight-v0": 16,
+    "SpotlightParts-v0": 16,
+    "FrozenLake-v1": 64,
+    "cue-recall": 32,
+}
 
 
 def trained(env: str, telemetry: Telemetry | None, **settings: Any) -> dict[str, Tensor]:
@@ -62,6 +70,33 @@ def test_weights_of_policies_with_memory_are_bit_identical_too(env: str, policy:
         watched = trained(env, telemetry, **settings)
 
     assert_equal_bit_for_bit(watched, bare)
+
+
+@pytest.mark.parametrize("level", ["normal", "debug"])
+@pytest.mark.parametrize(
+    ("env", "settings"),
+    [
+        ("Pendulum-v1", {"squash": True}),
+        ("Pendulum-v1", {"state_dependent_std": True, "entropy_coef": 0.01}),
+        ("Pendulum-v1", {"squash": True, "state_dependent_std": True, "policy": "lstm"}),
+        ("Pendulum-v1", {"squash": True, "precision": "bf16"}),
+        ("Spotlight-v0", {"shared_trunk": True}),
+        ("Spotlight-v0", {"policy": "lstm"}),
+        ("SpotlightParts-v0", {"normalize_observations": True}),
+        ("SpotlightParts-v0", {"policy": "gru", "shared_trunk": True}),
+        ("FrozenLake-v1", {"normalize_observations": True}),
+    ],
+    ids=str,
+)
+def test_weights_are_bit_identical_for_every_kind_of_policy(env: str, settings: dict[str, Any], level: str) -> None:
+    bare = trained(env, None, **settings)
+    memory = MemorySink()
+
+    with Telemetry([memory], run_dir=None, level=level) as telemetry:
+        watched = trained(env, telemetry, **settings)
+
+    assert_equal_bit_for_bit(watched, bare)
+    assert len(memory.records) == UPDATES
 
 
 def test_weights_are_bit_identical_beside_other_processes(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from esper_telemetry.metric import declared
 from esper_telemetry.metrics.actions import (
+    StandardizedShift,
     action_counts,
     action_shift,
     gaussian_action_shift,
@@ -156,6 +158,18 @@ def test_continuous_actions_shift_in_units_of_sigma() -> None:
     shift = gaussian_action_shift("a", actions, torch.tensor([0.0, 2.0]), torch.tensor([2.0, 1.0]))
 
     assert shift.values() == {"policy/head/a/action_shift": 0.25}
+
+
+def test_processes_that_knew_a_mean_each_shift_from_the_mean_of_both() -> None:
+    """Then 3 actions of 1 and 1 of 5, mean 2; now one action of 4 and three of 0, mean 1, σ 1 and thrice 3: 1 / 2.5."""
+    parts = [
+        gaussian_action_shift("a", torch.tensor([[4.0]]), torch.tensor([1.0]), torch.tensor([1.0]), previous_count=3),
+        gaussian_action_shift("a", torch.zeros(3, 1), torch.tensor([5.0]), torch.full((3, 1), 3.0), previous_count=1),
+    ]
+
+    merged = StandardizedShift.merge(np.stack([[[float(slot) for slot in part.shift.slots()]] for part in parts]))
+
+    assert StandardizedShift.statistics["shift"](merged[0]) == pytest.approx(0.4)
 
 
 def test_normalisers_drift_by_the_larger_of_shift_and_scale() -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from esper_telemetry import PPO, Level, PPOConfig, Telemetry, attach, make_env, read_run
+from esper_telemetry.events import RolloutEnd
 from esper_telemetry.hooks import Hooks
 
 TIMED = ("perf/", "train/env_steps_per_second", "telemetry/")
@@ -121,6 +123,37 @@ def test_a_continuous_policy_is_measured_too(tmp_path: Path) -> None:
     assert "policy/kl" in last
     assert "policy/entropy" in last
     assert "policy/entropy_norm" not in last
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"squash": True}, {"state_dependent_std": True}], ids=str)
+def test_spread_and_bounds_of_a_continuous_policy_are_those_of_its_rollouts(
+    tmp_path: Path, settings: dict[str, Any], offload: bool
+) -> None:
+    """Pendulum's bounds are ±2; a squashed action counts as at them from 99 % of the way. σ of e is wide enough for both."""
+    rollouts: list[tuple[Tensor, Tensor]] = []
+    with Telemetry([], run_dir=tmp_path / "run", offload=offload) as telemetry:
+        source = trainer("Pendulum-v1", log_std=1.0, **settings)
+        source.hooks.on(
+            RolloutEnd, lambda event: rollouts.append((event.actions["action"].clone(), event.log_std["action"].exp()))
+        )
+        attach(telemetry, source)
+        source.learn(300)
+
+    first, last = (record.values for record in (read_run(tmp_path / "run").records[index] for index in (0, -1)))
+    (before, _), (actions, std) = rollouts[-2:]
+    beyond = 2 * actions.tanh() if "squash" in settings else actions
+    bound = 1.98 if "squash" in settings else 2.0
+    share = float((beyond.abs() >= bound).double().mean())
+    moved = float((actions.mean() - before.mean()).abs() / std.mean())
+    assert 0.05 < share < 0.9
+    assert last["policy/head/action/bound_frac"] == pytest.approx(share, abs=1e-9)
+    assert last["policy/head/action/action_shift"] == pytest.approx(moved, rel=1e-4)
+    assert "policy/head/action/action_shift" not in first
+    assert 0 < last["policy/head/action/std/min"] <= last["policy/head/action/std/mean"] < 4
+    assert ("state_dependent_std" in settings) == (
+        last["policy/head/action/std/min"] < 0.999 * last["policy/head/action/std/mean"]
+    )
 
 
 def test_minimal_reports_a_headline_per_family_and_integrity(tmp_path: Path) -> None:

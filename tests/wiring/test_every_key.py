@@ -39,8 +39,6 @@ FAMILIES = {
 LATER = "needs 50 updates: tests/series/test_temporal.py"
 ELSEWHERE = {
     "telemetry/escalation_remaining": "nobody raises alarms",
-    "policy/head/{head}/bound_frac": "the trainer does not tell the bounds of actions",
-    "policy/head/{head}/action_shift": "the trainer does not tell the spread that actions were drawn with",
     "{key}/cusum": LATER,
     "{key}/lr_response": "needs 20 updates whose size is measured: tests/series/test_temporal.py",
 }

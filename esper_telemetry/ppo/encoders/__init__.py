@@ -1,0 +1,6 @@
+"""Encoders: from observations that are more than a vector to one row of features."""
+
+from esper_telemetry.ppo.encoders.image import ImageEncoder
+from esper_telemetry.ppo.encoders.observation import Encoded, ObservationEncoder
+
+__all__ = ["Encoded", "ImageEncoder", "ObservationEncoder"]

@@ -1,0 +1,89 @@
+"""A convolutional encoder for images of any size from 8x8 on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from esper_telemetry.environments.observations import Image
+from esper_telemetry.ppo.heads import orthogonal
+
+
+class Convolution(NamedTuple):
+    """Number of filters, their width, and the stride."""
+
+    filters: int
+    width: int
+    stride: int
+
+
+class Architecture(NamedTuple):
+    """Convolutions, and the width of the linear layer behind them; for images whose shorter side is `smallest` or more."""
+
+    smallest: int
+    convolutions: Sequence[Convolution]
+    features: int
+
+
+ARCHITECTURES = (
+    Architecture(36, (Convolution(32, 8, 4), Convolution(64, 4, 2), Convolution(64, 3, 1)), 512),  # Mnih et al. 2015
+    Architecture(16, (Convolution(32, 4, 2), Convolution(64, 3, 2), Convolution(64, 3, 1)), 256),
+    Architecture(8, (Convolution(16, 3, 1), Convolution(32, 3, 2)), 128),  # as for MinAtar's 10x10
+)
+
+
+WIDEST_RANGE = 2.0**16
+"""Wider ranges are no bounds of pixels; such images are taken as they are."""
+
+
+class ImageEncoder(nn.Module):
+    """Convolutions and a linear layer, each with a ReLU; orthogonal weights with gain √2, zero biases.
+
+    Args:
+        image: what comes in; its range becomes 0 to 1 on the device.
+
+    Attributes:
+        features: width of what comes out.
+
+    Raises:
+        ValueError: a side is shorter than 8.
+    """
+
+    def __init__(self, image: Image) -> None:
+        super().__init__()
+        channels, *sides = image.channels_first
+        chosen = architecture(image)
+        self.image, self.features = image, chosen.features
+        self.convolutions = nn.ModuleList()
+        for filters, width, stride in chosen.convolutions:
+            self.convolutions.append(orthogonal(nn.Conv2d(channels, filters, width, stride), gain=2**0.5))
+            channels, sides = filters, [(side - width) // stride + 1 for side in sides]
+        self.linear = orthogonal(nn.Linear(channels * math.prod(sides), chosen.features), gain=2**0.5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Features [N, features] of images [N, *shape] as they are stored."""
+        rows = self.scaled(images.permute(0, 3, 1, 2) if self.image.channels_last else images)
+        for convolution in self.convolutions:
+            rows = torch.relu(convolution(rows))
+        return torch.relu(self.linear(rows.flatten(1)))
+
+    def scaled(self, images: Tensor) -> Tensor:
+        """The images as floats, their range mapped to 0 to 1."""
+        low, high = self.image.low, self.image.high
+        rows = images.float()
+        if (low, high) == (0.0, 1.0) or not 0.0 < high - low <= WIDEST_RANGE:
+            return rows
+        return (rows - low) * (1.0 / (high - low))
+
+
+def architecture(image: Image) -> Architecture:
+    """What suits images of that size; raises ValueError where they are too small."""
+    side = min(image.channels_first[1:])
+    for found in ARCHITECTURES:
+        if side >= found.smallest:
+            return found
+    raise ValueError(f"images must be at least {ARCHITECTURES[-1].smallest} pixels on each side, got {image.shape}")

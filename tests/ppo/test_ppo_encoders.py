@@ -1,0 +1,381 @@
+"""Encoders: images of any size, several parts at once, and everything that a rollout does with them."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode
+from ppo_builders import Seen, equal, weights
+from seeing_env import Spotlight, spotlights
+from torch import Tensor, nn
+
+from esper_telemetry.environments import ActionSpec, GymnasiumEnvironment, Image, Layout, TensorStep, make_env
+from esper_telemetry.events import (
+    BackwardEnd,
+    EpisodeEnd,
+    MinibatchEnd,
+    RecurrentForward,
+    RolloutEnd,
+    TrunkBackward,
+)
+from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo.encoders import Encoded, ImageEncoder
+from esper_telemetry.ppo.inference import acting, torch_network
+from esper_telemetry.ppo.normalizer import VectorNormalizer
+from esper_telemetry.ppo.policy import ActorCritic
+from esper_telemetry.ppo.tensor_collector import TensorCollector
+
+SETTINGS: dict[str, Any] = {"num_steps": 16, "num_epochs": 2, "hidden_sizes": (16,), "lstm_size": 16, "seed": 3}
+ENVS = ["Spotlight-v0", "SpotlightParts-v0"]
+
+
+def trainer(env_id: str = "Spotlight-v0", num_envs: int = 4, **settings: Any) -> PPO:
+    return PPO(make_env(env_id, num_envs=num_envs, seed=1), PPOConfig(**{**SETTINGS, **settings}))
+
+
+@pytest.mark.parametrize("size", [(8, 8), (10, 14), (15, 15), (16, 40), (35, 35), (36, 36), (64, 48), (84, 84)])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_images_of_every_size_have_an_encoder(size: tuple[int, int], channels_last: bool) -> None:
+    shape = (*size, 3) if channels_last else (3, *size)
+    encoder = ImageEncoder(Image(shape, channels_last))
+
+    features = encoder(torch.zeros(2, *shape, dtype=torch.uint8))
+
+    assert features.shape == (2, encoder.features) and features.isfinite().all()
+
+
+def test_84_by_84_is_encoded_as_in_the_paper() -> None:
+    """Mnih et al. 2015: 32 filters 8x8/4, 64 4x4/2, 64 3x3/1, then 512 units on 7 x 7 x 64."""
+    encoder = ImageEncoder(Image((4, 84, 84)))
+
+    shapes = [tuple(layer.weight.shape) for layer in encoder.modules() if isinstance(layer, (nn.Conv2d, nn.Linear))]
+
+    assert shapes == [(32, 4, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3), (512, 3136)]
+
+
+def test_an_image_below_8_pixels_has_none() -> None:
+    with pytest.raises(ValueError, match=r"at least 8 pixels on each side, got \(1, 7, 9\)"):
+        ImageEncoder(Image((1, 7, 9)))
+
+
+def test_layers_begin_orthogonal_with_zero_biases() -> None:
+    for layer in ImageEncoder(Image((3, 10, 10))).modules():
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            rows = layer.weight.flatten(1)
+            rows = rows if len(rows) <= rows.shape[1] else rows.t()
+            torch.testing.assert_close(rows @ rows.t(), 2 * torch.eye(len(rows)), rtol=0, atol=1e-4)
+            assert layer.bias is not None and not layer.bias.any()
+
+
+@pytest.mark.parametrize(
+    ("image", "stored", "scaled"),
+    [
+        (Image((1, 8, 8)), 51, 0.2),
+        (Image((1, 8, 8), dtype="float32", low=-1.0, high=3.0), 1.0, 0.5),
+        (Image((1, 8, 8), dtype="float32", low=0.0, high=1.0), 0.25, 0.25),
+        (Image((1, 8, 8), dtype="float32", low=-np.inf, high=np.inf), 7.5, 7.5),
+        (Image((1, 8, 8), dtype="float32", low=-3e38, high=3e38), 7.5, 7.5),
+    ],
+)
+def test_pixels_are_scaled_on_the_device(image: Image, stored: float, scaled: float) -> None:
+    pixels = torch.full((1, *image.shape), stored).to(getattr(torch, image.dtype))
+
+    assert ImageEncoder(image).scaled(pixels).unique().tolist() == pytest.approx([scaled])
+
+
+def test_both_layouts_of_an_image_are_encoded_alike() -> None:
+    first, last = ImageEncoder(Image((3, 12, 9))), ImageEncoder(Image((12, 9, 3), channels_last=True))
+    last.load_state_dict(first.state_dict())
+    pixels = torch.randint(256, (5, 3, 12, 9), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+    assert torch.allclose(first(pixels), last(pixels.permute(0, 2, 3, 1)))
+
+
+def test_each_part_has_an_encoder_of_its_own() -> None:
+    """The features stand side by side: those of two images, then 64 of the numbers. Each reads its part alone."""
+    layout = Layout(2, 3, (Image((1, 8, 8)), Image((9, 8, 1), True, "float32", 0.0, 1.0)))
+    encoder = Encoded(layout, (), "tanh").encoder
+    generator = np.random.default_rng(0)
+    parts = generator.normal(size=(1, 5)), generator.integers(256, size=(1, 1, 8, 8)), generator.random((1, 9, 8, 1))
+
+    def features(numbers: Any, *images: Any) -> list[Tensor]:
+        return list(encoder(torch.from_numpy(layout.pack([numbers], images))).split([128, 128, 64], -1))
+
+    before = features(*parts)
+    for changed in range(3):
+        after = features(*(part * 0 if index == changed else part for index, part in enumerate(parts)))
+        place = (2, 0, 1)[changed]
+        assert [not torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [i == place for i in range(3)]
+
+
+@pytest.mark.parametrize("env_id", ENVS)
+def test_a_rollout_keeps_bytes(env_id: str) -> None:
+    """64 pixels; with parts 4 bytes each for the time and the two shifts in addition."""
+    rollout = trainer(env_id).collector.collect()
+
+    assert rollout.observations.dtype == torch.uint8
+    assert rollout.observations.shape == (16, 4, *((76,) if "Parts" in env_id else (8, 8, 1)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"shared_trunk": True}, {"policy": "lstm"}, {"policy": "gru"}], ids=str)
+@pytest.mark.parametrize("env_id", ENVS)
+def test_the_first_minibatch_finds_what_collection_found(env_id: str, settings: dict[str, Any]) -> None:
+    source = trainer(env_id, **settings)
+    seen = Seen().listen(source, MinibatchEnd)
+
+    source.learn(1)
+
+    first = seen.events[0]
+    assert first.log_ratio.abs().max() < 1e-5
+    assert (first.values - first.old_values).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("settings", [{}, {"shared_trunk": True}, {"policy": "lstm"}], ids=str)
+@pytest.mark.parametrize("env_id", ENVS)
+def test_watching_changes_nothing(env_id: str, settings: dict[str, Any]) -> None:
+    bare, watched = (trainer(env_id, **settings, entropy_coef=0.01) for _ in range(2))
+    Seen().listen(watched, RolloutEnd, RecurrentForward, TrunkBackward, BackwardEnd, MinibatchEnd, EpisodeEnd)
+
+    bare.learn(100)
+    watched.learn(100)
+
+    assert equal(weights(bare), weights(watched))
+
+
+def mean_reward(source: PPO, total_steps: int) -> float:
+    """Mean reward per step over the last hundred episodes, of 8 steps each."""
+    returns: deque[float] = deque(maxlen=100)
+    source.hooks.on(EpisodeEnd, lambda event: returns.extend(event.returns))
+    source.learn(total_steps)
+    return statistics.fmean(returns) / 8
+
+
+LEARNING: dict[str, Any] = {
+    "num_steps": 32,
+    "num_epochs": 4,
+    "learning_rate": 2e-3,
+    "gamma": 0.0,
+    "anneal_learning_rate": False,
+}
+
+
+@pytest.mark.parametrize("policy", ["mlp", "lstm"])
+def test_a_spotlight_is_learned_from_pixels(policy: str) -> None:
+    """Guessing pays 0.25; the image says it all."""
+    assert mean_reward(trainer(num_envs=8, policy=policy, **LEARNING), 6_000) > 0.7
+
+
+@pytest.mark.parametrize("shared_trunk", [False, True])
+def test_image_and_choice_are_combined(shared_trunk: bool) -> None:
+    """The image alone pays 0.5: the shift, a Discrete of two values, decides between two answers."""
+    source = trainer(
+        "SpotlightParts-v0", num_envs=16, shared_trunk=shared_trunk, normalize_observations=True, **LEARNING
+    )
+
+    assert mean_reward(source, 12_000) > 0.6
+
+
+@pytest.mark.parametrize(("env_id", "chance"), [("FrozenLake-v1", 0.02), ("Blackjack-v1", -0.4)])
+def test_choices_are_learned_from(env_id: str, chance: float) -> None:
+    """A Discrete, and a Tuple of three: without slipping the lake is crossed, and few hands beat the dealer's as badly."""
+    kwargs = {"is_slippery": False} if env_id == "FrozenLake-v1" else {}
+    env = make_env(env_id, num_envs=8, seed=1, **kwargs)
+    source = PPO(env, PPOConfig(num_steps=64, seed=2, hidden_sizes=(32,), entropy_coef=0.02, learning_rate=5e-3))
+    returns: deque[float] = deque(maxlen=300)
+    source.hooks.on(EpisodeEnd, lambda event: returns.extend(event.returns))
+
+    source.learn(16_000)
+
+    assert statistics.fmean(returns) > chance + 0.2
+
+
+def next_values(mode: AutoresetMode, source: PPO, *, parts: bool) -> tuple[Any, Any]:
+    """Rollout of a policy in environments of 3 and 5 steps, and the values that follow its steps."""
+    env = GymnasiumEnvironment(spotlights(mode, parts=parts), seed=5)
+    other = PPO(env, replace(source.config, num_minibatches=2))
+    other.policy.load_state_dict(source.policy.state_dict())
+    rollout = other.collector.collect()
+    return rollout, rollout.next_values
+
+
+@pytest.mark.parametrize("policy", ["mlp", "lstm"])
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_cut_episode_is_valued_by_its_last_observation(parts: bool, policy: str) -> None:
+    """In SAME_STEP by `final_obs`; in NEXT_STEP that observation is simply the next one."""
+    source = trainer(ENVS[parts], num_envs=2, policy=policy, num_minibatches=1)
+    same, same_values = next_values(AutoresetMode.SAME_STEP, source, parts=parts)
+    after, after_values = next_values(AutoresetMode.NEXT_STEP, source, parts=parts)
+    following = source.policy
+
+    assert same.valid is None and after.valid is not None
+    # Environment 0 has episodes of 3 steps: its third step is cut in both, before their actions can differ.
+    assert same.ended[2, 0] and after.ended[2, 0] and not same.terminated.any()
+    assert torch.equal(same.observations[:3, 0], after.observations[:3, 0])
+    assert float(same_values[2, 0]) == pytest.approx(float(after_values[2, 0]), abs=1e-6)
+    assert float(same_values[2, 0]) != pytest.approx(float(same.values[3, 0]), abs=1e-6)
+    assert isinstance(following, ActorCritic)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_many_rows_go_through_in_parts(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten images of 64 bytes at a time."""
+    monkeypatch.setattr("esper_telemetry.ppo.inference.MOST_BYTES", 640)
+    encoder = ImageEncoder(Image((1, 8, 8)))
+    pixels = np.random.default_rng(0).integers(256, size=(rows, 1, 8, 8), dtype=np.uint8)
+
+    found = torch_network(encoder, torch.device("cpu"))(pixels)
+
+    assert found == pytest.approx(encoder(torch.from_numpy(pixels)).detach().numpy(), abs=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["mlp", "lstm"])
+def test_acting_on_the_host_is_the_policy(policy: str) -> None:
+    source = trainer("SpotlightParts-v0", policy=policy)
+    rows = source.collector.collect().observations[0]
+    act = acting(source.policy)
+    states = {name: torch.zeros(core.state_shape(len(rows))) for name, core in source.policy.cores().items()}
+
+    features = act.actor(rows.numpy(), states["actor"].numpy().copy() if states else None)
+
+    actor: Any = source.policy.actor
+    expected = actor.step(rows, states["actor"])[0] if states else actor(rows)
+    assert act.scores(features)["action"] == pytest.approx(source.policy.scores(expected)["action"].detach(), abs=1e-6)
+
+
+def test_only_vectors_are_normalised() -> None:
+    """Columns: 2 measurements, 3 choices, 64 pixels. The same in NumPy and in torch, and in training as in acting."""
+    layout = Layout(2, 3, (Image((1, 8, 8)),))
+    generator = np.random.default_rng(0)
+    numbers = [generator.normal(5.0, 3.0, (50, 2)), np.eye(3)[generator.integers(3, size=50)]]
+    rows = layout.pack(numbers, [generator.integers(256, size=(50, 1, 8, 8))])
+    normalizer = VectorNormalizer(layout)
+    normalizer.update(torch.from_numpy(rows))
+
+    scaled = normalizer(torch.from_numpy(rows))
+
+    found = layout.numbers_of(scaled)
+    assert found[:, :2].mean(0).tolist() == pytest.approx([0, 0], abs=1e-5)
+    assert found[:, :2].std(0, correction=0).tolist() == pytest.approx([1, 1], abs=1e-4)
+    assert np.array_equal(found[:, 2:].numpy(), numbers[1])
+    assert np.array_equal(scaled[:, 20:].numpy(), rows[:, 20:])
+    host = normalizer.as_numpy()(rows)
+    assert host.dtype == np.uint8 and layout.numbers_of(host) == pytest.approx(found.numpy(), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "kind"), [("Spotlight-v0", None), ("FrozenLake-v1", None), ("SpotlightParts-v0", VectorNormalizer)]
+)
+def test_what_has_no_vectors_has_nothing_to_normalise(env_id: str, kind: type | None) -> None:
+    source = trainer(env_id, normalize_observations=True)
+
+    source.learn(1)
+
+    found = source.normalizers.observations
+    assert found is None if kind is None else isinstance(found, kind)
+
+
+def test_statistics_of_vectors_follow_the_rollouts() -> None:
+    """Time runs from 0 to 7 in episodes of 8: over whole episodes its mean is 3.5."""
+    source = trainer("SpotlightParts-v0", normalize_observations=True)
+
+    source.learn(1)
+
+    found = source.normalizers.observations
+    assert found is not None and found.mean.tolist() == pytest.approx([3.5]) and float(found.count) == 64
+
+
+def test_training_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Any) -> None:
+    whole, before, after = (
+        trainer("SpotlightParts-v0", normalize_observations=True, anneal_learning_rate=False) for _ in range(3)
+    )
+
+    whole.learn(192)
+    before.learn(64)
+    after.load(before.save(tmp_path / "half.pt"))
+    after.learn(192)
+
+    assert equal(weights(whole), weights(after))
+
+
+def test_evaluation_sees_images_too() -> None:
+    source = trainer(num_envs=8, **LEARNING)
+    source.learn(4_000)
+
+    found = source.evaluate(make_env("Spotlight-v0", num_envs=5, seed=9))
+
+    assert list(found.lengths) == [8] * 5 and statistics.fmean(found.returns) > 5
+
+
+class Lights:
+    """The spotlight as tensors, with the layout that it declares itself."""
+
+    name, num_envs = "lights", 6
+    observation_layout = Layout(0, 0, (Image((1, 8, 8)),))
+    observation_shape = observation_layout.shape
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.action_specs = {"action": ActionSpec("categorical", 4)}
+        self._generator = torch.Generator().manual_seed(0)
+
+    def reset(self, seed: int | None = None) -> Tensor:
+        return self._observe()
+
+    def step(self, actions: Any) -> TensorStep:
+        rewards = (actions["action"] == self._lit).float()
+        never = torch.zeros(6, dtype=torch.bool)
+        return TensorStep(self._observe(), rewards, never, never)
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def _observe(self) -> Tensor:
+        self._lit = torch.randint(4, (6,), generator=self._generator)
+        images = torch.zeros(6, 2, 2, dtype=torch.uint8).flatten(1).scatter(1, self._lit[:, None], 255).view(6, 1, 2, 2)
+        return images.repeat_interleave(4, 2).repeat_interleave(4, 3)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_tensor_environments_may_declare_images(on_device: bool) -> None:
+    config = PPOConfig(**{**SETTINGS, **LEARNING})
+    source = PPO(Lights(), config)
+    if on_device:
+        source.collector = TensorCollector(Lights(), source.policy, config.num_steps, seed=0)
+
+    source.learn(5_000)
+
+    assert float(source.collector.collect().rewards.mean()) > 0.7
+
+
+def test_several_kinds_of_actions_are_chosen_from_pixels() -> None:
+    """A Dict of actions with a squashed Gaussian, two bits and a choice: the sum of their log-probabilities is the joint one."""
+
+    class Many(Spotlight):
+        def __init__(self) -> None:
+            super().__init__(parts=True)
+            box = gymnasium.spaces.Box(-1, 1, (2,), np.float32)
+            self.action_space = gymnasium.spaces.Dict(
+                pick=gymnasium.spaces.Discrete(4), bits=gymnasium.spaces.MultiBinary(2), push=box
+            )
+
+        def step(self, action: Any) -> Any:
+            assert action in self.action_space
+            return super().step(action["pick"])
+
+    vector = gymnasium.vector.SyncVectorEnv([Many, Many], autoreset_mode=AutoresetMode.SAME_STEP)
+    source = PPO(GymnasiumEnvironment(vector), PPOConfig(**{**SETTINGS, "num_minibatches": 2, "squash": True}))
+    seen = Seen().listen(source, RolloutEnd, MinibatchEnd)
+
+    source.learn(64)
+
+    rollout = seen.of(RolloutEnd)[0]
+    assert set(rollout.actions) == {"bits_0", "bits_1", "pick", "push"}
+    assert torch.allclose(rollout.log_probs, torch.stack(list(rollout.head_log_probs.values())).sum(0), atol=1e-5)
+    assert seen.of(MinibatchEnd)[0].log_ratio.abs().max() < 1e-5

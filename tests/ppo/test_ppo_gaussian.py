@@ -1,0 +1,349 @@
+"""Continuous heads: their probabilities are those of torch.distributions, and what leaves them stays within bounds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from ppo_builders import Seen, equal, pendulum, weights
+from torch import Tensor
+from torch.distributions import AffineTransform, Independent, Normal, TanhTransform, TransformedDistribution
+
+from esper_telemetry.environments import ActionSpec, Step, TensorStep, make_env
+from esper_telemetry.events import BackwardEnd, MinibatchEnd, RolloutEnd, TrunkBackward
+from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo.gaussian import Gaussian, StateDependentGaussian, make_gaussian
+from esper_telemetry.ppo.squash import Squash
+from esper_telemetry.ppo.tensor_collector import TensorCollector
+
+ROWS, D, FEATURES = 64, 3, 5
+SPEC = ActionSpec("continuous", D, low=(-2.0, 0.0, -1.0), high=(2.0, 1.0, 5.0))
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"squash": True},
+    {"state_dependent_std": True},
+    {"squash": True, "state_dependent_std": True},
+]
+
+
+def head(*, squashed: bool, state_dependent: bool, spec: ActionSpec = SPEC) -> Gaussian:
+    """A head in float64 whose scores differ from row to row."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = make_gaussian("move", spec, FEATURES, -0.5, state_dependent=state_dependent, squashed=squashed)
+        torch.nn.init.normal_(made.linear.weight, std=0.2)
+    return made.double()
+
+
+def theirs(ours: Gaussian, scores: Tensor) -> Independent[Normal]:
+    """The Gaussian of torch that the scores stand for."""
+    described = ours.description(scores)
+    return Independent(Normal(described["means"], described["log_std"].exp()), 1)
+
+
+def assert_near(left: Tensor, right: Tensor) -> None:
+    torch.testing.assert_close(left.detach(), right.detach(), rtol=0.0, atol=1e-6)
+
+
+def drawn(ours: Gaussian) -> tuple[Tensor, Tensor]:
+    """Scores [N, width] and draws [N, D]."""
+    generator = torch.Generator().manual_seed(1)
+    scores = ours(torch.randn(ROWS, FEATURES, generator=generator, dtype=torch.float64))
+    return scores, ours.sample(scores, ours.noise((ROWS,), generator).double())
+
+
+@pytest.mark.parametrize("state_dependent", [False, True])
+def test_probability_and_entropy_are_those_of_torch(state_dependent: bool) -> None:
+    ours = head(squashed=False, state_dependent=state_dependent)
+    scores, actions = drawn(ours)
+
+    expected = theirs(ours, scores)
+
+    assert_near(ours.log_prob(scores, actions), expected.log_prob(actions))
+    assert_near(ours.entropy(scores), expected.entropy().mean())
+    assert isinstance(ours, StateDependentGaussian) == state_dependent
+    assert (scores.std(0)[-D:] > 0.1).all()
+
+
+@pytest.mark.parametrize("state_dependent", [False, True])
+def test_a_squashed_probability_is_that_of_torch_for_the_tanh(state_dependent: bool) -> None:
+    """Ours is given the draw u, theirs the action tanh(u); the entropy is that before the tanh."""
+    ours = head(squashed=True, state_dependent=state_dependent)
+    scores, draws = drawn(ours)
+
+    expected = TransformedDistribution(theirs(ours, scores), [TanhTransform(cache_size=1)])
+
+    assert_near(ours.log_prob(scores, draws), expected.log_prob(draws.tanh()))
+    assert_near(ours.entropy(scores), theirs(ours, scores).entropy().mean())
+
+
+def test_stretching_to_the_bounds_shifts_every_log_probability_alike() -> None:
+    """So it cancels in the ratio: log((high - low) / 2) per dimension, here log 2 + log ½ + log 3 = log 3."""
+    ours = head(squashed=True, state_dependent=False)
+    scores, draws = drawn(ours)
+    low, high = torch.tensor([SPEC.low, SPEC.high], dtype=torch.float64)
+    stretch = AffineTransform((low + high) / 2, (high - low) / 2, event_dim=1)
+
+    expected = TransformedDistribution(theirs(ours, scores), [TanhTransform(cache_size=1), stretch])
+
+    assert ours.squash is not None
+    assert_near(ours.log_prob(scores, draws) - math.log(3), expected.log_prob(ours.squash(draws)))
+
+
+@pytest.mark.parametrize("state_dependent", [False, True])
+def test_gradients_of_a_squashed_probability_are_those_of_torch(state_dependent: bool) -> None:
+    ours = head(squashed=True, state_dependent=state_dependent)
+    scores, draws = drawn(ours)
+    draws = draws.detach()
+    scores = scores.detach().requires_grad_()
+    means, log_std = ours.split(scores) if isinstance(ours, StateDependentGaussian) else (scores, ours.log_std)
+    expected = TransformedDistribution(Independent(Normal(means, log_std.exp()), 1), [TanhTransform(cache_size=1)])
+
+    (mine,) = torch.autograd.grad(ours.log_prob(scores, draws).sum(), scores)
+    (other,) = torch.autograd.grad(expected.log_prob(draws.tanh()).sum(), scores)
+
+    assert_near(mine, other)
+
+
+def test_a_probability_far_out_stays_finite_with_its_gradient() -> None:
+    """1 - tanh²(200) is 0 in any precision; its logarithm, -2·200 + 2 log 2, is not."""
+    squash = Squash("move", ActionSpec("continuous", 1, low=(-1.0,), high=(1.0,)))
+    draws = torch.tensor([[200.0], [-200.0], [0.0]], requires_grad=True)
+
+    slope = squash.log_slope(draws)
+    slope.sum().backward()
+
+    assert slope.tolist() == pytest.approx([-400 + 2 * math.log(2)] * 2 + [0.0], rel=1e-6)
+    assert draws.grad is not None and draws.grad.flatten().tolist() == [-2.0, 2.0, 0.0]
+
+
+@pytest.mark.parametrize("squashed", [False, True])
+@pytest.mark.parametrize("state_dependent", [False, True])
+def test_acting_in_numpy_draws_what_torch_draws(squashed: bool, state_dependent: bool) -> None:
+    ours = head(squashed=squashed, state_dependent=state_dependent).float()
+    generator = torch.Generator().manual_seed(2)
+    scores, noise = ours(torch.randn(ROWS, FEATURES, generator=generator)).detach(), ours.noise((ROWS,), generator)
+
+    assert_near(torch.from_numpy(ours.sampler()(scores.numpy(), noise.numpy())), ours.sample(scores, noise))
+
+
+def test_irrelevant_rows_have_no_entropy() -> None:
+    """One row of four counts: its entropy, over the number of all rows."""
+    ours = head(squashed=False, state_dependent=True)
+    scores = drawn(ours)[0][:4]
+
+    entropy = ours.entropy(scores, torch.tensor([False, True, False, False]))
+
+    assert float(entropy.detach()) == pytest.approx(float(theirs(ours, scores).entropy()[1].detach()) / 4)
+
+
+def test_the_spread_begins_where_the_settings_say_and_is_held_within_its_range() -> None:
+    ours = make_gaussian("move", SPEC, FEATURES, -0.5, state_dependent=True, squashed=False)
+
+    begins = ours.description(ours(torch.zeros(1, FEATURES)))["log_std"]
+    held = ours.description(torch.tensor([[0.0, 0.0, 0.0, -99.0, 0.5, 99.0]]))["log_std"]
+
+    assert begins.tolist() == [[-0.5] * D]
+    assert held.tolist() == [[-5.0, 0.5, 2.0]]
+
+
+finite = st.floats(-(2.0**100), 2.0**100, width=32)
+anything = st.floats(width=32, allow_nan=False)
+
+
+@settings(max_examples=200, deadline=None)
+@given(arrays.arrays(np.float32, (2, 4), elements=finite), arrays.arrays(np.float32, (5, 4), elements=anything))
+def test_a_squashed_action_never_leaves_its_bounds(ends: np.ndarray[Any, Any], draws: np.ndarray[Any, Any]) -> None:
+    low, high = np.sort(ends, 0)
+    squash = Squash("move", ActionSpec("continuous", 4, low=tuple(low.tolist()), high=tuple(high.tolist())))
+
+    for actions in (squash.as_numpy(draws), squash(torch.from_numpy(draws)).numpy()):
+        assert np.isfinite(actions).all()
+        assert (low <= actions).all() and (actions <= high).all()
+    far = squash.as_numpy(np.full(4, 50, np.float32))
+    assert (np.abs(far - high) <= 1e-6 * (np.abs(low) + np.abs(high)) + 1e-40).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(arrays.arrays(np.float32, (6, 2), elements=st.floats(-50, 50, width=32)))
+def test_squashing_keeps_the_order_of_draws(draws: np.ndarray[Any, Any]) -> None:
+    squash = Squash("move", ActionSpec("continuous", 2, low=(-3.0, 0.0), high=(1.0, 1e-3)))
+
+    assert (np.diff(squash.as_numpy(np.sort(draws, 0)), axis=0) >= 0).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(arrays.arrays(np.float32, (7, 2, 2), elements=st.floats(-9, 9, width=32)))
+def test_an_environment_cuts_what_is_stored_uncut(actions: np.ndarray[Any, Any]) -> None:
+    import gymnasium
+    from gymnasium.spaces import Box
+
+    from esper_telemetry.environments.action_spaces import described
+
+    space = Box(np.array([-1, 0], np.float32), np.array([1, np.inf], np.float32))
+    before = actions.copy()
+
+    taken = [described(space, "it").join({"action": row}) for row in actions]
+
+    assert np.array_equal(np.stack(taken), np.clip(actions, space.low, space.high))
+    assert np.array_equal(actions, before)
+    assert isinstance(space, gymnasium.Space)
+
+
+class Witness:
+    """Pendulum that keeps what it was told to do."""
+
+    def __init__(self) -> None:
+        self._env: Any = make_env("Pendulum-v1", num_envs=2, seed=0)
+        self.taken: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+    def step(self, actions: Any) -> Step:
+        self.taken.append(actions["action"].copy())
+        step: Step = self._env.step(actions)
+        return step
+
+
+def test_the_draw_is_stored_and_its_tanh_is_acted_on() -> None:
+    env: Any = Witness()
+    trainer = PPO(env, PPOConfig(num_steps=32, squash=True, log_std=1.0))
+
+    rollout = trainer.collector.collect()
+
+    stored = rollout.actions["action"].numpy()
+    assert np.stack(env.taken) == pytest.approx(2 * np.tanh(stored), abs=1e-6)
+    assert np.abs(stored).max() > 2.5
+
+
+def test_without_a_squash_the_environment_gets_what_is_stored() -> None:
+    env: Any = Witness()
+    trainer = PPO(env, PPOConfig(num_steps=32, log_std=1.0))
+
+    rollout = trainer.collector.collect()
+
+    assert np.array_equal(np.stack(env.taken), rollout.actions["action"].numpy())
+    assert np.abs(np.stack(env.taken)).max() > 2.5
+
+
+@pytest.mark.parametrize("settings", KINDS, ids=str)
+def test_the_first_minibatch_finds_the_probabilities_of_collection(settings: dict[str, Any]) -> None:
+    trainer = pendulum(**settings)
+    seen = Seen().listen(trainer, MinibatchEnd, RolloutEnd)
+
+    trainer.learn(1)
+
+    assert seen.of(MinibatchEnd)[0].log_ratio.abs().max() < 1e-5
+    assert seen.of(MinibatchEnd)[4].log_ratio.abs().max() > 1e-4
+    (rollout,) = seen.of(RolloutEnd)
+    wide = (32, 2, 1) if "state_dependent_std" in settings else (1,)
+    assert rollout.means["action"].shape == (32, 2, 1) and rollout.log_std["action"].shape == wide
+
+
+@pytest.mark.parametrize("settings", KINDS[1:], ids=str)
+def test_watching_changes_nothing(settings: dict[str, Any]) -> None:
+    bare, watched = (pendulum(**settings, entropy_coef=0.01) for _ in range(2))
+    Seen().listen(watched, RolloutEnd, TrunkBackward, BackwardEnd, MinibatchEnd)
+
+    bare.learn(200)
+    watched.learn(200)
+
+    assert equal(weights(bare), weights(watched))
+
+
+@pytest.mark.parametrize("settings", KINDS[1:], ids=str)
+@pytest.mark.parametrize("policy", ["mlp", "lstm"])
+def test_continuous_heads_learn_a_constant(settings: dict[str, Any], policy: str) -> None:
+    """The reward is -(action - 0.7)² in bounds of [-2, 2]; a policy that stays at its start gets about -1 or less."""
+    trainer = PPO(Target(), PPOConfig(
+        num_steps=32, num_epochs=4, num_minibatches=4, hidden_sizes=(16,), lstm_size=8, policy=policy, seed=1,
+        learning_rate=3e-3, gamma=0.0, anneal_learning_rate=False, **settings,
+    ))  # fmt: skip
+
+    trainer.learn(32 * 8 * 30)
+
+    assert float(trainer.collector.collect().rewards.mean()) > -0.3
+
+
+class Target:
+    """Eight environments without state that pay for actions near 0.7; what they get must be within [-2, 2] or cut."""
+
+    name, num_envs, observation_shape = "target", 8, (2,)
+
+    def __init__(self) -> None:
+        self.action_specs = {"action": ActionSpec("continuous", 1, low=(-2.0,), high=(2.0,))}
+
+    def reset(self, seed: int | None = None) -> np.ndarray[Any, Any]:
+        return np.ones((8, 2), np.float32)
+
+    def step(self, actions: Any) -> Step:
+        taken = np.clip(actions["action"][:, 0], -2, 2)
+        never = np.zeros(8, bool)
+        return Step(np.ones((8, 2), np.float32), -np.square(taken - 0.7), never, never)
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+@pytest.mark.parametrize("high", [math.inf, 1.0])
+def test_without_finite_bounds_there_is_nothing_to_squash_into(high: float) -> None:
+    spec = ActionSpec("continuous", 1, low=(-math.inf,), high=(high,))
+
+    with pytest.raises(ValueError, match=r"squash needs finite bounds, but the action part 'move' has low=\[-inf\]"):
+        make_gaussian("move", spec, FEATURES, 0.0, state_dependent=False, squashed=True)
+
+
+def test_a_checkpoint_of_a_squashed_policy_fits_no_other(tmp_path: Any) -> None:
+    path = pendulum(squash=True).save(tmp_path / "squashed.pt")
+
+    with pytest.raises(ValueError, match=r"its heads is .*continuous, squashed"):
+        pendulum().load(path)
+    pendulum(squash=True).load(path)
+
+
+class Throws:
+    """Tensor environments in which an amount matters only for the second of two ways; it keeps what it was told."""
+
+    name, num_envs, observation_shape = "throws", 5, (3,)
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        amount = ActionSpec("continuous", 2, given="way", relevant_for=(1,), low=(0.0, -1.0), high=(4.0, 1.0))
+        self.action_specs = {"way": ActionSpec("categorical", 2), "amount": amount}
+        self.taken: list[Tensor] = []
+
+    def reset(self, seed: int | None = None) -> Tensor:
+        return torch.ones(5, 3)
+
+    def step(self, actions: Any) -> TensorStep:
+        self.taken.append(actions["amount"].clone())
+        never = torch.zeros(5, dtype=torch.bool)
+        return TensorStep(torch.ones(5, 3), torch.ones(5), never, never)
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("state_dependent_std", [False, True])
+def test_squashed_parts_may_depend_on_others(on_device: bool, state_dependent_std: bool) -> None:
+    """Where the amount does not matter, 0 is stored, which the squash takes to the middle: [2, 0]."""
+    env = Throws()
+    config = PPOConfig(num_steps=20, seed=1, squash=True, state_dependent_std=state_dependent_std, log_std=1.0)
+    trainer = PPO(env, config)
+    collector = TensorCollector(env, trainer.policy, 20, seed=1) if on_device else trainer.collector
+
+    rollout = collector.collect()
+
+    drawn, matters = rollout.actions["amount"], rollout.relevance["amount"]
+    expected = torch.tensor([2.0, 0.0]) + torch.tensor([2.0, 1.0]) * drawn.tanh()
+    torch.testing.assert_close(torch.stack(env.taken), expected, rtol=0, atol=1e-5)
+    assert 0 < int(matters.sum()) < matters.numel()
+    assert not drawn[~matters].any() and torch.equal(rollout.head_log_probs["amount"] != 0, matters)
