@@ -151,7 +151,7 @@ def _taken(columns: Tensors, rows: Tensor) -> dict[str, Tensor]:
 
 def alone(trunk: RecurrentTrunk, observations: Tensor) -> Tensor:
     """Features [n, F] of observations [n, ...], each as the first of an episode."""
-    state = observations.new_zeros(trunk.core.state_shape(len(observations)))
+    state = torch.zeros(trunk.core.state_shape(len(observations)), device=observations.device)
     return trunk.step(observations, state)[0]
 
 
