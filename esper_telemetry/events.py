@@ -1,7 +1,8 @@
 """What happens in a training run: the events that trainers and adapters emit and that `wiring` turns into metrics.
 
 Order within one update: `RolloutEnd`, `RecurrentForward` (if the policy has an LSTM), `EpisodeEnd` (if any episode finished), then
-per minibatch `TrunkBackward`, `BackwardEnd`, `MinibatchEnd`, and at last `UpdateEnd`. Shapes: T steps, B environments, N rows of a
+`BeforeUpdate`, per minibatch `TrunkBackward`, `BackwardEnd`, `MinibatchEnd`, then `AfterUpdate` and at last `UpdateEnd`.
+Shapes: T steps, B environments, N rows of a
 minibatch, A actions, D action dimensions, K parameter tensors, H width of a recurrent state. Hooks write to nothing they find in an
 event. Tensors of an event stay as they are until the update ends, so a hook may keep them that long; weights change with every step,
 and `.grad` fields of parameters may not be kept.
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import LSTM
+
+    from esper_telemetry.replay import Replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,21 @@ class RunStart:
     update: int | None = None
     env_step: int | None = None
     gradient_step: int | None = None
+
+
+class Scale(NamedTuple):
+    """Where a running normaliser stands after a rollout, and what it gave.
+
+    Attributes:
+        mean, std: of each entry, [...]; they stay as they are until the next rollout.
+        limit: magnitude at which normalised entries are cut.
+        normalized: [T, B, ...], entries after they were cut.
+    """
+
+    mean: Tensor
+    std: Tensor
+    limit: float
+    normalized: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +80,7 @@ class RolloutEnd:
             `actions`, which are those before a squash.
         states: recurrent state of the actor in which each step began, [T, layers, parts, B, H], zero where an episode
             began; parts are h and c of an LSTM, h of a GRU. None for a feed-forward policy.
+        scales: of the running normalisers that are on: `obs` and `ret`.
     """
 
     update: int
@@ -86,6 +105,7 @@ class RolloutEnd:
     log_std: Mapping[str, Tensor] = field(default_factory=dict)
     bounds: Mapping[str, Tensor] = field(default_factory=dict)
     states: Tensor | None = None
+    scales: Mapping[str, Scale] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +137,22 @@ class EpisodeEnd:
     returns: Sequence[float]
     lengths: Sequence[int]
     times: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BeforeUpdate:
+    """Minibatches are about to be taken from the rollout; the weights are those that collected it."""
+
+    update: int
+    policy: Replay
+
+
+@dataclass(frozen=True, slots=True)
+class AfterUpdate:
+    """The last step of an update is taken."""
+
+    update: int
+    policy: Replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +213,7 @@ class MinibatchEnd:
         head_log_ratios: per head [N], 0 where it is irrelevant: the parts of `log_ratio`.
         relevance: per head that is not always relevant [N], bool.
         means: per Gaussian head [N, D].
+        rows: [N], which transitions of the rollout they are, counted time by time: t B + b; None where the trainer does not say.
     """
 
     epoch: int
@@ -194,6 +231,7 @@ class MinibatchEnd:
     head_log_ratios: Mapping[str, Tensor] = field(default_factory=dict)
     relevance: Mapping[str, Tensor] = field(default_factory=dict)
     means: Mapping[str, Tensor] = field(default_factory=dict)
+    rows: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

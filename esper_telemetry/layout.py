@@ -74,7 +74,7 @@ class Layout:
                 result[reader.key] = value
             else:
                 undefined += not reader.metric.when_positive
-        return Values(result, self._finish_histograms(window), undefined)
+        return Values(result, self._finish_histograms(window, level), undefined)
 
     def table(self, tensors: Array, numbers: Sequence[float], rows: int) -> Array:
         """[rows, labels * slots], every slot in its column, from [tensor slots, rows * labels] and the plain numbers."""
@@ -84,8 +84,15 @@ class Layout:
         table[..., self._places[1]] = numbers
         return table.reshape(rows, -1)
 
-    def _finish_histograms(self, window: Window) -> dict[str, Histogram]:
-        return {reader.key: Histogram(reader.field.edges, tuple(window.slots(reader))) for reader in self.histograms}
+    def _finish_histograms(self, window: Window, level: Level) -> dict[str, Histogram]:
+        """The histograms that belong to `level` and hold anything."""
+        readers = [reader for reader in self.histograms if reader.metric.level <= level]
+        counts = {reader.key: window.slots(reader) for reader in readers}
+        return {
+            reader.key: Histogram(reader.field.edges, tuple(counts[reader.key]))
+            for reader in readers
+            if any(counts[reader.key])
+        }
 
     @property
     def replicated(self) -> bool:
@@ -105,12 +112,12 @@ class Layout:
     @cached_property
     def readers(self) -> tuple[Reader, ...]:
         """Every scalar key of the layout."""
-        return tuple(reader for reader in self._all_readers() if reader.field.reduction is not Counts)
+        return tuple(reader for reader in self._all_readers() if not _is_histogram(reader))
 
     @cached_property
     def histograms(self) -> tuple[Reader, ...]:
         """Every histogram key of the layout."""
-        return tuple(reader for reader in self._all_readers() if reader.field.reduction is Counts)
+        return tuple(reader for reader in self._all_readers() if _is_histogram(reader))
 
     @cached_property
     def blocks(self) -> tuple[tuple[type[Reduction], Index], ...]:
@@ -198,6 +205,10 @@ def _merged(reader: Reader, slots: Array) -> list[float]:
     """One key's [rows, slots] merged; a single row is what it is."""
     merged = slots[0] if len(slots) == 1 else reader.field.reduction.merge(slots[:, None])[0]
     return list(merged.tolist())
+
+
+def _is_histogram(reader: Reader) -> bool:
+    return reader.field.reduction is Counts
 
 
 def _statistic(reduction: type[Reduction], name: str) -> Statistic:

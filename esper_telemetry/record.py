@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,19 @@ class Histogram:
 
     edges: tuple[float, ...]
     counts: tuple[float, ...]
+
+    def quantile(self, share: float) -> float | None:
+        """The value below which that share of the counts lies, linear within a bin; None without counts."""
+        total = sum(self.counts)
+        if total <= 0:
+            return None
+        target = share * total
+        for index, reached in enumerate(accumulate(self.counts)):
+            count = self.counts[index]
+            if count > 0 and reached >= target:
+                low, high = self.edges[index], self.edges[index + 1]
+                return low + (high - low) * (1 - (reached - target) / count)
+        return self.edges[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +152,28 @@ class RunInfo:
 
 def template_of(key: str, templates: Mapping[str, object]) -> str:
     """The template in `templates` that `key` is an instance of, or the key itself."""
+    if key in templates:
+        return key
     segments = key.split("/")
-    for position in range(len(segments)):
-        for name in LABELS:
-            candidate = "/".join([*segments[:position], f"{{{name}}}", *segments[position + 1 :]])
+    for start, length in _places(len(segments)):
+        for name in LABELS if length == 1 else WHOLE_KEYS:
+            candidate = "/".join([*segments[:start], f"{{{name}}}", *segments[start + length :]])
             if candidate in templates:
                 return candidate
     return key
 
 
+def _places(segments: int) -> Iterator[tuple[int, int]]:
+    """Where a label may stand, (first segment, number of segments): one segment anywhere, or several at the beginning."""
+    yield from ((start, 1) for start in range(segments))
+    yield from ((0, length) for length in range(segments - 1, 1, -1))
+
+
 LABELS = ("head", "group", "layer", "pair", "normalizer", "sink", "part", "gate")
+"""Labels that stand for one segment of a key."""
+
+WHOLE_KEYS = ("key",)
+"""Labels that stand for another key, whatever its segments: `{key}/ema` is `policy/kl/ema` and so on."""
 
 
 def check_key(key: str) -> str:

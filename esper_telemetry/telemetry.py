@@ -316,11 +316,11 @@ class Telemetry:
 
 
 def _flat(groups: Iterable[MetricGroup | Iterable[MetricGroup]]) -> Iterator[MetricGroup]:
-    """The groups one by one, those in tuples and lists too."""
+    """The groups one by one, those in tuples, lists and generators too."""
     for group in groups:
         if isinstance(group, MetricGroup):
             yield group
-        elif isinstance(group, tuple | list):
+        elif isinstance(group, tuple | list | Iterator):
             yield from _flat(group)
         else:
             raise TypeError(f"observe takes metric groups, got {type(group).__name__}: log takes plain numbers")

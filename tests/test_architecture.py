@@ -16,7 +16,8 @@ CORE = {"record", "metric", "derived", "reduction", "layout", "group", "ops"}
 ALLOWED: dict[str, set[str]] = {
     "record": set(),
     "hooks": set(),
-    "events": set(),
+    "replay": set(),
+    "events": {"replay"},
     "ops": set(),
     "clock": set(),
     "courtesy": set(),
@@ -32,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "journal": {"record"},
     "sinks": {"record"},
     "relay": {"record", "courtesy", "journal", "sinks"},
-    "summary": CORE | {"metrics"},
+    "summary": CORE | {"metrics", "replay"},
     "writer": CORE | {"journal", "metrics", "series", "summary", "window"},
     "offload": CORE | {"courtesy", "journal", "writer"},
     "claim": {"journal"},
@@ -43,9 +44,9 @@ ALLOWED: dict[str, set[str]] = {
     "peers": CORE | {"merging", "signature", "window"},
     "follower": CORE | {"peers", "recorder"},
     "telemetry": CORE | {"clock", "failure", "follower", "peers", "recorder", "relay", "sinks", "summary", "window"},
-    "wiring": CORE | {"clock", "events", "hooks", "metrics", "summary", "telemetry"},
+    "wiring": CORE | {"clock", "events", "hooks", "metrics", "replay", "summary", "telemetry"},
     "environments": set(),
-    "ppo": {"environments", "ops", "hooks", "events"},
+    "ppo": {"environments", "ops", "hooks", "events", "replay"},
     "testing": {"record", "sinks"},
 }
 """Of ours, what each module or package may import besides itself; `cli` and `commands` may import everything."""

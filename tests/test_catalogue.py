@@ -8,7 +8,7 @@ import pytest
 
 from esper_telemetry.catalogue import catalogue, groups
 from esper_telemetry.metric import Metric, declared, label_field
-from esper_telemetry.record import LABELS, check_key
+from esper_telemetry.record import LABELS, WHOLE_KEYS, check_key, template_of
 
 
 def test_keys_and_numbers_are_unique_and_sorted() -> None:
@@ -39,4 +39,21 @@ def test_templates_name_the_label_of_their_group() -> None:
 def test_labels_are_known_to_readers_of_records() -> None:
     names = {name for metric in catalogue() for name in re.findall(r"\{([a-z_]+)\}", metric.key)}
 
-    assert names <= {*LABELS, "key"}
+    assert names <= {*LABELS, *WHOLE_KEYS}
+
+
+@pytest.mark.parametrize(
+    ("key", "template"),
+    [
+        ("policy/kl/ema", "{key}/ema"),
+        ("grad/actor/norm_preclip/trend/slope", "{key}/trend/slope"),
+        ("policy/head/op/kl", "policy/head/{head}/kl"),
+        ("lstm/age/mean", "lstm/age/mean"),
+        ("lstm/h/mean", "lstm/{part}/mean"),
+        ("policy/kl", "policy/kl"),
+        ("curiosity/bonus", "curiosity/bonus"),
+    ],
+)
+def test_a_key_is_traced_to_the_template_it_was_made_from(key: str, template: str) -> None:
+    """A label of temporal suffixes is a whole key, of however many segments."""
+    assert template_of(key, {metric.key: metric for metric in catalogue()}) == template

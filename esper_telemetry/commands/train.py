@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from statistics import fmean
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -133,7 +132,7 @@ def _run(trainer: PPO, telemetry: Telemetry, options: Train) -> int:
     try:
         with _stopped_by_signals(trainer) as came, telemetry, watching_ranks(partial(_give_up, telemetry)):
             if first():
-                _evaluate(trainer, telemetry, options)
+                _evaluate(trainer, options)
             attach(telemetry, trainer)
             checkpoints = _checkpoints(trainer, telemetry, options) if first() else None
             trainer.learn(options.total_steps)
@@ -176,7 +175,7 @@ def _checkpoints(trainer: PPO, telemetry: Telemetry, options: Train) -> Checkpoi
     return Checkpoints(trainer, telemetry.run_dir / "checkpoints", every=options.checkpoint_every)
 
 
-def _evaluate(trainer: PPO, telemetry: Telemetry, options: Train) -> None:
+def _evaluate(trainer: PPO, options: Train) -> None:
     """Evaluates whenever training passes a multiple of so many steps; what is found joins the record of the update it precedes."""
     if options.eval_every <= 0:
         return
@@ -187,8 +186,7 @@ def _evaluate(trainer: PPO, telemetry: Telemetry, options: Train) -> None:
         nonlocal passed
         before, passed = passed, event.env_step // options.eval_every
         if passed > before:
-            found = trainer.evaluate(env, seed=options.ppo.seed + 1)
-            telemetry.log({"eval/return_mean": fmean(found.returns), "eval/length_mean": fmean(found.lengths)})
+            trainer.evaluate(env, seed=options.ppo.seed + 1)
 
     trainer.hooks.on(RolloutEnd, evaluate)
 

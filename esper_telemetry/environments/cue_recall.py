@@ -30,6 +30,7 @@ class CueRecall:
     """
 
     name = "cue-recall"
+    horizon = LENGTH
     observation_shape = (CUES + NOISE + 1,)
 
     def __init__(

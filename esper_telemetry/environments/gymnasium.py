@@ -63,6 +63,7 @@ class GymnasiumEnvironment:
         self._resetting: Bools | None = None
         self.name = name or type(vector.unwrapped).__name__
         self.num_envs: int = vector.num_envs
+        self.horizon: int | None = getattr(vector.spec, "max_episode_steps", None)
         self.observation_shape, self.observation_layout, pack = observed(vector.single_observation_space, self.name)
         self.action_specs, self._to_native = described(vector.single_action_space, self.name)
         self._vector: Any = vector

@@ -37,6 +37,7 @@ class HiddenVelocity:
         self.name = f"{env.name} without velocities"
         self.num_envs, self.observation_shape = env.num_envs, env.observation_shape
         self.action_specs = env.action_specs
+        self.horizon: int | None = getattr(env, "horizon", None)
 
     def reset(self, seed: int | None = None) -> Array:
         """Begins episodes everywhere."""

@@ -9,8 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from esper_telemetry.group import Max, Mean, MetricGroup, Min, Moments, Sum, reports
+from esper_telemetry.group import Counts, Max, Mean, MetricGroup, Min, Moments, Sum, reports
 from esper_telemetry.metric import Metric
+from esper_telemetry.metrics.distribution import REWARDS, histogram
 from esper_telemetry.metrics.masking import (
     ascending,
     moments,
@@ -126,6 +127,15 @@ class AdvantageStats(MetricGroup):
             undefined=NO_ROWS,
         ),
     )
+    histogram: Counts = reports(
+        Metric(
+            key="adv/raw/hist",
+            number=225,
+            unit="advantage",
+            question="How are the advantages distributed?",
+            undefined=NO_ROWS,
+        )
+    )
     nonfinite: Sum = reports(
         Metric(
             key="adv/raw/mean_nonfinite",
@@ -158,6 +168,7 @@ def advantage_stats(advantages: Tensor, *, valid: Tensor | None = None) -> Advan
         largest=Max(found[-1]),
         positive=Mean((s.values > 0).sum(-1), s.count),
         quantiles=as_quantiles(found, s.count),
+        histogram=histogram(s, REWARDS),
         nonfinite=Sum(s.nonfinite),
     )
 
@@ -306,6 +317,27 @@ def normalized_advantage_stats(
         sign_flip=None if advantages is None else Mean(_flips(s.values, rows_of(advantages, dim)), s.count),
         nonfinite=Sum(s.nonfinite),
     )
+
+
+@torch.inference_mode()
+def flips_in_order(
+    normalized: Tensor, advantages: Tensor, *, counted: Tensor | None = None, valid: Tensor | None = None
+) -> Mean:
+    """Share of the actions whose sign changed, where nobody tells which is which: normalisation keeps their order.
+
+    Args:
+        normalized: the values that multiply the ratio, of one pass over all rows, any shape.
+        advantages: the same before normalisation, any shape and order.
+        counted: which of `normalized` count, bool; None where all do.
+        valid: likewise of `advantages`.
+
+    Absent where not as many of both count.
+    """
+    used, raw = sample(normalized, counted), sample(advantages, valid)
+    rows = min(used.values.shape[-1], raw.values.shape[-1])
+    flips = (ascending(used)[:rows] * ascending(raw)[:rows] < 0).sum(-1)
+    whole = used.count == raw.count
+    return Mean(flips * whole, used.count * whole)
 
 
 def _flips(normalized: Tensor, advantages: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from esper_telemetry.group import Mean, MetricGroup, reports
 from esper_telemetry.metric import Metric
 from esper_telemetry.metrics.masking import rows_of, same_shape
+from esper_telemetry.metrics.ratio import EXP_LIMIT
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,60 @@ def entropy_gradient(
     bonus = torch.where(kept, slope, 0.0).norm() * entropy_coef / kept.sum().clamp(min=1)
     policy = torch.where(kept, pull, 0.0).norm()
     return EntropyGradient(Mean(torch.where(policy > 0, bonus / policy, 0.0), policy > 0))
+
+
+@torch.inference_mode()
+def entropy_gradients(
+    logits: Mapping[str, Tensor],
+    actions: Mapping[str, Tensor],
+    log_ratio: Tensor,
+    advantages: Tensor,
+    *,
+    clip: float,
+    entropy_coef: float,
+    relevant: Mapping[str, Tensor] | None = None,
+    valid: Tensor | None = None,
+) -> EntropyGradient:
+    """The same for all categorical heads together, with the gradient of the clipped surrogate worked out.
+
+    The loss of a row is max(-A r, -A clip(r)), so its gradient at the logits of a head is A r (p - δ_a), or 0 where the clip is
+    active. One row per minibatch.
+
+    Args:
+        logits: per head [M, N, A]; forbidden actions hold a large negative number.
+        actions: per head [M, N], indices.
+        log_ratio, advantages: [M, N].
+        clip: ε of the ratio's clip range.
+        entropy_coef: c, weight of the entropy bonus.
+        relevant: per head [M, N] bool; heads left out always take part.
+        valid: [M, N] bool; None where every row is.
+    """
+    pull = _pull(log_ratio, advantages, clip)
+    kept = torch.isfinite(pull) if valid is None else torch.isfinite(pull) & valid.bool()
+    squares = [
+        _squares(
+            z.double(), actions[head], pull, kept if relevant is None or head not in relevant else kept & relevant[head]
+        )
+        for head, z in logits.items()
+    ]
+    bonus, policy = torch.stack(squares).sum(0).sqrt().unbind()
+    defined = policy > 0
+    return EntropyGradient(Mean(torch.where(defined, entropy_coef * bonus / policy, 0.0), defined))
+
+
+def _pull(log_ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
+    """A r [M, N], 0 where the clip is active."""
+    a, r = advantages.detach().double(), log_ratio.detach().double().clamp(-EXP_LIMIT, EXP_LIMIT).exp()
+    active = ((a > 0) & (r > 1 + clip)) | ((a < 0) & (r < 1 - clip))
+    return torch.where(active, 0.0, a * r)
+
+
+def _squares(z: Tensor, actions: Tensor, pull: Tensor, kept: Tensor) -> Tensor:
+    """Squared norms [2, M] of the gradients of the entropy and of the policy loss at the logits, times the number of rows."""
+    chosen = torch.nn.functional.one_hot(actions.long(), z.shape[-1])
+    gradients = torch.stack([entropy_slope(z), pull.unsqueeze(-1) * (torch.softmax(z, -1) - chosen)])
+    kept = kept & torch.isfinite(gradients).all(-1).all(0)
+    return torch.where(kept.unsqueeze(-1), gradients, 0.0).square().sum((-1, -2))
 
 
 def entropy_slope(logits: Tensor) -> Tensor:

@@ -150,6 +150,12 @@ def kl_after_update(
     return KlAfterUpdate(_joint(rows, relevant, valid, None)[0])
 
 
+@torch.inference_mode()
+def joint_kl(rows: Mapping[str, Tensor], relevant: Mapping[str, Tensor] | None = None) -> Mean:
+    """Mean over rows of the joint policy's KL; arguments as for `exact_kl`."""
+    return _joint(rows, relevant, None, None)[0]
+
+
 def _joint(
     rows: Mapping[str, Tensor], relevant: Mapping[str, Tensor] | None, valid: Tensor | None, dim: int | None
 ) -> tuple[Mean, Sum]:

@@ -51,6 +51,22 @@ def normalizer_drift(
     return NormalizerDrift(segment(normalizer), Last(rms.amax()))
 
 
+@torch.no_grad()
+def cut_entries(normalized: Tensor, limit: float, *, valid: Tensor | None = None) -> tuple[Tensor, Tensor | int]:
+    """How many entries stand at the limit at which they were cut, 0-d, and how many there are.
+
+    Args:
+        normalized: [T, B, ...], after they were cut.
+        limit: magnitude at which they were.
+        valid: [T, B] bool; None where every row is.
+    """
+    at_limit = normalized.abs() >= limit
+    if valid is None:
+        return at_limit.sum(), at_limit.numel()
+    per_row = at_limit.flatten(valid.dim()) if at_limit.dim() > valid.dim() else at_limit.unsqueeze(-1)
+    return (per_row & valid.unsqueeze(-1)).sum(), valid.sum() * per_row.shape[-1]
+
+
 @dataclass(frozen=True, slots=True)
 class NormalizerClipping(MetricGroup):
     """How much a normaliser cuts off."""

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper_telemetry.group import Ess, Max, Mean, MetricGroup, Min, Moments, Sum, reports
+from esper_telemetry.group import Counts, Ess, Max, Mean, MetricGroup, Min, Moments, Sum, reports
 from esper_telemetry.metric import Metric, Rows
+from esper_telemetry.metrics.distribution import LOG_RATIOS, histogram
 from esper_telemetry.metrics.masking import (
     Sample,
     ascending,
@@ -286,6 +287,15 @@ class RatioDiagnostics(MetricGroup):
             undefined=NO_ROWS,
         ),
     )
+    histogram: Counts = reports(
+        Metric(
+            key="policy/logratio/hist",
+            number=196,
+            unit="nats",
+            question="How are the changes in probability of the chosen actions distributed?",
+            undefined=NO_ROWS,
+        )
+    )
     clip_frac: Mean | None = reports(
         Metric(
             key="policy/clip_frac",
@@ -452,6 +462,7 @@ def ratio_diagnostics(
         ratio_min=ratio_min,
         ratio_max=ratio_max,
         ratio_quantiles=ratio_quantiles,
+        histogram=histogram(s, LOG_RATIOS),
         clip_frac=clip_frac,
         clip_frac_pos=clip_frac_pos,
         clip_frac_neg=clip_frac_neg,

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from esper_telemetry.group import Max, MetricGroup, Min, Moments, Sum, reports
+from esper_telemetry.group import Counts, Max, MetricGroup, Min, Moments, Sum, reports
 from esper_telemetry.metric import Metric
+from esper_telemetry.metrics.distribution import REWARDS, histogram
 from esper_telemetry.metrics.masking import ascending, moments, quantiles, sample
 from esper_telemetry.metrics.quantiles import Quantiles, as_quantiles, levels_for
 from esper_telemetry.record import Level
@@ -83,6 +84,15 @@ class ReturnStats(MetricGroup):
             undefined=NO_ROWS,
         ),
     )
+    histogram: Counts = reports(
+        Metric(
+            key="ret/hist",
+            number=310,
+            unit="return",
+            question="How are the returns distributed?",
+            undefined=NO_ROWS,
+        )
+    )
     nonfinite: Sum = reports(
         Metric(
             key="ret/mean_nonfinite",
@@ -114,5 +124,6 @@ def return_stats(returns: Tensor, *, valid: Tensor | None = None) -> ReturnStats
         smallest=Min(found[0]),
         largest=Max(found[-1]),
         quantiles=as_quantiles(found, s.count),
+        histogram=histogram(s, REWARDS),
         nonfinite=Sum(s.nonfinite),
     )

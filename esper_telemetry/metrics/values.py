@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_telemetry.group import Max, Mean, MetricGroup, Moments, Sum, reports
+from esper_telemetry.group import Counts, Max, Mean, MetricGroup, Moments, Sum, reports
 from esper_telemetry.metric import Metric
+from esper_telemetry.metrics.distribution import REWARDS, histogram
 from esper_telemetry.metrics.masking import (
     ascending,
     deviations,
@@ -141,6 +142,15 @@ class ValueFit(MetricGroup):
             undefined=NO_ROWS,
         ),
     )
+    histogram: Counts = reports(
+        Metric(
+            key="value/err/hist",
+            number=413,
+            unit="return",
+            question="How are the critic's errors distributed?",
+            undefined=NO_ROWS,
+        )
+    )
     absmax: Max = reports(
         Metric(
             key="value/err/absmax",
@@ -190,6 +200,7 @@ def value_fit(values: Tensor, returns: Tensor, *, valid: Tensor | None = None) -
         estimate=Moments(error.count, means[0], squares[0], math.nan, math.nan),
         target=Moments(error.count, means[1], squares[1], math.nan, math.nan),
         quantiles=as_quantiles(found, error.count),
+        histogram=histogram(error, REWARDS),
         absmax=Max(found[:: len(found) - 1].abs().amax()),
         nonfinite=Sum(error.nonfinite),
     )

@@ -7,7 +7,7 @@ operation. There `torch.tanh` takes ten times as long as `numpy.tanh`, and so sm
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -54,6 +54,15 @@ class MLP(nn.Module):
         for layer in self.layers:
             rows = activate(layer(rows))
         return rows
+
+    def responses(self, observations: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """What each layer gives for observations [N, ...], before and after its activation."""
+        activate = torch.tanh if self.activation == "tanh" else torch.relu
+        rows = observations.flatten(1)
+        for layer in self.layers:
+            before = layer(rows)
+            rows = activate(before)
+            yield before, rows
 
     def _weights(self) -> list[Tensor]:
         """Weight and bias of each layer in turn; `parameters()` would search the module tree for them."""

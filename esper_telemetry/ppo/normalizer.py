@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from esper_telemetry.environments.observations import Layout, Rows, layout_of
 from esper_telemetry.environments.protocol import Task
+from esper_telemetry.events import Scale
 from esper_telemetry.ppo.config import PPOConfig
 from esper_telemetry.ppo.ranks import ALONE, Ranks
 from esper_telemetry.ppo.rollout import Rollout
@@ -181,6 +182,17 @@ class Normalizers(nn.Module):
         """Drops the discounted returns of episodes that will not go on."""
         if self.rewards is not None:
             self.rewards.sums.zero_()
+
+    def scales(self, rollout: Rollout) -> dict[str, Scale]:
+        """Where they stand after this rollout, and what they gave for it."""
+        found = {}
+        if self.observations is not None:
+            seen = self.observations.vectors(rollout.observations)
+            found["obs"] = Scale(self.observations.mean, self.observations.scale(), LIMIT, seen)
+        if self.rewards is not None:
+            moments = self.rewards.moments
+            found["ret"] = Scale(moments.mean, moments.scale(), LIMIT, rollout.rewards)
+        return found
 
     def frozen(self) -> Normalizers:
         """These, as they are now and will stay; rewards are left as they come."""

@@ -18,7 +18,7 @@ from esper_telemetry.ppo.rollout import Batch, Rollout
 def rollout_event(
     rollout: Rollout, policy: ActorCritic, advantages: Tensor, returns: Tensor, **numbers: Any
 ) -> RolloutEnd:
-    """The event of a rollout; `numbers` are its `update`, `env_step` and `gamma`."""
+    """The event of a rollout; `numbers` are its `update`, `env_step`, `gamma`, and `scales`."""
     descriptions = describe(policy, rollout.scores, rollout.action_masks)
     return RolloutEnd(
         rewards=rollout.rewards,
@@ -80,6 +80,7 @@ def minibatch_event(
         head_log_ratios=head_log_ratios(batch, result) or dict.fromkeys(result.scores, log_ratio),
         relevance=batch.relevance,
         means=descriptions.means,
+        rows=batch.rows,
     )
 
 

@@ -14,7 +14,9 @@ from esper_telemetry import ops
 from esper_telemetry.environments.observations import layout_of
 from esper_telemetry.environments.protocol import Environment, Task
 from esper_telemetry.events import (
+    AfterUpdate,
     BackwardEnd,
+    BeforeUpdate,
     EpisodeEnd,
     EvaluationEnd,
     MinibatchEnd,
@@ -35,8 +37,9 @@ from esper_telemetry.ppo.evaluation import Evaluation, evaluate
 from esper_telemetry.ppo.gathering import collector_for
 from esper_telemetry.ppo.normalizer import normalizers_for
 from esper_telemetry.ppo.objective import Leaves, Result, objective
-from esper_telemetry.ppo.policy import ActorCritic
+from esper_telemetry.ppo.policy import ActorCritic, add
 from esper_telemetry.ppo.ranks import Ranks
+from esper_telemetry.ppo.replay import RolloutReplay
 from esper_telemetry.ppo.rollout import Batch, Rollout, flatten
 from esper_telemetry.ppo.schedules import STOP_FACTOR, adapted_rate, entropy_coef, learning_rate, mean_kl
 from esper_telemetry.ppo.steps import steps_for
@@ -46,9 +49,11 @@ from esper_telemetry.ppo.watchdog import Watchdog
 FACTS = (
     "max_grad_norm",
     "clip",
+    "clip_value",
     "gamma",
     "gae_lambda",
     "normalize_advantages",
+    "normalize_minibatches",
     "num_steps",
     "num_epochs",
     "num_minibatches",
@@ -161,6 +166,7 @@ class PPO:
             "total_steps": total_steps,
             "num_envs": self.env.num_envs * self.ranks.size,
             "ranks": self.ranks.size,
+            "horizon": getattr(self.env, "horizon", None),
             "precision": config.precision,
             "optimizer": type(self.optimizer).__name__,
             "advantage_correction": 1,
@@ -204,9 +210,12 @@ class PPO:
         advantages = self.steps.advantages(rollout, config.gamma, config.gae_lambda)
         returns = advantages + rollout.values
         self._tell_rollout(rollout, advantages, returns)
-        batch = flatten(rollout, advantages, returns)
+        batch = flatten(rollout, advantages, returns, numbered=self.hooks.wants(MinibatchEnd))
         if config.normalize_advantages and not config.normalize_minibatches:
             batch = replace(batch, advantages=self.steps.normalize(batch.advantages))
+        replay = self._replay(rollout, batch, returns)
+        if replay is not None:
+            self.hooks.emit(BeforeUpdate(self.updates, replay))
         step = 0
         for epoch in range(config.num_epochs):
             log_ratios = []
@@ -215,7 +224,22 @@ class PPO:
                 step += 1
             if self._went_far(epoch, log_ratios):
                 break
+        if replay is not None:
+            self.hooks.emit(AfterUpdate(self.updates, replay))
         return epoch + 1
+
+    def _replay(self, rollout: Rollout, batch: Batch, returns: Tensor) -> RolloutReplay | None:
+        """The rollout for hooks that want to show it to the policy once more; None where there are none."""
+        if not (self.hooks.wants(BeforeUpdate) or self.hooks.wants(AfterUpdate)):
+            return None
+        envs = max(1, self.env.num_envs // self.config.num_minibatches)
+        return RolloutReplay(self.policy, rollout, batch, returns, loss=self._loss_of_actor, envs=envs)
+
+    def _loss_of_actor(self, batch: Batch, actor: Tensor) -> Tensor:
+        """The part of the loss that depends on the actor's trunk, 0-d, from its outputs [N, F]."""
+        losses = self._losses(batch, actor, actor).losses
+        names = [name for name in losses if name != "value" or self.policy.critic is None]
+        return add([self._weights[name] * losses[name] for name in names])
 
     def _went_far(self, epoch: int, log_ratios: list[Tensor]) -> bool:
         """Whether a pass moved the policy so far that it is the last; reads the device only where a setting asks."""
@@ -277,7 +301,8 @@ class PPO:
     def _tell_rollout(self, rollout: Rollout, advantages: Tensor, returns: Tensor) -> None:
         if self.hooks.wants(RolloutEnd):
             numbers = {"update": self.updates, "env_step": self.env_steps, "gamma": self.config.gamma}
-            self.hooks.emit(rollout_event(rollout, self.policy, advantages, returns, **numbers))
+            scales = self.normalizers.scales(rollout)
+            self.hooks.emit(rollout_event(rollout, self.policy, advantages, returns, scales=scales, **numbers))
         if rollout.recurrence is not None and self.hooks.wants(RecurrentForward):
             part = max(1, self.env.num_envs // self.config.num_minibatches)
             event = recurrent_event(self.policy, rollout, part)

@@ -6,6 +6,7 @@ The sums do not reset by themselves: a detector resets them after it has raised 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,10 @@ from esper_telemetry.series.trend import prewhiten
 
 CUSUM_SLACK = 1.0
 CUSUM_LEVEL = 8.0
+BASELINE = 50
+"""Values of a series that tell what is usual."""
+TOLERATED = 0.1
+"""Of a series' spread, what `PageHinkley` tolerates per value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ class SlowChanges(Derived):
             key="{key}/page_hinkley",
             number=913,
             unit="as key",
-            question="Has this metric risen above its mean so far, for good?",
+            question="Has this metric left its mean so far for good, upwards or downwards? It adds up what is more than 0.1 σ off.",
             low=0.0,
             warn="8 times its spread",
             source="Page 1954",
@@ -100,6 +105,32 @@ class Cusum:
         self._sums = np.array(state, dtype=np.float64)
 
 
+class Usual(NamedTuple):
+    """What the first values of a series, or of K series, tell of those to come.
+
+    Attributes:
+        memory: lag-1 coefficient.
+        median, scale: of what a value adds to its memory; NaN where that does not vary.
+    """
+
+    memory: Array | float
+    median: Array | float
+    scale: Array | float
+
+    def score(self, x: Array, before: Array) -> Array:
+        """Robust z of values, freed from the memory of those `before` them."""
+        z: Array = (x - self.memory * before - self.median) / self.scale
+        return z
+
+
+def usual(baseline: Array) -> Usual:
+    """What is usual after these values [n], oldest first, at least 5."""
+    memory = prewhiten(baseline).a
+    found = spread((baseline[1:] - memory * baseline[:-1])[None], scale_min=0.0, n_min=0)
+    median, scale = float(found.median[0]), float(found.scale[0])
+    return Usual(memory, median, scale if scale > 0 else np.nan)
+
+
 def prewhitened_z(x: Array, *, baseline: int) -> Array:
     """The values after the baseline, freed from their memory and standardised: what `Cusum` is meant to be fed.
 
@@ -110,12 +141,47 @@ def prewhitened_z(x: Array, *, baseline: int) -> Array:
     Returns:
         [n - baseline] robust z; NaN where the baseline does not vary.
     """
-    memory = prewhiten(x[:baseline]).a
-    innovations = x[1:] - memory * x[:-1]
-    usual = spread(innovations[None, : baseline - 1], scale_min=0.0, n_min=0)
-    scale = np.where(usual.scale > 0, usual.scale, np.nan)
-    z: Array = (innovations[baseline - 1 :] - usual.median) / scale
-    return z
+    return usual(x[:baseline]).score(x[baseline:], x[baseline - 1 : -1])
+
+
+class Standing:
+    """`Cusum` of K series as their values come: the first 50 of a series are its baseline for good."""
+
+    def __init__(self, keys: int, baseline: int = BASELINE) -> None:
+        self._first = np.full((keys, baseline), np.nan)
+        self._count = np.zeros(keys, dtype=np.int64)
+        self._before = np.full(keys, np.nan)
+        self._usual = np.full((3, keys), np.nan)
+        self._cusum = Cusum(keys)
+
+    def step(self, x: Array) -> Array:
+        """Takes one value per series, [K], NaN waits; returns the sums, NaN where there are none yet."""
+        known = np.isfinite(x)
+        sums = np.asarray(self._cusum.step(Usual(*self._usual).score(x, self._before)).cusum)
+        for row in np.flatnonzero(known & (self._count < self._first.shape[1])):
+            self._learn(int(row), float(x[row]))
+        self._before = np.where(known, x, self._before)
+        return sums
+
+    def state(self) -> dict[str, Array]:
+        """All of the state, to go into a checkpoint."""
+        known = {"first": self._first, "count": self._count.astype(np.float64), "before": self._before}
+        return {name: part.copy() for name, part in known.items()} | {
+            "usual": self._usual.copy(),
+            "sums": self._cusum.state(),
+        }
+
+    def restore(self, state: dict[str, Array]) -> None:
+        """Continues from `state()`."""
+        self._first, self._before, self._usual = (np.array(state[name]) for name in ("first", "before", "usual"))
+        self._count = np.array(state["count"], dtype=np.int64)
+        self._cusum.restore(state["sums"])
+
+    def _learn(self, row: int, value: float) -> None:
+        self._first[row, self._count[row]] = value
+        self._count[row] += 1
+        if self._count[row] == self._first.shape[1]:
+            self._usual[:, row] = usual(self._first[row])
 
 
 class PageHinkley:
@@ -147,3 +213,25 @@ class PageHinkley:
     def restore(self, state: Array) -> None:
         """Continues from `state()`."""
         self._state = np.array(state, dtype=np.float64)
+
+
+class TwoSided:
+    """`PageHinkley` of K series in both directions; what is tolerated per value is a tenth of their spread."""
+
+    def __init__(self, keys: int) -> None:
+        self._up, self._down = PageHinkley(keys, 0.0), PageHinkley(keys, 0.0)
+
+    def step(self, x: Array, std: Array, keys: tuple[str, ...] = ()) -> SlowChanges:
+        """Takes one value per series, [K], and its spread so far; the larger of rise and fall."""
+        self._up.delta = self._down.delta = TOLERATED * np.nan_to_num(std)
+        rise, fall = (np.asarray(part.page_hinkley) for part in (self._up.step(x), self._down.step(-x)))
+        return SlowChanges(keys, np.fmax(rise, fall))
+
+    def state(self) -> Array:
+        """All of the state, [2, 4, K], to go into a checkpoint."""
+        return np.stack([self._up.state(), self._down.state()])
+
+    def restore(self, state: Array) -> None:
+        """Continues from `state()`."""
+        self._up.restore(state[0])
+        self._down.restore(state[1])

@@ -14,6 +14,7 @@ from esper_telemetry.series.advantages import advantage_scale
 from esper_telemetry.series.critic import CriticMoments, VarianceAverage, critic_fit
 from esper_telemetry.series.gradients import GradientHistory
 from esper_telemetry.series.policy import ENTROPY_WINDOW, entropy_rate, largest_shift
+from esper_telemetry.series.temporal import Temporal
 
 HEADS, SHIFT = "policy/head/", "/action_shift_js"
 """How the keys of single heads' shifts begin and end."""
@@ -33,6 +34,7 @@ class Series:
         self._gradients = GradientHistory(
             [segment(name) for name in known.get("groups", ())], known.get("max_grad_norm")
         )
+        self._temporal = Temporal(known)
 
     def derive(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
         """The derived values of a record with these measured ones, as far as they belong to `level`."""
@@ -42,6 +44,7 @@ class Series:
             **self._entropy(values, level),
             **self._shifts(values, level),
             **self._gradients.derive(values, level),
+            **self._temporal.derive(values, level),
         }
 
     def _critic(self, values: Mapping[str, float], level: Level) -> dict[str, float]:

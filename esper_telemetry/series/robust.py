@@ -93,12 +93,12 @@ def medians(values: Array) -> Array:
     return np.where(count > 0, (low + high) / 2.0, np.nan)
 
 
-def spread(history: Array, *, scale_min: float = SCALE_MIN, n_min: int = N_MIN) -> Spread:
+def spread(history: Array, *, scale_min: float | Array = SCALE_MIN, n_min: int = N_MIN) -> Spread:
     """Median and scale 1.4826·MAD of each row of [K, W].
 
     Args:
         history: NaN where a row has fewer values than W.
-        scale_min: smallest scale.
+        scale_min: smallest scale, one for all or [K].
         n_min: fewest values of a row; 0 or 1 asks for one.
     """
     enough = (~np.isnan(history)).sum(axis=1) >= max(n_min, 1)
@@ -108,14 +108,14 @@ def spread(history: Array, *, scale_min: float = SCALE_MIN, n_min: int = N_MIN) 
 
 
 def robust_z(
-    x: Array, history: Array, *, scale_min: float = SCALE_MIN, n_min: int = N_MIN, keys: tuple[str, ...] = ()
+    x: Array, history: Array, *, scale_min: float | Array = SCALE_MIN, n_min: int = N_MIN, keys: tuple[str, ...] = ()
 ) -> RobustZ:
     """How far values lie from the medians of their histories, in robust standard deviations.
 
     Args:
         x: [K], log10 of the values to judge.
         history: [K, W], log10 of the values *before* them.
-        scale_min: smallest scale, in decades.
+        scale_min: smallest scale, in decades, one for all or [K].
         n_min: fewest values of a history.
         keys: names of the series.
     """

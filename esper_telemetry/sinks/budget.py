@@ -9,6 +9,7 @@ from esper_telemetry.sinks.families import family_name, importance
 from esper_telemetry.sinks.protocol import logger
 
 LAYER_LABEL = "{layer}"
+HISTORY_LABEL = "{key}/"
 AT_DEBUG = {Level.DEBUG.name.lower(), str(Level.DEBUG.value)}
 KEPT_FREE = 5
 """At most one key in this many is kept free for those that must be shown when they come."""
@@ -57,9 +58,11 @@ class KeyBudget:
         self.admitted.add(key)
         return True
 
-    def _rank(self, key: str) -> tuple[bool, int, str]:
+    def _rank(self, key: str) -> tuple[bool, bool, int, str]:
+        """What is measured at every level first, the histories of other keys last."""
         info: MetricInfo | None = self.run.describe(key)
-        return (info is not None and info.level != "minimal", importance(key), key)
+        history = template_of(key, self.run.metrics).startswith(HISTORY_LABEL)
+        return (info is not None and info.level != "minimal", history, importance(key), key)
 
     def _layers(self, keys: Iterable[str]) -> set[str]:
         return {key for key in keys if self._is_layer(key)}

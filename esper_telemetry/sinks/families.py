@@ -14,6 +14,7 @@ class Family(NamedTuple):
 
 FAMILIES = {
     "episode": Family("Is it learning?", axis="axis/env_step"),
+    "eval": Family("How good is it without exploring?", axis="axis/env_step"),
     "policy": Family("Is the policy moving too far?"),
     "value": Family("Is the critic useful?"),
     "grad": Family("Who owns the gradient?"),

@@ -3,23 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import accumulate
 
 from esper_telemetry.record import Histogram, Record
-
-
-def quantile(histogram: Histogram, share: float) -> float | None:
-    """The value below which that share of the counts lies, linear within a bin; None without counts."""
-    total = sum(histogram.counts)
-    if total <= 0:
-        return None
-    target = share * total
-    for index, reached in enumerate(accumulate(histogram.counts)):
-        count = histogram.counts[index]
-        if count > 0 and reached >= target:
-            low, high = histogram.edges[index], histogram.edges[index + 1]
-            return low + (high - low) * (1 - (reached - target) / count)
-    return histogram.edges[-1]
 
 
 def with_at_most(bins: int, histogram: Histogram) -> Histogram:
@@ -37,6 +22,16 @@ def midpoints(histogram: Histogram) -> list[float]:
     return [(low + high) / 2 for low, high in zip(histogram.edges, histogram.edges[1:], strict=False)]
 
 
+def trimmed(histogram: Histogram) -> Histogram:
+    """The same without the empty bins at both ends, which would fill most of a chart; as it is where all are empty."""
+    filled = [index for index, count in enumerate(histogram.counts) if count > 0]
+    if not filled:
+        return histogram
+    first, last = filled[0], filled[-1] + 1
+    return Histogram(histogram.edges[first : last + 1], histogram.counts[first:last])
+
+
 def by_tag(record: Record) -> Mapping[str, Histogram]:
-    """The record's histograms under names that no scalar of the record has."""
-    return {f"{key}_hist" if key in record.values else key: value for key, value in record.histograms.items()}
+    """The record's histograms, trimmed, under names that no scalar of the record has."""
+    found = {key: trimmed(histogram) for key, histogram in record.histograms.items()}
+    return {f"{key}_hist" if key in record.values else key: histogram for key, histogram in found.items()}

@@ -13,7 +13,7 @@ from typing import Any
 
 from esper_telemetry.record import Record, RunInfo, RunStatus
 from esper_telemetry.sinks.budget import KeyBudget
-from esper_telemetry.sinks.histogram import by_tag, quantile
+from esper_telemetry.sinks.histogram import by_tag
 from esper_telemetry.sinks.mlflow_names import LegalNames
 from esper_telemetry.sinks.plain import flattened, masked
 from esper_telemetry.sinks.protocol import PermanentSinkError
@@ -151,7 +151,7 @@ def _numbers(record: Record) -> dict[str, float]:
     numbers["axis/update"] = record.axes.update
     numbers["axis/gradient_step"] = record.axes.gradient_step
     for tag, histogram in by_tag(record).items():
-        quantiles = {f"{tag}_{name}": quantile(histogram, share) for name, share in QUANTILES.items()}
+        quantiles = {f"{tag}_{name}": histogram.quantile(share) for name, share in QUANTILES.items()}
         numbers |= {name: value for name, value in quantiles.items() if value is not None}
     return numbers
 

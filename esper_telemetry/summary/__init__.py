@@ -2,6 +2,7 @@
 
 from esper_telemetry.summary.snapshot import (
     Actions,
+    Details,
     Drawn,
     Episodes,
     Gradients,
@@ -9,6 +10,7 @@ from esper_telemetry.summary.snapshot import (
     Leaves,
     Memory,
     Minibatches,
+    Normalizer,
     Progress,
     Rollout,
     Snapshot,
@@ -17,6 +19,7 @@ from esper_telemetry.summary.summarize import Observation, summarize
 
 __all__ = [
     "Actions",
+    "Details",
     "Drawn",
     "Episodes",
     "Gradients",
@@ -24,6 +27,7 @@ __all__ = [
     "Leaves",
     "Memory",
     "Minibatches",
+    "Normalizer",
     "Observation",
     "Progress",
     "Rollout",

@@ -86,6 +86,17 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class Normalizer:
+    """Where a running normaliser stands, [D] each, now and ten updates ago (None before that), and how many of its entries it cut."""
+
+    mean: Tensor
+    std: Tensor
+    previous: tuple[Tensor, Tensor] | None
+    cut: Tensor
+    entries: Tensor | int
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """A rollout before anything is normalised, each [T, B]; see `events.RolloutEnd`."""
 
@@ -102,6 +113,7 @@ class Rollout:
     raw_rewards: Tensor | None = None
     actions: Actions | None = None
     memory: Memory | None = None
+    normalizers: Mapping[str, Normalizer] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +133,29 @@ class Episodes:
 
 
 @dataclass(frozen=True, slots=True)
+class Details:
+    """More of the rows of minibatches, where anyone looks at it: [R] each, unless said otherwise.
+
+    Attributes:
+        values, old_values, returns: the critic's estimates now and at collection, and its targets.
+        raw_advantages: before normalisation; None where nobody tells which rows these are.
+        actions: per categorical head.
+        old_logits: per categorical head [R, A], that were acted on.
+        means, old_means, old_log_std: per Gaussian head [R, D], now and as they were acted on.
+    """
+
+    values: Tensor
+    old_values: Tensor
+    returns: Tensor
+    raw_advantages: Tensor | None = None
+    actions: Mapping[str, Tensor] = field(default_factory=dict)
+    old_logits: Mapping[str, Tensor] = field(default_factory=dict)
+    means: Mapping[str, Tensor] = field(default_factory=dict)
+    old_means: Mapping[str, Tensor] = field(default_factory=dict)
+    old_log_std: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Minibatches:
     """The forward passes of an update: R rows, those of one minibatch after those of another.
 
@@ -136,6 +171,7 @@ class Minibatches:
         head_log_ratios: per head [R], where there are several: the parts of `log_ratio`.
         relevance: per head that is not always relevant [R], bool.
         features: [n, F], what the heads read of the first rows of the first minibatch; None where nobody keeps them.
+        details: at DEBUG.
     """
 
     epochs: tuple[int, ...]
@@ -150,6 +186,7 @@ class Minibatches:
     head_log_ratios: Mapping[str, Tensor] = field(default_factory=dict)
     relevance: Mapping[str, Tensor] = field(default_factory=dict)
     features: Tensor | None = None
+    details: Details | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +221,10 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Which update, how fast, at which learning rate; seconds of wall time, in total and by phase; weights of the losses."""
+    """Which update, how fast, at which learning rate; seconds of wall time, in total and by phase; weights of the losses.
+
+    Its data were collected for the update `collected`; None where nobody told.
+    """
 
     update: int
     env_steps: int
@@ -192,6 +232,7 @@ class Progress:
     elapsed: float
     seconds: Mapping[str, float]
     coefficients: Mapping[str, float] = field(default_factory=dict)
+    collected: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from esper_telemetry.group import MetricGroup
+from esper_telemetry.group import Mean, MetricGroup
+from esper_telemetry.metric import segment
 from esper_telemetry.metrics.actions import action_shift, gaussian_action_shift, log_prob_stats
-from esper_telemetry.metrics.advantages import advantage_stats, normalized_advantage_stats
+from esper_telemetry.metrics.advantages import advantage_stats, flips_in_order, normalized_advantage_stats
 from esper_telemetry.metrics.entropy import PolicyEntropy, entropy_rows, head_entropy, policy_entropy
 from esper_telemetry.metrics.episodes import episode_stats
 from esper_telemetry.metrics.gaussian import gaussian_stats
@@ -23,7 +25,7 @@ from esper_telemetry.metrics.gradients import (
     layer_concentration,
 )
 from esper_telemetry.metrics.head_ratio import head_ratio_diagnostics
-from esper_telemetry.metrics.integrity import gae_identity, mask_violation, nonfinite_count
+from esper_telemetry.metrics.integrity import buffer_age, gae_identity, mask_violation, nonfinite_count
 from esper_telemetry.metrics.losses import LossTerms, loss_terms
 from esper_telemetry.metrics.lstm import (
     GateGroups,
@@ -35,6 +37,7 @@ from esper_telemetry.metrics.lstm import (
     reset_stats,
     state_stats,
 )
+from esper_telemetry.metrics.normalizer import NormalizerClipping, normalizer_drift
 from esper_telemetry.metrics.optimizer import LearningRate
 from esper_telemetry.metrics.performance import update_performance
 from esper_telemetry.metrics.ratio import ratio_diagnostics
@@ -44,6 +47,7 @@ from esper_telemetry.metrics.rewards import reward_stats
 from esper_telemetry.metrics.temporal_difference import monte_carlo_fit, td_errors, terminal_error
 from esper_telemetry.metrics.values import value_fit
 from esper_telemetry.record import Level
+from esper_telemetry.summary.detailed import detailed
 from esper_telemetry.summary.grid import in_grid
 from esper_telemetry.summary.snapshot import (
     Actions,
@@ -52,6 +56,7 @@ from esper_telemetry.summary.snapshot import (
     Gradients,
     Memory,
     Minibatches,
+    Normalizer,
     Progress,
     Rollout,
     Snapshot,
@@ -76,6 +81,7 @@ def summarize(snapshot: Snapshot, facts: Mapping[str, Any], level: Level) -> Ite
     """Everything that is measured of an update, in the order in which it happened; `facts` are those of the run."""
     if snapshot.rollout is not None:
         yield Observation(_rollout(snapshot.rollout))
+        yield Observation(_normalizers(snapshot.rollout.normalizers))
         yield Observation(_actions(snapshot.rollout.actions, snapshot.rollout.valid))
         yield Observation(_memory(snapshot.rollout.memory, snapshot.rollout.valid, facts))
     if snapshot.episodes is not None:
@@ -84,6 +90,8 @@ def summarize(snapshot: Snapshot, facts: Mapping[str, Any], level: Level) -> Ite
         coefficients = snapshot.progress.coefficients if snapshot.progress else {}
         minibatches = in_grid(snapshot.minibatches)
         yield Observation(list(_minibatches(minibatches, facts, coefficients)), minibatches.epochs)
+        yield Observation([_used_advantages(minibatches, snapshot.rollout, facts)], minibatches.epochs)
+        yield Observation(list(detailed(minibatches, facts, coefficients)), minibatches.epochs)
         yield Observation(_spreads(minibatches))
         yield Observation(_features(minibatches, facts, level))
     for gradients in snapshot.gradients:
@@ -168,7 +176,6 @@ def _minibatches(
         yield excess_ratio(minibatches.log_ratio, clip=clip, valid=valid, dim=-1)
     if minibatches.head_log_ratios:
         yield head_ratio_diagnostics(minibatches.head_log_ratios, relevant=relevant, clip=clip, valid=valid, dim=-1)
-    yield normalized_advantage_stats(minibatches.advantages, valid=valid, dim=-1)
     heads = entropy_rows(minibatches.logits, minibatches.action_masks, log_std=minibatches.log_std, relevant=relevant)
     entropy = policy_entropy(heads, valid=valid, dim=-1) if heads else None
     if entropy is not None:
@@ -177,6 +184,25 @@ def _minibatches(
     if {"policy", "value"} <= set(minibatches.losses):
         constant = {"value": facts.get("value_coef"), "entropy": facts.get("entropy_coef")}
         yield _losses(minibatches, entropy, constant | dict(coefficients))
+
+
+def _used_advantages(minibatches: Minibatches, rollout: Rollout | None, facts: Mapping[str, Any]) -> MetricGroup:
+    """What normalisation made of the advantages, with the raw ones found by their order where nothing tells which they are."""
+    raw = None if minibatches.details is None else minibatches.details.raw_advantages
+    found = normalized_advantage_stats(minibatches.advantages, raw, valid=minibatches.valid, dim=-1)
+    if raw is not None or rollout is None or facts.get("normalize_minibatches", True):
+        return found
+    first = [index for index, epoch in enumerate(minibatches.epochs) if epoch == minibatches.epochs[0]]
+    counted = None if minibatches.valid is None else minibatches.valid[first]
+    flips = flips_in_order(minibatches.advantages[first], rollout.advantages, counted=counted, valid=rollout.valid)
+    return replace(found, sign_flip=flips)
+
+
+def _normalizers(normalizers: Mapping[str, Normalizer]) -> Iterator[MetricGroup]:
+    for name, now in normalizers.items():
+        yield NormalizerClipping(segment(name), Mean(now.cut, now.entries))
+        if now.previous is not None:
+            yield normalizer_drift(name, now.mean, now.std, *now.previous)
 
 
 def _spreads(minibatches: Minibatches) -> list[MetricGroup]:
@@ -241,4 +267,5 @@ def _progress(progress: Progress) -> list[MetricGroup]:
     performance = update_performance(
         progress.update, env_steps=progress.env_steps, elapsed=progress.elapsed, seconds=progress.seconds
     )
-    return [LearningRate(lr=progress.learning_rate), performance]
+    age = [] if progress.collected is None else [buffer_age(progress.update, progress.collected)]
+    return [LearningRate(lr=progress.learning_rate), performance, *age]

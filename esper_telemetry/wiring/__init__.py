@@ -9,6 +9,7 @@ from esper_telemetry.hooks import Hooks, Remover
 from esper_telemetry.record import Level
 from esper_telemetry.telemetry import Telemetry
 from esper_telemetry.wiring.listener import Listener
+from esper_telemetry.wiring.replays import Replays
 from esper_telemetry.wiring.update import Update
 
 
@@ -34,16 +35,18 @@ def attach(telemetry: Telemetry, source: Source) -> Remover:
     """
     if telemetry.level is Level.OFF:
         return lambda: None
-    update = Update(telemetry)
+    replays = Replays(telemetry, Listener(telemetry.clock, source.hooks))
+    update = Update(telemetry, replays)
     telemetry.expect_updates(suspects=update.suspects, open_update=update.take)
     listener = Listener(telemetry.clock, source.hooks)
     update.listen(listener)
     companions: Companions | None = getattr(source, "companions", None)
     leave = None if companions is None else companions.join("telemetry", update)
 
-    def remove() -> None:
+    def stop() -> None:
         listener.stop()
+        replays.stop()
         if leave is not None:
             leave()
 
-    return remove
+    return stop

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.events import MinibatchEnd
-from esper_telemetry.summary import Minibatches
+from esper_telemetry.summary import Details, Minibatches
 
 
 class Joining:
@@ -40,7 +40,7 @@ class Joining:
         for name, rows in _columns(event):
             self._columns.setdefault(name, []).append(rows)
 
-    def take(self, features: Tensor | None = None) -> Minibatches | None:
+    def take(self, features: Tensor | None = None, details: Details | None = None) -> Minibatches | None:
         """The rows of all minibatches, one after the other, with `features` [n, F] of the first; None where there are none."""
         if self.last is None:
             return None
@@ -58,6 +58,7 @@ class Joining:
             head_log_ratios=_of(rows, "head_log_ratios/"),
             relevance=_of(rows, "relevance/"),
             features=features,
+            details=details,
         )
         self.last = None
         for kept in (self._epochs, self._counts, self._valid, self._losses, self._columns):

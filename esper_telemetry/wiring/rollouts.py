@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from esper_telemetry.events import RecurrentForward, RolloutEnd
+from esper_telemetry.events import RecurrentForward, RolloutEnd, Scale
 from esper_telemetry.metrics.actions import ActionTotal, action_counts, mean_action
 from esper_telemetry.metrics.lstm import lstm_weights, state_ages, state_size
-from esper_telemetry.summary import Actions, Drawn, Layer, Memory, Rollout
+from esper_telemetry.metrics.normalizer import cut_entries
+from esper_telemetry.summary import Actions, Drawn, Layer, Memory, Normalizer, Rollout
+
+DRIFT_OVER = 10
+"""Updates over which the drift of a normaliser is measured."""
 
 
 class Rollouts:
@@ -25,6 +30,7 @@ class Rollouts:
         self._counts: Mapping[str, Tensor] = {}
         self._means: Mapping[str, ActionTotal] = {}
         self._ages: Tensor | None = None
+        self._scales: dict[str, deque[tuple[Tensor, Tensor]]] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """What the next rollout is compared with."""
@@ -56,6 +62,7 @@ class Rollouts:
             raw_rewards=_copy(event.raw_rewards),
             actions=self._actions(event, sizes),
             memory=self._memory(event, layers),
+            normalizers={name: self._normalizer(name, scale, event.valid) for name, scale in event.scales.items()},
         )
 
     def _actions(self, event: RolloutEnd, sizes: Mapping[str, int]) -> Actions:
@@ -71,6 +78,14 @@ class Rollouts:
             previous=previous,
             continuous=self._continuous(event),
         )
+
+    def _normalizer(self, name: str, scale: Scale, valid: Tensor | None) -> Normalizer:
+        """Counts what was cut here, because the entries of observations travel nowhere."""
+        history = self._scales.setdefault(name, deque(maxlen=DRIFT_OVER + 1))
+        history.append((scale.mean.flatten().clone(), scale.std.flatten().clone()))
+        cut, entries = cut_entries(scale.normalized, scale.limit, valid=valid)
+        previous = history[0] if len(history) > DRIFT_OVER else None
+        return Normalizer(*history[-1], previous, cut, entries)
 
     def _continuous(self, event: RolloutEnd) -> dict[str, Drawn]:
         found = {head: _drawn(event, head, self._means.get(head)) for head in event.means}

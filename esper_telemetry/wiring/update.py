@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from esper_telemetry.events import (
     BackwardEnd,
     EpisodeEnd,
+    EvaluationEnd,
     MinibatchEnd,
     RecurrentForward,
     RolloutEnd,
@@ -19,12 +20,15 @@ from esper_telemetry.events import (
     TrunkBackward,
     UpdateEnd,
 )
+from esper_telemetry.metrics.evaluation import evaluation_stats
 from esper_telemetry.record import Level
-from esper_telemetry.summary import Episodes, Layer, Progress, Rollout, Snapshot
+from esper_telemetry.summary import Details, Episodes, Layer, Progress, Rollout, Snapshot
 from esper_telemetry.telemetry import Telemetry
+from esper_telemetry.wiring.details import DetailJoining
 from esper_telemetry.wiring.gradients import Leaf, gradient_parts
 from esper_telemetry.wiring.listener import Listener
 from esper_telemetry.wiring.minibatches import Joining
+from esper_telemetry.wiring.replays import Replays
 from esper_telemetry.wiring.rollouts import Rollouts, layers_of
 from esper_telemetry.wiring.suspects import of_backward, of_minibatch, of_rollout
 
@@ -49,16 +53,19 @@ class Update:
     joined once, when it is over.
     """
 
-    def __init__(self, telemetry: Telemetry) -> None:
+    def __init__(self, telemetry: Telemetry, replays: Replays) -> None:
         self._telemetry = telemetry
+        self._replays = replays
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
         self._before = Rollouts()
         self._layers: tuple[Layer, ...] = ()
         self._features: Tensor | None = None
         self._env_step = 0
+        self._collected: int | None = None
         self._ended = time.perf_counter()
         self._last_backward: BackwardEnd | None = None
-        self._hears_trunk = False
+        self._details = DetailJoining()
+        self._hears_trunk = self._hears_details = False
 
     def listen(self, listener: Listener) -> None:
         """Keeps what happens from now on."""
@@ -72,9 +79,10 @@ class Update:
         listener.on(RunStart, self.start)
         listener.on(RolloutEnd, self._begin)
         listener.on(UpdateEnd, self.end)
+        listener.on(EvaluationEnd, self._evaluated)
 
     def start(self, event: RunStart) -> None:
-        """Announces the run with the trainer's config and facts; listens to the trunk where actor and critic share one."""
+        """Announces the run with the trainer's config and facts; listens to what only such runs have."""
         if event.update is not None:
             counts = {"update": event.update, "env_step": event.env_step, "gradient_step": event.gradient_step}
             self._telemetry.load_state_dict({name: count or 0 for name, count in counts.items()})
@@ -84,10 +92,16 @@ class Update:
         if event.facts.get("groups", {}).get("shared") and not self._hears_trunk:
             self._listener.on(TrunkBackward, self._keep_leaf)
             self._hears_trunk = True
+        if self._wants_details(event.facts) and not self._hears_details:
+            self._listener.untimed(MinibatchEnd, self._details.add)
+            self._hears_details = True
 
     def _begin(self, event: RolloutEnd) -> None:
         self._telemetry.materialise()
         self._telemetry.collected(event.env_step)
+        self._collected = event.update
+        if self._telemetry.level >= Level.DEBUG:
+            self._replays.begin()
         if self._samples(event.update):
             self._listener.once(RecurrentForward, self._keep_layers)
             self._listener.once(TrunkBackward, self._keep_features)
@@ -96,6 +110,10 @@ class Update:
         """Whether this is one of the updates at which features and gates are looked at."""
         level = self._telemetry.level
         return level >= Level.DEBUG or (level is Level.NORMAL and update % SAMPLED_EVERY == 1)
+
+    def _evaluated(self, event: EvaluationEnd) -> None:
+        """Joins the record of the update that ends next."""
+        self._telemetry.observe(evaluation_stats(event.returns, event.lengths))
 
     def _keep_leaf(self, event: TrunkBackward) -> None:
         """Keeps the two gradients and not the event, whose outputs hold the graph."""
@@ -119,6 +137,7 @@ class Update:
             elapsed=now - self._ended,
             seconds=event.seconds,
             coefficients=event.coefficients,
+            collected=self._collected,
         )
         self._env_step, self._ended = event.env_step, now
         self._telemetry.submit(self.take(progress))
@@ -129,7 +148,7 @@ class Update:
         snapshot = Snapshot(
             rollout=self._take_rollout(),
             episodes=self._take_episodes(),
-            minibatches=self._minibatches.take(self._features),
+            minibatches=self._minibatches.take(self._features, self._take_details()),
             gradients=gradient_parts(self._backwards, self._leaves),
             progress=progress,
         )
@@ -163,6 +182,15 @@ class Update:
         backward = self._backwards[-1] if self._backwards else self._last_backward
         if backward is not None:
             yield from of_backward(backward)
+
+    def _wants_details(self, facts: Mapping[str, Any]) -> bool:
+        """At DEBUG; and at NORMAL where values are clipped, for what that is judged by."""
+        level = self._telemetry.level
+        return level >= Level.DEBUG or (level is Level.NORMAL and facts.get("clip_value") is not None)
+
+    def _take_details(self) -> Details | None:
+        debug = self._telemetry.level >= Level.DEBUG
+        return self._details.take(self._rollouts[-1] if debug and self._rollouts else None)
 
     def _take_rollout(self) -> Rollout | None:
         if not self._rollouts:

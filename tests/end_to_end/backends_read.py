@@ -16,6 +16,7 @@ from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from esper_telemetry import Record, read_run
+from esper_telemetry.sinks.histogram import by_tag
 
 AXES = ("axis/update", "axis/env_step", "axis/gradient_step", "axis/wall_time")
 BACKENDS = ("tensorboard", "wandb:walker", "mlflow")
@@ -72,6 +73,36 @@ def journal_points(run_dir: Path) -> dict[str, list[Point]]:
         for key, value in shown(record).items():
             points.setdefault(key, []).append(Point(axes.env_step, axes.wall_time, value))
     return points
+
+
+def quantile_points(run_dir: Path) -> dict[str, list[Point]]:
+    """What MLflow, which has no histograms, holds in their place."""
+    points: dict[str, list[Point]] = {}
+    for record in read_run(run_dir).records:
+        for key, histogram in by_tag(record).items():
+            for name, share in (("p05", 0.05), ("p50", 0.5), ("p95", 0.95)):
+                value = histogram.quantile(share)
+                assert value is not None
+                points.setdefault(f"{key}_{name}", []).append(Point(record.axes.env_step, record.axes.wall_time, value))
+    return points
+
+
+def journal_histograms(run_dir: Path) -> dict[str, list[tuple[int, list[float]]]]:
+    """By key, the step and the counts of every histogram, without the empty bins at both ends."""
+    found: dict[str, list[tuple[int, list[float]]]] = {}
+    for record in read_run(run_dir).records:
+        for key, histogram in by_tag(record).items():
+            found.setdefault(key, []).append((record.axes.env_step, list(histogram.counts)))
+    return found
+
+
+def tensorboard_histograms(run_dir: Path) -> dict[str, list[tuple[int, list[float]]]]:
+    """The same as the event files hold it."""
+    everything = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"histograms": 0}).Reload()
+    return {
+        tag: [(event.step, list(event.histogram_value.bucket)) for event in everything.Histograms(tag)]
+        for tag in everything.Tags()["histograms"]
+    }
 
 
 def tensorboard_points(run_dir: Path) -> dict[str, list[Point]]:
@@ -143,9 +174,13 @@ def assert_the_same_numbers_in_all_four(run_dir: Path) -> None:
     """Every key of every record stands in each backend exactly once, at its step and time, and nothing else does."""
     expected = journal_points(run_dir)
     assert_same_points(tensorboard_points(run_dir), rounded(expected), extra={"axis/update", "axis/gradient_step"})
-    assert_same_points(mlflow_points(run_dir), expected, extra={"axis/update", "axis/gradient_step"})
+    in_mlflow = {**expected, **quantile_points(run_dir)}
+    assert_same_points(mlflow_points(run_dir), in_mlflow, extra={"axis/update", "axis/gradient_step"})
+    assert tensorboard_histograms(run_dir) == journal_histograms(run_dir)
     records = read_run(run_dir).records
-    assert wandb_rows(wandb_entries(run_dir)) == [{**shown(record), **axes_row(record)} for record in records]
+    assert wandb_rows(wandb_entries(run_dir)) == [
+        {**shown(record), **axes_row(record), **histograms_row(record)} for record in records
+    ]
 
 
 def assert_same_points(
@@ -167,3 +202,12 @@ def axes_row(record: Record) -> dict[str, float]:
     """The axes as a row of W&B holds them."""
     axes = record.axes
     return dict(zip(AXES, (axes.update, axes.env_step, axes.gradient_step, axes.wall_time), strict=True))
+
+
+def histograms_row(record: Record) -> dict[str, Any]:
+    """The histograms as a row of W&B holds them."""
+    row: dict[str, Any] = {}
+    for key, histogram in by_tag(record).items():
+        row |= {f"{key}._type": "histogram", f"{key}.bins": list(histogram.edges)}
+        row[f"{key}.values"] = list(histogram.counts)
+    return row

@@ -39,6 +39,17 @@ def test_a_hundred_metrics_are_compared(run_dir: Path) -> None:
     assert {"episode/return_mean_100", "grad/global/norm_preclip", "value/explained_variance"} <= points.keys()
 
 
+def test_histograms_are_compared_too(run_dir: Path) -> None:
+    """The log-ratios of 8 epochs over each rollout's rows."""
+    histograms = [record.histograms for record in read_run(run_dir).records]
+
+    assert all(
+        {"policy/logratio/hist", "adv/raw/hist", "ret/hist", "value/err/hist"} <= found.keys() for found in histograms
+    )
+    rows = [sum(found["ret/hist"].counts) for found in histograms]
+    assert [sum(found["policy/logratio/hist"].counts) for found in histograms] == [8 * count for count in rows]
+
+
 def test_only_single_layers_are_left_to_the_journal(run_dir: Path) -> None:
     """Two trunks of two layers, a head and a value: a weight and a bias each."""
     keys = {key for record in read_run(run_dir).records for key in record.values}

@@ -14,7 +14,14 @@ from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_ru
 from esper_telemetry.testing import MemorySink
 
 UPDATES = 3
-STEPS = {"CartPole-v1": 64, "Pendulum-v1": 32, "Spotlight-v0": 16, "SpotlightParts-v0": 16, "FrozenLake-v1": 64}
+STEPS = {
+    "CartPole-v1": 64,
+    "Pendulum-v1": 32,
+    "Spotlight-v0": 16,
+    "SpotlightParts-v0": 16,
+    "FrozenLake-v1": 64,
+    "cue-recall": 32,
+}
 
 
 def trained(env: str, telemetry: Telemetry | None, **settings: Any) -> dict[str, Tensor]:
@@ -50,6 +57,19 @@ def test_weights_are_bit_identical_at_every_level(env: str, shared_trunk: bool, 
 
     assert_equal_bit_for_bit(watched, bare)
     assert len(memory.records) == (0 if level == "off" else UPDATES)
+
+
+@pytest.mark.parametrize("level", ["normal", "debug"])
+@pytest.mark.parametrize(("env", "policy"), [("CartPole-v1", "lstm"), ("CartPole-v1", "gru"), ("cue-recall", "lstm")])
+def test_weights_of_policies_with_memory_are_bit_identical_too(env: str, policy: str, level: str) -> None:
+    """At DEBUG the policy is shown every rollout three times more, its states get gradients, and a copy of it is trained."""
+    settings = {"policy": policy, "lstm_size": 16, "normalize_observations": env == "CartPole-v1"}
+    bare = trained(env, None, **settings)
+
+    with Telemetry([MemorySink()], run_dir=None, level=level) as telemetry:
+        watched = trained(env, telemetry, **settings)
+
+    assert_equal_bit_for_bit(watched, bare)
 
 
 @pytest.mark.parametrize("level", ["normal", "debug"])

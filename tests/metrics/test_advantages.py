@@ -10,7 +10,7 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from esper_telemetry.metrics.advantages import advantage_stats, normalized_advantage_stats
+from esper_telemetry.metrics.advantages import advantage_stats, flips_in_order, normalized_advantage_stats
 from esper_telemetry.metrics.returns import return_stats
 from esper_telemetry.metrics.rewards import reward_stats
 from esper_telemetry.series.advantages import advantage_scale
@@ -104,3 +104,21 @@ def test_rewards_count_exact_zeros_and_what_is_not_finite() -> None:
 
     assert values["reward/zero_frac"] == pytest.approx(2 / 3)
     assert values["reward/nonfinite"] == 1.0
+
+
+def test_flips_are_found_by_order_where_nobody_tells_which_row_is_which() -> None:
+    """Two of four, 1 and 2, lie between 0 and the mean of 3.25; shuffled and masked they are the same two."""
+    raw, valid = torch.tensor([[1.0, 2.0, 99.0], [-1.0, 11.0, math.nan]]), torch.tensor([[1, 1, 0], [1, 1, 0]]).bool()
+    used = raw[valid] - 3.25
+
+    found = flips_in_order(used.flip(0), raw, valid=valid)
+
+    assert float(found.total / found.count) == 0.5
+    by_row = normalized_advantage_stats(used, raw[valid]).values()["adv/sign_flip_frac"]
+    assert by_row == 0.5
+
+
+def test_flips_are_unknown_where_rows_are_missing() -> None:
+    found = flips_in_order(torch.ones(3), torch.ones(4))
+
+    assert float(found.count) == 0

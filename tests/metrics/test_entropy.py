@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import Categorical, Independent, Normal, kl_divergence
 
 from esper_telemetry.metrics.entropy import entropy_rows, entropy_stats, head_entropy, policy_entropy
-from esper_telemetry.metrics.entropy_gradient import entropy_gradient
+from esper_telemetry.metrics.entropy_gradient import entropy_gradient, entropy_gradients
 from esper_telemetry.metrics.exact_kl import categorical_kl, exact_kl, gaussian_kl, head_exact_kl
 from esper_telemetry.metrics.gaussian import gaussian_stats
 
@@ -171,3 +171,39 @@ def test_saturated_actions_are_those_at_or_beyond_the_bounds() -> None:
     assert values["policy/head/move/bound_frac"] == 0.5
     assert values["policy/head/move/std/mean"] == pytest.approx(2.0)
     assert values["policy/head/move/std/min"] == pytest.approx(1.0)
+
+
+def test_entropy_gradient_of_all_heads_is_what_autograd_finds() -> None:
+    """Two minibatches, two heads, one of them not always relevant, ratios on both sides of the clip range."""
+    heads = {"a": logits(2, 50, 4), "b": logits(2, 50, 3, seed=1)}
+    generator = torch.Generator().manual_seed(2)
+    actions = {head: torch.randint(x.shape[-1], (2, 50), generator=generator) for head, x in heads.items()}
+    relevant = {"b": torch.rand(2, 50, generator=generator) > 0.3}
+    valid = torch.rand(2, 50, generator=generator) > 0.2
+    old = torch.randn(2, 50, generator=generator, dtype=torch.float64) * 0.3
+    advantages = torch.randn(2, 50, generator=generator, dtype=torch.float64)
+    advantages[0, 0], valid[0, 0] = math.nan, False
+
+    def joint(heads: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Log-ratio and entropy of each row, [2, 50]."""
+        found = {head: Categorical(logits=x) for head, x in heads.items()}
+        zero = torch.zeros(2, 50, dtype=torch.float64)
+        log_prob = found["a"].log_prob(actions["a"]) + found["b"].log_prob(actions["b"]).where(relevant["b"], zero)
+        return log_prob, found["a"].entropy() + found["b"].entropy().where(relevant["b"], zero)
+
+    ratios = []
+    start = joint(heads)[0].detach() + old
+    for m in range(2):
+        leaves = {head: x.clone().requires_grad_() for head, x in heads.items()}
+        log_prob, entropy = joint(leaves)
+        ratio, a = (log_prob - start)[m].exp()[valid[m]], advantages[m][valid[m]]
+        loss = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a).mean()
+        pull = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
+        bonus = torch.autograd.grad(0.01 * entropy[m][valid[m]].mean(), list(leaves.values()))
+        ratios.append(torch.cat([x.flatten() for x in bonus]).norm() / torch.cat([x.flatten() for x in pull]).norm())
+
+    stats = entropy_gradients(
+        heads, actions, joint(heads)[0] - start, advantages, clip=0.2, entropy_coef=0.01, relevant=relevant, valid=valid
+    )
+
+    assert stats.values() == {"policy/entropy_grad_ratio": pytest.approx(float(torch.stack(ratios).mean()))}

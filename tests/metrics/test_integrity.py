@@ -18,9 +18,10 @@ from esper_telemetry.metrics.actions import (
     log_prob_stats,
 )
 from esper_telemetry.metrics.episodes import episode_stats
+from esper_telemetry.metrics.evaluation import evaluation_stats
 from esper_telemetry.metrics.integrity import buffer_age, gae_identity, mask_violation, nonfinite_count
 from esper_telemetry.metrics.losses import loss_terms, ppo_losses
-from esper_telemetry.metrics.normalizer import normalizer_clipping, normalizer_drift
+from esper_telemetry.metrics.normalizer import cut_entries, normalizer_clipping, normalizer_drift
 from esper_telemetry.metrics.ratio import RatioDiagnostics
 from esper_telemetry.series.integrity import RATIO_INIT_BOUNDS, ratio_init_bounds, ratio_init_grade
 from esper_telemetry.series.policy import entropy_rate, largest_shift
@@ -197,3 +198,31 @@ def test_entropy_that_falls_by_a_tenth_per_update_has_that_rate() -> None:
 def test_the_largest_shift_of_no_head_is_absent() -> None:
     assert largest_shift([]).values() == {}
     assert largest_shift([0.1, 0.3]).values() == {"policy/action_shift_js": 0.3}
+
+
+def test_entries_at_the_limit_were_cut() -> None:
+    """Two of the four entries of the one valid row."""
+    normalized = torch.tensor([[[10.0, -10.0, 9.9, 0.0]], [[10.0, 10.0, 10.0, 10.0]]])
+    valid = torch.tensor([[True], [False]])
+
+    assert [int(n) for n in cut_entries(normalized, 10.0, valid=valid)] == [2, 4]
+    assert [int(n) for n in cut_entries(normalized, 10.0)] == [6, 8]
+    assert [int(n) for n in cut_entries(normalized[..., 0], 10.0, valid=valid)] == [1, 1]
+
+
+def test_evaluated_episodes_have_returns_and_lengths() -> None:
+    values = evaluation_stats([1.0, 3.0], [10, 30]).values()
+
+    assert values == {
+        "eval/return_mean": 2.0,
+        "eval/return_std": 1.0,
+        "eval/return_min": 1.0,
+        "eval/return_max": 3.0,
+        "eval/length_mean": 20.0,
+        "eval/count": 2.0,
+    }
+
+
+def test_every_evaluated_episode_has_a_length() -> None:
+    with pytest.raises(ValueError, match="got 2 and 1"):
+        evaluation_stats([1.0, 2.0], [3])

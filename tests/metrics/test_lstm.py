@@ -10,12 +10,15 @@ from torch import Tensor, nn
 
 from esper_telemetry.metrics.lstm import (
     Gates,
+    bptt_stats,
     bucket_width,
     cell_growth,
+    first_staleness,
     gate_stats,
     gates_between,
     lstm_gates,
     lstm_weights,
+    memory_use,
     reset_stats,
     state_ages,
     state_size,
@@ -212,3 +215,31 @@ def test_buckets_reach_four_rollouts_back() -> None:
 def test_staleness_is_the_length_of_the_difference_over_that_of_what_was_stored() -> None:
     """‖(3, 4)‖ = 5; the difference (0, 0.5)."""
     assert state_staleness(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])).values() == {"lstm/staleness": 0.1}
+
+
+def test_gradients_through_time_compare_the_beginning_with_the_end() -> None:
+    """Norms 13 of both layers, 5 of the last one, 2.5 at the end: 5 / 2.5."""
+    first = torch.tensor([[[0.0, 12.0]], [[3.0, 4.0]]])
+
+    values = bptt_stats(first, torch.tensor([[1.5, 2.0]])).values()
+
+    assert values == {"lstm/bptt/h0_grad_norm": 13.0, "lstm/bptt/profile_ratio": 2.0}
+
+
+@pytest.mark.parametrize("last", [[0.0, 0.0], [math.nan, 1.0]])
+def test_without_a_gradient_at_the_end_there_is_no_profile(last: list[float]) -> None:
+    assert set(bptt_stats(torch.ones(1, 1, 2), torch.tensor([last])).values()) == {"lstm/bptt/h0_grad_norm"}
+
+
+def test_memory_is_used_as_far_as_the_policy_differs_without_it() -> None:
+    rows = {"op": torch.tensor([0.2, 0.4]), "arg": torch.tensor([1.0, 1.0])}
+
+    values = memory_use(rows, relevant={"arg": torch.tensor([True, False])}).values()
+
+    assert values == {"lstm/ablate_kl": pytest.approx((1.2 + 0.4) / 2)}
+
+
+def test_staleness_before_the_first_step_has_a_key_of_its_own() -> None:
+    stored = torch.tensor([[3.0, 4.0]])
+
+    assert first_staleness(stored, stored * 1.5).values() == {"lstm/staleness_first": 0.5}

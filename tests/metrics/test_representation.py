@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from esper_telemetry.metrics.representation import (
+    capacity_loss,
     excess_ratio,
     feature_drift,
     feature_norm,
@@ -108,3 +109,33 @@ def test_the_excess_counts_from_the_edge_of_the_clip_range() -> None:
 
 def test_without_a_clipped_sample_there_is_no_excess() -> None:
     assert excess_ratio(torch.zeros(3), clip=0.2).values() == {}
+
+
+def network(width: int) -> torch.nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Tanh())
+
+
+def test_a_network_that_learns_fits_more_of_random_targets_than_a_saturated_one() -> None:
+    inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    fresh, dead = network(64), network(64)
+    weight = dead.get_parameter("0.weight")
+    with torch.no_grad():
+        weight.copy_(1e4 * weight[:1].expand_as(weight))
+
+    losses = [
+        capacity_loss(net, list(net.parameters()), inputs, steps=200, learning_rate=0.01).values()["repr/capacity_loss"]
+        for net in (fresh, dead)
+    ]
+
+    assert losses[0] < 0.5 < losses[1] <= 1
+
+
+def test_testing_capacity_leaves_the_generators_of_others_alone() -> None:
+    before = torch.get_rng_state()
+
+    first, second = (capacity_loss(net, list(net.parameters()), torch.ones(8, 4)) for net in (network(8), network(8)))
+
+    assert first.values() == second.values()
+    assert torch.equal(torch.get_rng_state(), before)

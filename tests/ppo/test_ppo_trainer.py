@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,9 @@ from torch import Tensor
 from esper_telemetry import events
 from esper_telemetry.environments import ActionSpec, Step
 from esper_telemetry.events import (
+    AfterUpdate,
     BackwardEnd,
+    BeforeUpdate,
     EpisodeEnd,
     EvaluationEnd,
     MinibatchEnd,
@@ -30,7 +32,18 @@ from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.rollout import Rollout
 from esper_telemetry.ppo.steps import generalized_advantages
 
-EVENTS = (RunStart, RolloutEnd, RecurrentForward, EpisodeEnd, TrunkBackward, BackwardEnd, MinibatchEnd, UpdateEnd)
+EVENTS = (
+    RunStart,
+    RolloutEnd,
+    RecurrentForward,
+    EpisodeEnd,
+    BeforeUpdate,
+    TrunkBackward,
+    BackwardEnd,
+    MinibatchEnd,
+    AfterUpdate,
+    UpdateEnd,
+)
 Make = Callable[..., PPO]
 
 
@@ -86,7 +99,8 @@ def test_events_come_in_their_order() -> None:
 
     trainer.learn(64)
 
-    order = [RunStart, RolloutEnd, EpisodeEnd, *[TrunkBackward, BackwardEnd, MinibatchEnd] * 8, UpdateEnd]
+    minibatch = [TrunkBackward, BackwardEnd, MinibatchEnd]
+    order = [RunStart, RolloutEnd, EpisodeEnd, BeforeUpdate, *minibatch * 8, AfterUpdate, UpdateEnd]
     assert [type(event) for event in seen.events] == order
     assert [(e.epoch, e.step) for e in seen.of(MinibatchEnd)] == [(step // 4, step) for step in range(8)]
 
@@ -278,7 +292,9 @@ def test_a_time_limit_does_not_lower_the_value(bootstrap: bool, policy: str) -> 
 
 def test_every_documented_event_is_emitted() -> None:
     documented = {
-        value for value in vars(events).values() if isinstance(value, type) and value.__module__ == events.__name__
+        value
+        for value in vars(events).values()
+        if isinstance(value, type) and is_dataclass(value) and value.__module__ == events.__name__
     }
 
     assert documented == {*EVENTS, EvaluationEnd, RecurrentForward, Rollback}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sink_runs import HISTOGRAM, METRICS, record, run_info
 
-from esper_telemetry.record import RunInfo
+from esper_telemetry.record import MetricInfo, RunInfo
 from esper_telemetry.sinks.budget import KeyBudget
 
 
@@ -26,6 +26,16 @@ def test_the_least_important_families_are_left_out_with_one_warning(caplog: pyte
     assert [entry.getMessage() for entry in caplog.records] == [
         "W&B shows 3 keys and leaves 2 others (of perf, telemetry) to the journal; max_keys= raises that limit"
     ]
+
+
+def test_histories_of_other_keys_come_last() -> None:
+    """Two of three keys fit: a whole family beats the history of one of its keys, however important that is."""
+    history = MetricInfo(unit="as key", question="Where does it stand?")
+    limited = budget(2, run_info(metrics={**METRICS, "{key}/ema": history}))
+
+    kept = limited.select(record(1, dict.fromkeys(["episode/return_mean_100/ema", "perf/a", "policy/kl_max"], 1.0)))
+
+    assert set(kept.values) == {"perf/a", "policy/kl_max"}
 
 
 def test_a_key_that_was_shown_stays() -> None:

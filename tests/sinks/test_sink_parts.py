@@ -9,7 +9,7 @@ import pytest
 from sink_runs import HISTOGRAM, METRICS, record, run_info
 
 from esper_telemetry.record import Histogram
-from esper_telemetry.sinks.histogram import by_tag, midpoints, quantile, with_at_most
+from esper_telemetry.sinks.histogram import by_tag, midpoints, trimmed, with_at_most
 from esper_telemetry.sinks.layout import Chart, sections
 from esper_telemetry.sinks.mlflow_names import LegalNames, legal
 from esper_telemetry.sinks.plain import flattened, masked, plain
@@ -19,11 +19,11 @@ from esper_telemetry.sinks.readme import metric_description, run_readme
 @pytest.mark.parametrize(("share", "value"), [(0.0, 0.0), (0.25, 1.0), (0.5, 1.5), (0.75, 2.0), (1.0, 3.0)])
 def test_quantiles_are_linear_within_a_bin(share: float, value: float) -> None:
     """Counts 1, 2, 1 between 0, 1, 2, 3: half of four lies in the middle of the second bin."""
-    assert quantile(HISTOGRAM, share) == value
+    assert HISTOGRAM.quantile(share) == value
 
 
 def test_an_empty_histogram_has_no_quantile() -> None:
-    assert quantile(Histogram((0.0, 1.0), (0.0,)), 0.5) is None
+    assert Histogram((0.0, 1.0), (0.0,)).quantile(0.5) is None
 
 
 def test_bins_are_joined_until_they_fit() -> None:
@@ -139,3 +139,9 @@ def test_the_page_of_a_run_cannot_be_broken_by_what_a_user_writes() -> None:
     assert "<" not in page
     assert "| a\\|b | &lt;script&gt; |" in page
     assert "\n# c" not in page
+
+
+def test_empty_bins_at_both_ends_are_not_drawn() -> None:
+    assert trimmed(Histogram((0.0, 1.0, 2.0, 3.0, 4.0), (0.0, 2.0, 0.0, 0.0))) == Histogram((1.0, 2.0), (2.0,))
+    assert trimmed(Histogram((0.0, 1.0, 2.0, 3.0), (1.0, 0.0, 2.0))).counts == (1.0, 0.0, 2.0)
+    assert trimmed(Histogram((0.0, 1.0), (0.0,))).counts == (0.0,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from vector_adapters import data, gradients, lstm, policy, representation, series, values
+from vector_adapters import alarms, data, gradients, lstm, policy, representation, series, values
 
 Adapter = Callable[[Mapping[str, Any]], dict[str, Any]]
 
@@ -17,8 +17,14 @@ BY_KEY: dict[str, Adapter] = {
     **series.ADAPTERS,
     **lstm.ADAPTERS,
     **representation.ADAPTERS,
+    **alarms.ADAPTERS,
 }
-BY_FORMULA: dict[str, Adapter] = {**data.FORMULA_ADAPTERS, **series.FORMULA_ADAPTERS, **lstm.FORMULA_ADAPTERS}
+BY_FORMULA: dict[str, Adapter] = {
+    **data.FORMULA_ADAPTERS,
+    **series.FORMULA_ADAPTERS,
+    **lstm.FORMULA_ADAPTERS,
+    **alarms.FORMULA_ADAPTERS,
+}
 
 
 def adapters_of(case: Mapping[str, Any]) -> list[Adapter]:

@@ -43,6 +43,21 @@ def test_a_process_beside_the_trainer_measures_what_the_trainer_would(tmp_path: 
     assert len(here) >= 3
 
 
+def test_details_travel_to_the_process_beside_the_trainer(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "policy": "lstm",
+        "lstm_size": 8,
+        "env": "cue-recall",
+        "level": "debug",
+        "normalize_observations": True,
+    }
+    beside = values_of(tmp_path / "beside", offload=True, **settings)
+    here = values_of(tmp_path / "here", offload=False, **settings)
+
+    assert beside == here
+    assert {"policy/kl_exact", "policy/kl_post", "policy/entropy_grad_ratio", "norm/obs/clip_frac"} <= set(here[-1])
+
+
 def test_normal_reports_the_families_of_a_discrete_policy(tmp_path: Path) -> None:
     last = values_of(tmp_path, offload=False)[-1]
 

@@ -15,6 +15,9 @@ from esper_telemetry.metric import Metric
 from esper_telemetry.metrics.masking import same_shape
 from esper_telemetry.reduction import NAN, Array, Reduction, Slot, Statistic
 
+SOURCE = "Kapturowski 2019 (R2D2); sb3-contrib#265; ikostrikov#278"
+NO_STATES = "the stored states are zero, or nobody recomputes them"
+
 
 @dataclass(frozen=True, slots=True)
 class RelativeDistance(Reduction):
@@ -41,15 +44,35 @@ class Staleness(MetricGroup):
             key="lstm/staleness",
             number=731,
             unit="relative error",
-            question="How far are the stored states from those that the current weights would have reached? Before the first step of an"
-            " update exactly 0.",
+            question="How far are the stored states from those that the current weights would have reached, after the last step?",
             low=0.0,
             cost="sampled",
             healthy="< 0.1",
             warn="> 0.3",
-            critical="> 1 in the last epoch; above 1e-4 before the first step: the wrong state was stored",
-            source="Kapturowski 2019 (R2D2); sb3-contrib#265",
-            undefined="the stored states are zero, or nobody recomputes them",
+            critical="> 1",
+            source=SOURCE,
+            undefined=NO_STATES,
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStaleness(MetricGroup):
+    """Whether training reaches the states that acting reached, with the same weights."""
+
+    distance: RelativeDistance = reports(
+        Metric(
+            key="lstm/staleness_first",
+            number=735,
+            unit="relative error",
+            question="Does training reach the stored states before the first step of an update? Anything but 0, up to rounding, means"
+            " another first state, other observations or other resets than in acting.",
+            low=0.0,
+            cost="sampled",
+            healthy="about 0",
+            critical="> 1e-4",
+            source=SOURCE,
+            undefined=NO_STATES,
         )
     )
 
@@ -62,7 +85,17 @@ def state_staleness(stored: Tensor, recomputed: Tensor) -> Staleness:
         stored: states at the beginnings of sequences, as the collector left them; any shape.
         recomputed: the same states, unrolled with the current weights from where memory last began anew.
     """
+    return Staleness(_distance(stored, recomputed))
+
+
+@torch.inference_mode()
+def first_staleness(stored: Tensor, recomputed: Tensor) -> FirstStaleness:
+    """The same before the first step, with the weights that the states were stored under."""
+    return FirstStaleness(_distance(stored, recomputed))
+
+
+def _distance(stored: Tensor, recomputed: Tensor) -> RelativeDistance:
     same_shape(stored=stored, recomputed=recomputed)
     norm = torch.linalg.vector_norm
     reference = stored.double()
-    return Staleness(RelativeDistance(norm(recomputed.double() - reference).square(), norm(reference).square()))
+    return RelativeDistance(norm(recomputed.double() - reference).square(), norm(reference).square())

@@ -1,0 +1,166 @@
+"""The rollout, shown to the policy once more: for hooks that ask what it says before and after an update.
+
+Nothing here is computed unless it is asked for, and nothing leaves a trace: gradients are asked of `torch.autograd.grad`, which
+leaves `.grad` alone, and no random number is drawn.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.ppo.mlp import MLP
+from esper_telemetry.ppo.policy import ActorCritic, Tensors
+from esper_telemetry.ppo.recurrent import RecurrentTrunk
+from esper_telemetry.ppo.rollout import Batch, Rollout, columns, flatten
+from esper_telemetry.ppo.telling import describe
+from esper_telemetry.ppo.unrolling import state_gradients
+from esper_telemetry.replay import Activations, Copy, Outputs, StateGradients
+
+Loss: TypeAlias = Callable[[Batch, Tensor], Tensor]
+
+PART = 512
+"""Transitions that are enough to tell how layers respond (Moalla 2024)."""
+
+
+class RolloutReplay:
+    """A `Replay` of the bundled trainer.
+
+    Args:
+        policy: as it is when a method is called.
+        rollout: as the update sees it.
+        batch: all transitions of the rollout, with the advantages that multiply the ratio.
+        returns: [T, B].
+        loss: of a batch and the outputs [N, F] of the actor's trunk, 0-d.
+        envs: environments of one minibatch.
+    """
+
+    def __init__(
+        self, policy: ActorCritic, rollout: Rollout, batch: Batch, returns: Tensor, *, loss: Loss, envs: int
+    ) -> None:
+        self._policy, self._rollout, self._batch, self._returns = policy, rollout, batch, returns
+        self._loss, self._envs = loss, envs
+
+    def stored(self) -> Outputs:
+        """See `Replay`."""
+        return self._described(_taken(self._rollout.scores, self._rows), self._rows, self._memory(self._rows))
+
+    @torch.no_grad()
+    def outputs(self) -> Outputs:
+        """See `Replay`."""
+        features, memory = self._forward()
+        return self._described(self._policy.scores(features), self._rows, memory)._replace(features=features)
+
+    def stored_part(self) -> Outputs:
+        """See `Replay`."""
+        return self._described(_taken(self._rollout.scores, self._some), self._some, self._memory(self._some))
+
+    @torch.no_grad()
+    def without_memory(self) -> Outputs | None:
+        """See `Replay`."""
+        trunk = self._policy.actor
+        if not isinstance(trunk, RecurrentTrunk):
+            return None
+        with self._policy.autocast():
+            features = alone(trunk, self._observations).float()
+        return self._described(self._policy.scores(features), self._some, None)
+
+    @torch.no_grad()
+    def activations(self) -> Activations:
+        """See `Replay`."""
+        trunk = self._policy.actor
+        if not isinstance(trunk, RecurrentTrunk):
+            return responses({"trunk": trunk}, self._observations)
+        encoder = responses({"encoder": trunk.encoder}, self._observations)
+        memory = self._memory(self._some)
+        assert memory is not None
+        decoder = responses({"decoder": trunk.decoder}, memory)
+        return Activations({**encoder.layers, "core": memory, **decoder.layers}, decoder.last)
+
+    def state_gradients(self) -> StateGradients | None:
+        """See `Replay`."""
+        if not isinstance(self._policy.actor, RecurrentTrunk):
+            return None
+        return state_gradients(self._policy, self._rollout, self._columns(), self._loss, envs=self._envs)
+
+    def copy(self) -> Copy:
+        """See `Replay`."""
+        trunk = copy.deepcopy(self._policy.actor)
+        network = (lambda rows: alone(trunk, rows)) if isinstance(trunk, RecurrentTrunk) else trunk
+        return Copy(network, [p for p in trunk.parameters() if p.requires_grad], self._observations)
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        """Numbers of all transitions, [N]."""
+        rows = flatten(self._rollout, self._returns, self._returns, numbered=True).rows
+        assert rows is not None
+        return rows
+
+    def _columns(self) -> Batch:
+        """All rows of the rollout as [T, B], those that are no transitions too, with advantages of 0."""
+        empty = torch.zeros_like(self._returns)
+        advantages = empty.flatten().index_copy(0, self._rows, self._batch.advantages).view_as(empty)
+        return columns(self._rollout, advantages, self._returns)
+
+    @cached_property
+    def _places(self) -> Tensor:
+        """Places of some of them, evenly spread, [n]."""
+        count = len(self._batch)
+        return torch.linspace(0, count - 1, min(count, PART), device=self._rows.device).round().long()
+
+    @property
+    def _some(self) -> Tensor:
+        """Numbers of some transitions, [n]."""
+        return self._rows[self._places]
+
+    @property
+    def _observations(self) -> Tensor:
+        """Of some transitions, [n, ...]."""
+        return self._batch.observations[self._places]
+
+    def _forward(self) -> tuple[Tensor, Tensor | None]:
+        """The actor's features [N, F] of all transitions, and what its core gave [N, H]."""
+        batch, trunk = self._batch, self._policy.actor
+        grid = batch.grid()
+        with self._policy.autocast():
+            if grid is None or not isinstance(trunk, RecurrentTrunk):
+                return trunk(batch.observations).float(), None
+            outputs, _ = trunk.core(grid.pad(trunk.encoder(batch.observations)), grid.states["actor"], grid.marks())
+            memory = grid.gather(outputs)
+            return trunk.decoder(memory).float(), memory.float()
+
+    def _memory(self, rows: Tensor) -> Tensor | None:
+        """What the core gave when the rollout was collected, [n, H]."""
+        recurrence = self._rollout.recurrence
+        return None if recurrence is None else recurrence.after[:, -1, 0].flatten(0, 1)[rows]
+
+    def _described(self, scores: Mapping[str, Tensor], rows: Tensor, memory: Tensor | None) -> Outputs:
+        masks = _taken(self._rollout.action_masks, rows)
+        logits, log_std, means = describe(self._policy, scores, masks)
+        return Outputs(logits, means, log_std, _taken(self._rollout.relevance, rows), memory)
+
+
+def _taken(columns: Tensors, rows: Tensor) -> dict[str, Tensor]:
+    return {name: column.flatten(0, 1)[rows] for name, column in columns.items()}
+
+
+def alone(trunk: RecurrentTrunk, observations: Tensor) -> Tensor:
+    """Features [n, F] of observations [n, ...], each as the first of an episode."""
+    state = torch.zeros(trunk.core.state_shape(len(observations)), device=observations.device)
+    return trunk.step(observations, state)[0]
+
+
+def responses(networks: Mapping[str, torch.nn.Module], rows: Tensor) -> Activations:
+    """Responses of the layers of networks, the one after the other, to rows [n, ...]; none of those that are no MLP."""
+    layers: dict[str, Tensor] = {}
+    last = None
+    for name, network in networks.items():
+        if isinstance(network, MLP):
+            for depth, (before, after) in enumerate(network.responses(rows)):
+                layers[f"{name}_{depth}"], last = after, before
+    return Activations(layers, last)

@@ -1,0 +1,195 @@
+"""The history of chosen keys: levels, drifts, outliers, trends, periods and changes, as keys with a suffix (T1 to T7).
+
+Only keys that somebody asks about have a history: the headlines of a run, gradient norms, and what detectors read. Positive
+quantities are followed in decades, because a fall to a tenth and a rise to the tenfold are the same step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from esper_telemetry.derived import Array, Derived
+from esper_telemetry.metric import segment
+from esper_telemetry.record import Level
+from esper_telemetry.series.change import Changes, Standing, TwoSided
+from esper_telemetry.series.drift import LogDrift
+from esper_telemetry.series.ema import Ema, Smoothed
+from esper_telemetry.series.period import KnownPeriod, goertzel, memory, periods
+from esper_telemetry.series.rank import WINDOW as PAIRS
+from esper_telemetry.series.rank import lr_response
+from esper_telemetry.series.robust import N_MIN, SCALE_MIN, History, decades, robust_z
+from esper_telemetry.series.trend import prewhiten, trends
+
+EVERY = 10
+"""Updates between two tests for trends and periods, which take long."""
+
+LONG = 100
+"""Latest values that these tests look at: their rates of false alarms are those of so many."""
+
+HUGE = 1e100
+"""Values beyond it are passed over: one of them would overflow the squares of a history for good."""
+
+LEVEL = ("ema", "ew_std")
+STEP = (*LEVEL, "drift", "macd", "robust_z")
+TESTS = ("trend/slope", "trend/mk_z", "period/g", "period/p", "period/length", "period/goertzel", "acf1")
+ALL = (*STEP, *TESTS, "cusum", "page_hinkley")
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """One key with a history.
+
+    Attributes:
+        key: which.
+        suffixes: what is made of its history.
+        positive: whether it is followed in decades.
+        scale_min: smallest spread that its robust z is measured in.
+    """
+
+    key: str
+    suffixes: tuple[str, ...]
+    positive: bool = True
+    scale_min: float = SCALE_MIN
+
+
+HEADLINES = (
+    Followed("policy/kl", ALL),
+    Followed("policy/entropy_norm", ALL),
+    Followed("loss/value", ALL),
+    Followed("grad/global/norm_preclip", ALL),
+    Followed("episode/return_mean_100", tuple(name for name in ALL if name not in STEP[2:]), positive=False),
+)
+"""What a run is judged by."""
+
+DETECTED = (
+    Followed("grad/global/norm_preclip_max", ("robust_z",)),
+    Followed("ret/std", ("robust_z",)),
+    Followed("lstm/c/rms", ("robust_z",), scale_min=0.05),
+    Followed("grad/interference/log_ratio", ("robust_z",), positive=False),
+    Followed("grad/interference/actor_effective", ("robust_z",)),
+    Followed("grad/interference/cos", LEVEL, positive=False),
+    Followed("grad/align/successive_cos", LEVEL, positive=False),
+)
+"""What detectors read besides."""
+
+RESPONSE, RATE = "opt/update_to_weight", "opt/lr"
+"""What ought to follow the learning rate."""
+
+
+def followed(groups: Iterable[str]) -> tuple[Followed, ...]:
+    """The keys with a history in a run with these groups of parameters."""
+    norms = [f"grad/{segment(group)}/norm_preclip" for group in groups]
+    return (*HEADLINES, *DETECTED, *(Followed(key, STEP) for key in norms))
+
+
+class Temporal:
+    """The histories of one run; give it every record in order.
+
+    Args:
+        facts: of the run: `groups`, and where the environment has a time limit `horizon` and `num_steps`.
+    """
+
+    def __init__(self, facts: Mapping[str, Any] | None = None) -> None:
+        known = facts or {}
+        self._rows = followed(known.get("groups", ()))
+        self._keys = tuple([row.key for row in self._rows])
+        self._wanted = {f"{row.key}/{suffix}" for row in self._rows for suffix in row.suffixes}
+        self._positive = np.array([row.positive for row in self._rows])
+        self._scale_min = np.array([row.scale_min for row in self._rows])
+        self._cycle = _cycle(known.get("horizon"), known.get("num_steps"))
+        self._level, self._drift = Ema(len(self._rows)), LogDrift(len(self._rows))
+        self._history = History(len(self._rows))
+        self._changes, self._slow = Standing(len(self._rows)), TwoSided(len(self._rows))
+        self._pairs = History(2, PAIRS)
+        self._updates = 0
+
+    def derive(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
+        """What the histories say of a record with these values; of keys that it does not have, nothing."""
+        if level < Level.NORMAL:
+            return {}
+        self._updates += 1
+        x = np.array([values.get(key, np.nan) for key in self._keys])
+        x = np.where(np.abs(x) < HUGE, x, np.nan)
+        scaled = np.where(self._positive, decades(x), x)
+        found = [*self._steps(x, scaled, np.isfinite(x))]
+        if self._updates % EVERY == 0:
+            found += self._tests(np.isfinite(x))
+        result = {key: number for group in found for key, number in group.values(level).items() if key in self._wanted}
+        return result | self._response(values, level)
+
+    def state(self) -> dict[str, Any]:
+        """All of the state, to go into a checkpoint."""
+        return {"updates": self._updates} | {name: part.state() for name, part in self._parts().items()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues from the `state()` of a run with the same facts."""
+        self._updates = state["updates"]
+        for name, part in self._parts().items():
+            part.restore(state[name])
+
+    def _parts(self) -> dict[str, Any]:
+        return {
+            "level": self._level,
+            "drift": self._drift,
+            "history": self._history,
+            "changes": self._changes,
+            "slow": self._slow,
+            "pairs": self._pairs,
+        }
+
+    def _steps(self, x: Array, scaled: Array, new: Array) -> Iterable[Derived]:
+        """What one more value of each key, [K], says."""
+        keys = self._keys
+        self._level.step(x)
+        yield Smoothed(keys, *(np.where(new, part, np.nan) for part in (self._level.mean, self._level.std)))
+        yield self._drift.step(np.where(self._positive, x, np.nan), keys)
+        yield robust_z(scaled, self._history.values, scale_min=self._scale_min, keys=keys)
+        yield Changes(keys, self._changes.step(scaled))
+        yield self._slow.step(x, self._level.std, keys)
+        self._history.push(scaled)
+
+    def _tests(self, new: Array) -> Iterable[Derived]:
+        """Trends and periods of the latest values of the keys that have them and have a value in this update."""
+        rows = [k for k, row in enumerate(self._rows) if new[k] and "trend/slope" in row.suffixes]
+        series = {self._keys[k]: self._latest(k) for k in rows if self._history.count[k] >= N_MIN}
+        keys = tuple(series)
+        if not keys:
+            return
+        yield trends([*series.values()], keys)
+        yield periods([prewhiten(x).y for x in series.values()], keys)
+        yield memory([*series.values()], keys)
+        if self._cycle is not None:
+            yield KnownPeriod(keys, np.array([_power(x, *self._cycle) for x in series.values()]))
+
+    def _latest(self, row: int) -> Array:
+        """The latest values of one key, oldest first."""
+        return self._history.ordered(row)[-LONG:]
+
+    def _response(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
+        """Whether the updates follow the learning rate, every tenth update."""
+        pair = np.array([values.get(RATE, np.nan), values.get(RESPONSE, np.nan)])
+        if np.isfinite(pair).all():
+            self._pairs.push(pair)
+        if self._updates % EVERY or self._pairs.count[0] < N_MIN:
+            return {}
+        return lr_response(self._pairs.ordered(0), self._pairs.ordered(1), key=RESPONSE).values(level)
+
+
+def _cycle(horizon: Any, num_steps: Any) -> tuple[int, int] | None:
+    """Cycles and values of a window in which the environment's time limit fits so many times, twice or more; None without one."""
+    numbers = isinstance(horizon, int | float) and isinstance(num_steps, int | float) and num_steps > 0
+    if not numbers or not 2 <= horizon / num_steps <= LONG / 2:
+        return None
+    updates = horizon / num_steps
+    cycles = max(2, math.ceil(N_MIN / updates))
+    return cycles, round(cycles * updates)
+
+
+def _power(x: Array, cycles: int, length: int) -> float:
+    """Power of the last `length` values at so many cycles; NaN before there are as many."""
+    return goertzel(x[-length:], cycles) if len(x) >= length else np.nan

@@ -1,0 +1,55 @@
+"""More columns of an update's minibatches, where anyone looks at them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.events import MinibatchEnd, RolloutEnd
+from esper_telemetry.summary import Details
+
+
+class DetailJoining:
+    """Takes minibatches as they come and gives back what `Joining` does not keep of them."""
+
+    def __init__(self) -> None:
+        self._events: list[MinibatchEnd] = []
+
+    def add(self, event: MinibatchEnd) -> None:
+        """The next minibatch."""
+        self._events.append(event)
+
+    def take(self, rollout: RolloutEnd | None) -> Details | None:
+        """All minibatches, with what the rollout knows of their rows where they say which they are; None without any."""
+        events, self._events = self._events, []
+        if not events:
+            return None
+        known = Details(
+            values=torch.cat([event.values for event in events]),
+            old_values=torch.cat([event.old_values for event in events]),
+            returns=torch.cat([event.returns for event in events]),
+            means={head: torch.cat([event.means[head] for event in events]) for head in events[0].means},
+        )
+        rows = [event.rows for event in events if event.rows is not None]
+        if rollout is None or len(rows) < len(events):
+            return known
+        return with_rollout(known, rollout, torch.cat(rows))
+
+
+def with_rollout(known: Details, rollout: RolloutEnd, rows: Tensor) -> Details:
+    """The same with what was acted on in these rows [R] of the rollout."""
+    return replace(
+        known,
+        raw_advantages=rollout.advantages.flatten()[rows],
+        actions={head: rollout.actions[head].flatten()[rows] for head in rollout.logits},
+        old_logits={head: logits.flatten(0, 1)[rows] for head, logits in rollout.logits.items()},
+        old_means={head: means.flatten(0, 1)[rows] for head, means in rollout.means.items()},
+        old_log_std={head: _of_rows(std, rows) for head, std in rollout.log_std.items()},
+    )
+
+
+def _of_rows(log_std: Tensor, rows: Tensor) -> Tensor:
+    """[R, D] of [T, B, D], or of [D] where it does not depend on the state."""
+    return log_std.expand(len(rows), -1) if log_std.dim() == 1 else log_std.flatten(0, 1)[rows]
