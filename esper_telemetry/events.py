@@ -1,7 +1,8 @@
 """What happens in a training run: the events that trainers and adapters emit and that `wiring` turns into metrics.
 
-Order within one update: `RolloutEnd`, `RecurrentForward` (if the policy has an LSTM), `EpisodeEnd` (if any episode finished), then
-per minibatch `TrunkBackward`, `BackwardEnd`, `MinibatchEnd`, and at last `UpdateEnd`. Shapes: T steps, B environments, N rows of a
+Order within one update: `RolloutEnd`, `RecurrentForward` (if the policy has an LSTM), `EpisodeEnd` (if any episode finished),
+`MinibatchStart` (before the first step), then per minibatch `TrunkBackward`, `BackwardEnd`, `OptimizerStep`, `MinibatchEnd`, and at
+last `UpdateEnd`. Shapes: T steps, B environments, N rows of a
 minibatch, A actions, D action dimensions, K parameter tensors, H width of a recurrent state. Hooks write to nothing they find in an
 event. Tensors of an event stay as they are until the update ends, so a hook may keep them that long; weights change with every step,
 and `.grad` fields of parameters may not be kept.
@@ -9,13 +10,14 @@ and `.grad` fields of parameters may not be kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import LSTM
+    from torch.optim import Optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,32 @@ class EpisodeEnd:
     times: Sequence[int] = ()
 
 
+class Shard(NamedTuple):
+    """A part of a minibatch.
+
+    Attributes:
+        samples: independent samples in it: rows, or whole sequences where the policy has memory.
+        gradient: [d] of the part's mean loss, all parameters one after the other, zero where one has none.
+    """
+
+    samples: int
+    gradient: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MinibatchStart:
+    """The first minibatch of an update is about to be learned from.
+
+    Attributes:
+        shards: gradients of that many equal parts of it, at the parameters as they are; fewer where it has fewer samples.
+            Each call costs a forward and a backward pass and leaves no trace; valid during the event only.
+    """
+
+    epoch: int
+    step: int
+    shards: Callable[[int], Sequence[Shard]]
+
+
 @dataclass(frozen=True, slots=True)
 class TrunkBackward:
     """The losses' gradients have reached the trunk outputs and not yet gone further.
@@ -158,6 +186,20 @@ class BackwardEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """The optimizer has taken a step; the gradients that it used, clipped where they were, are still there.
+
+    Attributes:
+        parameters: trainable parameters by name; they, their `.grad` and the optimizer's state are valid during the call only.
+    """
+
+    epoch: int
+    step: int
+    optimizer: Optimizer
+    parameters: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class MinibatchEnd:
     """A minibatch is done: losses computed, gradients applied.
 
@@ -177,6 +219,7 @@ class MinibatchEnd:
         head_log_ratios: per head [N], 0 where it is irrelevant: the parts of `log_ratio`.
         relevance: per head that is not always relevant [N], bool.
         means: per Gaussian head [N, D].
+        rows: [N], which transitions of the rollout they are, counted time by time: t B + b; None where the trainer does not say.
     """
 
     epoch: int
@@ -194,6 +237,7 @@ class MinibatchEnd:
     head_log_ratios: Mapping[str, Tensor] = field(default_factory=dict)
     relevance: Mapping[str, Tensor] = field(default_factory=dict)
     means: Mapping[str, Tensor] = field(default_factory=dict)
+    rows: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +251,7 @@ class UpdateEnd:
         seconds: wall time by phase: `environment`, `inference`, `update` and others as they apply.
         epochs: passes over the rollout that were made; None where nobody counts them.
         coefficients: weights of the losses `value` and `entropy` in this update, where they are not constant facts of the run.
+        cpu_seconds: processor time of this process by phase: `rollout`, `update` and others as they apply.
     """
 
     update: int
@@ -216,6 +261,7 @@ class UpdateEnd:
     seconds: Mapping[str, float]
     epochs: int | None = None
     coefficients: Mapping[str, float] = field(default_factory=dict)
+    cpu_seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,7 @@ class Batch:
         action_masks: per restricted head [N, A], bool.
         relevance: per head that is not always relevant [N], bool.
         sequences: how the rows follow one another; None for a feed-forward policy.
+        rows: [N], which transitions of the rollout they are, counted time by time; None where nobody asks.
     """
 
     observations: Tensor
@@ -123,6 +124,7 @@ class Batch:
     action_masks: Mapping[str, Tensor] = field(default_factory=dict)
     relevance: Mapping[str, Tensor] = field(default_factory=dict)
     sequences: Sequences | None = None
+    rows: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.log_probs)
@@ -144,6 +146,7 @@ class Batch:
             action_masks=each(self.action_masks),
             relevance=each(self.relevance),
             sequences=sequences,
+            rows=None if self.rows is None else change(self.rows),
         )
 
     def take(self, rows: Tensor) -> Batch:
@@ -172,11 +175,13 @@ class Batch:
         return None if self.sequences is None else self.sequences.grid(shared=self.sequences.separable)
 
 
-def flatten(rollout: Rollout, advantages: Tensor, returns: Tensor) -> Batch:
+def flatten(rollout: Rollout, advantages: Tensor, returns: Tensor, *, numbered: bool = False) -> Batch:
     """The transitions of a rollout as one batch: [T x B] rows less the invalid ones.
 
-    They are ordered by time, and for a recurrent policy by environment, then by time.
+    They are ordered by time, and for a recurrent policy by environment, then by time. Where they are `numbered`, each says which
+    it is.
     """
+    numbers = torch.arange(advantages.numel(), device=advantages.device) if numbered else None
     columns = Batch(
         observations=rollout.observations,
         actions=rollout.actions,
@@ -187,6 +192,7 @@ def flatten(rollout: Rollout, advantages: Tensor, returns: Tensor) -> Batch:
         head_log_probs=rollout.head_log_probs,
         action_masks=rollout.action_masks,
         relevance=rollout.relevance,
+        rows=None if numbers is None else numbers.view(advantages.shape),
     )
     if rollout.recurrence is None:
         batch = columns.map(lambda column: column.flatten(0, 1))

@@ -80,6 +80,7 @@ def minibatch_event(
         head_log_ratios=head_log_ratios(batch, result) or dict.fromkeys(result.scores, log_ratio),
         relevance=batch.relevance,
         means=descriptions.means,
+        rows=batch.rows,
     )
 
 

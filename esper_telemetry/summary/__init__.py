@@ -1,10 +1,13 @@
 """From what one update left behind to the groups that measure it: pure, so that any process can do it."""
 
+from esper_telemetry.summary.layers import without_many_layers
+from esper_telemetry.summary.samples import gradient_sample
 from esper_telemetry.summary.snapshot import (
     Actions,
     Drawn,
     Episodes,
     Gradients,
+    GradientSample,
     Layer,
     Leaves,
     Memory,
@@ -19,6 +22,7 @@ __all__ = [
     "Actions",
     "Drawn",
     "Episodes",
+    "GradientSample",
     "Gradients",
     "Layer",
     "Leaves",
@@ -28,5 +32,7 @@ __all__ = [
     "Progress",
     "Rollout",
     "Snapshot",
+    "gradient_sample",
     "summarize",
+    "without_many_layers",
 ]

@@ -56,6 +56,8 @@ class Rollouts:
             raw_rewards=_copy(event.raw_rewards),
             actions=self._actions(event, sizes),
             memory=self._memory(event, layers),
+            acted={head: actions.clone() for head, actions in event.actions.items()},
+            head_log_probs={head: parts.clone() for head, parts in event.head_log_probs.items()},
         )
 
     def _actions(self, event: RolloutEnd, sizes: Mapping[str, int]) -> Actions:

@@ -19,9 +19,9 @@ from esper_telemetry.events import (
     TrunkBackward,
     UpdateEnd,
 )
-from esper_telemetry.record import Level
-from esper_telemetry.summary import Episodes, Layer, Progress, Rollout, Snapshot
+from esper_telemetry.summary import Episodes, GradientSample, Layer, Progress, Rollout, Snapshot, gradient_sample
 from esper_telemetry.telemetry import Telemetry
+from esper_telemetry.wiring.close_look import CloseLook
 from esper_telemetry.wiring.gradients import Leaf, gradient_parts
 from esper_telemetry.wiring.listener import Listener
 from esper_telemetry.wiring.minibatches import Joining
@@ -34,12 +34,11 @@ RECENT = 100
 MOST_STEPS = 1 << 24
 """More than a rollout has: what ends in a later rollout ended later."""
 
+MOST_ENTRIES = 1 << 20
+"""Numbers of a close look that may travel to another process: four megabytes."""
+
 MOST_ROWS = 512
 """Rows of features that are enough to tell their rank (Moalla 2024)."""
-
-
-SAMPLED_EVERY = 8
-"""Updates from one look at features and gates to the next at NORMAL: they change slowly and are large; DEBUG looks at each."""
 
 
 class Update:
@@ -49,8 +48,9 @@ class Update:
     joined once, when it is over.
     """
 
-    def __init__(self, telemetry: Telemetry) -> None:
+    def __init__(self, telemetry: Telemetry, close_look: CloseLook) -> None:
         self._telemetry = telemetry
+        self._close_look = close_look
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
         self._before = Rollouts()
         self._layers: tuple[Layer, ...] = ()
@@ -88,14 +88,10 @@ class Update:
     def _begin(self, event: RolloutEnd) -> None:
         self._telemetry.materialise()
         self._telemetry.collected(event.env_step)
-        if self._samples(event.update):
+        if self._telemetry.sampling.begin():
+            self._close_look.begin()
             self._listener.once(RecurrentForward, self._keep_layers)
             self._listener.once(TrunkBackward, self._keep_features)
-
-    def _samples(self, update: int) -> bool:
-        """Whether this is one of the updates at which features and gates are looked at."""
-        level = self._telemetry.level
-        return level >= Level.DEBUG or (level is Level.NORMAL and update % SAMPLED_EVERY == 1)
 
     def _keep_leaf(self, event: TrunkBackward) -> None:
         """Keeps the two gradients and not the event, whose outputs hold the graph."""
@@ -119,6 +115,8 @@ class Update:
             elapsed=now - self._ended,
             seconds=event.seconds,
             coefficients=event.coefficients,
+            cpu_seconds=event.cpu_seconds,
+            sample_every=self._telemetry.sampling.period,
         )
         self._env_step, self._ended = event.env_step, now
         self._telemetry.submit(self.take(progress))
@@ -132,6 +130,7 @@ class Update:
             minibatches=self._minibatches.take(self._features),
             gradients=gradient_parts(self._backwards, self._leaves),
             progress=progress,
+            sample=self._take_sample(),
         )
         self._features = None
         if self._backwards:
@@ -163,6 +162,14 @@ class Update:
         backward = self._backwards[-1] if self._backwards else self._last_backward
         if backward is not None:
             yield from of_backward(backward)
+
+    def _take_sample(self) -> GradientSample | None:
+        """What was looked at closely; large samples are measured here and now, where no copy travels."""
+        sample = self._close_look.take()
+        if sample is None or sample.entries <= MOST_ENTRIES:
+            return sample
+        self._telemetry.observe(gradient_sample(sample, self._telemetry.level))
+        return None
 
     def _take_rollout(self) -> Rollout | None:
         if not self._rollouts:

@@ -19,10 +19,13 @@ from esper_telemetry.events import (
     EpisodeEnd,
     EvaluationEnd,
     MinibatchEnd,
+    MinibatchStart,
+    OptimizerStep,
     RecurrentForward,
     Rollback,
     RolloutEnd,
     RunStart,
+    Shard,
     TrunkBackward,
     UpdateEnd,
 )
@@ -30,7 +33,8 @@ from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.rollout import Rollout
 from esper_telemetry.ppo.steps import generalized_advantages
 
-EVENTS = (RunStart, RolloutEnd, RecurrentForward, EpisodeEnd, TrunkBackward, BackwardEnd, MinibatchEnd, UpdateEnd)
+MINIBATCH = (MinibatchStart, TrunkBackward, BackwardEnd, OptimizerStep, MinibatchEnd)
+EVENTS = (RunStart, RolloutEnd, RecurrentForward, EpisodeEnd, *MINIBATCH, UpdateEnd)
 Make = Callable[..., PPO]
 
 
@@ -86,7 +90,8 @@ def test_events_come_in_their_order() -> None:
 
     trainer.learn(64)
 
-    order = [RunStart, RolloutEnd, EpisodeEnd, *[TrunkBackward, BackwardEnd, MinibatchEnd] * 8, UpdateEnd]
+    minibatch = [TrunkBackward, BackwardEnd, OptimizerStep, MinibatchEnd]
+    order = [RunStart, RolloutEnd, EpisodeEnd, MinibatchStart, *minibatch * 8, UpdateEnd]
     assert [type(event) for event in seen.events] == order
     assert [(e.epoch, e.step) for e in seen.of(MinibatchEnd)] == [(step // 4, step) for step in range(8)]
 
@@ -281,4 +286,4 @@ def test_every_documented_event_is_emitted() -> None:
         value for value in vars(events).values() if isinstance(value, type) and value.__module__ == events.__name__
     }
 
-    assert documented == {*EVENTS, EvaluationEnd, RecurrentForward, Rollback}
+    assert documented == {*EVENTS, EvaluationEnd, RecurrentForward, Rollback, Shard}
