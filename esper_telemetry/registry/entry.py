@@ -24,6 +24,7 @@ REDUCTIONS = {
     "Moments": "merged moments",
     "Ess": "merged sums",
     "Counts": "histogram",
+    "Quantiles": "quantile",
     "Last": "last value",
 }
 """By the type of the field, whose name its annotation begins with."""
@@ -104,8 +105,14 @@ def _reductions() -> Iterator[tuple[str, str]]:
     for group in groups():
         for item, metric in declared(group):
             kind = str(item.type).partition(" ")[0]
-            default = "from other values" if issubclass(group, Derived) else "one value"
-            yield metric.key, REDUCTIONS.get(kind, default)
+            yield metric.key, _reduction(kind, derived=issubclass(group, Derived))
+
+
+def _reduction(kind: str, *, derived: bool) -> str:
+    """By the name of a type; other reductions than the basic ones are means of what ranks join in their own way."""
+    if derived:
+        return "from other values"
+    return "one value" if kind in ("float", "Tensor") else REDUCTIONS.get(kind, "mean")
 
 
 def _priority(metric: Metric, alarms: tuple[AlarmType, ...]) -> str:

@@ -21,7 +21,7 @@ from esper_telemetry.metrics.gradients.decades import (
     decade_counts,
     gradient_decades,
 )
-from esper_telemetry.metrics.gradients.entropy import bonus_gradient
+from esper_telemetry.metrics.gradients.entropy import BonusGradient, bonus_gradient
 from esper_telemetry.metrics.gradients.groups import (
     GlobalGradient,
     GroupGradients,
@@ -58,6 +58,7 @@ from esper_telemetry.metrics.gradients.sparsity import (
 
 __all__ = [
     "DECADE_EDGES",
+    "BonusGradient",
     "Clipping",
     "Concentration",
     "GlobalGradient",

@@ -158,6 +158,6 @@ def _column(slot: Tensor | float) -> Tensor | float:
     return slot.squeeze(-1) if isinstance(slot, Tensor) else slot
 
 
-def term_gradients(*, value: Tensor | None = None, entropy: Tensor | None = None) -> TermGradients:
-    """Norms [M] of the gradients of the value head's parameters and of the entropy bonus at the logits."""
-    return TermGradients(*(None if norms is None else defined(norms) for norms in (value, entropy)))
+def term_gradients(*, value: Tensor | None = None) -> TermGradients:
+    """Norms [M] of the gradient of the value head's parameters."""
+    return TermGradients(None if value is None else defined(value))
