@@ -88,6 +88,14 @@ class Sampling:
         """Every how many updates one is looked at closely; None where none is."""
         return self.every if self.level >= Level.NORMAL else None
 
+    def state(self) -> list[int]:
+        """Where it stands, to go into a checkpoint; costs are measured anew."""
+        return [self._updates, self._due, self.every]
+
+    def restore(self, state: list[int]) -> None:
+        """Continues from `state()`."""
+        self._updates, self._due, self.every = state
+
     def learn(self, seconds: float, elapsed: float) -> None:
         """Takes what telemetry cost since the last call, and how much time has passed.
 

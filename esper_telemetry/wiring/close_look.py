@@ -70,6 +70,14 @@ class CloseLook:
         self._clear()
         return sample
 
+    def state_dict(self) -> dict[str, Tensor | None]:
+        """What later looks are compared with."""
+        return {"initial_norm": self._initial_norm, "steps": self._steps}
+
+    def load_state_dict(self, state: dict[str, Tensor | None]) -> None:
+        """Goes on from a saved state."""
+        self._initial_norm, self._steps = state["initial_norm"], state["steps"]
+
     def stop(self) -> None:
         """Looks at nothing any more."""
         self._listener.stop()

@@ -145,6 +145,8 @@ class Update:
             "counts": self._telemetry.state_dict(),
             "recent": list(self._recent),
             "rollouts": self._before.state_dict(),
+            "sampling": self._telemetry.sampling.state(),
+            "close_look": self._close_look.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -152,6 +154,9 @@ class Update:
         self._telemetry.load_state_dict(state["counts"])
         self._recent = deque(state["recent"], maxlen=RECENT)
         self._before.load_state_dict(state["rollouts"])
+        if "sampling" in state:
+            self._telemetry.sampling.restore(state["sampling"])
+            self._close_look.load_state_dict(state["close_look"])
 
     def suspects(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the update under way, in forward order; between updates the parameters that the last one left."""
