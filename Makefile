@@ -46,6 +46,9 @@ bench: install  ## the figures of the README, as ratios measured side by side
 	@$(BIN)/python benchmarks/trainer.py
 	@$(BIN)/python benchmarks/trainer.py --lstm 64
 
+docs: install  ## write docs/metrics.md from the declarations in the code
+	@$(BIN)/python docs/glossary.py
+
 clean:  ## remove everything that the other targets made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis runs wandb
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from esper_telemetry.sinks import WandbSink as WandbSink
     from esper_telemetry.telemetry import Telemetry as Telemetry
     from esper_telemetry.wiring import attach as attach
+    from esper_telemetry.wiring import watch_pair as watch_pair
 
 __version__ = "0.1.0"
 
@@ -77,7 +78,7 @@ _HOME = {
     "relay": ("replay",),
     "sinks": ("ConsoleSink", "MLflowSink", "PermanentSinkError", "Sink", "TensorBoardSink", "WandbSink"),
     "telemetry": ("Telemetry",),
-    "wiring": ("attach",),
+    "wiring": ("attach", "watch_pair"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

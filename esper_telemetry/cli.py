@@ -61,6 +61,12 @@ class Train:
     Console by default."""
     level: str = "normal"
     """How much is measured: off, minimal, normal or debug."""
+    telemetry_budget: float = 0.02
+    """Share of the wall time that telemetry may take on the training thread; costly metrics are sampled accordingly."""
+    profile: bool = False
+    """Trace some updates with torch's profiler into RUN_DIR/profile, for Perfetto or TensorBoard."""
+    profile_schedule: tuple[int, int, int] = (3, 1, 2)
+    """Updates that the profiler waits, warms up and traces."""
     device: str = "cpu"
     """Where the policy trains: cpu, cuda, cuda:1, ..."""
     checkpoint_every: int = 50_000
@@ -92,11 +98,13 @@ class Replay:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Prints the catalogue: every key, what it means, its healthy range and source.
+    """Prints the catalogue: every key, what it means, what is normal, and what to try when it is not.
 
-    Example: esper-telemetry metrics --json
+    Example: esper-telemetry metrics policy/kl
     """
 
+    key: tyro.conf.Positional[str] = ""
+    """One key, such as grad/actor/rms, or the beginning of several, such as policy/ratio; everything by default."""
     json: bool = False
     """As JSON, one object per metric."""
 

@@ -1,8 +1,8 @@
 """What happens in a training run: the events that trainers and adapters emit and that `wiring` turns into metrics.
 
-Order within one update: `RolloutEnd`, `RecurrentForward` (if the policy has an LSTM), `EpisodeEnd` (if any episode finished), then
-`BeforeUpdate`, per minibatch `TrunkBackward`, `BackwardEnd`, `MinibatchEnd`, then `AfterUpdate` and at last `UpdateEnd`.
-Shapes: T steps, B environments, N rows of a
+Order within one update: `RolloutEnd`, `RecurrentForward` (if the policy has an LSTM), `EpisodeEnd` (if any episode finished),
+`BeforeUpdate`, `MinibatchStart` (before the first step), then per minibatch `TrunkBackward`, `BackwardEnd`, `OptimizerStep`,
+`MinibatchEnd`, then `AfterUpdate` and at last `UpdateEnd`. Shapes: T steps, B environments, N rows of a
 minibatch, A actions, D action dimensions, K parameter tensors, H width of a recurrent state. Hooks write to nothing they find in an
 event. Tensors of an event stay as they are until the update ends, so a hook may keep them that long; weights change with every step,
 and `.grad` fields of parameters may not be kept.
@@ -10,13 +10,14 @@ and `.grad` fields of parameters may not be kept.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import LSTM
+    from torch.optim import Optimizer
 
     from esper_telemetry.replay import Replay
 
@@ -139,6 +140,32 @@ class EpisodeEnd:
     times: Sequence[int] = ()
 
 
+class Shard(NamedTuple):
+    """A part of a minibatch.
+
+    Attributes:
+        samples: independent samples in it: rows, or whole sequences where the policy has memory.
+        gradient: [d] of the part's mean loss, all parameters one after the other, zero where one has none.
+    """
+
+    samples: int
+    gradient: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MinibatchStart:
+    """The first minibatch of an update is about to be learned from.
+
+    Attributes:
+        shards: gradients of that many equal parts of it, at the parameters as they are; fewer where it has fewer samples.
+            Each call costs a forward and a backward pass and leaves no trace; valid during the event only.
+    """
+
+    epoch: int
+    step: int
+    shards: Callable[[int], Sequence[Shard]]
+
+
 @dataclass(frozen=True, slots=True)
 class BeforeUpdate:
     """Minibatches are about to be taken from the rollout; the weights are those that collected it."""
@@ -194,6 +221,20 @@ class BackwardEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """The optimizer has taken a step; the gradients that it used, clipped where they were, are still there.
+
+    Attributes:
+        parameters: trainable parameters by name; they, their `.grad` and the optimizer's state are valid during the call only.
+    """
+
+    epoch: int
+    step: int
+    optimizer: Optimizer
+    parameters: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class MinibatchEnd:
     """A minibatch is done: losses computed, gradients applied.
 
@@ -245,6 +286,7 @@ class UpdateEnd:
         seconds: wall time by phase: `environment`, `inference`, `update` and others as they apply.
         epochs: passes over the rollout that were made; None where nobody counts them.
         coefficients: weights of the losses `value` and `entropy` in this update, where they are not constant facts of the run.
+        cpu_seconds: processor time of this process by phase: `rollout`, `update` and others as they apply.
     """
 
     update: int
@@ -254,6 +296,7 @@ class UpdateEnd:
     seconds: Mapping[str, float]
     epochs: int | None = None
     coefficients: Mapping[str, float] = field(default_factory=dict)
+    cpu_seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,28 @@ Index = npt.NDArray[np.intp]
 
 
 class Values(NamedTuple):
-    """What finishing rows yields: finite floats and histograms by key, and how many declared keys were undefined."""
+    """What finishing rows yields.
+
+    Attributes:
+        values: finite floats by key.
+        histograms: by key.
+        undefined: how many declared keys had no value.
+        unreported: values of keys that belong to NORMAL and not to the level: derived values that belong to it may need them.
+    """
 
     values: dict[str, float]
     histograms: dict[str, Histogram]
     undefined: int
+    unreported: dict[str, float]
+
+    def united(self, other: Values) -> Values:
+        """Both; where they share a key, the other's."""
+        return Values(
+            self.values | other.values,
+            self.histograms | other.histograms,
+            self.undefined + other.undefined,
+            self.unreported | other.unreported,
+        )
 
 
 class Field(NamedTuple):
@@ -65,16 +82,18 @@ class Layout:
         """Values of a `table` whose rows were taken at optimizer `steps` of `epochs`, as far as they belong to `level`."""
         window = Window(self, rows, steps, epochs)
         result: dict[str, float] = {}
+        unreported: dict[str, float] = {}
         undefined = 0
         for reader in self.readers:
-            if reader.metric.level > level:
+            reported = reader.metric.level <= level
+            if not reported and reader.metric.level > Level.NORMAL:
                 continue
             value = window.read(reader)
             if math.isfinite(value) and (value > 0 or not reader.metric.when_positive):
-                result[reader.key] = value
+                (result if reported else unreported)[reader.key] = value
             else:
-                undefined += not reader.metric.when_positive
-        return Values(result, self._finish_histograms(window, level), undefined)
+                undefined += reported and not reader.metric.when_positive
+        return Values(result, self._finish_histograms(window, level), undefined, unreported)
 
     def table(self, tensors: Array, numbers: Sequence[float], rows: int) -> Array:
         """[rows, labels * slots], every slot in its column, from [tensor slots, rows * labels] and the plain numbers."""

@@ -268,7 +268,7 @@ class Message(NamedTuple):
 
 def _portable(tensor: Tensor) -> tuple[Any, ...]:
     array = np.ascontiguousarray(tensor.numpy())
-    return _tensor, (pickle.PickleBuffer(array.data), array.dtype.char, array.shape)
+    return _tensor, (pickle.PickleBuffer(array.data), array.dtype.char, tuple(tensor.shape))  # [1] for [] in the array
 
 
 def _tensor(buffer: Any, kind: str, shape: tuple[int, ...]) -> Tensor:

@@ -104,6 +104,12 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     return torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0)
 
 
+def _rounded(norms: Tensor, dtype: torch.dtype) -> Tensor:
+    """The norms in a shorter type, as torch takes them, unless their sum leaves its range."""
+    rounded = norms.to(dtype)
+    return rounded if torch.isfinite(total_norm(rounded)) else norms
+
+
 def clip_gradients(gradients: Sequence[Tensor], norms: Tensor, max_norm: float) -> None:
     """Scales the gradients in place to a global norm of at most `max_norm`, bit for bit as `clip_grad_norm_` does.
 
@@ -113,8 +119,11 @@ def clip_gradients(gradients: Sequence[Tensor], norms: Tensor, max_norm: float) 
         max_norm: limit of the global L2 norm.
 
     On the CPU nothing is multiplied where nothing exceeds the limit; on CUDA everything always is, because looking
-    would synchronise. Non-finite gradients stay non-finite.
+    would synchronise. Non-finite gradients stay non-finite. Norms that the gradients' type cannot hold are not rounded to it:
+    torch erases such gradients.
     """
+    if norms.is_cpu and gradients[0].dtype.itemsize < norms.dtype.itemsize < torch.float64.itemsize:
+        norms = _rounded(norms, gradients[0].dtype)
     coefficient = clip_coefficient(total_norm(norms), max_norm)
     if coefficient.is_cuda or not float(coefficient) >= 1.0:
         torch._foreach_mul_(list(gradients), coefficient.to(gradients[0].dtype))

@@ -99,7 +99,18 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class MetricInfo:
-    """What a key means, in words that a dashboard can show."""
+    """What a key means, in words that a dashboard can show.
+
+    Attributes:
+        unit, question: what is counted, and what a reader learns from it.
+        id: stable name of the catalogue entry, `TELE-<number>`.
+        low, high: range; None where it has no bound.
+        healthy, warn, critical, source: what is normal and what is not, and who says so.
+        undefined: when the key is absent.
+        reduction, level, cost: how it is made of an update's rows, from which level on, at what cost.
+        name, category, priority: what people call it, its family, and how much it matters.
+        alarms, action: which ways of going wrong read it, and what to try then.
+    """
 
     unit: str
     question: str
@@ -114,6 +125,11 @@ class MetricInfo:
     reduction: str = ""
     level: str = "normal"
     cost: str = "free"
+    name: str = ""
+    category: str = ""
+    priority: str = ""
+    alarms: str = ""
+    action: str = ""
 
 
 @dataclass(frozen=True, slots=True)

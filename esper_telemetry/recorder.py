@@ -13,13 +13,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-from esper_telemetry.catalogue import catalogue
 from esper_telemetry.claim import Claim, claim, claim_again
 from esper_telemetry.journal import Held, JournalEvent, encode_end, encode_run, plain
 from esper_telemetry.layout import Layout, Values
 from esper_telemetry.metric import declared
 from esper_telemetry.offload import OffloadedWriter, worth_offloading
 from esper_telemetry.record import Axes, Level, MetricInfo, RunInfo, RunStatus
+from esper_telemetry.registry import registry
 from esper_telemetry.relay import CloseReport, Relay
 from esper_telemetry.sinks import SinkLike, as_sink
 from esper_telemetry.summary import Snapshot
@@ -94,7 +94,7 @@ class Recorder:
 
     def start(self, config: Mapping[str, Any], facts: Mapping[str, Any], axes: Axes) -> None:
         """Writes the run line, which is what sinks open with, and `config.json`; a resumed run goes on from `axes`."""
-        metrics = {metric.key: metric.info() for metric in catalogue()}
+        metrics = {entry.metric.key: entry.info() for entry in registry()}
         run = RunInfo(
             run_id=secrets.token_hex(6),
             name=self._name,

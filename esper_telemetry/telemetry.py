@@ -29,6 +29,7 @@ from esper_telemetry.peers import Peers
 from esper_telemetry.record import Axes, Level, RunInfo, RunStatus, check_key
 from esper_telemetry.recorder import Recorder
 from esper_telemetry.relay import CloseReport
+from esper_telemetry.sampling import BUDGET, Sampling
 from esper_telemetry.sinks import SinkLike
 from esper_telemetry.summary import Snapshot, summarize
 from esper_telemetry.window import Transfer, Window, finish
@@ -57,6 +58,8 @@ class Telemetry:
         close_timeout: seconds that `close` waits for the sinks, all together.
         resume: goes on in the run that `run_dir` holds, also in the backends. Give telemetry's state back by `load_state_dict`, unless an
             attached trainer loads a checkpoint. Updates that the journal holds already are not recorded again.
+        budget: share of the wall time that telemetry may take on the training thread; what is costly is measured in as many updates
+            as that allows.
         offload: whether an attached trainer's updates are summarised in a process beside it. By default where a second core is free;
             never without a run directory.
         ranks: `all`: where `torch.distributed` is initialised, the ranks report as one. `alone`: this process reports its own numbers
@@ -68,7 +71,7 @@ class Telemetry:
     everywhere, such as gradients that DistributedDataParallel has averaged, is rank 0's. `close` waits for nobody.
 
     Raises:
-        ValueError: for an unknown level or sink.
+        ValueError: for an unknown level or sink, and a budget that is no share.
         FileExistsError: if `run_dir` holds a journal already.
         FileNotFoundError, BlockingIOError: with `resume`, if it holds none, or a run that is still being trained.
         OSError: if `run_dir` cannot be written.
@@ -88,11 +91,13 @@ class Telemetry:
         notes: str = "",
         facts: Mapping[str, Any] | None = None,
         close_timeout: float = 15.0,
+        budget: float = BUDGET,
         offload: bool = True,
         resume: bool = False,
         ranks: Literal["all", "alone"] = "all",
     ) -> None:
         self.level = Level.parse(level)
+        self.sampling = Sampling(self.level, budget)
         self.clock = Clock()
         self._pid = os.getpid()
         self._timeout = close_timeout
@@ -175,11 +180,11 @@ class Telemetry:
                 self._window.add(group, epoch, step)
 
     def submit(self, snapshot: Snapshot) -> None:
-        """Adds a whole update, to be summarised: in the process beside this one if there is one, here otherwise."""
+        """Adds a whole update, to be summarised when it is flushed: in the process beside this one if there is one, here otherwise."""
         if not self._active or self._recorder is None:
             return
         with self.clock:
-            if self._recorder.offloaded and not snapshot.on_device:
+            if not snapshot.on_device and not self._peers:
                 self._snapshots.append(snapshot)
                 return
             for groups, epochs in summarize(snapshot, self._facts, self.level):
@@ -234,12 +239,15 @@ class Telemetry:
             measured.values.update(flush.numbers)
             now = time.perf_counter()
             elapsed, self._flushed = now - self._flushed, now
+            seconds = self.clock.take()
+            if not self._peers:  # ranks look at the same updates, whatever their clocks say
+                self.sampling.learn(seconds, elapsed)
             self._recorder.record(
                 flush.axes,
                 measured,
                 flush.snapshots,
                 partial=flush.partial,
-                seconds=self.clock.take(),
+                seconds=seconds,
                 elapsed=elapsed,
             )
 
@@ -320,7 +328,7 @@ def _flat(groups: Iterable[MetricGroup | Iterable[MetricGroup]]) -> Iterator[Met
     for group in groups:
         if isinstance(group, MetricGroup):
             yield group
-        elif isinstance(group, tuple | list | Iterator):
+        elif isinstance(group, Iterable):
             yield from _flat(group)
         else:
             raise TypeError(f"observe takes metric groups, got {type(group).__name__}: log takes plain numbers")

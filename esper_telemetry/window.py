@@ -126,9 +126,9 @@ Tables = dict[Layout, Table]
 
 def finish(tables: Tables, level: Level) -> Values:
     """Every value of an update that belongs to `level`."""
-    merged = Values({}, {}, 0)
+    merged = Values({}, {}, 0, {})
     for layout, table in tables.items():
-        merged = _united(merged, layout.finish(*table, level))
+        merged = merged.united(layout.finish(*table, level))
     return merged
 
 
@@ -140,9 +140,3 @@ def _tables(blocks: list[Packed], numbers: Array) -> tuple[Array, Array]:
         tables.append(packed.layout.table(numbers[:size], packed.numbers, packed.rows))
         numbers = numbers[size:]
     return tables[0] if len(tables) == 1 else np.concatenate(tables), numbers
-
-
-def _united(a: Values, b: Values) -> Values:
-    a.values.update(b.values)
-    a.histograms.update(b.histograms)
-    return Values(a.values, a.histograms, a.undefined + b.undefined)

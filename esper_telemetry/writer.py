@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
 
+from esper_telemetry.evidence import Captures
 from esper_telemetry.journal import (
     Journal,
     JournalEvent,
@@ -21,7 +22,7 @@ from esper_telemetry.layout import Values
 from esper_telemetry.metrics.performance import telemetry_health
 from esper_telemetry.record import Axes, Level, MetricInfo, Record, RunInfo, RunStatus
 from esper_telemetry.series.derive import Series
-from esper_telemetry.summary import Snapshot, summarize
+from esper_telemetry.summary import Snapshot, summarize, without_many_layers
 from esper_telemetry.window import Window
 
 
@@ -93,6 +94,7 @@ class JournalWriter:
         self._level = level
         self._facts: Mapping[str, Any] = {}
         self._series = Series(self._facts)
+        self._captures = Captures(level)
 
     def run(self, info: RunInfo) -> None:
         """See `Writer`."""
@@ -113,20 +115,42 @@ class JournalWriter:
 
     def record(self, measured: Measured) -> None:
         """See `Writer`."""
-        summary = _summarized(measured.snapshots, self._facts, self._level)
-        values = summary.values | measured.measured.values
-        values.update(self._series.derive(values, self._level))
+        found = _summarized(measured.snapshots, self._facts, self._level).united(measured.measured)
+        values = dict(found.values)
+        values.update(self._series.derive(found.unreported | values, self._level))
+        if self._level < Level.DEBUG:
+            values = without_many_layers(values)
         values.update(
             telemetry_health(
                 seconds=measured.seconds,
                 elapsed=measured.elapsed,
-                undefined=summary.undefined + measured.measured.undefined,
+                undefined=found.undefined,
                 level=self._level,
                 stats=measured.delivery,
             )
         )
-        histograms = summary.histograms | measured.measured.histograms
-        self._journal.write(encode_record(Record(measured.seq, measured.axes, values, histograms, measured.partial)))
+        self._journal.write(
+            encode_record(Record(measured.seq, measured.axes, values, found.histograms, measured.partial))
+        )
+        self._tell_baselines(measured)
+        self._capture(measured, values)
+
+    def _tell_baselines(self, measured: Measured) -> None:
+        """Says where the thresholds of gradients start anew: what was out of range has become the rule."""
+        groups = self._series.gradients.rebaselined
+        if groups:
+            data = {"keys": [f"grad/{group}/norm_preclip" for group in groups]}
+            self._journal.write(encode_event(JournalEvent("rebaseline", data, seq=measured.seq, axes=measured.axes)))
+
+    def _capture(self, measured: Measured, values: Mapping[str, float]) -> None:
+        """Appends the evidence that the record calls for; without a journal to keep it there is no reader for it."""
+        if self._journal.run_dir is None:
+            return
+        for snapshot in measured.snapshots:
+            pairs = {name: asdict(diagnosis) for name, diagnosis in self._series.pairs.diagnoses.items()}
+            for capture in self._captures.of(snapshot, values, self._facts, pairs):
+                event = JournalEvent(f"evidence/{capture.type}", capture.data, seq=measured.seq, axes=measured.axes)
+                self._journal.write(encode_event(event))
 
     def event(self, event: JournalEvent) -> None:
         """See `Writer`."""

@@ -21,6 +21,8 @@ ALLOWED: dict[str, set[str]] = {
     "ops": set(),
     "clock": set(),
     "courtesy": set(),
+    "sampling": {"record"},
+    "profiling": {"events", "hooks"},
     "metric": {"record"},
     "derived": {"record", "metric"},
     "reduction": set(),
@@ -30,20 +32,24 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": CORE,
     "series": {"record", "metric", "derived"},
     "catalogue": CORE | {"metrics", "series"},
+    "alarms": set(),
+    "registry": CORE | {"alarms", "catalogue", "sinks"},
     "journal": {"record"},
     "sinks": {"record"},
     "relay": {"record", "courtesy", "journal", "sinks"},
     "summary": CORE | {"metrics", "replay"},
-    "writer": CORE | {"journal", "metrics", "series", "summary", "window"},
+    "evidence": CORE | {"metrics", "summary"},
+    "writer": CORE | {"evidence", "journal", "metrics", "series", "summary", "window"},
     "offload": CORE | {"courtesy", "journal", "writer"},
     "claim": {"journal"},
-    "recorder": CORE | {"catalogue", "claim", "journal", "offload", "relay", "sinks", "summary", "writer"},
+    "recorder": CORE | {"claim", "journal", "offload", "registry", "relay", "sinks", "summary", "writer"},
     "failure": {"record"},
     "merging": CORE | {"window"},
     "signature": CORE | {"window"},
     "peers": CORE | {"merging", "signature", "window"},
     "follower": CORE | {"peers", "recorder"},
-    "telemetry": CORE | {"clock", "failure", "follower", "peers", "recorder", "relay", "sinks", "summary", "window"},
+    "telemetry": CORE
+    | {"clock", "failure", "follower", "peers", "recorder", "relay", "sampling", "sinks", "summary", "window"},
     "wiring": CORE | {"clock", "events", "hooks", "metrics", "replay", "summary", "telemetry"},
     "environments": set(),
     "ppo": {"environments", "ops", "hooks", "events", "replay"},
@@ -52,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
 """Of ours, what each module or package may import besides itself; `cli` and `commands` may import everything."""
 
 FREE = {"__init__", "__main__", "cli", "commands"}
-WITHOUT_TORCH = ("record", "metric", "series", "journal", "sinks", "relay", "testing")
+WITHOUT_TORCH = ("record", "metric", "series", "journal", "sinks", "relay", "testing", "alarms")
 
 
 def imports() -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import subprocess
@@ -60,6 +61,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ([*CARTPOLE, "--sink", "console", "--sink", "wandb:p?colour=red"], "sink wandb has no option 'colour'"),
         ([*CARTPOLE, "--sink", "wandb:p?mode=sometimes"], "mode must be one of auto, online, offline, got 'sometimes'"),
         ([*CARTPOLE, "--level", "loud"], "level must be one of off, minimal, normal, debug, got 'loud'"),
+        (
+            [*CARTPOLE, "--telemetry-budget", "2"],
+            "budget must be a share of the wall time over 0 and at most 1, got 2.0",
+        ),
+        ([*CARTPOLE, "--profile-schedule", "1", "1", "0"], "traces 1 or more, got 1, 1 and 0"),
+        ([*CARTPOLE, "--profile", "--level", "off"], "--profile writes into the run directory, and at level off there"),
         ([*CARTPOLE, "--levle", "debug"], "Unrecognized options: --levle"),
         ([*CARTPOLE, "--device", "abacus"], "device 'abacus' cannot be used here"),
         ([*CARTPOLE, "--total-steps", "0"], "total_steps must be at least 1, got 0"),
@@ -372,6 +379,28 @@ def test_at_level_off_nothing_is_written(here: Path, capfd: pytest.CaptureFixtur
 
     assert (code, err) == (0, "")
     assert list(here.iterdir()) == []
+
+
+def test_a_profile_is_a_trace_that_perfetto_and_tensorboard_read(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Updates 1 and 2 are passed over, 3 and 4 traced: twice the ranges of an update, with torch's operations below."""
+    four = ("--total-steps", "256", "--num-envs", "2", "--num-steps", "32", "--num-epochs", "1")
+    code, out, _ = said([*CARTPOLE, *four, "--run-dir", "run", "--profile", "--profile-schedule", "1", "1", "2"], capfd)
+
+    (path,) = (here / "run" / "profile").iterdir()
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    assert code == 0
+    assert str(path.relative_to(here)) in out
+    assert path.name.endswith(".pt.trace.json.gz")
+    assert (names.count("rollout"), names.count("update"), names.count("telemetry")) == (2, 2, 4)
+    assert sum(event["name"].startswith("aten::") for event in events) > 100
+
+
+def test_a_run_too_short_to_be_profiled_says_so(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said([*CARTPOLE, *ONE_UPDATE, "--run-dir", "run", "--profile"], capfd)
+
+    assert code == 0
+    assert "profile: nothing was traced, as the run ended before update 6" in out
 
 
 def test_a_run_is_replayed_into_another_backend_once(here: Path, capfd: pytest.CaptureFixture[str]) -> None:

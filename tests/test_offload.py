@@ -13,10 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from esper_telemetry import RunStatus, Telemetry, attach, read_run
 from esper_telemetry.environments import CueRecall
-from esper_telemetry.offload import OffloadedWriter
+from esper_telemetry.offload import OffloadedWriter, dumped
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.summary import Progress, Snapshot
 
@@ -112,6 +113,13 @@ def test_later_rollouts_do_not_change_what_still_waits(tmp_path: Path) -> None:
     at_once = trained(tmp_path / "at_once", offload=False)
     for a, b in zip(waited, at_once, strict=True):
         assert {k: (a.get(k), b.get(k)) for k in a.keys() | b.keys() if a.get(k) != b.get(k)} == {}
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 3)])
+def test_a_tensor_arrives_in_its_shape(shape: tuple[int, ...]) -> None:
+    (found,) = dumped((torch.ones(shape),)).load()
+
+    assert found.shape == shape
 
 
 KILLED = """

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,7 +34,8 @@ from esper_telemetry.events import RolloutEnd
 from esper_telemetry.metric import segment
 from esper_telemetry.ppo import PPO, Checkpoints, PPOConfig
 from esper_telemetry.ppo.ranks import Ranks
-from esper_telemetry.record import RunStatus
+from esper_telemetry.profiling import UpdateProfiler
+from esper_telemetry.record import Level, RunStatus
 from esper_telemetry.sinks import Sink, SinkLike, as_sink
 from esper_telemetry.telemetry import Telemetry
 from esper_telemetry.wiring import attach
@@ -75,9 +77,17 @@ def train(options: Train) -> int:
         return code
 
 
+def _check_profile(options: Train) -> None:
+    """Refuses a profile that could not be written."""
+    _profiler(options, Path())
+    if options.profile and Level.parse(options.level) is Level.OFF:
+        raise WrongUse("--profile writes into the run directory, and at level off there is none")
+
+
 def _prepared(options: Train) -> Prepared:
     if options.total_steps < 1:
         raise WrongUse(f"total_steps must be at least 1, got {options.total_steps}")
+    _check_profile(options)
     device = _device(own_device(options.device))
     size = Ranks.current().size
     if options.resume and size > 1:
@@ -99,6 +109,7 @@ def _telemetry(sinks: Sequence[SinkLike], options: Train) -> Telemetry:
         run_dir=options.resume or options.run_dir or "auto",
         name=None if options.run_dir else segment(options.env),
         level=options.level,
+        budget=options.telemetry_budget,
         config={**resume.kept_config(options), "ranks": Ranks.current().size},
         resume=options.resume is not None,
     )
@@ -133,9 +144,9 @@ def _run(trainer: PPO, telemetry: Telemetry, options: Train) -> int:
         with _stopped_by_signals(trainer) as came, telemetry, watching_ranks(partial(_give_up, telemetry)):
             if first():
                 _evaluate(trainer, options)
-            attach(telemetry, trainer)
-            checkpoints = _checkpoints(trainer, telemetry, options) if first() else None
-            trainer.learn(options.total_steps)
+            with _profiled(trainer, telemetry, options):
+                checkpoints = _checkpoints(trainer, telemetry, options) if first() else None
+                trainer.learn(options.total_steps)
             if checkpoints is not None:
                 checkpoints.save()
             code = _code(trainer, options, strongest(max(came, default=0)))
@@ -167,6 +178,27 @@ def _give_up(telemetry: Telemetry, lost: RankLostError) -> None:
 def _say(lost: RankLostError) -> None:
     if first():
         sys.stderr.write(f"esper-telemetry: {lost}\n")
+
+
+@contextmanager
+def _profiled(trainer: PPO, telemetry: Telemetry, options: Train) -> Iterator[None]:
+    """Attaches telemetry; within, some updates are traced if that was asked for."""
+    if not options.profile or telemetry.run_dir is None or not first():
+        attach(telemetry, trainer)
+        yield
+        return
+    profiler = _profiler(options, telemetry.run_dir)
+    with profiler.around(trainer.hooks, lambda: attach(telemetry, trainer)):
+        yield
+    if not profiler.traces:
+        print(f"profile: nothing was traced, as the run ended before update {profiler.updates}")
+    for trace in profiler.traces:
+        print(f"profile      {trace}\n             open it in https://ui.perfetto.dev")
+
+
+def _profiler(options: Train, run_dir: Path) -> UpdateProfiler:
+    wait, warm_up, active = options.profile_schedule
+    return UpdateProfiler(run_dir / "profile", wait=wait, warm_up=warm_up, active=active)
 
 
 def _checkpoints(trainer: PPO, telemetry: Telemetry, options: Train) -> Checkpoints | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from esper_telemetry.group import Last, Max, Mean, Metric, MetricGroup, Sum, label, reports
 from esper_telemetry.metric import segment
+from esper_telemetry.metrics.adam import AdamState, AdamTensor, adam_states, first_moment_weight, stable_rms
 from esper_telemetry.metrics.defined import defined
 from esper_telemetry.record import Level
 
@@ -48,6 +49,7 @@ class AdamStep(MetricGroup):
             number=601,
             unit="ratio",
             question="How large is an optimizer step next to the weights? About 0.001 is usual.",
+            cost="sampled",
             low=0.0,
             healthy="1e-4 to 1e-2",
             warn="> 0.03",
@@ -62,6 +64,7 @@ class AdamStep(MetricGroup):
             number=602,
             unit="1",
             question="How far does Adam use its learning rate? About 1 for consistent gradients, less for noisy ones.",
+            cost="sampled",
             low=0.0,
             undefined=f"{NOT_ADAM}, or the learning rate is zero",
         )
@@ -72,6 +75,7 @@ class AdamStep(MetricGroup):
             number=603,
             unit="1",
             question="Is Adam's second moment out of date for some tensor? Above 1 the gradient has outgrown it.",
+            cost="sampled",
             low=0.0,
             healthy="< 1.7",
             warn="> 2.3: loss spikes follow within 1 to 8 steps",
@@ -86,8 +90,9 @@ class AdamStep(MetricGroup):
             number=604,
             unit="fraction",
             question="What share of the gradient is signal, by Adam's state? For the trend only: biased under PPO.",
+            cost="sampled",
             source="derivation and simulation; reads 0.128 for 0 with 4 epochs of 4 minibatches",
-            undefined=f"{NOT_ADAM}, or its second moment is zero",
+            undefined=f"{NOT_ADAM} or only one, or its second moment is zero",
         )
     )
     eps_dominated_frac: Mean | None = reports(
@@ -98,7 +103,7 @@ class AdamStep(MetricGroup):
             question="For what share of the parameters is Adam only a tiny plain gradient step?",
             low=0.0,
             high=1.0,
-            cost="update",
+            cost="sampled",
             healthy="< 0.5",
             warn="> 0.9",
             source="heuristic",
@@ -119,6 +124,7 @@ class LayerSteps(MetricGroup):
             number=606,
             unit="ratio",
             question="How large is an optimizer step next to this tensor's weights? Exactly 0 is a frozen tensor.",
+            cost="sampled",
             low=0.0,
             healthy="1e-4 to 1e-2",
             warn="> 0.03",
@@ -133,6 +139,7 @@ class LayerSteps(MetricGroup):
             number=607,
             unit="weight norm",
             question="How large are this tensor's weights?",
+            cost="sampled",
             low=0.0,
             undefined="the tensor has no optimizer state",
         )
@@ -150,6 +157,7 @@ class WeightGrowth(MetricGroup):
             number=608,
             unit="ln",
             question="How much have the weights grown since training began? Growth precedes the loss of plasticity.",
+            cost="sampled",
             healthy="< 1",
             warn="> 2",
             source="Moalla 2024, 2405.00662",
@@ -169,37 +177,13 @@ class StateReset(MetricGroup):
             number=609,
             unit="count",
             question="For how many parameters does the optimizer start from nothing in the middle of training?",
+            cost="sampled",
             low=0.0,
             healthy="0",
             warn="> 0: the optimizer was made anew, momentum is lost",
-            undefined="before the first update",
+            undefined="the optimizer is not Adam, or was never looked at before",
         )
     )
-
-
-class AdamTensor(NamedTuple):
-    """One parameter after an Adam step.
-
-    Attributes:
-        weights: the parameter, after the step.
-        gradient: that the step used, clipped if it was; None where it has gone since.
-        m, v: bias-corrected first and second moment, float64, the shape of the parameter.
-        step: number of steps so far, 0-d.
-        lr, betas, eps: as in the optimizer.
-    """
-
-    weights: Tensor
-    gradient: Tensor | None
-    m: Tensor
-    v: Tensor
-    step: Tensor
-    lr: float | Tensor
-    betas: tuple[float, float]
-    eps: float
-
-    def update(self) -> Tensor:
-        """What the step added to the weights, weight decay aside."""
-        return -self.lr * self.m / (self.v.sqrt() + self.eps)
 
 
 def learning_rate(optimizer: Optimizer) -> LearningRate:
@@ -209,13 +193,16 @@ def learning_rate(optimizer: Optimizer) -> LearningRate:
 
 
 @torch.no_grad()
-def adam_step(optimizer: Optimizer) -> AdamStep:
-    """The step that Adam, or a relative of it, has just taken; call it after `step` and before `zero_grad`.
+def adam_step(state: Optimizer | Iterable[AdamState]) -> AdamStep:
+    """The step that Adam, or a relative of it, has just taken.
+
+    Args:
+        state: the optimizer after `step` and before `zero_grad`, or what `adam_states` found there.
 
     The signal share debiases ρ = |m|²/Σv by the sum κ of squared weights of m's average: (ρ - κ)/(1 - κ).
     Absent for optimizers without `exp_avg` and `exp_avg_sq`.
     """
-    tensors = list(adam_tensors(optimizer))
+    tensors = [found.corrected() for found in _states(state)]
     if not tensors:
         return AdamStep()
     parts = torch.stack([_sums(tensor) for tensor in tensors])
@@ -232,21 +219,20 @@ def adam_step(optimizer: Optimizer) -> AdamStep:
 
 
 @torch.no_grad()
-def layer_steps(optimizer: Optimizer, named: Mapping[str, Tensor]) -> LayerSteps:
+def layer_steps(state: Optimizer | Iterable[AdamState], names: Sequence[str]) -> LayerSteps:
     """The step that Adam has just taken, tensor by tensor.
 
     Args:
-        optimizer: after `step`.
-        named: parameters by name.
+        state: as for `adam_step`.
+        names: K names of the parameters that have a state, in the optimizer's order.
     """
-    names = {id(parameter): name for name, parameter in named.items()}
-    tensors = [tensor for tensor in adam_tensors(optimizer) if id(tensor.weights) in names]
+    tensors = [found.corrected() for found in _states(state)]
     if not tensors:
         return LayerSteps(())
     parts = torch.stack([_sums(tensor) for tensor in tensors])
     weights = torch.stack([torch.linalg.vector_norm(tensor.weights, dtype=torch.float64) for tensor in tensors])
     return LayerSteps(
-        tuple(segment(names[id(tensor.weights)]) for tensor in tensors),
+        tuple(map(segment, names)),
         update_to_weight=defined((parts[:, 0] / parts[:, 1]).sqrt()[None]),
         weight_norm=Last(weights[None]),
     )
@@ -267,47 +253,20 @@ def weight_norm(weights: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def state_reset(optimizer: Optimizer, *, updates: int) -> StateReset:
-    """Parameters with a gradient but without optimizer steps behind them.
+def state_reset(steps: Tensor, previous: Tensor | None) -> StateReset:
+    """Parameters whose optimizer counts fewer steps than when it was looked at before.
 
     Args:
-        optimizer: before its first step in this update.
-        updates: policy updates done before this one.
-
-    Absent where `updates` is 0, and for optimizers other than Adam's kind.
+        steps: [K], counted now.
+        previous: [K], counted at an earlier look; None at the first, which has nothing to compare with.
     """
-    if updates == 0 or "betas" not in optimizer.defaults:
+    if previous is None or previous.shape != steps.shape:
         return StateReset()
-    states = [optimizer.state.get(p, {}) for p in _parameters(optimizer) if p.grad is not None]
-    steps = [state["step"] for state in states if "step" in state]
-    fresh: float | Tensor = float(sum(1 for state in states if not state))
-    for step in steps:
-        fresh = fresh + (torch.as_tensor(step) == 0).double()
-    return StateReset(Sum(fresh))
+    return StateReset(Sum((steps < previous).sum().double()))
 
 
-def adam_tensors(optimizer: Optimizer) -> Iterator[AdamTensor]:
-    """Every parameter that has Adam state."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            if "exp_avg" in state and "exp_avg_sq" in state:
-                yield _adam_tensor(parameter, state, group)
-
-
-def _adam_tensor(parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> AdamTensor:
-    beta1, beta2 = group["betas"]
-    step = torch.as_tensor(state["step"]).double().to(parameter.device, non_blocking=True)
-    return AdamTensor(
-        weights=parameter,
-        gradient=parameter.grad,
-        m=state["exp_avg"].double() / (1.0 - beta1**step),
-        v=state["exp_avg_sq"].double() / (1.0 - beta2**step),
-        step=step,
-        lr=group["lr"],
-        betas=(beta1, beta2),
-        eps=group["eps"],
-    )
+def _states(state: Optimizer | Iterable[AdamState]) -> Iterable[AdamState]:
+    return adam_states(state) if isinstance(state, Optimizer) else state
 
 
 def _sums(tensor: AdamTensor) -> Tensor:
@@ -327,27 +286,9 @@ def _sums(tensor: AdamTensor) -> Tensor:
     )
 
 
-def stable_rms(tensor: AdamTensor) -> Tensor:
-    """RMS of the gradient over Adam's denominator, 0-d: √mean(g²/max(v, ε²)), about 1 when stationary."""
-    assert tensor.gradient is not None
-    squares = tensor.gradient.double().square() / tensor.v.clamp(min=tensor.eps**2)
-    return squares.mean().sqrt()
-
-
-def first_moment_weight(beta: float, step: Tensor) -> Tensor:
-    """Sum κ of the squared weights with which past gradients enter the bias-corrected first moment, 0-d."""
-    decay = beta**step
-    return (1.0 - beta) / (1.0 + beta) * (1.0 + decay) / (1.0 - decay)
-
-
 def _largest(values: Sequence[Tensor]) -> Max | None:
     """The largest finite value, if there is any."""
     if not values:
         return None
     stacked = torch.stack(tuple(values))
     return Max(torch.where(torch.isfinite(stacked), stacked, -torch.inf).max())
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]

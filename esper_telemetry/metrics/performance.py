@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from esper_telemetry.derived import Derived
 from esper_telemetry.group import Max, Metric, MetricGroup, reports
@@ -66,6 +66,53 @@ class UpdatePerformance(MetricGroup):
             question="How long did the optimization take in this update: advantages, losses, gradients, steps?",
             low=0.0,
             undefined="the trainer does not time it",
+        )
+    )
+    rollout_cpu_ms: Max | None = reports(
+        Metric(
+            key="perf/rollout_cpu_ms",
+            number=955,
+            unit="ms",
+            question="How much processor time did the rollout take, all threads of the process together?",
+            low=0.0,
+            undefined="the trainer does not time it",
+        )
+    )
+    update_cpu_ms: Max | None = reports(
+        Metric(
+            key="perf/update_cpu_ms",
+            number=956,
+            unit="ms",
+            question="How much processor time did the optimization take, all threads of the process together?",
+            low=0.0,
+            undefined="the trainer does not time it",
+        )
+    )
+    cpu_frac: float | None = reports(
+        Metric(
+            key="perf/cpu_frac",
+            number=957,
+            unit="cores",
+            question="How many processor cores did training keep busy? Well below 1 it waits: for a device, a disk, other programs.",
+            low=0.0,
+            undefined="the trainer does not time it",
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPeriod(MetricGroup):
+    """How often an update is looked at closely."""
+
+    replicated: ClassVar[bool] = True
+    sample_every: float | None = reports(
+        Metric(
+            key="telemetry/sample_every",
+            number=975,
+            unit="updates",
+            question="Every how many updates are the costly metrics measured? Telemetry raises it to stay within its budget.",
+            low=1.0,
+            undefined="at the level minimal",
         )
     )
 
@@ -184,7 +231,12 @@ class DeliveryStats(Protocol):
 
 
 def update_performance(
-    update: int, *, env_steps: int, elapsed: float, seconds: Mapping[str, float]
+    update: int,
+    *,
+    env_steps: int,
+    elapsed: float,
+    seconds: Mapping[str, float],
+    cpu_seconds: Mapping[str, float] | None = None,
 ) -> UpdatePerformance:
     """Speed and phase times of one update.
 
@@ -193,7 +245,9 @@ def update_performance(
         env_steps: environment steps collected for it, over all environments.
         elapsed: wall time of the whole update in seconds, rollout included.
         seconds: wall time by phase, such as `environment`, `inference`, `update`; other phases are passed over.
+        cpu_seconds: processor time by phase, `rollout` and `update`.
     """
+    processor = {name: 1000.0 * value for name, value in (cpu_seconds or {}).items()}
     phases = {name: 1000.0 * value for name, value in seconds.items()}
     return UpdatePerformance(
         update=float(update),
@@ -201,6 +255,9 @@ def update_performance(
         environment_ms=_slowest(phases.get("environment")),
         inference_ms=_slowest(phases.get("inference")),
         update_ms=_slowest(phases.get("update")),
+        rollout_cpu_ms=_slowest(processor.get("rollout")),
+        update_cpu_ms=_slowest(processor.get("update")),
+        cpu_frac=sum(processor.values()) / (1000.0 * elapsed) if processor and elapsed > 0 else None,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ from esper_telemetry.events import (
     EpisodeEnd,
     EvaluationEnd,
     MinibatchEnd,
+    MinibatchStart,
+    OptimizerStep,
     RecurrentForward,
     Rollback,
     RolloutEnd,
     RunStart,
+    Shard,
     TrunkBackward,
     UpdateEnd,
 )
@@ -42,6 +46,7 @@ from esper_telemetry.ppo.ranks import Ranks
 from esper_telemetry.ppo.replay import RolloutReplay
 from esper_telemetry.ppo.rollout import Batch, Rollout, flatten
 from esper_telemetry.ppo.schedules import STOP_FACTOR, adapted_rate, entropy_coef, learning_rate, mean_kl
+from esper_telemetry.ppo.shards import shard_gradients
 from esper_telemetry.ppo.steps import steps_for
 from esper_telemetry.ppo.telling import minibatch_event, recurrent_event, rollout_event
 from esper_telemetry.ppo.watchdog import Watchdog
@@ -171,6 +176,7 @@ class PPO:
             "optimizer": type(self.optimizer).__name__,
             "advantage_correction": 1,
             "groups": self.policy.groups(),
+            "value_head": ["value"],
             "heads": {name: spec.kind for name, spec in self.env.action_specs.items()},
             **{name: getattr(config, name) for name in FACTS},
         }
@@ -186,7 +192,9 @@ class PPO:
 
     def _train_once(self) -> None:
         """One rollout and the update it feeds; in the end the ranks agree whether to go on."""
+        cpu = [time.process_time()]
         rollout = self.collector.collect(self.steps.resets)
+        cpu.append(time.process_time())
         self.updates += 1
         (transitions,) = self.ranks.totals(rollout.transitions)
         self.env_steps += transitions
@@ -199,9 +207,9 @@ class PPO:
             self.hooks.emit(Rollback(self.updates, self.env_steps, self.watchdog.rollbacks))
         if self.hooks.wants(UpdateEnd):
             seconds = {**self.collector.seconds, "update": time.perf_counter() - start}
-            self.hooks.emit(
-                UpdateEnd(self.updates, self.env_steps, self.gradient_steps, rate, seconds, epochs, self._coefficients)
-            )
+            processor = {"rollout": cpu[1] - cpu[0], "update": time.process_time() - cpu[1]}
+            places = (self.updates, self.env_steps, self.gradient_steps)
+            self.hooks.emit(UpdateEnd(*places, rate, seconds, epochs, self._coefficients, processor))
         self._agreed_to_stop = self.ranks.totals(self._stopping)[0] > 0
 
     def _update(self, rollout: Rollout) -> int:
@@ -261,6 +269,8 @@ class PPO:
         """
         if self.config.normalize_advantages and self.config.normalize_minibatches:
             batch = replace(batch, advantages=self.steps.normalize(batch.advantages))
+        if step == 0 and self.hooks.wants(MinibatchStart):
+            self.hooks.emit(MinibatchStart(epoch, step, partial(self._shards, batch)))
         outputs = self.policy.trunks(batch.observations, batch.grid())
         actor, critic = leaf(outputs[0]), leaf(outputs[-1])
         result = self._losses(batch, actor, critic)
@@ -274,6 +284,16 @@ class PPO:
             losses = {name: loss.detach() for name, loss in result.losses.items()}
             self.hooks.emit(minibatch_event(batch, (epoch, step), result, self.policy, losses))
         return result.log_ratio.detach()
+
+    def _shards(self, batch: Batch, count: int) -> list[Shard]:
+        """Gradients of parts of a minibatch, which nothing keeps."""
+
+        def loss(part: Batch) -> Tensor:
+            outputs = self.policy.trunks(part.observations, part.grid())
+            losses = self._losses(part, outputs[0], outputs[-1]).losses
+            return add([self._weights[name] * loss for name, loss in losses.items()])
+
+        return shard_gradients(batch, count, loss, list(self._parameters.values()))
 
     def _losses(self, batch: Batch, actor: Tensor, critic: Tensor) -> Result:
         """The losses of a minibatch as functions of the trunk outputs; the entropy only where it counts."""
@@ -294,6 +314,8 @@ class PPO:
             if config.max_grad_norm is not None:
                 ops.clip_gradients(list(gradients.values()), norms, config.max_grad_norm)
         self.optimizer.step()
+        if self.hooks.wants(OptimizerStep):
+            self.hooks.emit(OptimizerStep(epoch, step, self.optimizer, self._parameters))
         for parameter in self._parameters.values():
             parameter.grad = None
         self.gradient_steps += 1

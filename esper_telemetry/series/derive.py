@@ -13,6 +13,7 @@ from esper_telemetry.record import Level
 from esper_telemetry.series.advantages import advantage_scale
 from esper_telemetry.series.critic import CriticMoments, VarianceAverage, critic_fit
 from esper_telemetry.series.gradients import GradientHistory
+from esper_telemetry.series.pairs import PairHistories
 from esper_telemetry.series.policy import ENTROPY_WINDOW, entropy_rate, largest_shift
 from esper_telemetry.series.temporal import Temporal
 
@@ -25,13 +26,18 @@ class Series:
 
     It reads the run's facts and the values by key and nothing else, so that a journal yields the same derived values
     again.
+
+    Attributes:
+        gradients: what is known of the gradients.
+        pairs: what is known of modules and their hosts, where any are watched.
     """
 
     def __init__(self, facts: Mapping[str, Any] | None = None) -> None:
         known = facts or {}
         self._variance = VarianceAverage()
         self._entropies: deque[float] = deque(maxlen=ENTROPY_WINDOW)
-        self._gradients = GradientHistory(
+        self.pairs = PairHistories()
+        self.gradients = GradientHistory(
             [segment(name) for name in known.get("groups", ())], known.get("max_grad_norm")
         )
         self._temporal = Temporal(known)
@@ -43,7 +49,8 @@ class Series:
             **self._advantages(values, level),
             **self._entropy(values, level),
             **self._shifts(values, level),
-            **self._gradients.derive(values, level),
+            **self.gradients.derive(values, level),
+            **self.pairs.derive(values, level),
             **self._temporal.derive(values, level),
         }
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from esper_telemetry.derived import Array, Derived
 from esper_telemetry.metric import Metric, label, reports
+from esper_telemetry.record import Level
 from esper_telemetry.series.robust import N_MIN, SCALE_MIN, WINDOW, History, decades, spread
 
 DECADES_EXPLODE = 2.0
@@ -69,6 +70,7 @@ class GroupSeverity(Derived):
             question="Above which norm do this group's gradients count as exploding?",
             low=0.0,
             source="median + 6 robust standard deviations of its log10 norms, 2 to 200 clip limits",
+            undefined="the group has no gradient",
         )
     )
     threshold_vanish: Array | None = reports(
@@ -79,6 +81,48 @@ class GroupSeverity(Derived):
             question="Below which norm do this group's gradients count as vanishing?",
             low=0.0,
             source="median - 6 robust standard deviations of its log10 norms, 1e-8 to 1e-2 clip limits",
+            undefined="the group has no gradient",
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSeverity(Derived):
+    """Severities per parameter tensor, [layers] each; NaN where undefined."""
+
+    layer: tuple[str, ...] = label()
+    severity_explode: Array | None = reports(
+        Metric(
+            key="grad/layer/{layer}/severity_explode",
+            number=524,
+            unit="severity",
+            question="Does this parameter tensor have exploding gradients? 0 no, 1 a hundred times its own threshold.",
+            low=0.0,
+            high=1.0,
+            level=Level.DEBUG,
+            cost="debug",
+            healthy="0",
+            warn="> 0.25",
+            critical=">= 0.75",
+            source="as grad/{group}/severity_explode, with a history of its own",
+            undefined="the tensor has no gradient",
+        )
+    )
+    severity_vanish: Array | None = reports(
+        Metric(
+            key="grad/layer/{layer}/severity_vanish",
+            number=525,
+            unit="severity",
+            question="Does this parameter tensor have vanishing gradients? 0 no, 1 exactly zero or nearly so.",
+            low=0.0,
+            high=1.0,
+            level=Level.DEBUG,
+            cost="debug",
+            healthy="0",
+            warn="> 0.25",
+            critical=">= 0.75",
+            source="as grad/{group}/severity_vanish, with a history of its own",
+            undefined="the tensor has no gradient",
         )
     )
 
@@ -181,7 +225,8 @@ class NormBaseline:
         explode = np.where(present, explode_severity(peak, thresholds.explode), np.nan)
         vanish = np.where(present, vanish_severity(mean, thresholds.vanish), np.nan)
         anew = self._learn(mean, np.fmax(explode, vanish), present)
-        return GroupSeverity(self.groups, explode, vanish, thresholds.explode, thresholds.vanish), anew
+        limits = (np.where(present, limit, np.nan) for limit in (thresholds.explode, thresholds.vanish))
+        return GroupSeverity(self.groups, explode, vanish, *limits), anew
 
     def _learn(self, mean: Array, severity: Array, present: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         healthy = present & (severity < HEALTHY_BELOW)

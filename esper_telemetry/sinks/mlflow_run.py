@@ -17,6 +17,7 @@ from esper_telemetry.sinks.histogram import by_tag
 from esper_telemetry.sinks.mlflow_names import LegalNames
 from esper_telemetry.sinks.plain import flattened, masked
 from esper_telemetry.sinks.protocol import PermanentSinkError
+from esper_telemetry.sinks.readme import glossary
 
 MAX_METRICS = 1000
 MAX_PARAMS = 100
@@ -26,6 +27,8 @@ QUANTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
 RUN_TAG = "esper.run_id"
 KEYMAP_TAG = "esper.keymap"
 CHANGED_TAG = "esper.changed."
+METRICS_TAG = "esper.metrics"
+"""Before the name of a family: what its metrics mean."""
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 """Without it MLflow's pages take a training run for an evaluation of a language model."""
 
@@ -139,6 +142,7 @@ def _created(client: Any, experiment_id: str, run: RunInfo) -> Any:
         "mlflow.source.type": "LOCAL",
         "mlflow.runName": run.name,
         **{f"esper.tag.{tag}": "true" for tag in run.tags},
+        **{f"{METRICS_TAG}.{family}": _cut(text) for family, text in glossary(run).items()},
     }
     if run.notes:
         tags["mlflow.note.content"] = run.notes[:MAX_TAG_LENGTH]
@@ -159,6 +163,13 @@ def _numbers(record: Record) -> dict[str, float]:
 def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     for start in range(0, len(items), size):
         yield items[start : start + size]
+
+
+def _cut(text: str) -> str:
+    """As many whole lines as a tag holds."""
+    if len(text) <= MAX_TAG_LENGTH:
+        return text
+    return text[:MAX_TAG_LENGTH].rpartition("\n")[0]
 
 
 def _user() -> str:

@@ -20,11 +20,28 @@ def run_readme(run: RunInfo) -> str:
 
 
 def metric_description(info: MetricInfo) -> str:
-    """One metric for a tooltip: what it answers, its unit, and what is healthy."""
+    """One metric for a tooltip: its name, what it answers, its unit, what is healthy, and what to try when it is not."""
     levels = {"Healthy": info.healthy, "Warning": info.warn, "Critical": info.critical}
     bounds = "; ".join(f"{name}: {_safe(text)}" for name, text in levels.items() if text)
-    unit = f"Unit: {_safe(info.unit)}." if info.unit else ""
-    return " ".join(part for part in (_safe(info.question), unit, f"{bounds}." if bounds else "") if part)
+    parts = (
+        f"**{_safe(info.name[:1].upper() + info.name[1:])}.**" if info.name else "",
+        _safe(info.question),
+        f"Unit: {_safe(info.unit)}." if info.unit else "",
+        f"{bounds}." if bounds else "",
+        f"Not healthy? {_safe(info.action)}" if info.action and bounds else "",
+        _safe(info.id),
+    )
+    return " ".join(part for part in parts if part)
+
+
+def glossary(run: RunInfo) -> dict[str, str]:
+    """By family, every metric that the run declares: what it answers and what is healthy; plain text, a line each."""
+    families: dict[str, list[str]] = {}
+    for key, info in run.metrics.items():
+        healthy = f" Healthy: {info.healthy}." if info.healthy else ""
+        line = f"{key} [{info.unit}]: {info.question}{healthy}"
+        families.setdefault(re.sub(r"\W", "", family_name(key)), []).append(" ".join(line.split()))
+    return {name: "\n".join(lines) for name, lines in families.items()}
 
 
 def _head(run: RunInfo) -> str:

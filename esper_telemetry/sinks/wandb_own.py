@@ -30,12 +30,15 @@ EXIT_CODES = {
 
 
 class OwnRun:
-    """A run that we started: one row per `log`, nobody else writes."""
+    """A run that we started: one row per `log`, nobody else writes.
+
+    W&B has no place for what a metric means; its definitions carry the axis of each family, and that axes need no charts.
+    """
 
     def __init__(self, run: Any) -> None:
         self.run = run
         for axis in AXES:
-            run.define_metric(axis)
+            run.define_metric(axis, hidden=True)
 
     def chart_name(self, key: str) -> str:
         """The name that stands for the key's whole family."""

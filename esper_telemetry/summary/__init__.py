@@ -1,11 +1,14 @@
 """From what one update left behind to the groups that measure it: pure, so that any process can do it."""
 
+from esper_telemetry.summary.layers import without_many_layers
+from esper_telemetry.summary.samples import gradient_sample
 from esper_telemetry.summary.snapshot import (
     Actions,
     Details,
     Drawn,
     Episodes,
     Gradients,
+    GradientSample,
     Layer,
     Leaves,
     Memory,
@@ -22,6 +25,7 @@ __all__ = [
     "Details",
     "Drawn",
     "Episodes",
+    "GradientSample",
     "Gradients",
     "Layer",
     "Leaves",
@@ -32,5 +36,7 @@ __all__ = [
     "Progress",
     "Rollout",
     "Snapshot",
+    "gradient_sample",
     "summarize",
+    "without_many_layers",
 ]

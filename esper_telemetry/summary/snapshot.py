@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from esper_telemetry.metrics.actions import ActionTotal
+from esper_telemetry.metrics.adam import AdamState
 from esper_telemetry.metrics.lstm import LSTMWeights, StateSize
 
 
@@ -98,7 +99,7 @@ class Normalizer:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A rollout before anything is normalised, each [T, B]; see `events.RolloutEnd`."""
+    """A rollout before anything is normalised, each [T, B], per head [T, B] or [T, B, D]; see `events.RolloutEnd`."""
 
     rewards: Tensor
     values: Tensor
@@ -114,6 +115,8 @@ class Rollout:
     actions: Actions | None = None
     memory: Memory | None = None
     normalizers: Mapping[str, Normalizer] = field(default_factory=dict)
+    acted: Mapping[str, Tensor] = field(default_factory=dict)
+    head_log_probs: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +173,7 @@ class Minibatches:
         log_std: per Gaussian head [R, D].
         head_log_ratios: per head [R], where there are several: the parts of `log_ratio`.
         relevance: per head that is not always relevant [R], bool.
+        rows: [R], which transitions of the rollout they are, counted time by time; None where nobody says.
         features: [n, F], what the heads read of the first rows of the first minibatch; None where nobody keeps them.
         details: at DEBUG.
     """
@@ -187,6 +191,7 @@ class Minibatches:
     relevance: Mapping[str, Tensor] = field(default_factory=dict)
     features: Tensor | None = None
     details: Details | None = None
+    rows: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +225,54 @@ class Gradients:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """Which update, how fast, at which learning rate; seconds of wall time, in total and by phase; weights of the losses.
+class GradientSample:
+    """Whole gradients and optimizer states of an update that is looked at closely: d entries of K parameters, one after the other.
 
-    Its data were collected for the update `collected`; None where nobody told.
+    Attributes:
+        names, numels: of the K parameters.
+        minibatches: [d] of each minibatch of the first epoch, before clipping.
+        shards: [d] of each part of the first minibatch.
+        samples: independent samples in each part.
+        actor, critic: [s]: gradients of the two losses with respect to the parameters that they share.
+        states: of the optimizer after the steps that were looked at, and the names of their parameters.
+        state_names: of the parameters that have a state.
+        previous_steps: [K'], steps that the optimizer counted when it was looked at before.
+        initial_norm: 0-d, of all weights when training began.
+    """
+
+    names: tuple[str, ...]
+    numels: tuple[int, ...]
+    minibatches: tuple[Tensor, ...] = ()
+    shards: tuple[Tensor, ...] = ()
+    samples: tuple[int, ...] = ()
+    actor: Tensor | None = None
+    critic: Tensor | None = None
+    states: tuple[tuple[AdamState, ...], ...] = ()
+    state_names: tuple[str, ...] = ()
+    previous_steps: Tensor | None = None
+    initial_norm: Tensor | None = None
+
+    @property
+    def entries(self) -> int:
+        """How many numbers it holds, about."""
+        vectors = len(self.minibatches) + len(self.shards) + 4 * len(self.states) + 2 * (self.actor is not None)
+        return vectors * sum(self.numels)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where training stands.
+
+    Attributes:
+        update: which one.
+        env_steps: steps collected for it.
+        learning_rate: as used in it.
+        elapsed: seconds of wall time, of the whole update.
+        seconds: of wall time, by phase.
+        coefficients: weights of the losses.
+        cpu_seconds: of processor time, by phase.
+        collected: the update that its data were collected for; None where nobody told.
+        sample_every: every how many updates one is looked at closely; None where none is.
     """
 
     update: int
@@ -233,6 +282,8 @@ class Progress:
     seconds: Mapping[str, float]
     coefficients: Mapping[str, float] = field(default_factory=dict)
     collected: int | None = None
+    cpu_seconds: Mapping[str, float] = field(default_factory=dict)
+    sample_every: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +295,7 @@ class Snapshot:
     minibatches: Minibatches | None = None
     gradients: tuple[Gradients, ...] = ()
     progress: Progress | None = None
+    sample: GradientSample | None = None
 
     def __bool__(self) -> bool:
         """Whether anything happened."""

@@ -17,15 +17,17 @@ from esper_telemetry.metrics.entropy import PolicyEntropy, entropy_rows, head_en
 from esper_telemetry.metrics.episodes import episode_stats
 from esper_telemetry.metrics.gaussian import gaussian_stats
 from esper_telemetry.metrics.gradients import (
-    LayerGradients,
+    bonus_gradient,
     coefficients,
     gradient_norms,
     group_interference,
+    head_gradients,
     interference,
     layer_concentration,
+    value_gradient,
 )
 from esper_telemetry.metrics.head_ratio import head_ratio_diagnostics
-from esper_telemetry.metrics.integrity import buffer_age, gae_identity, mask_violation, nonfinite_count
+from esper_telemetry.metrics.integrity import buffer_age, gae_identity, mask_violation
 from esper_telemetry.metrics.losses import LossTerms, loss_terms
 from esper_telemetry.metrics.lstm import (
     GateGroups,
@@ -39,7 +41,7 @@ from esper_telemetry.metrics.lstm import (
 )
 from esper_telemetry.metrics.normalizer import NormalizerClipping, normalizer_drift
 from esper_telemetry.metrics.optimizer import LearningRate
-from esper_telemetry.metrics.performance import update_performance
+from esper_telemetry.metrics.performance import SamplingPeriod, update_performance
 from esper_telemetry.metrics.ratio import ratio_diagnostics
 from esper_telemetry.metrics.representation import excess_ratio, feature_rank, unit_activity
 from esper_telemetry.metrics.returns import return_stats
@@ -49,6 +51,8 @@ from esper_telemetry.metrics.values import value_fit
 from esper_telemetry.record import Level
 from esper_telemetry.summary.detailed import detailed
 from esper_telemetry.summary.grid import in_grid
+from esper_telemetry.summary.numerics import nonfinite_in
+from esper_telemetry.summary.samples import gradient_sample
 from esper_telemetry.summary.snapshot import (
     Actions,
     Drawn,
@@ -62,8 +66,8 @@ from esper_telemetry.summary.snapshot import (
     Snapshot,
 )
 
-MOST_LAYERS = 64
-"""Parameter tensors of which NORMAL still reports each; DEBUG reports all."""
+HEAD = "head:"
+"""How the names of groups that are the policy's heads begin."""
 
 MOST_FEATURES = 256
 """Width of the features up to which NORMAL reports their rank, whose cost grows with its third power; on an accelerator, which a
@@ -94,9 +98,13 @@ def summarize(snapshot: Snapshot, facts: Mapping[str, Any], level: Level) -> Ite
         yield Observation(list(detailed(minibatches, facts, coefficients)), minibatches.epochs)
         yield Observation(_spreads(minibatches))
         yield Observation(_features(minibatches, facts, level))
+    if snapshot.sample is not None:
+        yield Observation(gradient_sample(snapshot.sample, level))
     for gradients in snapshot.gradients:
         counts = snapshot.minibatches.counts if snapshot.minibatches and facts.get("ranks", 1) > 1 else None
-        yield Observation(list(_gradients(gradients, facts, level, counts)), gradients.epochs)
+        yield Observation(list(_gradients(gradients, facts, counts)), gradients.epochs)
+    if snapshot.rollout is not None or snapshot.minibatches is not None:
+        yield Observation([nonfinite_in(snapshot)])
     if snapshot.progress is not None:
         yield Observation(_progress(snapshot.progress))
 
@@ -114,7 +122,6 @@ def _rollout(rollout: Rollout) -> list[MetricGroup]:
         terminal_error(values, rewards, terminated, valid=valid),
         monte_carlo_fit(values, rewards, rollout.ended, terminated, gamma=gamma, valid=valid),
         gae_identity(rollout.advantages, values, rollout.returns, valid=valid),
-        nonfinite_count((rewards, rollout.log_probs, values, rollout.advantages), valid=valid),
     ]
 
 
@@ -181,9 +188,16 @@ def _minibatches(
     if entropy is not None:
         yield entropy
         yield head_entropy(heads, valid=valid, dim=-1)
+    weights = {"value": facts.get("value_coef"), "entropy": facts.get("entropy_coef"), **coefficients}
     if {"policy", "value"} <= set(minibatches.losses):
-        constant = {"value": facts.get("value_coef"), "entropy": facts.get("entropy_coef")}
-        yield _losses(minibatches, entropy, constant | dict(coefficients))
+        yield _losses(minibatches, entropy, weights)
+    yield bonus_gradient(
+        minibatches.logits,
+        entropy_coef=weights["entropy"] or 0.0,
+        action_masks=minibatches.action_masks,
+        relevant=relevant,
+        valid=valid,
+    )
 
 
 def _used_advantages(minibatches: Minibatches, rollout: Rollout | None, facts: Mapping[str, Any]) -> MetricGroup:
@@ -245,16 +259,13 @@ def _losses(
     return loss_terms(policy, value, bonus, total, count=minibatches.counts)
 
 
-def _gradients(
-    gradients: Gradients, facts: Mapping[str, Any], level: Level, counts: Sequence[int] | None
-) -> Iterator[MetricGroup]:
+def _gradients(gradients: Gradients, facts: Mapping[str, Any], counts: Sequence[int] | None) -> Iterator[MetricGroup]:
     """Of an update; `counts` are a rank's rows of each minibatch, where several ranks report together."""
     groups, numels = facts.get("groups", {}), gradients.numels
     found = gradient_norms(gradients.norms, gradients.names, groups, numels, max_norm=gradients.max_norm)
-    if len(gradients.names) > MOST_LAYERS and level < Level.DEBUG:
-        found = found._replace(layers=LayerGradients(()))
     yield from found
     yield layer_concentration(gradients.norms)
+    yield from _heads(gradients, facts)
     if gradients.leaves is None:
         yield group_interference(found)
     else:
@@ -263,9 +274,24 @@ def _gradients(
         yield interference(actor, critic, coefs=coefficients(found.clip), dots=dots, counts=whole)
 
 
+def _heads(gradients: Gradients, facts: Mapping[str, Any]) -> Iterator[MetricGroup]:
+    """The policy's heads and the value head, one by one."""
+    norms, names = gradients.norms, gradients.names
+    groups: Mapping[str, Sequence[str]] = facts.get("groups", {})
+    heads = {group.removeprefix(HEAD): members for group, members in groups.items() if group.startswith(HEAD)}
+    if heads:
+        yield head_gradients(norms, names, heads)
+    if facts.get("value_head"):
+        yield value_gradient(norms, names, facts["value_head"])
+
+
 def _progress(progress: Progress) -> list[MetricGroup]:
     performance = update_performance(
-        progress.update, env_steps=progress.env_steps, elapsed=progress.elapsed, seconds=progress.seconds
+        progress.update,
+        env_steps=progress.env_steps,
+        elapsed=progress.elapsed,
+        seconds=progress.seconds,
+        cpu_seconds=progress.cpu_seconds,
     )
     age = [] if progress.collected is None else [buffer_age(progress.update, progress.collected)]
-    return [LearningRate(lr=progress.learning_rate), performance, *age]
+    return [LearningRate(lr=progress.learning_rate), performance, SamplingPeriod(progress.sample_every), *age]

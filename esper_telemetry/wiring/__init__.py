@@ -8,9 +8,13 @@ from typing import Protocol
 from esper_telemetry.hooks import Hooks, Remover
 from esper_telemetry.record import Level
 from esper_telemetry.telemetry import Telemetry
+from esper_telemetry.wiring.close_look import CloseLook
 from esper_telemetry.wiring.listener import Listener
+from esper_telemetry.wiring.pairs import watch_pair
 from esper_telemetry.wiring.replays import Replays
 from esper_telemetry.wiring.update import Update
+
+__all__ = ["Source", "attach", "watch_pair"]
 
 
 class Companions(Protocol):
@@ -36,7 +40,8 @@ def attach(telemetry: Telemetry, source: Source) -> Remover:
     if telemetry.level is Level.OFF:
         return lambda: None
     replays = Replays(telemetry, Listener(telemetry.clock, source.hooks))
-    update = Update(telemetry, replays)
+    close_look = CloseLook(Listener(telemetry.clock, source.hooks), every_step=telemetry.level is Level.DEBUG)
+    update = Update(telemetry, replays, close_look)
     telemetry.expect_updates(suspects=update.suspects, open_update=update.take)
     listener = Listener(telemetry.clock, source.hooks)
     update.listen(listener)
@@ -46,6 +51,7 @@ def attach(telemetry: Telemetry, source: Source) -> Remover:
     def stop() -> None:
         listener.stop()
         replays.stop()
+        close_look.stop()
         if leave is not None:
             leave()
 

@@ -28,6 +28,7 @@ class Joining:
         self._valid: list[Tensor | None] = []
         self._losses: dict[str, list[Tensor]] = {}
         self._columns: dict[str, list[Tensor]] = {}
+        self._numbered = True
 
     def add(self, event: MinibatchEnd) -> None:
         """The next minibatch."""
@@ -35,6 +36,7 @@ class Joining:
         self._epochs.append(event.epoch)
         self._counts.append(len(event.log_ratio))
         self._valid.append(event.valid)
+        self._numbered = self._numbered and event.rows is not None
         for name, loss in event.losses.items():
             self._losses.setdefault(name, []).append(loss)
         for name, rows in _columns(event):
@@ -59,8 +61,9 @@ class Joining:
             relevance=_of(rows, "relevance/"),
             features=features,
             details=details,
+            rows=rows.get("rows") if self._numbered else None,
         )
-        self.last = None
+        self.last, self._numbered = None, True
         for kept in (self._epochs, self._counts, self._valid, self._losses, self._columns):
             kept.clear()
         return joined
@@ -78,6 +81,8 @@ def _columns(event: MinibatchEnd) -> Iterator[tuple[str, Tensor]]:
     """What is kept row by row; the log-ratio of the only head is the log-ratio."""
     yield "log_ratio", event.log_ratio
     yield "advantages", event.advantages
+    if event.rows is not None:
+        yield "rows", event.rows
     for head, rows in event.logits.items():
         yield f"logits/{head}", rows
     for head, rows in event.action_masks.items():

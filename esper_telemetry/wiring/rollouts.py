@@ -63,6 +63,8 @@ class Rollouts:
             actions=self._actions(event, sizes),
             memory=self._memory(event, layers),
             normalizers={name: self._normalizer(name, scale, event.valid) for name, scale in event.scales.items()},
+            acted={head: actions.clone() for head, actions in event.actions.items()},
+            head_log_probs={head: parts.clone() for head, parts in event.head_log_probs.items()},
         )
 
     def _actions(self, event: RolloutEnd, sizes: Mapping[str, int]) -> Actions:

@@ -22,8 +22,18 @@ from esper_telemetry.events import (
 )
 from esper_telemetry.metrics.evaluation import evaluation_stats
 from esper_telemetry.record import Level
-from esper_telemetry.summary import Details, Episodes, Layer, Progress, Rollout, Snapshot
+from esper_telemetry.summary import (
+    Details,
+    Episodes,
+    GradientSample,
+    Layer,
+    Progress,
+    Rollout,
+    Snapshot,
+    gradient_sample,
+)
 from esper_telemetry.telemetry import Telemetry
+from esper_telemetry.wiring.close_look import CloseLook
 from esper_telemetry.wiring.details import DetailJoining
 from esper_telemetry.wiring.gradients import Leaf, gradient_parts
 from esper_telemetry.wiring.listener import Listener
@@ -38,12 +48,11 @@ RECENT = 100
 MOST_STEPS = 1 << 24
 """More than a rollout has: what ends in a later rollout ended later."""
 
+MOST_ENTRIES = 1 << 20
+"""Numbers of a close look that may travel to another process: four megabytes."""
+
 MOST_ROWS = 512
 """Rows of features that are enough to tell their rank (Moalla 2024)."""
-
-
-SAMPLED_EVERY = 8
-"""Updates from one look at features and gates to the next at NORMAL: they change slowly and are large; DEBUG looks at each."""
 
 
 class Update:
@@ -53,9 +62,10 @@ class Update:
     joined once, when it is over.
     """
 
-    def __init__(self, telemetry: Telemetry, replays: Replays) -> None:
+    def __init__(self, telemetry: Telemetry, replays: Replays, close_look: CloseLook) -> None:
         self._telemetry = telemetry
         self._replays = replays
+        self._close_look = close_look
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
         self._before = Rollouts()
         self._layers: tuple[Layer, ...] = ()
@@ -100,16 +110,11 @@ class Update:
         self._telemetry.materialise()
         self._telemetry.collected(event.env_step)
         self._collected = event.update
-        if self._telemetry.level >= Level.DEBUG:
+        if self._telemetry.sampling.begin():
+            self._close_look.begin()
             self._replays.begin()
-        if self._samples(event.update):
             self._listener.once(RecurrentForward, self._keep_layers)
             self._listener.once(TrunkBackward, self._keep_features)
-
-    def _samples(self, update: int) -> bool:
-        """Whether this is one of the updates at which features and gates are looked at."""
-        level = self._telemetry.level
-        return level >= Level.DEBUG or (level is Level.NORMAL and update % SAMPLED_EVERY == 1)
 
     def _evaluated(self, event: EvaluationEnd) -> None:
         """Joins the record of the update that ends next."""
@@ -138,6 +143,8 @@ class Update:
             seconds=event.seconds,
             coefficients=event.coefficients,
             collected=self._collected,
+            cpu_seconds=event.cpu_seconds,
+            sample_every=self._telemetry.sampling.period,
         )
         self._env_step, self._ended = event.env_step, now
         self._telemetry.submit(self.take(progress))
@@ -151,6 +158,7 @@ class Update:
             minibatches=self._minibatches.take(self._features, self._take_details()),
             gradients=gradient_parts(self._backwards, self._leaves),
             progress=progress,
+            sample=self._take_sample(),
         )
         self._features = None
         if self._backwards:
@@ -165,6 +173,8 @@ class Update:
             "counts": self._telemetry.state_dict(),
             "recent": list(self._recent),
             "rollouts": self._before.state_dict(),
+            "sampling": self._telemetry.sampling.state(),
+            "close_look": self._close_look.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -172,6 +182,9 @@ class Update:
         self._telemetry.load_state_dict(state["counts"])
         self._recent = deque(state["recent"], maxlen=RECENT)
         self._before.load_state_dict(state["rollouts"])
+        if "sampling" in state:
+            self._telemetry.sampling.restore(state["sampling"])
+            self._close_look.load_state_dict(state["close_look"])
 
     def suspects(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the update under way, in forward order; between updates the parameters that the last one left."""
@@ -191,6 +204,14 @@ class Update:
     def _take_details(self) -> Details | None:
         debug = self._telemetry.level >= Level.DEBUG
         return self._details.take(self._rollouts[-1] if debug and self._rollouts else None)
+
+    def _take_sample(self) -> GradientSample | None:
+        """What was looked at closely; large samples are measured here and now, where no copy travels."""
+        sample = self._close_look.take()
+        if sample is None or sample.entries <= MOST_ENTRIES:
+            return sample
+        self._telemetry.observe(gradient_sample(sample, self._telemetry.level))
+        return None
 
     def _take_rollout(self) -> Rollout | None:
         if not self._rollouts:

@@ -62,7 +62,12 @@ def all_backends_closed(run_dir: Path) -> bool:
 
 def shown(record: Record) -> dict[str, float]:
     """The values that backends show at NORMAL: all but those of single layers, which only the journal holds."""
-    return {key: value for key, value in record.values.items() if "/layer/" not in key}
+    return {key: value for key, value in record.values.items() if not of_a_layer(key)}
+
+
+def of_a_layer(key: str) -> bool:
+    """Whether a key is that of a single layer."""
+    return "/layer/" in key or key.startswith(("opt/update_to_weight/", "opt/weight_norm/"))
 
 
 def journal_points(run_dir: Path) -> dict[str, list[Point]]:

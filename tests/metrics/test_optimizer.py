@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from esper_telemetry.metrics.adam import adam_states
 from esper_telemetry.metrics.optimizer import (
     adam_step,
     layer_steps,
@@ -51,7 +52,7 @@ def test_layers_are_named() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     stepped(model, optimizer)
 
-    found = layer_steps(optimizer, dict(model.named_parameters())).values()
+    found = layer_steps(optimizer, ["weight", "bias"]).values()
 
     statistics = ("update_to_weight", "weight_norm")
     assert set(found) == {f"opt/{what}/{name}" for what in statistics for name in ("weight", "bias")}
@@ -63,7 +64,7 @@ def test_other_optimizers_and_unused_ones_have_no_adam_keys() -> None:
 
     assert adam_step(torch.optim.SGD([parameter], lr=0.1)).values() == {}
     assert adam_step(torch.optim.Adam([parameter])).values() == {}
-    assert layer_steps(torch.optim.Adam([parameter]), {"w": parameter}).values() == {}
+    assert layer_steps(torch.optim.Adam([parameter]), ["w"]).values() == {}
 
 
 def test_signal_share_of_constant_gradients_is_one() -> None:
@@ -95,13 +96,30 @@ def test_growth_is_the_logarithm_of_the_norms_ratio() -> None:
 
 
 def test_optimizer_made_anew_in_mid_training_is_noticed() -> None:
+    """Two of three parameters count fewer steps than before: their moments are gone."""
+    before = torch.tensor([32.0, 32.0, 32.0])
+
+    assert state_reset(torch.tensor([33.0, 33.0, 33.0]), before).values() == {"opt/state_reset": 0.0}
+    assert state_reset(torch.tensor([1.0, 33.0, 1.0]), before).values() == {"opt/state_reset": 2.0}
+
+
+def test_the_first_look_at_an_optimizer_has_nothing_to_compare_with() -> None:
+    assert state_reset(torch.ones(2), None).values() == {}
+    assert state_reset(torch.ones(2), torch.ones(3)).values() == {}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_copies_of_the_state_say_what_the_optimizer_says(fused: bool) -> None:
+    """A copy stays as it was, whatever the optimizer does next; the moment before the step is what the step started from."""
     model = nn.Linear(3, 2)
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, fused=fused)
     stepped(model, optimizer)
-    assert state_reset(optimizer, updates=1).values() == {"opt/state_reset": 0.0}
+    average = optimizer.state[model.weight]["exp_avg"].clone()
+    stepped(model, optimizer)
 
-    anew = torch.optim.Adam(model.parameters())
+    kept, now = [state.copied() for state in adam_states(optimizer)], adam_step(optimizer).values()
+    stepped(model, optimizer)
 
-    assert state_reset(anew, updates=1).values() == {"opt/state_reset": 2.0}
-    assert state_reset(anew, updates=0).values() == {}
-    assert state_reset(torch.optim.SGD(model.parameters(), lr=0.1), updates=1).values() == {}
+    assert adam_step(kept).values() == now
+    assert adam_step(optimizer).values() != now
+    torch.testing.assert_close(kept[0].before() / 0.9, average.double())

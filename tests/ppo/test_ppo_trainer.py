@@ -21,10 +21,13 @@ from esper_telemetry.events import (
     EpisodeEnd,
     EvaluationEnd,
     MinibatchEnd,
+    MinibatchStart,
+    OptimizerStep,
     RecurrentForward,
     Rollback,
     RolloutEnd,
     RunStart,
+    Shard,
     TrunkBackward,
     UpdateEnd,
 )
@@ -32,18 +35,8 @@ from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.rollout import Rollout
 from esper_telemetry.ppo.steps import generalized_advantages
 
-EVENTS = (
-    RunStart,
-    RolloutEnd,
-    RecurrentForward,
-    EpisodeEnd,
-    BeforeUpdate,
-    TrunkBackward,
-    BackwardEnd,
-    MinibatchEnd,
-    AfterUpdate,
-    UpdateEnd,
-)
+MINIBATCH = (MinibatchStart, TrunkBackward, BackwardEnd, OptimizerStep, MinibatchEnd)
+EVENTS = (RunStart, RolloutEnd, RecurrentForward, EpisodeEnd, BeforeUpdate, *MINIBATCH, AfterUpdate, UpdateEnd)
 Make = Callable[..., PPO]
 
 
@@ -99,8 +92,8 @@ def test_events_come_in_their_order() -> None:
 
     trainer.learn(64)
 
-    minibatch = [TrunkBackward, BackwardEnd, MinibatchEnd]
-    order = [RunStart, RolloutEnd, EpisodeEnd, BeforeUpdate, *minibatch * 8, AfterUpdate, UpdateEnd]
+    minibatch = [TrunkBackward, BackwardEnd, OptimizerStep, MinibatchEnd]
+    order = [RunStart, RolloutEnd, EpisodeEnd, BeforeUpdate, MinibatchStart, *minibatch * 8, AfterUpdate, UpdateEnd]
     assert [type(event) for event in seen.events] == order
     assert [(e.epoch, e.step) for e in seen.of(MinibatchEnd)] == [(step // 4, step) for step in range(8)]
 
@@ -297,4 +290,4 @@ def test_every_documented_event_is_emitted() -> None:
         if isinstance(value, type) and is_dataclass(value) and value.__module__ == events.__name__
     }
 
-    assert documented == {*EVENTS, EvaluationEnd, RecurrentForward, Rollback}
+    assert documented == {*EVENTS, EvaluationEnd, RecurrentForward, Rollback, Shard}

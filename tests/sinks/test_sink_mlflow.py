@@ -17,6 +17,7 @@ from mlflow.tracking import MlflowClient
 from sink_runs import HISTOGRAM, record, run_info
 
 from esper_telemetry.record import RunInfo, RunStatus
+from esper_telemetry.registry import registry
 from esper_telemetry.sinks import MLflowSink, PermanentSinkError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
@@ -104,7 +105,22 @@ def test_the_run_page_is_complete(store: Path, client: Any) -> None:
     assert run.data.tags["mlflow.note.content"] == "first try"
     assert run.data.tags["esper.tag.demo"] == "true"
     assert {"mlflow.user", "mlflow.source.name", "mlflow.runName"} <= set(run.data.tags)
+    assert run.data.tags["esper.metrics.policy"].splitlines()[:2] == [
+        "policy/kl [nats]: How far did the policy move? Healthy: 0.002 to 0.02.",
+        "policy/kl_max [nats]: How far did it move at most?",
+    ]
     assert run.info.artifact_uri.startswith((store / "mlflow-artifacts").as_uri())
+
+
+def test_what_all_metrics_mean_fits_into_tags(store: Path, client: Any) -> None:
+    """The whole catalogue; a family that is too long for a tag ends with a whole line."""
+    every = {entry.metric.key: entry.info() for entry in registry()}
+    opened(run_info(store, run_id="all", metrics=every))
+
+    tags = found(client, "all").data.tags
+    assert all("[" in line and "?" in line for line in tags["esper.metrics.policy"].splitlines())
+    assert 4000 < len(tags["esper.metrics.policy"]) <= 8000
+    assert "grad/health [fraction]" in tags["esper.metrics.grad"]
 
 
 def test_settings_with_odd_names_and_long_values_are_kept(store: Path, client: Any) -> None:

@@ -295,7 +295,7 @@ class FakeInit:
     def teardown(self) -> None:
         """Stands in for the end of the client's process, which other tests still use."""
 
-    def define_metric(self, *names: str, **settings: str) -> None:
+    def define_metric(self, *names: str, **settings: object) -> None:
         """Nothing to define."""
 
 

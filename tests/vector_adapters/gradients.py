@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.group import MetricGroup
+from esper_telemetry.metrics.adam import adam_tensors, first_moment_weight
 from esper_telemetry.metrics.gradients import (
     concentration,
     gradient_health,
@@ -26,8 +27,6 @@ from esper_telemetry.metrics.gradients import (
 )
 from esper_telemetry.metrics.optimizer import (
     adam_step,
-    adam_tensors,
-    first_moment_weight,
     weight_growth,
     weight_norm,
 )

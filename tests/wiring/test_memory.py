@@ -16,11 +16,11 @@ from esper_telemetry.environments import CueRecall, Environment
 from esper_telemetry.events import MinibatchEnd, RecurrentForward, RolloutEnd
 from esper_telemetry.metrics.integrity import MaskViolation
 from esper_telemetry.metrics.lstm import gates_between, lstm_weights
+from esper_telemetry.sampling import FIRST
 from esper_telemetry.summary import Snapshot, summarize
 from esper_telemetry.summary.grid import in_grid
 from esper_telemetry.wiring.minibatches import Joining
 from esper_telemetry.wiring.rollouts import Rollouts
-from esper_telemetry.wiring.update import SAMPLED_EVERY
 
 STATES = {f"lstm/{part}/{name}" for part in "hc" for name in ("rms", "absmax", "mean", "env_rms/max")}
 RESETS = {"lstm/reset_rate", "lstm/chunk_no_reset_frac", "lstm/age/mean", "lstm/age/max", "lstm/c_growth"}
@@ -55,14 +55,14 @@ def starting(values: dict[str, float], prefix: str) -> set[str]:
 @pytest.mark.parametrize("make", [masked_cartpole, cue_recall])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_an_lstm_reports_its_memory(tmp_path: Path, make: Callable[[], Environment], layers: int) -> None:
-    records = records_of(tmp_path, trainer(make, policy="lstm", lstm_layers=layers), updates=1 + SAMPLED_EVERY)
+    records = records_of(tmp_path, trainer(make, policy="lstm", lstm_layers=layers), updates=1 + FIRST)
 
-    for values in records[::SAMPLED_EVERY]:
+    for values in records[::FIRST]:
         assert starting(values, "lstm/") == STATES | RESETS | GATES | CELL
         assert 0 < values["lstm/h/rms"] < 1
         assert 0 < values["lstm/gate/f/mean"] < 1
         assert values["lstm/timescale/median"] > 1
-    for values in records[1:SAMPLED_EVERY]:
+    for values in records[1:FIRST]:
         assert not GATES & values.keys()
         assert values["integrity/ratio_init"] < 1e-5
 

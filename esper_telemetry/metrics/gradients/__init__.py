@@ -14,6 +14,14 @@ from esper_telemetry.metrics.gradients.concentration import (
     concentration,
     layer_concentration,
 )
+from esper_telemetry.metrics.gradients.decades import (
+    DECADE_EDGES,
+    GradientDecades,
+    LayerDecades,
+    decade_counts,
+    gradient_decades,
+)
+from esper_telemetry.metrics.gradients.entropy import BonusGradient, bonus_gradient
 from esper_telemetry.metrics.gradients.groups import (
     GlobalGradient,
     GroupGradients,
@@ -37,7 +45,9 @@ from esper_telemetry.metrics.gradients.norms import (
     gradient_norms,
     head_gradients,
     term_gradients,
+    value_gradient,
 )
+from esper_telemetry.metrics.gradients.pairs import PairGradients, pair_gradients
 from esper_telemetry.metrics.gradients.sparsity import (
     GradientSigns,
     GradientZeros,
@@ -47,9 +57,12 @@ from esper_telemetry.metrics.gradients.sparsity import (
 )
 
 __all__ = [
+    "DECADE_EDGES",
+    "BonusGradient",
     "Clipping",
     "Concentration",
     "GlobalGradient",
+    "GradientDecades",
     "GradientNoise",
     "GradientNorms",
     "GradientSigns",
@@ -58,15 +71,20 @@ __all__ = [
     "HeadGradients",
     "Interference",
     "LayerConcentration",
+    "LayerDecades",
     "LayerGradients",
     "LayerZeros",
     "MinibatchAlignment",
+    "PairGradients",
     "ParameterInterference",
     "SuccessiveAlignment",
     "TermGradients",
+    "bonus_gradient",
     "clip_coefficients",
     "coefficients",
     "concentration",
+    "decade_counts",
+    "gradient_decades",
     "gradient_health",
     "gradient_norms",
     "gradient_signs",
@@ -80,10 +98,12 @@ __all__ = [
     "leaf_interference",
     "minibatch_alignment",
     "named_parameters",
+    "pair_gradients",
     "parameter_interference",
     "shard_noise",
     "successive_alignment",
     "term_gradients",
     "two_batch_noise",
+    "value_gradient",
     "weighted_pair_cosine",
 ]

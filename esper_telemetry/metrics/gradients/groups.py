@@ -181,7 +181,7 @@ class HeadGradients(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class TermGradients(MetricGroup):
-    """The gradients of single terms of the loss."""
+    """The gradient of the value head."""
 
     replicated: ClassVar[bool] = True
     value: Mean | None = reports(
@@ -193,16 +193,5 @@ class TermGradients(MetricGroup):
             low=0.0,
             healthy="near its own history",
             undefined="the value head has no gradient",
-        )
-    )
-    entropy: Mean | None = reports(
-        Metric(
-            key="grad/entropy/norm",
-            number=523,
-            unit="gradient norm",
-            question="How large is the gradient of the entropy bonus, where it enters the policy?",
-            low=0.0,
-            healthy="near its own history",
-            undefined="no entropy bonus, or no categorical head",
         )
     )

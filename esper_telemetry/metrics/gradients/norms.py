@@ -147,6 +147,17 @@ def head_gradients(norms: Tensor, names: Sequence[str], heads: Groups) -> HeadGr
     return HeadGradients(found.group, found.norm_preclip)
 
 
-def term_gradients(*, value: Tensor | None = None, entropy: Tensor | None = None) -> TermGradients:
-    """Norms [M] of the gradients of the value head's parameters and of the entropy bonus at the logits."""
-    return TermGradients(*(None if norms is None else defined(norms) for norms in (value, entropy)))
+def value_gradient(norms: Tensor, names: Sequence[str], members: Sequence[str]) -> TermGradients:
+    """Norm of the gradient of the value head's parameters, or of its module, `members`; arguments as for `gradient_norms`."""
+    found = gradient_norms(norms, names, {"value": members}).groups.norm_preclip
+    return TermGradients() if found is None else TermGradients(value=Mean(_column(found.total), _column(found.count)))
+
+
+def _column(slot: Tensor | float) -> Tensor | float:
+    """The only column of a slot [M, 1], as [M]."""
+    return slot.squeeze(-1) if isinstance(slot, Tensor) else slot
+
+
+def term_gradients(*, value: Tensor | None = None) -> TermGradients:
+    """Norms [M] of the gradient of the value head's parameters."""
+    return TermGradients(None if value is None else defined(value))

@@ -1,0 +1,89 @@
+"""The gradient of every parameter tensor, one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.metrics.gradients import decade_counts
+from esper_telemetry.summary import Gradients, Snapshot
+
+SMALL, LARGE = 1e-6, 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLine:
+    """The gradient of one tensor in the update's first minibatch, before clipping; statistics over its finite entries.
+
+    Attributes:
+        name: of the parameter.
+        entries: how many there are.
+        norm, mean, std, min, max: None where no entry is finite; the deviation is that of the population.
+        zero_frac, small_frac, large_frac: share of entries that are exactly 0, below 1e-6, above 10.
+        nan, infinite: how many entries are.
+        norm_mean, norm_max: of the norms at all steps of the update.
+        decades: how many entries lie in each power of ten; see `metrics.gradients.DECADE_EDGES`.
+    """
+
+    name: str
+    entries: int
+    norm: float | None
+    mean: float | None
+    std: float | None
+    min: float | None
+    max: float | None
+    zero_frac: float
+    small_frac: float
+    large_frac: float
+    nan: int
+    infinite: int
+    norm_mean: float | None
+    norm_max: float | None
+    decades: tuple[int, ...]
+
+
+def layer_table(snapshot: Snapshot) -> tuple[LayerLine, ...]:
+    """One line per tensor, in the order of the network; nothing where no gradient was kept whole."""
+    sample = snapshot.sample
+    if sample is None or not sample.minibatches:
+        return ()
+    norms = _norms(snapshot.gradients)
+    parts = sample.minibatches[0].split(list(sample.numels))
+    return tuple(_line(name, part, norms.get(name)) for name, part in zip(sample.names, parts, strict=True))
+
+
+def _norms(gradients: tuple[Gradients, ...]) -> Mapping[str, Tensor]:
+    """Norms at all steps, by parameter."""
+    return dict(item for part in gradients for item in _columns(part))
+
+
+def _columns(part: Gradients) -> Iterator[tuple[str, Tensor]]:
+    return zip(part.names, part.norms.unbind(1), strict=True)
+
+
+def _line(name: str, gradient: Tensor, norms: Tensor | None) -> LayerLine:
+    finite = gradient[torch.isfinite(gradient)].double()
+    nan = int(torch.isnan(gradient).sum())
+    count = max(1, gradient.numel())
+    size = finite.abs()
+    known = norms[torch.isfinite(norms)] if norms is not None else finite[:0]
+    return LayerLine(
+        name=name,
+        entries=gradient.numel(),
+        norm=float(torch.linalg.vector_norm(finite)) if len(finite) else None,
+        mean=float(finite.mean()) if len(finite) else None,
+        std=float(finite.std(correction=0)) if len(finite) else None,
+        min=float(finite.min()) if len(finite) else None,
+        max=float(finite.max()) if len(finite) else None,
+        zero_frac=int((finite == 0).sum()) / count,
+        small_frac=int((size < SMALL).sum()) / count,
+        large_frac=int((size > LARGE).sum()) / count,
+        nan=nan,
+        infinite=gradient.numel() - len(finite) - nan,
+        norm_mean=float(known.double().mean()) if len(known) else None,
+        norm_max=float(known.max()) if len(known) else None,
+        decades=tuple(int(n) for n in decade_counts(gradient).tolist()),
+    )

@@ -1,0 +1,121 @@
+"""Which updates are looked at closely, so that telemetry stays within its share of the wall time.
+
+What is free runs in every update. What costs a pass over gradients or the optimizer's state is done in every k-th: k is as small as the
+budget allows, by what sampled and other updates have cost so far.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from esper_telemetry.record import Level
+
+BUDGET = 0.02
+"""Share of the wall time that telemetry may take on the training thread."""
+
+FIRST = 8
+"""Every how many updates, until the costs are known."""
+
+MOST = 64
+"""At least one update in this many is looked at, whatever it costs."""
+
+SAMPLES = 2
+"""Sampled updates whose costs must be known before k changes; the first one of a run, which warms up, does not count."""
+
+WEIGHT = 0.1
+"""Of the latest update in the averages."""
+
+
+class Average:
+    """An exponentially weighted average without the bias of its start."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._total = self._weight = 0.0
+
+    def add(self, value: float) -> None:
+        """Takes the next value."""
+        self.count += 1
+        self._total += WEIGHT * (value - self._total)
+        self._weight += WEIGHT * (1.0 - self._weight)
+
+    @property
+    def value(self) -> float:
+        """The average; 0 of nothing."""
+        return self._total / self._weight if self.count else 0.0
+
+
+@dataclass(slots=True)
+class Sampling:
+    """Decides update by update.
+
+    Attributes:
+        level: DEBUG looks at every update, NORMAL at every k-th, MINIMAL at none.
+        budget: share of the wall time, over 0 and at most 1.
+        every: k.
+
+    Raises:
+        ValueError: for a budget outside of that range.
+    """
+
+    level: Level
+    budget: float = BUDGET
+    every: int = FIRST
+    _updates: int = 0
+    _due: int = 0
+    _sampled: bool = False
+    _plain: Average = field(default_factory=Average)
+    _close: Average = field(default_factory=Average)
+    _elapsed: Average = field(default_factory=Average)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.budget <= 1:
+            raise ValueError(f"budget must be a share of the wall time over 0 and at most 1, got {self.budget}")
+        if self.level is Level.DEBUG:
+            self.every = 1
+
+    def begin(self) -> bool:
+        """Whether the update that begins now is looked at closely; call it once per update."""
+        self._updates += 1
+        self._sampled = self.level >= Level.NORMAL and self._updates > self._due
+        if self._sampled:
+            self._due = self._updates + self.every - 1
+        return self._sampled
+
+    @property
+    def period(self) -> int | None:
+        """Every how many updates one is looked at closely; None where none is."""
+        return self.every if self.level >= Level.NORMAL else None
+
+    def state(self) -> list[int]:
+        """Where it stands, to go into a checkpoint; costs are measured anew."""
+        return [self._updates, self._due, self.every]
+
+    def restore(self, state: list[int]) -> None:
+        """Continues from `state()`."""
+        self._updates, self._due, self.every = state
+
+    def learn(self, seconds: float, elapsed: float) -> None:
+        """Takes what telemetry cost since the last call, and how much time has passed.
+
+        Args:
+            seconds: on the training thread.
+            elapsed: of wall time.
+        """
+        if self._updates < 2:
+            return
+        (self._close if self._sampled else self._plain).add(seconds)
+        self._elapsed.add(elapsed)
+        if self.level is Level.NORMAL and self._close.count >= SAMPLES and self._plain.count:
+            self.every = self._affordable()
+
+    def _affordable(self) -> int:
+        """The smallest power of two that keeps the average cost within the budget, if any does."""
+        room = self.budget * self._elapsed.value - self._plain.value
+        extra = self._close.value - self._plain.value
+        if extra <= 0:
+            return 1 if room >= 0 else FIRST
+        if room <= extra / MOST:
+            return MOST
+        return min(MOST, 1 << max(0, math.ceil(math.log2(extra / room))))

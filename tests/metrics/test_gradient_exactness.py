@@ -1,0 +1,170 @@
+"""Gradient norms at the edges of number formats and layouts, and groups that have none."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, ops, read_run
+from esper_telemetry.group import MetricGroup
+from esper_telemetry.metrics.gradients import gradient_health, gradient_norms
+
+TYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def with_gradient(gradient: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(gradient.shape, dtype=gradient.dtype))
+    parameter.grad = gradient
+    return parameter
+
+
+def values(groups: tuple[MetricGroup, ...]) -> dict[str, float]:
+    return {key: value for group in groups for key, value in group.values().items()}
+
+
+def exact_norm(gradients: list[Tensor]) -> float:
+    """By Python's own arithmetic, without overflow: math.hypot."""
+    return math.hypot(*(entry for gradient in gradients for entry in gradient.double().flatten().tolist()))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1.0, 1e12, 1e30])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norms_are_exact_at_every_scale_that_a_type_can_hold(dtype: torch.dtype, scale: float) -> None:
+    """The squares of 1e30 and 1e-30 leave float32, and so does their sum."""
+    generator = torch.Generator().manual_seed(7)
+    gradients = [(torch.randn(shape, generator=generator) * scale).to(dtype) for shape in ((33, 7), (5,), (1,))]
+
+    found = values(gradient_health([with_gradient(g) for g in gradients], max_norm=0.5))
+
+    norm = exact_norm(gradients)
+    assert found["grad/global/norm_preclip"] == pytest.approx(norm, rel=1e-6)
+    assert found["grad/clip/coef"] == pytest.approx(min(1.0, 0.5 / (norm + 1e-6)), rel=1e-6)
+    assert found["grad/global/rms"] == pytest.approx(norm / math.sqrt(33 * 7 + 6), rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [65504.0, 1.0, 6.1e-5, 6e-8])
+def test_half_precision_is_exact_from_its_largest_to_its_smallest_number(size: float) -> None:
+    """Four entries of 65504 have norm 131008, which half precision cannot hold; 6e-8 is its smallest number."""
+    gradient = torch.full((4,), size, dtype=torch.float16)
+
+    found = values(gradient_health([with_gradient(gradient)]))
+
+    assert found["grad/global/norm_preclip"] == pytest.approx(2 * float(gradient[0]), rel=1e-6)
+    assert found["grad/global/norm_preclip"] > 0
+
+
+def test_half_precision_that_overflowed_is_counted_and_what_underflowed_is_zero() -> None:
+    """1e30 is infinite in half precision, 1e-30 zero."""
+    infinite, zero = (torch.full((3,), scale).to(torch.float16) for scale in (1e30, 1e-30))
+
+    found = values(gradient_health({"infinite": with_gradient(infinite), "zero": with_gradient(zero)}))
+
+    assert found["grad/global/norm_preclip_nonfinite"] == 3.0
+    assert found["grad/layer/zero/norm"] == 0.0
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("limit", [0.01, 0.5, 1e3])
+def test_clipping_is_that_of_torch_bit_for_bit(dtype: torch.dtype, limit: float) -> None:
+    """Also where a gradient is transposed or has gaps in memory."""
+    generator = torch.Generator().manual_seed(11)
+    dense = torch.randn(6, 5, generator=generator).to(dtype)
+    layouts = [dense.clone(), dense.t().contiguous().t(), torch.stack([dense, dense], -1)[..., 0], dense[0].clone()]
+    theirs = [with_gradient(gradient.clone(memory_format=torch.preserve_format)) for gradient in layouts]
+    ours = [gradient.clone(memory_format=torch.preserve_format) for gradient in layouts]
+
+    nn.utils.clip_grad_norm_(theirs, limit)
+    ops.clip_gradients(ours, ops.gradient_norms(ours), limit)
+
+    assert all(torch.equal(a, b.grad) for a, b in zip(ours, theirs, strict=True) if b.grad is not None)
+
+
+def test_the_norm_is_the_one_that_torch_clips_by() -> None:
+    generator = torch.Generator().manual_seed(3)
+    parameters = [with_gradient(torch.randn(shape, generator=generator)) for shape in ((64, 64), (64,), (2, 64))]
+
+    found = values(gradient_health(parameters))
+
+    assert found["grad/global/norm_preclip"] == pytest.approx(
+        float(nn.utils.clip_grad_norm_(parameters, 0.5)), rel=1e-7
+    )
+
+
+def test_a_weight_that_two_modules_share_counts_once() -> None:
+    """Tied as in language models: both uses add to one gradient, [2, 2], of norm √8."""
+    model = nn.ModuleDict({"encode": nn.Linear(2, 1, bias=False), "decode": nn.Linear(2, 1, bias=False)})
+    model["decode"].weight = model["encode"].weight
+    ones = torch.ones(1, 2)
+    (model["encode"](ones) + model["decode"](ones)).sum().backward()
+
+    found = values(gradient_health(model))
+
+    assert found["grad/global/norm_preclip"] == pytest.approx(math.sqrt(8))
+    assert [key for key in found if key.startswith("grad/layer/")] == ["grad/layer/encode_weight/norm"]
+
+
+def test_sparse_rows_count_like_dense_ones_at_every_scale() -> None:
+    for scale in (1e-30, 1.0, 1e30):
+        rows, entries = torch.tensor([[1, 1, 4]]), torch.tensor([[3.0, 0.0], [0.0, 4.0], [0.0, 12.0]])
+        sparse = torch.sparse_coo_tensor(rows, entries * scale, (9, 2), check_invariants=True)
+        parameter = nn.Parameter(torch.zeros(9, 2))
+        parameter.grad = sparse
+
+        assert values(gradient_health([parameter]))["grad/global/norm_preclip"] == pytest.approx(13 * scale, rel=1e-6)
+
+
+def test_groups_of_many_sizes_make_up_the_whole() -> None:
+    generator = torch.Generator().manual_seed(5)
+    norms = 10 ** (torch.rand(9, 12, generator=generator, dtype=torch.float64) * 40 - 20)
+    names = [f"layer{index}" for index in range(12)]
+    found = gradient_norms(norms, names, {"low": names[:5], "high": names[5:]})
+
+    parts, whole = found.groups.norm_preclip, found.total.norm_preclip
+    assert parts is not None and whole is not None
+    squares = torch.as_tensor(parts.total).square().sum(1)
+    torch.testing.assert_close(squares, torch.as_tensor(whole.total).square(), rtol=1e-12, atol=0)
+
+
+def without_critic(values: Tensor, returns: Tensor, old: Tensor) -> Tensor:
+    """A value loss that somebody detached by mistake."""
+    return (values.detach() - returns).square().mean()
+
+
+def first_record(run_dir: Path, source: PPO, level: str) -> dict[str, float]:
+    with Telemetry(run_dir=run_dir, offload=False, level=level) as telemetry:
+        attach(telemetry, source)
+        source.learn(1)
+    return dict(read_run(run_dir).records[0].values)
+
+
+@pytest.mark.parametrize("level", ["normal", "debug"])
+def test_a_critic_that_nothing_reaches_is_no_healthy_one(tmp_path: Path, level: str) -> None:
+    """Its head has no gradient at all and is missing; its trunk gets exact zeros, which is as bad as vanishing gets."""
+    source = PPO(make_env("CartPole-v1", num_envs=4), PPOConfig(num_steps=32, num_epochs=1, num_minibatches=2))
+    source.steps = replace(source.steps, value_loss=without_critic)
+
+    found = first_record(tmp_path, source, level)
+
+    assert not [key for key in found if key.startswith(("grad/value/", "grad/layer/value_"))]
+    assert found["grad/critic/norm_preclip"] == 0.0
+    assert found["grad/critic/severity_vanish"] == 1.0
+    assert found["grad/health"] < 0.75
+    assert "grad/interference/log_ratio" not in found
+
+
+@pytest.mark.parametrize("level", ["normal", "debug"])
+def test_a_declared_group_without_gradients_is_missing_and_not_healthy(tmp_path: Path, level: str) -> None:
+    """The policy's head, frozen by mistake, while its trunk still learns through it."""
+    source = PPO(make_env("CartPole-v1", num_envs=4), PPOConfig(num_steps=32, num_epochs=1, num_minibatches=2))
+    source.policy.heads["action"].requires_grad_(False)
+
+    found = first_record(tmp_path, source, level)
+
+    assert read_run(tmp_path).info.facts["groups"]["head:action"]
+    assert not [key for key in found if key.startswith(("grad/head_action/", "grad/head/action/"))]
+    assert {"grad/actor/norm_preclip", "grad/critic/severity_vanish"} <= set(found)
