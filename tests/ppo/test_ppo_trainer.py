@@ -290,4 +290,4 @@ def test_every_documented_event_is_emitted() -> None:
         if isinstance(value, type) and is_dataclass(value) and value.__module__ == events.__name__
     }
 
-    assert documented == {*EVENTS, EvaluationEnd, RecurrentForward, Rollback, Shard}
+    assert documented == {*EVENTS, EvaluationEnd, RecurrentForward, Rollback}
