@@ -34,11 +34,18 @@ class Rollouts:
 
     def state_dict(self) -> dict[str, Any]:
         """What the next rollout is compared with."""
-        return {"counts": dict(self._counts), "ages": self._ages}
+        return {
+            "counts": dict(self._counts),
+            "means": {head: tuple(total) for head, total in self._means.items()},
+            "ages": self._ages,
+            "scales": {name: list(history) for name, history in self._scales.items()},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state."""
         self._counts, self._ages = state["counts"], state["ages"]
+        self._means = {head: ActionTotal(*total) for head, total in state["means"].items()}
+        self._scales = {name: deque(history, DRIFT_OVER + 1) for name, history in state["scales"].items()}
 
     def take(self, event: RolloutEnd, *, sizes: Mapping[str, int], layers: tuple[Layer, ...]) -> Rollout:
         """The next rollout, copied: a trainer may collect the one after it in the same memory.

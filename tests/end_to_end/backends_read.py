@@ -67,7 +67,7 @@ def shown(record: Record) -> dict[str, float]:
 
 def of_a_layer(key: str) -> bool:
     """Whether a key is that of a single layer."""
-    return "/layer/" in key or key.startswith(("opt/update_to_weight/", "opt/weight_norm/"))
+    return "/layer/" in key or key.startswith(("opt/update_to_weight/", "opt/weight_norm/", "repr/dormant_frac/"))
 
 
 def journal_points(run_dir: Path) -> dict[str, list[Point]]:

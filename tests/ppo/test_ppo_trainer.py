@@ -27,7 +27,6 @@ from esper_telemetry.events import (
     Rollback,
     RolloutEnd,
     RunStart,
-    Shard,
     TrunkBackward,
     UpdateEnd,
 )

@@ -113,6 +113,7 @@ def _minibatches(minibatches: Minibatches, rank: int) -> Minibatches:
         log_std=each(minibatches.log_std),
         head_log_ratios=each(minibatches.head_log_ratios),
         relevance=each(minibatches.relevance),
+        rows=None if minibatches.rows is None else rows(minibatches.rows),
     )
 
 
