@@ -136,7 +136,7 @@ def test_sinks_say_how_they_carry_it() -> None:
         "console": "column",
     }
     assert ENTRIES["grad/decades"].sinks["mlflow"] == "quantiles p05, p50 and p95"
-    assert "per_layer" in ENTRIES["grad/layer/{layer}/norm"].sinks["wandb"]
+    assert "details" in ENTRIES["grad/layer/{layer}/norm"].sinks["wandb"]
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -128,7 +128,7 @@ def _priority(metric: Metric, alarms: tuple[AlarmType, ...]) -> str:
 
 def _sinks(metric: Metric, *, histogram: bool) -> dict[str, str]:
     """In which form each of our sinks carries a metric; the journal always has it."""
-    scalar = "at level debug, or with per_layer" if "{layer}" in metric.key else "scalar"
+    scalar = "at level debug, or with details" if "{layer}" in metric.key else "scalar"
     carried = {"journal": "histogram" if histogram else "scalar"}
     for sink in ("tensorboard", "wandb", "mlflow"):
         carried[sink] = scalar

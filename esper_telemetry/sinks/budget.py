@@ -18,16 +18,17 @@ KEPT_FREE = 5
 class KeyBudget:
     """Admits keys up to a limit, most important families first, and remembers which; the rest stay in the journal.
 
-    Keys that are measured even at the minimal level keep their room when they first appear late, as the returns do.
+    Numbers of single layers and histories of other keys are details that only runs at DEBUG show, unless they are asked for. Keys that are
+    measured even at the minimal level keep their room when they first appear late, as the returns do.
     """
 
-    def __init__(self, run: RunInfo, sink: str, *, max_keys: int, per_layer: bool) -> None:
+    def __init__(self, run: RunInfo, sink: str, *, max_keys: int, details: bool) -> None:
         if max_keys < 1:
             raise ValueError(f"max_keys must be positive, got {max_keys}")
         self.run = run
         self.sink = sink
         self.max_keys = max_keys
-        self.per_layer = per_layer or str(run.facts.get("level")).lower() in AT_DEBUG
+        self.details = details or str(run.facts.get("level")).lower() in AT_DEBUG
         self.admitted: set[str] = set()
         self.refused: set[str] = set()
         self.expected = {key for key, info in run.metrics.items() if info.level == "minimal" and "{" not in key}
@@ -46,11 +47,11 @@ class KeyBudget:
             return
         refused = [key for key in sorted(new, key=self._rank) if not self._admit(key)]
         self._warn(refused)
-        self.refused.update(refused, self._layers(new))
+        self.refused.update(refused, self._details(new))
 
     def _admit(self, key: str) -> bool:
         """True when the key is within the budget, or not a matter of it."""
-        if self._is_layer(key):
+        if self._is_detail(key):
             return True
         kept_free = 0 if key in self.expected else min(len(self.expected - self.admitted), self.max_keys // KEPT_FREE)
         if len(self.admitted) + kept_free >= self.max_keys:
@@ -64,18 +65,19 @@ class KeyBudget:
         history = template_of(key, self.run.metrics).startswith(HISTORY_LABEL)
         return (info is not None and info.level != "minimal", history, importance(key), key)
 
-    def _layers(self, keys: Iterable[str]) -> set[str]:
-        return {key for key in keys if self._is_layer(key)}
+    def _details(self, keys: Iterable[str]) -> set[str]:
+        return {key for key in keys if self._is_detail(key)}
 
-    def _is_layer(self, key: str) -> bool:
-        """True for a key of one layer of the network, where those are not wanted."""
-        if self.per_layer:
+    def _is_detail(self, key: str) -> bool:
+        """True for a key of one layer of the network, or the history of another key, where those are not wanted."""
+        if self.details:
             return False
-        return "/layer/" in key or LAYER_LABEL in template_of(key, self.run.metrics)
+        template = template_of(key, self.run.metrics)
+        return "/layer/" in key or LAYER_LABEL in template or template.startswith(HISTORY_LABEL)
 
     def _warn(self, refused: list[str]) -> None:
         """Says once per run that keys are left out, and which."""
-        if refused and not self.refused - self._layers(self.refused):
+        if refused and not self.refused - self._details(self.refused):
             families = ", ".join(sorted({family_name(key) for key in refused}))
             message = "%s shows %d keys and leaves %d others (of %s) to the journal; max_keys= raises that limit"
             logger.warning(message, self.sink, len(self.admitted), len(refused), families)

@@ -28,14 +28,14 @@ class MLflowSink:
         experiment: the experiment's name; made when it is not there.
         run_id: an open run to join.
         max_keys: how many keys at most.
-        per_layer: also show the numbers of single layers.
+        details: also show the numbers of single layers and the histories of other keys.
     """
 
     tracking_uri: str | None = None
     experiment: str = "esper_telemetry"
     run_id: str | None = None
     max_keys: int = 300
-    per_layer: bool = False
+    details: bool = False
     _open: MlflowRun | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class MLflowSink:
 
     def open(self, run: RunInfo) -> None:
         """Finds the run by its id, or makes it, and marks it as running."""
-        budget = KeyBudget(run, "MLflow", max_keys=self.max_keys, per_layer=self.per_layer)
+        budget = KeyBudget(run, "MLflow", max_keys=self.max_keys, details=self.details)
         store = self._store(run)
         if self.run_id is not None:
             opened = joined_run(store, self.run_id, budget)

@@ -36,12 +36,12 @@ class TensorBoardSink:
     Attributes:
         directory: where the event file goes; `RUN_DIR/tensorboard` when not given.
         max_keys: how many tags at most.
-        per_layer: also show the numbers of single layers.
+        details: also show the numbers of single layers and the histories of other keys.
     """
 
     directory: str | Path | None = None
     max_keys: int = 300
-    per_layer: bool = False
+    details: bool = False
     _open: _EventFile | None = field(default=None, init=False, repr=False, compare=False)
 
     in_process: ClassVar[bool] = False
@@ -87,7 +87,7 @@ class TensorBoardSink:
         return require_run_dir(run, "TensorBoardSink", "directory=") / "tensorboard"
 
     def _budget(self, run: RunInfo) -> KeyBudget:
-        return KeyBudget(run, "TensorBoard", max_keys=self.max_keys, per_layer=self.per_layer)
+        return KeyBudget(run, "TensorBoard", max_keys=self.max_keys, details=self.details)
 
 
 class _EventFile:

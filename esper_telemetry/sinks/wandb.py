@@ -44,7 +44,7 @@ class WandbSink:
         directory: the folder in which a folder `wandb` is made; the run's directory when not given.
         run: an open run to join.
         max_keys: how many keys at most.
-        per_layer: also show the numbers of single layers.
+        details: also show the numbers of single layers and the histories of other keys.
     """
 
     project: str = "esper_telemetry"
@@ -54,7 +54,7 @@ class WandbSink:
     directory: str | Path | None = None
     run: Any = None
     max_keys: int = 300
-    per_layer: bool = False
+    details: bool = False
     _open: _Rows | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -134,7 +134,7 @@ class WandbSink:
         return require_run_dir(run, "WandbSink", "directory=")
 
     def _budget(self, run: RunInfo) -> KeyBudget:
-        return KeyBudget(run, "W&B", max_keys=self.max_keys, per_layer=self.per_layer)
+        return KeyBudget(run, "W&B", max_keys=self.max_keys, details=self.details)
 
 
 @contextmanager

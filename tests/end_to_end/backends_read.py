@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +16,8 @@ from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from esper_telemetry import Record, read_run
+from esper_telemetry.catalogue import catalogue
+from esper_telemetry.record import template_of
 from esper_telemetry.sinks.histogram import by_tag
 
 AXES = ("axis/update", "axis/env_step", "axis/gradient_step", "axis/wall_time")
@@ -61,13 +63,15 @@ def all_backends_closed(run_dir: Path) -> bool:
 
 
 def shown(record: Record) -> dict[str, float]:
-    """The values that backends show at NORMAL: all but those of single layers, which only the journal holds."""
-    return {key: value for key, value in record.values.items() if not of_a_layer(key)}
+    """The values that backends show at NORMAL: all but details, which only the journal holds."""
+    return {key: value for key, value in record.values.items() if not is_detail(key)}
 
 
-def of_a_layer(key: str) -> bool:
-    """Whether a key is that of a single layer."""
-    return "/layer/" in key or key.startswith(("opt/update_to_weight/", "opt/weight_norm/", "repr/dormant_frac/"))
+@cache
+def is_detail(key: str) -> bool:
+    """Whether a key is that of a single layer, or the history of another key."""
+    template = template_of(key, {metric.key: metric for metric in catalogue()})
+    return "{layer}" in template or template.startswith("{key}/")
 
 
 def journal_points(run_dir: Path) -> dict[str, list[Point]]:

@@ -52,7 +52,7 @@ def test_features_without_a_rank_have_none(features: torch.Tensor) -> None:
     assert set(feature_rank(features).values()) <= {"repr/feature_rank"}
 
 
-def test_dormant_units_are_counted_per_layer_and_over_all_units() -> None:
+def test_dormant_units_are_counted_details_and_over_all_units() -> None:
     """First layer: one of two dormant; second: none of three; overall 1 of 5."""
     first, second = torch.tensor([[1.0, 0.0], [1.0, 0.01]]), torch.ones(2, 3)
 

@@ -11,7 +11,7 @@ from esper_telemetry.sinks.budget import KeyBudget
 
 
 def budget(max_keys: int = 300, run: RunInfo | None = None, **settings: Any) -> KeyBudget:
-    return KeyBudget(run or run_info(), "W&B", max_keys=max_keys, per_layer=settings.get("per_layer", False))
+    return KeyBudget(run or run_info(), "W&B", max_keys=max_keys, details=settings.get("details", False))
 
 
 def test_the_least_important_families_are_left_out_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -31,11 +31,13 @@ def test_the_least_important_families_are_left_out_with_one_warning(caplog: pyte
 def test_histories_of_other_keys_come_last() -> None:
     """Two of three keys fit: a whole family beats the history of one of its keys, however important that is."""
     history = MetricInfo(unit="as key", question="Where does it stand?")
-    limited = budget(2, run_info(metrics={**METRICS, "{key}/ema": history}))
+    run = run_info(metrics={**METRICS, "{key}/ema": history})
+    limited = budget(2, run, details=True)
 
     kept = limited.select(record(1, dict.fromkeys(["episode/return_mean_100/ema", "perf/a", "policy/kl_max"], 1.0)))
 
     assert set(kept.values) == {"perf/a", "policy/kl_max"}
+    assert "policy/kl/ema" not in budget(300, run).select(record(1, {"policy/kl/ema": 1.0})).values
 
 
 def test_a_key_that_was_shown_stays() -> None:
@@ -66,7 +68,7 @@ def test_keys_of_somebody_elses_lead() -> None:
     ("settings", "facts", "shown"),
     [
         ({}, {}, False),
-        ({"per_layer": True}, {}, True),
+        ({"details": True}, {}, True),
         ({}, {"level": "DEBUG"}, True),
         ({}, {"level": 3}, True),
         ({}, {"level": "normal"}, False),

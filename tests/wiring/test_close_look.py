@@ -64,7 +64,7 @@ def test_layers_have_a_severity_at_debug_only(tmp_path: Path) -> None:
     assert layers <= set(debug) and not layers & set(normal)
 
 
-def test_a_network_of_many_layers_has_a_health_but_no_keys_per_layer(
+def test_a_network_of_many_layers_has_a_health_but_no_keys_details(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layers_module, "MOST_LAYERS", 3)
