@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backends_read import journal_points, mlflow_run
+from backends_read import journal_points, mlflow_run, quantile_points
 from command_line import Finished
 from screenshots import CHROMEDRIVER, CHROMIUM, GROUP, browser, eventually, mlflow_store, served
 
@@ -108,7 +108,8 @@ def test_mlflow_shows_the_run_as_finished_with_its_metrics(page: Any, mlflow: st
     page.get(f"{mlflow}/#/experiments/{info.experiment_id}/runs/{info.run_id}")
 
     name = read_run(finished.run_dir).info.name
-    expected = {name, "Finished", f"Metrics ({len(journal_points(finished.run_dir)) + 2})"}
+    numbers = len(journal_points(finished.run_dir)) + len(quantile_points(finished.run_dir))
+    expected = {name, "Finished", f"Metrics ({numbers + 2})"}
     assert eventually(lambda: expected <= set(lines(page)), what="the page of the run")
 
 

@@ -57,7 +57,7 @@ class Resumed(NamedTuple):
     resumed: Ended
 
 
-@pytest.fixture(scope="module", params=["mlp", "lstm"])
+@pytest.fixture(scope="module", params=[pytest.param("mlp", marks=pytest.mark.slow), "lstm"])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Resumed:
     options = (*SETTINGS, *EVALUATION, "--policy", request.param)
     cut = tmp_path_factory.mktemp("cut") / "run"
@@ -143,6 +143,7 @@ def test_nobody_holds_the_run_any_more(runs: Resumed) -> None:
     assert list(runs.cut.glob("*.lock")) == []
 
 
+@pytest.mark.slow
 def test_a_preempted_run_is_saved_and_resumed(tmp_path: Path) -> None:
     """No checkpoint is due before the signal, so it is the signal that saves; nothing is trained twice."""
     run_dir = tmp_path / "run"
