@@ -10,32 +10,27 @@ in the pipe what the trainer wrote; while it works it holds `writer.lock` in the
 
 from __future__ import annotations
 
-import copyreg
 import fcntl
-import io
 import itertools
 import logging
 import os
-import pickle
 import select
 import signal
-import struct
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from esper_telemetry.courtesy import step_back
 from esper_telemetry.journal import Journal, JournalEvent, Role, held, lock_for, remove_lock
+from esper_telemetry.messages import Message, dumped, messages
 from esper_telemetry.record import Level, MetricInfo, RunInfo, RunStatus
 from esper_telemetry.writer import JournalWriter, Measured
 
@@ -46,12 +41,8 @@ PIPE_BYTES: Final = 1 << 20
 MOST_BYTES: Final = 64 << 20
 """What may wait in memory for a process that is not fast enough; beyond it updates are recorded without their summary."""
 
-PARENT_SECONDS: Final = 0.5
-"""How often the process looks whether its parent still lives."""
 NICENESS: Final = 10
 """The trainer goes first where cores are scarce; the sinks' process is nicer still."""
-NUMBER: Final = struct.Struct(">Q")
-"""Of the parts of a message, and each one's length; they stand before it."""
 MOST_PARTS: Final = 256
 """What one call writes; systems take 1024."""
 
@@ -249,46 +240,6 @@ def _private(process: subprocess.Popen[bytes]) -> int:
     return pipe
 
 
-class Message(NamedTuple):
-    """A pickle and, in its order, the buffers that it leaves out: those of tensors, which nobody copies on this side."""
-
-    pickle: bytes
-    buffers: Sequence[memoryview | bytearray]
-
-    def parts(self) -> list[memoryview]:
-        """What goes through the pipe: how many parts there are and the length of each, then those that are not empty."""
-        parts = [memoryview(part) for part in (self.pickle, *self.buffers)]
-        lengths = struct.pack(f">{len(parts) + 1}Q", len(parts), *map(len, parts))
-        return [memoryview(lengths), *filter(None, parts)]
-
-    def load(self) -> Any:
-        """What was dumped."""
-        return pickle.loads(self.pickle, buffers=self.buffers)
-
-
-def _portable(tensor: Tensor) -> tuple[Any, ...]:
-    array = np.ascontiguousarray(tensor.numpy())
-    return _tensor, (pickle.PickleBuffer(array.data), array.dtype.char, tuple(tensor.shape))  # [1] for [] in the array
-
-
-def _tensor(buffer: Any, kind: str, shape: tuple[int, ...]) -> Tensor:
-    return torch.from_numpy(np.frombuffer(buffer, kind).reshape(shape))
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles tensors as their bytes, several times faster than torch, whose way is made for files."""
-
-    dispatch_table = copyreg.dispatch_table.copy()
-    dispatch_table[Tensor] = _portable
-
-
-def dumped(message: object) -> Message:
-    """The message, whose tensors must not change from now on."""
-    stream, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
-    _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(message)
-    return Message(stream.getvalue(), [buffer.raw() for buffer in buffers])
-
-
 def main() -> None:
     """Does what comes in, in order, and acknowledges each with a byte, until the end of the input."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -297,34 +248,8 @@ def main() -> None:
     step_back(NICENESS)
     torch.set_num_threads(1)
     writer = JournalWriter(Journal.open(run_dir), level)
-    for message in _messages(parent):
+    for message in messages(parent):
         method, arguments = message.load()
         getattr(writer, method)(*arguments)
         with suppress(BrokenPipeError):
             os.write(acknowledgements, b"+")
-
-
-def _messages(parent: int) -> Iterator[Message]:
-    """Whole messages from standard input; one that a killed trainer left half written is dropped."""
-    with suppress(EOFError):
-        while True:
-            (count,) = NUMBER.unpack(_exactly(NUMBER.size, parent))
-            lengths = struct.unpack(f">{count}Q", _exactly(NUMBER.size * count, parent))
-            first, *buffers = [_exactly(length, parent) for length in lengths]
-            yield Message(bytes(first), buffers)
-
-
-def _exactly(count: int, parent: int) -> bytearray:
-    """That many bytes of standard input; EOFError where the parent is gone and nothing more comes.
-
-    The end of the input alone does not tell: workers that the trainer has forked hold the pipe open too.
-    """
-    found = bytearray(count)
-    rest = memoryview(found)
-    while rest:
-        ready, _, _ = select.select([0], [], [], PARENT_SECONDS)
-        got = os.readv(0, [rest]) if ready else 0
-        if not got and (ready or os.getppid() != parent):
-            raise EOFError
-        rest = rest[got:]
-    return found
