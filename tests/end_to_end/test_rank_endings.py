@@ -54,6 +54,7 @@ def test_two_ranks_learn_and_speak_with_one_voice(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.slow
 def test_two_ranks_write_one_run_in_each_backend(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with started(*TRAIN, "--env", "CartPole-v1", "--run-dir", "run", *ENDLESS, *SINKS, cwd=tmp_path) as launcher:
