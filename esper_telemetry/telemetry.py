@@ -23,9 +23,9 @@ from typing import Any, Literal, NamedTuple, Self
 
 from esper_telemetry.clock import Clock
 from esper_telemetry.failure import Suspects, at_exit, diagnose, status_of
-from esper_telemetry.follower import Follower, recorder_for
 from esper_telemetry.group import MetricGroup
-from esper_telemetry.peers import Peers
+from esper_telemetry.ranks.follower import Follower, recorder_for
+from esper_telemetry.ranks.peers import Peers
 from esper_telemetry.record import Axes, Level, RunInfo, RunStatus, check_key
 from esper_telemetry.recorder import Recorder
 from esper_telemetry.relay import CloseReport

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from esper_telemetry.merging import by_field, comparable, merged
+from esper_telemetry.ranks.merging import by_field, comparable, merged
+from esper_telemetry.ranks.signature import Signature, check, digest, dumped, loaded, packed, unpacked
 from esper_telemetry.reduction import Array
-from esper_telemetry.signature import Signature, check, digest, dumped, loaded, packed, unpacked
 from esper_telemetry.window import Tables
 
 MEETING: Final = timedelta(seconds=60)

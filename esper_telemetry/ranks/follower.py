@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from esper_telemetry.peers import Peers, portable
+from esper_telemetry.ranks.peers import Peers, portable
 from esper_telemetry.record import Axes, RunStatus
 from esper_telemetry.recorder import Recorder
 
