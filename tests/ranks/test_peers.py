@@ -11,9 +11,10 @@ import pytest
 import torch
 from two_ranks import run_together
 
-from esper_telemetry import Telemetry, peers, read_run
+from esper_telemetry import Telemetry, read_run
 from esper_telemetry.group import Counts, Last, Max, Mean, Metric, MetricGroup, Moments, Sum, label, reports
 from esper_telemetry.metrics.advantages import advantage_stats
+from esper_telemetry.ranks import peers
 
 
 @dataclass(frozen=True, slots=True)
