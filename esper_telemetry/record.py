@@ -97,6 +97,73 @@ class Record:
     partial: bool = False
 
 
+class AlarmLevel(StrEnum):
+    """How serious an alarm is, by its severity: below 0.25, below 0.75, or from there on."""
+
+    INFO = "info"
+    WARN = "warn"
+    CRITICAL = "critical"
+
+    @classmethod
+    def of(cls, severity: float) -> AlarmLevel:
+        """The level of a severity, 0 to 1."""
+        return cls.CRITICAL if severity >= CRITICAL_FROM else cls.WARN if severity >= WARN_FROM else cls.INFO
+
+
+WARN_FROM, CRITICAL_FROM = 0.25, 0.75
+"""Severities from which on an alarm is a warning, and critical."""
+
+
+class AlarmEvent(StrEnum):
+    """What has become of an alarm."""
+
+    RAISE = "raise"
+    UPDATE = "update"
+    CLEAR = "clear"
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """Something goes wrong in the run: written when it begins, when it gets worse and when it is over.
+
+    Attributes:
+        seq, axes: of the record that shows it.
+        type: its name, `family/what`, as in `alarms`.
+        event: whether it begins, gets worse or ends.
+        severity: 0 to 1.
+        level: how serious that is.
+        key: the metric that decided.
+        value: of that metric; None where the end has none.
+        threshold: value of that metric from which on the alarm is raised; None where no single number says so.
+        adaptive: whether the threshold follows the run's own history.
+        z: robust standard scores that the value is away from its history, where the rule has one.
+        since: update in which it was raised.
+        streak: updates in a row that spoke for this event.
+        incident: number of the incident that it belongs to, from 1.
+        cause: type of the alarm that this incident is put down to, as far as is known yet.
+        text: what has happened, since when, and what to try, in plain words.
+        evidence: what shows it, as plain values, bounded in size.
+    """
+
+    seq: int
+    axes: Axes
+    type: str
+    event: AlarmEvent
+    severity: float
+    level: AlarmLevel
+    key: str
+    value: float | None = None
+    threshold: float | None = None
+    adaptive: bool = False
+    z: float | None = None
+    since: int = 0
+    streak: int = 0
+    incident: int = 0
+    cause: str = ""
+    text: str = ""
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class MetricInfo:
     """What a key means, in words that a dashboard can show.

@@ -23,6 +23,7 @@ from esper_telemetry.journal import (
     MemoryJournal,
     decode,
     encode_end,
+    encode_alarm,
     encode_event,
     encode_metrics,
     encode_record,
@@ -33,9 +34,37 @@ from esper_telemetry.journal import (
     to_json,
 )
 from esper_telemetry.journal import file as journal_file
-from esper_telemetry.record import Axes, Histogram, Level, MetricInfo, Record, RunInfo, RunStatus
+from esper_telemetry.record import (
+    Alarm,
+    AlarmEvent,
+    AlarmLevel,
+    Axes,
+    Histogram,
+    Level,
+    MetricInfo,
+    Record,
+    RunInfo,
+    RunStatus,
+)
 
 KL = MetricInfo("nats", "Is the policy moving?", low=0.0, healthy="< 0.02")
+ALARM = Alarm(
+    seq=7,
+    axes=Axes(7, 56, 28, 1e9),
+    type="policy/kl_spike",
+    event=AlarmEvent.RAISE,
+    severity=0.8,
+    level=AlarmLevel.CRITICAL,
+    key="policy/kl",
+    value=0.21,
+    threshold=0.095,
+    since=7,
+    streak=1,
+    incident=1,
+    cause="policy/kl_spike",
+    text="One update moved the policy much further than usual.",
+    evidence={"rows": [1, 2]},
+)
 
 
 def info(**changes: Any) -> RunInfo:
@@ -56,6 +85,7 @@ def seqs(entries: list[Any]) -> list[int]:
         (encode_run(info(tags=("a",), facts={"clip": 0.2})), info(tags=("a",), facts={"clip": 0.2})),
         (encode_record(record(3, 0.1 + 0.2)), record(3, 0.1 + 0.2)),
         (encode_end(RunStatus.FAILED, seq=9), End(RunStatus.FAILED, 9)),
+        (encode_alarm(ALARM), ALARM),
         (encode_event(JournalEvent("checkpoint", {"at": 3}, 7)), JournalEvent("checkpoint", {"at": 3}, 7)),
         (encode_metrics({"policy/kl": KL}), JournalEvent("metrics", {"policy/kl": KL})),
     ],

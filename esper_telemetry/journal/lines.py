@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from esper_telemetry.journal.plain import plain
-from esper_telemetry.record import Axes, Histogram, MetricInfo, Record, RunInfo, RunStatus
+from esper_telemetry.record import (
+    Alarm,
+    AlarmEvent,
+    AlarmLevel,
+    Axes,
+    Histogram,
+    MetricInfo,
+    Record,
+    RunInfo,
+    RunStatus,
+)
 
 SCHEMA: Final = 1
 RECORD_HEAD: Final = b'{"kind":"record"'
@@ -36,7 +46,7 @@ class End:
     seq: int = 0
 
 
-Entry = RunInfo | Record | JournalEvent | End
+Entry = RunInfo | Record | Alarm | JournalEvent | End
 
 
 def encode_run(info: RunInfo) -> dict[str, Any]:
@@ -71,6 +81,12 @@ def encode_record(record: Record) -> dict[str, Any]:
     if record.partial:
         line["partial"] = True
     return line
+
+
+def encode_alarm(alarm: Alarm) -> dict[str, Any]:
+    """The line of an alarm; its evidence is made JSON."""
+    rest = {item.name: getattr(alarm, item.name) for item in fields(Alarm) if item.name not in ("axes", "evidence")}
+    return {"kind": "alarm", **rest, "axes": encode_axes(alarm.axes), "evidence": plain(alarm.evidence)}
 
 
 def encode_event(event: JournalEvent) -> dict[str, Any]:
@@ -143,6 +159,16 @@ def _decode_record(line: Line, _: Path | None) -> Record:
     return Record(line["seq"], _decode_axes(line["axes"]), line["values"], histograms, line.get("partial", False))
 
 
+def _decode_alarm(line: Line, _: Path | None) -> Alarm:
+    known = {item.name: line[item.name] for item in fields(Alarm) if item.name in line}
+    converted = {
+        "axes": _decode_axes(line["axes"]),
+        "event": AlarmEvent(line["event"]),
+        "level": AlarmLevel(line["level"]),
+    }
+    return Alarm(**{**known, **converted})
+
+
 def _decode_event(line: Line, _: Path | None) -> JournalEvent:
     data = _decode_descriptions(line["data"]) if line["type"] == "metrics" else line["data"]
     axes = _decode_axes(line["axes"]) if "axes" in line else None
@@ -160,6 +186,7 @@ def _decode_axes(line: Line) -> Axes:
 _DECODERS: dict[str, Callable[[Line, Path | None], Entry]] = {
     "run": _decode_run,
     "record": _decode_record,
+    "alarm": _decode_alarm,
     "event": _decode_event,
     "end": _decode_end,
 }
