@@ -29,7 +29,7 @@ demo-mlp: install  ## the same with velocities, for which a policy without memor
 
 test: install lint  ## lint, check types, run the tests (under 10 minutes on 2 cores)
 	@echo "Running the tests"
-	@$(BIN)/pytest -q
+	@$(BIN)/pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile
 
 test-slow: install  ## learning curves over seeds, soak runs
 	@echo "Running the slow tests: learning curves over five seeds"
