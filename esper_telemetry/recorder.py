@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import secrets
 import sys
@@ -29,6 +30,9 @@ SYNC_SECONDS = 20.0
 """How long a checkpoint waits for the journal."""
 
 PACKAGES = ("esper-telemetry", "torch", "numpy", "gymnasium", "wandb", "tensorboard", "mlflow")
+
+
+_logger = logging.getLogger("esper_telemetry")
 
 
 class Recorder:
@@ -145,6 +149,7 @@ class Recorder:
         partial: bool,
         seconds: float,
         elapsed: float,
+        metric_errors: int,
     ) -> None:
         """Appends a record; the sinks find it in the journal. Arguments as in `writer.Measured`."""
         assert self._relay is not None
@@ -152,7 +157,9 @@ class Recorder:
         delivery = Delivery(stats.queue_depth, stats.errors)
         if self.offloaded:  # another process appends it, and the sinks' backlog is reckoned from this number
             self._journal.records += 1
-        self._writer.record(Measured(self._next_seq(), axes, partial, measured, snapshots, seconds, elapsed, delivery))
+        self._writer.record(
+            Measured(self._next_seq(), axes, partial, measured, snapshots, seconds, elapsed, delivery, metric_errors)
+        )
 
     def event(self, kind: str, axes: Axes, data: Mapping[str, Any]) -> None:
         """Appends something that happened besides records."""
@@ -233,4 +240,8 @@ def _write_config(run_dir: Path, run: RunInfo) -> None:
         "facts": run.facts,
         "versions": run.versions,
     }
-    (run_dir / "config.json").write_text(json.dumps(plain(settings), indent=2) + "\n", encoding="utf-8")
+    try:
+        (run_dir / "config.json").write_text(json.dumps(plain(settings), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        message = "esper-telemetry: cannot write config.json in %s (%s); training goes on, and the journal holds it too"
+        _logger.warning(message, run_dir, error.strerror)

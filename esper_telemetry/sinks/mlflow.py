@@ -40,6 +40,8 @@ class MLflowSink:
 
     def __post_init__(self) -> None:
         require_package("mlflow", "MLflowSink")
+        if not self.experiment.strip():
+            raise ValueError(f"experiment must have a name, got {self.experiment!r}")
 
     @classmethod
     def from_uri(cls, rest: str, options: Mapping[str, str]) -> MLflowSink:

@@ -27,6 +27,9 @@ from esper_telemetry.sinks.wandb_log import last_update
 from esper_telemetry.sinks.wandb_own import MODES, OwnRun, start
 
 MAX_BINS = 512
+MAX_PROJECT_LENGTH = 128
+NOT_IN_PROJECTS = r"/\#?%:"
+"""W&B refuses a project that has one of these in its name."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,9 @@ class WandbSink:
 
     def __post_init__(self) -> None:
         require_package("wandb", "WandbSink")
+        if not 0 < len(self.project) <= MAX_PROJECT_LENGTH or set(self.project) & set(NOT_IN_PROJECTS):
+            rule = f"1 to {MAX_PROJECT_LENGTH} characters, none of {' '.join(NOT_IN_PROJECTS)}"
+            raise ValueError(f"a W&B project must have {rule}, got {self.project!r}")
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
 
