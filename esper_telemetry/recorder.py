@@ -21,7 +21,7 @@ from esper_telemetry.metric import declared
 from esper_telemetry.offload import OffloadedWriter, worth_offloading
 from esper_telemetry.record import Axes, Level, MetricInfo, RunInfo, RunStatus
 from esper_telemetry.registry import registry
-from esper_telemetry.relay import CloseReport, Relay
+from esper_telemetry.relay import CloseReport, Relay, SinkState
 from esper_telemetry.sinks import SinkLike, as_sink
 from esper_telemetry.summary import Snapshot
 from esper_telemetry.writer import Delivery, JournalWriter, Measured, Writer
@@ -176,6 +176,9 @@ class Recorder:
         self._writer.end(status, self._next_seq(), timeout / 2)
         report = self._relay.close(max(0.1, deadline - time.monotonic()), status=status)
         self._claim.release()
+        for sink in report.sinks:
+            if sink.state is not SinkState.CLOSED or sink.pending:
+                _logger.warning("esper-telemetry: %s", sink)
         return report
 
     def _next_seq(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -84,12 +85,19 @@ class WandbSink:
         """`wandb:` and the project, or the joined run's id."""
         return f"wandb:run/{self.run.id}" if self.run is not None else f"wandb:{self.project}"
 
+    @property
+    def uri(self) -> str:
+        """What `replay --to` takes; nothing for a joined run."""
+        if self.run is not None:
+            return ""
+        return f"wandb:{self.project}" + ("" if self.mode == "auto" else f"?mode={self.mode}")
+
     def place(self, run: RunInfo) -> Place:
         """The folder of an offline run, and the command that uploads it."""
         if self.run is not None:
             return Place("the W&B run that was open", "")
         folder = self._parent(run) / "wandb"
-        return Place(str(folder), f"wandb sync {folder}/offline-run-*-{run.run_id}")
+        return Place(str(folder), f"wandb sync {shlex.quote(str(folder))}/offline-run-*-{run.run_id}")
 
     def prepare_child(self) -> None:
         """Takes a W&B client process of our own, and silences the login.
