@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from esper_telemetry.sinks.protocol import Sink
-from esper_telemetry.sinks.uri import known_sinks
+from esper_telemetry.sinks.uri import BUNDLED, known_sinks
 
 
 class SinkState(StrEnum):
@@ -126,7 +126,8 @@ def replay_command(run_dir: Path | None, sink: Sink) -> str:
     if run_dir is None:
         return ""
     uri = str(getattr(sink, "uri", sink_name(sink)))
-    if uri.partition("?")[0].partition(":")[0] not in known_sinks():
+    name = uri.partition("?")[0].partition(":")[0]
+    if name not in BUNDLED and name not in known_sinks():  # the second looks through all that is installed
         return f"esper_telemetry.replay({str(run_dir)!r}, SINK)"
     return shlex.join(["esper-telemetry", "replay", str(run_dir), "--to", uri])
 

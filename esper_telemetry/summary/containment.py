@@ -6,8 +6,9 @@ What a user calls raises at once; this is for what telemetry calls on a trainer'
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from esper_telemetry.group import MetricGroup
 
@@ -15,6 +16,9 @@ Measurement = Callable[[], MetricGroup | Iterable[MetricGroup]]
 """A metric function with its arguments, as `functools.partial` makes it: not called yet."""
 
 Result = TypeVar("Result")
+
+METRICS: Final = f"{MetricGroup.__module__.partition('.')[0]}.metrics."
+"""How the names of the modules begin that hold metric functions."""
 
 _logger = logging.getLogger("esper_telemetry")
 
@@ -58,7 +62,7 @@ class Containment:
 
     def _note(self, culprit: object, error: Exception) -> None:
         self._errors += 1
-        name = _name(culprit)
+        name = _metric_function(error) or _name(culprit)
         if name not in self._told:
             self._told.add(name)
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -72,7 +76,15 @@ def _each(found: MetricGroup | Iterable[MetricGroup], use: Callable[[MetricGroup
         use(group)
 
 
+def _metric_function(error: Exception) -> str:
+    """The metric function that was called when it was raised; empty where none was."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    names = (frame.f_code.co_name for frame in frames if frame.f_globals.get("__name__", "").startswith(METRICS))
+    return next((name for name in names if not name.startswith("<")), "")
+
+
 def _name(culprit: Any) -> str:
-    """Of the function behind a partial, a method or a running generator."""
+    """Of the function behind a partial, a cache, a method or a running generator."""
+    culprit = getattr(culprit, "__wrapped__", culprit)
     function = getattr(culprit, "func", culprit)
     return str(getattr(function, "__name__", type(function).__name__))
