@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -19,7 +20,7 @@ logger = logging.getLogger("esper_telemetry")
 class Closes(Protocol):
     """What can be closed."""
 
-    def close(self) -> object:
+    def close(self, status: RunStatus) -> object:
         """Ends it; once more does nothing."""
 
 
@@ -52,13 +53,16 @@ def first_nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def at_exit(telemetry: Closes) -> Callable[[], None]:
-    """Closes a telemetry that nobody closed, at interpreter exit, without keeping it alive until then."""
+    """Closes a telemetry that nobody closed, at interpreter exit, without keeping it alive until then.
+
+    A script that an exception ended has left it in `sys.last_value`.
+    """
     reference = weakref.ref(telemetry)
 
     def close() -> None:
         alive = reference()
         if alive is not None:
-            alive.close()
+            alive.close(status_of(getattr(sys, "last_value", None)))
 
     atexit.register(close)
     return close

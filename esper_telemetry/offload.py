@@ -55,6 +55,23 @@ def worth_offloading() -> bool:
     return (cores or 1) > 1
 
 
+class Told(logging.Handler):
+    """Keeps what is warned of, for the trainer, who sees no log of this process."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._warnings: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps one warning."""
+        self._warnings.append(" ".join(record.getMessage().split()))
+
+    def take(self) -> bytes:
+        """What was warned of since the last call, in one line."""
+        warnings, self._warnings = self._warnings, []
+        return "; ".join(warnings).encode() + b"\n"
+
+
 class OffloadedWriter:
     """A `Writer` whose work is done by a process of its own.
 
@@ -69,6 +86,7 @@ class OffloadedWriter:
         self._info: RunInfo | None = None
         self._outbox: deque[memoryview] = deque()
         self._unacknowledged: deque[Message] = deque()
+        self._told = b""
         self._warned = False
         acknowledgements, theirs = os.pipe()
         self._process = _started(run_dir, level, theirs)
@@ -139,12 +157,19 @@ class OffloadedWriter:
                     self._written(os.writev(self._pipe, list(itertools.islice(self._outbox, MOST_PARTS))))
             with suppress(BlockingIOError):
                 acknowledged = os.read(self._acknowledgements, 1 << 16)
-                for _ in acknowledged:
-                    self._unacknowledged.popleft()
+                self._take_note(acknowledged)
                 if not acknowledged and self._unacknowledged:
                     self._take_over("has died")
         except BrokenPipeError:
             self._take_over("has died")
+
+    def _take_note(self, data: bytes) -> None:
+        """One line for each message that was dealt with: what the process had to warn of meanwhile, empty as a rule."""
+        *lines, self._told = (self._told + data).split(b"\n")
+        for line in lines:
+            self._unacknowledged.popleft()
+            if line:
+                _logger.warning("%s", line.decode(errors="replace"))
 
     def _written(self, count: int) -> None:
         """So many bytes of the outbox are on their way."""
@@ -241,15 +266,19 @@ def _private(process: subprocess.Popen[bytes]) -> int:
 
 
 def main() -> None:
-    """Does what comes in, in order, and acknowledges each with a byte, until the end of the input."""
+    """Does what comes in, in order, and acknowledges each with a line, until the end of the input."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     run_dir, level, parent, acknowledgements = Path(sys.argv[1]), Level[sys.argv[2]], int(sys.argv[3]), int(sys.argv[4])
     step_back(NICENESS)
     torch.set_num_threads(1)
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    told = Told()
+    _logger.addHandler(told)
+    _logger.setLevel(logging.DEBUG)
     writer = JournalWriter(Journal.open(run_dir), level)
     for message in messages(parent):
         method, arguments = message.load()
         getattr(writer, method)(*arguments)
         with suppress(BrokenPipeError):
-            os.write(acknowledgements, b"+")
+            os.write(acknowledgements, told.take())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import secrets
 import sys
@@ -20,7 +21,7 @@ from esper_telemetry.metric import declared
 from esper_telemetry.offload import OffloadedWriter, worth_offloading
 from esper_telemetry.record import Axes, Level, MetricInfo, RunInfo, RunStatus
 from esper_telemetry.registry import registry
-from esper_telemetry.relay import CloseReport, Relay
+from esper_telemetry.relay import CloseReport, Relay, SinkState
 from esper_telemetry.sinks import SinkLike, as_sink
 from esper_telemetry.summary import Snapshot
 from esper_telemetry.writer import Delivery, JournalWriter, Measured, Writer
@@ -29,6 +30,9 @@ SYNC_SECONDS = 20.0
 """How long a checkpoint waits for the journal."""
 
 PACKAGES = ("esper-telemetry", "torch", "numpy", "gymnasium", "wandb", "tensorboard", "mlflow")
+
+
+_logger = logging.getLogger("esper_telemetry")
 
 
 class Recorder:
@@ -145,6 +149,7 @@ class Recorder:
         partial: bool,
         seconds: float,
         elapsed: float,
+        metric_errors: int,
     ) -> None:
         """Appends a record; the sinks find it in the journal. Arguments as in `writer.Measured`."""
         assert self._relay is not None
@@ -152,7 +157,9 @@ class Recorder:
         delivery = Delivery(stats.queue_depth, stats.errors)
         if self.offloaded:  # another process appends it, and the sinks' backlog is reckoned from this number
             self._journal.records += 1
-        self._writer.record(Measured(self._next_seq(), axes, partial, measured, snapshots, seconds, elapsed, delivery))
+        self._writer.record(
+            Measured(self._next_seq(), axes, partial, measured, snapshots, seconds, elapsed, delivery, metric_errors)
+        )
 
     def event(self, kind: str, axes: Axes, data: Mapping[str, Any]) -> None:
         """Appends something that happened besides records."""
@@ -169,6 +176,9 @@ class Recorder:
         self._writer.end(status, self._next_seq(), timeout / 2)
         report = self._relay.close(max(0.1, deadline - time.monotonic()), status=status)
         self._claim.release()
+        for sink in report.sinks:
+            if sink.state is not SinkState.CLOSED or sink.pending:
+                _logger.warning("esper-telemetry: %s", sink)
         return report
 
     def _next_seq(self) -> int:
@@ -233,4 +243,8 @@ def _write_config(run_dir: Path, run: RunInfo) -> None:
         "facts": run.facts,
         "versions": run.versions,
     }
-    (run_dir / "config.json").write_text(json.dumps(plain(settings), indent=2) + "\n", encoding="utf-8")
+    try:
+        (run_dir / "config.json").write_text(json.dumps(plain(settings), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        message = "esper-telemetry: cannot write config.json in %s (%s); training goes on, and the journal holds it too"
+        _logger.warning(message, run_dir, error.strerror)

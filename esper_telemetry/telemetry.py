@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from esper_telemetry.clock import Clock
 from esper_telemetry.failure import Suspects, at_exit, diagnose, status_of
@@ -31,8 +31,10 @@ from esper_telemetry.recorder import Recorder
 from esper_telemetry.relay import CloseReport
 from esper_telemetry.sampling import BUDGET, Sampling
 from esper_telemetry.sinks import SinkLike
-from esper_telemetry.summary import Snapshot, summarize
+from esper_telemetry.summary import Containment, Measurement, Snapshot, summarize
 from esper_telemetry.window import Transfer, Window, finish
+
+Event = TypeVar("Event")
 
 
 class Flush(NamedTuple):
@@ -107,6 +109,7 @@ class Telemetry:
         self._suspects: Suspects = tuple
         self._open_update: Callable[[], Snapshot] = Snapshot
         self._window = Window()
+        self._containment = Containment()
         self._numbers: dict[str, float] = {}
         self._snapshots: list[Snapshot] = []
         self._flush: Flush | None = None
@@ -187,8 +190,18 @@ class Telemetry:
             if not snapshot.on_device and not self._peers:
                 self._snapshots.append(snapshot)
                 return
-            for groups, epochs in summarize(snapshot, self._facts, self.level):
-                self.observe(*groups, epoch=epochs)
+            for measurements, epochs in self._containment.steps(summarize(snapshot, self._facts, self.level)):
+                self.measure(measurements, epoch=epochs)
+
+    def measure(self, measurements: Iterable[Measurement], *, epoch: int | Sequence[int] = 0) -> None:
+        """Observes what metric functions find that are called on a trainer's behalf: one that raises costs its group and a warning."""
+        if self._active:
+            with self.clock:
+                self._containment.measure(measurements, partial(self._window.add, epoch=epoch, step=None))
+
+    def attempt(self, function: Callable[[Event], None], event: Event) -> None:
+        """Calls a hook of telemetry's own; one that raises costs what it would have measured, and a warning."""
+        self._containment.attempt(partial(function, event), lambda _: None)
 
     def log(self, values: Mapping[str, float]) -> None:
         """Adds plain numbers to the update's record; non-finite ones are counted under `<key>_nonfinite`.
@@ -249,6 +262,7 @@ class Telemetry:
                 partial=flush.partial,
                 seconds=seconds,
                 elapsed=elapsed,
+                metric_errors=self._containment.take(),
             )
 
     def collected(self, env_step: int) -> None:
@@ -272,7 +286,7 @@ class Telemetry:
             return None
         self.materialise()
         self.start()
-        self.submit(self._open_update())
+        self._containment.attempt(self._open_update, self.submit)
         if self._window or self._numbers or any(self._snapshots):
             self._send(max(self._collected, self._axes.env_step), None, None, partial=True)
             self.materialise()

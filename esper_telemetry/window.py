@@ -47,14 +47,14 @@ class Window:
         packed = pack(group)
         if not packed.layout.fields:
             return
-        rows = self._rows.setdefault(packed.layout, Rows())
         count = packed.rows
+        if not isinstance(epoch, int) and len(epoch) != count:
+            raise ValueError(f"epoch must be a number or one per row ({count}), got {epoch!r}")
+        rows = self._rows.setdefault(packed.layout, Rows())
         first = step if step is not None else (rows.steps[-1] + 1 if rows.steps else 0)
         rows.blocks.append(packed)
         rows.steps.extend(range(first, first + count))
         rows.epochs.extend([epoch] * count if isinstance(epoch, int) else epoch)
-        if len(rows.epochs) != len(rows.steps):
-            raise ValueError(f"epoch must be a number or one per row ({count}), got {epoch!r}")
 
     def send(self) -> Transfer:
         """Starts the one copy to the host; the window is empty afterwards."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from esper_telemetry.evidence import Captures
@@ -22,7 +23,7 @@ from esper_telemetry.layout import Values
 from esper_telemetry.metrics.performance import telemetry_health
 from esper_telemetry.record import Axes, Level, MetricInfo, Record, RunInfo, RunStatus
 from esper_telemetry.series.derive import Series
-from esper_telemetry.summary import Snapshot, summarize, without_many_layers
+from esper_telemetry.summary import Containment, Snapshot, summarize, without_many_layers
 from esper_telemetry.window import Window
 
 
@@ -44,6 +45,7 @@ class Measured:
         seconds: time that telemetry took on the training thread since the last record.
         elapsed: time since the last record.
         delivery: where the sinks stand.
+        metric_errors: metric functions that raised where `measured` comes from.
     """
 
     seq: int
@@ -54,6 +56,7 @@ class Measured:
     seconds: float
     elapsed: float
     delivery: Delivery
+    metric_errors: int = 0
 
 
 class Writer(Protocol):
@@ -95,6 +98,7 @@ class JournalWriter:
         self._facts: Mapping[str, Any] = {}
         self._series = Series(self._facts)
         self._captures = Captures(level)
+        self._containment = Containment()
 
     def run(self, info: RunInfo) -> None:
         """See `Writer`."""
@@ -107,7 +111,7 @@ class JournalWriter:
         self._facts = info.facts
         self._series = Series(self._facts)
         for record in records(info.run_dir) if info.run_dir else ():
-            self._series.derive(record.values, self._level)
+            self._containment.attempt(partial(self._series.derive, record.values, self._level), dict)
 
     def describe(self, metrics: Mapping[str, MetricInfo], seq: int) -> None:
         """See `Writer`."""
@@ -115,9 +119,9 @@ class JournalWriter:
 
     def record(self, measured: Measured) -> None:
         """See `Writer`."""
-        found = _summarized(measured.snapshots, self._facts, self._level).united(measured.measured)
+        found = self._summarized(measured.snapshots).united(measured.measured)
         values = dict(found.values)
-        values.update(self._series.derive(found.unreported | values, self._level))
+        self._containment.attempt(partial(self._series.derive, found.unreported | values, self._level), values.update)
         if self._level < Level.DEBUG:
             values = without_many_layers(values)
         values.update(
@@ -127,6 +131,7 @@ class JournalWriter:
                 undefined=found.undefined,
                 level=self._level,
                 stats=measured.delivery,
+                metric_errors=measured.metric_errors + self._containment.take(),
             )
         )
         self._journal.write(
@@ -134,6 +139,13 @@ class JournalWriter:
         )
         self._tell_baselines(measured)
         self._capture(measured, values)
+
+    def _summarized(self, snapshots: Iterable[Snapshot]) -> Values:
+        window = Window()
+        for snapshot in snapshots:
+            for measurements, epochs in self._containment.steps(summarize(snapshot, self._facts, self._level)):
+                self._containment.measure(measurements, partial(window.add, epoch=epochs, step=None))
+        return window.send().finish(self._level)
 
     def _tell_baselines(self, measured: Measured) -> None:
         """Says where the thresholds of gradients start anew: what was out of range has become the rule."""
@@ -148,7 +160,7 @@ class JournalWriter:
             return
         for snapshot in measured.snapshots:
             pairs = {name: asdict(diagnosis) for name, diagnosis in self._series.pairs.diagnoses.items()}
-            for capture in self._captures.of(snapshot, values, self._facts, pairs):
+            for capture in self._containment.steps(self._captures.of(snapshot, values, self._facts, pairs)):
                 event = JournalEvent(f"evidence/{capture.type}", capture.data, seq=measured.seq, axes=measured.axes)
                 self._journal.write(encode_event(event))
 
@@ -163,12 +175,3 @@ class JournalWriter:
     def end(self, status: RunStatus, seq: int, timeout: float) -> None:
         """See `Writer`."""
         self._journal.write(encode_end(status, seq=seq))
-
-
-def _summarized(snapshots: Iterable[Snapshot], facts: Mapping[str, Any], level: Level) -> Values:
-    window = Window()
-    for snapshot in snapshots:
-        for groups, epochs in summarize(snapshot, facts, level):
-            for group in groups:
-                window.add(group, epochs, None)
-    return window.send().finish(level)

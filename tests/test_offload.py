@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from esper_telemetry import RunStatus, Telemetry, attach, read_run
+from esper_telemetry import RunStatus, Telemetry, attach, read_run, value_fit
 from esper_telemetry.environments import CueRecall
 from esper_telemetry.messages import dumped
 from esper_telemetry.offload import OffloadedWriter
 from esper_telemetry.ppo import PPO, PPOConfig
-from esper_telemetry.summary import Progress, Snapshot
+from esper_telemetry.summary import Progress, Rollout, Snapshot
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nothing is offloaded")
 
@@ -89,6 +89,52 @@ def test_a_process_that_dies_or_hangs_costs_a_warning(
     assert rates(tmp_path) == [float(update) for update in range(1, 21)]
     assert read_run(tmp_path).status is RunStatus.FINISHED
     assert len([record for record in caplog.records if "summarises updates" in record.message]) == 1
+
+
+def broken(update: int) -> Snapshot:
+    """An update whose returns do not fit its values, as a bug would leave them."""
+    steps = torch.zeros(4, 2)
+    flags = torch.zeros(4, 2, dtype=torch.bool)
+    rollout = Rollout(
+        rewards=steps,
+        values=steps,
+        advantages=torch.randn(4, 2),
+        returns=torch.zeros(5, 3),
+        log_probs=steps,
+        next_values=steps,
+        ended=flags,
+        terminated=flags,
+        gamma=0.9,
+        valid=None,
+    )
+    progress = Progress(update=update, env_steps=1, learning_rate=float(update), elapsed=1.0, seconds={})
+    return Snapshot(rollout=rollout, progress=progress)
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_bug_in_a_metric_costs_what_it_measures_and_one_warning(
+    tmp_path: Path, offload: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    telemetry = Telemetry(run_dir=tmp_path, offload=offload)
+    telemetry.expect_updates(suspects=tuple, open_update=Snapshot)
+    with caplog.at_level(logging.WARNING, "esper_telemetry"):
+        for update in range(1, 4):
+            telemetry.submit(broken(update))
+            telemetry.flush(env_step=update)
+        telemetry.close()
+
+    for record in read_run(tmp_path).records:
+        assert "value/explained_variance" not in record.values
+        assert {"adv/raw/std", "reward/mean", "value/td/mean"} <= record.values.keys()
+        assert record.values["telemetry/metric_errors"] >= 1
+    assert rates(tmp_path) == [1.0, 2.0, 3.0]
+    (warned,) = [record.getMessage() for record in caplog.records if "value_fit" in record.getMessage()]
+    assert "missing from the records" in warned
+
+
+def test_a_wrong_call_of_the_user_raises_at_once() -> None:
+    with Telemetry(run_dir=None) as telemetry, pytest.raises((ValueError, RuntimeError)):
+        telemetry.observe(value_fit(torch.zeros(4), torch.zeros(5)))
 
 
 def trained(run_dir: Path, *, offload: bool, stop: bool = False) -> list[dict[str, float]]:

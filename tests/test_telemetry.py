@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,6 +204,37 @@ def test_a_failing_and_a_hanging_sink_cost_training_nothing(tmp_path: Path) -> N
     assert len(memory.records) == 20
     assert report is not None
     assert not report.complete
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("", RunStatus.FINISHED),
+        ("raise ValueError('broken')", RunStatus.FAILED),
+        ("raise KeyboardInterrupt", RunStatus.INTERRUPTED),
+    ],
+)
+def test_a_script_that_closes_nothing_ends_as_it_ended(tmp_path: Path, end: str, status: RunStatus) -> None:
+    code = f"from esper_telemetry import Telemetry; t = Telemetry(run_dir='run'); t.flush(env_step=1); {end}"
+
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=False)
+
+    assert read_run(tmp_path / "run").status is status
+
+
+def test_a_full_disk_does_not_stop_a_run_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object, **__: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Telemetry(run_dir=tmp_path / "run") as telemetry:
+        monkeypatch.setattr(Path, "write_text", full)
+        telemetry.flush(env_step=1)
+        monkeypatch.undo()
+
+    assert len(read_run(tmp_path / "run").records) == 1
+    assert "cannot write config.json" in caplog.text
 
 
 def test_a_forked_copy_writes_nothing(tmp_path: Path) -> None:

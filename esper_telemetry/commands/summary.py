@@ -65,7 +65,7 @@ class Summary:
         for sink in self._sinks:
             place = getattr(sink, "place", None)
             if place is not None and not isinstance(sink, ConsoleSink):
-                yield type(sink).__name__.removesuffix("Sink"), place(run)
+                yield type(sink).__name__.removesuffix("Sink").replace("Wandb", "W&B"), place(run)
 
 
 def _values(record: Record) -> list[tuple[str, str]]:

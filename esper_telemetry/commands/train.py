@@ -85,8 +85,7 @@ def _check_profile(options: Train) -> None:
 
 
 def _prepared(options: Train) -> Prepared:
-    if options.total_steps < 1:
-        raise WrongUse(f"total_steps must be at least 1, got {options.total_steps}")
+    _check_numbers(options)
     _check_profile(options)
     device = _device(own_device(options.device))
     size = Ranks.current().size
@@ -99,6 +98,17 @@ def _prepared(options: Train) -> Prepared:
     env = make_env(options.env, num_envs=options.num_envs // size, mask_velocity=options.mask_velocity)
     _choose_threads(options, layout_of(env))
     return Prepared(env, device, [as_sink(sink) for sink in options.sink or ("console",)] if first() else [])
+
+
+def _check_numbers(options: Train) -> None:
+    """Refuses sizes that are none, and an empty directory, which an unset variable of the shell leaves."""
+    least = {"total_steps": 1, "threads": 1, "eval_episodes": 1, "eval_every": 0, "checkpoint_every": 0}
+    for name, smallest in least.items():
+        number = getattr(options, name)
+        if number is not None and number < smallest:
+            raise WrongUse(f"{name} must be at least {smallest}, got {number}")
+    if options.run_dir is not None and not options.run_dir.strip():
+        raise WrongUse(f"run_dir must name a directory, got {options.run_dir!r}")
 
 
 def _telemetry(sinks: Sequence[SinkLike], options: Train) -> Telemetry:

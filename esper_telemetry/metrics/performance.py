@@ -216,6 +216,20 @@ class TelemetryHealth(Derived):
             warn="> 0: see the warning in the console",
         )
     )
+    metric_errors: float | None = reports(
+        Metric(
+            key="telemetry/metric_errors",
+            number=976,
+            unit="count",
+            question="How many metrics could not be measured in this update, because of a bug?",
+            low=0.0,
+            level=Level.MINIMAL,
+            healthy="absent",
+            warn="> 0: the warning in the console names them",
+            undefined="none",
+            when_positive=True,
+        )
+    )
 
 
 class DeliveryStats(Protocol):
@@ -266,7 +280,14 @@ def _slowest(milliseconds: float | None) -> Max | None:
 
 
 def telemetry_health(
-    *, seconds: float, elapsed: float, undefined: int, level: Level, stats: DeliveryStats, dropped: int = 0
+    *,
+    seconds: float,
+    elapsed: float,
+    undefined: int,
+    level: Level,
+    stats: DeliveryStats,
+    dropped: int = 0,
+    metric_errors: int = 0,
 ) -> dict[str, float]:
     """Telemetry's numbers about itself, by key.
 
@@ -277,6 +298,7 @@ def telemetry_health(
         level: at which this record was measured.
         stats: how far the sinks are behind, and their errors.
         dropped: records that no sink will get any more.
+        metric_errors: metric functions that raised.
     """
     return TelemetryHealth(
         telemetry_ms=1000.0 * seconds,
@@ -287,4 +309,5 @@ def telemetry_health(
         queue_depth=float(stats.queue_depth),
         dropped=float(dropped),
         errors=float(stats.errors),
+        metric_errors=float(metric_errors),
     ).values(level)

@@ -167,6 +167,7 @@ NAMES = {
     "telemetry/queue_depth": "records still to be delivered",
     "telemetry/dropped": "records lost on the way to a backend",
     "telemetry/errors": "failures of backends",
+    "telemetry/metric_errors": "metrics that could not be measured",
     "telemetry/sample_every": "updates between two close looks",
     "{key}/ema": "running average",
     "{key}/ew_std": "spread around the running average",

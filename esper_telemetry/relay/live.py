@@ -18,6 +18,7 @@ from esper_telemetry.relay.status import (
     CloseReport,
     RelayStats,
     SinkReport,
+    SinkState,
     SinkStatus,
     by_name,
     replay_command,
@@ -91,8 +92,10 @@ class Relay:
 
     def _reported(self) -> Iterable[SinkReport]:
         for name, status in self._statuses().items():
-            command = replay_command(self._journal.run_dir, self._sinks[name])
-            yield sink_report(status, pending=max(0, self._journal.records - status.records), command=command)
+            pending = max(0, self._journal.records - status.records)
+            complete = status.state is SinkState.CLOSED and not pending
+            command = "" if complete else replay_command(self._journal.run_dir, self._sinks[name])
+            yield sink_report(status, pending=pending, command=command)
 
     def _statuses(self) -> Mapping[str, SinkStatus]:
         remote = {} if self._process is None else self._process.statuses

@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from esper_telemetry.sinks.protocol import Sink
+from esper_telemetry.sinks.uri import BUNDLED, known_sinks
 
 
 class SinkState(StrEnum):
@@ -121,11 +122,14 @@ def sink_report(status: SinkStatus, *, pending: int, command: str = "") -> SinkR
 
 
 def replay_command(run_dir: Path | None, sink: Sink) -> str:
-    """What a person types to send the rest; a sink says how it is spelled in `uri`, else in its name."""
+    """What a person types to send the rest; a sink says how it is spelled in `uri`, else in its name. Others are replayed from Python."""
     if run_dir is None:
         return ""
-    uri = getattr(sink, "uri", None) or sink_name(sink)
-    return shlex.join(["esper-telemetry", "replay", str(run_dir), "--to", str(uri)])
+    uri = str(getattr(sink, "uri", sink_name(sink)))
+    name = uri.partition("?")[0].partition(":")[0]
+    if name not in BUNDLED and name not in known_sinks():  # the second looks through all that is installed
+        return f"esper_telemetry.replay({str(run_dir)!r}, SINK)"
+    return shlex.join(["esper-telemetry", "replay", str(run_dir), "--to", uri])
 
 
 def sink_name(sink: Sink) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlencode
 
 from esper_telemetry.record import Record, RunInfo, RunStatus
 from esper_telemetry.sinks.budget import KeyBudget
@@ -40,6 +42,8 @@ class MLflowSink:
 
     def __post_init__(self) -> None:
         require_package("mlflow", "MLflowSink")
+        if not self.experiment.strip():
+            raise ValueError(f"experiment must have a name, got {self.experiment!r}")
 
     @classmethod
     def from_uri(cls, rest: str, options: Mapping[str, str]) -> MLflowSink:
@@ -59,10 +63,20 @@ class MLflowSink:
             return f"mlflow:run/{self.run_id}"
         return f"mlflow:{masked(self.tracking_uri)}" if self.tracking_uri else "mlflow"
 
+    @property
+    def uri(self) -> str:
+        """What `replay --to` takes; nothing for a joined run."""
+        if self.run_id is not None:
+            return ""
+        default = self.experiment == type(self).experiment
+        return self.name + ("" if default else f"?{urlencode({'experiment': self.experiment})}")
+
     def place(self, run: RunInfo) -> Place:
         """The store, and the command that shows it."""
         uri = self._store(run) or "the process's own tracking URI"
-        command = "" if "://" not in uri or uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
+        command = (
+            "" if "://" not in uri or uri.startswith("http") else f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
+        )
         return Place(masked(uri), command)
 
     def prepare_child(self) -> None:

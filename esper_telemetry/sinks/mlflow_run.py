@@ -14,6 +14,7 @@ from typing import Any
 from esper_telemetry.record import Record, RunInfo, RunStatus
 from esper_telemetry.sinks.budget import KeyBudget
 from esper_telemetry.sinks.histogram import by_tag
+from esper_telemetry.sinks.mlflow_database import SQLITE, ensure_database
 from esper_telemetry.sinks.mlflow_names import LegalNames
 from esper_telemetry.sinks.plain import flattened, masked
 from esper_telemetry.sinks.protocol import PermanentSinkError
@@ -120,8 +121,8 @@ def own_run(
 def _client(store: str | None) -> Any:
     from mlflow.tracking import MlflowClient
 
-    if store is not None and store.startswith("sqlite:///"):
-        Path(store.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+    if store is not None and store.startswith(SQLITE):
+        ensure_database(Path(store.removeprefix(SQLITE)))
     return MlflowClient(store)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,7 +64,7 @@ class TensorBoardSink:
     def place(self, run: RunInfo) -> Place:
         """The directory, and the command that shows it."""
         directory = self._directory(run)
-        return Place(str(directory), f"tensorboard --logdir {directory}")
+        return Place(str(directory), f"tensorboard --logdir {shlex.quote(str(directory))}")
 
     def open(self, run: RunInfo) -> None:
         """Starts a new event file, beside those of earlier parts of the run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,9 @@ from esper_telemetry.sinks.wandb_log import last_update
 from esper_telemetry.sinks.wandb_own import MODES, OwnRun, start
 
 MAX_BINS = 512
+MAX_PROJECT_LENGTH = 128
+NOT_IN_PROJECTS = r"/\#?%:"
+"""W&B refuses a project that has one of these in its name."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,9 @@ class WandbSink:
 
     def __post_init__(self) -> None:
         require_package("wandb", "WandbSink")
+        if not 0 < len(self.project) <= MAX_PROJECT_LENGTH or set(self.project) & set(NOT_IN_PROJECTS):
+            rule = f"1 to {MAX_PROJECT_LENGTH} characters, none of {' '.join(NOT_IN_PROJECTS)}"
+            raise ValueError(f"a W&B project must have {rule}, got {self.project!r}")
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
 
@@ -78,12 +85,19 @@ class WandbSink:
         """`wandb:` and the project, or the joined run's id."""
         return f"wandb:run/{self.run.id}" if self.run is not None else f"wandb:{self.project}"
 
+    @property
+    def uri(self) -> str:
+        """What `replay --to` takes; nothing for a joined run."""
+        if self.run is not None:
+            return ""
+        return f"wandb:{self.project}" + ("" if self.mode == "auto" else f"?mode={self.mode}")
+
     def place(self, run: RunInfo) -> Place:
         """The folder of an offline run, and the command that uploads it."""
         if self.run is not None:
             return Place("the W&B run that was open", "")
         folder = self._parent(run) / "wandb"
-        return Place(str(folder), f"wandb sync {folder}/offline-run-*-{run.run_id}")
+        return Place(str(folder), f"wandb sync {shlex.quote(str(folder))}/offline-run-*-{run.run_id}")
 
     def prepare_child(self) -> None:
         """Takes a W&B client process of our own, and silences the login.

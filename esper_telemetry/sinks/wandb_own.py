@@ -83,8 +83,13 @@ def _resolved(mode: str) -> str:
 
 def _has_key() -> bool:
     import wandb
+    from wandb.errors import Error
 
-    return bool(wandb.login(prompt=False, verify=False))
+    try:
+        return bool(wandb.login(prompt=False, verify=False))
+    except (Error, ValueError) as error:
+        logger.warning("W&B refuses the key that is set (%s); the run is kept offline", _brief(error))
+        return False
 
 
 def _free_id(run_id: str) -> str:

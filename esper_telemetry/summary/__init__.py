@@ -1,5 +1,6 @@
 """From what one update left behind to the groups that measure it: pure, so that any process can do it."""
 
+from esper_telemetry.summary.containment import Containment, Measurement
 from esper_telemetry.summary.layers import without_many_layers
 from esper_telemetry.summary.samples import gradient_sample
 from esper_telemetry.summary.snapshot import (
@@ -22,6 +23,7 @@ from esper_telemetry.summary.summarize import Observation, summarize
 
 __all__ = [
     "Actions",
+    "Containment",
     "Details",
     "Drawn",
     "Episodes",
@@ -29,6 +31,7 @@ __all__ = [
     "Gradients",
     "Layer",
     "Leaves",
+    "Measurement",
     "Memory",
     "Minibatches",
     "Normalizer",

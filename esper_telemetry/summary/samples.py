@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -20,44 +21,45 @@ from esper_telemetry.metrics.gradients import (
 )
 from esper_telemetry.metrics.optimizer import adam_step, layer_steps, state_reset, weight_growth
 from esper_telemetry.record import Level
+from esper_telemetry.summary.containment import Measurement
 from esper_telemetry.summary.snapshot import GradientSample
 
 
-def gradient_sample(sample: GradientSample, level: Level) -> Iterator[MetricGroup]:
+def gradient_sample(sample: GradientSample, level: Level) -> Iterator[Measurement]:
     """Everything that is measured of a sample."""
     if sample.minibatches:
         yield from _first_minibatch(sample, level)
     if len(sample.minibatches) > 1:
-        yield minibatch_alignment(torch.stack(sample.minibatches))
+        yield partial(minibatch_alignment, torch.stack(sample.minibatches))
     if len(sample.shards) > 1:
-        yield shard_noise(torch.stack(sample.shards), sample.samples)
+        yield partial(shard_noise, torch.stack(sample.shards), sample.samples)
     if sample.actor is not None and sample.critic is not None:
-        yield parameter_interference([sample.actor], [sample.critic])
+        yield partial(parameter_interference, [sample.actor], [sample.critic])
     if sample.states:
         yield from _optimizer(sample)
 
 
-def _first_minibatch(sample: GradientSample, level: Level) -> Iterator[MetricGroup]:
+def _first_minibatch(sample: GradientSample, level: Level) -> Iterator[Measurement]:
     """How the entries of the gradient are spread over the network."""
     gradients = sample.minibatches[0].split(list(sample.numels))
-    yield from gradient_zeros(gradients, sample.names)
-    yield gradient_signs(gradients)
-    yield concentration(gradients)
+    yield partial(gradient_zeros, gradients, sample.names)
+    yield partial(gradient_signs, gradients)
+    yield partial(concentration, gradients)
     if level >= Level.DEBUG:
-        yield from gradient_decades(gradients, sample.names)
+        yield partial(gradient_decades, gradients, sample.names)
 
 
-def _optimizer(sample: GradientSample) -> Iterator[MetricGroup]:
+def _optimizer(sample: GradientSample) -> Iterator[Measurement]:
     """What the optimizer made of the gradients; its first step also tells whether the update goes on where the last one went."""
     first = sample.states[0]
     for states in sample.states:
-        yield adam_step(states)
-        yield layer_steps(states, sample.state_names)
-    yield state_reset(torch.stack([state.step for state in first]).double(), sample.previous_steps)
+        yield partial(adam_step, states)
+        yield partial(layer_steps, states, sample.state_names)
+    yield partial(state_reset, torch.stack([state.step for state in first]).double(), sample.previous_steps)
     if sample.initial_norm is not None:
-        yield weight_growth([state.weights for state in sample.states[-1]], sample.initial_norm)
+        yield partial(weight_growth, [state.weights for state in sample.states[-1]], sample.initial_norm)
     if sample.previous_steps is not None and all(state.gradient is not None for state in first):
-        yield _continuation(first)
+        yield partial(_continuation, first)
 
 
 def _continuation(states: tuple[AdamState, ...]) -> MetricGroup:

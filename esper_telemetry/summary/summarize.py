@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,7 @@ from esper_telemetry.metrics.rewards import reward_stats
 from esper_telemetry.metrics.temporal_difference import monte_carlo_fit, td_errors, terminal_error
 from esper_telemetry.metrics.values import value_fit
 from esper_telemetry.record import Level
+from esper_telemetry.summary.containment import Measurement
 from esper_telemetry.summary.detailed import detailed
 from esper_telemetry.summary.grid import in_grid
 from esper_telemetry.summary.numerics import nonfinite_in
@@ -75,9 +77,9 @@ decomposition waits for, and for wider features only DEBUG does."""
 
 
 class Observation(NamedTuple):
-    """Groups to observe together, and the epoch of each of their rows."""
+    """What to measure and observe together, and the epoch of each row of it."""
 
-    groups: Iterable[MetricGroup]
+    measurements: Iterable[Measurement]
     epochs: int | Sequence[int] = 0
 
 
@@ -89,75 +91,77 @@ def summarize(snapshot: Snapshot, facts: Mapping[str, Any], level: Level) -> Ite
         yield Observation(_actions(snapshot.rollout.actions, snapshot.rollout.valid))
         yield Observation(_memory(snapshot.rollout.memory, snapshot.rollout.valid, facts))
     if snapshot.episodes is not None:
-        yield Observation([_episodes(snapshot.episodes)])
+        yield Observation([partial(_episodes, snapshot.episodes)])
     if snapshot.minibatches is not None:
         coefficients = snapshot.progress.coefficients if snapshot.progress else {}
         minibatches = in_grid(snapshot.minibatches)
-        yield Observation(list(_minibatches(minibatches, facts, coefficients)), minibatches.epochs)
-        yield Observation([_used_advantages(minibatches, snapshot.rollout, facts)], minibatches.epochs)
-        yield Observation(list(detailed(minibatches, facts, coefficients)), minibatches.epochs)
+        yield Observation(_minibatches(minibatches, facts, coefficients), minibatches.epochs)
+        yield Observation([partial(_used_advantages, minibatches, snapshot.rollout, facts)], minibatches.epochs)
+        yield Observation(detailed(minibatches, facts, coefficients), minibatches.epochs)
         yield Observation(_spreads(minibatches))
         yield Observation(_features(minibatches, facts, level))
     if snapshot.sample is not None:
         yield Observation(gradient_sample(snapshot.sample, level))
     for gradients in snapshot.gradients:
         counts = snapshot.minibatches.counts if snapshot.minibatches and facts.get("ranks", 1) > 1 else None
-        yield Observation(list(_gradients(gradients, facts, counts)), gradients.epochs)
+        yield Observation(_gradients(gradients, facts, counts), gradients.epochs)
     if snapshot.rollout is not None or snapshot.minibatches is not None:
-        yield Observation([nonfinite_in(snapshot)])
+        yield Observation([partial(nonfinite_in, snapshot)])
     if snapshot.progress is not None:
         yield Observation(_progress(snapshot.progress))
 
 
-def _rollout(rollout: Rollout) -> list[MetricGroup]:
+def _rollout(rollout: Rollout) -> list[Measurement]:
     valid, values, rewards = rollout.valid, rollout.values, rollout.rewards
     terminated, gamma = rollout.terminated, rollout.gamma
     return [
-        advantage_stats(rollout.advantages, valid=valid),
-        return_stats(rollout.returns, valid=valid),
-        reward_stats(rewards if rollout.raw_rewards is None else rollout.raw_rewards, valid=valid),
-        log_prob_stats(rollout.log_probs, valid=valid),
-        value_fit(values, rollout.returns, valid=valid),
-        td_errors(rewards, values, rollout.next_values, gamma=gamma, valid=valid),
-        terminal_error(values, rewards, terminated, valid=valid),
-        monte_carlo_fit(values, rewards, rollout.ended, terminated, gamma=gamma, valid=valid),
-        gae_identity(rollout.advantages, values, rollout.returns, valid=valid),
+        partial(advantage_stats, rollout.advantages, valid=valid),
+        partial(return_stats, rollout.returns, valid=valid),
+        partial(reward_stats, rewards if rollout.raw_rewards is None else rollout.raw_rewards, valid=valid),
+        partial(log_prob_stats, rollout.log_probs, valid=valid),
+        partial(value_fit, values, rollout.returns, valid=valid),
+        partial(td_errors, rewards, values, rollout.next_values, gamma=gamma, valid=valid),
+        partial(terminal_error, values, rewards, terminated, valid=valid),
+        partial(monte_carlo_fit, values, rewards, rollout.ended, terminated, gamma=gamma, valid=valid),
+        partial(gae_identity, rollout.advantages, values, rollout.returns, valid=valid),
     ]
 
 
-def _actions(actions: Actions | None, valid: Tensor | None) -> Iterator[MetricGroup]:
+def _actions(actions: Actions | None, valid: Tensor | None) -> Iterator[Measurement]:
     if actions is None:
         return
     if actions.action_masks:
-        yield mask_violation(actions.chosen, actions.action_masks, relevant=actions.relevance, valid=valid)
+        yield partial(mask_violation, actions.chosen, actions.action_masks, relevant=actions.relevance, valid=valid)
     for head, counts in actions.counts.items():
         if head in actions.previous:
-            yield action_shift(head, counts, actions.previous[head])
+            yield partial(action_shift, head, counts, actions.previous[head])
     for head, drawn in actions.continuous.items():
         yield from _drawn(head, drawn)
 
 
-def _drawn(head: str, drawn: Drawn) -> Iterator[MetricGroup]:
+def _drawn(head: str, drawn: Drawn) -> Iterator[Measurement]:
     """Of a Gaussian head: how often it met its bounds, and how far its mean action moved."""
     if drawn.bounds is not None:
         low, high = drawn.bounds
-        yield gaussian_stats(head, actions=drawn.actions, low=low, high=high, valid=drawn.counted)
+        yield partial(gaussian_stats, head, actions=drawn.actions, low=low, high=high, valid=drawn.counted)
     if drawn.previous is not None and drawn.std is not None:
         mean, count = drawn.previous
-        yield gaussian_action_shift(head, drawn.actions, mean, drawn.std, previous_count=count, valid=drawn.counted)
+        yield partial(
+            gaussian_action_shift, head, drawn.actions, mean, drawn.std, previous_count=count, valid=drawn.counted
+        )
 
 
-def _memory(memory: Memory | None, valid: Tensor | None, facts: Mapping[str, Any]) -> Iterator[MetricGroup]:
+def _memory(memory: Memory | None, valid: Tensor | None, facts: Mapping[str, Any]) -> Iterator[Measurement]:
     if memory is None:
         return
     size, ages = memory.size, memory.ages
-    yield state_stats(size, valid=valid)
-    yield reset_stats(size.empty, ages, valid=valid)
+    yield partial(state_stats, size, valid=valid)
+    yield partial(reset_stats, size.empty, ages, valid=valid)
     if len(size.absolute) > 1:
         grown = ages > 0 if valid is None else (ages > 0) & valid
-        yield cell_growth(size.absolute[1] / size.width, ages, width=bucket_width(len(ages)), valid=grown)
+        yield partial(cell_growth, size.absolute[1] / size.width, ages, width=bucket_width(len(ages)), valid=grown)
     if memory.layers:
-        yield from _gates(memory, valid, facts.get("num_steps"))
+        yield partial(_gates, memory, valid, facts.get("num_steps"))
 
 
 def _gates(memory: Memory, valid: Tensor | None, bptt_length: int | None) -> GateGroups:
@@ -176,22 +180,25 @@ def _episodes(episodes: Episodes) -> MetricGroup:
 
 def _minibatches(
     minibatches: Minibatches, facts: Mapping[str, Any], coefficients: Mapping[str, float]
-) -> Iterator[MetricGroup]:
+) -> Iterator[Measurement]:
     valid, clip, relevant = minibatches.valid, facts.get("clip"), minibatches.relevance
-    yield ratio_diagnostics(minibatches.log_ratio, minibatches.advantages, clip=clip, valid=valid, dim=-1)
+    yield partial(ratio_diagnostics, minibatches.log_ratio, minibatches.advantages, clip=clip, valid=valid, dim=-1)
     if clip is not None:
-        yield excess_ratio(minibatches.log_ratio, clip=clip, valid=valid, dim=-1)
+        yield partial(excess_ratio, minibatches.log_ratio, clip=clip, valid=valid, dim=-1)
     if minibatches.head_log_ratios:
-        yield head_ratio_diagnostics(minibatches.head_log_ratios, relevant=relevant, clip=clip, valid=valid, dim=-1)
+        yield partial(
+            head_ratio_diagnostics, minibatches.head_log_ratios, relevant=relevant, clip=clip, valid=valid, dim=-1
+        )
     heads = entropy_rows(minibatches.logits, minibatches.action_masks, log_std=minibatches.log_std, relevant=relevant)
-    entropy = policy_entropy(heads, valid=valid, dim=-1) if heads else None
+    entropy = cache(partial(policy_entropy, heads, valid=valid, dim=-1)) if heads else None
     if entropy is not None:
         yield entropy
-        yield head_entropy(heads, valid=valid, dim=-1)
+        yield partial(head_entropy, heads, valid=valid, dim=-1)
     weights = {"value": facts.get("value_coef"), "entropy": facts.get("entropy_coef"), **coefficients}
     if {"policy", "value"} <= set(minibatches.losses):
-        yield _losses(minibatches, entropy, weights)
-    yield bonus_gradient(
+        yield partial(_losses, minibatches, entropy, weights)
+    yield partial(
+        bonus_gradient,
         minibatches.logits,
         entropy_coef=weights["entropy"] or 0.0,
         action_masks=minibatches.action_masks,
@@ -212,17 +219,17 @@ def _used_advantages(minibatches: Minibatches, rollout: Rollout | None, facts: M
     return replace(found, sign_flip=flips)
 
 
-def _normalizers(normalizers: Mapping[str, Normalizer]) -> Iterator[MetricGroup]:
+def _normalizers(normalizers: Mapping[str, Normalizer]) -> Iterator[Measurement]:
     for name, now in normalizers.items():
-        yield NormalizerClipping(segment(name), Mean(now.cut, now.entries))
+        yield partial(NormalizerClipping, segment(name), Mean(now.cut, now.entries))
         if now.previous is not None:
-            yield normalizer_drift(name, now.mean, now.std, *now.previous)
+            yield partial(normalizer_drift, name, now.mean, now.std, *now.previous)
 
 
-def _spreads(minibatches: Minibatches) -> list[MetricGroup]:
+def _spreads(minibatches: Minibatches) -> list[Measurement]:
     """Standard deviations of Gaussian heads, over all rows of the update."""
     return [
-        gaussian_stats(head, log_std, valid=both(minibatches.valid, minibatches.relevance.get(head)))
+        partial(gaussian_stats, head, log_std, valid=both(minibatches.valid, minibatches.relevance.get(head)))
         for head, log_std in minibatches.log_std.items()
     ]
 
@@ -234,64 +241,75 @@ def both(valid: Tensor | None, relevant: Tensor | None) -> Tensor | None:
     return valid & relevant
 
 
-def _features(minibatches: Minibatches, facts: Mapping[str, Any], level: Level) -> Iterator[MetricGroup]:
+def _features(minibatches: Minibatches, facts: Mapping[str, Any], level: Level) -> Iterator[Measurement]:
     """Units and ranks of the features before the first step."""
     features, valid = minibatches.features, minibatches.valid
     if features is None:
         return
     rows = None if valid is None else valid[0, : len(features)]
-    yield unit_activity({"features": features}, activation=facts.get("activation"), valid=rows).all
+    yield partial(_units, features, facts, rows)
     if level >= Level.DEBUG or (features.is_cpu and features.shape[-1] <= MOST_FEATURES):
-        yield feature_rank(features, valid=rows)
+        yield partial(feature_rank, features, valid=rows)
+
+
+def _units(features: Tensor, facts: Mapping[str, Any], valid: Tensor | None) -> MetricGroup:
+    """Of all layers together."""
+    return unit_activity({"features": features}, activation=facts.get("activation"), valid=valid).all
 
 
 def _losses(
-    minibatches: Minibatches, entropy: PolicyEntropy | None, coefficients: Mapping[str, float | None]
+    minibatches: Minibatches, entropy: Callable[[], PolicyEntropy] | None, coefficients: Mapping[str, float | None]
 ) -> LossTerms:
     """The losses, with what the trainer did not compute made from what it did."""
     policy, value = minibatches.losses["policy"], minibatches.losses["value"]
     bonus, total = minibatches.losses.get("entropy"), minibatches.losses.get("total")
     if bonus is None and entropy is not None:
-        bonus = -torch.as_tensor(entropy.entropy.total) / torch.as_tensor(entropy.entropy.count)
+        mean = entropy().entropy
+        bonus = -torch.as_tensor(mean.total) / torch.as_tensor(mean.count)
     weight, weight_of_bonus = coefficients["value"], coefficients["entropy"]
     if total is None and bonus is not None and weight is not None and weight_of_bonus is not None:
         total = policy + weight * value + weight_of_bonus * bonus
     return loss_terms(policy, value, bonus, total, count=minibatches.counts)
 
 
-def _gradients(gradients: Gradients, facts: Mapping[str, Any], counts: Sequence[int] | None) -> Iterator[MetricGroup]:
+def _gradients(gradients: Gradients, facts: Mapping[str, Any], counts: Sequence[int] | None) -> Iterator[Measurement]:
     """Of an update; `counts` are a rank's rows of each minibatch, where several ranks report together."""
     groups, numels = facts.get("groups", {}), gradients.numels
-    found = gradient_norms(gradients.norms, gradients.names, groups, numels, max_norm=gradients.max_norm)
-    yield from found
-    yield layer_concentration(gradients.norms)
+    norms = cache(
+        partial(gradient_norms, gradients.norms, gradients.names, groups, numels, max_norm=gradients.max_norm)
+    )
+    yield norms
+    yield partial(layer_concentration, gradients.norms)
     yield from _heads(gradients, facts)
     if gradients.leaves is None:
-        yield group_interference(found)
+        yield lambda: group_interference(norms())
     else:
         actor, critic, dots = gradients.leaves.actor, gradients.leaves.critic, gradients.leaves.dots
         whole = counts if counts is not None and len(counts) == len(actor) else None
-        yield interference(actor, critic, coefs=coefficients(found.clip), dots=dots, counts=whole)
+        coefs = coefficients(norms().clip)
+        yield partial(interference, actor, critic, coefs=coefs, dots=dots, counts=whole)
 
 
-def _heads(gradients: Gradients, facts: Mapping[str, Any]) -> Iterator[MetricGroup]:
+def _heads(gradients: Gradients, facts: Mapping[str, Any]) -> Iterator[Measurement]:
     """The policy's heads and the value head, one by one."""
     norms, names = gradients.norms, gradients.names
     groups: Mapping[str, Sequence[str]] = facts.get("groups", {})
     heads = {group.removeprefix(HEAD): members for group, members in groups.items() if group.startswith(HEAD)}
     if heads:
-        yield head_gradients(norms, names, heads)
+        yield partial(head_gradients, norms, names, heads)
     if facts.get("value_head"):
-        yield value_gradient(norms, names, facts["value_head"])
+        yield partial(value_gradient, norms, names, facts["value_head"])
 
 
-def _progress(progress: Progress) -> list[MetricGroup]:
-    performance = update_performance(
+def _progress(progress: Progress) -> list[Measurement]:
+    performance = partial(
+        update_performance,
         progress.update,
         env_steps=progress.env_steps,
         elapsed=progress.elapsed,
         seconds=progress.seconds,
         cpu_seconds=progress.cpu_seconds,
     )
-    age = [] if progress.collected is None else [buffer_age(progress.update, progress.collected)]
-    return [LearningRate(lr=progress.learning_rate), performance, SamplingPeriod(progress.sample_every), *age]
+    age = [] if progress.collected is None else [partial(buffer_age, progress.update, progress.collected)]
+    rate, period = partial(LearningRate, lr=progress.learning_rate), partial(SamplingPeriod, progress.sample_every)
+    return [rate, performance, period, *age]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from esper_telemetry.hooks import Hooks, Remover
@@ -39,8 +40,9 @@ def attach(telemetry: Telemetry, source: Source) -> Remover:
     """
     if telemetry.level is Level.OFF:
         return lambda: None
-    replays = Replays(telemetry, Listener(telemetry.clock, source.hooks))
-    close_look = CloseLook(Listener(telemetry.clock, source.hooks), every_step=telemetry.level is Level.DEBUG)
+    contained = partial(Listener, telemetry.clock, source.hooks, telemetry.attempt)
+    replays = Replays(telemetry, contained())
+    close_look = CloseLook(contained(), every_step=telemetry.level is Level.DEBUG)
     update = Update(telemetry, replays, close_look)
     telemetry.expect_updates(suspects=update.suspects, open_update=update.take)
     listener = Listener(telemetry.clock, source.hooks)

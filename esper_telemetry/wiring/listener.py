@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from esper_telemetry.clock import Clock
 from esper_telemetry.hooks import Hooks, Remover
@@ -12,10 +12,19 @@ Event = TypeVar("Event")
 
 
 class Listener:
-    """Registers hooks whose time counts as telemetry's, and removes them all at once."""
+    """Registers hooks whose time counts as telemetry's, and removes them all at once.
 
-    def __init__(self, clock: Clock, hooks: Hooks) -> None:
+    Args:
+        clock: telemetry's.
+        hooks: where to listen.
+        attempt: calls a hook with an event, and keeps to itself what the hook raises; without it everything is raised in the trainer.
+    """
+
+    def __init__(
+        self, clock: Clock, hooks: Hooks, attempt: Callable[[Callable[[Any], None], Any], None] = lambda f, x: f(x)
+    ) -> None:
         self._clock = clock
+        self._attempt = attempt
         self._hooks = hooks
         self._removers: list[Remover] = []
 
@@ -24,7 +33,7 @@ class Listener:
 
         def timed(event: Event) -> None:
             with self._clock:
-                hook(event)
+                self._attempt(hook, event)
 
         self._removers.append(self._hooks.on(event_type, timed))
 
@@ -35,7 +44,7 @@ class Listener:
             remove()
             self._removers.remove(remove)
             with self._clock:
-                hook(event)
+                self._attempt(hook, event)
 
         remove = self._hooks.on(event_type, timed)
         self._removers.append(remove)

@@ -39,16 +39,14 @@ class Replays:
 
     def _look(self, event: BeforeUpdate) -> None:
         self._stored, self._before = event.policy.stored(), event.policy.outputs()
-        self._telemetry.observe(
-            replayed.before_update(self._stored, self._before),
-            replayed.responses(event.policy.activations()),
-            replayed.through_time(event.policy),
-        )
+        self._telemetry.measure(replayed.before_update(self._stored, self._before))
+        self._telemetry.measure(replayed.responses(event.policy.activations()))
+        self._telemetry.measure(replayed.through_time(event.policy))
         if self._telemetry.level >= Level.DEBUG and self._looks % CAPACITY_EVERY == 0:
-            self._telemetry.observe(replayed.capacity(event.policy.copy()))
+            self._telemetry.measure(replayed.capacity(event.policy.copy()))
         self._looks += 1
 
     def _look_again(self, event: AfterUpdate) -> None:
         if self._stored is not None and self._before is not None:
-            self._telemetry.observe(replayed.after_update(self._stored, self._before, event.policy.outputs()))
+            self._telemetry.measure(replayed.after_update(self._stored, self._before, event.policy.outputs()))
         self.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -118,7 +119,7 @@ class Update:
 
     def _evaluated(self, event: EvaluationEnd) -> None:
         """Joins the record of the update that ends next."""
-        self._telemetry.observe(evaluation_stats(event.returns, event.lengths))
+        self._telemetry.measure([partial(evaluation_stats, event.returns, event.lengths)])
 
     def _keep_leaf(self, event: TrunkBackward) -> None:
         """Keeps the two gradients and not the event, whose outputs hold the graph."""
@@ -152,8 +153,10 @@ class Update:
 
     def take(self, progress: Progress | None = None) -> Snapshot:
         """What has happened since the last call; nothing is left behind."""
+        rollouts: list[Rollout] = []
+        self._telemetry.attempt(self._take_rollout, rollouts)
         snapshot = Snapshot(
-            rollout=self._take_rollout(),
+            rollout=rollouts[0] if rollouts else None,
             episodes=self._take_episodes(),
             minibatches=self._minibatches.take(self._features, self._take_details()),
             gradients=gradient_parts(self._backwards, self._leaves),
@@ -210,17 +213,18 @@ class Update:
         sample = self._close_look.take()
         if sample is None or sample.entries <= MOST_ENTRIES:
             return sample
-        self._telemetry.observe(gradient_sample(sample, self._telemetry.level))
+        self._telemetry.measure(gradient_sample(sample, self._telemetry.level))
         return None
 
-    def _take_rollout(self) -> Rollout | None:
+    def _take_rollout(self, taken: list[Rollout]) -> None:
+        """Adds the update's rollout, if there is one."""
         if not self._rollouts:
-            return None
+            return
         last = self._minibatches.last
         logits = {} if last is None else last.logits
         sizes = {head: scores.shape[-1] for head, scores in logits.items()}
         layers, self._layers = self._layers, ()
-        return self._before.take(self._rollouts[-1], sizes=sizes, layers=layers)
+        taken.append(self._before.take(self._rollouts[-1], sizes=sizes, layers=layers))
 
     def _take_episodes(self) -> Episodes | None:
         """Of the episodes so far; without a rollout there is nothing to say, not even that none has ended."""

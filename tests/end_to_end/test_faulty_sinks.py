@@ -50,13 +50,14 @@ def test_a_sink_that_raises_costs_one_warning_and_is_counted(
     assert len(memory.records) == 6
     assert errors(memory.records[0]) == 0
     assert errors(memory.records[-1]) >= 1
-    (warning,) = warnings(caplog)
+    warning, left = warnings(caplog)
+    assert "raising: retrying, 0 records sent, 6 pending" in left
     assert "sink raising failed (RuntimeError: this sink fails on purpose); it is tried again" in warning
 
 
 @pytest.mark.parametrize("in_process", [True, False], ids=["in a thread", "in the child process"])
 def test_a_sink_that_hangs_stops_neither_training_nor_the_other_sinks_nor_the_end(
-    in_process: bool, tmp_path: Path
+    in_process: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     hanging = FailingSink(name="hanging", fail_in=["write"], in_process=in_process, hang_seconds=3600)
     memory = MemorySink()
@@ -73,7 +74,8 @@ def test_a_sink_that_hangs_stops_neither_training_nor_the_other_sinks_nor_the_en
     assert read_run(tmp_path / "run").records[-1].values["telemetry/queue_depth"] >= 3
     assert report is not None
     assert {sink.name: sink.pending for sink in report.sinks} == {"hanging": 5, "memory": 0}
-    assert report.sinks[0].command == f"esper-telemetry replay {tmp_path / 'run'} --to hanging"
+    assert report.sinks[0].command == f"esper_telemetry.replay('{tmp_path / 'run'}', SINK)"
+    assert f"5 pending; send the rest with: {report.sinks[0].command}" in caplog.text
 
 
 def test_a_client_that_dies_is_started_again_and_gets_the_rest(

@@ -201,7 +201,7 @@ def test_a_hanging_sink_cannot_make_closing_longer(tmp_path: Path, kind: type[Re
 
     assert time.monotonic() - start < 3.0
     assert [(sink.name, sink.sent, sink.pending) for sink in report.sinks] == [("hanging", 0, 5), ("good", 5, 0)]
-    assert report.sinks[0].command == f"esper-telemetry replay {tmp_path}/run --to hanging"
+    assert report.sinks[0].command == f"esper_telemetry.replay('{tmp_path}/run', SINK)"
     assert not report.complete
     assert statuses(good.file) == ["finished"]
     assert child is not None

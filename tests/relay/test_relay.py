@@ -120,7 +120,7 @@ def test_what_the_child_is_told_is_shown_here_once(
     ]
     hopeless, good = report.sinks
     assert (hopeless.state, hopeless.pending) == (SinkState.DISABLED, 3)
-    assert hopeless.command == f"esper-telemetry replay {tmp_path}/run --to recording"
+    assert hopeless.command == f"esper_telemetry.replay('{tmp_path}/run', SINK)"
     assert (good.state, good.pending, good.command) == (SinkState.CLOSED, 0, "")
     assert str(good) == "good: closed, 3 records sent"
     assert relay.stats().errors == 1

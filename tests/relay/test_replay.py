@@ -77,7 +77,7 @@ def test_a_backend_that_stays_away_ends_the_replay_and_what_is_left_is_said(
     assert (sink.state, sink.sent, sink.pending, sink.errors) == (SinkState.RETRYING, 0, 3, 8)
     assert str(sink) == (
         "recording: retrying, 0 records sent, 3 pending (ConnectionError: write refused); "
-        f"send the rest with: esper-telemetry replay {tmp_path}/run --to recording"
+        f"send the rest with: esper_telemetry.replay('{tmp_path}/run', SINK)"
     )
 
 

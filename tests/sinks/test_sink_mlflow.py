@@ -3,10 +3,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -19,6 +22,7 @@ from sink_runs import HISTOGRAM, record, run_info
 from esper_telemetry.record import RunInfo, RunStatus
 from esper_telemetry.registry import registry
 from esper_telemetry.sinks import MLflowSink, PermanentSinkError
+from esper_telemetry.sinks.mlflow_database import ensure_database
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 
@@ -192,6 +196,53 @@ def test_a_new_database_is_made_without_a_word(store: Path) -> None:
     said = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True)
 
     assert (said.returncode, said.stdout, said.stderr) == (0, b"", b"")
+
+
+def statements(count: int) -> str:
+    """SQL that makes the first tables of MLflow's, as a process leaves them that is killed while it makes them."""
+    tables = [
+        "experiments (experiment_id INTEGER)",
+        "_alembic_tmp_metrics (key TEXT)",
+        "alembic_version (version TEXT)",
+    ]
+    return "".join(f"CREATE TABLE {table};" for table in tables[:count])
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_database_that_was_never_finished_is_made_anew(tmp_path: Path, count: int) -> None:
+    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
+        database.executescript(statements(count))
+    (tmp_path / "mlflow.db").touch()
+
+    sink = opened(run_info(tmp_path, run_id="again"))
+    sink.write([record(1)])
+    sink.close(RunStatus.FINISHED)
+
+    run = found(MlflowClient(f"sqlite:///{tmp_path}/mlflow.db"), "again")
+    assert run.data.metrics["policy/kl"] == 0.01
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mlflow.db", "mlflow.db.broken"]
+
+
+def test_a_database_that_holds_runs_is_never_set_aside(tmp_path: Path) -> None:
+    path = tmp_path / "mlflow.db"
+    with closing(sqlite3.connect(path)) as database:
+        database.executescript("CREATE TABLE runs (run_uuid TEXT); INSERT INTO runs VALUES ('precious');")
+    before = path.read_bytes()
+
+    ensure_database(path)
+
+    assert path.read_bytes() == before
+    assert [found.name for found in tmp_path.iterdir()] == ["mlflow.db"]
+
+
+def test_a_database_is_made_once_however_many_want_it(tmp_path: Path) -> None:
+    """Without a draft the second finds the tables of the first half made."""
+    path = tmp_path / "mlflow.db"
+    with ThreadPoolExecutor(3) as makers:
+        list(makers.map(ensure_database, [path] * 3))
+
+    MlflowClient(f"sqlite:///{path}").create_experiment("usable")
+    assert [found.name for found in tmp_path.iterdir()] == ["mlflow.db"]
 
 
 def test_only_a_child_process_gets_short_time_outs(monkeypatch: pytest.MonkeyPatch) -> None:

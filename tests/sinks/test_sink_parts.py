@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import enum
+import shlex
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ import pytest
 from sink_runs import HISTOGRAM, METRICS, record, run_info
 
 from esper_telemetry.record import Histogram
+from esper_telemetry.relay.status import replay_command
+from esper_telemetry.sinks import MLflowSink, Sink, TensorBoardSink, WandbSink, as_sink
 from esper_telemetry.sinks.histogram import by_tag, midpoints, trimmed, with_at_most
 from esper_telemetry.sinks.layout import Chart, sections
 from esper_telemetry.sinks.mlflow_names import LegalNames, legal
@@ -145,3 +149,31 @@ def test_empty_bins_at_both_ends_are_not_drawn() -> None:
     assert trimmed(Histogram((0.0, 1.0, 2.0, 3.0, 4.0), (0.0, 2.0, 0.0, 0.0))) == Histogram((1.0, 2.0), (2.0,))
     assert trimmed(Histogram((0.0, 1.0, 2.0, 3.0), (1.0, 0.0, 2.0))).counts == (1.0, 0.0, 2.0)
     assert trimmed(Histogram((0.0, 1.0), (0.0,))).counts == (0.0,)
+
+
+@pytest.mark.parametrize("sink", [TensorBoardSink(), WandbSink(), MLflowSink()])
+def test_the_command_that_shows_a_run_survives_a_shell(sink: Sink, tmp_path: Path) -> None:
+    directory = tmp_path / "my runs (1)"
+    place = getattr(sink, "place")(run_info(directory))  # noqa: B009  # an optional part of the protocol
+
+    words = shlex.split(place.command)
+
+    assert any(str(directory) in word for word in words)
+    assert subprocess.run(["sh", "-nc", place.command], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "tensorboard",
+        "tensorboard:my logs",
+        "wandb:walker?mode=offline",
+        "mlflow?experiment=my+walk",
+        "mlflow:http://host:5000",
+    ],
+)
+def test_the_command_that_sends_the_rest_means_the_same_sink(uri: str, tmp_path: Path) -> None:
+    words = shlex.split(replay_command(tmp_path, as_sink(uri)))
+
+    assert words[:4] == ["esper-telemetry", "replay", str(tmp_path), "--to"]
+    assert as_sink(words[4]) == as_sink(uri)

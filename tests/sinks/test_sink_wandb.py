@@ -316,6 +316,19 @@ def test_without_a_key_the_run_is_offline(
     assert [call["mode"] for call in init.calls] == modes
 
 
+def test_with_a_key_that_is_none_the_run_is_offline_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "garbage")
+    sink = WandbSink()
+    sink.open(run_info(tmp_path))
+    sink.write([record(1)])
+    sink.close(RunStatus.FINISHED)
+
+    assert len(rows(inspect(tmp_path))) == 1
+    assert "W&B refuses the key that is set" in caplog.text
+
+
 def test_without_a_server_the_run_is_offline_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from esper_telemetry import PPO, Level, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.hooks import Hooks
+from esper_telemetry.ppo.replay import RolloutReplay
 
 TIMED = ("perf/", "train/env_steps_per_second", "telemetry/")
 
@@ -41,6 +42,22 @@ def test_a_process_beside_the_trainer_measures_what_the_trainer_would(tmp_path: 
 
     assert beside == here
     assert len(here) >= 3
+
+
+@pytest.mark.parametrize("method", ["outputs", "activations", "state_gradients"])
+def test_a_bug_in_a_close_look_leaves_training_alone(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise IndexError("a bug")
+
+    monkeypatch.setattr(RolloutReplay, method, broken)
+    found = values_of(tmp_path, offload=False, level="debug", policy="lstm")
+
+    assert len(found) >= 3
+    assert all("policy/kl" in values for values in found)
+    assert read_run(tmp_path).records[0].values["telemetry/metric_errors"] >= 1
+    assert any("IndexError: a bug" in record.getMessage() for record in caplog.records)
 
 
 def test_details_travel_to_the_process_beside_the_trainer(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from torch import Tensor
 from esper_telemetry import PPO, Level, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.environments import CueRecall, Environment
 from esper_telemetry.events import MinibatchEnd, RecurrentForward, RolloutEnd
+from esper_telemetry.group import MetricGroup
 from esper_telemetry.metrics.integrity import MaskViolation
 from esper_telemetry.metrics.lstm import gates_between, lstm_weights
 from esper_telemetry.sampling import FIRST
-from esper_telemetry.summary import Snapshot, summarize
+from esper_telemetry.summary import Containment, Snapshot, summarize
 from esper_telemetry.summary.grid import in_grid
 from esper_telemetry.wiring.minibatches import Joining
 from esper_telemetry.wiring.rollouts import Rollouts
@@ -171,7 +172,9 @@ def test_forbidden_actions_are_counted_where_they_matter() -> None:
     )
 
     rollout = Rollouts().take(event, sizes={"arg": 3}, layers=())
-    groups = [group for part in summarize(Snapshot(rollout=rollout), {}, Level.NORMAL) for group in part.groups]
+    groups: list[MetricGroup] = []
+    for part in summarize(Snapshot(rollout=rollout), {}, Level.NORMAL):
+        Containment().measure(part.measurements, groups.append)
     (found,) = [group.values() for group in groups if isinstance(group, MaskViolation)]
 
     assert found == {"integrity/mask_violation": 16 * 5}

@@ -1,0 +1,114 @@
+"""MLflow's SQLite database, which is there as a whole or not at all.
+
+MLflow makes some forty tables, step by step, when it first opens a database. A process that is killed meanwhile, or a second one that
+begins at the same time, leaves a file that no MLflow opens any more ("table already exists"). So the tables are made in a draft, which
+gets its name last, by one process at a time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+SQLITE: Final = "sqlite:///"
+BROKEN_SUFFIX: Final = ".broken"
+
+
+def ensure_database(path: Path) -> None:
+    """Makes the database, its folder too, unless it is there; one without runs that was never finished is set aside.
+
+    Raises OSError where nothing can be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and _holds_something(path):
+        return
+    with _draft_folder(path) as folder:
+        if not path.exists() or not _holds_something(path):
+            _finish(path, folder / path.name)
+
+
+def _finish(path: Path, draft: Path) -> None:
+    draft.unlink(missing_ok=True)
+    _make_tables(draft)
+    if path.exists() and not _holds_something(path) and _schema(path) != _schema(draft):
+        path.replace(path.with_name(path.name + BROKEN_SUFFIX))
+    with suppress(FileExistsError):  # an empty one is fine, and so is one that somebody else has made meanwhile
+        _name(draft, path)
+
+
+def _holds_something(path: Path) -> bool:
+    """Whether it holds runs, or experiments besides the one that MLflow makes; also of what cannot be read, which is not ours to judge."""
+    tables = _tables(path)
+    if tables is None:
+        return True
+    known = {"runs", "experiments"} & tables
+    return any(_count(path, table) > (table == "experiments") for table in known)
+
+
+def _tables(path: Path) -> set[str] | None:
+    """Names of the tables; None where they cannot be read."""
+    try:
+        with closing(_connection(path)) as database:
+            return {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    except sqlite3.Error:
+        return None
+
+
+def _schema(path: Path) -> tuple[set[str] | None, list[str]]:
+    """Names of the tables, and how far MLflow has come with them."""
+    try:
+        with closing(_connection(path)) as database:
+            return _tables(path), [version for (version,) in database.execute("SELECT * FROM alembic_version")]
+    except sqlite3.Error:
+        return _tables(path), []
+
+
+def _count(path: Path, table: str) -> int:
+    try:
+        with closing(_connection(path)) as database:
+            return int(database.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0])
+    except sqlite3.Error:
+        return 1
+
+
+def _connection(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(path, timeout=10.0)
+
+
+def _make_tables(draft: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    MlflowClient(f"{SQLITE}{draft}").search_experiments(max_results=1)
+
+
+@contextmanager
+def _draft_folder(path: Path) -> Iterator[Path]:
+    """A folder beside the database that one process has at a time, as far as the file system knows locks."""
+    folder = path.with_name(f".{path.name}.draft")
+    folder.mkdir(exist_ok=True)
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
+    try:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        folder.mkdir(exist_ok=True)  # who had it before has removed it
+        yield folder
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _name(draft: Path, path: Path) -> None:
+    """Gives the file its name, without taking it from another. Raises FileExistsError where there is one."""
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if not path.exists():
+            draft.replace(path)
