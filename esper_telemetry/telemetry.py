@@ -59,7 +59,8 @@ class Telemetry:
         config, tags, notes, facts: travel to every sink with the run; `attach` adds the trainer's own config and facts.
         close_timeout: seconds that `close` waits for the sinks, all together.
         resume: goes on in the run that `run_dir` holds, also in the backends. Give telemetry's state back by `load_state_dict`, unless an
-            attached trainer loads a checkpoint. Updates that the journal holds already are not recorded again.
+            attached trainer loads a checkpoint. Updates that the journal holds already are not recorded again. Where several ranks
+            report, each of them resumes.
         budget: share of the wall time that telemetry may take on the training thread; what is costly is measured in as many updates
             as that allows.
         offload: whether an attached trainer's updates are summarised in a process beside it. By default where a second core is free;
@@ -121,11 +122,6 @@ class Telemetry:
         self._peers: Peers | None = None
         if self.level > Level.OFF:
             self._peers = Peers.meet() if ranks == "all" else None
-            if resume and self._peers:
-                self._peers.leave()
-                raise ValueError(
-                    "resume goes on in one process: a checkpoint holds the episodes of the first rank only"
-                )
             settings = {"run_dir": run_dir, "name": name, "tags": tuple(tags), "notes": notes}
             claim: Callable[..., Recorder] = partial(Recorder, sinks, level=self.level, resume=resume)
             self._recorder = recorder_for(self._peers, partial(claim, **settings))

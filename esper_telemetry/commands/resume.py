@@ -92,6 +92,14 @@ def saved_sinks(run_dir: str) -> tuple[str, ...]:
     return tuple(config["sinks"])
 
 
+def check_ranks(run_dir: str, ranks: int) -> None:
+    """Raises WrongUse unless the run has been trained by as many processes: each goes on with its own episodes."""
+    before = _kept(run_dir)[0].get("ranks", 1)
+    if before != ranks:
+        noun = "process" if before == 1 else "processes"
+        raise WrongUse(f"{run_dir} was trained by {before} {noun}, here {'is' if ranks == 1 else 'are'} {ranks}")
+
+
 def load_checkpoint(trainer: PPO, options: Train) -> str:
     """Makes a trainer go on from the run's latest checkpoint; returns a sentence that says from where.
 

@@ -66,7 +66,7 @@ def train(options: Train) -> int:
         prepared = agreed(partial(_prepared, options))
         with wrong_use():
             trainer = PPO(prepared.env, options.ppo, device=prepared.device)
-            beginning = resume.load_checkpoint(trainer, options) if options.resume else _preset(options)
+            beginning = agreed(partial(resume.load_checkpoint, trainer, options)) if options.resume else _preset(options)
             summary = Summary(prepared.sinks)
             telemetry = _telemetry([*prepared.sinks, summary.observe], options)
         if first() and beginning:
@@ -89,10 +89,8 @@ def _prepared(options: Train) -> Prepared:
     _check_profile(options)
     device = _device(own_device(options.device))
     size = Ranks.current().size
-    if options.resume and size > 1:
-        raise WrongUse(
-            f"--resume goes on in one process, here are {size}: a checkpoint holds the episodes of the first"
-        )
+    if options.resume:
+        resume.check_ranks(options.resume, size)
     if options.num_envs % size:
         raise WrongUse(f"num_envs must be a multiple of the {size} processes, got {options.num_envs}")
     env = make_env(options.env, num_envs=options.num_envs // size, mask_velocity=options.mask_velocity)
@@ -112,7 +110,7 @@ def _check_numbers(options: Train) -> None:
 
 
 def _telemetry(sinks: Sequence[SinkLike], options: Train) -> Telemetry:
-    if options.resume:
+    if options.resume and first():
         resume.say_what_is_waited_for(options.resume)
     return Telemetry(
         sinks,
@@ -155,7 +153,7 @@ def _run(trainer: PPO, telemetry: Telemetry, options: Train) -> int:
             if first():
                 _evaluate(trainer, options)
             with _profiled(trainer, telemetry, options):
-                checkpoints = _checkpoints(trainer, telemetry, options) if first() else None
+                checkpoints = _checkpoints(trainer, telemetry, options)
                 trainer.learn(options.total_steps)
             if checkpoints is not None:
                 checkpoints.save()

@@ -1,6 +1,9 @@
 """Checkpoints: everything that training goes on from, in one file that is there whole or not at all.
 
 A file holds tensors and plain data only, so `torch.load` reads it with `weights_only=True` and runs no code of it.
+
+Several ranks have one file too, which the first one writes: whatever differs between ranks is gathered at each checkpoint, so no kill
+can leave the states of different updates side by side.
 """
 
 from __future__ import annotations
@@ -29,8 +32,14 @@ FITTING = ("env", "num_envs", "heads", "observation_shape")
 """What of a trainer must be the same for a checkpoint to fit."""
 
 
+OWN = ("normalizers", "generator", "collector", "generators", "companions")
+"""What of a checkpoint each rank has for itself; the rest is the same on all of them."""
+
+
 class Checkpoints:
     """Keeps `latest.pt`, and `best.pt` of the highest mean return over the last hundred episodes.
+
+    Where several ranks train, each keeps its own: all save at the same updates, and the first writes. Its episodes say which is the best.
 
     Args:
         trainer: whose checkpoints; they are written at the ends of its updates, after everybody else was told of them.
@@ -51,9 +60,10 @@ class Checkpoints:
         """Writes `latest.pt` now, and `best.pt` if no mean return was higher."""
         mean = statistics.fmean(self._returns) if len(self._returns) == RECENT else -math.inf
         best, self._highest = mean > self._highest, max(mean, self._highest)
-        if best:
-            self._trainer.save(self.best)
-        self._trainer.save(self.latest)
+        state = gathered(self._trainer)
+        if state is not None:
+            for path in (self.best, self.latest) if best else (self.latest,):
+                write(state, path)
 
     def state_dict(self) -> dict[str, Any]:
         """Which mean return was the highest, and the returns of the next one."""
@@ -93,19 +103,35 @@ def state_of(trainer: PPO) -> dict[str, Any]:
 
 
 def save(trainer: PPO, path: str | Path) -> Path:
-    """Writes a checkpoint; a reader finds the old file or the new one, never a part."""
-    path = Path(path)
+    """Writes a checkpoint; a reader finds the old file or the new one, never a part.
+
+    Every rank calls it, and the first one writes.
+    """
+    state = gathered(trainer)
+    if state is not None:
+        write(state, Path(path))
+    return Path(path)
+
+
+def gathered(trainer: PPO) -> dict[str, Any] | None:
+    """The state of a trainer with what the other ranks have for themselves; None on all ranks but the first."""
+    state = state_of(trainer)
+    found = trainer.ranks.gather({name: state[name] for name in OWN} if trainer.ranks.rank else {})
+    return {**state, "others": found[1:]} if found else None
+
+
+def write(state: Mapping[str, Any], path: Path) -> None:
+    """Writes a file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with partial.open("wb") as file:
-            torch.save(state_of(trainer), file)
+            torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    return path
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -122,23 +148,23 @@ def read(path: str | Path) -> dict[str, Any]:
 def load(trainer: PPO, path: str | Path) -> None:
     """Makes a trainer go on from a checkpoint.
 
-    With the environment's state the run is the one that would have been without a break, bit for bit; where it could not be saved, and
-    on all ranks but the first, new episodes begin. The global generators of Python, NumPy and torch go on too, as an environment may
-    draw from them.
+    With the environment's state the run is the one that would have been without a break, bit for bit; where it could not be saved, new
+    episodes begin. The global generators of Python, NumPy and torch go on too, as an environment may draw from them.
 
     Raises:
         ValueError: the file does not fit; the sentence says which part differs.
     """
     state = read(path)
     check(trainer, state, path)
+    if trainer.ranks.rank:
+        state.update(state["others"][trainer.ranks.rank - 1])
     trainer.policy.load_state_dict(state["policy"])
     trainer.optimizer.load_state_dict(state["optimizer"])
     trainer.normalizers.load_state_dict(state["normalizers"])
     for name, count in state["counts"].items():
         setattr(trainer, name, count)
     trainer.generator.set_state(state["generator"])
-    if trainer.ranks.rank == 0:  # it is rank 0's: with it the others would draw the same actions in the same episodes
-        trainer.collector.load_state_dict(state["collector"])
+    trainer.collector.load_state_dict(state["collector"])
     if trainer.watchdog is not None:
         trainer.watchdog.load_state_dict(state["watchdog"] or {})
     trainer.companions.load_state_dict(state["companions"])
@@ -147,6 +173,11 @@ def load(trainer: PPO, path: str | Path) -> None:
 
 def check(trainer: PPO, state: Mapping[str, Any], path: str | Path) -> None:
     """Raises ValueError naming the first part of the trainer that the checkpoint does not fit."""
+    ranks = 1 + len(state.get("others", ()))
+    if ranks != trainer.ranks.size:
+        here = trainer.ranks.size
+        found = f"{path} was saved by {ranks} {'rank' if ranks == 1 else 'ranks'}"
+        raise ValueError(f"{found}, here {'is' if here == 1 else 'are'} {here}")
     present, saved = made_of(trainer), state["made_of"]
     for name in FITTING:
         if present[name] != saved[name]:

@@ -156,7 +156,7 @@ class PPO:
         return found
 
     def save(self, path: str | Path) -> Path:
-        """Writes a checkpoint, whole or not at all."""
+        """Writes a checkpoint, whole or not at all; where several ranks train, each calls it and the first writes."""
         return checkpoint.save(self, path)
 
     def load(self, path: str | Path) -> None:

@@ -5,30 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from esper_telemetry.journal.held import covers
 from esper_telemetry.ranks.peers import Peers, portable
 from esper_telemetry.record import Axes, RunStatus
 from esper_telemetry.recorder import Recorder
 
 
-@dataclass(slots=True)
-class Follower:
-    """Knows where rank 0 writes."""
+class Told(NamedTuple):
+    """What rank 0 says of its recorder, attributes as there."""
 
     run_dir: Path | None
+    axes: Axes | None
+
+
+@dataclass(slots=True)
+class Follower:
+    """Knows where rank 0 writes, and what an earlier part of the run has recorded there: the ranks record the same updates."""
+
+    run_dir: Path | None
+    axes: Axes | None = None
     run: None = None
     offloaded: bool = False
 
-    axes: None = None
-    recorded: int = 0
+    @property
+    def recorded(self) -> int:
+        """The last update that earlier parts of the run have recorded."""
+        return self.axes.update if self.axes else 0
 
     def start(self, config: Mapping[str, Any], facts: Mapping[str, Any], axes: Axes) -> None:
         """Nothing."""
 
     def covers(self, axes: Axes) -> bool:
-        """False: several ranks resume no run."""
-        return False
+        """Whether an earlier part of the run has recorded this update."""
+        return covers(self.axes, axes)
 
     def sync(self) -> None:
         """Nothing."""
@@ -53,8 +64,14 @@ def recorder_for(peers: Peers | None, claim: Callable[[], Recorder]) -> Recorder
             claimed = claim()
         except Exception as error:  # whatever it is, the others wait to hear of it
             claimed = error
-    outcome = peers.tell(portable(claimed) if isinstance(claimed, Exception) else claimed and claimed.run_dir)
+    outcome = peers.tell(_told(claimed))
     if isinstance(outcome, Exception):
         peers.leave()
         raise claimed if isinstance(claimed, Exception) else outcome
-    return claimed if isinstance(claimed, Recorder) else Follower(outcome)
+    return claimed if isinstance(claimed, Recorder) else Follower(*outcome)
+
+
+def _told(claimed: Recorder | Exception | None) -> Told | Exception | None:
+    if isinstance(claimed, Exception):
+        return portable(claimed)
+    return claimed and Told(claimed.run_dir, claimed.axes)

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ppo_builders import cartpole, pendulum, random_rollout, weights
+from ppo_builders import Seen, cartpole, equal, pendulum, random_rollout, weights
 from torch import Tensor
 from two_ranks import run_together
 
-from esper_telemetry.events import Rollback, UpdateEnd
+from esper_telemetry.events import EpisodeEnd, Rollback, UpdateEnd
 from esper_telemetry.ppo import PPO
+from esper_telemetry.ppo.checkpoint import read
 from esper_telemetry.ppo.normalizer import Moments
 from esper_telemetry.ppo.ranks import Ranks
 from esper_telemetry.ppo.rollout import Rollout
@@ -112,6 +113,61 @@ def test_two_ranks_do_what_one_process_does(tmp_path: Path) -> None:
     (ours, rollbacks), (theirs, others) = first["rolled_back"], second["rolled_back"]
     assert rollbacks == others == [(2, 1)]
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(ours, theirs, strict=True))
+
+
+def remembering() -> PPO:
+    return pendulum(policy="lstm", num_minibatches=2, normalize_observations=True, normalize_rewards=True)
+
+
+def gone_on(rank: int, directory: str) -> dict[str, Any]:
+    """A run of eight updates, the same saved after the third and gone on with, and what else a checkpoint is asked."""
+    path = Path(directory) / "latest.pt"
+    whole = remembering()
+    whole.hooks.on(UpdateEnd, lambda event: event.update == 3 and whole.save(path))
+    whole.learn(1000)
+    resumed = remembering()
+    resumed.load(path)
+    later = Seen().listen(resumed, EpisodeEnd)
+    resumed.learn(1000)
+    alone = cartpole()
+    alone.ranks = Ranks()
+    misfit = Path(directory) / f"alone{rank}.pt"
+    alone.save(misfit)
+    return {
+        "weights": [weights(trainer) for trainer in (whole, resumed)],
+        "states": [own_state(trainer) for trainer in (whole, resumed)],
+        "returns": [event.returns for event in later.of(EpisodeEnd)],
+        "updates": (whole.updates, resumed.updates),
+        "refusal": refusal(cartpole(), misfit),
+    }
+
+
+def own_state(trainer: PPO) -> list[Tensor]:
+    """What only this rank has: where its episodes stand, its generators, its discounted returns."""
+    state = trainer.collector.state_dict()
+    assert trainer.normalizers.rewards is not None
+    return [state["observations"], state["generator"], *state["memories"].values(), trainer.normalizers.rewards.sums]
+
+
+def refusal(trainer: PPO, path: Path) -> str:
+    with pytest.raises(ValueError, match="saved by") as refused:
+        trainer.load(path)
+    return str(refused.value)
+
+
+def test_ranks_go_on_from_one_file_each_with_its_own_episodes(tmp_path: Path) -> None:
+    """Eight updates of 128 steps: all that each rank has is, bit for bit, what it would have had without a break."""
+    ranks = run_together(gone_on, tmp_path, str(tmp_path))
+
+    for found in ranks:
+        assert found["updates"] == (8, 8)
+        assert equal(*found["weights"]) and equal(*found["states"])
+    first, second = (found["states"][1] for found in ranks)
+    assert not any(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
+    assert ranks[0]["refusal"].endswith("alone0.pt was saved by 1 rank, here are 2")
+    saved = read(tmp_path / "latest.pt")
+    assert len(saved["others"]) == 1 and saved["counts"]["updates"] == 3
+    assert refusal(remembering(), tmp_path / "latest.pt").endswith("latest.pt was saved by 2 ranks, here is 1")
 
 
 def dying(rank: int) -> str:
