@@ -66,7 +66,9 @@ def train(options: Train) -> int:
         prepared = agreed(partial(_prepared, options))
         with wrong_use():
             trainer = PPO(prepared.env, options.ppo, device=prepared.device)
-            beginning = agreed(partial(resume.load_checkpoint, trainer, options)) if options.resume else _preset(options)
+            beginning = (
+                agreed(partial(resume.load_checkpoint, trainer, options)) if options.resume else _preset(options)
+            )
             summary = Summary(prepared.sinks)
             telemetry = _telemetry([*prepared.sinks, summary.observe], options)
         if first() and beginning:
