@@ -59,7 +59,7 @@ def observed(space: gymnasium.Space[Any], name: str) -> Observed:
     vectors, choices = (sum(leaf.size for leaf in leaves if leaf.kind == kind) for kind in ("vector", "choices"))
     layout = Layout(vectors, choices, images)
     shape = box_shape(space)
-    if shape is not None and (not images or len(shape) == len(images[0].shape)):
+    if shape and (not images or len(shape) == len(images[0].shape)):
         return Observed(shape, layout, None)
     return Observed(layout.shape, layout, Packer(layout, leaves))
 

@@ -7,13 +7,20 @@ attributes, by name. One that holds anything else (a physics engine, a window) c
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Iterator, Mapping
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-PLAIN = (bool, int, float, str, type(None))
+PLAIN = (bool, int, float, str, bytes, type(None))
+SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set}
+CODE = (FunctionType, MethodType, BuiltinFunctionType, ModuleType, partial, type, np.ufunc)
+"""What is part of the program. An object that can merely be called may have a state."""
+
 State = dict[str, Any]
 
 
@@ -25,7 +32,7 @@ def capture(env: Any) -> State | None:
     """The state of an environment, its wrappers and its parts; None where it cannot be saved."""
     try:
         return {"layers": [layer_state(layer) for layer in layers(env)]}
-    except CannotSaveError:
+    except (CannotSaveError, RecursionError):
         return None
 
 
@@ -62,50 +69,84 @@ def stays(value: Any) -> bool:
     made = (gymnasium.Space, gymnasium.Env, gymnasium.vector.VectorEnv, gymnasium.envs.registration.EnvSpec, enum.Enum)
     if isinstance(value, (list, tuple)) and value:
         return all(stays(part) for part in value)
-    return isinstance(value, made) or callable(value)
+    return isinstance(value, (*made, *CODE))
 
 
 def packed(value: Any) -> Any:
-    """A value as tensors and plain data; raises CannotSaveError."""
+    """A value as tensors and plain data; raises CannotSaveError.
+
+    Only the types themselves are taken, no types derived from them: of those nobody knows how they are made.
+    """
     if isinstance(value, np.random.Generator):
-        return {"generator": value.bit_generator.state}
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return torch.from_numpy(value.copy())
+        return {"generator": packed(value.bit_generator.state)}
     if isinstance(value, np.generic):
-        return {"scalar": value.item(), "dtype": value.dtype.str}
-    if isinstance(value, (list, tuple)):
-        return {"sequence": [packed(part) for part in value], "tuple": isinstance(value, tuple)}
-    if isinstance(value, dict):
+        return {"scalar": value.item(), "dtype": value.dtype.str} if type(value.item()) in PLAIN else refuse(value)
+    if type(value) is np.ndarray:
+        return packed_array(value)
+    if type(value) is deque:
+        return {"deque": [packed(part) for part in value], "most": value.maxlen}
+    if type(value) is dict:
         return {"mapping": [(packed(key), packed(part)) for key, part in value.items() if not stays(part)]}
-    if isinstance(value, PLAIN):
+    if type(value) in PLAIN:
         return value
+    kind = next((name for name, form in SEQUENCES.items() if type(value) is form), None)
+    return {"sequence": [packed(part) for part in value], "kind": kind} if kind else refuse(value)
+
+
+def packed_array(value: np.ndarray[Any, Any]) -> Any:
+    """An array as a tensor; one of texts, and other kinds that torch has not, as its bytes."""
+    if value.dtype.hasobject or value.dtype.kind == "V":
+        refuse(value)
+    if value.dtype.isnative and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
+        return torch.from_numpy(value.copy())
+    return {"bytes": value.tobytes(), "dtype": value.dtype.str, "shape": value.shape}
+
+
+def refuse(value: Any) -> Any:
+    """Raises CannotSaveError."""
     raise CannotSaveError(type(value).__name__)
 
 
 def unpacked(value: Any) -> Any:
-    """What `packed` was given."""
+    """What `packed` was given; random generators apart."""
     if isinstance(value, torch.Tensor):
         return value.numpy().copy()
     if not isinstance(value, dict):
         return value
     if "scalar" in value:
         return np.dtype(value["dtype"]).type(value["scalar"])
+    if "bytes" in value:
+        return np.frombuffer(value["bytes"], value["dtype"]).reshape(value["shape"]).copy()
     if "sequence" in value:
-        parts = [unpacked(part) for part in value["sequence"]]
-        return tuple(parts) if value["tuple"] else parts
+        return SEQUENCES[value["kind"]](unpacked(part) for part in value["sequence"])
+    if "deque" in value:
+        return deque((unpacked(part) for part in value["deque"]), value["most"])
+    if "generator" in value:
+        return generator(unpacked(value["generator"]))
     return {unpacked(key): unpacked(part) for key, part in value["mapping"]}
 
 
+def generator(state: Mapping[str, Any]) -> np.random.Generator:
+    """A random generator in that state."""
+    bits = getattr(np.random, state["bit_generator"])()
+    bits.state = state
+    return np.random.Generator(bits)
+
+
 def put(layer: Any, name: str, value: Any) -> None:
-    """Sets one attribute; arrays of the same kind are written in place, because others may hold them."""
-    if isinstance(value, dict) and "generator" in value:
-        getattr(layer, name if name != "_np_random" else "np_random").bit_generator.state = value["generator"]
-        return
+    """Sets one attribute; arrays of the same kind are written in place, and generators go on, because others may hold them."""
     restored, present = unpacked(value), getattr(layer, name, None)
     if isinstance(restored, np.ndarray) and isinstance(present, np.ndarray) and alike(present, restored):
         present[...] = restored
+    elif isinstance(restored, np.random.Generator) and isinstance(present, np.random.Generator):
+        move(present, restored)
     else:
         setattr(layer, name, restored)
+
+
+def move(present: np.random.Generator, restored: np.random.Generator) -> None:
+    """Brings a generator into the state of another one of its kind."""
+    present.bit_generator.state = restored.bit_generator.state
 
 
 def alike(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:

@@ -36,6 +36,7 @@ def samples(space: spaces.Space[Any], count: int) -> tuple[list[Any], Any]:
     ("space", "shape", "layout"),
     [
         (FLOATS, (2, 3), Layout(6)),
+        (spaces.Box(-1, 1, ()), (1,), Layout(1)),
         (PIXELS, (9, 8, 3), Layout(0, 0, (Image((9, 8, 3), True),))),
         (DEPTH, (1, 8, 8), Layout(0, 0, (Image((1, 8, 8), False, "float32", 0.0, 1.0),))),
         (spaces.Box(0, 255, (8, 9), np.uint8), (1, 8, 9), Layout(0, 0, (Image((1, 8, 9)),))),
