@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import runpy
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ OPENING_SECONDS = 8.0
 
 @dataclass(frozen=True)
 class Work:
-    """What everybody does: CartPole-v1, networks of 64 x 64 tanh, behind an LSTM where `lstm_size` is given."""
+    """What everybody does: CartPole-v1, networks of 64 x 64 tanh, behind an LSTM where `lstm_size` is given.
+
+    `steps` is a multiple of a rollout's, because trainers round it up or down.
+    """
 
     steps: int
     seed: int
@@ -39,7 +43,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: steps per CPU-second and per second of wall time in `learn`, and the return at its end."""
+    """One training run: steps per CPU-second and per second of wall time in `learn`, the return at its end, and its peak memory."""
 
     cpu: float
     wall: float
@@ -49,11 +53,13 @@ class Run:
 
 def measured(steps: int, learn: Callable[[], None], returns: deque[float]) -> Run:
     """The run that `learn` makes."""
-    import resource
-
     cpu, wall = time.process_time(), time.perf_counter()
     learn()
-    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    return run_of(steps, time.process_time() - cpu, time.perf_counter() - wall, returns)
+
+
+def run_of(steps: int, cpu: float, wall: float, returns: deque[float]) -> Run:
+    """A run that took so many seconds."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return Run(steps / cpu, steps / wall, statistics.fmean(returns) if returns else float("nan"), peak)
 
@@ -128,9 +134,13 @@ def ours(work: Work, **settings: Any) -> tuple[Any, deque[float]]:
     return trainer, returns
 
 
-def stable_baselines(work: Work) -> Run:
-    """Stable-Baselines3, or sb3-contrib's RecurrentPPO, as they come: their own vector environment and monitor, no logger."""
+def stable_baselines(work: Work, *, native: bool = False) -> Run:
+    """Stable-Baselines3, or sb3-contrib's RecurrentPPO, as they come: their own vector environment and monitor, no logger.
+
+    With `native` they step Gymnasium's own vector implementation instead.
+    """
     from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import VecEnv
 
     settings: dict[str, Any] = {
         "n_steps": work.num_steps,
@@ -140,7 +150,13 @@ def stable_baselines(work: Work) -> Run:
         "seed": work.seed,
         "device": "cpu",
     }
-    env = make_vec_env(ENVIRONMENT, work.num_envs, seed=work.seed)
+    env: VecEnv
+    if native:
+        from sb3_vector import NativeVecEnv
+
+        env = NativeVecEnv(work.num_envs, work.seed)
+    else:
+        env = make_vec_env(ENVIRONMENT, work.num_envs, seed=work.seed)
     if work.lstm_size is None:
         from stable_baselines3 import PPO
 
@@ -159,7 +175,7 @@ def stable_baselines(work: Work) -> Run:
 
 
 def rsl_rl(work: Work) -> Run:
-    """RSL-RL on the same task; it has no categorical head, so the sign of a Gaussian action chooses."""
+    """RSL-RL on Gymnasium's own vector implementation; it has no categorical head, so the sign of a Gaussian action chooses."""
     from rsl_rl.runners import OnPolicyRunner
     from rsl_vector import SignedCartPole
 
@@ -191,10 +207,12 @@ def rsl_rl(work: Work) -> Run:
     return measured(work.steps, lambda: runner.learn(iterations), env.returns)
 
 
-def cleanrl(work: Work) -> Run:
-    """CleanRL's untouched `ppo.py`; the clock starts at its first reset. Its returns are not logged on Gymnasium 1."""
+def cleanrl(work: Work, *, native: bool = False) -> Run:
+    """CleanRL's untouched `ppo.py`; the clock starts at its first reset, and stops when it has closed its environments."""
+    import cleanrl_script
+
     assert work.script is not None
-    options = {
+    options: dict[str, object] = {
         "total-timesteps": work.steps,
         "num-envs": work.num_envs,
         "num-steps": work.num_steps,
@@ -204,34 +222,8 @@ def cleanrl(work: Work) -> Run:
         "seed": work.seed,
         "env-id": ENVIRONMENT,
     }
-    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    script = str(Path(work.script).resolve())
-    sys.argv = [script, *arguments, "--no-anneal-lr", "--no-cuda"]
-    with first_reset() as started, redirect_stdout(sys.stderr):
-        runpy.run_path(script, run_name="__main__")
-        cpu, wall = time.process_time() - started[0], time.perf_counter() - started[1]
-    return Run(work.steps / cpu, work.steps / wall, float("nan"), float("nan"))
-
-
-@contextmanager
-def first_reset() -> Iterator[list[float]]:
-    """CPU and wall time at the first reset of a vector environment, once there was one."""
-    from gymnasium.vector import SyncVectorEnv
-
-    started: list[float] = []
-    original = SyncVectorEnv.reset
-
-    def reset(self: Any, **options: Any) -> Any:
-        if not started:
-            started.extend((time.process_time(), time.perf_counter()))
-        return original(self, **options)
-
-    with tempfile.TemporaryDirectory() as directory:
-        import os
-
-        os.chdir(directory)
-        SyncVectorEnv.reset = reset  # type: ignore[method-assign] # the script tells nobody when it begins
-        yield started
+    watch = cleanrl_script.run(work.script, options, native=native)
+    return run_of(work.steps, *watch.elapsed(), watch.returns)
 
 
 CONTENDERS: dict[str, Callable[[Work], Run]] = {
@@ -240,6 +232,8 @@ CONTENDERS: dict[str, Callable[[Work], Run]] = {
     "esper + telemetry": observed,
     "esper + busy core": disturbed,
     "sb3": stable_baselines,
+    "sb3, native": partial(stable_baselines, native=True),
     "rsl_rl": rsl_rl,
     "cleanrl": cleanrl,
+    "cleanrl, native": partial(cleanrl, native=True),
 }

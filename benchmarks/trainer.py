@@ -1,15 +1,19 @@
 """How fast the bundled trainer is: against other trainers on the same work, and with telemetry against without.
 
     python benchmarks/trainer.py                        # CartPole-v1, 8 x 128, 4 epochs x 4 minibatches, 64 x 64 tanh
-    python benchmarks/trainer.py --num-envs 64
+    python benchmarks/trainer.py --num-envs 8 64 1024   # a table for each
     python benchmarks/trainer.py --lstm 64              # the same behind an LSTM, against recurrent trainers
+    python benchmarks/trainer.py --steps 20000 --rounds 3     # a quick look: seconds for each contender
     python benchmarks/trainer.py --cleanrl ppo.py       # CleanRL's script, from wherever it lies
     python benchmarks/trainer.py --telemetry            # NORMAL with three backends, and a second core kept busy, against OFF
 
 Peers that are not installed are left out: Stable-Baselines3, sb3-contrib, rsl-rl-lib. Every run is a process of its own
 with one torch thread; contenders take turns, so that a change of the machine's speed hits all of them. Figures are
 medians over the rounds, ratios medians over the pairs; only the ratios mean something beyond the machine. Each round
-has its own seed; the return is the mean of the last 100 training episodes.
+has its own seed; the return is the mean of the last 100 training episodes, and MB the peak of the process's memory.
+
+This trainer and RSL-RL step Gymnasium's own vectorised CartPole. Stable-Baselines3 and CleanRL bring their own loop over single
+environments; "native" is the same trainer on the vectorised one, which is the fair comparison from dozens of environments on.
 """
 
 from __future__ import annotations
@@ -25,6 +29,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from contenders import CONTENDERS, ENVIRONMENT, Run, Work
+
+LEAST_ROLLOUTS = 4
+"""Rollouts of a run, however many environments there are."""
 
 
 def spawn(contender: str, work: Work, cores: str | None) -> Run:
@@ -69,17 +76,27 @@ def contenders(options: argparse.Namespace) -> list[str]:
     """Who takes part: this trainer first, then the peers that are there."""
     if options.telemetry:
         return ["esper", "esper + telemetry", "esper + busy core"]
-    peers = {"sb3": "sb3_contrib" if options.lstm else "stable_baselines3", "rsl_rl": "rsl_rl"}
+    theirs = "sb3_contrib" if options.lstm else "stable_baselines3"
+    peers = {"sb3": theirs, "sb3, native": theirs, "rsl_rl": "rsl_rl"}
     found = [name for name, module in peers.items() if importlib.util.find_spec(module)]
     first = ["esper, one LSTM", "esper"] if options.lstm else ["esper"]
-    return [*first, *found, *(["cleanrl"] if options.cleanrl and not options.lstm else [])]
+    return [*first, *found, *(["cleanrl", "cleanrl, native"] if options.cleanrl and not options.lstm else [])]
+
+
+def work_of(options: argparse.Namespace, num_envs: int) -> Work:
+    """The work with so many environments: whole rollouts, and not fewer than make a speed."""
+    work = Work(0, 0, num_envs, lstm_size=options.lstm, script=options.cleanrl)
+    rollout = num_envs * work.num_steps
+    return replace(work, steps=rollout * max(LEAST_ROLLOUTS, -(-options.steps // rollout)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100_000, help="environment steps per run")
     parser.add_argument("--rounds", type=int, default=5, help="runs per contender")
-    parser.add_argument("--num-envs", type=int, default=8, help="environments that step together")
+    parser.add_argument(
+        "--num-envs", type=int, nargs="+", default=[8], help="environments that step together; a table for each number"
+    )
     parser.add_argument("--lstm", type=int, metavar="SIZE", help="compare recurrent policies with an LSTM of that size")
     parser.add_argument("--cleanrl", metavar="PATH", help="CleanRL's ppo.py")
     parser.add_argument("--telemetry", action="store_true", help="compare telemetry with none, instead of trainers")
@@ -94,8 +111,9 @@ def main() -> None:
         torch.set_num_threads(1)
         print(json.dumps(asdict(CONTENDERS[options.contender](Work(**json.loads(options.work))))))
         return
-    work = Work(options.steps, 0, options.num_envs, lstm_size=options.lstm, script=options.cleanrl)
-    compare(options.only or contenders(options), work, rounds=options.rounds, cores=options.cores)
+    for num_envs in options.num_envs:
+        names = options.only or contenders(options)
+        compare(names, work_of(options, num_envs), rounds=options.rounds, cores=options.cores)
 
 
 if __name__ == "__main__":
