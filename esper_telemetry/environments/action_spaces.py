@@ -40,7 +40,10 @@ def described(space: gymnasium.Space[Any], name: str) -> Described:
     A space without parts has one head, `action`; several choices in one space are numbered: `action_0`, `action_1`. The
     parts of a Dict bear its keys, those of a Tuple their numbers.
     """
-    return describe(space, name, "action")
+    found = describe(space, name, "action")
+    if not found.specs or any(spec.size == 0 for spec in found.specs.values()):
+        raise ValueError(f"the action space of {name} holds a part with nothing to choose, got {space}")
+    return found
 
 
 def describe(space: gymnasium.Space[Any], name: str, part: str) -> Described:

@@ -58,6 +58,8 @@ def observed(space: gymnasium.Space[Any], name: str) -> Observed:
     images = tuple(leaf.image for leaf in leaves if leaf.image is not None)
     vectors, choices = (sum(leaf.size for leaf in leaves if leaf.kind == kind) for kind in ("vector", "choices"))
     layout = Layout(vectors, choices, images)
+    if not (layout.numbers or images):
+        raise ValueError(f"the observation space of {name} holds nothing to observe, got {space}")
     shape = box_shape(space)
     if shape and (not images or len(shape) == len(images[0].shape)):
         return Observed(shape, layout, None)

@@ -116,6 +116,8 @@ def test_a_box_is_an_image_where_height_and_width_are_long(shape: list[int], dty
             spaces.Dict(image=PIXELS, mission=spaces.Text(5)),
             r"observation space of it, part 'mission', must be .*Dict or Tuple of these, got Text",
         ),
+        (spaces.Box(0, 1, (0,)), r"observation space of it holds nothing to observe, got Box\(.*, \(0,\)"),
+        (spaces.Dict(), r"observation space of it holds nothing to observe, got Dict\(\)"),
         (spaces.Tuple((FLOATS, spaces.Sequence(FLOATS))), "observation space of it, part 1, must be .* got Sequence"),
     ],
 )
@@ -187,6 +189,8 @@ def test_parts_of_a_dict_bear_its_keys() -> None:
     ("space", "sentence"),
     [
         (spaces.Box(0, 5, (2,), np.int64), r"action space of it must be Discrete, .*Box of floats.*, got Box"),
+        (spaces.Box(0, 1, (0,)), r"action space of it holds a part with nothing to choose, got Box\("),
+        (spaces.Tuple(()), r"action space of it holds a part with nothing to choose, got Tuple\(\)"),
         (spaces.Dict(say=spaces.Text(5)), r"action space of it, part 'say', must be .*, got Text"),
         (
             spaces.Dict({"a": spaces.MultiBinary(1), "a_0": spaces.Discrete(2)}),
