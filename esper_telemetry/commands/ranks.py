@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from esper_telemetry.commands.mistakes import WrongUse, wrong_use
@@ -56,12 +57,25 @@ def process_group(device: str) -> Iterator[None]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield
         return
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=PATIENCE)
+    place = int(os.environ["LOCAL_RANK"])
+    if device == "cuda" and place < torch.cuda.device_count():  # a missing one is refused with the other arguments
+        torch.cuda.set_device(place)
+    dist.init_process_group(backends(device), timeout=PATIENCE)
     try:
         yield
     finally:
         with suppress(RuntimeError):  # where a rank is gone the group cannot be left in order
             dist.destroy_process_group()
+
+
+def backends(device: str) -> str:
+    """What exchanges tensors, by where they are: counts and plain values on the host, gradients on the device.
+
+    NCCL wants an accelerator for each rank; a named one is shared by all.
+    """
+    if not (device.startswith("cuda") and torch.cuda.is_available()):
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if device == "cuda" else "cpu:gloo,cuda:gloo"
 
 
 def own_device(device: str) -> str:

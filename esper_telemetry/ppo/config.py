@@ -141,6 +141,17 @@ class PPOConfig:
                 f"got {self.num_minibatches}; the nearest that do are {', '.join(map(str, near))}"
             )
 
+    def check_ranks(self, num_envs: int, ranks: int) -> None:
+        """Raises ValueError where one of several ranks, each with `num_envs`, might have rows for fewer minibatches than another.
+
+        Every second row may be a reset. Ranks that do not take the same number of steps would wait for each other for ever.
+        """
+        if ranks > 1:
+            require(self.num_steps >= 2, "num_steps of several ranks must be at least 2", self.num_steps)
+            most = num_envs if self.policy != "mlp" else self.num_steps // 2 * num_envs
+            rule = f"num_minibatches of {ranks} ranks with {num_envs} environments each must not exceed {most}"
+            require(self.num_minibatches <= most, rule, self.num_minibatches)
+
 
 def require(condition: bool, rule: str, value: object) -> None:
     """Raises ValueError with the rule and the value that breaks it."""

@@ -87,7 +87,7 @@ class PPO:
         steps: the parts of the update; replace one to vary the algorithm.
         env_steps, updates, gradient_steps: what has been done so far.
 
-    Raises ValueError where the minibatches do not divide a rollout.
+    Raises ValueError where the minibatches do not divide a rollout, or ranks might take different numbers of steps.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class PPO:
         self.hooks = Hooks()
         self.companions = Companions()
         self.ranks = Ranks.current()
+        self.config.check_ranks(env.num_envs, self.ranks.size)
         self.steps = steps_for(self.config, self.ranks)
         self.policy = build_policy(env, self.config).to(device)
         self.ranks.share(self.policy)
@@ -213,12 +214,14 @@ class PPO:
         self._agreed_to_stop = self.ranks.totals(self._stopping)[0] > 0
 
     def _update(self, rollout: Rollout) -> int:
-        """Several passes over a rollout; returns how many."""
+        """Several passes over a rollout; returns how many: none where it holds no transition."""
         config = self.config
         advantages = self.steps.advantages(rollout, config.gamma, config.gae_lambda)
         returns = advantages + rollout.values
         self._tell_rollout(rollout, advantages, returns)
         batch = flatten(rollout, advantages, returns, numbered=self.hooks.wants(MinibatchEnd))
+        if not len(batch):  # every row of so short a rollout was a reset
+            return 0
         if config.normalize_advantages and not config.normalize_minibatches:
             batch = replace(batch, advantages=self.steps.normalize(batch.advantages))
         replay = self._replay(rollout, batch, returns)

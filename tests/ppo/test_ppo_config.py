@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ppo_builders import Seen
 
 from esper_telemetry.environments import make_env
+from esper_telemetry.events import UpdateEnd
 from esper_telemetry.ppo import PPO, PPOConfig
 
 
@@ -37,6 +39,36 @@ def test_a_wrong_setting_is_named(settings: dict[str, Any], sentence: str) -> No
 def test_minibatches_must_divide_the_rollout() -> None:
     with pytest.raises(ValueError, match="rollout of 3 x 128 = 384 rows, got 5; the nearest that do are 2, 3, 4, 6"):
         PPO(make_env("CartPole-v1", num_envs=3), PPOConfig(num_minibatches=5))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"num_steps": 1}, "num_steps of several ranks must be at least 2, got 1"),
+        ({"num_steps": 3}, "num_minibatches of 2 ranks with 3 environments each must not exceed 3, got 4"),
+        ({"policy": "lstm"}, "num_minibatches of 2 ranks with 3 environments each must not exceed 3, got 4"),
+    ],
+)
+def test_ranks_need_rows_for_every_minibatch(settings: dict[str, Any], sentence: str) -> None:
+    """Every second row may be a reset: of 3 x 3 rows, 3 are transitions for sure."""
+    config = PPOConfig(**settings)
+
+    with pytest.raises(ValueError, match=sentence):
+        config.check_ranks(3, 2)
+    config.check_ranks(3, 1)
+    PPOConfig(num_minibatches=3, num_steps=2).check_ranks(3, 2)
+
+
+@pytest.mark.parametrize("policy", ["mlp", "lstm"])
+def test_a_rollout_without_a_transition_trains_nothing(policy: str) -> None:
+    """One environment and one step: the step after an episode's end is a reset."""
+    trainer = PPO(make_env("CartPole-v1", num_envs=1, seed=0), PPOConfig(num_steps=1, num_minibatches=1, policy=policy))
+    seen = Seen().listen(trainer, UpdateEnd)
+
+    trainer.learn(60)
+
+    assert {event.epochs for event in seen.events} == {0, 8}
+    assert trainer.gradient_steps == 8 * 60 == 8 * trainer.env_steps < 8 * trainer.updates
 
 
 def test_steps_that_are_collected_already_are_no_goal() -> None:
