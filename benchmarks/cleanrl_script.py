@@ -91,9 +91,9 @@ def watched(watch: Watch, *, native: bool) -> Iterator[None]:
                 watch.returns.extend(infos["episode"]["r"][infos["_episode"]].tolist())
             return result
 
-    made: Any = (lambda makers: Native(len(makers), watch)) if native else Watched
-    gymnasium.vector.SyncVectorEnv = made
+    vector: Any = gymnasium.vector
+    vector.SyncVectorEnv = (lambda makers: Native(len(makers), watch)) if native else Watched
     try:
         yield
     finally:
-        gymnasium.vector.SyncVectorEnv = plain  # type: ignore[misc] # what it was
+        vector.SyncVectorEnv = plain

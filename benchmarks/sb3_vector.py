@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -54,6 +53,6 @@ class NativeVecEnv(VecEnv):
         """There are no single environments."""
         raise NotImplementedError(method_name)
 
-    def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> Sequence[bool]:
+    def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
         """None is."""
         return [False] * self.num_envs

@@ -59,6 +59,10 @@ class Axes:
     gradient_step: int
     wall_time: float
 
+    def within(self, last: Axes) -> bool:
+        """Whether a run whose last record stands there has got as far, by updates or by environment steps."""
+        return self.update <= last.update or self.env_step <= last.env_step
+
 
 @dataclass(frozen=True, slots=True)
 class Histogram:

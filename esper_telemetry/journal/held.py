@@ -39,12 +39,7 @@ class Held:
 
     def covers(self, axes: Axes) -> bool:
         """Whether an update of these axes was recorded before the run went on: what is recorded stands."""
-        return covers(self.axes, axes)
-
-
-def covers(last: Axes | None, axes: Axes) -> bool:
-    """Whether an update of these axes is recorded in a journal whose last record has those; None before the first."""
-    return last is not None and (axes.update <= last.update or axes.env_step <= last.env_step)
+        return self.axes is not None and axes.within(self.axes)
 
 
 def run_info(run_dir: str | os.PathLike[str]) -> RunInfo:

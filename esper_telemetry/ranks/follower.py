@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from esper_telemetry.journal.held import covers
 from esper_telemetry.ranks.peers import Peers, portable
 from esper_telemetry.record import Axes, RunStatus
 from esper_telemetry.recorder import Recorder
@@ -39,7 +38,7 @@ class Follower:
 
     def covers(self, axes: Axes) -> bool:
         """Whether an earlier part of the run has recorded this update."""
-        return covers(self.axes, axes)
+        return self.axes is not None and axes.within(self.axes)
 
     def sync(self) -> None:
         """Nothing."""
@@ -74,4 +73,4 @@ def recorder_for(peers: Peers | None, claim: Callable[[], Recorder]) -> Recorder
 def _told(claimed: Recorder | Exception | None) -> Told | Exception | None:
     if isinstance(claimed, Exception):
         return portable(claimed)
-    return claimed and Told(claimed.run_dir, claimed.axes)
+    return None if claimed is None else Told(claimed.run_dir, claimed.axes)

@@ -29,8 +29,14 @@ def with_resets(rollout: Rollout) -> Rollout:
         fresh = memory.fresh.copy()
         fresh[1:] |= ~valid[:-1].numpy()
         memory = replace(memory, fresh=fresh, valid=valid.numpy())
-    ends = {"ended": rollout.ended & valid, "terminated": rollout.terminated & valid}
-    return replace(rollout, **ends, valid=valid, transitions=int(valid.sum()), recurrence=memory)
+    return replace(
+        rollout,
+        ended=rollout.ended & valid,
+        terminated=rollout.terminated & valid,
+        valid=valid,
+        transitions=int(valid.sum()),
+        recurrence=memory,
+    )
 
 
 def poisoned(rollout: Rollout, poison: float) -> Rollout:

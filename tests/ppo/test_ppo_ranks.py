@@ -123,7 +123,7 @@ def gone_on(rank: int, directory: str) -> dict[str, Any]:
     """A run of eight updates, the same saved after the third and gone on with, and what else a checkpoint is asked."""
     path = Path(directory) / "latest.pt"
     whole = remembering()
-    whole.hooks.on(UpdateEnd, lambda event: event.update == 3 and whole.save(path))
+    whole.hooks.on(UpdateEnd, lambda event: whole.save(path).touch() if event.update == 3 else None)
     whole.learn(1000)
     resumed = remembering()
     resumed.load(path)
