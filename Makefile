@@ -43,8 +43,10 @@ lint: install  ## ruff and mypy --strict on package, tests, examples and benchma
 
 bench: install  ## the figures of the README, as ratios measured side by side
 	@echo "Measuring (close other programs; this takes some minutes)"
-	@$(BIN)/python benchmarks/trainer.py
-	@$(BIN)/python benchmarks/trainer.py --lstm 64
+	@$(BIN)/python benchmarks/trainer.py --num-envs 8 64
+	@$(BIN)/python benchmarks/trainer.py --num-envs 1024 --rounds 3
+	@$(BIN)/python benchmarks/trainer.py --lstm 64 --rounds 3
+	@$(BIN)/python benchmarks/trainer.py --lstm 256 --steps 50000 --rounds 3
 
 docs: install  ## write docs/metrics.md from the declarations in the code
 	@$(BIN)/python docs/glossary.py

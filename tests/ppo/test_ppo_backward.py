@@ -12,7 +12,7 @@ from ppo_builders import Seen, cartpole, pendulum
 from torch import Tensor
 
 from esper_telemetry.events import TrunkBackward
-from esper_telemetry.ppo import PPO
+from esper_telemetry.ppo import PPO, mlp
 from esper_telemetry.ppo.backward import backward_losses, backward_trunks, gradient, leaf
 from esper_telemetry.ppo.inference import in_numpy, in_torch
 from esper_telemetry.ppo.mlp import MLP
@@ -96,8 +96,13 @@ def test_separate_networks_share_nothing() -> None:
     assert event.actor.shape == event.critic.shape and event.actor.shape[1] == 16
 
 
+@pytest.mark.parametrize("tile", [mlp.TILE, 8, 33])
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
-def test_the_written_out_network_equals_plain_operations(activation: str) -> None:
+def test_the_written_out_network_equals_plain_operations(
+    activation: str, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its 33 rows are backed up in five parts."""
+    monkeypatch.setattr(mlp, "TILE", tile)
     torch.manual_seed(0)
     network = MLP(5, (16, 8), activation)
     rows = torch.randn(33, 5, requires_grad=True)
