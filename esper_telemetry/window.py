@@ -16,6 +16,9 @@ from esper_telemetry.record import Level
 from esper_telemetry.reduction import Array
 
 
+NOTHING = torch.empty(0, dtype=torch.float64)
+
+
 @dataclass(slots=True)
 class Rows:
     """Packed groups of one layout, with the optimizer step and the epoch of each row."""
@@ -66,7 +69,7 @@ class Window:
 def _to_host(blocks: list[Tensor]) -> tuple[Tensor, torch.cuda.Event | None]:
     """All numbers in one host vector, and the event after which it may be read (None: at once)."""
     if not blocks:
-        return torch.empty(0, dtype=torch.float64), None
+        return NOTHING, None
     device = next((block.device for block in blocks if block.is_cuda), blocks[0].device)
     packed = torch.cat([block.to(device, non_blocking=True) for block in blocks])
     if not packed.is_cuda:

@@ -5,6 +5,7 @@ from esper_telemetry.summary.layers import without_many_layers
 from esper_telemetry.summary.samples import gradient_sample
 from esper_telemetry.summary.snapshot import (
     Actions,
+    Choices,
     Details,
     Drawn,
     Episodes,
@@ -23,6 +24,7 @@ from esper_telemetry.summary.summarize import Observation, summarize
 
 __all__ = [
     "Actions",
+    "Choices",
     "Containment",
     "Details",
     "Drawn",

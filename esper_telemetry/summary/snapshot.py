@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -15,24 +16,34 @@ from esper_telemetry.metrics.adam import AdamState
 from esper_telemetry.metrics.lstm import LSTMWeights, StateSize
 
 
+class Choices(NamedTuple):
+    """What a categorical head chose in a rollout.
+
+    Attributes:
+        actions: [T, B], indices.
+        counted: [T, B], bool, where the head mattered; None where it always did.
+    """
+
+    actions: Tensor
+    counted: Tensor | None
+
+
 @dataclass(frozen=True, slots=True)
 class Actions:
     """What the heads chose, as far as it is looked at.
 
     Attributes:
-        chosen: per head with masks [T, B], indices.
-        action_masks: per such head [T, B, A], bool.
-        relevance: per such head that is not always relevant [T, B], bool.
-        counts: per categorical head [A], how often each action was taken where it mattered.
+        sizes: number of actions of each categorical head.
+        chosen: per categorical head.
         previous: the same of the rollout before; empty after the first.
+        action_masks: per head with masks [T, B, A], bool.
         continuous: what the Gaussian heads drew.
     """
 
-    chosen: Mapping[str, Tensor]
+    sizes: Mapping[str, int]
+    chosen: Mapping[str, Choices]
+    previous: Mapping[str, Choices]
     action_masks: Mapping[str, Tensor]
-    relevance: Mapping[str, Tensor]
-    counts: Mapping[str, Tensor]
-    previous: Mapping[str, Tensor]
     continuous: Mapping[str, Drawn] = field(default_factory=dict)
 
 
@@ -306,7 +317,7 @@ class Snapshot:
         """Whether its tensors would have to be copied to the host before another process can have them."""
         rollout = [] if self.rollout is None else [self.rollout.rewards]
         minibatches = [] if self.minibatches is None else [self.minibatches.log_ratio]
-        return any(tensor.device.type != "cpu" for tensor in rollout + minibatches)
+        return not all(tensor.is_cpu for tensor in rollout + minibatches)
 
     @property
     def gradient_steps(self) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from esper_telemetry.group import Mean, MetricGroup
 from esper_telemetry.metric import segment
-from esper_telemetry.metrics.actions import action_shift, gaussian_action_shift, log_prob_stats
+from esper_telemetry.metrics.actions import action_counts, action_shift, gaussian_action_shift, log_prob_stats
 from esper_telemetry.metrics.advantages import advantage_stats, flips_in_order, normalized_advantage_stats
 from esper_telemetry.metrics.entropy import PolicyEntropy, entropy_rows, head_entropy, policy_entropy
 from esper_telemetry.metrics.episodes import episode_stats
@@ -57,6 +57,7 @@ from esper_telemetry.summary.numerics import nonfinite_in
 from esper_telemetry.summary.samples import gradient_sample
 from esper_telemetry.summary.snapshot import (
     Actions,
+    Choices,
     Drawn,
     Episodes,
     Gradients,
@@ -88,7 +89,7 @@ def summarize(snapshot: Snapshot, facts: Mapping[str, Any], level: Level) -> Ite
     if snapshot.rollout is not None:
         yield Observation(_rollout(snapshot.rollout))
         yield Observation(_normalizers(snapshot.rollout.normalizers))
-        yield Observation(_actions(snapshot.rollout.actions, snapshot.rollout.valid))
+        yield Observation(_actions(snapshot.rollout.actions))
         yield Observation(_memory(snapshot.rollout.memory, snapshot.rollout.valid, facts))
     if snapshot.episodes is not None:
         yield Observation([partial(_episodes, snapshot.episodes)])
@@ -127,16 +128,23 @@ def _rollout(rollout: Rollout) -> list[Measurement]:
     ]
 
 
-def _actions(actions: Actions | None, valid: Tensor | None) -> Iterator[Measurement]:
+def _actions(actions: Actions | None) -> Iterator[Measurement]:
     if actions is None:
         return
     if actions.action_masks:
-        yield partial(mask_violation, actions.chosen, actions.action_masks, relevant=actions.relevance, valid=valid)
-    for head, counts in actions.counts.items():
+        chosen = {head: choices.actions for head, choices in actions.chosen.items()}
+        counted = {head: choices.counted for head, choices in actions.chosen.items() if choices.counted is not None}
+        yield partial(mask_violation, chosen, actions.action_masks, relevant=counted)
+    for head, size in actions.sizes.items():
         if head in actions.previous:
-            yield partial(action_shift, head, counts, actions.previous[head])
+            yield partial(_shift, head, size, actions.chosen[head], actions.previous[head])
     for head, drawn in actions.continuous.items():
         yield from _drawn(head, drawn)
+
+
+def _shift(head: str, size: int, now: Choices, before: Choices) -> MetricGroup:
+    """How far the mix of a head's actions has moved since the last rollout."""
+    return action_shift(head, *(action_counts(taken.actions, size, valid=taken.counted) for taken in (now, before)))
 
 
 def _drawn(head: str, drawn: Drawn) -> Iterator[Measurement]:

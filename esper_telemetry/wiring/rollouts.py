@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from esper_telemetry.events import RecurrentForward, RolloutEnd, Scale
-from esper_telemetry.metrics.actions import ActionTotal, action_counts, mean_action
+from esper_telemetry.metrics.actions import ActionTotal, mean_action
 from esper_telemetry.metrics.lstm import lstm_weights, state_ages, state_size
 from esper_telemetry.metrics.normalizer import cut_entries
-from esper_telemetry.summary import Actions, Drawn, Layer, Memory, Normalizer, Rollout
+from esper_telemetry.summary import Actions, Choices, Drawn, Layer, Memory, Normalizer, Rollout
 
 DRIFT_OVER = 10
 """Updates over which the drift of a normaliser is measured."""
@@ -27,7 +26,7 @@ class Rollouts:
     """
 
     def __init__(self) -> None:
-        self._counts: Mapping[str, Tensor] = {}
+        self._chosen: Mapping[str, Choices] = {}
         self._means: Mapping[str, ActionTotal] = {}
         self._ages: Tensor | None = None
         self._scales: dict[str, deque[tuple[Tensor, Tensor]]] = {}
@@ -35,7 +34,7 @@ class Rollouts:
     def state_dict(self) -> dict[str, Any]:
         """What the next rollout is compared with."""
         return {
-            "counts": dict(self._counts),
+            "chosen": {head: tuple(choices) for head, choices in self._chosen.items()},
             "means": {head: tuple(total) for head, total in self._means.items()},
             "ages": self._ages,
             "scales": {name: list(history) for name, history in self._scales.items()},
@@ -43,7 +42,8 @@ class Rollouts:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state."""
-        self._counts, self._ages = state["counts"], state["ages"]
+        self._chosen = {head: Choices(*choices) for head, choices in state["chosen"].items()}
+        self._ages = state["ages"]
         self._means = {head: ActionTotal(*total) for head, total in state["means"].items()}
         self._scales = {name: deque(history, DRIFT_OVER + 1) for name, history in state["scales"].items()}
 
@@ -55,6 +55,8 @@ class Rollouts:
             sizes: number of actions of each categorical head.
             layers: of its LSTM, as far as they are looked at.
         """
+        valid, acted = _copy(event.valid), _copies(event.actions)
+        counted = {head: _counted(valid, event.relevance.get(head)) for head in acted}
         return Rollout(
             rewards=event.rewards.clone(),
             values=event.values.clone(),
@@ -65,27 +67,24 @@ class Rollouts:
             ended=event.ended.clone(),
             terminated=event.terminated.clone(),
             gamma=event.gamma,
-            valid=_copy(event.valid),
+            valid=valid,
             raw_rewards=_copy(event.raw_rewards),
-            actions=self._actions(event, sizes),
+            actions=self._actions(event, sizes, {head: Choices(acted[head], counted[head]) for head in acted}),
             memory=self._memory(event, layers),
             normalizers={name: self._normalizer(name, scale, event.valid) for name, scale in event.scales.items()},
-            acted={head: actions.clone() for head, actions in event.actions.items()},
-            head_log_probs={head: parts.clone() for head, parts in event.head_log_probs.items()},
+            acted=acted,
+            head_log_probs=_copies(event.head_log_probs),
         )
 
-    def _actions(self, event: RolloutEnd, sizes: Mapping[str, int]) -> Actions:
-        counts = {head: _counts(event, head, size) for head, size in sizes.items()}
-        previous = {head: count.to(counts[head].device) for head, count in self._counts.items() if head in counts}
-        self._counts = counts
-        masked = event.action_masks.keys()
+    def _actions(self, event: RolloutEnd, sizes: Mapping[str, int], acted: Mapping[str, Choices]) -> Actions:
+        chosen = {head: acted[head] for head in {**sizes, **event.action_masks}}
+        previous, self._chosen = self._chosen, chosen
         return Actions(
-            chosen={head: event.actions[head].clone() for head in masked},
-            action_masks={head: mask.clone() for head, mask in event.action_masks.items()},
-            relevance={head: flags.clone() for head, flags in event.relevance.items() if head in masked},
-            counts=counts,
-            previous=previous,
-            continuous=self._continuous(event),
+            sizes=sizes,
+            chosen=chosen,
+            previous={head: _beside(choices, chosen[head]) for head, choices in previous.items() if head in chosen},
+            action_masks=_copies(event.action_masks),
+            continuous=self._continuous(event, acted),
         )
 
     def _normalizer(self, name: str, scale: Scale, valid: Tensor | None) -> Normalizer:
@@ -96,8 +95,8 @@ class Rollouts:
         previous = history[0] if len(history) > DRIFT_OVER else None
         return Normalizer(*history[-1], previous, cut, entries)
 
-    def _continuous(self, event: RolloutEnd) -> dict[str, Drawn]:
-        found = {head: _drawn(event, head, self._means.get(head)) for head in event.means}
+    def _continuous(self, event: RolloutEnd, acted: Mapping[str, Choices]) -> dict[str, Drawn]:
+        found = {head: _drawn(event, head, acted[head], self._means.get(head)) for head in event.means}
         self._means = {head: mean_action(drawn.actions, valid=drawn.counted) for head, drawn in found.items()}
         return found
 
@@ -111,34 +110,37 @@ class Rollouts:
         return Memory(size, ages, layers)
 
 
-def _counts(event: RolloutEnd, head: str, size: int) -> Tensor:
-    """How often each action of a head was taken where it mattered, [size]."""
-    return action_counts(event.actions[head], size, valid=_counted(event, head))
+def _beside(choices: Choices, others: Choices) -> Choices:
+    """The choices on the device of the others: a checkpoint may bring them back on another."""
+    device = others.actions.device
+    return Choices(choices.actions.to(device), None if choices.counted is None else choices.counted.to(device))
 
 
-def _drawn(event: RolloutEnd, head: str, previous: ActionTotal | None) -> Drawn:
+def _drawn(event: RolloutEnd, head: str, acted: Choices, previous: ActionTotal | None) -> Drawn:
     """What a Gaussian head drew."""
     log_std = event.log_std.get(head)
     return Drawn(
-        actions=event.actions[head].clone(),
+        actions=acted.actions,
         std=None if log_std is None else log_std.exp(),
         bounds=event.bounds.get(head),
-        counted=_counted(event, head),
+        counted=acted.counted,
         previous=previous,
     )
 
 
-def _counted(event: RolloutEnd, head: str) -> Tensor | None:
+def _counted(valid: Tensor | None, relevant: Tensor | None) -> Tensor | None:
     """Where a head mattered, [T, B]; None where it always did."""
-    return _all([flag for flag in (event.valid, event.relevance.get(head)) if flag is not None])
+    if relevant is None:
+        return valid
+    return relevant.clone() if valid is None else valid & relevant
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.clone()
-
-
-def _all(flags: Sequence[Tensor]) -> Tensor | None:
-    return torch.stack(list(flags)).all(0) if flags else None
 
 
 def layers_of(event: RecurrentForward) -> tuple[Layer, ...]:
