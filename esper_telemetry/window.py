@@ -15,7 +15,6 @@ from esper_telemetry.layout import Index, Layout, Values
 from esper_telemetry.record import Level
 from esper_telemetry.reduction import Array
 
-
 NOTHING = torch.empty(0, dtype=torch.float64)
 
 

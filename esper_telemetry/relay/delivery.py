@@ -123,7 +123,7 @@ class Delivery:
 
     @property
     def _may_rest(self) -> bool:
-        """Whether more lines will come, and the last batch was not full."""
+        """Whether more lines will come, and these were all that there are."""
         return self._paced and self._caught_up and self._fallback is None
 
     def finish(self, status: RunStatus) -> None:
@@ -166,6 +166,7 @@ class Delivery:
     def _read(self) -> bool:
         """Takes in the next lines; at the end of a journal that goes no further, its end."""
         entries = self._reader.read(self._batch_size)
+        self._caught_up = 0 < len(entries) < self._batch_size
         for entry in entries:
             self._take_in(entry)
         if not self._batch:
@@ -222,7 +223,6 @@ class Delivery:
         batch: Sequence[Record] = tuple(self._batch)
         self.sink.write(batch)
         self._batch.clear()
-        self._caught_up = len(batch) < self._batch_size
         self._move(offset=self._reader.offset, seq=batch[-1].seq, records=self._cursor.records + len(batch))
         self._worked()
 

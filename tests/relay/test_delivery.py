@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import gc
 import logging
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
-from journals import begun, ended, eventually, record
+from journals import add, begun, ended, eventually, record
 from recording import ExitingSink, FlakySink, HopelessSink, RecordingSink, calls, seqs, statuses
 
 from esper_telemetry.journal import JournalReader, encode_end, encode_metrics, encode_record
@@ -40,6 +42,28 @@ def test_a_sink_is_opened_written_in_batches_and_closed_with_the_status_of_the_e
     assert calls(sink.file)[1]["values"][0] == record(1).values
     assert statuses(sink.file) == ["finished"]
     assert (delivery.status.state, delivery.status.records, delivery.status.seq) == (SinkState.CLOSED, 6, 6)
+
+
+def test_beside_a_trainer_it_rests_between_batches_until_the_run_ends(
+    tmp_path: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes during the rest makes one batch, and the end of the run wakes the sleeper."""
+    monkeypatch.setattr(delivery_module, "REST_SECONDS", 60.0)
+    journal, sink = begun(tmp_path / "run", 1), RecordingSink(tmp_path / "a")
+    delivery = Delivery(sink, journal.reader(), cursors=Cursors(tmp_path / "run"), in_child=True)
+    thread = threading.Thread(target=delivery.run, daemon=True)
+    thread.start()
+    eventually(lambda: delivery.status.records == 1)
+
+    for seq in (2, 3):
+        add(journal, range(seq, seq + 1))
+        time.sleep(0.05)
+    delivery.finish(RunStatus.KILLED)
+    thread.join(20.0)
+    gc.unfreeze()
+
+    assert [call["seqs"] for call in calls(sink.file) if call["call"] == "write"] == [[1], [2, 3]]
+    assert statuses(sink.file) == ["killed"]
 
 
 def test_the_cursor_survives(tmp_path: Path) -> None:
