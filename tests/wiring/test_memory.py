@@ -179,7 +179,8 @@ def test_forbidden_actions_are_counted_where_they_matter() -> None:
 
     assert found == {"integrity/mask_violation": 16 * 5}
     assert rollout.actions is not None
-    assert rollout.actions.counts["arg"].sum() == 16 * 5
+    counted = rollout.actions.chosen["arg"].counted
+    assert counted is not None and counted.sum() == 16 * 5
 
 
 def test_a_policy_whose_choice_is_free_violates_no_mask(tmp_path: Path) -> None:
