@@ -65,6 +65,22 @@ def test_every_number_is_read_back_with_step_and_time(store: Path, client: Any) 
     assert [value for _, value, _ in history(client, run, "axis/update")] == [1.0, 2.0]
 
 
+def test_a_request_holds_few_keys_of_many_records(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three records of 400 keys and two axes: the first request ends within its 334th key."""
+    sink = opened(run_info(store, run_id="ordered", metrics={}), MLflowSink(max_keys=400))
+    assert sink._open is not None
+    requests: list[list[str]] = []
+    monkeypatch.setattr(
+        sink._open.client, "log_batch", lambda run, metrics, **_: requests.append([metric.key for metric in metrics])
+    )
+
+    sink.write([record(update, {f"perf/k{n:03}": float(n) for n in range(400)}) for update in range(1, 4)])
+
+    assert [len(request) for request in requests] == [1000, 206]
+    assert len(set(requests[0])) == 334
+    assert [*requests[0], *requests[1]] == sorted([*requests[0], *requests[1]])
+
+
 def test_more_than_a_thousand_numbers_go_in_batches(store: Path, client: Any) -> None:
     """Four records of 299 keys and two axes: 1204 metrics."""
     sink = opened(run_info(store, run_id="many", metrics={}))
