@@ -108,9 +108,7 @@ class Sampling:
         (self._close if self._sampled else self._plain).add(seconds)
         self._elapsed.add(elapsed)
         if self.level is Level.NORMAL and self._close.count >= SAMPLES and self._plain.count:
-            every = self._affordable()
-            self._due += every - self.every  # a long period begins at once, not after one more look
-            self.every = every
+            self.every = self._affordable()
 
     def _affordable(self) -> int:
         """The smallest power of two that keeps the average cost within the budget, if any does."""

@@ -48,11 +48,6 @@ def test_the_period_is_the_shortest_that_the_budget_allows(plain: float, close: 
     assert sampling.every == every
 
 
-def test_a_period_that_the_costs_make_longer_begins_at_once() -> None:
-    """The costs are known after the third look, at the 17th update: the next one is 64 updates later."""
-    assert looked_at(Sampling(Level.NORMAL), 100, plain=0.03, close=0.9) == [1, 9, 17, 17 + MOST]
-
-
 def test_a_larger_budget_looks_more_often() -> None:
     narrow, wide = Sampling(Level.NORMAL, 0.02), Sampling(Level.NORMAL, 0.1)
     for sampling in (narrow, wide):
