@@ -24,6 +24,7 @@ class EntropyGradient(MetricGroup):
             number=191,
             unit="ratio",
             question="Does the entropy bonus pull harder on the policy than the policy loss (above 1), or not at all (below 1e-3)?",
+            cost="sampled",
             low=0.0,
             healthy="< 1",
             warn="> 1",

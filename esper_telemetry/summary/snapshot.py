@@ -175,7 +175,7 @@ class Minibatches:
         relevance: per head that is not always relevant [R], bool.
         rows: [R], which transitions of the rollout they are, counted time by time; None where nobody says.
         features: [n, F], what the heads read of the first rows of the first minibatch; None where nobody keeps them.
-        details: at DEBUG.
+        details: in updates that are looked at closely.
     """
 
     epochs: tuple[int, ...]

@@ -76,7 +76,7 @@ class Update:
         self._ended = time.perf_counter()
         self._last_backward: BackwardEnd | None = None
         self._details = DetailJoining()
-        self._hears_trunk = self._hears_details = False
+        self._hears_trunk = self._hears_details = self._looks_closely = False
 
     def listen(self, listener: Listener) -> None:
         """Keeps what happens from now on."""
@@ -87,6 +87,7 @@ class Update:
         self._backwards = listener.keep(BackwardEnd)
         self._leaves: list[Leaf] = []
         self._listener = listener
+        self._close_details = listener.another()
         listener.on(RunStart, self.start)
         listener.on(RolloutEnd, self._begin)
         listener.on(UpdateEnd, self.end)
@@ -111,7 +112,10 @@ class Update:
         self._telemetry.materialise()
         self._telemetry.collected(event.env_step)
         self._collected = event.update
-        if self._telemetry.sampling.begin():
+        self._looks_closely = self._telemetry.sampling.begin()
+        if self._looks_closely:
+            if not self._hears_details:
+                self._close_details.untimed(MinibatchEnd, self._details.add)
             self._close_look.begin()
             self._replays.begin()
             self._listener.once(RecurrentForward, self._keep_layers)
@@ -200,13 +204,14 @@ class Update:
             yield from of_backward(backward)
 
     def _wants_details(self, facts: Mapping[str, Any]) -> bool:
-        """At DEBUG; and at NORMAL where values are clipped, for what that is judged by."""
+        """In every update: at DEBUG, and at NORMAL where values are clipped, for what that is judged by."""
         level = self._telemetry.level
         return level >= Level.DEBUG or (level is Level.NORMAL and facts.get("clip_value") is not None)
 
     def _take_details(self) -> Details | None:
-        debug = self._telemetry.level >= Level.DEBUG
-        return self._details.take(self._rollouts[-1] if debug and self._rollouts else None)
+        """More columns of the minibatches, in updates that are looked at closely with what the rollout knows of them."""
+        self._close_details.stop()
+        return self._details.take(self._rollouts[-1] if self._looks_closely and self._rollouts else None)
 
     def _take_sample(self) -> GradientSample | None:
         """What was looked at closely; large samples are measured here and now, where no copy travels."""
