@@ -11,9 +11,10 @@ import pytest
 from esper_telemetry.alarms import ALARMS, alarms_reading
 from esper_telemetry.catalogue import catalogue
 from esper_telemetry.cli import main
-from esper_telemetry.record import Level, MetricInfo, RunInfo
+from esper_telemetry.record import Level, MetricInfo, RunInfo, template_of
 from esper_telemetry.registry import CHAPTERS, PRIORITIES, Entry, entry_text, page, registry
 from esper_telemetry.registry.names import NAMES, name_of
+from esper_telemetry.series.temporal import followed
 from esper_telemetry.sinks.families import FAMILIES
 from esper_telemetry.sinks.readme import glossary, metric_description
 
@@ -128,6 +129,21 @@ def test_headlines_are_measured_at_every_level() -> None:
 )
 def test_the_reduction_is_that_of_the_field(key: str, reduction: str) -> None:
     assert ENTRIES[key].reduction == reduction
+
+
+def test_an_entry_names_the_histories_that_follow_it() -> None:
+    """All that a run follows, and nothing else."""
+    found = {entry.metric.key: set(entry.series) for entry in registry() if entry.series}
+    rows = followed(["actor"])
+
+    assert found["policy/kl"] >= {"ema", "drift", "trend/mk_z", "period/p", "cusum"}
+    assert found["grad/interference/cos"] == {"ema", "ew_std"}
+    assert found["opt/update_to_weight"] == {"lr_response"}
+    assert found["grad/{group}/norm_preclip"] >= {"ema", "robust_z"}
+    assert {template_of(row.key, found) for row in rows} == found.keys() - {"opt/update_to_weight"}
+    assert {f"{{key}}/{name}" for names in found.values() for name in names} == {
+        entry.metric.key for entry in registry() if entry.metric.key.startswith("{key}/")
+    }
 
 
 def test_sinks_say_how_they_carry_it() -> None:

@@ -66,6 +66,8 @@ def _facts(entry: Entry) -> Iterator[str]:
         yield f"`{alarm.type}`: {alarm.meaning} **What to try:** {alarm.action}"
     if metric.undefined:
         yield f"absent when: {metric.undefined}"
+    if entry.series:
+        yield "its [history](#histories): " + ", ".join(f"`/{name}`" for name in entry.series)
     yield _small(entry)
 
 
