@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from networks import Network, with_gradients
@@ -33,8 +34,8 @@ class Gradients:
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def restore(self) -> None:
-        """As they were."""
-        torch._foreach_copy_(self.now(), self._kept)
+        """As they were, written in the order of a backward pass: the first layers' come last and are still in the cache."""
+        torch._foreach_copy_(self.now()[::-1], self._kept[::-1])
 
     def left_by(self, clip: Callable[[float], object], limit: float) -> list[Tensor]:
         """What clipping leaves of them."""
@@ -75,6 +76,6 @@ def passes(gradients: Gradients) -> dict[str, Callable[[], object]]:
     """Everything that is compared, by name; the first one of each comparison is torch's."""
     found: dict[str, Callable[[], object]] = {}
     for what, limit in LIMITS.items():
-        found[f"{TORCH}, {what}"] = lambda limit=limit: gradients.torch(limit)
-        found[f"{OURS}, {what}"] = lambda limit=limit: gradients.ours(limit)
+        found[f"{TORCH}, {what}"] = partial(gradients.torch, limit)
+        found[f"{OURS}, {what}"] = partial(gradients.ours, limit)
     return found | {NORMAL: gradients.normal, DEBUG: gradients.debug}

@@ -126,4 +126,4 @@ def clip_gradients(gradients: Sequence[Tensor], norms: Tensor, max_norm: float) 
         norms = _rounded(norms, gradients[0].dtype)
     coefficient = clip_coefficient(total_norm(norms), max_norm)
     if coefficient.is_cuda or not float(coefficient) >= 1.0:
-        torch._foreach_mul_(gradients[::-1], coefficient.to(gradients[0].dtype))
+        torch._foreach_mul_(list(reversed(gradients)), coefficient.to(gradients[0].dtype))

@@ -189,9 +189,11 @@ def _minibatches(
         yield partial(
             head_ratio_diagnostics, minibatches.head_log_ratios, relevant=relevant, clip=clip, valid=valid, dim=-1
         )
-    heads = entropy_rows(minibatches.logits, minibatches.action_masks, log_std=minibatches.log_std, relevant=relevant)
-    entropy = cache(partial(policy_entropy, heads, valid=valid, dim=-1)) if heads else None
-    if entropy is not None:
+    entropy = None
+    if minibatches.logits or minibatches.log_std:
+        masks, log_std = minibatches.action_masks, minibatches.log_std
+        heads = entropy_rows(minibatches.logits, masks, log_std=log_std, relevant=relevant)
+        entropy = cache(partial(policy_entropy, heads, valid=valid, dim=-1))
         yield entropy
         yield partial(head_entropy, heads, valid=valid, dim=-1)
     weights = {"value": facts.get("value_coef"), "entropy": facts.get("entropy_coef"), **coefficients}
