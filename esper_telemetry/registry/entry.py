@@ -12,6 +12,7 @@ from esper_telemetry.catalogue import catalogue, groups
 from esper_telemetry.derived import Derived
 from esper_telemetry.metric import Metric, declared
 from esper_telemetry.record import Level, MetricInfo
+from esper_telemetry.registry.advice import ADVICE
 from esper_telemetry.registry.families import chapter_of
 from esper_telemetry.registry.names import name_of
 from esper_telemetry.series.temporal import histories
@@ -61,8 +62,8 @@ class Entry:
 
     @property
     def action(self) -> str:
-        """What to try when the value is not normal; empty where no alarm says."""
-        return self.alarms[0].action if self.alarms else ""
+        """What to try when the value is not normal; empty where nobody knows what is."""
+        return self.alarms[0].action if self.alarms else ADVICE.get(self.metric.key, "")
 
     def info(self) -> MetricInfo:
         """The description that travels in the journal."""
