@@ -100,7 +100,7 @@ def summarize(snapshot: Snapshot, facts: Mapping[str, Any], level: Level) -> Ite
         yield Observation(detailed(minibatches, facts, coefficients), minibatches.epochs)
         yield Observation(_spreads(minibatches))
         yield Observation(_features(minibatches, facts, level))
-    if snapshot.sample is not None:
+    if snapshot.sample is not None and not snapshot.sample.measured:
         yield Observation(gradient_sample(snapshot.sample, level))
     for gradients in snapshot.gradients:
         counts = snapshot.minibatches.counts if snapshot.minibatches and facts.get("ranks", 1) > 1 else None

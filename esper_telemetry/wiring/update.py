@@ -52,6 +52,9 @@ MOST_STEPS = 1 << 24
 MOST_ENTRIES = 1 << 20
 """Numbers of a close look that may travel to another process: four megabytes."""
 
+MOST_SHOWN = 1 << 22
+"""Entries of a gradient up to which DEBUG shows it layer by layer."""
+
 MOST_ROWS = 512
 """Rows of features that are enough to tell their rank (Moalla 2024)."""
 
@@ -219,7 +222,8 @@ class Update:
         if sample is None or sample.entries <= MOST_ENTRIES:
             return sample
         self._telemetry.measure(gradient_sample(sample, self._telemetry.level))
-        return None
+        shown = self._telemetry.level is Level.DEBUG and sum(sample.numels) <= MOST_SHOWN
+        return sample.for_evidence() if shown else None
 
     def _take_rollout(self, taken: list[Rollout]) -> None:
         """Adds the update's rollout, if there is one."""

@@ -12,6 +12,7 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.logger import configure
 from stable_baselines3.common.utils import explained_variance
 from torch import Tensor
+from torch.distributions import Categorical
 
 from esper_telemetry.group import pack
 from esper_telemetry.metrics.entropy import entropy_stats
@@ -48,11 +49,18 @@ class Watched:
         def evaluated(observations: Tensor, actions: Tensor) -> Any:
             found = evaluate(observations, actions)
             self.new.append(found[1].detach())
-            self.logits.append(model.policy.get_distribution(observations).distribution.logits.detach())
+            self.logits.append(_logits(model, observations))
             return found
 
-        model.rollout_buffer.get = batches  # type: ignore[method-assign] # the same
+        model.rollout_buffer.get = batches  # type: ignore[method-assign,assignment] # the same
         return evaluated
+
+
+def _logits(model: PPO, observations: Tensor) -> Tensor:
+    found = model.policy.get_distribution(observations).distribution
+    assert isinstance(found, Categorical)
+    logits: Tensor = found.logits.detach()
+    return logits
 
 
 @pytest.fixture(scope="module")
