@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from esper_telemetry.evidence import Captures, flight_of, layer_table, stability_report
+from esper_telemetry.group import MetricGroup
 from esper_telemetry.metrics.actions import ActionTotal
 from esper_telemetry.metrics.adam import AdamState
 from esper_telemetry.metrics.lstm import lstm_weights, state_ages, state_size
@@ -222,14 +223,20 @@ def adam_state(x: Numbers, numel: int) -> AdamState:
     )
 
 
+def as_tuple(found: MetricGroup | Iterable[MetricGroup]) -> tuple[MetricGroup, ...]:
+    """The groups of one measurement."""
+    return (found,) if isinstance(found, MetricGroup) else tuple(found)
+
+
 def recorded(updates: Iterable[Snapshot]) -> list[dict[str, float]]:
     """The values of the updates' records, evidence on the way."""
     series, captures, found = Series(FACTS), Captures(Level.DEBUG), []
     for update in updates:
         window = Window()
-        for groups, epochs in summarize(update, FACTS, Level.DEBUG):
-            for group in groups:
-                window.add(group, epochs, None)
+        for measurements, epochs in summarize(update, FACTS, Level.DEBUG):
+            for measurement in measurements:  # called as they are: a run would contain what they raise
+                for group in as_tuple(measurement()):
+                    window.add(group, epochs, None)
         values = window.send().finish(Level.DEBUG)
         record = dict(values.values) | series.derive(values.unreported | values.values, Level.DEBUG)
         list(captures.of(update, record, FACTS))
