@@ -52,6 +52,7 @@ ADVICE = {
     "repr/excess_ratio/high": LOOSE,
     "repr/excess_ratio/low": LOOSE,
     "perf/d2h_copies": "Telemetry promises one: report what you observe.",
+    "telemetry/metric_errors": "A bug of this package: please report the warning in the console, which names the metric function.",
     "{key}/drift": BARE,
     "{key}/robust_z": BARE,
     "{key}/trend/mk_z": BARE,
