@@ -9,9 +9,9 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import redirect_stdout
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,12 +43,24 @@ class Work:
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: steps per CPU-second and per second of wall time in `learn`, the return at its end, and its peak memory."""
+    """One training run.
+
+    Attributes:
+        cpu, wall: environment steps per CPU-second and per second of wall time in `learn`.
+        episode_return: at its end.
+        megabytes: most that the process held.
+        per_minibatch, per_update: microseconds that telemetry took on the training thread, where that was measured; what it does per
+            update is not part of what it does per minibatch.
+        update: microseconds of a whole update, where that was measured.
+    """
 
     cpu: float
     wall: float
     episode_return: float
     megabytes: float
+    per_minibatch: float | None = None
+    per_update: float | None = None
+    update: float | None = None
 
 
 def measured(steps: int, learn: Callable[[], None], returns: deque[float]) -> Run:
@@ -82,20 +94,52 @@ def observed(work: Work) -> Run:
     The clock starts when the backends have been imported and opened, which takes them some seconds of the other core, and
     stops before they close.
     """
+    trainer, returns = ours(work)
+    with attached(trainer):
+        trainer.learn(1)
+        time.sleep(OPENING_SECONDS)
+        target = trainer.env_steps + work.steps
+        return measured(work.steps, lambda: trainer.learn(target), returns)
+
+
+def certified(work: Work) -> Run:
+    """The same with a clock around everything that telemetry makes the training thread do: building events and hearing them.
+
+    It says more than steps per second, whose noise is as large as what is looked for.
+    """
+    from clocked_hooks import ClockedHooks
+
+    clock = ClockedHooks()
+    trainer, returns = ours(work, hooks=clock)
+    with attached(trainer):
+        trainer.learn(1)
+        time.sleep(OPENING_SECONDS)
+        clock.forget()
+        target, updates = trainer.env_steps + work.steps, -trainer.updates
+        run = measured(work.steps, lambda: trainer.learn(target), returns)
+        updates += trainer.updates
+    often, seldom = (1e6 * seconds for seconds in clock.seconds())
+    return replace(
+        run,
+        per_minibatch=often / (updates * work.epochs * work.minibatches),
+        per_update=seldom / updates,
+        update=1e6 * work.steps / run.cpu / updates,
+    )
+
+
+@contextmanager
+def attached(trainer: Any) -> Iterator[None]:
+    """NORMAL telemetry to TensorBoard, W&B (offline) and MLflow."""
     from esper_telemetry import Telemetry, attach
     from esper_telemetry.sinks.mlflow import MLflowSink
     from esper_telemetry.sinks.tensorboard import TensorBoardSink
     from esper_telemetry.sinks.wandb import WandbSink
 
-    trainer, returns = ours(work)
     with tempfile.TemporaryDirectory() as directory:
         backends = (TensorBoardSink(), WandbSink(project="benchmark"), MLflowSink())
         with Telemetry(backends, run_dir=Path(directory) / "run") as telemetry:
             attach(telemetry, trainer)
-            trainer.learn(1)
-            time.sleep(OPENING_SECONDS)
-            target = trainer.env_steps + work.steps
-            return measured(work.steps, lambda: trainer.learn(target), returns)
+            yield
 
 
 def disturbed(work: Work) -> Run:
@@ -111,8 +155,8 @@ def disturbed(work: Work) -> Run:
             busy.kill()
 
 
-def ours(work: Work, **settings: Any) -> tuple[Any, deque[float]]:
-    """This trainer, and where the returns of its episodes go."""
+def ours(work: Work, *, hooks: Any = None, **settings: Any) -> tuple[Any, deque[float]]:
+    """This trainer, with `hooks` instead of its own where they are given, and where the returns of its episodes go."""
     from esper_telemetry.environments import make_env
     from esper_telemetry.events import EpisodeEnd
     from esper_telemetry.ppo import PPO, PPOConfig
@@ -129,6 +173,7 @@ def ours(work: Work, **settings: Any) -> tuple[Any, deque[float]]:
         **settings,
     )
     trainer = PPO(make_env(ENVIRONMENT, num_envs=work.num_envs, seed=work.seed), config)
+    trainer.hooks = hooks or trainer.hooks
     returns: deque[float] = deque(maxlen=100)
     trainer.hooks.on(EpisodeEnd, lambda event: returns.extend(event.returns))
     return trainer, returns
@@ -230,6 +275,7 @@ CONTENDERS: dict[str, Callable[[Work], Run]] = {
     "esper": esper,
     "esper, one LSTM": tuned,
     "esper + telemetry": observed,
+    "esper + telemetry, clocked": certified,
     "esper + busy core": disturbed,
     "sb3": stable_baselines,
     "sb3, native": partial(stable_baselines, native=True),

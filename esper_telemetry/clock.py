@@ -6,27 +6,34 @@ import time
 
 
 class Clock:
-    """Accumulates the time spent inside `with clock:`; nested blocks count once."""
+    """Accumulates the time spent inside `with clock:`, on the wall and of the processor; nested blocks count once."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds = self.cpu_seconds = 0.0
         self._depth = 0
-        self._since = 0.0
+        self._since = self._busy_since = 0.0
 
     def __enter__(self) -> None:
         if self._depth == 0:
-            self._since = time.perf_counter()
+            self._since, self._busy_since = time.perf_counter(), time.thread_time()
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self.seconds += time.perf_counter() - self._since
+            self._add()
 
-    def take(self) -> float:
-        """Seconds since the last call, the running block included."""
-        now = time.perf_counter()
-        running = now - self._since if self._depth else 0.0
-        taken, self.seconds = self.seconds + running, 0.0
-        self._since = now
+    def take(self) -> tuple[float, float]:
+        """Seconds since the last call, of the wall and of the processor, the running block included."""
+        if self._depth:
+            self._add()
+        taken = self.seconds, self.cpu_seconds
+        self.seconds = self.cpu_seconds = 0.0
         return taken
+
+    def _add(self) -> None:
+        """Adds the running block so far."""
+        now, busy = time.perf_counter(), time.thread_time()
+        self.seconds += now - self._since
+        self.cpu_seconds += busy - self._busy_since
+        self._since, self._busy_since = now, busy

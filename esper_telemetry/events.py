@@ -286,7 +286,7 @@ class UpdateEnd:
         seconds: wall time by phase: `environment`, `inference`, `update` and others as they apply.
         epochs: passes over the rollout that were made; None where nobody counts them.
         coefficients: weights of the losses `value` and `entropy` in this update, where they are not constant facts of the run.
-        cpu_seconds: processor time of this process by phase: `rollout`, `update` and others as they apply.
+        cpu_seconds: processor time of this process by phase: `rollout`, its parts `environment` and `inference`, `update`.
     """
 
     update: int

@@ -119,11 +119,11 @@ def clip_gradients(gradients: Sequence[Tensor], norms: Tensor, max_norm: float) 
         max_norm: limit of the global L2 norm.
 
     On the CPU nothing is multiplied where nothing exceeds the limit; on CUDA everything always is, because looking
-    would synchronise. Non-finite gradients stay non-finite. Norms that the gradients' type cannot hold are not rounded to it:
-    torch erases such gradients.
+    would synchronise. The last gradients are scaled first, because the cache still has them. Non-finite gradients stay
+    non-finite. Norms that the gradients' type cannot hold are not rounded to it: torch erases such gradients.
     """
     if norms.is_cpu and gradients[0].dtype.itemsize < norms.dtype.itemsize < torch.float64.itemsize:
         norms = _rounded(norms, gradients[0].dtype)
     coefficient = clip_coefficient(total_norm(norms), max_norm)
     if coefficient.is_cuda or not float(coefficient) >= 1.0:
-        torch._foreach_mul_(list(gradients), coefficient.to(gradients[0].dtype))
+        torch._foreach_mul_(list(reversed(gradients)), coefficient.to(gradients[0].dtype))

@@ -181,6 +181,7 @@ class MetricInfo:
         reduction, level, cost: how it is made of an update's rows, from which level on, at what cost.
         name, category, priority: what people call it, its family, and how much it matters.
         alarms, action: which ways of going wrong read it, and what to try then.
+        series: endings of the keys that follow its history.
     """
 
     unit: str
@@ -201,6 +202,7 @@ class MetricInfo:
     priority: str = ""
     alarms: str = ""
     action: str = ""
+    series: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,8 +146,10 @@ class Recorder:
         measured: Values,
         snapshots: tuple[Snapshot, ...],
         *,
+        witnesses: tuple[Snapshot, ...] = (),
         partial: bool,
         seconds: float,
+        cpu_seconds: float | None = None,
         elapsed: float,
         metric_errors: int,
     ) -> None:
@@ -157,8 +159,11 @@ class Recorder:
         delivery = Delivery(stats.queue_depth, stats.errors)
         if self.offloaded:  # another process appends it, and the sinks' backlog is reckoned from this number
             self._journal.records += 1
+        times = (seconds, elapsed, delivery)
         self._writer.record(
-            Measured(self._next_seq(), axes, partial, measured, snapshots, seconds, elapsed, delivery, metric_errors)
+            Measured(
+                self._next_seq(), axes, partial, measured, snapshots, *times, metric_errors, cpu_seconds, witnesses
+            )
         )
 
     def event(self, kind: str, axes: Axes, data: Mapping[str, Any]) -> None:

@@ -54,6 +54,7 @@ class Sampling:
         level: DEBUG looks at every update, NORMAL at every k-th, MINIMAL at none.
         budget: share of the wall time, over 0 and at most 1.
         every: k.
+        proposed: what k had better be, by the costs so far; `adopt` makes it so, at the same update on all ranks.
 
     Raises:
         ValueError: for a budget outside of that range.
@@ -62,6 +63,7 @@ class Sampling:
     level: Level
     budget: float = BUDGET
     every: int = FIRST
+    proposed: int = FIRST
     _updates: int = 0
     _due: int = 0
     _sampled: bool = False
@@ -73,7 +75,7 @@ class Sampling:
         if not 0 < self.budget <= 1:
             raise ValueError(f"budget must be a share of the wall time over 0 and at most 1, got {self.budget}")
         if self.level is Level.DEBUG:
-            self.every = 1
+            self.every = self.proposed = 1
 
     def begin(self) -> bool:
         """Whether the update that begins now is looked at closely; call it once per update."""
@@ -95,6 +97,11 @@ class Sampling:
     def restore(self, state: list[int]) -> None:
         """Continues from `state()`."""
         self._updates, self._due, self.every = state
+        self.proposed = self.every
+
+    def adopt(self, every: float) -> None:
+        """Sets k, from the next update that is looked at on."""
+        self.every = int(every)
 
     def learn(self, seconds: float, elapsed: float) -> None:
         """Takes what telemetry cost since the last call, and how much time has passed.
@@ -108,7 +115,7 @@ class Sampling:
         (self._close if self._sampled else self._plain).add(seconds)
         self._elapsed.add(elapsed)
         if self.level is Level.NORMAL and self._close.count >= SAMPLES and self._plain.count:
-            self.every = self._affordable()
+            self.proposed = self._affordable()
 
     def _affordable(self) -> int:
         """The smallest power of two that keeps the average cost within the budget, if any does."""

@@ -38,12 +38,13 @@ Event = TypeVar("Event")
 
 
 class Flush(NamedTuple):
-    """A record whose numbers may still be on their way from the device."""
+    """A record whose numbers may still be on their way from the device; `witnesses` are kept for evidence alone."""
 
     axes: Axes
     transfer: Transfer
     numbers: dict[str, float]
     snapshots: tuple[Snapshot, ...]
+    witnesses: tuple[Snapshot, ...]
     partial: bool
 
 
@@ -113,6 +114,7 @@ class Telemetry:
         self._containment = Containment()
         self._numbers: dict[str, float] = {}
         self._snapshots: list[Snapshot] = []
+        self._witnesses: list[Snapshot] = []
         self._flush: Flush | None = None
         self._axes = Axes(update=0, env_step=0, gradient_step=0, wall_time=time.time())
         self._collected = 0
@@ -188,6 +190,8 @@ class Telemetry:
                 return
             for measurements, epochs in self._containment.steps(summarize(snapshot, self._facts, self.level)):
                 self.measure(measurements, epoch=epochs)
+            if self.level >= Level.NORMAL and isinstance(self._recorder, Recorder) and self.run_dir is not None:
+                self._witnesses.append(snapshot)
 
     def measure(self, measurements: Iterable[Measurement], *, epoch: int | Sequence[int] = 0) -> None:
         """Observes what metric functions find that are called on a trainer's behalf: one that raises costs its group and a warning."""
@@ -238,9 +242,10 @@ class Telemetry:
             return
         with self.clock:
             flush, self._flush = self._flush, None
-            tables = flush.transfer.tables()
+            tables, every = flush.transfer.tables(), float(self.sampling.proposed)
             if self._peers and not flush.partial:
-                tables = self._peers.join(tables)
+                tables, every = self._peers.join(tables, every)
+            self.sampling.adopt(every)
             if isinstance(self._recorder, Follower):
                 return
             self._recorder.describe(tables)
@@ -248,15 +253,16 @@ class Telemetry:
             measured.values.update(flush.numbers)
             now = time.perf_counter()
             elapsed, self._flushed = now - self._flushed, now
-            seconds = self.clock.take()
-            if not self._peers:  # ranks look at the same updates, whatever their clocks say
-                self.sampling.learn(seconds, elapsed)
+            seconds, cpu_seconds = self.clock.take()
+            self.sampling.learn(cpu_seconds if self._peers else seconds, elapsed)  # to wait for other ranks is no cost
             self._recorder.record(
                 flush.axes,
                 measured,
                 flush.snapshots,
+                witnesses=flush.witnesses,
                 partial=flush.partial,
                 seconds=seconds,
+                cpu_seconds=cpu_seconds,
                 elapsed=elapsed,
                 metric_errors=self._containment.take(),
             )
@@ -325,8 +331,9 @@ class Telemetry:
             gradient_step=self._axes.gradient_step + steps if gradient_step is None else gradient_step,
             wall_time=time.time(),
         )
-        flush = Flush(axes, self._window.send(), self._numbers, tuple(self._snapshots), partial)
-        self._numbers, self._snapshots = {}, []
+        snapshots, witnesses = tuple(self._snapshots), tuple(self._witnesses)
+        flush = Flush(axes, self._window.send(), self._numbers, snapshots, witnesses, partial)
+        self._numbers, self._snapshots, self._witnesses = {}, [], []
         if not self._recorder.covers(axes):
             self._axes, self._flush = axes, flush
         elif axes.update <= self._recorder.recorded:

@@ -46,6 +46,8 @@ class Measured:
         elapsed: time since the last record.
         delivery: where the sinks stand.
         metric_errors: metric functions that raised where `measured` comes from.
+        cpu_seconds: processor time that telemetry took on the training thread since the last record.
+        witnesses: updates that are summarised already, and are kept for evidence: of several ranks the first one's.
     """
 
     seq: int
@@ -57,6 +59,8 @@ class Measured:
     elapsed: float
     delivery: Delivery
     metric_errors: int = 0
+    cpu_seconds: float | None = None
+    witnesses: tuple[Snapshot, ...] = ()
 
 
 class Writer(Protocol):
@@ -132,6 +136,7 @@ class JournalWriter:
                 level=self._level,
                 stats=measured.delivery,
                 metric_errors=measured.metric_errors + self._containment.take(),
+                cpu_seconds=measured.cpu_seconds,
             )
         )
         self._journal.write(
@@ -155,13 +160,15 @@ class JournalWriter:
             self._journal.write(encode_event(JournalEvent("rebaseline", data, seq=measured.seq, axes=measured.axes)))
 
     def _capture(self, measured: Measured, values: Mapping[str, float]) -> None:
-        """Appends the evidence that the record calls for; without a journal to keep it there is no reader for it."""
+        """Appends the evidence that the record calls for, of several ranks what the first one saw; only a journal can keep it."""
         if self._journal.run_dir is None:
             return
-        for snapshot in measured.snapshots:
+        whose = {"rank": 0} if self._facts.get("ranks", 1) > 1 else {}
+        for snapshot in measured.snapshots + measured.witnesses:
             pairs = {name: asdict(diagnosis) for name, diagnosis in self._series.pairs.diagnoses.items()}
             for capture in self._containment.steps(self._captures.of(snapshot, values, self._facts, pairs)):
-                event = JournalEvent(f"evidence/{capture.type}", capture.data, seq=measured.seq, axes=measured.axes)
+                data = {**capture.data, **whose}
+                event = JournalEvent(f"evidence/{capture.type}", data, seq=measured.seq, axes=measured.axes)
                 self._journal.write(encode_event(event))
 
     def event(self, event: JournalEvent) -> None:

@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "series": {"record", "metric", "derived"},
     "catalogue": CORE | {"metrics", "series"},
     "alarms": set(),
-    "registry": CORE | {"alarms", "catalogue", "sinks"},
+    "registry": CORE | {"alarms", "catalogue", "series", "sinks"},
     "journal": {"record"},
     "sinks": {"record"},
     "relay": {"record", "courtesy", "journal", "sinks"},

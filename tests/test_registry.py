@@ -11,9 +11,11 @@ import pytest
 from esper_telemetry.alarms import ALARMS, alarms_reading
 from esper_telemetry.catalogue import catalogue
 from esper_telemetry.cli import main
-from esper_telemetry.record import Level, MetricInfo, RunInfo
+from esper_telemetry.record import Level, MetricInfo, RunInfo, template_of
 from esper_telemetry.registry import CHAPTERS, PRIORITIES, Entry, entry_text, page, registry
+from esper_telemetry.registry.advice import ADVICE
 from esper_telemetry.registry.names import NAMES, name_of
+from esper_telemetry.series.temporal import followed
 from esper_telemetry.sinks.families import FAMILIES
 from esper_telemetry.sinks.readme import glossary, metric_description
 
@@ -130,6 +132,38 @@ def test_the_reduction_is_that_of_the_field(key: str, reduction: str) -> None:
     assert ENTRIES[key].reduction == reduction
 
 
+def test_an_entry_names_the_histories_that_follow_it() -> None:
+    """All that a run follows, and nothing else."""
+    found = {entry.metric.key: set(entry.series) for entry in registry() if entry.series}
+    rows = followed(["actor"])
+
+    assert found["policy/kl"] >= {"ema", "drift", "trend/mk_z", "period/p", "cusum"}
+    assert found["grad/interference/cos"] == {"ema", "ew_std"}
+    assert found["opt/update_to_weight"] == {"lr_response"}
+    assert found["grad/{group}/norm_preclip"] >= {"ema", "robust_z"}
+    assert {template_of(row.key, found) for row in rows} == found.keys() - {"opt/update_to_weight"}
+    assert {f"{{key}}/{name}" for names in found.values() for name in names} == {
+        entry.metric.key for entry in registry() if entry.metric.key.startswith("{key}/")
+    }
+
+
+def test_whoever_leaves_its_bounds_is_told_what_to_try() -> None:
+    bounded = [entry for entry in registry() if entry.metric.warn or entry.metric.critical]
+
+    assert [entry.metric.key for entry in bounded if not entry.action] == []
+    assert set(ADVICE) <= {entry.metric.key for entry in bounded if not entry.alarms}
+
+
+def test_an_entry_tells_what_it_decides_from_what_it_is_only_a_sign_of() -> None:
+    text = entry_text(ENTRIES["policy/kl"])
+
+    assert (
+        "when it is not (`policy/kl_spike`): One update moved the policy much further than usual. **What to try:**"
+        in text
+    )
+    assert "also a sign of: `policy/entropy_explosion` (The policy stays random" in text
+
+
 def test_sinks_say_how_they_carry_it() -> None:
     assert ENTRIES["policy/kl"].sinks == {
         **dict.fromkeys(("journal", "tensorboard", "wandb", "mlflow"), "scalar"),
@@ -164,7 +198,7 @@ def test_an_entry_leads_from_the_chart_to_what_to_try() -> None:
 
     assert "Which share of the samples left the trust region" in text
     assert "**normal** 0.02 to 0.2; **warning** > 0.3; **critical** > 0.5" in text
-    assert "- `policy/clip_saturation`: Much of the batch has left the trust region" in text
+    assert "- when it is not (`policy/clip_saturation`): Much of the batch has left the trust region" in text
     assert "**What to try:** Fewer epochs or a lower learning rate" in text
     assert "TELE-119" in text
 

@@ -14,6 +14,7 @@ def looked_at(sampling: Sampling, updates: int, *, plain: float = 0.0, close: fl
     for update in range(1, updates + 1):
         sampled = sampling.begin()
         sampling.learn(close if sampled else plain, 1.0)
+        sampling.adopt(sampling.proposed)
         if sampled:
             found.append(update)
     return found
@@ -65,7 +66,8 @@ def test_the_first_update_warms_up_and_does_not_count() -> None:
         sampled = sampling.begin()
         sampling.learn(0.015 if sampled else 0.01, 1.0)
 
-    assert sampling.every == 1
+    assert sampling.every == FIRST
+    assert sampling.proposed == 1
     assert FIRST == 8
 
 

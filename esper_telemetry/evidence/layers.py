@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from esper_telemetry.metrics.gradients import decade_counts
+from esper_telemetry.metrics.gradients import DECADE_EDGES, decade_counts
 from esper_telemetry.summary import Gradients, Snapshot
 
-SMALL, LARGE = 1e-6, 10.0
+SMALL_BINS, LARGE_BINS = DECADE_EDGES.index(-6.0), DECADE_EDGES.index(1.0)
+"""Bins of the histogram by decade up to 1e-6, and from 10 on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class LayerLine:
         name: of the parameter.
         entries: how many there are.
         norm, mean, std, min, max: None where no entry is finite; the deviation is that of the population.
-        zero_frac, small_frac, large_frac: share of entries that are exactly 0, below 1e-6, above 10.
+        zero_frac, small_frac, large_frac: share of entries that are exactly 0, below 1e-6, 10 or more.
         nan, infinite: how many entries are.
         norm_mean, norm_max: of the norms at all steps of the update.
         decades: how many entries lie in each power of ten; see `metrics.gradients.DECADE_EDGES`.
@@ -65,25 +66,25 @@ def _columns(part: Gradients) -> Iterator[tuple[str, Tensor]]:
 
 
 def _line(name: str, gradient: Tensor, norms: Tensor | None) -> LayerLine:
-    finite = gradient[torch.isfinite(gradient)].double()
-    nan = int(torch.isnan(gradient).sum())
-    count = max(1, gradient.numel())
-    size = finite.abs()
+    decades = [int(count) for count in decade_counts(gradient).tolist()]
+    entries, others = max(1, gradient.numel()), decades[-1]
+    finite = (gradient[torch.isfinite(gradient)] if others else gradient).double()
     known = norms[torch.isfinite(norms)] if norms is not None else finite[:0]
+    nan = int(torch.isnan(gradient).sum()) if others else 0
     return LayerLine(
         name=name,
         entries=gradient.numel(),
         norm=float(torch.linalg.vector_norm(finite)) if len(finite) else None,
         mean=float(finite.mean()) if len(finite) else None,
         std=float(finite.std(correction=0)) if len(finite) else None,
-        min=float(finite.min()) if len(finite) else None,
-        max=float(finite.max()) if len(finite) else None,
-        zero_frac=int((finite == 0).sum()) / count,
-        small_frac=int((size < SMALL).sum()) / count,
-        large_frac=int((size > LARGE).sum()) / count,
+        min=float(finite.amin()) if len(finite) else None,
+        max=float(finite.amax()) if len(finite) else None,
+        zero_frac=decades[0] / entries,
+        small_frac=sum(decades[:SMALL_BINS]) / entries,
+        large_frac=sum(decades[LARGE_BINS:-1]) / entries,
         nan=nan,
-        infinite=gradient.numel() - len(finite) - nan,
+        infinite=others - nan,
         norm_mean=float(known.double().mean()) if len(known) else None,
         norm_max=float(known.max()) if len(known) else None,
-        decades=tuple(int(n) for n in decade_counts(gradient).tolist()),
+        decades=tuple(decades),
     )

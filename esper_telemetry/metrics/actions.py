@@ -76,7 +76,7 @@ class GreedyAgreement(MetricGroup):
             question="In which share of the states does the policy still prefer the action it preferred before the update?",
             low=0.0,
             high=1.0,
-            cost="update",
+            cost="sampled",
             healthy="> 0.9",
             warn="< 0.9",
             critical="< 0.7",

@@ -4,26 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from esper_telemetry.group import Mean, MetricGroup, reports
+from esper_telemetry.group import MetricGroup, reports
 from esper_telemetry.metric import Metric
 from esper_telemetry.metrics.masking import rows_of, same_shape
 from esper_telemetry.metrics.ratio import EXP_LIMIT
+from esper_telemetry.reduction import NAN, Array, Reduction, Slot, Statistic
+
+
+@dataclass(frozen=True, slots=True)
+class NormRatio(Reduction):
+    """A mean over optimizer steps of the ratio of two norms; the squares of several ranks add.
+
+    Attributes:
+        total, count: of the ratio, over steps at which it is defined.
+        above, below: squared norms, each summed over the rows.
+    """
+
+    total: Slot
+    count: Slot
+    above: Slot
+    below: Slot
+
+    statistics: ClassVar[Mapping[str, Statistic]] = {"mean": lambda s: s[0] / s[1] if s[1] else NAN}
+
+    @staticmethod
+    def merge(rows: Array) -> Array:
+        """Totals and counts add over steps; what they were made from has no meaning then."""
+        merged: Array = rows.sum(axis=0)
+        return merged
+
+    @classmethod
+    def join(cls, ranks: Array) -> Array:
+        """The ratio over the rows of all ranks at one step."""
+        above, below = ranks[..., 2].sum(axis=0), ranks[..., 3].sum(axis=0)
+        with np.errstate(all="ignore"):
+            ratio = np.sqrt(above / below)
+        defined = np.isfinite(ratio) & (below > 0)
+        return np.stack([np.where(defined, ratio, 0.0), defined, above, below], axis=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class EntropyGradient(MetricGroup):
     """Gradient of the entropy bonus beside that of the policy loss."""
 
-    ratio: Mean = reports(
+    ratio: NormRatio = reports(
         Metric(
             key="policy/entropy_grad_ratio",
             number=191,
             unit="ratio",
             question="Does the entropy bonus pull harder on the policy than the policy loss (above 1), or not at all (below 1e-3)?",
+            cost="sampled",
             low=0.0,
             healthy="< 1",
             warn="> 1",
@@ -60,8 +96,14 @@ def entropy_gradient(
     kept = (slope.abs() < torch.inf).all(-1) & (pull.abs() < torch.inf).all(-1)
     kept = (kept if valid is None else kept & rows_of(valid, None).bool()).unsqueeze(-1)
     bonus = torch.where(kept, slope, 0.0).norm() * entropy_coef / kept.sum().clamp(min=1)
-    policy = torch.where(kept, pull, 0.0).norm()
-    return EntropyGradient(Mean(torch.where(policy > 0, bonus / policy, 0.0), policy > 0))
+    return EntropyGradient(norm_ratio(bonus.square(), torch.where(kept, pull, 0.0).norm().square()))
+
+
+def norm_ratio(above: Tensor, below: Tensor) -> NormRatio:
+    """√(above / below) of squared norms [M], where it is defined."""
+    ratio = (above / below).sqrt()
+    defined = torch.isfinite(ratio) & (below > 0)
+    return NormRatio(torch.where(defined, ratio, 0.0), defined, above, below)
 
 
 @torch.inference_mode()
@@ -98,9 +140,8 @@ def entropy_gradients(
         )
         for head, z in logits.items()
     ]
-    bonus, policy = torch.stack(squares).sum(0).sqrt().unbind()
-    defined = policy > 0
-    return EntropyGradient(Mean(torch.where(defined, entropy_coef * bonus / policy, 0.0), defined))
+    bonus, policy = torch.stack(squares).sum(0).unbind()
+    return EntropyGradient(norm_ratio(entropy_coef**2 * bonus, policy))
 
 
 def _pull(log_ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:

@@ -78,6 +78,26 @@ class UpdatePerformance(MetricGroup):
             undefined="the trainer does not time it",
         )
     )
+    environment_cpu_ms: Max | None = reports(
+        Metric(
+            key="perf/environment_cpu_ms",
+            number=958,
+            unit="ms",
+            question="How much processor time did the environments take, all threads of the process together? Every 16th step is timed.",
+            low=0.0,
+            undefined="the trainer does not time it, or the rollout is too short",
+        )
+    )
+    inference_cpu_ms: Max | None = reports(
+        Metric(
+            key="perf/inference_cpu_ms",
+            number=959,
+            unit="ms",
+            question="How much processor time did choosing actions take, all threads of the process together? What the environments left.",
+            low=0.0,
+            undefined="the trainer does not time it, or the rollout is too short",
+        )
+    )
     update_cpu_ms: Max | None = reports(
         Metric(
             key="perf/update_cpu_ms",
@@ -129,6 +149,17 @@ class TelemetryHealth(Derived):
             question="How long did telemetry hold up the training thread in this update?",
             low=0.0,
             level=Level.MINIMAL,
+        )
+    )
+    telemetry_cpu_ms: float | None = reports(
+        Metric(
+            key="perf/telemetry_cpu_ms",
+            number=963,
+            unit="ms",
+            question="How much processor time did telemetry take on the training thread in this update? Less than its time: it waited.",
+            low=0.0,
+            level=Level.MINIMAL,
+            undefined="nobody took it",
         )
     )
     telemetry_frac: float | None = reports(
@@ -259,7 +290,7 @@ def update_performance(
         env_steps: environment steps collected for it, over all environments.
         elapsed: wall time of the whole update in seconds, rollout included.
         seconds: wall time by phase, such as `environment`, `inference`, `update`; other phases are passed over.
-        cpu_seconds: processor time by phase, `rollout` and `update`.
+        cpu_seconds: processor time by phase: `rollout`, its parts `environment` and `inference`, `update`.
     """
     processor = {name: 1000.0 * value for name, value in (cpu_seconds or {}).items()}
     phases = {name: 1000.0 * value for name, value in seconds.items()}
@@ -270,9 +301,17 @@ def update_performance(
         inference_ms=_slowest(phases.get("inference")),
         update_ms=_slowest(phases.get("update")),
         rollout_cpu_ms=_slowest(processor.get("rollout")),
+        environment_cpu_ms=_slowest(processor.get("environment")),
+        inference_cpu_ms=_slowest(processor.get("inference")),
         update_cpu_ms=_slowest(processor.get("update")),
-        cpu_frac=sum(processor.values()) / (1000.0 * elapsed) if processor and elapsed > 0 else None,
+        cpu_frac=_cores(processor, elapsed),
     )
+
+
+def _cores(milliseconds: Mapping[str, float], elapsed: float) -> float | None:
+    """Cores that rollout and update kept busy, of processor times by phase."""
+    phases = [milliseconds[name] for name in ("rollout", "update") if name in milliseconds]
+    return sum(phases) / (1000.0 * elapsed) if phases and elapsed > 0 else None
 
 
 def _slowest(milliseconds: float | None) -> Max | None:
@@ -288,6 +327,7 @@ def telemetry_health(
     stats: DeliveryStats,
     dropped: int = 0,
     metric_errors: int = 0,
+    cpu_seconds: float | None = None,
 ) -> dict[str, float]:
     """Telemetry's numbers about itself, by key.
 
@@ -299,9 +339,11 @@ def telemetry_health(
         stats: how far the sinks are behind, and their errors.
         dropped: records that no sink will get any more.
         metric_errors: metric functions that raised.
+        cpu_seconds: processor time of telemetry on the training thread since the last record.
     """
     return TelemetryHealth(
         telemetry_ms=1000.0 * seconds,
+        telemetry_cpu_ms=None if cpu_seconds is None else 1000.0 * cpu_seconds,
         telemetry_frac=min(seconds / elapsed, 1.0) if elapsed > 0 else None,
         d2h_copies=D2H_COPIES,
         level=float(level),

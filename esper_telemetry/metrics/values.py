@@ -257,6 +257,7 @@ class ValueMovement(MetricGroup):
             number=422,
             unit="σ_R",
             question="How far did the update move the critic, in units of the returns' spread?",
+            cost="sampled",
             low=0.0,
             healthy="< 0.2",
             warn="> 0.5",

@@ -24,6 +24,7 @@ from esper_telemetry.ppo.inference import Acting, acting, tensor
 from esper_telemetry.ppo.memory import Memory
 from esper_telemetry.ppo.normalizer import PLAIN, Normalizers
 from esper_telemetry.ppo.policy import ActorCritic
+from esper_telemetry.ppo.processor_clock import EVERY, FIRST, ProcessorClock
 from esper_telemetry.ppo.rollout import Recurrence, Rollout
 
 Array = npt.NDArray[Any]
@@ -43,7 +44,8 @@ class Collector:
 
     Attributes:
         episodes: counts the episodes.
-        seconds: what the last rollout spent in `environment` and in `inference`.
+        seconds: wall time that the last rollout spent in `environment` and in `inference`.
+        cpu_seconds: processor time of the last `rollout`, and of these two parts of it.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Collector:
         self.env, self.policy, self.num_steps = env, policy, num_steps
         self.episodes = EpisodeCounter(env.num_envs)
         self.seconds: dict[str, float] = {}
+        self.cpu_seconds: dict[str, float] = {}
         self._generator = torch.Generator().manual_seed(seed)
         self._layout = layout_of(env)
         self._observations = np.zeros((num_steps + 1, env.num_envs, *env.observation_shape), self._layout.dtype)
@@ -83,6 +86,7 @@ class Collector:
         Args:
             resets: where memory begins anew, from where episodes ended, [B] bool both.
         """
+        clock = ProcessorClock()
         self._begin()
         act = acting(self.policy)
         memory = self._memories.get("actor")
@@ -92,7 +96,7 @@ class Collector:
             scores = act.scores(act.actor(self._observations[t], state))
             actions = self._choices.choose(t, scores, self._masks() if self._masks else {})
             before = time.perf_counter()
-            step = self.env.step(actions)
+            step = clock.step(self.env.step, actions) if t % EVERY == FIRST else self.env.step(actions)
             environment += time.perf_counter() - before
             self._store(t, step)
             if memory is not None:
@@ -100,6 +104,7 @@ class Collector:
                 memory.keep(t, self._fresh[t + 1])
         rollout = self._finish(act)
         self.seconds = {"environment": environment, "inference": time.perf_counter() - start - environment}
+        self.cpu_seconds = clock.seconds(self.num_steps)
         return rollout
 
     def state_dict(self) -> dict[str, Any]:

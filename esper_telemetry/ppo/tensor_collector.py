@@ -20,6 +20,7 @@ from esper_telemetry.ppo.choices import Chosen, chosen
 from esper_telemetry.ppo.episodes import EpisodeCounter
 from esper_telemetry.ppo.normalizer import PLAIN, Normalizers
 from esper_telemetry.ppo.policy import ActorCritic
+from esper_telemetry.ppo.processor_clock import EVERY, FIRST, ProcessorClock
 from esper_telemetry.ppo.recurrent import RecurrentTrunk
 from esper_telemetry.ppo.restrictions import on_device, restrictors
 from esper_telemetry.ppo.rollout import Recurrence, Rollout
@@ -35,7 +36,8 @@ class TensorCollector:
 
     Attributes:
         episodes: counts the episodes.
-        seconds: what the last rollout spent in `environment` and in `inference`, as far as the host can tell.
+        seconds: wall time that the last rollout spent in `environment` and in `inference`, as far as the host can tell.
+        cpu_seconds: processor time of the last `rollout`, and of these two parts of it.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class TensorCollector:
         self.env, self.policy, self.num_steps = env, policy, num_steps
         self.episodes = EpisodeCounter(env.num_envs)
         self.seconds: dict[str, float] = {}
+        self.cpu_seconds: dict[str, float] = {}
         self._device = policy.value.weight.device
         self._normalizers = normalizers
         self._generator = torch.Generator().manual_seed(seed)
@@ -73,6 +76,7 @@ class TensorCollector:
         Args:
             resets: where memory begins anew, from where episodes ended, [B] bool both.
         """
+        clock = ProcessorClock()
         start, environment = time.perf_counter(), 0.0
         course = Course(self._states)
         noise = self._noise()
@@ -81,7 +85,8 @@ class TensorCollector:
             features, after = self._advance(observations)
             actions = self._choose(course, self.policy.scores(features[0]), {name: noise[name][t] for name in noise})
             before = time.perf_counter()
-            step = self.env.step(self._squashed(actions))
+            chosen = self._squashed(actions)
+            step = clock.step(self.env.step, chosen) if t % EVERY == FIRST else self.env.step(chosen)
             environment += time.perf_counter() - before
             course.keep(self._raw, observations, step, features=features[-1], fresh=self._fresh, after=after)
             self._raw, self._fresh = step.observations, resets(step.terminated | step.truncated)
@@ -89,6 +94,7 @@ class TensorCollector:
             self._states = {name: state.masked_fill(cleared, 0.0) for name, state in after.items()}
         rollout = self._finish(course)
         self.seconds = {"environment": environment, "inference": time.perf_counter() - start - environment}
+        self.cpu_seconds = clock.seconds(self.num_steps)
         return rollout
 
     def state_dict(self) -> dict[str, Any]:

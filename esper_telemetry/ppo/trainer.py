@@ -193,9 +193,8 @@ class PPO:
 
     def _train_once(self) -> None:
         """One rollout and the update it feeds; in the end the ranks agree whether to go on."""
-        cpu = [time.process_time()]
         rollout = self.collector.collect(self.steps.resets)
-        cpu.append(time.process_time())
+        cpu = time.process_time()
         self.updates += 1
         (transitions,) = self.ranks.totals(rollout.transitions)
         self.env_steps += transitions
@@ -208,7 +207,7 @@ class PPO:
             self.hooks.emit(Rollback(self.updates, self.env_steps, self.watchdog.rollbacks))
         if self.hooks.wants(UpdateEnd):
             seconds = {**self.collector.seconds, "update": time.perf_counter() - start}
-            processor = {"rollout": cpu[1] - cpu[0], "update": time.process_time() - cpu[1]}
+            processor = {**self.collector.cpu_seconds, "update": time.process_time() - cpu}
             places = (self.updates, self.env_steps, self.gradient_steps)
             self.hooks.emit(UpdateEnd(*places, rate, seconds, epochs, self._coefficients, processor))
         self._agreed_to_stop = self.ranks.totals(self._stopping)[0] > 0

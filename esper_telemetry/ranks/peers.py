@@ -27,8 +27,8 @@ from esper_telemetry.window import Tables
 
 MEETING: Final = timedelta(seconds=60)
 """How long a rank waits for the others to make their `Telemetry` too."""
-HEADER: Final = 2
-"""Numbers before the packed ones: the hash of the layout, and how many follow."""
+HEADER: Final = 3
+"""Numbers before the packed ones: the hash of the layout, how many follow, and what the rank would like all to know."""
 MOST_KNOWN: Final = 256
 """Combinations of layouts that are remembered."""
 
@@ -74,8 +74,8 @@ class Peers:
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
-    def join(self, tables: Tables) -> Tables:
-        """What all ranks measured of one update; to be called by all of them.
+    def join(self, tables: Tables, note: float = 0.0) -> tuple[Tables, float]:
+        """What all ranks measured of one update, and rank 0's `note`; to be called by all of them.
 
         Raises:
             LayoutMismatch: they do not measure the same; on every rank.
@@ -83,13 +83,14 @@ class Peers:
         """
         own = comparable(tables)
         signature, vector = packed({layout: table for layout, table in own.items() if not layout.replicated})
-        found = self._gather(np.concatenate([[digest(signature), len(vector)], vector]))
+        found = self._gather(np.concatenate([[digest(signature), len(vector), note], vector]))
         signatures = self._signatures(signature, [row[0] for row in found])
         parts = [unpacked(known, row[HEADER:]) for known, row in zip(signatures, found, strict=True)]
         if any(other is not signature for other in signatures):
             parts = [by_field(part) for part in parts]
             check(parts)
-        return merged(parts) | {layout: table for layout, table in own.items() if layout.replicated}
+        joined = merged(parts) | {layout: table for layout, table in own.items() if layout.replicated}
+        return joined, float(found[0][2])
 
     def leave(self) -> None:
         """Ends the group; nothing is exchanged."""

@@ -12,8 +12,10 @@ from esper_telemetry.catalogue import catalogue, groups
 from esper_telemetry.derived import Derived
 from esper_telemetry.metric import Metric, declared
 from esper_telemetry.record import Level, MetricInfo
+from esper_telemetry.registry.advice import ADVICE
 from esper_telemetry.registry.families import chapter_of
 from esper_telemetry.registry.names import name_of
+from esper_telemetry.series.temporal import histories
 from esper_telemetry.sinks.console import COLUMNS
 
 REDUCTIONS = {
@@ -46,6 +48,7 @@ class Entry:
         reduction: how the rows of an update become one number.
         alarms: those that read it.
         sinks: by sink, in which form it is carried.
+        series: the endings under which it has a history, `{key}/ema` for one.
     """
 
     metric: Metric
@@ -55,11 +58,12 @@ class Entry:
     reduction: str
     alarms: tuple[AlarmType, ...]
     sinks: dict[str, str]
+    series: tuple[str, ...] = ()
 
     @property
     def action(self) -> str:
-        """What to try when the value is not normal; empty where no alarm says."""
-        return self.alarms[0].action if self.alarms else ""
+        """What to try when the value is not normal; empty where nobody knows what is."""
+        return self.alarms[0].action if self.alarms else ADVICE.get(self.metric.key, "")
 
     def info(self) -> MetricInfo:
         """The description that travels in the journal."""
@@ -71,13 +75,15 @@ class Entry:
             reduction=self.reduction,
             alarms=", ".join(alarm.type for alarm in self.alarms),
             action=self.action,
+            series=", ".join(self.series),
         )
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, as plain values for programs."""
         info = self.info()
         described = {item.name: getattr(info, item.name) for item in fields(info)}
-        return {"key": self.metric.key, **described, "alarms": [a.type for a in self.alarms], "sinks": self.sinks}
+        lists = {"alarms": [alarm.type for alarm in self.alarms], "series": list(self.series)}
+        return {"key": self.metric.key, **described, **lists, "sinks": self.sinks}
 
 
 @lru_cache(maxsize=1)
@@ -96,6 +102,7 @@ def _entry(metric: Metric, reduction: str) -> Entry:
         priority=_priority(metric, alarms),
         reduction=metric.info(reduction).reduction,
         alarms=alarms,
+        series=histories(metric.key),
         sinks=_sinks(metric, histogram=reduction == REDUCTIONS["Counts"] or metric.of == "histogram"),
     )
 

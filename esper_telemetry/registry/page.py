@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from esper_telemetry.alarms import ALARMS, AlarmType
 from esper_telemetry.registry.entry import PRIORITIES, Entry, registry
 from esper_telemetry.registry.families import CHAPTERS, chapter_of
+from esper_telemetry.series.temporal import ALL
 
 INTRODUCTION = """\
 # What every number means
@@ -27,6 +28,11 @@ Each entry says when.
 
 **What is normal** is given as bounds with their source. Published bounds name the paper; *measured* ones come from healthy and broken
 runs; a *heuristic* is our judgement. Where no bounds are given, compare with the run's own history or with another run.
+
+**An entry, line by line.** First the bounds; then what it means when they are left, and *what to try*, the likeliest first; alarms are
+named in `code`. The last line is small print: the number of the metric (`TELE-101`), its unit and range, how an update's minibatches
+become one number, and how much it matters: `critical` decides whether a run is wrong for certain, `high` is a headline, `detail` is read
+beside others.
 
 **Levels**: `minimal` has one headline per family and everything that tells a broken run for certain; `normal` is the default; `debug`
 adds every layer, histograms of gradients and evidence. **Costs**: *free* is in every record; *sampled* is measured in one update of
@@ -62,11 +68,25 @@ def _facts(entry: Entry) -> Iterator[str]:
     bounds = {"normal": metric.healthy, "warning": metric.warn, "critical": metric.critical}
     said = "; ".join(f"**{name}** {text}" for name, text in bounds.items() if text) or UNBOUNDED
     yield said + (f" ({metric.source})" if metric.source else "")
-    for alarm in entry.alarms:
-        yield f"`{alarm.type}`: {alarm.meaning} **What to try:** {alarm.action}"
+    yield from _when_not(entry)
     if metric.undefined:
         yield f"absent when: {metric.undefined}"
+    if entry.series:
+        names = "every ending" if len(entry.series) >= len(ALL) else ", ".join(f"`/{name}`" for name in entry.series)
+        yield f"its [history](#histories), under the same key with: {names}"
     yield _small(entry)
+
+
+def _when_not(entry: Entry) -> Iterator[str]:
+    """What it shows when it is not normal, and what to try; of alarms that other metrics decide the names alone."""
+    deciding = [alarm for alarm in entry.alarms if alarm.reads[0] == entry.metric.key] or list(entry.alarms[:1])
+    for alarm in deciding:
+        yield f"when it is not (`{alarm.type}`): {alarm.meaning} **What to try:** {alarm.action}"
+    if not entry.alarms and entry.action:
+        yield f"when it is not: **what to try:** {entry.action}"
+    others = [alarm for alarm in entry.alarms if alarm not in deciding]
+    if others:
+        yield "also a sign of: " + "; ".join(f"`{alarm.type}` ({alarm.meaning.rstrip('.')})" for alarm in others)
 
 
 def _small(entry: Entry) -> str:

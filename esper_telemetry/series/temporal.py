@@ -81,10 +81,20 @@ RESPONSE, RATE = "opt/update_to_weight", "opt/lr"
 """What ought to follow the learning rate."""
 
 
+GROUP_NORM = "grad/{group}/norm_preclip"
+"""Of every declared group of parameters."""
+
+
 def followed(groups: Iterable[str]) -> tuple[Followed, ...]:
     """The keys with a history in a run with these groups of parameters."""
-    norms = [f"grad/{segment(group)}/norm_preclip" for group in groups]
+    norms = [GROUP_NORM.format(group=segment(group)) for group in groups]
     return (*HEADLINES, *DETECTED, *(Followed(key, STEP) for key in norms))
+
+
+def histories(key: str) -> tuple[str, ...]:
+    """The endings under which a key, or a template, has a history; none where nobody follows it."""
+    rows = (*HEADLINES, *DETECTED, Followed(GROUP_NORM, STEP), Followed(RESPONSE, ("lr_response",)))
+    return tuple([suffix for row in rows if row.key == key.replace("{part}", "c") for suffix in row.suffixes])
 
 
 class Temporal:

@@ -6,8 +6,8 @@ Shapes: T steps, B environments, A actions; M minibatches, K gradients.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -186,7 +186,7 @@ class Minibatches:
         relevance: per head that is not always relevant [R], bool.
         rows: [R], which transitions of the rollout they are, counted time by time; None where nobody says.
         features: [n, F], what the heads read of the first rows of the first minibatch; None where nobody keeps them.
-        details: at DEBUG.
+        details: in updates that are looked at closely.
     """
 
     epochs: tuple[int, ...]
@@ -249,6 +249,7 @@ class GradientSample:
         state_names: of the parameters that have a state.
         previous_steps: [K'], steps that the optimizer counted when it was looked at before.
         initial_norm: 0-d, of all weights when training began.
+        measured: whether everything is measured already, and only evidence looks at it.
     """
 
     names: tuple[str, ...]
@@ -262,6 +263,13 @@ class GradientSample:
     state_names: tuple[str, ...] = ()
     previous_steps: Tensor | None = None
     initial_norm: Tensor | None = None
+    measured: bool = False
+
+    def for_evidence(self) -> GradientSample:
+        """The first minibatch alone, when all is measured."""
+        first = self.minibatches[:1]
+        rest: dict[str, Any] = {"shards": (), "samples": (), "actor": None, "critic": None, "states": ()}
+        return replace(self, minibatches=first, measured=True, **rest)
 
     @property
     def entries(self) -> int:

@@ -101,7 +101,7 @@ def summarize(snapshot: Snapshot, facts: Mapping[str, Any], level: Level) -> Ite
         yield Observation(detailed(minibatches, facts, coefficients), minibatches.epochs)
         yield Observation(_spreads(minibatches))
         yield Observation(_features(minibatches, facts, level))
-    if snapshot.sample is not None:
+    if snapshot.sample is not None and not snapshot.sample.measured:
         yield Observation(gradient_sample(snapshot.sample, level))
     for gradients in snapshot.gradients:
         counts = snapshot.minibatches.counts if snapshot.minibatches and facts.get("ranks", 1) > 1 else None
@@ -197,9 +197,11 @@ def _minibatches(
         yield partial(
             head_ratio_diagnostics, minibatches.head_log_ratios, relevant=relevant, clip=clip, valid=valid, dim=-1
         )
-    heads = entropy_rows(minibatches.logits, minibatches.action_masks, log_std=minibatches.log_std, relevant=relevant)
-    entropy = cache(partial(policy_entropy, heads, valid=valid, dim=-1)) if heads else None
-    if entropy is not None:
+    entropy = None
+    if minibatches.logits or minibatches.log_std:
+        masks, log_std = minibatches.action_masks, minibatches.log_std
+        heads = entropy_rows(minibatches.logits, masks, log_std=log_std, relevant=relevant)
+        entropy = cache(partial(policy_entropy, heads, valid=valid, dim=-1))
         yield entropy
         yield partial(head_entropy, heads, valid=valid, dim=-1)
     weights = {"value": facts.get("value_coef"), "entropy": facts.get("entropy_coef"), **coefficients}

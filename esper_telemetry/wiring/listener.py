@@ -59,6 +59,12 @@ class Listener:
         self.untimed(event_type, events.append)
         return events
 
+    def another(self) -> Listener:
+        """One on the same clock and hooks that ends by itself, and with this one."""
+        found = Listener(self._clock, self._hooks)
+        self._removers.append(found.stop)
+        return found
+
     def stop(self) -> None:
         """Ends everything that was registered here."""
         while self._removers:

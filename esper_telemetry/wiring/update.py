@@ -52,6 +52,9 @@ MOST_STEPS = 1 << 24
 MOST_ENTRIES = 1 << 20
 """Numbers of a close look that may travel to another process: four megabytes."""
 
+MOST_SHOWN = 1 << 22
+"""Entries of a gradient up to which DEBUG shows it layer by layer."""
+
 MOST_ROWS = 512
 """Rows of features that are enough to tell their rank (Moalla 2024)."""
 
@@ -76,7 +79,7 @@ class Update:
         self._ended = time.perf_counter()
         self._last_backward: BackwardEnd | None = None
         self._details = DetailJoining()
-        self._hears_trunk = self._hears_details = False
+        self._hears_trunk = self._hears_details = self._looks_closely = False
 
     def listen(self, listener: Listener) -> None:
         """Keeps what happens from now on."""
@@ -87,6 +90,7 @@ class Update:
         self._backwards = listener.keep(BackwardEnd)
         self._leaves: list[Leaf] = []
         self._listener = listener
+        self._close_details = listener.another()
         listener.on(RunStart, self.start)
         listener.on(RolloutEnd, self._begin)
         listener.on(UpdateEnd, self.end)
@@ -111,7 +115,10 @@ class Update:
         self._telemetry.materialise()
         self._telemetry.collected(event.env_step)
         self._collected = event.update
-        if self._telemetry.sampling.begin():
+        self._looks_closely = self._telemetry.sampling.begin()
+        if self._looks_closely:
+            if not self._hears_details:
+                self._close_details.untimed(MinibatchEnd, self._details.add)
             self._close_look.begin()
             self._replays.begin()
             self._listener.once(RecurrentForward, self._keep_layers)
@@ -200,13 +207,14 @@ class Update:
             yield from of_backward(backward)
 
     def _wants_details(self, facts: Mapping[str, Any]) -> bool:
-        """At DEBUG; and at NORMAL where values are clipped, for what that is judged by."""
+        """In every update: at DEBUG, and at NORMAL where values are clipped, for what that is judged by."""
         level = self._telemetry.level
         return level >= Level.DEBUG or (level is Level.NORMAL and facts.get("clip_value") is not None)
 
     def _take_details(self) -> Details | None:
-        debug = self._telemetry.level >= Level.DEBUG
-        return self._details.take(self._rollouts[-1] if debug and self._rollouts else None)
+        """More columns of the minibatches, in updates that are looked at closely with what the rollout knows of them."""
+        self._close_details.stop()
+        return self._details.take(self._rollouts[-1] if self._looks_closely and self._rollouts else None)
 
     def _take_sample(self) -> GradientSample | None:
         """What was looked at closely; large samples are measured here and now, where no copy travels."""
@@ -214,7 +222,8 @@ class Update:
         if sample is None or sample.entries <= MOST_ENTRIES:
             return sample
         self._telemetry.measure(gradient_sample(sample, self._telemetry.level))
-        return None
+        shown = self._telemetry.level is Level.DEBUG and sum(sample.numels) <= MOST_SHOWN
+        return sample.for_evidence() if shown else None
 
     def _take_rollout(self, taken: list[Rollout]) -> None:
         """Adds the update's rollout, if there is one."""

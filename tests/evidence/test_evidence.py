@@ -18,6 +18,7 @@ from esper_telemetry.evidence.captures import QUIET, exploded, not_finite
 from esper_telemetry.record import Level
 from esper_telemetry.summary import Gradients, GradientSample, Minibatches, Rollout, Snapshot
 from esper_telemetry.summary.numerics import nonfinite_in
+from esper_telemetry.wiring import update as wiring_update
 
 
 def minibatches(log_ratio: list[float], **named: Any) -> Minibatches:
@@ -231,6 +232,23 @@ def test_debug_writes_the_table_and_the_histograms_of_gradients(tmp_path: Path) 
     histograms = run.records[0].histograms
     assert sum(histograms["grad/decades"].counts) == sum(p.numel() for p in parameters.values())
     assert sum(histograms["grad/layer/value_weight/decades"].counts) == parameters["value.weight"].numel()
+
+
+@pytest.mark.parametrize("most", [1 << 20, 10])
+def test_large_networks_have_a_table_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """What is too large to travel is measured where it is, once, and only its first gradient goes on."""
+    monkeypatch.setattr(wiring_update, "MOST_ENTRIES", most)
+    source = cartpole()
+    with Telemetry(run_dir=tmp_path, level="debug", offload=False) as telemetry:
+        attach(telemetry, source)
+        source.learn(1)
+    run = read_run(tmp_path)
+    (table,) = [event.data["layers"] for event in run.events if event.type == "evidence/gradients"]
+
+    assert [line["name"] for line in table] == list(dict(source.policy.named_parameters()))
+    assert sum(line["zero_frac"] * line["entries"] for line in table) == pytest.approx(
+        run.records[0].values["grad/zero_frac"] * sum(line["entries"] for line in table)
+    )
 
 
 def test_normal_keeps_quiet_while_all_is_well(tmp_path: Path) -> None:

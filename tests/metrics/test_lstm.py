@@ -71,6 +71,31 @@ def test_gates_give_the_states_of_the_stock_lstm(dtype: torch.dtype, tolerance: 
         torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+@torch.no_grad()
+def test_layers_one_by_one_give_what_a_stack_of_them_gives(layers: int, bias: bool, batch_first: bool) -> None:
+    """A stock stack hides what its inner layers say; a cell for each shows it."""
+    torch.manual_seed(layers)
+    stack = nn.LSTM(INPUTS, UNITS, layers, bias=bias, batch_first=batch_first).double()
+    inputs = torch.randn(STEPS, ENVS, INPUTS, dtype=torch.float64)
+    state = torch.randn(2, layers, ENVS, UNITS, dtype=torch.float64)
+    expected, (_, last) = stack(inputs.transpose(0, 1) if batch_first else inputs, (state[0], state[1]))
+
+    found, never = inputs, torch.zeros(STEPS, ENVS, dtype=torch.bool)
+    for layer in range(layers):
+        cell = nn.LSTM(found.shape[-1], UNITS, bias=bias).double()
+        for name, parameter in cell.named_parameters():
+            parameter.copy_(stack.get_parameter(name.replace("_l0", f"_l{layer}")))
+        outputs, _ = cell(found, (state[0, layer].unsqueeze(0), state[1, layer].unsqueeze(0)))
+        gates = lstm_gates(lstm_weights(cell), found, outputs, (state[0, layer], state[1, layer]), never)
+        torch.testing.assert_close(gates.c[-1], last[layer], rtol=0, atol=1e-12)
+        found = gates.h
+
+    torch.testing.assert_close(found, expected.transpose(0, 1) if batch_first else expected, rtol=0, atol=1e-12)
+
+
 def test_weights_are_copies() -> None:
     cell = nn.LSTM(INPUTS, UNITS, bias=False)
     weights = lstm_weights(cell)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
+import pytest
+
+from esper_telemetry.clock import Clock
 from esper_telemetry.metrics.performance import telemetry_health, update_performance
+from esper_telemetry.ppo.processor_clock import EVERY, FIRST, ProcessorClock
 from esper_telemetry.record import Level
 
 
@@ -26,16 +31,68 @@ def test_speed_and_phases_of_an_update() -> None:
     }
 
 
+def test_processor_time_is_told_apart_by_phase() -> None:
+    """0.6 s of rollout and 0.9 s of update in 2 s of wall time: three quarters of a core."""
+    cpu = {"rollout": 0.6, "environment": 0.2, "inference": 0.4, "update": 0.9}
+    found = update_performance(7, env_steps=1, elapsed=2.0, seconds={}, cpu_seconds=cpu).values()
+
+    assert {key: value for key, value in found.items() if "cpu" in key} == {
+        "perf/rollout_cpu_ms": 600.0,
+        "perf/environment_cpu_ms": 200.0,
+        "perf/inference_cpu_ms": 400.0,
+        "perf/update_cpu_ms": 900.0,
+        "perf/cpu_frac": 0.75,
+    }
+
+
+def burn(seconds: float) -> float:
+    """Keeps the processor busy for so long."""
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+    return seconds
+
+
+def test_the_environments_share_is_that_of_the_steps_that_are_timed() -> None:
+    """16 steps of 4 ms, one of them timed, beside 20 ms of inference."""
+    clock = ProcessorClock()
+    for step in range(16):
+        assert (clock.step(burn, 0.004) if step % EVERY == FIRST else burn(0.004)) == 0.004
+    burn(0.02)
+    found = clock.seconds(16)
+
+    assert found["environment"] == pytest.approx(0.064, rel=0.2)
+    assert found["inference"] == pytest.approx(0.02, abs=0.012)
+    assert found["rollout"] == pytest.approx(found["environment"] + found["inference"])
+
+
+def test_a_rollout_too_short_to_time_a_step_has_one_phase() -> None:
+    assert ProcessorClock().seconds(3).keys() == {"rollout"}
+
+
+def test_waiting_takes_time_and_no_processor_time() -> None:
+    clock = Clock()
+    with clock:
+        time.sleep(0.05)
+    seconds, cpu_seconds = clock.take()
+
+    assert cpu_seconds < 0.02 < 0.05 <= seconds
+    assert clock.take() == (0.0, 0.0)
+
+
 def test_no_time_means_no_speed() -> None:
     assert "train/env_steps_per_second" not in update_performance(1, env_steps=1, elapsed=0.0, seconds={}).values()
 
 
 def test_telemetry_reports_on_itself_at_every_level() -> None:
     """2 ms of 100 ms are 2 %."""
-    found = telemetry_health(seconds=0.002, elapsed=0.1, undefined=5, level=Level.MINIMAL, stats=Stats())
+    found = telemetry_health(
+        seconds=0.002, cpu_seconds=0.001, elapsed=0.1, undefined=5, level=Level.MINIMAL, stats=Stats()
+    )
 
     assert found == {
         "perf/telemetry_ms": 2.0,
+        "perf/telemetry_cpu_ms": 1.0,
         "perf/telemetry_frac": 0.02,
         "perf/d2h_copies": 1.0,
         "telemetry/level": 1.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 import numpy as np
 import pytest
@@ -128,6 +129,21 @@ def test_divergences_are_not_negative_and_zero_only_without_movement(log_ratio: 
         assert values[key] >= -1e-15
     if log_ratio.abs().max() > 1e-6:
         assert values["policy/kl"] > 0
+
+
+@given(log_ratios, st.randoms(use_true_random=False))
+def test_neither_the_order_of_rows_nor_masked_ones_matter(log_ratio: Tensor, random: Random) -> None:
+    """Masked rows hold NaN."""
+    order = list(range(len(log_ratio)))
+    random.shuffle(order)
+    masked = torch.cat([log_ratio[order], torch.full((3,), math.nan, dtype=torch.float64)])
+    valid = torch.arange(len(masked)) < len(log_ratio)
+    keys = ("policy/kl", "policy/kl_k1", "policy/kl_k2", "policy/kl_rev", "policy/ess_frac", "policy/logratio/absmax")
+
+    plain, other = ratio_diagnostics(log_ratio).values(), ratio_diagnostics(masked, valid=valid).values()
+
+    assert {key: other[key] for key in keys} == pytest.approx({key: plain[key] for key in keys}, rel=1e-12, abs=1e-15)
+    assert not [key for key in other if key.endswith("_nonfinite")]
 
 
 @given(log_ratios, st.floats(-100, 100))

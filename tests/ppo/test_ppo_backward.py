@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ import torch
 from ppo_builders import Seen, cartpole, pendulum
 from torch import Tensor
 
+from esper_telemetry.environments import make_env
 from esper_telemetry.events import TrunkBackward
-from esper_telemetry.ppo import PPO, mlp
+from esper_telemetry.ppo import PPO, PPOConfig, mlp
 from esper_telemetry.ppo.backward import backward_losses, backward_trunks, gradient, leaf
 from esper_telemetry.ppo.inference import in_numpy, in_torch
 from esper_telemetry.ppo.mlp import MLP
@@ -34,7 +36,7 @@ def gradients(trainer: PPO) -> list[Tensor]:
 
 
 def split_backward(trainer: PPO, batch: Batch) -> list[Tensor]:
-    outputs = trainer.policy.trunks(batch.observations)
+    outputs = trainer.policy.trunks(batch.observations, batch.grid())
     actor, critic = leaf(outputs[0]), leaf(outputs[-1])
     backward_losses(trainer._losses(batch, actor, critic).losses, trainer._weights)
     backward_trunks(outputs, gradient(actor), gradient(critic))
@@ -42,7 +44,7 @@ def split_backward(trainer: PPO, batch: Batch) -> list[Tensor]:
 
 
 def plain_backward(trainer: PPO, batch: Batch) -> list[Tensor]:
-    outputs = trainer.policy.trunks(batch.observations)
+    outputs = trainer.policy.trunks(batch.observations, batch.grid())
     losses = trainer._losses(batch, outputs[0], outputs[-1]).losses
     total = sum(trainer._weights[name] * loss for name, loss in losses.items())
     assert isinstance(total, Tensor)
@@ -63,6 +65,47 @@ def test_the_split_backward_equals_the_plain_one_bit_for_bit(
 
     assert len(split) == len(list(trainer.policy.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(split, plain, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("shared_trunk", [False, True])
+def test_the_split_backward_of_memory_and_several_heads_is_the_plain_one(precision: str, shared_trunk: bool) -> None:
+    """Heads add up in another order: by a last bit."""
+    env = make_env("cue-recall", num_envs=4, seed=0)
+    config = PPOConfig(
+        policy="lstm", lstm_size=8, num_steps=16, num_minibatches=1, shared_trunk=shared_trunk, entropy_coef=0.01
+    )
+    trainer = PPO(env, replace(config, precision=precision))
+    rollout = trainer.collector.collect()
+    advantages = trainer.steps.advantages(rollout, 0.99, 0.95)
+    batch = flatten(rollout, trainer.steps.normalize(advantages), advantages + rollout.values)
+    (batch,) = trainer.steps.minibatches(batch, 1, trainer.generator)
+
+    split, plain = split_backward(trainer, batch), plain_backward(trainer, batch)
+
+    assert len(split) == len(list(trainer.policy.parameters()))
+    for a, b in zip(split, plain, strict=True):
+        assert float((a - b).norm()) <= 2e-7 * float(b.norm()) + 1e-12
+
+
+@pytest.mark.parametrize("make", [cartpole, pendulum])
+def test_the_critics_gradient_is_what_the_actors_leaves_of_the_whole(make: Make) -> None:
+    """By subtraction, and by a pass of its own."""
+    trainer = make(shared_trunk=True)
+    batch = first_batch(trainer)
+    outputs = trainer.policy.trunks(batch.observations)
+    actor, critic = leaf(outputs[0]), leaf(outputs[-1])
+    backward_losses(trainer._losses(batch, actor, critic).losses, trainer._weights)
+    shared = list(trainer.policy.actor.parameters())
+    parts = [
+        torch.autograd.grad(outputs[0], shared, grad_outputs=gradient(part), retain_graph=True)
+        for part in (actor, critic)
+    ]
+    backward_trunks(outputs, gradient(actor), gradient(critic))
+
+    for ours, theirs, parameter in zip(*parts, shared, strict=True):
+        assert parameter.grad is not None
+        assert float((parameter.grad - ours - theirs).norm()) <= 1e-6 * float(theirs.norm())
 
 
 def test_the_leaves_give_exact_parameter_gradients_of_either_loss() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
-from esper_telemetry.summary import Episodes, Gradients, Layer, Leaves, Memory, Minibatches, Rollout, Snapshot
+from esper_telemetry.summary import Details, Episodes, Gradients, Layer, Leaves, Memory, Minibatches, Rollout, Snapshot
 
 ENVS = 4
 FIRST = 1
@@ -114,7 +114,19 @@ def _minibatches(minibatches: Minibatches, rank: int) -> Minibatches:
         head_log_ratios=each(minibatches.head_log_ratios),
         relevance=each(minibatches.relevance),
         rows=None if minibatches.rows is None else rows(minibatches.rows),
+        details=None if minibatches.details is None else _details(minibatches.details, rows),
     )
+
+
+def _details(details: Details, rows: Callable[[Tensor], Tensor]) -> Details:
+    """A rank's rows of every column."""
+
+    def cut(x: Any) -> Any:
+        """Of one column, of none, or of one for each head."""
+        return {head: rows(part) for head, part in x.items()} if isinstance(x, Mapping) else x if x is None else rows(x)
+
+    parts: dict[str, Any] = {item.name: cut(getattr(details, item.name)) for item in fields(details)}
+    return Details(**parts)
 
 
 def _gradients(gradients: Gradients, counts: tuple[int, ...], rank: int) -> Gradients:

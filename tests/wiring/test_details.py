@@ -155,3 +155,19 @@ def test_an_evaluation_joins_the_record_of_the_update_that_ends_next(tmp_path: P
 
     assert [values.get("eval/count") for values in found] == [None, 3, None]
     assert found[1]["eval/return_mean"] == pytest.approx(sum(seen[0].returns) / 3)
+
+
+def test_exact_divergences_are_there_at_normal_in_updates_that_are_looked_at_closely(tmp_path: Path) -> None:
+    """The first and the ninth of ten; the same numbers as at DEBUG, which looks at every one."""
+    keys = {"policy/kl_exact", "policy/head/op/kl_exact", "policy/entropy_grad_ratio", "value/move_over_std"}
+    seen = {
+        level: records(tmp_path / level, level=level, updates=10, policy="lstm", entropy_coef=0.01)
+        for level in ("normal", "debug")
+    }
+
+    present = [keys <= set(values) for values in seen["normal"]]
+    assert present == [True, *[False] * 7, True, False]
+    assert not any(keys & set(values) for values, found in zip(seen["normal"], present, strict=True) if not found)
+    for update in (0, 8):
+        found = {level: {key: values[update][key] for key in keys} for level, values in seen.items()}
+        assert found["normal"] == pytest.approx(found["debug"], rel=1e-9)

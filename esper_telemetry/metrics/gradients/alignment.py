@@ -24,6 +24,7 @@ class SuccessiveAlignment(MetricGroup):
             number=541,
             unit="cosine",
             question="Does this update go on in the direction of the one before? Judge its average only.",
+            cost="sampled",
             low=-1.0,
             high=1.0,
             healthy="EMA > -0.1",

@@ -26,7 +26,7 @@ class GradientZeros(MetricGroup):
             question="What share of the gradient is exactly zero: dead units, detached branches?",
             low=0.0,
             high=1.0,
-            cost="update",
+            cost="sampled",
             healthy="< 0.3",
             warn="> 0.5",
             critical="> 0.9",
@@ -50,7 +50,7 @@ class LayerZeros(MetricGroup):
             question="What share of this tensor's gradient is exactly zero?",
             low=0.0,
             high=1.0,
-            cost="update",
+            cost="sampled",
             healthy="< 0.3",
             warn="> 0.5",
             critical="> 0.9",
@@ -84,7 +84,7 @@ class GradientSigns(MetricGroup):
 
 @torch.no_grad()
 def gradient_zeros(gradients: Sequence[Tensor], names: Sequence[str]) -> tuple[GradientZeros, LayerZeros]:
-    """Shares of exact zeros, overall and per tensor; one cheap pass, meant for once per update.
+    """Shares of exact zeros, overall and per tensor; one cheap pass, meant for once per update at most.
 
     Args:
         gradients: K tensors of any shape.

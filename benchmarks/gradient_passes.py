@@ -1,0 +1,81 @@
+"""Passes over the gradients of a network: clipping, and what telemetry looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from networks import Network, with_gradients
+from torch import Tensor, nn
+
+from esper_telemetry import ops
+from esper_telemetry.evidence.layers import layer_table
+from esper_telemetry.metrics.gradients.health import finite_norms
+from esper_telemetry.summary import GradientSample, Snapshot
+
+LIMITS = {"does not clip": 1e6, "clips": 1e-3}
+"""Of the global norm."""
+
+TORCH, OURS = "clip_grad_norm_", "norms per tensor, then clip"
+NORMAL, DEBUG = "NORMAL pass", "DEBUG pass"
+
+
+class Gradients:
+    """The gradients of a network, which are put back before every pass."""
+
+    def __init__(self, network: Network) -> None:
+        self.model, _ = with_gradients(network)
+        self.parameters = list(self.model.parameters())
+        self._kept = [gradient.clone() for gradient in self.now()]
+
+    def now(self) -> list[Tensor]:
+        """As they are."""
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
+    def restore(self) -> None:
+        """As they were, written in the order of a backward pass: the first layers' come last and are still in the cache."""
+        torch._foreach_copy_(self.now()[::-1], self._kept[::-1])
+
+    def left_by(self, clip: Callable[[float], object], limit: float) -> list[Tensor]:
+        """What clipping leaves of them."""
+        self.restore()
+        clip(limit)
+        return [gradient.clone() for gradient in self.now()]
+
+    def torch(self, limit: float) -> Tensor:
+        """Clips as torch does; says the global norm alone."""
+        norm: Tensor = nn.utils.clip_grad_norm_(self.parameters, limit)
+        return norm
+
+    def ours(self, limit: float) -> Tensor:
+        """Clips as the bundled trainer does; says the norm of every tensor."""
+        gradients = self.now()
+        norms = ops.gradient_norms(gradients)
+        ops.clip_gradients(gradients, norms, limit)
+        return norms
+
+    def normal(self) -> object:
+        """What NORMAL looks at per minibatch: the norm of every tensor, and where one is not finite, how many entries are not."""
+        return finite_norms(self.now())
+
+    def debug(self) -> object:
+        """What DEBUG looks at once per update: of every tensor norm, extremes, mean, spread, shares of zeros, decades."""
+        gradients = self.now()
+        names = tuple(str(index) for index in range(len(gradients)))
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        return layer_table(Snapshot(sample=GradientSample(names, tuple(map(Tensor.numel, gradients)), (flat,))))
+
+    def check_equal(self, limit: float) -> None:
+        """Raises AssertionError where the two clip differently by a bit."""
+        ours, theirs = self.left_by(self.ours, limit), self.left_by(self.torch, limit)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), f"gradients differ at limit {limit}"
+
+
+def passes(gradients: Gradients) -> dict[str, Callable[[], object]]:
+    """Everything that is compared, by name; the first one of each comparison is torch's."""
+    found: dict[str, Callable[[], object]] = {}
+    for what, limit in LIMITS.items():
+        found[f"{TORCH}, {what}"] = partial(gradients.torch, limit)
+        found[f"{OURS}, {what}"] = partial(gradients.ours, limit)
+    return found | {NORMAL: gradients.normal, DEBUG: gradients.debug}

@@ -1,0 +1,235 @@
+"""What telemetry costs: passes over gradients, whole steps beside other tools, whole runs with three backends.
+
+    python benchmarks/overhead.py                            # everything; 20 minutes
+    python benchmarks/overhead.py passes steps               # parts of it
+    python benchmarks/overhead.py --rounds 9 --json overhead.json
+
+passes: clipping with the norm of every tensor against `torch.nn.utils.clip_grad_norm_`, with gradients that are equal to the last bit
+(the program stops where they are not), and what telemetry looks at.
+steps: whole training steps under `wandb.watch`, Cockpit, a loop of `.item()` and telemetry, against steps that nobody watches. What is
+not installed is left out, with a sentence.
+runs: the bundled trainer on CartPole-v1, at NORMAL with TensorBoard, W&B (offline) and MLflow, against OFF; and how many microseconds of
+the training thread telemetry takes per minibatch and per update, by a clock around them.
+
+Contenders take turns; figures are medians over the rounds, ratios medians of the rounds' ratios. One torch thread, processor time.
+Memory is the most that a process of its own held while it did its work: passes beside the gradients alone, steps beside bare ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from contenders import Work
+from gradient_passes import DEBUG, LIMITS, NORMAL, OURS, TORCH, Gradients, passes
+from networks import NETWORKS
+from rich.console import Console
+from rich.table import Table
+from rounds import take_turns
+from trainer import median_of, spawn
+from watched_steps import NEEDS, WATCHERS, Step, Training
+
+PARTS = ("passes", "steps", "runs")
+GOALS = {f"{OURS}, does not clip": 0.6, f"{OURS}, clips": 0.95, NORMAL: 1.0}
+"""Ratios to torch's clipping at most."""
+
+STEPS_PER_ROUND = 16
+FEW_CALLS = 3
+"""Of what takes long, and of every contender whose memory is measured."""
+
+WATCHED = ("MLP 64x64", "LSTM 512")
+"""Networks whose whole steps are compared."""
+
+Row = dict[str, Any]
+
+
+def compare_passes(rounds: int) -> Iterator[Row]:
+    """Ratios to torch's clipping, on every network."""
+    for name, network in NETWORKS.items():
+        gradients = Gradients(network)
+        for limit in LIMITS.values():
+            gradients.check_equal(limit)
+        found = passes(gradients)
+        memory = {contender: peak("passes", name, contender) for contender in ("", *found)}
+        for what in LIMITS:
+            pair = [f"{TORCH}, {what}", f"{OURS}, {what}"]
+            yield from timed_passes(name, gradients, {key: found[key] for key in pair}, rounds, memory)
+        rest = {f"{TORCH}, clips": found[f"{TORCH}, clips"], NORMAL: found[NORMAL]}
+        yield from list(timed_passes(name, gradients, rest, rounds, memory))[1:]
+        rest = {f"{TORCH}, clips": found[f"{TORCH}, clips"], DEBUG: found[DEBUG]}
+        yield from list(timed_passes(name, gradients, rest, rounds, memory, FEW_CALLS))[1:]
+
+
+def timed_passes(
+    network: str,
+    gradients: Gradients,
+    contenders: dict[str, Callable[[], object]],
+    rounds: int,
+    memory: dict[str, float],
+    calls: int | None = None,
+) -> Iterator[Row]:
+    """One row per contender."""
+    calls = calls or NETWORKS[network].calls
+    for name, timed in take_turns(contenders, rounds=rounds, calls=calls, prepare=gradients.restore).items():
+        yield {
+            "network": network,
+            "contender": name,
+            "microseconds": timed.microseconds,
+            "ratio": timed.ratio,
+            "rounds": timed.rounds,
+            "goal": GOALS.get(name),
+            "megabytes": memory[name] - memory[""],
+        }
+
+
+def compare_steps(rounds: int) -> Iterator[Row]:
+    """Ratios to steps that nobody watches."""
+    present = [name for name in WATCHERS if name not in NEEDS or importlib.util.find_spec(NEEDS[name])]
+    for name in [name for name in WATCHERS if name not in present]:
+        yield {"contender": name, "skipped": f"{NEEDS[name]} is not installed"}
+    for network in WATCHED:
+        memory = {contender: peak("steps", network, contender) for contender in present}
+        with ExitStack() as stack:
+            steps: dict[str, Step] = {
+                name: stack.enter_context(WATCHERS[name](Training(network))) for name in present if memory[name]
+            }
+            for name, timed in take_turns(steps, rounds=rounds, calls=STEPS_PER_ROUND).items():
+                yield {
+                    "network": network,
+                    "contender": name,
+                    "microseconds": timed.microseconds,
+                    "ratio": timed.ratio,
+                    "rounds": timed.rounds,
+                    "megabytes": memory[name] - memory["bare"],
+                }
+        for name in [name for name in present if not memory[name]]:
+            yield {"network": network, "contender": name, "skipped": "it fails with this network"}
+
+
+def compare_runs(rounds: int, steps: int) -> Iterator[Row]:
+    """Whole runs: speed with telemetry over that without, and microseconds on the training thread."""
+    for network, lstm_size in (("CartPole MLP", None), ("CartPole LSTM 64", 64)):
+        work = Work(steps, 0, lstm_size=lstm_size)
+        names = ("esper", "esper + telemetry", "esper + telemetry, clocked")
+        pairs = [[spawn(name, replace(work, seed=seed), None) for name in names] for seed in range(rounds)]
+        off, on, clocked = (list(runs) for runs in zip(*pairs, strict=True))
+        yield {
+            "network": network,
+            "contender": "NORMAL and three backends, over OFF",
+            "steps_per_second": median_of(on, "wall"),
+            "wall_ratio": statistics.median([a.wall / b.wall for a, b in zip(on, off, strict=True)]),
+            "cpu_ratio": statistics.median([a.cpu / b.cpu for a, b in zip(on, off, strict=True)]),
+            "rounds": [a.wall / b.wall for a, b in zip(on, off, strict=True)],
+            "microseconds_per_minibatch": median_of(clocked, "per_minibatch"),
+            "microseconds_per_update": median_of(clocked, "per_update"),
+            "update_microseconds": median_of(clocked, "update"),
+            "megabytes": median_of(on, "megabytes") - median_of(off, "megabytes"),
+        }
+
+
+def peak(part: str, network: str, contender: str) -> float:
+    """Megabytes that a process with this contender held at most; 0 where the contender failed."""
+    command = [sys.executable, "-W", "ignore", __file__, "--alone", part, network, contender]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
+    return float(done.stdout.splitlines()[-1]) if done.returncode == 0 else 0.0
+
+
+def alone(part: str, network: str, contender: str) -> float:
+    """What `peak` reports, in the process that it starts."""
+    if part == "passes":
+        gradients = Gradients(NETWORKS[network])
+        forget_peak()
+        for _ in range(FEW_CALLS if contender else 0):
+            passes(gradients)[contender]()
+    else:
+        with WATCHERS[contender](Training(network)) as step:
+            for _ in range(STEPS_PER_ROUND):
+                step()
+    return highest()
+
+
+def highest() -> float:
+    """Megabytes that this process has held at most since `forget_peak`; 0 where the system does not say."""
+    status = Path("/proc/self/status")
+    lines = status.read_text(encoding="ascii").splitlines() if status.exists() else []
+    return next((float(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM")), 0.0)
+
+
+def forget_peak() -> None:
+    """Gives freed memory back to the system, and starts `highest` anew."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "network": ("network", str),
+    "contender": ("", str),
+    "microseconds": ("µs", "{:.0f}".format),
+    "ratio": ("ratio", "{:.3f}".format),
+    "goal": ("goal", "≤ {:.2f}".format),
+    "steps_per_second": ("steps/s", "{:.0f}".format),
+    "wall_ratio": ("wall ratio", "{:.3f}".format),
+    "cpu_ratio": ("CPU ratio", "{:.3f}".format),
+    "microseconds_per_minibatch": ("µs/minibatch", "{:.1f}".format),
+    "microseconds_per_update": ("µs/update besides", "{:.0f}".format),
+    "update_microseconds": ("µs an update takes", "{:.0f}".format),
+    "megabytes": ("MB more", "{:+.0f}".format),
+    "skipped": ("", "left out: {}".format),
+}
+"""Field by title and format."""
+
+
+def table(title: str, rows: list[Row]) -> Table:
+    """The rows, with the columns that any of them has."""
+    shown = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
+    found = Table(title=title)
+    for key in shown:
+        found.add_column(COLUMNS[key][0], justify="left" if key in ("network", "contender", "skipped") else "right")
+    for row in rows:
+        found.add_row(*["" if row.get(key) is None else COLUMNS[key][1](row[key]) for key in shown])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all by default")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of every contender")
+    parser.add_argument("--steps", type=int, default=100_000, help="environment steps of a whole run")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there, too")
+    parser.add_argument("--alone", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"a part is one of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if options.alone:
+        print(alone(*options.alone))
+        return
+    measures = {
+        "passes": lambda: compare_passes(options.rounds),
+        "steps": lambda: compare_steps(options.rounds),
+        "runs": lambda: compare_runs(options.rounds, options.steps),
+    }
+    found: dict[str, list[Row]] = {}
+    for part in options.parts or PARTS:
+        found[part] = list(measures[part]())
+        Console(width=160).print(table(f"{part}, {options.rounds} rounds", found[part]))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

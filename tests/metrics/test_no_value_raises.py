@@ -1,0 +1,262 @@
+"""No value in the data makes telemetry raise: whole updates of NaN, infinities, constants, single rows and nothing at all."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from esper_telemetry.evidence import Captures, flight_of, layer_table, stability_report
+from esper_telemetry.group import MetricGroup
+from esper_telemetry.metrics.actions import ActionTotal
+from esper_telemetry.metrics.adam import AdamState
+from esper_telemetry.metrics.lstm import lstm_weights, state_ages, state_size
+from esper_telemetry.record import Level
+from esper_telemetry.series.derive import Series
+from esper_telemetry.summary import (
+    Actions,
+    Details,
+    Drawn,
+    Episodes,
+    Gradients,
+    GradientSample,
+    Layer,
+    Leaves,
+    Memory,
+    Minibatches,
+    Normalizer,
+    Progress,
+    Rollout,
+    Snapshot,
+    summarize,
+)
+from esper_telemetry.window import Window
+
+KINDS = ("normal", "constant", "zero", "huge", "tiny", "nan", "infinite", "mixed")
+FACTS = {
+    "clip": 0.2,
+    "clip_value": 0.2,
+    "max_grad_norm": 0.5,
+    "value_coef": 0.5,
+    "entropy_coef": 0.01,
+    "num_steps": 4,
+    "groups": {"actor": ["a"], "critic": ["b"], "shared": ["c"], "head:choice": ["a"], "gone": ["d"]},
+    "value_head": ["b"],
+    "activation": "relu",
+    "normalize_minibatches": False,
+}
+
+
+class Numbers:
+    """Tensors of one kind of trouble; each is drawn for itself."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        self._draw = draw
+        self._generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+
+    def __call__(self, *shape: int) -> Tensor:
+        kind = self._draw(st.sampled_from(KINDS))
+        x = torch.randn(shape, generator=self._generator)
+        match kind:
+            case "constant":
+                return torch.full(shape, 0.1)
+            case "zero":
+                return torch.zeros(shape)
+            case "huge":
+                return x * 1e30
+            case "tiny":
+                return x * 1e-30
+            case "nan" | "infinite":
+                return torch.full(shape, math.nan if kind == "nan" else -math.inf)
+            case "mixed":
+                odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0, 1e38])
+                places = torch.rand(shape, generator=self._generator) < 0.3
+                return torch.where(places, odd[torch.randint(5, shape, generator=self._generator)], x)
+        return x
+
+    def flags(self, *shape: int) -> Tensor:
+        """All, none or some."""
+        share = self._draw(st.sampled_from([0.0, 0.5, 1.0]))
+        return torch.rand(shape, generator=self._generator) < share
+
+    def size(self, *options: int) -> int:
+        return self._draw(st.sampled_from(options))
+
+
+@st.composite
+def snapshots(draw: st.DrawFn) -> Snapshot:
+    """A whole update: T steps in B environments, M minibatches of a few rows, K gradients."""
+    x = Numbers(draw)
+    steps, envs = x.size(1, 2, 5), x.size(1, 3)
+    counts = tuple(x.size(1, 2, 4) for _ in range(x.size(1, 2)))
+    numels = tuple(x.size(1, 6) for _ in range(3))
+    return Snapshot(
+        rollout=rollout(x, steps, envs),
+        episodes=episodes(x),
+        minibatches=minibatches(x, counts, steps * envs),
+        gradients=(gradients(x, len(counts), numels),),
+        progress=Progress(3, envs * steps, float(x(1)), 0.0, {}, {"value": 0.5, "entropy": 0.01}, 2, {}, 1),
+        sample=sample(x, numels),
+    )
+
+
+def rollout(x: Numbers, steps: int, envs: int) -> Rollout:
+    size = state_size(x(steps, 2, 2, envs, 4))
+    counts = torch.randint(0, 3, (3,)).double()
+    return Rollout(
+        rewards=x(steps, envs),
+        values=x(steps, envs),
+        advantages=x(steps, envs),
+        returns=x(steps, envs),
+        log_probs=x(steps, envs),
+        next_values=x(steps, envs),
+        ended=x.flags(steps, envs),
+        terminated=x.flags(steps, envs),
+        gamma=0.99,
+        valid=x.flags(steps, envs),
+        raw_rewards=x(steps, envs),
+        actions=Actions(
+            chosen={"choice": torch.zeros(steps, envs, dtype=torch.long)},
+            action_masks={"choice": x.flags(steps, envs, 3)},
+            relevance={"choice": x.flags(steps, envs)},
+            counts={"choice": counts},
+            previous={"choice": counts.flip(0)},
+            continuous={"move": drawn(x, steps, envs)},
+        ),
+        memory=Memory(size, state_ages(size.empty, None), (layer(x, steps, envs),)),
+        normalizers={"obs": Normalizer(x(4), x(4).abs(), (x(4), x(4).abs()), torch.tensor(0.0), 0)},
+    )
+
+
+def layer(x: Numbers, steps: int, envs: int) -> Layer:
+    return Layer(lstm_weights(torch.nn.LSTM(3, 4)), x(steps, envs, 3), x(steps, envs, 4), x(steps, envs, 4))
+
+
+def drawn(x: Numbers, steps: int, envs: int) -> Drawn:
+    bounds = torch.tensor([[-1.0, -math.inf], [1.0, math.inf]])
+    mean = x(2).double()
+    previous = ActionTotal(mean, torch.tensor(0.0))
+    return Drawn(x(steps, envs, 2), x(steps, envs, 2).exp(), bounds, x.flags(steps, envs), previous)
+
+
+def episodes(x: Numbers) -> Episodes:
+    returns = tuple(x(x.size(0, 1, 3)).tolist())
+    return Episodes(returns, tuple(range(1, len(returns) + 1)), returns)
+
+
+def minibatches(x: Numbers, counts: tuple[int, ...], transitions: int) -> Minibatches:
+    rows = sum(counts)
+    valid = x.flags(rows) if x.size(0, 1) else None
+    masks = x.flags(rows, 3)
+    masks[:, 0] = True
+    return Minibatches(
+        epochs=tuple(range(len(counts))),
+        counts=counts,
+        log_ratio=x(rows),
+        advantages=x(rows),
+        valid=valid,
+        losses={name: x(len(counts)) for name in ("policy", "value")},
+        logits={"choice": x(rows, 3)},
+        action_masks={"choice": masks},
+        log_std={"move": x(rows, 2)},
+        head_log_ratios={"choice": x(rows), "move": x(rows)},
+        relevance={"choice": x.flags(rows)},
+        rows=torch.arange(rows) % transitions,
+        features=x(min(rows, counts[0]), 4),
+        details=details(x, rows),
+    )
+
+
+def details(x: Numbers, rows: int) -> Details:
+    return Details(
+        values=x(rows),
+        old_values=x(rows),
+        returns=x(rows),
+        raw_advantages=x(rows),
+        actions={"choice": torch.zeros(rows, dtype=torch.long)},
+        old_logits={"choice": x(rows, 3)},
+        means={"move": x(rows, 2)},
+        old_means={"move": x(rows, 2)},
+        old_log_std={"move": x(rows, 2)},
+    )
+
+
+def gradients(x: Numbers, steps: int, numels: tuple[int, ...]) -> Gradients:
+    leaves = Leaves(x(steps).abs(), x(steps).abs(), x(steps))
+    return Gradients(tuple(range(steps)), ("a", "b", "c"), numels, x(steps, 3).abs(), 0.5, leaves)
+
+
+def sample(x: Numbers, numels: tuple[int, ...]) -> GradientSample:
+    entries = sum(numels)
+    states = tuple(adam_state(x, numel) for numel in numels)
+    return GradientSample(
+        ("a", "b", "c"),
+        numels,
+        minibatches=(x(entries), x(entries)),
+        shards=(x(entries), x(entries)),
+        samples=(2, 1),
+        actor=x(numels[2]),
+        critic=x(numels[2]),
+        states=(states,),
+        state_names=("a", "b", "c"),
+        previous_steps=torch.tensor([0.0, 5.0, 2.0], dtype=torch.float64),
+        initial_norm=x().abs(),
+    )
+
+
+def adam_state(x: Numbers, numel: int) -> AdamState:
+    return AdamState(
+        weights=x(numel),
+        gradient=x(numel),
+        exp_avg=x(numel),
+        exp_avg_sq=x(numel).abs(),
+        step=torch.tensor(float(x.size(0, 1, 100))),
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-5,
+    )
+
+
+def as_tuple(found: MetricGroup | Iterable[MetricGroup]) -> tuple[MetricGroup, ...]:
+    """The groups of one measurement."""
+    return (found,) if isinstance(found, MetricGroup) else tuple(found)
+
+
+def recorded(updates: Iterable[Snapshot]) -> list[dict[str, float]]:
+    """The values of the updates' records, evidence on the way."""
+    series, captures, found = Series(FACTS), Captures(Level.DEBUG), []
+    for update in updates:
+        window = Window()
+        for measurements, epochs in summarize(update, FACTS, Level.DEBUG):
+            for measurement in measurements:  # called as they are: a run would contain what they raise
+                for group in as_tuple(measurement()):
+                    window.add(group, epochs, None)
+        values = window.send().finish(Level.DEBUG)
+        record = dict(values.values) | series.derive(values.unreported | values.values, Level.DEBUG)
+        list(captures.of(update, record, FACTS))
+        assert flight_of(update, FACTS) and stability_report(update) and layer_table(update) is not None
+        found.append(record)
+    return found
+
+
+@given(st.lists(snapshots(), min_size=1, max_size=3))
+@settings(max_examples=25, deadline=None)
+def test_whatever_an_update_holds_it_becomes_a_record_of_finite_numbers(updates: list[Snapshot]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for record in recorded(updates):
+            assert all(math.isfinite(value) for value in record.values()), record
+
+
+def test_an_update_of_nothing_is_a_record_of_nothing(tmp_path: Path) -> None:
+    """Nobody tells of distributions, losses or gradients: what remains is measured."""
+    bare = Minibatches((0,), (2,), torch.zeros(2), torch.ones(2), None, {}, {}, {}, {})
+
+    assert recorded([Snapshot()])[0].keys() <= {"telemetry/undefined"}
+    assert recorded([Snapshot(minibatches=bare)])[0]["policy/kl"] == 0.0
