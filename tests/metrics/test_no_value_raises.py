@@ -21,6 +21,7 @@ from esper_telemetry.record import Level
 from esper_telemetry.series.derive import Series
 from esper_telemetry.summary import (
     Actions,
+    Choices,
     Details,
     Drawn,
     Episodes,
@@ -106,9 +107,12 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
     )
 
 
+def choices(x: Numbers, steps: int, envs: int) -> Choices:
+    return Choices(torch.randint(0, 3, (steps, envs)), x.flags(steps, envs))
+
+
 def rollout(x: Numbers, steps: int, envs: int) -> Rollout:
     size = state_size(x(steps, 2, 2, envs, 4))
-    counts = torch.randint(0, 3, (3,)).double()
     return Rollout(
         rewards=x(steps, envs),
         values=x(steps, envs),
@@ -122,11 +126,10 @@ def rollout(x: Numbers, steps: int, envs: int) -> Rollout:
         valid=x.flags(steps, envs),
         raw_rewards=x(steps, envs),
         actions=Actions(
-            chosen={"choice": torch.zeros(steps, envs, dtype=torch.long)},
+            sizes={"choice": 3},
+            chosen={"choice": choices(x, steps, envs)},
+            previous={"choice": choices(x, steps, envs)},
             action_masks={"choice": x.flags(steps, envs, 3)},
-            relevance={"choice": x.flags(steps, envs)},
-            counts={"choice": counts},
-            previous={"choice": counts.flip(0)},
             continuous={"move": drawn(x, steps, envs)},
         ),
         memory=Memory(size, state_ages(size.empty, None), (layer(x, steps, envs),)),
