@@ -31,9 +31,14 @@ ALLOWED: dict[str, set[str]] = {
     "window": {"record", "metric", "reduction", "layout", "group"},
     "metrics": CORE,
     "series": {"record", "metric", "derived"},
-    "catalogue": CORE | {"metrics", "series"},
     "alarms": set(),
+<<<<<<< HEAD
     "registry": CORE | {"alarms", "catalogue", "series", "sinks"},
+=======
+    "detectors": {"record", "metric", "derived", "series", "alarms"},
+    "catalogue": CORE | {"detectors", "metrics", "series"},
+    "registry": CORE | {"alarms", "catalogue", "sinks"},
+>>>>>>> 04dfc6b (Tell what goes wrong: rules, alarms, incidents, and diagnose)
     "journal": {"record"},
     "sinks": {"record"},
     "relay": {"record", "courtesy", "journal", "sinks"},
@@ -55,7 +60,7 @@ ALLOWED: dict[str, set[str]] = {
 """Of ours, what each module or package may import besides itself; `cli` and `commands` may import everything."""
 
 FREE = {"__init__", "__main__", "cli", "commands"}
-WITHOUT_TORCH = ("record", "metric", "series", "journal", "sinks", "relay", "testing", "alarms")
+WITHOUT_TORCH = ("record", "metric", "series", "journal", "sinks", "relay", "testing", "alarms", "detectors")
 
 
 def imports() -> Iterator[tuple[str, str]]:
