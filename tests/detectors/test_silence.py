@@ -102,7 +102,10 @@ def test_resets_that_are_missing_for_two_rollouts_are_a_fault() -> None:
 
 def test_a_forget_gate_that_shuts_shows_in_the_cell_state_before_gates_are_looked_at() -> None:
     """A cell that keeps nothing holds what one step writes, at most 1."""
-    shut = both(multiplied({"lstm/c/rms": 0.2}), set_to({"lstm/c/absmax": 0.98, "lstm/gate/f/sat_lo": None}))
+    shut = both(
+        multiplied({"lstm/c/rms": 0.2}),
+        set_to({"lstm/c/absmax": 0.98, "lstm/c_growth": -0.4, "lstm/gate/f/sat_lo": None}),
+    )
 
     assert raised(judged(run(40, shut)))["lstm/forget_closed"] == SINCE
 

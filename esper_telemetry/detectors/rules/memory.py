@@ -42,7 +42,8 @@ def forget_closed(view: View) -> Iterator[Finding]:
     usual = view.baselines.median(LARGEST)
     if largest is not None and usual is not None and view.z(LARGEST) is not None:
         kept = usual > 1.5 * WRITTEN
-        view.memory["written"] = hard(kept and (largest <= WRITTEN or drops(view)))
+        small = largest <= WRITTEN and view.previous.get(LARGEST, largest) <= WRITTEN
+        view.memory["written"] = hard(kept and (small or drops(view)))
     if shut is None and largest is None:
         return
     gates, written = view.memory.get("gates", 0.0), view.memory.get("written", 0.0)
