@@ -7,8 +7,6 @@ SIGTERM, after saving a checkpoint from which `train --resume` goes on.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -25,11 +23,13 @@ except ModuleNotFoundError as missing:
     sys.stderr.write(f"the command line needs {missing.name}: pip install 'esper-telemetry[cli]'\n")
     raise SystemExit(2) from None
 
+from esper_telemetry.commands.arguments import parse_arguments
 from esper_telemetry.commands.mistakes import WrongUse
 from esper_telemetry.ppo.config import PPOConfig
 from esper_telemetry.ppo.presets import preset
 
-DONE, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
+FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
+TRAIN = "esper-telemetry train"
 
 
 @dataclass(frozen=True)
@@ -166,13 +166,13 @@ def parse(arguments: Sequence[str]) -> Train | Replay | Metrics:
     run_dir = _resumed(arguments)
     if run_dir is not None:
         return _parse_resume(arguments[1:], run_dir)
-    command: Train | Replay | Metrics = _parse(arguments, Command)
+    command: Train | Replay | Metrics = parse_arguments(arguments, Command)
     if not isinstance(command, Train) or command.preset == "none":
         return command
     found = preset(command.env, command.ppo.policy, mask_velocity=command.mask_velocity)
     # sinks are repeatable, and what is repeatable adds to its default
     tuned = replace(command, sink=(), num_envs=found.num_envs, ppo=found.config())
-    explicit: Train = _parse(arguments[1:], Train, default=tuned, prog="esper-telemetry train")
+    explicit: Train = parse_arguments(arguments[1:], Train, default=tuned, program=TRAIN)
     return replace(explicit, preset_name=found.name)
 
 
@@ -191,31 +191,5 @@ def _parse_resume(arguments: Sequence[str], run_dir: str) -> Train:
     from esper_telemetry.commands import resume
 
     saved = resume.saved_options(Train, run_dir)
-    given: Train = _parse(arguments, Train, default=saved, prog="esper-telemetry train")
+    given: Train = parse_arguments(arguments, Train, default=saved, program=TRAIN)
     return resume.checked(replace(given, sink=given.sink or resume.saved_sinks(run_dir)), saved)
-
-
-def _parse(arguments: Sequence[str], form: Any, **settings: Any) -> Any:
-    """Arguments as that form."""
-    complaint = io.StringIO()
-    settings = {"prog": "esper-telemetry", "config": (tyro.conf.OmitArgPrefixes,), **settings}
-    try:
-        with contextlib.redirect_stderr(complaint):
-            return tyro.cli(form, args=list(arguments), **settings)
-    except SystemExit as stop:
-        if stop.code in (None, DONE):
-            raise
-        raise WrongUse(_sentence(complaint.getvalue())) from None
-    except ValueError as error:
-        raise WrongUse(str(error)) from error
-
-
-def _sentence(box: str) -> str:
-    """What the parser drew in a box, as one sentence."""
-    lines = [line.strip("│ \n") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
-    message: list[str] = []
-    for line in lines:
-        if set(line) == {"─"}:
-            break
-        message.append(line)
-    return " ".join(" ".join(message).split()) + "; see esper-telemetry --help"

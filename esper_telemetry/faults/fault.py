@@ -36,6 +36,7 @@ class Fault:
         needs: what a trainer must have; each returns the sentence that says what is missing, or None.
         causes: types that an incident may rightly be put down to; the accepted ones unless said otherwise.
         noisy: it raises an exception in training, as it would in life.
+        core: one of those that metrics were designed with; the others were added to see what these cannot name.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Fault:
     needs: tuple[Need, ...] = ()
     causes: tuple[str, ...] = ()
     noisy: bool = False
+    core: bool = True
 
     def missing(self, trainer: PPO) -> str | None:
         """Why it does not apply to this trainer, in one sentence; None where it does."""

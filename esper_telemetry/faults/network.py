@@ -97,6 +97,7 @@ NETWORK = (
         ("grad/missing_group", "policy/dead_head"),
         bound=0,
         needs=(needs.several_heads,),
+        core=False,
     ),
     Fault(
         "saturated_head",
@@ -107,5 +108,6 @@ NETWORK = (
         dose=50,
         doses=(1, 1000),
         needs=(needs.several_heads, needs.choices),
+        core=False,
     ),
 )

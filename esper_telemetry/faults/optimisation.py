@@ -141,6 +141,7 @@ OPTIMISATION = (
         dose=10,
         doses=(1.5, 100),
         needs=RATE,
+        core=False,
     ),
     Fault(
         "lr_leak",
@@ -151,6 +152,7 @@ OPTIMISATION = (
         dose=1.03,
         doses=(1.001, 1.5),
         needs=RATE,
+        core=False,
     ),
     Fault(
         "epochs_x5",
@@ -187,6 +189,7 @@ OPTIMISATION = (
         bound=20,
         dose=10,
         doses=(1, 1000),
+        core=False,
     ),
     Fault(
         "adam_beta2",
@@ -196,14 +199,16 @@ OPTIMISATION = (
         bound=20,
         dose=8,
         doses=(2, 20),
+        core=False,
     ),
     Fault(
         "repeated_minibatches",
         "All minibatches of a pass hold the same rows.",
         repeated_minibatches,
-        ("integrity/minibatch_overlap",),
-        bound=0,
+        ("integrity/adv_norm",),
+        bound=20,  # no alarm reads the alignment of gradients: rows left out show in the moments of advantages only
         needs=(needs.several_minibatches,),
+        core=False,
     ),
     Fault(
         "bf16_log_probs",
@@ -211,5 +216,6 @@ OPTIMISATION = (
         rounded_log_probs,
         ("integrity/ratio_init",),
         bound=0,
+        core=False,
     ),
 )

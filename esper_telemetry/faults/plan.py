@@ -5,87 +5,106 @@ from __future__ import annotations
 import multiprocessing
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from esper_telemetry.faults.course import Course, one_thread, read_course, train_fault, train_healthy, train_prefix
 from esper_telemetry.faults.healthy import HEALTHY, PLAIN
 
-Tell = Callable[[Course], None]
+Result = TypeVar("Result")
+Group = tuple[str, int]
+"""Environment and seed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Runs that one process trains one after the other: all faults of one environment and seed, or one healthy run."""
-
-    courses: tuple[Course, ...]
-    level: str = "normal"
-
-    @property
-    def updates(self) -> int:
-        """How many updates are trained, at most."""
-        first = self.courses[0]
-        if first.fault is None:
-            return first.last
-        return first.at_update - 1 + sum(course.last - course.at_update + 1 for course in self.courses)
-
-
-def jobs(
+def courses(
     faults: Sequence[tuple[str, float]], envs: Sequence[str], seeds: Sequence[int], *, healthy: bool = True
-) -> list[Job]:
-    """The runs of every fault with its dose on every environment with every seed, and the healthy ones."""
-    broken = [
-        Job(tuple(Course(env, seed, fault=name, dose=dose) for name, dose in faults))
-        for seed in seeds
-        for env in envs
-        if faults
-    ]
+) -> list[Course]:
+    """The runs of every fault with its dose on every environment with every seed, and the healthy ones, the longest first."""
+    broken = [Course(env, seed, name, dose) for seed in seeds for env in envs for name, dose in faults]
     sound = [
-        Job((Course(env, seed, healthy=name, last=kind.updates),))
+        Course(env, seed, healthy=name, last=kind.updates)
         for seed in seeds
         for name, kind in HEALTHY.items()
-        for env in (envs if name == PLAIN else [env for env in kind.beds if env in envs])
-        if healthy
+        for env in envs
+        if healthy and (name == PLAIN or env in kind.beds)
     ]
-    return sorted([*broken, *sound], key=lambda job: -job.updates)
+    return [*sorted(sound, key=lambda course: -course.last), *broken]
 
 
-def run_job(job: Job, directory: Path) -> list[Course]:
-    """Trains the runs of a job that the directory does not hold yet; each gets a directory of its own there."""
-    one_thread()
-    first = job.courses[0]
-    if first.fault is None:
-        return [_once(directory / first.name, lambda target: train_healthy(first, target, job.level))]
-    prefix = directory / f".{first.env}-s{first.seed}".replace("/", "_")
-    done = []
-    for course in job.courses:
-        if not (directory / course.name).exists() and not prefix.exists():
-            train_prefix(first.env, first.seed, prefix, at_update=first.at_update, level=job.level)
-        done.append(_once(directory / course.name, lambda target, c=course: train_fault(c, prefix, target, job.level)))  # type: ignore[misc]
-    shutil.rmtree(prefix, ignore_errors=True)
-    return done
+def cost(course: Course) -> int:
+    """Updates that it trains, what it shares with others left out."""
+    return course.last if course.fault is None else course.last - course.at_update + 1
 
 
-def _once(target: Path, run: Callable[[Path], Course]) -> Course:
-    """The run, trained unless its directory is there; one that was interrupted leaves nothing that looks whole."""
-    if target.exists():
-        return read_course(target)
-    work = target.with_name(f".{target.name}")
-    shutil.rmtree(work, ignore_errors=True)
-    course = run(work)
-    if work.exists():
-        work.rename(target)
+@contextmanager
+def processes(workers: int) -> Iterator[Executor]:
+    """So many processes of one thread each; what waits is dropped when something raises."""
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=one_thread)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def train_all(work: Sequence[Course], directory: Path, pool: Executor, level: str = "normal") -> Iterator[Course]:
+    """Trains what the directory does not hold yet, and yields every run when it is there or does not apply."""
+    waiting: dict[Group, list[Course]] = {}
+    running: dict[Future[Course], Group | None] = {}
+    for course in work:
+        if (directory / course.name).exists():
+            yield read_course(directory / course.name)
+        elif course.fault is None:
+            running[pool.submit(healthy_run, course, directory, level)] = None
+        else:
+            waiting.setdefault((course.env, course.seed), []).append(course)
+    for group, broken in waiting.items():
+        running[pool.submit(prefix_run, broken[0], directory, level)] = group
+    while running:
+        for done in wait(running, return_when=FIRST_COMPLETED).done:
+            shared, course = running.pop(done), done.result()
+            if shared is None:
+                yield course
+            else:
+                running |= {pool.submit(fault_run, one, directory, level): None for one in waiting.pop(shared)}
+    remove_prefixes(work, directory)
+
+
+def prefix_run(course: Course, directory: Path, level: str) -> Course:
+    """What comes before the fault, for all runs of an environment and seed."""
+    target = prefix_of(course, directory)
+    whole(target, lambda work: train_prefix(course.env, course.seed, work, at_update=course.at_update, level=level))
     return course
 
 
-def run_jobs(work: Sequence[Job], directory: Path, workers: int) -> Iterator[tuple[Job, list[Course]]]:
-    """Trains all, `workers` at a time, and yields what is done as it is done."""
-    directory.mkdir(parents=True, exist_ok=True)
-    if workers == 1:
-        yield from ((job, run_job(job, directory)) for job in work)
-        return
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=one_thread) as pool:
-        futures: dict[Future[list[Course]], Job] = {pool.submit(run_job, job, directory): job for job in work}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+def fault_run(course: Course, directory: Path, level: str) -> Course:
+    """A run that breaks."""
+    return whole(directory / course.name, lambda work: train_fault(course, prefix_of(course, directory), work, level))
+
+
+def healthy_run(course: Course, directory: Path, level: str) -> Course:
+    """A run in which nothing is wrong."""
+    return whole(directory / course.name, lambda work: train_healthy(course, work, level))
+
+
+def prefix_of(course: Course, directory: Path) -> Path:
+    """Where runs of this environment and seed begin."""
+    return directory / f".{course.env}-{course.at_update}-s{course.seed}".replace("/", "_")
+
+
+def remove_prefixes(work: Sequence[Course], directory: Path) -> None:
+    """Removes what runs began with."""
+    for prefix in {prefix_of(course, directory) for course in work}:
+        shutil.rmtree(prefix, ignore_errors=True)
+
+
+def whole(target: Path, run: Callable[[Path], Result]) -> Result:
+    """What `run` gives, and what it writes as a directory that is there whole or not at all."""
+    work = target.with_name(f"{target.name}.part")
+    shutil.rmtree(work, ignore_errors=True)
+    found = run(work)
+    if work.exists():
+        shutil.rmtree(target, ignore_errors=True)
+        work.rename(target)
+    return found
