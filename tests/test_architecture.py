@@ -56,6 +56,8 @@ ALLOWED: dict[str, set[str]] = {
     "environments": set(),
     "ppo": {"environments", "ops", "hooks", "events", "replay"},
     "testing": {"record", "sinks"},
+    "faults": CORE
+    | {"alarms", "commands", "detectors", "environments", "events", "journal", "ppo", "telemetry", "wiring"},
 }
 """Of ours, what each module or package may import besides itself; `cli` and `commands` may import everything."""
 

@@ -21,17 +21,17 @@ def nothing(trainer: PPO) -> None:
     """Leaves the trainer alone."""
 
 
-def tenfold(step: Step, _: Mapping[str, Array]) -> Step:
-    """A step with ten times the reward."""
-    return step._replace(rewards=10 * step.rewards)
+def threefold(step: Step, _: Mapping[str, Array]) -> Step:
+    """A step with three times the reward."""
+    return step._replace(rewards=3 * step.rewards)
 
 
-def rewards_x10(trainer: PPO) -> None:
-    """Gives ten times the reward from update 31 on, as a curriculum would."""
+def rewards_x3(trainer: PPO) -> None:
+    """Gives three times the reward from update 31 on, as a curriculum would."""
 
     def change(event: UpdateEnd) -> None:
         if event.update == CHANGE - 1:
-            environment(trainer, partial(Altered, tenfold))
+            environment(trainer, partial(Altered, threefold))
 
     trainer.hooks.on(UpdateEnd, change, last=True)
 
@@ -80,11 +80,11 @@ HEALTHY: Mapping[str, Healthy] = {
     ),
     "plateau": Healthy("a solved task is trained on", 120, ("cue-recall", "cartpole")),
     "slow": Healthy("the learning rate is a hundredth", 60, ("cue-recall", "acrobot"), {"learning_rate": 2.5e-5}),
-    "rewards_x10": Healthy(
-        "rewards grow tenfold, and the user says so",
+    "rewards_x3": Healthy(
+        "rewards grow threefold, and the user says so",
         60,
         ("cue-recall", "pendulum"),
-        prepare=rewards_x10,
+        prepare=rewards_x3,
         interventions=(CHANGE,),
     ),
 }
