@@ -65,14 +65,14 @@ def test_kept_journals_are_scored_again_without_training(kept: Path) -> None:
 
     for name in FIELDS:
         assert again[name] == before[name]
-    assert again["halves"]["tuning"]["runs"] == 1
-    assert again["halves"]["held_out"]["runs"] == 0
+    assert again["halves"]["held_out"]["runs"] == 1
+    assert again["halves"]["tuning"]["runs"] == 0
     assert len(again["curve"]) == 9
 
 
 def test_what_is_kept_is_whole_runs_and_nothing_else(kept: Path) -> None:
-    assert sorted(path.name for path in kept.iterdir()) == ["cartpole-lr_zero-0-s1", "printed.json"]
-    assert {path.name for path in (kept / "cartpole-lr_zero-0-s1").iterdir()} >= {"course.json", "journal.jsonl"}
+    assert sorted(path.name for path in kept.iterdir()) == ["cartpole-lr_zero-0-s3", "printed.json"]
+    assert {path.name for path in (kept / "cartpole-lr_zero-0-s3").iterdir()} >= {"course.json", "journal.jsonl"}
 
 
 def test_faults_are_listed_with_the_alarms_that_name_them(capsys: pytest.CaptureFixture[str]) -> None:
