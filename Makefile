@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export WANDB_SILENT ?= true
 DEMO_SINKS := --sink console --sink tensorboard --sink 'wandb:esper-demo?mode=offline' --sink 'mlflow?experiment=esper-demo'
 
-.PHONY: help install demo demo-mlp test test-slow lint bench docs clean
+.PHONY: help install demo demo-mlp demo-fault test test-slow lint bench docs clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -26,6 +26,10 @@ demo: install  ## train an LSTM on CartPole-v1 without velocities; telemetry on 
 demo-mlp: install  ## the same with velocities, for which a policy without memory is enough
 	@echo "Training an MLP on CartPole-v1 with telemetry in four places; the end says how to open each"
 	@$(BIN)/esper-telemetry train --env CartPole-v1 --total-steps 200000 --seed 1 $(DEMO_SINKS)
+
+demo-fault: install  ## the demo, with a learning rate 100 times too large from the middle on; the console says so
+	@echo "Training as in the demo; half-way the learning rate becomes 100 times too large, and the console says what is wrong"
+	@$(BIN)/python -m esper_telemetry.faults demo --fault lr_x100 $(DEMO_SINKS)
 
 test: install lint  ## lint, check types, run the tests (under 10 minutes on 2 cores)
 	@echo "Running the tests"

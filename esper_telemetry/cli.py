@@ -1,4 +1,4 @@
-"""The command line: `esper-telemetry train | replay | metrics`, also `python -m esper_telemetry`.
+"""The command line: `esper-telemetry train | replay | diagnose | metrics`, also `python -m esper_telemetry`.
 
 Exit codes: 0 done, 1 the run failed, 2 wrong use (one sentence on stderr, nothing created or changed); 130 interrupted and 143 ended by
 SIGTERM, after saving a checkpoint from which `train --resume` goes on.
@@ -7,8 +7,6 @@ SIGTERM, after saving a checkpoint from which `train --resume` goes on.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -25,11 +23,13 @@ except ModuleNotFoundError as missing:
     sys.stderr.write(f"the command line needs {missing.name}: pip install 'esper-telemetry[cli]'\n")
     raise SystemExit(2) from None
 
+from esper_telemetry.commands.arguments import parse_arguments
 from esper_telemetry.commands.mistakes import WrongUse
 from esper_telemetry.ppo.config import PPOConfig
 from esper_telemetry.ppo.presets import preset
 
-DONE, FAILED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
+FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
+TRAIN = "esper-telemetry train"
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,25 @@ class Metrics:
     """As JSON, one object per metric."""
 
 
+@dataclass(frozen=True)
+class Diagnose:
+    """Says what goes wrong in a run, since when and what to try, from its journal; the run may still be under way.
+
+    Example: esper-telemetry diagnose runs/a --threshold kl_spike_high=0.5
+    """
+
+    run_dir: tyro.conf.Positional[str]
+    """The run directory."""
+    json: bool = False
+    """As JSON: incidents with their alarms, task events, and questions that could not be answered."""
+    threshold: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """NAME=VALUE: another bound of a rule; or a type of alarm, on or off: grad/noise_dominated=on."""
+
+
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Replay, tyro.conf.subcommand("replay")]
+    | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
     | Annotated[Metrics, tyro.conf.subcommand("metrics")]
 )
 
@@ -139,6 +155,7 @@ def run(arguments: Sequence[str]) -> int:
     table: dict[type, Callable[[Any], int]] = {
         Train: commands.train,
         Replay: commands.replay,
+        Diagnose: commands.diagnose,
         Metrics: commands.metrics,
     }
     return table[type(command)](command)
@@ -149,13 +166,13 @@ def parse(arguments: Sequence[str]) -> Train | Replay | Metrics:
     run_dir = _resumed(arguments)
     if run_dir is not None:
         return _parse_resume(arguments[1:], run_dir)
-    command: Train | Replay | Metrics = _parse(arguments, Command)
+    command: Train | Replay | Metrics = parse_arguments(arguments, Command)
     if not isinstance(command, Train) or command.preset == "none":
         return command
     found = preset(command.env, command.ppo.policy, mask_velocity=command.mask_velocity)
     # sinks are repeatable, and what is repeatable adds to its default
     tuned = replace(command, sink=(), num_envs=found.num_envs, ppo=found.config())
-    explicit: Train = _parse(arguments[1:], Train, default=tuned, prog="esper-telemetry train")
+    explicit: Train = parse_arguments(arguments[1:], Train, default=tuned, program=TRAIN)
     return replace(explicit, preset_name=found.name)
 
 
@@ -174,31 +191,5 @@ def _parse_resume(arguments: Sequence[str], run_dir: str) -> Train:
     from esper_telemetry.commands import resume
 
     saved = resume.saved_options(Train, run_dir)
-    given: Train = _parse(arguments, Train, default=saved, prog="esper-telemetry train")
+    given: Train = parse_arguments(arguments, Train, default=saved, program=TRAIN)
     return resume.checked(replace(given, sink=given.sink or resume.saved_sinks(run_dir)), saved)
-
-
-def _parse(arguments: Sequence[str], form: Any, **settings: Any) -> Any:
-    """Arguments as that form."""
-    complaint = io.StringIO()
-    settings = {"prog": "esper-telemetry", "config": (tyro.conf.OmitArgPrefixes,), **settings}
-    try:
-        with contextlib.redirect_stderr(complaint):
-            return tyro.cli(form, args=list(arguments), **settings)
-    except SystemExit as stop:
-        if stop.code in (None, DONE):
-            raise
-        raise WrongUse(_sentence(complaint.getvalue())) from None
-    except ValueError as error:
-        raise WrongUse(str(error)) from error
-
-
-def _sentence(box: str) -> str:
-    """What the parser drew in a box, as one sentence."""
-    lines = [line.strip("│ \n") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
-    message: list[str] = []
-    for line in lines:
-        if set(line) == {"─"}:
-            break
-        message.append(line)
-    return " ".join(" ".join(message).split()) + "; see esper-telemetry --help"

@@ -25,6 +25,11 @@ def backward_losses(losses: Mapping[str, Tensor], weights: Mapping[str, Tensor])
 
 
 def backward_trunks(outputs: Sequence[Tensor], actor: Tensor, critic: Tensor) -> None:
-    """Takes the gradients at the trunk outputs on to the parameters: their sum where both read the same output."""
+    """Takes the gradients at the trunk outputs on to the parameters: their sum where both read the same output.
+
+    A trunk whose parameters are all frozen has no graph and is passed over.
+    """
     gradients = [actor + critic] if len(outputs) == 1 else [actor, critic]
-    torch.autograd.backward(list(outputs), gradients)
+    reached = [(output, grad) for output, grad in zip(outputs, gradients, strict=True) if output.requires_grad]
+    if reached:
+        torch.autograd.backward([output for output, _ in reached], [grad for _, grad in reached])

@@ -40,9 +40,9 @@ def objective(
     policy: ActorCritic, steps: UpdateSteps, batch: Batch, leaves: Leaves, *, clip: float, bonus: bool
 ) -> Result:
     """The losses of a minibatch as functions of the trunk outputs; the entropy only where there is a bonus for it."""
-    scores = policy.scores(leaves.actor)
+    scores = steps.scores(policy.scores(leaves.actor))
     normalized = policy.normalize(scores, batch.action_masks)
-    log_probs = policy.log_probs(normalized, batch.actions, batch.relevance)
+    log_probs = steps.log_probs(policy.log_probs(normalized, batch.actions, batch.relevance))
     log_ratio = add(list(log_probs.values())) - batch.log_probs
     values = policy.values(leaves.critic)
     losses = {
@@ -50,5 +50,5 @@ def objective(
         "value": steps.value_loss(values, batch.returns, batch.values),
     }
     if bonus:
-        losses["entropy"] = -policy.entropy(normalized, batch.relevance)
+        losses["entropy"] = steps.entropy_loss(policy.entropy(normalized, batch.relevance))
     return Result(log_ratio, values, scores, log_probs, losses)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -106,32 +107,44 @@ def same(value: Any) -> Any:
 class UpdateSteps:
     """What an update is made of; replace a field to change that step.
 
-    The first five decide what an update sees of a rollout; by default all of it, as it was.
+    The first six decide what an update sees of a rollout; by default all of it, as it was.
 
     Attributes:
         rewards: [T, B] -> [T, B].
         observations: [T, B, ...] acted on -> the same shape, to train on.
         action_masks: per restricted head [T, B, A] -> the masks to train under.
+        relevance: per head that is not always relevant [T, B], bool -> where it matters in training.
         initial_state: per trunk [layers, parts, B, H], stored -> the state in which training begins each rollout.
         resets: [B], bool: where an episode ended -> where memory begins anew, in acting and in training; arrays on the host,
             tensors for tensor environments on a device.
         advantages: (rollout, gamma, gae_lambda) -> [T, B].
+        returns: (advantages [T, B], values [T, B]) -> the critic's targets [T, B].
         normalize: advantages [N] -> [N]: of all transitions, or of a minibatch; called where `normalize_advantages` is on.
         minibatches: (batch, count, generator) -> one pass over the batch.
+        scores: per head [N, width] -> the scores that the losses are computed from.
+        log_probs: per head [N], of the actions taken -> the same, for the ratio.
         policy_loss: (log_ratio [N], advantages [N], clip) -> 0-d.
         value_loss: (values [N], returns [N], values at collection [N]) -> 0-d, without its coefficient.
+        entropy_loss: mean entropy, 0-d -> 0-d, without its coefficient; called where there is a bonus.
+        learning_rate: rate of the next update by the schedule -> the one to use; where the rate follows the KL nothing asks.
     """
 
     rewards: Callable[[Tensor], Tensor] = same
     observations: Callable[[Tensor], Tensor] = same
     action_masks: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = same
+    relevance: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = same
     initial_state: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = same
     resets: Callable[[Array], Array] = same
     advantages: Callable[[Rollout, float, float], Tensor] = generalized_advantages
+    returns: Callable[[Tensor, Tensor], Tensor] = operator.add
     normalize: Callable[[Tensor], Tensor] = standardize
     minibatches: Callable[[Batch, int, torch.Generator], Iterable[Batch]] = shuffled_minibatches
+    scores: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = same
+    log_probs: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = same
     policy_loss: Callable[[Tensor, Tensor, float], Tensor] = clipped_surrogate
     value_loss: Callable[[Tensor, Tensor, Tensor], Tensor] = squared_error
+    entropy_loss: Callable[[Tensor], Tensor] = torch.neg
+    learning_rate: Callable[[float], float] = same
 
     def seen(self, rollout: Rollout) -> Rollout:
         """The rollout as the update sees it."""
@@ -143,6 +156,7 @@ class UpdateSteps:
             rewards=self.rewards(rollout.rewards),
             observations=self.observations(rollout.observations),
             action_masks=self.action_masks(rollout.action_masks),
+            relevance=self.relevance(rollout.relevance),
             recurrence=memory,
         )
 

@@ -59,6 +59,7 @@ FACTS = (
     "gae_lambda",
     "normalize_advantages",
     "normalize_minibatches",
+    "advantage_std_floor",
     "num_steps",
     "num_epochs",
     "num_minibatches",
@@ -71,6 +72,7 @@ FACTS = (
     "normalize_observations",
     "normalize_rewards",
     "target_kl",
+    "desired_kl",
 )
 
 
@@ -185,7 +187,8 @@ class PPO:
     def _schedule(self, remaining: float) -> None:
         """Sets what changes over the run, of which `remaining`, 1 to 0, is left."""
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.config, group["lr"], remaining)
+            rate = learning_rate(self.config, group["lr"], remaining)
+            group["lr"] = rate if self.config.desired_kl is not None else self.steps.learning_rate(rate)
         weights = {"policy": 1.0, "value": self.config.value_coef, "entropy": entropy_coef(self.config, remaining)}
         if weights != self._coefficients:
             self._coefficients = weights
@@ -216,7 +219,7 @@ class PPO:
         """Several passes over a rollout; returns how many: none where it holds no transition."""
         config = self.config
         advantages = self.steps.advantages(rollout, config.gamma, config.gae_lambda)
-        returns = advantages + rollout.values
+        returns = self.steps.returns(advantages, rollout.values)
         self._tell_rollout(rollout, advantages, returns)
         batch = flatten(rollout, advantages, returns, numbered=self.hooks.wants(MinibatchEnd))
         if not len(batch):  # every row of so short a rollout was a reset
