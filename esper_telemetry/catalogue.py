@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from types import ModuleType
 
-from esper_telemetry import metrics, series
+from esper_telemetry import detectors, metrics, series
 from esper_telemetry.derived import Derived
 from esper_telemetry.group import MetricGroup
 from esper_telemetry.metric import Metric, declared
@@ -21,7 +21,7 @@ def catalogue() -> tuple[Metric, ...]:
     Raises:
         ValueError: where two metrics share a key or a number, or one has no number.
     """
-    found = tuple(sorted(_declared_in((metrics, series)), key=lambda metric: metric.number))
+    found = tuple(sorted(_declared_in((metrics, series, detectors)), key=lambda metric: metric.number))
     _check_unique("key", [metric.key for metric in found])
     _check_unique("number", [metric.number for metric in found])
     _check_numbered(found)
@@ -30,7 +30,7 @@ def catalogue() -> tuple[Metric, ...]:
 
 def groups() -> tuple[type, ...]:
     """The types that declare metrics, measured and derived, in the order of their modules."""
-    return tuple(_groups((metrics, series)))
+    return tuple(_groups((metrics, series, detectors)))
 
 
 def _declared_in(packages: Iterable[ModuleType]) -> Iterator[Metric]:

@@ -1,4 +1,4 @@
-"""The command line: `esper-telemetry train | replay | metrics`, also `python -m esper_telemetry`.
+"""The command line: `esper-telemetry train | replay | diagnose | metrics`, also `python -m esper_telemetry`.
 
 Exit codes: 0 done, 1 the run failed, 2 wrong use (one sentence on stderr, nothing created or changed); 130 interrupted and 143 ended by
 SIGTERM, after saving a checkpoint from which `train --resume` goes on.
@@ -109,9 +109,25 @@ class Metrics:
     """As JSON, one object per metric."""
 
 
+@dataclass(frozen=True)
+class Diagnose:
+    """Says what goes wrong in a run, since when and what to try, from its journal; the run may still be under way.
+
+    Example: esper-telemetry diagnose runs/a --threshold kl_spike_high=0.5
+    """
+
+    run_dir: tyro.conf.Positional[str]
+    """The run directory."""
+    json: bool = False
+    """As JSON: incidents with their alarms, task events, and questions that could not be answered."""
+    threshold: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """NAME=VALUE: another bound of a rule; or a type of alarm, on or off: grad/noise_dominated=on."""
+
+
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Replay, tyro.conf.subcommand("replay")]
+    | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
     | Annotated[Metrics, tyro.conf.subcommand("metrics")]
 )
 
@@ -139,6 +155,7 @@ def run(arguments: Sequence[str]) -> int:
     table: dict[type, Callable[[Any], int]] = {
         Train: commands.train,
         Replay: commands.replay,
+        Diagnose: commands.diagnose,
         Metrics: commands.metrics,
     }
     return table[type(command)](command)

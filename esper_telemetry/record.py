@@ -247,16 +247,17 @@ def template_of(key: str, templates: Mapping[str, object]) -> str:
 
 
 def _places(segments: int) -> Iterator[tuple[int, int]]:
-    """Where a label may stand, (first segment, number of segments): one segment anywhere, or several at the beginning."""
+    """Where a label may stand, (first segment, number of segments): one segment anywhere, or several at either end."""
     yield from ((start, 1) for start in range(segments))
-    yield from ((0, length) for length in range(segments - 1, 1, -1))
+    for length in range(segments - 1, 1, -1):
+        yield from ((start, length) for start in (0, segments - length))
 
 
 LABELS = ("head", "group", "layer", "pair", "normalizer", "sink", "part", "gate")
 """Labels that stand for one segment of a key."""
 
 WHOLE_KEYS = ("key",)
-"""Labels that stand for another key, whatever its segments: `{key}/ema` is `policy/kl/ema` and so on."""
+"""Labels that stand for another key, whatever its segments: `{key}/ema` is `policy/kl/ema`, `alarm/{key}` is `alarm/policy/kl_spike`."""
 
 
 def check_key(key: str) -> str:

@@ -31,8 +31,9 @@ ALLOWED: dict[str, set[str]] = {
     "window": {"record", "metric", "reduction", "layout", "group"},
     "metrics": CORE,
     "series": {"record", "metric", "derived"},
-    "catalogue": CORE | {"metrics", "series"},
     "alarms": set(),
+    "detectors": {"record", "metric", "derived", "series", "alarms"},
+    "catalogue": CORE | {"detectors", "metrics", "series"},
     "registry": CORE | {"alarms", "catalogue", "sinks"},
     "journal": {"record"},
     "sinks": {"record"},
@@ -55,7 +56,7 @@ ALLOWED: dict[str, set[str]] = {
 """Of ours, what each module or package may import besides itself; `cli` and `commands` may import everything."""
 
 FREE = {"__init__", "__main__", "cli", "commands"}
-WITHOUT_TORCH = ("record", "metric", "series", "journal", "sinks", "relay", "testing", "alarms")
+WITHOUT_TORCH = ("record", "metric", "series", "journal", "sinks", "relay", "testing", "alarms", "detectors")
 
 
 def imports() -> Iterator[tuple[str, str]]:

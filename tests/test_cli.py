@@ -118,7 +118,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["replay", ".", "--to", "tensorboard"], ". is not a run directory: it holds no journal.jsonl"),
         (["replay", "nowhere", "--to", "grafana"], "unknown sink 'grafana'"),
         (["trian"], "trian"),
-        ([], "{train, replay, metrics"),
+        ([], "{train, replay, diagnose, metrics"),
     ],
     ids=" ".join,
 )

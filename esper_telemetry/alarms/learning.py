@@ -225,4 +225,10 @@ TELEMETRY = (
         "A backend fails or falls behind; the journal has everything.",
         "Check the address and the key of the backend; `esper-telemetry replay` sends what is missing.",
     ),
+    AlarmType(
+        "telemetry/storm",
+        ("alarm/active",),
+        "More alarms were raised than anybody can read.",
+        "Look at the first ones: the rest are most likely their consequences.",
+    ),
 )

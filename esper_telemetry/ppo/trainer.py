@@ -59,6 +59,7 @@ FACTS = (
     "gae_lambda",
     "normalize_advantages",
     "normalize_minibatches",
+    "advantage_std_floor",
     "num_steps",
     "num_epochs",
     "num_minibatches",

@@ -14,6 +14,12 @@ class Chapter(NamedTuple):
 
 
 CHAPTERS = {
+    "alarm": Chapter(
+        "Alarms",
+        "What the detectors say of the run: one number per kind of alarm while it is raised. The alarm itself has the words: what has "
+        "happened, since when, and what to try.",
+        ("alarm/active",),
+    ),
     "episode": Chapter(
         "Episodes",
         "What the policy earned in the episodes that it finished while training: the only numbers here that say whether the "

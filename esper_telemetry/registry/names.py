@@ -162,6 +162,8 @@ NAMES = {
     "perf/telemetry_ms": "time in telemetry",
     "perf/telemetry_frac": "telemetry's share of the time",
     "perf/d2h_copies": "copies from the device",
+    "alarm/active": "alarms raised",
+    "alarm/{key}": "severity of an alarm",
     "telemetry/level": "level",
     "telemetry/undefined": "metrics without a value",
     "telemetry/queue_depth": "records still to be delivered",

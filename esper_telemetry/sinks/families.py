@@ -13,6 +13,7 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
+    "alarm": Family("Is anything wrong?"),
     "episode": Family("Is it learning?", axis="axis/env_step"),
     "eval": Family("How good is it without exploring?", axis="axis/env_step"),
     "policy": Family("Is the policy moving too far?"),

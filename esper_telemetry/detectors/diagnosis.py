@@ -1,0 +1,95 @@
+"""What the detectors say of a whole run: its incidents, how the task went, and what remains open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from esper_telemetry.detectors.detectors import Detectors
+from esper_telemetry.detectors.thresholds import Thresholds
+from esper_telemetry.record import Alarm, AlarmEvent, Record
+
+
+@dataclass(slots=True)
+class Story:
+    """One incident as it is told afterwards.
+
+    Attributes:
+        number: from 1.
+        cause: type that it is put down to, by all that is known now.
+        alarms: of the incident, in order.
+    """
+
+    number: int
+    cause: str = ""
+    alarms: list[Alarm] = field(default_factory=list)
+
+    @property
+    def main(self) -> Alarm:
+        """The alarm of the cause, as it was raised."""
+        raised = [alarm for alarm in self.alarms if alarm.event is AlarmEvent.RAISE]
+        return next((alarm for alarm in raised if alarm.type == self.cause), raised[0])
+
+    @property
+    def since(self) -> int:
+        """Update in which it began."""
+        return min(alarm.since for alarm in self.alarms if alarm.event is AlarmEvent.RAISE)
+
+    def standing(self) -> dict[str, int | None]:
+        """Types that were raised, with the update in which each was over; None for those that last."""
+        found: dict[str, int | None] = {}
+        for alarm in self.alarms:
+            found[alarm.type] = alarm.axes.update if alarm.event is AlarmEvent.CLEAR else None
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What is wrong with a run.
+
+    Attributes:
+        updates: records that were judged.
+        incidents: in order.
+        events: how the task went, (type, data).
+        unanswered: questions that the records leave open, with what is missing.
+    """
+
+    updates: int
+    incidents: tuple[Story, ...]
+    events: tuple[tuple[str, Mapping[str, Any]], ...]
+    unanswered: Mapping[str, str]
+
+
+def diagnose(
+    facts: Mapping[str, Any],
+    records: Iterable[Record],
+    *,
+    thresholds: Thresholds | None = None,
+    interventions: Iterable[int] = (),
+) -> Diagnosis:
+    """Judges all records of a run, as they were judged while it was trained.
+
+    Args:
+        facts: of the run.
+        records: in order.
+        thresholds: bounds; the usual ones by default.
+        interventions: `seq` of the records after which something was changed on purpose.
+    """
+    detectors = Detectors(facts, thresholds or Thresholds())
+    changes = sorted(interventions)
+    incidents: dict[int, Story] = {}
+    events: list[tuple[str, Mapping[str, Any]]] = []
+    updates = 0
+    for record in records:
+        while changes and changes[0] < record.seq:
+            detectors.intervention()
+            changes.pop(0)
+        verdict = detectors.step(record)
+        updates += 1
+        events += [event for event in verdict.events if event[0].startswith("task/")]
+        for alarm in verdict.alarms:
+            incident = incidents.setdefault(alarm.incident, Story(alarm.incident))
+            incident.alarms.append(alarm)
+            incident.cause = alarm.cause or incident.cause or alarm.type
+    return Diagnosis(updates, tuple(incidents.values()), tuple(events), detectors.unanswered())

@@ -1,0 +1,127 @@
+"""What chosen keys usually are in this run: windows of healthy values, medians and robust scores, all keys in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from esper_telemetry.series.robust import N_MIN, SCALE_MIN, spread
+
+WINDOW = 100
+"""Healthy values that are kept of each key."""
+
+OUTLIER = 8.0
+"""Robust scores from which on a value does not enter: anomalies must not train their own baseline."""
+
+REBASELINE_AFTER = 50
+"""Values in a row that did not enter, after which the history begins anew."""
+
+FEW = 5
+"""Values from which on a key has a median; robust scores wait for twenty."""
+
+LINEAR = ("grad/interference/log_ratio",)
+"""Keys that are logarithms already."""
+
+TIGHT = {
+    "lstm/c/rms": 0.05,
+    "reward/absmax": 0.05,
+    "reward/mean": 0.05,
+    "reward/std": 0.05,
+    "repr/effective_rank": 0.05,
+}
+"""Smallest spread, in decades, of keys that hardly vary; 0.15 for all others."""
+
+
+class Baselines:
+    """Windows of log10 values of keys that come and go, and how far the latest values lie from their medians.
+
+    Attributes:
+        z: robust standard scores of the latest update's values, by key; without keys whose history is short.
+        shift: decades between the latest values and their medians, by key.
+    """
+
+    def __init__(self) -> None:
+        self.z: dict[str, float] = {}
+        self.shift: dict[str, float] = {}
+        self._rows: dict[str, int] = {}
+        self._values = np.full((0, WINDOW), np.nan)
+        self._count = np.zeros(0, dtype=np.int64)
+        self._rejected = np.zeros(0, dtype=np.int64)
+        self._floor = np.zeros(0)
+        self._x = np.zeros(0)
+        self._medians = np.zeros(0)
+
+    def look(self, found: Mapping[str, float]) -> None:
+        """Judges one update by the updates before it; `learn` takes it in."""
+        for key in found.keys() - self._rows.keys():
+            self._add(key)
+        self._x = np.full(len(self._rows), np.nan)
+        rows = [self._rows[key] for key in found]
+        self._x[rows] = [_scaled(key, value) for key, value in found.items()]
+        median, scale = spread(self._values, scale_min=self._floor, n_min=FEW)
+        self._medians = median
+        shift = np.where(self._count >= N_MIN, self._x - median, np.nan)
+        z = shift / scale
+        known = np.isfinite(z).tolist()
+        names = list(self._rows)
+        self.z = {name: score for name, score, ok in zip(names, z.tolist(), known, strict=True) if ok}
+        self.shift = {name: score for name, score, ok in zip(names, shift.tolist(), known, strict=True) if ok}
+
+    def learn(self) -> None:
+        """Takes in the values that were looked at last, outliers excepted."""
+        names = list(self._rows)
+        outlier = np.array([abs(self.z.get(name, 0.0)) >= OUTLIER for name in names], dtype=bool)
+        finite = np.isfinite(self._x)
+        self._rejected = np.where(finite & ~outlier, 0, self._rejected + (finite & outlier))
+        anew = self._rejected >= REBASELINE_AFTER
+        self._values[anew] = np.nan
+        self._count[anew] = 0
+        self._rejected[anew] = 0
+        rows = np.flatnonzero(finite & (~outlier | anew))
+        self._values[rows, self._count[rows] % WINDOW] = self._x[rows]
+        self._count[rows] += 1
+
+    def forget(self) -> None:
+        """Begins all histories anew."""
+        self._values[:] = np.nan
+        self._count[:] = 0
+        self._rejected[:] = 0
+        self._medians[:] = np.nan
+        self.z, self.shift = {}, {}
+
+    def count(self, key: str) -> int:
+        """Values that the history of a key holds."""
+        return min(int(self._count[self._rows[key]]), WINDOW) if key in self._rows else 0
+
+    def usual(self, key: str) -> tuple[float, float] | None:
+        """Range of a key's usual values, 10th to 90th percentile; None of fewer than five."""
+        if self.count(key) < FEW:
+            return None
+        window = self._values[self._rows[key]]
+        low, high = np.quantile(window[np.isfinite(window)], (0.1, 0.9)).tolist()
+        return (low, high) if key in LINEAR else (10.0**low, 10.0**high)
+
+    def median(self, key: str) -> float | None:
+        """Median of a key's history; None of fewer than five values."""
+        row = self._rows.get(key)
+        if row is None or self.count(key) < FEW or not np.isfinite(self._medians[row]):
+            return None
+        middle = float(self._medians[row])
+        return middle if key in LINEAR else 10.0**middle
+
+    def _add(self, key: str) -> None:
+        self._rows[key] = len(self._rows)
+        self._values = np.vstack([self._values, np.full((1, WINDOW), np.nan)])
+        self._count = np.append(self._count, 0)
+        self._rejected = np.append(self._rejected, 0)
+        self._floor = np.append(self._floor, TIGHT.get(key, SCALE_MIN))
+        self._medians = np.append(self._medians, np.nan)
+
+
+def _scaled(key: str, value: float) -> float:
+    """A value as its history holds it."""
+    if key in LINEAR:
+        return value
+    size = abs(value)
+    return float(np.log10(size)) if size > 0 else np.nan

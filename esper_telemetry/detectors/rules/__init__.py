@@ -1,0 +1,33 @@
+"""Every rule there is, one file per family, causes before effects."""
+
+from __future__ import annotations
+
+from esper_telemetry.detectors.rule import Rule
+from esper_telemetry.detectors.rules import (
+    data,
+    gradients,
+    integrity,
+    memory,
+    numerics,
+    optimizer,
+    policy,
+    representation,
+    task,
+    telemetry,
+    value,
+)
+
+RULES: tuple[Rule, ...] = (
+    *numerics.RULES,
+    *integrity.RULES,
+    *data.RULES,
+    *optimizer.RULES,
+    *gradients.RULES,
+    *representation.RULES,
+    *memory.RULES,
+    *policy.RULES,
+    *value.RULES,
+    *task.RULES,
+    *telemetry.RULES,
+)
+"""In the order in which they are asked."""

@@ -1,0 +1,160 @@
+"""Identities that hold in every correct trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from esper_telemetry.detectors.rule import Finding, Rule, View, hard, number
+from esper_telemetry.series.integrity import RATIO_INIT_BOUNDS, ratio_init_bounds
+
+WARNING = 0.5
+"""Severity of a mismatch between the two bounds: it is told, and raises no level."""
+
+
+def ratio_init(view: View) -> Iterator[Finding]:
+    """Stored log-probabilities are not those of the policy, before the first step."""
+    key = "integrity/ratio_init"
+    value, precision = view.get(key), view.facts.get("precision")
+    if value is None or precision not in RATIO_INIT_BOUNDS:
+        return
+    spreads = [found for _, _, found in view.labelled("policy/head/", "/std/min") if found > 0]
+    bounds = ratio_init_bounds(precision, smallest_std=min(spreads, default=None))
+    warn, critical = (view.limits.ratio_init_factor * bound for bound in (bounds.warn, bounds.critical))
+    severity = 1.0 if value > critical else WARNING if value > warn else 0.0
+    yield Finding(
+        severity,
+        key,
+        value,
+        warn,
+        text=lambda: (
+            f"log-probabilities computed before the first step differ from the stored ones by up to {number(value)} nats "
+            f"(rounding in {precision} explains {number(warn)}): training does not see what the policy acted on"
+        ),
+    )
+
+
+def gae_identity(view: View) -> Iterator[Finding]:
+    """A + V = R is broken."""
+    key, bound = "integrity/gae_identity", view.limits.gae_identity
+    value = view.get(key)
+    if value is not None:
+        yield Finding(
+            hard(value > bound),
+            key,
+            value,
+            bound,
+            text=lambda: (
+                f"returns are not advantages plus values: they are off by {number(value)} of the largest return "
+                "(rounding explains 1e-5)"
+            ),
+        )
+
+
+def adv_norm(view: View) -> Iterator[Finding]:
+    """Advantages that are said to be normalised are not.
+
+    A floor under their standard deviation, or one that is rounding, leaves it below 1 on purpose.
+    """
+    key, bound = "integrity/adv_norm", view.limits.adv_norm
+    value = view.get(key)
+    if value is None or not view.facts.get("normalize_advantages"):
+        return
+    spread = view.get("adv/raw/std")
+    floor = float(view.facts.get("advantage_std_floor") or 0.0)
+    if view.get("adv/std_floored") or (spread is not None and spread <= 1.01 * max(floor, 1e-6)):
+        value = abs(view.get("adv/norm/mean") or 0.0)
+    mean, std = view.get("adv/norm/mean"), view.get("adv/norm/std")
+    shown = (
+        f": their mean is {number(mean)}, their standard deviation {number(std)}"
+        if mean is not None and std is not None
+        else ""
+    )
+    yield Finding(
+        hard(value > bound), key, value, bound, text=lambda: f"the advantages in use are not normalised{shown}"
+    )
+
+
+def mask_violation(view: View) -> Iterator[Finding]:
+    """Forbidden actions were taken."""
+    key = "integrity/mask_violation"
+    value = view.get(key)
+    if value is not None:
+        yield Finding(
+            hard(value > 0), key, value, 0.0, text=lambda: f"{number(value)} actions were taken that their mask forbids"
+        )
+
+
+def buffer_age(view: View) -> Iterator[Finding]:
+    """Data of an older policy."""
+    key, allowed = "buffer/age_updates", view.limits.buffer_age
+    value = view.get(key)
+    if value is not None:
+        yield Finding(
+            hard(value > allowed),
+            key,
+            value,
+            allowed,
+            text=lambda: f"the update learns from data that is {number(value)} updates old",
+        )
+
+
+RULES = (
+    Rule(
+        type="integrity/ratio_init",
+        judge=ratio_init,
+        inputs=("integrity/ratio_init",),
+        facts=("precision",),
+        n_off=1,
+        duration=10,
+        evidence=(
+            "policy/kl_first",
+            "policy/head/*/std/min",
+            "policy/head/*/blame",
+            "lstm/staleness_first",
+            "norm/*/drift",
+        ),
+        partial=True,
+        source="bounds by precision, times max(1, 1/σ_min); trl#454, sb3-contrib#75",
+    ),
+    Rule(
+        type="integrity/gae_identity",
+        judge=gae_identity,
+        inputs=("integrity/gae_identity",),
+        n_off=1,
+        duration=10,
+        evidence=("adv/raw/mean", "adv/raw/std", "ret/mean", "ret/std", "buffer/age_updates"),
+        partial=True,
+        source="identity of GAE, 1506.02438",
+    ),
+    Rule(
+        type="integrity/adv_norm",
+        judge=adv_norm,
+        inputs=("integrity/adv_norm",),
+        facts=("normalize_advantages",),
+        applies=lambda facts: facts.get("normalize_advantages", True),
+        n_off=1,
+        duration=5,
+        evidence=("adv/norm/mean", "adv/norm/std", "adv/raw/mean", "adv/raw/std"),
+        source="over the whole update, so that normalisation in minibatches passes as well",
+    ),
+    Rule(
+        type="integrity/mask_violation",
+        judge=mask_violation,
+        inputs=("integrity/mask_violation",),
+        optional=True,
+        n_off=1,
+        duration=10,
+        evidence=("policy/head/*/decision_frac",),
+        partial=True,
+        source="identity",
+    ),
+    Rule(
+        type="integrity/buffer_age",
+        judge=buffer_age,
+        inputs=("buffer/age_updates",),
+        n_off=1,
+        duration=5,
+        evidence=("integrity/ratio_init",),
+        source="Jones 2021, sample staleness",
+    ),
+)

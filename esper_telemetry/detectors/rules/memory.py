@@ -1,0 +1,196 @@
+"""Memory of recurrent policies: gates, cell state, resets, stored states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from esper_telemetry.detectors.rule import Finding, Rule, View, hard, number, percent, ramp
+
+CELL, LARGEST = "lstm/c/rms", "lstm/c/absmax"
+CLOSED, OPEN, TIMESCALE = "lstm/gate/f/sat_lo", "lstm/gate/f/sat_hi", "lstm/timescale/median"
+WRITTEN = 1.0
+"""What a cell state cannot exceed if nothing is kept: it is then a gate times a tanh."""
+
+STATES_SETTLE = 20
+"""Updates after which states have a size to compare with: at first they are next to nothing."""
+
+
+def remembers(facts: Mapping[str, Any]) -> bool:
+    """Whether the policy has an LSTM."""
+    return bool(facts.get("policy", "lstm") == "lstm")
+
+
+def recurrent(facts: Mapping[str, Any]) -> bool:
+    """Whether the policy has a memory of any kind."""
+    return bool(facts.get("policy", "lstm") != "mlp")
+
+
+def forget_closed(view: View) -> Iterator[Finding]:
+    """Nothing is kept from one step to the next: by the gates, or because every cell state is what one step writes."""
+    limits = view.limits
+    shut, timescale, largest = view.get(CLOSED), view.get(TIMESCALE), view.get(LARGEST)
+    if shut is not None:
+        severity = ramp(shut, limits.forget_closed_low, limits.forget_closed_high)
+        view.memory["gates"] = max(
+            severity, hard(timescale is not None and timescale < limits.timescale and shut > 0.3)
+        )
+        view.memory["shut"] = shut
+    usual = view.baselines.median(LARGEST)
+    if largest is not None and usual is not None and view.z(LARGEST) is not None:
+        view.memory["written"] = hard(largest <= WRITTEN and usual > 1.5 * WRITTEN)
+    if shut is None and largest is None:
+        return
+    gates, written = view.memory.get("gates", 0.0), view.memory.get("written", 0.0)
+    by_gates = gates >= written and "shut" in view.memory
+    shares: dict[str, float] = view.memory
+    yield Finding(
+        max(gates, written),
+        CLOSED if by_gates else LARGEST,
+        view.memory.get("shut") if by_gates else largest,
+        (limits.forget_closed_low + limits.forget_closed_high) / 2 if by_gates else WRITTEN,
+        text=lambda: (
+            f"{percent(shares['shut'])} of the forget gates are shut: memory lasts {number(timescale or 1.0)} steps"
+            if by_gates
+            else f"no cell state exceeds {number(largest or 0.0)}{view.usual(LARGEST)}, which is what a single step can write: "
+            "the forget gates are shut"
+        ),
+    )
+
+
+def forget_open(view: View) -> Iterator[Finding]:
+    """Nothing is ever forgotten."""
+    low, high = view.limits.forget_open_low, view.limits.forget_open_high
+    value = view.get(OPEN)
+    if value is not None:
+        yield Finding(
+            ramp(value, low, high),
+            OPEN,
+            value,
+            (low + high) / 2,
+            text=lambda: f"{percent(value)} of the forget gates never close: the memory only adds up",
+        )
+
+
+def cell_drift(view: View) -> Iterator[Finding]:
+    """The cell state grows: against its history, beyond any use, or with its age."""
+    limits = view.limits
+    value, largest, growth = view.get(CELL), view.get(LARGEST), view.get("lstm/c_growth")
+    if value is None:
+        return
+    z = view.z(CELL)
+    parts = {
+        CELL: 0.0 if z is None else ramp(z, limits.z_low, limits.z_high),
+        LARGEST: 0.0 if largest is None else hard(largest > limits.cell_absmax),
+        "lstm/c_growth": 0.0 if growth is None else ramp(growth, limits.cell_growth_low, limits.cell_growth_high),
+    }
+    key = max(parts, key=lambda name: parts[name])
+    yield Finding(
+        parts[key],
+        key,
+        view.values[key],
+        adaptive=key == CELL,
+        z=z if key == CELL else None,
+        text=lambda: (
+            f"the cell state has grown to {number(value)}{view.usual(CELL)}, at most {number(largest or value)}"
+        ),
+    )
+
+
+def stale_state(view: View) -> Iterator[Finding]:
+    """Stored states are not those that the weights reach."""
+    limits = view.limits
+    first, last = view.get("lstm/staleness_first"), view.get("lstm/staleness")
+    if first is None and last is None:
+        return
+    wrong = first is not None and first > limits.stale_first
+    key, value = ("lstm/staleness_first", first) if wrong else ("lstm/staleness", last)
+    settled = view.update > STATES_SETTLE
+    severity = 1.0 if wrong else ramp(last or 0.0, limits.stale_low, limits.stale_high) if settled else 0.0
+    when = "before the first step" if wrong else "after the update"
+    yield Finding(
+        severity,
+        key,
+        value,
+        limits.stale_first if wrong else (limits.stale_low + limits.stale_high) / 2,
+        text=lambda: f"stored states differ by {percent(value or 0.0)} from those that the weights reach {when}",
+    )
+
+
+def reset_missing(view: View) -> Iterator[Finding]:
+    """Episodes ended and no memory began anew.
+
+    A state after the last step of a rollout is reset in the next rollout, so one episode per environment proves nothing yet: what
+    ended in the rollout before does, and so do more episodes than environments.
+    """
+    rate, ended = view.get("lstm/reset_rate"), view.get("episode/count")
+    if rate is None or ended is None:
+        return
+    environments = float(view.facts.get("num_envs") or ended)
+    waiting = view.memory.get("waiting", 0.0)
+    wrong = rate == 0 and (waiting > 0 or ended > environments)
+    view.memory["waiting"] = ended if rate == 0 else 0.0
+    yield Finding(
+        hard(wrong),
+        "lstm/reset_rate",
+        rate,
+        0.0,
+        text=lambda: f"memory has not been reset once, though {number(waiting + ended)} episodes have ended",
+    )
+
+
+RULES = (
+    Rule(
+        type="lstm/reset_missing",
+        judge=reset_missing,
+        inputs=("lstm/reset_rate", "episode/count"),
+        facts=("num_envs",),
+        applies=recurrent,
+        n_off=1,
+        duration=10,
+        evidence=("lstm/reset_rate", "lstm/age/*", "episode/count", "lstm/c/rms"),
+        source="identity",
+    ),
+    Rule(
+        type="lstm/forget_closed",
+        judge=forget_closed,
+        inputs=(CLOSED,),
+        applies=remembers,
+        watches=(LARGEST,),
+        duration=5,
+        evidence=("lstm/gate/f/*", "lstm/timescale/*", "lstm/c/*"),
+        source="gates are sampled; |c| ≤ 1 without memory tells it in every update. A short timescale alone is healthy in short tasks.",
+    ),
+    Rule(
+        type="lstm/forget_open",
+        judge=forget_open,
+        inputs=(OPEN,),
+        applies=remembers,
+        duration=3,
+        evidence=("lstm/gate/f/*", "lstm/timescale/*", "lstm/c/*"),
+        sampled=True,
+        source="healthy runs stay below 0.66",
+    ),
+    Rule(
+        type="lstm/cell_drift",
+        judge=cell_drift,
+        inputs=(CELL,),
+        applies=remembers,
+        watches=(CELL,),
+        warmup=10,
+        duration=5,
+        evidence=("lstm/c/*", "lstm/c_growth", "lstm/age/*", "lstm/reset_rate"),
+        relative=True,
+        source="scale at least 0.05 decades",
+    ),
+    Rule(
+        type="lstm/stale_state",
+        judge=stale_state,
+        inputs=("lstm/staleness",),
+        applies=recurrent,
+        duration=5,
+        evidence=("lstm/staleness", "lstm/staleness_first", "integrity/ratio_init"),
+        sampled=True,
+        source="Any update makes stored states stale, by 0.05-0.3 in healthy runs: 1 is as wrong as no memory. sb3-contrib#265",
+    ),
+)

@@ -1,0 +1,56 @@
+"""Numbers that are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from esper_telemetry.alarms import NONFINITE
+from esper_telemetry.detectors.rule import Finding, Rule, View, number
+
+KEY = "numerics/nonfinite"
+OURS = (
+    "adv",
+    "buffer",
+    "episode",
+    "grad",
+    "integrity",
+    "loss",
+    "lstm",
+    "norm",
+    "numerics",
+    "opt",
+    "policy",
+    "repr",
+    "ret",
+    "reward",
+    "value",
+)
+"""Families whose counters of what was left out speak for the run; the counters of numbers that users log do not."""
+
+
+def nonfinite(view: View) -> Iterator[Finding]:
+    """Any NaN or infinity in data, losses, gradients or weights."""
+    keys = (KEY, "reward/nonfinite", *view.matching("", NONFINITE))
+    counts = {key: view.values[key] for key in keys if view.values.get(key, 0.0) > 0 and key.partition("/")[0] in OURS}
+    if not counts and KEY not in view.values:
+        return
+    total = counts.get(KEY) or max(counts.values(), default=0.0)
+    places = [key.removesuffix(NONFINITE) for key in counts if key != KEY]
+    where = f", first seen in {', '.join(places[:3])}" if places else ""
+    yield Finding(
+        float(bool(counts)), KEY, total, 0.0, text=lambda: f"{number(total)} numbers are NaN or infinite{where}"
+    )
+
+
+RULES = (
+    Rule(
+        type=KEY,
+        judge=nonfinite,
+        inputs=(KEY,),
+        n_off=1,
+        duration=10,
+        evidence=("reward/nonfinite", "*_nonfinite", "loss/*", "policy/kl", "grad/global/norm_preclip", "opt/lr"),
+        partial=True,
+        source="always an error; ray#28283, coach#87",
+    ),
+)

@@ -1,0 +1,376 @@
+"""The policy: steps too far, none at all, backwards; entropy lost too early or never."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import exp
+from typing import Any
+
+from esper_telemetry.detectors.rule import Finding, Rule, View, decade_ramp, hard, number, percent, ramp, times
+from esper_telemetry.detectors.rules.optimizer import stopped_on_purpose
+
+EARLY = 0.25
+"""Share of the run in which entropy should not crash, and after which it should have fallen."""
+
+SPARSE = 0.05
+"""Share of the steps in which a head decides, below which its statistics are noise."""
+
+
+def categorical(facts: Mapping[str, Any]) -> bool:
+    """Whether any head chooses among actions."""
+    heads = facts.get("heads")
+    return not isinstance(heads, Mapping) or any(kind == "categorical" for kind in heads.values())
+
+
+def kl_spike(view: View) -> Iterator[Finding]:
+    """One update moved the policy very far, or two in a row far."""
+    key, limits = "policy/kl", view.limits
+    value = view.get(key)
+    if value is None:
+        return
+    before = view.memory.get("kl", 0.0)
+    view.memory["kl"] = value
+    sudden = decade_ramp(value, limits.kl_sudden_low, limits.kl_sudden_high)
+    lasting = decade_ramp(min(value, before), limits.kl_spike_low, limits.kl_spike_high)
+    by_one = sudden >= lasting
+    bounds = (limits.kl_sudden_low, limits.kl_sudden_high) if by_one else (limits.kl_spike_low, limits.kl_spike_high)
+    yield Finding(
+        max(sudden, lasting),
+        key,
+        value,
+        (bounds[0] * bounds[1]) ** 0.5,
+        z=view.z(key),
+        text=lambda: f"updates have moved the policy by a KL divergence of {number(value)} nats{view.usual(key)}",
+    )
+
+
+def ratio_explosion(view: View) -> Iterator[Finding]:
+    """A few samples decide the update: nearly all effective samples are lost at once, or many in two updates in a row."""
+    limits = view.limits
+    kept, largest = view.get("policy/ess_frac_min"), view.get("policy/ratio/max")
+    if kept is None:
+        return
+    lost = 1 - kept
+    before = view.memory.get("lost", 0.0)
+    view.memory["lost"] = lost
+    lasting = ramp(min(lost, before), limits.ess_low, limits.ess_high)
+    sudden = ramp(lost, limits.ess_sudden_low, limits.ess_sudden_high)
+    yield Finding(
+        max(lasting, sudden),
+        "policy/ess_frac_min",
+        kept,
+        1 - (limits.ess_low + limits.ess_high) / 2,
+        text=lambda: (
+            f"{percent(kept)} of a minibatch's samples carry its weight (usually 90 % or more); "
+            f"the largest probability ratio is {number(largest or 0.0)}{_blamed(view)}"
+        ),
+    )
+
+
+def _blamed(view: View) -> str:
+    """The head that most of the change is owed to, where there are several."""
+    shares = {head: value for head, _, value in view.labelled("policy/head/", "/blame")}
+    if len(shares) < 2:
+        return ""
+    head = max(shares, key=lambda name: shares[name])
+    return f", {percent(shares[head])} of it by the head {head}"
+
+
+def ratio_collapse(view: View) -> Iterator[Finding]:
+    """Actions became ten times less likely, in one step of a hundred."""
+    key, limits = "policy/ratio/p01", view.limits
+    value = view.get(key)
+    if value is not None:
+        yield Finding(
+            ramp(value, limits.ratio_collapse_low, limits.ratio_collapse_high),
+            key,
+            value,
+            (limits.ratio_collapse_low + limits.ratio_collapse_high) / 2,
+            text=lambda: (
+                f"one action in a hundred has become {times(1 / max(value, 1e-30))} less likely in a single update"
+            ),
+        )
+
+
+def clip_saturation(view: View) -> Iterator[Finding]:
+    """Much of the batch teaches nothing more."""
+    key, low, high = "policy/clip_frac", view.limits.clip_frac_low, view.limits.clip_frac_high
+    value = view.get(key)
+    if value is not None:
+        yield Finding(
+            ramp(value, low, high),
+            key,
+            value,
+            (low + high) / 2,
+            text=lambda: f"{percent(value)} of the samples have left the trust region{view.usual(key)}",
+        )
+
+
+def kl_stall(view: View) -> Iterator[Finding]:
+    """The policy does not move, although it is told to."""
+    key, bound = "policy/kl_max", view.limits.kl_stall
+    annealed = stopped_on_purpose(view)
+    value, rate = view.get(key), view.get("opt/lr")
+    if value is None:
+        return
+    yield Finding(
+        hard(value < bound and not annealed),
+        key,
+        value,
+        bound,
+        text=lambda: (
+            f"the policy has not moved: its KL divergence is {number(value)} nats at most"
+            + ("" if rate is None else f", at a learning rate of {number(rate)}")
+        ),
+    )
+
+
+def entropy_collapse(view: View) -> Iterator[Finding]:
+    """The policy does the same everywhere: little entropy, and little in the mix of its actions over all states."""
+    limits = view.limits
+    entropy, mix = view.get("policy/entropy_norm"), view.get("policy/entropy_marginal_norm")
+    if entropy is not None and mix is not None:
+        yield Finding(
+            _collapsed(view, entropy, mix),
+            "policy/entropy_norm",
+            entropy,
+            limits.entropy_collapse,
+            text=lambda: (
+                f"the policy does nearly the same everywhere: its entropy is {percent(entropy)} of the largest, "
+                f"that of its actions over all states {percent(mix)}"
+            ),
+        )
+
+
+def _collapsed(view: View, entropy: float, mix: float) -> float:
+    """1 below both bounds, which would be the ramp's upper half; 0.3, which holds an alarm, until it has recovered."""
+    limits = view.limits
+    if entropy < limits.entropy_collapse and mix < limits.entropy_marginal:
+        return 1.0
+    return 0.3 if entropy < limits.entropy_clear and mix < limits.entropy_marginal else 0.0
+
+
+def entropy_crash(view: View) -> Iterator[Finding]:
+    """The policy makes up its mind abnormally early."""
+    key, limits = "policy/entropy_rate", view.limits
+    value, entropy, kl = view.get(key), view.get("policy/entropy_norm"), view.get("policy/kl")
+    if value is None or entropy is None or view.progress is None:
+        return
+    early = view.progress < EARLY and entropy < 0.5 and (kl or 0.0) > 0
+    severity = ramp(-value, limits.entropy_crash_low, limits.entropy_crash_high) if early else 0.0
+    yield Finding(
+        severity,
+        key,
+        value,
+        -(limits.entropy_crash_low + limits.entropy_crash_high) / 2,
+        text=lambda: (
+            f"the policy's entropy has been falling by {percent(1 - exp(value))} per update, to {percent(entropy)} of the largest, "
+            f"after {percent(view.progress or 0.0)} of the run"
+        ),
+    )
+
+
+def entropy_explosion(view: View) -> Iterator[Finding]:
+    """The policy stays random and hardly moves, late in the run."""
+    limits = view.limits
+    entropy, kl, rate = view.get("policy/entropy_norm"), view.get("policy/kl"), view.get("opt/lr")
+    if entropy is None or kl is None or view.progress is None:
+        return
+    highest = view.memory["highest"] = max(view.memory.get("highest", 0.0), rate or 0.0)
+    moving = rate is None or rate > 0.2 * highest
+    wrong = (
+        view.progress > EARLY and moving and 1 - entropy < limits.entropy_explosion and kl < limits.entropy_explosion_kl
+    )
+    yield Finding(
+        hard(wrong),
+        "policy/entropy_norm",
+        entropy,
+        1 - limits.entropy_explosion,
+        text=lambda: (
+            f"the policy has stayed random: its entropy is {percent(entropy)} of the largest, and updates move it by {number(kl)} nats"
+        ),
+    )
+
+
+def action_shift(view: View) -> Iterator[Finding]:
+    """The mix of actions changed abruptly."""
+    key, low, high = "policy/action_shift_js", view.limits.action_shift_low, view.limits.action_shift_high
+    value = view.get(key)
+    if value is not None:
+        yield Finding(
+            ramp(value, low, high),
+            key,
+            value,
+            (low + high) / 2,
+            text=lambda: (
+                f"the mix of actions has changed abruptly, by a Jensen-Shannon divergence of {number(value)} (usually below 0.02)"
+            ),
+        )
+
+
+def wrong_direction(view: View) -> Iterator[Finding]:
+    """Updates make good actions rarer: at once where advantages and ratios clearly point against each other, else at the second."""
+    key, limits = "policy/surrogate_gain", view.limits
+    value, spread, kl = view.get(key), view.get("policy/ratio/std"), view.get("policy/kl_max")
+    if value is None:
+        return
+    if kl is not None and kl < limits.kl_stall:
+        yield Finding(0.0, key, value)
+        return
+    against = value <= limits.wrong_direction
+    before = view.memory.get("against", False)
+    view.memory["against"] = against
+    small = (view.get("policy/kl") or 0.0) < limits.kl_spike_low
+    clear = small and spread is not None and spread > 0 and -value / spread > limits.wrong_direction_correlation
+    yield Finding(
+        hard(clear or (against and before)),
+        key,
+        value,
+        limits.wrong_direction,
+        z=view.z(key),
+        text=lambda: (
+            f"updates have made good actions rarer and bad ones likelier: they lower their own "
+            f"objective by {number(-value)}{view.usual(key)}"
+        ),
+    )
+
+
+def dead_head(view: View) -> Iterator[Finding]:
+    """A head with choices to make gets no gradient."""
+    for head, key, value in view.labelled("grad/head/", "/norm"):
+        decides = view.get(f"policy/head/{head}/decision_frac")
+        if decides is None or decides < SPARSE:
+            continue
+        yield Finding(
+            hard(value == 0),
+            key,
+            value,
+            0.0,
+            instance=head,
+            text=lambda head=head, decides=decides: (  # type: ignore[misc]  # the loop's values at this time
+                f"the head {head} has got no gradient at all, though it decides in {percent(decides)} of the steps"
+            ),
+        )
+
+
+RATIOS = ("policy/ratio/*", "policy/head/*/blame", "policy/head/*/ratio/*", "policy/logp/min", "policy/kl*", "opt/lr")
+ENTROPIES = ("policy/entropy*", "policy/head/*/entropy_norm", "policy/action_mi", "loss/entropy")
+
+RULES = (
+    Rule(
+        type="policy/dead_head",
+        judge=dead_head,
+        inputs=("grad/global/norm_preclip",),
+        n_on=3,
+        n_off=1,
+        duration=5,
+        evidence=("grad/head/*/norm", "policy/head/*/decision_frac"),
+        source="exactly zero in three updates",
+    ),
+    Rule(
+        type="policy/kl_stall",
+        judge=kl_stall,
+        inputs=("policy/kl_max",),
+        n_on=3,
+        n_off=1,
+        duration=3,
+        evidence=("policy/kl*", "opt/lr", "grad/*/norm_preclip", "opt/update_to_weight*"),
+        source="KL goes with the square of the learning rate: what a schedule has led to 5 % of its peak may stop.",
+    ),
+    Rule(
+        type="policy/wrong_direction",
+        judge=wrong_direction,
+        inputs=("policy/surrogate_gain",),
+        watches=("policy/surrogate_gain",),
+        duration=5,
+        evidence=("policy/surrogate_gain", "adv/norm/*", "loss/*", "opt/lr", "policy/kl*"),
+        source="above 0 in all of 170 healthy updates",
+    ),
+    Rule(
+        type="policy/kl_spike",
+        judge=kl_spike,
+        inputs=("policy/kl",),
+        watches=("policy/kl",),
+        n_off=2,
+        duration=5,
+        evidence=("policy/kl*", "policy/head/*/kl", "policy/ratio/*", "opt/lr", "grad/global/*", "adv/norm/*"),
+        source="Stop rules in use lie at 0.015 to 0.03. Policies with memory have single updates of 0.1 and recover: two in a row, or 0.3.",
+    ),
+    Rule(
+        type="policy/ratio_explosion",
+        judge=ratio_explosion,
+        inputs=("policy/ess_frac_min",),
+        n_off=2,
+        duration=5,
+        evidence=("policy/ess_frac*", *RATIOS),
+        source="Kong's effective sample size; Moalla 2024, coach#87. A single minibatch with rare actions loses "
+        "half of it in healthy runs.",
+    ),
+    Rule(
+        type="policy/ratio_collapse",
+        judge=ratio_collapse,
+        inputs=("policy/ratio/p01",),
+        n_on=3,
+        duration=3,
+        evidence=RATIOS,
+        source="first percentile in place of the share of rows, which a record does not have",
+    ),
+    Rule(
+        type="policy/clip_saturation",
+        judge=clip_saturation,
+        inputs=("policy/clip_frac",),
+        watches=("policy/clip_frac",),
+        warmup=5,
+        n_on=2,
+        duration=3,
+        evidence=("policy/clip_frac*", "policy/head/*/clip_frac", "policy/kl*", "opt/lr"),
+        source="common practice; healthy runs stay below 0.17",
+    ),
+    Rule(
+        type="policy/entropy_collapse",
+        judge=entropy_collapse,
+        inputs=("policy/entropy_norm", "policy/entropy_marginal_norm"),
+        applies=categorical,
+        warmup=10,
+        n_on=3,
+        duration=5,
+        evidence=ENTROPIES,
+        source="Solved tasks end with 0.05 too, but with all of their actions in use: both entropies count.",
+    ),
+    Rule(
+        type="policy/entropy_crash",
+        judge=entropy_crash,
+        inputs=("policy/entropy_rate", "policy/entropy_norm"),
+        facts=("total_steps",),
+        applies=categorical,
+        warmup=5,
+        n_on=2,
+        duration=5,
+        evidence=ENTROPIES,
+        relative=True,
+        source="only where half of the entropy is gone: short runs learn simple tasks within a quarter of their time",
+    ),
+    Rule(
+        type="policy/entropy_explosion",
+        judge=entropy_explosion,
+        inputs=("policy/entropy_norm", "policy/kl"),
+        facts=("total_steps",),
+        applies=categorical,
+        n_on=10,
+        n_off=5,
+        duration=3,
+        evidence=ENTROPIES,
+        source="SB3#2240. Sparse tasks stay random until the first success, with a KL of a thousandth: it must have stopped moving too.",
+    ),
+    Rule(
+        type="policy/action_shift",
+        judge=action_shift,
+        inputs=("policy/action_shift_js",),
+        applies=categorical,
+        warmup=5,
+        n_off=2,
+        duration=3,
+        evidence=("policy/action_shift_js", "policy/head/*/action_shift_js", "policy/kl*", "policy/entropy_norm"),
+        source="healthy runs stay below 0.03",
+    ),
+)

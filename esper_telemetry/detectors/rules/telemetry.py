@@ -1,0 +1,113 @@
+"""Telemetry itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from esper_telemetry.detectors.rule import Finding, Rule, View, hard, number, percent
+
+ALWAYS = (
+    "policy/kl",
+    "policy/entropy",
+    "loss/value",
+    "grad/global/norm_preclip",
+    "ret/std",
+    "adv/raw/std",
+    "reward/std",
+    "integrity/ratio_init",
+    "integrity/gae_identity",
+    "numerics/nonfinite",
+    "opt/lr",
+    "lstm/c/rms",
+    "episode/count",
+)
+"""Keys that have a value in every update of a run in which they ever had one."""
+
+SAMPLED = ("opt/update_to_weight", "repr/dormant_frac", "lstm/gate/f/mean")
+"""The same of keys that are due in some updates only."""
+
+MISSING = 5
+WARM = 5
+
+
+def missing_metric(view: View) -> Iterator[Finding]:
+    """A metric that was always there is not any more."""
+    every = max(view.get("telemetry/sample_every") or 1.0, view.memory.get("every", 8.0))
+    view.memory["every"] = every
+    for key in (*ALWAYS, *SAMPLED):
+        if key in view.values:
+            view.memory[key] = (view.memory.get(key, (0, 0))[0] + 1, 0)
+            if view.memory[key][0] >= WARM:
+                yield Finding(0.0, key, instance=key)
+            continue
+        seen, absent = view.memory.get(key, (0, 0))
+        due = every if key in SAMPLED else 1
+        if seen >= WARM:
+            view.memory[key] = (seen, absent + 1)
+            told = f"{key} has had no value for {absent + 1} updates"
+            yield Finding(hard(absent + 1 >= MISSING * due), key, instance=key, text=lambda told=told: told)  # type: ignore[misc]
+
+
+def overhead(view: View) -> Iterator[Finding]:
+    """Telemetry takes its time, averaged over sampled and other updates."""
+    key, bound = "perf/telemetry_frac", view.limits.overhead
+    value = view.get(key)
+    if value is None:
+        return
+    seen = view.memory.setdefault("seen", [])
+    seen.append(value)
+    del seen[:-20]
+    mean = sum(seen) / len(seen)
+    yield Finding(
+        hard(len(seen) == 20 and mean > bound),
+        key,
+        mean,
+        bound,
+        text=lambda: f"telemetry has taken {percent(mean)} of the training time",
+    )
+
+
+def delivery(view: View) -> Iterator[Finding]:
+    """Backends fail, again and again, or records are lost on the way to one."""
+    errors, dropped = view.get("telemetry/errors"), view.get("telemetry/dropped")
+    if errors is None and dropped is None:
+        return
+    more = (errors or 0.0) > (view.previous.get("telemetry/errors") or 0.0)
+    lost = (dropped or 0.0) > (view.previous.get("telemetry/dropped") or 0.0)
+    yield Finding(
+        hard(more or lost),
+        "telemetry/dropped" if lost else "telemetry/errors",
+        dropped if lost else errors,
+        text=lambda: f"backends have failed {number(errors or 0.0)} times and lost {number(dropped or 0.0)} records",
+    )
+
+
+RULES = (
+    Rule(
+        type="telemetry/missing_metric",
+        judge=missing_metric,
+        inputs=(),
+        n_off=1,
+        evidence=("telemetry/undefined",),
+        source="only of keys that are defined whatever the data: others are absent where they have no meaning",
+    ),
+    Rule(
+        type="telemetry/overhead",
+        judge=overhead,
+        inputs=("perf/telemetry_frac",),
+        warmup=20,
+        n_on=5,
+        n_off=5,
+        evidence=("perf/*", "telemetry/sample_every"),
+        source="averaged over 20 updates, of which some are looked at closely",
+    ),
+    Rule(
+        type="telemetry/delivery",
+        judge=delivery,
+        inputs=("telemetry/errors",),
+        n_on=5,
+        n_off=5,
+        evidence=("telemetry/*",),
+        source="one failure is retried; five updates in a row are an outage",
+    ),
+)

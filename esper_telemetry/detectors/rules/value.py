@@ -1,0 +1,131 @@
+"""The critic: it fitted and no longer does, it jumps, it is wrong in one direction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from esper_telemetry.detectors.rule import Finding, Rule, View, decade_ramp, hard, number, percent, ramp, times
+from esper_telemetry.detectors.rules.gradients import outlier
+
+LOSS, R2, EXPLAINED = "loss/value", "value/r2", "value/explained_variance"
+PHASES = ((0.10, -0.5), (0.25, -0.2), (0.75, 0.0), (1.0, 0.1))
+"""Explained variance that may be expected up to that share of the run: early a critic knows nothing yet, late it should."""
+
+LOOKS = 20
+GROWN = 0.5
+"""Decades by which the loss must have grown too: the fit also falls where returns only vary less."""
+
+
+def expected_fit(progress: float | None) -> float:
+    """Explained variance below which a critic is useless at that share of the run; the strictest bound where that is unknown."""
+    if progress is None:
+        return PHASES[0][1]
+    return next((bound for end, bound in PHASES if progress < end), PHASES[-1][1])
+
+
+def fit_collapse(view: View) -> Iterator[Finding]:
+    """The critic has lost a fit that it had, and its error has grown."""
+    limits = view.limits
+    r2, explained, loss_norm = view.get(R2), view.get(EXPLAINED), view.get("value/loss_norm")
+    if r2 is None and loss_norm is None:
+        return
+    seen = view.memory.setdefault("seen", [])
+    best = max(seen, default=None)
+    if r2 is not None:
+        seen.append(r2)
+        del seen[:-LOOKS]
+    grown = view.baselines.shift.get(LOSS, 0.0) > GROWN
+    useless = explained is not None and explained < expected_fit(view.progress)
+    lost = r2 is not None and best is not None and best > limits.fit_was and r2 < limits.fit_now
+    ratio = decade_ramp(loss_norm or 0.0, limits.loss_norm_low, limits.loss_norm_high) if grown else 0.0
+    by_fit = lost and (useless or best is None) and grown
+    yield Finding(
+        max(hard(bool(by_fit)), ratio),
+        R2 if by_fit else "value/loss_norm",
+        r2 if by_fit else loss_norm,
+        limits.fit_now if by_fit else (limits.loss_norm_low * limits.loss_norm_high) ** 0.5,
+        z=view.z(LOSS),
+        text=lambda: (
+            f"the critic no longer predicts returns: R² has fallen from {number(best or 0.0)} to {number(r2 or 0.0)}, "
+            f"its loss is {number(view.get(LOSS) or 0.0)}{view.usual(LOSS)}"
+            if by_fit
+            else f"the critic's squared error has been {times(loss_norm or 0.0)} the variance of returns"
+        ),
+    )
+
+
+def loss_jump(view: View) -> Iterator[Finding]:
+    """The critic's error jumped."""
+    found, value = outlier(view, LOSS), view.get(LOSS)
+    if found is None or value is None:
+        return
+    median = view.baselines.median(LOSS) or value
+    yield Finding(
+        found[0],
+        LOSS,
+        value,
+        adaptive=True,
+        z=found[1],
+        text=lambda: (
+            f"the critic's loss has jumped to {number(value)}, {times(value / median)} its median{view.usual(LOSS)}"
+        ),
+    )
+
+
+def bias(view: View) -> Iterator[Finding]:
+    """The critic is wrong in one direction, by much of the spread of returns and of their size."""
+    key, limits = "value/bias_over_std", view.limits
+    value, off, mean, spread = (view.get(name) for name in (key, "value/bias", "ret/mean", "ret/std"))
+    if value is None or off is None or mean is None or spread is None:
+        return
+    size = abs(mean) + spread
+    share = abs(off) / size if size > 0 else 0.0
+    low, high = limits.bias_low, limits.bias_high
+    severity = min(ramp(abs(value), low, high), ramp(share, 0.0, 2 * limits.bias_share))
+    yield Finding(
+        severity,
+        key,
+        value,
+        (low + high) / 2,
+        text=lambda: (
+            f"the critic has been {'over' if off > 0 else 'under'}estimating returns by {number(abs(off))} on average, "
+            f"{percent(share)} of their size, which explained variance cannot see"
+        ),
+    )
+
+
+RULES = (
+    Rule(
+        type="value/loss_jump",
+        judge=loss_jump,
+        inputs=(LOSS,),
+        watches=(LOSS,),
+        duration=5,
+        evidence=("loss/*", "ret/*", "reward/*", "value/r2", "opt/lr"),
+        relative=True,
+        source="far out at once, or out of line twice",
+    ),
+    Rule(
+        type="value/fit_collapse",
+        judge=fit_collapse,
+        inputs=(R2, "value/loss_norm"),
+        watches=(LOSS,),
+        warmup=10,
+        n_on=2,
+        duration=5,
+        evidence=("value/*", "ret/std", "loss/value"),
+        relative=True,
+        source="baselines#454, ray#10159: the fit alone is noise where returns hardly vary, so the loss must have grown. Bounds by phase.",
+    ),
+    Rule(
+        type="value/bias",
+        judge=bias,
+        inputs=("value/bias_over_std", "value/bias"),
+        warmup=20,
+        n_on=10,
+        duration=3,
+        evidence=("value/bias", "value/bias_over_std", "value/terminal_err", "ret/mean", "ret/std"),
+        relative=True,
+        source="A critic lags behind returns that rise: it must be wrong for long, and by much of their size.",
+    ),
+)

@@ -1,0 +1,207 @@
+"""All bounds of the detectors in one frozen dataclass: data with a name, overridable one by one, scalable all together.
+
+Sources stand with the rules that read them. A bound is of one of three kinds: values `above` it speak for an alarm, values `below` it do,
+or it is no bound but a number of updates and the like, which no multiplier changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
+from typing import Any, Self
+
+from esper_telemetry.alarms import ALARMS
+
+TYPES = frozenset(alarm.type for alarm in ALARMS)
+ON, OFF = "on", "off"
+
+
+def above(default: float, meaning: str) -> Any:
+    """A bound that values have to exceed."""
+    return field(default=default, metadata={"direction": 1, "meaning": meaning})
+
+
+def below(default: float, meaning: str) -> Any:
+    """A bound that values have to fall below."""
+    return field(default=default, metadata={"direction": -1, "meaning": meaning})
+
+
+def count(default: float, meaning: str) -> Any:
+    """A number that is no bound."""
+    return field(default=default, metadata={"direction": 0, "meaning": meaning})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """Bounds of all rules; `low` and `high` are the ends of ramps of severity, of which half raises an alarm.
+
+    Attributes:
+        off: types of alarm that are not raised.
+    """
+
+    off: frozenset[str] = frozenset({"grad/noise_dominated"})
+
+    z_low: float = above(4.0, "robust standard scores where the severity of an outlier begins")
+    z_high: float = above(12.0, "robust standard scores where it ends")
+    z_sudden_low: float = above(6.0, "the same for a single update, nothing before it being unusual")
+    z_sudden_high: float = above(18.0, "end of that ramp")
+
+    ratio_init_factor: float = above(1.0, "times the bounds of the compute precision, for integrity/ratio_init")
+    gae_identity: float = above(1e-3, "relative error of advantages + values = returns")
+    adv_norm: float = above(0.05, "distance of normalised advantages from mean 0 and standard deviation 1")
+    buffer_age: float = count(0, "updates that data may be old")
+
+    reward_constant_transitions: float = count(1000, "transitions with the same reward, at least")
+    reward_never_transitions: float = count(30_000, "transitions without any reward from the start, at least")
+    scale_low: float = above(0.6, "decades by which rewards change their scale, where the severity begins")
+    scale_high: float = above(1.0, "end of that ramp")
+    normalizer_drift_low: float = above(0.3, "drift of a normaliser over ten updates, in standard deviations")
+    normalizer_drift_high: float = above(1.0, "end of that ramp")
+    participation: float = below(0.02, "share of the transitions that carry the learning signal")
+    advantage_outlier: float = above(40.0, "largest advantage, in standard deviations")
+
+    vanish_low: float = above(3.0, "decades by which a layer's gradient falls below its median")
+    vanish_high: float = above(7.0, "end of that ramp")
+    vanish_share: float = below(1e-5, "gradient of a layer in clip limits, with that")
+    starved_z: float = above(6.0, "robust z of the critic's gradient over the actor's")
+    starved_share: float = above(0.95, "critic's share of the squared gradient, with that")
+    starved_effective_z: float = above(8.0, "robust z by which the actor's clipped gradient falls")
+    interference_low: float = above(0.2, "negative average cosine of the two losses' gradients")
+    interference_high: float = above(0.7, "end of that ramp")
+    clip_coef: float = below(0.01, "what clipping leaves of the gradient")
+    clip_fall: float = above(1.0, "decades by which that fell below its median")
+    oscillation: float = above(0.3, "negative average cosine of successive gradients")
+    period_p: float = below(1e-6, "chance of an oscillation of the KL as strong as the one seen")
+    drift_sigmas: float = above(6.0, "log drift of the gradient norm, in its own standard deviations")
+    drift_min: float = above(1.6, "log drift of the gradient norm, nats")
+    concentration: float = below(0.2, "entropy of the gradient over parameters, of its largest")
+    concentration_fall: float = above(0.5, "share of that entropy which is lost against the median")
+    update_to_weight_low: float = above(0.03, "size of one optimizer step relative to the weights")
+    update_to_weight_high: float = above(0.3, "end of that ramp")
+    stable_rms_low: float = above(2.5, "gradient over Adam's memory of it, root mean square")
+    stable_rms_high: float = above(10.0, "end of that ramp")
+
+    dormant_low: float = above(0.35, "share of units that respond to nothing")
+    dormant_high: float = above(0.75, "end of that ramp")
+    rank_fall: float = below(0.5, "effective rank relative to its median")
+    norm_growth_low: float = above(4.0, "norm of the features relative to what it was")
+    norm_growth_high: float = above(16.0, "end of that ramp")
+
+    forget_closed_low: float = above(0.5, "share of forget gates below 0.1")
+    forget_closed_high: float = above(0.9, "end of that ramp")
+    forget_open_low: float = above(0.8, "share of forget gates above 0.9")
+    forget_open_high: float = above(1.0, "end of that ramp")
+    timescale: float = below(1.2, "median memory of a unit, steps")
+    cell_absmax: float = above(50.0, "largest cell state")
+    cell_growth_low: float = above(4.0, "growth of the cell state over an episode")
+    cell_growth_high: float = above(12.0, "end of that ramp")
+    stale_low: float = above(0.5, "relative distance of stored from recomputed states after the update")
+    stale_high: float = above(1.5, "end of that ramp")
+    stale_first: float = above(1e-3, "the same before the first step, where it must be nothing")
+
+    kl_spike_low: float = above(0.03, "KL divergence of an update, nats")
+    kl_spike_high: float = above(0.3, "end of that ramp")
+    kl_sudden_low: float = above(0.1, "the same for a single update, the one before it being smaller")
+    kl_sudden_high: float = above(1.0, "end of that ramp")
+    ess_low: float = above(0.4, "share of the effective samples that is lost in the worst minibatch")
+    ess_high: float = above(0.9, "end of that ramp")
+    ess_sudden_low: float = above(0.7, "the same for a single update")
+    ess_sudden_high: float = above(0.95, "end of that ramp")
+    ratio_collapse_low: float = below(0.1, "first percentile of the probability ratios")
+    ratio_collapse_high: float = below(0.02, "end of that ramp")
+    clip_frac_low: float = above(0.2, "share of the samples outside of the trust region")
+    clip_frac_high: float = above(0.5, "end of that ramp")
+    kl_stall: float = below(1e-7, "largest KL of a minibatch in an update that did not move the policy")
+    entropy_collapse: float = below(0.1, "normalised entropy of the policy")
+    entropy_clear: float = below(0.15, "from which on it has recovered")
+    entropy_marginal: float = below(0.5, "normalised entropy of its actions over all states")
+    entropy_crash_low: float = above(0.1, "share of the entropy that is lost per update, early in the run")
+    entropy_crash_high: float = above(0.3, "end of that ramp")
+    entropy_explosion: float = below(0.02, "distance of the normalised entropy from 1, late in the run")
+    entropy_explosion_kl: float = below(1e-4, "KL of a policy that stays random")
+    action_shift_low: float = above(0.05, "change of the mix of actions between rollouts, Jensen-Shannon")
+    action_shift_high: float = above(0.25, "end of that ramp")
+    wrong_direction: float = below(0.0, "gain of the update's own objective")
+    wrong_direction_correlation: float = above(
+        0.1, "negative correlation of advantages and ratios that needs no second update"
+    )
+
+    fit_was: float = above(0.3, "R² that the critic once had")
+    fit_now: float = below(0.0, "R² from which on it has lost it")
+    loss_norm_low: float = above(1.0, "critic's error over the variance of returns")
+    loss_norm_high: float = above(25.0, "end of that ramp")
+    bias_low: float = above(0.5, "critic's mean error, in standard deviations of the returns")
+    bias_high: float = above(1.5, "end of that ramp")
+    bias_share: float = above(0.3, "critic's mean error relative to the size of returns, with that")
+
+    episodes_updates: float = count(20, "updates without the end of an episode, at least")
+    episodes_factor: float = count(5, "times the longest such gap so far, at least")
+    return_drop: float = above(0.6, "share of what was learned that is lost")
+    overhead: float = above(0.1, "telemetry's share of the training time")
+    storm: float = count(20, "alarms in a hundred updates")
+
+    @classmethod
+    def parse(cls, assignments: Iterable[str]) -> Self:
+        """Bounds with those changed that `NAME=VALUE` say; a type of alarm is a name too, its value `on` or `off`.
+
+        Raises ValueError, in a sentence with the offending text.
+        """
+        changes: dict[str, str] = {}
+        for text in assignments:
+            name, found, value = text.partition("=")
+            if not found:
+                raise ValueError(f"a threshold is given as NAME=VALUE, got {text!r}")
+            changes[name.strip()] = value.strip()
+        return cls().with_changes(changes)
+
+    def with_changes(self, changes: Mapping[str, float | str | bool]) -> Self:
+        """The same with other values by name; raises ValueError for an unknown name or a value that is no number."""
+        off, numbers = set(self.off), {}
+        for name, value in changes.items():
+            if name in TYPES:
+                (off.discard if _switch(name, value) else off.add)(name)
+            elif name in NAMES:
+                numbers[name] = _number(name, value)
+            else:
+                near = get_close_matches(name, [*NAMES, *TYPES], 3, 0.5)
+                raise ValueError(
+                    f"there is no threshold {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else "")
+                )
+        return replace(self, off=frozenset(off), **numbers)
+
+    def scaled(self, kappa: float) -> Self:
+        """All bounds `kappa` times as lenient, for curves of recall over false alarms; raises ValueError unless it is positive."""
+        if not 0 < kappa < math.inf:
+            raise ValueError(f"kappa must be positive and finite, got {kappa}")
+        changes = {name: getattr(self, name) * kappa**direction for name, direction in NAMES.items() if direction}
+        return replace(self, **changes)
+
+
+NAMES: Mapping[str, int] = {
+    item.name: item.metadata["direction"] for item in fields(Thresholds) if "direction" in item.metadata
+}
+"""Every bound, and which way it points: 1 above, -1 below, 0 neither."""
+
+MEANINGS: Mapping[str, str] = {item.name: item.metadata["meaning"] for item in fields(Thresholds) if item.metadata}
+"""Every bound in words."""
+
+
+def _number(name: str, value: float | str | bool) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"threshold {name} must be a finite number, got {value!r}")
+    return number
+
+
+def _switch(name: str, value: float | str | bool) -> bool:
+    """Whether an alarm is on."""
+    if isinstance(value, bool):
+        return value
+    if value not in (ON, OFF):
+        raise ValueError(f"alarm {name} can be set to on or off, got {value!r}")
+    return value == ON
