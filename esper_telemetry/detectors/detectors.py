@@ -23,7 +23,7 @@ from esper_telemetry.series.escalation import Escalation
 DEFAULTS = Thresholds()
 
 SILENCE = 3
-"""Updates after an intervention in which rules that judge by history say nothing."""
+"""Updates after an intervention in which only mistakes for certain are told: what was changed on purpose makes waves."""
 
 STORM = "telemetry/storm"
 STORM_SPAN = 100
@@ -64,7 +64,7 @@ class Detectors:
         self.rules = tuple(rule for rule in RULES if rule.type not in thresholds.off and rule.applies(self.facts))
         self._baselines = Baselines()
         self._view = View(self.facts, thresholds, self._baselines)
-        self._memories: dict[str, dict[str, Any]] = {rule.type: {} for rule in self.rules}
+        self._memories: dict[str, dict[Any, Any]] = {rule.type: {} for rule in self.rules}
         self._standings = {rule.type: Standing(rule) for rule in self.rules}
         self._incidents = Incidents()
         self._escalation = Escalation({rule.type: rule.duration for rule in self.rules if rule.duration})
@@ -78,7 +78,7 @@ class Detectors:
         self._intervened = False
 
     def intervention(self) -> None:
-        """Something was changed on purpose: rules that judge by history are silent for three updates, and learn it anew."""
+        """Something was changed on purpose: for three updates only mistakes for certain are told, and histories begin anew."""
         self._intervened = True
         self._quiet = SILENCE
 
@@ -121,7 +121,7 @@ class Detectors:
         for rule in self.rules:
             if record.partial and not rule.partial:
                 continue
-            if rule.relative and self._quiet:
+            if self._quiet and not rule.certain:
                 continue
             view.memory = self._memories[rule.type]
             standing = self._standings[rule.type]

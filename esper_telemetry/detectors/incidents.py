@@ -31,13 +31,14 @@ CAUSES = (
     "repr/dormant",
     "lstm/forget_closed",
     "lstm/forget_open",
-    "lstm/stale_state",
     "lstm/cell_drift",
     "policy/kl_stall",
     "grad/actor_starved",
     "policy/wrong_direction",
     "value/loss_jump",
     "grad/explode",
+    "policy/kl_spike",
+    "lstm/stale_state",
 )
 """Types that explain others, the surest first; those that are not named follow in the order of `alarms`, the task and telemetry last."""
 

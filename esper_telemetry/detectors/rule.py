@@ -61,7 +61,7 @@ class View:
         self.progress: float | None = None
         self.steps: int | None = None
         self.transitions: int | None = None
-        self.memory: dict[str, Any] = {}
+        self.memory: dict[Any, Any] = {}
         self._known: set[str] = set()
         self._cache: dict[tuple[str, str], list[str]] = {}
 
@@ -118,7 +118,8 @@ class Rule:
         warmup, n_on, n_off: patience, see `series.hysteresis`.
         duration: updates at DEBUG after it was raised.
         evidence: keys whose values are attached; `*` stands for labels.
-        relative: judges by history, so that it is silent after an intervention.
+        relative: judges by history, which begins anew after an intervention.
+        certain: what it finds is a mistake whatever was changed on purpose, so that it is not silent after an intervention.
         sampled: its inputs are measured in some updates only.
         optional: its inputs are there only where the run has what they measure, so that their absence says nothing.
         partial: it also judges the record of an update that did not end.
@@ -137,6 +138,7 @@ class Rule:
     duration: int = 0
     evidence: tuple[str, ...] = field(default=())
     relative: bool = False
+    certain: bool = False
     sampled: bool = False
     optional: bool = False
     partial: bool = False

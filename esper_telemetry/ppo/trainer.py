@@ -72,6 +72,7 @@ FACTS = (
     "normalize_observations",
     "normalize_rewards",
     "target_kl",
+    "desired_kl",
 )
 
 

@@ -6,6 +6,13 @@ from collections.abc import Iterator
 
 from esper_telemetry.detectors.rule import Finding, Rule, View, hard, number, percent, ramp, times
 
+JUMP = 0.5
+"""Decades from which on a move is kept in mind."""
+
+DRIFTS, SETTLES = 10, 40
+"""Updates in a row that a normaliser has to drift, and updates that it is given to settle."""
+
+RETURNS = ("ret/std", "ret/mean")
 REWARD = ("reward/absmax", "reward/mean")
 FALL = 2.5
 """Rewards shrink by themselves where a policy learns to avoid the worst of them: a fall must be so many times larger, in decades."""
@@ -15,38 +22,80 @@ GAP_FACTOR = 3.0
 
 
 def scale_shift(view: View) -> Iterator[Finding]:
-    """Rewards are on another scale from one update to the next: their largest and their mean have moved by decades, sign kept."""
-    low, high = view.limits.scale_low, view.limits.scale_high
-    shifts = [view.baselines.shift.get(key) for key in REWARD]
-    scores = [view.z(key) for key in REWARD]
-    mean, largest = view.get("reward/mean"), view.get("reward/absmax")
-    if None in shifts or None in scores or mean is None or largest is None:
+    """Rewards are on another scale from one update to the next, or returns are, by much."""
+    yield from rewards_shift(view)
+    yield from returns_shift(view)
+
+
+def rewards_shift(view: View) -> Iterator[Finding]:
+    """The largest reward and the mean one have moved by decades, sign kept."""
+    limits = view.limits
+    found = jump(view, REWARD)
+    largest, usual = view.get("reward/absmax"), view.baselines.median("reward/absmax")
+    if found is None or largest is None or usual is None:
         return
-    signs = view.memory.setdefault("signs", [0, 0])
-    signs[mean > 0] += 1
-    kept = signs[mean > 0] > signs[mean <= 0]
-    peak, centre = (shift or 0.0 for shift in shifts)
-    size = min(abs(peak), abs(centre)) if kept and peak * centre > 0 else 0.0
-    outlier = min(ramp(abs(score or 0.0), view.limits.z_low, view.limits.z_high) for score in scores)
-    if peak < 0:
-        size /= FALL
-    severity = min(ramp(size, low, high), outlier)
-    if not view.memory.get("on"):
-        severity = min(severity, ramp(abs(peak - view.memory.get("peak", 0.0)), low, high))
-    view.memory.update(on=severity >= 0.5 or (severity > 0 and view.memory.get("on")), peak=peak)
-    usual = view.baselines.median("reward/absmax") or 0.0
+    size, risen, z = found
+    size = size if risen else size / FALL
+    outlier = ramp(z, limits.z_low, limits.z_high)
     yield Finding(
-        severity,
+        min(ramp(size, limits.scale_low, limits.scale_high), outlier),
         "reward/absmax",
         largest,
-        usual * 10 ** ((low + high) / 2),
+        usual * 10 ** ((limits.scale_low + limits.scale_high) / 2),
         adaptive=True,
-        z=scores[0],
+        z=z,
+        instance="rewards",
         text=lambda: (
-            f"rewards have been {times(10 ** abs(peak))} as {'large' if peak > 0 else 'small'} as before: up to {number(largest)}"
-            f"{view.usual('reward/absmax')}, returns spread by {number(view.get('ret/std') or 0.0)}{view.usual('ret/std')}"
+            f"rewards have been {times(max(largest / usual, usual / max(largest, 1e-300)))} as {'large' if risen else 'small'} as before: "
+            f"up to {number(largest)}{view.usual('reward/absmax')}, returns spread by {number(view.get('ret/std') or 0.0)}"
+            f"{view.usual('ret/std')}"
         ),
     )
+
+
+def returns_shift(view: View) -> Iterator[Finding]:
+    """Mean and spread of returns have grown by decades at once: what scales rewards may stand behind where they are measured."""
+    limits = view.limits
+    found = jump(view, RETURNS)
+    mean, usual = view.get("ret/mean"), view.baselines.median("ret/mean")
+    if found is None or mean is None or usual is None:
+        return
+    size, risen, z = found
+    yield Finding(
+        ramp(size if risen else 0.0, limits.return_scale_low, limits.return_scale_high),
+        "ret/mean",
+        mean,
+        usual * 10 ** ((limits.return_scale_low + limits.return_scale_high) / 2),
+        adaptive=True,
+        z=z,
+        instance="returns",
+        text=lambda: (
+            f"returns have been {times(abs(mean) / usual)} as large as before: {number(mean)} on average{view.usual('ret/mean')}, "
+            f"spread by {number(view.get('ret/std') or 0.0)}{view.usual('ret/std')}"
+        ),
+    )
+
+
+def jump(view: View, keys: tuple[str, str]) -> tuple[float, bool, float] | None:
+    """How many decades two keys have moved together, whether up, and the smaller robust score; the last is the one with a sign.
+
+    A move begins between two updates, and lasts as long as they are away from their medians. None without a history.
+    """
+    shifts = [view.baselines.shift.get(key) for key in keys]
+    scores = [view.z(key) for key in keys]
+    signed = view.get("reward/mean" if keys == REWARD else "ret/mean")
+    if None in shifts or None in scores or signed is None:
+        return None
+    first, second = (shift or 0.0 for shift in shifts)
+    signs = view.memory.setdefault((keys, "signs"), [0, 0])
+    signs[signed > 0] += 1
+    kept = signs[signed > 0] > signs[signed <= 0]
+    size = min(abs(first), abs(second)) if kept and first * second > 0 else 0.0
+    before = view.memory.get((keys, "before"), 0.0)
+    begun = view.memory.get((keys, "on")) or abs(first - before) > 0.5 * abs(first)
+    view.memory[keys, "before"] = first
+    view.memory[keys, "on"] = bool(begun) and size > JUMP
+    return (size if begun else 0.0), first > 0, min(abs(score or 0.0) for score in scores)
 
 
 def constant_reward(view: View) -> Iterator[Finding]:
@@ -82,18 +131,26 @@ def constant_reward(view: View) -> Iterator[Finding]:
 
 
 def normalizer_drift(view: View) -> Iterator[Finding]:
-    """A normaliser still moves late in the run."""
+    """A normaliser still moves late in the run, or what it is given lies far outside of what it knows."""
     limits = view.limits
     for label, key, value in view.labelled("norm/", "/drift"):
-        low, high = limits.normalizer_drift_low, limits.normalizer_drift_high
+        cut_key = f"norm/{label}/clip_frac"
+        cut = view.get(cut_key) or 0.0
+        drifting = ramp(value, limits.normalizer_drift_low, limits.normalizer_drift_high)
+        lasts = view.memory[label] = view.memory.get(label, 0) + 1 if drifting >= 0.5 else 0
+        moved = drifting if lasts >= DRIFTS and view.update > SETTLES else 0.0
+        cuts = ramp(cut, limits.normalizer_clip_low, limits.normalizer_clip_high)
         yield Finding(
-            ramp(value, low, high),
-            key,
-            value,
-            (low + high) / 2,
+            max(moved, cuts),
+            cut_key if cuts > moved else key,
+            cut if cuts > moved else value,
+            (limits.normalizer_clip_low + limits.normalizer_clip_high) / 2
+            if cuts > moved
+            else (limits.normalizer_drift_low + limits.normalizer_drift_high) / 2,
             instance=label,
-            text=lambda label=label, value=value: (  # type: ignore[misc]  # the loop's values at this time
-                f"the normaliser of {label} has moved by {number(value)} standard deviations within ten updates (settled: below 0.1)"
+            text=lambda label=label, value=value, cut=cut: (  # type: ignore[misc]  # the loop's values at this time
+                f"the normaliser of {label} is off: it has moved by {number(value)} standard deviations within ten updates (settled: below "
+                f"0.1), and cuts off {percent(cut)} of what it is given (usually nothing)"
             ),
         )
 
@@ -120,7 +177,7 @@ RULES = (
         type="value/scale_shift",
         judge=scale_shift,
         inputs=REWARD,
-        watches=(*REWARD, "reward/std", "ret/std"),
+        watches=(*REWARD, *RETURNS, "reward/std"),
         duration=5,
         evidence=("reward/*", "ret/mean", "ret/std", "norm/*/drift", "loss/value"),
         relative=True,
@@ -144,13 +201,13 @@ RULES = (
         inputs=("norm/obs/drift",),
         applies=lambda facts: bool(facts.get("normalize_observations")),
         optional=True,
-        warmup=40,
-        n_on=10,
+        warmup=20,
         n_off=5,
         duration=2,
         evidence=("norm/*/drift", "norm/*/clip_frac"),
         relative=True,
-        source="A policy that learns to go elsewhere moves its normalisers too: only what lasts for ten updates counts.",
+        source="A policy that learns to go elsewhere moves its normalisers too: drift must last for ten updates. Entries "
+        "that are cut off tell at once: healthy runs have none.",
     ),
     Rule(
         type="adv/degenerate",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import log10
 
 from esper_telemetry.detectors.rule import Finding, Rule, View, hard, number, percent, ramp, times
@@ -184,9 +184,11 @@ def oscillation(view: View) -> Iterator[Finding]:
     chance, length = view.get("policy/kl/period/p"), view.get("policy/kl/period/length")
     if chance is not None and length is not None:
         before = view.memory.get("length")
-        again = before is not None and abs(before - length) <= 0.1 * length and chance < view.limits.period_p
+        clear = chance < view.limits.period_p and length <= LONGEST
+        again = clear and before is not None and abs(before - length) <= 0.1 * length
         view.memory["period"] = hard(again)
-        view.memory["length"] = length if chance < view.limits.period_p else None
+        view.memory["length"] = length if clear else None
+    yield from swinging_rate(view)
     if mean is None and chance is None:
         return
     period = view.memory.get("period", 0.0)
@@ -203,6 +205,48 @@ def oscillation(view: View) -> Iterator[Finding]:
     )
 
 
+LONGEST = 20
+"""Updates of the longest period that is told: longer ones are trends in the hundred updates that are tested."""
+
+SWINGS = 3
+"""Swings of the learning rate that are no schedule any more: warm restarts are rarer."""
+
+LATELY = 16
+"""Updates in which they are counted."""
+
+
+def swinging_rate(view: View) -> Iterator[Finding]:
+    """The learning rate itself goes up and down."""
+    rate = view.get("opt/lr")
+    if not rate:
+        return
+    rates = view.memory.setdefault("rates", [])
+    rates.append(rate)
+    del rates[:-LATELY]
+    factor = view.limits.rate_swing
+    swings = rate_swings(rates, factor)
+    yield Finding(
+        hard(swings >= SWINGS),
+        "opt/lr",
+        rate,
+        instance="rate",
+        text=lambda: (
+            f"the learning rate swings: {swings} times by a factor of {number(factor)} or more within {len(rates)} updates"
+        ),
+    )
+
+
+def rate_swings(rates: Sequence[float], factor: float) -> int:
+    """How often a series goes up or down by that factor, counted from turning point to turning point."""
+    swings, turn, way = 0, rates[0], 0
+    for rate in rates:
+        if (rate - turn) * way > 0:
+            turn = rate
+        elif max(rate / turn, turn / rate) >= factor:
+            swings, way, turn = swings + 1, 1 if rate > turn else -1, rate
+    return swings
+
+
 def noise_dominated(view: View) -> Iterator[Finding]:
     """No signal is left in the gradient."""
     key = "opt/snr_share"
@@ -214,7 +258,8 @@ def noise_dominated(view: View) -> Iterator[Finding]:
 
 
 def drift(view: View) -> Iterator[Finding]:
-    """Gradient norms wander away from their average, up or down."""
+    """Gradient norms wander away from their average, up or down; or the learning rate creeps up beyond what was set."""
+    yield from creeping_rate(view)
     key = "grad/global/norm_preclip"
     value = view.get(key)
     if value is None or value <= 0:
@@ -242,6 +287,29 @@ def drift(view: View) -> Iterator[Finding]:
 
 REJECTED = 50
 """Outliers in a row that do not enter the average; then it begins to follow them."""
+
+
+def creeping_rate(view: View) -> Iterator[Finding]:
+    """The learning rate has risen for long, and above what was set; where it follows the KL it may."""
+    rate, was = view.get("opt/lr"), view.previous.get("opt/lr")
+    asked = view.facts.get("learning_rate")
+    if rate is None or was is None or not asked or view.facts.get("desired_kl"):
+        return
+    rises = view.memory["rises"] = view.memory.get("rises", 0) + 1 if rate > was else 0
+    yield Finding(
+        hard(rises >= RISES and rate > view.limits.rate_grown * asked),
+        "opt/lr",
+        rate,
+        view.limits.rate_grown * asked,
+        instance="rate",
+        text=lambda: (
+            f"the learning rate has crept up to {number(rate)}, {times(rate / asked)} the {number(asked)} that was set"
+        ),
+    )
+
+
+RISES = 5
+"""Updates in a row in which a learning rate that creeps rises."""
 
 
 def _average_on(memory: dict[str, float], x: float) -> None:
@@ -281,6 +349,7 @@ RULES = (
         judge=missing_group,
         inputs=("grad/global/norm_preclip",),
         facts=("groups",),
+        certain=True,
         n_off=1,
         duration=10,
         evidence=("grad/*/norm_preclip", "opt/lr"),

@@ -146,6 +146,7 @@ RULES = (
         inputs=("lstm/reset_rate", "episode/count"),
         facts=("num_envs",),
         applies=recurrent,
+        certain=True,
         n_off=1,
         duration=10,
         evidence=("lstm/reset_rate", "lstm/age/*", "episode/count", "lstm/c/rms"),

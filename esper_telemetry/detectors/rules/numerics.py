@@ -50,6 +50,7 @@ RULES = (
         n_off=1,
         duration=10,
         evidence=("reward/nonfinite", "*_nonfinite", "loss/*", "policy/kl", "grad/global/norm_preclip", "opt/lr"),
+        certain=True,
         partial=True,
         source="always an error; ray#28283, coach#87",
     ),

@@ -109,6 +109,7 @@ RULES = (
         judge=stalled_weights,
         inputs=(RATE,),
         facts=("groups",),
+        certain=True,
         n_off=1,
         duration=5,
         evidence=(RATE, "opt/update_to_weight/*", "policy/kl_max"),

@@ -12,6 +12,9 @@ from esper_telemetry.detectors.rules.optimizer import stopped_on_purpose
 EARLY = 0.25
 """Share of the run in which entropy should not crash, and after which it should have fallen."""
 
+CARRIED = 0.98
+"""Critic's share of the squared gradient from which on a shared network follows the critic alone."""
+
 SPARSE = 0.05
 """Share of the steps in which a head decides, below which its statistics are noise."""
 
@@ -171,23 +174,24 @@ def entropy_crash(view: View) -> Iterator[Finding]:
 
 
 def entropy_explosion(view: View) -> Iterator[Finding]:
-    """The policy stays random and hardly moves, late in the run."""
+    """The policy has become random again, or stays so because clipping leaves the actor nothing."""
     limits = view.limits
-    entropy, kl, rate = view.get("policy/entropy_norm"), view.get("policy/kl"), view.get("opt/lr")
+    entropy, kl, coef = view.get("policy/entropy_norm"), view.get("policy/kl"), view.get("grad/clip/coef")
     if entropy is None or kl is None or view.progress is None:
         return
-    highest = view.memory["highest"] = max(view.memory.get("highest", 0.0), rate or 0.0)
-    moving = rate is None or rate > 0.2 * highest
-    wrong = (
-        view.progress > EARLY and moving and 1 - entropy < limits.entropy_explosion and kl < limits.entropy_explosion_kl
-    )
+    lowest = view.memory["lowest"] = min(view.memory.get("lowest", 1.0), entropy)
+    share = view.get("grad/interference/critic_share") or 0.0
+    rose = lowest < limits.entropy_was
+    starved = coef is not None and coef < limits.entropy_starved and share > limits.starved_share
+    wrong = view.progress > EARLY and 1 - entropy < limits.entropy_explosion and (rose or starved)
+    told = f"from {percent(lowest)} before" if rose else f"and clipping leaves {percent(coef or 0.0)} of the gradient"
     yield Finding(
         hard(wrong),
         "policy/entropy_norm",
         entropy,
         1 - limits.entropy_explosion,
         text=lambda: (
-            f"the policy has stayed random: its entropy is {percent(entropy)} of the largest, and updates move it by {number(kl)} nats"
+            f"the policy is random: its entropy is {percent(entropy)} of the largest, {told}, and updates move it by {number(kl)} nats"
         ),
     )
 
@@ -214,7 +218,8 @@ def wrong_direction(view: View) -> Iterator[Finding]:
     value, spread, kl = view.get(key), view.get("policy/ratio/std"), view.get("policy/kl_max")
     if value is None:
         return
-    if kl is not None and kl < limits.kl_stall:
+    if (kl is not None and kl < limits.kl_stall) or carried_along(view):
+        view.memory["against"] = False
         yield Finding(0.0, key, value)
         return
     against = value <= limits.wrong_direction
@@ -233,6 +238,12 @@ def wrong_direction(view: View) -> Iterator[Finding]:
             f"objective by {number(-value)}{view.usual(key)}"
         ),
     )
+
+
+def carried_along(view: View) -> bool:
+    """Whether the critic moves a network that it shares with the actor, so that the policy goes wherever that leads it."""
+    shared = bool(dict(view.facts.get("groups") or {}).get("shared"))
+    return shared and (view.get("grad/interference/critic_share") or 0.0) > CARRIED
 
 
 def dead_head(view: View) -> Iterator[Finding]:
@@ -262,6 +273,7 @@ RULES = (
         judge=dead_head,
         inputs=("grad/global/norm_preclip",),
         n_on=3,
+        certain=True,
         n_off=1,
         duration=5,
         evidence=("grad/head/*/norm", "policy/head/*/decision_frac"),
@@ -360,7 +372,8 @@ RULES = (
         n_off=5,
         duration=3,
         evidence=ENTROPIES,
-        source="SB3#2240. Sparse tasks stay random until the first success, with a KL of a thousandth: it must have stopped moving too.",
+        source="SB3#2240. Sparse tasks and low learning rates stay random for long: it must have been lower, or the "
+        "critic must fill the clip limit.",
     ),
     Rule(
         type="policy/action_shift",

@@ -12,6 +12,9 @@ PHASES = ((0.10, -0.5), (0.25, -0.2), (0.75, 0.0), (1.0, 0.1))
 """Explained variance that may be expected up to that share of the run: early a critic knows nothing yet, late it should."""
 
 LOOKS = 20
+RECENT = 5
+"""Latest losses that a jump is compared with."""
+
 GROWN = 0.5
 """Decades by which the loss must have grown too: the fit also falls where returns only vary less."""
 
@@ -57,11 +60,16 @@ def fit_collapse(view: View) -> Iterator[Finding]:
 def loss_jump(view: View) -> Iterator[Finding]:
     """The critic's error jumped."""
     found, value = outlier(view, LOSS), view.get(LOSS)
-    if found is None or value is None:
+    if value is None:
+        return
+    recently = fresh(view, value)
+    if found is None:
         return
     median = view.baselines.median(LOSS) or value
+    paid_more = (view.z("reward/absmax") or 0.0) >= view.limits.z_high
+    severity = max(found[0], recently if paid_more and found[1] > 0 else 0.0)
     yield Finding(
-        found[0],
+        severity,
         LOSS,
         value,
         adaptive=True,
@@ -69,6 +77,19 @@ def loss_jump(view: View) -> Iterator[Finding]:
         text=lambda: (
             f"the critic's loss has jumped to {number(value)}, {times(value / median)} its median{view.usual(LOSS)}"
         ),
+    )
+
+
+def fresh(view: View, value: float) -> float:
+    """Severity of a loss far above all of the last five: it tells, together with new rewards, where the history spans decades."""
+    recent = view.memory.setdefault("recent", [])
+    highest = max(recent, default=0.0)
+    enough = len(recent) == RECENT
+    recent.append(value)
+    del recent[:-RECENT]
+    limits = view.limits
+    return (
+        decade_ramp(value / highest, limits.loss_recent_low, limits.loss_recent_high) if enough and highest > 0 else 0.0
     )
 
 
@@ -99,11 +120,12 @@ RULES = (
         type="value/loss_jump",
         judge=loss_jump,
         inputs=(LOSS,),
-        watches=(LOSS,),
+        watches=(LOSS, "reward/absmax"),
         duration=5,
         evidence=("loss/*", "ret/*", "reward/*", "value/r2", "opt/lr"),
         relative=True,
-        source="far out at once, or out of line twice",
+        source="Far out at once, or out of line twice; or far above the last five while rewards are larger than ever: a critic that "
+        "learned fast has a history of many decades.",
     ),
     Rule(
         type="value/fit_collapse",
