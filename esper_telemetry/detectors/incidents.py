@@ -90,8 +90,14 @@ class Incident:
 
     @property
     def cause(self) -> str:
-        """The type that it is put down to: what is a mistake for certain, else what came first, causes before effects."""
-        return min(self.raised, key=lambda kind: (kind not in CLAIMS, self.raised[kind], order(kind)))
+        """The type that it is put down to: what is a mistake for certain, else what came first, causes before effects.
+
+        The task and telemetry itself are never the cause of anything but themselves.
+        """
+        return min(self.raised, key=self._rank)
+
+    def _rank(self, kind: str) -> tuple[bool, bool, int, int]:
+        return kind.startswith(LAST), kind not in CLAIMS, self.raised[kind], order(kind)
 
 
 class Incidents:

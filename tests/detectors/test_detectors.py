@@ -129,6 +129,22 @@ def test_what_comes_more_than_three_updates_later_is_another_incident() -> None:
     assert [alarm.incident for alarm in told] == [1, 2]
 
 
+def test_telemetry_is_never_the_cause() -> None:
+    """It is slow from update 21 on, told in the 25th, and the policy breaks in the 27th: one incident, put down to the policy."""
+
+    def slow(found: Values, ago: int) -> None:
+        found["perf/telemetry_frac"] = 0.5
+        if ago >= 26:
+            found["policy/kl"] = 2.0
+
+    told = alarms(judged(run(30, slow, since=1)), AlarmEvent.RAISE)
+
+    assert [(alarm.type, alarm.incident, alarm.cause) for alarm in told] == [
+        ("telemetry/overhead", 1, "telemetry/overhead"),
+        ("policy/kl_spike", 1, "policy/kl_spike"),
+    ]
+
+
 def flickering(count: int) -> list[Record]:
     """An identity that is broken in every second update, which raises an alarm each time."""
     return [

@@ -286,3 +286,70 @@ def test_a_learning_rate_that_was_raised_shows_before_weights_are_looked_at() ->
     sampled = set_to({"opt/update_to_weight": None, "opt/lr": 0.25})
 
     assert raised(judged(run(40, sampled)))["opt/update_too_large"] == SINCE
+
+
+def test_returns_of_another_scale_tell_what_rewards_do_not() -> None:
+    """A factor behind the place where rewards are measured."""
+    behind = multiplied({"ret/mean": 1e4, "ret/std": 1e4})
+
+    assert raised(judged(run(40, behind))) == {"value/scale_shift": SINCE}
+
+
+def test_a_spread_of_returns_alone_is_no_change_of_scale() -> None:
+    """A policy that fails again after long has returns that differ, with nearly the same mean."""
+    assert "value/scale_shift" not in raised(judged(run(40, multiplied({"ret/std": 1e3}))))
+
+
+def test_rewards_that_shrink_because_the_worst_are_avoided_are_no_change_of_scale() -> None:
+    assert "value/scale_shift" not in raised(judged(run(40, multiplied({"reward/absmax": 0.2, "reward/mean": 0.1}))))
+
+
+def test_a_normaliser_that_cuts_is_told_at_once() -> None:
+    assert raised(judged(run(40, set_to({"norm/obs/clip_frac": 0.15})))) == {"norm/drift": SINCE}
+
+
+def test_a_learning_rate_that_swings_is_an_oscillation() -> None:
+    """Between a tenth and ten times its value, every six updates: at the third swing."""
+
+    def swing(found: Values, ago: int) -> None:
+        found["opt/lr"] *= (10, 10, 1, 0.1, 0.1, 1)[ago % 6]
+
+    assert SINCE + 6 <= raised(judged(run(60, swing)))["grad/oscillation"] <= SINCE + 10
+
+
+def test_a_learning_rate_that_restarts_is_a_schedule() -> None:
+    """A cosine of twenty updates, again and again."""
+
+    def restart(found: Values, ago: int) -> None:
+        found["opt/lr"] *= 0.05 + 0.95 * (1 - ago % 20 / 20)
+
+    assert alarms(judged(run(150, restart, since=1))) == []
+
+
+def test_a_learning_rate_that_creeps_up_is_a_drift() -> None:
+    """By 3 % per update, from the rate that was set: 1.34 times as much after ten."""
+
+    def creep(found: Values, ago: int) -> None:
+        found["opt/lr"] *= 1.03 ** (ago + 1)
+
+    verdicts = judged(run(60, creep), {**FACTS, "learning_rate": 2.5e-3})
+
+    assert raised(verdicts) == {"grad/drift": SINCE + 12}
+    assert raised(judged(run(60, creep), {**FACTS, "learning_rate": 2.5e-3, "desired_kl": 0.01})) == {}
+
+
+def test_a_critic_that_learned_fast_is_judged_by_its_last_losses_when_rewards_grow() -> None:
+    """Its losses span three decades, so that 40 is not unusual; but 0.1 is what they are lately, and rewards are four times as large."""
+
+    def fast(found: Values, ago: int) -> None:
+        found["loss/value"] = max(0.1, 100 * 0.7**ago)
+        if ago >= 29:
+            found.update({"loss/value": 40.0, "reward/absmax": 5.2})
+
+    assert raised(judged(run(40, fast, since=1))) == {"value/loss_jump": 30}
+
+
+def test_a_policy_that_a_dominant_critic_carries_along_goes_in_no_direction_of_its_own() -> None:
+    carried = set_to({"policy/surrogate_gain": -0.02, "grad/interference/critic_share": 0.9999})
+
+    assert "policy/wrong_direction" not in raised(judged(run(40, carried)))
