@@ -33,8 +33,8 @@ class Story:
 
     @property
     def since(self) -> int:
-        """Update in which it began."""
-        return min(alarm.since for alarm in self.alarms if alarm.event is AlarmEvent.RAISE)
+        """Update in which its cause began."""
+        return self.main.since
 
     def standing(self) -> dict[str, int | None]:
         """Types that were raised, with the update in which each was over; None for those that last."""

@@ -51,6 +51,7 @@ class Thresholds:
     ratio_init_factor: float = above(1.0, "times the bounds of the compute precision, for integrity/ratio_init")
     gae_identity: float = above(1e-3, "relative error of advantages + values = returns")
     adv_norm: float = above(0.05, "distance of normalised advantages from mean 0 and standard deviation 1")
+    adv_norm_lasting: float = above(0.01, "the same on average over five updates, where whole rollouts are normalised")
     buffer_age: float = count(0, "updates that data may be old")
 
     reward_constant_transitions: float = count(1000, "transitions with the same reward, at least")
@@ -81,7 +82,7 @@ class Thresholds:
     period_p: float = below(1e-6, "chance of an oscillation of the KL as strong as the one seen")
     drift_sigmas: float = above(6.0, "log drift of the gradient norm, in its own standard deviations")
     drift_min: float = above(1.6, "log drift of the gradient norm, nats")
-    rate_grown: float = above(1.3, "learning rate over the one that was set, after rising for long")
+    rate_grown: float = above(1.15, "learning rate over the one that was set, after rising for long")
     concentration: float = below(0.2, "entropy of the gradient over parameters, of its largest")
     concentration_fall: float = above(0.5, "share of that entropy which is lost against the median")
     update_to_weight_low: float = above(0.03, "size of one optimizer step relative to the weights")
@@ -91,7 +92,7 @@ class Thresholds:
 
     dormant_low: float = above(0.35, "share of units that respond to nothing")
     dormant_high: float = above(0.75, "end of that ramp")
-    rank_fall: float = below(0.5, "effective rank relative to its median")
+    rank_fall: float = below(0.33, "effective rank relative to its median")
     norm_growth_low: float = above(4.0, "norm of the features relative to what it was")
     norm_growth_high: float = above(16.0, "end of that ramp")
 
@@ -131,6 +132,7 @@ class Thresholds:
     action_shift_low: float = above(0.05, "change of the mix of actions between rollouts, Jensen-Shannon")
     action_shift_high: float = above(0.25, "end of that ramp")
     wrong_direction: float = below(0.0, "gain of the update's own objective")
+    wrong_direction_least: float = above(0.02, "the same correlation in two updates in a row")
     wrong_direction_correlation: float = above(
         0.1, "negative correlation of advantages and ratios that needs no second update"
     )

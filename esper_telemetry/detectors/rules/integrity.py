@@ -7,6 +7,12 @@ from collections.abc import Iterator
 from esper_telemetry.detectors.rule import Finding, Rule, View, hard, number
 from esper_telemetry.series.integrity import RATIO_INIT_BOUNDS, ratio_init_bounds
 
+UNLIKELY = 5.0
+"""Nats of the unlikeliest action from which on bounds grow with it: so do logits, and with them the rounding of their differences."""
+
+LASTS = 5
+"""Updates over which small deviations of normalised advantages are averaged: healthy runs have 0.0005 in each."""
+
 WARNING = 0.5
 """Severity of a mismatch between the two bounds: it is told, and raises no level."""
 
@@ -19,7 +25,8 @@ def ratio_init(view: View) -> Iterator[Finding]:
         return
     spreads = [found for _, _, found in view.labelled("policy/head/", "/std/min") if found > 0]
     bounds = ratio_init_bounds(precision, smallest_std=min(spreads, default=None))
-    warn, critical = (view.limits.ratio_init_factor * bound for bound in (bounds.warn, bounds.critical))
+    rounding = view.limits.ratio_init_factor * max(1.0, abs(view.get("policy/logp/min") or 0.0) / UNLIKELY)
+    warn, critical = bounds.warn * rounding, bounds.critical * rounding
     severity = 1.0 if value > critical else WARNING if value > warn else 0.0
     yield Finding(
         severity,
@@ -63,6 +70,11 @@ def adv_norm(view: View) -> Iterator[Finding]:
     floor = float(view.facts.get("advantage_std_floor") or 0.0)
     if view.get("adv/std_floored") or (spread is not None and spread <= 1.01 * max(floor, 1e-6)):
         value = abs(view.get("adv/norm/mean") or 0.0)
+    seen = view.memory.setdefault("seen", [])
+    seen.append(value)
+    del seen[:-LASTS]
+    whole = view.facts.get("normalize_minibatches") is False
+    lasting = whole and len(seen) == LASTS and sum(seen) / LASTS > view.limits.adv_norm_lasting
     mean, std = view.get("adv/norm/mean"), view.get("adv/norm/std")
     shown = (
         f": their mean is {number(mean)}, their standard deviation {number(std)}"
@@ -70,7 +82,11 @@ def adv_norm(view: View) -> Iterator[Finding]:
         else ""
     )
     yield Finding(
-        hard(value > bound), key, value, bound, text=lambda: f"the advantages in use are not normalised{shown}"
+        hard(value > bound or lasting),
+        key,
+        value,
+        bound,
+        text=lambda: f"the advantages in use are not normalised{shown}",
     )
 
 
@@ -115,7 +131,7 @@ RULES = (
         ),
         certain=True,
         partial=True,
-        source="bounds by precision, times max(1, 1/σ_min); trl#454, sb3-contrib#75",
+        source="bounds by precision, times max(1, 1/σ_min), and wider for actions of tiny probability; trl#454, sb3-contrib#75",
     ),
     Rule(
         type="integrity/gae_identity",

@@ -9,23 +9,23 @@ from esper_telemetry.detectors.rule import Finding, Rule, View, number
 
 KEY = "numerics/nonfinite"
 OURS = (
-    "adv",
-    "buffer",
-    "episode",
-    "grad",
-    "integrity",
-    "loss",
-    "lstm",
-    "norm",
-    "numerics",
-    "opt",
-    "policy",
-    "repr",
-    "ret",
     "reward",
+    "norm",
+    "buffer",
+    "lstm",
+    "ret",
+    "adv",
     "value",
+    "episode",
+    "integrity",
+    "policy",
+    "loss",
+    "repr",
+    "grad",
+    "opt",
+    "numerics",
 )
-"""Families whose counters of what was left out speak for the run; the counters of numbers that users log do not."""
+"""Families whose counters of what was left out speak for the run, causes first; the counters of numbers that users log do not."""
 
 
 def nonfinite(view: View) -> Iterator[Finding]:
@@ -35,11 +35,16 @@ def nonfinite(view: View) -> Iterator[Finding]:
     if not counts and KEY not in view.values:
         return
     total = counts.get(KEY) or max(counts.values(), default=0.0)
-    places = [key.removesuffix(NONFINITE) for key in counts if key != KEY]
-    where = f", first seen in {', '.join(places[:3])}" if places else ""
+    places = sorted((key.removesuffix(NONFINITE) for key in counts if key != KEY), key=_place)
+    where = f", among them in {', '.join(places[:3])}" if places else ""
     yield Finding(
         float(bool(counts)), KEY, total, 0.0, text=lambda: f"{number(total)} numbers are NaN or infinite{where}"
     )
+
+
+def _place(key: str) -> int:
+    """Where the family of a key stands among causes."""
+    return OURS.index(key.partition("/")[0])
 
 
 RULES = (

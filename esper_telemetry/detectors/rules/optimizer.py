@@ -8,6 +8,9 @@ from esper_telemetry.detectors.rule import Finding, Rule, View, decade_ramp, har
 from esper_telemetry.metric import segment
 
 SIZE, RATE = "opt/update_to_weight", "opt/lr"
+WARMS = 5
+"""Updates at the beginning in which a schedule may not have begun to warm up."""
+
 ANNEALED = 0.05
 """Of the largest learning rate: from there down a schedule may well end at nothing."""
 
@@ -42,13 +45,15 @@ def stopped_on_purpose(view: View) -> bool:
     if rate is None:
         return False
     highest = view.memory["highest"] = max(view.memory.get("highest", 0.0), rate)
+    if highest == 0:
+        return view.update <= WARMS
     before = view.previous.get(RATE, rate)
     if rate > ANNEALED * highest:
         view.memory["abrupt"] = False
         return False
     if before > ANNEALED * highest and rate < before / 4:
         view.memory["abrupt"] = True
-    return not view.memory.get("abrupt") and highest > 0
+    return not view.memory.get("abrupt")
 
 
 def stalled_weights(view: View) -> Iterator[Finding]:

@@ -222,11 +222,12 @@ def wrong_direction(view: View) -> Iterator[Finding]:
         view.memory["against"] = False
         yield Finding(0.0, key, value)
         return
-    against = value <= limits.wrong_direction
+    correlation = -value / spread if spread else 1.0
+    against = value <= limits.wrong_direction and correlation > limits.wrong_direction_least
     before = view.memory.get("against", False)
     view.memory["against"] = against
     small = (view.get("policy/kl") or 0.0) < limits.kl_spike_low
-    clear = small and spread is not None and spread > 0 and -value / spread > limits.wrong_direction_correlation
+    clear = small and bool(spread) and correlation > limits.wrong_direction_correlation
     yield Finding(
         hard(clear or (against and before)),
         key,
@@ -241,9 +242,11 @@ def wrong_direction(view: View) -> Iterator[Finding]:
 
 
 def carried_along(view: View) -> bool:
-    """Whether the critic moves a network that it shares with the actor, so that the policy goes wherever that leads it."""
+    """Whether the policy goes wherever the critic leads a network that they share, or anywhere, since it has filled the clip limit."""
+    if (view.get("grad/interference/critic_share") or 0.0) <= CARRIED:
+        return False
     shared = bool(dict(view.facts.get("groups") or {}).get("shared"))
-    return shared and (view.get("grad/interference/critic_share") or 0.0) > CARRIED
+    return shared or view.baselines.shift.get("grad/clip/coef", 0.0) < -view.limits.clip_fall
 
 
 def dead_head(view: View) -> Iterator[Finding]:
@@ -293,7 +296,7 @@ RULES = (
         type="policy/wrong_direction",
         judge=wrong_direction,
         inputs=("policy/surrogate_gain",),
-        watches=("policy/surrogate_gain",),
+        watches=("policy/surrogate_gain", "grad/clip/coef"),
         duration=5,
         evidence=("policy/surrogate_gain", "adv/norm/*", "loss/*", "opt/lr", "policy/kl*"),
         source="above 0 in all of 170 healthy updates",
@@ -332,11 +335,11 @@ RULES = (
         judge=clip_saturation,
         inputs=("policy/clip_frac",),
         watches=("policy/clip_frac",),
-        warmup=5,
+        warmup=15,
         n_on=2,
         duration=3,
         evidence=("policy/clip_frac*", "policy/head/*/clip_frac", "policy/kl*", "opt/lr"),
-        source="common practice; healthy runs stay below 0.17",
+        source="common practice; healthy runs stay below 0.17, but for their first updates",
     ),
     Rule(
         type="policy/entropy_collapse",

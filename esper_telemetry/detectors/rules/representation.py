@@ -91,7 +91,7 @@ RULES = (
         evidence=("repr/*",),
         relative=True,
         sampled=True,
-        source="Moalla 2024, Kumar 2021",
+        source="Moalla 2024, Kumar 2021; a third instead of half, which a task that is solved takes: its states become alike",
     ),
     Rule(
         type="repr/norm_growth",

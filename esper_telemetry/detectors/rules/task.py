@@ -65,7 +65,8 @@ def return_drop(view: View) -> Iterator[Finding]:
         best - limits.return_drop * learned,
         adaptive=True,
         text=lambda: (
-            f"the return has been {number(value)}, down from {number(best)}: {percent(lost / learned)} of what was learned is lost"
+            f"the return has been {number(value)}, down from {number(best)}: "
+            f"{percent(min(1.0, lost / learned))} of what was learned is lost"
         ),
     )
 
