@@ -72,6 +72,7 @@ class Detectors:
         self._questions = Questions(self.rules, self.facts)
         self._watches = _Watches(self.rules)
         self._storm = _Storm(int(thresholds.storm))
+        self._storm_in: Incident | None = None
         self._quiet = 0
         self._update = 0
         self._before: Record | None = None
@@ -164,7 +165,8 @@ class Detectors:
             standing.incident = incident
         alarms = [self._alarm(standing, found, record) for standing, found in news if not standing.silent]
         if storm is not None:
-            alarms.append(self._storm_alarm(storm, record, incident))
+            self._storm_in = incident if storm is AlarmEvent.RAISE else self._storm_in
+            alarms.append(self._storm_alarm(storm, record, self._storm_in))
         return tuple(alarms)
 
     def _alarm(self, standing: Standing, news: News, record: Record) -> Alarm:

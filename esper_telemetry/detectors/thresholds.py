@@ -100,6 +100,8 @@ class Thresholds:
     forget_closed_high: float = above(0.9, "end of that ramp")
     forget_open_low: float = above(0.8, "share of forget gates above 0.9")
     forget_open_high: float = above(1.0, "end of that ramp")
+    adds_up_growth: float = above(1.3, "growth of the cell state over an episode, where nothing is forgotten")
+    adds_up_jump: float = above(1.5, "size of the cell state relative to the update before, with that")
     timescale: float = below(1.2, "median memory of a unit, steps")
     cell_absmax: float = above(50.0, "largest cell state")
     cell_growth_low: float = above(4.0, "growth of the cell state over an episode")

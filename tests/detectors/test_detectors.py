@@ -9,7 +9,7 @@ from healthy_run import FACTS, Values, alarms, judged, multiplied, raised, recor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper_telemetry.detectors import Detectors, Thresholds
+from esper_telemetry.detectors import Detectors, Thresholds, diagnose
 from esper_telemetry.record import Alarm, AlarmEvent, AlarmLevel, Axes, Record
 from esper_telemetry.series.escalation import CAP
 
@@ -170,6 +170,8 @@ def test_a_storm_ends_when_it_has_been_calm() -> None:
     told = alarms(judged([*flickering(100), *calm, *spoiled]))
     last = [(alarm.type, alarm.event) for alarm in told[-2:]]
 
+    stories = diagnose(FACTS, [*flickering(100), *calm, *spoiled]).incidents
+    assert [story.standing().get("telemetry/storm", 0) for story in stories] == [*[0] * (len(stories) - 2), 178, 0]
     assert last == [("telemetry/storm", AlarmEvent.CLEAR), ("integrity/gae_identity", AlarmEvent.RAISE)]
 
 
@@ -373,3 +375,20 @@ def test_an_alarm_that_is_off_is_not_raised() -> None:
 
 def test_levels_follow_severities() -> None:
     assert [AlarmLevel.of(x) for x in (0.2, 0.25, 0.74, 0.75)] == ["info", "warn", "warn", "critical"]
+
+
+def test_a_storm_without_anything_told_is_a_story_too() -> None:
+    """Three alarms at once, of which one may be told: the first, and the storm."""
+
+    def at_once(found: Values, _: int) -> None:
+        found.update({"integrity/gae_identity": 1.0, "integrity/mask_violation": 1.0, "buffer/age_updates": 9.0})
+
+    limits = Thresholds().with_changes({"storm": 1})
+    (story,) = diagnose(FACTS, run(35, at_once), thresholds=limits).incidents
+
+    assert [alarm.type for alarm in story.alarms] == ["integrity/mask_violation", "telemetry/storm"]
+    assert story.cause == "integrity/mask_violation"
+
+    (nothing_else,) = diagnose(FACTS, run(35, at_once), thresholds=limits.with_changes({"storm": 0})).incidents
+    assert [alarm.type for alarm in nothing_else.alarms] == ["telemetry/storm"]
+    assert nothing_else.main.text.startswith("Since update 30, more than 0 alarms")

@@ -388,3 +388,16 @@ def test_advantages_that_are_a_little_off_for_long_are_told() -> None:
 
     assert raised(judged(run(40, off), {**FACTS, "normalize_minibatches": False})) == {"integrity/adv_norm": SINCE + 1}
     assert raised(judged(run(40, off), {**FACTS, "normalize_minibatches": True})) == {}
+
+
+def test_a_forget_gate_that_stays_open_shows_in_the_cell_state_before_gates_are_looked_at() -> None:
+    """Twice as large within an update, and growing with age; the same growth reached slowly is learning."""
+    opened = both(multiplied({"lstm/c/rms": 2}), set_to({"lstm/c_growth": 1.6, "lstm/gate/f/sat_hi": None}))
+
+    def slowly(found: Values, ago: int) -> None:
+        found["lstm/c/rms"] *= min(2.0, 1.05**ago)
+        found["lstm/c_growth"] = 1.6
+        found.pop("lstm/gate/f/sat_hi")
+
+    assert raised(judged(run(40, opened)))["lstm/forget_open"] == SINCE
+    assert "lstm/forget_open" not in raised(judged(run(60, slowly)))

@@ -12,6 +12,9 @@ CLOSED, OPEN, TIMESCALE = "lstm/gate/f/sat_lo", "lstm/gate/f/sat_hi", "lstm/time
 WRITTEN = 1.0
 """What a cell state cannot exceed if nothing is kept: it is then a gate times a tanh."""
 
+JUMP_HOLDS = 2
+"""Updates for which a jump of the cell state is kept in mind: its growth shows fully in the rollout after it."""
+
 STATES_SETTLE = 20
 """Updates after which states have a size to compare with: at first they are next to nothing."""
 
@@ -38,7 +41,8 @@ def forget_closed(view: View) -> Iterator[Finding]:
         view.memory["shut"] = shut
     usual = view.baselines.median(LARGEST)
     if largest is not None and usual is not None and view.z(LARGEST) is not None:
-        view.memory["written"] = hard(largest <= WRITTEN and usual > 1.5 * WRITTEN)
+        kept = usual > 1.5 * WRITTEN
+        view.memory["written"] = hard(kept and (largest <= WRITTEN or drops(view)))
     if shut is None and largest is None:
         return
     gates, written = view.memory.get("gates", 0.0), view.memory.get("written", 0.0)
@@ -52,16 +56,26 @@ def forget_closed(view: View) -> Iterator[Finding]:
         text=lambda: (
             f"{percent(shares['shut'])} of the forget gates are shut: memory lasts {number(timescale or 1.0)} steps"
             if by_gates
-            else f"no cell state exceeds {number(largest or 0.0)}{view.usual(LARGEST)}, which is what a single step can write: "
-            "the forget gates are shut"
+            else f"cell states hold no more than a single step can write: {number(view.get(CELL) or 0.0)}{view.usual(CELL)}, "
+            f"at most {number(largest or 0.0)}{view.usual(LARGEST)}: the forget gates are shut"
         ),
     )
 
 
+def drops(view: View) -> bool:
+    """Whether the cell state has become much smaller within one update, and smaller with its age instead of larger."""
+    size, before, growth = view.get(CELL), view.previous.get(CELL), view.get("lstm/c_growth")
+    if size is None or before is None or growth is None:
+        return False
+    held = (view.baselines.median(CELL) or 0.0) > WRITTEN
+    return held and size < WRITTEN and size < before / view.limits.adds_up_jump and growth < 0
+
+
 def forget_open(view: View) -> Iterator[Finding]:
-    """Nothing is ever forgotten."""
-    low, high = view.limits.forget_open_low, view.limits.forget_open_high
-    value = view.get(OPEN)
+    """Nothing is ever forgotten: by the gates, or because cell states have begun, all at once, to grow with every step."""
+    limits = view.limits
+    low, high = limits.forget_open_low, limits.forget_open_high
+    value, growth = view.get(OPEN), view.get("lstm/c_growth")
     if value is not None:
         yield Finding(
             ramp(value, low, high),
@@ -70,6 +84,37 @@ def forget_open(view: View) -> Iterator[Finding]:
             (low + high) / 2,
             text=lambda: f"{percent(value)} of the forget gates never close: the memory only adds up",
         )
+    elif growth is not None and view.z(CELL) is not None:
+        yield Finding(
+            hard(adds_up(view, growth)),
+            "lstm/c_growth",
+            growth,
+            limits.adds_up_growth,
+            text=lambda: (
+                f"the cell state has begun to grow with every step, to {number(view.values.get(CELL, 0.0))}{view.usual(CELL)} in one "
+                "update: the forget gates no longer close"
+            ),
+        )
+
+
+def adds_up(view: View, growth: float) -> bool:
+    """Whether the cell state grows with its age, and has become larger from one update to the next by more than an update explains.
+
+    Kept in mind while it grows, because it becomes larger once only.
+    """
+    limits = view.limits
+    size, before = view.values.get(CELL, 0.0), view.previous.get(CELL, 0.0)
+    small = (view.get("policy/kl") or 0.0) < limits.kl_spike_low and (view.get("lstm/reset_rate") or 0.0) > 0
+    jumped = (
+        small
+        and size > max(WRITTEN, limits.adds_up_jump * before)
+        and before > 0
+        and view.baselines.shift.get(CELL, 0.0) > 0
+    )
+    view.memory["jumped"] = JUMP_HOLDS if jumped else max(0, view.memory.get("jumped", 0) - 1)
+    on = growth > limits.adds_up_growth and (view.memory["jumped"] > 0 or view.memory.get("on", False))
+    view.memory["on"] = on
+    return bool(on)
 
 
 def cell_drift(view: View) -> Iterator[Finding]:
@@ -157,7 +202,7 @@ RULES = (
         judge=forget_closed,
         inputs=(CLOSED,),
         applies=remembers,
-        watches=(LARGEST,),
+        watches=(LARGEST, CELL),
         duration=5,
         evidence=("lstm/gate/f/*", "lstm/timescale/*", "lstm/c/*"),
         source="gates are sampled; |c| ≤ 1 without memory tells it in every update. A short timescale alone is healthy in short tasks.",
@@ -167,10 +212,12 @@ RULES = (
         judge=forget_open,
         inputs=(OPEN,),
         applies=remembers,
+        watches=(CELL,),
         duration=3,
-        evidence=("lstm/gate/f/*", "lstm/timescale/*", "lstm/c/*"),
+        evidence=("lstm/gate/f/*", "lstm/timescale/*", "lstm/c/*", "lstm/c_growth"),
         sampled=True,
-        source="healthy runs stay below 0.66",
+        source="Healthy runs stay below 0.66. Gates are sampled; a cell state that becomes half as large again in one update, and grows "
+        "with its age, tells it in between.",
     ),
     Rule(
         type="lstm/cell_drift",
