@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from esper_telemetry.detectors.history import Baselines
 from esper_telemetry.detectors.incidents import Incident, Incidents, order
 from esper_telemetry.detectors.reported import alarm_values
-from esper_telemetry.detectors.rule import Rule, View
+from esper_telemetry.detectors.rule import View
 from esper_telemetry.detectors.rules import RULES
 from esper_telemetry.detectors.standing import News, Standing
+from esper_telemetry.detectors.storm import STORM, STORM_CALM, STORM_SPAN, Storm
 from esper_telemetry.detectors.task_events import TaskEvents
-from esper_telemetry.detectors.telling import evidence_of, matcher, text_of
+from esper_telemetry.detectors.telling import evidence_of, text_of
 from esper_telemetry.detectors.thresholds import Thresholds
 from esper_telemetry.detectors.unanswered import Questions
+from esper_telemetry.detectors.watches import Watches
 from esper_telemetry.record import CRITICAL_FROM, Alarm, AlarmEvent, AlarmLevel, Record
 from esper_telemetry.series.escalation import Escalation
 
@@ -25,10 +26,6 @@ DEFAULTS = Thresholds()
 SILENCE = 3
 """Updates after an intervention in which only mistakes for certain are told: what was changed on purpose makes waves."""
 
-STORM = "telemetry/storm"
-STORM_SPAN = 100
-STORM_CALM = 20
-"""Updates that count, and updates without too many alarms after which a storm is over."""
 
 ASKED = 20
 """Update in which it is told which questions cannot be answered."""
@@ -70,8 +67,8 @@ class Detectors:
         self._escalation = Escalation({rule.type: rule.duration for rule in self.rules if rule.duration})
         self._tasks = TaskEvents()
         self._questions = Questions(self.rules, self.facts)
-        self._watches = _Watches(self.rules)
-        self._storm = _Storm(int(thresholds.storm))
+        self._watches = Watches(self.rules)
+        self._storm = Storm(int(thresholds.storm))
         self._storm_in: Incident | None = None
         self._quiet = 0
         self._update = 0
@@ -248,55 +245,3 @@ class Detectors:
         if self._update == ASKED and (missing := self._questions.open(sampled=False)):
             events.append(("detectors/unanswered", {"questions": missing}))
         return tuple(events)
-
-
-class _Watches:
-    """Which values of a record belong into histories; patterns are resolved once per set of keys."""
-
-    def __init__(self, rules: Iterable[Rule]) -> None:
-        patterns = {pattern for rule in rules for pattern in rule.watches}
-        self._plain = sorted(pattern for pattern in patterns if "*" not in pattern)
-        self._matchers = [matcher(pattern) for pattern in sorted(patterns) if "*" in pattern]
-        self._known: dict[str, bool] = {}
-
-    def of(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Those that are watched."""
-        found = {key: values[key] for key in self._plain if key in values}
-        known = self._known
-        for key in values:
-            if key not in known:
-                known[key] = any(match(key) for match in self._matchers)
-            if known[key]:
-                found[key] = values[key]
-        return found
-
-
-class _Storm:
-    """Counts alarms, and says when there are too many to tell."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.active = False
-        self.since = 0
-        self._raised: deque[tuple[int, str]] = deque()
-        self._calm = 0
-
-    def step(self, kinds: list[str], update: int) -> tuple[list[str], AlarmEvent | None]:
-        """Types that are told of those raised in this update, and whether a storm begins or ends with it."""
-        while self._raised and update - self._raised[0][0] >= STORM_SPAN:
-            self._raised.popleft()
-        self._raised.extend((update, kind) for kind in kinds)
-        many = len(self._raised) > self.limit
-        if not self.active:
-            room = max(0, self.limit - (len(self._raised) - len(kinds)))
-            self.active, self.since, self._calm = many, update, 0
-            return kinds[:room], AlarmEvent.RAISE if many else None
-        self._calm = 0 if many or kinds else self._calm + 1
-        if self._calm < STORM_CALM:
-            return [], None
-        self.active = False
-        return kinds, AlarmEvent.CLEAR
-
-    def counts(self) -> Counter[str]:
-        """Alarms raised lately by type, those that were not told included."""
-        return Counter(kind for _, kind in self._raised)

@@ -184,3 +184,13 @@ def multiplied(factors: Mapping[str, float]) -> Spoil:
             found[key] *= factor
 
     return spoil
+
+
+def both(first: Spoil, second: Spoil) -> Spoil:
+    """One after the other."""
+
+    def spoil(found: Values, ago: int) -> None:
+        first(found, ago)
+        second(found, ago)
+
+    return spoil

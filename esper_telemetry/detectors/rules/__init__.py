@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from esper_telemetry.detectors.rule import Rule
 from esper_telemetry.detectors.rules import (
+    balance,
+    course,
     data,
+    exploration,
     gradients,
     integrity,
     memory,
@@ -23,9 +26,12 @@ RULES: tuple[Rule, ...] = (
     *data.RULES,
     *optimizer.RULES,
     *gradients.RULES,
+    *balance.RULES,
+    *course.RULES,
     *representation.RULES,
     *memory.RULES,
     *policy.RULES,
+    *exploration.RULES,
     *value.RULES,
     *task.RULES,
     *telemetry.RULES,

@@ -1,28 +1,21 @@
-"""The policy: steps too far, none at all, backwards; entropy lost too early or never."""
+"""The policy: steps too far, none at all, backwards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from math import exp
-from typing import Any
+from collections.abc import Iterator
 
 from esper_telemetry.detectors.rule import Finding, Rule, View, decade_ramp, hard, number, percent, ramp, times
 from esper_telemetry.detectors.rules.optimizer import stopped_on_purpose
 
-EARLY = 0.25
-"""Share of the run in which entropy should not crash, and after which it should have fallen."""
-
 CARRIED = 0.98
 """Critic's share of the squared gradient from which on a shared network follows the critic alone."""
+
 
 SPARSE = 0.05
 """Share of the steps in which a head decides, below which its statistics are noise."""
 
 
-def categorical(facts: Mapping[str, Any]) -> bool:
-    """Whether any head chooses among actions."""
-    heads = facts.get("heads")
-    return not isinstance(heads, Mapping) or any(kind == "categorical" for kind in heads.values())
+RATIOS = ("policy/ratio/*", "policy/head/*/blame", "policy/head/*/ratio/*", "policy/logp/min", "policy/kl*", "opt/lr")
 
 
 def kl_spike(view: View) -> Iterator[Finding]:
@@ -128,90 +121,6 @@ def kl_stall(view: View) -> Iterator[Finding]:
     )
 
 
-def entropy_collapse(view: View) -> Iterator[Finding]:
-    """The policy does the same everywhere: little entropy, and little in the mix of its actions over all states."""
-    limits = view.limits
-    entropy, mix = view.get("policy/entropy_norm"), view.get("policy/entropy_marginal_norm")
-    if entropy is not None and mix is not None:
-        yield Finding(
-            _collapsed(view, entropy, mix),
-            "policy/entropy_norm",
-            entropy,
-            limits.entropy_collapse,
-            text=lambda: (
-                f"the policy does nearly the same everywhere: its entropy is {percent(entropy)} of the largest, "
-                f"that of its actions over all states {percent(mix)}"
-            ),
-        )
-
-
-def _collapsed(view: View, entropy: float, mix: float) -> float:
-    """1 below both bounds, which would be the ramp's upper half; 0.3, which holds an alarm, until it has recovered."""
-    limits = view.limits
-    if entropy < limits.entropy_collapse and mix < limits.entropy_marginal:
-        return 1.0
-    return 0.3 if entropy < limits.entropy_clear and mix < limits.entropy_marginal else 0.0
-
-
-def entropy_crash(view: View) -> Iterator[Finding]:
-    """The policy makes up its mind abnormally early."""
-    key, limits = "policy/entropy_rate", view.limits
-    value, entropy, kl = view.get(key), view.get("policy/entropy_norm"), view.get("policy/kl")
-    if value is None or entropy is None or view.progress is None:
-        return
-    early = view.progress < EARLY and entropy < 0.5 and (kl or 0.0) > 0
-    severity = ramp(-value, limits.entropy_crash_low, limits.entropy_crash_high) if early else 0.0
-    yield Finding(
-        severity,
-        key,
-        value,
-        -(limits.entropy_crash_low + limits.entropy_crash_high) / 2,
-        text=lambda: (
-            f"the policy's entropy has been falling by {percent(1 - exp(value))} per update, to {percent(entropy)} of the largest, "
-            f"after {percent(view.progress or 0.0)} of the run"
-        ),
-    )
-
-
-def entropy_explosion(view: View) -> Iterator[Finding]:
-    """The policy has become random again, or stays so because clipping leaves the actor nothing."""
-    limits = view.limits
-    entropy, kl, coef = view.get("policy/entropy_norm"), view.get("policy/kl"), view.get("grad/clip/coef")
-    if entropy is None or kl is None or view.progress is None:
-        return
-    lowest = view.memory["lowest"] = min(view.memory.get("lowest", 1.0), entropy)
-    share = view.get("grad/interference/critic_share") or 0.0
-    rose = lowest < limits.entropy_was
-    starved = coef is not None and coef < limits.entropy_starved and share > limits.starved_share
-    wrong = view.progress > EARLY and 1 - entropy < limits.entropy_explosion and (rose or starved)
-    told = f"from {percent(lowest)} before" if rose else f"and clipping leaves {percent(coef or 0.0)} of the gradient"
-    yield Finding(
-        hard(wrong),
-        "policy/entropy_norm",
-        entropy,
-        1 - limits.entropy_explosion,
-        text=lambda: (
-            f"the policy is random: its entropy is {percent(entropy)} of the largest, {told}, and updates move it by {number(kl)} nats"
-        ),
-    )
-
-
-def action_shift(view: View) -> Iterator[Finding]:
-    """The mix of actions changed abruptly."""
-    key, low, high = "policy/action_shift_js", view.limits.action_shift_low, view.limits.action_shift_high
-    value = view.get(key)
-    if value is not None:
-        yield Finding(
-            ramp(value, low, high),
-            key,
-            value,
-            (low + high) / 2,
-            text=lambda: (
-                f"the mix of actions has changed abruptly, by a Jensen-Shannon divergence of {number(value)} (usually below 0.02)"
-            ),
-        )
-
-
 def wrong_direction(view: View) -> Iterator[Finding]:
     """Updates make good actions rarer: at once where advantages and ratios clearly point against each other, else at the second."""
     key, limits = "policy/surrogate_gain", view.limits
@@ -266,9 +175,6 @@ def dead_head(view: View) -> Iterator[Finding]:
             ),
         )
 
-
-RATIOS = ("policy/ratio/*", "policy/head/*/blame", "policy/head/*/ratio/*", "policy/logp/min", "policy/kl*", "opt/lr")
-ENTROPIES = ("policy/entropy*", "policy/head/*/entropy_norm", "policy/action_mi", "loss/entropy")
 
 RULES = (
     Rule(
@@ -340,53 +246,5 @@ RULES = (
         duration=3,
         evidence=("policy/clip_frac*", "policy/head/*/clip_frac", "policy/kl*", "opt/lr"),
         source="common practice; healthy runs stay below 0.17, but for their first updates",
-    ),
-    Rule(
-        type="policy/entropy_collapse",
-        judge=entropy_collapse,
-        inputs=("policy/entropy_norm", "policy/entropy_marginal_norm"),
-        applies=categorical,
-        warmup=10,
-        n_on=3,
-        duration=5,
-        evidence=ENTROPIES,
-        source="Solved tasks end with 0.05 too, but with all of their actions in use: both entropies count.",
-    ),
-    Rule(
-        type="policy/entropy_crash",
-        judge=entropy_crash,
-        inputs=("policy/entropy_rate", "policy/entropy_norm"),
-        facts=("total_steps",),
-        applies=categorical,
-        warmup=5,
-        n_on=2,
-        duration=5,
-        evidence=ENTROPIES,
-        relative=True,
-        source="only where half of the entropy is gone: short runs learn simple tasks within a quarter of their time",
-    ),
-    Rule(
-        type="policy/entropy_explosion",
-        judge=entropy_explosion,
-        inputs=("policy/entropy_norm", "policy/kl"),
-        facts=("total_steps",),
-        applies=categorical,
-        n_on=10,
-        n_off=5,
-        duration=3,
-        evidence=ENTROPIES,
-        source="SB3#2240. Sparse tasks and low learning rates stay random for long: it must have been lower, or the "
-        "critic must fill the clip limit.",
-    ),
-    Rule(
-        type="policy/action_shift",
-        judge=action_shift,
-        inputs=("policy/action_shift_js",),
-        applies=categorical,
-        warmup=5,
-        n_off=2,
-        duration=3,
-        evidence=("policy/action_shift_js", "policy/head/*/action_shift_js", "policy/kl*", "policy/entropy_norm"),
-        source="healthy runs stay below 0.03",
     ),
 )

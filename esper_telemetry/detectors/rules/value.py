@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from esper_telemetry.detectors.rule import Finding, Rule, View, decade_ramp, hard, number, percent, ramp, times
-from esper_telemetry.detectors.rules.gradients import outlier
+from esper_telemetry.detectors.rules.outliers import outlier
 
 LOSS, R2, EXPLAINED = "loss/value", "value/r2", "value/explained_variance"
 PHASES = ((0.10, -0.5), (0.25, -0.2), (0.75, 0.0), (1.0, 0.1))

@@ -1,0 +1,122 @@
+"""What tells a fault where the first sign of it is missing, and what must not be taken for it."""
+
+from __future__ import annotations
+
+from healthy_run import FACTS, Values, alarms, both, judged, multiplied, raised, run, set_to
+
+SINCE = 30
+
+
+def test_returns_of_another_scale_tell_what_rewards_do_not() -> None:
+    """A factor behind the place where rewards are measured."""
+    behind = multiplied({"ret/mean": 1e4, "ret/std": 1e4})
+
+    assert raised(judged(run(40, behind))) == {"value/scale_shift": SINCE}
+
+
+def test_a_spread_of_returns_alone_is_no_change_of_scale() -> None:
+    """A policy that fails again after long has returns that differ, with nearly the same mean."""
+    assert "value/scale_shift" not in raised(judged(run(40, multiplied({"ret/std": 1e3}))))
+
+
+def test_rewards_that_shrink_because_the_worst_are_avoided_are_no_change_of_scale() -> None:
+    assert "value/scale_shift" not in raised(judged(run(40, multiplied({"reward/absmax": 0.2, "reward/mean": 0.1}))))
+
+
+def test_a_normaliser_that_cuts_is_told_at_once() -> None:
+    assert raised(judged(run(40, set_to({"norm/obs/clip_frac": 0.15})))) == {"norm/drift": SINCE}
+
+
+def test_a_learning_rate_that_swings_is_an_oscillation() -> None:
+    """Between a tenth and ten times its value, every six updates: at the third swing."""
+
+    def swing(found: Values, ago: int) -> None:
+        found["opt/lr"] *= (10, 10, 1, 0.1, 0.1, 1)[ago % 6]
+
+    assert SINCE + 6 <= raised(judged(run(60, swing)))["grad/oscillation"] <= SINCE + 10
+
+
+def test_a_learning_rate_that_restarts_is_a_schedule() -> None:
+    """A cosine of twenty updates, again and again."""
+
+    def restart(found: Values, ago: int) -> None:
+        found["opt/lr"] *= 0.05 + 0.95 * (1 - ago % 20 / 20)
+
+    assert alarms(judged(run(150, restart, since=1))) == []
+
+
+def test_a_learning_rate_that_creeps_up_is_a_drift() -> None:
+    """By 3 % per update, from the rate that was set: 1.16 times as much after five."""
+
+    def creep(found: Values, ago: int) -> None:
+        found["opt/lr"] *= 1.03 ** (ago + 1)
+
+    verdicts = judged(run(60, creep), {**FACTS, "learning_rate": 2.5e-3})
+
+    assert raised(verdicts) == {"grad/drift": SINCE + 8}
+    assert raised(judged(run(60, creep), {**FACTS, "learning_rate": 2.5e-3, "desired_kl": 0.01})) == {}
+
+
+def test_a_critic_that_learned_fast_is_judged_by_its_last_losses_when_rewards_grow() -> None:
+    """Its losses span three decades, so that 40 is not unusual; but 0.1 is what they are lately, and rewards are four times as large."""
+
+    def fast(found: Values, ago: int) -> None:
+        found["loss/value"] = max(0.1, 100 * 0.7**ago)
+        if ago >= 29:
+            found.update({"loss/value": 40.0, "reward/absmax": 5.2})
+
+    assert raised(judged(run(40, fast, since=1))) == {"value/loss_jump": 30}
+
+
+def test_a_policy_that_a_dominant_critic_carries_along_goes_in_no_direction_of_its_own() -> None:
+    carried = set_to({"policy/surrogate_gain": -0.02, "grad/interference/critic_share": 0.9999})
+
+    assert "policy/wrong_direction" not in raised(judged(run(40, carried)))
+
+
+def test_a_schedule_may_begin_at_nothing() -> None:
+    """The first update of a linear warm-up; a rate that stays 0 is a mistake."""
+
+    def warm(found: Values, ago: int) -> None:
+        found["opt/lr"] *= min(1.0, ago / 10)
+
+    assert alarms(judged(run(40, warm, since=1))) == []
+    assert raised(judged(run(40, set_to({"opt/lr": 0.0}), since=1))) == {"opt/stalled_weights": 6}
+
+
+def test_what_is_not_finite_is_named_where_it_came_from() -> None:
+    spoiled = set_to({"numerics/nonfinite": 9.0, "grad/global/norm_preclip_nonfinite": 4.0, "reward/nonfinite": 1.0})
+
+    (alarm,) = alarms(judged(run(30, spoiled)))
+
+    assert alarm.text.startswith(
+        "Since update 30, 9 numbers are NaN or infinite, among them in reward/nonfinite, grad/global"
+    )
+
+
+def test_unlikely_actions_round_more() -> None:
+    """At a log-probability of -20, rounding of 4e-5 is to be expected."""
+    unlikely = set_to({"integrity/ratio_init": 3e-5, "policy/logp/min": -20.0})
+
+    assert alarms(judged(run(40, unlikely))) == []
+
+
+def test_advantages_that_are_a_little_off_for_long_are_told() -> None:
+    """As where rows are left out of the update: 0.03 for five updates, where rounding leaves 0.0005."""
+    off = set_to({"integrity/adv_norm": 0.03})
+
+    assert raised(judged(run(40, off), {**FACTS, "normalize_minibatches": False})) == {"integrity/adv_norm": SINCE + 1}
+    assert raised(judged(run(40, off), {**FACTS, "normalize_minibatches": True})) == {}
+
+
+def test_a_forget_gate_that_stays_open_shows_in_the_cell_state_before_gates_are_looked_at() -> None:
+    """Twice as large within an update, and growing with age; the same growth reached slowly is learning."""
+    opened = both(multiplied({"lstm/c/rms": 2}), set_to({"lstm/c_growth": 1.6, "lstm/gate/f/sat_hi": None}))
+
+    def slowly(found: Values, ago: int) -> None:
+        found["lstm/c/rms"] *= min(2.0, 1.05**ago)
+        found["lstm/c_growth"] = 1.6
+        found.pop("lstm/gate/f/sat_hi")
+
+    assert raised(judged(run(40, opened)))["lstm/forget_open"] == SINCE
+    assert "lstm/forget_open" not in raised(judged(run(60, slowly)))
