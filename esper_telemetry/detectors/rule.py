@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import log10
 from typing import Any, NamedTuple
 
 from esper_telemetry.detectors.history import Baselines
 from esper_telemetry.detectors.thresholds import Thresholds
+from esper_telemetry.metric import segment
 
 
 class Finding(NamedTuple):
@@ -100,6 +102,9 @@ class View:
         found = self.baselines.usual(key)
         return "" if found is None else f" (usually {span(*found)})"
 
+
+segment_of = lru_cache(maxsize=4096)(segment)
+"""Names of parameters as segments of keys, remembered: there are the same ones in every update."""
 
 Judge = Callable[[View], Iterable[Finding]]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import log10
 
-from esper_telemetry.detectors.rule import Finding, Rule, View, hard, number, percent, ramp, times
+from esper_telemetry.detectors.rule import Finding, Rule, View, hard, number, percent, ramp, segment_of, times
 from esper_telemetry.detectors.rules.outliers import outlier
-from esper_telemetry.metric import segment
 
 LAYER, NORM = "grad/layer/", "/norm"
 
@@ -77,8 +76,8 @@ def missing_group(view: View) -> Iterator[Finding]:
         return
     layers = {label for label, _, _ in view.labelled(LAYER, NORM)}
     for group, names in groups.items():
-        key = f"grad/{segment(group)}/norm_preclip"
-        absent = [name for name in names if layers and segment(name) not in layers]
+        key = f"grad/{segment_of(group)}/norm_preclip"
+        absent = [name for name in names if layers and segment_of(name) not in layers]
         whole = key not in view.values and f"{key}_nonfinite" not in view.values and bool(names)
         told = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
         yield Finding(

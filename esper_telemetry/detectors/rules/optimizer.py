@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from esper_telemetry.detectors.rule import Finding, Rule, View, decade_ramp, hard, number, percent
-from esper_telemetry.metric import segment
+from esper_telemetry.detectors.rule import Finding, Rule, View, decade_ramp, hard, number, percent, segment_of
 
 SIZE, RATE = "opt/update_to_weight", "opt/lr"
 WARMS = 5
@@ -63,7 +62,7 @@ def stalled_weights(view: View) -> Iterator[Finding]:
     measured = view.labelled(f"{SIZE}/", "")
     if rate is None or (not measured and rate > 0):
         return
-    declared = {segment(name) for names in dict(view.facts.get("groups") or {}).values() for name in names}
+    declared = {segment_of(name) for names in dict(view.facts.get("groups") or {}).values() for name in names}
     still = [
         layer
         for layer, _, value in measured
