@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Clock:
@@ -22,6 +24,16 @@ class Clock:
         self._depth -= 1
         if self._depth == 0:
             self.seconds += time.perf_counter() - self._since
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within it the time is somebody else's, also where a block is running."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._depth:
+                self.seconds -= time.perf_counter() - start
 
     def take(self) -> float:
         """Seconds since the last call, the running block included."""

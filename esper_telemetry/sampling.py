@@ -65,6 +65,7 @@ class Sampling:
     _updates: int = 0
     _due: int = 0
     _sampled: bool = False
+    _raised: bool = False
     _plain: Average = field(default_factory=Average)
     _close: Average = field(default_factory=Average)
     _elapsed: Average = field(default_factory=Average)
@@ -75,13 +76,18 @@ class Sampling:
         if self.level is Level.DEBUG:
             self.every = 1
 
-    def begin(self) -> bool:
-        """Whether the update that begins now is looked at closely; call it once per update."""
+    def begin(self, *, raised: bool = False) -> bool:
+        """Whether the update that begins now is looked at closely; call it once per update.
+
+        Args:
+            raised: whether an alarm has raised its level, so that it is, whatever it costs.
+        """
         self._updates += 1
+        self._raised = raised
         self._sampled = self.level >= Level.NORMAL and self._updates > self._due
         if self._sampled:
             self._due = self._updates + self.every - 1
-        return self._sampled
+        return self._sampled or raised
 
     @property
     def period(self) -> int | None:
@@ -103,7 +109,7 @@ class Sampling:
             seconds: on the training thread.
             elapsed: of wall time.
         """
-        if self._updates < 2:
+        if self._updates < 2 or self._raised:
             return
         (self._close if self._sampled else self._plain).add(seconds)
         self._elapsed.add(elapsed)

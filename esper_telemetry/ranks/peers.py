@@ -27,8 +27,8 @@ from esper_telemetry.window import Tables
 
 MEETING: Final = timedelta(seconds=60)
 """How long a rank waits for the others to make their `Telemetry` too."""
-HEADER: Final = 2
-"""Numbers before the packed ones: the hash of the layout, and how many follow."""
+HEADER: Final = 3
+"""Numbers before the packed ones: the hash of the layout, how many follow, and the rank's word."""
 MOST_KNOWN: Final = 256
 """Combinations of layouts that are remembered."""
 
@@ -40,11 +40,13 @@ class Peers:
     Attributes:
         rank, size: of this process, and how many there are.
         group: over which they exchange what they measured.
+        word: what rank 0 said besides, at the last exchange.
     """
 
     rank: int
     size: int
     group: dist.ProcessGroup | None
+    word: int = 0
     _length: int = 1024
     _known: dict[float, Signature] = field(default_factory=dict)
 
@@ -74,8 +76,12 @@ class Peers:
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
-    def join(self, tables: Tables) -> Tables:
+    def join(self, tables: Tables, word: int = 0) -> Tables:
         """What all ranks measured of one update; to be called by all of them.
+
+        Args:
+            tables: what this one measured.
+            word: a number; all ranks know rank 0's afterwards.
 
         Raises:
             LayoutMismatch: they do not measure the same; on every rank.
@@ -83,7 +89,8 @@ class Peers:
         """
         own = comparable(tables)
         signature, vector = packed({layout: table for layout, table in own.items() if not layout.replicated})
-        found = self._gather(np.concatenate([[digest(signature), len(vector)], vector]))
+        found = self._gather(np.concatenate([[digest(signature), len(vector), word], vector]))
+        self.word = int(found[0][2])
         signatures = self._signatures(signature, [row[0] for row in found])
         parts = [unpacked(known, row[HEADER:]) for known, row in zip(signatures, found, strict=True)]
         if any(other is not signature for other in signatures):

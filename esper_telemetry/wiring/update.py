@@ -16,6 +16,7 @@ from esper_telemetry.events import (
     EvaluationEnd,
     MinibatchEnd,
     RecurrentForward,
+    Rollback,
     RolloutEnd,
     RunStart,
     TrunkBackward,
@@ -63,10 +64,13 @@ class Update:
     joined once, when it is over.
     """
 
-    def __init__(self, telemetry: Telemetry, replays: Replays, close_look: CloseLook) -> None:
+    def __init__(
+        self, telemetry: Telemetry, replays: Replays, close_look: CloseLook, for_this_update: Listener
+    ) -> None:
         self._telemetry = telemetry
         self._replays = replays
         self._close_look = close_look
+        self._for_this_update = for_this_update
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
         self._before = Rollouts()
         self._layers: tuple[Layer, ...] = ()
@@ -91,6 +95,7 @@ class Update:
         listener.on(RolloutEnd, self._begin)
         listener.on(UpdateEnd, self.end)
         listener.on(EvaluationEnd, self._evaluated)
+        listener.on(Rollback, self._rolled_back)
 
     def start(self, event: RunStart) -> None:
         """Announces the run with the trainer's config and facts; listens to what only such runs have."""
@@ -108,11 +113,13 @@ class Update:
             self._hears_details = True
 
     def _begin(self, event: RolloutEnd) -> None:
-        self._telemetry.materialise()
-        self._telemetry.collected(event.env_step)
+        self._telemetry.begin_update(event.env_step)
         self._collected = event.update
-        if self._telemetry.sampling.begin():
-            self._close_look.begin()
+        raised = self._telemetry.escalated
+        if raised and not self._hears_details:
+            self._for_this_update.untimed(MinibatchEnd, self._details.add)
+        if self._telemetry.sampling.begin(raised=raised):
+            self._close_look.begin(every_step=self._telemetry.update_level is Level.DEBUG)
             self._replays.begin()
             self._listener.once(RecurrentForward, self._keep_layers)
             self._listener.once(TrunkBackward, self._keep_features)
@@ -120,6 +127,10 @@ class Update:
     def _evaluated(self, event: EvaluationEnd) -> None:
         """Joins the record of the update that ends next."""
         self._telemetry.measure([partial(evaluation_stats, event.returns, event.lengths)])
+
+    def _rolled_back(self, event: Rollback) -> None:
+        """Weights and moments jump: that is no surprise."""
+        self._telemetry.notify_intervention("the update was undone", update=event.update, rollbacks=event.rollbacks)
 
     def _keep_leaf(self, event: TrunkBackward) -> None:
         """Keeps the two gradients and not the event, whose outputs hold the graph."""
@@ -164,6 +175,7 @@ class Update:
             sample=self._take_sample(),
         )
         self._features = None
+        self._for_this_update.stop()
         if self._backwards:
             self._last_backward = self._backwards[-1]
         for kept in (self._rollouts, self._episodes, self._leaves, self._backwards):
@@ -205,7 +217,7 @@ class Update:
         return level >= Level.DEBUG or (level is Level.NORMAL and facts.get("clip_value") is not None)
 
     def _take_details(self) -> Details | None:
-        debug = self._telemetry.level >= Level.DEBUG
+        debug = self._telemetry.update_level >= Level.DEBUG
         return self._details.take(self._rollouts[-1] if debug and self._rollouts else None)
 
     def _take_sample(self) -> GradientSample | None:
@@ -213,7 +225,7 @@ class Update:
         sample = self._close_look.take()
         if sample is None or sample.entries <= MOST_ENTRIES:
             return sample
-        self._telemetry.measure(gradient_sample(sample, self._telemetry.level))
+        self._telemetry.measure(gradient_sample(sample, self._telemetry.update_level))
         return None
 
     def _take_rollout(self, taken: list[Rollout]) -> None:
