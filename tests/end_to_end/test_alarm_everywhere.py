@@ -38,7 +38,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if event.update > HALF:
             trainer.optimizer.param_groups[0]["lr"] = 100 * trainer.config.learning_rate
         if event.update == HALF + 3:  # where the machine is busy, the process beside the trainer lags behind it
-            eventually(lambda: '"kind":"alarm"' in (run_dir / "journal.jsonl").read_text())
+            telemetry.state_dict()  # waits until the journal holds all of it
 
     trainer.hooks.on(RolloutEnd, spoil)
     with Telemetry(SINKS, run_dir=run_dir, close_timeout=120.0) as telemetry:
