@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from esper_telemetry.metrics import value_fit as value_fit
     from esper_telemetry.ppo import PPO as PPO
     from esper_telemetry.ppo import PPOConfig as PPOConfig
+    from esper_telemetry.record import Alarm as Alarm
     from esper_telemetry.record import Axes as Axes
     from esper_telemetry.record import Level as Level
     from esper_telemetry.record import Record as Record
@@ -74,7 +75,7 @@ _HOME = {
     "journal": ("read_run",),
     "metrics": ("advantage_stats", "gradient_health", "ratio_diagnostics", "value_fit"),
     "ppo": ("PPO", "PPOConfig"),
-    "record": ("Axes", "Level", "Record", "RunInfo", "RunStatus"),
+    "record": ("Alarm", "Axes", "Level", "Record", "RunInfo", "RunStatus"),
     "relay": ("replay",),
     "sinks": ("ConsoleSink", "MLflowSink", "PermanentSinkError", "Sink", "TensorBoardSink", "WandbSink"),
     "telemetry": ("Telemetry",),

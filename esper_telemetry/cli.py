@@ -61,6 +61,10 @@ class Train:
     Console by default."""
     level: str = "normal"
     """How much is measured: off, minimal, normal or debug."""
+    detect: bool = True
+    """Raise alarms where the numbers show that training goes wrong; --no-detect does not."""
+    threshold: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """NAME=VALUE: another bound of a rule; or a type of alarm, on or off: grad/noise_dominated=on."""
     telemetry_budget: float = 0.02
     """Share of the wall time that telemetry may take on the training thread; costly metrics are sampled accordingly."""
     profile: bool = False
@@ -171,7 +175,7 @@ def parse(arguments: Sequence[str]) -> Train | Replay | Metrics:
         return command
     found = preset(command.env, command.ppo.policy, mask_velocity=command.mask_velocity)
     # sinks are repeatable, and what is repeatable adds to its default
-    tuned = replace(command, sink=(), num_envs=found.num_envs, ppo=found.config())
+    tuned = replace(command, sink=(), threshold=(), num_envs=found.num_envs, ppo=found.config())
     explicit: Train = parse_arguments(arguments[1:], Train, default=tuned, program=TRAIN)
     return replace(explicit, preset_name=found.name)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Clock:
@@ -22,6 +24,17 @@ class Clock:
         self._depth -= 1
         if self._depth == 0:
             self._add()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within it the time is somebody else's, also where a block is running."""
+        if self._depth:
+            self._add()
+        try:
+            yield
+        finally:
+            if self._depth:
+                self._since, self._busy_since = time.perf_counter(), time.thread_time()
 
     def take(self) -> tuple[float, float]:
         """Seconds since the last call, of the wall and of the processor, the running block included."""

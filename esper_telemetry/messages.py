@@ -1,6 +1,7 @@
 """Messages from the trainer to the process beside it, through a pipe.
 
-A message is a pickle and the bytes of its tensors, which are never copied on the way into the pipe.
+A message is a pickle and the bytes of its tensors, which are never copied on the way into the pipe. What comes back, through another
+pipe, are small pickles behind their lengths, or a length of 0 where there is nothing to say.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from torch import Tensor
 
 NUMBER: Final = struct.Struct(">Q")
 """Of the parts of a message, and each one's length; they stand before it."""
+LENGTH: Final = struct.Struct(">I")
+"""Of an answer, before it."""
 PARENT_SECONDS: Final = 0.5
 """How often a reader looks whether its parent still lives."""
 
@@ -89,3 +92,33 @@ def _exactly(count: int, parent: int) -> bytearray:
             raise EOFError
         rest = rest[got:]
     return found
+
+
+def reply(descriptor: int, answer: Sequence[Any], parent: int) -> None:
+    """Answers a message through a pipe that does not block; what a parent that is gone would not read is dropped."""
+    content = pickle.dumps(answer, protocol=5) if answer else b""
+    rest = LENGTH.pack(len(content)) + content
+    while rest:
+        _, writable, _ = select.select([], [descriptor], [], PARENT_SECONDS)
+        if writable:
+            rest = rest[os.write(descriptor, rest) :]
+        elif os.getppid() != parent:
+            return
+
+
+class Replies:
+    """Puts answers together again, whatever pieces they come in."""
+
+    def __init__(self) -> None:
+        self._received = b""
+
+    def take(self, piece: bytes) -> Iterator[Sequence[Any]]:
+        """The answers that are complete with this piece, in order; empty ones too."""
+        self._received += piece
+        while len(self._received) >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._received)
+            end = LENGTH.size + length
+            if len(self._received) < end:
+                return
+            content, self._received = self._received[LENGTH.size : end], self._received[end:]
+            yield pickle.loads(content) if content else ()

@@ -4,8 +4,9 @@ Summarising an update takes a few hundred small tensor operations: a tenth of a 
 on a second core. The trainer only pickles the tensors into a pipe, a few hundred microseconds per update.
 
 The training thread never waits for this process: what the pipe does not take stays in memory and goes first next time. What the process
-has not acknowledged is kept, so that the trainer can do it itself if the process dies. If the trainer dies, the process still finds
-in the pipe what the trainer wrote; while it works it holds `writer.lock` in the run directory, which whoever ends the run waits for.
+has not acknowledged is kept, so that the trainer can do it itself if the process dies. With the acknowledgement of a record comes back
+what the watch has found in it. If the trainer dies, the process still finds in the pipe what the trainer wrote; while it works it holds
+`writer.lock` in the run directory, which whoever ends the run waits for.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,15 +30,17 @@ from typing import Any, Final
 import torch
 
 from esper_telemetry.courtesy import step_back
-from esper_telemetry.journal import Journal, JournalEvent, Role, held, lock_for, remove_lock
-from esper_telemetry.messages import Message, dumped, messages
+from esper_telemetry.journal import Journal, JournalEvent, Role, alarms, held, lock_for, remove_lock
+from esper_telemetry.messages import Message, Replies, dumped, messages, reply
 from esper_telemetry.record import Level, MetricInfo, RunInfo, RunStatus
+from esper_telemetry.watch import Found, Watches
 from esper_telemetry.writer import JournalWriter, Measured
 
 ENTRY: Final = "from esper_telemetry.offload import main; main()"
 LOG_NAME: Final = "summary.log"
 PIPE_BYTES: Final = 1 << 20
 """What the pipe should hold: several updates of a small run."""
+REPLY_BYTES: Final = 1 << 16
 MOST_BYTES: Final = 64 << 20
 """What may wait in memory for a process that is not fast enough; beyond it updates are recorded without their summary."""
 
@@ -66,10 +69,10 @@ class Told(logging.Handler):
         """Keeps one warning."""
         self._warnings.append(" ".join(record.getMessage().split()))
 
-    def take(self) -> bytes:
-        """What was warned of since the last call, in one line."""
+    def take(self) -> Sequence[str]:
+        """What was warned of since the last call, a line each."""
         warnings, self._warnings = self._warnings, []
-        return "; ".join(warnings).encode() + b"\n"
+        return warnings
 
 
 class OffloadedWriter:
@@ -77,17 +80,19 @@ class OffloadedWriter:
 
     Args:
         run_dir: whose journal it appends to; nobody else does meanwhile.
-        level: at which it measures.
+        level: at which it measures while nothing is wrong.
+        watches: see `JournalWriter`; it goes to the process first of all.
     """
 
-    def __init__(self, run_dir: Path, level: Level) -> None:
-        self._run_dir, self._level = run_dir, level
+    def __init__(self, run_dir: Path, level: Level, watches: Watches | None = None) -> None:
+        self._run_dir, self._level, self._watches = run_dir, level, watches
         self._local: JournalWriter | None = None
         self._info: RunInfo | None = None
-        self._outbox: deque[memoryview] = deque()
+        self._outbox: deque[memoryview] = deque(dumped(watches).parts())
         self._unacknowledged: deque[Message] = deque()
-        self._told = b""
-        self._warned = False
+        self._replies = Replies()
+        self._found: list[Found] = []
+        self._warned = self._left = False
         acknowledgements, theirs = os.pipe()
         self._process = _started(run_dir, level, theirs)
         os.close(theirs)
@@ -127,6 +132,13 @@ class OffloadedWriter:
         """See `Writer`."""
         self._send("event", event)
 
+    def found(self) -> Sequence[Found]:
+        """See `Writer`."""
+        if self._local is None and not self._left:
+            self._listen()
+        found, self._found = [*self._found, *(self._local.found() if self._local else ())], []
+        return found
+
     def sync(self, timeout: float) -> None:
         """See `Writer`."""
         self._send("sync", timeout)
@@ -155,21 +167,28 @@ class OffloadedWriter:
             with suppress(BlockingIOError):
                 while self._outbox:
                     self._written(os.writev(self._pipe, list(itertools.islice(self._outbox, MOST_PARTS))))
-            with suppress(BlockingIOError):
-                acknowledged = os.read(self._acknowledgements, 1 << 16)
-                self._take_note(acknowledged)
-                if not acknowledged and self._unacknowledged:
-                    self._take_over("has died")
         except BrokenPipeError:
             self._take_over("has died")
+        else:
+            self._listen()
 
-    def _take_note(self, data: bytes) -> None:
-        """One line for each message that was dealt with: what the process had to warn of meanwhile, empty as a rule."""
-        *lines, self._told = (self._told + data).split(b"\n")
-        for line in lines:
-            self._unacknowledged.popleft()
-            if line:
-                _logger.warning("%s", line.decode(errors="replace"))
+    def _listen(self) -> None:
+        """Reads what has come back by now."""
+        with suppress(BlockingIOError):
+            received = os.read(self._acknowledgements, REPLY_BYTES)
+            for answer in self._replies.take(received):
+                self._unacknowledged.popleft()
+                for told in answer:
+                    self._take_note(told)
+            if not received and self._unacknowledged:
+                self._take_over("has died")
+
+    def _take_note(self, told: str | Found) -> None:
+        """What the process had to warn of while it dealt with a message, or what it has found."""
+        if isinstance(told, str):
+            _logger.warning("%s", told)
+        else:
+            self._found.append(told)
 
     def _written(self, count: int) -> None:
         """So many bytes of the outbox are on their way."""
@@ -197,16 +216,26 @@ class OffloadedWriter:
         self._process.kill()
         self._process.wait()
         last = _last_number(self._run_dir)
-        self._local = JournalWriter(Journal.open(self._run_dir), self._level)
+        self._local = JournalWriter(Journal.open(self._run_dir), self._level, self._watches)
         if self._info is not None and last >= 0:
             self._local.go_on(self._info)
         self._outbox.clear()
+        self._recover_alarms(last)
         while self._unacknowledged:
             method, arguments = self._unacknowledged.popleft().load()
             if _number(method, arguments) > last:
                 getattr(self._local, method)(*arguments)
 
+    def _recover_alarms(self, last: int) -> None:
+        """Finds in the journal what the process could not say any more; for how long to look closely is lost with it."""
+        numbers = [_number(*message.load()) for message in self._unacknowledged]
+        first = min((number for number in numbers if 0 < number <= last), default=None)
+        if first is not None:
+            lost = tuple(alarm for alarm in alarms(self._run_dir) if alarm.seq >= first)
+            self._found.append(Found(lost, 0))
+
     def _leave(self) -> None:
+        self._left = True
         os.close(self._pipe)
         os.close(self._acknowledgements)
         with suppress(subprocess.TimeoutExpired):
@@ -266,7 +295,7 @@ def _private(process: subprocess.Popen[bytes]) -> int:
 
 
 def main() -> None:
-    """Does what comes in, in order, and acknowledges each with a line, until the end of the input."""
+    """Does what comes in, in order, and answers each with warnings and what was found, until the end of the input."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     run_dir, level, parent, acknowledgements = Path(sys.argv[1]), Level[sys.argv[2]], int(sys.argv[3]), int(sys.argv[4])
@@ -276,9 +305,14 @@ def main() -> None:
     told = Told()
     _logger.addHandler(told)
     _logger.setLevel(logging.DEBUG)
-    writer = JournalWriter(Journal.open(run_dir), level)
-    for message in messages(parent):
+    os.set_blocking(acknowledgements, False)
+    incoming = messages(parent)
+    watches = next(incoming, None)
+    if watches is None:
+        return
+    writer = JournalWriter(Journal.open(run_dir), level, watches.load())
+    for message in incoming:
         method, arguments = message.load()
         getattr(writer, method)(*arguments)
         with suppress(BrokenPipeError):
-            os.write(acknowledgements, told.take())
+            reply(acknowledgements, [*told.take(), *writer.found()], parent)

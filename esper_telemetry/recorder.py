@@ -24,7 +24,8 @@ from esper_telemetry.registry import registry
 from esper_telemetry.relay import CloseReport, Relay, SinkState
 from esper_telemetry.sinks import SinkLike, as_sink
 from esper_telemetry.summary import Snapshot
-from esper_telemetry.writer import Delivery, JournalWriter, Measured, Writer
+from esper_telemetry.watch import Found, Watches
+from esper_telemetry.writer import INTERVENTION, Delivery, JournalWriter, Measured, Writer
 
 SYNC_SECONDS = 20.0
 """How long a checkpoint waits for the journal."""
@@ -54,6 +55,7 @@ class Recorder:
         tags: tuple[str, ...],
         notes: str,
         level: Level,
+        watches: Watches | None = None,
         resume: bool = False,
     ) -> None:
         resolved = [as_sink(sink) for sink in sinks]
@@ -65,13 +67,14 @@ class Recorder:
         self._held = self._claim.held
         self._seq = 0 if self._held is None else self._held.seq
         self._level = level
+        self._watches = watches
         self._sinks = resolved
         self._name = _name(name, self.run_dir, default=run_dir == "auto")
         self._tags = tags
         self._notes = notes
         self._described: set[str] = set()
         self._known_layouts: set[Layout] = set()
-        self._writer: Writer = JournalWriter(self._journal, level)
+        self._writer: Writer = JournalWriter(self._journal, level, watches)
         self._relay: Relay | None = None
         if self._held is None:
             self._relay = Relay(self._journal, resolved)
@@ -93,7 +96,7 @@ class Recorder:
     def offload(self) -> None:
         """Leaves summaries to a process beside this one, where there is a core for it; before `start` only."""
         if self.run_dir is not None and self.run is None and worth_offloading():
-            self._writer = OffloadedWriter(self.run_dir, self._level)
+            self._writer = OffloadedWriter(self.run_dir, self._level, self._watches)
             self.offloaded = True
 
     def start(self, config: Mapping[str, Any], facts: Mapping[str, Any], axes: Axes) -> None:
@@ -127,6 +130,9 @@ class Recorder:
         self._journal.write(*end, encode_run(run))
         self._writer.go_on(run)
         self._relay = Relay(self._journal, self._sinks)
+        changed = sorted(name for name in run.config if plain(run.config[name]) != held.info.config.get(name))
+        if changed and held.axes is not None:
+            self.event(INTERVENTION, held.axes, {"reason": "the run goes on with other settings", "changed": changed})
 
     def describe(self, layouts: Iterable[Layout]) -> None:
         """Writes the descriptions of keys that the run line did not have: those of user-made groups."""
@@ -146,6 +152,7 @@ class Recorder:
         measured: Values,
         snapshots: tuple[Snapshot, ...],
         *,
+        level: Level,
         witnesses: tuple[Snapshot, ...] = (),
         partial: bool,
         seconds: float,
@@ -162,9 +169,14 @@ class Recorder:
         times = (seconds, elapsed, delivery)
         self._writer.record(
             Measured(
-                self._next_seq(), axes, partial, measured, snapshots, *times, metric_errors, cpu_seconds, witnesses
+                *(self._next_seq(), axes, partial, level, measured, snapshots),
+                *(*times, metric_errors, cpu_seconds, witnesses),
             )
         )
+
+    def found(self) -> Sequence[Found]:
+        """What was found in the records since the last call, as far as is known here by now; never waits."""
+        return self._writer.found()
 
     def event(self, kind: str, axes: Axes, data: Mapping[str, Any]) -> None:
         """Appends something that happened besides records."""

@@ -67,6 +67,7 @@ class Sampling:
     _updates: int = 0
     _due: int = 0
     _sampled: bool = False
+    _raised: bool = False
     _plain: Average = field(default_factory=Average)
     _close: Average = field(default_factory=Average)
     _elapsed: Average = field(default_factory=Average)
@@ -77,13 +78,18 @@ class Sampling:
         if self.level is Level.DEBUG:
             self.every = self.proposed = 1
 
-    def begin(self) -> bool:
-        """Whether the update that begins now is looked at closely; call it once per update."""
+    def begin(self, *, raised: bool = False) -> bool:
+        """Whether the update that begins now is looked at closely; call it once per update.
+
+        Args:
+            raised: whether an alarm has raised its level, so that it is, whatever it costs.
+        """
         self._updates += 1
+        self._raised = raised
         self._sampled = self.level >= Level.NORMAL and self._updates > self._due
         if self._sampled:
             self._due = self._updates + self.every - 1
-        return self._sampled
+        return self._sampled or raised
 
     @property
     def period(self) -> int | None:
@@ -99,9 +105,9 @@ class Sampling:
         self._updates, self._due, self.every = state
         self.proposed = self.every
 
-    def adopt(self, every: float) -> None:
+    def adopt(self, every: int) -> None:
         """Sets k, from the next update that is looked at on."""
-        self.every = int(every)
+        self.every = every
 
     def learn(self, seconds: float, elapsed: float) -> None:
         """Takes what telemetry cost since the last call, and how much time has passed.
@@ -110,7 +116,7 @@ class Sampling:
             seconds: on the training thread.
             elapsed: of wall time.
         """
-        if self._updates < 2:
+        if self._updates < 2 or self._raised:
             return
         (self._close if self._sampled else self._plain).add(seconds)
         self._elapsed.add(elapsed)

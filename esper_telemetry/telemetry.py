@@ -6,6 +6,9 @@ anything else sees it, and the relay feeds the sinks from the journal, so nothin
 
 A trainer that is attached hands over whole updates (`submit`). Where a second core is free, a process there summarises them.
 
+What is wrong in a record is found where it is made, and comes back with no wait: `on_alarm` calls whoever asked, and the next updates are
+measured at DEBUG where the alarm is grave.
+
 In a distributed run every rank has a `Telemetry`. They join what they measured at every flush; rank 0 has the journal and the sinks.
 """
 
@@ -22,17 +25,20 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from esper_telemetry.clock import Clock
+from esper_telemetry.detecting import Detect, watches
 from esper_telemetry.failure import Suspects, at_exit, diagnose, status_of
 from esper_telemetry.group import MetricGroup
 from esper_telemetry.ranks.follower import Follower, recorder_for
-from esper_telemetry.ranks.peers import Peers
+from esper_telemetry.ranks.peers import Note, Peers
 from esper_telemetry.record import Axes, Level, RunInfo, RunStatus, check_key
 from esper_telemetry.recorder import Recorder
 from esper_telemetry.relay import CloseReport
+from esper_telemetry.response import AlarmCallback, Response
 from esper_telemetry.sampling import BUDGET, Sampling
 from esper_telemetry.sinks import SinkLike
 from esper_telemetry.summary import Containment, Measurement, Snapshot, summarize
 from esper_telemetry.window import Transfer, Window, finish
+from esper_telemetry.writer import INTERVENTION
 
 Event = TypeVar("Event")
 
@@ -41,6 +47,7 @@ class Flush(NamedTuple):
     """A record whose numbers may still be on their way from the device; `witnesses` are kept for evidence alone."""
 
     axes: Axes
+    level: Level
     transfer: Transfer
     numbers: dict[str, float]
     snapshots: tuple[Snapshot, ...]
@@ -64,6 +71,7 @@ class Telemetry:
             report, each of them resumes.
         budget: share of the wall time that telemetry may take on the training thread; what is costly is measured in as many updates
             as that allows.
+        detect: whether alarms are raised where a record shows that training goes wrong; or the thresholds to do so by.
         offload: whether an attached trainer's updates are summarised in a process beside it. By default where a second core is free;
             never without a run directory.
         ranks: `all`: where `torch.distributed` is initialised, the ranks report as one. `alone`: this process reports its own numbers
@@ -76,6 +84,7 @@ class Telemetry:
 
     Raises:
         ValueError: for an unknown level or sink, and a budget that is no share.
+        TypeError: for thresholds that are none.
         FileExistsError: if `run_dir` holds a journal already.
         FileNotFoundError, BlockingIOError: with `resume`, if it holds none, or a run that is still being trained.
         OSError: if `run_dir` cannot be written.
@@ -96,11 +105,13 @@ class Telemetry:
         facts: Mapping[str, Any] | None = None,
         close_timeout: float = 15.0,
         budget: float = BUDGET,
+        detect: Detect = True,
         offload: bool = True,
         resume: bool = False,
         ranks: Literal["all", "alone"] = "all",
     ) -> None:
         self.level = Level.parse(level)
+        watch = watches(detect)
         self.sampling = Sampling(self.level, budget)
         self.clock = Clock()
         self._pid = os.getpid()
@@ -125,10 +136,11 @@ class Telemetry:
         if self.level > Level.OFF:
             self._peers = Peers.meet() if ranks == "all" else None
             settings = {"run_dir": run_dir, "name": name, "tags": tuple(tags), "notes": notes}
-            claim: Callable[..., Recorder] = partial(Recorder, sinks, level=self.level, resume=resume)
+            claim: Callable[..., Recorder] = partial(Recorder, sinks, level=self.level, watches=watch, resume=resume)
             self._recorder = recorder_for(self._peers, partial(claim, **settings))
             self._axes = self._recorder.axes or self._axes
             self._at_exit = at_exit(self)
+        self._response = Response(self.level, self.clock, together=self._peers is not None)
 
     @property
     def run_dir(self) -> Path | None:
@@ -188,7 +200,7 @@ class Telemetry:
             if not snapshot.on_device and not self._peers:
                 self._snapshots.append(snapshot)
                 return
-            for measurements, epochs in self._containment.steps(summarize(snapshot, self._facts, self.level)):
+            for measurements, epochs in self._containment.steps(summarize(snapshot, self._facts, self.update_level)):
                 self.measure(measurements, epoch=epochs)
             if self.level >= Level.NORMAL and isinstance(self._recorder, Recorder) and self.run_dir is not None:
                 self._witnesses.append(snapshot)
@@ -232,9 +244,12 @@ class Telemetry:
         with self.clock:
             self.materialise()
             self.start()
+            self._response.begin()
             self._send(env_step, update, gradient_step, partial=False)
+            self._response.end(recorded=self._flush is not None)
             if self._flush and (self._peers or not self._flush.transfer.pending):
                 self.materialise()  # ranks end their updates together: the device has nothing left to do
+            self._hear()
 
     def materialise(self) -> None:
         """Makes the record of the last flush, if its numbers were still on their way from the device."""
@@ -242,14 +257,15 @@ class Telemetry:
             return
         with self.clock:
             flush, self._flush = self._flush, None
-            tables, every = flush.transfer.tables(), float(self.sampling.proposed)
+            tables, note = flush.transfer.tables(), Note(self.sampling.proposed, self._response.asked)
             if self._peers and not flush.partial:
-                tables, every = self._peers.join(tables, every)
-            self.sampling.adopt(every)
+                tables, note = self._peers.join(tables, note)
+                self._response.agree(note.raised)
+            self.sampling.adopt(note.every)
             if isinstance(self._recorder, Follower):
                 return
             self._recorder.describe(tables)
-            measured = finish(tables, self.level)
+            measured = finish(tables, flush.level)
             measured.values.update(flush.numbers)
             now = time.perf_counter()
             elapsed, self._flushed = now - self._flushed, now
@@ -260,6 +276,7 @@ class Telemetry:
                 measured,
                 flush.snapshots,
                 witnesses=flush.witnesses,
+                level=flush.level,
                 partial=flush.partial,
                 seconds=seconds,
                 cpu_seconds=cpu_seconds,
@@ -267,9 +284,52 @@ class Telemetry:
                 metric_errors=self._containment.take(),
             )
 
-    def collected(self, env_step: int) -> None:
-        """Notes where the data of the update under way were collected: the record stands there if the update never ends."""
+    def begin_update(self, env_step: int) -> None:
+        """An update begins, with data collected so far: its level is what alarms have asked for by now.
+
+        If the update never ends, its record stands at `env_step`.
+        """
+        if not self._active:
+            return
         self._collected = env_step
+        self.materialise()
+        self._hear()
+        self._response.begin()
+
+    @property
+    def update_level(self) -> Level:
+        """At which the update under way is measured: DEBUG where an alarm asks for it, else `level`."""
+        return self._response.level
+
+    @property
+    def escalated(self) -> bool:
+        """Whether an alarm has raised the level of the update under way."""
+        return self._response.escalated
+
+    def on_alarm(self, callback: AlarmCallback) -> Callable[[], None]:
+        """Calls `callback(alarm)` when an alarm is raised, gets worse or is over; returns the function that ends this.
+
+        It is called on the training thread, at the end of a rollout or of an update, or by `close`: an update or two after the one that
+        shows it, so it may change the trainer. What it raises is logged, once, and training goes on; KeyboardInterrupt and
+        SystemExit are not caught. Its time does not count as telemetry's. Of several ranks the first one's callbacks are called.
+        """
+        return self._response.on_alarm(callback)
+
+    def notify_intervention(self, reason: str = "", **details: Any) -> None:
+        """Says that training was changed on purpose, so that what follows is no surprise: a learning rate, a reward scale, a curriculum.
+
+        Alarms that compare with the run's own history wait for three updates and begin a new history; those of certain faults do not. The
+        journal keeps it as an event `intervention`.
+
+        Args:
+            reason: what was done, in words.
+            details: settings that were changed; plain values.
+        """
+        if not self._active or self._recorder is None or self._recorder.run is None:
+            return
+        with self.clock:
+            self.materialise()
+            self._recorder.event(INTERVENTION, self._axes, {"reason": reason, **details})
 
     def expect_updates(self, *, suspects: Suspects, open_update: Callable[[], Snapshot]) -> None:
         """Prepares for a trainer that submits whole updates; called when one is attached.
@@ -296,7 +356,9 @@ class Telemetry:
         atexit.unregister(self._at_exit)
         if self._peers:
             self._peers.leave()
-        return self._recorder.close(RunStatus(status), self._timeout)
+        report = self._recorder.close(RunStatus(status), self._timeout)
+        self._hear()
+        return report
 
     def abandon(self, error: BaseException) -> None:
         """Ends the run as failed from another thread, where the training thread is stuck for good; the open update is given up."""
@@ -322,6 +384,12 @@ class Telemetry:
         """Whether this object records: not at OFF, not after close, never in a forked copy of the process."""
         return self._recorder is not None and not self._closed and os.getpid() == self._pid
 
+    def _hear(self) -> None:
+        """Takes in what was found in the records by now, and tells whoever asked; between records, so that nothing can interleave."""
+        if self._recorder is not None:
+            self._response.hear(self._recorder.found())
+            self._response.call()
+
     def _send(self, env_step: int, update: int | None, gradient_step: int | None, *, partial: bool) -> None:
         assert self._recorder is not None
         steps = self._window.gradient_steps + sum(snapshot.gradient_steps for snapshot in self._snapshots)
@@ -332,7 +400,7 @@ class Telemetry:
             wall_time=time.time(),
         )
         snapshots, witnesses = tuple(self._snapshots), tuple(self._witnesses)
-        flush = Flush(axes, self._window.send(), self._numbers, snapshots, witnesses, partial)
+        flush = Flush(axes, self.update_level, self._window.send(), self._numbers, snapshots, witnesses, partial)
         self._numbers, self._snapshots, self._witnesses = {}, [], []
         if not self._recorder.covers(axes):
             self._axes, self._flush = axes, flush

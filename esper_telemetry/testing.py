@@ -6,18 +6,22 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from esper_telemetry.record import Record, RunInfo, RunStatus
+from esper_telemetry.record import Alarm, Record, RunInfo, RunStatus
 
-METHODS = frozenset(["open", "write", "close"])
+METHODS = frozenset(["open", "write", "alarm", "close"])
 
 
 @dataclass
 class MemorySink:
-    """Remembers what it was given: the runs it was opened for, the records, the statuses it was closed with."""
+    """Remembers what it was given: the runs it was opened for, the records, the alarms, the statuses it was closed with.
+
+    A sink need not have `alarm`: it then gets records only.
+    """
 
     runs: list[RunInfo] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     statuses: list[RunStatus] = field(default_factory=list)
+    alarms: list[Alarm] = field(default_factory=list)
     name: str = "memory"
     in_process: bool = True
 
@@ -29,6 +33,10 @@ class MemorySink:
         """Remembers the records."""
         self.records.extend(records)
 
+    def alarm(self, alarm: Alarm) -> None:
+        """Remembers the alarm."""
+        self.alarms.append(alarm)
+
     def close(self, status: RunStatus) -> None:
         """Remembers the status."""
         self.statuses.append(status)
@@ -39,7 +47,7 @@ class FailingSink(MemorySink):
     """Fails in the methods named, and is a `MemorySink` otherwise.
 
     Attributes:
-        fail_in: any of `open`, `write` and `close`.
+        fail_in: any of `open`, `write`, `alarm` and `close`.
         error: what is raised there; None only hangs.
         times: how many calls fail before all is well; None never gets well.
         hang_seconds: how long such a call takes before it fails.
@@ -57,7 +65,7 @@ class FailingSink(MemorySink):
     def __post_init__(self) -> None:
         unknown = set(self.fail_in) - METHODS
         if unknown:
-            raise ValueError(f"fail_in names methods of a sink, open, write or close; got {sorted(unknown)}")
+            raise ValueError(f"fail_in names methods of a sink, open, write, alarm or close; got {sorted(unknown)}")
 
     def open(self, run: RunInfo) -> None:
         """Fails, or remembers the run."""
@@ -68,6 +76,11 @@ class FailingSink(MemorySink):
         """Fails, or remembers the records."""
         self._called("write")
         super().write(records)
+
+    def alarm(self, alarm: Alarm) -> None:
+        """Fails, or remembers the alarm."""
+        self._called("alarm")
+        super().alarm(alarm)
 
     def close(self, status: RunStatus) -> None:
         """Fails, or remembers the status."""

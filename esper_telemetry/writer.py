@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from esper_telemetry.evidence import Captures
+from esper_telemetry.evidence import Capture, Scene, captures, evidence_of, weak
 from esper_telemetry.journal import (
     Journal,
     JournalEvent,
+    Line,
     MemoryJournal,
+    encode_alarm,
     encode_end,
     encode_event,
     encode_metrics,
     encode_record,
     encode_run,
-    records,
+    entries,
+    plain,
 )
 from esper_telemetry.layout import Values
 from esper_telemetry.metrics.performance import telemetry_health
-from esper_telemetry.record import Axes, Level, MetricInfo, Record, RunInfo, RunStatus
+from esper_telemetry.record import Alarm, AlarmEvent, Axes, Level, MetricInfo, Record, RunInfo, RunStatus
 from esper_telemetry.series.derive import Series
 from esper_telemetry.summary import Containment, Snapshot, summarize, without_many_layers
+from esper_telemetry.watch import Found, Judgement, Watch, Watches
 from esper_telemetry.window import Window
+
+ALARM_VALUES, ESCALATION = "alarm/", "telemetry/escalation_remaining"
+"""How the keys begin that the watch adds to a record."""
+INTERVENTION = "intervention"
+"""The type of the event that says that someone has changed the run on purpose."""
 
 
 class Delivery(NamedTuple):
@@ -40,6 +49,7 @@ class Measured:
 
     Attributes:
         seq, axes, partial: of the record.
+        level: at which this update is measured.
         measured: values that are finished already.
         snapshots: what is still to be summarised.
         seconds: time that telemetry took on the training thread since the last record.
@@ -53,6 +63,7 @@ class Measured:
     seq: int
     axes: Axes
     partial: bool
+    level: Level
     measured: Values
     snapshots: tuple[Snapshot, ...]
     seconds: float
@@ -61,6 +72,11 @@ class Measured:
     metric_errors: int = 0
     cpu_seconds: float | None = None
     witnesses: tuple[Snapshot, ...] = ()
+
+    @property
+    def seen(self) -> tuple[Snapshot, ...]:
+        """What evidence is taken from."""
+        return self.snapshots + self.witnesses
 
 
 class Writer(Protocol):
@@ -81,6 +97,9 @@ class Writer(Protocol):
     def event(self, event: JournalEvent) -> None:
         """Something that happened besides records."""
 
+    def found(self) -> Sequence[Found]:
+        """What the watch has found since the last call, as far as is known here by now; never waits."""
+
     def sync(self, timeout: float) -> None:
         """All lines so far are in the journal, and on the disk, when it returns, if the timeout allows."""
 
@@ -93,29 +112,33 @@ class JournalWriter:
 
     Args:
         journal: where to.
-        level: at which the run is measured.
+        level: at which the run is measured while nothing is wrong.
+        watches: makes what looks at the records for alarms; None where nobody does.
     """
 
-    def __init__(self, journal: Journal | MemoryJournal, level: Level) -> None:
+    def __init__(self, journal: Journal | MemoryJournal, level: Level, watches: Watches | None = None) -> None:
         self._journal = journal
         self._level = level
-        self._facts: Mapping[str, Any] = {}
-        self._series = Series(self._facts)
-        self._captures = Captures(level)
+        self._watches = watches
+        self._found: list[Found] = []
+        self._causes: dict[str, str] = {}
         self._containment = Containment()
+        self._know({})
 
     def run(self, info: RunInfo) -> None:
         """See `Writer`."""
-        self._facts = info.facts
-        self._series = Series(self._facts)
+        self._know(info.facts)
         self._journal.write(encode_run(info))
 
     def go_on(self, info: RunInfo) -> None:
-        """See `Writer`; the journal yields the history of the derived values again."""
-        self._facts = info.facts
-        self._series = Series(self._facts)
-        for record in records(info.run_dir) if info.run_dir else ():
-            self._containment.attempt(partial(self._series.derive, record.values, self._level), dict)
+        """See `Writer`; from the journal derived values and the watch learn again what they knew."""
+        self._know(info.facts)
+        for entry in entries(info.run_dir) if info.run_dir else ():
+            if isinstance(entry, Record):
+                self._containment.attempt(partial(self._series.derive, entry.values, self._level), dict)
+                self._found = [Found((), verdict.remaining) for verdict in self._verdict(_unjudged(entry))]
+            elif isinstance(entry, JournalEvent):
+                self._heed(entry)
 
     def describe(self, metrics: Mapping[str, MetricInfo], seq: int) -> None:
         """See `Writer`."""
@@ -123,34 +146,62 @@ class JournalWriter:
 
     def record(self, measured: Measured) -> None:
         """See `Writer`."""
-        found = self._summarized(measured.snapshots).united(measured.measured)
+        found = self._summarized(measured.snapshots, measured.level).united(measured.measured)
         values = dict(found.values)
-        self._containment.attempt(partial(self._series.derive, found.unreported | values, self._level), values.update)
-        if self._level < Level.DEBUG:
+        self._containment.attempt(
+            partial(self._series.derive, found.unreported | values, measured.level), values.update
+        )
+        if measured.level < Level.DEBUG:
             values = without_many_layers(values)
         values.update(
             telemetry_health(
                 seconds=measured.seconds,
                 elapsed=measured.elapsed,
                 undefined=found.undefined,
-                level=self._level,
+                level=measured.level,
                 stats=measured.delivery,
                 metric_errors=measured.metric_errors + self._containment.take(),
                 cpu_seconds=measured.cpu_seconds,
             )
         )
-        self._journal.write(
-            encode_record(Record(measured.seq, measured.axes, values, found.histograms, measured.partial))
-        )
+        record = Record(measured.seq, measured.axes, values, found.histograms, measured.partial)
+        self._journal.write(*self._judged(record, measured))
         self._tell_baselines(measured)
-        self._capture(measured, values)
+        self._capture(measured)
 
-    def _summarized(self, snapshots: Iterable[Snapshot]) -> Values:
+    def _judged(self, record: Record, measured: Measured) -> Iterator[Line]:
+        """The record with what the watch makes of it, and behind it, in the same piece, its alarms and events."""
+        verdict = next(iter(self._verdict(record)), None)
+        if verdict is None:
+            yield encode_record(record)
+            return
+        scene = Scene(record, measured.seen, self._facts, self._pairs())
+        alarms = tuple(self._proven(alarm, scene) for alarm in verdict.alarms)
+        self._found.append(Found(alarms, verdict.remaining))
+        yield encode_record(replace(record, values={**record.values, **verdict.values}))
+        yield from map(encode_alarm, alarms)
+        for kind, data in verdict.events:
+            yield encode_event(JournalEvent(kind, data, seq=record.seq, axes=record.axes))
+
+    def _verdict(self, record: Record) -> Sequence[Judgement]:
+        """What the watch says of a record; nothing where there is none, or where it fails."""
+        said: list[Judgement] = []
+        if self._watch is not None:
+            self._containment.attempt(partial(self._watch.step, record), said.append)
+        return said
+
+    def _proven(self, alarm: Alarm, scene: Scene) -> Alarm:
+        """The alarm with its evidence; without it where there is a mistake in that."""
+        proven: list[Alarm] = []
+        self._containment.attempt(partial(_proven, alarm, scene), proven.append)
+        return proven[0] if proven else alarm
+
+    def _summarized(self, snapshots: Iterable[Snapshot], level: Level) -> Values:
         window = Window()
         for snapshot in snapshots:
-            for measurements, epochs in self._containment.steps(summarize(snapshot, self._facts, self._level)):
+            for measurements, epochs in self._containment.steps(summarize(snapshot, self._facts, level)):
                 self._containment.measure(measurements, partial(window.add, epoch=epochs, step=None))
-        return window.send().finish(self._level)
+        return window.send().finish(level)
 
     def _tell_baselines(self, measured: Measured) -> None:
         """Says where the thresholds of gradients start anew: what was out of range has become the rule."""
@@ -159,21 +210,54 @@ class JournalWriter:
             data = {"keys": [f"grad/{group}/norm_preclip" for group in groups]}
             self._journal.write(encode_event(JournalEvent("rebaseline", data, seq=measured.seq, axes=measured.axes)))
 
-    def _capture(self, measured: Measured, values: Mapping[str, float]) -> None:
-        """Appends the evidence that the record calls for, of several ranks what the first one saw; only a journal can keep it."""
+    def _capture(self, measured: Measured) -> None:
+        """Appends what an update at DEBUG leaves behind; at NORMAL only why modules learn badly, when that changes.
+
+        Without a journal to keep it there is no reader for it. Of several ranks it is what the first one saw.
+        """
         if self._journal.run_dir is None:
             return
-        whose = {"rank": 0} if self._facts.get("ranks", 1) > 1 else {}
-        for snapshot in measured.snapshots + measured.witnesses:
-            pairs = {name: asdict(diagnosis) for name, diagnosis in self._series.pairs.diagnoses.items()}
-            for capture in self._containment.steps(self._captures.of(snapshot, values, self._facts, pairs)):
-                data = {**capture.data, **whose}
-                event = JournalEvent(f"evidence/{capture.type}", data, seq=measured.seq, axes=measured.axes)
-                self._journal.write(encode_event(event))
+        pairs = self._pairs()
+        causes = {name: why["cause"] for name, why in weak(pairs).items()}
+        if measured.level is Level.NORMAL and causes and causes != self._causes:
+            self._show(Capture("pairs", weak(pairs)), measured)
+        self._causes = causes
+        if measured.level >= Level.DEBUG:
+            for snapshot in measured.seen:
+                for capture in self._containment.steps(captures(snapshot, self._facts, pairs)):
+                    self._show(capture, measured)
+
+    def _show(self, capture: Capture, measured: Measured) -> None:
+        data = {**capture.data, **self._whose()}
+        event = JournalEvent(f"evidence/{capture.type}", data, seq=measured.seq, axes=measured.axes)
+        self._journal.write(encode_event(event))
+
+    def _whose(self) -> dict[str, int]:
+        """Which rank's rows evidence shows, where there are several."""
+        return {"rank": 0} if self._facts.get("ranks", 1) > 1 else {}
+
+    def _pairs(self) -> dict[str, dict[str, Any]]:
+        """Why modules learn as they do next to their hosts, by name."""
+        return {name: asdict(diagnosis) for name, diagnosis in self._series.pairs.diagnoses.items()}
+
+    def _know(self, facts: Mapping[str, Any]) -> None:
+        self._facts = facts
+        self._series = Series(facts)
+        self._watch: Watch | None = None if self._watches is None else self._watches(facts)
+
+    def _heed(self, event: JournalEvent) -> None:
+        if event.type == INTERVENTION and self._watch is not None:
+            self._watch.intervention()
 
     def event(self, event: JournalEvent) -> None:
         """See `Writer`."""
+        self._heed(event)
         self._journal.write(encode_event(event))
+
+    def found(self) -> Sequence[Found]:
+        """See `Writer`."""
+        found, self._found = self._found, []
+        return found
 
     def sync(self, timeout: float) -> None:
         """See `Writer`."""
@@ -182,3 +266,16 @@ class JournalWriter:
     def end(self, status: RunStatus, seq: int, timeout: float) -> None:
         """See `Writer`."""
         self._journal.write(encode_end(status, seq=seq))
+
+
+def _unjudged(record: Record) -> Record:
+    """A record as the watch has seen it when it was new: without what it said itself."""
+    own = (ALARM_VALUES, ESCALATION)
+    return replace(record, values={key: value for key, value in record.values.items() if not key.startswith(own)})
+
+
+def _proven(alarm: Alarm, scene: Scene) -> Alarm:
+    """An alarm that is raised, with the evidence of the update that raised it."""
+    if alarm.event is not AlarmEvent.RAISE:
+        return alarm
+    return replace(alarm, evidence=plain({**alarm.evidence, **evidence_of(alarm, scene)}))

@@ -111,3 +111,15 @@ def test_resume(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.info.resumed_from is not None
     assert found.info.resumed_from["update"] == found.info.resumed_from["recorded"] >= 2
     assert len(list((here / "run/tensorboard").glob("events.*"))) == 2
+
+
+def test_on_alarm(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """The learning rate was raised by mistake; it is back, and the journal says that this was on purpose."""
+    run("on_alarm", monkeypatch, "--total-steps", "32768")
+
+    found = read_run("run")
+    rates = [record.values["opt/lr"] for record in found.records]
+    assert max(rates) > 20 * rates[0] > 20 * rates[-1]
+    assert next(event.data["reason"] for event in found.events if event.type == "intervention").startswith("took the")
+    assert found.alarms[0].event == "raise" and found.alarms[0].since > len(rates) // 2
+    assert f"raise: {found.alarms[0].type} since update" in capfd.readouterr().out

@@ -1,16 +1,25 @@
-"""The last words of a training command: what the run reached, what telemetry saw, where each backend wrote."""
+"""The last words of a training command: what the run reached, what went wrong, where each backend wrote."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from esper_telemetry.record import Record
+from esper_telemetry.journal import alarms
+from esper_telemetry.record import AlarmLevel, Record
 from esper_telemetry.sinks import ConsoleSink, Place, Sink
+from esper_telemetry.sinks.incidents import Incidents, alarm_text, cause_of
 from esper_telemetry.telemetry import Telemetry
+
+MOST_INCIDENTS = 5
+"""Of which the summary tells, the latest; the journal and `diagnose` know all."""
+
+COLOURS = {AlarmLevel.CRITICAL: "red", AlarmLevel.WARN: "yellow", AlarmLevel.INFO: "cyan"}
 
 
 class Line(NamedTuple):
@@ -45,13 +54,15 @@ class Summary:
         self._last = record
 
     def show(self, telemetry: Telemetry) -> None:
-        """Prints what the run reached and what telemetry saw, then where each backend wrote and how to open it."""
+        """Prints what the run reached and what went wrong, then where each backend wrote and how to open it."""
         console = Console(markup=False, highlight=False, soft_wrap=True)
         if self._last is not None:
             table = Table("what telemetry saw last", "", header_style="bold")
             for label, value in _values(self._last):
                 table.add_row(label, value)
             console.print(table)
+        if telemetry.run_dir is not None and telemetry.run is not None:
+            _show_incidents(console, telemetry.run_dir)
         for name, place in self._places(telemetry):
             console.print(f"{name:<12} {place.where}")
             if place.command:
@@ -66,6 +77,34 @@ class Summary:
             place = getattr(sink, "place", None)
             if place is not None and not isinstance(sink, ConsoleSink):
                 yield type(sink).__name__.removesuffix("Sink").replace("Wandb", "W&B"), place(run)
+
+
+def _show_incidents(console: Console, run_dir: Path) -> None:
+    """What went wrong, since when, and whether it still does; nothing where nothing did."""
+    found = Incidents(list(alarms(run_dir)))
+    numbers = sorted({alarm.incident for alarm in found.raised})
+    if not numbers:
+        return
+    console.print("what went wrong", style="bold")
+    if len(numbers) > MOST_INCIDENTS:
+        console.print(f"  {len(numbers) - MOST_INCIDENTS} earlier incidents")
+    for number in numbers[-MOST_INCIDENTS:]:
+        _show_incident(console, found, number)
+    console.print(f"{'':<12} $ {shlex.join(['esper-telemetry', 'diagnose', str(run_dir)])}", style="bold")
+
+
+def _show_incident(console: Console, found: Incidents, number: int) -> None:
+    """One incident: its cause in a sentence, then what came with it."""
+    cause = cause_of(found.of(number))
+    if cause is None:
+        return
+    active = [kind for kind, alarm in found.active.items() if alarm.incident == number]
+    state = "still so at the end" if active else "over"
+    console.print(f"  {cause.type}, since update {cause.since:,}, {state}", style=COLOURS[cause.level])
+    console.print(f"    {alarm_text(cause)}")
+    others = sorted({alarm.type for alarm in found.of(number)} - {cause.type})
+    if others:
+        console.print(f"    with it came {', '.join(others)}")
 
 
 def _values(record: Record) -> list[tuple[str, str]]:

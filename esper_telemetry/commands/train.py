@@ -27,6 +27,7 @@ from esper_telemetry.commands.ranks import (
     watching_ranks,
 )
 from esper_telemetry.commands.summary import Summary
+from esper_telemetry.detectors import Thresholds
 from esper_telemetry.environments import Layout, make_env
 from esper_telemetry.environments.observations import layout_of
 from esper_telemetry.environments.protocol import Environment
@@ -89,6 +90,7 @@ def _check_profile(options: Train) -> None:
 def _prepared(options: Train) -> Prepared:
     _check_numbers(options)
     _check_profile(options)
+    _thresholds(options)
     device = _device(own_device(options.device))
     size = Ranks.current().size
     if options.resume:
@@ -120,9 +122,20 @@ def _telemetry(sinks: Sequence[SinkLike], options: Train) -> Telemetry:
         name=None if options.run_dir else segment(options.env),
         level=options.level,
         budget=options.telemetry_budget,
+        detect=options.detect and _thresholds(options),
         config={**resume.kept_config(options), "ranks": Ranks.current().size},
         resume=options.resume is not None,
     )
+
+
+def _thresholds(options: Train) -> Thresholds:
+    """The bounds of the detectors; raises WrongUse for one that does not exist, or that nobody would look at."""
+    if options.threshold and not options.detect:
+        raise WrongUse(f"--threshold {options.threshold[0]} is for alarms, which --no-detect switches off")
+    try:
+        return Thresholds.parse(options.threshold)
+    except ValueError as error:
+        raise WrongUse(str(error)) from error
 
 
 def _preset(options: Train) -> str:

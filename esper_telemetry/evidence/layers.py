@@ -88,3 +88,31 @@ def _line(name: str, gradient: Tensor, norms: Tensor | None) -> LayerLine:
         norm_max=float(known.max()) if len(known) else None,
         decades=tuple(decades),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class NormLine:
+    """The norms of one tensor's gradient at all steps of an update, before clipping; None where none is finite."""
+
+    name: str
+    entries: int
+    norm_first: float | None
+    norm_mean: float | None
+    norm_max: float | None
+
+
+def norm_table(snapshot: Snapshot) -> tuple[NormLine, ...]:
+    """One line per tensor with a gradient, in the order of the network; every update has it."""
+    return tuple(
+        _norm_line(name, entries, norms)
+        for part in snapshot.gradients
+        for name, entries, norms in zip(part.names, part.numels, part.norms.unbind(1), strict=True)
+    )
+
+
+def _norm_line(name: str, entries: int, norms: Tensor) -> NormLine:
+    known = norms[torch.isfinite(norms)].double()
+    first = float(norms[0]) if len(norms) and torch.isfinite(norms[0]) else None
+    if not len(known):
+        return NormLine(name, entries, first, None, None)
+    return NormLine(name, entries, first, float(known.mean()), float(known.max()))

@@ -10,7 +10,7 @@ raises: what could not be written waits in memory, and goes out first when there
 """
 
 from esper_telemetry.journal.file import JOURNAL_NAME, Journal, JournalReader, end_if_open, journal_path
-from esper_telemetry.journal.held import Held, held, records, run_info
+from esper_telemetry.journal.held import Held, alarms, entries, held, run_info
 from esper_telemetry.journal.lines import (
     SCHEMA,
     End,
@@ -47,6 +47,7 @@ __all__ = [
     "Role",
     "Run",
     "TrainerLock",
+    "alarms",
     "await_release",
     "decode",
     "encode_alarm",
@@ -56,13 +57,13 @@ __all__ = [
     "encode_record",
     "encode_run",
     "end_if_open",
+    "entries",
     "held",
     "is_held",
     "journal_path",
     "lock_for",
     "plain",
     "read_run",
-    "records",
     "remove_lock",
     "run_info",
     "to_json",

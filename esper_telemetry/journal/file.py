@@ -8,10 +8,12 @@ import os
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Final, Self
 
 from esper_telemetry.journal.lines import (
+    ALARM_HEAD,
     RECORD_HEAD,
     Entry,
     Line,
@@ -21,7 +23,7 @@ from esper_telemetry.journal.lines import (
     merge_head,
     to_json,
 )
-from esper_telemetry.record import RunInfo, RunStatus
+from esper_telemetry.record import Alarm, RunInfo, RunStatus
 
 JOURNAL_NAME: Final = "journal.jsonl"
 BACKLOG_BYTES: Final = 8 << 20
@@ -184,6 +186,21 @@ class JournalReader:
             info = merge_head(info, before._decoded(line for line in lines if not line.startswith(RECORD_HEAD)))
         before.close()
         return info
+
+    def alarms(self, before: int | None = None) -> tuple[Alarm, ...]:
+        """The alarms in the lines before a position, in the whole file by default; `offset` stays where it is."""
+        found: list[Alarm] = []
+        reader = JournalReader(self.path)
+        while (before is None or reader.offset < before) and (lines := reader._lines(None)):
+            ends = accumulate(
+                (len(line) + 1 for line in lines), initial=reader.offset - sum(map(len, lines)) - len(lines)
+            )
+            next(ends)
+            kept = [line for line, end in zip(lines, ends, strict=True) if before is None or end <= before]
+            alarms = reader._decoded(line for line in kept if line.startswith(ALARM_HEAD))
+            found.extend(entry for entry in alarms if isinstance(entry, Alarm))
+        reader.close()
+        return tuple(found)
 
     def close(self) -> None:
         """Releases the file; harmless when repeated."""

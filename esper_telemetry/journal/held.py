@@ -9,7 +9,7 @@ from pathlib import Path
 
 from esper_telemetry.journal.file import JournalReader, journal_path
 from esper_telemetry.journal.lines import Entry, end_status, merge_head
-from esper_telemetry.record import Axes, Record, RunInfo, RunStatus
+from esper_telemetry.record import Alarm, Axes, Record, RunInfo, RunStatus
 
 CHUNK_LINES = 1000
 
@@ -57,19 +57,28 @@ def held(run_dir: str | os.PathLike[str]) -> Held:
     Raises FileNotFoundError where there is none, ValueError where it does not say which run it is.
     """
     info, axes, records, seq, status = None, None, 0, 0, None
-    for entries in _chunks(run_dir):
-        info, status = merge_head(info, entries), end_status(entries)
-        seq = max([seq, *(entry.seq for entry in entries if not isinstance(entry, RunInfo))])
-        found = [entry.axes for entry in entries if isinstance(entry, Record)]
+    for chunk in _chunks(run_dir):
+        info, status = merge_head(info, chunk), end_status(chunk)
+        seq = max([seq, *(entry.seq for entry in chunk if not isinstance(entry, RunInfo))])
+        found = [entry.axes for entry in chunk if isinstance(entry, Record)]
         records += len(found)
         axes = max([*found, *([axes] if axes else [])], key=lambda known: known.update, default=None)
     return Held(_required(info, journal_path(run_dir)), axes, records, seq, status)
 
 
-def records(run_dir: str | os.PathLike[str]) -> Iterator[Record]:
-    """The records of a journal in the order of its lines."""
-    for entries in _chunks(run_dir):
-        yield from (entry for entry in entries if isinstance(entry, Record))
+def entries(run_dir: str | os.PathLike[str]) -> Iterator[Entry]:
+    """Everything in a journal, line by line."""
+    for chunk in _chunks(run_dir):
+        yield from chunk
+
+
+def alarms(run_dir: str | os.PathLike[str]) -> tuple[Alarm, ...]:
+    """The alarms of a journal in the order of its lines; records are passed over unread."""
+    reader = JournalReader(journal_path(run_dir))
+    try:
+        return reader.alarms()
+    finally:
+        reader.close()
 
 
 def _required(info: RunInfo | None, path: Path) -> RunInfo:
@@ -81,7 +90,7 @@ def _required(info: RunInfo | None, path: Path) -> RunInfo:
 def _chunks(run_dir: str | os.PathLike[str]) -> Iterator[list[Entry]]:
     reader = JournalReader(journal_path(run_dir))
     try:
-        while entries := reader.read(CHUNK_LINES):
-            yield entries
+        while chunk := reader.read(CHUNK_LINES):
+            yield chunk
     finally:
         reader.close()

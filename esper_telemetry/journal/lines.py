@@ -23,7 +23,8 @@ from esper_telemetry.record import (
 
 SCHEMA: Final = 1
 RECORD_HEAD: Final = b'{"kind":"record"'
-"""What the line of a record begins with, so that who looks for other lines need not parse it."""
+ALARM_HEAD: Final = b'{"kind":"alarm"'
+"""What the line of a record, or an alarm, begins with, so that who looks for certain lines need not parse the others."""
 
 Line = Mapping[str, Any]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from esper_telemetry.journal.lines import Entry, Line, decode
-from esper_telemetry.record import RunInfo
+from esper_telemetry.record import Alarm, RunInfo
 
 MEMORY_RECORDS: Final = 10_000
 """How many records may wait for one reader before it loses new ones."""
@@ -102,6 +102,10 @@ class MemoryReader:
     def head(self) -> RunInfo | None:
         """None: what was read is forgotten."""
         return None
+
+    def alarms(self, before: int | None = None) -> tuple[Alarm, ...]:
+        """None: what was read is forgotten."""
+        return ()
 
     def close(self) -> None:
         """Wants no more lines; harmless when repeated."""

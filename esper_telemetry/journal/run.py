@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from esper_telemetry.journal.file import JournalReader, journal_path
 from esper_telemetry.journal.lines import JournalEvent, encode_axes, end_status, merge_head
-from esper_telemetry.record import Record, RunInfo, RunStatus
+from esper_telemetry.record import Alarm, Record, RunInfo, RunStatus
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -21,6 +21,7 @@ class Run:
     Attributes:
         info: its last `run` line, with all descriptions of keys.
         records: one per update, in order; were one there twice, the first counts, as in backends, which take nothing back.
+        alarms: what went wrong: when it began, got worse and ended, in order.
         events: everything else that happened, descriptions of keys excepted.
         status: how the run ended; None if it goes on, or was killed together with everything around it.
         skipped: lines that could not be understood.
@@ -31,6 +32,7 @@ class Run:
     events: tuple[JournalEvent, ...] = ()
     status: RunStatus | None = None
     skipped: int = 0
+    alarms: tuple[Alarm, ...] = ()
 
     def to_pandas(self) -> pd.DataFrame:
         """A frame indexed by update, with one column per axis and per key; NaN where a key is absent.
@@ -69,4 +71,5 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
             records.setdefault(entry.axes.update, entry)
     ordered = tuple(records[update] for update in sorted(records))
     events = tuple(entry for entry in entries if isinstance(entry, JournalEvent) and entry.type != "metrics")
-    return Run(info, ordered, events, end_status(entries), reader.skipped)
+    alarms = tuple(entry for entry in entries if isinstance(entry, Alarm))
+    return Run(info, ordered, events, end_status(entries), reader.skipped, alarms)

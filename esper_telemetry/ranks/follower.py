@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from esper_telemetry.ranks.peers import Peers, portable
 from esper_telemetry.record import Axes, RunStatus
 from esper_telemetry.recorder import Recorder
+from esper_telemetry.watch import Found
 
 
 class Told(NamedTuple):
@@ -42,6 +43,10 @@ class Follower:
 
     def sync(self) -> None:
         """Nothing."""
+
+    def found(self) -> tuple[Found, ...]:
+        """Nothing: the first rank says for how long the level is raised."""
+        return ()
 
     def event(self, kind: str, axes: Axes, data: Mapping[str, Any]) -> None:
         """Nothing."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -27,10 +27,22 @@ from esper_telemetry.window import Tables
 
 MEETING: Final = timedelta(seconds=60)
 """How long a rank waits for the others to make their `Telemetry` too."""
-HEADER: Final = 3
-"""Numbers before the packed ones: the hash of the layout, how many follow, and what the rank would like all to know."""
+HEADER: Final = 4
+"""Numbers before the packed ones: the hash of the layout, how many follow, and the rank's note."""
 MOST_KNOWN: Final = 256
 """Combinations of layouts that are remembered."""
+
+
+class Note(NamedTuple):
+    """What the first rank decides for all.
+
+    Attributes:
+        every: one update in so many is looked at closely.
+        raised: updates at DEBUG that alarms ask for.
+    """
+
+    every: int
+    raised: int
 
 
 @dataclass(slots=True)
@@ -74,8 +86,12 @@ class Peers:
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
-    def join(self, tables: Tables, note: float = 0.0) -> tuple[Tables, float]:
-        """What all ranks measured of one update, and rank 0's `note`; to be called by all of them.
+    def join(self, tables: Tables, note: Note) -> tuple[Tables, Note]:
+        """What all ranks measured of one update, and rank 0's note; to be called by all of them.
+
+        Args:
+            tables: what this one measured.
+            note: all ranks know rank 0's afterwards.
 
         Raises:
             LayoutMismatch: they do not measure the same; on every rank.
@@ -83,14 +99,14 @@ class Peers:
         """
         own = comparable(tables)
         signature, vector = packed({layout: table for layout, table in own.items() if not layout.replicated})
-        found = self._gather(np.concatenate([[digest(signature), len(vector), note], vector]))
+        found = self._gather(np.concatenate([[digest(signature), len(vector), *note], vector]))
         signatures = self._signatures(signature, [row[0] for row in found])
         parts = [unpacked(known, row[HEADER:]) for known, row in zip(signatures, found, strict=True)]
         if any(other is not signature for other in signatures):
             parts = [by_field(part) for part in parts]
             check(parts)
         joined = merged(parts) | {layout: table for layout, table in own.items() if layout.replicated}
-        return joined, float(found[0][2])
+        return joined, Note(*map(int, found[0][2:HEADER]))
 
     def leave(self) -> None:
         """Ends the group; nothing is exchanged."""

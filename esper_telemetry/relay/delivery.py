@@ -6,12 +6,12 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
 from esper_telemetry.journal import End, Entry, JournalEvent
-from esper_telemetry.record import Record, RunInfo, RunStatus
+from esper_telemetry.record import Alarm, Record, RunInfo, RunStatus
 from esper_telemetry.relay.cursors import Cursor, Cursors
 from esper_telemetry.relay.status import FINAL, SinkState, SinkStatus, sink_name
 from esper_telemetry.sinks.protocol import DeadClientError, PermanentSinkError, Sink
@@ -40,6 +40,9 @@ class Reader(Protocol):
     def head(self) -> RunInfo | None:
         """What lines before the offset say about the run."""
 
+    def alarms(self, before: int | None = None) -> tuple[Alarm, ...]:
+        """The alarms in the lines before an offset, in all lines by default."""
+
     def close(self) -> None:
         """Reads no more."""
 
@@ -47,7 +50,7 @@ class Reader(Protocol):
 class Delivery:
     """Feeds one sink from one reader, by `run` in a thread of its own.
 
-    A sink that raises is called again with the same records after 0.5 s, then after twice as long, up to a minute;
+    A sink that raises is called again with the same records, or the same alarm, after 0.5 s, then after twice as long, up to a minute;
     `PermanentSinkError` ends the delivery. The first error is logged.
 
     Args:
@@ -90,7 +93,9 @@ class Delivery:
         self._info: RunInfo | None = None
         self._opened = False
         self._held = 0
-        self._batch: list[Record] = []
+        self._batch: list[Record | Alarm] = []
+        self._taken: list[Record] = []
+        self._alarm: Callable[[Alarm], object] | None = getattr(sink, "alarm", None)
         self._resume(Cursor() if cursors is None else cursors.load(self.name))
 
     @property
@@ -185,6 +190,8 @@ class Delivery:
             case Record():
                 self._batch.append(entry)
                 self._move(end=None, closed=False)
+            case Alarm() if self._alarm is not None and entry.axes.update > self._held:
+                self._batch.append(entry)
             case JournalEvent(type="metrics") if self._info is not None:
                 self._info.metrics.update(entry.data)
             case End():
@@ -209,6 +216,7 @@ class Delivery:
         self._opened = True
         held = getattr(self.sink, "held", None)
         self._reconcile(None if held is None else held(info))
+        self._recall()
         self._worked()
 
     def _reconcile(self, held: int | None) -> None:
@@ -219,12 +227,42 @@ class Delivery:
             self._reader.offset = 0
             self._move(offset=0, seq=0, records=0, end=None)
 
+    def _recall(self) -> None:
+        """Tells the sink of the alarms that it was sent before it was opened this time."""
+        recall = getattr(self.sink, "recall", None)
+        if recall is None:
+            return
+        before = None if self._held else self._cursor.offset
+        known = [alarm for alarm in self._reader.alarms(before) if not self._held or alarm.axes.update <= self._held]
+        if known:
+            recall(known)
+
     def _write(self) -> None:
-        batch: Sequence[Record] = tuple(self._batch)
-        self.sink.write(batch)
-        self._batch.clear()
-        self._move(offset=self._reader.offset, seq=batch[-1].seq, records=self._cursor.records + len(batch))
+        """Delivers all that was read; what the sink has taken of it is not sent again when something later fails."""
+        while self._batch:
+            self._write_next()
+        if self._taken:
+            self._move(seq=self._taken[-1].seq, records=self._cursor.records + len(self._taken))
+            self._taken.clear()
+        self._move(offset=self._reader.offset)
         self._worked()
+
+    def _write_next(self) -> None:
+        """The records up to the next alarm, or that alarm."""
+        first = self._batch[0]
+        if isinstance(first, Alarm):
+            if self._alarm is not None:
+                self._alarm(first)
+            del self._batch[0]
+            return
+        ready: list[Record] = []
+        for entry in self._batch:
+            if isinstance(entry, Alarm):
+                break
+            ready.append(entry)
+        self.sink.write(tuple(ready))
+        del self._batch[: len(ready)]
+        self._taken.extend(ready)
 
     def _close(self, status: RunStatus) -> None:
         if self._opened:

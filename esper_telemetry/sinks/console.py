@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from esper_telemetry.record import Record, RunInfo, RunStatus
+from esper_telemetry.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
 from esper_telemetry.sinks.progress import ProgressBar
 from esper_telemetry.sinks.protocol import Place, check_options, require_package
 
@@ -30,6 +30,7 @@ COLUMNS = (
     Column("steps/s", ("train/env_steps_per_second",), ",.0f"),
 )
 
+ALARM_COLOURS = {AlarmLevel.CRITICAL: "bold red", AlarmLevel.WARN: "yellow", AlarmLevel.INFO: "cyan"}
 STATUS_COLOURS = {RunStatus.FINISHED: "green", RunStatus.FAILED: "red"}
 
 
@@ -38,7 +39,7 @@ class ConsoleSink:
     """Shows where the run stands: steps, speed, return, KL and the like.
 
     On a terminal one live bar, if the trainer said how many steps the run has; otherwise one compact line per update, at
-    most one per `every_seconds`, and the last update always.
+    most one per `every_seconds`, and the last update always. An alarm is a line of its own, when it is raised and when it is over.
     """
 
     every_seconds: float = 1.0
@@ -70,6 +71,11 @@ class ConsoleSink:
         """Shows the newest of the records, unless a line was printed a moment ago."""
         if self._open and records:
             self._open.show(records[-1])
+
+    def alarm(self, alarm: Alarm) -> None:
+        """Prints one line: red where it is critical, yellow for a warning, green where it is over; nothing where it gets worse."""
+        if self._open and alarm.event is not AlarmEvent.UPDATE:
+            self._open.console.print(alarm_line(alarm))
 
     def close(self, status: RunStatus) -> None:
         """Prints the last update if it was held back, and how the run ended."""
@@ -120,6 +126,18 @@ def line(record: Record) -> str:
     """One line, in rich's markup, of the numbers that are present."""
     head = f"[bold]update {record.axes.update:,}[/bold]  [dim]step {record.axes.env_step:,}[/dim]"
     return f"{head}  {numbers(record)}"
+
+
+def alarm_line(alarm: Alarm) -> str:
+    """One line, in rich's markup: the type, since when, and what it means."""
+    from rich.markup import escape
+
+    if alarm.event is AlarmEvent.CLEAR:
+        head = f"over at update {alarm.axes.update:,}, since {alarm.since:,}"
+        return f"[green]{escape(alarm.type)}[/green]  [dim]{head}[/dim]"
+    colour = ALARM_COLOURS[alarm.level]
+    text = escape(" ".join(alarm.text.split()))
+    return f"[{colour}]{alarm.level.upper()} {escape(alarm.type)}[/{colour}]  since update {alarm.since:,}  {text}"
 
 
 def numbers(record: Record) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlencode
 
-from esper_telemetry.record import Record, RunInfo, RunStatus
+from esper_telemetry.record import Alarm, Record, RunInfo, RunStatus
 from esper_telemetry.sinks.budget import KeyBudget
 from esper_telemetry.sinks.mlflow_run import MlflowRun, joined_run, own_run
 from esper_telemetry.sinks.plain import masked
@@ -103,6 +103,16 @@ class MLflowSink:
         if self._open is None:
             raise ValueError("MLflowSink.write needs open first")
         self._open.write(records)
+
+    def alarm(self, alarm: Alarm) -> None:
+        """Sets a tag by its type, and stores the incidents anew where something begins."""
+        if self._open is not None:
+            self._open.alarm(alarm)
+
+    def recall(self, alarms: Sequence[Alarm]) -> None:
+        """Knows the alarms of earlier parts of the run, for its incidents."""
+        if self._open is not None:
+            self._open.incidents.add(*alarms)
 
     def close(self, status: RunStatus) -> None:
         """Sets the run's status; leaves a joined run open."""

@@ -12,13 +12,14 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from esper_telemetry.record import Record, RunInfo, RunStatus
+from esper_telemetry.record import Alarm, AlarmEvent, Record, RunInfo, RunStatus
 from esper_telemetry.sinks.budget import KeyBudget
 from esper_telemetry.sinks.histogram import by_tag
+from esper_telemetry.sinks.incidents import Incidents, alarm_text
 from esper_telemetry.sinks.mlflow_database import SQLITE, ensure_database
 from esper_telemetry.sinks.mlflow_names import LegalNames
 from esper_telemetry.sinks.plain import flattened, masked
-from esper_telemetry.sinks.protocol import PermanentSinkError
+from esper_telemetry.sinks.protocol import PermanentSinkError, logger
 from esper_telemetry.sinks.readme import glossary
 
 MAX_METRICS = 1000
@@ -29,6 +30,11 @@ QUANTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
 RUN_TAG = "esper.run_id"
 KEYMAP_TAG = "esper.keymap"
 CHANGED_TAG = "esper.changed."
+ALARM_TAG = "esper.alarm."
+"""Before the type of an alarm: what became of it."""
+MAX_ALARM_LENGTH = 500
+INCIDENTS = "incidents"
+"""The name, without its ending, of the artifacts that say what went wrong."""
 METRICS_TAG = "esper.metrics"
 """Before the name of a family: what its metrics mean."""
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
@@ -51,6 +57,8 @@ class MlflowRun:
         self.ours = ours
         self.names = LegalNames()
         self.mapped: dict[str, str] = {}
+        self.incidents = Incidents()
+        self.stores_artifacts = True
 
     def write(self, records: Sequence[Record]) -> None:
         """Sends all records in as few requests as MLflow's limit allows.
@@ -64,8 +72,30 @@ class MlflowRun:
                 self.client.log_batch(self.run_id, metrics=batch, synchronous=True)
             self._tell_names()
 
+    def alarm(self, alarm: Alarm) -> None:
+        """Says in a tag what became of the alarm; stores the incidents where it is raised."""
+        with _classified():
+            text = f"{alarm.level} since update {alarm.since}: {alarm_text(alarm)}"
+            text = text if alarm.event is not AlarmEvent.CLEAR else alarm_text(alarm)
+            self.client.set_tag(self.run_id, f"{ALARM_TAG}{alarm.type}", text[:MAX_ALARM_LENGTH])
+        self.incidents.add(alarm)
+        if alarm.event is AlarmEvent.RAISE:
+            self._store_incidents()
+
+    def _store_incidents(self) -> None:
+        """Stores what went wrong as artifacts; a store that refuses them, as many do, costs one warning and no number."""
+        if not (self.stores_artifacts and self.incidents.alarms):
+            return
+        try:
+            self.client.log_text(self.run_id, self.incidents.page(), f"{INCIDENTS}.md")
+            self.client.log_text(self.run_id, self.incidents.to_json(), f"{INCIDENTS}.json")
+        except Exception as error:  # what a store of artifacts raises depends on where it is: boto3, requests, OSError
+            self.stores_artifacts = False
+            logger.warning("MLflow does not store %s (%s); the journal has them", INCIDENTS, masked(str(error)))
+
     def close(self, status: RunStatus) -> None:
-        """Sets the status of a run of ours."""
+        """Stores the incidents and sets the status of a run of ours."""
+        self._store_incidents()
         if self.ours:
             with _classified():
                 self.client.set_terminated(self.run_id, STATUSES.get(status, "KILLED"))
@@ -206,11 +236,11 @@ def _classified() -> Iterator[None]:
 def _quiet() -> Iterator[None]:
     """Keeps quiet about the tables that a new database gets: dozens of lines about nothing."""
     loggers = [logging.getLogger(name) for name in ("alembic", "mlflow.store.db.utils")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.WARNING)
+    levels = [one.level for one in loggers]
+    for one in loggers:
+        one.setLevel(logging.WARNING)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for one, level in zip(loggers, levels, strict=True):
+            one.setLevel(level)

@@ -22,6 +22,9 @@ class Sink(Protocol):
 
     - `in_process: bool`, True when absent: run in a thread of the training process, not in the child process.
     - `name: str`: stable identity that cursors are kept under; the class's name when absent. No secrets.
+    - `alarm(alarm: Alarm) -> None`: called when an alarm is raised, gets worse or is over, after the record that shows it and before the
+      next; one that raises is repeated, and no record goes by meanwhile. A callable sink gets records only.
+    - `recall(alarms: Sequence[Alarm]) -> None`: called after `open` with the alarms that were delivered before, where there are any.
     - `prepare_child() -> None`: called once before `open`, and only in a process that holds nothing of the user's.
     - `held(run: RunInfo) -> int | None`: called after `open`, the last update that the backend holds of this run, 0 for none: records up to
       it are passed over and all after it are sent, whatever was taken before. None leaves it at what was taken.

@@ -13,7 +13,7 @@ from esper_telemetry.sinks.plain import flattened
 
 def run_readme(run: RunInfo) -> str:
     """What a run is, for a person who opens its dashboard."""
-    parts = [f"# {_safe(run.name)}", _head(run), _safe(run.notes)]
+    parts = [f"# {safe(run.name)}", _head(run), safe(run.notes)]
     parts += [_table("Settings", flattened(run.config)), _table("Facts", flattened(run.facts))]
     parts += [_table("Versions", run.versions), _questions(run)]
     return "\n\n".join(part for part in parts if part)
@@ -22,14 +22,14 @@ def run_readme(run: RunInfo) -> str:
 def metric_description(info: MetricInfo) -> str:
     """One metric for a tooltip: its name, what it answers, its unit, what is healthy, and what to try when it is not."""
     levels = {"Healthy": info.healthy, "Warning": info.warn, "Critical": info.critical}
-    bounds = "; ".join(f"{name}: {_safe(text)}" for name, text in levels.items() if text)
+    bounds = "; ".join(f"{name}: {safe(text)}" for name, text in levels.items() if text)
     parts = (
-        f"**{_safe(info.name[:1].upper() + info.name[1:])}.**" if info.name else "",
-        _safe(info.question),
-        f"Unit: {_safe(info.unit)}." if info.unit else "",
+        f"**{safe(info.name[:1].upper() + info.name[1:])}.**" if info.name else "",
+        safe(info.question),
+        f"Unit: {safe(info.unit)}." if info.unit else "",
         f"{bounds}." if bounds else "",
-        f"Not healthy? {_safe(info.action)}" if info.action and bounds else "",
-        _safe(info.id),
+        f"Not healthy? {safe(info.action)}" if info.action and bounds else "",
+        safe(info.id),
     )
     return " ".join(part for part in parts if part)
 
@@ -46,9 +46,9 @@ def glossary(run: RunInfo) -> dict[str, str]:
 
 def _head(run: RunInfo) -> str:
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started))
-    lines = [f"- run id: {_safe(run.run_id)}", f"- started: {started}"]
+    lines = [f"- run id: {safe(run.run_id)}", f"- started: {started}"]
     if run.tags:
-        lines.append(f"- tags: {_safe(', '.join(run.tags))}")
+        lines.append(f"- tags: {safe(', '.join(run.tags))}")
     if run.run_dir is not None:
         lines.append(f"- directory: `{run.run_dir}`; `journal.jsonl` in it holds every number of the run")
     lines.append("- x-axis: environment steps; `axis/update` and `axis/gradient_step` say where each lies")
@@ -58,7 +58,7 @@ def _head(run: RunInfo) -> str:
 def _table(title: str, rows: Mapping[str, object]) -> str:
     if not rows:
         return ""
-    lines = [f"| {_safe(name)} | {_safe(str(value))} |" for name, value in rows.items()]
+    lines = [f"| {safe(name)} | {safe(str(value))} |" for name, value in rows.items()]
     return "\n".join([f"## {title}", "", "| name | value |", "|---|---|", *lines])
 
 
@@ -69,7 +69,7 @@ def _questions(run: RunInfo) -> str:
     return _table("What the charts answer", rows)
 
 
-def _safe(text: str) -> str:
+def safe(text: str) -> str:
     """Text that cannot break out of a Markdown table or become HTML."""
     escaped = re.sub(r"([\\`*_|\[\]])", r"\\\1", " ".join(text.split()))
     return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

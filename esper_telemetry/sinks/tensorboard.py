@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from esper_telemetry.record import Histogram, Record, RunInfo, RunStatus
+from esper_telemetry.record import Alarm, Histogram, Record, RunInfo, RunStatus
 from esper_telemetry.sinks.budget import KeyBudget
 from esper_telemetry.sinks.families import family_name, importance
 from esper_telemetry.sinks.histogram import by_tag
+from esper_telemetry.sinks.incidents import Incidents
 from esper_telemetry.sinks.layout import sections
 from esper_telemetry.sinks.protocol import Place, check_options, require_package, require_run_dir
 from esper_telemetry.sinks.readme import run_readme
 
 SUFFIX = ".esper"
+ALARMS = "alarms"
+"""The tag of the pages that say what went wrong."""
 UPDATE, GRADIENT_STEP = "axis/update", "axis/gradient_step"
 AXES = {UPDATE, GRADIENT_STEP}
 ENDS = {RunStatus.FINISHED, RunStatus.FAILED}
@@ -76,6 +80,16 @@ class TensorBoardSink:
             raise ValueError("TensorBoardSink.write needs open first")
         self._open.write(records)
 
+    def alarm(self, alarm: Alarm) -> None:
+        """Appends a page about its incident as it is known by then, among the texts; on disk when it returns."""
+        if self._open is not None:
+            self._open.alarm(alarm)
+
+    def recall(self, alarms: Sequence[Alarm]) -> None:
+        """Knows the alarms of earlier parts of the run, whose incidents may go on."""
+        if self._open is not None:
+            self._open.incidents.add(*alarms)
+
     def close(self, status: RunStatus) -> None:
         """Marks the end and closes the file."""
         if self._open is not None:
@@ -102,14 +116,29 @@ class _EventFile:
         self.run = run
         self.budget = budget
         self.tags: set[str] = set()
+        self.incidents = Incidents()
         self.writer: Any = None
         self._start()
 
     def write(self, records: Sequence[Record]) -> None:
+        with self._appending():
+            self._append(records)
+
+    def alarm(self, alarm: Alarm) -> None:
+        """A viewer keeps one text per tag and step, so a page holds the whole incident."""
+        known = Incidents([*self.incidents.alarms, alarm])
+        with self._appending():
+            page = self.events.markdown(ALARMS, known.incident(alarm.incident))
+            self.writer.add_event(self.events.event(alarm.axes, [page]))
+            self.writer.flush()
+        self.incidents.add(alarm)
+
+    @contextmanager
+    def _appending(self) -> Iterator[None]:
         if self.writer is None:
             self._start()
         try:
-            self._append(records)
+            yield
         except OSError:
             self.writer = None  # its thread is dead and stays dead; the next attempt starts a new file
             raise

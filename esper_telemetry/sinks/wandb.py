@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from esper_telemetry.record import Record, RunInfo, RunStatus
+from esper_telemetry.record import Alarm, Record, RunInfo, RunStatus
 from esper_telemetry.sinks.budget import KeyBudget
 from esper_telemetry.sinks.families import family_of
 from esper_telemetry.sinks.histogram import by_tag, with_at_most
@@ -23,6 +23,7 @@ from esper_telemetry.sinks.protocol import (
     require_package,
     require_run_dir,
 )
+from esper_telemetry.sinks.wandb_alarms import WandbAlarms
 from esper_telemetry.sinks.wandb_joined import JoinedRun
 from esper_telemetry.sinks.wandb_log import last_update
 from esper_telemetry.sinks.wandb_own import MODES, OwnRun, start
@@ -127,13 +128,25 @@ class WandbSink:
         with _classified():
             self._open.write(records)
 
-    def close(self, status: RunStatus) -> None:
-        """Ends the run with an exit code that says how; leaves a joined run open."""
+    def alarm(self, alarm: Alarm) -> None:
+        """Alerts, at most once in five minutes for each type, and notes in the run's summary what went wrong."""
         if self._open is not None:
-            target = self._open.target
+            with _classified():
+                self._open.alarms.tell(alarm)
+
+    def recall(self, alarms: Sequence[Alarm]) -> None:
+        """Knows the alarms of earlier parts of the run, for its table."""
+        if self._open is not None:
+            self._open.alarms.incidents.add(*alarms)
+
+    def close(self, status: RunStatus) -> None:
+        """Adds the table of alarms and ends the run with an exit code that says how; leaves a joined run open."""
+        if self._open is not None:
+            opened = self._open
             object.__setattr__(self, "_open", None)
             with _classified():
-                target.close(status)
+                opened.alarms.close()
+                opened.target.close(status)
 
     def _target(self, run: RunInfo) -> OwnRun | JoinedRun:
         if self.run is not None:
@@ -171,6 +184,7 @@ class _Rows:
         self.target = target
         self.budget = budget
         self.defined: set[str] = set()
+        self.alarms = WandbAlarms(target.run)
 
     def write(self, records: Sequence[Record]) -> None:
         for record in records:

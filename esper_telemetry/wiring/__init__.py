@@ -42,8 +42,9 @@ def attach(telemetry: Telemetry, source: Source) -> Remover:
         return lambda: None
     contained = partial(Listener, telemetry.clock, source.hooks, telemetry.attempt)
     replays = Replays(telemetry, contained())
-    close_look = CloseLook(contained(), every_step=telemetry.level is Level.DEBUG)
-    update = Update(telemetry, replays, close_look)
+    close_look = CloseLook(contained())
+    for_this_update = contained()
+    update = Update(telemetry, replays, close_look, for_this_update)
     telemetry.expect_updates(suspects=update.suspects, open_update=update.take)
     listener = Listener(telemetry.clock, source.hooks)
     update.listen(listener)
@@ -54,6 +55,7 @@ def attach(telemetry: Telemetry, source: Source) -> Remover:
         listener.stop()
         replays.stop()
         close_look.stop()
+        for_this_update.stop()
         if leave is not None:
             leave()
 

@@ -30,18 +30,18 @@ class CloseLook:
 
     Args:
         listener: registers its hooks.
-        every_step: look at every step of the optimizer, not the first one only.
     """
 
-    def __init__(self, listener: Listener, *, every_step: bool) -> None:
+    def __init__(self, listener: Listener) -> None:
         self._listener = listener
-        self._every_step = every_step
+        self._every_step = False
         self._initial_norm: Tensor | None = None
         self._steps: Tensor | None = None
         self._clear()
 
-    def begin(self) -> None:
-        """Looks at the update that begins now."""
+    def begin(self, *, every_step: bool) -> None:
+        """Looks at the update that begins now: at every step of the optimizer, or the first one only."""
+        self._every_step = every_step
         self._listener.on(MinibatchStart, self._keep_shards)
         self._listener.on(TrunkBackward, self._keep_shared)
         self._listener.on(BackwardEnd, self._keep_gradient)

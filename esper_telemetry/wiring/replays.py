@@ -42,7 +42,7 @@ class Replays:
         self._telemetry.measure(replayed.before_update(self._stored, self._before))
         self._telemetry.measure(replayed.responses(event.policy.activations()))
         self._telemetry.measure(replayed.through_time(event.policy))
-        if self._telemetry.level >= Level.DEBUG and self._looks % CAPACITY_EVERY == 0:
+        if self._telemetry.update_level >= Level.DEBUG and self._looks % CAPACITY_EVERY == 0:
             self._telemetry.measure(replayed.capacity(event.policy.copy()))
         self._looks += 1
 

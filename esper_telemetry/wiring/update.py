@@ -16,6 +16,7 @@ from esper_telemetry.events import (
     EvaluationEnd,
     MinibatchEnd,
     RecurrentForward,
+    Rollback,
     RolloutEnd,
     RunStart,
     TrunkBackward,
@@ -66,10 +67,13 @@ class Update:
     joined once, when it is over.
     """
 
-    def __init__(self, telemetry: Telemetry, replays: Replays, close_look: CloseLook) -> None:
+    def __init__(
+        self, telemetry: Telemetry, replays: Replays, close_look: CloseLook, for_this_update: Listener
+    ) -> None:
         self._telemetry = telemetry
         self._replays = replays
         self._close_look = close_look
+        self._for_this_update = for_this_update
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
         self._before = Rollouts()
         self._layers: tuple[Layer, ...] = ()
@@ -90,11 +94,11 @@ class Update:
         self._backwards = listener.keep(BackwardEnd)
         self._leaves: list[Leaf] = []
         self._listener = listener
-        self._close_details = listener.another()
         listener.on(RunStart, self.start)
         listener.on(RolloutEnd, self._begin)
         listener.on(UpdateEnd, self.end)
         listener.on(EvaluationEnd, self._evaluated)
+        listener.on(Rollback, self._rolled_back)
 
     def start(self, event: RunStart) -> None:
         """Announces the run with the trainer's config and facts; listens to what only such runs have."""
@@ -112,14 +116,14 @@ class Update:
             self._hears_details = True
 
     def _begin(self, event: RolloutEnd) -> None:
-        self._telemetry.materialise()
-        self._telemetry.collected(event.env_step)
+        self._telemetry.begin_update(event.env_step)
         self._collected = event.update
-        self._looks_closely = self._telemetry.sampling.begin()
+        raised = self._telemetry.escalated
+        self._looks_closely = self._telemetry.sampling.begin(raised=raised)
         if self._looks_closely:
             if not self._hears_details:
-                self._close_details.untimed(MinibatchEnd, self._details.add)
-            self._close_look.begin()
+                self._for_this_update.untimed(MinibatchEnd, self._details.add)
+            self._close_look.begin(every_step=self._telemetry.update_level is Level.DEBUG)
             self._replays.begin()
             self._listener.once(RecurrentForward, self._keep_layers)
             self._listener.once(TrunkBackward, self._keep_features)
@@ -127,6 +131,10 @@ class Update:
     def _evaluated(self, event: EvaluationEnd) -> None:
         """Joins the record of the update that ends next."""
         self._telemetry.measure([partial(evaluation_stats, event.returns, event.lengths)])
+
+    def _rolled_back(self, event: Rollback) -> None:
+        """Weights and moments jump: that is no surprise."""
+        self._telemetry.notify_intervention("the update was undone", update=event.update, rollbacks=event.rollbacks)
 
     def _keep_leaf(self, event: TrunkBackward) -> None:
         """Keeps the two gradients and not the event, whose outputs hold the graph."""
@@ -171,6 +179,7 @@ class Update:
             sample=self._take_sample(),
         )
         self._features = None
+        self._for_this_update.stop()
         if self._backwards:
             self._last_backward = self._backwards[-1]
         for kept in (self._rollouts, self._episodes, self._leaves, self._backwards):
@@ -213,7 +222,6 @@ class Update:
 
     def _take_details(self) -> Details | None:
         """More columns of the minibatches, in updates that are looked at closely with what the rollout knows of them."""
-        self._close_details.stop()
         return self._details.take(self._rollouts[-1] if self._looks_closely and self._rollouts else None)
 
     def _take_sample(self) -> GradientSample | None:
@@ -221,8 +229,8 @@ class Update:
         sample = self._close_look.take()
         if sample is None or sample.entries <= MOST_ENTRIES:
             return sample
-        self._telemetry.measure(gradient_sample(sample, self._telemetry.level))
-        shown = self._telemetry.level is Level.DEBUG and sum(sample.numels) <= MOST_SHOWN
+        self._telemetry.measure(gradient_sample(sample, self._telemetry.update_level))
+        shown = self._telemetry.update_level is Level.DEBUG and sum(sample.numels) <= MOST_SHOWN
         return sample.for_evidence() if shown else None
 
     def _take_rollout(self, taken: list[Rollout]) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from esper_telemetry import Record, read_run
 from esper_telemetry.catalogue import catalogue
-from esper_telemetry.record import template_of
+from esper_telemetry.record import Histogram, template_of
 from esper_telemetry.sinks.histogram import by_tag
 
 AXES = ("axis/update", "axis/env_step", "axis/gradient_step", "axis/wall_time")
@@ -67,6 +68,12 @@ def shown(record: Record) -> dict[str, float]:
     return {key: value for key, value in record.values.items() if not is_detail(key)}
 
 
+def shown_histograms(record: Record) -> Mapping[str, Histogram]:
+    """The same of the histograms, by the name that they have there."""
+    kept = {key: histogram for key, histogram in record.histograms.items() if not is_detail(key)}
+    return by_tag(replace(record, histograms=kept))
+
+
 @cache
 def is_detail(key: str) -> bool:
     """Whether a key is that of a single layer, or the history of another key."""
@@ -88,7 +95,7 @@ def quantile_points(run_dir: Path) -> dict[str, list[Point]]:
     """What MLflow, which has no histograms, holds in their place."""
     points: dict[str, list[Point]] = {}
     for record in read_run(run_dir).records:
-        for key, histogram in by_tag(record).items():
+        for key, histogram in shown_histograms(record).items():
             for name, share in (("p05", 0.05), ("p50", 0.5), ("p95", 0.95)):
                 value = histogram.quantile(share)
                 assert value is not None
@@ -100,7 +107,7 @@ def journal_histograms(run_dir: Path) -> dict[str, list[tuple[int, list[float]]]
     """By key, the step and the counts of every histogram, without the empty bins at both ends."""
     found: dict[str, list[tuple[int, list[float]]]] = {}
     for record in read_run(run_dir).records:
-        for key, histogram in by_tag(record).items():
+        for key, histogram in shown_histograms(record).items():
             found.setdefault(key, []).append((record.axes.env_step, list(histogram.counts)))
     return found
 
@@ -216,7 +223,7 @@ def axes_row(record: Record) -> dict[str, float]:
 def histograms_row(record: Record) -> dict[str, Any]:
     """The histograms as a row of W&B holds them."""
     row: dict[str, Any] = {}
-    for key, histogram in by_tag(record).items():
+    for key, histogram in shown_histograms(record).items():
         row |= {f"{key}._type": "histogram", f"{key}.bins": list(histogram.edges)}
         row[f"{key}.values"] = list(histogram.counts)
     return row

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
+from esper_telemetry.alarms import ALARMS
 from esper_telemetry.environments import CueRecall
 from esper_telemetry.events import BackwardEnd, MinibatchEnd, RolloutEnd
-from esper_telemetry.evidence import Captures, flight_of, layer_table, stability_report
-from esper_telemetry.evidence.captures import QUIET, exploded, not_finite
-from esper_telemetry.record import Level
+from esper_telemetry.evidence import Scene, evidence_of, flight_of, layer_table, stability_report
+from esper_telemetry.journal import plain
+from esper_telemetry.record import Alarm, AlarmEvent, AlarmLevel, Axes, Histogram, Record
 from esper_telemetry.summary import Gradients, GradientSample, Minibatches, Rollout, Snapshot
 from esper_telemetry.summary.numerics import nonfinite_in
 from esper_telemetry.wiring import update as wiring_update
@@ -143,38 +146,87 @@ def test_every_layer_has_a_line() -> None:
     assert layer_table(Snapshot()) == ()
 
 
-EXPLODED = {"policy/ratio/max": 11.0, "policy/ess_frac_min": 0.7}
+AXES = Axes(update=7, env_step=700, gradient_step=14, wall_time=1.0)
+HISTOGRAM = Histogram((0.0, 0.5, 1.0), (3.0, 1.0))
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({}, False),
-        ({"policy/ratio/max": 11.0, "policy/ess_frac_min": 0.9}, False),
-        (EXPLODED, True),
-        ({"policy/ratio/max": 1.1, "policy/ess_frac_min": 0.5}, True),
-    ],
-)
-def test_what_calls_for_the_flight_recorder(values: dict[str, float], expected: bool) -> None:
-    assert exploded(values) is expected
+def alarm(kind: str, key: str = "policy/kl") -> Alarm:
+    return Alarm(7, AXES, kind, AlarmEvent.RAISE, 0.9, AlarmLevel.CRITICAL, key, since=7)
 
 
-def test_what_calls_for_the_stability_report() -> None:
-    assert not_finite({"numerics/nonfinite": 1.0})
-    assert not_finite({"grad/global/norm_preclip_nonfinite": 2.0})
-    assert not not_finite({"numerics/nonfinite": 0.0, "grad/health": 1.0})
+def evidence(kind: str, snapshot: Snapshot | None = None, key: str = "policy/kl", **named: Any) -> dict[str, Any]:
+    """What an alarm of that type is raised with in update 7; JSON."""
+    values = named.pop("values", {"policy/kl": 0.3, "policy/ratio/max": 11.0, "value/bias": 0.1})
+    record = Record(7, AXES, values, named.pop("histograms", {}))
+    snapshots = () if snapshot is None else (snapshot,)
+    found = evidence_of(alarm(kind, key), Scene(record, snapshots, {}, named.pop("pairs", {})))
+    loaded: dict[str, Any] = json.loads(json.dumps(plain(found)))
+    return loaded
 
 
-def test_normal_writes_evidence_once_in_a_while_minimal_never_and_debug_always() -> None:
-    snapshot = Snapshot(minibatches=minibatches([0.0, 0.1, 0.2]))
+def test_an_alarm_brings_the_metrics_that_it_reads_the_deciding_one_first() -> None:
+    found = evidence(
+        "policy/ratio_explosion",
+        key="policy/ratio/max",
+        values={"policy/ess_frac_min": 0.5, "policy/ratio/max": 11.0, "my/number": 1.0},
+    )
 
-    def written(level: Level) -> list[list[str]]:
-        captures = Captures(level)
-        return [[c.type for c in captures.of(snapshot, EXPLODED, {})] for _ in range(QUIET + 1)]
+    assert list(found["values"].items()) == [("policy/ratio/max", 11.0), ("policy/ess_frac_min", 0.5)]
+    assert found.keys() == {"values"}
 
-    assert written(Level.NORMAL) == [["flight"], *[[]] * (QUIET - 1), ["flight"]]
-    assert written(Level.MINIMAL) == [[]] * (QUIET + 1)
-    assert written(Level.DEBUG) == [["stability", "flight"]] * (QUIET + 1)
+
+def test_an_alarm_of_the_policy_brings_the_steps_and_the_worst_transitions() -> None:
+    found = evidence("policy/kl_spike", Snapshot(minibatches=minibatches([0.1, -3.0, math.nan, 0.5])))
+
+    assert [row["log_ratio"] for row in found["worst"]] == ["nan", -3.0, 0.5, pytest.approx(0.1)]
+    assert [step["step"] for step in found["steps"]] == [0, 1]
+
+
+def test_an_alarm_of_the_numbers_brings_the_first_tensor_that_is_not_finite() -> None:
+    values = torch.tensor([[1.0, math.nan]])
+    found = evidence("numerics/nonfinite", Snapshot(rollout=rollout(torch.zeros(1, 2), values=values)))
+
+    assert found["stability"]["first"] == "values"
+    assert found["stability"]["offenders"][0]["indices"] == [[0, 1]]
+
+
+def test_an_alarm_of_the_gradient_brings_a_line_for_each_tensor_in_every_update() -> None:
+    """Norms 1 and 3 of w over two steps; of b one is not finite."""
+    part = Gradients((0, 0), ("w", "b"), (3, 1), torch.tensor([[1.0, math.inf], [3.0, 2.0]]), None, None)
+    found = evidence(
+        "grad/explode", Snapshot(gradients=(part,)), pairs={"a": {"cause": "starved"}, "b": {"cause": "ok"}}
+    )
+
+    assert found["layers"] == [
+        {"name": "w", "entries": 3, "norm_first": 1.0, "norm_mean": 2.0, "norm_max": 3.0},
+        {"name": "b", "entries": 1, "norm_first": None, "norm_mean": 2.0, "norm_max": 2.0},
+    ]
+    assert found["pairs"] == {"a": {"cause": "starved"}}
+
+
+def test_an_alarm_of_the_memory_brings_the_histograms_of_the_gates() -> None:
+    histograms = {"lstm/gate/f/hist": HISTOGRAM, "adv/raw/hist": HISTOGRAM}
+    found = evidence("lstm/forget_closed", histograms=histograms)
+
+    assert found["histograms"] == {"lstm/gate/f/hist": {"edges": [0.0, 0.5, 1.0], "counts": [3.0, 1.0]}}
+
+
+@pytest.mark.parametrize("kind", [kind.type for kind in ALARMS])
+def test_evidence_stays_small_however_large_the_update(kind: str) -> None:
+    """2000 steps of 300 tensors and 16000 rows, none of it finite: some tens of kilobytes, for every type of alarm."""
+    steps, names = 2000, tuple(f"encoder.block.{index}.weight" for index in range(300))
+    part = Gradients((0,) * steps, names, (1000,) * 300, torch.full((steps, 300), math.nan), None, None)
+    rows = torch.full((16_000,), math.nan)
+    batch = replace(
+        minibatches([0.0, 0.0, 0.0]), epochs=(0,) * steps, counts=(8,) * steps, log_ratio=rows, advantages=rows
+    )
+    spoilt = torch.full((2000, 8), math.nan)
+    snapshot = Snapshot(rollout=rollout(spoilt, rewards=spoilt, values=spoilt), minibatches=batch, gradients=(part,))
+    values = {f"grad/layer/encoder_block_{index}_weight/zero_frac": 1.0 for index in range(300)}
+
+    found = evidence(kind, snapshot, values=values, histograms={f"lstm/gate/{n}/hist": HISTOGRAM for n in range(50)})
+
+    assert len(json.dumps(found)) < 50_000
 
 
 def cartpole(**settings: Any) -> PPO:
@@ -251,15 +303,6 @@ def test_large_networks_have_a_table_too(tmp_path: Path, monkeypatch: pytest.Mon
     )
 
 
-def test_normal_keeps_quiet_while_all_is_well(tmp_path: Path) -> None:
-    source = cartpole()
-    with Telemetry(run_dir=tmp_path, offload=False) as telemetry:
-        attach(telemetry, source)
-        source.learn(600)
-
-    assert [event for event in read_run(tmp_path).events if event.type.startswith("evidence")] == []
-
-
 def test_a_reward_that_is_no_number_leaves_its_place_in_the_journal(tmp_path: Path) -> None:
     source = cartpole(watchdog=True)
     spoilt = source.steps.rewards
@@ -270,7 +313,7 @@ def test_a_reward_that_is_no_number_leaves_its_place_in_the_journal(tmp_path: Pa
         return rewards
 
     object.__setattr__(source.steps, "rewards", spoil)
-    with Telemetry(run_dir=tmp_path, offload=False) as telemetry:
+    with Telemetry(run_dir=tmp_path, offload=False, level="debug") as telemetry:
         attach(telemetry, source)
         source.learn(1)
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from esper_telemetry.evidence import Captures, flight_of, layer_table, stability_report
+from esper_telemetry.evidence import captures, flight_of, layer_table, stability_report
 from esper_telemetry.group import MetricGroup
 from esper_telemetry.metrics.actions import ActionTotal
 from esper_telemetry.metrics.adam import AdamState
@@ -233,7 +233,7 @@ def as_tuple(found: MetricGroup | Iterable[MetricGroup]) -> tuple[MetricGroup, .
 
 def recorded(updates: Iterable[Snapshot]) -> list[dict[str, float]]:
     """The values of the updates' records, evidence on the way."""
-    series, captures, found = Series(FACTS), Captures(Level.DEBUG), []
+    series, found = Series(FACTS), []
     for update in updates:
         window = Window()
         for measurements, epochs in summarize(update, FACTS, Level.DEBUG):
@@ -242,7 +242,7 @@ def recorded(updates: Iterable[Snapshot]) -> list[dict[str, float]]:
                     window.add(group, epochs, None)
         values = window.send().finish(Level.DEBUG)
         record = dict(values.values) | series.derive(values.unreported | values.values, Level.DEBUG)
-        list(captures.of(update, record, FACTS))
+        list(captures(update, FACTS))
         assert flight_of(update, FACTS) and stability_report(update) and layer_table(update) is not None
         found.append(record)
     return found

@@ -51,8 +51,8 @@ def test_evidence_is_of_the_first_rank_and_says_so(tmp_path: Path) -> None:
     """Rank 1 has a log-ratio of 6: the record knows, the transitions shown are rank 0's own."""
     run_together(update, tmp_path, str(tmp_path / "run"))
     run = read_run(tmp_path / "run")
-    (flight,) = [event.data for event in run.events if event.type == "evidence/flight"]
+    (alarm,) = [alarm for alarm in run.alarms if alarm.type == "policy/kl_spike"]
 
     assert run.records[0].values["policy/logratio/absmax"] == 6.0
-    assert flight["rank"] == 0
-    assert [row["log_ratio"] for row in flight["worst"]] == pytest.approx([5.0, 0.1, -0.1, 0.0])
+    assert alarm.evidence["rank"] == 0
+    assert [row["log_ratio"] for row in alarm.evidence["worst"]] == pytest.approx([5.0, 0.1, -0.1, 0.0])

@@ -17,7 +17,7 @@ ALARMED = {"telemetry/escalation_remaining"}
 
 def reported(run_dir: Path, source: PPO, *, level: str, updates: int = 5) -> set[str]:
     """Keys, as their templates, of a run with a watched head."""
-    with Telemetry(run_dir=run_dir, offload=False, level=level) as telemetry:
+    with Telemetry(run_dir=run_dir, detect=False, offload=False, level=level) as telemetry:
         attach(telemetry, source)
         head = next(iter(source.policy.heads.values()))
         watch_pair(telemetry, source, "head", module=head, host=source.policy.actor)

@@ -17,7 +17,6 @@ from esper_telemetry.record import template_of
 
 LATER = "needs 50 updates: tests/series/test_temporal.py"
 ELSEWHERE = {
-    "telemetry/escalation_remaining": "nobody raises alarms",
     "{key}/cusum": LATER,
     "{key}/lr_response": "needs 20 updates whose size is measured: tests/series/test_temporal.py",
 }

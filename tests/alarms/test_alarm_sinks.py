@@ -1,0 +1,289 @@
+"""Where alarms show: in the console, in TensorBoard, in W&B, in MLflow, each read back from what is really stored."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandb
+from mlflow.tracking import MlflowClient
+from scripted import an_alarm
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from esper_telemetry.record import Alarm, AlarmEvent, Axes, Record, RunInfo, RunStatus
+from esper_telemetry.sinks import ConsoleSink, MLflowSink, TensorBoardSink, WandbSink
+from esper_telemetry.sinks.incidents import MOST_ALARMS, Incidents
+
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
+
+SPIKE = an_alarm(2, severity=0.9, evidence={"worst": [{"log_ratio": 3.0}]})
+WARNING = an_alarm(3, "grad/explode", severity=0.5, cause="policy/kl_spike", key="grad/global/norm_preclip")
+WORSE = an_alarm(4, "grad/explode", severity=0.8, event=AlarmEvent.UPDATE, since=3, cause="policy/kl_spike")
+OVER = an_alarm(6, event=AlarmEvent.CLEAR, severity=0.0, since=2, value=None)
+ALARMS = (SPIKE, WARNING, WORSE, OVER)
+
+
+def run_info(run_dir: Path, **changes: Any) -> RunInfo:
+    return RunInfo(
+        **{"run_id": "abc123", "name": "cartpole", "run_dir": run_dir, "started": 1_700_000_000.0, **changes}
+    )
+
+
+def record(update: int) -> Record:
+    return Record(
+        update, Axes(update, update * 1000, update * 16, 1_700_000_000.0 + update), {"policy/kl": 0.01 * update}
+    )
+
+
+def told(sink: Any, run: RunInfo, status: RunStatus = RunStatus.FINISHED) -> None:
+    """Six updates with the alarms in between, as the relay tells them."""
+    sink.open(run)
+    for update in range(1, 7):
+        sink.write([record(update)])
+        for alarm in ALARMS:
+            if alarm.axes.update == update:
+                sink.alarm(alarm)
+    sink.close(status)
+
+
+def test_the_console_has_a_line_for_what_begins_and_for_what_is_over(capsys: pytest.CaptureFixture[str]) -> None:
+    told(ConsoleSink(), run_info(Path()))
+
+    lines = [line for line in capsys.readouterr().out.splitlines() if "/" in line and "step" not in line]
+    assert lines == [
+        "CRITICAL policy/kl_spike  since update 2  Since update 2 policy/kl has been too large. Try a lower learning rate.",
+        "WARN grad/explode  since update 3  Since update 3 policy/kl has been too large. Try a lower learning rate.",
+        "policy/kl_spike  over at update 6, since 2",
+    ]
+
+
+def test_critical_is_red_a_warning_yellow_and_the_end_green(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    sink = ConsoleSink()
+    sink.open(run_info(Path()))
+    for alarm in ALARMS:
+        sink.alarm(an_alarm(2, text="[red]not markup[/red]") if alarm is SPIKE else alarm)
+
+    red, yellow, green = capsys.readouterr().out.splitlines()
+    assert "31m" in red and "[red]not markup[/red]" in red
+    assert "33m" in yellow and "32m" in green
+
+
+def pages(directory: Path) -> list[tuple[int, str]]:
+    events = EventAccumulator(str(directory), size_guidance={"tensors": 0}).Reload()
+    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in events.Tensors("alarms")]
+
+
+def test_tensorboard_has_the_incident_at_each_step_where_it_changes(tmp_path: Path) -> None:
+    told(TensorBoardSink(), run_info(tmp_path))
+
+    found = pages(tmp_path / "tensorboard")
+    assert [step for step, _ in found] == [2000, 3000, 4000, 6000]
+    assert found[-1][1].startswith("## Incident 1, since update 2: policy/kl\\_spike")
+    assert [text.count("\n| ") for _, text in found] == [2, 3, 4, 5]
+    assert "raise, critical | policy/kl | 0.3 | 0.095 | Since update 2 policy/kl has been too large." in found[0][1]
+    assert "over at update 6, after 4 updates" in found[-1][1]
+
+
+def test_tensorboard_goes_on_with_an_incident_of_an_earlier_part(tmp_path: Path) -> None:
+    sink = TensorBoardSink()
+    sink.open(run_info(tmp_path))
+    sink.recall([SPIKE, WARNING])
+    sink.alarm(OVER)
+    sink.close(RunStatus.FINISHED)
+
+    ((step, text),) = pages(tmp_path / "tensorboard")
+    assert step == 6000 and text.count("\n| ") == 4
+
+
+@pytest.fixture(autouse=True)
+def no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which nobody has logged in, and artifacts that are left nowhere else."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "no-config"))
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "wandb-data"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def teardown() -> Iterator[None]:
+    yield
+    wandb.teardown()
+
+
+def wandb_entries(directory: Path) -> list[dict[str, Any]]:
+    """Everything in the offline run, once its end is on disk."""
+    (file,) = (directory / "wandb").glob("offline-run-*/run-*.wandb")
+    command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", str(file)]
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        entries = [json.loads(line) for line in printed.splitlines()]
+        if any(entry["type"] == "exit" for entry in entries):
+            return entries
+        time.sleep(0.1)
+    raise TimeoutError(f"no end of the run in {file}")
+
+
+def summary_of(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for entry in entries:
+        if entry["type"] == "summary":
+            found.update(entry["summary"].get("update", {}))
+    return found
+
+
+def assert_wandb_has_the_alarms(directory: Path) -> list[dict[str, Any]]:
+    entries = wandb_entries(directory)
+    alerts = [entry["alert"] for entry in entries if entry["type"] == "alert"]
+    assert [(alert["title"], alert["level"]) for alert in alerts] == [
+        ("policy/kl_spike", "ERROR"),
+        ("grad/explode", "WARN"),
+        ("grad/explode", "ERROR"),
+    ]
+    assert all(alert["wait_duration"] == "300000" for alert in alerts)
+    assert alerts[0]["text"].startswith("Since update 2 policy/kl has been too large.")
+    summary = summary_of(entries)
+    assert summary["alarms/raised"] == 2
+    assert summary["alarms/active"] == "grad/explode"
+    assert summary["alarms/first"].startswith("policy/kl_spike: Since update 2")
+    (table,) = directory.glob("wandb/offline-run-*/files/media/table/alarms/*.json")
+    rows = json.loads(table.read_text())
+    assert rows["columns"][:5] == ["update", "env_step", "event", "type", "level"]
+    assert [row[:4] for row in rows["data"]] == [
+        [2, 2000, "raise", "policy/kl_spike"],
+        [3, 3000, "raise", "grad/explode"],
+        [4, 4000, "update", "grad/explode"],
+        [6, 6000, "clear", "policy/kl_spike"],
+    ]
+    return entries
+
+
+def test_wandb_alerts_and_keeps_a_table_without_a_row_more(tmp_path: Path) -> None:
+    told(WandbSink(mode="offline"), run_info(tmp_path))
+
+    entries = assert_wandb_has_the_alarms(tmp_path)
+    history = [entry["history"]["item"] for entry in entries if entry["type"] == "history"]
+    assert [row["axis/update"] for row in history] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_wandb_run_that_was_joined_keeps_its_steps(tmp_path: Path) -> None:
+    """Its owner logs with step=; the alarms move none of them."""
+    settings = wandb.Settings(console="off", silent=True)
+    run = wandb.init(mode="offline", dir=str(tmp_path), project="theirs", settings=settings, reinit="create_new")
+    sink = WandbSink(run=run)
+    sink.open(run_info(tmp_path))
+    for update in range(1, 7):
+        run.log({"theirs": update}, step=update * 10)
+        sink.write([record(update)])
+        for alarm in ALARMS:
+            if alarm.axes.update == update:
+                sink.alarm(alarm)
+    sink.close(RunStatus.FINISHED)
+    run.finish()
+
+    entries = assert_wandb_has_the_alarms(tmp_path)
+    history = [entry["history"]["item"] for entry in entries if entry["type"] == "history"]
+    assert [(row["_step"], row["theirs"], row["axis/update"]) for row in history] == [
+        (n * 10, n, n) for n in range(1, 7)
+    ]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture
+def client(store: Path) -> Any:
+    return MlflowClient(f"sqlite:///{store}/mlflow.db")
+
+
+def mlflow_run(client: Any, run_id: str) -> Any:
+    experiment_id = client.get_experiment_by_name("esper_telemetry").experiment_id
+    (run,) = client.search_runs([experiment_id], f"tags.`esper.run_id` = '{run_id}'")
+    return run
+
+
+def artifact(client: Any, run: Any, name: str, directory: Path) -> str:
+    return Path(client.download_artifacts(run.info.run_id, name, str(directory))).read_text()
+
+
+def test_mlflow_has_a_tag_for_each_type_and_the_incidents(store: Path, client: Any, tmp_path: Path) -> None:
+    told(MLflowSink(), run_info(store, run_id="own"))
+
+    run = mlflow_run(client, "own")
+    tags = {name: text for name, text in run.data.tags.items() if name.startswith("esper.alarm.")}
+    assert tags == {
+        "esper.alarm.policy/kl_spike": "over at update 6, after 4 updates",
+        "esper.alarm.grad/explode": "critical since update 3: "
+        "Since update 3 policy/kl has been too large. Try a lower learning rate.",
+    }
+    page = artifact(client, run, "incidents.md", tmp_path)
+    assert page.startswith("# What went wrong\n\n## Incident 1, since update 2: policy/kl\\_spike")
+    (incident,) = json.loads(artifact(client, run, "incidents.json", tmp_path))
+    assert (incident["cause"], incident["since"], len(incident["alarms"])) == ("policy/kl_spike", 2, 4)
+    assert incident["alarms"][0]["evidence"] == {"worst": [{"log_ratio": 3.0}]}
+
+
+def test_a_joined_mlflow_run_gets_them_too_and_stays_open(store: Path, client: Any, tmp_path: Path) -> None:
+    told(MLflowSink(), run_info(store, run_id="first"))  # makes the experiment
+    theirs = client.create_run(client.get_experiment_by_name("esper_telemetry").experiment_id)
+
+    told(MLflowSink(f"sqlite:///{store}/mlflow.db", run_id=theirs.info.run_id), run_info(store))
+
+    run = client.get_run(theirs.info.run_id)
+    assert run.info.status == "RUNNING"
+    assert "esper.alarm.policy/kl_spike" in run.data.tags
+    assert "Incident 1" in artifact(client, run, "incidents.md", tmp_path)
+
+
+def test_an_incident_that_is_under_way_is_stored_already(store: Path, client: Any, tmp_path: Path) -> None:
+    sink = MLflowSink()
+    sink.open(run_info(store, run_id="under way"))
+    sink.alarm(SPIKE)
+
+    assert "policy/kl" in artifact(client, mlflow_run(client, "under way"), "incidents.md", tmp_path)
+
+
+def test_a_store_without_artifacts_costs_a_warning_and_no_number(
+    store: Path, client: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    MLflowSink().open(run_info(store, run_id="first"))
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file where the artifacts should go")
+    theirs = client.create_run(client.create_experiment("blocked", artifact_location=f"file://{blocked}"))
+
+    told(MLflowSink(f"sqlite:///{store}/mlflow.db", run_id=theirs.info.run_id), run_info(store))
+
+    run = client.get_run(theirs.info.run_id)
+    assert run.data.metrics["policy/kl"] == pytest.approx(0.06)
+    assert "esper.alarm.grad/explode" in run.data.tags
+    assert len([entry for entry in caplog.records if "does not store incidents" in entry.message]) == 1
+
+
+def test_the_page_is_bounded_and_what_it_says_is_not_taken_for_markup() -> None:
+    storm = Incidents()
+    storm.add(*(an_alarm(update, text="a | b <b>") for update in range(2 * MOST_ALARMS)))
+
+    assert len(storm.alarms) == MOST_ALARMS
+    assert "a \\| b &lt;b&gt;" in storm.page()
+
+
+def test_an_incident_whose_cause_is_found_later_is_called_by_it() -> None:
+    late = Incidents([WARNING, an_alarm(3, cause="policy/kl_spike")])
+
+    assert late.page().splitlines()[2] == "## Incident 1, since update 3: policy/kl\\_spike"
+
+
+def test_an_alarm_survives_the_way_to_another_process() -> None:
+    import pickle
+
+    assert pickle.loads(pickle.dumps(SPIKE)) == SPIKE and isinstance(SPIKE, Alarm)

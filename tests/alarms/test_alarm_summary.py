@@ -1,0 +1,46 @@
+"""The last words of a run in which something went wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from scripted import Said, scripted
+
+from esper_telemetry import Telemetry
+from esper_telemetry.commands.summary import Summary
+from esper_telemetry.record import AlarmEvent
+
+SCRIPT = {
+    2: Said("policy/kl_spike"),
+    3: Said("grad/explode", severity=0.4),
+    4: Said("policy/kl_spike", AlarmEvent.CLEAR, 0.0),
+}
+
+
+def said(run_dir: Path, script: dict[int, Said], capsys: pytest.CaptureFixture[str]) -> str:
+    with Telemetry(run_dir=run_dir, detect=scripted(script), offload=False) as telemetry:
+        for update in range(1, 6):
+            telemetry.flush(env_step=update)
+    Summary([]).show(telemetry)
+    return capsys.readouterr().out
+
+
+def test_the_summary_names_the_cause_what_came_with_it_and_where_to_ask(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = said(tmp_path, SCRIPT, capsys).splitlines()
+
+    start = lines.index("what went wrong")
+    assert lines[start + 1 : start + 5] == [
+        "  policy/kl_spike, since update 2, still so at the end",
+        "    Since update 2 policy/kl has been too large. Try a lower learning rate.",
+        "    with it came grad/explode",
+        f"             $ esper-telemetry diagnose {tmp_path}",
+    ]
+
+
+def test_a_run_in_which_nothing_went_wrong_has_nothing_to_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "wrong" not in said(tmp_path, {}, capsys)
