@@ -32,13 +32,9 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": CORE,
     "series": {"record", "metric", "derived"},
     "alarms": set(),
-<<<<<<< HEAD
-    "registry": CORE | {"alarms", "catalogue", "series", "sinks"},
-=======
     "detectors": {"record", "metric", "derived", "series", "alarms"},
     "catalogue": CORE | {"detectors", "metrics", "series"},
-    "registry": CORE | {"alarms", "catalogue", "sinks"},
->>>>>>> 04dfc6b (Tell what goes wrong: rules, alarms, incidents, and diagnose)
+    "registry": CORE | {"alarms", "catalogue", "series", "sinks"},
     "journal": {"record"},
     "sinks": {"record"},
     "relay": {"record", "courtesy", "journal", "sinks"},
