@@ -227,7 +227,7 @@ TELEMETRY = (
     ),
     AlarmType(
         "telemetry/storm",
-        ("alarm/active",),
+        ("alarm/active", "alarm/{key}"),
         "More alarms were raised than anybody can read.",
         "Look at the first ones: the rest are most likely their consequences.",
     ),
