@@ -12,7 +12,18 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
-from esper_telemetry.summary import Details, Episodes, Gradients, Layer, Leaves, Memory, Minibatches, Rollout, Snapshot
+from esper_telemetry.summary import (
+    Choices,
+    Details,
+    Episodes,
+    Gradients,
+    Layer,
+    Leaves,
+    Memory,
+    Minibatches,
+    Rollout,
+    Snapshot,
+)
 
 ENVS = 4
 FIRST = 1
@@ -58,21 +69,18 @@ def _columns(x: Any, rank: int) -> Any:
         return x[:, :FIRST] if rank == 0 else x[:, FIRST:]
     if isinstance(x, Mapping):
         return {name: _columns(part, rank) for name, part in x.items()}
+    if isinstance(x, Choices):
+        return Choices(*(_columns(part, rank) for part in x))
     return x
 
 
 def _rollout(rollout: Rollout, rank: int) -> Rollout:
     parts = {item.name: _columns(getattr(rollout, item.name), rank) for item in fields(rollout)}
     if rollout.actions:
-        share = 1.0 if rank == 0 else 2.0  # counts add, however the actions were spread
-        counts = {
-            name: {head: x * share / 3 for head, x in getattr(rollout.actions, name).items()}
-            for name in ("counts", "previous")
-        }
-        masked = {
-            name: _columns(getattr(rollout.actions, name), rank) for name in ("chosen", "action_masks", "relevance")
-        }
-        parts["actions"] = replace(rollout.actions, **masked, **counts)
+        names = ("chosen", "previous", "action_masks")
+        parts["actions"] = replace(
+            rollout.actions, **{name: _columns(getattr(rollout.actions, name), rank) for name in names}
+        )
     if rollout.memory:
         parts["memory"] = _memory(rollout.memory, rank)
     return replace(rollout, **parts)
