@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import shutil
 import sqlite3
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from typing import Final
 
 SQLITE: Final = "sqlite:///"
 BROKEN_SUFFIX: Final = ".broken"
+LOCK: Final = "lock"
 
 
 def ensure_database(path: Path) -> None:
@@ -30,11 +32,10 @@ def ensure_database(path: Path) -> None:
         return
     with _draft_folder(path) as folder:
         if not path.exists() or not _holds_something(path):
-            _finish(path, folder / path.name)
+            _finish(path, folder / f"{secrets.token_hex(4)}.db")  # MLflow remembers, by name, which ones have tables
 
 
 def _finish(path: Path, draft: Path) -> None:
-    draft.unlink(missing_ok=True)
     _make_tables(draft)
     if path.exists() and not _holds_something(path) and _schema(path) != _schema(draft):
         path.replace(path.with_name(path.name + BROKEN_SUFFIX))
@@ -91,16 +92,33 @@ def _make_tables(draft: Path) -> None:
 def _draft_folder(path: Path) -> Iterator[Path]:
     """A folder beside the database that one process has at a time, as far as the file system knows locks."""
     folder = path.with_name(f".{path.name}.draft")
-    folder.mkdir(exist_ok=True)
-    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT)
+    lock = _locked(folder)
     try:
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        folder.mkdir(exist_ok=True)  # who had it before has removed it
         yield folder
         shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(lock)
+
+
+def _locked(folder: Path) -> int:
+    """The lock of a folder that is there: who had it before has removed the folder, lock and all, and others may have made a new one."""
+    while True:
+        folder.mkdir(exist_ok=True)
+        with suppress(FileNotFoundError):  # the folder was removed meanwhile
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if _is_open(lock, folder / LOCK):
+                return lock
+            os.close(lock)
+
+
+def _is_open(descriptor: int, path: Path) -> bool:
+    """Whether the open file is the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _name(draft: Path, path: Path) -> None:
