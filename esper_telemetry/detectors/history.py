@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from esper_telemetry.derived import Array
 from esper_telemetry.series.robust import N_MIN, SCALE_MIN, spread
 
 WINDOW = 100
@@ -19,6 +20,10 @@ REBASELINE_AFTER = 50
 
 FEW = 5
 """Values from which on a key has a median; robust scores wait for twenty."""
+
+WITHIN = 0.5
+"""Decades: back that close to the highest or lowest level that a key has had in this run, a value is no news. A solved task leaves errors
+and gradients of next to nothing for long, beside which the next failure would look like an explosion."""
 
 LINEAR = ("grad/interference/log_ratio",)
 """Keys that are logarithms already."""
@@ -51,6 +56,8 @@ class Baselines:
         self._floor = np.zeros(0)
         self._x = np.zeros(0)
         self._medians = np.zeros(0)
+        self._highest = np.zeros(0)
+        self._lowest = np.zeros(0)
 
     def look(self, found: Mapping[str, float]) -> None:
         """Judges one update by the updates before it; `learn` takes it in."""
@@ -61,12 +68,21 @@ class Baselines:
         self._x[rows] = [_scaled(key, value) for key, value in found.items()]
         median, scale = spread(self._values, scale_min=self._floor, n_min=FEW)
         self._medians = median
-        shift = np.where(self._count >= N_MIN, self._x - median, np.nan)
+        enough = self._count >= N_MIN
+        shift = np.where(enough, self._beyond(median), np.nan)
+        self._highest = np.fmax(self._highest, np.where(enough, median, np.nan))
+        self._lowest = np.fmin(self._lowest, np.where(enough, median, np.nan))
         z = shift / scale
         known = np.isfinite(z).tolist()
         names = list(self._rows)
         self.z = {name: score for name, score, ok in zip(names, z.tolist(), known, strict=True) if ok}
         self.shift = {name: score for name, score, ok in zip(names, shift.tolist(), known, strict=True) if ok}
+
+    def _beyond(self, median: Array) -> Array:
+        """How far values lie from their medians, and beyond the levels that have been usual earlier."""
+        low = np.fmin(median, self._lowest + WITHIN)
+        high = np.fmax(median, self._highest - WITHIN)
+        return self._x - np.clip(self._x, low, high)
 
     def learn(self) -> None:
         """Takes in the values that were looked at last, outliers excepted."""
@@ -87,7 +103,8 @@ class Baselines:
         self._values[:] = np.nan
         self._count[:] = 0
         self._rejected[:] = 0
-        self._medians[:] = np.nan
+        for levels in (self._medians, self._highest, self._lowest):
+            levels[:] = np.nan
         self.z, self.shift = {}, {}
 
     def count(self, key: str) -> int:
@@ -110,6 +127,12 @@ class Baselines:
         middle = float(self._medians[row])
         return middle if key in LINEAR else 10.0**middle
 
+    def off_median(self, key: str) -> float:
+        """Decades by which the latest value lies above the median of its history, negative below it; 0 without one."""
+        row = self._rows.get(key)
+        off = self._x[row] - self._medians[row] if row is not None else np.nan
+        return float(off) if np.isfinite(off) else 0.0
+
     def _add(self, key: str) -> None:
         self._rows[key] = len(self._rows)
         self._values = np.vstack([self._values, np.full((1, WINDOW), np.nan)])
@@ -117,6 +140,8 @@ class Baselines:
         self._rejected = np.append(self._rejected, 0)
         self._floor = np.append(self._floor, TIGHT.get(key, SCALE_MIN))
         self._medians = np.append(self._medians, np.nan)
+        self._highest = np.append(self._highest, np.nan)
+        self._lowest = np.append(self._lowest, np.nan)
 
 
 def _scaled(key: str, value: float) -> float:

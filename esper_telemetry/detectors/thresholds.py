@@ -134,9 +134,9 @@ class Thresholds:
     action_shift_low: float = above(0.05, "change of the mix of actions between rollouts, Jensen-Shannon")
     action_shift_high: float = above(0.25, "end of that ramp")
     wrong_direction: float = below(0.0, "gain of the update's own objective")
-    wrong_direction_least: float = above(0.02, "the same correlation in two updates in a row")
+    wrong_direction_least: float = above(0.06, "the same correlation on average over two updates")
     wrong_direction_correlation: float = above(
-        0.1, "negative correlation of advantages and ratios that needs no second update"
+        0.2, "negative correlation of advantages and ratios that needs no second update"
     )
 
     fit_was: float = above(0.3, "R² that the critic once had")

@@ -112,7 +112,8 @@ def drift(view: View) -> Iterator[Finding]:
     if "mean" in memory and memory["count"] >= 20:
         off = x - memory["mean"]
         sigma = max(memory["var"] ** 0.5, 0.05)
-        wrong = abs(off) > limits.drift_sigmas * sigma and abs(off) > limits.drift_min / 2.302585
+        new = abs(view.z(key) or 0.0) > limits.z_low
+        wrong = new and abs(off) > limits.drift_sigmas * sigma and abs(off) > limits.drift_min / 2.302585
         usual = 10 ** memory["mean"]
         yield Finding(
             hard(wrong),
@@ -188,6 +189,7 @@ RULES = (
         type="grad/drift",
         judge=drift,
         inputs=("grad/global/norm_preclip",),
+        watches=("grad/global/norm_preclip",),
         warmup=20,
         n_on=5,
         duration=2,

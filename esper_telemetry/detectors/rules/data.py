@@ -36,9 +36,10 @@ def rewards_shift(view: View) -> Iterator[Finding]:
         return
     size, risen, z = found
     size = size if risen else size / FALL
-    outlier = ramp(z, limits.z_low, limits.z_high)
+    outlier = min(ramp(size, limits.scale_low, limits.scale_high), ramp(z, limits.z_low, limits.z_high))
+    fallen, view.memory["fallen"] = view.memory.get("fallen", 0.0), 0.0 if risen else outlier
     yield Finding(
-        min(ramp(size, limits.scale_low, limits.scale_high), outlier),
+        outlier if risen else min(outlier, fallen),
         "reward/absmax",
         largest,
         usual * 10 ** ((limits.scale_low + limits.scale_high) / 2),

@@ -46,11 +46,15 @@ def vanish(view: View) -> Iterator[Finding]:
     """A layer's gradient is zero, or decades below what it was; every layer is judged by its own history."""
     limits = view.limits
     clip = view.facts.get("max_grad_norm") or 1.0
+    critics = {segment_of(name) for name in dict(view.facts.get("groups") or {}).get("critic", ())}
+    solved = 0.5 * max(0.0, -view.baselines.off_median("loss/value"))  # gradients of a squared error fall as its root
     for layer, key, value in view.labelled(LAYER, NORM):
         median = view.baselines.median(key)
         if median is None or view.baselines.count(key) < MIN_VANISH:
             continue
         fallen = log10(median / value) if value > 0 else 99.0
+        if layer in critics and value > 0:
+            fallen -= solved
         if value > limits.vanish_share * clip:
             fallen = 0.0
         yield Finding(
@@ -108,12 +112,12 @@ RULES = (
         type="grad/vanish",
         judge=vanish,
         inputs=("grad/global/norm_preclip",),
-        watches=("grad/layer/*/norm",),
+        watches=("grad/layer/*/norm", "loss/value"),
         duration=5,
         evidence=(*NORMS, "grad/zero_frac", "repr/dormant_frac*"),
         relative=True,
         source="Groups with a head never fall to 0, so layers are judged, each by its own median: exactly 0, or three decades below. "
-        "The critic's fall that far where all returns become equal, but not below a ten-thousandth of the clip limit.",
+        "The critic's fall that far where all returns become equal: as far as its error has fallen too, that is no fault.",
     ),
     Rule(
         type="grad/explode",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from esper_telemetry.detectors.rule import Finding, Rule, View, decade_ramp, hard, number, percent, ramp, times
 from esper_telemetry.detectors.rules.outliers import outlier
 
-LOSS, R2, EXPLAINED = "loss/value", "value/r2", "value/explained_variance"
+LOSS, R2, EXPLAINED, SPREAD = "loss/value", "value/r2", "value/explained_variance", "value/target/std"
 PHASES = ((0.10, -0.5), (0.25, -0.2), (0.75, 0.0), (1.0, 0.1))
 """Explained variance that may be expected up to that share of the run: early a critic knows nothing yet, late it should."""
 
@@ -37,7 +37,8 @@ def fit_collapse(view: View) -> Iterator[Finding]:
     if r2 is not None:
         seen.append(r2)
         del seen[:-LOOKS]
-    grown = view.baselines.shift.get(LOSS, 0.0) > GROWN
+    usual_returns = view.baselines.off_median(SPREAD) < GROWN
+    grown = view.baselines.shift.get(LOSS, 0.0) > GROWN and usual_returns
     useless = explained is not None and explained < expected_fit(view.progress)
     lost = r2 is not None and best is not None and best > limits.fit_was and r2 < limits.fit_now
     ratio = decade_ramp(loss_norm or 0.0, limits.loss_norm_low, limits.loss_norm_high) if grown else 0.0
@@ -131,13 +132,14 @@ RULES = (
         type="value/fit_collapse",
         judge=fit_collapse,
         inputs=(R2, "value/loss_norm"),
-        watches=(LOSS,),
+        watches=(LOSS, SPREAD),
         warmup=10,
         n_on=2,
         duration=5,
         evidence=("value/*", "ret/std", "loss/value"),
         relative=True,
-        source="baselines#454, ray#10159: the fit alone is noise where returns hardly vary, so the loss must have grown. Bounds by phase.",
+        source="baselines#454, ray#10159: the fit alone is noise where returns hardly vary, so the loss must have grown. Bounds by phase. "
+        "A critic of a solved task cannot foresee the next failure: where returns vary more than ever, the fit says nothing.",
     ),
     Rule(
         type="value/bias",
