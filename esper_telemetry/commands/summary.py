@@ -17,7 +17,7 @@ from esper_telemetry.sinks.incidents import Incidents, alarm_text, cause_of
 from esper_telemetry.telemetry import Telemetry
 
 MOST_INCIDENTS = 5
-"""Of which the summary tells, the latest; the journal and `diagnose` know all."""
+"""Of which the summary tells, the first ones, which tend to be the cause of the others; the journal and `diagnose` know all."""
 
 COLOURS = {AlarmLevel.CRITICAL: "red", AlarmLevel.WARN: "yellow", AlarmLevel.INFO: "cyan"}
 
@@ -86,10 +86,10 @@ def _show_incidents(console: Console, run_dir: Path) -> None:
     if not numbers:
         return
     console.print("what went wrong", style="bold")
-    if len(numbers) > MOST_INCIDENTS:
-        console.print(f"  {len(numbers) - MOST_INCIDENTS} earlier incidents")
-    for number in numbers[-MOST_INCIDENTS:]:
+    for number in numbers[:MOST_INCIDENTS]:
         _show_incident(console, found, number)
+    if len(numbers) > MOST_INCIDENTS:
+        console.print(f"  and {len(numbers) - MOST_INCIDENTS} later incidents")
     console.print(f"{'':<12} $ {shlex.join(['esper-telemetry', 'diagnose', str(run_dir)])}", style="bold")
 
 

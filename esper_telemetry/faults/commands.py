@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from esper_telemetry.commands.mistakes import wrong_use
+from esper_telemetry.commands.summary import Summary
 from esper_telemetry.environments import make_env
 from esper_telemetry.faults.beds import BEDS, bed
 from esper_telemetry.faults.catalogue import FAULTS, find
@@ -28,6 +29,7 @@ from esper_telemetry.faults.result import halves, result
 from esper_telemetry.faults.showing import fault_entries, fault_table, result_tables
 from esper_telemetry.ppo import PPO, preset
 from esper_telemetry.record import Level
+from esper_telemetry.sinks import as_sink
 from esper_telemetry.telemetry import Telemetry
 from esper_telemetry.wiring import attach
 
@@ -181,7 +183,9 @@ def demo(options: Demo) -> int:
         middle = options.total_steps // (2 * config.num_steps * env.num_envs) + 1
         schedule(trainer, fault, dose, at_update=middle)
         torch.set_num_threads(1)
-        telemetry = Telemetry(options.sink or ("console",), run_dir=options.run_dir or "auto", name=fault.name)
+        sinks = [as_sink(sink) for sink in options.sink or ("console",)]
+        summary = Summary(sinks)
+        telemetry = Telemetry([*sinks, summary.observe], run_dir=options.run_dir or "auto", name=fault.name)
     print(f"from update {middle} on: {fault.what}")
     try:
         with telemetry:
@@ -190,4 +194,6 @@ def demo(options: Demo) -> int:
     except FloatingPointError as error:
         print(f"training ended: {error}")
         return 1
+    finally:
+        summary.show(telemetry)
     return 0
