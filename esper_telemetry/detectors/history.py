@@ -72,7 +72,8 @@ class Baselines:
         shift = np.where(enough, self._beyond(median), np.nan)
         self._highest = np.fmax(self._highest, np.where(enough, median, np.nan))
         self._lowest = np.fmin(self._lowest, np.where(enough, median, np.nan))
-        z = shift / scale
+        with np.errstate(over="ignore"):  # what is infinitely far off is left out below
+            z = shift / scale
         known = np.isfinite(z).tolist()
         names = list(self._rows)
         self.z = {name: score for name, score, ok in zip(names, z.tolist(), known, strict=True) if ok}
