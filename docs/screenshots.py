@@ -1,11 +1,13 @@
-"""Takes the pictures of the README: TensorBoard and MLflow, showing a run, in headless Chromium.
+"""Takes the pictures of the README and the guides: TensorBoard and MLflow, showing a run, in headless Chromium.
 
 make demo && .venv/bin/python docs/screenshots.py runs/cartpole_v1-*
+make demo-fault && .venv/bin/python docs/screenshots.py --alarms runs/lr_x100-*
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import os
 import signal
@@ -137,6 +139,16 @@ def open_families(driver: Any, wanted: Collection[str]) -> None:
             driver.execute_script("arguments[0].querySelector('button').click()", group)
 
 
+def take_alarms(run_dir: Path, picture: Path) -> None:
+    """The incidents of a run, as TensorBoard's page of texts shows them."""
+    with served("tensorboard", "--logdir", str(run_dir / "tensorboard")) as address, browser(1400, 1000) as driver:
+        driver.get(f"{address}/#text")
+        time.sleep(2 * DRAWING_SECONDS)
+        part = {"x": 350, "y": 0, "width": 1050, "height": 760, "scale": 1}  # without the list of runs
+        taken = driver.execute_cdp_cmd("Page.captureScreenshot", {"clip": part})
+        picture.write_bytes(base64.b64decode(taken["data"]))
+
+
 def take_mlflow(run_dir: Path, picture: Path) -> None:
     """Some charts of the run."""
     with served("mlflow", "server", *mlflow_store(run_dir), alive="/health") as address, browser(1400, 1250) as driver:
@@ -173,11 +185,17 @@ def mlflow_ids(run_dir: Path) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Takes both pictures of the run directory on the command line."""
+    """Takes the pictures of the run directory on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_dir", type=Path, help="a run with TensorBoard and MLflow in it")
-    run_dir = parser.parse_args().run_dir
+    parser.add_argument("--alarms", action="store_true", help="show the incidents of a broken run, in TensorBoard")
+    options = parser.parse_args()
+    run_dir = options.run_dir
     IMAGES.mkdir(exist_ok=True)
+    if options.alarms:
+        take_alarms(run_dir, IMAGES / "alarms.png")
+        print(f"{IMAGES}/alarms.png shows {run_dir}")
+        return
     take_tensorboard(run_dir, IMAGES / "tensorboard.png")
     take_mlflow(run_dir, IMAGES / "mlflow.png")
     print(f"{IMAGES}/tensorboard.png and mlflow.png show {run_dir}")

@@ -93,12 +93,16 @@ def _incident_lines(number: int, alarms: list[Alarm]) -> Iterator[str]:
     since = min(alarm.since for alarm in alarms)
     yield f"## Incident {number}, since update {since:,}: {safe(cause.type if cause else alarms[0].type)}"
     yield ""
-    yield "| update | step | alarm | | metric | value | threshold | |"
-    yield "|---|---|---|---|---|---|---|---|"
     for alarm in alarms:
         state = str(alarm.event) if alarm.event is AlarmEvent.CLEAR else f"{alarm.event}, {alarm.level}"
-        cells = (f"{alarm.axes.update:,}", f"{alarm.axes.env_step:,}", safe(alarm.type), state, safe(alarm.key))
-        yield f"| {' | '.join(cells)} | {_number(alarm.value)} | {_number(alarm.threshold)} | {safe(alarm_text(alarm))} |"
+        place = f"update {alarm.axes.update:,}, step {alarm.axes.env_step:,}"
+        yield f"- **{safe(alarm.type)}** ({state}; {place}; {_reading(alarm)}): {safe(alarm_text(alarm))}"
+
+
+def _reading(alarm: Alarm) -> str:
+    """The number that decided, and its bound where it has one."""
+    bound = "" if alarm.threshold is None else f", threshold {_number(alarm.threshold)}"
+    return f"{safe(alarm.key)} {_number(alarm.value)}".strip() + bound
 
 
 def _number(value: float | None) -> str:

@@ -86,8 +86,8 @@ def test_tensorboard_has_the_incident_at_each_step_where_it_changes(tmp_path: Pa
     found = pages(tmp_path / "tensorboard")
     assert [step for step, _ in found] == [2000, 3000, 4000, 6000]
     assert found[-1][1].startswith("## Incident 1, since update 2: policy/kl\\_spike")
-    assert [text.count("\n| ") for _, text in found] == [2, 3, 4, 5]
-    assert "raise, critical | policy/kl | 0.3 | 0.095 | Since update 2 policy/kl has been too large." in found[0][1]
+    assert [text.count("\n- ") for _, text in found] == [1, 2, 3, 4]
+    assert "policy/kl 0.3, threshold 0.095): Since update 2 policy/kl has been too large." in found[0][1]
     assert "over at update 6, after 4 updates" in found[-1][1]
 
 
@@ -99,7 +99,7 @@ def test_tensorboard_goes_on_with_an_incident_of_an_earlier_part(tmp_path: Path)
     sink.close(RunStatus.FINISHED)
 
     ((step, text),) = pages(tmp_path / "tensorboard")
-    assert step == 6000 and text.count("\n| ") == 4
+    assert step == 6000 and text.count("\n- ") == 3
 
 
 @pytest.fixture(autouse=True)
