@@ -37,7 +37,7 @@ test: install lint  ## lint, check types, run the tests (under 10 minutes on 2 c
 
 test-slow: install  ## learning curves over seeds, soak runs
 	@echo "Running the slow tests: learning curves over five seeds"
-	@$(BIN)/pytest -q -m slow --numprocesses auto --maxprocesses 4
+	@$(BIN)/pytest -q -m slow -rP --numprocesses auto --maxprocesses 4
 
 lint: install  ## ruff and mypy --strict on package, tests, examples and benchmarks
 	@echo "Linting and checking types"

@@ -82,6 +82,7 @@ class Thresholds:
     period_p: float = below(1e-6, "chance of an oscillation of the KL as strong as the one seen")
     drift_sigmas: float = above(6.0, "log drift of the gradient norm, in its own standard deviations")
     drift_min: float = above(1.6, "log drift of the gradient norm, nats")
+    rate_jump: float = above(4.0, "learning rate over that of the update before, where it exceeds what was set")
     rate_grown: float = above(1.15, "learning rate over the one that was set, after rising for long")
     concentration: float = below(0.2, "entropy of the gradient over parameters, of its largest")
     concentration_fall: float = above(0.5, "share of that entropy which is lost against the median")

@@ -114,3 +114,12 @@ def test_a_learning_rate_that_was_raised_shows_before_weights_are_looked_at() ->
     sampled = set_to({"opt/update_to_weight": None, "opt/lr": 0.25})
 
     assert raised(judged(run(40, sampled)))["opt/update_too_large"] == SINCE
+
+
+@pytest.mark.parametrize(("rate", "told"), [(0.025, True), (0.0025, False)])
+def test_a_learning_rate_that_jumps_above_what_was_set_is_no_schedule(rate: float, told: bool) -> None:
+    """Small networks bear a raised rate for a while; restarts of a schedule come back to the rate that was set."""
+    jump = set_to({"opt/update_to_weight": None, "opt/lr": rate})
+    found = judged(run(40, jump), FACTS | {"learning_rate": 0.0025})
+
+    assert ("opt/update_too_large" in raised(found)) == told

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from esper_telemetry.detectors.rule import Finding, Rule, View, decade_ramp, hard, number, percent, segment_of
+from esper_telemetry.detectors.rule import Finding, Rule, View, decade_ramp, hard, number, percent, segment_of, times
 
 SIZE, RATE = "opt/update_to_weight", "opt/lr"
 WARMS = 5
@@ -19,6 +19,7 @@ def update_too_large(view: View) -> Iterator[Finding]:
 
     Between the updates in which this is measured, the learning rate says how it has changed: steps of Adam are proportional to it.
     """
+    yield from jumping_rate(view)
     low, high = view.limits.update_to_weight_low, view.limits.update_to_weight_high
     value, rate = view.get(SIZE), view.get(RATE)
     if value is not None and rate:
@@ -34,6 +35,30 @@ def update_too_large(view: View) -> Iterator[Finding]:
         text=lambda: (
             f"every optimizer step changes the weights by {percent(size)} of themselves (usual are 0.01 % to 1 %), "
             f"at a learning rate of {number(rate)}"
+        ),
+    )
+
+
+def jumping_rate(view: View) -> Iterator[Finding]:
+    """The learning rate has jumped from one update to the next, above what was set; where it follows the KL it may."""
+    rate, before, asked = view.get(RATE), view.previous.get(RATE), view.facts.get("learning_rate")
+    if rate is None or not before or not asked or view.facts.get("desired_kl"):
+        return
+    above = rate > view.limits.rate_grown * asked
+    if above and rate >= view.limits.rate_jump * before:
+        view.memory["jumped_from"] = before
+    elif not above:
+        view.memory.pop("jumped_from", None)
+    origin = view.memory.get("jumped_from")
+    yield Finding(
+        hard(origin is not None),
+        RATE,
+        rate,
+        view.limits.rate_grown * asked,
+        instance="rate",
+        text=lambda: (
+            f"the learning rate has jumped from {number(origin or rate)} to {number(rate)}, "
+            f"{times(rate / asked)} the {number(asked)} that was set"
         ),
     )
 
@@ -138,7 +163,7 @@ RULES = (
         n_off=2,
         duration=5,
         evidence=("opt/update_to_weight*", RATE, "policy/kl"),
-        source="per optimizer step; CS231n: 0.001 is usual",
+        source="per optimizer step; CS231n: 0.001 is usual. A learning rate that jumps above what was set is no schedule",
     ),
     Rule(
         type="opt/rms_spike",
