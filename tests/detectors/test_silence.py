@@ -120,6 +120,13 @@ def test_a_learning_rate_that_was_raised_shows_before_weights_are_looked_at() ->
 def test_a_learning_rate_that_jumps_above_what_was_set_is_no_schedule(rate: float, told: bool) -> None:
     """Small networks bear a raised rate for a while; restarts of a schedule come back to the rate that was set."""
     jump = set_to({"opt/update_to_weight": None, "opt/lr": rate})
-    found = judged(run(40, jump), FACTS | {"learning_rate": 0.0025})
+    found = judged(run(40, jump), {**FACTS, "learning_rate": 0.0025})
 
     assert ("opt/update_too_large" in raised(found)) == told
+
+
+def test_a_critic_that_was_never_right_learns_slowly_and_is_not_biased() -> None:
+    wrong = set_to({"value/bias_over_std": 3.0, "value/bias": 30.0, "ret/mean": 10.0, "ret/std": 10.0})
+
+    assert "value/bias" not in raised(judged(run(90, wrong)[SINCE:]))
+    assert "value/bias" in raised(judged(run(60, wrong)))

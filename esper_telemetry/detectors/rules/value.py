@@ -100,10 +100,12 @@ def bias(view: View) -> Iterator[Finding]:
     value, off, mean, spread = (view.get(name) for name in (key, "value/bias", "ret/mean", "ret/std"))
     if value is None or off is None or mean is None or spread is None:
         return
+    view.memory["best"] = min(view.memory.get("best", abs(value)), abs(value))
     size = abs(mean) + spread
     share = abs(off) / size if size > 0 else 0.0
     low, high = limits.bias_low, limits.bias_high
-    severity = min(ramp(abs(value), low, high), ramp(share, 0.0, 2 * limits.bias_share))
+    learned = view.memory["best"] < low
+    severity = min(ramp(abs(value), low, high), ramp(share, 0.0, 2 * limits.bias_share)) if learned else 0.0
     yield Finding(
         severity,
         key,
@@ -150,6 +152,7 @@ RULES = (
         duration=3,
         evidence=("value/bias", "value/bias_over_std", "value/terminal_err", "ret/mean", "ret/std"),
         relative=True,
-        source="A critic lags behind returns that rise: it must be wrong for long, and by much of their size.",
+        source="A critic lags behind returns that rise: it must be wrong for long, by much of their size, and have been right "
+        "before: one that learns slowly is wrong from the start.",
     ),
 )
