@@ -91,7 +91,7 @@ def test_tensorboard_has_its_page(run_dir: Path, first: Alarm) -> None:
     events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"tensors": 0}).Reload().Tensors("alarms")
 
     pages = [event.tensor_proto.string_val[0].decode() for event in events if event.step == first.axes.env_step]
-    assert "| raise, critical | policy/kl |" in pages[-1]
+    assert "(raise, critical; update 25, " in pages[-1] and f"{first.key} " in pages[-1]
 
 
 def test_wandb_has_its_alert_and_the_table(run_dir: Path, run: Run, first: Alarm) -> None:
