@@ -10,6 +10,9 @@ from esper_telemetry.series.integrity import RATIO_INIT_BOUNDS, ratio_init_bound
 UNLIKELY = 5.0
 """Nats of the unlikeliest action from which on bounds grow with it: so do logits, and with them the rounding of their differences."""
 
+REMEMBERED = 4.0
+"""Times as much where a memory carries the rounding from step to step; healthy runs came to 1.4 times the plain bound."""
+
 LASTS = 5
 """Updates over which small deviations of normalised advantages are averaged: healthy runs have 0.0005 in each."""
 
@@ -26,6 +29,7 @@ def ratio_init(view: View) -> Iterator[Finding]:
     spreads = [found for _, _, found in view.labelled("policy/head/", "/std/min") if found > 0]
     bounds = ratio_init_bounds(precision, smallest_std=min(spreads, default=None))
     rounding = view.limits.ratio_init_factor * max(1.0, abs(view.get("policy/logp/min") or 0.0) / UNLIKELY)
+    rounding *= REMEMBERED if view.matching("lstm/", "") else 1.0
     warn, critical = bounds.warn * rounding, bounds.critical * rounding
     severity = 1.0 if value > critical else WARNING if value > warn else 0.0
     yield Finding(
