@@ -1,7 +1,8 @@
 """Messages from the trainer to the process beside it, through a pipe.
 
-A message is a pickle and the bytes of its tensors, which are never copied on the way into the pipe. What comes back, through another
-pipe, are small pickles behind their lengths, or a length of 0 where there is nothing to say.
+A message is a pickle and the bytes of its tensors. The pickle goes through the pipe; the tensors lie in memory that both processes share
+as long as there is room, and follow through the pipe where there is none. What comes back, through another pipe, are small pickles behind
+their lengths, or a length of 0 where there is nothing to say.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import pickle
 import select
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -20,8 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NUMBER: Final = struct.Struct(">Q")
-"""Of the parts of a message, and each one's length; they stand before it."""
+from esper_telemetry.ring import Ring, aligned, span
+
+NUMBER: Final = struct.Struct(">QQ")
+"""How many parts a message has, and where in the shared memory all but the first stand; their lengths follow."""
+IN_PIPE: Final = (1 << 64) - 1
+"""Where parts stand that come through the pipe."""
 LENGTH: Final = struct.Struct(">I")
 """Of an answer, before it."""
 PARENT_SECONDS: Final = 0.5
@@ -29,16 +34,25 @@ PARENT_SECONDS: Final = 0.5
 
 
 class Message(NamedTuple):
-    """A pickle and, in its order, the buffers that it leaves out: those of tensors, which nobody copies on this side."""
+    """A pickle and, in its order, the buffers that it leaves out: those of tensors.
+
+    Attributes:
+        pickle: all but the buffers.
+        buffers: of bytes.
+        place: where they stand in the shared memory; None where they stand elsewhere.
+    """
 
     pickle: bytes
-    buffers: Sequence[memoryview | bytearray]
+    buffers: Sequence[memoryview]
+    place: int | None = None
 
     def parts(self) -> list[memoryview]:
-        """What goes through the pipe: how many parts there are and the length of each, then those that are not empty."""
-        parts = [memoryview(part) for part in (self.pickle, *self.buffers)]
-        lengths = struct.pack(f">{len(parts) + 1}Q", len(parts), *map(len, parts))
-        return [memoryview(lengths), *filter(None, parts)]
+        """What goes through the pipe: numbers and lengths, the pickle, and those buffers that are not shared or empty."""
+        place = IN_PIPE if self.place is None else self.place
+        sizes = (len(self.pickle), *map(len, self.buffers))
+        lengths = struct.pack(f">{len(sizes) + 2}Q", len(sizes), place, *sizes)
+        sent = filter(None, self.buffers) if self.place is None else ()
+        return [memoryview(lengths), memoryview(self.pickle), *sent]
 
     def load(self) -> Any:
         """What was dumped."""
@@ -61,21 +75,44 @@ class _Pickler(pickle.Pickler):
     dispatch_table[Tensor] = _portable
 
 
-def dumped(message: object) -> Message:
-    """The message, whose tensors must not change from now on."""
-    stream, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
-    _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(message)
-    return Message(stream.getvalue(), [buffer.raw() for buffer in buffers])
+def dumped(message: object, ring: Ring | None = None) -> Message:
+    """The message; its tensors must not change from now on where it does not stand in the ring.
+
+    Args:
+        message: anything that can be pickled.
+        ring: shared with the reader; whoever knows that the message is read gives its place back.
+    """
+    stream, found = io.BytesIO(), list[pickle.PickleBuffer]()
+    _Pickler(stream, protocol=5, buffer_callback=found.append).dump(message)
+    buffers = [buffer.raw() for buffer in found]
+    size = span(map(len, buffers)) if ring else 0
+    place = ring.put(buffers, size) if ring and size else None
+    if ring and place is not None:
+        buffers = _cut(ring.look(place, size), map(len, buffers))
+    return Message(stream.getvalue(), buffers, place)
 
 
-def messages(parent: int) -> Iterator[Message]:
+def messages(parent: int, ring: Ring | None = None) -> Iterator[Message]:
     """Whole messages from standard input; one that a killed trainer left half written is dropped."""
     with suppress(EOFError):
         while True:
-            (count,) = NUMBER.unpack(_exactly(NUMBER.size, parent))
-            lengths = struct.unpack(f">{count}Q", _exactly(NUMBER.size * count, parent))
-            first, *buffers = [_exactly(length, parent) for length in lengths]
-            yield Message(bytes(first), buffers)
+            count, place = NUMBER.unpack(_exactly(NUMBER.size, parent))
+            first, *sizes = struct.unpack(f">{count}Q", _exactly(8 * count, parent))
+            content = bytes(_exactly(first, parent))
+            if place == IN_PIPE or ring is None:
+                yield Message(content, [memoryview(_exactly(size, parent)) for size in sizes])
+            else:
+                block = bytearray(ring.look(place, span(sizes)))  # the trainer uses the place again
+                yield Message(content, _cut(memoryview(block), sizes))
+
+
+def _cut(block: memoryview, sizes: Iterable[int]) -> list[memoryview]:
+    """The buffers of a block."""
+    found, start = [], 0
+    for size in sizes:
+        found.append(block[start : start + size])
+        start += aligned(size)
+    return found
 
 
 def _exactly(count: int, parent: int) -> bytearray:

@@ -1,10 +1,10 @@
 """The process beside the trainer that turns snapshots of updates into records, and how it is talked to.
 
 Summarising an update takes a few hundred small tensor operations: a tenth of a fast trainer's time on its own thread, nothing
-on a second core. The trainer only pickles the tensors into a pipe, a few hundred microseconds per update.
+on a second core. The trainer only copies the tensors into memory that both share, a few hundred microseconds per update.
 
-The training thread never waits for this process: what the pipe does not take stays in memory and goes first next time. What the process
-has not acknowledged is kept, so that the trainer can do it itself if the process dies. With the acknowledgement of a record comes back
+The training thread never waits for this process: what neither the shared memory nor the pipe takes stays here and goes first next time.
+What the process has not acknowledged is kept, so that the trainer can do it itself if the process dies. With the acknowledgement comes back
 what the watch has found in it. If the trainer dies, the process still finds in the pipe what the trainer wrote; while it works it holds
 `writer.lock` in the run directory, which whoever ends the run waits for.
 """
@@ -33,13 +33,16 @@ from esper_telemetry.courtesy import step_back
 from esper_telemetry.journal import Journal, JournalEvent, Role, alarms, held, lock_for, remove_lock
 from esper_telemetry.messages import Message, Replies, dumped, messages, reply
 from esper_telemetry.record import Level, MetricInfo, RunInfo, RunStatus
+from esper_telemetry.ring import Ring, shared_file
 from esper_telemetry.watch import Found, Watches
 from esper_telemetry.writer import JournalWriter, Measured
 
 ENTRY: Final = "from esper_telemetry.offload import main; main()"
 LOG_NAME: Final = "summary.log"
 PIPE_BYTES: Final = 1 << 20
-"""What the pipe should hold: several updates of a small run."""
+"""What the pipe should hold: the descriptions of all metrics, and several updates besides their tensors."""
+RING_BYTES: Final = 4 << 20
+"""Of the memory that is shared: some twenty updates of a small run."""
 REPLY_BYTES: Final = 1 << 16
 MOST_BYTES: Final = 64 << 20
 """What may wait in memory for a process that is not fast enough; beyond it updates are recorded without their summary."""
@@ -94,8 +97,11 @@ class OffloadedWriter:
         self._found: list[Found] = []
         self._warned = self._left = False
         acknowledgements, theirs = os.pipe()
-        self._process = _started(run_dir, level, theirs)
+        shared = shared_file(RING_BYTES)
+        self._ring = Ring(shared, RING_BYTES)
+        self._process = _started(run_dir, level, theirs, shared)
         os.close(theirs)
+        os.close(shared)
         self._acknowledgements = acknowledgements
         os.set_blocking(acknowledgements, False)
         self._pipe = _private(self._process)
@@ -156,7 +162,7 @@ class OffloadedWriter:
         if self._local is not None:
             getattr(self._local, method)(*arguments)
             return
-        message = dumped((method, arguments))
+        message = dumped((method, arguments), self._ring)
         self._unacknowledged.append(message)
         self._outbox.extend(message.parts())
         self._pump()
@@ -177,7 +183,8 @@ class OffloadedWriter:
         with suppress(BlockingIOError):
             received = os.read(self._acknowledgements, REPLY_BYTES)
             for answer in self._replies.take(received):
-                self._unacknowledged.popleft()
+                if self._unacknowledged.popleft().place is not None:
+                    self._ring.release()
                 for told in answer:
                     self._take_note(told)
             if not received and self._unacknowledged:
@@ -266,16 +273,16 @@ def _number(method: str, arguments: tuple[Any, ...]) -> int:
     return 0
 
 
-def _started(run_dir: Path, level: Level, acknowledgements: int) -> subprocess.Popen[bytes]:
+def _started(run_dir: Path, level: Level, acknowledgements: int, shared: int) -> subprocess.Popen[bytes]:
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
     lock = lock_for(run_dir, Role.WRITER)
     with (run_dir / LOG_NAME).open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", ENTRY, str(run_dir), level.name, str(os.getpid()), str(acknowledgements)],
+            [sys.executable, "-c", ENTRY, str(run_dir), level.name, *map(str, (os.getpid(), acknowledgements, shared))],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            pass_fds=[acknowledgements, lock],
+            pass_fds=[acknowledgements, shared, lock],
             start_new_session=True,
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         )
@@ -298,7 +305,8 @@ def main() -> None:
     """Does what comes in, in order, and answers each with warnings and what was found, until the end of the input."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
-    run_dir, level, parent, acknowledgements = Path(sys.argv[1]), Level[sys.argv[2]], int(sys.argv[3]), int(sys.argv[4])
+    run_dir, level = Path(sys.argv[1]), Level[sys.argv[2]]
+    parent, acknowledgements, shared = map(int, sys.argv[3:])
     step_back(NICENESS)
     torch.set_num_threads(1)
     logging.basicConfig(format="%(asctime)s %(message)s")
@@ -306,7 +314,7 @@ def main() -> None:
     _logger.addHandler(told)
     _logger.setLevel(logging.DEBUG)
     os.set_blocking(acknowledgements, False)
-    incoming = messages(parent)
+    incoming = messages(parent, Ring(shared, RING_BYTES))
     watches = next(incoming, None)
     if watches is None:
         return
