@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from esper_telemetry.replay import Replay
+
+NONE: Final[Mapping[str, Any]] = {}
+"""Of whatever is kept by name, where there is nothing of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +204,7 @@ class TrunkBackward:
     shared: Sequence[Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class BackwardEnd:
+class BackwardEnd(NamedTuple):
     """All gradients of a minibatch are there; they may or may not be clipped already.
 
     Attributes:
@@ -234,8 +236,7 @@ class OptimizerStep:
     parameters: Mapping[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class MinibatchEnd:
+class MinibatchEnd(NamedTuple):
     """A minibatch is done: losses computed, gradients applied.
 
     Attributes:
@@ -265,13 +266,13 @@ class MinibatchEnd:
     old_values: Tensor
     returns: Tensor
     losses: Mapping[str, Tensor]
-    logits: Mapping[str, Tensor] = field(default_factory=dict)
-    action_masks: Mapping[str, Tensor] = field(default_factory=dict)
-    log_std: Mapping[str, Tensor] = field(default_factory=dict)
+    logits: Mapping[str, Tensor] = NONE
+    action_masks: Mapping[str, Tensor] = NONE
+    log_std: Mapping[str, Tensor] = NONE
     valid: Tensor | None = None
-    head_log_ratios: Mapping[str, Tensor] = field(default_factory=dict)
-    relevance: Mapping[str, Tensor] = field(default_factory=dict)
-    means: Mapping[str, Tensor] = field(default_factory=dict)
+    head_log_ratios: Mapping[str, Tensor] = NONE
+    relevance: Mapping[str, Tensor] = NONE
+    means: Mapping[str, Tensor] = NONE
     rows: Tensor | None = None
 
 

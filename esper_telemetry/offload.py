@@ -23,7 +23,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -131,7 +130,7 @@ class OffloadedWriter:
             self._warn(
                 "the process that summarises updates does not keep up: some updates are recorded without summary"
             )
-            measured = replace(measured, snapshots=())
+            measured = measured._replace(snapshots=())
         self._send("record", measured)
 
     def event(self, event: JournalEvent) -> None:
@@ -168,15 +167,13 @@ class OffloadedWriter:
         self._pump()
 
     def _pump(self) -> None:
-        """Writes what the pipe takes and reads what is acknowledged."""
+        """Writes what the pipe takes; `found` reads what is acknowledged."""
         try:
             with suppress(BlockingIOError):
                 while self._outbox:
                     self._written(os.writev(self._pipe, list(itertools.islice(self._outbox, MOST_PARTS))))
         except BrokenPipeError:
             self._take_over("has died")
-        else:
-            self._listen()
 
     def _listen(self) -> None:
         """Reads what has come back by now."""
@@ -211,6 +208,8 @@ class OffloadedWriter:
         while self._local is None and self._unacknowledged and time.monotonic() < deadline:
             self._wait(deadline - time.monotonic())
             self._pump()
+            if self._local is None:
+                self._listen()
 
     def _wait(self, seconds: float) -> None:
         """Until the process has done something, or can take something."""

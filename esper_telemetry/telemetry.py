@@ -110,6 +110,8 @@ class Telemetry:
         resume: bool = False,
         ranks: Literal["all", "alone"] = "all",
     ) -> None:
+        if not close_timeout > 0:
+            raise ValueError(f"close_timeout must be a positive number of seconds, got {close_timeout}")
         self.level = Level.parse(level)
         watch = watches(detect)
         self.sampling = Sampling(self.level, budget)

@@ -65,6 +65,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             [*CARTPOLE, "--telemetry-budget", "2"],
             "budget must be a share of the wall time over 0 and at most 1, got 2.0",
         ),
+        ([*CARTPOLE, "--close-timeout", "0"], "close_timeout must be a positive number of seconds, got 0.0"),
         ([*CARTPOLE, "--profile-schedule", "1", "1", "0"], "traces 1 or more, got 1, 1 and 0"),
         ([*CARTPOLE, "--profile", "--level", "off"], "--profile writes into the run directory, and at level off there"),
         ([*CARTPOLE, "--levle", "debug"], "Unrecognized options: --levle"),

@@ -122,6 +122,7 @@ def _telemetry(sinks: Sequence[SinkLike], options: Train) -> Telemetry:
         name=None if options.run_dir else segment(options.env),
         level=options.level,
         budget=options.telemetry_budget,
+        close_timeout=options.close_timeout,
         detect=options.detect and _thresholds(options),
         config={**resume.kept_config(options), "ranks": Ranks.current().size},
         resume=options.resume is not None,

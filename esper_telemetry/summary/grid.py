@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -21,14 +20,14 @@ def in_grid(joined: Minibatches) -> Minibatches:
     """The same with [M, N, ...] in place of [R, ...], N the rows of the longest; shorter ones end in rows that do not count."""
     counts = joined.counts
     if joined.valid is None and len(set(counts)) > 1:
-        joined = replace(joined, valid=torch.ones_like(joined.log_ratio, dtype=torch.bool))
+        joined = joined._replace(valid=torch.ones_like(joined.log_ratio, dtype=torch.bool))
     details = None if joined.details is None else _laid_out(joined.details, counts)
-    return replace(_laid_out(joined, counts), details=details)
+    return _laid_out(joined, counts)._replace(details=details)
 
 
 def _laid_out(table: Table, counts: tuple[int, ...]) -> Table:
-    columns = {item.name: getattr(table, item.name) for item in fields(table) if item.name not in OTHER}
-    return replace(table, **{name: _column(column, counts) for name, column in columns.items()})
+    columns = {name: column for name, column in table._asdict().items() if name not in OTHER}
+    return table._replace(**{name: _column(column, counts) for name, column in columns.items()})
 
 
 def _column(column: Any, counts: tuple[int, ...]) -> Any:

@@ -1,16 +1,17 @@
 """What one update leaves behind: tensors as they were, all minibatches joined, nothing computed yet.
 
-Shapes: T steps, B environments, A actions; M minibatches, K gradients.
+Shapes: T steps, B environments, A actions; M minibatches, K gradients. All are tuples, because those travel to another process at a
+fraction of what other objects cost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from esper_telemetry.events import NONE
 from esper_telemetry.metrics.actions import ActionTotal
 from esper_telemetry.metrics.adam import AdamState
 from esper_telemetry.metrics.lstm import LSTMWeights, StateSize
@@ -28,8 +29,7 @@ class Choices(NamedTuple):
     counted: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class Actions:
+class Actions(NamedTuple):
     """What the heads chose, as far as it is looked at.
 
     Attributes:
@@ -44,11 +44,10 @@ class Actions:
     chosen: Mapping[str, Choices]
     previous: Mapping[str, Choices]
     action_masks: Mapping[str, Tensor]
-    continuous: Mapping[str, Drawn] = field(default_factory=dict)
+    continuous: Mapping[str, Drawn] = NONE
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(NamedTuple):
     """What a Gaussian head drew.
 
     Attributes:
@@ -66,8 +65,7 @@ class Drawn:
     previous: ActionTotal | None
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(NamedTuple):
     """One LSTM layer in the first b environments; see `metrics.lstm.gates_between`.
 
     Attributes:
@@ -82,8 +80,7 @@ class Layer:
     memory: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(NamedTuple):
     """What a recurrent policy remembered.
 
     Attributes:
@@ -97,8 +94,7 @@ class Memory:
     layers: tuple[Layer, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Normalizer:
+class Normalizer(NamedTuple):
     """Where a running normaliser stands, [D] each, now and ten updates ago (None before that), and how many of its entries it cut."""
 
     mean: Tensor
@@ -108,8 +104,7 @@ class Normalizer:
     entries: Tensor | int
 
 
-@dataclass(frozen=True, slots=True)
-class Rollout:
+class Rollout(NamedTuple):
     """A rollout before anything is normalised, each [T, B], per head [T, B] or [T, B, D]; see `events.RolloutEnd`."""
 
     rewards: Tensor
@@ -125,13 +120,12 @@ class Rollout:
     raw_rewards: Tensor | None = None
     actions: Actions | None = None
     memory: Memory | None = None
-    normalizers: Mapping[str, Normalizer] = field(default_factory=dict)
-    acted: Mapping[str, Tensor] = field(default_factory=dict)
-    head_log_probs: Mapping[str, Tensor] = field(default_factory=dict)
+    normalizers: Mapping[str, Normalizer] = NONE
+    acted: Mapping[str, Tensor] = NONE
+    head_log_probs: Mapping[str, Tensor] = NONE
 
 
-@dataclass(frozen=True, slots=True)
-class Episodes:
+class Episodes(NamedTuple):
     """Episodes that finished, and the last hundred of the run.
 
     Attributes:
@@ -146,8 +140,7 @@ class Episodes:
     recent_ends: tuple[float, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Details:
+class Details(NamedTuple):
     """More of the rows of minibatches, where anyone looks at it: [R] each, unless said otherwise.
 
     Attributes:
@@ -162,15 +155,14 @@ class Details:
     old_values: Tensor
     returns: Tensor
     raw_advantages: Tensor | None = None
-    actions: Mapping[str, Tensor] = field(default_factory=dict)
-    old_logits: Mapping[str, Tensor] = field(default_factory=dict)
-    means: Mapping[str, Tensor] = field(default_factory=dict)
-    old_means: Mapping[str, Tensor] = field(default_factory=dict)
-    old_log_std: Mapping[str, Tensor] = field(default_factory=dict)
+    actions: Mapping[str, Tensor] = NONE
+    old_logits: Mapping[str, Tensor] = NONE
+    means: Mapping[str, Tensor] = NONE
+    old_means: Mapping[str, Tensor] = NONE
+    old_log_std: Mapping[str, Tensor] = NONE
 
 
-@dataclass(frozen=True, slots=True)
-class Minibatches:
+class Minibatches(NamedTuple):
     """The forward passes of an update: R rows, those of one minibatch after those of another.
 
     Attributes:
@@ -198,15 +190,14 @@ class Minibatches:
     logits: Mapping[str, Tensor]
     action_masks: Mapping[str, Tensor]
     log_std: Mapping[str, Tensor]
-    head_log_ratios: Mapping[str, Tensor] = field(default_factory=dict)
-    relevance: Mapping[str, Tensor] = field(default_factory=dict)
+    head_log_ratios: Mapping[str, Tensor] = NONE
+    relevance: Mapping[str, Tensor] = NONE
     features: Tensor | None = None
     details: Details | None = None
     rows: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Leaves:
+class Leaves(NamedTuple):
     """The two losses' gradients at a trunk output that both use: norms and dot products, each [M]."""
 
     actor: Tensor
@@ -214,8 +205,7 @@ class Leaves:
     dots: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class Gradients:
+class Gradients(NamedTuple):
     """Backward passes with gradients in the same parameters.
 
     Attributes:
@@ -235,8 +225,7 @@ class Gradients:
     leaves: Leaves | None
 
 
-@dataclass(frozen=True, slots=True)
-class GradientSample:
+class GradientSample(NamedTuple):
     """Whole gradients and optimizer states of an update that is looked at closely: d entries of K parameters, one after the other.
 
     Attributes:
@@ -269,7 +258,7 @@ class GradientSample:
         """The first minibatch alone, when all is measured."""
         first = self.minibatches[:1]
         rest: dict[str, Any] = {"shards": (), "samples": (), "actor": None, "critic": None, "states": ()}
-        return replace(self, minibatches=first, measured=True, **rest)
+        return self._replace(minibatches=first, measured=True, **rest)
 
     @property
     def entries(self) -> int:
@@ -278,8 +267,7 @@ class GradientSample:
         return vectors * sum(self.numels)
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """Where training stands.
 
     Attributes:
@@ -299,14 +287,13 @@ class Progress:
     learning_rate: float
     elapsed: float
     seconds: Mapping[str, float]
-    coefficients: Mapping[str, float] = field(default_factory=dict)
+    coefficients: Mapping[str, float] = NONE
     collected: int | None = None
-    cpu_seconds: Mapping[str, float] = field(default_factory=dict)
+    cpu_seconds: Mapping[str, float] = NONE
     sample_every: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """One update, as far as it got; what did not happen is None or empty. Nobody else writes to its tensors."""
 
     rollout: Rollout | None = None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -40,8 +38,7 @@ class DetailJoining:
 
 def with_rollout(known: Details, rollout: RolloutEnd, rows: Tensor) -> Details:
     """The same with what was acted on in these rows [R] of the rollout."""
-    return replace(
-        known,
+    return known._replace(
         raw_advantages=rollout.advantages.flatten()[rows],
         actions={head: rollout.actions[head].flatten()[rows] for head in rollout.logits},
         old_logits={head: logits.flatten(0, 1)[rows] for head, logits in rollout.logits.items()},

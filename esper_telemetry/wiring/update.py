@@ -74,7 +74,8 @@ class Update:
         self._replays = replays
         self._close_look = close_look
         self._for_this_update = for_this_update
-        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._recent_ends: deque[float] = deque(maxlen=RECENT)
         self._before = Rollouts()
         self._layers: tuple[Layer, ...] = ()
         self._features: Tensor | None = None
@@ -190,7 +191,7 @@ class Update:
         """What the next update must know of those before; the journal holds their records when it returns."""
         return {
             "counts": self._telemetry.state_dict(),
-            "recent": list(self._recent),
+            "recent": list(zip(self._recent_ends, self._recent, strict=True)),
             "rollouts": self._before.state_dict(),
             "sampling": self._telemetry.sampling.state(),
             "close_look": self._close_look.state_dict(),
@@ -199,7 +200,8 @@ class Update:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a saved state."""
         self._telemetry.load_state_dict(state["counts"])
-        self._recent = deque(state["recent"], maxlen=RECENT)
+        self._recent_ends = deque((end for end, _ in state["recent"]), maxlen=RECENT)
+        self._recent = deque((value for _, value in state["recent"]), maxlen=RECENT)
         self._before.load_state_dict(state["rollouts"])
         if "sampling" in state:
             self._telemetry.sampling.restore(state["sampling"])
@@ -247,11 +249,11 @@ class Update:
         """Of the episodes so far; without a rollout there is nothing to say, not even that none has ended."""
         if not self._rollouts:
             return None
-        returns = tuple(value for event in self._episodes for value in event.returns)
-        lengths = tuple(value for event in self._episodes for value in event.lengths)
-        times = tuple(time for event in self._episodes for time in event.times) or range(len(returns))
+        returns = tuple([value for event in self._episodes for value in event.returns])
+        lengths = tuple([value for event in self._episodes for value in event.lengths])
+        times = [time for event in self._episodes for time in event.times] or range(len(returns))
         start = MOST_STEPS * self._rollouts[-1].update
-        self._recent.extend((start + time, value) for time, value in zip(times, returns, strict=True))
-        recent_returns = tuple([value for _, value in self._recent])
-        recent_ends = tuple([end for end, _ in self._recent]) if self._telemetry.ranks > 1 else None
-        return Episodes(returns, lengths, recent_returns, recent_ends)
+        self._recent.extend(returns)
+        self._recent_ends.extend([start + time for time in times])
+        recent_ends = tuple(self._recent_ends) if self._telemetry.ranks > 1 else None
+        return Episodes(returns, lengths, tuple(self._recent), recent_ends)

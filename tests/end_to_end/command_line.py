@@ -32,7 +32,7 @@ class Finished(NamedTuple):
 
 def started(run_dir: Path, *options: str, env: str = "CartPole-v1") -> subprocess.Popen[str]:
     """`esper-telemetry train` with the console and all three backends, in a process group of its own."""
-    return trained(run_dir, "--env", env, "--run-dir", str(run_dir), *SINKS, *options)
+    return trained(run_dir, "--env", env, "--run-dir", str(run_dir), "--close-timeout", "50", *SINKS, *options)
 
 
 def trained(run_dir: Path, *options: str) -> subprocess.Popen[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -217,8 +216,8 @@ def test_evidence_stays_small_however_large_the_update(kind: str) -> None:
     steps, names = 2000, tuple(f"encoder.block.{index}.weight" for index in range(300))
     part = Gradients((0,) * steps, names, (1000,) * 300, torch.full((steps, 300), math.nan), None, None)
     rows = torch.full((16_000,), math.nan)
-    batch = replace(
-        minibatches([0.0, 0.0, 0.0]), epochs=(0,) * steps, counts=(8,) * steps, log_ratio=rows, advantages=rows
+    batch = minibatches([0.0, 0.0, 0.0])._replace(
+        epochs=(0,) * steps, counts=(8,) * steps, log_ratio=rows, advantages=rows
     )
     spoilt = torch.full((2000, 8), math.nan)
     snapshot = Snapshot(rollout=rollout(spoilt, rewards=spoilt, values=spoilt), minibatches=batch, gradients=(part,))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ class Keeper(Telemetry):
         if snapshot and snapshot.minibatches:
             losses = {name: loss.double() for name, loss in snapshot.minibatches.losses.items()}
             logits = {head: scores.double() for head, scores in snapshot.minibatches.logits.items()}
-            precise = replace(snapshot, minibatches=replace(snapshot.minibatches, losses=losses, logits=logits))
+            precise = snapshot._replace(minibatches=snapshot.minibatches._replace(losses=losses, logits=logits))
             self.kept: list[Snapshot] = [*getattr(self, "kept", []), copy.deepcopy(precise)]
 
 
@@ -54,8 +53,7 @@ def updates(env: str, **settings: Any) -> tuple[list[Snapshot], dict[str, Any]]:
 def half(snapshot: Snapshot, rank: int) -> Snapshot:
     """What a rank would have seen: its environments, its rows of every minibatch, the gradients of all."""
     assert snapshot.rollout and snapshot.minibatches and snapshot.episodes
-    return replace(
-        snapshot,
+    return snapshot._replace(
         rollout=_rollout(snapshot.rollout, rank),
         minibatches=_minibatches(snapshot.minibatches, rank),
         gradients=tuple(_gradients(part, snapshot.minibatches.counts, rank) for part in snapshot.gradients),
@@ -75,15 +73,15 @@ def _columns(x: Any, rank: int) -> Any:
 
 
 def _rollout(rollout: Rollout, rank: int) -> Rollout:
-    parts = {item.name: _columns(getattr(rollout, item.name), rank) for item in fields(rollout)}
+    parts = {name: _columns(part, rank) for name, part in rollout._asdict().items()}
     if rollout.actions:
         names = ("chosen", "previous", "action_masks")
-        parts["actions"] = replace(
-            rollout.actions, **{name: _columns(getattr(rollout.actions, name), rank) for name in names}
+        parts["actions"] = rollout.actions._replace(
+            **{name: _columns(getattr(rollout.actions, name), rank) for name in names}
         )
     if rollout.memory:
         parts["memory"] = _memory(rollout.memory, rank)
-    return replace(rollout, **parts)
+    return rollout._replace(**parts)
 
 
 def _memory(memory: Memory, rank: int) -> Memory:
@@ -109,8 +107,7 @@ def _minibatches(minibatches: Minibatches, rank: int) -> Minibatches:
 
     counts, first = (torch.tensor(numbers, dtype=torch.float64) for numbers in (minibatches.counts, cuts))
     shift = 0.5 / first if rank == 0 else -0.5 / (counts - first)
-    return replace(
-        minibatches,
+    return minibatches._replace(
         counts=tuple(cuts) if rank == 0 else tuple(c - cut for c, cut in zip(minibatches.counts, cuts, strict=True)),
         features=_features(minibatches.features, cuts[0], rank),
         log_ratio=rows(minibatches.log_ratio),
@@ -133,7 +130,7 @@ def _details(details: Details, rows: Callable[[Tensor], Tensor]) -> Details:
         """Of one column, of none, or of one for each head."""
         return {head: rows(part) for head, part in x.items()} if isinstance(x, Mapping) else x if x is None else rows(x)
 
-    parts: dict[str, Any] = {item.name: cut(getattr(details, item.name)) for item in fields(details)}
+    parts: dict[str, Any] = {name: cut(part) for name, part in details._asdict().items()}
     return Details(**parts)
 
 
@@ -146,8 +143,7 @@ def _gradients(gradients: Gradients, counts: tuple[int, ...], rank: int) -> Grad
     actor, critic, dots = ((0.3, 0.6, 0.25), (0.7, 0.4, 0.75))[rank]
     leaves = gradients.leaves
     assert leaves.dots is not None
-    return replace(
-        gradients,
+    return gradients._replace(
         leaves=Leaves(
             leaves.actor.double() * actor**0.5 / share,
             leaves.critic.double() * critic**0.5 / share,
