@@ -10,9 +10,10 @@ turns them into values once they have reached the host. A field that was left ou
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -46,6 +47,7 @@ __all__ = [
     "MetricGroup",
     "Min",
     "Moments",
+    "Postponed",
     "Rows",
     "Sum",
     "Values",
@@ -71,6 +73,29 @@ class MetricGroup:
         packed = pack(self)
         steps = np.arange(packed.rows)
         return packed.layout.finish(packed.table(), steps, np.zeros_like(steps)).values
+
+
+class Postponed:
+    """What is measured at every minibatch, and cheaper to summarise for all of them at once when the update ends.
+
+    It holds its own copies, so nothing that happens later changes it; whatever is wrong with it was said when it was made.
+    """
+
+    __slots__ = ()
+
+    def __iter__(self) -> Iterator[MetricGroup]:
+        """The groups of this measurement alone."""
+        return iter(self.together([self]))
+
+    @property
+    def kind(self) -> Hashable:
+        """Measurements of equal kinds are summarised together."""
+        raise NotImplementedError
+
+    @classmethod
+    def together(cls, measured: Sequence[Self]) -> Iterable[MetricGroup]:
+        """The groups of measurements of one kind, with a row each."""
+        raise NotImplementedError
 
 
 @lru_cache(maxsize=1024)

@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar
 from esper_telemetry.clock import Clock
 from esper_telemetry.detecting import Detect, watches
 from esper_telemetry.failure import Suspects, at_exit, diagnose, status_of
-from esper_telemetry.group import MetricGroup
+from esper_telemetry.group import MetricGroup, Postponed
 from esper_telemetry.ranks.follower import Follower, recorder_for
 from esper_telemetry.ranks.peers import Note, Peers
 from esper_telemetry.record import Axes, Level, RunInfo, RunStatus, check_key
@@ -178,7 +178,10 @@ class Telemetry:
         self._axes = Axes(state["update"], state["env_step"], state["gradient_step"], time.time())
 
     def observe(
-        self, *groups: MetricGroup | Iterable[MetricGroup], epoch: int | Sequence[int] = 0, step: int | None = None
+        self,
+        *groups: MetricGroup | Postponed | Iterable[MetricGroup],
+        epoch: int | Sequence[int] = 0,
+        step: int | None = None,
     ) -> None:
         """Adds groups to the update's record; copies their numbers on the device and never waits for it.
 
@@ -192,7 +195,10 @@ class Telemetry:
             return
         with self.clock:
             for group in _flat(groups):
-                self._window.add(group, epoch, step)
+                if isinstance(group, Postponed):
+                    self._window.postpone(group, epoch, step)
+                else:
+                    self._window.add(group, epoch, step)
 
     def submit(self, snapshot: Snapshot) -> None:
         """Adds a whole update, to be summarised when it is flushed: in the process beside this one if there is one, here otherwise."""
@@ -410,10 +416,10 @@ class Telemetry:
             self._axes = axes
 
 
-def _flat(groups: Iterable[MetricGroup | Iterable[MetricGroup]]) -> Iterator[MetricGroup]:
-    """The groups one by one, those in tuples, lists and generators too."""
+def _flat(groups: Iterable[MetricGroup | Postponed | Iterable[MetricGroup]]) -> Iterator[MetricGroup | Postponed]:
+    """The groups one by one, those in tuples, lists and generators too; what is postponed as a whole."""
     for group in groups:
-        if isinstance(group, MetricGroup):
+        if isinstance(group, MetricGroup | Postponed):
             yield group
         elif isinstance(group, Iterable):
             yield from _flat(group)

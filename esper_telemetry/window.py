@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_telemetry.group import MetricGroup, Packed, pack
+from esper_telemetry.group import MetricGroup, Packed, Postponed, pack
 from esper_telemetry.layout import Index, Layout, Values
 from esper_telemetry.record import Level
 from esper_telemetry.reduction import Array
@@ -27,22 +27,43 @@ class Rows:
     epochs: list[int] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class Waiting:
+    """Measurements of one kind that wait for the end of the update, with the optimizer step and the epoch of each."""
+
+    measured: list[Postponed] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+
+
 class Window:
     """Observed groups by layout."""
 
     def __init__(self) -> None:
         self._rows: dict[Layout, Rows] = {}
+        self._waiting: dict[Hashable, Waiting] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._rows)
+        return bool(self._rows or self._waiting)
 
     @property
     def gradient_steps(self) -> int:
         """Largest number of optimizer steps that any group has been observed for, where it was observed per step."""
-        return max((max(rows.steps) + 1 for rows in self._rows.values() if max(rows.steps) > 0), default=0)
+        observed = [*(rows.steps for rows in self._rows.values()), *(item.steps for item in self._waiting.values())]
+        return max((max(steps) + 1 for steps in observed if max(steps) > 0), default=0)
 
-    def add(self, group: MetricGroup, epoch: int | Sequence[int], step: int | None) -> None:
-        """Packs a group; its first row stands at `step`, or after the rows that its layout has already.
+    def postpone(self, measured: Postponed, epoch: int | Sequence[int], step: int | None) -> None:
+        """Keeps a measurement until the window is sent; it stands at `step`, or after those of its kind."""
+        epochs = [epoch] if isinstance(epoch, int) else list(epoch)
+        if len(epochs) != 1:
+            raise ValueError(f"epoch must be a number or one per row (1), got {epoch!r}")
+        waiting = self._waiting.setdefault(measured.kind, Waiting())
+        waiting.steps.append(step if step is not None else (waiting.steps[-1] + 1 if waiting.steps else 0))
+        waiting.epochs.extend(epochs)
+        waiting.measured.append(measured)
+
+    def add(self, group: MetricGroup, epoch: int | Sequence[int], step: int | Sequence[int] | None) -> None:
+        """Packs a group; its first row stands at `step`, or after the rows that its layout has already; or its rows at `step`.
 
         A group in which everything is undefined has no rows.
         """
@@ -53,16 +74,31 @@ class Window:
         if not isinstance(epoch, int) and len(epoch) != count:
             raise ValueError(f"epoch must be a number or one per row ({count}), got {epoch!r}")
         rows = self._rows.setdefault(packed.layout, Rows())
-        first = step if step is not None else (rows.steps[-1] + 1 if rows.steps else 0)
         rows.blocks.append(packed)
-        rows.steps.extend(range(first, first + count))
+        rows.steps.extend(_steps(step, count, rows.steps))
         rows.epochs.extend([epoch] * count if isinstance(epoch, int) else epoch)
 
     def send(self) -> Transfer:
         """Starts the one copy to the host; the window is empty afterwards."""
+        self._settle()
         rows, self._rows = self._rows, {}
         blocks = [packed.tensors.view(-1) for item in rows.values() for packed in item.blocks]
         return Transfer(rows, _to_host(blocks))
+
+    def _settle(self) -> None:
+        """Turns what waited into rows."""
+        waiting, self._waiting = self._waiting, {}
+        for item in waiting.values():
+            for group in type(item.measured[0]).together(item.measured):
+                self.add(group, item.epochs, item.steps)
+
+
+def _steps(step: int | Sequence[int] | None, count: int, before: Sequence[int]) -> Sequence[int]:
+    """Of `count` rows: as given, or counted from the given one, or from the one after those before."""
+    if isinstance(step, Sequence):
+        return step
+    first = step if step is not None else (before[-1] + 1 if before else 0)
+    return range(first, first + count)
 
 
 def _to_host(blocks: list[Tensor]) -> tuple[Tensor, torch.cuda.Event | None]:

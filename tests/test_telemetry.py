@@ -15,7 +15,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from esper_telemetry import Level, Max, Mean, Metric, MetricGroup, Record, RunStatus, Telemetry, read_run, reports
+from esper_telemetry import (
+    Level,
+    Max,
+    Mean,
+    Metric,
+    MetricGroup,
+    Record,
+    RunStatus,
+    Telemetry,
+    gradient_health,
+    read_run,
+    reports,
+)
+from esper_telemetry.metrics.gradients import gradient_norms, health
 from esper_telemetry.summary import Snapshot
 from esper_telemetry.testing import FailingSink, MemorySink
 
@@ -124,6 +137,79 @@ def test_step_overrides_the_count_under_gradient_accumulation(tmp_path: Path) ->
         telemetry.flush(env_step=1)
 
     assert read_run(tmp_path / "run").records[0].axes.gradient_step == 2
+
+
+def test_health_of_every_minibatch_counts_once_and_belongs_to_its_epoch(tmp_path: Path) -> None:
+    """Gradients (3, 4), (6, 8) and (0, 0), which are overwritten later: norms 5, 10 and 0, of which a limit of 5.1 clips one."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    with Telemetry(run_dir=tmp_path / "run") as telemetry:
+        for epoch, gradient in enumerate(([3.0, 4.0], [6.0, 8.0], [0.0, 0.0])):
+            weight.grad = torch.tensor(gradient)
+            telemetry.observe(gradient_health({"w": weight}, groups={"actor": ["w"]}, max_norm=5.1), epoch=epoch)
+            weight.grad.fill_(99.0)
+        telemetry.flush(env_step=64)
+
+    record = read_run(tmp_path / "run").records[0]
+    assert record.axes.gradient_step == 3
+    assert record.values["grad/global/norm_preclip"] == record.values["grad/actor/norm_preclip"] == 5.0
+    assert record.values["grad/layer/w/norm"] == 5.0
+    assert record.values["grad/global/norm_preclip_max"] == 10.0
+    assert record.values["grad/clip/freq"] == pytest.approx(1 / 3)
+
+
+def test_health_is_summarised_once_per_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would cost ten times what a minibatch of a small network takes otherwise."""
+    rows: list[int] = []
+
+    def counted(norms: torch.Tensor, *args: object, **kwargs: object) -> object:
+        rows.append(len(norms))
+        return gradient_norms(norms, *args, **kwargs)  # type: ignore[arg-type]  # whatever it was called with
+
+    monkeypatch.setattr(health, "gradient_norms", counted)
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.ones(2)
+    with Telemetry(run_dir=tmp_path / "run") as telemetry:
+        for update in range(2):
+            for _ in range(16):
+                telemetry.observe(gradient_health([weight]))
+            telemetry.flush(env_step=update)
+
+    assert rows == [16, 16]
+
+
+def test_health_of_gradients_that_break_is_counted_in_its_minibatch(tmp_path: Path) -> None:
+    """Of 5, (NaN, 4) and 5 the finite entries count: norms 5, 4 and 5, and one entry that is not finite."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    with Telemetry(run_dir=tmp_path / "run") as telemetry:
+        for gradient in ([3.0, 4.0], [math.nan, 4.0], [3.0, 4.0]):
+            weight.grad = torch.tensor(gradient)
+            telemetry.observe(gradient_health({"w": weight}, max_norm=1.0))
+        telemetry.flush(env_step=64)
+
+    values = values_of(tmp_path / "run")
+    assert values["grad/global/norm_preclip"] == pytest.approx(14 / 3)
+    assert values["grad/global/norm_preclip_nonfinite"] == 1.0
+    assert values["grad/clip/coef"] == pytest.approx(0.2)
+
+
+def test_health_of_parts_that_differ_is_told_apart(tmp_path: Path) -> None:
+    """A part that is frozen in the first of two minibatches, of norms 4 and |(4, 3)|, counts in the second alone."""
+    frozen, trained = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
+    with Telemetry(run_dir=tmp_path / "run") as telemetry:
+        trained.grad = torch.full((1,), 4.0)
+        telemetry.observe(gradient_health({"trained": trained, "frozen": frozen}))
+        frozen.grad = torch.full((1,), 3.0)
+        telemetry.observe(gradient_health({"trained": trained, "frozen": frozen}))
+        telemetry.flush(env_step=64)
+
+    values = values_of(tmp_path / "run")
+    assert values["grad/global/norm_preclip"] == 4.5
+    assert values["grad/layer/frozen/norm"] == 3.0
+
+
+def test_a_limit_that_is_none_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="max_norm must be positive, got 0"):
+        gradient_health([], max_norm=0.0)
 
 
 def test_a_group_of_user_code_is_described_in_the_journal(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def with_gradient(gradient: Tensor) -> nn.Parameter:
     return parameter
 
 
-def values(groups: tuple[MetricGroup, ...]) -> dict[str, float]:
+def values(groups: Iterable[MetricGroup]) -> dict[str, float]:
     return {key: value for group in groups for key, value in group.values().items()}
 
 

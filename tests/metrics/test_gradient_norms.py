@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from esper_telemetry.group import MetricGroup
 from esper_telemetry.metrics.gradients import (
     clip_coefficients,
     gradient_health,
@@ -17,8 +19,8 @@ from esper_telemetry.metrics.gradients import (
 )
 
 
-def values(result: tuple[object, ...]) -> dict[str, float]:
-    return {key: value for group in result for key, value in group.values().items()}  # type: ignore[attr-defined]  # groups
+def values(result: Iterable[MetricGroup]) -> dict[str, float]:
+    return {key: value for group in result for key, value in group.values().items()}
 
 
 def with_gradient(gradient: Tensor) -> Tensor:

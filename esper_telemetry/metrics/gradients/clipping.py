@@ -78,10 +78,15 @@ class Clipping(MetricGroup):
     )
 
 
-def clip_coefficients(norms: Tensor, max_norm: float) -> Tensor:
-    """The factor min(1, max_norm / (norm + 1e-6)) of `clip_grad_norm_`, of global norms [..] in float64; NaN of NaN."""
+def check_limit(max_norm: float) -> None:
+    """Raises ValueError for a limit of the global norm that is not positive."""
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
+
+
+def clip_coefficients(norms: Tensor, max_norm: float) -> Tensor:
+    """The factor min(1, max_norm / (norm + 1e-6)) of `clip_grad_norm_`, of global norms [..] in float64; NaN of NaN."""
+    check_limit(max_norm)
     return torch.clamp(max_norm / (norms + CLIP_EPSILON), max=1.0)
 
 

@@ -3,22 +3,74 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from esper_telemetry import ops
-from esper_telemetry.metrics.gradients.membership import Groups, belongs
+from esper_telemetry.group import MetricGroup, Postponed
+from esper_telemetry.metrics.gradients.clipping import check_limit
+from esper_telemetry.metrics.gradients.membership import FrozenGroups, Groups, belongs, frozen
 from esper_telemetry.metrics.gradients.norms import GradientNorms, gradient_norms
 
 Parameters = nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientHealth(Postponed):
+    """The norms of K gradients after one backward pass; what they say is worked out when the update ends, for all passes at once.
+
+    Attributes:
+        norms: [K], of the finite entries.
+        nonfinite: [K], how many others there are; None where there are none, or nobody has looked.
+        names, numels: K names and numbers of entries.
+        groups: parameter or module names by group.
+        max_norm: limit of the global norm; None where nothing is clipped.
+    """
+
+    norms: Tensor
+    nonfinite: Tensor | None
+    names: tuple[str, ...]
+    numels: tuple[int, ...]
+    groups: FrozenGroups
+    max_norm: float | None
+
+    @property
+    def kind(self) -> Hashable:
+        """See `Postponed`: the same gradients, judged alike."""
+        return type(self), self.names, self.numels, self.groups, self.max_norm, self.norms.device
+
+    @classmethod
+    def together(cls, measured: Sequence[Self]) -> Iterable[MetricGroup]:
+        """See `Postponed`."""
+        return _summary(measured)
+
+
+def _summary(measured: Sequence[GradientHealth]) -> GradientNorms:
+    first = measured[0]
+    norms = torch.stack([one.norms.double() for one in measured])
+    return gradient_norms(
+        norms, first.names, dict(first.groups), first.numels, max_norm=first.max_norm, nonfinite=_nonfinite(measured)
+    )
+
+
+def _nonfinite(measured: Sequence[GradientHealth]) -> Tensor | None:
+    """[M, K], where anything is not finite."""
+    if all(one.nonfinite is None for one in measured):
+        return None
+    return torch.stack(
+        [torch.zeros_like(one.norms).double() if one.nonfinite is None else one.nonfinite for one in measured]
+    )
+
+
 @torch.no_grad()
 def gradient_health(
     parameters: Parameters, *, groups: Groups | None = None, max_norm: float | None = None
-) -> GradientNorms:
+) -> GradientHealth:
     """Norms of the gradients that a model holds now: call it after `backward` and before clipping.
 
     Args:
@@ -33,12 +85,14 @@ def gradient_health(
     Raises:
         ValueError: for a group that names no parameter, and a limit that is not positive.
     """
-    named = named_parameters(parameters)
-    _check_groups(groups or {}, tuple(named))
+    if max_norm is not None:
+        check_limit(max_norm)
+    named, declared = named_parameters(parameters), frozen(groups or {})
+    _check_groups(declared, tuple(named))
     present = {name: parameter for name, parameter in named.items() if parameter.grad is not None}
     norms, nonfinite = finite_norms(gradients_of(present.values()))
-    numels = [parameter.numel() for parameter in present.values()]
-    return gradient_norms(norms, tuple(present), groups, numels, max_norm=max_norm, nonfinite=nonfinite)
+    numels = tuple([parameter.numel() for parameter in present.values()])
+    return GradientHealth(norms, nonfinite, tuple(present), numels, declared, max_norm)
 
 
 def named_parameters(parameters: Parameters) -> dict[str, Tensor]:
@@ -96,8 +150,9 @@ def tensor_norms(gradients: Sequence[Tensor]) -> Tensor:
     return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).to(first.device) for g in gradients])
 
 
-def _check_groups(groups: Groups, names: Sequence[str]) -> None:
-    for group, members in groups.items():
+@lru_cache(maxsize=64)
+def _check_groups(groups: FrozenGroups, names: tuple[str, ...]) -> None:
+    for group, members in groups:
         for member in members:
             if not any(belongs(name, [member]) for name in names):
                 raise ValueError(

@@ -12,6 +12,7 @@ from torch import Tensor
 from esper_telemetry.metric import segment
 
 Groups = Mapping[str, Sequence[str]]
+FrozenGroups = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 class Membership(NamedTuple):
@@ -40,14 +41,13 @@ def membership(names: Sequence[str], groups: Groups, numels: Sequence[int] | Non
         numels: entries per tensor, K.
         device: where the matrix lives.
     """
-    frozen = tuple((name, tuple(members)) for name, members in groups.items())
-    return _membership(tuple(names), frozen, tuple(numels) if numels is not None else None, device)
+    return _membership(tuple(names), frozen(groups), tuple(numels) if numels is not None else None, device)
 
 
 @lru_cache(maxsize=64)
 def _membership(
     names: tuple[str, ...],
-    groups: tuple[tuple[str, tuple[str, ...]], ...],
+    groups: FrozenGroups,
     numels: tuple[int, ...] | None,
     device: torch.device,
 ) -> Membership:
@@ -57,6 +57,11 @@ def _membership(
     matrix = torch.tensor(table, dtype=torch.float64).T.contiguous()
     scale = None if numels is None else (torch.tensor(numels, dtype=torch.float64) @ matrix).rsqrt().to(device)
     return Membership(tuple(present), tuple(map(segment, names)), matrix.to(device), scale)
+
+
+def frozen(groups: Groups) -> FrozenGroups:
+    """The groups as something to look up by."""
+    return tuple([(name, tuple(members)) for name, members in groups.items()])
 
 
 def belongs(name: str, members: Sequence[str]) -> bool:
