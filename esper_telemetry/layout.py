@@ -26,12 +26,14 @@ class Values(NamedTuple):
         histograms: by key.
         undefined: how many declared keys had no value.
         unreported: values of keys that belong to NORMAL and not to the level: derived values that belong to it may need them.
+        copies: how many vectors of numbers were copied from the device for them.
     """
 
     values: dict[str, float]
     histograms: dict[str, Histogram]
     undefined: int
     unreported: dict[str, float]
+    copies: int = 0
 
     def united(self, other: Values) -> Values:
         """Both; where they share a key, the other's."""
@@ -40,6 +42,7 @@ class Values(NamedTuple):
             self.histograms | other.histograms,
             self.undefined + other.undefined,
             self.unreported | other.unreported,
+            self.copies + other.copies,
         )
 
 

@@ -273,7 +273,7 @@ class Telemetry:
             if isinstance(self._recorder, Follower):
                 return
             self._recorder.describe(tables)
-            measured = finish(tables, flush.level)
+            measured = finish(tables, flush.level, flush.transfer.copies)
             measured.values.update(flush.numbers)
             now = time.perf_counter()
             elapsed, self._flushed = now - self._flushed, now

@@ -130,7 +130,12 @@ class Transfer:
 
     def finish(self, level: Level) -> Values:
         """Waits for the copy and reads every value that belongs to `level`."""
-        return finish(self.tables(), level)
+        return finish(self.tables(), level, self.copies)
+
+    @property
+    def copies(self) -> int:
+        """How many vectors are on their way from a device: one, or none where the numbers are on the host already."""
+        return int(self.pending)
 
     def tables(self) -> Tables:
         """Waits for the copy; the rows of every layout."""
@@ -162,9 +167,9 @@ Tables = dict[Layout, Table]
 """An update as it was measured."""
 
 
-def finish(tables: Tables, level: Level) -> Values:
-    """Every value of an update that belongs to `level`."""
-    merged = Values({}, {}, 0, {})
+def finish(tables: Tables, level: Level, copies: int = 0) -> Values:
+    """Every value of an update that belongs to `level`; its numbers came to the host in `copies`."""
+    merged = Values({}, {}, 0, {}, copies)
     for layout, table in tables.items():
         merged = merged.united(layout.finish(*table, level))
     return merged

@@ -157,6 +157,7 @@ class JournalWriter:
                 seconds=measured.seconds,
                 elapsed=measured.elapsed,
                 undefined=found.undefined,
+                copies=found.copies,
                 level=measured.level,
                 stats=measured.delivery,
                 metric_errors=measured.metric_errors + self._containment.take(),

@@ -10,8 +10,6 @@ from esper_telemetry.derived import Derived
 from esper_telemetry.group import Max, Metric, MetricGroup, reports
 from esper_telemetry.record import Level
 
-D2H_COPIES = 1.0  # `flush` packs every number of an update into one vector
-
 
 @dataclass(frozen=True, slots=True)
 class UpdatePerformance(MetricGroup):
@@ -185,7 +183,7 @@ class TelemetryHealth(Derived):
             question="How many copies from the device to the host did telemetry make in this update?",
             low=0.0,
             level=Level.MINIMAL,
-            healthy="1",
+            healthy="1; 0 where training is on the CPU",
             warn="> 1",
             source="one packed vector per record",
         )
@@ -323,6 +321,7 @@ def telemetry_health(
     seconds: float,
     elapsed: float,
     undefined: int,
+    copies: int,
     level: Level,
     stats: DeliveryStats,
     dropped: int = 0,
@@ -335,6 +334,7 @@ def telemetry_health(
         seconds: what telemetry took on the training thread since the last record.
         elapsed: wall time since the last record.
         undefined: declared metrics without a value.
+        copies: vectors of numbers that were copied from the device for this record.
         level: at which this record was measured.
         stats: how far the sinks are behind, and their errors.
         dropped: records that no sink will get any more.
@@ -345,7 +345,7 @@ def telemetry_health(
         telemetry_ms=1000.0 * seconds,
         telemetry_cpu_ms=None if cpu_seconds is None else 1000.0 * cpu_seconds,
         telemetry_frac=min(seconds / elapsed, 1.0) if elapsed > 0 else None,
-        d2h_copies=D2H_COPIES,
+        d2h_copies=float(copies),
         level=float(level),
         undefined=float(undefined),
         queue_depth=float(stats.queue_depth),

@@ -87,7 +87,7 @@ def test_no_time_means_no_speed() -> None:
 def test_telemetry_reports_on_itself_at_every_level() -> None:
     """2 ms of 100 ms are 2 %."""
     found = telemetry_health(
-        seconds=0.002, cpu_seconds=0.001, elapsed=0.1, undefined=5, level=Level.MINIMAL, stats=Stats()
+        seconds=0.002, cpu_seconds=0.001, elapsed=0.1, undefined=5, copies=1, level=Level.MINIMAL, stats=Stats()
     )
 
     assert found == {

@@ -92,11 +92,12 @@ def gradient_zeros(gradients: Sequence[Tensor], names: Sequence[str]) -> tuple[G
     """
     if not gradients:
         return GradientZeros(), LayerZeros(())
-    sizes = torch.tensor([g.numel() for g in gradients], dtype=torch.float64)
+    numels = [g.numel() for g in gradients]
+    sizes = torch.tensor(numels, dtype=torch.float64)
     counts = torch.stack([torch.count_nonzero(g) for g in gradients])
     zeros = sizes.to(counts.device, non_blocking=True) - counts
     layers = LayerZeros(tuple(map(segment, names)), Mean(zeros[None], sizes.to(counts.device, non_blocking=True)[None]))
-    return GradientZeros(Mean(zeros.sum(), float(sizes.sum()))), layers
+    return GradientZeros(Mean(zeros.sum(), float(sum(numels)))), layers
 
 
 @torch.no_grad()
