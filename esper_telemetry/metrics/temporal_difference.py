@@ -123,6 +123,58 @@ def terminal_error(
 
 
 @dataclass(frozen=True, slots=True)
+class EndingBias(MetricGroup):
+    """The critic's bias where episodes end, by how they end."""
+
+    truncated: Mean = reports(
+        Metric(
+            key="value/bias_truncated",
+            number=437,
+            unit="return",
+            question="Does the critic promise too much where a time limit cuts an episode? Far above value/bias: what would have followed"
+            " is left out of the returns, as if the episode had ended.",
+            healthy="near value/bias",
+            warn="> value/bias + 0.5 of ret/std",
+            source="heuristic; V - R is V - r where the value of the final observation is missing",
+            undefined="no episode was cut by a time limit",
+        )
+    )
+    terminated: Mean = reports(
+        Metric(
+            key="value/bias_terminated",
+            number=438,
+            unit="return",
+            question="Does the critic promise too much where an episode ends by itself? Far below value/bias: something is said to follow"
+            " where nothing can.",
+            healthy="near value/bias",
+            warn="< value/bias - 0.5 of ret/std",
+            source="heuristic; V - R is V - r - γ V(next) where a termination is taken for a time limit",
+            undefined="no episode terminated",
+        )
+    )
+
+
+@torch.inference_mode()
+def ending_bias(
+    values: Tensor, returns: Tensor, ended: Tensor, terminated: Tensor, *, valid: Tensor | None = None
+) -> EndingBias:
+    """Mean V - R over the steps at which a time limit cut an episode, and over those at which one terminated.
+
+    Args:
+        values: critic's estimates at collection, [T, B].
+        returns: regression targets, [T, B].
+        ended, terminated: [T, B] bool: the step ended its episode; it did so by termination.
+        valid: bool, same shape; None where every entry is.
+    """
+    same_shape(values=values, returns=returns, ended=ended, terminated=terminated, valid=valid)
+    error, by_itself = values.detach().double() - returns.detach().double(), terminated.bool()
+    flags = torch.stack([ended.bool() & ~by_itself, by_itself])
+    s = sample(error.expand_as(flags).flatten(1), (flags if valid is None else flags & valid.bool()).flatten(1), dim=-1)
+    totals, counts = s.values.sum(-1), s.count
+    return EndingBias(Mean(totals[0], counts[0]), Mean(totals[1], counts[1]))
+
+
+@dataclass(frozen=True, slots=True)
 class Explained(Reduction):
     """1 - Var(error) / Var(target), from the count, mean and centred squares of each; merged around the common means."""
 

@@ -35,6 +35,8 @@ ADVICE = {
     "norm/{normalizer}/clip_frac": "Look for outliers or a constant dimension; raise the limit of the normaliser, or warm it up.",
     "value/clip_frac": MOVES,
     "value/move_over_std": MOVES,
+    "value/bias_truncated": "Bootstrap time limits with the value of the final observation, not with that of the next episode's first.",
+    "value/bias_terminated": "Do not bootstrap where an episode terminates: check that the environment tells terminated from truncated.",
     "value/nrmse": "Look at `value/explained_variance` and `value/bias`: noise, a lagging critic and a wrong scale look alike here.",
     "grad/layer/{layer}/severity_explode": LAYER,
     "grad/layer/{layer}/severity_vanish": LAYER,

@@ -58,6 +58,8 @@ NAMES = {
     "value/clip_frac": "clip fraction of values",
     "value/move_over_std": "movement of the critic in standard deviations of returns",
     "value/terminal_err": "error at terminal steps",
+    "value/bias_truncated": "bias of the critic at time limits",
+    "value/bias_terminated": "bias of the critic at terminations",
     "grad/health": "health of the gradients",
     "grad/clip/coef": "clip coefficient",
     "grad/clip/coef_min": "smallest clip coefficient",

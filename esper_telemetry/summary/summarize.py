@@ -47,7 +47,7 @@ from esper_telemetry.metrics.ratio import ratio_diagnostics
 from esper_telemetry.metrics.representation import excess_ratio, feature_rank, unit_activity
 from esper_telemetry.metrics.returns import return_stats
 from esper_telemetry.metrics.rewards import reward_stats
-from esper_telemetry.metrics.temporal_difference import monte_carlo_fit, td_errors, terminal_error
+from esper_telemetry.metrics.temporal_difference import ending_bias, monte_carlo_fit, td_errors, terminal_error
 from esper_telemetry.metrics.values import value_fit
 from esper_telemetry.record import Level
 from esper_telemetry.summary.containment import Measurement
@@ -123,6 +123,7 @@ def _rollout(rollout: Rollout) -> list[Measurement]:
         partial(value_fit, values, rollout.returns, valid=valid),
         partial(td_errors, rewards, values, rollout.next_values, gamma=gamma, valid=valid),
         partial(terminal_error, values, rewards, terminated, valid=valid),
+        partial(ending_bias, values, rollout.returns, rollout.ended, terminated, valid=valid),
         partial(monte_carlo_fit, values, rewards, rollout.ended, terminated, gamma=gamma, valid=valid),
         partial(gae_identity, rollout.advantages, values, rollout.returns, valid=valid),
     ]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from esper_telemetry.metrics.temporal_difference import (
     discounted_sums,
+    ending_bias,
     monte_carlo_fit,
     td_errors,
     terminal_error,
@@ -140,6 +141,28 @@ def test_terminal_errors_ignore_time_limits() -> None:
 
     assert terminal_error(values, rewards, torch.tensor([[True, False]])).values() == {"value/terminal_err": 2.0}
     assert terminal_error(values, rewards, torch.zeros(1, 2, dtype=torch.bool)).values() == {}
+
+
+@pytest.mark.parametrize(("bootstrap", "truncated"), [(10.0, 0.0), (0.0, 9.0)])
+def test_a_time_limit_that_is_taken_for_an_end_shows_in_the_bias_at_time_limits(
+    bootstrap: float, truncated: float
+) -> None:
+    """Reward 1 for ever at γ = 0.9 is worth 10: a critic that says so is right at a time limit, unless 0 is taken to follow.
+
+    At the termination it says 10 where 1 is all there is. Both count once, and neither touches the other.
+    """
+    ended = torch.tensor([[False, False], [True, True]])
+    terminated = torch.tensor([[False, False], [True, False]])
+    values = torch.full((2, 2), 10.0)
+    returns = torch.tensor([[10.0, 10.0], [1.0, 1.0 + 0.9 * bootstrap]])
+
+    found = ending_bias(values, returns, ended, terminated).values()
+
+    assert found == pytest.approx({"value/bias_truncated": truncated, "value/bias_terminated": 9.0}, abs=1e-5)
+    assert ending_bias(values, returns, ended, terminated, valid=~terminated).values().keys() == {
+        "value/bias_truncated"
+    }
+    assert ending_bias(values, returns, torch.zeros_like(ended), torch.zeros_like(ended)).values() == {}
 
 
 def test_td_errors_compare_with_the_next_step() -> None:
