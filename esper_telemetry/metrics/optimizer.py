@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -202,20 +202,7 @@ def adam_step(state: Optimizer | Iterable[AdamState]) -> AdamStep:
     The signal share debiases ρ = |m|²/Σv by the sum κ of squared weights of m's average: (ρ - κ)/(1 - κ).
     Absent for optimizers without `exp_avg` and `exp_avg_sq`.
     """
-    tensors = [found.corrected() for found in _states(state)]
-    if not tensors:
-        return AdamStep()
-    parts = torch.stack([_sums(tensor) for tensor in tensors])
-    totals = parts.sum(0)
-    step, before, over_lr, m, v, small, count = totals.unbind()
-    kappa = first_moment_weight(tensors[0].betas[0], tensors[0].step)
-    return AdamStep(
-        update_to_weight=defined((step / before).sqrt()),
-        update_rms_over_lr=defined((over_lr / count).sqrt()),
-        stable_rms=_largest([stable_rms(tensor) for tensor in tensors if tensor.gradient is not None]),
-        snr_share=defined((m / v - kappa) / (1.0 - kappa)),
-        eps_dominated_frac=Mean(small, count),
-    )
+    return _whole(_measured(state))
 
 
 @torch.no_grad()
@@ -226,10 +213,35 @@ def layer_steps(state: Optimizer | Iterable[AdamState], names: Sequence[str]) ->
         state: as for `adam_step`.
         names: K names of the parameters that have a state, in the optimizer's order.
     """
-    tensors = [found.corrected() for found in _states(state)]
-    if not tensors:
+    return _by_layer(_measured(state), names)
+
+
+@torch.no_grad()
+def adam_steps(state: Optimizer | Iterable[AdamState], names: Sequence[str]) -> tuple[AdamStep, LayerSteps]:
+    """Both of them from one pass; arguments as for `layer_steps`."""
+    measured = _measured(state)
+    return _whole(measured), _by_layer(measured, names)
+
+
+def _whole(measured: _Measured) -> AdamStep:
+    tensors, parts = measured
+    if parts is None:
+        return AdamStep()
+    step, before, over_lr, m, v, small, count = parts.sum(0).unbind()
+    kappa = first_moment_weight(tensors[0].betas[0], tensors[0].step)
+    return AdamStep(
+        update_to_weight=defined((step / before).sqrt()),
+        update_rms_over_lr=defined((over_lr / count).sqrt()),
+        stable_rms=_largest([stable_rms(tensor) for tensor in tensors if tensor.gradient is not None]),
+        snr_share=defined((m / v - kappa) / (1.0 - kappa)),
+        eps_dominated_frac=Mean(small, count),
+    )
+
+
+def _by_layer(measured: _Measured, names: Sequence[str]) -> LayerSteps:
+    tensors, parts = measured
+    if parts is None:
         return LayerSteps(())
-    parts = torch.stack([_sums(tensor) for tensor in tensors])
     weights = torch.stack([torch.linalg.vector_norm(tensor.weights, dtype=torch.float64) for tensor in tensors])
     return LayerSteps(
         tuple(map(segment, names)),
@@ -265,6 +277,18 @@ def state_reset(steps: Tensor, previous: Tensor | None) -> StateReset:
     return StateReset(Sum((steps < previous).sum().double()))
 
 
+class _Measured(NamedTuple):
+    """Parameters with a state, and their `_sums`, [K, 7]; None without any."""
+
+    tensors: list[AdamTensor]
+    sums: Tensor | None
+
+
+def _measured(state: Optimizer | Iterable[AdamState]) -> _Measured:
+    tensors = [found.corrected() for found in _states(state)]
+    return _Measured(tensors, torch.stack([_sums(tensor) for tensor in tensors]) if tensors else None)
+
+
 def _states(state: Optimizer | Iterable[AdamState]) -> Iterable[AdamState]:
     return adam_states(state) if isinstance(state, Optimizer) else state
 
@@ -272,18 +296,18 @@ def _states(state: Optimizer | Iterable[AdamState]) -> Iterable[AdamState]:
 def _sums(tensor: AdamTensor) -> Tensor:
     """[7]: squared step, squared weights before it, squared step over lr, |m|², Σv, entries below 10 ε, entries."""
     update = tensor.update()
-    small = (tensor.v.sqrt() < EPSILON_MULTIPLE * tensor.eps).sum().double()
-    return torch.stack(
-        [
-            update.square().sum(),
-            (tensor.weights.double() - update).square().sum(),
-            (update / tensor.lr).square().sum(),
-            tensor.m.square().sum(),
-            tensor.v.sum(),
-            small,
-            torch.full_like(small, tensor.weights.numel()),
-        ]
-    )
+    step = _square(update)
+    small = (tensor.v < (EPSILON_MULTIPLE * tensor.eps) ** 2).sum().double()
+    over_lr = step / tensor.lr / tensor.lr
+    before = _square(tensor.weights.double() - update)
+    count = torch.full_like(small, tensor.weights.numel())
+    return torch.stack([step, before, over_lr, _square(tensor.m), tensor.v.sum(), small, count])
+
+
+def _square(values: Tensor) -> Tensor:
+    """Sum of squares, 0-d."""
+    flat = values.flatten()
+    return flat.dot(flat)
 
 
 def _largest(values: Sequence[Tensor]) -> Max | None:

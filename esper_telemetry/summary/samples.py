@@ -19,7 +19,7 @@ from esper_telemetry.metrics.gradients import (
     shard_noise,
     successive_alignment,
 )
-from esper_telemetry.metrics.optimizer import adam_step, layer_steps, state_reset, weight_growth
+from esper_telemetry.metrics.optimizer import adam_steps, state_reset, weight_growth
 from esper_telemetry.record import Level
 from esper_telemetry.summary.containment import Measurement
 from esper_telemetry.summary.snapshot import GradientSample
@@ -53,8 +53,7 @@ def _optimizer(sample: GradientSample) -> Iterator[Measurement]:
     """What the optimizer made of the gradients; its first step also tells whether the update goes on where the last one went."""
     first = sample.states[0]
     for states in sample.states:
-        yield partial(adam_step, states)
-        yield partial(layer_steps, states, sample.state_names)
+        yield partial(adam_steps, states, sample.state_names)
     yield partial(state_reset, torch.stack([state.step for state in first]).double(), sample.previous_steps)
     if sample.initial_norm is not None:
         yield partial(weight_growth, [state.weights for state in sample.states[-1]], sample.initial_norm)
