@@ -9,9 +9,14 @@ from typing import Any
 
 import pytest
 from halves import half, recorded, updates
+from observed_groups import HALVES, OF_ITS_OWN, WHOLE, observed
 from two_ranks import run_together
 
-from esper_telemetry import read_run
+from esper_telemetry import Telemetry, read_run
+from esper_telemetry.catalogue import catalogue, groups
+from esper_telemetry.derived import Derived
+from esper_telemetry.metric import declared
+from esper_telemetry.record import template_of
 
 TIMED = ("perf/telemetry", "telemetry/queue_depth", "telemetry/errors")
 SAMPLED = ("repr/dormant", "repr/dead", "repr/effective", "repr/srank", "repr/pca99", "repr/feature_rank")
@@ -65,3 +70,36 @@ def test_two_ranks_report_what_one_process_reports(together: Path, tmp_path: Pat
         assert len(exact) > 80
         found = {key: record.values[key] for key in exact}
         assert found == pytest.approx(exact, rel=1e-9, abs=1e-12)
+
+
+def record_part(run_dir: Path, part: slice) -> None:
+    with Telemetry(run_dir=run_dir, detect=False, level="debug") as telemetry:
+        telemetry.observe(*observed(part))
+        telemetry.flush(env_step=1)
+
+
+def record_half(rank: int, directory: str) -> bool:
+    record_part(Path(directory), HALVES[rank])
+    return True
+
+
+def test_two_ranks_report_what_one_process_observes_of_their_rows(tmp_path: Path) -> None:
+    assert run_together(record_half, tmp_path, str(tmp_path / "together")) == [True, True]
+    record_part(tmp_path / "alone", WHOLE)
+    (ours,), (alone,) = read_run(tmp_path / "together").records, read_run(tmp_path / "alone").records
+
+    expected = {key: value for key, value in alone.values.items() if not key.startswith(("perf/", "telemetry/"))}
+    assert len(expected) > 25
+    assert expected.items() >= {"grad/global/norm_preclip": 13.0, "grad/clip/freq": 1.0}.items()
+    assert {key: ours.values.get(key) for key in expected} == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_whatever_ranks_merge_is_compared_or_says_why_not(together: Path, tmp_path: Path) -> None:
+    record_part(tmp_path, WHOLE)
+    known = {metric.key: metric for metric in catalogue()}
+    records = [record for run in (*map(together.joinpath, RUNS), tmp_path) for record in read_run(run).records]
+    compared = {template_of(key, known) for record in records for key in (*record.values, *record.histograms)}
+    merged = [kind for kind in groups() if not issubclass(kind, Derived) and not getattr(kind, "replicated", False)]
+    keys = {metric.key for kind in merged for _, metric in declared(kind) if not metric.when_positive}
+
+    assert keys - compared == OF_ITS_OWN.keys()
