@@ -175,7 +175,7 @@ class JournalWriter:
         if verdict is None:
             yield encode_record(record)
             return
-        scene = Scene(record, measured.seen, self._facts, self._pairs())
+        scene = Scene(record, measured.seen, self._facts, self._pairs(), self._series.gradients.condition.cause)
         alarms = tuple(self._proven(alarm, scene) for alarm in verdict.alarms)
         self._found.append(Found(alarms, verdict.remaining))
         yield encode_record(replace(record, values={**record.values, **verdict.values}))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
+from verification import EMITTED, by_case, named_in
 
 from esper_telemetry.alarms import ALARMS, alarms_reading
 from esper_telemetry.catalogue import catalogue
@@ -21,7 +23,14 @@ from esper_telemetry.sinks.readme import glossary, metric_description
 
 ENTRIES = {entry.metric.key: entry for entry in registry()}
 DOCS = Path(__file__).parents[1] / "docs"
+CASES = by_case(ENTRIES)
 EXPLODES = "grad/{group}/severity_explode"
+
+
+@cache
+def keys_in(test: str) -> set[str]:
+    """Of a test file."""
+    return named_in(DOCS.parent / test, ENTRIES)
 
 
 def test_every_declared_metric_has_an_entry() -> None:
@@ -171,6 +180,16 @@ def test_sinks_say_how_they_carry_it() -> None:
     }
     assert ENTRIES["grad/decades"].sinks["mlflow"] == "quantiles p05, p50 and p95"
     assert "details" in ENTRIES["grad/layer/{layer}/norm"].sinks["wandb"]
+
+
+@pytest.mark.parametrize("entry", registry(), ids=lambda entry: entry.metric.key)
+def test_every_entry_names_tests_that_look_at_it(entry: Entry) -> None:
+    """A run that reports it, where none names it."""
+    key = entry.metric.key
+
+    assert entry.verified
+    for test in entry.verified:
+        assert test in CASES.get(key, ()) if "[" in test else test == EMITTED or key in keys_in(test), test
 
 
 def test_the_page_is_up_to_date() -> None:

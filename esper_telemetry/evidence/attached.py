@@ -33,26 +33,28 @@ class Scene:
         snapshots: what it left behind, of several ranks on the first one.
         facts: of the run.
         pairs: why modules learn as they do next to their hosts, by name.
+        health_cause: what takes most from the health of the gradients: `nonfinite`, `vanish`, `explode`, `imbalance` or `zero`.
     """
 
     record: Record
     snapshots: tuple[Snapshot, ...]
     facts: Mapping[str, Any]
     pairs: Mapping[str, Mapping[str, Any]]
+    health_cause: str | None = None
 
 
 def evidence_of(alarm: Alarm, scene: Scene) -> dict[str, Any]:
     """What there is to show for an alarm, by name; plain values, dataclasses apart.
 
     `values` are the metrics that it reads; by its family come `steps`, `worst` (transitions), `layers`, `stability`, `histograms`
-    and `pairs`, and of several ranks whose rows they are, `rank`.
+    and `pairs`, what spoils the gradients' health (`health_cause`), and of several ranks whose rows they are, `rank`.
     """
     found: dict[str, Any] = {"values": dict(_values(alarm, scene.record)), **dict(_histograms(alarm, scene.record))}
     for collect in COLLECTORS.get(alarm.type.partition("/")[0], ()):
         for snapshot in scene.snapshots[-1:]:
             found.update(collect(snapshot, scene.facts))
     if alarm.type.startswith("grad/"):
-        found["pairs"] = weak(scene.pairs)
+        found |= {"pairs": weak(scene.pairs), "health_cause": scene.health_cause}
     whose = {"rank": 0} if scene.facts.get("ranks", 1) > 1 else {}
     return {name: piece for name, piece in found.items() if piece} | whose
 

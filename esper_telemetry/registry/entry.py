@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from esper_telemetry.alarms import NONFINITE, AlarmType, alarms_reading
@@ -32,6 +34,8 @@ REDUCTIONS = {
 """By the type of the field, whose name its annotation begins with."""
 
 ON_CONSOLE = {key for column in COLUMNS for key in column.keys}
+VERIFIED = Path(__file__).with_name("verified.json")
+"""Tests by key, as `docs/glossary.py` finds them."""
 PRIORITIES = ("critical", "high", "normal", "detail")
 
 
@@ -49,6 +53,7 @@ class Entry:
         alarms: those that read it.
         sinks: by sink, in which form it is carried.
         series: the endings under which it has a history, `{key}/ema` for one.
+        verified: tests that check its value: cases of exact arithmetic, and files.
     """
 
     metric: Metric
@@ -59,6 +64,7 @@ class Entry:
     alarms: tuple[AlarmType, ...]
     sinks: dict[str, str]
     series: tuple[str, ...] = ()
+    verified: tuple[str, ...] = ()
 
     @property
     def action(self) -> str:
@@ -82,18 +88,22 @@ class Entry:
         """Everything, as plain values for programs."""
         info = self.info()
         described = {item.name: getattr(info, item.name) for item in fields(info)}
-        lists = {"alarms": [alarm.type for alarm in self.alarms], "series": list(self.series)}
+        lists = {
+            "alarms": [alarm.type for alarm in self.alarms],
+            "series": list(self.series),
+            "verified": list(self.verified),
+        }
         return {"key": self.metric.key, **described, **lists, "sinks": self.sinks}
 
 
 @lru_cache(maxsize=1)
 def registry() -> tuple[Entry, ...]:
     """Every declared metric, by number."""
-    reductions = dict(_reductions())
-    return tuple(_entry(metric, reductions[metric.key]) for metric in catalogue())
+    reductions, tests = dict(_reductions()), json.loads(VERIFIED.read_text(encoding="utf-8"))
+    return tuple(_entry(metric, reductions[metric.key], tests.get(metric.key, ())) for metric in catalogue())
 
 
-def _entry(metric: Metric, reduction: str) -> Entry:
+def _entry(metric: Metric, reduction: str, tests: Iterable[str]) -> Entry:
     alarms = alarms_reading(metric.key)
     return Entry(
         metric=metric,
@@ -103,6 +113,7 @@ def _entry(metric: Metric, reduction: str) -> Entry:
         reduction=metric.info(reduction).reduction,
         alarms=alarms,
         series=histories(metric.key),
+        verified=tuple(tests),
         sinks=_sinks(metric, histogram=reduction == REDUCTIONS["Counts"] or metric.of == "histogram"),
     )
 

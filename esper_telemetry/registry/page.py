@@ -75,6 +75,8 @@ def _facts(entry: Entry) -> Iterator[str]:
         names = "every ending" if len(entry.series) >= len(ALL) else ", ".join(f"`/{name}`" for name in entry.series)
         yield f"its [history](#histories), under the same key with: {names}"
     yield _small(entry)
+    if entry.verified:
+        yield "verified by: " + ", ".join(f"`{test}`" for test in entry.verified)
 
 
 def _when_not(entry: Entry) -> Iterator[str]:

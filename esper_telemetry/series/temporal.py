@@ -74,8 +74,9 @@ DETECTED = (
     Followed("grad/interference/actor_effective", ("robust_z",)),
     Followed("grad/interference/cos", LEVEL, positive=False),
     Followed("grad/align/successive_cos", LEVEL, positive=False),
+    Followed("grad/clip/freq", ("ema",), positive=False),
 )
-"""What detectors read besides."""
+"""What detectors read besides, and what means something only when it is averaged."""
 
 RESPONSE, RATE = "opt/update_to_weight", "opt/lr"
 """What ought to follow the learning rate."""

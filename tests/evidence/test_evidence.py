@@ -17,6 +17,7 @@ from esper_telemetry.environments import CueRecall
 from esper_telemetry.events import BackwardEnd, MinibatchEnd, RolloutEnd
 from esper_telemetry.evidence import Scene, evidence_of, flight_of, layer_table, stability_report
 from esper_telemetry.journal import plain
+from esper_telemetry.metrics.gradients import gradient_norms
 from esper_telemetry.record import Alarm, AlarmEvent, AlarmLevel, Axes, Histogram, Record
 from esper_telemetry.summary import Gradients, GradientSample, Minibatches, Rollout, Snapshot
 from esper_telemetry.summary.numerics import nonfinite_in
@@ -158,7 +159,7 @@ def evidence(kind: str, snapshot: Snapshot | None = None, key: str = "policy/kl"
     values = named.pop("values", {"policy/kl": 0.3, "policy/ratio/max": 11.0, "value/bias": 0.1})
     record = Record(7, AXES, values, named.pop("histograms", {}))
     snapshots = () if snapshot is None else (snapshot,)
-    found = evidence_of(alarm(kind, key), Scene(record, snapshots, {}, named.pop("pairs", {})))
+    found = evidence_of(alarm(kind, key), Scene(record, snapshots, {}, named.pop("pairs", {}), **named))
     loaded: dict[str, Any] = json.loads(json.dumps(plain(found)))
     return loaded
 
@@ -187,6 +188,25 @@ def test_an_alarm_of_the_numbers_brings_the_first_tensor_that_is_not_finite() ->
 
     assert found["stability"]["first"] == "values"
     assert found["stability"]["offenders"][0]["indices"] == [[0, 1]]
+
+
+def test_an_alarm_of_the_gradient_says_what_spoils_its_health() -> None:
+    """Other alarms have other causes."""
+    assert evidence("grad/vanish", health_cause="vanish")["health_cause"] == "vanish"
+    assert "health_cause" not in evidence("grad/vanish")
+    assert "health_cause" not in evidence("policy/kl_spike", health_cause="vanish")
+
+
+def test_a_run_whose_gradients_explode_says_so_with_the_alarm(tmp_path: Path) -> None:
+    """Norms of 1 for thirty updates, then one of 1e6."""
+    with Telemetry(run_dir=tmp_path / "run", facts={"max_grad_norm": 0.5}) as telemetry:
+        for update in range(1, 33):
+            norm = torch.tensor([1.0 if update < 31 else 1e6])
+            telemetry.observe(gradient_norms(norm, ["w"], max_norm=0.5))
+            telemetry.flush(env_step=update)
+
+    raised = [alarm for alarm in read_run(tmp_path / "run").alarms if alarm.type == "grad/explode"]
+    assert raised and raised[0].evidence["health_cause"] == "explode"
 
 
 def test_an_alarm_of_the_gradient_brings_a_line_for_each_tensor_in_every_update() -> None:
