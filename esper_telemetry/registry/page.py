@@ -29,10 +29,15 @@ Each entry says when.
 **What is normal** is given as bounds with their source. Published bounds name the paper; *measured* ones come from healthy and broken
 runs; a *heuristic* is our judgement. Where no bounds are given, compare with the run's own history or with another run.
 
+**Words.** An *update* learns from one *rollout*: some steps of all environments, played by one policy. It goes through these rows a few
+times (*epochs*), each time in *minibatches*; every minibatch ends in one step of the *optimizer*. The *actor* is the part of the network
+that chooses actions, by one *head* for each part of an action; the *critic* predicts the *return*, the discounted sum of rewards to come.
+Entropies and divergences are in *nats*, natural logarithms; a *decade* is a factor of ten.
+
 **An entry, line by line.** First the bounds; then what it means when they are left, and *what to try*, the likeliest first; alarms are
-named in `code`. The last line is small print: the number of the metric (`TELE-101`), its unit and range, how an update's minibatches
+named in `code`. Then comes small print: the number of the metric (`TELE-101`), its unit and range, how an update's minibatches
 become one number, and how much it matters: `critical` decides whether a run is wrong for certain, `high` is a headline, `detail` is read
-beside others.
+beside others. The last line names tests of this project that check the number.
 
 **Levels**: `minimal` has one headline per family and everything that tells a broken run for certain; `normal` is the default; `debug`
 adds every layer, histograms of gradients and evidence. **Costs**: *free* is in every record; *sampled* is measured in one update of

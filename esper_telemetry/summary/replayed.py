@@ -11,7 +11,14 @@ from esper_telemetry.group import MetricGroup
 from esper_telemetry.metrics.actions import greedy_agreement
 from esper_telemetry.metrics.exact_kl import categorical_kl, gaussian_kl, kl_after_update
 from esper_telemetry.metrics.lstm import bptt_stats, first_staleness, memory_use, state_staleness
-from esper_telemetry.metrics.representation import capacity_loss, feature_drift, feature_norm, unit_activity
+from esper_telemetry.metrics.representation import (
+    capacity_loss,
+    feature_drift,
+    feature_norm,
+    layer_responses,
+    unit_activity,
+)
+from esper_telemetry.record import Level
 from esper_telemetry.replay import Activations, Copy, Outputs, Replay
 from esper_telemetry.summary.containment import Measurement
 
@@ -25,10 +32,12 @@ def before_update(stored: Outputs, now: Outputs) -> Iterator[Measurement]:
         yield partial(first_staleness, stored.memory, now.memory)
 
 
-def responses(activations: Activations) -> Iterator[Measurement]:
-    """Units of single layers, and the size of the features before the last nonlinearity."""
+def responses(activations: Activations, level: Level) -> Iterator[Measurement]:
+    """Units of single layers, and the size of the features before the last nonlinearity; at DEBUG how layers respond."""
     if activations.layers:
         yield partial(_units, activations.layers)
+        if level >= Level.DEBUG:
+            yield partial(layer_responses, activations.layers)
     if activations.last is not None:
         yield partial(feature_norm, activations.last)
 

@@ -40,7 +40,7 @@ class Replays:
     def _look(self, event: BeforeUpdate) -> None:
         self._stored, self._before = event.policy.stored(), event.policy.outputs()
         self._telemetry.measure(replayed.before_update(self._stored, self._before))
-        self._telemetry.measure(replayed.responses(event.policy.activations()))
+        self._telemetry.measure(replayed.responses(event.policy.activations(), self._telemetry.update_level))
         self._telemetry.measure(replayed.through_time(event.policy))
         if self._telemetry.update_level >= Level.DEBUG and self._looks % CAPACITY_EVERY == 0:
             self._telemetry.measure(replayed.capacity(event.policy.copy()))

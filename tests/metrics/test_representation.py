@@ -13,6 +13,7 @@ from esper_telemetry.metrics.representation import (
     feature_drift,
     feature_norm,
     feature_rank,
+    layer_responses,
     unit_activity,
 )
 
@@ -139,3 +140,17 @@ def test_testing_capacity_leaves_the_generators_of_others_alone() -> None:
 
     assert first.values() == second.values()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_responses_of_a_layer_are_told_by_their_quantiles() -> None:
+    """0 to 20 in some order, of 21 entries with a NaN beside them; a layer without anything finite has none."""
+    first = torch.randperm(21, generator=torch.Generator().manual_seed(0)).float()
+    layers = {
+        "trunk.0": torch.cat([first, torch.tensor([math.nan])]).reshape(11, 2),
+        "trunk.1": torch.full((4, 1), math.inf),
+    }
+
+    assert layer_responses(layers).values() == pytest.approx(
+        {"repr/response/trunk_0/p05": 1.0, "repr/response/trunk_0/p50": 10.0, "repr/response/trunk_0/p95": 19.0}
+    )
+    assert layer_responses({}).values() == {}

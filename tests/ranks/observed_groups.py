@@ -25,6 +25,9 @@ HALVES = (slice(FIRST), slice(FIRST, None))
 OF_ITS_OWN = {
     "repr/capacity_loss": "of a copy of the network on a rank's own rows: the last rank's",
     "repr/dormant_frac/{layer}": "of a sample that each rank takes",
+    "repr/response/{layer}/p05": "as above: the last rank's",
+    "repr/response/{layer}/p50": "as above",
+    "repr/response/{layer}/p95": "as above",
     "lstm/bptt/h0_grad_norm": "of a minibatch of each rank: their mean",
     "lstm/bptt/profile_ratio": "of a minibatch of each rank: their mean",
     "grad/pair/{pair}/connected": "the same everywhere, or of the rows that each rank has seen: their mean",

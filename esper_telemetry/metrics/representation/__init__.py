@@ -5,6 +5,7 @@ from esper_telemetry.metrics.representation.capacity import CapacityLoss, capaci
 from esper_telemetry.metrics.representation.excess import ExcessRatio, excess_ratio
 from esper_telemetry.metrics.representation.features import FeatureDrift, FeatureNorm, feature_drift, feature_norm
 from esper_telemetry.metrics.representation.rank import FeatureRank, feature_rank
+from esper_telemetry.metrics.representation.spread import LayerResponses, layer_responses
 
 __all__ = [
     "ActivityGroups",
@@ -14,11 +15,13 @@ __all__ = [
     "FeatureNorm",
     "FeatureRank",
     "LayerActivity",
+    "LayerResponses",
     "UnitActivity",
     "capacity_loss",
     "excess_ratio",
     "feature_drift",
     "feature_norm",
     "feature_rank",
+    "layer_responses",
     "unit_activity",
 ]
