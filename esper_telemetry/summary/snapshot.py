@@ -7,14 +7,16 @@ fraction of what other objects cost.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
-from esper_telemetry.events import NONE
 from esper_telemetry.metrics.actions import ActionTotal
 from esper_telemetry.metrics.adam import AdamState
 from esper_telemetry.metrics.lstm import LSTMWeights, StateSize
+
+NONE: Final[Mapping[str, Any]] = {}
+"""Of whatever is kept by name, where there is nothing of it."""
 
 
 class Choices(NamedTuple):
