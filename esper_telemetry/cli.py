@@ -127,7 +127,7 @@ class Diagnose:
     json: bool = False
     """As JSON: incidents with their alarms, task events, and questions that could not be answered."""
     threshold: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """NAME=VALUE: another bound of a rule; or a type of alarm, on or off: grad/noise_dominated=on."""
+    """NAME=VALUE: another bound of a rule than the run had; or a type of alarm, on or off: grad/noise_dominated=on."""
 
 
 Command = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
 from esper_telemetry.detectors import Detectors, Thresholds
 from esper_telemetry.watch import Watches
@@ -18,9 +18,14 @@ def watches(detect: Detect) -> Watches | None:
         TypeError: for anything else.
     """
     if isinstance(detect, bool):
-        return partial(Detectors, thresholds=Thresholds()) if detect else None
+        return Detectors if detect else None
     if isinstance(detect, Thresholds):
-        return partial(Detectors, thresholds=detect)
+        return Detectors
     if not callable(detect):
         raise TypeError(f"detect takes True, False or Thresholds, got {detect!r}")
     return detect
+
+
+def facts_of(detect: Detect) -> dict[str, Any]:
+    """What the run tells of its thresholds: those that differ from the usual ones, so that whoever reads it judges as it was judged."""
+    return {"thresholds": detect.changes()} if isinstance(detect, Thresholds) else {}

@@ -85,6 +85,7 @@ class RolloutEnd:
         states: recurrent state of the actor in which each step began, [T, layers, parts, B, H], zero where an episode
             began; parts are h and c of an LSTM, h of a GRU. None for a feed-forward policy.
         scales: of the running normalisers that are on: `obs` and `ret`.
+        observations: [T, B, ...] that were acted on; None where nobody tells.
     """
 
     update: int
@@ -110,6 +111,7 @@ class RolloutEnd:
     bounds: Mapping[str, Tensor] = field(default_factory=dict)
     states: Tensor | None = None
     scales: Mapping[str, Scale] = field(default_factory=dict)
+    observations: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +290,7 @@ class UpdateEnd:
         epochs: passes over the rollout that were made; None where nobody counts them.
         coefficients: weights of the losses `value` and `entropy` in this update, where they are not constant facts of the run.
         cpu_seconds: processor time of this process by phase: `rollout`, its parts `environment` and `inference`, `update`.
+        beta2: with which Adam averaged squared gradients in this update; None for other optimizers, and where nobody tells.
     """
 
     update: int
@@ -298,6 +301,7 @@ class UpdateEnd:
     epochs: int | None = None
     coefficients: Mapping[str, float] = field(default_factory=dict)
     cpu_seconds: Mapping[str, float] = field(default_factory=dict)
+    beta2: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

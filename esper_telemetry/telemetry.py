@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from esper_telemetry.clock import Clock
-from esper_telemetry.detecting import Detect, watches
+from esper_telemetry.detecting import Detect, facts_of, watches
 from esper_telemetry.failure import Suspects, at_exit, diagnose, status_of
 from esper_telemetry.group import MetricGroup, Postponed
 from esper_telemetry.ranks.follower import Follower, recorder_for
@@ -119,7 +119,7 @@ class Telemetry:
         self._pid = os.getpid()
         self._timeout = close_timeout
         self._config = dict(config or {})
-        self._facts = dict(facts or {})
+        self._facts = {**dict(facts or {}), **facts_of(detect)}
         self._offload = offload
         self._suspects: Suspects = tuple
         self._open_update: Callable[[], Snapshot] = Snapshot

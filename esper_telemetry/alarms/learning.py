@@ -110,7 +110,7 @@ POLICY = (
     ),
     AlarmType(
         "policy/entropy_crash",
-        ("policy/entropy_rate", "policy/entropy_norm"),
+        ("policy/entropy_rate", "policy/entropy_norm", "loss/entropy", "loss/entropy_coef"),
         "The policy makes up its mind abnormally early.",
         "Raise entropy_coef, lower the learning rate, normalise rewards.",
     ),
@@ -162,7 +162,7 @@ VALUE = (
     ),
     AlarmType(
         "value/bias",
-        ("value/bias_over_std", "value/bias"),
+        ("value/bias_over_std", "value/bias", "value/terminal_err", "episode/truncated_frac"),
         "The critic is wrong by much in one direction, which explained variance cannot see.",
         "Check the treatment of time limits (bootstrap) and of the last value; train the critic for more epochs.",
     ),
@@ -174,6 +174,12 @@ ADVANTAGES = (
         ("adv/participation", "adv/raw/absmax_over_std", "adv/std_floored"),
         "The learning signal comes from a handful of steps, or there is none.",
         "Clip or normalise rewards, use more steps per update; if all rewards are equal, check that they are wired.",
+    ),
+    AlarmType(
+        "obs/constant",
+        ("obs/constant_frac",),
+        "Some environments give the same observation in every step.",
+        "Look for an environment that hangs or was not reset, a sensor that is not wired, a normaliser that cuts everything off.",
     ),
     AlarmType(
         "reward/constant",

@@ -85,7 +85,7 @@ OPTIMIZER = (
     ),
     AlarmType(
         "opt/rms_spike",
-        ("opt/stable_rms",),
+        ("opt/stable_rms", "opt/beta2"),
         "Gradients have outgrown Adam's memory of them: the loss tends to jump some steps later.",
         "Lower beta2 (0.95), warm up the learning rate, clip gradients.",
     ),

@@ -28,8 +28,9 @@ INTERVENTION = "intervention"
 def diagnose(options: Diagnose) -> int:
     """Prints what is wrong with a run, or that nothing is."""
     with wrong_use():
-        thresholds = Thresholds.parse(options.threshold)
+        Thresholds.parse(options.threshold)
         run = read_run(options.run_dir)
+        thresholds = Thresholds.parse(options.threshold, Thresholds.of(run.info.facts))
     changes = [event.seq for event in run.events if event.type == INTERVENTION]
     found = judge(run.info.facts, run.records, thresholds=thresholds, interventions=changes)
     if options.json:

@@ -21,8 +21,6 @@ from esper_telemetry.detectors.watches import Watches
 from esper_telemetry.record import CRITICAL_FROM, Alarm, AlarmEvent, AlarmLevel, Record
 from esper_telemetry.series.escalation import Escalation
 
-DEFAULTS = Thresholds()
-
 SILENCE = 3
 """Updates after an intervention in which only mistakes for certain are told: what was changed on purpose makes waves."""
 
@@ -52,12 +50,12 @@ class Detectors:
 
     Args:
         facts: of the run, as its journal holds them.
-        thresholds: bounds of the rules, and which are off.
+        thresholds: bounds of the rules, and which are off; those that the facts tell by default, and else the usual ones.
     """
 
-    def __init__(self, facts: Mapping[str, Any] | None = None, thresholds: Thresholds = DEFAULTS) -> None:
+    def __init__(self, facts: Mapping[str, Any] | None = None, thresholds: Thresholds | None = None) -> None:
         self.facts = dict(facts or {})
-        self.thresholds = thresholds
+        self.thresholds = thresholds = thresholds or Thresholds.of(self.facts)
         self.rules = tuple(rule for rule in RULES if rule.type not in thresholds.off and rule.applies(self.facts))
         self._baselines = Baselines()
         self._view = View(self.facts, thresholds, self._baselines)

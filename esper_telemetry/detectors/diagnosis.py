@@ -73,10 +73,10 @@ def diagnose(
     Args:
         facts: of the run.
         records: in order.
-        thresholds: bounds; the usual ones by default.
+        thresholds: bounds; those of the run by default.
         interventions: `seq` of the records after which something was changed on purpose.
     """
-    detectors = Detectors(facts, thresholds or Thresholds())
+    detectors = Detectors(facts, thresholds)
     changes = sorted(interventions)
     incidents: dict[int, Story] = {}
     events: list[tuple[str, Mapping[str, Any]]] = []

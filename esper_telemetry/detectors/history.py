@@ -44,11 +44,13 @@ class Baselines:
     Attributes:
         z: robust standard scores of the latest update's values, by key; without keys whose history is short.
         shift: decades between the latest values and their medians, by key.
+        beyond: decades by which the latest values exceed all before them, by key; negative below the largest.
     """
 
     def __init__(self) -> None:
         self.z: dict[str, float] = {}
         self.shift: dict[str, float] = {}
+        self.beyond: dict[str, float] = {}
         self._rows: dict[str, int] = {}
         self._values = np.full((0, WINDOW), np.nan)
         self._count = np.zeros(0, dtype=np.int64)
@@ -58,6 +60,7 @@ class Baselines:
         self._medians = np.zeros(0)
         self._highest = np.zeros(0)
         self._lowest = np.zeros(0)
+        self._peak = np.zeros(0)
 
     def look(self, found: Mapping[str, float]) -> None:
         """Judges one update by the updates before it; `learn` takes it in."""
@@ -78,6 +81,8 @@ class Baselines:
         names = list(self._rows)
         self.z = {name: score for name, score, ok in zip(names, z.tolist(), known, strict=True) if ok}
         self.shift = {name: score for name, score, ok in zip(names, shift.tolist(), known, strict=True) if ok}
+        beyond = (self._x - self._peak).tolist()
+        self.beyond = {name: score for name, score, ok in zip(names, beyond, known, strict=True) if ok}
 
     def _beyond(self, median: Array) -> Array:
         """How far values lie from their medians, and beyond the levels that have been usual earlier."""
@@ -96,6 +101,7 @@ class Baselines:
         self._count[anew] = 0
         self._rejected[anew] = 0
         rows = np.flatnonzero(finite & (~outlier | anew))
+        self._peak[rows] = np.fmax(self._peak[rows], self._x[rows])
         self._values[rows, self._count[rows] % WINDOW] = self._x[rows]
         self._count[rows] += 1
 
@@ -104,9 +110,9 @@ class Baselines:
         self._values[:] = np.nan
         self._count[:] = 0
         self._rejected[:] = 0
-        for levels in (self._medians, self._highest, self._lowest):
+        for levels in (self._medians, self._highest, self._lowest, self._peak):
             levels[:] = np.nan
-        self.z, self.shift = {}, {}
+        self.z, self.shift, self.beyond = {}, {}, {}
 
     def count(self, key: str) -> int:
         """Values that the history of a key holds."""
@@ -143,6 +149,7 @@ class Baselines:
         self._medians = np.append(self._medians, np.nan)
         self._highest = np.append(self._highest, np.nan)
         self._lowest = np.append(self._lowest, np.nan)
+        self._peak = np.append(self._peak, np.nan)
 
 
 def _scaled(key: str, value: float) -> float:

@@ -22,6 +22,7 @@ CAUSES = (
     "policy/dead_head",
     "opt/stalled_weights",
     "opt/state_lost",
+    "obs/constant",
     "reward/constant",
     "value/scale_shift",
     "norm/drift",

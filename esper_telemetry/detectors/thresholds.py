@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, Self
@@ -47,6 +48,9 @@ class Thresholds:
     z_high: float = above(12.0, "robust standard scores where it ends")
     z_sudden_low: float = above(6.0, "the same for a single update, nothing before it being unusual")
     z_sudden_high: float = above(18.0, "end of that ramp")
+
+    beyond_low: float = above(0.5, "decades above all values before, where the severity of an outlier begins")
+    beyond_high: float = above(2.5, "end of that ramp")
 
     ratio_init_factor: float = above(1.0, "times the bounds of the compute precision, for integrity/ratio_init")
     gae_identity: float = above(1e-3, "relative error of advantages + values = returns")
@@ -88,6 +92,7 @@ class Thresholds:
     concentration_fall: float = above(0.5, "share of that entropy which is lost against the median")
     update_to_weight_low: float = above(0.03, "size of one optimizer step relative to the weights")
     update_to_weight_high: float = above(0.3, "end of that ramp")
+    memory_updates: float = below(1.0, "updates that Adam's memory of squared gradients lasts, where rewards are rare")
     stable_rms_low: float = above(2.5, "gradient over Adam's memory of it, root mean square")
     stable_rms_high: float = above(10.0, "end of that ramp")
 
@@ -115,6 +120,9 @@ class Thresholds:
     kl_spike_high: float = above(0.3, "end of that ramp")
     kl_sudden_low: float = above(0.1, "the same for a single update, the one before it being smaller")
     kl_sudden_high: float = above(1.0, "end of that ramp")
+    passes: float = above(1.5, "optimizer steps of an update over the most of any before")
+    kl_passes_low: float = above(1.0, "the KL over its median, where updates make many more steps than before")
+    kl_passes_high: float = above(4.0, "end of that ramp")
     ess_low: float = above(0.4, "share of the effective samples that is lost in the worst minibatch")
     ess_high: float = above(0.9, "end of that ramp")
     ess_sudden_low: float = above(0.8, "the same for a single update")
@@ -129,6 +137,10 @@ class Thresholds:
     entropy_marginal: float = below(0.5, "normalised entropy of its actions over all states")
     entropy_crash_low: float = above(0.1, "share of the entropy that is lost per update, early in the run")
     entropy_crash_high: float = above(0.3, "end of that ramp")
+    entropy_plunge_low: float = above(
+        0.3, "fall of the logarithm of the entropy per update, over the last three, early in the run"
+    )
+    entropy_plunge_high: float = above(0.9, "end of that ramp")
     entropy_explosion: float = below(0.02, "distance of the normalised entropy from 1, late in the run")
     entropy_was: float = below(0.9, "normalised entropy that it must have had before, to have risen")
     entropy_starved: float = below(0.01, "what clipping leaves of the gradient, where it stays random from the start")
@@ -142,8 +154,10 @@ class Thresholds:
 
     fit_was: float = above(0.3, "R² that the critic once had")
     fit_now: float = below(0.0, "R² from which on it has lost it")
-    loss_recent_low: float = above(3.0, "critic's loss over the largest of the last five updates")
-    loss_recent_high: float = above(33.0, "end of that ramp")
+    loss_recent_low: float = above(
+        1.5, "critic's loss over the largest of the last five updates, where rewards are larger than ever"
+    )
+    loss_recent_high: float = above(6.0, "end of that ramp")
     loss_norm_low: float = above(1.0, "critic's error over the variance of returns")
     loss_norm_high: float = above(25.0, "end of that ramp")
     bias_low: float = above(0.5, "critic's mean error, in standard deviations of the returns")
@@ -157,8 +171,12 @@ class Thresholds:
     storm: float = count(20, "alarms in a hundred updates")
 
     @classmethod
-    def parse(cls, assignments: Iterable[str]) -> Self:
+    def parse(cls, assignments: Iterable[str], before: Self | None = None) -> Self:
         """Bounds with those changed that `NAME=VALUE` say; a type of alarm is a name too, its value `on` or `off`.
+
+        Args:
+            assignments: what to change.
+            before: bounds to begin with; the usual ones by default.
 
         Raises ValueError, in a sentence with the offending text.
         """
@@ -168,7 +186,24 @@ class Thresholds:
             if not found:
                 raise ValueError(f"a threshold is given as NAME=VALUE, got {text!r}")
             changes[name.strip()] = value.strip()
-        return cls().with_changes(changes)
+        return (before or cls()).with_changes(changes)
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Self:
+        """Those by which a run with these facts is judged: what it says of its own, as far as it makes sense here."""
+        told = facts.get("thresholds")
+        found = cls()
+        for name, value in told.items() if isinstance(told, Mapping) else ():
+            with suppress(ValueError):  # a journal of another version, or one that somebody has edited
+                found = found.with_changes({name: value})
+        return found
+
+    def changes(self) -> dict[str, float | str]:
+        """What differs from the usual bounds, as plain data that `with_changes` takes."""
+        usual = type(self)()
+        bounds = {name: getattr(self, name) for name in NAMES if getattr(self, name) != getattr(usual, name)}
+        switched = {name: OFF if name in self.off else ON for name in sorted(self.off ^ usual.off)}
+        return {**bounds, **switched}
 
     def with_changes(self, changes: Mapping[str, float | str | bool]) -> Self:
         """The same with other values by name; raises ValueError for an unknown name or a value that is no number."""

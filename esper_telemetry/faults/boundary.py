@@ -108,7 +108,7 @@ BOUNDARY = (
         "constant_observations",
         "One environment gives the same observation for ever.",
         constant_observations,
-        ("lstm/cell_drift",),
+        ("lstm/cell_drift", "obs/constant"),
         bound=20,
         dose=1,
         doses=(1, 1e6),

@@ -70,20 +70,22 @@ class Healthy:
 EVERYWHERE = ("cue-recall", "cartpole", "cartpole-lstm", "acrobot", "pendulum")
 
 HEALTHY: Mapping[str, Healthy] = {
-    PLAIN: Healthy("as the preset says", 70, EVERYWHERE),
+    PLAIN: Healthy("as the preset says", 150, EVERYWHERE),
     "annealed": Healthy(
         "learning rate and entropy bonus fall to 0 within the run",
-        60,
-        ("cue-recall", "cartpole"),
+        80,
+        EVERYWHERE,
         {"anneal_learning_rate": True, "entropy_coef": 0.02, "final_entropy_coef": 0.0},
         whole=True,
     ),
-    "plateau": Healthy("a solved task is trained on", 120, ("cue-recall", "cartpole")),
-    "slow": Healthy("the learning rate is a hundredth", 60, ("cue-recall", "acrobot"), {"learning_rate": 2.5e-5}),
+    "plateau": Healthy("a solved task is trained on", 250, ("cue-recall", "cartpole")),
+    "slow": Healthy(
+        "the learning rate is a hundredth", 100, ("cue-recall", "acrobot", "pendulum"), {"learning_rate": 2.5e-5}
+    ),
     "rewards_x3": Healthy(
         "rewards grow threefold, and the user says so",
-        60,
-        ("cue-recall", "pendulum"),
+        80,
+        ("cue-recall", "pendulum", "cartpole-lstm"),
         prepare=rewards_x3,
         interventions=(CHANGE,),
     ),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -76,6 +77,37 @@ class LossTerms(MetricGroup):
             when_positive=True,
         )
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LossWeights(MetricGroup):
+    """Weights of the losses in use."""
+
+    replicated: ClassVar[bool] = True
+    value: float | Tensor | None = reports(
+        Metric(
+            key="loss/value_coef",
+            number=918,
+            unit="1",
+            question="How much does the value loss weigh in this update?",
+            low=0.0,
+            undefined="the weight is a constant of the run, or the trainer does not say",
+        )
+    )
+    entropy: float | Tensor | None = reports(
+        Metric(
+            key="loss/entropy_coef",
+            number=919,
+            unit="1",
+            question="How much does the entropy bonus weigh in this update? Below 0 it punishes exploring.",
+            undefined="the weight is a constant of the run, or the trainer does not say",
+        )
+    )
+
+
+def loss_weights(coefficients: Mapping[str, float]) -> LossWeights:
+    """The weights of `value` and `entropy`, as far as they are told."""
+    return LossWeights(coefficients.get("value"), coefficients.get("entropy"))
 
 
 @torch.inference_mode()

@@ -39,6 +39,27 @@ class LearningRate(MetricGroup):
 
 
 @dataclass(frozen=True, slots=True)
+class AdamMemory(MetricGroup):
+    """How far Adam's memory of squared gradients reaches."""
+
+    replicated: ClassVar[bool] = True
+    beta2: float | Tensor | None = reports(
+        Metric(
+            key="opt/beta2",
+            number=610,
+            unit="1",
+            question="With which weight does Adam keep its average of squared gradients? It reaches back 1 / (1 - beta2) steps.",
+            low=0.0,
+            high=1.0,
+            healthy="0.99 to 0.999",
+            warn="< 0.9",
+            source="Kingma 2015, 1412.6980",
+            undefined="the optimizer is not Adam, or the trainer does not say",
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class AdamStep(MetricGroup):
     """The step that Adam has just taken, over all parameters."""
 

@@ -41,6 +41,7 @@ def rollout_event(
         bounds=policy.bounds(),
         **numbers,
         states=None if rollout.recurrence is None else rollout.recurrence.before(),
+        observations=rollout.observations,
     )
 
 

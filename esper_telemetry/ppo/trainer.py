@@ -212,7 +212,8 @@ class PPO:
             seconds = {**self.collector.seconds, "update": time.perf_counter() - start}
             processor = {**self.collector.cpu_seconds, "update": time.process_time() - cpu}
             places = (self.updates, self.env_steps, self.gradient_steps)
-            self.hooks.emit(UpdateEnd(*places, rate, seconds, epochs, self._coefficients, processor))
+            beta2 = self.optimizer.param_groups[0]["betas"][1]
+            self.hooks.emit(UpdateEnd(*places, rate, seconds, epochs, self._coefficients, processor, beta2))
         self._agreed_to_stop = self.ranks.totals(self._stopping)[0] > 0
 
     def _update(self, rollout: Rollout) -> int:

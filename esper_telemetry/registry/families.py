@@ -76,6 +76,7 @@ CHAPTERS = {
         "is what was estimated, `adv/norm` what multiplies the ratio after normalisation.",
         ("adv/raw/std", "adv/participation"),
     ),
+    "obs": Chapter("Observations", "Whether what the policy sees changes at all."),
     "ret": Chapter("Returns", "The targets of the critic: advantages plus values.", ("ret/mean", "ret/std")),
     "reward": Chapter(
         "Rewards", "What the environment pays per step, before any normaliser.", ("reward/mean", "reward/std")

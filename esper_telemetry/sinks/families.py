@@ -27,6 +27,7 @@ FAMILIES = {
     "opt": Family("Are the optimizer's steps the right size?"),
     "ret": Family("What must the critic predict?"),
     "reward": Family("What does the environment pay?", axis="axis/env_step"),
+    "obs": Family("Does the policy see anything change?"),
     "repr": Family("Can the network still learn?"),
     "norm": Family("Do the normalisers keep up?"),
     "buffer": Family("How old is the data?"),

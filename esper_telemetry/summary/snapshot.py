@@ -107,7 +107,10 @@ class Normalizer(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """A rollout before anything is normalised, each [T, B], per head [T, B] or [T, B, D]; see `events.RolloutEnd`."""
+    """A rollout before anything is normalised, each [T, B], per head [T, B] or [T, B, D]; see `events.RolloutEnd`.
+
+    `constant` [B] says which environments gave one observation all the time.
+    """
 
     rewards: Tensor
     values: Tensor
@@ -125,6 +128,7 @@ class Rollout(NamedTuple):
     normalizers: Mapping[str, Normalizer] = NONE
     acted: Mapping[str, Tensor] = NONE
     head_log_probs: Mapping[str, Tensor] = NONE
+    constant: Tensor | None = None
 
 
 class Episodes(NamedTuple):
@@ -282,6 +286,7 @@ class Progress(NamedTuple):
         cpu_seconds: of processor time, by phase.
         collected: the update that its data were collected for; None where nobody told.
         sample_every: every how many updates one is looked at closely; None where none is.
+        beta2: of Adam, as used in it; None where nobody told.
     """
 
     update: int
@@ -293,6 +298,7 @@ class Progress(NamedTuple):
     collected: int | None = None
     cpu_seconds: Mapping[str, float] = NONE
     sample_every: int | None = None
+    beta2: float | None = None
 
 
 class Snapshot(NamedTuple):

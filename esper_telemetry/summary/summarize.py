@@ -14,6 +14,7 @@ from esper_telemetry.group import Mean, MetricGroup
 from esper_telemetry.metric import segment
 from esper_telemetry.metrics.actions import action_counts, action_shift, gaussian_action_shift, log_prob_stats
 from esper_telemetry.metrics.advantages import advantage_stats, flips_in_order, normalized_advantage_stats
+from esper_telemetry.metrics.endings import episode_ends
 from esper_telemetry.metrics.entropy import PolicyEntropy, entropy_rows, head_entropy, policy_entropy
 from esper_telemetry.metrics.episodes import episode_stats
 from esper_telemetry.metrics.gaussian import gaussian_stats
@@ -29,7 +30,7 @@ from esper_telemetry.metrics.gradients import (
 )
 from esper_telemetry.metrics.head_ratio import head_ratio_diagnostics
 from esper_telemetry.metrics.integrity import buffer_age, gae_identity, mask_violation
-from esper_telemetry.metrics.losses import LossTerms, loss_terms
+from esper_telemetry.metrics.losses import LossTerms, loss_terms, loss_weights
 from esper_telemetry.metrics.lstm import (
     GateGroups,
     Gates,
@@ -41,7 +42,8 @@ from esper_telemetry.metrics.lstm import (
     state_stats,
 )
 from esper_telemetry.metrics.normalizer import NormalizerClipping, normalizer_drift
-from esper_telemetry.metrics.optimizer import LearningRate
+from esper_telemetry.metrics.observations import constant_observations
+from esper_telemetry.metrics.optimizer import AdamMemory, LearningRate
 from esper_telemetry.metrics.performance import SamplingPeriod, update_performance
 from esper_telemetry.metrics.ratio import ratio_diagnostics
 from esper_telemetry.metrics.representation import excess_ratio, feature_rank, unit_activity
@@ -92,7 +94,7 @@ def summarize(snapshot: Snapshot, facts: Mapping[str, Any], level: Level) -> Ite
         yield Observation(_actions(snapshot.rollout.actions))
         yield Observation(_memory(snapshot.rollout.memory, snapshot.rollout.valid, facts))
     if snapshot.episodes is not None:
-        yield Observation([partial(_episodes, snapshot.episodes)])
+        yield Observation([partial(_episodes, snapshot.episodes), *_ends(snapshot.episodes, snapshot.rollout)])
     if snapshot.minibatches is not None:
         coefficients = snapshot.progress.coefficients if snapshot.progress else {}
         minibatches = in_grid(snapshot.minibatches)
@@ -126,6 +128,7 @@ def _rollout(rollout: Rollout) -> list[Measurement]:
         partial(ending_bias, values, rollout.returns, rollout.ended, terminated, valid=valid),
         partial(monte_carlo_fit, values, rewards, rollout.ended, terminated, gamma=gamma, valid=valid),
         partial(gae_identity, rollout.advantages, values, rollout.returns, valid=valid),
+        *([] if rollout.constant is None else [partial(constant_observations, rollout.constant)]),
     ]
 
 
@@ -185,6 +188,13 @@ def _gates(memory: Memory, valid: Tensor | None, bptt_length: int | None) -> Gat
 def _episodes(episodes: Episodes) -> MetricGroup:
     recent, ends = episodes.recent_returns, episodes.recent_ends
     return episode_stats(episodes.returns, episodes.lengths, recent_returns=recent, recent_ends=ends)
+
+
+def _ends(episodes: Episodes, rollout: Rollout | None) -> list[Measurement]:
+    """How the episodes of a rollout ended."""
+    if rollout is None:
+        return []
+    return [partial(episode_ends, rollout.ended, rollout.terminated, episodes.lengths, valid=rollout.valid)]
 
 
 def _minibatches(
@@ -323,4 +333,5 @@ def _progress(progress: Progress) -> list[Measurement]:
     )
     age = [] if progress.collected is None else [partial(buffer_age, progress.update, progress.collected)]
     rate, period = partial(LearningRate, lr=progress.learning_rate), partial(SamplingPeriod, progress.sample_every)
-    return [rate, performance, period, *age]
+    memory, weights = partial(AdamMemory, progress.beta2), partial(loss_weights, progress.coefficients)
+    return [rate, memory, weights, performance, period, *age]

@@ -12,6 +12,7 @@ from esper_telemetry.events import RecurrentForward, RolloutEnd, Scale
 from esper_telemetry.metrics.actions import ActionTotal, mean_action
 from esper_telemetry.metrics.lstm import lstm_weights, state_ages, state_size
 from esper_telemetry.metrics.normalizer import cut_entries
+from esper_telemetry.metrics.observations import constant_rows
 from esper_telemetry.summary import Actions, Choices, Drawn, Layer, Memory, Normalizer, Rollout
 
 DRIFT_OVER = 10
@@ -74,6 +75,7 @@ class Rollouts:
             normalizers={name: self._normalizer(name, scale, event.valid) for name, scale in event.scales.items()},
             acted=acted,
             head_log_probs=_copies(event.head_log_probs),
+            constant=None if event.observations is None else constant_rows(event.observations, valid=event.valid),
         )
 
     def _actions(self, event: RolloutEnd, sizes: Mapping[str, int], acted: Mapping[str, Choices]) -> Actions:

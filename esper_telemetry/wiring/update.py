@@ -161,6 +161,7 @@ class Update:
             coefficients=event.coefficients,
             collected=self._collected,
             cpu_seconds=event.cpu_seconds,
+            beta2=event.beta2,
             sample_every=self._telemetry.sampling.period,
         )
         self._env_step, self._ended = event.env_step, now

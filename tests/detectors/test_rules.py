@@ -62,6 +62,7 @@ CASES: dict[str, Case] = {
     "integrity/buffer_age": Case(set_to({"buffer/age_updates": 1.0})),
     "value/scale_shift": Case(multiplied({"reward/absmax": 100, "reward/mean": 100, "reward/std": 100})),
     "reward/constant": Case(set_to({"reward/std": 0.0, "reward/mean": 0.0, "reward/absmax": 0.0}), 9),
+    "obs/constant": Case(set_to({"obs/constant_frac": 0.0625}), 3),
     "norm/drift": Case(set_to({"norm/obs/drift": 2.0}), 20),
     "adv/degenerate": Case(set_to({"adv/participation": 0.01, "adv/raw/absmax_over_std": 60.0}), 4),
     "opt/stalled_weights": Case(set_to({"opt/lr": 0.0})),

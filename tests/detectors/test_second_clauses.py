@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from healthy_run import FACTS, Values, alarms, both, judged, multiplied, raised, run, set_to
 
+from esper_telemetry.record import AlarmEvent
+
 SINCE = 30
 
 
@@ -107,6 +109,37 @@ def test_advantages_that_are_a_little_off_for_long_are_told() -> None:
 
     assert raised(judged(run(40, off), {**FACTS, "normalize_minibatches": False})) == {"integrity/adv_norm": SINCE + 1}
     assert raised(judged(run(40, off), {**FACTS, "normalize_minibatches": True})) == {}
+
+
+def test_gates_that_were_found_open_stay_so_until_they_are_looked_at_again() -> None:
+    """Looked at in every tenth update: open at the first look, as usual at the second."""
+
+    def sometimes(found: Values, ago: int) -> None:
+        found["lstm/gate/f/sat_hi"] = 0.99 if ago < 10 else 0.2
+        if ago % 10:
+            del found["lstm/gate/f/sat_hi"]
+
+    told = [(alarm.event, alarm.axes.update) for alarm in alarms(judged(run(60, sometimes)))]
+
+    assert told == [(AlarmEvent.RAISE, SINCE), (AlarmEvent.CLEAR, SINCE + 12)]
+
+
+def test_a_small_cell_state_is_no_shut_gate_where_gates_were_just_seen_open() -> None:
+    """Cell states that are never larger than one step can write: without a look at the gates they say so, with one they do not."""
+
+    def small(found: Values, ago: int) -> None:
+        found.update({"lstm/c/absmax": 0.9, "lstm/c/rms": 0.8, "lstm/gate/f/sat_lo": 0.0, "lstm/timescale/median": 4.0})
+
+    def unseen(found: Values, ago: int) -> None:
+        small(found, ago)
+        del found["lstm/gate/f/sat_lo"], found["lstm/timescale/median"]
+
+    def never(found: Values, _: int) -> None:
+        found.pop("lstm/gate/f/sat_lo", None)
+
+    assert "lstm/forget_closed" not in raised(judged(run(40, small)))
+    blind = [*run(SINCE - 1, never, since=1), *run(40, unseen)[SINCE - 1 :]]
+    assert raised(judged(blind))["lstm/forget_closed"] == SINCE + 1
 
 
 def test_a_forget_gate_that_stays_open_shows_in_the_cell_state_before_gates_are_looked_at() -> None:

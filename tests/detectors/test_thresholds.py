@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
-from healthy_run import alarms, judged, raised, run, set_to
+from healthy_run import FACTS, alarms, judged, raised, run, set_to
 
-from esper_telemetry.detectors import Thresholds
+from esper_telemetry import Telemetry, read_run
+from esper_telemetry.detectors import Thresholds, diagnose
 from esper_telemetry.detectors.thresholds import MEANINGS, NAMES
 
 
@@ -71,3 +73,35 @@ def test_the_multiplier_moves_detectors_between_silence_and_alarm() -> None:
 def test_every_bound_has_a_meaning() -> None:
     assert set(MEANINGS) == set(NAMES)
     assert all(MEANINGS.values())
+
+
+def test_a_run_tells_its_own_thresholds_and_is_judged_by_them() -> None:
+    """What differs travels as plain data; a name of another version is passed over."""
+    strict = Thresholds.parse(["kl_spike_high=0.05", "grad/noise_dominated=on", "policy/kl_stall=off"])
+    told = {"thresholds": {**strict.changes(), "of_another_version": 3.0, "storm": "many"}}
+
+    assert strict.changes() == {"kl_spike_high": 0.05, "grad/noise_dominated": "on", "policy/kl_stall": "off"}
+    assert Thresholds.of(told) == strict
+    assert Thresholds.of({}) == Thresholds.of({"thresholds": 7}) == Thresholds()
+    assert Thresholds.parse(["storm=3"], strict).kl_spike_high == 0.05
+
+
+def test_diagnosis_says_what_was_said_live_under_thresholds_of_the_run(tmp_path: Path) -> None:
+    """The journal carries the bound; without it a KL of 0.05 is nothing."""
+    strict = Thresholds.parse(["kl_spike_low=1e-9", "kl_spike_high=1e-8"])
+    records = run(40, set_to({"policy/kl": 0.05}))
+    with Telemetry(run_dir=tmp_path / "run", detect=strict, offload=False) as telemetry:
+        telemetry.start(facts=FACTS)
+        telemetry.flush(env_step=1)
+    facts = read_run(tmp_path / "run").info.facts
+
+    assert facts["thresholds"] == {"kl_spike_low": 1e-9, "kl_spike_high": 1e-8}
+    assert {story.cause for story in diagnose(facts, records).incidents} == {"policy/kl_spike"}
+    assert diagnose(FACTS, records).incidents == ()
+
+
+def test_usual_thresholds_need_no_fact(tmp_path: Path) -> None:
+    with Telemetry(run_dir=tmp_path / "run", offload=False) as telemetry:
+        telemetry.flush(env_step=1)
+
+    assert "thresholds" not in read_run(tmp_path / "run").info.facts

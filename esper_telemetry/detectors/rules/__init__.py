@@ -12,6 +12,7 @@ from esper_telemetry.detectors.rules import (
     integrity,
     memory,
     numerics,
+    observations,
     optimizer,
     policy,
     representation,
@@ -23,6 +24,7 @@ from esper_telemetry.detectors.rules import (
 RULES: tuple[Rule, ...] = (
     *numerics.RULES,
     *integrity.RULES,
+    *observations.RULES,
     *data.RULES,
     *optimizer.RULES,
     *gradients.RULES,

@@ -17,6 +17,9 @@ REWARD = ("reward/absmax", "reward/mean")
 FALL = 2.5
 """Rewards shrink by themselves where a policy learns to avoid the worst of them: a fall must be so many times larger, in decades."""
 
+VARIED = 10
+"""Updates in which a reward must have varied, before its absence means anything: chance gives an untrained policy one now and then."""
+
 GAP_FACTOR = 3.0
 """A reward that came and went before may stay away for so many times the longest time that it did."""
 
@@ -111,13 +114,13 @@ def constant_reward(view: View) -> Iterator[Finding]:
     if spread > 0:
         if memory.get("varied"):
             memory["longest"] = max(memory.get("longest", 0), memory.get("updates", 0))
-        memory.update(varied=True, updates=0, transitions=0)
+        memory.update(varied=memory.get("varied", 0) + 1, updates=0, transitions=0)
     else:
         memory["updates"] = memory.get("updates", 0) + 1
         memory["transitions"] = memory.get("transitions", 0) + (view.transitions or 0)
     updates, transitions = memory["updates"], memory["transitions"]
     limits = view.limits
-    gone = memory.get("varied") and updates >= 10 and updates > GAP_FACTOR * memory.get("longest", 0)
+    gone = memory.get("varied", 0) >= VARIED and updates >= 10 and updates > GAP_FACTOR * memory.get("longest", 0)
     never = not memory.get("varied") and largest == 0 and updates >= 10
     enough = limits.reward_constant_transitions if memory.get("varied") else limits.reward_never_transitions
     wrong = bool(gone or never) and transitions >= enough

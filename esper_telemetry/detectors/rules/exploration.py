@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import exp
+from math import exp, log
 from typing import Any
 
 from esper_telemetry.detectors.rule import Finding, Rule, View, hard, number, percent, ramp
@@ -11,6 +11,12 @@ from esper_telemetry.detectors.rule import Finding, Rule, View, hard, number, pe
 EARLY = 0.25
 """Share of the run in which entropy should not crash, and after which it should have fallen."""
 
+
+LATEST = 3
+"""Updates over which a sudden loss of entropy is told."""
+
+UNSIGNED, SIGNS_APART = 0.01, 0.2
+"""Nats of entropy whose sign is told from rounding, and relative distance between a loss and its entropy that says they have one sign."""
 
 ENTROPIES = ("policy/entropy*", "policy/head/*/entropy_norm", "policy/action_mi", "loss/entropy")
 
@@ -47,21 +53,61 @@ def _collapsed(view: View, entropy: float, mix: float) -> float:
 
 
 def entropy_crash(view: View) -> Iterator[Finding]:
-    """The policy makes up its mind abnormally early."""
+    """The policy makes up its mind abnormally early, over many updates or within three; or it is paid for doing so."""
+    yield from punished_entropy(view)
     key, limits = "policy/entropy_rate", view.limits
     value, entropy, kl = view.get(key), view.get("policy/entropy_norm"), view.get("policy/kl")
     if value is None or entropy is None or view.progress is None:
         return
+    latest = latest_fall(view)
     early = view.progress < EARLY and entropy < 0.5 and (kl or 0.0) > 0
-    severity = ramp(-value, limits.entropy_crash_low, limits.entropy_crash_high) if early else 0.0
+    slow = ramp(-value, limits.entropy_crash_low, limits.entropy_crash_high)
+    fast = ramp(latest, limits.entropy_plunge_low, limits.entropy_plunge_high)
+    fall = latest if fast > slow else -value
     yield Finding(
-        severity,
+        max(slow, fast) if early else 0.0,
         key,
         value,
         -(limits.entropy_crash_low + limits.entropy_crash_high) / 2,
         text=lambda: (
-            f"the policy's entropy has been falling by {percent(1 - exp(value))} per update, to {percent(entropy)} of the largest, "
+            f"the policy's entropy has been falling by {percent(1 - exp(-fall))} per update, to {percent(entropy)} of the largest, "
             f"after {percent(view.progress or 0.0)} of the run"
+        ),
+    )
+
+
+def latest_fall(view: View) -> float:
+    """By how much the logarithm of the entropy has fallen per update, over the last three; 0 before there are as many."""
+    entropy = view.get("policy/entropy_norm")
+    if entropy is None or entropy <= 0:
+        return 0.0
+    seen = view.memory.setdefault("entropies", [])
+    seen.append(log(entropy))
+    del seen[: -LATEST - 1]
+    return float(seen[0] - seen[-1]) / LATEST if len(seen) > LATEST else 0.0
+
+
+def punished_entropy(view: View) -> Iterator[Finding]:
+    """The entropy enters the loss with the wrong sign, or with a weight that has become negative."""
+    loss, entropy, weight = view.get("loss/entropy"), view.get("policy/entropy"), view.get("loss/entropy_coef")
+    if loss is None or entropy is None or weight == 0:
+        return
+    known = abs(entropy) > UNSIGNED
+    flipped = known and abs(loss - entropy) < SIGNS_APART * abs(entropy)
+    negative = weight is not None and weight < 0 <= float(view.facts.get("entropy_coef") or 0.0)
+    yield Finding(
+        hard(flipped or negative),
+        "loss/entropy",
+        loss,
+        -entropy,
+        instance="sign",
+        text=lambda: (
+            f"exploring has been punished instead of rewarded: the entropy is {number(entropy)}, and in the loss stands "
+            + (
+                f"{number(loss)} instead of {number(-entropy)}"
+                if flipped
+                else f"{number(weight or 0.0)} times its bonus"
+            )
         ),
     )
 
@@ -122,13 +168,13 @@ RULES = (
         judge=entropy_crash,
         inputs=("policy/entropy_rate", "policy/entropy_norm"),
         facts=("total_steps",),
-        applies=categorical,
         warmup=5,
         n_on=2,
         duration=5,
         evidence=ENTROPIES,
         relative=True,
-        source="only where half of the entropy is gone: short runs learn simple tasks within a quarter of their time",
+        source="only where half of the entropy is gone: short runs learn simple tasks within a quarter of their time. "
+        "A loss of entropy is minus the entropy, in every trainer: where it is the entropy, the sign is wrong.",
     ),
     Rule(
         type="policy/entropy_explosion",

@@ -39,11 +39,12 @@ def forget_closed(view: View) -> Iterator[Finding]:
             severity, hard(timescale is not None and timescale < limits.timescale and shut > 0.3)
         )
         view.memory["shut"] = shut
+        view.memory["open_at"] = view.get(CELL) if severity == 0 else None
     usual = view.baselines.median(LARGEST)
     if largest is not None and usual is not None and view.z(LARGEST) is not None:
         kept = usual > 1.5 * WRITTEN
         small = largest <= WRITTEN and view.previous.get(LARGEST, largest) <= WRITTEN
-        view.memory["written"] = hard(kept and (small or drops(view)))
+        view.memory["written"] = hard(kept and (small or drops(view)) and not seen_open(view))
     if shut is None and largest is None:
         return
     gates, written = view.memory.get("gates", 0.0), view.memory.get("written", 0.0)
@@ -63,6 +64,12 @@ def forget_closed(view: View) -> Iterator[Finding]:
     )
 
 
+def seen_open(view: View) -> bool:
+    """Whether the gates were found open when they were last looked at, and the cell state has not become much smaller since."""
+    size, then = view.get(CELL), view.memory.get("open_at")
+    return size is not None and then is not None and size > then / view.limits.adds_up_jump
+
+
 def drops(view: View) -> bool:
     """Whether the cell state has become much smaller within one update, and smaller with its age instead of larger."""
     size, before, growth = view.get(CELL), view.previous.get(CELL), view.get("lstm/c_growth")
@@ -73,29 +80,32 @@ def drops(view: View) -> bool:
 
 
 def forget_open(view: View) -> Iterator[Finding]:
-    """Nothing is ever forgotten: by the gates, or because cell states have begun, all at once, to grow with every step."""
-    limits = view.limits
+    """Nothing is ever forgotten: by the gates, or because cell states have begun, all at once, to grow with every step.
+
+    What the gates said holds until they are looked at again.
+    """
+    limits, memory = view.limits, view.memory
     low, high = limits.forget_open_low, limits.forget_open_high
     value, growth = view.get(OPEN), view.get("lstm/c_growth")
     if value is not None:
-        yield Finding(
-            ramp(value, low, high),
-            OPEN,
-            value,
-            (low + high) / 2,
-            text=lambda: f"{percent(value)} of the forget gates never close: the memory only adds up",
-        )
-    elif growth is not None and view.z(CELL) is not None:
-        yield Finding(
-            hard(adds_up(view, growth)),
-            "lstm/c_growth",
-            growth,
-            limits.adds_up_growth,
-            text=lambda: (
-                f"the cell state has begun to grow with every step, to {number(view.values.get(CELL, 0.0))}{view.usual(CELL)} in one "
-                "update: the forget gates no longer close"
-            ),
-        )
+        memory.update(gates=ramp(value, low, high), open=value, on=memory.get("on", False) and value > low)
+    grows = adds_up(view, growth) if value is None and growth is not None and view.z(CELL) is not None else False
+    if value is None and growth is None:
+        return
+    gates, last = memory.get("gates", 0.0), memory.get("open")
+    by_gates = last is not None and (gates > 0 or not grows)
+    yield Finding(
+        max(gates, hard(grows)),
+        OPEN if by_gates else "lstm/c_growth",
+        last if by_gates else growth,
+        (low + high) / 2 if by_gates else limits.adds_up_growth,
+        text=lambda: (
+            f"{percent(last or 0.0)} of the forget gates never close: the memory only adds up"
+            if by_gates
+            else f"the cell state has begun to grow with every step, to {number(view.values.get(CELL, 0.0))}{view.usual(CELL)} in one "
+            "update: the forget gates no longer close"
+        ),
+    )
 
 
 def adds_up(view: View, growth: float) -> bool:

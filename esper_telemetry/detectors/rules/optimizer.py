@@ -10,6 +10,9 @@ SIZE, RATE = "opt/update_to_weight", "opt/lr"
 WARMS = 5
 """Updates at the beginning in which a schedule may not have begun to warm up."""
 
+GAPS = 20
+"""Updates in which gaps between rewards are looked for."""
+
 ANNEALED = 0.05
 """Of the largest learning rate: from there down a schedule may well end at nothing."""
 
@@ -109,7 +112,8 @@ def stalled_weights(view: View) -> Iterator[Finding]:
 
 
 def rms_spike(view: View) -> Iterator[Finding]:
-    """Gradients have outgrown Adam's memory of them."""
+    """Gradients have outgrown Adam's memory of them, or it is too short for rewards that are rare."""
+    yield from short_memory(view)
     key, low, high = "opt/stable_rms", view.limits.stable_rms_low, view.limits.stable_rms_high
     value = view.get(key)
     if value is not None:
@@ -120,6 +124,31 @@ def rms_spike(view: View) -> Iterator[Finding]:
             (low * high) ** 0.5,
             text=lambda: f"gradients have been {number(value)} times what Adam remembers of them (settled: about 1)",
         )
+
+
+def short_memory(view: View) -> Iterator[Finding]:
+    """Adam forgets within one update, and rewards come in some updates only: each is divided by what the ones without left behind."""
+    beta2, zeros, steps = view.get("opt/beta2"), view.get("reward/zero_frac"), view.steps
+    if zeros is not None:
+        paid = view.memory.setdefault("paid", [])
+        paid.append(zeros < 1)
+        del paid[:-GAPS]
+    if beta2 is None or not steps or not 0 <= beta2 < 1:
+        return
+    reach = 1 / (1 - beta2)
+    gaps = view.memory.get("paid", [])
+    wrong = reach < view.limits.memory_updates * steps and any(gaps) and not all(gaps)
+    yield Finding(
+        hard(wrong),
+        "opt/beta2",
+        beta2,
+        1 - 1 / max(1.0, view.limits.memory_updates * steps),
+        instance="memory",
+        text=lambda: (
+            f"Adam's memory of squared gradients reaches back {number(reach)} steps, less than the {steps} of an update, and rewards came "
+            f"in {gaps.count(True)} of the last {len(gaps)} updates: gradients of rewards meet a memory that has forgotten them"
+        ),
+    )
 
 
 def state_lost(view: View) -> Iterator[Finding]:

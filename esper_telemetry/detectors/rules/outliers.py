@@ -6,7 +6,10 @@ from esper_telemetry.detectors.rule import View, ramp
 
 
 def outlier(view: View, key: str) -> tuple[float, float] | None:
-    """Severity and z of an upward outlier: far out at once, or out of line for two updates in a row."""
+    """Severity and z of an upward outlier: far out at once, or out of line for two updates in a row.
+
+    Where a history is so wide that nothing is far out by its standard scores, it counts how far a value exceeds all before it.
+    """
     z = view.z(key)
     if z is None:
         return None
@@ -15,4 +18,5 @@ def outlier(view: View, key: str) -> tuple[float, float] | None:
     view.memory[key] = z
     sudden = ramp(z, limits.z_sudden_low, limits.z_sudden_high)
     lasting = ramp(min(z, before), limits.z_low, limits.z_high)
-    return max(sudden, lasting), z
+    beyond = ramp(view.baselines.beyond.get(key, 0.0), limits.beyond_low, limits.beyond_high)
+    return max(sudden, lasting, beyond), z

@@ -18,8 +18,12 @@ SPARSE = 0.05
 RATIOS = ("policy/ratio/*", "policy/head/*/blame", "policy/head/*/ratio/*", "policy/logp/min", "policy/kl*", "opt/lr")
 
 
+STEPS_SETTLE = 10
+"""Updates after which their number of steps is known."""
+
+
 def kl_spike(view: View) -> Iterator[Finding]:
-    """One update moved the policy very far, or two in a row far."""
+    """One update moved the policy very far, or two in a row far; or two further than usual, with many more steps."""
     key, limits = "policy/kl", view.limits
     value = view.get(key)
     if value is None:
@@ -29,6 +33,9 @@ def kl_spike(view: View) -> Iterator[Finding]:
     sudden = decade_ramp(value, limits.kl_sudden_low, limits.kl_sudden_high)
     lasting = decade_ramp(min(value, before), limits.kl_spike_low, limits.kl_spike_high)
     by_one = sudden >= lasting
+    passes = many_steps(view)
+    if passes is not None:
+        yield further(view, min(value, before), passes)
     bounds = (limits.kl_sudden_low, limits.kl_sudden_high) if by_one else (limits.kl_spike_low, limits.kl_spike_high)
     yield Finding(
         max(sudden, lasting),
@@ -37,6 +44,39 @@ def kl_spike(view: View) -> Iterator[Finding]:
         (bounds[0] * bounds[1]) ** 0.5,
         z=view.z(key),
         text=lambda: f"updates have moved the policy by a KL divergence of {number(value)} nats{view.usual(key)}",
+    )
+
+
+def many_steps(view: View) -> float | None:
+    """How many times the most optimizer steps of any update before this one has made; None before there are ten."""
+    steps = view.steps
+    if steps is None:
+        return None
+    most, updates = view.memory.get("most", 0), view.memory.get("updates", 0)
+    times_most = steps / most if most > 0 and updates >= STEPS_SETTLE else None
+    if times_most is None or times_most <= view.limits.passes:
+        view.memory.update(most=max(most, steps), updates=updates + 1)
+    return times_most
+
+
+def further(view: View, kl: float, passes: float) -> Finding:
+    """What more passes over a rollout than ever have made of the KL, the smaller one of two updates."""
+    key, limits = "policy/kl", view.limits
+    usual = view.baselines.median(key)
+    times_usual = kl / usual if usual else 0.0
+    low, high = limits.kl_passes_low, limits.kl_passes_high
+    return Finding(
+        decade_ramp(times_usual, low, high) if passes > limits.passes else 0.0,
+        key,
+        kl,
+        usual and usual * (low * high) ** 0.5,
+        adaptive=True,
+        z=view.z(key),
+        instance="passes",
+        text=lambda: (
+            f"updates have made {times(passes)} the steps of those before, and have moved the policy {times(times_usual)} as far as usual: "
+            f"by a KL divergence of {number(kl)} nats{view.usual(key)}"
+        ),
     )
 
 
@@ -128,6 +168,10 @@ TRANSITIONS = 512
 """Of an update, where nobody counts them: correlations of as many differ from 0 by the inverse of their root, by chance."""
 
 
+BY_CHANCE = 4.0
+"""Times that by which two correlations together must differ from 0."""
+
+
 def wrong_direction(view: View) -> Iterator[Finding]:
     """Updates make good actions rarer: at once where advantages and ratios clearly point against each other, else at the second."""
     key, limits = "policy/surrogate_gain", view.limits
@@ -143,7 +187,7 @@ def wrong_direction(view: View) -> Iterator[Finding]:
     chance = (view.transitions or TRANSITIONS) ** -0.5
     small = (view.get("policy/kl") or 0.0) < limits.kl_spike_low
     once = small and against > max(limits.wrong_direction_correlation, 6 * chance)
-    twice = min(against, before) > 0 and against + before > 2 * max(limits.wrong_direction_least, 2 * chance)
+    twice = min(against, before) > 0 and against + before > max(2 * limits.wrong_direction_least, BY_CHANCE * chance)
     yield Finding(
         hard(once or twice),
         key,
@@ -222,7 +266,9 @@ RULES = (
         n_off=2,
         duration=5,
         evidence=("policy/kl*", "policy/head/*/kl", "policy/ratio/*", "opt/lr", "grad/global/*", "adv/norm/*"),
-        source="Stop rules in use lie at 0.015 to 0.03. Policies with memory have single updates of 0.1 and recover: two in a row, or 0.3.",
+        relative=True,
+        source="Stop rules in use lie at 0.015 to 0.03. Policies with memory have single updates of 0.1 and recover: two in a row, or 0.3. "
+        "Less tells where there are suddenly more steps.",
     ),
     Rule(
         type="policy/ratio_explosion",

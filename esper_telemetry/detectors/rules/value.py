@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from esper_telemetry.detectors.rule import Finding, Rule, View, decade_ramp, hard, number, percent, ramp, times
+from esper_telemetry.detectors.rules.endings import confused_ends
 from esper_telemetry.detectors.rules.outliers import outlier
 
 LOSS, R2, EXPLAINED, SPREAD = "loss/value", "value/r2", "value/explained_variance", "value/target/std"
@@ -14,6 +15,9 @@ PHASES = ((0.10, -0.5), (0.25, -0.2), (0.75, 0.0), (1.0, 0.1))
 LOOKS = 20
 RECENT = 5
 """Latest losses that a jump is compared with."""
+
+BIASED = 10
+"""Updates for which a critic must be wrong in one direction."""
 
 GROWN = 0.5
 """Decades by which the loss must have grown too: the fit also falls where returns only vary less."""
@@ -63,12 +67,12 @@ def loss_jump(view: View) -> Iterator[Finding]:
     found, value = outlier(view, LOSS), view.get(LOSS)
     if value is None:
         return
-    recently = fresh(view, value)
+    recently = max(fresh(view, key) for key in (LOSS, "value/loss_norm"))
     if found is None:
         return
     median = view.baselines.median(LOSS) or value
     paid_more = (view.z("reward/absmax") or 0.0) >= view.limits.z_high
-    severity = max(found[0], recently if paid_more and found[1] > 0 else 0.0)
+    severity = max(found[0], recently if paid_more else 0.0)
     yield Finding(
         severity,
         LOSS,
@@ -81,9 +85,15 @@ def loss_jump(view: View) -> Iterator[Finding]:
     )
 
 
-def fresh(view: View, value: float) -> float:
-    """Severity of a loss far above all of the last five: it tells, together with new rewards, where the history spans decades."""
-    recent = view.memory.setdefault("recent", [])
+def fresh(view: View, key: str) -> float:
+    """Severity of a value far above all of the last five.
+
+    It tells, together with new rewards, where the history spans decades; relative to the variance of returns also where they are scaled.
+    """
+    value = view.get(key)
+    if value is None:
+        return 0.0
+    recent = view.memory.setdefault((key, "recent"), [])
     highest = max(recent, default=0.0)
     enough = len(recent) == RECENT
     recent.append(value)
@@ -95,7 +105,10 @@ def fresh(view: View, value: float) -> float:
 
 
 def bias(view: View) -> Iterator[Finding]:
-    """The critic is wrong in one direction, by much of the spread of returns and of their size."""
+    """The critic is wrong in one direction, by much of the spread of returns and of their size, for long; or it must become so,
+    because terminations and time limits are confused.
+    """
+    yield from confused_ends(view)
     key, limits = "value/bias_over_std", view.limits
     value, off, mean, spread = (view.get(name) for name in (key, "value/bias", "ret/mean", "ret/std"))
     if value is None or off is None or mean is None or spread is None:
@@ -106,8 +119,12 @@ def bias(view: View) -> Iterator[Finding]:
     low, high = limits.bias_low, limits.bias_high
     learned = view.memory["best"] < low
     severity = min(ramp(abs(value), low, high), ramp(share, 0.0, 2 * limits.bias_share)) if learned else 0.0
+    seen = view.memory.setdefault("severities", [])
+    seen.append(severity)
+    del seen[:-BIASED]
+    lasting = min(seen) if len(seen) == BIASED else 0.0
     yield Finding(
-        severity,
+        lasting,
         key,
         value,
         (low + high) / 2,
@@ -147,12 +164,11 @@ RULES = (
         type="value/bias",
         judge=bias,
         inputs=("value/bias_over_std", "value/bias"),
-        warmup=20,
-        n_on=10,
+        warmup=10,
         duration=3,
-        evidence=("value/bias", "value/bias_over_std", "value/terminal_err", "ret/mean", "ret/std"),
+        evidence=("value/bias", "value/bias_over_std", "value/terminal_err", "ret/mean", "ret/std", "episode/*"),
         relative=True,
-        source="A critic lags behind returns that rise: it must be wrong for long, by much of their size, and have been right "
-        "before: one that learns slowly is wrong from the start.",
+        source="A critic lags behind returns that rise: it must be wrong for ten updates, by much of their size, and have been right "
+        "before: one that learns slowly is wrong from the start. Ends of episodes that contradict the time limit tell at once.",
     ),
 )

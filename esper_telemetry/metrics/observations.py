@@ -1,0 +1,59 @@
+"""Observations as they arrive: whether they change at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.group import Mean, MetricGroup, reports
+from esper_telemetry.metric import Metric
+
+MOST_ENTRIES = 1024
+"""Entries of an observation that are compared: of larger ones every k-th."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantObservations(MetricGroup):
+    """Environments that gave the same observation all the time."""
+
+    constant: Mean = reports(
+        Metric(
+            key="obs/constant_frac",
+            number=341,
+            unit="fraction",
+            question="What share of the environments gave one and the same observation in every step of the rollout?",
+            low=0.0,
+            high=1.0,
+            healthy="0",
+            warn="> 0 for several updates: an environment that hangs, or a sensor that is not wired",
+            source="exact comparison",
+            undefined="the trainer does not show its observations",
+        )
+    )
+
+
+@torch.no_grad()
+def constant_rows(observations: Tensor, *, valid: Tensor | None = None) -> Tensor:
+    """Which environments gave one observation in all of their steps, [B] bool.
+
+    Args:
+        observations: [T, B, ...] of any type; of more than `MOST_ENTRIES` entries every k-th is compared.
+        valid: [T, B] bool; None where every entry is. Steps beside one that does not count are not compared.
+
+    An environment with fewer than two steps side by side that count has nothing to compare, and is not constant.
+    """
+    rows = observations.detach().flatten(2) if observations.dim() > 2 else observations.detach().unsqueeze(-1)
+    rows = rows[..., :: -(-rows.shape[-1] // MOST_ENTRIES) or 1]
+    changed = (rows[1:] != rows[:-1]).any(-1)
+    if valid is None:
+        return ~changed.any(0) if len(changed) else torch.zeros_like(rows[0, :, 0], dtype=torch.bool)
+    counted = valid[1:].bool() & valid[:-1].bool()
+    return counted.any(0) & ~(changed & counted).any(0)
+
+
+@torch.inference_mode()
+def constant_observations(constant: Tensor) -> ConstantObservations:
+    """Share of the environments that are constant, [B] bool; see `constant_rows`."""
+    return ConstantObservations(Mean(constant.sum().double(), float(constant.numel())))
