@@ -68,6 +68,9 @@ def overhead(view: View) -> Iterator[Finding]:
     )
 
 
+FAILURES = 3
+"""Of backends, one after the other, which are an outage."""
+
 WARNING = 0.5
 """Severity of what costs time and harms nothing."""
 
@@ -81,18 +84,30 @@ def busy_share(view: View) -> float | None:
 
 
 def delivery(view: View) -> Iterator[Finding]:
-    """Backends fail, again and again, or records are lost on the way to one."""
+    """Backends fail again and again, while nothing gets through; or records are lost on the way to one."""
     errors, dropped = view.get("telemetry/errors"), view.get("telemetry/dropped")
     if errors is None and dropped is None:
         return
-    more = (errors or 0.0) > (view.previous.get("telemetry/errors") or 0.0)
     lost = (dropped or 0.0) > (view.previous.get("telemetry/dropped") or 0.0)
+    outage = failures(view, errors or 0.0) >= FAILURES
     yield Finding(
-        hard(more or lost),
+        hard(outage or lost),
         "telemetry/dropped" if lost else "telemetry/errors",
         dropped if lost else errors,
         text=lambda: f"backends have failed {number(errors or 0.0)} times and lost {number(dropped or 0.0)} records",
     )
+
+
+def failures(view: View, errors: float) -> float:
+    """How often backends have failed since anything got through: while none does, more and more records wait."""
+    memory, depth = view.memory, view.get("telemetry/queue_depth")
+    more = errors - (view.previous.get("telemetry/errors") or 0.0)
+    if "since" in memory and depth is not None and depth < memory["deepest"]:
+        del memory["since"]
+    if more > 0 and "since" not in memory:
+        memory["since"] = errors - more
+    memory["deepest"] = depth or 0.0
+    return float(errors - memory["since"]) if "since" in memory else 0.0
 
 
 RULES = (
@@ -118,9 +133,8 @@ RULES = (
         type="telemetry/delivery",
         judge=delivery,
         inputs=("telemetry/errors",),
-        n_on=5,
         n_off=5,
         evidence=("telemetry/*",),
-        source="one failure is retried; five updates in a row are an outage",
+        source="one failure is retried, ever later: three without a record that gets through are an outage",
     ),
 )
