@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite, log10, nan
 
 import numpy as np
 
@@ -52,12 +53,15 @@ class Baselines:
         self.shift: dict[str, float] = {}
         self.beyond: dict[str, float] = {}
         self._rows: dict[str, int] = {}
+        self._names: list[str] = []
+        self._outlier = np.zeros(0, dtype=bool)
         self._values = np.full((0, WINDOW), np.nan)
         self._count = np.zeros(0, dtype=np.int64)
         self._rejected = np.zeros(0, dtype=np.int64)
         self._floor = np.zeros(0)
         self._x = np.zeros(0)
-        self._medians = np.zeros(0)
+        self._medians: list[float] = []
+        self._counts: list[int] = []
         self._highest = np.zeros(0)
         self._lowest = np.zeros(0)
         self._peak = np.zeros(0)
@@ -70,19 +74,20 @@ class Baselines:
         rows = [self._rows[key] for key in found]
         self._x[rows] = [_scaled(key, value) for key, value in found.items()]
         median, scale = spread(self._values, scale_min=self._floor, n_min=FEW)
-        self._medians = median
+        self._medians, self._counts = median.tolist(), self._count.tolist()
         enough = self._count >= N_MIN
         shift = np.where(enough, self._beyond(median), np.nan)
         self._highest = np.fmax(self._highest, np.where(enough, median, np.nan))
         self._lowest = np.fmin(self._lowest, np.where(enough, median, np.nan))
         with np.errstate(over="ignore"):  # what is infinitely far off is left out below
             z = shift / scale
-        known = np.isfinite(z).tolist()
-        names = list(self._rows)
-        self.z = {name: score for name, score, ok in zip(names, z.tolist(), known, strict=True) if ok}
-        self.shift = {name: score for name, score, ok in zip(names, shift.tolist(), known, strict=True) if ok}
-        beyond = (self._x - self._peak).tolist()
-        self.beyond = {name: score for name, score, ok in zip(names, beyond, known, strict=True) if ok}
+        known = np.flatnonzero(np.isfinite(z))
+        self._outlier = np.zeros(len(z), dtype=bool)
+        self._outlier[known] = np.abs(z[known]) >= OUTLIER
+        names = [self._names[row] for row in known.tolist()]
+        self.z = dict(zip(names, z[known].tolist(), strict=True))
+        self.shift = dict(zip(names, shift[known].tolist(), strict=True))
+        self.beyond = dict(zip(names, (self._x[known] - self._peak[known]).tolist(), strict=True))
 
     def _beyond(self, median: Array) -> Array:
         """How far values lie from their medians, and beyond the levels that have been usual earlier."""
@@ -92,9 +97,7 @@ class Baselines:
 
     def learn(self) -> None:
         """Takes in the values that were looked at last, outliers excepted."""
-        names = list(self._rows)
-        outlier = np.array([abs(self.z.get(name, 0.0)) >= OUTLIER for name in names], dtype=bool)
-        finite = np.isfinite(self._x)
+        finite, outlier = np.isfinite(self._x), self._outlier
         self._rejected = np.where(finite & ~outlier, 0, self._rejected + (finite & outlier))
         anew = self._rejected >= REBASELINE_AFTER
         self._values[anew] = np.nan
@@ -110,13 +113,14 @@ class Baselines:
         self._values[:] = np.nan
         self._count[:] = 0
         self._rejected[:] = 0
-        for levels in (self._medians, self._highest, self._lowest, self._peak):
+        for levels in (self._highest, self._lowest, self._peak):
             levels[:] = np.nan
+        self._medians, self._counts = [nan] * len(self._rows), [0] * len(self._rows)
         self.z, self.shift, self.beyond = {}, {}, {}
 
     def count(self, key: str) -> int:
         """Values that the history of a key holds."""
-        return min(int(self._count[self._rows[key]]), WINDOW) if key in self._rows else 0
+        return min(self._counts[self._rows[key]], WINDOW) if key in self._rows else 0
 
     def usual(self, key: str) -> tuple[float, float] | None:
         """Range of a key's usual values, 10th to 90th percentile; None of fewer than five."""
@@ -129,24 +133,26 @@ class Baselines:
     def median(self, key: str) -> float | None:
         """Median of a key's history; None of fewer than five values."""
         row = self._rows.get(key)
-        if row is None or self.count(key) < FEW or not np.isfinite(self._medians[row]):
+        if row is None or self._counts[row] < FEW or not isfinite(self._medians[row]):
             return None
-        middle = float(self._medians[row])
+        middle = self._medians[row]
         return middle if key in LINEAR else 10.0**middle
 
     def off_median(self, key: str) -> float:
         """Decades by which the latest value lies above the median of its history, negative below it; 0 without one."""
         row = self._rows.get(key)
-        off = self._x[row] - self._medians[row] if row is not None else np.nan
-        return float(off) if np.isfinite(off) else 0.0
+        off = float(self._x[row]) - self._medians[row] if row is not None else nan
+        return off if isfinite(off) else 0.0
 
     def _add(self, key: str) -> None:
         self._rows[key] = len(self._rows)
+        self._names.append(key)
         self._values = np.vstack([self._values, np.full((1, WINDOW), np.nan)])
         self._count = np.append(self._count, 0)
         self._rejected = np.append(self._rejected, 0)
         self._floor = np.append(self._floor, TIGHT.get(key, SCALE_MIN))
-        self._medians = np.append(self._medians, np.nan)
+        self._medians.append(nan)
+        self._counts.append(0)
         self._highest = np.append(self._highest, np.nan)
         self._lowest = np.append(self._lowest, np.nan)
         self._peak = np.append(self._peak, np.nan)
@@ -157,4 +163,4 @@ def _scaled(key: str, value: float) -> float:
     if key in LINEAR:
         return value
     size = abs(value)
-    return float(np.log10(size)) if size > 0 else np.nan
+    return log10(size) if size > 0 else nan

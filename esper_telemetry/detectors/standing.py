@@ -48,6 +48,8 @@ class Standing:
 
     def step(self, findings: Sequence[Finding], update: int) -> News | None:
         """Takes the findings of an update; several of one type are one event, with the worst of them."""
+        if not self._states and max(finding.severity for finding in findings) < self._patience.on:
+            return None  # nothing is on, and nothing speaks for a change: the usual case
         was = bool(self.instances)
         spoke = 0
         last = None

@@ -58,9 +58,14 @@ def test_a_memory_of_ten_steps_is_short_where_rewards_are_rare() -> None:
 
     short = set_to({"opt/beta2": 0.9})
 
-    assert raised(judged(run(40, both(short, rare)))) == {"opt/rms_spike": SINCE}
-    assert raised(judged(run(40, short))) == {}
-    assert raised(judged(run(40, rare))) == {}
+    assert raised(judged(run(60, both(short, rare), since=1))) == {"opt/rms_spike": 21}
+    assert raised(judged(run(60, short, since=1))) == raised(judged(run(60, rare))) == {}
+
+
+def test_a_memory_that_has_become_shorter_than_an_update_is_told() -> None:
+    """From a thousand steps to ten, in mid-run; to twenty, which is more than an update, is no matter."""
+    assert raised(judged(run(40, set_to({"opt/beta2": 0.9})))) == {"opt/rms_spike": SINCE}
+    assert raised(judged(run(40, set_to({"opt/beta2": 0.95})))) == {}
 
 
 def test_more_passes_than_ever_are_told_where_they_move_the_policy() -> None:

@@ -39,12 +39,17 @@ def test_announced_rewards_are_three_times_as_large(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_plan_holds_every_fault_and_every_healthy_run_of_its_environments() -> None:
-    """Pendulum knows two kinds of healthy runs, plain and rewards_x3; two faults, two seeds."""
+    """Pendulum knows four kinds of healthy runs; two faults, two seeds."""
     plan = courses([("lr_x10", 10), ("lr_zero", 0)], ["pendulum"], [1, 2])
 
     assert len([course for course in plan if course.fault is not None]) == 4
-    assert {course.healthy for course in plan if course.fault is None} == {"plain", "rewards_x3"}
-    assert len({course.name for course in plan}) == len(plan) == 8
+    assert {course.healthy for course in plan if course.fault is None} == {
+        "plain",
+        "annealed",
+        "slow",
+        "rewards_x3",
+    }
+    assert len({course.name for course in plan}) == len(plan) == 12
 
 
 def test_the_demo_breaks_half_way(tmp_path: Path) -> None:

@@ -18,11 +18,17 @@ LENGTHS = {
 }
 """What the end at the limit, and the end before it, of the episode with that length is called."""
 
-KNOWN = 5
-"""Updates in which a kind of end was seen, from which on the task is known to have it; and with any ends, before it has none."""
+SETTLES = 5
+"""Updates with ends after which it is known which ends a task has."""
+
+AT_LIMIT = 2
+"""Updates in which episodes must have reached the limit, for the way in which they end there to be known."""
 
 REPEATS = 2
-"""Updates with ends in which an end that the task does not have must be seen, one after the other."""
+"""Updates with ends that the task does not have, before they are told."""
+
+FORGOTTEN = 5
+"""Updates in a row without such an end, after which an earlier one was an accident."""
 
 
 def confused_ends(view: View) -> Iterator[Finding]:
@@ -33,21 +39,25 @@ def confused_ends(view: View) -> Iterator[Finding]:
     ends = ends_of(view, float(limit))
     if not ends:
         return
-    seen: dict[str, int] = view.memory.setdefault("ends", {})
-    updates = view.memory.get("updates", 0)
-    strange = contradiction(ends, seen) if updates >= KNOWN else None
-    again = view.memory["again"] = view.memory.get("again", 0) + 1 if strange else 0
-    if strange is None:
-        view.memory["updates"] = updates + 1
-        for end in ends:
+    memory = view.memory
+    seen: dict[str, int] = memory.setdefault("ends", {})
+    strange = contradiction(ends, seen) if memory.get("updates", 0) >= SETTLES else None
+    if strange is not None:
+        memory.update(again=memory.get("again", 0) + 1, since=0, strange=strange)
+    else:
+        memory["since"] = memory.get("since", 0) + 1
+        if memory["since"] >= FORGOTTEN:
+            memory["again"] = 0
+        memory["updates"] = memory.get("updates", 0) + 1
+        for end in ends if not memory.get("again") else ends & seen.keys():
             seen[end] = seen.get(end, 0) + 1
     error = view.get(ERROR)
     yield Finding(
-        hard(again >= REPEATS),
+        hard(memory.get("again", 0) >= REPEATS),
         ERROR if error is not None else CUT,
         error if error is not None else cut,
         instance="ends",
-        text=lambda: _told(strange, float(limit), error),
+        text=lambda: _told(memory["strange"], float(limit), error),
     )
 
 
@@ -70,14 +80,14 @@ def contradiction(ends: set[str], seen: dict[str, int]) -> str | None:
     """
     if CUT_BEFORE in ends and CUT_BEFORE not in seen:
         return CUT_BEFORE
-    if OVER_AT in ends and OVER_AT not in seen and seen.get(CUT_AT, 0) >= KNOWN and CUT_AT not in ends:
+    if OVER_AT in ends and OVER_AT not in seen and seen.get(CUT_AT, 0) >= AT_LIMIT and CUT_AT not in ends:
         return OVER_AT
-    if CUT_AT in ends and CUT_AT not in seen and seen.get(OVER_AT, 0) >= KNOWN and OVER_AT not in ends:
+    if CUT_AT in ends and CUT_AT not in seen and seen.get(OVER_AT, 0) >= SETTLES and OVER_AT not in ends:
         return CUT_AT
     return None
 
 
-def _told(strange: str | None, limit: float, error: float | None) -> str:
+def _told(strange: str, limit: float, error: float | None) -> str:
     """What the confusion does."""
     steps = number(limit)
     if strange == OVER_AT:

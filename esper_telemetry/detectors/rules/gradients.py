@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import log10
 
 from esper_telemetry.detectors.rule import Finding, Rule, View, hard, number, percent, ramp, segment_of, times
@@ -81,7 +81,8 @@ def missing_group(view: View) -> Iterator[Finding]:
     layers = {label for label, _, _ in view.labelled(LAYER, NORM)}
     for group, names in groups.items():
         key = f"grad/{segment_of(group)}/norm_preclip"
-        absent = [name for name in names if layers and segment_of(name) not in layers]
+        missing = layers and not layers.issuperset(_segments(view, group, names))
+        absent = [name for name in names if segment_of(name) not in layers] if missing else []
         whole = key not in view.values and f"{key}_nonfinite" not in view.values and bool(names)
         told = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
         yield Finding(
@@ -94,6 +95,14 @@ def missing_group(view: View) -> Iterator[Finding]:
                 + (f": {told}" if told else "")
             ),
         )
+
+
+def _segments(view: View, group: str, names: Iterable[str]) -> frozenset[str]:
+    """Names of a group's parameters as segments of keys: the same ones in every update."""
+    known: dict[str, frozenset[str]] = view.memory.setdefault("segments", {})
+    if group not in known:
+        known[group] = frozenset(map(segment_of, names))
+    return known[group]
 
 
 RULES = (

@@ -127,26 +127,32 @@ def rms_spike(view: View) -> Iterator[Finding]:
 
 
 def short_memory(view: View) -> Iterator[Finding]:
-    """Adam forgets within one update, and rewards come in some updates only: each is divided by what the ones without left behind."""
+    """Adam forgets within one update, and did not before; or rewards come in some updates only, and are forgotten in between."""
     beta2, zeros, steps = view.get("opt/beta2"), view.get("reward/zero_frac"), view.steps
+    paid = view.memory.setdefault("paid", [])
     if zeros is not None:
-        paid = view.memory.setdefault("paid", [])
         paid.append(zeros < 1)
         del paid[:-GAPS]
     if beta2 is None or not steps or not 0 <= beta2 < 1:
         return
-    reach = 1 / (1 - beta2)
-    gaps = view.memory.get("paid", [])
-    wrong = reach < view.limits.memory_updates * steps and any(gaps) and not all(gaps)
+    reach, need = 1 / (1 - beta2), view.limits.memory_updates * steps
+    before = view.memory["reach"] = max(view.memory.get("reach", 0.0), reach)
+    fallen = before >= need
+    rare = any(paid) and not all(paid)
+    why = (
+        f"rewards came in {paid.count(True)} of the last {len(paid)} updates"
+        if rare
+        else f"it reached back {number(before)} before"
+    )
     yield Finding(
-        hard(wrong),
+        hard(reach < need and (rare or fallen)),
         "opt/beta2",
         beta2,
-        1 - 1 / max(1.0, view.limits.memory_updates * steps),
+        1 - 1 / max(1.0, need),
         instance="memory",
         text=lambda: (
-            f"Adam's memory of squared gradients reaches back {number(reach)} steps, less than the {steps} of an update, and rewards came "
-            f"in {gaps.count(True)} of the last {len(gaps)} updates: gradients of rewards meet a memory that has forgotten them"
+            f"Adam's memory of squared gradients reaches back {number(reach)} steps, less than the {steps} of an update, and {why}: a "
+            "gradient that is larger than usual meets a memory that has forgotten the like"
         ),
     )
 
@@ -201,6 +207,7 @@ RULES = (
         warmup=20,
         duration=3,
         evidence=("opt/stable_rms", "grad/global/norm_preclip", RATE),
+        relative=True,
         sampled=True,
         source="Wortsman 2023 has 2.3 for language models; PPO's gradients jump at every new rollout: 5.",
     ),

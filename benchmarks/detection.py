@@ -1,0 +1,88 @@
+"""What detection costs per update: microseconds of one thread, and the share of an update that this is.
+
+`python benchmarks/detection.py` trains three small runs, then judges their records again and again. Detection runs in the process
+beside the trainer where there is one (`docs/architecture.md`): the share is what it would take of the trainer's own time without.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import tyro
+
+from esper_telemetry import Telemetry, attach, read_run
+from esper_telemetry.detectors import Detectors
+from esper_telemetry.faults.beds import bed
+from esper_telemetry.faults.course import train
+from esper_telemetry.journal import Run
+
+WARM = 25
+"""Updates after which every history is there: those before cost less."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Judges records of small runs, round by round."""
+
+    envs: tuple[str, ...] = ("cue-recall", "cartpole-lstm", "acrobot")
+    """Environments of the fault bed."""
+    updates: int = 60
+    """Of every run."""
+    rounds: int = 20
+    """How often each is judged; the median counts, and the fastest is shown beside it."""
+
+
+def recorded(env: str, updates: int, run_dir: Path) -> Run:
+    """A run that nobody watches, at NORMAL."""
+    trainer = bed(env).trainer(1)
+    with Telemetry([], run_dir=run_dir, detect=False, offload=False) as telemetry:
+        attach(telemetry, trainer)
+        train(trainer, updates=updates, planned=updates)
+    return read_run(run_dir)
+
+
+def cost(run: Run) -> float:
+    """Seconds of processor time per update, once histories are full enough."""
+    detectors = Detectors(run.info.facts)
+    for record in run.records[:WARM]:
+        detectors.step(record)
+    gc.collect()
+    start = time.process_time()
+    for record in run.records[WARM:]:
+        detectors.step(record)
+    return (time.process_time() - start) / len(run.records[WARM:])
+
+
+def update_seconds(run: Run) -> float:
+    """Median wall time of an update with its rollout."""
+    return statistics.median(b.axes.wall_time - a.axes.wall_time for a, b in pairwise(run.records))
+
+
+def row(env: str, run: Run, costs: Sequence[float]) -> str:
+    """One line of the table."""
+    median, best, update = statistics.median(costs), min(costs), update_seconds(run)
+    keys = statistics.median(len(record.values) for record in run.records)
+    share = median / update
+    return f"{env:16}{keys:8.0f}{1e6 * median:12.0f}{1e6 * best:12.0f}{1e3 * update:12.1f}{share:11.2%}"
+
+
+def main(settings: Settings) -> None:
+    """Prints a table."""
+    torch.set_num_threads(1)
+    print(f"{'environment':16}{'keys':>8}{'µs, median':>12}{'µs, best':>12}{'update, ms':>12}{'share':>11}")
+    with tempfile.TemporaryDirectory(prefix="detection-") as directory:
+        for env in settings.envs:
+            run = recorded(env, settings.updates, Path(directory) / env)
+            print(row(env, run, [cost(run) for _ in range(settings.rounds)]))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings))
