@@ -46,12 +46,14 @@ class Baselines:
         z: robust standard scores of the latest update's values, by key; without keys whose history is short.
         shift: decades between the latest values and their medians, by key.
         beyond: decades by which the latest values exceed all before them, by key; negative below the largest.
+        below: decades by which they are smaller than all before them; negative above the smallest.
     """
 
     def __init__(self) -> None:
         self.z: dict[str, float] = {}
         self.shift: dict[str, float] = {}
         self.beyond: dict[str, float] = {}
+        self.below: dict[str, float] = {}
         self._rows: dict[str, int] = {}
         self._names: list[str] = []
         self._outlier = np.zeros(0, dtype=bool)
@@ -65,6 +67,7 @@ class Baselines:
         self._highest = np.zeros(0)
         self._lowest = np.zeros(0)
         self._peak = np.zeros(0)
+        self._trough = np.zeros(0)
 
     def look(self, found: Mapping[str, float]) -> None:
         """Judges one update by the updates before it; `learn` takes it in."""
@@ -88,6 +91,7 @@ class Baselines:
         self.z = dict(zip(names, z[known].tolist(), strict=True))
         self.shift = dict(zip(names, shift[known].tolist(), strict=True))
         self.beyond = dict(zip(names, (self._x[known] - self._peak[known]).tolist(), strict=True))
+        self.below = dict(zip(names, (self._trough[known] - self._x[known]).tolist(), strict=True))
 
     def _beyond(self, median: Array) -> Array:
         """How far values lie from their medians, and beyond the levels that have been usual earlier."""
@@ -105,6 +109,7 @@ class Baselines:
         self._rejected[anew] = 0
         rows = np.flatnonzero(finite & (~outlier | anew))
         self._peak[rows] = np.fmax(self._peak[rows], self._x[rows])
+        self._trough[rows] = np.fmin(self._trough[rows], self._x[rows])
         self._values[rows, self._count[rows] % WINDOW] = self._x[rows]
         self._count[rows] += 1
 
@@ -113,10 +118,10 @@ class Baselines:
         self._values[:] = np.nan
         self._count[:] = 0
         self._rejected[:] = 0
-        for levels in (self._highest, self._lowest, self._peak):
+        for levels in (self._highest, self._lowest, self._peak, self._trough):
             levels[:] = np.nan
         self._medians, self._counts = [nan] * len(self._rows), [0] * len(self._rows)
-        self.z, self.shift, self.beyond = {}, {}, {}
+        self.z, self.shift, self.beyond, self.below = {}, {}, {}, {}
 
     def count(self, key: str) -> int:
         """Values that the history of a key holds."""
@@ -156,6 +161,7 @@ class Baselines:
         self._highest = np.append(self._highest, np.nan)
         self._lowest = np.append(self._lowest, np.nan)
         self._peak = np.append(self._peak, np.nan)
+        self._trough = np.append(self._trough, np.nan)
 
 
 def _scaled(key: str, value: float) -> float:

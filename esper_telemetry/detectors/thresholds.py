@@ -109,7 +109,7 @@ class Thresholds:
     adds_up_growth: float = above(1.3, "growth of the cell state over an episode, where nothing is forgotten")
     adds_up_jump: float = above(1.5, "size of the cell state relative to the update before, with that")
     timescale: float = below(1.2, "median memory of a unit, steps")
-    cell_absmax: float = above(50.0, "largest cell state")
+    cell_absmax: float = above(50.0, "largest cell state, the middle of a ramp from half to twice of it")
     cell_growth_low: float = above(4.0, "growth of the cell state over an episode")
     cell_growth_high: float = above(12.0, "end of that ramp")
     stale_low: float = above(1.0, "relative distance of stored from recomputed states after the update")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from healthy_run import FACTS, Values, alarms, both, judged, multiplied, raised, run, set_to
 
+from esper_telemetry.detectors import Detectors
 from esper_telemetry.record import AlarmEvent
 
 SINCE = 30
@@ -153,3 +154,44 @@ def test_a_forget_gate_that_stays_open_shows_in_the_cell_state_before_gates_are_
 
     assert raised(judged(run(40, opened)))["lstm/forget_open"] == SINCE
     assert "lstm/forget_open" not in raised(judged(run(60, slowly)))
+
+
+def test_what_a_look_at_the_gates_has_refuted_is_not_inferred_again() -> None:
+    """Cell states that double now and then over long episodes, with gates that are found in use at every tenth update."""
+
+    def bursts(found: Values, ago: int) -> None:
+        if ago % 10:
+            del found["lstm/gate/f/sat_hi"]
+        if ago % 10 in (5, 6):
+            found["lstm/c/rms"] *= 2 + ago / 10
+            found["lstm/c_growth"] = 1.6
+
+    told = [alarm for alarm in alarms(judged(run(90, bursts))) if alarm.type == "lstm/forget_open"]
+
+    assert [(alarm.event, alarm.axes.update) for alarm in told if alarm.event is AlarmEvent.RAISE] == [
+        (AlarmEvent.RAISE, SINCE + 5)
+    ]
+
+
+def test_a_cell_state_about_its_bound_is_one_alarm() -> None:
+    """Between 40 and 60, where 50 is the bound: it is on until the state has become much smaller."""
+
+    def swing(found: Values, ago: int) -> None:
+        found["lstm/c/absmax"] = 40.0 + 20.0 * (ago % 2)
+
+    told = [alarm for alarm in alarms(judged(run(60, swing))) if alarm.type == "lstm/cell_drift"]
+
+    assert [alarm.event for alarm in told] == [AlarmEvent.RAISE]
+
+
+def test_a_normaliser_settles_again_after_what_was_changed_on_purpose() -> None:
+    """Rewards that were rescaled at update 50 move their normaliser for thirty updates more."""
+    detectors = Detectors({**FACTS, "total_steps": None})
+    found = []
+    for record in run(85, set_to({"norm/ret/drift": 1.0}), since=51):
+        if record.seq == 51:
+            detectors.intervention()
+        found.append(detectors.step(record))
+
+    assert "norm/drift" not in raised(found)
+    assert raised(judged(run(85, set_to({"norm/ret/drift": 1.0}), since=51)))["norm/drift"] == 60

@@ -10,7 +10,7 @@ JUMP = 0.5
 """Decades from which on a move is kept in mind."""
 
 DRIFTS, SETTLES = 10, 40
-"""Updates in a row that a normaliser has to drift, and updates that it is given to settle."""
+"""Updates in a row that a normaliser has to drift, and updates that it is given to settle, from the start or from an intervention."""
 
 RETURNS = ("ret/std", "ret/mean")
 REWARD = ("reward/absmax", "reward/mean")
@@ -137,12 +137,13 @@ def constant_reward(view: View) -> Iterator[Finding]:
 def normalizer_drift(view: View) -> Iterator[Finding]:
     """A normaliser still moves late in the run, or what it is given lies far outside of what it knows."""
     limits = view.limits
+    age = view.memory["age"] = view.memory.get("age", 0) + 1
     for label, key, value in view.labelled("norm/", "/drift"):
         cut_key = f"norm/{label}/clip_frac"
         cut = view.get(cut_key) or 0.0
         drifting = ramp(value, limits.normalizer_drift_low, limits.normalizer_drift_high)
         lasts = view.memory[label] = view.memory.get(label, 0) + 1 if drifting >= 0.5 else 0
-        moved = drifting if lasts >= DRIFTS and view.update > SETTLES else 0.0
+        moved = drifting if lasts >= DRIFTS and age > SETTLES else 0.0
         cuts = ramp(cut, limits.normalizer_clip_low, limits.normalizer_clip_high)
         yield Finding(
             max(moved, cuts),

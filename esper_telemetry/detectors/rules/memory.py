@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from esper_telemetry.detectors.rule import Finding, Rule, View, hard, number, percent, ramp
+from esper_telemetry.detectors.rule import Finding, Rule, View, decade_ramp, hard, number, percent, ramp
 
 CELL, LARGEST = "lstm/c/rms", "lstm/c/absmax"
 CLOSED, OPEN, TIMESCALE = "lstm/gate/f/sat_lo", "lstm/gate/f/sat_hi", "lstm/timescale/median"
@@ -71,12 +71,13 @@ def seen_open(view: View) -> bool:
 
 
 def drops(view: View) -> bool:
-    """Whether the cell state has become much smaller within one update, and smaller with its age instead of larger."""
+    """Whether the cell state has become much smaller within one update, than ever before, and smaller with its age instead of larger."""
     size, before, growth = view.get(CELL), view.previous.get(CELL), view.get("lstm/c_growth")
     if size is None or before is None or growth is None:
         return False
     held = (view.baselines.median(CELL) or 0.0) > WRITTEN
-    return held and size < WRITTEN and size < before / view.limits.adds_up_jump and growth < 0
+    lowest = view.baselines.below.get(CELL, 0.0) > 0
+    return held and lowest and size < WRITTEN and size < before / view.limits.adds_up_jump and growth < 0
 
 
 def forget_open(view: View) -> Iterator[Finding]:
@@ -88,7 +89,9 @@ def forget_open(view: View) -> Iterator[Finding]:
     low, high = limits.forget_open_low, limits.forget_open_high
     value, growth = view.get(OPEN), view.get("lstm/c_growth")
     if value is not None:
-        memory.update(gates=ramp(value, low, high), open=value, on=memory.get("on", False) and value > low)
+        refuted = memory.get("refuted", False) or (memory.get("inferred", False) and value <= low)
+        memory.update(gates=ramp(value, low, high), open=value, refuted=refuted, inferred=False)
+        memory["on"] = memory.get("on", False) and value > low
     grows = adds_up(view, growth) if value is None and growth is not None and view.z(CELL) is not None else False
     if value is None and growth is None:
         return
@@ -111,7 +114,7 @@ def forget_open(view: View) -> Iterator[Finding]:
 def adds_up(view: View, growth: float) -> bool:
     """Whether the cell state grows with its age, and has become larger from one update to the next by more than an update explains.
 
-    Kept in mind while it grows, because it becomes larger once only.
+    Kept in mind while it grows, because it becomes larger once only. What a look at the gates has refuted is not inferred again.
     """
     limits = view.limits
     size, before = view.values.get(CELL, 0.0), view.previous.get(CELL, 0.0)
@@ -120,11 +123,13 @@ def adds_up(view: View, growth: float) -> bool:
         small
         and size > max(WRITTEN, limits.adds_up_jump * before)
         and before > 0
-        and view.baselines.shift.get(CELL, 0.0) > 0
+        and view.baselines.beyond.get(CELL, 0.0) > 0
+        and not view.memory.get("refuted", False)
     )
     view.memory["jumped"] = JUMP_HOLDS if jumped else max(0, view.memory.get("jumped", 0) - 1)
     on = growth > limits.adds_up_growth and (view.memory["jumped"] > 0 or view.memory.get("on", False))
     view.memory["on"] = on
+    view.memory["inferred"] = on or view.memory.get("inferred", False)
     return bool(on)
 
 
@@ -137,7 +142,7 @@ def cell_drift(view: View) -> Iterator[Finding]:
     z = view.z(CELL)
     parts = {
         CELL: 0.0 if z is None else ramp(z, limits.z_low, limits.z_high),
-        LARGEST: 0.0 if largest is None else hard(largest > limits.cell_absmax),
+        LARGEST: 0.0 if largest is None else decade_ramp(largest, limits.cell_absmax / 2, limits.cell_absmax * 2),
         "lstm/c_growth": 0.0 if growth is None else ramp(growth, limits.cell_growth_low, limits.cell_growth_high),
     }
     key = max(parts, key=lambda name: parts[name])
