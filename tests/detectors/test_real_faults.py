@@ -90,7 +90,7 @@ def old_data(event: RolloutEnd) -> RolloutEnd:
 
 def no_entropy(event: MinibatchEnd) -> MinibatchEnd:
     """Minibatches without their distributions and losses."""
-    return replace(event, logits={}, losses={})
+    return event._replace(logits={}, losses={})
 
 
 def endless(trainer: PPO) -> None:
