@@ -1,4 +1,4 @@
-"""The command line: `esper-telemetry train | replay | diagnose | metrics`, also `python -m esper_telemetry`.
+"""The command line: `esper-telemetry train | replay | compress | diagnose | metrics`, also `python -m esper_telemetry`.
 
 Exit codes: 0 done, 1 the run failed, 2 wrong use (one sentence on stderr, nothing created or changed); 130 interrupted and 143 ended by
 SIGTERM, after saving a checkpoint from which `train --resume` goes on.
@@ -103,6 +103,17 @@ class Replay:
 
 
 @dataclass(frozen=True)
+class Compress:
+    """Packs the journals of runs that are over, to a fifth or so; every command reads them as they are.
+
+    Example: esper-telemetry compress runs/a runs/b
+    """
+
+    run_dirs: tyro.conf.Positional[tuple[str, ...]]
+    """The run directories."""
+
+
+@dataclass(frozen=True)
 class Metrics:
     """Prints the catalogue: every key, what it means, what is normal, and what to try when it is not.
 
@@ -133,6 +144,7 @@ class Diagnose:
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Replay, tyro.conf.subcommand("replay")]
+    | Annotated[Compress, tyro.conf.subcommand("compress")]
     | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
     | Annotated[Metrics, tyro.conf.subcommand("metrics")]
 )
@@ -161,18 +173,19 @@ def run(arguments: Sequence[str]) -> int:
     table: dict[type, Callable[[Any], int]] = {
         Train: commands.train,
         Replay: commands.replay,
+        Compress: commands.compress,
         Diagnose: commands.diagnose,
         Metrics: commands.metrics,
     }
     return table[type(command)](command)
 
 
-def parse(arguments: Sequence[str]) -> Train | Replay | Metrics:
+def parse(arguments: Sequence[str]) -> Any:
     """The command, with the preset's settings where no option says otherwise; raises WrongUse for arguments that make none."""
     run_dir = _resumed(arguments)
     if run_dir is not None:
         return _parse_resume(arguments[1:], run_dir)
-    command: Train | Replay | Metrics = parse_arguments(arguments, Command)
+    command = parse_arguments(arguments, Command)
     if not isinstance(command, Train) or command.preset == "none":
         return command
     found = preset(command.env, command.ppo.policy, mask_velocity=command.mask_velocity)

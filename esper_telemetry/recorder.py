@@ -163,7 +163,7 @@ class Recorder:
         """Appends a record; the sinks find it in the journal. Arguments as in `writer.Measured`."""
         assert self._relay is not None
         stats = self._relay.stats()
-        delivery = Delivery(stats.queue_depth, stats.errors)
+        delivery = Delivery(stats.queue_depth, stats.errors, stats.lags)
         if self.offloaded:  # another process appends it, and the sinks' backlog is reckoned from this number
             self._journal.records += 1
         times = (seconds, elapsed, delivery)

@@ -45,7 +45,8 @@ class Held:
 def run_info(run_dir: str | os.PathLike[str]) -> RunInfo:
     """The run in a directory, without reading its records; raises as `held`."""
     path = journal_path(run_dir)
-    reader = JournalReader(path, offset=path.stat().st_size)
+    reader = JournalReader(path)
+    reader.offset = reader.size
     info = reader.head()
     reader.close()
     return _required(info, path)

@@ -30,11 +30,12 @@ def replay(run_dir: str | os.PathLike[str], sink: Sink, *, follow: bool = False)
     path = journal_path(run_dir)
     cursors = Cursors(path.parent.absolute())
     delivery = Delivery(sink, JournalReader(path.absolute()), cursors=cursors, patience=None if follow else PATIENCE)
-    before = delivery.cursor.records
+    before = delivery.cursor
     if not follow:
         delivery.finish(RunStatus.KILLED)
     delivery.run()
-    status = replace(delivery.status, records=delivery.cursor.records - before)
+    sent, refused = delivery.cursor.records - before.records, delivery.cursor.quarantined - before.quarantined
+    status = replace(delivery.status, records=sent, quarantined=refused)
     pending = _records_after(JournalReader(path, delivery.cursor.offset))
     return CloseReport((sink_report(status, pending=pending, command=replay_command(path.parent, sink)),))
 

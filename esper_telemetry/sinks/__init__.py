@@ -15,7 +15,7 @@ opened.
 from esper_telemetry.sinks.console import ConsoleSink
 from esper_telemetry.sinks.function import FunctionSink
 from esper_telemetry.sinks.mlflow import MLflowSink
-from esper_telemetry.sinks.protocol import DeadClientError, PermanentSinkError, Place, Sink
+from esper_telemetry.sinks.protocol import DeadClientError, PermanentSinkError, Place, PoisonRecordError, Sink
 from esper_telemetry.sinks.tensorboard import TensorBoardSink
 from esper_telemetry.sinks.uri import SinkLike, as_sink, known_sinks, sink_from_uri
 from esper_telemetry.sinks.wandb import WandbSink
@@ -27,6 +27,7 @@ __all__ = [
     "MLflowSink",
     "PermanentSinkError",
     "Place",
+    "PoisonRecordError",
     "Sink",
     "SinkLike",
     "TensorBoardSink",

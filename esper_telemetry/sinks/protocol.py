@@ -17,7 +17,9 @@ logger = logging.getLogger("esper_telemetry.sinks")
 class Sink(Protocol):
     """Where records go. `open` comes first and once, then any number of `write`, then `close`.
 
-    A call that raises is repeated later with the same records, so `write` takes all of them or raises. Optional
+    A call that raises is repeated later, with the same records or with some of them, so `write` takes all of them or raises. What it
+    raises says what to do: OSError (and whatever else is not named here) tries again after a while, ValueError and TypeError look for
+    the one record that is refused (`PoisonRecordError`), PermanentSinkError gives the sink up. Optional
     attributes, read with `getattr`:
 
     - `in_process: bool`, True when absent: run in a thread of the training process, not in the child process.
@@ -43,6 +45,20 @@ class Sink(Protocol):
 
 class PermanentSinkError(Exception):
     """Trying again cannot help: the sink is disabled for the rest of the run, with this message."""
+
+
+class PoisonRecordError(ValueError):
+    """The backend refuses one of the records, and would refuse it for ever: it is put aside and the others are sent.
+
+    Raise it where you know which one; any ValueError or TypeError has the record looked for.
+
+    Attributes:
+        index: its place among the records of this `write`; None where the backend does not say.
+    """
+
+    def __init__(self, message: str, index: int | None = None) -> None:
+        super().__init__(message)
+        self.index = index
 
 
 class DeadClientError(PermanentSinkError):
