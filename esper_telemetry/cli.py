@@ -1,4 +1,4 @@
-"""The command line: `esper-telemetry train | replay | compress | diagnose | metrics`, also `python -m esper_telemetry`.
+"""The command line: `esper-telemetry train | replay | doctor | compress | diagnose | metrics`, also `python -m esper_telemetry`.
 
 Exit codes: 0 done, 1 the run failed, 2 wrong use (one sentence on stderr, nothing created or changed); 130 interrupted and 143 ended by
 SIGTERM, after saving a checkpoint from which `train --resume` goes on.
@@ -100,6 +100,25 @@ class Replay:
     """Sink URI, as for `train --sink`."""
     follow: bool = False
     """Wait for more until the run ends."""
+    missing: bool = False
+    """Read the backend first and send what it lacks, whatever it has been sent before."""
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Compares every backend of a run with its journal, number by number, and says what is missing and what repairs it.
+
+    A run whose trainer is gone without ending it is ended as killed.
+
+    Example: esper-telemetry doctor runs/a
+    """
+
+    run_dir: tyro.conf.Positional[str]
+    """The run directory."""
+    sink: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Sink URI, as for train --sink: one that cannot be found by its name, because of a password in it."""
+    json: bool = False
+    """As JSON."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +163,7 @@ class Diagnose:
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Replay, tyro.conf.subcommand("replay")]
+    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
     | Annotated[Compress, tyro.conf.subcommand("compress")]
     | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
     | Annotated[Metrics, tyro.conf.subcommand("metrics")]
@@ -173,6 +193,7 @@ def run(arguments: Sequence[str]) -> int:
     table: dict[type, Callable[[Any], int]] = {
         Train: commands.train,
         Replay: commands.replay,
+        Doctor: commands.doctor,
         Compress: commands.compress,
         Diagnose: commands.diagnose,
         Metrics: commands.metrics,

@@ -350,7 +350,7 @@ def test_a_mistake_in_a_terminal_is_the_same_sentence_without_a_traceback(argume
     assert list(here.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", ["train", "replay", "compress", "metrics"])
+@pytest.mark.parametrize("command", ["train", "replay", "doctor", "compress", "metrics"])
 def test_the_help_of_every_command_has_an_example(command: str, capfd: pytest.CaptureFixture[str]) -> None:
     code, out, err = said([command, "--help"], capfd)
 
@@ -362,7 +362,7 @@ def test_the_help_names_every_command(capfd: pytest.CaptureFixture[str]) -> None
     code, out, _ = said(["--help"], capfd)
 
     assert code == 0
-    assert all(command in out for command in ("train", "replay", "compress", "metrics"))
+    assert all(command in out for command in ("train", "replay", "doctor", "compress", "metrics"))
 
 
 @pytest.mark.parametrize("level", ["debug", "Debug", "DEBUG"])

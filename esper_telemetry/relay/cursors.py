@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -60,6 +61,12 @@ class Cursors:
             return Cursor(int(offset), saved["seq"], saved["records"], end and RunStatus(end), saved["closed"], refused)
         except (OSError, KeyError, TypeError, ValueError, AttributeError):
             return Cursor()
+
+    def names(self) -> list[str]:
+        """The sinks that have one."""
+        with contextlib.suppress(OSError):
+            return list(self._read())
+        return []
 
     def save(self, name: str, cursor: Cursor) -> None:
         """Replaces the cursor of a sink and leaves all others."""

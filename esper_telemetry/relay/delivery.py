@@ -121,6 +121,11 @@ class Delivery:
         return self._progress.cursor
 
     @property
+    def sent(self) -> int:
+        """How many records this delivery has sent; what others have sent before is not among them."""
+        return self._sender.sent
+
+    @property
     def over(self) -> bool:
         """Whether nothing more will be delivered."""
         return self._stopped or self._state in FINAL
@@ -205,21 +210,20 @@ class Delivery:
             case RunInfo():
                 self._describe(entry)
                 self._move(end=None, closed=False)
-            case Record() if self._is_held(entry):
+            case Record() if self._is_held(entry.axes.update):
                 self._move(end=None, closed=False, seq=entry.seq, records=self.cursor.records + 1)
             case Record():
                 self._sender.batch.append(entry)
                 self._move(end=None, closed=False)
-            case Alarm() if self._sender.alarm is not None and entry.axes.update > self._held and self._wanted is None:
+            case Alarm() if self._sender.alarm is not None and not self._is_held(entry.axes.update):
                 self._sender.batch.append(entry)
             case JournalEvent(type="metrics") if self._info is not None:
                 self._info.metrics.update(entry.data)
             case End():
                 self._move(end=entry.status)
 
-    def _is_held(self, record: Record) -> bool:
-        """Whether the backend has the record already."""
-        update = record.axes.update
+    def _is_held(self, update: int) -> bool:
+        """Whether the backend has the update already."""
         return update <= self._held or (self._wanted is not None and not self._wanted(update))
 
     def _describe(self, info: RunInfo) -> None:
@@ -258,10 +262,9 @@ class Delivery:
         recall = getattr(self.sink, "recall", None)
         if recall is None:
             return
-        everything = self._held or self._wanted is not None
-        before = None if everything else self.cursor.offset
-        known = self._reader.alarms(before)
-        known = tuple(alarm for alarm in known if not self._held or alarm.axes.update <= self._held)
+        whole = self._held or self._wanted is not None
+        before = None if whole else self.cursor.offset
+        known = [alarm for alarm in self._reader.alarms(before) if not whole or self._is_held(alarm.axes.update)]
         if known:
             recall(known)
 

@@ -32,13 +32,14 @@ class Sender:
     Attributes:
         batch: what is still to be given.
         wall_time: when the last record that the sink took was made; None before the first.
+        sent: records that the sink took.
         refused: records that were put aside.
     """
 
     def __init__(self, sink: Sink, name: str, run_dir: Path | None, breaker: Breaker, calls: Calls) -> None:
         self.batch = Batch()
         self.wall_time: float | None = None
-        self.refused = 0
+        self.sent = self.refused = 0
         self.alarm: Callable[[Alarm], object] | None = getattr(sink, "alarm", None)
         self._sink, self._name, self._run_dir = sink, name, run_dir
         self._breaker, self._calls = breaker, calls
@@ -76,6 +77,7 @@ class Sender:
         with self._calls.one():
             self._sink.write(records)
         self.batch.take(records)
+        self.sent += len(records)
         self.wall_time = records[-1].axes.wall_time
 
     def _refuse(self, records: Sequence[Record], error: Exception, *, lonely: bool) -> None:

@@ -10,10 +10,13 @@ from typing import Any
 
 PASSWORD = re.compile(r"(?<=://)([^/:@\s]*):([^/@\s]+)@")
 
+MASKED = ":***@"
+"""Stands in an address that holds a password."""
+
 
 def masked(uri: str) -> str:
     """The URI with a password in it replaced by stars."""
-    return PASSWORD.sub(r"\1:***@", uri)
+    return PASSWORD.sub(rf"\1{MASKED}", uri)
 
 
 def plain(value: Any) -> Any:

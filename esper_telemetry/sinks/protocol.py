@@ -30,6 +30,10 @@ class Sink(Protocol):
     - `prepare_child() -> None`: called once before `open`, and only in a process that holds nothing of the user's.
     - `held(run: RunInfo) -> int | None`: called after `open`, the last update that the backend holds of this run, 0 for none: records up to
       it are passed over and all after it are sent, whatever was taken before. None leaves it at what was taken.
+    - `stored(run: RunInfo) -> Stored | None` and `shown(run: RunInfo) -> Shown` (`sinks/stored.py`): what the backend holds of the run,
+      and what it should hold of a record, both without `open`; `doctor` compares them.
+    - `only_forward: bool`, False when absent: the backend draws nothing behind a later point, so what is missing is sent together with
+      everything after it, and `write` begins anew there.
     - `place(run: RunInfo) -> Place`: where the run will be found, for people.
     """
 
