@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export WANDB_SILENT ?= true
 DEMO_SINKS := --sink console --sink tensorboard --sink 'wandb:esper-demo?mode=offline' --sink 'mlflow?experiment=esper-demo'
 
-.PHONY: help install demo demo-mlp demo-fault test test-slow lint bench docs clean
+.PHONY: help install demo demo-mlp demo-fault test test-slow test-faults lint bench docs clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,6 +38,10 @@ test: install lint  ## lint, check types, run the tests (under 10 minutes on 2 c
 test-slow: install  ## learning curves over seeds, soak runs
 	@echo "Running the slow tests: learning curves over five seeds"
 	@$(BIN)/pytest -q -m slow -rP --numprocesses auto --maxprocesses 4
+
+test-faults: install  ## trainings that meet a real fault each; writes docs/fault_matrix.md (20 minutes)
+	@echo "Breaking servers, disks, clients and trainers, one at a time"
+	@$(BIN)/pytest -q -m fault_matrix tests/fault_matrix
 
 lint: install  ## ruff and mypy --strict on package, tests, examples and benchmarks
 	@echo "Linting and checking types"

@@ -56,7 +56,7 @@ ALLOWED: dict[str, set[str]] = {
     "wiring": CORE | {"clock", "events", "hooks", "metrics", "replay", "summary", "telemetry"},
     "environments": set(),
     "ppo": {"environments", "ops", "hooks", "events", "replay"},
-    "testing": {"record", "sinks"},
+    "testing": {"record", "journal", "relay", "sinks"},
     "faults": CORE
     | {"alarms", "commands", "detectors", "environments", "events", "journal", "ppo", "sinks", "telemetry", "wiring"},
 }

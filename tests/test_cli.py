@@ -56,7 +56,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["train"], "--env"),
         (
             [*CARTPOLE, "--sink", "grafana"],
-            "unknown sink 'grafana'; known sinks are console, mlflow, tensorboard, wandb",
+            "unknown sink 'grafana'; known sinks are console, mlflow, prometheus, tensorboard, wandb",
         ),
         ([*CARTPOLE, "--sink", "console", "--sink", "wandb:p?colour=red"], "sink wandb has no option 'colour'"),
         ([*CARTPOLE, "--sink", "wandb:p?mode=sometimes"], "mode must be one of auto, online, offline, got 'sometimes'"),

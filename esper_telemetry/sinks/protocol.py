@@ -79,7 +79,7 @@ class Place(NamedTuple):
 def require_package(package: str, sink: str) -> None:
     """Raises ModuleNotFoundError with the install command unless the package is there; imports nothing."""
     if find_spec(package) is None:
-        extra = {"rich": "cli"}.get(package, package)
+        extra = {"rich": "cli", "prometheus_client": "prometheus"}.get(package, package)
         raise ModuleNotFoundError(f"{sink} needs {package}: pip install 'esper-telemetry[{extra}]'", name=package)
 
 
