@@ -140,8 +140,8 @@ def test_the_plugin_package_has_an_entry_point_that_is_a_sink(monkeypatch: pytes
 
     sink: Any = kind.from_uri("my-project", {})
 
-    assert isinstance(sink, Sink)
     assert sink.name == "trackio:my-project"
+    assert isinstance(sink, Sink)
     assert check_sink(kind, only=["protocol"]) == ("protocol",)
 
 

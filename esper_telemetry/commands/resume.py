@@ -11,7 +11,7 @@ from esper_telemetry.commands.mistakes import WrongUse, wrong_use
 from esper_telemetry.journal import HELPERS, Role, is_held, run_info
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.checkpoint import read
-from esper_telemetry.sinks.plain import MASKED, masked
+from esper_telemetry.redaction import MASKED, masked
 
 if TYPE_CHECKING:
     from esper_telemetry.cli import Train

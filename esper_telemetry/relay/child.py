@@ -26,6 +26,7 @@ from typing import Any, Final
 from esper_telemetry.courtesy import step_back
 from esper_telemetry.journal import JournalReader, Role, await_release, end_if_open, journal_path
 from esper_telemetry.record import Record, RunInfo, RunStatus
+from esper_telemetry.redaction import masked
 from esper_telemetry.relay.cursors import Cursors
 from esper_telemetry.relay.delivery import Delivery
 from esper_telemetry.relay.status import SinkState, SinkStatus, one_line
@@ -51,7 +52,9 @@ def main() -> None:
     """Delivers until every sink is closed or disabled."""
     _leave_signals_to_the_parent()
     step_back(NICENESS)
-    logging.basicConfig(format="%(asctime)s %(message)s")
+    log = logging.StreamHandler()
+    log.setFormatter(_WithoutSecrets("%(asctime)s %(message)s"))
+    logging.basicConfig(handlers=[log])
     logging.getLogger("esper_telemetry").setLevel(logging.DEBUG)
     status_fd = int(sys.argv[1])
     parent = Parent(_private_stdin(), status_fd)
@@ -61,6 +64,14 @@ def main() -> None:
     failures = settings["failures"]
     deliveries = [_delivery(run_dir, name, text, failures[name]) for name, text in settings["sinks"].items()]
     sys.exit(serve(parent, deliveries, run_dir, settings["call_seconds"]))
+
+
+class _WithoutSecrets(logging.Formatter):
+    """What clients raise holds addresses, and these may hold passwords."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The message and the traceback."""
+        return masked(super().format(record))
 
 
 def serve(parent: Parent, deliveries: Sequence[Delivery], run_dir: Path, call_seconds: float) -> int:

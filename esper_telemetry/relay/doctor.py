@@ -11,12 +11,12 @@ from typing import Any, Final
 
 from esper_telemetry.journal import HELPERS, Role, end_if_open, held, is_held, journal_path
 from esper_telemetry.record import RunStatus
+from esper_telemetry.redaction import MASKED
 from esper_telemetry.relay.audit import Audit, audit, ranges
 from esper_telemetry.relay.catch_up import replay
 from esper_telemetry.relay.cursors import Cursors
 from esper_telemetry.relay.status import one_line, replay_command
 from esper_telemetry.relay.status_file import read_status
-from esper_telemetry.sinks.plain import MASKED
 from esper_telemetry.sinks.protocol import Sink
 from esper_telemetry.sinks.uri import as_sink
 

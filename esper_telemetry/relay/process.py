@@ -19,6 +19,7 @@ from typing import Final
 
 from esper_telemetry.journal import Role, lock_for, remove_lock
 from esper_telemetry.record import RunStatus
+from esper_telemetry.redaction import redacted
 from esper_telemetry.relay.child import dumped
 from esper_telemetry.relay.status import SinkState, SinkStatus
 from esper_telemetry.sinks.protocol import Sink
@@ -137,7 +138,10 @@ class SinkProcess:
 
     def _start(self, telling: int) -> subprocess.Popen[bytes]:
         process = self._spawned(telling)
-        _send(process, {**self._settings(), "run_dir": str(self.run_dir), "parent": os.getpid(), "command": sys.argv})
+        _send(
+            process,
+            {**self._settings(), "run_dir": str(self.run_dir), "parent": os.getpid(), "command": redacted(sys.argv)},
+        )
         with self._lock:
             self._process = process
             if self._killed.is_set():

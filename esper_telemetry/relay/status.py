@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from esper_telemetry.record import SinkLag
-from esper_telemetry.sinks.plain import masked
+from esper_telemetry.redaction import masked
 from esper_telemetry.sinks.protocol import Sink
 from esper_telemetry.sinks.uri import BUNDLED, known_sinks
 

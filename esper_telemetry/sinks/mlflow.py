@@ -10,11 +10,11 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from esper_telemetry.record import Alarm, Record, RunInfo, RunStatus
+from esper_telemetry.redaction import masked
 from esper_telemetry.sinks.budget import KeyBudget
 from esper_telemetry.sinks.mlflow_names import LegalNames
 from esper_telemetry.sinks.mlflow_run import MlflowRun, joined_run, numbers_of, own_run
 from esper_telemetry.sinks.mlflow_stored import stored_run
-from esper_telemetry.sinks.plain import masked
 from esper_telemetry.sinks.protocol import Place, check_options, require_package, require_run_dir
 from esper_telemetry.sinks.stored import Shown, Stored
 

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from esper_telemetry.record import Alarm, AlarmEvent, Record, RunInfo, RunStatus
+from esper_telemetry.redaction import masked
 from esper_telemetry.sinks.budget import KeyBudget
 from esper_telemetry.sinks.histogram import by_tag
 from esper_telemetry.sinks.incidents import Incidents, alarm_text
 from esper_telemetry.sinks.mlflow_database import SQLITE, ensure_database
 from esper_telemetry.sinks.mlflow_names import LegalNames
-from esper_telemetry.sinks.plain import flattened, masked
+from esper_telemetry.sinks.plain import flattened
 from esper_telemetry.sinks.protocol import PermanentSinkError, PoisonRecordError, logger
 from esper_telemetry.sinks.readme import glossary
 

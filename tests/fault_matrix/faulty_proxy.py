@@ -49,8 +49,8 @@ class Proxy:
 
     def _refuse_politely(self, connection: socket.socket) -> None:
         connection.recv(1 << 16)
-        body = b'{"error_code": "FAULT", "message": "on purpose"}'
-        head = f"HTTP/1.1 {STATUSES[self.mode]}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        body = b"You cannot do this, on purpose."
+        head = f"HTTP/1.1 {STATUSES[self.mode]}\r\nContent-Type: text/plain\r\nContent-Length: {len(body)}\r\n"
         connection.sendall(f"{head}Connection: close\r\n\r\n".encode() + body)
 
     def _forward(self, connection: socket.socket) -> None:

@@ -33,6 +33,7 @@ class Page:
     def add(self, fault: str, found: Outcome, fault_free: Outcome) -> None:
         """Notes an outcome beside that of the run without a fault."""
         self.rows.setdefault(fault, []).append((found, fault_free))
+        print(_row(fault, [(found, fault_free)]), end="", flush=True)
 
     def write(self) -> None:
         """Writes the page."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from esper_telemetry import doctor, read_run, replay
+from esper_telemetry.relay.audit import audit
 from esper_telemetry.sinks import as_sink
 
 HERE = Path(__file__).parent
@@ -116,11 +117,12 @@ def repaired(run_dir: Path) -> dict[str, bool | None]:
     """Whether each sink holds what the journal holds, after `replay --missing` where it did not."""
     found: dict[str, bool | None] = {}
     for sink in doctor(run_dir).sinks:
-        if sink.audit is not None and not sink.audit.equal:
-            uri = next(word for word in reversed(sink.command.split()) if not word.startswith("--"))
-            replay(run_dir, as_sink(uri), missing=True)
-    for sink in doctor(run_dir).sinks:
         found[sink.name] = sink.equal
+        if sink.audit is not None and not sink.audit.equal and sink.command:
+            uri = sink.command.split()[sink.command.split().index("--to") + 1].strip("'")
+            replay(run_dir, as_sink(uri), missing=True)
+            again = audit(run_dir, as_sink(uri))
+            found[sink.name] = again is not None and again.equal
     return found
 
 
