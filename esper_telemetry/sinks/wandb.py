@@ -25,6 +25,7 @@ from esper_telemetry.sinks.protocol import (
 )
 from esper_telemetry.sinks.stored import Shown, Stored
 from esper_telemetry.sinks.wandb_alarms import WandbAlarms
+from esper_telemetry.sinks.wandb_disk import Disk
 from esper_telemetry.sinks.wandb_joined import JoinedRun
 from esper_telemetry.sinks.wandb_log import last_update, stored_in
 from esper_telemetry.sinks.wandb_own import MODES, OwnRun, start
@@ -209,8 +210,11 @@ class _Rows:
         self.budget = budget
         self.defined: set[str] = set()
         self.alarms = WandbAlarms(target.run)
+        self.disk = Disk(Path(target.run.settings.sync_dir)) if isinstance(target, OwnRun) else None
 
     def write(self, records: Sequence[Record]) -> None:
+        if self.disk is not None:
+            self.disk.check()
         for record in records:
             row = row_of(self.budget.select(record))
             self._define(row)
