@@ -406,6 +406,6 @@ def telemetry_health(
 def sink_health(lags: Sequence[SinkLag]) -> SinkHealth:
     """The numbers of each delivery; none where there is none."""
     if not lags:
-        return SinkHealth()
+        return SinkHealth(())
     records, seconds, errors = (np.array([lag[place] for lag in lags], dtype=np.float64) for place in (1, 2, 3))
     return SinkHealth(tuple(lag.sink for lag in lags), lag_records=records, lag_seconds=seconds, errors=errors)

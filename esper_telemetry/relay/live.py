@@ -26,6 +26,7 @@ from esper_telemetry.relay.status import (
     sink_uri,
 )
 from esper_telemetry.relay.status_file import note_reports, note_uris
+from esper_telemetry.sinks.function import FunctionSink
 from esper_telemetry.sinks.protocol import Sink
 
 LOCAL_BATCH_RECORDS: Final = 50
@@ -71,8 +72,10 @@ class Relay:
         return RelayStats(max(0, depth), errors, statuses, self._lags(statuses.values()))
 
     def _lags(self, statuses: Iterable[SinkStatus]) -> tuple[SinkLag, ...]:
+        """Those of functions are left out: they are many people's callbacks, and nobody's backend."""
         records, now = self._journal.records, time.time()
-        return tuple(status.as_lag(records, now=now, begun=self._begun) for status in statuses)
+        backends = [status for status in statuses if not isinstance(self._sinks[status.name], FunctionSink)]
+        return tuple(status.as_lag(records, now=now, begun=self._begun) for status in backends)
 
     def close(self, deadline_seconds: float = 15.0, *, status: RunStatus = RunStatus.KILLED) -> CloseReport:
         """Waits until every sink took everything and is closed, at most for the deadline, and reports what is left.

@@ -41,8 +41,8 @@ pytestmark = pytest.mark.fault_matrix
 
 BACKENDS = ("tensorboard", "wandb:matrix?mode=offline", "mlflow")
 KILLS = int(os.environ.get("ESPER_FAULT_KILLS", "20"))
-LEAST_SPEED = 0.8
-"""Asserted of the ratio to the fault-free run, in processor time: what a busy machine makes of 0.98; the page has what was measured."""
+LEAST_SPEED = 0.5
+"""Asserted of the cost, as a ratio: other work on the machine changes it by a fifth. The page says what it was."""
 
 Check = Callable[[str, Outcome], None]
 
