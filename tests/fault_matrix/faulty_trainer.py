@@ -31,7 +31,9 @@ def main() -> None:
     started = [0.0, 0.0]
     with Telemetry([made(uri) for uri in uris], run_dir=run_dir, close_timeout=20.0) as telemetry:
         attach(telemetry, trainer)
-        trainer.hooks.on(UpdateEnd, lambda _: paced(trainer, telemetry, flags, Path(f"{run_dir}.updates"), started))
+        trainer.hooks.on(
+            UpdateEnd, lambda _: paced(trainer, telemetry, flags, Path(os.environ["UPDATES_FILE"]), started)
+        )
         trainer.learn(int(updates) * 128)
         wall, cpu = time.perf_counter() - started[0], time.thread_time() - started[1]
         print(json.dumps({"updates": trainer.updates, "wall": wall, "cpu": cpu}), flush=True)

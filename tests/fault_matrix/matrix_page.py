@@ -36,8 +36,17 @@ class Page:
         print(_row(fault, [(found, fault_free)]), end="", flush=True)
 
     def write(self) -> None:
-        """Writes the page."""
-        PAGE.write_text(HEAD + "".join(_row(fault, pairs) for fault, pairs in self.rows.items()), encoding="utf-8")
+        """Writes the page; rows of faults that were not met this time stay."""
+        lines = {fault: _row(fault, pairs) for fault, pairs in self.rows.items()}
+        PAGE.write_text(HEAD + "".join({**_written(), **lines}.values()), encoding="utf-8")
+
+
+def _written() -> dict[str, str]:
+    """The rows of the page as it is, by fault."""
+    if not PAGE.exists():
+        return {}
+    rows = PAGE.read_text(encoding="utf-8").partition("|---|---|---|---|---|---|---|\n")[2].splitlines(keepends=True)
+    return {row.split(" | ")[0].removeprefix("| "): row for row in rows}
 
 
 def _row(fault: str, pairs: list[tuple[Outcome, Outcome]]) -> str:
