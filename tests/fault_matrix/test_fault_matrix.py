@@ -154,10 +154,12 @@ def test_a_quota_that_is_used_up_and_raised_again(tmp_path: Path, check: Check) 
     run_dir = tmp_path / "run"
     process = started(run_dir, "tensorboard", "mlflow", updates=4 * UPDATES)
     until(partial(has_lines, run_dir, 40))
-    full = (run_dir / "journal.jsonl").stat().st_size + 1000
-    limit_files(process, full)
+    journal = run_dir / "journal.jsonl"
+    limit_files(process, journal.stat().st_size)
+    time.sleep(0.5)
+    full = journal.stat().st_size
     time.sleep(2.0)
-    assert (run_dir / "journal.jsonl").stat().st_size == full, "the quota was not used up"
+    assert journal.stat().st_size == full, "the quota was not used up"
     limit_files(process, resource.RLIM_INFINITY)
 
     check("quota used up, raised again", outcome(run_dir, process))
@@ -167,7 +169,7 @@ def test_a_quota_that_is_used_up_and_raised_again(tmp_path: Path, check: Check) 
 def test_a_full_disk_that_is_cleared_again(tmp_path: Path, check: Check) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", str(disk)], check=True)
     try:
         run_dir = disk / "run"
         process = started(run_dir, "tensorboard", "mlflow", updates=4 * UPDATES)
