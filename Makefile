@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export WANDB_SILENT ?= true
 DEMO_SINKS := --sink console --sink tensorboard --sink 'wandb:esper-demo?mode=offline' --sink 'mlflow?experiment=esper-demo'
 
-.PHONY: help install demo demo-mlp demo-fault test test-slow lint bench docs clean
+.PHONY: help install demo demo-mlp demo-fault test test-slow test-faults lint bench docs clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -39,6 +39,10 @@ test-slow: install  ## learning curves over seeds, soak runs
 	@echo "Running the slow tests: learning curves over five seeds"
 	@$(BIN)/pytest -q -m slow -rP --numprocesses auto --maxprocesses 4
 
+test-faults: install  ## trainings that meet a real fault each; writes docs/fault_matrix.md (20 minutes)
+	@echo "Breaking servers, disks, clients and trainers, one at a time"
+	@$(BIN)/pytest -q -m fault_matrix tests/fault_matrix
+
 lint: install  ## ruff and mypy --strict on package, tests, examples and benchmarks
 	@echo "Linting and checking types"
 	@$(BIN)/ruff format --check --quiet . || (echo "run: $(BIN)/ruff format ." && false)
@@ -52,6 +56,7 @@ bench: install  ## the figures of the README, as ratios measured side by side
 	@$(BIN)/python benchmarks/trainer.py --lstm 64 --rounds 3
 	@$(BIN)/python benchmarks/trainer.py --lstm 256 --steps 50000 --rounds 3
 	@$(BIN)/python benchmarks/overhead.py
+	@$(BIN)/python benchmarks/relay.py
 
 docs: install  ## write docs/metrics.md from the declarations in the code
 	@$(BIN)/python docs/glossary.py

@@ -52,13 +52,16 @@ if TYPE_CHECKING:
     from esper_telemetry.record import Record as Record
     from esper_telemetry.record import RunInfo as RunInfo
     from esper_telemetry.record import RunStatus as RunStatus
+    from esper_telemetry.relay import doctor as doctor
     from esper_telemetry.relay import replay as replay
     from esper_telemetry.sinks import ConsoleSink as ConsoleSink
     from esper_telemetry.sinks import MLflowSink as MLflowSink
     from esper_telemetry.sinks import PermanentSinkError as PermanentSinkError
+    from esper_telemetry.sinks import PrometheusSink as PrometheusSink
     from esper_telemetry.sinks import Sink as Sink
     from esper_telemetry.sinks import TensorBoardSink as TensorBoardSink
     from esper_telemetry.sinks import WandbSink as WandbSink
+    from esper_telemetry.sinks import register_sink as register_sink
     from esper_telemetry.telemetry import Telemetry as Telemetry
     from esper_telemetry.wiring import attach as attach
     from esper_telemetry.wiring import watch_pair as watch_pair
@@ -76,8 +79,11 @@ _HOME = {
     "metrics": ("advantage_stats", "gradient_health", "ratio_diagnostics", "value_fit"),
     "ppo": ("PPO", "PPOConfig"),
     "record": ("Alarm", "Axes", "Level", "Record", "RunInfo", "RunStatus"),
-    "relay": ("replay",),
-    "sinks": ("ConsoleSink", "MLflowSink", "PermanentSinkError", "Sink", "TensorBoardSink", "WandbSink"),
+    "relay": ("doctor", "replay"),
+    "sinks": (
+        *("ConsoleSink", "MLflowSink", "PrometheusSink", "TensorBoardSink", "WandbSink"),
+        *("PermanentSinkError", "Sink", "register_sink"),
+    ),
     "telemetry": ("Telemetry",),
     "wiring": ("attach", "watch_pair"),
 }

@@ -1,4 +1,4 @@
-"""The command line: `esper-telemetry train | replay | diagnose | metrics`, also `python -m esper_telemetry`.
+"""The command line: `esper-telemetry train | replay | doctor | compress | diagnose | metrics`, also `python -m esper_telemetry`.
 
 Exit codes: 0 done, 1 the run failed, 2 wrong use (one sentence on stderr, nothing created or changed); 130 interrupted and 143 ended by
 SIGTERM, after saving a checkpoint from which `train --resume` goes on.
@@ -56,7 +56,8 @@ class Train:
     run_dir: str | None = None
     """Where the journal and the local backends go; runs/<env>-<time> by default."""
     sink: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """console, tensorboard[:DIR], wandb[:PROJECT][?mode=offline|online], mlflow[:URI][?experiment=NAME], or a plugin's.
+    """console, tensorboard[:DIR], wandb[:PROJECT][?mode=offline|online], mlflow[:URI][?experiment=NAME], prometheus[:FILE|:PORT],
+    or a plugin's.
 
     Console by default."""
     level: str = "normal"
@@ -100,6 +101,36 @@ class Replay:
     """Sink URI, as for `train --sink`."""
     follow: bool = False
     """Wait for more until the run ends."""
+    missing: bool = False
+    """Read the backend first and send what it lacks, whatever it has been sent before."""
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Compares every backend of a run with its journal, number by number, and says what is missing and what repairs it.
+
+    A run whose trainer is gone without ending it is ended as killed.
+
+    Example: esper-telemetry doctor runs/a
+    """
+
+    run_dir: tyro.conf.Positional[str]
+    """The run directory."""
+    sink: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Sink URI, as for train --sink: one that cannot be found by its name, because of a password in it."""
+    json: bool = False
+    """As JSON."""
+
+
+@dataclass(frozen=True)
+class Compress:
+    """Packs the journals of runs that are over, to a fifth or so; every command reads them as they are.
+
+    Example: esper-telemetry compress runs/a runs/b
+    """
+
+    run_dirs: tyro.conf.Positional[tuple[str, ...]]
+    """The run directories."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +164,8 @@ class Diagnose:
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Replay, tyro.conf.subcommand("replay")]
+    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+    | Annotated[Compress, tyro.conf.subcommand("compress")]
     | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
     | Annotated[Metrics, tyro.conf.subcommand("metrics")]
 )
@@ -161,18 +194,20 @@ def run(arguments: Sequence[str]) -> int:
     table: dict[type, Callable[[Any], int]] = {
         Train: commands.train,
         Replay: commands.replay,
+        Doctor: commands.doctor,
+        Compress: commands.compress,
         Diagnose: commands.diagnose,
         Metrics: commands.metrics,
     }
     return table[type(command)](command)
 
 
-def parse(arguments: Sequence[str]) -> Train | Replay | Metrics:
+def parse(arguments: Sequence[str]) -> Any:
     """The command, with the preset's settings where no option says otherwise; raises WrongUse for arguments that make none."""
     run_dir = _resumed(arguments)
     if run_dir is not None:
         return _parse_resume(arguments[1:], run_dir)
-    command: Train | Replay | Metrics = parse_arguments(arguments, Command)
+    command = parse_arguments(arguments, Command)
     if not isinstance(command, Train) or command.preset == "none":
         return command
     found = preset(command.env, command.ppo.policy, mask_velocity=command.mask_velocity)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 KEY_PATTERN = re.compile(r"[a-z0-9_]+(/[a-z0-9_]+)*")
 
@@ -237,6 +237,22 @@ class RunInfo:
     def describe(self, key: str) -> MetricInfo | None:
         """The description of a key, directly or through the template it was made from."""
         return self.metrics.get(key) or self.metrics.get(template_of(key, self.metrics))
+
+
+class SinkLag(NamedTuple):
+    """How the delivery to one sink stands.
+
+    Attributes:
+        sink: its name as a segment of a key.
+        records: how many it has still to take.
+        seconds: age of the last one that it took, while there are others; else 0.
+        errors: how often it has failed.
+    """
+
+    sink: str
+    records: int
+    seconds: float
+    errors: int
 
 
 def template_of(key: str, templates: Mapping[str, object]) -> str:

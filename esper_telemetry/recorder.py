@@ -20,6 +20,7 @@ from esper_telemetry.layout import Layout, Values
 from esper_telemetry.metric import declared
 from esper_telemetry.offload import OffloadedWriter, worth_offloading
 from esper_telemetry.record import Axes, Level, MetricInfo, RunInfo, RunStatus
+from esper_telemetry.redaction import redacted
 from esper_telemetry.registry import registry
 from esper_telemetry.relay import CloseReport, Relay, SinkState
 from esper_telemetry.sinks import SinkLike, as_sink
@@ -107,7 +108,7 @@ class Recorder:
             name=self._name,
             run_dir=self.run_dir,
             started=time.time(),
-            config=config,
+            config=redacted(plain(config)),
             tags=self._tags,
             notes=self._notes,
             versions=_versions(),
@@ -163,7 +164,7 @@ class Recorder:
         """Appends a record; the sinks find it in the journal. Arguments as in `writer.Measured`."""
         assert self._relay is not None
         stats = self._relay.stats()
-        delivery = Delivery(stats.queue_depth, stats.errors)
+        delivery = Delivery(stats.queue_depth, stats.errors, stats.lags)
         if self.offloaded:  # another process appends it, and the sinks' backlog is reckoned from this number
             self._journal.records += 1
         times = (seconds, elapsed, delivery)
@@ -255,7 +256,7 @@ def _write_config(run_dir: Path, run: RunInfo) -> None:
     settings = {
         "run_id": run.run_id,
         "name": run.name,
-        "command": sys.argv,
+        "command": redacted(sys.argv),
         "config": run.config,
         "facts": run.facts,
         "versions": run.versions,

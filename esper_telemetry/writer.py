@@ -24,7 +24,7 @@ from esper_telemetry.journal import (
 )
 from esper_telemetry.layout import Values
 from esper_telemetry.metrics.performance import telemetry_health
-from esper_telemetry.record import Alarm, AlarmEvent, Axes, Level, MetricInfo, Record, RunInfo, RunStatus
+from esper_telemetry.record import Alarm, AlarmEvent, Axes, Level, MetricInfo, Record, RunInfo, RunStatus, SinkLag
 from esper_telemetry.series.derive import Series
 from esper_telemetry.summary import Containment, Snapshot, summarize, without_many_layers
 from esper_telemetry.watch import Found, Judgement, Watch, Watches
@@ -37,10 +37,11 @@ INTERVENTION = "intervention"
 
 
 class Delivery(NamedTuple):
-    """How far the sinks are behind, and how often they have failed."""
+    """How far the sinks are behind, and how often they have failed: all together, and each."""
 
     queue_depth: int
     errors: int
+    sinks: tuple[SinkLag, ...] = ()
 
 
 class Measured(NamedTuple):

@@ -36,8 +36,9 @@ ALLOWED: dict[str, set[str]] = {
     "catalogue": CORE | {"detectors", "metrics", "series"},
     "registry": CORE | {"alarms", "catalogue", "series", "sinks"},
     "journal": {"record"},
-    "sinks": {"record"},
-    "relay": {"record", "courtesy", "journal", "sinks"},
+    "redaction": set(),
+    "sinks": {"record", "redaction"},
+    "relay": {"record", "redaction", "courtesy", "journal", "sinks"},
     "summary": CORE | {"metrics", "replay"},
     "evidence": CORE | {"alarms", "metrics", "summary"},
     "writer": CORE | {"evidence", "journal", "metrics", "series", "summary", "watch", "window"},
@@ -48,7 +49,9 @@ ALLOWED: dict[str, set[str]] = {
     "detecting": {"detectors", "watch"},
     "offload": CORE | {"courtesy", "journal", "messages", "ring", "watch", "writer"},
     "claim": {"journal"},
-    "recorder": CORE | {"claim", "journal", "offload", "registry", "relay", "sinks", "summary", "watch", "writer"},
+    "recorder": CORE
+    | {"claim", "journal", "offload", "redaction", "registry", "relay"}
+    | {"sinks", "summary", "watch", "writer"},
     "failure": {"record"},
     "ranks": CORE | {"recorder", "watch", "window"},
     "telemetry": CORE
@@ -57,7 +60,7 @@ ALLOWED: dict[str, set[str]] = {
     "wiring": CORE | {"clock", "events", "hooks", "metrics", "replay", "summary", "telemetry"},
     "environments": set(),
     "ppo": {"environments", "ops", "hooks", "events", "replay"},
-    "testing": {"record", "sinks"},
+    "testing": {"record", "journal", "relay", "sinks"},
     "faults": CORE
     | {"alarms", "commands", "detectors", "environments", "events", "journal", "ppo", "sinks", "telemetry", "wiring"},
 }

@@ -56,7 +56,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["train"], "--env"),
         (
             [*CARTPOLE, "--sink", "grafana"],
-            "unknown sink 'grafana'; known sinks are console, mlflow, tensorboard, wandb",
+            "unknown sink 'grafana'; known sinks are console, mlflow, prometheus, tensorboard, wandb",
         ),
         ([*CARTPOLE, "--sink", "console", "--sink", "wandb:p?colour=red"], "sink wandb has no option 'colour'"),
         ([*CARTPOLE, "--sink", "wandb:p?mode=sometimes"], "mode must be one of auto, online, offline, got 'sometimes'"),
@@ -119,7 +119,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["replay", ".", "--to", "tensorboard"], ". is not a run directory: it holds no journal.jsonl"),
         (["replay", "nowhere", "--to", "grafana"], "unknown sink 'grafana'"),
         (["trian"], "trian"),
-        ([], "{train, replay, diagnose, metrics"),
+        ([], "{train, replay, doctor, compress, diagnose, metrics"),
     ],
     ids=" ".join,
 )
@@ -350,7 +350,7 @@ def test_a_mistake_in_a_terminal_is_the_same_sentence_without_a_traceback(argume
     assert list(here.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", ["train", "replay", "metrics"])
+@pytest.mark.parametrize("command", ["train", "replay", "doctor", "compress", "metrics"])
 def test_the_help_of_every_command_has_an_example(command: str, capfd: pytest.CaptureFixture[str]) -> None:
     code, out, err = said([command, "--help"], capfd)
 
@@ -362,7 +362,7 @@ def test_the_help_names_every_command(capfd: pytest.CaptureFixture[str]) -> None
     code, out, _ = said(["--help"], capfd)
 
     assert code == 0
-    assert all(command in out for command in ("train", "replay", "metrics"))
+    assert all(command in out for command in ("train", "replay", "doctor", "compress", "metrics"))
 
 
 @pytest.mark.parametrize("level", ["debug", "Debug", "DEBUG"])
@@ -412,6 +412,19 @@ def test_a_run_too_short_to_be_profiled_says_so(here: Path, capfd: pytest.Captur
 
     assert code == 0
     assert "profile: nothing was traced, as the run ended before update 6" in out
+
+
+def test_a_journal_is_packed_once_and_everything_reads_it(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    said([*CARTPOLE, *ONE_UPDATE, "--run-dir", "run"], capfd)
+
+    first, again = said(["compress", "run"], capfd), said(["compress", "run"], capfd)
+
+    assert (first.code, first.out[:16]) == (0, "run: 0.1 MB are ")
+    assert (again.code, again.out) == (0, "run: is packed already\n")
+    assert not (here / "run" / "journal.jsonl").exists()
+    assert said(["replay", "run", "--to", "tensorboard:elsewhere"], capfd).code == 0
+    assert said(["diagnose", "run"], capfd).code == 0
+    assert said(["compress", "nowhere"], capfd)[::2] == (2, "esper-telemetry: there is no run directory nowhere\n")
 
 
 def test_a_run_is_replayed_into_another_backend_once(here: Path, capfd: pytest.CaptureFixture[str]) -> None:

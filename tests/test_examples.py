@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import csv
+import os
 import runpy
+import subprocess
 import sys
+import tomllib
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from esper_telemetry import RunStatus, read_run
+from esper_telemetry import RunStatus, Sink, read_run
+from esper_telemetry.testing import check_sink
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TWO_UPDATES = ("--total-steps", "2048")
@@ -123,3 +129,28 @@ def test_on_alarm(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[
     assert next(event.data["reason"] for event in found.events if event.type == "intervention").startswith("took the")
     assert found.alarms[0].event == "raise" and found.alarms[0].since > len(rates) // 2
     assert f"raise: {found.alarms[0].type} since update" in capfd.readouterr().out
+
+
+def test_the_plugin_package_has_an_entry_point_that_is_a_sink(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trackio itself need not be there to make the sink, only to open it."""
+    plugin = EXAMPLES / "trackio_plugin"
+    entry = tomllib.loads((plugin / "pyproject.toml").read_text())["project"]["entry-points"]["esper_telemetry.sinks"]
+    monkeypatch.syspath_prepend(str(plugin))
+    kind: Any = EntryPoint("trackio", entry["trackio"], "esper_telemetry.sinks").load()
+
+    sink: Any = kind.from_uri("my-project", {})
+
+    assert sink.name == "trackio:my-project"
+    assert isinstance(sink, Sink)
+    assert check_sink(kind, only=["protocol"]) == ("protocol",)
+
+
+def test_the_plugin_passes_its_own_test(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    pytest.importorskip("trackio", reason="the plugin's own dependency")
+    plugin = EXAMPLES / "trackio_plugin"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(plugin), *sys.path]), "HF_HUB_OFFLINE": "1"}
+
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(plugin / "tests")]
+
+    done = subprocess.run(tests, cwd=here, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

@@ -16,6 +16,6 @@ def replay(options: Replay) -> int:
     """Sends what the backend does not have yet and says how much that was."""
     with wrong_use():
         sink = as_sink(options.to)
-        report = replay_into(options.run_dir, sink, follow=options.follow)
+        report = replay_into(options.run_dir, sink, follow=options.follow, missing=options.missing)
     print(report)
     return 0 if report.complete else 1

@@ -11,7 +11,7 @@ from esper_telemetry.commands.mistakes import WrongUse, wrong_use
 from esper_telemetry.journal import HELPERS, Role, is_held, run_info
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.checkpoint import read
-from esper_telemetry.sinks.plain import masked
+from esper_telemetry.redaction import MASKED, masked
 
 if TYPE_CHECKING:
     from esper_telemetry.cli import Train
@@ -46,9 +46,6 @@ FIXED_PPO: Final = (
     "seed",
 )
 """What weights, statistics and episodes of a checkpoint were made with: to change it is to begin another run."""
-
-HIDDEN: Final = ":***@"
-"""Stands in an address that holds a password, which a run does not keep."""
 
 
 def kept_config(options: Train) -> dict[str, Any]:
@@ -87,7 +84,7 @@ def saved_sinks(run_dir: str) -> tuple[str, ...]:
     """The sinks of the run; raises WrongUse where an address is not complete without its password."""
     config, _ = _kept(run_dir)
     for sink in config["sinks"]:
-        if HIDDEN in sink:
+        if MASKED in sink:
             raise WrongUse(f"the password in sink {sink} was not kept: name the sinks again with --sink")
     return tuple(config["sinks"])
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -256,13 +256,18 @@ def _stopped_by_signals(trainer: PPO) -> Iterator[list[int]]:
     """
     came: list[int] = []
 
-    def stop(number: int, _: FrameType | None) -> None:
+    def stop(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and number in came and trainer.ranks.alone:
             raise KeyboardInterrupt
         came.append(number)
         trainer.stop()
+        earlier = before[number]
+        if callable(earlier) and earlier is not signal.default_int_handler:
+            earlier(number, frame)  # whoever listened before us still does
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in before:
+        signal.signal(number, stop)
     try:
         yield came
     finally:

@@ -9,7 +9,7 @@ Errors: a journal that cannot be created raises, in one sentence. Once it exists
 raises: what could not be written waits in memory, and goes out first when there is space again.
 """
 
-from esper_telemetry.journal.file import JOURNAL_NAME, Journal, JournalReader, end_if_open, journal_path
+from esper_telemetry.journal.file import JOURNAL_NAME, Journal, JournalReader, compress, end_if_open, journal_path
 from esper_telemetry.journal.held import Held, alarms, entries, held, run_info
 from esper_telemetry.journal.lines import (
     SCHEMA,
@@ -49,6 +49,7 @@ __all__ = [
     "TrainerLock",
     "alarms",
     "await_release",
+    "compress",
     "decode",
     "encode_alarm",
     "encode_end",

@@ -12,13 +12,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Final, Self
 
+from esper_telemetry.journal.archive import PACKED_SUFFIX, opened, pack, unpack
 from esper_telemetry.journal.lines import (
     ALARM_HEAD,
     RECORD_HEAD,
     Entry,
+    JournalEvent,
     Line,
     decode,
     encode_end,
+    encode_event,
     end_status,
     merge_head,
     to_json,
@@ -29,6 +32,8 @@ JOURNAL_NAME: Final = "journal.jsonl"
 BACKLOG_BYTES: Final = 8 << 20
 """How much may wait in memory while the disk is full before new lines are lost: some 1,500 records of 120 values."""
 CHUNK_BYTES: Final = 1 << 20
+LOST: Final = "lost"
+"""Type of the event that says how many lines are missing at its place, because the disk was full for too long."""
 TAIL_BYTES: Final = 4 << 20
 """How far from its end a journal is searched for its last line."""
 
@@ -54,7 +59,8 @@ class Journal:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._backlog = b"\n" if torn else b""
-        self._warned = False
+        self._warned = self._stuck = False
+        self._gap = 0
 
     @classmethod
     def create(cls, run_dir: str | os.PathLike[str]) -> Self:
@@ -63,7 +69,7 @@ class Journal:
         Raises FileExistsError where a journal stands already, another OSError where nothing can be written.
         """
         path = Path(run_dir) / JOURNAL_NAME
-        if path.exists():
+        if path.exists() or path.with_name(path.name + PACKED_SUFFIX).exists():
             raise FileExistsError(f"{run_dir} already holds a run: pass another run directory")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,11 +80,12 @@ class Journal:
 
     @classmethod
     def open(cls, run_dir: str | os.PathLike[str]) -> Self:
-        """Appends to the journal of a run that exists, after closing a torn last line.
+        """Appends to the journal of a run that exists, after closing a torn last line; one that is packed is unpacked.
 
         Raises FileNotFoundError where there is none.
         """
         path = journal_path(run_dir)
+        path = unpack(path) if path.suffix == PACKED_SUFFIX else path
         fd = os.open(path, os.O_RDWR | os.O_APPEND)
         size = os.fstat(fd).st_size
         return cls(path.parent.absolute(), fd, torn=size > 0 and os.pread(fd, 1, size - 1) != b"\n")
@@ -127,7 +134,11 @@ class Journal:
     def _append(self, data: bytes, lines: tuple[Line, ...]) -> bool:
         if self._fd < 0 or (not self._write_out() and len(self._backlog) + len(data) > BACKLOG_BYTES):
             self.lost += len(lines)
+            self._gap += len(lines)
             return False
+        if self._gap:
+            self._backlog += to_json(encode_event(JournalEvent(LOST, {"lines": self._gap})))
+            self._gap = 0
         self.records += sum(line["kind"] == "record" for line in lines)
         self._backlog += data
         return self._write_out()
@@ -139,9 +150,15 @@ class Journal:
                 self._backlog = self._backlog[os.write(self._fd, self._backlog) :]
         except OSError as error:
             self._warn(error)
-        return not self._backlog
+            return False
+        if self._stuck:
+            self._stuck = False
+            lost = f"{self.lost} lines were lost" if self.lost else "nothing was lost"
+            _logger.info("esper-telemetry: can write to %s again; %s", self.path, lost)
+        return True
 
     def _warn(self, error: OSError) -> None:
+        self._stuck = True
         if not self._warned:
             self._warned = True
             message = "esper-telemetry: cannot write to %s (%s); training goes on and new lines wait in memory"
@@ -161,7 +178,12 @@ class JournalReader:
         self.path = Path(path)
         self.offset = offset
         self.skipped = 0
-        self._file = self.path.open("rb", buffering=0)
+        self._file = opened(self.path)
+
+    @property
+    def size(self) -> int:
+        """How many bytes the journal has by now, unpacked."""
+        return os.fstat(self._file.fileno()).st_size
 
     @property
     def run_dir(self) -> Path | None:
@@ -236,17 +258,15 @@ def journal_path(run_dir: str | os.PathLike[str]) -> Path:
     directory = Path(run_dir)
     if not directory.is_dir():
         raise FileNotFoundError(f"there is no run directory {run_dir}")
-    if not (directory / JOURNAL_NAME).is_file():
-        raise FileNotFoundError(f"{run_dir} is not a run directory: it holds no {JOURNAL_NAME}")
-    return directory / JOURNAL_NAME
+    for path in (directory / JOURNAL_NAME, directory / f"{JOURNAL_NAME}{PACKED_SUFFIX}"):
+        if path.is_file():
+            return path
+    raise FileNotFoundError(f"{run_dir} is not a run directory: it holds no {JOURNAL_NAME}")
 
 
 def end_if_open(run_dir: str | os.PathLike[str], status: RunStatus) -> bool:
     """Appends an end line for a writer that is gone, unless the last line is one; says whether it did."""
-    path = journal_path(run_dir)
-    reader = JournalReader(path, offset=max(0, path.stat().st_size - TAIL_BYTES))
-    entries = reader.read()
-    reader.close()
+    entries = _last_entries(run_dir)
     if end_status(entries) is not None:
         return False
     seq = max((entry.seq for entry in entries if not isinstance(entry, RunInfo)), default=0)
@@ -254,3 +274,27 @@ def end_if_open(run_dir: str | os.PathLike[str], status: RunStatus) -> bool:
     written = journal.write(encode_end(status, seq=seq + 1))
     journal.close()
     return written
+
+
+def compress(run_dir: str | os.PathLike[str]) -> tuple[int, int]:
+    """Packs the journal of a run that is over; sizes in bytes before and after, the same where it is packed already.
+
+    Raises FileNotFoundError where there is none, ValueError where the run is not over, OSError where there is no space.
+    """
+    path = journal_path(run_dir)
+    before = path.stat().st_size
+    if path.suffix == PACKED_SUFFIX:
+        return before, before
+    if end_status(_last_entries(run_dir)) is None:
+        raise ValueError(
+            f"the run in {run_dir} has not ended: its journal is still being written, or the run was killed"
+        )
+    return before, pack(path).stat().st_size
+
+
+def _last_entries(run_dir: str | os.PathLike[str]) -> list[Entry]:
+    reader = JournalReader(journal_path(run_dir))
+    reader.offset = max(0, reader.size - TAIL_BYTES)
+    entries = reader.read()
+    reader.close()
+    return entries

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from esper_telemetry.journal.file import JournalReader, journal_path
-from esper_telemetry.journal.lines import Entry, end_status, merge_head
+from esper_telemetry.journal.file import LOST, JournalReader, journal_path
+from esper_telemetry.journal.lines import Entry, JournalEvent, end_status, merge_head
 from esper_telemetry.record import Alarm, Axes, Record, RunInfo, RunStatus
 
 CHUNK_LINES = 1000
@@ -24,6 +24,7 @@ class Held:
         records: how many there are.
         seq: the last number of a line.
         status: how the run ended; None where nothing says so.
+        lost: lines that could not be written, as the disk was full for too long.
     """
 
     info: RunInfo
@@ -31,6 +32,7 @@ class Held:
     records: int
     seq: int
     status: RunStatus | None
+    lost: int = 0
 
     @property
     def recorded(self) -> int:
@@ -45,7 +47,8 @@ class Held:
 def run_info(run_dir: str | os.PathLike[str]) -> RunInfo:
     """The run in a directory, without reading its records; raises as `held`."""
     path = journal_path(run_dir)
-    reader = JournalReader(path, offset=path.stat().st_size)
+    reader = JournalReader(path)
+    reader.offset = reader.size
     info = reader.head()
     reader.close()
     return _required(info, path)
@@ -56,14 +59,17 @@ def held(run_dir: str | os.PathLike[str]) -> Held:
 
     Raises FileNotFoundError where there is none, ValueError where it does not say which run it is.
     """
-    info, axes, records, seq, status = None, None, 0, 0, None
+    info, axes, records, seq, status, lost = None, None, 0, 0, None, 0
     for chunk in _chunks(run_dir):
         info, status = merge_head(info, chunk), end_status(chunk)
         seq = max([seq, *(entry.seq for entry in chunk if not isinstance(entry, RunInfo))])
         found = [entry.axes for entry in chunk if isinstance(entry, Record)]
         records += len(found)
+        lost += sum(
+            entry.data.get("lines", 0) for entry in chunk if isinstance(entry, JournalEvent) and entry.type == LOST
+        )
         axes = max([*found, *([axes] if axes else [])], key=lambda known: known.update, default=None)
-    return Held(_required(info, journal_path(run_dir)), axes, records, seq, status)
+    return Held(_required(info, journal_path(run_dir)), axes, records, seq, status, lost)
 
 
 def entries(run_dir: str | os.PathLike[str]) -> Iterator[Entry]:

@@ -72,16 +72,19 @@ class MemoryReader:
     """Follows a `MemoryJournal`.
 
     Attributes:
-        run_dir: None.
         offset: lines given so far.
         closed: whether it wants no more lines.
     """
 
     def __init__(self, lines: Iterable[Line] = ()) -> None:
-        self.run_dir: Path | None = None
         self.offset = 0
         self.closed = False
         self._waiting = deque(lines)
+
+    @property
+    def run_dir(self) -> Path | None:
+        """None: there is none."""
+        return None
 
     def take(self, line: Line, *, droppable: bool) -> bool:
         """Keeps a line until it is read; False if it is droppable and too many wait already."""

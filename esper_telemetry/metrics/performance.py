@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from esper_telemetry.derived import Derived
-from esper_telemetry.group import Max, Metric, MetricGroup, reports
-from esper_telemetry.record import Level
+import numpy as np
+
+from esper_telemetry.derived import Array, Derived
+from esper_telemetry.group import Max, Metric, MetricGroup, label, reports
+from esper_telemetry.record import Level, SinkLag
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +263,48 @@ class TelemetryHealth(Derived):
     )
 
 
+@dataclass(frozen=True, slots=True)
+class SinkHealth(Derived):
+    """How the delivery to each backend goes."""
+
+    sink: tuple[str, ...] = label()
+    lag_records: Array | None = reports(
+        Metric(
+            key="telemetry/{sink}/lag_records",
+            number=977,
+            unit="count",
+            question="How many records has this backend still to take?",
+            low=0.0,
+            healthy="a few",
+            warn="growing: the backend is slow or unreachable",
+        )
+    )
+    lag_seconds: Array | None = reports(
+        Metric(
+            key="telemetry/{sink}/lag_seconds",
+            number=978,
+            unit="s",
+            question="How old is the last record that this backend has taken, while there are others that it has not?",
+            low=0.0,
+            healthy="a few",
+            warn="growing: the backend is slow or unreachable",
+        )
+    )
+    errors: Array | None = reports(
+        Metric(
+            key="telemetry/{sink}/errors",
+            number=980,
+            unit="count",
+            question="How many times has this backend failed so far?",
+            low=0.0,
+            healthy="absent",
+            warn="> 0: status.json says what was wrong",
+            undefined="none",
+            when_positive=True,
+        )
+    )
+
+
 class DeliveryStats(Protocol):
     """What telemetry's health needs to know of the sinks."""
 
@@ -271,6 +315,10 @@ class DeliveryStats(Protocol):
     @property
     def errors(self) -> int:
         """Exceptions of all sinks so far."""
+
+    @property
+    def sinks(self) -> Sequence[SinkLag]:
+        """Each delivery."""
 
 
 def update_performance(
@@ -352,4 +400,12 @@ def telemetry_health(
         dropped=float(dropped),
         errors=float(stats.errors),
         metric_errors=float(metric_errors),
-    ).values(level)
+    ).values(level) | sink_health(stats.sinks).values(level)
+
+
+def sink_health(lags: Sequence[SinkLag]) -> SinkHealth:
+    """The numbers of each delivery; none where there is none."""
+    if not lags:
+        return SinkHealth(())
+    records, seconds, errors = (np.array([lag[place] for lag in lags], dtype=np.float64) for place in (1, 2, 3))
+    return SinkHealth(tuple(lag.sink for lag in lags), lag_records=records, lag_seconds=seconds, errors=errors)

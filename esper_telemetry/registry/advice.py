@@ -13,6 +13,7 @@ LOOSE = (
 FADING = "Open the forget gate (bias 1), train on shorter sequences, or give the policy what it has to remember."
 BARE = "Look up the key without this ending: what to try stands there."
 
+BEHIND = "The backend is slower than the run, or away: fewer keys (max_keys), or let `esper-telemetry replay` send the rest later."
 ADVICE = {
     "policy/kl_last": FAR,
     "policy/kl_exact": FAR,
@@ -54,6 +55,9 @@ ADVICE = {
     "repr/excess_ratio/high": LOOSE,
     "repr/excess_ratio/low": LOOSE,
     "perf/d2h_copies": "Telemetry promises one: report what you observe.",
+    "telemetry/{sink}/lag_records": BEHIND,
+    "telemetry/{sink}/lag_seconds": BEHIND,
+    "telemetry/{sink}/errors": "`status.json` in the run directory says what the backend answered; `esper-telemetry doctor` what it lacks.",
     "telemetry/metric_errors": "A bug of this package: please report the warning in the console, which names the metric function.",
     "{key}/drift": BARE,
     "{key}/robust_z": BARE,

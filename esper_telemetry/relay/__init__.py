@@ -12,6 +12,7 @@ last second before it was killed, and could not note any more, is sent again.
 from esper_telemetry.relay.catch_up import replay
 from esper_telemetry.relay.cursors import Cursor, Cursors
 from esper_telemetry.relay.delivery import Delivery
+from esper_telemetry.relay.doctor import Health, SinkHealth, doctor
 from esper_telemetry.relay.live import Relay
 from esper_telemetry.relay.status import CloseReport, RelayStats, SinkReport, SinkState, SinkStatus
 
@@ -20,10 +21,13 @@ __all__ = [
     "Cursor",
     "Cursors",
     "Delivery",
+    "Health",
     "Relay",
     "RelayStats",
+    "SinkHealth",
     "SinkReport",
     "SinkState",
     "SinkStatus",
+    "doctor",
     "replay",
 ]

@@ -26,9 +26,11 @@ from typing import Any, Final
 from esper_telemetry.courtesy import step_back
 from esper_telemetry.journal import JournalReader, Role, await_release, end_if_open, journal_path
 from esper_telemetry.record import Record, RunInfo, RunStatus
+from esper_telemetry.redaction import masked
 from esper_telemetry.relay.cursors import Cursors
-from esper_telemetry.relay.delivery import Delivery, one_line
-from esper_telemetry.relay.status import SinkState, SinkStatus
+from esper_telemetry.relay.delivery import Delivery
+from esper_telemetry.relay.status import SinkState, SinkStatus, one_line
+from esper_telemetry.relay.status_file import note_statuses
 from esper_telemetry.sinks.protocol import PermanentSinkError, Sink
 
 TICK_SECONDS: Final = 0.2
@@ -39,41 +41,87 @@ WRITER_SECONDS: Final = 30.0
 EXIT_SECONDS: Final = 5.0
 NICENESS: Final = 19
 """The trainer goes first where cores are scarce: backends can catch up later."""
-DEAD_CLIENT_EXIT: Final = 75
+FRESH_PROCESS_EXIT: Final = 75
 """Exit code that asks the parent for a fresh process; EX_TEMPFAIL of sysexits.h."""
+HEARTBEAT_SECONDS: Final = 5.0
+STATUS_SECONDS: Final = 5.0
+"""How often `status.json` is written at most."""
 
 
 def main() -> None:
     """Delivers until every sink is closed or disabled."""
     _leave_signals_to_the_parent()
     step_back(NICENESS)
-    logging.basicConfig(format="%(asctime)s %(message)s")
+    log = logging.StreamHandler()
+    log.setFormatter(_WithoutSecrets("%(asctime)s %(message)s"))
+    logging.basicConfig(handlers=[log])
     logging.getLogger("esper_telemetry").setLevel(logging.DEBUG)
     status_fd = int(sys.argv[1])
     parent = Parent(_private_stdin(), status_fd)
     settings = parent.settings()
     sys.argv = settings["command"]  # backends note which program made the run
     run_dir = Path(settings["run_dir"])
-    deliveries = [_delivery(run_dir, name, text) for name, text in settings["sinks"].items()]
-    sys.exit(serve(parent, deliveries, run_dir))
+    failures = settings["failures"]
+    deliveries = [_delivery(run_dir, name, text, failures[name]) for name, text in settings["sinks"].items()]
+    sys.exit(serve(parent, deliveries, run_dir, settings["call_seconds"]))
 
 
-def serve(parent: Parent, deliveries: Sequence[Delivery], run_dir: Path) -> int:
-    """Runs deliveries to their end while listening to the parent; the exit code."""
+class _WithoutSecrets(logging.Formatter):
+    """What clients raise holds addresses, and these may hold passwords."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The message and the traceback."""
+        return masked(super().format(record))
+
+
+def serve(parent: Parent, deliveries: Sequence[Delivery], run_dir: Path, call_seconds: float) -> int:
+    """Runs deliveries to their end while listening to the parent; the exit code.
+
+    A call that has not come back after `call_seconds` ends the process, so that the other sinks and a fresh client can go on.
+    """
     threads = [threading.Thread(target=delivery.run, name=delivery.name, daemon=True) for delivery in deliveries]
     for thread in threads:
         thread.start()
     orphaned_at: float | None = None
+    status_file = _StatusFile(run_dir)
     while not all(delivery.over for delivery in deliveries):
         status = parent.listen(TICK_SECONDS)
         if parent.gone and orphaned_at is None:
             orphaned_at, status = time.monotonic(), _end_run(run_dir)
         if status is not None:
             _finish(deliveries, status)
+        _find_hanging(deliveries, call_seconds)
         parent.report([delivery.status for delivery in deliveries])
-        if _dead_client(deliveries) or (orphaned_at and time.monotonic() - orphaned_at > ORPHAN_SECONDS):
+        status_file.note([delivery.status for delivery in deliveries])
+        if _needs_fresh_process(deliveries) or (orphaned_at and time.monotonic() - orphaned_at > ORPHAN_SECONDS):
             break
-    return _leave(parent, deliveries, threads)
+    code = _leave(parent, deliveries, threads)
+    if parent.gone:  # else the parent notes the end, in more detail
+        note_statuses(run_dir, [delivery.status for delivery in deliveries])
+    return code
+
+
+def _find_hanging(deliveries: Sequence[Delivery], call_seconds: float) -> None:
+    for delivery in deliveries:
+        if delivery.call_seconds > call_seconds:
+            delivery.hung()
+
+
+class _StatusFile:
+    """Notes how deliveries stand when they fail or recover."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._noted: object = None
+        self._noted_at = 0.0
+
+    def note(self, statuses: Sequence[SinkStatus]) -> None:
+        """Writes what has changed, at most every few seconds."""
+        news = [(status.state, status.errors, status.quarantined) for status in statuses]
+        now = time.monotonic()
+        if news != self._noted and now - self._noted_at >= STATUS_SECONDS:
+            self._noted, self._noted_at = news, now
+            note_statuses(self._run_dir, statuses)
 
 
 def _finish(deliveries: Sequence[Delivery], status: RunStatus) -> None:
@@ -86,9 +134,9 @@ def _leave(parent: Parent, deliveries: Sequence[Delivery], threads: Sequence[thr
     for delivery in deliveries:
         delivery.stop()
     for thread in threads:
-        thread.join(EXIT_SECONDS)
+        thread.join(EXIT_SECONDS / len(threads))
     parent.report([delivery.status for delivery in deliveries])
-    code = DEAD_CLIENT_EXIT if _dead_client(deliveries) else 0
+    code = FRESH_PROCESS_EXIT if _needs_fresh_process(deliveries) else 0
     _exit_within(EXIT_SECONDS, code)
     return code
 
@@ -100,8 +148,8 @@ def _exit_within(seconds: float, code: int) -> None:
     timer.start()
 
 
-def _dead_client(deliveries: Sequence[Delivery]) -> bool:
-    return any(delivery.status.state is SinkState.DEAD_CLIENT for delivery in deliveries)
+def _needs_fresh_process(deliveries: Sequence[Delivery]) -> bool:
+    return any(delivery.status.state in (SinkState.DEAD_CLIENT, SinkState.HUNG) for delivery in deliveries)
 
 
 def _end_run(run_dir: Path) -> RunStatus:
@@ -131,9 +179,9 @@ def _private_stdin() -> int:
     return lifeline
 
 
-def _delivery(run_dir: Path, name: str, pickled: str) -> Delivery:
-    reader = JournalReader(journal_path(run_dir))
-    return Delivery(_loaded(pickled), reader, name=name, cursors=Cursors(run_dir), in_child=True)
+def _delivery(run_dir: Path, name: str, pickled: str, failures: int) -> Delivery:
+    reader, cursors = JournalReader(journal_path(run_dir)), Cursors(run_dir)
+    return Delivery(_loaded(pickled), reader, name=name, cursors=cursors, in_child=True, failures=failures)
 
 
 def _loaded(pickled: str) -> Sink:
@@ -180,6 +228,7 @@ class Parent:
         self._received = b""
         self._status_fd = status_fd
         self._told: dict[str, SinkStatus] = {}
+        self._told_at = time.monotonic()
         os.set_inheritable(status_fd, False)
         os.set_blocking(status_fd, False)
 
@@ -203,12 +252,19 @@ class Parent:
         return None if line is None else RunStatus(json.loads(line)["end"])
 
     def report(self, statuses: Sequence[SinkStatus]) -> None:
-        """Sends what has changed; drops it where the parent does not read, as the next report repeats it."""
+        """Sends what has changed, or that all is well; drops it where the parent does not read, as the next report repeats it."""
         for status in statuses:
-            if self._told.get(status.name) != status:
-                with suppress(OSError):
-                    os.write(self._status_fd, json.dumps(asdict(status)).encode() + b"\n")
-                    self._told[status.name] = status
+            if self._told.get(status.name) != status and self._tell(asdict(status)):
+                self._told[status.name] = status
+        if time.monotonic() - self._told_at >= HEARTBEAT_SECONDS:
+            self._tell({"alive": True})
+
+    def _tell(self, message: Mapping[str, Any]) -> bool:
+        with suppress(OSError):
+            os.write(self._status_fd, json.dumps(message).encode() + b"\n")
+            self._told_at = time.monotonic()
+            return True
+        return False
 
     def _receive(self, seconds: float) -> None:
         """An orphan may wait in vain for the end of its input, as forked workers hold it open too."""

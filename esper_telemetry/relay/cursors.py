@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
-import os
-import threading
-from collections.abc import Iterator
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from esper_telemetry.journal import JOURNAL_NAME
 from esper_telemetry.record import RunStatus
+from esper_telemetry.relay.files import locked, replaced
 
 CURSORS_NAME: Final = "cursors.json"
 _logger = logging.getLogger("esper_telemetry")
@@ -30,6 +28,7 @@ class Cursor:
         records: records that it took since the run began.
         end: how the run ended, once its end line was read.
         closed: whether the sink was closed with that.
+        quarantined: records that it refused, which stand in `dead_letter.jsonl`.
     """
 
     offset: int = 0
@@ -37,6 +36,7 @@ class Cursor:
     records: int = 0
     end: RunStatus | None = None
     closed: bool = False
+    quarantined: int = 0
 
 
 class Cursors:
@@ -56,20 +56,32 @@ class Cursors:
         try:
             saved = self._read()[name]
             end = saved.get("end")
-            offset = min(
-                saved["offset"], self._journal.stat().st_size
-            )  # a crash of the machine may have cost the last lines
-            return Cursor(offset, saved["seq"], saved["records"], end and RunStatus(end), saved["closed"])
+            offset = min(saved["offset"], self._written())  # a crash of the machine may have cost the last lines
+            refused = saved.get("quarantined", 0)
+            return Cursor(int(offset), saved["seq"], saved["records"], end and RunStatus(end), saved["closed"], refused)
         except (OSError, KeyError, TypeError, ValueError, AttributeError):
             return Cursor()
+
+    def names(self) -> list[str]:
+        """The sinks that have one."""
+        with contextlib.suppress(OSError):
+            return list(self._read())
+        return []
 
     def save(self, name: str, cursor: Cursor) -> None:
         """Replaces the cursor of a sink and leaves all others."""
         try:
-            with self._locked():
-                self._replace({**self._read(), name: asdict(cursor)})
+            with locked(self.path.parent):
+                replaced(self.path, json.dumps({**self._read(), name: asdict(cursor)}, indent=1) + "\n")
         except OSError as error:
             self._warn(error)
+
+    def _written(self) -> float:
+        """How many bytes the journal has; of a packed one, which is whole, no matter how many."""
+        try:
+            return self._journal.stat().st_size
+        except FileNotFoundError:
+            return math.inf
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -77,23 +89,6 @@ class Cursors:
         except (FileNotFoundError, ValueError):
             return {}
         return cursors if isinstance(cursors, dict) else {}
-
-    def _replace(self, cursors: dict[str, Any]) -> None:
-        draft = self.path.with_name(f"{CURSORS_NAME}.{os.getpid()}-{threading.get_ident()}")
-        try:
-            draft.write_text(json.dumps(cursors, indent=1) + "\n")
-            draft.replace(self.path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                draft.unlink()
-            raise
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with self._journal.open("r+b") as journal:
-            with contextlib.suppress(OSError):
-                fcntl.flock(journal, fcntl.LOCK_EX)
-            yield
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:

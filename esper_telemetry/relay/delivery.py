@@ -5,14 +5,17 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 from esper_telemetry.journal import End, Entry, JournalEvent
 from esper_telemetry.record import Alarm, Record, RunInfo, RunStatus
+from esper_telemetry.relay.breaker import Breaker
+from esper_telemetry.relay.calls import Calls
 from esper_telemetry.relay.cursors import Cursor, Cursors
+from esper_telemetry.relay.progress import Progress
+from esper_telemetry.relay.sender import Sender
 from esper_telemetry.relay.status import FINAL, SinkState, SinkStatus, sink_name
 from esper_telemetry.sinks.protocol import DeadClientError, PermanentSinkError, Sink
 
@@ -20,11 +23,6 @@ BATCH_RECORDS: Final = 200
 POLL_SECONDS: Final = 0.1
 REST_SECONDS: Final = 1.0
 """Between two batches in the relay's own process, where the sink keeps up: ten records one by one cost a backend more than ten at once."""
-SAVE_SECONDS: Final = 1.0
-FIRST_RETRY_SECONDS: Final = 0.5
-LONGEST_RETRY_SECONDS: Final = 60.0
-LONGEST_RETRY_AT_END_SECONDS: Final = 2.0
-"""Between attempts once no more lines come: somebody waits for the end."""
 
 _logger = logging.getLogger("esper_telemetry")
 
@@ -33,6 +31,10 @@ class Reader(Protocol):
     """A side of a journal that gives its lines in order."""
 
     offset: int
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The directory of the run; None for one without."""
 
     def read(self, limit: int | None = None) -> list[Entry]:
         """The next lines, at most `limit`."""
@@ -50,8 +52,10 @@ class Reader(Protocol):
 class Delivery:
     """Feeds one sink from one reader, by `run` in a thread of its own.
 
-    A sink that raises is called again with the same records, or the same alarm, after 0.5 s, then after twice as long, up to a minute;
-    `PermanentSinkError` ends the delivery. The first error is logged.
+    A sink that raises is called again, first with one record, after 0.5 s, then after twice as long, up to a minute
+    (`Breaker`). A batch that is refused is halved until the record is alone that the sink does not take while it takes
+    the next one: that record is quarantined and the rest goes on. `PermanentSinkError` ends the delivery. The first
+    error is logged.
 
     Args:
         sink: where the records go.
@@ -61,6 +65,8 @@ class Delivery:
         batch: at most so many records at a time.
         patience: how many failures in a row end the delivery; None for any number.
         in_child: whether the process is the relay's own, which the sink may prepare; it rests between batches.
+        failures: in a row so far, where another process has tried before.
+        wanted: which updates to send, of all; what a backend misses. None for what the cursor says.
     """
 
     def __init__(
@@ -73,57 +79,71 @@ class Delivery:
         batch: int = BATCH_RECORDS,
         patience: int | None = None,
         in_child: bool = False,
+        failures: int = 0,
+        wanted: Callable[[int], bool] | None = None,
     ) -> None:
         self.sink = sink
         self.name = name or sink_name(sink)
+        self.breaker = Breaker(failures)
         self._reader = reader
-        self._cursors = cursors
         self._batch_size = batch
         self._patience = patience
         self._must_prepare = self._paced = in_child
+        self._wanted = wanted
         self._caught_up = False
         self._state = SinkState.OPENING
-        self._errors = 0
-        self._last_error = ""
-        self._failures = 0
-        self._failed_at = 0.0
+        self._calls = Calls(self.name)
         self._wake = threading.Event()
         self._stopped = False
         self._fallback: RunStatus | None = None
         self._info: RunInfo | None = None
         self._opened = False
         self._held = 0
-        self._batch: list[Record | Alarm] = []
-        self._taken: list[Record] = []
-        self._alarm: Callable[[Alarm], object] | None = getattr(sink, "alarm", None)
-        self._resume(Cursor() if cursors is None else cursors.load(self.name))
+        self._sender = Sender(sink, self.name, reader.run_dir, self.breaker, self._calls)
+        self._progress = Progress(self.name, cursors, None if wanted is None else Cursor())
+        if self.cursor.offset:
+            self._reader.offset = self.cursor.offset
+            self._info = self._reader.head()
 
     @property
     def status(self) -> SinkStatus:
         """How it goes, at this moment; from any thread."""
+        cursor = self.cursor
         return SinkStatus(
-            self.name, self._state, self._cursor.records, self._cursor.seq, self._errors, self._last_error
+            *(self.name, self._state, cursor.records, cursor.seq, self._calls.errors, self._calls.last_error),
+            quarantined=cursor.quarantined,
+            wall_time=self._sender.wall_time,
         )
 
     @property
     def cursor(self) -> Cursor:
         """What the sink has taken."""
-        return self._cursor
+        return self._progress.cursor
+
+    @property
+    def sent(self) -> int:
+        """How many records this delivery has sent; what others have sent before is not among them."""
+        return self._sender.sent
 
     @property
     def over(self) -> bool:
         """Whether nothing more will be delivered."""
         return self._stopped or self._state in FINAL
 
+    @property
+    def call_seconds(self) -> float:
+        """For how long the call of the sink that is under way has lasted; 0 where none is."""
+        return self._calls.seconds
+
     def run(self) -> None:
         """Delivers until the journal's end was delivered, the sink is disabled, or `stop` is called."""
         try:
             while not self.over:
                 if not self.step() or self._may_rest:
-                    self._wake.wait(REST_SECONDS if self._may_rest else max(POLL_SECONDS, self._pause()))
+                    self._wake.wait(REST_SECONDS if self._may_rest else max(POLL_SECONDS, self.breaker.pause()))
                     self._wake.clear()
         finally:
-            self._save()
+            self._progress.save()
             self._reader.close()
 
     @property
@@ -134,7 +154,7 @@ class Delivery:
     def finish(self, status: RunStatus) -> None:
         """Says, from any thread, that no more lines will come; `status` ends the sink where the journal has no end."""
         self._fallback = status
-        self._failed_at = 0.0
+        self.breaker.hurry()
         self._wake.set()
 
     def stop(self) -> None:
@@ -142,9 +162,14 @@ class Delivery:
         self._stopped = True
         self._wake.set()
 
+    def hung(self) -> None:
+        """Says that the call under way is given up; its process ends."""
+        self._calls.note(TimeoutError(f"a call has not come back for {self.call_seconds:.0f} s"))
+        self._state = SinkState.HUNG
+
     def step(self) -> bool:
         """Makes one attempt and says whether to go on at once. Whatever the sink raises ends here."""
-        if self._pause() > 0:
+        if self.breaker.pause() > 0:
             return False
         try:
             moved = self._advance()
@@ -153,19 +178,19 @@ class Delivery:
         except (Exception, SystemExit) as error:  # a backend that calls sys.exit would end its thread in silence
             self._retry_later(error)
         else:
-            self._save_when_due()
+            self._progress.save_when_due()
             return moved
         return False
 
     def _advance(self) -> bool:
         self._caught_up = False
-        moved = bool(self._batch) or self._read()
-        if self._info is not None and not self._opened and not self._cursor.closed:
+        moved = bool(self._sender.batch) or self._read()
+        if self._info is not None and not self._opened and not self.cursor.closed:
             self._open(self._info)
-        if self._batch:
+        if self._sender.batch:
             self._write()
-        elif not moved and self._cursor.end is not None:
-            self._close(self._cursor.end)
+        elif not moved and self.cursor.end is not None:
+            self._close(self.cursor.end)
         return moved
 
     def _read(self) -> bool:
@@ -174,9 +199,9 @@ class Delivery:
         self._caught_up = 0 < len(entries) < self._batch_size
         for entry in entries:
             self._take_in(entry)
-        if not self._batch:
+        if not self._sender.batch:
             self._move(offset=self._reader.offset)
-        if not entries and self._cursor.end is None and self._fallback is not None:
+        if not entries and self.cursor.end is None and self._fallback is not None:
             self._move(end=self._fallback)
         return bool(entries)
 
@@ -185,17 +210,21 @@ class Delivery:
             case RunInfo():
                 self._describe(entry)
                 self._move(end=None, closed=False)
-            case Record() if entry.axes.update <= self._held:
-                self._move(end=None, closed=False, seq=entry.seq, records=self._cursor.records + 1)
+            case Record() if self._is_held(entry.axes.update):
+                self._move(end=None, closed=False, seq=entry.seq, records=self.cursor.records + 1)
             case Record():
-                self._batch.append(entry)
+                self._sender.batch.append(entry)
                 self._move(end=None, closed=False)
-            case Alarm() if self._alarm is not None and entry.axes.update > self._held:
-                self._batch.append(entry)
+            case Alarm() if self._sender.alarm is not None and not self._is_held(entry.axes.update):
+                self._sender.batch.append(entry)
             case JournalEvent(type="metrics") if self._info is not None:
                 self._info.metrics.update(entry.data)
             case End():
                 self._move(end=entry.status)
+
+    def _is_held(self, update: int) -> bool:
+        """Whether the backend has the update already."""
+        return update <= self._held or (self._wanted is not None and not self._wanted(update))
 
     def _describe(self, info: RunInfo) -> None:
         """The sink keeps the `RunInfo` it was opened with, so a resumed run adds its descriptions to that."""
@@ -206,24 +235,25 @@ class Delivery:
             self._info.metrics.update(info.metrics)
 
     def _open(self, info: RunInfo) -> None:
-        prepare = getattr(self.sink, "prepare_child", None)
-        if self._must_prepare and prepare is not None:
-            prepare()
-        self._must_prepare = False
-        self.sink.open(info)
-        if self._paced:
-            gc.freeze()  # the backends' modules stay: to go through them again and again took a third of MLflow's time
-        self._opened = True
-        held = getattr(self.sink, "held", None)
-        self._reconcile(None if held is None else held(info))
-        self._recall()
+        with self._calls.one():
+            prepare = getattr(self.sink, "prepare_child", None)
+            if self._must_prepare and prepare is not None:
+                prepare()
+            self._must_prepare = False
+            self.sink.open(info)
+            if self._paced:
+                gc.freeze()  # the backends' modules stay: to go through them again and again took a third of MLflow's time
+            self._opened = True
+            held = getattr(self.sink, "held", None)
+            self._reconcile(None if held is None or self._wanted is not None else held(info))
+            self._recall()
         self._worked()
 
     def _reconcile(self, held: int | None) -> None:
         """Goes through the journal again where the sink knows what its backend holds, and passes over that."""
         if held is not None:
             self._held = held
-            self._batch.clear()
+            self._sender.batch.clear()
             self._reader.offset = 0
             self._move(offset=0, seq=0, records=0, end=None)
 
@@ -232,99 +262,49 @@ class Delivery:
         recall = getattr(self.sink, "recall", None)
         if recall is None:
             return
-        before = None if self._held else self._cursor.offset
-        known = [alarm for alarm in self._reader.alarms(before) if not self._held or alarm.axes.update <= self._held]
+        whole = self._held or self._wanted is not None
+        before = None if whole else self.cursor.offset
+        known = [alarm for alarm in self._reader.alarms(before) if not whole or self._is_held(alarm.axes.update)]
         if known:
             recall(known)
 
     def _write(self) -> None:
         """Delivers all that was read; what the sink has taken of it is not sent again when something later fails."""
-        while self._batch:
-            self._write_next()
-        if self._taken:
-            self._move(seq=self._taken[-1].seq, records=self._cursor.records + len(self._taken))
-            self._taken.clear()
+        batch, refused = self._sender.batch, self._sender.refused
+        try:
+            while batch:
+                self._sender.send(at_end=self._fallback is not None, any_before=self.cursor.records > 0)
+        finally:
+            self._move(quarantined=self.cursor.quarantined + self._sender.refused - refused)
+        if batch.taken:
+            self._move(seq=batch.taken[-1].seq, records=self.cursor.records + len(batch.taken))
+        batch.clear_taken()
         self._move(offset=self._reader.offset)
         self._worked()
 
-    def _write_next(self) -> None:
-        """The records up to the next alarm, or that alarm."""
-        first = self._batch[0]
-        if isinstance(first, Alarm):
-            if self._alarm is not None:
-                self._alarm(first)
-            del self._batch[0]
-            return
-        ready: list[Record] = []
-        for entry in self._batch:
-            if isinstance(entry, Alarm):
-                break
-            ready.append(entry)
-        self.sink.write(tuple(ready))
-        del self._batch[: len(ready)]
-        self._taken.extend(ready)
-
     def _close(self, status: RunStatus) -> None:
         if self._opened:
-            self.sink.close(status)
+            with self._calls.one():
+                self.sink.close(status)
         self._move(closed=True)
-        self._failures = 0
+        self.breaker.worked()
         self._state = SinkState.CLOSED
 
     def _worked(self) -> None:
-        self._failures = 0
+        self.breaker.worked()
         self._state = SinkState.DELIVERING
 
     def _retry_later(self, error: BaseException) -> None:
-        self._note(error)
-        if self._errors == 1:
-            message = "esper-telemetry: sink %s failed (%s); it is tried again, and the journal keeps everything"
-            _logger.warning(message, self.name, self._last_error)
-        self._failures += 1
-        self._failed_at = time.monotonic()
+        self._calls.failed(error)
+        self.breaker.failed(at_end=self._fallback is not None)
         self._state = SinkState.RETRYING
-        if self._failures == self._patience:
+        if self.breaker.failures == self._patience:
             self.stop()
 
-    def _pause(self) -> float:
-        """Seconds until the next attempt."""
-        if not self._failures:
-            return 0.0
-        longest = LONGEST_RETRY_SECONDS if self._fallback is None else LONGEST_RETRY_AT_END_SECONDS
-        delay = min(longest, FIRST_RETRY_SECONDS * 2.0 ** min(self._failures - 1, 10))
-        return self._failed_at + delay - time.monotonic()
-
     def _disable(self, error: PermanentSinkError) -> None:
-        self._note(error)
-        _logger.error("esper-telemetry: sink %s is DISABLED for this run: %s", self.name, self._last_error)
+        self._calls.note(error)
+        _logger.error("esper-telemetry: sink %s is DISABLED for this run: %s", self.name, self._calls.last_error)
         self._state = SinkState.DEAD_CLIENT if isinstance(error, DeadClientError) else SinkState.DISABLED
 
-    def _note(self, error: BaseException) -> None:
-        self._errors += 1
-        self._last_error = one_line(error)
-        _logger.debug("sink %s raised", self.name, exc_info=error)
-
-    def _resume(self, cursor: Cursor) -> None:
-        self._cursor = self._saved = cursor
-        self._saved_at = 0.0
-        if cursor.offset:
-            self._reader.offset = cursor.offset
-            self._info = self._reader.head()
-
     def _move(self, **changes: Any) -> None:
-        self._cursor = replace(self._cursor, **changes)
-
-    def _save_when_due(self) -> None:
-        if self._cursor != self._saved and time.monotonic() - self._saved_at >= SAVE_SECONDS:
-            self._save()
-
-    def _save(self) -> None:
-        if self._cursors is not None and self._cursor != self._saved:
-            self._cursors.save(self.name, self._cursor)
-            self._saved, self._saved_at = self._cursor, time.monotonic()
-
-
-def one_line(error: BaseException) -> str:
-    """An exception as one line of at most 300 characters."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__
+        self._progress.move(**changes)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from esper_telemetry.journal import Journal, MemoryJournal
-from esper_telemetry.record import RunStatus
+from esper_telemetry.record import RunStatus, SinkLag
 from esper_telemetry.relay.cursors import Cursors
 from esper_telemetry.relay.delivery import Delivery
 from esper_telemetry.relay.process import SinkProcess
@@ -23,7 +23,10 @@ from esper_telemetry.relay.status import (
     by_name,
     replay_command,
     sink_report,
+    sink_uri,
 )
+from esper_telemetry.relay.status_file import note_reports, note_uris
+from esper_telemetry.sinks.function import FunctionSink
 from esper_telemetry.sinks.protocol import Sink
 
 LOCAL_BATCH_RECORDS: Final = 50
@@ -47,8 +50,11 @@ class Relay:
         self._journal = journal
         self._sinks = by_name(list(sinks))
         self._report: CloseReport | None = None
+        self._begun = time.time()
         remote = {name: sink for name, sink in self._sinks.items() if self._goes_to_child(sink)}
         self._process = _started(journal, remote)
+        if journal.run_dir is not None and self._sinks:
+            note_uris(journal.run_dir, {name: sink_uri(sink) for name, sink in self._sinks.items()})
         self._deliveries = [self._delivery(name) for name in self._sinks if name not in remote]
         self._threads = [_thread(delivery) for delivery in self._deliveries]
 
@@ -60,9 +66,16 @@ class Relay:
     def stats(self) -> RelayStats:
         """How all deliveries are going; costs microseconds."""
         statuses = self._statuses()
-        working = [status.records for status in statuses.values() if status.state not in FINAL]
-        depth = max((self._journal.records - records for records in working), default=0)
-        return RelayStats(max(0, depth), sum(status.errors for status in statuses.values()), statuses)
+        working = [status for status in statuses.values() if status.state not in FINAL]
+        depth = max((status.lag(self._journal.records) for status in working), default=0)
+        errors = sum(status.errors for status in statuses.values())
+        return RelayStats(max(0, depth), errors, statuses, self._lags(statuses.values()))
+
+    def _lags(self, statuses: Iterable[SinkStatus]) -> tuple[SinkLag, ...]:
+        """Those of functions are left out: they are many people's callbacks, and nobody's backend."""
+        records, now = self._journal.records, time.time()
+        backends = [status for status in statuses if not isinstance(self._sinks[status.name], FunctionSink)]
+        return tuple(status.as_lag(records, now=now, begun=self._begun) for status in backends)
 
     def close(self, deadline_seconds: float = 15.0, *, status: RunStatus = RunStatus.KILLED) -> CloseReport:
         """Waits until every sink took everything and is closed, at most for the deadline, and reports what is left.
@@ -76,6 +89,8 @@ class Relay:
         if self._report is None:
             self._finish(status, time.monotonic() + deadline_seconds)
             self._report = CloseReport(tuple(self._reported()))
+            if self._journal.run_dir is not None:
+                note_reports(self._journal.run_dir, self._report.sinks)
         return self._report
 
     def _finish(self, status: RunStatus, deadline: float) -> None:
@@ -92,9 +107,12 @@ class Relay:
 
     def _reported(self) -> Iterable[SinkReport]:
         for name, status in self._statuses().items():
-            pending = max(0, self._journal.records - status.records)
-            complete = status.state is SinkState.CLOSED and not pending
-            command = "" if complete else replay_command(self._journal.run_dir, self._sinks[name])
+            pending = status.lag(self._journal.records)
+            command = (
+                ""
+                if status.state is SinkState.CLOSED and not pending
+                else replay_command(self._journal.run_dir, self._sinks[name])
+            )
             yield sink_report(status, pending=pending, command=command)
 
     def _statuses(self) -> Mapping[str, SinkStatus]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from esper_telemetry.record import SinkLag
+from esper_telemetry.redaction import masked
 from esper_telemetry.sinks.protocol import Sink
 from esper_telemetry.sinks.uri import BUNDLED, known_sinks
+
+NOT_IN_SEGMENTS = re.compile("[^a-z0-9]+")
 
 
 class SinkState(StrEnum):
@@ -21,10 +26,11 @@ class SinkState(StrEnum):
     CLOSED = "closed"
     DISABLED = "disabled"
     DEAD_CLIENT = "dead client"
+    HUNG = "hung"
 
 
-FINAL = frozenset({SinkState.CLOSED, SinkState.DISABLED, SinkState.DEAD_CLIENT})
-"""States that a delivery does not leave."""
+FINAL = frozenset({SinkState.CLOSED, SinkState.DISABLED, SinkState.DEAD_CLIENT, SinkState.HUNG})
+"""States that a delivery does not leave; of the last two, a fresh process may begin anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,8 @@ class SinkStatus:
         seq: of the last of them.
         errors: exceptions of the sink so far.
         last_error: the latest of them in one line.
+        quarantined: records that it refused for good.
+        wall_time: when the last record that it took here was made, in seconds since the epoch; None before the first.
     """
 
     name: str
@@ -46,6 +54,23 @@ class SinkStatus:
     seq: int = 0
     errors: int = 0
     last_error: str = ""
+    quarantined: int = 0
+    wall_time: float | None = None
+
+    def lag(self, records: int) -> int:
+        """Of so many records, how many it has still to take."""
+        return max(0, records - self.records - self.quarantined)
+
+    def as_lag(self, records: int, *, now: float, begun: float) -> SinkLag:
+        """How it stands, of so many records, at a time; `begun` is when the relay was. A clock may jump back."""
+        behind = self.lag(records)
+        since = begun if self.wall_time is None else self.wall_time
+        return SinkLag(self.segment, behind, max(0.0, now - since) if behind else 0.0, self.errors)
+
+    @property
+    def segment(self) -> str:
+        """The name as a segment of a key: `wandb_walker`."""
+        return NOT_IN_SEGMENTS.sub("_", self.name.lower()).strip("_") or "sink"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +81,13 @@ class RelayStats:
         queue_depth: records that the slowest working sink has still to take.
         errors: exceptions of all sinks so far.
         sinks: each delivery by name.
+        lags: the same as numbers.
     """
 
     queue_depth: int
     errors: int
     sinks: Mapping[str, SinkStatus]
+    lags: tuple[SinkLag, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +102,7 @@ class SinkReport:
         errors: how often it raised.
         last_error: the latest exception in one line.
         command: what sends the rest; empty if there is none, or no journal to send it from.
+        quarantined: records that it refused, which stand in `dead_letter.jsonl`.
     """
 
     name: str
@@ -84,12 +112,19 @@ class SinkReport:
     errors: int = 0
     last_error: str = ""
     command: str = ""
+    quarantined: int = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether it took every record and was closed."""
+        return self.state is SinkState.CLOSED and not self.pending and not self.quarantined
 
     def __str__(self) -> str:
         because = f" ({self.last_error})" if self.last_error and self.state is not SinkState.CLOSED else ""
         rest = f"; send the rest with: {self.command}" if self.command else ""
         left = f", {self.pending} pending" if self.pending else ""
-        return f"{self.name}: {self.state}, {self.sent} records sent{left}{because}{rest}"
+        refused = f", {self.quarantined} refused (dead_letter.jsonl)" if self.quarantined else ""
+        return f"{self.name}: {self.state}, {self.sent} records sent{left}{refused}{because}{rest}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +136,7 @@ class CloseReport:
     @property
     def complete(self) -> bool:
         """Whether every sink took every record and was closed."""
-        return all(sink.state is SinkState.CLOSED and not sink.pending for sink in self.sinks)
+        return all(sink.complete for sink in self.sinks)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.sinks))
@@ -118,18 +153,30 @@ def sink_report(status: SinkStatus, *, pending: int, command: str = "") -> SinkR
         status.errors,
         status.last_error,
         "" if complete else command,
+        status.quarantined,
     )
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as one line of at most 300 characters, with passwords in addresses masked."""
+    text = masked(" ".join(str(error).split()))
+    return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__
 
 
 def replay_command(run_dir: Path | None, sink: Sink) -> str:
     """What a person types to send the rest; a sink says how it is spelled in `uri`, else in its name. Others are replayed from Python."""
     if run_dir is None:
         return ""
-    uri = str(getattr(sink, "uri", sink_name(sink)))
+    uri = sink_uri(sink)
     name = uri.partition("?")[0].partition(":")[0]
     if name not in BUNDLED and name not in known_sinks():  # the second looks through all that is installed
         return f"esper_telemetry.replay({str(run_dir)!r}, SINK)"
     return shlex.join(["esper-telemetry", "replay", str(run_dir), "--to", uri])
+
+
+def sink_uri(sink: Sink) -> str:
+    """How a sink is spelled on the command line: its `uri`, else its name."""
+    return str(getattr(sink, "uri", sink_name(sink)))
 
 
 def sink_name(sink: Sink) -> str:

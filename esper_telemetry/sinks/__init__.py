@@ -7,6 +7,7 @@ opened.
     WandbSink(project="walker")           online with a key, else offline in RUN_DIR/wandb
     WandbSink(run=wandb.run)              joins a run that is open
     MLflowSink()                          sqlite:///RUN_DIR/mlflow.db
+    PrometheusSink()                      last values in RUN_DIR/metrics.prom, or on a port of this machine
     ConsoleSink()                         a line per update
     print                                 any callable is a sink
     "wandb:walker?mode=offline"           any of these as text
@@ -15,9 +16,10 @@ opened.
 from esper_telemetry.sinks.console import ConsoleSink
 from esper_telemetry.sinks.function import FunctionSink
 from esper_telemetry.sinks.mlflow import MLflowSink
-from esper_telemetry.sinks.protocol import DeadClientError, PermanentSinkError, Place, Sink
+from esper_telemetry.sinks.prometheus import PrometheusSink
+from esper_telemetry.sinks.protocol import DeadClientError, PermanentSinkError, Place, PoisonRecordError, Sink
 from esper_telemetry.sinks.tensorboard import TensorBoardSink
-from esper_telemetry.sinks.uri import SinkLike, as_sink, known_sinks, sink_from_uri
+from esper_telemetry.sinks.uri import SinkLike, as_sink, known_sinks, register_sink, sink_from_uri
 from esper_telemetry.sinks.wandb import WandbSink
 
 __all__ = [
@@ -27,11 +29,14 @@ __all__ = [
     "MLflowSink",
     "PermanentSinkError",
     "Place",
+    "PoisonRecordError",
+    "PrometheusSink",
     "Sink",
     "SinkLike",
     "TensorBoardSink",
     "WandbSink",
     "as_sink",
     "known_sinks",
+    "register_sink",
     "sink_from_uri",
 ]

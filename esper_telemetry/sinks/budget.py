@@ -22,11 +22,12 @@ class KeyBudget:
     measured even at the minimal level keep their room when they first appear late, as the returns do.
     """
 
-    def __init__(self, run: RunInfo, sink: str, *, max_keys: int, details: bool) -> None:
+    def __init__(self, run: RunInfo, sink: str, *, max_keys: int, details: bool, quiet: bool = False) -> None:
         if max_keys < 1:
             raise ValueError(f"max_keys must be positive, got {max_keys}")
         self.run = run
         self.sink = sink
+        self.quiet = quiet
         self.max_keys = max_keys
         self.details = details or str(run.facts.get("level")).lower() in AT_DEBUG
         self.admitted: set[str] = set()
@@ -77,7 +78,7 @@ class KeyBudget:
 
     def _warn(self, refused: list[str]) -> None:
         """Says once per run that keys are left out, and which."""
-        if refused and not self.refused - self._details(self.refused):
+        if refused and not self.quiet and not self.refused - self._details(self.refused):
             families = ", ".join(sorted({family_name(key) for key in refused}))
             message = "%s shows %d keys and leaves %d others (of %s) to the journal; max_keys= raises that limit"
             logger.warning(message, self.sink, len(self.admitted), len(refused), families)

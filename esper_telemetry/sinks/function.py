@@ -16,6 +16,8 @@ class FunctionSink:
     function: Callable[[Record], object]
 
     in_process: ClassVar[bool] = True
+    uri: ClassVar[str] = ""
+    """A function has no name on the command line."""
 
     @property
     def name(self) -> str:

@@ -10,10 +10,13 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from esper_telemetry.record import Alarm, Record, RunInfo, RunStatus
+from esper_telemetry.redaction import masked
 from esper_telemetry.sinks.budget import KeyBudget
-from esper_telemetry.sinks.mlflow_run import MlflowRun, joined_run, own_run
-from esper_telemetry.sinks.plain import masked
+from esper_telemetry.sinks.mlflow_names import LegalNames
+from esper_telemetry.sinks.mlflow_run import MlflowRun, joined_run, numbers_of, own_run
+from esper_telemetry.sinks.mlflow_stored import stored_run
 from esper_telemetry.sinks.protocol import Place, check_options, require_package, require_run_dir
+from esper_telemetry.sinks.stored import Shown, Stored
 
 REQUEST_TIMEOUT_SECONDS = 10
 REQUEST_RETRIES = 1
@@ -97,6 +100,18 @@ class MLflowSink:
         else:
             opened = own_run(store, run, budget, experiment=self.experiment, artifacts=self._artifacts(run))
         object.__setattr__(self, "_open", opened)
+
+    def stored(self, run: RunInfo) -> Stored | None:
+        """What the store holds of the run; None for a joined one."""
+        if self.run_id is not None:
+            return None
+        return stored_run(self._store(run), run, self.experiment)
+
+    def shown(self, run: RunInfo) -> Shown:
+        """What it should hold of a record."""
+        budget = KeyBudget(run, "MLflow", max_keys=self.max_keys, details=self.details, quiet=True)
+        names = LegalNames()
+        return lambda record: {names[key]: value for key, value in numbers_of(budget.select(record)).items()}
 
     def write(self, records: Sequence[Record]) -> None:
         """Sends the records in batches; repeated after a failure, MLflow stores what it has already only once."""

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from esper_telemetry.record import Alarm, AlarmEvent, Record, RunInfo, RunStatus
+from esper_telemetry.redaction import masked
 from esper_telemetry.sinks.budget import KeyBudget
 from esper_telemetry.sinks.histogram import by_tag
 from esper_telemetry.sinks.incidents import Incidents, alarm_text
 from esper_telemetry.sinks.mlflow_database import SQLITE, ensure_database
 from esper_telemetry.sinks.mlflow_names import LegalNames
-from esper_telemetry.sinks.plain import flattened, masked
-from esper_telemetry.sinks.protocol import PermanentSinkError, logger
+from esper_telemetry.sinks.plain import flattened
+from esper_telemetry.sinks.protocol import PermanentSinkError, PoisonRecordError, logger
 from esper_telemetry.sinks.readme import glossary
 
 MAX_METRICS = 1000
@@ -42,6 +43,8 @@ EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 
 HOPELESS = {401, 403, 404}
 """HTTP statuses that stay what they are however often one asks."""
+REFUSED = 400
+"""One number that MLflow does not like has a whole batch refused."""
 
 STATUSES = {RunStatus.FINISHED: "FINISHED", RunStatus.FAILED: "FAILED"}
 """The others are KILLED."""
@@ -118,7 +121,7 @@ class MlflowRun:
         from mlflow.entities import Metric
 
         milliseconds = round(record.axes.wall_time * 1000)
-        for key, value in _numbers(record).items():
+        for key, value in numbers_of(record).items():
             yield Metric(self.names[key], value, milliseconds, record.axes.env_step)
 
     def _tell_names(self) -> None:
@@ -131,7 +134,7 @@ class MlflowRun:
 
 def joined_run(store: str | None, run_id: str, budget: KeyBudget) -> MlflowRun:
     """A run that somebody else has open."""
-    client = _client(store)
+    client = client_of(store)
     with _classified():
         client.get_run(run_id)
     return MlflowRun(client, run_id, budget, ours=False)
@@ -142,9 +145,9 @@ def own_run(
 ) -> MlflowRun:
     """Our run of that id, running again, or a new one."""
     with _quiet(), _classified():
-        client = _client(store)
+        client = client_of(store)
         experiment_id = _experiment_id(client, experiment, artifacts)
-        found = client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{_quoted(run.run_id)}'", max_results=1)
+        found = client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{quoted(run.run_id)}'", max_results=1)
         if found:
             client.update_run(found[0].info.run_id, status="RUNNING")
         entity = found[0] if found else _created(client, experiment_id, run)
@@ -153,7 +156,8 @@ def own_run(
     return opened
 
 
-def _client(store: str | None) -> Any:
+def client_of(store: str | None) -> Any:
+    """A client for the store; one in SQLite is made where there is none."""
     from mlflow.tracking import MlflowClient
 
     if store is not None and store.startswith(SQLITE):
@@ -185,8 +189,8 @@ def _created(client: Any, experiment_id: str, run: RunInfo) -> Any:
     return client.create_run(experiment_id, start_time=round(run.started * 1000), tags=tags, run_name=run.name)
 
 
-def _numbers(record: Record) -> dict[str, float]:
-    """The values, the axes that are not MLflow's own, and three quantiles for each histogram."""
+def numbers_of(record: Record) -> dict[str, float]:
+    """What is stored of a record: the values, the axes that are not MLflow's own, and three quantiles for each histogram."""
     numbers = {**record.values}
     numbers["axis/update"] = record.axes.update
     numbers["axis/gradient_step"] = record.axes.gradient_step
@@ -215,7 +219,8 @@ def _user() -> str:
         return "unknown"  # a container's user without an entry in the password file
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """The text within quotation marks of a search."""
     return text.replace("\\", "\\\\").replace("'", "\\'")
 
 
@@ -229,6 +234,8 @@ def _classified() -> Iterator[None]:
     except MlflowException as error:
         if error.get_http_status_code() in HOPELESS:
             raise PermanentSinkError(f"MLflow refuses: {masked(str(error))}") from error
+        if error.get_http_status_code() == REFUSED:
+            raise PoisonRecordError(f"MLflow refuses a batch: {masked(str(error))}") from error
         raise
 
 

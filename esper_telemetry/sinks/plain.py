@@ -1,19 +1,11 @@
-"""Settings and addresses in forms that are safe to show and to send."""
+"""Settings in forms that every backend takes."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from numbers import Integral, Real
 from typing import Any
-
-PASSWORD = re.compile(r"(?<=://)([^/:@\s]*):([^/@\s]+)@")
-
-
-def masked(uri: str) -> str:
-    """The URI with a password in it replaced by stars."""
-    return PASSWORD.sub(r"\1:***@", uri)
 
 
 def plain(value: Any) -> Any:

@@ -17,7 +17,9 @@ logger = logging.getLogger("esper_telemetry.sinks")
 class Sink(Protocol):
     """Where records go. `open` comes first and once, then any number of `write`, then `close`.
 
-    A call that raises is repeated later with the same records, so `write` takes all of them or raises. Optional
+    A call that raises is repeated later, with the same records or with some of them, so `write` takes all of them or raises. What it
+    raises says what to do: OSError (and whatever else is not named here) tries again after a while, ValueError and TypeError look for
+    the one record that is refused (`PoisonRecordError`), PermanentSinkError gives the sink up. Optional
     attributes, read with `getattr`:
 
     - `in_process: bool`, True when absent: run in a thread of the training process, not in the child process.
@@ -28,6 +30,10 @@ class Sink(Protocol):
     - `prepare_child() -> None`: called once before `open`, and only in a process that holds nothing of the user's.
     - `held(run: RunInfo) -> int | None`: called after `open`, the last update that the backend holds of this run, 0 for none: records up to
       it are passed over and all after it are sent, whatever was taken before. None leaves it at what was taken.
+    - `stored(run: RunInfo) -> Stored | None` and `shown(run: RunInfo) -> Shown` (`sinks/stored.py`): what the backend holds of the run,
+      and what it should hold of a record, both without `open`; `doctor` compares them.
+    - `only_forward: bool`, False when absent: the backend draws nothing behind a later point, so what is missing is sent together with
+      everything after it, and `write` begins anew there.
     - `place(run: RunInfo) -> Place`: where the run will be found, for people.
     """
 
@@ -45,6 +51,20 @@ class PermanentSinkError(Exception):
     """Trying again cannot help: the sink is disabled for the rest of the run, with this message."""
 
 
+class PoisonRecordError(ValueError):
+    """The backend refuses one of the records, and would refuse it for ever: it is put aside and the others are sent.
+
+    Raise it where you know which one; any ValueError or TypeError has the record looked for.
+
+    Attributes:
+        index: its place among the records of this `write`; None where the backend does not say.
+    """
+
+    def __init__(self, message: str, index: int | None = None) -> None:
+        super().__init__(message)
+        self.index = index
+
+
 class DeadClientError(PermanentSinkError):
     """The backend's client is beyond repair in this process; a fresh process can go on."""
 
@@ -59,7 +79,7 @@ class Place(NamedTuple):
 def require_package(package: str, sink: str) -> None:
     """Raises ModuleNotFoundError with the install command unless the package is there; imports nothing."""
     if find_spec(package) is None:
-        extra = {"rich": "cli"}.get(package, package)
+        extra = {"rich": "cli", "prometheus_client": "prometheus"}.get(package, package)
         raise ModuleNotFoundError(f"{sink} needs {package}: pip install 'esper-telemetry[{extra}]'", name=package)
 
 

@@ -18,6 +18,8 @@ from esper_telemetry.sinks.incidents import Incidents
 from esper_telemetry.sinks.layout import sections
 from esper_telemetry.sinks.protocol import Place, check_options, require_package, require_run_dir
 from esper_telemetry.sinks.readme import run_readme
+from esper_telemetry.sinks.stored import Shown, Stored
+from esper_telemetry.sinks.tensorboard_stored import single, stored_in
 
 SUFFIX = ".esper"
 ALARMS = "alarms"
@@ -50,6 +52,7 @@ class TensorBoardSink:
     _open: _EventFile | None = field(default=None, init=False, repr=False, compare=False)
 
     in_process: ClassVar[bool] = False
+    only_forward: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_package("tensorboard", "TensorBoardSink")
@@ -69,6 +72,21 @@ class TensorBoardSink:
         """The directory, and the command that shows it."""
         directory = self._directory(run)
         return Place(str(directory), f"tensorboard --logdir {shlex.quote(str(directory))}")
+
+    def stored(self, run: RunInfo) -> Stored:
+        """What the event files of ours hold; several runs in one directory are taken for parts of one."""
+        return stored_in(self._directory(run), SUFFIX)
+
+    def shown(self, run: RunInfo) -> Shown:
+        """What they should hold of a record."""
+        budget = KeyBudget(run, "TensorBoard", max_keys=self.max_keys, details=self.details, quiet=True)
+
+        def numbers(record: Record) -> dict[str, float]:
+            selected = budget.select(record)
+            counts = {tag: sum(histogram.counts) for tag, histogram in by_tag(selected).items()}
+            return {key: single(value) for key, value in _numbers(selected).items()} | counts
+
+        return numbers
 
     def open(self, run: RunInfo) -> None:
         """Starts a new event file, beside those of earlier parts of the run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeAlias, cast
@@ -9,10 +10,13 @@ from urllib.parse import parse_qsl
 
 from esper_telemetry.record import Record
 from esper_telemetry.sinks.function import FunctionSink
-from esper_telemetry.sinks.protocol import Sink
+from esper_telemetry.sinks.protocol import Sink, logger
 
 SinkLike: TypeAlias = Sink | Callable[[Record], object] | str
 """What `as_sink` takes."""
+
+SinkFactory: TypeAlias = Callable[[str, Mapping[str, str]], Sink]
+NAME = re.compile("[a-z0-9_-]+")
 
 GROUP = "esper_telemetry.sinks"
 
@@ -21,8 +25,30 @@ BUNDLED = {
     "tensorboard": "esper_telemetry.sinks.tensorboard:TensorBoardSink",
     "wandb": "esper_telemetry.sinks.wandb:WandbSink",
     "mlflow": "esper_telemetry.sinks.mlflow:MLflowSink",
+    "prometheus": "esper_telemetry.sinks.prometheus:PrometheusSink",
 }
 """The sinks of this package, for a checkout that is not installed and so has no entry points."""
+
+
+_registered: dict[str, SinkFactory] = {}
+
+
+def register_sink(name: str, factory: SinkFactory) -> None:
+    """Makes `name[:rest][?option=value&...]` a sink URI in this process; packages use an entry point instead.
+
+    Args:
+        name: in front of the colon; one that is known already is replaced, with a warning.
+        factory: gets the rest and the options, and makes the sink; raises ValueError where they make no sense.
+
+    Raises ValueError for a name that no URI can have, TypeError for a factory that cannot be called.
+    """
+    if not NAME.fullmatch(name):
+        raise ValueError(f"the name of a sink is made of a-z, 0-9, _ and -, got {name!r}")
+    if not callable(factory):
+        raise TypeError(f"the factory of sink {name} must be callable, got {factory!r}")
+    if name in _registered or name in known_sinks():
+        logger.warning("sink %s is registered again: the new one is used from now on", name)
+    _registered[name] = factory
 
 
 def as_sink(thing: object) -> Sink:
@@ -54,6 +80,8 @@ def sink_from_uri(uri: str) -> Sink:
     address, _, query = uri.partition("?")
     name, _, rest = address.partition(":")
     options = dict(parse_qsl(query, keep_blank_values=True))
+    if name in _registered:
+        return as_sink(_registered[name](rest, options))
     return _made(name, _found(name), rest, options)
 
 
@@ -66,7 +94,8 @@ def known_sinks() -> dict[str, EntryPoint]:
 def _found(name: str) -> Any:
     known = known_sinks()
     if name not in known:
-        raise ValueError(f"unknown sink {name!r}; known sinks are {', '.join(sorted(known))}")
+        names = ", ".join(sorted({*known, *_registered}))
+        raise ValueError(f"unknown sink {name!r}; known sinks are {names}")
     return known[name].load()
 
 

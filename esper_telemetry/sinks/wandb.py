@@ -23,10 +23,13 @@ from esper_telemetry.sinks.protocol import (
     require_package,
     require_run_dir,
 )
+from esper_telemetry.sinks.stored import Shown, Stored
 from esper_telemetry.sinks.wandb_alarms import WandbAlarms
+from esper_telemetry.sinks.wandb_disk import Disk
 from esper_telemetry.sinks.wandb_joined import JoinedRun
-from esper_telemetry.sinks.wandb_log import last_update
+from esper_telemetry.sinks.wandb_log import last_update, stored_in
 from esper_telemetry.sinks.wandb_own import MODES, OwnRun, start
+from esper_telemetry.sinks.wandb_server import stored_on_server
 
 MAX_BINS = 512
 MAX_PROJECT_LENGTH = 128
@@ -121,6 +124,28 @@ class WandbSink:
         this = Path(self._open.target.run.settings.sync_dir)
         return last_update(folder, self._open.target.run.id, self.project, besides=this)
 
+    def stored(self, run: RunInfo) -> Stored | None:
+        """What an offline run holds on disk, or an online one on the server; None for a joined run."""
+        if self.run is not None:
+            return None
+        folder = self._parent(run) / "wandb"
+        if any(folder.glob(f"offline-run-*-{run.run_id}")):
+            return stored_in(folder, run.run_id, self.project)
+        if any(folder.glob(f"run-*-{run.run_id}")):
+            return stored_on_server(run.run_id, self.project, self.entity)
+        return Stored()
+
+    def shown(self, run: RunInfo) -> Shown:
+        """What they should hold of a record."""
+        budget = self._budget(run, quiet=True)
+
+        def numbers(record: Record) -> dict[str, float]:
+            selected = budget.select(record)
+            counts = {tag: sum(histogram.counts) for tag, histogram in by_tag(selected).items()}
+            return {**selected.values, **axes_of(record), **counts}
+
+        return numbers
+
     def write(self, records: Sequence[Record]) -> None:
         """Hands one row per record to the client, which stores it within a second."""
         if self._open is None:
@@ -160,8 +185,8 @@ class WandbSink:
             return Path(self.directory).absolute()
         return require_run_dir(run, "WandbSink", "directory=")
 
-    def _budget(self, run: RunInfo) -> KeyBudget:
-        return KeyBudget(run, "W&B", max_keys=self.max_keys, details=self.details)
+    def _budget(self, run: RunInfo, *, quiet: bool = False) -> KeyBudget:
+        return KeyBudget(run, "W&B", max_keys=self.max_keys, details=self.details, quiet=quiet)
 
 
 @contextmanager
@@ -185,8 +210,11 @@ class _Rows:
         self.budget = budget
         self.defined: set[str] = set()
         self.alarms = WandbAlarms(target.run)
+        self.disk = Disk(Path(target.run.settings.sync_dir)) if isinstance(target, OwnRun) else None
 
     def write(self, records: Sequence[Record]) -> None:
+        if self.disk is not None:
+            self.disk.check()
         for record in records:
             row = row_of(self.budget.select(record))
             self._define(row)
@@ -204,15 +232,19 @@ def row_of(record: Record) -> dict[str, Any]:
     """One row: all axes, all values, histograms in at most as many bins as W&B takes."""
     import wandb
 
+    row: dict[str, Any] = {**record.values, **axes_of(record)}
+    for tag, histogram in by_tag(record).items():
+        fitting = with_at_most(MAX_BINS, histogram)
+        row[tag] = wandb.Histogram(np_histogram=(list(fitting.counts), list(fitting.edges)))
+    return row
+
+
+def axes_of(record: Record) -> dict[str, float]:
+    """The axes among the values of a row."""
     axes = record.axes
-    row: dict[str, Any] = {
-        **record.values,
+    return {
         "axis/update": axes.update,
         "axis/env_step": axes.env_step,
         "axis/gradient_step": axes.gradient_step,
         "axis/wall_time": axes.wall_time,
     }
-    for tag, histogram in by_tag(record).items():
-        fitting = with_at_most(MAX_BINS, histogram)
-        row[tag] = wandb.Histogram(np_histogram=(list(fitting.counts), list(fitting.edges)))
-    return row

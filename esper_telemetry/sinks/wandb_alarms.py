@@ -6,7 +6,9 @@ from datetime import timedelta
 from typing import Any, Final
 
 from esper_telemetry.record import Alarm, AlarmEvent, AlarmLevel
+from esper_telemetry.redaction import masked
 from esper_telemetry.sinks.incidents import COLUMNS, Incidents, alarm_text, cause_of
+from esper_telemetry.sinks.protocol import logger
 
 WAIT: Final = timedelta(minutes=5)
 """W&B sends no second alert of one title, which is the alarm's type, within this time."""
@@ -39,9 +41,22 @@ class WandbAlarms:
         self.incidents.add(alarm)
 
     def close(self) -> None:
-        """Adds the table of all alarms to the summary, if there were any."""
-        if self.incidents.alarms:
-            import wandb
+        """Adds the table of all alarms to the summary, if there were any; where no table can be stored, the run ends all the same."""
+        if not self.incidents.alarms:
+            return
+        import wandb
 
-            table = wandb.Table(columns=list(COLUMNS), data=self.incidents.rows())
+        table = wandb.Table(columns=list(COLUMNS), data=self.incidents.rows())
+        try:
             self.run.summary.update({"alarms/table": table})
+        except (ConnectionResetError, BrokenPipeError):
+            raise
+        except (
+            Exception
+        ) as error:  # what storing an artifact raises depends on the server: pydantic, requests, W&B's own
+            logger.warning("W&B does not store the table of alarms (%s); the journal has them", one_line_of(error))
+
+
+def one_line_of(error: Exception) -> str:
+    """The first line of an error, with passwords masked."""
+    return masked(f"{type(error).__name__}: {error}".splitlines()[0])

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from esper_telemetry.sinks.stored import Stored
+
 BLOCK: Final = 32768
 FILE_HEADER: Final = 7
 PIECE: Final = struct.Struct("<IHB")
@@ -35,6 +37,40 @@ def last_update(folder: Path, run_id: str, project: str, *, besides: Path) -> in
     files = [file for file in folder.glob(f"*run-*-{run_id}/run-{run_id}.wandb") if file.parent.name != besides.name]
     found = [held for held in map(_settled, files) if held.project == project]
     return max((held.update for held in found), default=None)
+
+
+def stored_in(folder: Path, run_id: str, project: str) -> Stored:
+    """What all parts of an offline run hold on disk."""
+    stored = Stored()
+    for file in sorted(folder.glob(f"offline-run-*-{run_id}/run-{run_id}.wandb")):
+        if _settled(file).project == project:
+            _add(stored, file)
+    return stored
+
+
+def _add(stored: Stored, file: Path) -> None:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    stored.ended = False
+    for data in records(file.read_bytes()):
+        record = Record.FromString(data)
+        match record.WhichOneof("record_type"):
+            case "history":
+                update = _update(record.history)
+                for key, value in _numbers(record.history):
+                    stored.add(update, key, value)
+            case "exit":
+                stored.ended = True
+
+
+def _numbers(history: Any) -> Iterator[tuple[str, float]]:
+    """The row's numbers, without those that W&B adds; a histogram as the sum of its counts."""
+    for item in history.item:
+        key, *part = item.nested_key or [item.key]
+        if key.startswith("_") or (part and part != ["values"]):
+            continue
+        value = json.loads(item.value_json)
+        yield key, float(sum(value) if part else value)
 
 
 def _settled(file: Path) -> Held:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,7 @@ def start(run: RunInfo, parent: Path, *, mode: str, settings: Mapping[str, Any])
     """A new W&B run, or the one of that id to go on with; kept in `parent/wandb`."""
     parent.mkdir(parents=True, exist_ok=True)
     resolved = _resolved(mode)
+    _wait_for_a_new_folder(parent / "wandb", run.run_id)
     try:
         opened = _init(run, parent, resolved, settings)
     except Exception as error:
@@ -72,6 +74,12 @@ def start(run: RunInfo, parent: Path, *, mode: str, settings: Mapping[str, Any])
         opened = _init(replace(run, run_id=_free_id(run.run_id)), parent, "offline", settings)
     _warn_if_elsewhere(opened, parent)
     return opened
+
+
+def _wait_for_a_new_folder(folder: Path, run_id: str) -> None:
+    """Sleeps until the second is over in which an earlier part of the run began: W&B's folders are told apart by nothing else."""
+    while any(folder.glob(f"*run-{time.strftime('%Y%m%d_%H%M%S')}-{run_id}")):
+        time.sleep(0.05)
 
 
 def _resolved(mode: str) -> str:

@@ -82,7 +82,7 @@ def untimed(run: Run) -> list[dict[str, Any]]:
 
 
 def timeless(values: Mapping[str, float]) -> dict[str, float]:
-    return {key: value for key, value in values.items() if not key.startswith(OF_TIME)}
+    return {key: value for key, value in values.items() if not key.startswith(OF_TIME) and "/lag_" not in key}
 
 
 def test_the_process_was_killed_and_went_on_by_itself(runs: Resumed) -> None:

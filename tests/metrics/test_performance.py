@@ -10,13 +10,14 @@ import pytest
 from esper_telemetry.clock import Clock
 from esper_telemetry.metrics.performance import telemetry_health, update_performance
 from esper_telemetry.ppo.processor_clock import EVERY, FIRST, ProcessorClock
-from esper_telemetry.record import Level
+from esper_telemetry.record import Level, SinkLag
 
 
 @dataclass
 class Stats:
     queue_depth: int = 3
     errors: int = 1
+    sinks: tuple[SinkLag, ...] = ()
 
 
 def test_speed_and_phases_of_an_update() -> None:
@@ -82,6 +83,19 @@ def test_waiting_takes_time_and_no_processor_time() -> None:
 
 def test_no_time_means_no_speed() -> None:
     assert "train/env_steps_per_second" not in update_performance(1, env_steps=1, elapsed=0.0, seconds={}).values()
+
+
+def test_every_sink_has_its_lag_and_the_errors_that_it_had() -> None:
+    stats = Stats(sinks=(SinkLag("tensorboard", 0, 0.0, 0), SinkLag("wandb_walker", 12, 3.5, 2)))
+    found = telemetry_health(seconds=0.0, elapsed=1.0, undefined=0, level=Level.NORMAL, stats=stats)
+
+    assert {key: value for key, value in found.items() if key.count("/") == 2} == {
+        "telemetry/tensorboard/lag_records": 0.0,
+        "telemetry/wandb_walker/lag_records": 12.0,
+        "telemetry/tensorboard/lag_seconds": 0.0,
+        "telemetry/wandb_walker/lag_seconds": 3.5,
+        "telemetry/wandb_walker/errors": 2.0,
+    }
 
 
 def test_telemetry_reports_on_itself_at_every_level() -> None:

@@ -43,7 +43,7 @@ def end(journal: Journal | MemoryJournal) -> None:
     journal.write(encode_end(RunStatus.FINISHED, seq=journal.records + 1))
 
 
-def eventually(condition: Callable[[], object], seconds: float = 20.0) -> None:
+def eventually(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Waits until the condition holds; fails the test if it does not in time."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from esper_telemetry.record import Record, RunInfo, RunStatus
-from esper_telemetry.sinks.protocol import DeadClientError, PermanentSinkError
+from esper_telemetry.sinks.protocol import DeadClientError, PermanentSinkError, PoisonRecordError
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,33 @@ class HangingSink(RecordingSink):
     def write(self, records: Sequence[Record]) -> None:
         self._note("hang")
         time.sleep(3600)
+
+
+@dataclass(frozen=True)
+class PickySink(RecordingSink):
+    """Takes no batch that holds one of these records; says why in its own words, as clients do."""
+
+    refused: tuple[int, ...] = ()
+    kind: type[Exception] = ValueError
+    names_it: bool = False
+
+    def write(self, records: Sequence[Record]) -> None:
+        for index, record in enumerate(records):
+            if record.seq in self.refused:
+                if self.names_it:
+                    raise PoisonRecordError("no such value", index)
+                raise self.kind(f"bad value in a batch of {len(records)}")
+        super().write(records)
+
+
+class HangingOnceSink(RecordingSink):
+    """Never returns from its third record in the first process it runs in."""
+
+    def write(self, records: Sequence[Record]) -> None:
+        if records[-1].seq >= 3 and sum(call["call"] == "open" for call in calls(self.file)) == 1:
+            self._note("hang")
+            time.sleep(3600)
+        super().write(records)
 
 
 class DyingClientSink(RecordingSink):

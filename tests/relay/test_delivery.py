@@ -14,14 +14,14 @@ from recording import ExitingSink, FlakySink, HopelessSink, RecordingSink, calls
 
 from esper_telemetry.journal import JournalReader, encode_end, encode_metrics, encode_record
 from esper_telemetry.record import MetricInfo, RunStatus
-from esper_telemetry.relay import Cursor, Cursors, Delivery, SinkState
+from esper_telemetry.relay import Cursor, Cursors, Delivery, SinkState, breaker
 from esper_telemetry.relay import delivery as delivery_module
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries at once, and looks for new lines all the time."""
-    monkeypatch.setattr(delivery_module, "FIRST_RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(breaker, "FIRST_RETRY_SECONDS", 0.001)
     monkeypatch.setattr(delivery_module, "POLL_SECONDS", 0.001)
 
 
@@ -146,22 +146,6 @@ def test_a_sink_that_calls_exit_is_tried_again(tmp_path: Path) -> None:
     delivery_of(ended(tmp_path / "run", 1), sink).run()
 
     assert seqs(sink.file) == [1]
-
-
-def test_pauses_double_to_a_minute_and_are_short_once_the_run_is_over(tmp_path: Path) -> None:
-    delivery = delivery_of(ended(tmp_path / "run", 1), FlakySink(tmp_path / "a", failures=100))
-    pauses = []
-    for _ in range(9):
-        delivery._failed_at = 0.0
-        delivery.step()
-        pauses.append(round(delivery._pause(), 1))
-
-    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
-    delivery.finish(RunStatus.FINISHED)
-    delivery.step()
-    assert round(delivery._pause(), 1) == 2.0
-    delivery.stop()
-    delivery.run()
 
 
 def test_a_permanent_error_disables_with_one_loud_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

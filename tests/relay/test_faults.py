@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ from journals import add, begun, end, eventually
 from recording import (
     DyingClientSink,
     FlakySink,
+    HangingOnceSink,
     HangingSink,
     LocalSink,
     RecordingSink,
@@ -27,6 +29,7 @@ from recording import (
 from esper_telemetry.journal import read_run
 from esper_telemetry.record import RunStatus
 from esper_telemetry.relay import Relay, SinkState
+from esper_telemetry.relay import process as process_module
 
 TRAINER = textwrap.dedent("""
     import os, sys, time
@@ -221,3 +224,82 @@ def test_a_flaky_sink_in_the_child_gets_everything_once_and_its_errors_are_count
     assert (report.complete, report.sinks[0].errors) == (True, 2)
     assert seqs(sink.file) == [1, 2, 3, 4, 5]
     journal.close()
+
+
+def test_a_client_that_hangs_is_killed_and_a_fresh_one_gets_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_module, "CALL_SECONDS", 0.5)
+    journal, sink = begun(tmp_path / "run", 2), HangingOnceSink(tmp_path / "a")
+    good = RecordingSink(tmp_path / "good", "good")
+    relay = Relay(journal, [sink, good])
+    eventually(lambda: seqs(sink.file) == [1, 2])
+    add(journal, range(3, 6))
+    eventually(lambda: seqs(sink.file) == [1, 2, 3, 4, 5])
+    end(journal)
+
+    assert relay.close(20).complete
+
+    assert len({call["pid"] for call in calls(sink.file)}) == 2
+    assert seqs(good.file) == [1, 2, 3, 4, 5]
+    journal.close()
+
+
+def test_a_sink_that_always_hangs_is_given_up_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process_module, "CALL_SECONDS", 0.3)
+    journal, good = begun(tmp_path / "run", 2), RecordingSink(tmp_path / "good", "good")
+    relay = Relay(journal, [HangingSink(tmp_path / "hanging", "hanging"), good])
+
+    with caplog.at_level(logging.ERROR):
+        eventually(lambda: relay.stats().sinks["hanging"].state is SinkState.DISABLED)
+    add(journal, range(3, 6))
+    end(journal)
+    report = relay.close(20)
+
+    hanging, fine = report.sinks
+    assert (hanging.state, hanging.pending) == (SinkState.DISABLED, 5)
+    assert (fine.state, fine.pending) == (SinkState.CLOSED, 0)
+    assert sorted(set(seqs(good.file))) == [1, 2, 3, 4, 5]
+    assert [entry.getMessage() for entry in caplog.records if entry.levelno == logging.ERROR] == [
+        "esper-telemetry: sink hanging is DISABLED for this run: it hung 3 times in a row for 0.3 s"
+    ]
+    journal.close()
+
+
+def test_a_child_that_is_frozen_is_killed_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a client that never gives the interpreter lock back."""
+    monkeypatch.setattr(process_module, "SILENT_SECONDS", 6.0)
+    journal, sink = begun(tmp_path / "run", 2), RecordingSink(tmp_path / "a")
+    relay = Relay(journal, [sink])
+    eventually(lambda: seqs(sink.file) == [1, 2])
+    frozen = relay.child_pid
+    assert frozen is not None
+    os.kill(frozen, signal.SIGSTOP)
+    add(journal, range(3, 6))
+
+    eventually(lambda: relay.child_pid not in (None, frozen))
+    end(journal)
+
+    assert relay.close(20).complete
+    assert sorted(set(seqs(sink.file))) == [1, 2, 3, 4, 5]
+    journal.close()
+
+
+def test_the_status_file_says_what_is_left_and_what_sends_it(tmp_path: Path) -> None:
+    journal = begun(tmp_path / "run", 5)
+    relay = Relay(journal, [HangingSink(tmp_path / "hanging", "hanging"), RecordingSink(tmp_path / "good", "good")])
+    eventually(lambda: seqs(tmp_path / "good"))
+    end(journal)
+    relay.close(1.0)
+    journal.close()
+
+    noted = json.loads((tmp_path / "run" / "status.json").read_text())["sinks"]
+
+    assert {name: (entry["sent"], entry["pending"]) for name, entry in noted.items()} == {
+        "hanging": (0, 5),
+        "good": (5, 0),
+    }
+    assert noted["good"]["state"] == "closed"
+    assert noted["hanging"]["command"] == f"esper_telemetry.replay('{tmp_path}/run', SINK)"

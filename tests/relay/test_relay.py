@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from journals import add, begun, end, eventually, info
-from recording import HopelessSink, LocalSink, NoisySink, RecordingSink, calls, seqs, statuses
+from recording import HangingSink, HopelessSink, LocalSink, NoisySink, RecordingSink, calls, seqs, statuses
 
 from esper_telemetry.journal import Journal, MemoryJournal, encode_run
 from esper_telemetry.record import RunStatus
@@ -153,3 +153,19 @@ def test_a_run_whose_end_could_not_be_written_ends_with_the_given_status(tmp_pat
     relay.close(20, status=RunStatus.PREEMPTED)
 
     assert statuses(remote.file) == statuses(local.file) == ["preempted"]
+
+
+def test_each_sink_is_told_how_far_it_is_behind(tmp_path: Path, journal: Journal) -> None:
+    """Records of these journals are made at 1 + seq seconds after the epoch."""
+    relay = Relay(journal, [LocalSink(tmp_path / "fast", "Fast!"), HangingSink(tmp_path / "a", "wandb:stuck")])
+    add(journal, range(1, 4))
+    eventually(lambda: relay.stats().sinks["Fast!"].records == 3)
+
+    fast, stuck = relay.stats().lags
+
+    assert fast == ("fast", 0, 0.0, 0)
+    assert (stuck.sink, stuck.records, stuck.errors) == ("wandb_stuck", 3, 0)
+    assert 0 <= stuck.seconds < 60
+    add(journal, range(4, 5))
+    eventually(lambda: relay.stats().sinks["Fast!"].records == 4)
+    relay.close(0.5)

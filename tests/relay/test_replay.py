@@ -7,7 +7,7 @@ import pytest
 from journals import add, begun, end, ended, eventually
 from recording import FlakySink, HangingSink, RecordingSink, calls, seqs, statuses
 
-from esper_telemetry.relay import Relay, SinkState, replay
+from esper_telemetry.relay import Relay, SinkState, breaker, replay
 from esper_telemetry.relay import delivery as delivery_module
 
 
@@ -68,7 +68,7 @@ def test_following_waits_for_the_end(tmp_path: Path) -> None:
 def test_a_backend_that_stays_away_ends_the_replay_and_what_is_left_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delivery_module, "FIRST_RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(breaker, "FIRST_RETRY_SECONDS", 0.001)
     monkeypatch.setattr(delivery_module, "POLL_SECONDS", 0.001)
 
     report = replay(ended(tmp_path / "run", 3), FlakySink(tmp_path / "a", failures=100))

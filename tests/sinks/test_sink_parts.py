@@ -11,12 +11,13 @@ import pytest
 from sink_runs import HISTOGRAM, METRICS, record, run_info
 
 from esper_telemetry.record import Histogram
+from esper_telemetry.redaction import masked
 from esper_telemetry.relay.status import replay_command
 from esper_telemetry.sinks import MLflowSink, Sink, TensorBoardSink, WandbSink, as_sink
 from esper_telemetry.sinks.histogram import by_tag, midpoints, trimmed, with_at_most
 from esper_telemetry.sinks.layout import Chart, sections
 from esper_telemetry.sinks.mlflow_names import LegalNames, legal
-from esper_telemetry.sinks.plain import flattened, masked, plain
+from esper_telemetry.sinks.plain import flattened, plain
 from esper_telemetry.sinks.readme import metric_description, run_readme
 
 

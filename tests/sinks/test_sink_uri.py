@@ -3,6 +3,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from esper_telemetry.sinks import (
     WandbSink,
     as_sink,
     known_sinks,
+    register_sink,
     sink_from_uri,
 )
 from esper_telemetry.sinks import uri as uri_module
@@ -48,7 +50,7 @@ def test_a_uri_gives_the_sink_with_these_settings(uri: str, sink: Sink) -> None:
 @pytest.mark.parametrize(
     ("uri", "message"),
     [
-        ("tensorbord", "unknown sink 'tensorbord'; known sinks are console, mlflow, tensorboard, wandb"),
+        ("tensorbord", "unknown sink 'tensorbord'; known sinks are console, mlflow, prometheus, tensorboard, wandb"),
         ("wandb?mood=offline", "sink wandb has no option 'mood': it knows mode"),
         ("wandb?mode=sideways", "mode must be one of auto, online, offline, got 'sideways'"),
         ("tensorboard:a?b=c", "sink tensorboard has no option 'b': it has none"),
@@ -143,7 +145,7 @@ def test_an_entry_point_may_be_a_class_or_a_function() -> None:
 
 @pytest.mark.usefixtures("plugins")
 def test_bundled_sinks_are_known_where_the_package_is_not_installed() -> None:
-    assert set(known_sinks()) == {"console", "tensorboard", "wandb", "mlflow", "greeter", "shout"}
+    assert set(known_sinks()) == {"console", "tensorboard", "wandb", "mlflow", "prometheus", "greeter", "shout"}
 
 
 @pytest.mark.parametrize("sink", [TensorBoardSink(), WandbSink(), MLflowSink()])
@@ -164,3 +166,34 @@ def test_importing_the_sinks_imports_no_backend() -> None:
     printed = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
 
     assert printed.stdout.strip() == "set()"
+
+
+def test_a_registered_sink_has_a_uri(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uri_module, "_registered", {})
+    asked: list[tuple[str, dict[str, str]]] = []
+
+    def made(rest: str, options: Mapping[str, str]) -> MemorySink:
+        asked.append((rest, dict(options)))
+        return MemorySink(name=f"mine:{rest}")
+
+    register_sink("mine", made)
+
+    assert as_sink("mine:here?a=1").name == "mine:here"  # type: ignore[attr-defined]  # a name is optional
+    assert asked == [("here", {"a": "1"})]
+    with pytest.raises(ValueError, match="known sinks are console, mine, mlflow"):
+        as_sink("yours")
+
+
+def test_registering_over_a_sink_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(uri_module, "_registered", {})
+
+    register_sink("wandb", lambda rest, options: MemorySink())
+
+    assert isinstance(as_sink("wandb:x"), MemorySink)
+    assert "sink wandb is registered again" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["", "My Sink", "a:b"])
+def test_a_name_that_no_uri_can_have_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="the name of a sink is made of"):
+        register_sink(name, lambda rest, options: MemorySink())

@@ -9,6 +9,7 @@ from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_ru
 from esper_telemetry.catalogue import catalogue
 from esper_telemetry.environments import CueRecall
 from esper_telemetry.record import Level, template_of
+from esper_telemetry.testing import MemorySink
 
 FAMILIES = ("grad/", "opt/", "perf/", "telemetry/", "train/", "loss/")
 ALARMED = {"telemetry/escalation_remaining"}
@@ -17,7 +18,7 @@ ALARMED = {"telemetry/escalation_remaining"}
 
 def reported(run_dir: Path, source: PPO, *, level: str, updates: int = 5) -> set[str]:
     """Keys, as their templates, of a run with a watched head."""
-    with Telemetry(run_dir=run_dir, detect=False, offload=False, level=level) as telemetry:
+    with Telemetry([MemorySink()], run_dir=run_dir, detect=False, offload=False, level=level) as telemetry:
         attach(telemetry, source)
         head = next(iter(source.policy.heads.values()))
         watch_pair(telemetry, source, "head", module=head, host=source.policy.actor)

@@ -14,6 +14,7 @@ from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_ru
 from esper_telemetry.catalogue import catalogue
 from esper_telemetry.metric import Metric
 from esper_telemetry.record import template_of
+from esper_telemetry.testing import MemorySink
 
 LATER = "needs 50 updates: tests/series/test_temporal.py"
 ELSEWHERE = {
@@ -28,7 +29,7 @@ KEYS = {metric.key: metric for metric in catalogue()}
 def measured(run_dir: Path, env: str, *, num_steps: int, **settings: Any) -> set[str]:
     """The keys of a short run at DEBUG: values and histograms of all its records."""
     config = PPOConfig(num_steps=num_steps, num_epochs=2, num_minibatches=2, hidden_sizes=(8,), **settings)
-    with Telemetry(run_dir=run_dir, offload=False, level="debug") as telemetry:
+    with Telemetry([MemorySink()], run_dir=run_dir, offload=False, level="debug") as telemetry:
         trainer = PPO(make_env(env, num_envs=4, seed=0), config)
         attach(telemetry, trainer)
         watch_pair(telemetry, trainer, "critic", module=trainer.policy.value, host=trainer.policy.actor)

@@ -1,4 +1,4 @@
-"""Sinks for tests, ours and yours: one that remembers everything, one that fails on demand."""
+"""Two sinks: one that remembers everything, one that fails on demand."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from esper_telemetry.record import Alarm, Record, RunInfo, RunStatus
+from esper_telemetry.sinks.stored import Shown, Stored
 
 METHODS = frozenset(["open", "write", "alarm", "close"])
 
@@ -24,6 +25,7 @@ class MemorySink:
     alarms: list[Alarm] = field(default_factory=list)
     name: str = "memory"
     in_process: bool = True
+    _by_run: dict[str, list[Record]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def open(self, run: RunInfo) -> None:
         """Remembers the run."""
@@ -32,6 +34,19 @@ class MemorySink:
     def write(self, records: Sequence[Record]) -> None:
         """Remembers the records."""
         self.records.extend(records)
+        self._by_run.setdefault(self.runs[-1].run_id, []).extend(records)
+
+    def stored(self, run: RunInfo) -> Stored:
+        """The records of that run."""
+        stored = Stored(ended=bool(self.statuses))
+        for record in self._by_run.get(run.run_id, ()):
+            for key, value in record.values.items():
+                stored.add(record.axes.update, key, value)
+        return stored
+
+    def shown(self, run: RunInfo) -> Shown:
+        """All values of a record."""
+        return lambda record: record.values
 
     def alarm(self, alarm: Alarm) -> None:
         """Remembers the alarm."""

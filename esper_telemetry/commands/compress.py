@@ -1,0 +1,28 @@
+"""`esper-telemetry compress`: the journals of finished runs, packed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from esper_telemetry.commands.mistakes import WrongUse, wrong_use
+from esper_telemetry.journal import HELPERS, Role, is_held, journal_path
+from esper_telemetry.journal import compress as pack
+
+if TYPE_CHECKING:
+    from esper_telemetry.cli import Compress
+
+
+def compress(options: Compress) -> int:
+    """Packs each journal and says how much that saves; all directories are looked at before anything is changed."""
+    for run_dir in options.run_dirs:
+        with wrong_use():
+            journal_path(run_dir)
+        if any(is_held(Path(run_dir), role) for role in (Role.TRAINER, *HELPERS)):
+            raise WrongUse(f"{run_dir} is still being trained, or delivered")
+    for run_dir in options.run_dirs:
+        with wrong_use():
+            before, after = pack(run_dir)
+        saved = "is packed already" if before == after else f"{before / 1e6:.1f} MB are now {after / 1e6:.1f} MB"
+        print(f"{run_dir}: {saved}")
+    return 0

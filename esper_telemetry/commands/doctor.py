@@ -1,0 +1,55 @@
+"""`esper-telemetry doctor`: whether every backend holds what the journal holds, and what repairs it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from esper_telemetry.commands.mistakes import wrong_use
+from esper_telemetry.relay.doctor import Health, SinkHealth, examined
+from esper_telemetry.relay.doctor import doctor as examine
+from esper_telemetry.relay.status import sink_name
+from esper_telemetry.sinks import as_sink
+
+if TYPE_CHECKING:
+    from esper_telemetry.cli import Doctor
+
+
+def doctor(options: Doctor) -> int:
+    """Prints what was found; 1 where something is missing, differs, stands twice or cannot be read."""
+    logging.getLogger("esper_telemetry").setLevel(logging.ERROR)
+    with wrong_use():
+        asked = [as_sink(uri) for uri in options.sink]
+        health = examine(options.run_dir)
+    directory = Path(options.run_dir).absolute()
+    others = {sink_name(sink): examined(directory, sink, name=sink_name(sink), ended=False) for sink in asked}
+    sinks = [*(sink for sink in health.sinks if sink.name not in others), *others.values()]
+    if options.json:
+        print(json.dumps(_as_dict(health, sinks), indent=1))
+    else:
+        print(_page(options.run_dir, health, sinks))
+    return 0 if health.well and all(sink.equal is not False for sink in sinks) else 1
+
+
+def _page(run_dir: str, health: Health, sinks: list[SinkHealth]) -> str:
+    state = "goes on" if health.under_way else f"ended as {health.status}" if health.status else "has no end yet"
+    lines = [f"{run_dir}: {health.records:,} records, the run {state}"]
+    if health.closed_stale:
+        lines.append("its trainer was gone without a word: the run is ended as killed now")
+    if health.lost:
+        lines.append(f"{health.lost:,} lines could not be written, as the disk was full: they are lost")
+    return "\n".join([*lines, *map(str, sinks)])
+
+
+def _as_dict(health: Health, sinks: list[SinkHealth]) -> dict[str, object]:
+    return {
+        "records": health.records,
+        "status": health.status,
+        "under_way": health.under_way,
+        "closed_stale": health.closed_stale,
+        "lost_lines": health.lost,
+        "equal": health.well and all(sink.equal is not False for sink in sinks),
+        "sinks": [sink.as_dict() for sink in sinks],
+    }

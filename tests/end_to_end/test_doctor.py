@@ -1,0 +1,181 @@
+"""`doctor` finds what was damaged in a real backend, names the command that repairs it, and is content after that."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from backends_read import mlflow_run
+from command_line import SINKS, ended, trained
+
+from esper_telemetry import read_run
+from esper_telemetry.cli import main
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short run in all three backends."""
+    run_dir = tmp_path_factory.mktemp("trained") / "run"
+    options = ("--env", "CartPole-v1", "--total-steps", "12000", "--run-dir", str(run_dir), *SINKS)
+    done = ended(trained(run_dir, *options), 120)
+    assert done.code == 0, done.stderr
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it to damage."""
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def examined(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> tuple[int, dict[str, dict[str, Any]]]:
+    """The exit code, and what is said of each backend."""
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor", str(run_dir), "--json"])
+    found = json.loads(capfd.readouterr().out)
+    return int(str(stop.value.code)), {sink["name"]: sink for sink in found["sinks"]}
+
+
+def carried_out(command: str) -> int:
+    program, *arguments = shlex.split(command)
+    assert program == "esper-telemetry"
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    return int(str(stop.value.code))
+
+
+def event_file(run_dir: Path) -> Path:
+    (file,) = (run_dir / "tensorboard").glob("*tfevents*")
+    return file
+
+
+def cut_events(run_dir: Path) -> None:
+    """As a machine that lost its power."""
+    os.truncate(event_file(run_dir), event_file(run_dir).stat().st_size * 2 // 3)
+
+
+def delete_events(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / "tensorboard")
+
+
+def cut_wandb(run_dir: Path) -> None:
+    (file,) = (run_dir / "wandb").glob("offline-run-*/run-*.wandb")
+    os.truncate(file, file.stat().st_size * 2 // 3)
+
+
+def delete_wandb(run_dir: Path) -> None:
+    shutil.rmtree(run_dir / "wandb")
+
+
+def delete_metrics(run_dir: Path) -> None:
+    """Two updates in the middle, and one key everywhere."""
+    second, third = (record.axes.env_step for record in read_run(run_dir).records[1:3])
+    change(run_dir, f"DELETE FROM metrics WHERE step IN ({second}, {third}) OR key = 'policy/kl'")
+
+
+def change(run_dir: Path, statement: str) -> None:
+    with closing(sqlite3.connect(run_dir / "mlflow.db")) as database:
+        database.execute(statement)
+        database.commit()
+
+
+def test_a_run_that_was_delivered_is_whole(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, sinks = examined(run_dir, capfd)
+
+    assert code == 0
+    assert sorted(sinks) == ["console", "mlflow", "tensorboard", "wandb:walker"]
+    assert {name: sink["equal"] for name, sink in sinks.items() if name != "console"} == dict.fromkeys(
+        ("mlflow", "tensorboard", "wandb:walker"), True
+    )
+    updates = len(read_run(run_dir).records)
+    assert all(sinks[name]["updates"] == updates for name in ("mlflow", "tensorboard", "wandb:walker"))
+    assert all(sinks[name]["numbers"] > 100 * updates for name in ("mlflow", "tensorboard", "wandb:walker"))
+
+
+@pytest.mark.parametrize(
+    ("sink", "damage"),
+    [
+        ("tensorboard", cut_events),
+        ("tensorboard", delete_events),
+        ("wandb:walker", cut_wandb),
+        ("wandb:walker", delete_wandb),
+        ("mlflow", delete_metrics),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_what_is_damaged_is_found_and_the_command_that_is_named_repairs_it(
+    sink: str, damage: Callable[[Path], None], run_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    damage(run_dir)
+
+    code, found = examined(run_dir, capfd)
+    assert code == 1
+    assert [name for name, entry in found.items() if entry["equal"] is False] == [sink]
+    assert found[sink]["missing"]
+    assert carried_out(found[sink]["command"]) == 0
+
+    code, repaired = examined(run_dir, capfd)
+    assert code == 0
+    assert repaired[sink]["equal"]
+    assert repaired[sink]["repeated"] == {}
+    assert carried_out(found[sink]["command"]) == 0  # once more changes nothing
+    assert examined(run_dir, capfd)[0] == 0
+
+
+def test_a_number_that_is_not_the_journals_is_found(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    change(run_dir, "UPDATE metrics SET value = value + 1 WHERE key = 'policy/kl'")
+
+    code, found = examined(run_dir, capfd)
+
+    assert code == 1
+    assert found["mlflow"]["different"] == {"policy/kl": len(read_run(run_dir).records)}
+    assert found["mlflow"]["command"] == ""
+
+
+def test_a_run_whose_trainer_is_gone_is_ended_here_and_in_mlflow(
+    run_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As after a loss of power: no end line, and MLflow still takes it for running."""
+    journal = run_dir / "journal.jsonl"
+    *lines, end = journal.read_bytes().splitlines(keepends=True)
+    assert b'"kind":"end"' in end
+    journal.write_bytes(b"".join(lines))
+    change(run_dir, "UPDATE runs SET status = 'RUNNING', end_time = NULL")
+    assert examined(run_dir, capfd)[0] == 0
+    assert read_run(run_dir).status is None  # it may have been written a moment ago
+
+    long_ago = time.time() - 3600
+    os.utime(journal, (long_ago, long_ago))
+    code, found = examined(run_dir, capfd)
+
+    assert code == 0
+    assert read_run(run_dir).status == "killed"
+    assert mlflow_run(run_dir).info.status == "KILLED"
+    assert found["mlflow"]["note"] == "it was left open, and is ended now"
+
+
+def test_a_page_for_people_names_what_is_missing_and_the_command(
+    run_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    delete_events(run_dir)
+    capfd.readouterr()
+    with pytest.raises(SystemExit):
+        main(["doctor", str(run_dir)])
+
+    updates = len(read_run(run_dir).records)
+    head, *lines = capfd.readouterr().out.splitlines()
+    assert head == f"{run_dir}: {updates} records, the run ended as finished"
+    (line,) = [line for line in lines if line.startswith("tensorboard")]
+    assert f"numbers are missing, in updates 1-{updates}; repair it with: " in line
+    assert line.endswith(f"esper-telemetry replay {run_dir} --to tensorboard --missing")

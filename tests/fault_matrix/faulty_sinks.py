@@ -1,0 +1,43 @@
+"""Sinks of a plugin that is not well: one takes ten seconds for every write, one refuses certain records."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from esper_telemetry.record import Record, RunInfo, RunStatus
+
+REFUSED = (30, 31, 90)
+
+
+@dataclass(frozen=True)
+class SlowSink:
+    """Ten seconds a write."""
+
+    name: str = "slow"
+    in_process: ClassVar[bool] = False
+
+    def open(self, run: RunInfo) -> None: ...
+
+    def write(self, records: Sequence[Record]) -> None:
+        time.sleep(10.0)
+
+    def close(self, status: RunStatus) -> None: ...
+
+
+@dataclass(frozen=True)
+class PickySink:
+    """Takes no batch with one of three updates."""
+
+    name: str = "picky"
+    in_process: ClassVar[bool] = False
+
+    def open(self, run: RunInfo) -> None: ...
+
+    def write(self, records: Sequence[Record]) -> None:
+        if any(record.axes.update in REFUSED for record in records):
+            raise ValueError("a value that this backend does not store")
+
+    def close(self, status: RunStatus) -> None: ...

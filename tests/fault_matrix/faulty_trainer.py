@@ -1,0 +1,73 @@
+"""A real training at a fixed pace, into the sinks named, which tells how far it came and what that cost.
+
+python faulty_trainer.py RUN_DIR UPDATES [--fork] [--clock] SINK...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from faulty_sinks import PickySink, SlowSink
+
+from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
+from esper_telemetry.events import UpdateEnd
+
+PER_SECOND = 20.0
+AT_UPDATE = 40
+"""When the process forks, or its clock jumps."""
+
+
+def main() -> None:
+    run_dir, updates, *rest = sys.argv[1:]
+    flags, uris = [word for word in rest if word.startswith("--")], [word for word in rest if not word.startswith("--")]
+    torch.set_num_threads(1)
+    trainer = PPO(make_env("CartPole-v1", num_envs=4), PPOConfig(num_steps=32, num_epochs=2, seed=1))
+    started = [0.0, 0.0]
+    with Telemetry([made(uri) for uri in uris], run_dir=run_dir, close_timeout=20.0) as telemetry:
+        attach(telemetry, trainer)
+        trainer.hooks.on(
+            UpdateEnd, lambda _: paced(trainer, telemetry, flags, Path(os.environ["UPDATES_FILE"]), started)
+        )
+        trainer.learn(int(updates) * 128)
+        wall, cpu = time.perf_counter() - started[0], time.thread_time() - started[1]
+        print(json.dumps({"updates": trainer.updates, "wall": wall, "cpu": cpu}), flush=True)
+
+
+def made(uri: str) -> Any:
+    """A sink from its URI, or one of those that are broken on purpose."""
+    return {"slow": SlowSink(), "picky": PickySink()}.get(uri, uri)
+
+
+def paced(trainer: PPO, telemetry: Telemetry, flags: list[str], counter: Path, started: list[float]) -> None:
+    """Waits for the update's time, and notes how many there have been."""
+    if not started[0]:
+        started[:] = [time.perf_counter(), time.thread_time()]
+    counter.write_text(str(trainer.updates))
+    if trainer.updates == AT_UPDATE:
+        if "--fork" in flags:
+            forked(telemetry)
+        if "--clock" in flags:
+            real = time.time
+            time.time = lambda: real() - 3600.0  # an hour back, as after a correction
+    ahead = started[0] + (trainer.updates - 1) / PER_SECOND - time.perf_counter()
+    time.sleep(max(0.0, ahead))
+
+
+def forked(telemetry: Telemetry) -> None:
+    """A copy of the process that uses telemetry as if it were its own, and ends."""
+    if (pid := os.fork()) == 0:
+        telemetry.log({"my/child": 1.0})
+        telemetry.flush(env_step=10**9)
+        telemetry.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main()

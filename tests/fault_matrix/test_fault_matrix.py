@@ -1,0 +1,306 @@
+"""The fault matrix: trainings that meet a real fault each. `make test-faults` runs it and writes docs/fault_matrix.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import matrix_page
+import pytest
+from faulty_proxy import FORWARD, HANG, REFUSE, RESET, Proxy
+from faulty_sinks import REFUSED
+from trained_run import (
+    UPDATES,
+    Outcome,
+    at_update,
+    descendants,
+    outcome,
+    repaired,
+    started,
+    until,
+    updates_of,
+)
+
+from esper_telemetry import doctor, read_run
+from esper_telemetry.relay.status_file import read_status
+
+pytestmark = pytest.mark.fault_matrix
+
+BACKENDS = ("tensorboard", "wandb:matrix?mode=offline", "mlflow")
+KILLS = int(os.environ.get("ESPER_FAULT_KILLS", "20"))
+LEAST_SPEED = 0.5
+"""Asserted of the cost, as a ratio: other work on the machine changes it by a fifth. The page says what it was."""
+
+Check = Callable[[str, Outcome], None]
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[matrix_page.Page]:
+    """Collects the rows; written when all have been run."""
+    rows = matrix_page.Page()
+    yield rows
+    rows.write()
+
+
+@pytest.fixture(scope="module")
+def fault_free(tmp_path_factory: pytest.TempPathFactory, page: matrix_page.Page) -> Outcome:
+    run_dir = tmp_path_factory.mktemp("free") / "run"
+    found = outcome(run_dir, started(run_dir, *BACKENDS))
+    page.add("none", found, found)
+    return found
+
+
+@pytest.fixture
+def check(page: matrix_page.Page, fault_free: Outcome) -> Check:
+    """Notes an outcome, and asserts what holds of all of them: nothing lost, nothing slowed, everything whole in the end."""
+
+    def checked(fault: str, found: Outcome) -> None:
+        page.add(fault, found, fault_free)
+        assert found.journalled >= found.trained - (found.ended != "finished"), f"{fault}: {found}"
+        assert False not in found.whole.values(), f"{fault}: {found}"
+        if found.speed is not None and fault_free.speed is not None:
+            assert found.speed / fault_free.speed > LEAST_SPEED, f"{fault}: {found}"
+
+    return checked
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    one = Server(tmp_path_factory.mktemp("server"))
+    yield one
+    one.kill()
+
+
+class Server:
+    """A real MLflow server, behind a door that can be shut."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.start()
+        self.proxy = Proxy(self.port)
+        self.sink = f"mlflow:http://127.0.0.1:{self.proxy.port}"
+
+    def start(self) -> None:
+        store = f"sqlite:///{self.directory}/server.db"
+        command = [str(Path(sys.executable).with_name("mlflow")), "server", "--host", "127.0.0.1", "--workers", "1"]
+        self.process = subprocess.Popen(
+            [*command, "--port", str(self.port), "--backend-store-uri", store],
+            cwd=self.directory,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        until(self.answers)
+
+    def answers(self) -> bool:
+        with socket.socket() as one:
+            return one.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        until(lambda: not self.answers())
+
+
+@pytest.mark.parametrize("mode", [REFUSE, RESET, "500", "401", HANG])
+def test_a_server_that_is_ill(mode: str, server: Server, tmp_path: Path, check: Check) -> None:
+    """From update 30 to the end of the run."""
+    run_dir = tmp_path / "run"
+    process = started(run_dir, "tensorboard", server.sink)
+    at_update(run_dir, process, 30)
+    server.proxy.become(mode)
+    names = {REFUSE: "server refuses", RESET: "server resets", HANG: "server hangs"}
+    found = outcome(run_dir, process, mend=lambda: server.proxy.become(FORWARD))
+
+    check(names.get(mode, f"server answers {mode}"), found)
+
+
+def test_a_server_that_is_killed_and_comes_back(server: Server, tmp_path: Path, check: Check) -> None:
+    run_dir = tmp_path / "run"
+    process = started(run_dir, "tensorboard", server.sink, updates=4 * UPDATES)
+    at_update(run_dir, process, 20)
+    server.kill()
+    time.sleep(3.0)
+    server.start()
+
+    check("server killed and restarted", outcome(run_dir, process))
+
+
+def limit_files(process: subprocess.Popen[str], most: int) -> None:
+    """No process of the run can make a file larger than that."""
+    hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)[1]
+    for pid in (process.pid, *descendants(process, "esper_telemetry"), *descendants(process, "wandb-core")):
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, hard))
+
+
+def test_a_quota_that_is_used_up_and_raised_again(tmp_path: Path, check: Check) -> None:
+    """Neither the journal nor MLflow's database can grow for two seconds."""
+    run_dir = tmp_path / "run"
+    process = started(run_dir, "tensorboard", "mlflow", updates=4 * UPDATES)
+    until(partial(has_lines, run_dir, 40))
+    journal = run_dir / "journal.jsonl"
+    limit_files(process, journal.stat().st_size)
+    time.sleep(0.5)
+    full = journal.stat().st_size
+    time.sleep(2.0)
+    assert journal.stat().st_size == full, "the quota was not used up"
+    limit_files(process, resource.RLIM_INFINITY)
+
+    check("quota used up, raised again", outcome(run_dir, process))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")
+def test_a_full_disk_that_is_cleared_again(tmp_path: Path, check: Check) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", str(disk)], check=True)
+    try:
+        run_dir = disk / "run"
+        process = started(run_dir, "tensorboard", "mlflow", updates=4 * UPDATES)
+        until(partial(has_lines, run_dir, 40))
+        ballast = disk / "ballast"
+        with pytest.raises(OSError, match="No space"), ballast.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        before = updates_of(run_dir)
+        at_update(run_dir, process, before + 60)
+        assert len(read_run(run_dir).records) < before + 50, "the disk was not full"
+        ballast.unlink()
+        found = outcome(run_dir, process)
+        check("full disk, cleared again", found)
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")
+def test_a_directory_that_cannot_be_written(tmp_path: Path, check: Check) -> None:
+    run_dir = tmp_path / "run"
+    for name in ("tensorboard", "wandb"):
+        (run_dir / name).mkdir(parents=True)
+        subprocess.run(["mount", "--bind", str(run_dir / name), str(run_dir / name)], check=True)
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(run_dir / name)], check=True)
+
+    def mend() -> None:
+        for name in ("tensorboard", "wandb"):
+            subprocess.run(["umount", "--lazy", str(run_dir / name)], check=True)
+
+    check("read-only directories", outcome(run_dir, started(run_dir, *BACKENDS), mend=mend))
+
+
+def test_a_client_process_that_is_killed(tmp_path: Path, check: Check) -> None:
+    """kill -9 of wandb-core; rows that it had accepted and not yet stored are sent again."""
+    run_dir = tmp_path / "run"
+    process = started(run_dir, *BACKENDS, updates=3 * UPDATES)
+    at_update(run_dir, process, 20)
+    until(lambda: descendants(process, "wandb-core"))
+    at_update(run_dir, process, updates_of(run_dir) + 20)
+    for pid in descendants(process, "wandb-core"):
+        os.kill(pid, signal.SIGKILL)
+
+    check("kill -9 of wandb-core", outcome(run_dir, process))
+
+
+def test_a_database_that_somebody_else_holds(tmp_path: Path, check: Check) -> None:
+    run_dir = tmp_path / "run"
+    process = started(run_dir, "tensorboard", "mlflow", updates=2 * UPDATES)
+    at_update(run_dir, process, 20)
+    until(lambda: "mlflow" in json.loads((run_dir / "cursors.json").read_text()))
+    with closing(sqlite3.connect(run_dir / "mlflow.db", timeout=30)) as database:
+        database.execute("BEGIN EXCLUSIVE")
+        time.sleep(8.0)
+        database.rollback()
+
+    check("sqlite locked for 8 s", outcome(run_dir, process))
+
+
+def test_a_sink_that_takes_ten_seconds_a_write(tmp_path: Path, check: Check) -> None:
+    run_dir = tmp_path / "run"
+
+    check("slow sink, 10 s a write", outcome(run_dir, started(run_dir, *BACKENDS, "slow")))
+
+
+def test_records_that_are_refused(tmp_path: Path, check: Check) -> None:
+    run_dir = tmp_path / "run"
+    found = outcome(run_dir, started(run_dir, *BACKENDS, "picky"))
+
+    letters = [json.loads(line)["record"]["axes"]["update"] for line in (run_dir / "dead_letter.jsonl").open()]
+    status = read_status(run_dir)["picky"]
+    assert sorted(letters) == sorted(REFUSED)
+    assert (status["sent"], status["pending"], status["quarantined"]) == (UPDATES - 3, 0, 3)
+    check("three records refused", found)
+
+
+def test_a_forked_copy(tmp_path: Path, check: Check) -> None:
+    run_dir = tmp_path / "run"
+    found = outcome(run_dir, started(run_dir, *BACKENDS, flags=("--fork",)))
+
+    assert all("my/child" not in record.values for record in read_run(run_dir).records)
+    check("fork", found)
+
+
+def test_a_clock_that_jumps(tmp_path: Path, check: Check) -> None:
+    run_dir = tmp_path / "run"
+
+    check("clock jumps back an hour", outcome(run_dir, started(run_dir, *BACKENDS, flags=("--clock",))))
+
+
+def test_a_trainer_that_is_killed_at_random_moments(tmp_path: Path, check: Check) -> None:
+    """At most the update in flight is not in the journal; everything else is delivered, and the runs end as killed."""
+    draw = random.Random(7)
+    for attempt in range(KILLS):
+        run_dir = tmp_path / f"run{attempt}"
+        process = started(run_dir, *(BACKENDS if attempt == 0 else ["tensorboard"]), updates=10**6)
+        at_update(run_dir, process, draw.randint(2, 60))
+        time.sleep(draw.random() * 0.1)
+        process.kill()
+        found = outcome(run_dir, process)
+        assert read_run(run_dir).status == "killed"
+        check(f"kill -9 of the trainer, {KILLS} times", found)
+        shutil.rmtree(run_dir)
+
+
+def test_a_trainer_that_is_told_to_end_at_random_moments(tmp_path: Path, check: Check) -> None:
+    """SIGTERM, as a scheduler sends it to the command line: the update in progress is finished, the run is `preempted`."""
+    draw = random.Random(8)
+    for attempt in range(KILLS):
+        run_dir = tmp_path / f"run{attempt}"
+        sinks = [word for sink in BACKENDS if attempt == 0 or sink == "tensorboard" for word in ("--sink", sink)]
+        options = ("--env", "CartPole-v1", "--total-steps", "100000000", "--num-envs", "4", "--num-steps", "128")
+        command = [sys.executable, "-m", "esper_telemetry", "train", *options, "--run-dir", str(run_dir), *sinks]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        until(partial(has_lines, run_dir, draw.randint(3, 30)))
+        time.sleep(draw.random() * 0.1)
+        process.terminate()
+        _, complaint = process.communicate(timeout=120)
+        run = read_run(run_dir)
+        assert (process.returncode, run.status) == (143, "preempted"), complaint
+        updates = [record.axes.update for record in run.records]
+        assert updates == list(range(1, len(updates) + 1))
+        whole = repaired(run_dir)
+        check(
+            f"SIGTERM to the trainer, {KILLS} times",
+            Outcome("preempted", None, None, len(updates), len(updates), whole),
+        )
+        assert doctor(run_dir).status == "preempted"
+        shutil.rmtree(run_dir)
+
+
+def has_lines(run_dir: Path, lines: int) -> bool:
+    journal = run_dir / "journal.jsonl"
+    return journal.exists() and journal.read_bytes().count(b"\n") > lines

@@ -1,0 +1,130 @@
+"""A W&B server that keeps what it is sent, and fails as it is told: what `wandb-core` 0.31 asks of one, over plain HTTP."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+KEY = "0" * 40
+ENTITY = "someone"
+
+
+class FakeWandb(ThreadingHTTPServer):
+    """Listens on a port of its own from the moment it is made.
+
+    Attributes:
+        status: HTTP status of every answer to rows; 200 when well.
+        rows: of the history, by run.
+        alerts: title and text of each.
+        exit_codes: by run, of those that have ended.
+        configs: by run.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.status = 200
+        self.rows: dict[str, list[dict[str, Any]]] = {}
+        self.alerts: list[tuple[str, str]] = []
+        self.exit_codes: dict[str, int] = {}
+        self.configs: dict[str, dict[str, Any]] = {}
+        self.operations: list[str] = []
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def stop(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that hang up are no news."""
+
+    def answer(self, query: str, variables: dict[str, Any]) -> dict[str, Any]:
+        """The data of a GraphQL answer; operations that are not known get none, which the client bears."""
+        for name, reply in (
+            ("UpsertBucket", self._upserted),
+            ("RunResumeStatus", lambda _: {"model": {"bucket": None}}),
+            ("CreateRunFiles", self._files),
+            ("NotifyScriptableRunAlert", self._alerted),
+            ("Viewer", lambda _: {"viewer": {"id": "1", "entity": ENTITY, "username": ENTITY, "flags": "{}"}}),
+        ):
+            if name in query:
+                self.operations.append(name)
+                return dict(reply(variables))
+        return {}
+
+    def _upserted(self, variables: dict[str, Any]) -> dict[str, Any]:
+        name = str(variables.get("name"))
+        if variables.get("config"):
+            self.configs[name] = json.loads(variables["config"])
+        project = {"id": "p", "name": str(variables.get("project")), "entity": {"id": "e", "name": ENTITY}}
+        bucket = {
+            "id": name,
+            "name": name,
+            "displayName": name,
+            "config": "{}",
+            "historyLineCount": 0,
+            "project": project,
+        }
+        return {"upsertBucket": {"bucket": {**bucket, "sweepName": None}, "inserted": True}}
+
+    def _files(self, variables: dict[str, Any]) -> dict[str, Any]:
+        files = [{"name": name, "uploadUrl": f"{self.url}/upload/{name}"} for name in variables.get("files", ())]
+        return {"createRunFiles": {"runID": "1", "uploadHeaders": [], "files": files}}
+
+    def _alerted(self, variables: dict[str, Any]) -> dict[str, Any]:
+        self.alerts.append((variables["title"], variables["text"]))
+        return {"notifyScriptableRunAlert": {"success": True}}
+
+    def take(self, run: str, body: dict[str, Any]) -> None:
+        """Part of a run's file stream."""
+        history = body.get("files", {}).get("wandb-history.jsonl", {"offset": 0, "content": []})
+        rows = self.rows.setdefault(run, [])
+        rows[history["offset"] :] = [json.loads(line) for line in history["content"]]
+        if body.get("complete"):
+            self.exit_codes[run] = int(body.get("exitcode", 0))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeWandb
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        if self.path.endswith("/file_stream"):
+            if self.server.status == 200:
+                self.server.take(self.path.split("/")[-2], json.loads(body))
+            return self._reply({}, self.server.status)
+        asked: dict[str, Any] = {}
+        with suppress(ValueError):
+            asked = json.loads(body)
+        data = self.server.answer(str(asked.get("query", "")), asked.get("variables") or {})
+        return self._reply({"data": data}, 200)
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self._reply({}, 200)
+
+    def do_GET(self) -> None:
+        self._reply({}, 200)
+
+    def _reply(self, content: dict[str, Any], status: int) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Nobody reads it."""

@@ -1,0 +1,139 @@
+"""Every bundled sink passes the kit that plugins are tried with, and the kit finds what is wrong in sinks that are broken on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from esper_telemetry.record import Record, RunInfo, RunStatus
+from esper_telemetry.sinks import ConsoleSink, FunctionSink, MLflowSink, PrometheusSink, TensorBoardSink, WandbSink
+from esper_telemetry.sinks.stored import Stored
+from esper_telemetry.testing import CHECKS, MemorySink, check_sink, conformance
+
+SLOW = ("many records", "sigterm")
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setattr(conformance, "MANY_RECORDS", 2000)
+
+
+def offline() -> WandbSink:
+    return WandbSink("kit", mode="offline")
+
+
+BUNDLED: dict[str, Callable[[], Any]] = {
+    "tensorboard": TensorBoardSink,
+    "wandb": offline,
+    "prometheus": PrometheusSink,
+    "console": ConsoleSink,
+    "function": lambda: FunctionSink(str),
+}
+
+
+@pytest.fixture(scope="session")
+def mlflow_store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One for all checks: to make one takes seconds."""
+    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_a_bundled_sink_passes(name: str) -> None:
+    assert set(check_sink(BUNDLED[name], leave_out=SLOW)) == CHECKS.keys() - set(SLOW)
+
+
+def test_mlflow_passes(mlflow_store: str) -> None:
+    assert set(check_sink(lambda: MLflowSink(mlflow_store), leave_out=SLOW)) == CHECKS.keys() - set(SLOW)
+
+
+@pytest.mark.slow
+def test_mlflow_passes_what_takes_long_too(mlflow_store: str) -> None:
+    check_sink(lambda: MLflowSink(mlflow_store), only=SLOW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUNDLED)
+def test_a_bundled_sink_passes_what_takes_long_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conformance, "MANY_RECORDS", 10_000)
+
+    check_sink(BUNDLED[name], only=SLOW)
+
+
+def test_a_sink_that_remembers_passes_everything() -> None:
+    sink = MemorySink()
+
+    assert check_sink(lambda: sink) == tuple(CHECKS)
+
+
+class Forgetful(MemorySink):
+    """Loses the first record of each batch."""
+
+    def write(self, records: Sequence[Record]) -> None:
+        super().write(records[1:])
+
+
+class Double(MemorySink):
+    """Writes everything twice."""
+
+    def write(self, records: Sequence[Record]) -> None:
+        super().write([*records, *records])
+
+
+class Stepless(MemorySink):
+    """Does not forward the step: all rows get the same."""
+
+    def stored(self, run: RunInfo) -> Stored:
+        *_, last = super().stored(run).rows.values()
+        return Stored({1: last})
+
+
+class Sanitising(MemorySink):
+    """Lets two keys become one."""
+
+    def stored(self, run: RunInfo) -> Stored:
+        rows = super().stored(run).rows
+        return Stored({u: {key.replace("/", "_"): value for key, value in row.items()} for u, row in rows.items()})
+
+    def shown(self, run: RunInfo) -> Callable[[Record], dict[str, float]]:
+        return lambda record: {key.replace("/", "_"): value for key, value in reversed(list(record.values.items()))}
+
+
+class Fragile(MemorySink):
+    """Cannot be closed twice."""
+
+    def close(self, status: RunStatus) -> None:
+        self.statuses.remove(status)
+
+
+class Incomplete:
+    """Has no `close`."""
+
+    def open(self, run: RunInfo) -> None: ...
+
+    def write(self, records: Sequence[Record]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("kind", "check", "sentence"),
+    [
+        (Forgetful, "steps", "the backend lacks 3 numbers of updates \\[1\\]"),
+        (Double, "steps", "numbers stand there more than once"),
+        (Stepless, "steps", "the backend lacks 8[0-9] numbers"),
+        (Sanitising, "collisions", "numbers differ from the journal's"),
+        (Fragile, "closes twice", "list.remove"),
+        (Incomplete, "protocol", "it has no method close"),
+    ],
+)
+def test_a_broken_sink_is_told_what_is_wrong(kind: Callable[[], Any], check: str, sentence: str) -> None:
+    sink = kind()
+
+    with pytest.raises(AssertionError, match=f"the sink fails the check '{check}'.*{sentence}"):
+        check_sink(lambda: sink, only=[check])
+
+
+def test_a_check_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ValueError, match="there is no check 'everything': there are protocol, steps"):
+        check_sink(MemorySink, only=["everything"])

@@ -1,0 +1,95 @@
+"""W&B online: rows, alerts, settings and the exit code reach a server; one that fails or is gone costs nothing but time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fake_wandb import KEY, FakeWandb
+
+from esper_telemetry.journal import Journal, encode_alarm, encode_end, encode_record, encode_run
+from esper_telemetry.record import AlarmEvent, RunStatus
+from esper_telemetry.relay import Relay, SinkState
+from esper_telemetry.sinks import WandbSink
+from esper_telemetry.testing.bench import alarm, record, run_in
+
+RECORDS = 40
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWandb]:
+    one = FakeWandb()
+    monkeypatch.setenv("WANDB_BASE_URL", one.url)
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    yield one
+    one.stop()
+
+
+def eventually(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def begun(tmp_path: Path) -> tuple[Journal, Relay, str]:
+    journal, run = Journal.create(tmp_path / "run"), run_in(tmp_path / "run")
+    journal.write(encode_run(run))
+    return journal, Relay(journal, [WandbSink("online", mode="online")]), run.run_id
+
+
+def ended(journal: Journal, relay: Relay, seconds: float = 60.0) -> SinkState:
+    journal.write(encode_end(RunStatus.FAILED, seq=99))
+    report = relay.close(seconds)
+    journal.close()
+    return report.sinks[0].state
+
+
+def test_a_run_reaches_the_server(tmp_path: Path, server: FakeWandb) -> None:
+    journal, relay, run_id = begun(tmp_path)
+    for update in range(1, RECORDS + 1):
+        journal.write(encode_record(record(update)))
+    journal.write(encode_alarm(alarm(RECORDS, AlarmEvent.RAISE)))
+
+    assert ended(journal, relay) is SinkState.CLOSED
+
+    rows = server.rows[run_id]
+    assert [row["axis/update"] for row in rows] == list(range(1, RECORDS + 1))
+    assert [row["policy/key_1"] for row in rows] == [
+        record(update).values["policy/key_1"] for update in range(1, RECORDS + 1)
+    ]
+    assert [title for title, _ in server.alerts] == ["policy/kl_spike"]
+    assert server.configs[run_id]["learning_rate"]["value"] == 3e-4
+    assert server.exit_codes == {run_id: 1}
+
+
+def test_a_server_that_fails_for_a_while_gets_everything_later(tmp_path: Path, server: FakeWandb) -> None:
+    journal, relay, run_id = begun(tmp_path)
+    journal.write(encode_record(record(1)))
+    eventually(lambda: server.rows.get(run_id))
+    server.status = 500
+    for update in range(2, RECORDS + 1):
+        journal.write(encode_record(record(update)))
+    eventually(lambda: relay.stats().queue_depth == 0)
+    server.status = 200
+
+    assert ended(journal, relay) is SinkState.CLOSED
+
+    assert [row["axis/update"] for row in server.rows[run_id]] == list(range(1, RECORDS + 1))
+
+
+def test_without_a_server_the_run_is_kept_offline(
+    tmp_path: Path, server: FakeWandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing listens at its address: W&B waits for twice its time-out, then the run goes on without it."""
+    server.stop()
+    journal, relay, run_id = begun(tmp_path)
+    for update in range(1, 4):
+        journal.write(encode_record(record(update)))
+
+    assert ended(journal, relay, 180.0) is SinkState.CLOSED
+
+    assert list((tmp_path / "run" / "wandb").glob(f"offline-run-*-{run_id}"))
