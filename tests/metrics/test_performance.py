@@ -87,7 +87,7 @@ def test_no_time_means_no_speed() -> None:
 
 def test_every_sink_has_its_lag_and_the_errors_that_it_had() -> None:
     stats = Stats(sinks=(SinkLag("tensorboard", 0, 0.0, 0), SinkLag("wandb_walker", 12, 3.5, 2)))
-    found = telemetry_health(seconds=0.0, elapsed=1.0, undefined=0, level=Level.NORMAL, stats=stats)
+    found = telemetry_health(seconds=0.0, elapsed=1.0, undefined=0, copies=0, level=Level.NORMAL, stats=stats)
 
     assert {key: value for key, value in found.items() if key.count("/") == 2} == {
         "telemetry/tensorboard/lag_records": 0.0,
