@@ -56,6 +56,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"window", "writer"},
     "wiring": CORE | {"clock", "events", "hooks", "metrics", "replay", "summary", "telemetry"},
     "environments": set(),
+    "adapters": {"events", "hooks", "metric", "ops", "record"},
     "ppo": {"environments", "ops", "hooks", "events", "replay"},
     "testing": {"record", "sinks"},
     "faults": CORE
