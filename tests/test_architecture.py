@@ -50,10 +50,12 @@ ALLOWED: dict[str, set[str]] = {
     "claim": {"journal"},
     "recorder": CORE | {"claim", "journal", "offload", "registry", "relay", "sinks", "summary", "watch", "writer"},
     "failure": {"record"},
+    "gradient_tap": {"ops"},
+    "watched": CORE | {"clock", "gradient_tap", "metrics", "summary"},
     "ranks": CORE | {"recorder", "watch", "window"},
     "telemetry": CORE
     | {"clock", "detecting", "failure", "ranks", "recorder", "relay", "response", "sampling", "sinks", "summary"}
-    | {"window", "writer"},
+    | {"gradient_tap", "watched", "window", "writer"},
     "wiring": CORE | {"clock", "events", "hooks", "metrics", "replay", "summary", "telemetry"},
     "environments": set(),
     "adapters": {"events", "hooks", "metric", "ops", "record"},

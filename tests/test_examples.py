@@ -45,13 +45,20 @@ def test_cartpole(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
 
 
 def test_own_loop(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the three lines has done its part: advantages and critic, gradients and ratios, a record per update."""
+    """Each of the four lines has done its part: advantages and critic, gradients and ratios, a record per update."""
     run("own_loop", monkeypatch)
 
     found = read_run("run")
     assert [record.axes.env_step for record in found.records] == [1024, 2048]
     assert [record.axes.gradient_step for record in found.records] == [16, 32]
-    keys = {"adv/raw/std", "value/explained_variance", "grad/actor/norm_preclip", "grad/clip/coef", "policy/kl"}
+    keys = {
+        "adv/raw/std",
+        "value/explained_variance",
+        "grad/actor/norm_preclip",
+        "grad/clip/coef",
+        "policy/kl",
+        "opt/lr",
+    }
     assert all(keys <= record.values.keys() for record in found.records)
     assert list((here / "run/tensorboard").glob("events.*"))
 
