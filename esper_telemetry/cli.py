@@ -132,8 +132,12 @@ class Diagnose:
     Example: esper-telemetry diagnose runs/a --threshold kl_spike_high=0.5
     """
 
-    run_dir: tyro.conf.Positional[str]
-    """The run directory."""
+    run_dir: tyro.conf.Positional[str] = ""
+    """The run directory; or --from."""
+    source: Annotated[str, tyro.conf.arg(name="from", metavar="LOGS")] = ""
+    """Logs of another trainer: tensorboard:DIR, csv:FILE, wandb:PATH (a folder, or entity/project/run), mlflow:URI?run=ID.
+
+    Those of Stable-Baselines3, CleanRL, PufferLib, RSL-RL, RLlib, skrl, Sample Factory, rl_games and TorchRL are understood."""
     json: bool = False
     """As JSON: incidents with their alarms, task events, and questions that could not be answered."""
     threshold: tyro.conf.UseAppendAction[tuple[str, ...]] = ()

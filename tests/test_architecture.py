@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "series": {"record", "metric", "derived"},
     "alarms": set(),
     "detectors": {"record", "metric", "derived", "series", "alarms"},
+    "foreign": {"record", "metric", "derived", "series", "sinks"},
     "catalogue": CORE | {"detectors", "metrics", "series"},
     "registry": CORE | {"alarms", "catalogue", "series", "sinks"},
     "journal": {"record"},
@@ -67,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
 """Of ours, what each module or package may import besides itself; `cli` and `commands` may import everything."""
 
 FREE = {"__init__", "__main__", "cli", "commands"}
-WITHOUT_TORCH = ("record", "metric", "series", "journal", "sinks", "relay", "testing", "alarms", "detectors")
+WITHOUT_TORCH = ("record", "metric", "series", "journal", "sinks", "relay", "testing", "alarms", "detectors", "foreign")
 
 
 def imports() -> Iterator[tuple[str, str]]:
