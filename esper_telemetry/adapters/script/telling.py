@@ -33,7 +33,8 @@ def last_line(script: Script | None, name: str, run_dir: Path | None, error: Bas
     if run_dir is None:
         reason = "torch was not imported" if script is None else "no optimizer step with a probability ratio was seen"
         return f"{name}: found nothing to measure: {reason}"
-    return f"{name}: {script.updates if script else 0} updates; what went wrong in them: esper-telemetry diagnose {run_dir}"
+    count = script.updates if script else 0
+    return f"{name}: {count} update{'' if count == 1 else 's'}; what went wrong in them: esper-telemetry diagnose {run_dir}"
 
 
 def say(sentence: str) -> None:
