@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from esper_telemetry.adapters.script.program import compiled, hide_own_frames, run_as_main
 from esper_telemetry.adapters.script.taps import Taps
-from esper_telemetry.adapters.script.telling import found_line, last_line, say
+from esper_telemetry.adapters.script.telling import found_line, last_line, own_log, say
 from esper_telemetry.commands.mistakes import WrongUse, wrong_use
 
 if TYPE_CHECKING:
@@ -133,6 +133,7 @@ class Watched:
     def begin(self) -> None:
         """Listens from now on; only in the first of several ranks, which would have to wait for each other."""
         if os.environ.get("RANK", "0") == "0":
+            own_log()
             self._taps.install()
 
     def end(self, error: BaseException | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +36,15 @@ def last_line(script: Script | None, name: str, run_dir: Path | None, error: Bas
         return f"{name}: found nothing to measure: {reason}"
     count = script.updates if script else 0
     return f"{name}: {count} update{'' if count == 1 else 's'}; what went wrong in them: esper-telemetry diagnose {run_dir}"
+
+
+def own_log() -> None:
+    """What telemetry logs goes to stderr, marked as ours, and not where the script sends its own log."""
+    logger = logging.getLogger("esper_telemetry")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("esper-telemetry: %(message)s"))
+    logger.addHandler(handler)
+    logger.propagate = False
 
 
 def say(sentence: str) -> None:
