@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -142,9 +142,9 @@ class GradientTap:
     def _after_backward(self, marks: list[tuple[int, int]]) -> None:
         if marks == self._marks():  # `torch.autograd.grad` adds to nothing
             return
-        with self._clock:
+        with self._clock, self._contained():
             present = self._present()
-            norms = gradient_norms([gradient for _, gradient in present]).unbind() if present else ()
+            norms = norms_of([gradient for _, gradient in present]).unbind() if present else ()
             self._before = dict(zip([id(parameter) for parameter, _ in present], norms, strict=True))
 
     @torch.no_grad()
@@ -153,7 +153,7 @@ class GradientTap:
             return
         self._seen = True
         before, self._before = self._before, None
-        with self._clock:
+        with self._clock, self._contained():
             present = self._present()
             if not present:
                 return
@@ -164,7 +164,7 @@ class GradientTap:
 
     def _stepped(self, present: Sequence[tuple[Tensor, Tensor]], before: dict[int, Tensor]) -> Stepped:
         first = torch.stack([before[id(parameter)] for parameter, _ in present])
-        after = gradient_norms([gradient for _, gradient in present])
+        after = norms_of([gradient for _, gradient in present])
         left = getattr(self._optimizer, "grad_scale", None)  # a fused optimizer divides by it itself
         found_inf = getattr(self._optimizer, "found_inf", None)
         scale = scale_around()
@@ -179,6 +179,14 @@ class GradientTap:
         )
         numels = tuple(parameter.numel() for parameter, _ in present)
         return Stepped(names, numels, first, after, found_inf if isinstance(found_inf, Tensor) else None)
+
+    @contextmanager
+    def _contained(self) -> Iterator[None]:
+        """What goes wrong in it is told once, and goes no further."""
+        try:
+            yield
+        except Exception as error:  # whatever it is, training goes on
+            self.warn(f"gradients of a step could not be measured: {type(error).__name__}: {error}")
 
     def _parameters(self) -> Iterator[Tensor]:
         for group in self._optimizer.param_groups:
@@ -195,7 +203,16 @@ def _when_backward_ends(function: Callable[[], None]) -> None:
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    return gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
+    dense = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
+    return torch.view_as_real(dense) if dense.is_complex() else dense
+
+
+def norms_of(gradients: Sequence[Tensor]) -> Tensor:
+    """L2 norm of each gradient, [K], on the first one's device; types and devices may differ."""
+    first = gradients[0]
+    if all(gradient.dtype is first.dtype and gradient.device == first.device for gradient in gradients):
+        return gradient_norms(gradients)
+    return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).to(first.device) for g in gradients])
 
 
 def scale_around() -> Tensor | None:

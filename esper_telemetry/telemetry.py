@@ -282,7 +282,7 @@ class Telemetry:
         if not self._active:
             return
         with self.clock:
-            self._take_watched(whole=True)
+            self._containment.attempt(partial(self._take_watched, whole=True), lambda _: None)
             self.materialise()
             self.start()
             self._response.begin()

@@ -126,7 +126,7 @@ def read_wandb(path: str) -> Logged:
         raise ValueError(f"wandb: needs a folder of a run, or entity/project/run, got {path!r}")
     import wandb
 
-    if not wandb.api.api_key:  # it would be asked for
+    if not wandb.login(prompt=False):  # it would be asked for
         raise ValueError("W&B has no key here: wandb login, or set WANDB_API_KEY")
     try:
         run = wandb.Api(timeout=30).run(path)

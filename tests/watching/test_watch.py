@@ -269,6 +269,26 @@ def test_gradients_that_are_asked_for_between_clipping_and_the_step() -> None:
     assert values[POST] == pytest.approx(0.5, rel=1e-5)
 
 
+def test_parameters_of_several_types() -> None:
+    """The critic is kept in half precision, and one weight is complex: all count."""
+    with loop() as own:
+        own.agent.critic.to(torch.bfloat16)
+        wave = nn.Parameter(torch.tensor([3.0 + 4.0j]))
+        own.agent.register_parameter("wave", wave)
+        optimizer = torch.optim.SGD(own.agent.parameters(), lr=0.1)
+        own.telemetry.watch(own.agent, optimizer, critic="critic")
+        x = own.inputs[0]
+        (
+            own.agent.actor(x).sum() + own.agent.critic(x.bfloat16()).float().sum() + (wave * wave.conj()).real.sum()
+        ).backward()
+        whole = sum(float(torch.as_tensor(p.grad).abs().double().square().sum()) for p in own.agent.parameters())
+        optimizer.step()
+        values = own.record().values
+
+    assert values[PRE] == pytest.approx(whole**0.5, rel=1e-5)
+    assert values["grad/layer/wave/norm"] == pytest.approx(10.0)
+
+
 def test_weights_are_the_same_bit_for_bit() -> None:
     def trained(watched: bool) -> list[Tensor]:
         with loop(lambda parameters: torch.optim.Adam(parameters, lr=1e-2)) as own:
