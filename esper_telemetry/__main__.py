@@ -1,6 +1,24 @@
-"""`python -m esper_telemetry`: the command line."""
+"""`python -m esper_telemetry` and `esper-telemetry`: the command line.
 
-from esper_telemetry.cli import main
+`run` is told apart here, before anything is imported that a script should import, or set up, itself.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Runs the command line and exits."""
+    if sys.argv[1:2] == ["run"]:
+        from esper_telemetry.commands.run import main as run_script
+
+        run_script(sys.argv[2:])
+    else:
+        from esper_telemetry.cli import main as command_line
+
+        command_line()
+
 
 if __name__ == "__main__":
     main()

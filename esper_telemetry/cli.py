@@ -1,4 +1,4 @@
-"""The command line: `esper-telemetry train | replay | doctor | compress | diagnose | metrics`, also `python -m esper_telemetry`.
+"""The command line: `esper-telemetry train | run | replay | doctor | compress | diagnose | metrics`, also `python -m esper_telemetry`.
 
 Exit codes: 0 done, 1 the run failed, 2 wrong use (one sentence on stderr, nothing created or changed); 130 interrupted and 143 ended by
 SIGTERM, after saving a checkpoint from which `train --resume` goes on.
@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Annotated, Any, Literal
 
 # Read when NumPy is imported: its threads gain nothing on small networks, and spin on the cores of the processes beside us.
@@ -25,6 +26,7 @@ except ModuleNotFoundError as missing:
 
 from esper_telemetry.commands.arguments import parse_arguments
 from esper_telemetry.commands.mistakes import WrongUse
+from esper_telemetry.commands.run import main as run_script
 from esper_telemetry.ppo.config import PPOConfig
 from esper_telemetry.ppo.presets import preset
 
@@ -86,6 +88,14 @@ class Train:
     """CPU threads of torch; by default one for networks narrower than 256 without convolutions, where more cost time."""
     ppo: Annotated[PPOConfig, tyro.conf.arg(name="")] = field(default_factory=PPOConfig)
     preset_name: tyro.conf.Suppress[str] = "none"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Runs somebody's training script as it is, with telemetry; `esper-telemetry run --help` says more.
+
+    Example: esper-telemetry run --sink tensorboard ppo.py --env-id CartPole-v1
+    """
 
 
 @dataclass(frozen=True)
@@ -153,8 +163,12 @@ class Diagnose:
     Example: esper-telemetry diagnose runs/a --threshold kl_spike_high=0.5
     """
 
-    run_dir: tyro.conf.Positional[str]
-    """The run directory."""
+    run_dir: tyro.conf.Positional[str] = ""
+    """The run directory; or --from."""
+    source: Annotated[str, tyro.conf.arg(name="from", metavar="LOGS")] = ""
+    """Logs of another trainer: tensorboard:DIR, csv:FILE, wandb:PATH (a folder, or entity/project/run), mlflow:URI?run=ID.
+
+    Those of Stable-Baselines3, CleanRL, PufferLib, RSL-RL, RLlib, skrl, Sample Factory, rl_games and TorchRL are understood."""
     json: bool = False
     """As JSON: incidents with their alarms, task events, and questions that could not be answered."""
     threshold: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -163,6 +177,7 @@ class Diagnose:
 
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Replay, tyro.conf.subcommand("replay")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
     | Annotated[Compress, tyro.conf.subcommand("compress")]
@@ -173,8 +188,11 @@ Command = (
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and exits."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["run"]:
+        run_script(given[1:])
     try:
-        raise SystemExit(run(sys.argv[1:] if arguments is None else arguments))
+        raise SystemExit(run(given))
     except WrongUse as mistake:
         if os.environ.get("RANK", "0") == "0":  # what several processes find, one says
             sys.stderr.write(f"esper-telemetry: {mistake}\n")
@@ -188,18 +206,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Runs the command line and returns the exit code; raises WrongUse before anything is created."""
-    from esper_telemetry import commands
-
     command = parse(arguments)
-    table: dict[type, Callable[[Any], int]] = {
-        Train: commands.train,
-        Replay: commands.replay,
-        Doctor: commands.doctor,
-        Compress: commands.compress,
-        Diagnose: commands.diagnose,
-        Metrics: commands.metrics,
-    }
-    return table[type(command)](command)
+    name = type(command).__name__.lower()
+    function: Callable[[Any], int] = getattr(import_module(f"esper_telemetry.commands.{name}"), name)
+    return function(command)
 
 
 def parse(arguments: Sequence[str]) -> Any:

@@ -246,8 +246,8 @@ class MinibatchEnd(NamedTuple):
         step: optimizer step within the update, from 0.
         log_ratio: [N] log-probability now minus at collection, summed over the heads that are relevant.
         advantages: [N] the values that multiply the ratio (normalised where normalisation is on).
-        values: [N] critic's estimates now.
-        old_values, returns: [N] at collection.
+        values: [N] critic's estimates now; None where they are not to be seen.
+        old_values, returns: [N] at collection; likewise.
         losses: 0-d tensors `policy`, `value` (0.5 MSE, unscaled), and `entropy` (its negative mean) and `total` where the trainer
             computes them anyway.
         logits: per categorical head [N, A]; masked actions hold a large negative finite number.
@@ -264,9 +264,9 @@ class MinibatchEnd(NamedTuple):
     step: int
     log_ratio: Tensor
     advantages: Tensor
-    values: Tensor
-    old_values: Tensor
-    returns: Tensor
+    values: Tensor | None
+    old_values: Tensor | None
+    returns: Tensor | None
     losses: Mapping[str, Tensor]
     logits: Mapping[str, Tensor] = NONE
     action_masks: Mapping[str, Tensor] = NONE

@@ -24,9 +24,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 
+from torch import nn
+from torch.optim import Optimizer
+
 from esper_telemetry.clock import Clock
 from esper_telemetry.detecting import Detect, facts_of, watches
 from esper_telemetry.failure import Suspects, at_exit, diagnose, status_of
+from esper_telemetry.gradient_tap import Members, group_names
 from esper_telemetry.group import MetricGroup, Postponed
 from esper_telemetry.ranks.follower import Follower, recorder_for
 from esper_telemetry.ranks.peers import Note, Peers
@@ -37,6 +41,7 @@ from esper_telemetry.response import AlarmCallback, Response
 from esper_telemetry.sampling import BUDGET, Sampling
 from esper_telemetry.sinks import SinkLike
 from esper_telemetry.summary import Containment, Measurement, Snapshot, summarize
+from esper_telemetry.watched import Watched
 from esper_telemetry.window import Transfer, Window, finish
 from esper_telemetry.writer import INTERVENTION
 
@@ -125,6 +130,7 @@ class Telemetry:
         self._open_update: Callable[[], Snapshot] = Snapshot
         self._window = Window()
         self._containment = Containment()
+        self._watched = Watched(self.clock)
         self._numbers: dict[str, float] = {}
         self._snapshots: list[Snapshot] = []
         self._witnesses: list[Snapshot] = []
@@ -200,6 +206,32 @@ class Telemetry:
                 else:
                     self._window.add(group, epoch, step)
 
+    def watch(
+        self, model: nn.Module, optimizer: Optimizer, *, actor: Members | None = None, critic: Members | None = None
+    ) -> Callable[[], None]:
+        """Measures the model's gradients before and after clipping at every step of the optimizer, and the learning rate.
+
+        Args:
+            model: also one that is compiled, or wrapped in DistributedDataParallel.
+            optimizer: of its parameters; watch each of several, with the same model.
+            actor, critic: their modules, parameters, or names of either; what serves both may belong to both or neither.
+
+        What a record holds are the gradients that the step is taken with: summed over accumulated passes, averaged over ranks, without a
+        gradient scaler's scale; and those after whatever clips them. Where that cannot be told, a warning says so once. Returns the
+        function that ends this; `close` does too. Leave `gradient_health` out of a loop that is watched.
+
+        Raises:
+            ValueError: the optimizer trains nothing of the model, a group is no part of it, or ranks hold parts of its parameters.
+        """
+        parts = {"actor": actor, "critic": critic}
+        groups = {name: group_names(model, members) for name, members in parts.items() if members is not None}
+        if not self._active:
+            return lambda: None
+        remove = self._watched.add(model, optimizer)
+        if groups:
+            self._facts["groups"] = {**self._facts.get("groups", {}), **groups}
+        return remove
+
     def submit(self, snapshot: Snapshot) -> None:
         """Adds a whole update, to be summarised when it is flushed: in the process beside this one if there is one, here otherwise."""
         if not self._active or self._recorder is None:
@@ -250,6 +282,7 @@ class Telemetry:
         if not self._active:
             return
         with self.clock:
+            self._containment.attempt(partial(self._take_watched, whole=True), lambda _: None)
             self.materialise()
             self.start()
             self._response.begin()
@@ -357,6 +390,7 @@ class Telemetry:
         self.materialise()
         self.start()
         self._containment.attempt(self._open_update, self.submit)
+        self._containment.attempt(partial(self._take_watched, whole=False), lambda _: self._watched.stop())
         if self._window or self._numbers or any(self._snapshots):
             self._send(max(self._collected, self._axes.env_step), None, None, partial=True)
             self.materialise()
@@ -391,6 +425,14 @@ class Telemetry:
     def _active(self) -> bool:
         """Whether this object records: not at OFF, not after close, never in a forked copy of the process."""
         return self._recorder is not None and not self._closed and os.getpid() == self._pid
+
+    def _take_watched(self, *, whole: bool) -> None:
+        """Adds what was seen of watched models to the update."""
+        snapshot = self._watched.take(whole=whole)
+        if snapshot:
+            for measurements, epochs in self._containment.steps(summarize(snapshot, self._facts, self.update_level)):
+                self.measure(measurements, epoch=epochs)
+            self.measure(self._watched.rates())
 
     def _hear(self) -> None:
         """Takes in what was found in the records by now, and tells whoever asked; between records, so that nothing can interleave."""

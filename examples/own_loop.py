@@ -1,4 +1,4 @@
-"""A PPO loop of your own with three lines of telemetry, marked 1, 2 and 3.
+"""A PPO loop of your own with four lines of telemetry, marked 1 to 4.
 
 python examples/own_loop.py && tensorboard --logdir runs
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from esper_telemetry import Telemetry, advantage_stats, gradient_health, ratio_diagnostics, value_fit
+from esper_telemetry import Telemetry, advantage_stats, ratio_diagnostics, value_fit
 
 NUM_ENVS, NUM_STEPS, EPOCHS, MINIBATCHES = 8, 128, 4, 4
 GAMMA, LAMBDA, CLIP, MAX_NORM = 0.99, 0.95, 0.2, 0.5
@@ -58,6 +58,9 @@ def train(telemetry: Telemetry, total_steps: int) -> None:
     )
     agent = Agent(4, 2)
     optimizer = torch.optim.Adam(agent.parameters(), lr=1e-3, eps=1e-5)
+
+    telemetry.watch(agent, optimizer, actor=agent.actor, critic=agent.critic)  # 1: gradients, before and after clipping
+
     observation = torch.as_tensor(envs.reset(seed=1)[0])
     for global_step in range(NUM_ENVS * NUM_STEPS, total_steps + 1, NUM_ENVS * NUM_STEPS):
         observations = torch.zeros(NUM_STEPS + 1, NUM_ENVS, 4)
@@ -78,7 +81,7 @@ def train(telemetry: Telemetry, total_steps: int) -> None:
         advantages = advantages_of(rewards, values, dones)
         returns = advantages + values[:-1]
 
-        telemetry.observe(advantage_stats(advantages), value_fit(values[:-1], returns))  # 1: after the rollout
+        telemetry.observe(advantage_stats(advantages), value_fit(values[:-1], returns))  # 2: after the rollout
 
         batch = [x.flatten(0, 1) for x in (observations[:-1], actions, log_probs, advantages, returns)]
         for epoch in range(EPOCHS):
@@ -91,17 +94,12 @@ def train(telemetry: Telemetry, total_steps: int) -> None:
                 value_loss = 0.5 * (agent.value(obs) - target).square().mean()
                 optimizer.zero_grad()
                 (policy_loss + 0.5 * value_loss).backward()
-
-                telemetry.observe(  # 2: after backward, before clipping
-                    gradient_health(agent, groups={"actor": ["actor"], "critic": ["critic"]}, max_norm=MAX_NORM),
-                    ratio_diagnostics(log_ratio, advantage, clip=CLIP),
-                    epoch=epoch,
-                )
-
                 nn.utils.clip_grad_norm_(agent.parameters(), MAX_NORM)
                 optimizer.step()
 
-        telemetry.flush(env_step=global_step)  # 3: at the end of the update
+                telemetry.observe(ratio_diagnostics(log_ratio, advantage, clip=CLIP), epoch=epoch)  # 3: per minibatch
+
+        telemetry.flush(env_step=global_step)  # 4: at the end of the update
 
 
 def main() -> None:

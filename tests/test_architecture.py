@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "series": {"record", "metric", "derived"},
     "alarms": set(),
     "detectors": {"record", "metric", "derived", "series", "alarms"},
+    "foreign": {"record", "metric", "derived", "series", "sinks"},
     "catalogue": CORE | {"detectors", "metrics", "series"},
     "registry": CORE | {"alarms", "catalogue", "series", "sinks"},
     "journal": {"record"},
@@ -53,12 +54,15 @@ ALLOWED: dict[str, set[str]] = {
     | {"claim", "journal", "offload", "redaction", "registry", "relay"}
     | {"sinks", "summary", "watch", "writer"},
     "failure": {"record"},
+    "gradient_tap": {"ops"},
+    "watched": CORE | {"clock", "gradient_tap", "metrics", "summary"},
     "ranks": CORE | {"recorder", "watch", "window"},
     "telemetry": CORE
     | {"clock", "detecting", "failure", "ranks", "recorder", "relay", "response", "sampling", "sinks", "summary"}
-    | {"window", "writer"},
+    | {"gradient_tap", "watched", "window", "writer"},
     "wiring": CORE | {"clock", "events", "hooks", "metrics", "replay", "summary", "telemetry"},
     "environments": set(),
+    "adapters": {"events", "hooks", "metric", "ops", "record"},
     "ppo": {"environments", "ops", "hooks", "events", "replay"},
     "testing": {"record", "journal", "relay", "sinks"},
     "faults": CORE
@@ -67,7 +71,7 @@ ALLOWED: dict[str, set[str]] = {
 """Of ours, what each module or package may import besides itself; `cli` and `commands` may import everything."""
 
 FREE = {"__init__", "__main__", "cli", "commands"}
-WITHOUT_TORCH = ("record", "metric", "series", "journal", "sinks", "relay", "testing", "alarms", "detectors")
+WITHOUT_TORCH = ("record", "metric", "series", "journal", "sinks", "relay", "testing", "alarms", "detectors", "foreign")
 
 
 def imports() -> Iterator[tuple[str, str]]:

@@ -51,13 +51,20 @@ def test_cartpole(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
 
 
 def test_own_loop(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the three lines has done its part: advantages and critic, gradients and ratios, a record per update."""
+    """Each of the four lines has done its part: advantages and critic, gradients and ratios, a record per update."""
     run("own_loop", monkeypatch)
 
     found = read_run("run")
     assert [record.axes.env_step for record in found.records] == [1024, 2048]
     assert [record.axes.gradient_step for record in found.records] == [16, 32]
-    keys = {"adv/raw/std", "value/explained_variance", "grad/actor/norm_preclip", "grad/clip/coef", "policy/kl"}
+    keys = {
+        "adv/raw/std",
+        "value/explained_variance",
+        "grad/actor/norm_preclip",
+        "grad/clip/coef",
+        "policy/kl",
+        "opt/lr",
+    }
     assert all(keys <= record.values.keys() for record in found.records)
     assert list((here / "run/tensorboard").glob("events.*"))
 
@@ -117,6 +124,35 @@ def test_resume(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.info.resumed_from is not None
     assert found.info.resumed_from["update"] == found.info.resumed_from["recorded"] >= 2
     assert len(list((here / "run/tensorboard").glob("events.*"))) == 2
+
+
+def test_unedited(here: Path) -> None:
+    """Under `run` it prints what it prints alone, and there is a journal."""
+    script = [str(EXAMPLES / "unedited.py"), *TWO_UPDATES]
+    alone, watched = (
+        subprocess.run([sys.executable, *words, *script], capture_output=True, text=True, check=True)
+        for words in ([], ["-m", "esper_telemetry", "run", "--run-dir", "run"])
+    )
+
+    assert watched.stdout == alone.stdout
+    found = read_run("run")
+    assert [record.axes.env_step for record in found.records] == [1024, 2048]
+    keys = {"policy/kl", "grad/clip/coef", "episode/return_mean_100", "value/explained_variance", "policy/entropy_norm"}
+    assert all(keys <= record.values.keys() for record in found.records)
+
+
+def test_yesterdays_logs(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """A table as SB3 writes it, in which the policy jumps."""
+    rows = [f"{128 * place},{0.01 if place < 20 else 2.0},-0.02" for place in range(1, 31)]
+    (here / "progress.csv").write_text(
+        "\n".join(["time/total_timesteps,train/approx_kl,train/policy_gradient_loss", *rows])
+    )
+    monkeypatch.setattr(sys, "argv", ["yesterdays_logs.py", "csv:progress.csv"])
+    runpy.run_path(str(EXAMPLES / "yesterdays_logs.py"), run_name="__main__")
+
+    printed = capfd.readouterr().out
+    assert "30 updates of Stable-Baselines3" in printed or "29 updates of Stable-Baselines3" in printed
+    assert "policy/kl_spike: Since update" in printed
 
 
 def test_on_alarm(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

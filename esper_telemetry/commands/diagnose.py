@@ -1,18 +1,20 @@
-"""`esper-telemetry diagnose`: the detectors over a journal, as text or as JSON."""
+"""`esper-telemetry diagnose`: the detectors over a journal, or over the logs of another trainer, as text or as JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from esper_telemetry.commands.mistakes import wrong_use
+from esper_telemetry.commands.mistakes import WrongUse, wrong_use
 from esper_telemetry.detectors import Diagnosis, Story, Thresholds
 from esper_telemetry.detectors import diagnose as judge
+from esper_telemetry.foreign import Foreign, read_foreign, read_source
 from esper_telemetry.journal import Run, encode_alarm, plain, read_run
 
 if TYPE_CHECKING:
@@ -25,8 +27,18 @@ COLORS = {"critical": "red", "warn": "yellow", "info": "blue"}
 INTERVENTION = "intervention"
 
 
+OURS = frozenset({"telemetry/missing_metric", "telemetry/overhead", "telemetry/delivery"})
+"""Questions that only a run of telemetry's own can be asked."""
+
+
 def diagnose(options: Diagnose) -> int:
     """Prints what is wrong with a run, or that nothing is."""
+    if bool(options.run_dir) == bool(options.source):
+        raise WrongUse("diagnose needs either a run directory or --from; see esper-telemetry diagnose --help")
+    return _foreign(options) if options.source else _own(options)
+
+
+def _own(options: Diagnose) -> int:
     with wrong_use():
         Thresholds.parse(options.threshold)
         run = read_run(options.run_dir)
@@ -34,18 +46,49 @@ def diagnose(options: Diagnose) -> int:
     changes = [event.seq for event in run.events if event.type == INTERVENTION]
     found = judge(run.info.facts, run.records, thresholds=thresholds, interventions=changes)
     if options.json:
-        print(json.dumps(_as_dict(run, found), indent=1))
+        print(json.dumps(_own_as_dict(run, found), indent=1))
     else:
-        _print(run, found)
+        _print(f"{run.info.name}: {found.updates} updates, {run.status or 'not ended'}", found)
     return 0
 
 
-def _as_dict(run: Run, found: Diagnosis) -> dict[str, Any]:
+def _foreign(options: Diagnose) -> int:
+    """What others have logged holds less, and what it lacks is a part of the answer."""
+    with wrong_use():
+        thresholds = Thresholds.parse(options.threshold)
+        run = read_foreign(read_source(options.source))
+    found = judge(run.facts, run.records, thresholds=replace(thresholds, off=thresholds.off | OURS))
+    found = replace(found, unanswered={kind: as_logged(reason) for kind, reason in found.unanswered.items()})
+    if options.json:
+        print(json.dumps(_foreign_as_dict(run, found), indent=1))
+        return 0
+    last = run.records[-1].axes.env_step
+    _print(f"{run.name}: {found.updates} updates of {run.trainer}, up to {last:,} {run.x}", found)
+    print("\nRead as:")
+    for key, tag in run.used.items():
+        print(f"  {key}: {tag}")
+    return 0
+
+
+def as_logged(reason: str) -> str:
+    """Why a question is open, where nobody but the trainer could have logged more."""
+    return reason.replace("no record has ", "not logged: ").replace("the run does not say its ", "setting not logged: ")
+
+
+def _own_as_dict(run: Run, found: Diagnosis) -> dict[str, Any]:
+    status = None if run.status is None else str(run.status)
+    return _as_dict({"run": run.info.name, "updates": found.updates, "status": status}, found)
+
+
+def _foreign_as_dict(run: Foreign, found: Diagnosis) -> dict[str, Any]:
+    head = {"run": run.name, "updates": found.updates, "trainer": run.trainer, "x": run.x}
+    return {**_as_dict(head, found), "read": dict(run.used), "unread": list(run.unused)}
+
+
+def _as_dict(head: Mapping[str, Any], found: Diagnosis) -> dict[str, Any]:
     """Everything as plain values, for programs."""
     return {
-        "run": run.info.name,
-        "updates": found.updates,
-        "status": None if run.status is None else str(run.status),
+        **head,
         "incidents": [
             {
                 "incident": incident.number,
@@ -62,10 +105,10 @@ def _as_dict(run: Run, found: Diagnosis) -> dict[str, Any]:
     }
 
 
-def _print(run: Run, found: Diagnosis) -> None:
+def _print(head: str, found: Diagnosis) -> None:
     """What people read."""
     console = Console(width=None if Console().is_terminal else WIDTH, markup=False, highlight=False)
-    console.print(f"{run.info.name}: {found.updates} updates, {run.status or 'not ended'}")
+    console.print(head)
     for incident in found.incidents:
         console.print(_panel(incident))
     if not found.incidents:

@@ -221,6 +221,7 @@ class Gradients(NamedTuple):
         norms: [M, K] before clipping.
         max_norm: limit of the global norm; None where nothing is clipped.
         leaves: where actor and critic share a trunk.
+        applied: [M, K] of the gradients that the optimizer used, where they were measured.
     """
 
     epochs: tuple[int, ...]
@@ -229,6 +230,7 @@ class Gradients(NamedTuple):
     norms: Tensor
     max_norm: float | None
     leaves: Leaves | None
+    applied: Tensor | None = None
 
 
 class GradientSample(NamedTuple):

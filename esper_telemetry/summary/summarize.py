@@ -297,7 +297,15 @@ def _gradients(gradients: Gradients, facts: Mapping[str, Any], counts: Sequence[
     """Of an update; `counts` are a rank's rows of each minibatch, where several ranks report together."""
     groups, numels = facts.get("groups", {}), gradients.numels
     norms = cache(
-        partial(gradient_norms, gradients.norms, gradients.names, groups, numels, max_norm=gradients.max_norm)
+        partial(
+            gradient_norms,
+            gradients.norms,
+            gradients.names,
+            groups,
+            numels,
+            max_norm=gradients.max_norm,
+            applied=gradients.applied,
+        )
     )
     yield norms
     yield partial(layer_concentration, gradients.norms)

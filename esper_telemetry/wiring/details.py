@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -20,20 +22,28 @@ class DetailJoining:
         self._events.append(event)
 
     def take(self, rollout: RolloutEnd | None) -> Details | None:
-        """All minibatches, with what the rollout knows of their rows where they say which they are; None without any."""
+        """All minibatches, with what the rollout knows of their rows where they say which they are; None where a column is missing."""
         events, self._events = self._events, []
-        if not events:
+        critic = [_joined([getattr(event, name) for event in events]) for name in ("values", "old_values", "returns")]
+        values, old_values, returns = critic
+        if values is None or old_values is None or returns is None:
             return None
         known = Details(
-            values=torch.cat([event.values for event in events]),
-            old_values=torch.cat([event.old_values for event in events]),
-            returns=torch.cat([event.returns for event in events]),
+            values=values,
+            old_values=old_values,
+            returns=returns,
             means={head: torch.cat([event.means[head] for event in events]) for head in events[0].means},
         )
         rows = [event.rows for event in events if event.rows is not None]
         if rollout is None or len(rows) < len(events):
             return known
         return with_rollout(known, rollout, torch.cat(rows))
+
+
+def _joined(columns: Sequence[Tensor | None]) -> Tensor | None:
+    """[R]; None where there are no minibatches, or one lacks it."""
+    known = [column for column in columns if column is not None]
+    return torch.cat(known) if known and len(known) == len(columns) else None
 
 
 def with_rollout(known: Details, rollout: RolloutEnd, rows: Tensor) -> Details:

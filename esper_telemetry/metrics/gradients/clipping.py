@@ -98,18 +98,18 @@ def coefficients(clip: Clipping) -> Tensor | float:
     return torch.where(usable > 0, total, torch.nan)
 
 
-def clipping(norms: Tensor, usable: Tensor, coefs: Tensor, *, max_norm: float) -> Clipping:
+def clipping(norms: Tensor, usable: Tensor, coefs: Tensor, *, max_norm: float | None) -> Clipping:
     """Statistics of clipping global norms.
 
     Args:
         norms: [M] global norms before clipping, float64, finite.
         usable: [M], 1 where the gradients of the step are all finite; where they are not, 0, the step does not count.
         coefs: [M] from `clip_coefficients`, 0 where a step does not count.
-        max_norm: the limit.
+        max_norm: the limit; None where nobody knows it, and only what clipping did.
     """
-    excess = (norms / max_norm).log10().clamp(min=0.0)
+    excess = None if max_norm is None else (norms / max_norm).log10().clamp(min=0.0)
     return Clipping(
         coef=Mean(coefs, usable),
         freq=Mean((coefs < 1.0) * usable, usable),
-        excess_log10=Mean(excess * usable, usable),
+        excess_log10=None if excess is None else Mean(excess * usable, usable),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from esper_telemetry.group import Mean, Sum
@@ -21,6 +22,9 @@ from esper_telemetry.metrics.gradients.groups import (
     TermGradients,
 )
 from esper_telemetry.metrics.gradients.membership import Groups, Membership, membership
+
+UNTOUCHED = 1 - 1e-5
+"""Factor above which rounding alone tells a gradient from the one before clipping."""
 
 
 class GradientNorms(NamedTuple):
@@ -74,6 +78,7 @@ def gradient_norms(
     *,
     max_norm: float | None = None,
     nonfinite: Tensor | None = None,
+    applied: Tensor | None = None,
 ) -> GradientNorms:
     """Norms of the network, its groups and its tensors, before and after clipping, at the optimizer steps of an update.
 
@@ -85,6 +90,7 @@ def gradient_norms(
         numels: K numbers of entries, for `rms`.
         max_norm: limit of the global norm; None where nothing is clipped.
         nonfinite: like `norms`, the number of entries that were not finite, where `norms` are those of the finite ones.
+        applied: like `norms`, of the gradients that the optimizer used; what clipping did is then read off these, whatever it was.
 
     Every step counts once. Where a tensor's norm is not finite, its own norm, its group's and the global one are left
     out at that step, and it is counted; the step has no clip coefficient. A group without gradients is absent.
@@ -98,11 +104,16 @@ def gradient_norms(
     sums = _sums(known, finite, members, nonfinite)
     total_norm = sums.norms.select(1, 0)
     clean = (sums.usable if nonfinite is None else (sums.flaws == 0).double()).select(1, 0)
-    coefs = None if max_norm is None else clip_coefficients(total_norm, max_norm) * clean
-    total, parts = _split(sums, members, coefs, clean)
+    used = None if applied is None else _sums(*_known(applied.reshape(-1, len(names)).double()), members, None)
+    if used is not None:
+        clean = clean * used.usable.select(1, 0)
+        coefs: Tensor | None = _measured(total_norm, used.norms.select(1, 0)) * clean
+    else:
+        coefs = None if max_norm is None else clip_coefficients(total_norm, max_norm) * clean
+    total, parts = _split(sums, members, coefs, clean, None if used is None else used.norms * clean.unsqueeze(1))
     return GradientNorms(
         GlobalGradient(*total.reductions()),
-        Clipping() if max_norm is None or coefs is None else clipping(total_norm, clean, coefs, max_norm=max_norm),
+        Clipping() if coefs is None else clipping(total_norm, clean, coefs, max_norm=max_norm),
         GroupGradients(members.labels, *parts.reductions()) if members.labels else GroupGradients(()),
         LayerGradients(members.layers, Mean(known, finite)),
     )
@@ -122,10 +133,18 @@ def _sums(known: Tensor, finite: Tensor, members: Membership, nonfinite: Tensor 
     return _Sums(norms * usable, usable, flaws)
 
 
-def _split(sums: _Sums, members: Membership, coefs: Tensor | None, clean: Tensor) -> tuple[_Columns, _Columns]:
+def _measured(before: Tensor, after: Tensor) -> Tensor:
+    """By what factor [M] gradients were shrunk: 1 where rounding alone tells them apart, and where there was nothing to shrink."""
+    factor = torch.where(before > 0, after / before, 1.0)
+    return torch.where(factor > UNTOUCHED, 1.0, factor)
+
+
+def _split(
+    sums: _Sums, members: Membership, coefs: Tensor | None, clean: Tensor, applied: Tensor | None
+) -> tuple[_Columns, _Columns]:
     """The columns of the whole network and those of the groups."""
     rms = None if members.scale is None else sums.norms * members.scale
-    clipped = None if coefs is None else sums.norms * coefs.unsqueeze(1)
+    clipped = applied if applied is not None or coefs is None else sums.norms * coefs.unsqueeze(1)
 
     def columns(pick: Callable[[Tensor], Tensor], clean: Tensor) -> _Columns:
         root, after = (None if column is None else pick(column) for column in (rms, clipped))

@@ -1,0 +1,1 @@
+"""Foreign trainers made to emit the events of `events`."""

@@ -1,0 +1,228 @@
+"""What trainers call things, how what they log differs from ours, and what their x-axes count.
+
+Sources: the trainers' code, versions in brackets. A value loss of ours is half the mean square, an entropy is positive, a KL divergence is
+Schulman's k3 where nothing else is said.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+KL, KL_K1, CLIPPED = "policy/kl", "policy/kl_k1", "policy/clip_frac"
+ENTROPY, FIT = "policy/entropy", "value/explained_variance"
+POLICY_LOSS, VALUE_LOSS, LOSS = "loss/policy", "loss/value", "loss/total"
+RATE, BEFORE, AFTER = "opt/lr", "grad/global/norm_preclip", "grad/global/norm_postclip"
+RETURN, RETURN_100, LENGTH = "episode/return_mean", "episode/return_mean_100", "episode/length_mean"
+STD = "policy/head/action/std/mean"
+RATIO_MIN, RATIO_MAX, SPEED = "policy/ratio/min", "policy/ratio/max", "train/env_steps_per_second"
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A tag of a trainer's.
+
+    Attributes:
+        tag: regular expression for the whole tag; what several tags match in one place is averaged.
+        key: ours.
+        factor: by which its values are multiplied.
+        episodes: it is written for every episode, and not for every update.
+        late: it is written one rollout after the one that it belongs to.
+        note: what is to be known of it besides.
+    """
+
+    tag: str
+    key: str
+    factor: float = 1.0
+    episodes: bool = False
+    late: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """A family of logs.
+
+    Attributes:
+        name: of the trainer.
+        signs: regular expressions, one of which its tags match and no other trainer's do.
+        aliases: of its tags.
+        x: what its x-axis counts.
+        steps: tags that hold the environment steps, in backends whose x is only a counter.
+    """
+
+    name: str
+    signs: tuple[str, ...]
+    aliases: tuple[Alias, ...]
+    x: str = "environment steps"
+    steps: tuple[str, ...] = field(default=("global_step",))
+
+
+ANALYTIC = "the exact divergence, not an estimate"
+LAST = "of the last minibatch alone"
+
+SB3 = Trainer(
+    "Stable-Baselines3",
+    (r"train/policy_gradient_loss", r"rollout/ep_rew_mean"),
+    (
+        Alias(r"train/approx_kl", KL, late=True, note="mean over the last epoch"),
+        Alias(r"train/clip_fraction", CLIPPED, late=True),
+        Alias(r"train/explained_variance", FIT, late=True),
+        Alias(r"train/entropy_loss", ENTROPY, -1.0, late=True),
+        Alias(r"train/policy_gradient_loss", POLICY_LOSS, late=True),
+        Alias(r"train/value_loss", VALUE_LOSS, 0.5, late=True),
+        Alias(r"train/loss", LOSS, late=True, note=LAST),
+        Alias(r"train/learning_rate", RATE, late=True),
+        Alias(r"train/std", STD, late=True),
+        Alias(r"rollout/ep_rew_mean", RETURN_100),
+        Alias(r"rollout/ep_len_mean", LENGTH, note="mean of the last hundred episodes"),
+        Alias(r"time/fps", SPEED, note="since the beginning"),
+    ),
+    steps=("time/total_timesteps", "global_step"),
+)
+
+CLEANRL = Trainer(
+    "CleanRL or PufferLib",
+    (r"losses/old_approx_kl", r"losses/clipfrac", r"charts/SPS"),
+    (
+        Alias(r"losses/approx_kl", KL, note=LAST),
+        Alias(r"losses/old_approx_kl", KL_K1, note=LAST),
+        Alias(r"losses/clipfrac", CLIPPED),
+        Alias(r"losses/explained_variance", FIT),
+        Alias(r"losses/entropy", ENTROPY, note=LAST),
+        Alias(r"losses/policy_loss", POLICY_LOSS, note=LAST),
+        Alias(r"losses/value_loss", VALUE_LOSS, note=LAST),
+        Alias(r"losses/gn|losses/grad_norm|gn", BEFORE, note=LAST),
+        Alias(r"charts/learning_rate|learning_rate", RATE),
+        Alias(r"charts/episodic_return", RETURN, episodes=True),
+        Alias(r"charts/episodic_length", LENGTH, episodes=True),
+        Alias(r"environment/(score|return|episode_return)", RETURN),
+        Alias(r"charts/SPS|SPS", SPEED, note="since the beginning"),
+    ),
+    steps=("global_step", "agent_steps"),
+)
+
+RSL_RL = Trainer(
+    "RSL-RL",
+    (r"Loss/surrogate",),
+    (
+        Alias(r"Loss/(value|value_function)", VALUE_LOSS, 0.5),
+        Alias(r"Loss/surrogate", POLICY_LOSS),
+        Alias(r"Loss/entropy", ENTROPY),
+        Alias(r"Loss/learning_rate", RATE),
+        Alias(r"Policy/mean_(std|noise_std)", STD),
+        Alias(r"Train/mean_reward", RETURN_100),
+        Alias(r"Train/mean_episode_length", LENGTH, note="mean of the last hundred episodes"),
+        Alias(r"Perf/total_fps", SPEED),
+    ),
+    x="iterations",
+    steps=(),
+)
+
+_LEARNER = r"(?:ray/tune/)?(?:info/)?learners?/(?:default_policy|default_module|[^/]+)/(?:learner_stats/)?"
+_RUNNER = r"(?:ray/tune/)?(?:env_runners/|sampler_results/)?"
+RLLIB = Trainer(
+    "RLlib",
+    (_LEARNER + r"(vf_loss|mean_kl_loss|vf_explained_var)",),
+    (
+        Alias(_LEARNER + r"(mean_kl_loss|kl)", KL, note=ANALYTIC),
+        Alias(_LEARNER + r"vf_explained_var", FIT, note=LAST),
+        Alias(_LEARNER + r"entropy", ENTROPY, note=LAST),
+        Alias(_LEARNER + r"policy_loss", POLICY_LOSS, note=LAST),
+        Alias(_LEARNER + r"(vf_loss_unclipped|vf_loss)", VALUE_LOSS, 0.5, note="cut at vf_clip_param, " + LAST),
+        Alias(_LEARNER + r"total_loss", LOSS, note=LAST),
+        Alias(_LEARNER + r"gradients_default_optimizer_global_norm", BEFORE, note=LAST),
+        Alias(_LEARNER + r"(default_optimizer_learning_rate|cur_lr)", RATE),
+        Alias(_RUNNER + r"episode_(return|reward)_mean", RETURN_100),
+        Alias(_RUNNER + r"episode_len_mean", LENGTH),
+    ),
+    x="iterations or environment steps",
+    steps=("num_env_steps_sampled_lifetime", "ray/tune/num_env_steps_sampled_lifetime", "timesteps_total"),
+)
+
+SKRL = Trainer(
+    "skrl",
+    (r"Loss / Policy loss",),
+    (
+        Alias(r"Loss / Policy loss", POLICY_LOSS, note="too small where a KL limit ended the update early"),
+        Alias(r"Loss / Value loss", VALUE_LOSS, 0.5, note="times its coefficient"),
+        Alias(r"Policy / Standard deviation", STD),
+        Alias(r"Learning / Learning rate", RATE),
+        Alias(r"Reward / Total reward \(mean\)", RETURN_100),
+        Alias(r"Episode / Total timesteps \(mean\)", LENGTH),
+    ),
+    x="steps of all environments together",
+    steps=(),
+)
+
+SAMPLE_FACTORY = Trainer(
+    "Sample Factory",
+    (r"train/kl_divergence", r"train/fraction_clipped"),
+    (
+        Alias(r"train/kl_divergence", KL, note=ANALYTIC + ", of one minibatch"),
+        Alias(r"train/fraction_clipped", CLIPPED, note="of one minibatch"),
+        Alias(r"train/entropy", ENTROPY, note="of one minibatch"),
+        Alias(r"train/policy_loss", POLICY_LOSS, note="of one minibatch"),
+        Alias(r"train/value_loss", VALUE_LOSS, note="times its coefficient, of one minibatch"),
+        Alias(r"train/loss", LOSS, note="of one minibatch"),
+        Alias(r"train/grad_norm", AFTER, note="it is taken after clipping"),
+        Alias(r"train/ratio_min", RATIO_MIN),
+        Alias(r"train/ratio_max", RATIO_MAX),
+        Alias(r"train/(actual_lr|lr)", RATE),
+        Alias(r"reward/reward", RETURN_100),
+        Alias(r"len/len", LENGTH),
+    ),
+)
+
+RL_GAMES = Trainer(
+    "rl_games",
+    (r"losses/a_loss",),
+    (
+        Alias(r"info/kl", KL, note="exact for continuous actions, k2 for discrete ones"),
+        Alias(r"diagnostics/clip_frac/\d+", CLIPPED),
+        Alias(r"diagnostics/exp_var", FIT),
+        Alias(r"losses/entropy", ENTROPY),
+        Alias(r"losses/a_loss", POLICY_LOSS),
+        Alias(r"losses/c_loss", VALUE_LOSS, 0.5),
+        Alias(r"info/last_lr", RATE),
+        Alias(r"rewards/step", RETURN_100),
+        Alias(r"episode_lengths/step", LENGTH),
+        Alias(r"performance/step_inference_rl_update_fps", SPEED),
+    ),
+    x="environment steps",
+    steps=("frame", "global_step"),
+)
+
+TORCHRL = Trainer(
+    "TorchRL",
+    (r"(?:train/)?kl_approx", r"(?:train/)?loss_objective"),
+    (
+        Alias(r"(?:train/)?kl_approx", KL_K1),
+        Alias(r"(?:train/)?clip_fraction", CLIPPED),
+        Alias(r"(?:train/)?explained_variance", FIT),
+        Alias(r"(?:train/)?entropy", ENTROPY),
+        Alias(r"(?:train/)?loss_objective", POLICY_LOSS),
+        Alias(r"(?:train/)?grad_norm", BEFORE),
+        Alias(r"(?:train/)?max_ratio", RATIO_MAX),
+        Alias(r"train/lr|lr", RATE),
+        Alias(r"train/reward|r_training", RETURN),
+    ),
+    x="collected frames",
+)
+
+TRAINERS = (SB3, SAMPLE_FACTORY, RL_GAMES, RSL_RL, RLLIB, SKRL, CLEANRL, TORCHRL)
+
+
+def trainer_of(tags: Iterable[str]) -> Trainer:
+    """Who wrote these tags.
+
+    Raises ValueError where nobody is known to.
+    """
+    known = sorted(tags)
+    for trainer in TRAINERS:
+        if any(re.fullmatch(sign, tag) for sign in trainer.signs for tag in known):
+            return trainer
+    names = ", ".join(trainer.name for trainer in TRAINERS)
+    shown = ", ".join(known[:8]) or "nothing"
+    raise ValueError(f"these are not the tags of {names}: {shown}{' and others' if len(known) > 8 else ''}")

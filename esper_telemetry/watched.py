@@ -1,0 +1,92 @@
+"""The models that a loop of one's own has asked to be watched, as one update's gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from esper_telemetry.clock import Clock
+from esper_telemetry.gradient_tap import GradientTap, Stepped
+from esper_telemetry.metrics.optimizer import LearningRate
+from esper_telemetry.summary import Gradients, Measurement, Snapshot
+
+
+class Watched:
+    """Taps, one per optimizer, whose steps are put side by side where there are equally many."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._taps: list[tuple[GradientTap, Optimizer]] = []
+
+    def add(self, model: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
+        """One more; returns the function that ends this."""
+        tap = GradientTap(model, optimizer, self._clock)
+        entry = (tap, optimizer)
+        self._taps.append(entry)
+
+        def remove() -> None:
+            tap.remove()
+            if entry in self._taps:
+                self._taps.remove(entry)
+
+        return remove
+
+    def stop(self) -> None:
+        """Ends all."""
+        for tap, _ in self._taps:
+            tap.remove()
+        self._taps = []
+
+    def take(self, *, whole: bool) -> Snapshot:
+        """The gradients of all steps since the last call, which are those of a whole update or of what there is of it."""
+        return Snapshot(gradients=tuple(stacked([tap.take(whole=whole) for tap, _ in self._taps])))
+
+    def rates(self) -> list[Measurement]:
+        """The learning rate, of the first optimizer."""
+        rates = [
+            group["lr"] for _, optimizer in self._taps[:1] for group in optimizer.param_groups[:1] if "lr" in group
+        ]
+        return [
+            partial(LearningRate, lr=rate.detach().clone() if isinstance(rate, torch.Tensor) else rate)
+            for rate in rates
+        ]
+
+
+def stacked(taps: Iterable[Sequence[Stepped]]) -> list[Gradients]:
+    """Steps with gradients in the same parameters together; those of several optimizers that step alike as one."""
+    parts = [steps for steps in taps if steps]
+    if len({len(steps) for steps in parts}) == 1:
+        parts = [[joined(at_once) for at_once in zip(*parts, strict=True)]]
+    found: dict[tuple[str, ...], list[Stepped]] = {}
+    for step in (step for steps in parts for step in steps):
+        found.setdefault(step.names, []).append(step)
+    return [_gradients(steps) for steps in found.values()]
+
+
+def joined(steps: Sequence[Stepped]) -> Stepped:
+    """Steps of several optimizers as one."""
+    device = steps[0].before.device
+    return Stepped(
+        names=tuple(name for step in steps for name in step.names),
+        numels=tuple(count for step in steps for count in step.numels),
+        before=torch.cat([step.before.double().to(device) for step in steps]),
+        after=torch.cat([step.after.double().to(device) for step in steps]),
+        found_inf=None,
+    )
+
+
+def _gradients(steps: Sequence[Stepped]) -> Gradients:
+    first = steps[0]
+    return Gradients(
+        epochs=(0,) * len(steps),
+        names=first.names,
+        numels=first.numels,
+        norms=torch.stack([step.before.double() for step in steps]),
+        max_norm=None,
+        leaves=None,
+        applied=torch.stack([step.after.double() for step in steps]),
+    )

@@ -1,0 +1,24 @@
+"""What went wrong in a run that Stable-Baselines3 has logged, from Python.
+
+python examples/yesterdays_logs.py csv:progress.csv        # or tensorboard:DIR, wandb:PATH, mlflow:URI?run=ID
+"""
+
+from __future__ import annotations
+
+import sys
+
+from esper_telemetry.detectors import diagnose
+from esper_telemetry.foreign import read_foreign, read_source
+
+
+def main() -> None:
+    run = read_foreign(read_source(sys.argv[1]))
+    found = diagnose(run.facts, run.records)
+    print(f"{run.name}: {len(run.records)} updates of {run.trainer}")
+    for incident in found.incidents:
+        print(f"{incident.cause}: {incident.main.text}")
+    print(f"{len(found.unanswered)} questions are open, for what {run.trainer} does not log")
+
+
+if __name__ == "__main__":
+    main()

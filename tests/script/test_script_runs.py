@@ -1,0 +1,249 @@
+"""Scripts as people write them, run in processes of their own, with and without telemetry."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from esper_telemetry import RunStatus, read_run
+from esper_telemetry.journal import Run
+
+SCRIPTS = Path(__file__).parent / "scripts"
+CLEANRL = os.environ.get("ESPER_CLEANRL")
+"""A directory with CleanRL's scripts, which are tried too where it is given."""
+
+SPEED = re.compile(r"^SPS: \d+$", re.MULTILINE)
+"""Lines that no two runs have in common."""
+
+
+class Done(NamedTuple):
+    """How a process ended, and what it wrote."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+def python(here: Path, *words: str) -> Done:
+    done = subprocess.run([sys.executable, *words], cwd=here, capture_output=True, text=True, timeout=120, check=False)
+    return Done(done.returncode, SPEED.sub("SPS", done.stdout), done.stderr)
+
+
+def watched(here: Path, script: str, *arguments: str) -> Done:
+    return python(here, "-m", "esper_telemetry", "run", "--run-dir", "run", script, *arguments)
+
+
+def as_without(done: Done) -> str:
+    """What a script wrote to stderr, without our own lines."""
+    return "".join(line for line in done.stderr.splitlines(keepends=True) if not line.startswith("esper-telemetry: "))
+
+
+def ours(done: Done) -> list[str]:
+    return [line for line in done.stderr.splitlines() if line.startswith("esper-telemetry: ")]
+
+
+COMMON = {
+    "policy/kl",
+    "policy/clip_frac",
+    "policy/entropy",
+    "integrity/ratio_init",
+    "adv/raw/std",
+    "ret/std",
+    "value/explained_variance",
+    "loss/policy",
+    "loss/value",
+    "grad/global/norm_preclip",
+    "reward/mean",
+    "opt/lr",
+    "episode/return_mean_100",
+    "train/env_steps_per_second",
+}
+
+
+def test_a_script_in_one_piece(tmp_path: Path) -> None:
+    """The same prints and weights as without; the critic's fit and the gradients' norms are those that the script knows itself."""
+    script = str(SCRIPTS / "categorical.py")
+    plain, done = python(tmp_path, script, "--seed=4"), watched(tmp_path, script, "--seed=4")
+
+    assert (done.code, done.stdout, as_without(done)) == (0, plain.stdout, plain.stderr)
+    found = read_run(tmp_path / "run")
+    assert found.status is RunStatus.FINISHED
+    assert [record.axes.env_step for record in found.records] == [256, 512, 768, 1024]
+    assert [record.axes.gradient_step for record in found.records] == [4, 8, 12, 16]
+    assert all(record.values.keys() >= COMMON for record in found.records[1:])
+    norms = [float(norm) for norm in re.findall(r"norm (\S+)", plain.stdout)]
+    for place, record in enumerate(found.records):
+        values = record.values
+        assert values["grad/global/norm_preclip"] == pytest.approx(sum(norms[4 * place : 4 * place + 4]) / 4, rel=1e-5)
+        assert values["value/explained_variance"] == pytest.approx(values["script/losses/explained_variance"], abs=1e-5)
+        assert values["integrity/ratio_init"] <= 1e-6
+        assert values["integrity/gae_identity"] <= 1e-6
+    assert found.info.facts["groups"].keys() == {"actor", "critic"}
+    assert found.info.config["seed"] == 4
+    assert found.info.name == "categorical"
+
+
+def test_the_last_kl_is_the_scripts_own(tmp_path: Path) -> None:
+    """One minibatch and one epoch: the KL of the update is that of the minibatch, which the script prints."""
+    done = watched(
+        tmp_path, str(SCRIPTS / "categorical.py"), "--num_minibatches=1", "--update_epochs=1", "--learning_rate=0.5"
+    )
+
+    kls = [float(kl) for kl in re.findall(r"kl (\S+)", done.stdout)]
+    found = [record.values["policy/kl"] for record in read_run(tmp_path / "run").records]
+    assert found == pytest.approx(kls, abs=1e-6)
+
+
+def test_one_line_says_what_was_found(tmp_path: Path) -> None:
+    """Episodes are found that the script, written for another Gymnasium, does not see."""
+    done = watched(tmp_path, str(SCRIPTS / "categorical.py"))
+
+    first, *_, last = ours(done)
+    assert "found episodes (the script itself misses them" in first
+    assert "gradients before and after clipping, probability ratios, distributions" in first
+    assert "not found" not in first
+    assert last.endswith(f"4 updates; what went wrong in them: esper-telemetry diagnose {tmp_path / 'run'}")
+    assert not any("episodic_return" in key for record in read_run(tmp_path / "run").records for key in record.values)
+
+
+def test_a_script_with_memory(tmp_path: Path) -> None:
+    """States and gates are measured where the script steps its LSTM one by one; its value loss has no half, ours has."""
+    script = str(SCRIPTS / "recurrent.py")
+    plain, done = python(tmp_path, script), watched(tmp_path, script)
+
+    assert (done.code, done.stdout) == (0, plain.stdout)
+    found = read_run(tmp_path / "run")
+    assert len(found.records) == 4
+    assert {"lstm/h/rms", "lstm/reset_frac"} & found.records[-1].values.keys()
+    assert any(key.startswith("lstm/gate/") for record in found.records for key in record.values)
+    assert "recurrent states" in ours(done)[0]
+    losses = [float(line.split()[3]) for line in plain.stdout.splitlines() if line.startswith("epoch")]
+    assert found.records[0].values["loss/value"] < 0.75 * max(losses)
+
+
+def test_a_script_without_a_vector_environment(tmp_path: Path) -> None:
+    """Continuous actions, nothing clipped, everything in a class: episodes are those that the time limit ends."""
+    script = str(SCRIPTS / "gaussian.py")
+    plain, done = python(tmp_path, script), watched(tmp_path, script)
+
+    assert (done.code, done.stdout) == (0, plain.stdout)
+    found = read_run(tmp_path / "run")
+    assert [record.axes.env_step for record in found.records] == [250, 500, 750]
+    assert [record.values["episode/length_mean"] for record in found.records] == [200, 200, 200]
+    assert found.records[0].values["policy/head/action/std/mean"] == pytest.approx(1.0, abs=0.05)
+    assert "grad/clip/coef" not in found.records[0].values
+    means = [float(line.split()[1]) for line in plain.stdout.splitlines() if line.startswith("reward")]
+    assert [record.values["reward/mean"] for record in found.records] == pytest.approx(means, rel=1e-5)
+
+
+def test_a_script_that_is_none_of_ours(tmp_path: Path) -> None:
+    """Nothing is created, and the line says why."""
+    script = str(SCRIPTS / "supervised.py")
+    plain, done = python(tmp_path, script), watched(tmp_path, script)
+
+    assert (done.code, done.stdout) == (0, plain.stdout)
+    assert ours(done) == [
+        "esper-telemetry: supervised.py: found nothing to measure: no optimizer step with a probability ratio was seen"
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def prints(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What the script prints after its first line when nobody watches."""
+    return python(tmp_path_factory.mktemp("plain"), str(SCRIPTS / "categorical.py")).stdout.splitlines()[1:]
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "words", "status"),
+    [
+        ("crashed", 1, "RuntimeError: out of luck", RunStatus.FAILED),
+        ("three", 3, "", RunStatus.FAILED),
+        ("interrupted", -signal.SIGINT, "KeyboardInterrupt", RunStatus.INTERRUPTED),
+        ("terminated", -signal.SIGTERM, "", None),
+        ("forked", 0, "", RunStatus.FINISHED),
+    ],
+)
+def test_a_script_ends_as_without(
+    tmp_path: Path, prints: list[str], end: str, code: int, words: str, status: RunStatus | None
+) -> None:
+    """Exit code, prints and traceback are the script's own; the journal says how it ended and has what came before."""
+    script = str(SCRIPTS / "categorical.py")
+    done = watched(tmp_path, script, f"--end={end}")
+
+    called, *printed = [line for line in done.stdout.splitlines() if "myself" not in line]
+    assert done.code == code
+    assert called == f"called as ['{script}', '--end={end}'] in __main__"
+    assert printed == prints[: len(printed)]
+    assert len(printed) == len(prints) or end != "forked"
+    assert traceback_of(done) == ([words, script] if words else [])
+    found = recorded(tmp_path / "run", updates=2)
+    assert found.status is status
+
+
+def traceback_of(done: Done) -> list[str]:
+    """The last line of a traceback, and the first file in it; empty without one."""
+    lines = done.stderr.splitlines()
+    if "Traceback (most recent call last):" not in lines:
+        return []
+    first = lines[lines.index("Traceback (most recent call last):") + 1]
+    return [lines[-1], first.split('"')[1]]
+
+
+def recorded(run_dir: Path, *, updates: int) -> Run:
+    """The run with so many whole updates, which another process may still write."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with suppress(ValueError):  # nothing is written yet
+            found = read_run(run_dir)
+            if len([record for record in found.records if not record.partial]) >= updates:
+                return found
+        time.sleep(0.1)
+    raise TimeoutError(f"the run in {run_dir} has no {updates} updates")
+
+
+@pytest.mark.skipif(CLEANRL is None, reason="ESPER_CLEANRL names no directory with CleanRL's scripts")
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("ppo.py", ("--total-timesteps", "2048")),
+        ("ppo_continuous_action.py", ("--total-timesteps", "4096", "--env-id", "Pendulum-v1")),
+    ],
+)
+def test_a_script_of_cleanrl(tmp_path: Path, script: str, arguments: tuple[str, ...]) -> None:
+    """Unedited: what it writes to its own event file is the same with and without, to the bit; or it fails alike with this Gymnasium."""
+    path = str(Path(CLEANRL or "") / script)
+    plain = python(tmp_path, path, *arguments)
+    before = event_values(tmp_path / "runs")
+    (tmp_path / "runs").rename(tmp_path / "plain")
+    done = watched(tmp_path, path, *arguments)
+
+    assert (done.code, done.stdout, as_without(done)) == plain
+    if plain.code:
+        pytest.skip(plain.stderr.splitlines()[-1])
+    assert event_values(tmp_path / "runs") == before != {}
+    found = read_run(tmp_path / "run")
+    assert len(found.records) == 4 if script == "ppo.py" else 2
+    assert found.records[-1].values.keys() >= COMMON
+    assert found.records[-1].values["value/explained_variance"] == pytest.approx(
+        before["losses/explained_variance"][-1], abs=1e-4
+    )
+
+
+def event_values(directory: Path) -> dict[str, list[float]]:
+    """What the script's own writer wrote, by tag; without its speed."""
+    (file,) = directory.glob("*/events.*")
+    accumulator = EventAccumulator(str(file))
+    accumulator.Reload()
+    tags = [tag for tag in accumulator.Tags()["scalars"] if tag != "charts/SPS"]
+    return {tag: [event.value for event in accumulator.Scalars(tag)] for tag in tags}

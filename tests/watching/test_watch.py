@@ -1,0 +1,329 @@
+"""`Telemetry.watch` against gradients that the test computes itself, with everything that people put around an optimizer."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from esper_telemetry import Record, Telemetry
+
+PRE, POST = "grad/global/norm_preclip", "grad/global/norm_postclip"
+
+
+class Agent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.actor = nn.Linear(3, 2)
+        self.critic = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.actor(x), self.critic(x)], -1)
+
+
+class Loop:
+    """A loop of one's own in which every update is one flush."""
+
+    def __init__(self, telemetry: Telemetry, records: list[Record], make: Callable[..., torch.optim.Optimizer]) -> None:
+        self.telemetry, self.records = telemetry, records
+        self.agent = Agent()
+        self.optimizer = make(self.agent.parameters())
+        self.inputs = torch.randn(4, 8, 3, generator=torch.Generator().manual_seed(1))
+
+    def loss(self, place: int, model: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        out: Tensor = (self.agent if model is None else model)(self.inputs[place])
+        return 10 * out.square().mean()
+
+    def expected(self, *losses: Tensor) -> dict[str, list[Tensor]]:
+        """Gradients of the summed losses by group."""
+        names = [name for name, _ in self.agent.named_parameters()]
+        found = torch.autograd.grad(sum(losses, torch.zeros(())), list(self.agent.parameters()))
+        groups: dict[str, list[Tensor]] = {"actor": [], "critic": []}
+        for name, gradient in zip(names, found, strict=True):
+            groups[name.partition(".")[0]].append(gradient)
+        return groups
+
+    def record(self) -> Record:
+        count = len(self.records) + 1
+        self.telemetry.flush(env_step=count)
+        deadline = time.monotonic() + 30
+        while len(self.records) < count and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.records[count - 1]
+
+
+def norm_of(gradients: list[Tensor]) -> float:
+    return float(torch.cat([gradient.flatten() for gradient in gradients]).norm())
+
+
+def sgd(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+@contextmanager
+def loop(make: Callable[..., torch.optim.Optimizer] = sgd) -> Iterator[Loop]:
+    records: list[Record] = []
+    with Telemetry([records.append], run_dir=None) as telemetry:
+        yield Loop(telemetry, records, make)
+
+
+def test_a_clipped_step() -> None:
+    """Norms by group before and after, the factor between, and the learning rate, without a line in the loop."""
+    with loop() as own:
+        own.telemetry.watch(own.agent, own.optimizer, actor=own.agent.actor, critic=["critic"])
+        groups = own.expected(own.loss(0))
+        own.optimizer.zero_grad()
+        own.loss(0).backward()
+        norm = float(nn.utils.clip_grad_norm_(own.agent.parameters(), 0.5))
+        own.optimizer.step()
+        values = own.record().values
+
+    assert norm > 1
+    assert values[PRE] == pytest.approx(norm, rel=1e-6)
+    assert values[POST] == pytest.approx(0.5, rel=1e-5)
+    assert values["grad/clip/coef"] == pytest.approx(0.5 / norm, rel=1e-5)
+    assert values["grad/clip/freq"] == 1
+    for group, gradients in groups.items():
+        assert values[f"grad/{group}/norm_preclip"] == pytest.approx(norm_of(gradients), rel=1e-5)
+        assert values[f"grad/{group}/norm_postclip"] == pytest.approx(norm_of(gradients) * 0.5 / norm, rel=1e-5)
+    assert values["opt/lr"] == 0.01
+    assert own.telemetry.run is None or own.telemetry.run.facts["groups"].keys() == {"actor", "critic"}
+
+
+def test_nothing_is_clipped() -> None:
+    with loop() as own:
+        own.telemetry.watch(own.agent, own.optimizer)
+        own.loss(0).backward()
+        own.optimizer.step()
+        values = own.record().values
+
+    assert values["grad/clip/coef"] == 1
+    assert values["grad/clip/freq"] == 0
+    assert values[PRE] == values[POST] > 0
+
+
+def test_two_clip_calls() -> None:
+    """Actor and critic are clipped apart, to 0.1 and 0.2: there is no one limit, and after clipping each has its own."""
+    with loop() as own:
+        own.telemetry.watch(own.agent, own.optimizer, actor="actor", critic="critic")
+        groups = own.expected(own.loss(0))
+        own.loss(0).backward()
+        nn.utils.clip_grad_norm_(own.agent.actor.parameters(), 0.1)
+        nn.utils.clip_grad_norm_(own.agent.critic.parameters(), 0.2)
+        own.optimizer.step()
+        values = own.record().values
+
+    assert values["grad/actor/norm_preclip"] == pytest.approx(norm_of(groups["actor"]), rel=1e-5)
+    assert values["grad/actor/norm_postclip"] == pytest.approx(0.1, rel=1e-4)
+    assert values["grad/critic/norm_postclip"] == pytest.approx(0.2, rel=1e-4)
+    assert values[POST] == pytest.approx((0.1**2 + 0.2**2) ** 0.5, rel=1e-4)
+
+
+def test_accumulated_passes() -> None:
+    """Three backward passes, one step: the gradient before clipping is that of their sum."""
+    with loop() as own:
+        own.telemetry.watch(own.agent, own.optimizer)
+        groups = own.expected(*(own.loss(place) for place in range(3)))
+        for place in range(3):
+            own.loss(place).backward()
+        nn.utils.clip_grad_norm_(own.agent.parameters(), 0.5)
+        own.optimizer.step()
+        record = own.record()
+
+    assert record.values[PRE] == pytest.approx(norm_of(groups["actor"] + groups["critic"]), rel=1e-5)
+    assert record.values[POST] == pytest.approx(0.5, rel=1e-5)
+    assert record.axes.gradient_step == 0 or record.axes.gradient_step == 1
+
+
+def test_compiled_before_it_is_watched() -> None:
+    """Hooks on modules would never fire; those on parameters do, and names are those of the module inside."""
+    with loop() as own:
+        compiled = torch.compile(own.agent, backend="aot_eager")
+        own.loss(0, compiled).backward()
+        own.optimizer.zero_grad()
+        own.telemetry.watch(compiled, own.optimizer, actor="actor", critic="critic")  # type: ignore[arg-type]  # it is one
+        groups = own.expected(own.loss(0))
+        own.loss(0, compiled).backward()
+        nn.utils.clip_grad_norm_(own.agent.parameters(), 0.5)
+        own.optimizer.step()
+        values = own.record().values
+
+    assert values["grad/actor/norm_preclip"] == pytest.approx(norm_of(groups["actor"]), rel=1e-5)
+    assert values[POST] == pytest.approx(0.5, rel=1e-5)
+    assert "grad/layer/actor_weight/norm" in values
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_a_gradient_scaler(fused: bool, unscaled: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Norms are those of the loss itself, whoever divides by the scale: the loop, the scaler, or a fused optimizer."""
+    with loop(lambda parameters: torch.optim.Adam(parameters, lr=1e-3, fused=fused)) as own:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        own.telemetry.watch(own.agent, own.optimizer)
+        groups = own.expected(own.loss(0))
+        scaler.scale(own.loss(0)).backward()
+        if unscaled:
+            scaler.unscale_(own.optimizer)
+            nn.utils.clip_grad_norm_(own.agent.parameters(), 0.5)
+        scaler.step(own.optimizer)
+        scaler.update()
+        values = own.record().values
+
+    whole = norm_of(groups["actor"] + groups["critic"])
+    assert values[PRE] == pytest.approx(whole, rel=1e-5)
+    assert values[POST] == pytest.approx(0.5 if unscaled else whole, rel=1e-5)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_the_scaler_passes_over(fused: bool) -> None:
+    """Its gradients overflow on purpose: no step, so no gradient, and none that is not finite."""
+    with loop(lambda parameters: torch.optim.Adam(parameters, lr=1e-3, fused=fused)) as own:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        own.telemetry.watch(own.agent, own.optimizer)
+        for place, factor in enumerate((float("inf"), 1.0)):
+            own.optimizer.zero_grad()
+            scaler.scale(own.loss(place) * factor).backward()
+            scaler.step(own.optimizer)
+            scaler.update()
+        expected = norm_of([gradient for group in own.expected(own.loss(1)).values() for gradient in group])
+        values = own.record().values
+
+    assert values[PRE] == pytest.approx(expected, rel=2e-2)  # the weights have moved by one step of Adam since
+    assert f"{PRE}_nonfinite" not in values or values[f"{PRE}_nonfinite"] == 0
+
+
+def test_clipping_what_is_still_scaled_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with loop(lambda parameters: torch.optim.Adam(parameters, lr=1e-3, fused=True)) as own:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        own.telemetry.watch(own.agent, own.optimizer)
+        scaler.scale(own.loss(0)).backward()
+        nn.utils.clip_grad_norm_(own.agent.parameters(), 0.5)
+        scaler.step(own.optimizer)
+        values = own.record().values
+
+    assert values[POST] == pytest.approx(0.5 / 1024, rel=1e-4)
+    assert [message for message in caplog.messages if "call scaler.unscale_(optimizer) before it" in message]
+
+
+def test_two_optimizers_are_one_network() -> None:
+    """Each changes a half; the norm of the whole is that of both."""
+    with loop() as own:
+        first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (own.agent.actor, own.agent.critic))
+        own.telemetry.watch(own.agent, first, actor=own.agent.actor)
+        own.telemetry.watch(own.agent, second, critic=own.agent.critic)
+        groups = own.expected(own.loss(0))
+        own.loss(0).backward()
+        first.step()
+        second.step()
+        values = own.record().values
+
+    assert values[PRE] == pytest.approx(norm_of(groups["actor"] + groups["critic"]), rel=1e-5)
+    assert values["grad/critic/norm_preclip"] == pytest.approx(norm_of(groups["critic"]), rel=1e-5)
+
+
+def test_gradients_that_nobody_can_see_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Set by hand, grown after backward, or no step at all: one sentence each, and no wrong number."""
+    with loop() as own:
+        own.telemetry.watch(own.agent, own.optimizer)
+        for parameter in own.agent.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        own.optimizer.step()
+        by_hand = own.record().values
+        own.optimizer.zero_grad()
+        own.loss(0).backward()
+        for parameter in own.agent.parameters():
+            parameter.grad = 3 * torch.as_tensor(parameter.grad)
+        own.optimizer.step()
+        own.record()
+        own.record()
+        own.record()
+
+    assert PRE not in by_hand
+    assert [message.partition(":")[0][:40] for message in caplog.messages] == [
+        "the optimizer took a step that no backward pass came before"[:40],
+        "the gradients that the optimizer used were larger"[:40],
+        "no step of the watched optimizer was seen in this update"[:40],
+    ]
+
+
+def test_gradients_that_are_asked_for_between_clipping_and_the_step() -> None:
+    """`torch.autograd.grad` is no backward pass: what it finds is added to nothing."""
+    with loop() as own:
+        own.telemetry.watch(own.agent, own.optimizer)
+        own.loss(0).backward()
+        norm = float(nn.utils.clip_grad_norm_(own.agent.parameters(), 0.5))
+        own.expected(own.loss(1))
+        own.optimizer.step()
+        values = own.record().values
+
+    assert values[PRE] == pytest.approx(norm, rel=1e-6)
+    assert values[POST] == pytest.approx(0.5, rel=1e-5)
+
+
+def test_parameters_of_several_types() -> None:
+    """The critic is kept in half precision, and one weight is complex: all count."""
+    with loop() as own:
+        own.agent.critic.to(torch.bfloat16)
+        wave = nn.Parameter(torch.tensor([3.0 + 4.0j]))
+        own.agent.register_parameter("wave", wave)
+        optimizer = torch.optim.SGD(own.agent.parameters(), lr=0.1)
+        own.telemetry.watch(own.agent, optimizer, critic="critic")
+        x = own.inputs[0]
+        (
+            own.agent.actor(x).sum() + own.agent.critic(x.bfloat16()).float().sum() + (wave * wave.conj()).real.sum()
+        ).backward()
+        whole = sum(float(torch.as_tensor(p.grad).abs().double().square().sum()) for p in own.agent.parameters())
+        optimizer.step()
+        values = own.record().values
+
+    assert values[PRE] == pytest.approx(whole**0.5, rel=1e-5)
+    assert values["grad/layer/wave/norm"] == pytest.approx(10.0)
+
+
+def test_weights_are_the_same_bit_for_bit() -> None:
+    def trained(watched: bool) -> list[Tensor]:
+        with loop(lambda parameters: torch.optim.Adam(parameters, lr=1e-2)) as own:
+            if watched:
+                own.telemetry.watch(own.agent, own.optimizer, actor="actor", critic="critic")
+            for place in range(4):
+                own.optimizer.zero_grad()
+                own.loss(place).backward()
+                nn.utils.clip_grad_norm_(own.agent.parameters(), 0.5)
+                own.optimizer.step()
+                own.record()
+            return list(own.agent.parameters())
+
+    assert all(torch.equal(with_, without) for with_, without in zip(trained(True), trained(False), strict=True))
+
+
+def test_what_is_watched_can_be_saved_copied_and_let_go() -> None:
+    with loop() as own:
+        stop = own.telemetry.watch(own.agent, own.optimizer)
+        torch.save(own.agent, io.BytesIO())
+        torch.save(own.optimizer.state_dict(), io.BytesIO())
+        copy.deepcopy(own.agent)
+        stop()
+        own.loss(0).backward()
+        own.optimizer.step()
+
+        assert PRE not in own.record().values
+
+
+def test_what_cannot_be_watched(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    with loop() as own:
+        with pytest.raises(ValueError, match=r"'actr' is no part of the model, which has actor\.weight"):
+            own.telemetry.watch(own.agent, own.optimizer, actor="actr")
+        with pytest.raises(ValueError, match="a Linear is no part of the model"):
+            own.telemetry.watch(own.agent, own.optimizer, critic=nn.Linear(1, 1))
+        with pytest.raises(ValueError, match="the optimizer changes no parameter of the model"):
+            own.telemetry.watch(nn.Linear(1, 1), own.optimizer)

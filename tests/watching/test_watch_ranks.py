@@ -1,0 +1,63 @@
+"""`Telemetry.watch` where ranks average gradients."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from two_ranks import run_together
+
+from esper_telemetry import Telemetry, read_run
+
+
+class Kept(logging.Handler):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def stepped(rank: int, run_dir: str, wrapped: bool) -> dict[str, Any]:
+    """One step on data that differ; returns the norm that clipping saw, the rank's own norm, and what was warned of."""
+    kept = Kept()
+    logging.getLogger("esper_telemetry").addHandler(kept)
+    torch.manual_seed(0)
+    inner = nn.Linear(3, 1)
+    model: nn.Module = DistributedDataParallel(inner) if wrapped else inner
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.full((4, 3), 1.0 + 2.0 * rank)
+    own = torch.autograd.grad(inner(inputs).square().mean(), list(inner.parameters()))
+    with Telemetry(run_dir=run_dir) as telemetry:
+        telemetry.watch(model, optimizer, critic="weight")
+        loss: Tensor = model(inputs).square().mean()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        telemetry.flush(env_step=1)
+    return {"norm": float(norm), "own": float(torch.cat([g.flatten() for g in own]).norm()), "said": kept.said}
+
+
+def test_norms_are_those_of_the_average(tmp_path: Path) -> None:
+    """Hooks of a backward pass see each rank's own gradient; what is reported is what all ranks step with."""
+    first, second = run_together(stepped, tmp_path, str(tmp_path / "run"), True)
+
+    assert first["norm"] == second["norm"] != first["own"]
+    (record,) = read_run(tmp_path / "run").records
+    assert record.values["grad/global/norm_preclip"] == pytest.approx(first["norm"], rel=1e-6)
+    assert record.values["grad/global/norm_postclip"] == pytest.approx(0.5, rel=1e-5)
+    assert first["said"] == []
+
+
+def test_ranks_that_nobody_averages_are_told(tmp_path: Path) -> None:
+    first, _ = run_together(stepped, tmp_path, str(tmp_path / "run"), False)
+
+    assert [said for said in first["said"] if "not wrapped in DistributedDataParallel" in said]
