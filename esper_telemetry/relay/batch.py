@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from esper_telemetry.record import Alarm, Record
 
@@ -52,10 +53,10 @@ class Batch:
             ready.append(entry)
         return tuple(ready)
 
-    def after(self, record: Record) -> Record | None:
-        """The first record behind that one; None where there is none yet."""
+    def after(self, record: Record, most: int) -> Sequence[Record]:
+        """The first so many records behind that one, as far as they are here."""
         later = (entry for entry in self._entries if isinstance(entry, Record) and entry.seq > record.seq)
-        return next(later, None)
+        return tuple(islice(later, most))
 
     def halve(self, size: int) -> None:
         """Lets at most half of that many records go at once."""

@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final
 
 from esper_telemetry.record import Alarm, Record
 from esper_telemetry.relay.batch import Batch
 from esper_telemetry.relay.breaker import Breaker
 from esper_telemetry.relay.calls import Calls
 from esper_telemetry.relay.quarantine import quarantine
-from esper_telemetry.relay.refusal import may_be_the_records
+from esper_telemetry.relay.refusal import OF_THE_WORLD, may_be_the_records
 from esper_telemetry.sinks.protocol import PermanentSinkError, PoisonRecordError, Sink
+
+OTHERS: Final = 8
+"""How many of the next records are tried before a refusal is taken for the sink's."""
 
 _logger = logging.getLogger("esper_telemetry")
 
@@ -94,18 +98,22 @@ class Sender:
             raise error
 
     def _takes_others(self, record: Record, error: Exception, *, lonely: bool) -> bool:
-        """Whether the sink takes the record after this one; raises the error where it does not, as then it takes nothing.
+        """Whether the sink takes one of the next records, some of which may be refused too; raises the error where it takes none.
 
-        The last record of a run (`lonely`) is judged by whether the sink took any before.
+        The last records of a run (`lonely`) are judged by whether the sink took any before.
         """
-        following = self.batch.after(record)
-        if following is None:
-            return lonely
-        try:
-            self._write((following,))
-        except Exception:
-            raise error from None
-        return True
+        following = self.batch.after(record, OTHERS)
+        for other in following:
+            try:
+                self._write((other,))
+            except Exception as another:
+                if isinstance(another, OF_THE_WORLD):
+                    raise
+            else:
+                return True
+        if len(following) == OTHERS:
+            raise error
+        return lonely
 
     def _put_aside(self, record: Record, error: Exception) -> None:
         self._calls.failed(error)

@@ -31,9 +31,9 @@ class Page:
     rows: dict[str, list[tuple[Outcome, Outcome]]] = field(default_factory=dict)
 
     def add(self, fault: str, found: Outcome, fault_free: Outcome) -> None:
-        """Notes an outcome beside that of the run without a fault."""
+        """Notes an outcome beside that of the run without a fault, on the page too."""
         self.rows.setdefault(fault, []).append((found, fault_free))
-        print(_row(fault, [(found, fault_free)]), end="", flush=True)
+        self.write()
 
     def write(self) -> None:
         """Writes the page; rows of faults that were not met this time stay."""

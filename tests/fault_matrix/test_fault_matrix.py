@@ -35,6 +35,7 @@ from trained_run import (
 )
 
 from esper_telemetry import doctor, read_run
+from esper_telemetry.relay import Cursors
 from esper_telemetry.relay.status_file import read_status
 
 pytestmark = pytest.mark.fault_matrix
@@ -48,11 +49,9 @@ Check = Callable[[str, Outcome], None]
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[matrix_page.Page]:
-    """Collects the rows; written when all have been run."""
-    rows = matrix_page.Page()
-    yield rows
-    rows.write()
+def page() -> matrix_page.Page:
+    """Collects the rows."""
+    return matrix_page.Page()
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +219,7 @@ def test_a_database_that_somebody_else_holds(tmp_path: Path, check: Check) -> No
     run_dir = tmp_path / "run"
     process = started(run_dir, "tensorboard", "mlflow", updates=2 * UPDATES)
     at_update(run_dir, process, 20)
-    until(lambda: "mlflow" in json.loads((run_dir / "cursors.json").read_text()))
+    until(lambda: "mlflow" in Cursors(run_dir).names())
     with closing(sqlite3.connect(run_dir / "mlflow.db", timeout=30)) as database:
         database.execute("BEGIN EXCLUSIVE")
         time.sleep(8.0)

@@ -86,17 +86,17 @@ def test_a_record_that_is_refused_is_put_aside_and_all_others_arrive_in_order(
     tmp_path: Path, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     run_dir = ended(tmp_path / "run", 50)
-    sink = PickySink(tmp_path / "a", refused=(17, 31), **settings)
+    sink = PickySink(tmp_path / "a", refused=(17, 18, 31), **settings)
     delivery = delivery_of(run_dir, sink)
 
     with caplog.at_level(logging.WARNING):
         delivery.run()
 
-    assert seqs(sink.file) == [seq for seq in range(1, 51) if seq not in (17, 31)]
-    assert [letter["record"]["seq"] for letter in dead_letters(run_dir)] == [17, 31]
+    assert seqs(sink.file) == [seq for seq in range(1, 51) if seq not in (17, 18, 31)]
+    assert [letter["record"]["seq"] for letter in dead_letters(run_dir)] == [17, 18, 31]
     assert {letter["sink"] for letter in dead_letters(run_dir)} == {"recording"}
     status = delivery.status
-    assert (status.state, status.records, status.quarantined, status.lag(50)) == (SinkState.CLOSED, 48, 2, 0)
+    assert (status.state, status.records, status.quarantined, status.lag(50)) == (SinkState.CLOSED, 47, 3, 0)
     assert statuses(sink.file) == ["finished"]
     refusals = [entry.getMessage() for entry in caplog.records if "refuses record" in entry.getMessage()]
     assert len(refusals) == 1
@@ -105,15 +105,15 @@ def test_a_record_that_is_refused_is_put_aside_and_all_others_arrive_in_order(
 
 
 @pytest.mark.usefixtures("at_once")
-def test_the_last_record_of_a_run_can_be_refused_too(tmp_path: Path) -> None:
-    run_dir, sink = ended(tmp_path / "run", 5), PickySink(tmp_path / "a", refused=(5,))
+def test_the_last_records_of_a_run_can_be_refused_too(tmp_path: Path) -> None:
+    run_dir, sink = ended(tmp_path / "run", 6), PickySink(tmp_path / "a", refused=(5, 6))
 
     report = replay(run_dir, sink)
 
     assert seqs(sink.file) == [1, 2, 3, 4]
-    assert [letter["record"]["seq"] for letter in dead_letters(run_dir)] == [5]
+    assert [letter["record"]["seq"] for letter in dead_letters(run_dir)] == [5, 6]
     assert not report.complete
-    assert "4 records sent, 1 refused (dead_letter.jsonl)" in str(report)
+    assert "4 records sent, 2 refused (dead_letter.jsonl)" in str(report)
 
 
 @pytest.mark.usefixtures("at_once")
