@@ -62,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"gradient_tap", "watched", "window", "writer"},
     "wiring": CORE | {"clock", "events", "hooks", "metrics", "replay", "summary", "telemetry"},
     "environments": set(),
-    "adapters": {"events", "hooks", "metric", "ops", "record"},
+    "adapters": {"environments", "events", "hooks", "metric", "ops", "record", "replay", "telemetry", "wiring"},
     "ppo": {"environments", "ops", "hooks", "events", "replay"},
     "testing": {"record", "journal", "relay", "sinks"},
     "faults": CORE
