@@ -253,6 +253,7 @@ def test_their_logger_tensorboard_and_callbacks_see_what_they_saw(tmp_path: Path
             "TensorBoardOutputFormat",
             "CSVOutputFormat",
         ]
+        model.logger.close()
         found = EventAccumulator(str(tmp_path / name)).Reload()
         return {
             tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"] if "fps" not in tag

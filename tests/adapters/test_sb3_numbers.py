@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +120,14 @@ def both(
     return request.param, model, saving.kept, list(read_run(run_dir).records)
 
 
-@pytest.fixture
-def updates(both: tuple[str, Any, Any, list[Record]]) -> Iterator[tuple[Any, Again, Mapping[str, float]]]:
+@pytest.fixture(scope="module")
+def updates(both: tuple[str, Any, Any, list[Record]]) -> list[tuple[Any, Again, Mapping[str, float]]]:
+    """The saved buffer, the second computation and the record of each update."""
     _, model, kept, records = both
     assert len(kept) == len(records) >= 3
-    return (
+    return [
         (copy.deepcopy(k[0]), Again(model, *copy.deepcopy(k)), r.values) for k, r in zip(kept, records, strict=True)
-    )
+    ]
 
 
 def close(value: float, rel: float = 2e-4, abs: float = 1e-7) -> Any:
