@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,9 +166,11 @@ MODELS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def watched(model: Any, run_dir: Path, *, steps: int = 384, level: str = "normal", **settings: Any) -> Run:
+def watched(
+    model: Any, run_dir: Path, *, steps: int = 384, level: str = "normal", sinks: Sequence[str] = (), **settings: Any
+) -> Run:
     """The journal of a model that has learned under telemetry, in this process unless said otherwise."""
-    with Telemetry([], run_dir=run_dir, level=level, **{"offload": False, **settings}) as telemetry:
+    with Telemetry(sinks, run_dir=run_dir, level=level, **{"offload": False, **settings}) as telemetry:
         model.learn(steps, callback=TelemetryCallback(telemetry))
     return read_run(run_dir)
 
