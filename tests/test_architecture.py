@@ -66,7 +66,19 @@ ALLOWED: dict[str, set[str]] = {
     "ppo": {"environments", "ops", "hooks", "events", "replay"},
     "testing": {"record", "journal", "relay", "sinks"},
     "faults": CORE
-    | {"alarms", "commands", "detectors", "environments", "events", "journal", "ppo", "sinks", "telemetry", "wiring"},
+    | {
+        "adapters",
+        "alarms",
+        "commands",
+        "detectors",
+        "environments",
+        "events",
+        "journal",
+        "ppo",
+        "sinks",
+        "telemetry",
+        "wiring",
+    },
 }
 """Of ours, what each module or package may import besides itself; `cli` and `commands` may import everything."""
 

@@ -153,6 +153,16 @@ def test_yesterdays_logs(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyt
     printed = capfd.readouterr().out
     assert "30 updates of Stable-Baselines3" in printed or "29 updates of Stable-Baselines3" in printed
     assert "policy/kl_spike: Since update" in printed
+@pytest.mark.sb3
+def test_stable_baselines3(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Two updates, in TensorBoard too, with what Stable-Baselines3 logs beside what it does not."""
+    run("stable_baselines3", monkeypatch)
+
+    found = read_run("run")
+    assert [record.axes.env_step for record in found.records] == [1024, 2048]
+    assert all({"policy/kl", "sb3/train/approx_kl"} <= record.values.keys() for record in found.records)
+    assert len(list((here / "run/tensorboard").glob("events.*"))) == 1
+    assert capfd.readouterr().out.endswith(f"journal: {here / 'run/journal.jsonl'}\n")
 
 
 def test_on_alarm(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
