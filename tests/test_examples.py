@@ -154,9 +154,9 @@ def test_yesterdays_logs(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyt
     assert "30 updates of Stable-Baselines3" in printed or "29 updates of Stable-Baselines3" in printed
     assert "policy/kl_spike: Since update" in printed
 @pytest.mark.sb3
-def test_stable_baselines3(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_sb3(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Two updates, in TensorBoard too, with what Stable-Baselines3 logs beside what it does not."""
-    run("stable_baselines3", monkeypatch)
+    run("sb3", monkeypatch)
 
     found = read_run("run")
     assert [record.axes.env_step for record in found.records] == [1024, 2048]

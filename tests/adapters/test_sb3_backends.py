@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def test_a_process_beside_the_trainer_measures_what_the_trainer_would(tmp_path: 
     assert [measured(record.values) for record in beside] == [measured(record.values) for record in here]
 
 
-def measured(values: dict[str, float]) -> dict[str, float]:
+def measured(values: Mapping[str, float]) -> dict[str, float]:
     timed = ("perf/", "telemetry/", "train/env_steps_per_second", "sb3/time/")
     return {key: value for key, value in values.items() if not key.startswith(timed)}
 

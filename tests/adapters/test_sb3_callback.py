@@ -13,7 +13,6 @@ import torch
 from stable_baselines3 import PPO, SAC
 from stable_baselines3.common.callbacks import BaseCallback, EvalCallback
 from stable_baselines3.common.logger import configure
-from stable_baselines3.common.policies import ActorCriticPolicy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from esper_telemetry import RunStatus, Telemetry, read_run
@@ -303,8 +302,8 @@ def test_what_it_cannot_watch_is_said_in_one_sentence() -> None:
 
 def test_taps_go_in_any_order_and_put_back_what_was_there() -> None:
     model, heard = sb3_models.ppo(), []
-    policy: ActorCriticPolicy = model.policy
-    policy.forward = lambda *args: "mine"  # type: ignore[method-assign,assignment] # a wrapper of the user's
+    policy: Any = model.policy
+    policy.forward = lambda *args: "mine"  # a wrapper of the user's
     first = listen(policy, "forward", lambda args, kwargs, result: heard.append(("first", result)))
     second = listen(policy, "forward", lambda args, kwargs, result: heard.append(("second", result)))
 

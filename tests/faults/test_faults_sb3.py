@@ -44,7 +44,6 @@ def test_every_fault_is_taken_back(env: str) -> None:
     ("env", "fault"),
     [
         ("sb3-cartpole", "obs_mismatch"),
-        ("sb3-cartpole", "dead_relu"),
         ("sb3-cartpole", "adv_sign"),
         ("sb3-cartpole-lstm", "h0_zero"),
         ("sb3-masked-arms", "mask_bug"),

@@ -1,6 +1,6 @@
 """Stable-Baselines3's PPO under telemetry: one more line, and its alarms as they come.
 
-python examples/stable_baselines3.py && tensorboard --logdir runs
+python examples/sb3.py && tensorboard --logdir runs
 """
 
 from __future__ import annotations
