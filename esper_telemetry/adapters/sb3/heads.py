@@ -58,6 +58,12 @@ class Heads:
 
     def describe_all(self, drawn: Sequence[Any]) -> Description:
         """The same of T steps of B environments, [T, B, ...]."""
+        if isinstance(self._space, spaces.Box):
+            means, stds = (torch.stack([getattr(one, of) for one in drawn]).detach() for of in ("mean", "stddev"))
+            return Description({}, {self.names[0]: means}, {self.names[0]: stds.log()}, {})
+        if isinstance(self._space, spaces.Discrete) and getattr(drawn[0], "masks", None) is None:
+            logits = torch.stack([one.logits for one in drawn])
+            return Description({self.names[0]: logits.detach()}, {}, {}, {})
         described = [self.describe(one) for one in drawn]
         return Description(*(_stacked([one[part] for one in described]) for part in range(len(Description._fields))))
 

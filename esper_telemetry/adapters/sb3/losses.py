@@ -6,7 +6,7 @@ Shapes: N rows of a minibatch, padding included; `valid` tells it apart.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from gymnasium import spaces
@@ -31,50 +31,81 @@ def clip_of(model: Any) -> float | None:
     return None if schedule is None else float(schedule(model._current_progress_remaining))
 
 
-def policy_loss(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, clip: float | None) -> Tensor:
-    """0-d, of valid rows."""
+def clip_value_of(model: Any) -> float | None:
+    """Range of the critic's estimates at this point of training; None where they are not clipped."""
+    schedule = getattr(model, "clip_range_vf", None)
+    return None if schedule is None else float(schedule(model._current_progress_remaining))
+
+
+class Rows(NamedTuple):
+    """What losses are made of, [N] each, or [M, N] of M minibatches at once.
+
+    Attributes:
+        log_ratio, log_probs, advantages: now; advantages as they are used.
+        values, old_values, returns: the critic's estimates now and at collection, and its targets.
+        entropy: of the policy.
+    """
+
+    log_ratio: Tensor
+    log_probs: Tensor
+    advantages: Tensor
+    values: Tensor
+    old_values: Tensor
+    returns: Tensor
+    entropy: Tensor
+
+
+def policy_loss(rows: Rows, clip: float | None) -> Tensor:
+    """Of each row."""
     if clip is None:
-        return -(advantages * log_probs).mean()
-    ratio = log_ratio.exp()
-    return -torch.min(advantages * ratio, advantages * ratio.clamp(1 - clip, 1 + clip)).mean()
+        return -rows.advantages * rows.log_probs
+    ratio = rows.log_ratio.exp()
+    return -torch.min(rows.advantages * ratio, rows.advantages * ratio.clamp(1 - clip, 1 + clip))
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """Half the mean squared error, 0-d, of valid rows."""
+def value_loss(rows: Rows, clip: float | None) -> Tensor:
+    """Half the squared error of each row."""
+    values = rows.values
     if clip is not None:
-        values = old_values + (values - old_values).clamp(-clip, clip)
-    return 0.5 * (returns - values).square().mean()
+        values = rows.old_values + (values - rows.old_values).clamp(-clip, clip)
+    return 0.5 * (rows.returns - values).square()
 
 
-def losses(
-    model: Any,
-    samples: Any,
-    found: tuple[Tensor, Tensor, Tensor | None],
-    advantages: Tensor,
-    valid: Tensor | None,
-) -> dict[str, Tensor]:
-    """`policy`, `value` (half the mean squared error) and `entropy` (its negative mean), 0-d each.
+def losses(rows: Rows, valid: Tensor | None, *, clip: float | None, clip_value: float | None) -> dict[str, Tensor]:
+    """`policy`, `value` (half the mean squared error) and `entropy` (its negative mean): means over the last dimension.
 
     Args:
-        model: of Stable-Baselines3.
-        samples: a minibatch of its buffer.
-        found: what `evaluate_actions` returned for it.
-        advantages: [N], as they are used.
-        valid: [N], bool; None where every row is.
+        rows: of one minibatch or of several.
+        valid: bool, of their shape; None where every row is.
+        clip, clip_value: ranges of the ratio and of the critic's estimates; None where there is none.
     """
-    values, log_probs, entropy = found
-    rows = [values.flatten(), log_probs, samples.old_log_prob, samples.old_values, samples.returns, advantages]
-    entropy = -log_probs if entropy is None else entropy
-    if valid is not None:
-        rows, entropy = [row[valid] for row in rows], entropy[valid]
-    now, new, old, before, returns, used = rows
-    schedule = getattr(model, "clip_range_vf", None)
-    clip_value = None if schedule is None else float(schedule(model._current_progress_remaining))
-    return {
-        "policy": policy_loss(new - old, new, used, clip_of(model)),
-        "value": value_loss(now, before, returns, clip_value),
-        "entropy": -entropy.mean(),
+    found = {
+        "policy": policy_loss(rows, clip),
+        "value": value_loss(rows, clip_value),
+        "entropy": -rows.entropy,
     }
+    return {name: _mean(column, valid) for name, column in found.items()}
+
+
+def rows_of(samples: Any, found: tuple[Tensor, Tensor, Tensor | None], advantages: Tensor) -> Rows:
+    """Of a minibatch of a buffer and what `evaluate_actions` returned for it."""
+    values, log_probs, entropy = found
+    return Rows(
+        log_ratio=log_probs - samples.old_log_prob,
+        log_probs=log_probs,
+        advantages=advantages,
+        values=values.flatten(),
+        old_values=samples.old_values,
+        returns=samples.returns,
+        entropy=-log_probs if entropy is None else entropy,
+    )
+
+
+def _mean(column: Tensor, valid: Tensor | None) -> Tensor:
+    """Over the last dimension, of valid rows; whatever the others hold has no part in it, nor in its gradient."""
+    if valid is None:
+        return column.mean(-1)
+    return torch.where(valid, column, 0.0).sum(-1) / valid.sum(-1)
 
 
 def total(model: Any, parts: Mapping[str, Tensor]) -> Tensor:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from esper_telemetry import ops
 from esper_telemetry.adapters.sb3.heads import Heads, drawn_from
-from esper_telemetry.adapters.sb3.losses import losses, used_advantages, valid_rows
+from esper_telemetry.adapters.sb3.losses import rows_of, used_advantages, valid_rows
+from esper_telemetry.adapters.sb3.losses_later import UpdateLosses
 from esper_telemetry.adapters.sb3.shards import shard_gradients
 from esper_telemetry.environments.protocol import Array
 from esper_telemetry.events import BackwardEnd, MinibatchEnd, MinibatchStart, OptimizerStep, RolloutEnd
@@ -47,6 +48,7 @@ class Minibatches:
         """An update begins: with this rollout and these trainable parameters."""
         self.epoch, self.step = -1, 0
         self._rollout, self._parameters = rollout, parameters
+        self._losses = UpdateLosses(self._model)
         self._given: tuple[Any, Array] | None = None
         self._open: Evaluated | None = None
         self._backward = False
@@ -105,27 +107,26 @@ class Minibatches:
     @torch.no_grad()
     def _event(self, done: Evaluated) -> MinibatchEnd:
         samples, valid = done.samples, valid_rows(done.samples)
-        values, log_probs, entropy = (None if part is None else part.detach() for part in done.found)
-        assert values is not None and log_probs is not None
-        advantages = used_advantages(self._model, samples.advantages, valid)
+        values, log_probs, entropy = done.found
+        answer = values.detach(), log_probs.detach(), None if entropy is None else entropy.detach()
+        rows_in = rows_of(samples, answer, used_advantages(self._model, samples.advantages, valid))
         described = self._heads.describe(done.drawn)
         rows = self._rows(done.numbers, valid)
-        log_ratio = log_probs - samples.old_log_prob
         return MinibatchEnd(
             epoch=max(self.epoch, 0),
             step=self.step,
-            log_ratio=log_ratio,
-            advantages=advantages,
-            values=values.flatten(),
+            log_ratio=rows_in.log_ratio,
+            advantages=rows_in.advantages,
+            values=rows_in.values,
             old_values=samples.old_values,
             returns=samples.returns,
-            losses=losses(self._model, samples, (values, log_probs, entropy), advantages, valid),
+            losses=self._losses.of(rows_in, valid),
             logits=described.logits,
             action_masks=described.masks,
             log_std=described.log_std,
             means=described.means,
             valid=valid,
-            head_log_ratios=self._head_log_ratios(described.logits, samples, rows, log_ratio),
+            head_log_ratios=self._head_log_ratios(described.logits, samples, rows, rows_in.log_ratio),
             rows=rows,
         )
 

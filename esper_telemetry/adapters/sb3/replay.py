@@ -13,7 +13,7 @@ from torch import Tensor
 
 from esper_telemetry.adapters.sb3.activations import heard
 from esper_telemetry.adapters.sb3.heads import Heads, drawn_from
-from esper_telemetry.adapters.sb3.losses import clip_of, policy_loss, used_advantages
+from esper_telemetry.adapters.sb3.losses import Rows, clip_of, policy_loss, used_advantages
 from esper_telemetry.adapters.sb3.passes import (
     Latents,
     Stored,
@@ -191,10 +191,11 @@ class RolloutReplay:
         log_probs = found.log_prob(actions.long().flatten() if discrete else actions)
         entropy = found.entropy()
         advantages = used_advantages(model, rollout.advantages.flatten(), None).view_as(rollout.advantages)
-        log_ratio = log_probs - rollout.log_probs[:, envs].flatten()
-        loss = policy_loss(log_ratio, log_probs, advantages[:, envs].flatten(), clip_of(model))
-        bonus: Tensor = model.ent_coef * (-log_probs if entropy is None else entropy).mean()
-        return loss - bonus
+        old, empty = rollout.log_probs[:, envs].flatten(), torch.zeros_like(log_probs)
+        used, bonus = advantages[:, envs].flatten(), -log_probs if entropy is None else entropy
+        rows = Rows(log_probs - old, log_probs, used, empty, empty, empty, bonus)
+        loss: Tensor = policy_loss(rows, clip_of(model)).mean() - model.ent_coef * bonus.mean()
+        return loss
 
 
 def _taken(columns: Mapping[str, Tensor], rows: Tensor) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ def rollout_event(
     Rewards are those before a time limit's bootstrap was added; its share comes back as the value of the state that followed.
     """
     buffer, device = model.rollout_buffer, model.device
-    rewards, ended, limits = (np.stack(rows) for rows in (steps.rewards, steps.dones, steps.time_limits))
+    rewards, ended, limits = np.stack(steps.rewards).astype(np.float32), np.stack(steps.dones), steps.time_limits
     described = heads.describe_all(steps.drawn)
     actions = heads.actions(on(buffer.actions, device))
     return RolloutEnd(
@@ -43,7 +43,7 @@ def rollout_event(
         next_values=on(next_values(buffer, rewards, ended, limits, last_values.detach().cpu().numpy()), device),
         actions=actions,
         gamma=model.gamma,
-        raw_rewards=on(np.stack(steps.raw_rewards), device) if steps.raw_rewards else None,
+        raw_rewards=on(np.stack(steps.raw_rewards).astype(np.float32), device) if steps.raw_rewards else None,
         head_log_probs=heads.log_probs(described.logits, actions),
         action_masks=described.masks,
         logits=described.logits,

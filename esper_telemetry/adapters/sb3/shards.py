@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper_telemetry.adapters.sb3.losses import evaluated, losses, total, used_advantages, valid_rows
+from esper_telemetry.adapters.sb3.losses import (
+    clip_of,
+    clip_value_of,
+    evaluated,
+    losses,
+    rows_of,
+    total,
+    used_advantages,
+    valid_rows,
+)
 from esper_telemetry.adapters.sb3.untouched import untouched
 from esper_telemetry.events import Shard
 
@@ -51,7 +60,8 @@ def _states(states: Any, sequences: slice) -> Any:
 def _gradient(model: Any, part: tuple[Any, Tensor], parameters: list[Tensor]) -> Tensor:
     """[d]: all gradients one after the other, zero of what is frozen or not reached."""
     samples, advantages = part
-    loss = total(model, losses(model, samples, evaluated(model, samples), advantages, valid_rows(samples)))
+    rows, clips = rows_of(samples, evaluated(model, samples), advantages), (clip_of(model), clip_value_of(model))
+    loss = total(model, losses(rows, valid_rows(samples), clip=clips[0], clip_value=clips[1]))
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     found = iter(torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True))
     return torch.cat([next(found).flatten() if p.requires_grad else torch.zeros_like(p).flatten() for p in parameters])

@@ -32,7 +32,8 @@ class Steps:
 
     Attributes:
         rewards, raw_rewards: [B] each, as the trainer got them, and as the environment gave them where they are scaled.
-        dones, time_limits: [B] each, bool.
+        dones: [B] each, bool.
+        time_limits: [T, B], bool: episodes that a time limit ended.
         drawn: what the policy drew from, see `heads.drawn_from`.
         recurrence: of each step; empty for a feed-forward policy.
         returns, lengths, times: of episodes that finished.
@@ -54,7 +55,8 @@ class Steps:
         self.rewards: list[Array] = []
         self.raw_rewards: list[Array] = []
         self.dones: list[Array] = []
-        self.time_limits: list[Array] = []
+        self.time_limits: Array = np.zeros((0, 0), bool)
+        self._ends: list[tuple[int, int, Mapping[str, Any]]] = []
         self.drawn: list[Any] = []
         self.recurrence: list[Recurrence] = []
         self.returns: list[float] = []
@@ -77,30 +79,36 @@ class Steps:
     def stepped(self, given: Mapping[str, Any]) -> None:
         """The environments answered; `given` are the local variables of the collecting loop."""
         self.environment_seconds += time.perf_counter() - self._acted
-        rewards, dones = np.array(given["rewards"], np.float32), np.array(given["dones"], bool)
-        self.rewards.append(rewards)
-        self.dones.append(dones)
-        raw = rewards
+        dones = given["dones"]
+        self.rewards.append(given["rewards"].copy())  # a time limit's bootstrap will be added in place
         if self._scaled is not None and self._scaled.norm_reward:
-            raw = np.array(self._scaled.get_original_reward(), np.float32)
-            self.raw_rewards.append(raw)
-        self._sums += raw
-        self._lengths += 1
-        limits = np.zeros_like(dones)
+            self.raw_rewards.append(self._scaled.get_original_reward())
         if dones.any():
-            for index in np.flatnonzero(dones):
-                limits[index] = self._finish(int(index), given["infos"][index])
-        self.time_limits.append(limits)
+            self._ends += [(len(self.dones), int(index), given["infos"][index]) for index in np.flatnonzero(dones)]
+        self.dones.append(dones.copy())
 
-    def _finish(self, index: int, info: Mapping[str, Any]) -> bool:
-        """An episode is over; returns whether by a time limit. A monitor's account of it wins over our own."""
+    def finish(self) -> None:
+        """The rollout is whole: says which episodes ended in it, and which of them by a time limit."""
+        self.time_limits = np.zeros((len(self.dones), len(self._sums)), bool)
+        raw = np.stack(self.raw_rewards or self.rewards).astype(np.float64)
+        since = np.zeros(len(self._sums), np.int64)
+        for time_step, index, info in self._ends:
+            own = self._sums[index] + raw[since[index] : time_step + 1, index].sum()
+            self._finish(time_step, index, info, (own, self._lengths[index] + time_step + 1 - since[index]))
+            since[index] = time_step + 1
+        self._sums += [raw[first:, index].sum() for index, first in enumerate(since)]
+        self._lengths += len(raw) - since
+
+    def _finish(self, time_step: int, index: int, info: Mapping[str, Any], own: tuple[float, int]) -> None:
+        """An episode is over. A monitor's account of it wins over our own."""
         known = info.get("episode")
         if known is not None or self._whole[index]:
-            self.returns.append(float(known["r"] if known else self._sums[index]))
-            self.lengths.append(int(known["l"] if known else self._lengths[index]))
-            self.times.append(len(self.dones) - 1)
+            self.returns.append(float(known["r"] if known else own[0]))
+            self.lengths.append(int(known["l"] if known else own[1]))
+            self.times.append(time_step)
         self._sums[index], self._lengths[index], self._whole[index] = 0.0, 0, True
-        return bool(info.get("TimeLimit.truncated", False)) and info.get("terminal_observation") is not None
+        limited = bool(info.get("TimeLimit.truncated", False)) and info.get("terminal_observation") is not None
+        self.time_limits[time_step, index] = limited
 
     def states(self) -> Tensor | None:
         """In which each step began, [T, layers, 2, B, H]; None for a feed-forward policy."""

@@ -42,10 +42,10 @@ class Trunk:
         result.register_hook(lambda gradient: self._telemetry.attempt(partial(self._arrived, which, result), gradient))
 
     def _wanted(self) -> bool:
-        """Where memory lies between trunk and heads, every such pass goes through time: one per update is enough."""
+        """The first minibatch is enough where nothing is shared, and where such a pass goes through time."""
         _, step = self._place()
-        dear = hasattr(self._policy, "lstm_actor") and step > 0
-        return torch.is_grad_enabled() and not dear and self._hooks.wants(TrunkBackward)
+        enough = not self._shared or hasattr(self._policy, "lstm_actor")
+        return torch.is_grad_enabled() and not (enough and step > 0) and self._hooks.wants(TrunkBackward)
 
     def _clear(self) -> None:
         self._features = None

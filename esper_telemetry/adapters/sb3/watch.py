@@ -19,7 +19,15 @@ from esper_telemetry.adapters.sb3.rollouts import recurrent_event, rollout_event
 from esper_telemetry.adapters.sb3.steps import Steps
 from esper_telemetry.adapters.sb3.taps import Heard, listen
 from esper_telemetry.adapters.sb3.trunk import Trunk
-from esper_telemetry.events import AfterUpdate, BeforeUpdate, EpisodeEnd, RecurrentForward, RolloutEnd, UpdateEnd
+from esper_telemetry.events import (
+    AfterUpdate,
+    BeforeUpdate,
+    EpisodeEnd,
+    RecurrentForward,
+    RolloutEnd,
+    TrunkBackward,
+    UpdateEnd,
+)
 from esper_telemetry.hooks import Hooks, Remover
 from esper_telemetry.telemetry import Telemetry
 
@@ -65,6 +73,7 @@ class Watch:
     def rollout_ends(self) -> None:
         """Tells of the rollout, and prepares for the update it feeds."""
         model, steps, before = self._model, self._steps, self.progress
+        steps.finish()
         now, cpu = time.perf_counter(), time.process_time()
         self._seconds = {"environment": steps.environment_seconds}
         self._seconds["inference"] = max(0.0, now - self._began - steps.environment_seconds)
@@ -150,6 +159,8 @@ class Watch:
     def _trunk_taps(self) -> list[Remover]:
         """On what lies between the trunk and the heads."""
         policy, minibatches, contained = self._model.policy, self._minibatches, self._contained
+        if not self._hooks.wants(TrunkBackward):
+            return []
         trunk = Trunk(policy, self._hooks, lambda: (max(minibatches.epoch, 0), minibatches.step), self._telemetry)
         heads = {"actor": policy.action_net, "critic": policy.value_net}
         taps = [listen(net, "forward", contained(partial(trunk.head, which))) for which, net in heads.items()]
