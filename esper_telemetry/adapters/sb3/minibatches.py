@@ -20,17 +20,31 @@ from esper_telemetry.events import BackwardEnd, MinibatchEnd, MinibatchStart, Op
 from esper_telemetry.hooks import Hooks
 
 
-class Evaluated(NamedTuple):
-    """A minibatch that the policy was asked about: its samples, their numbers in the buffer, and the answer."""
+class Kept(NamedTuple):
+    """What is kept of a minibatch's samples until the update ends: all but the observations, which are large."""
 
-    samples: Any
+    old_log_prob: Tensor
+    advantages: Tensor
+    old_values: Tensor
+    returns: Tensor
+    actions: Tensor
+    mask: Tensor | None
+
+
+class Evaluated(NamedTuple):
+    """A minibatch that the policy was asked about: when, its samples, their numbers in the buffer, and the answer."""
+
+    place: tuple[int, int]
+    samples: Kept
     numbers: Array
     found: tuple[Tensor, Tensor, Tensor | None]
     drawn: Any
 
 
 class Minibatches:
-    """Tells of an update's minibatches.
+    """Tells of an update's minibatches: of gradients and steps at once, of all else when the update is over.
+
+    Between two minibatches the same code would take five times as long, because the trainer's has filled the caches.
 
     Attributes:
         epoch: pass over the rollout, from 0; -1 before the first.
@@ -51,6 +65,7 @@ class Minibatches:
         self._losses = UpdateLosses(self._model)
         self._given: tuple[Any, Array] | None = None
         self._open: Evaluated | None = None
+        self._done: list[Evaluated] = []
         self._backward = False
 
     def passed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -67,7 +82,9 @@ class Minibatches:
     def evaluated(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """The policy was asked about it."""
         if self._given is not None:
-            self._open = Evaluated(*self._given, result, drawn_from(self._model.policy))
+            samples, numbers = self._given
+            place = max(self.epoch, 0), self.step
+            self._open = Evaluated(place, kept_of(samples), numbers, result, drawn_from(self._model.policy))
             self._given, self._backward = None, False
 
     def clips(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -89,10 +106,20 @@ class Minibatches:
         self.step += 1
 
     def finish(self) -> None:
-        """Tells of the minibatch that is open, if there is one."""
+        """The minibatch that is open, if there is one, is done."""
         done, self._open = self._open, None
         if done is not None and self._hooks.wants(MinibatchEnd):
-            self._hooks.emit(self._event(done))
+            self._done.append(done)
+
+    def take(self) -> list[Evaluated]:
+        """All minibatches that are done."""
+        self.finish()
+        done, self._done = self._done, []
+        return done
+
+    def tell(self, done: Evaluated) -> None:
+        """Tells of one of them."""
+        self._hooks.emit(self._event(done))
 
     def _tell_gradients(self, max_norm: float | None) -> None:
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
@@ -113,8 +140,8 @@ class Minibatches:
         described = self._heads.describe(done.drawn)
         rows = self._rows(done.numbers, valid)
         return MinibatchEnd(
-            epoch=max(self.epoch, 0),
-            step=self.step,
+            epoch=done.place[0],
+            step=done.place[1],
             log_ratio=rows_in.log_ratio,
             advantages=rows_in.advantages,
             values=rows_in.values,
@@ -146,3 +173,9 @@ class Minibatches:
         now = self._heads.log_probs(logits, self._heads.actions(samples.actions))
         old = self._rollout.head_log_probs
         return {name: now[name] - old[name].flatten()[rows] for name in names}
+
+
+def kept_of(samples: Any) -> Kept:
+    """Of a buffer's minibatch."""
+    mask = getattr(samples, "mask", None)
+    return Kept(samples.old_log_prob, samples.advantages, samples.old_values, samples.returns, samples.actions, mask)

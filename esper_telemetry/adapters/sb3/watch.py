@@ -92,7 +92,7 @@ class Watch:
         self._learning = False
         self._drop(self._for_update)
         minibatches = self._minibatches
-        minibatches.finish()
+        self._tell_minibatches()
         before = self.progress
         self.progress = before._replace(gradient_step=before.gradient_step + minibatches.step)
         replay, self._replay = self._replay, None
@@ -110,7 +110,11 @@ class Watch:
         self._drop(self._for_update)
         self._drop(self._always)
         self._mirror.leave()
-        self._telemetry.attempt(lambda minibatches: minibatches.finish(), self._minibatches)
+        self._tell_minibatches()
+
+    def _tell_minibatches(self) -> None:
+        for done in self._minibatches.take():
+            self._telemetry.attempt(self._minibatches.tell, done)
 
     def _told_rollout(self) -> RolloutEnd:
         """Tells everything that is known before the first step."""
@@ -135,7 +139,7 @@ class Watch:
         """On what is called while a rollout is collected."""
         model, steps, contained = self._model, self._steps, self._contained
         taps = [
-            listen(model.policy, "forward", contained(steps.acted)),
+            listen(model.policy, "forward", steps.acted),  # of every step, and nothing in it can raise
             listen(model.rollout_buffer, "compute_returns_and_advantage", self._keep_last_values),
         ]
         if hasattr(model.policy, "lstm_actor"):
