@@ -153,6 +153,8 @@ def test_yesterdays_logs(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyt
     printed = capfd.readouterr().out
     assert "30 updates of Stable-Baselines3" in printed or "29 updates of Stable-Baselines3" in printed
     assert "policy/kl_spike: Since update" in printed
+
+
 @pytest.mark.sb3
 def test_sb3(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Two updates, in TensorBoard too, with what Stable-Baselines3 logs beside what it does not."""
