@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export WANDB_SILENT ?= true
 DEMO_SINKS := --sink console --sink tensorboard --sink 'wandb:esper-demo?mode=offline' --sink 'mlflow?experiment=esper-demo'
 
-.PHONY: help install demo demo-mlp demo-fault test test-slow test-faults lint bench docs clean
+.PHONY: help install demo demo-mlp demo-fault test test-adapters test-slow test-faults lint bench docs clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,6 +34,10 @@ demo-fault: install  ## the demo, with a learning rate 100 times too large from 
 test: install lint  ## lint, check types, run the tests (under 10 minutes on 2 cores)
 	@echo "Running the tests"
 	@$(BIN)/pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile
+
+test-adapters: install  ## TelemetryCallback against the real Stable-Baselines3 and sb3-contrib
+	@echo "Running the tests of the adapters"
+	@$(BIN)/pytest -q -m sb3 --numprocesses auto --maxprocesses 4
 
 test-slow: install  ## learning curves over seeds, soak runs
 	@echo "Running the slow tests: learning curves over five seeds"

@@ -128,6 +128,7 @@ class Telemetry:
         self._offload = offload
         self._suspects: Suspects = tuple
         self._open_update: Callable[[], Snapshot] = Snapshot
+        self._leaving: list[Callable[[], None]] = []
         self._window = Window()
         self._containment = Containment()
         self._watched = Watched(self.clock)
@@ -383,12 +384,18 @@ class Telemetry:
         if self._active and self._recorder and self._offload and not self._peers:
             self._recorder.offload()
 
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Calls `callback()` when the run ends, before its open update is taken: for what listens to a trainer."""
+        self._leaving.append(callback)
+
     def close(self, status: RunStatus | str = RunStatus.FINISHED) -> CloseReport | None:
         """Ends the run: writes what is open, waits for the sinks up to `close_timeout`, reports what they hold. Idempotent."""
         if not self._active or self._recorder is None:
             return None
         self.materialise()
         self.start()
+        for leave in self._leaving:
+            self._containment.attempt(leave, lambda _: None)
         self._containment.attempt(self._open_update, self.submit)
         self._containment.attempt(partial(self._take_watched, whole=False), lambda _: self._watched.stop())
         if self._window or self._numbers or any(self._snapshots):

@@ -62,11 +62,23 @@ ALLOWED: dict[str, set[str]] = {
     | {"gradient_tap", "watched", "window", "writer"},
     "wiring": CORE | {"clock", "events", "hooks", "metrics", "replay", "summary", "telemetry"},
     "environments": set(),
-    "adapters": {"events", "hooks", "metric", "ops", "record"},
+    "adapters": {"environments", "events", "hooks", "metric", "ops", "record", "replay", "telemetry", "wiring"},
     "ppo": {"environments", "ops", "hooks", "events", "replay"},
     "testing": {"record", "journal", "relay", "sinks"},
     "faults": CORE
-    | {"alarms", "commands", "detectors", "environments", "events", "journal", "ppo", "sinks", "telemetry", "wiring"},
+    | {
+        "adapters",
+        "alarms",
+        "commands",
+        "detectors",
+        "environments",
+        "events",
+        "journal",
+        "ppo",
+        "sinks",
+        "telemetry",
+        "wiring",
+    },
 }
 """Of ours, what each module or package may import besides itself; `cli` and `commands` may import everything."""
 

@@ -155,6 +155,18 @@ def test_yesterdays_logs(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyt
     assert "policy/kl_spike: Since update" in printed
 
 
+@pytest.mark.sb3
+def test_sb3(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Two updates, in TensorBoard too, with what Stable-Baselines3 logs beside what it does not."""
+    run("sb3", monkeypatch)
+
+    found = read_run("run")
+    assert [record.axes.env_step for record in found.records] == [1024, 2048]
+    assert all({"policy/kl", "sb3/train/approx_kl"} <= record.values.keys() for record in found.records)
+    assert len(list((here / "run/tensorboard").glob("events.*"))) == 1
+    assert capfd.readouterr().out.endswith(f"journal: {here / 'run/journal.jsonl'}\n")
+
+
 def test_on_alarm(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """The learning rate was raised by mistake; it is back, and the journal says that this was on purpose."""
     run("on_alarm", monkeypatch, "--total-steps", "32768")

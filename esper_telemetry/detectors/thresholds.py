@@ -77,6 +77,7 @@ class Thresholds:
     starved_z: float = above(6.0, "robust z of the critic's gradient over the actor's")
     starved_share: float = above(0.95, "critic's share of the squared gradient, with that")
     starved_effective_z: float = above(8.0, "robust z by which the actor's clipped gradient falls")
+    starved_floor: float = below(1e-5, "actor's clipped gradient, which Adam's epsilon swallows, with that share")
     interference_low: float = above(0.2, "negative average cosine of the two losses' gradients")
     interference_high: float = above(0.7, "end of that ramp")
     clip_coef: float = below(0.01, "what clipping leaves of the gradient")

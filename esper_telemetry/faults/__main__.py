@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 try:
     import rich  # noqa: F401  # probed here so that the sentence below comes before any other import error
@@ -47,10 +47,13 @@ class Score:
     Example: python -m esper_telemetry.faults score --faults lr_x100 h0_zero --envs cue-recall cartpole --seeds 1 2
     """
 
+    trainer: Literal["esper", "sb3"] = "esper"
+    """What is broken: the bundled trainer, or Stable-Baselines3 under TelemetryCallback."""
     faults: tuple[str, ...] = ()
     """Names, or name=dose; all by default."""
     envs: tuple[str, ...] = ()
-    """Environments: cue-recall, cartpole, cartpole-lstm, acrobot, pendulum or any Gymnasium id; these five by default."""
+    """Environments: cue-recall, cartpole, cartpole-lstm, acrobot, pendulum or any Gymnasium id; these five by default. For sb3: cartpole,
+    pendulum, cartpole-lstm, masked-arms."""
     seeds: tuple[int, ...] = (3,)
     """Seeds of the runs; thresholds were set on runs of 1 and 2."""
     doses: tuple[float, ...] | None = None

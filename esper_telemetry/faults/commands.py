@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from pathlib import Path
@@ -77,9 +77,24 @@ def planned(options: Score) -> list[Course]:
         raise ValueError("--from scores what is kept and --keep keeps what is trained: give one of them")
     if not options.seeds or min(options.seeds) < 0:
         raise ValueError(f"seeds must be 0 or more, and at least one, got {options.seeds}")
+    if options.trainer == "sb3":
+        return planned_for_sb3(options)
     for env in options.envs:
         bed(env)
     return courses(dosed(options), options.envs or tuple(BEDS), options.seeds, healthy=options.healthy)
+
+
+def planned_for_sb3(options: Score) -> list[Course]:
+    """The same for Stable-Baselines3; raises ValueError where it is not installed, too."""
+    try:
+        from esper_telemetry.faults.sb3 import beds as sb3_beds
+        from esper_telemetry.faults.sb3 import courses as sb3_courses
+    except ModuleNotFoundError as missing:
+        raise ValueError(f"--trainer sb3 needs {missing.name}: pip install 'esper-telemetry[sb3]'") from missing
+    for env in options.envs:
+        sb3_beds.bed(env)
+    faults = sb3_courses.faults_among(dosed(options), named=bool(options.faults))
+    return sb3_courses.courses(faults, options.envs or tuple(sb3_beds.BEDS), options.seeds, healthy=options.healthy)
 
 
 def dosed(options: Score) -> list[tuple[str, float]]:
@@ -140,10 +155,19 @@ def trained(work: Sequence[Course], keep: Path, pool: Executor, bar: Progress, l
     """All runs, when they are there."""
     task = bar.add_task("training, updates", total=sum(map(cost, work)))
     done = []
-    for course in train_all(work, keep, pool, level):
+    for course in trainer_of(work)(work, keep, pool, level):
         bar.advance(task, cost(course))
         done.append(course)
     return done
+
+
+def trainer_of(work: Sequence[Course]) -> Callable[..., Iterator[Course]]:
+    """What trains these runs: all of one trainer."""
+    if not work or not work[0].env.startswith("sb3-"):
+        return train_all
+    from esper_telemetry.faults.sb3.courses import train_all as train_sb3
+
+    return train_sb3
 
 
 def judged(run_dirs: Sequence[Path], pool: Executor, bar: Progress, options: Score) -> list[Opinions]:

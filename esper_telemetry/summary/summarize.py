@@ -290,7 +290,8 @@ def _losses(
     weight, weight_of_bonus = coefficients["value"], coefficients["entropy"]
     if total is None and bonus is not None and weight is not None and weight_of_bonus is not None:
         total = policy + weight * value + weight_of_bonus * bonus
-    return loss_terms(policy, value, bonus, total, count=minibatches.counts)
+    counts = minibatches.counts if minibatches.valid is None else minibatches.valid.sum(-1)
+    return loss_terms(policy, value, bonus, total, count=counts)
 
 
 def _gradients(gradients: Gradients, facts: Mapping[str, Any], counts: Sequence[int] | None) -> Iterator[Measurement]:

@@ -30,6 +30,14 @@ def test_a_normaliser_that_cuts_is_told_at_once() -> None:
     assert raised(judged(run(40, set_to({"norm/obs/clip_frac": 0.15})))) == {"norm/drift": SINCE}
 
 
+def test_an_actor_that_epsilon_swallows_is_starved_from_the_start() -> None:
+    """Its clipped gradient is below Adam's epsilon: there is no history in which it was not."""
+    starved = {"grad/interference/actor_effective": 1e-6, "grad/interference/critic_share": 0.9999}
+
+    assert raised(judged(run(5, set_to(starved), since=1)))["grad/actor_starved"] == 2
+    assert raised(judged(run(5, set_to({**starved, "grad/interference/actor_effective": 1e-4}), since=1))) == {}
+
+
 def test_a_learning_rate_that_swings_is_an_oscillation() -> None:
     """Between a tenth and ten times its value, every six updates: at the third swing."""
 

@@ -14,14 +14,15 @@ def actor_starved(view: View) -> Iterator[Finding]:
     limits = view.limits
     ratio, share, effective = view.get(RATIO), view.get(SHARE), view.get(EFFECTIVE)
     z, fall = view.z(RATIO), view.z(EFFECTIVE)
-    if ratio is None or share is None or z is None:
+    swallowed = effective is not None and effective < limits.starved_floor
+    if ratio is None or share is None or (z is None and not swallowed):
         return
-    dominated = z > limits.starved_z and share > limits.starved_share
+    dominated = swallowed or (z is not None and z > limits.starved_z)
     starved = fall is not None and fall < -limits.starved_effective_z and share > limits.starved_share
     coef = view.get("grad/clip/coef")
     left = f"; clipping leaves the actor {percent(coef)} of its step" if coef is not None and coef < 0.999 else ""
     yield Finding(
-        hard(dominated or starved),
+        hard((dominated and share > limits.starved_share) or starved),
         RATIO,
         ratio,
         adaptive=True,
@@ -110,7 +111,8 @@ RULES = (
         duration=5,
         evidence=("grad/interference/*", "grad/clip/*", "ret/std", "loss/*"),
         relative=True,
-        source="Critics of unscaled returns dominate from the start, legitimately: only a change counts.",
+        source="Critics of unscaled returns dominate from the start, legitimately: a change counts, and, from the start too, an "
+        "actor whose gradient Adam's epsilon (1e-5) swallows.",
     ),
     Rule(
         type="grad/interference",

@@ -1,0 +1,123 @@
+"""`TelemetryCallback`: what Stable-Baselines3 calls while it learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from stable_baselines3.common.callbacks import BaseCallback
+
+from esper_telemetry.adapters.sb3.facts import Progress, config_of, facts_of, progress_of
+from esper_telemetry.adapters.sb3.heads import Heads
+from esper_telemetry.adapters.sb3.watch import Watch
+from esper_telemetry.events import RunStart
+from esper_telemetry.hooks import Hooks
+from esper_telemetry.record import Level
+from esper_telemetry.telemetry import Telemetry
+from esper_telemetry.wiring import attach
+
+NEEDED = ("rollout_buffer", "normalize_advantage", "max_grad_norm", "n_steps")
+"""What a model has whose updates are understood."""
+
+
+class TelemetryCallback(BaseCallback):
+    """Telemetry for PPO, A2C, RecurrentPPO and MaskablePPO, one record per update.
+
+        with Telemetry([TensorBoardSink()], run_dir="runs/a") as telemetry:
+            PPO("MlpPolicy", "CartPole-v1").learn(100_000, callback=TelemetryCallback(telemetry))
+
+    It listens to the policy, the buffer and the optimizer of one model while that learns and alters nothing: weights are the same to
+    the last bit with it and without. Records stand at the step where their data were collected, the last update's too. What
+    Stable-Baselines3 logs joins them under `sb3/`. A model can be saved, and a policy pickled, while it listens.
+
+    It goes when training ends, when `telemetry` is closed, after an exception too, and when told to: by `detach`, or at the end
+    of `with TelemetryCallback(telemetry) as callback:`. One that learns again goes on in the same run.
+
+    Args:
+        telemetry: gets the records; stays open when training ends.
+        verbose: see `BaseCallback`.
+
+    Attributes:
+        telemetry: as given.
+        hooks: who is told of what happens, besides telemetry.
+
+    Raises:
+        TypeError: for something else than a `Telemetry`; from `learn`, for a model that is none of the four.
+    """
+
+    def __init__(self, telemetry: Telemetry, *, verbose: int = 0) -> None:
+        super().__init__(verbose)
+        if not isinstance(telemetry, Telemetry):
+            raise TypeError(f"TelemetryCallback takes a Telemetry, got {type(telemetry).__name__}")
+        self.telemetry = telemetry
+        self.hooks = Hooks()
+        self._watch: Watch | None = None
+        self._progress: Progress | None = None
+        self._attached = False
+
+    def detach(self) -> None:
+        """Listens to nothing any more; before or after training, twice, or after an exception."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            self._progress = watch.progress
+            watch.leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.detach()
+
+    def _init_callback(self) -> None:
+        missing = [name for name in NEEDED if not hasattr(self.model, name)]
+        if missing:
+            kind = type(self.model).__name__
+            raise TypeError(
+                f"TelemetryCallback watches PPO, A2C, RecurrentPPO and MaskablePPO, got {kind}, which has no {missing[0]}"
+            )
+
+    def _on_training_start(self) -> None:
+        self.detach()
+        if self.telemetry.level > Level.OFF:
+            self._attempt(self._start)
+
+    def _on_rollout_start(self) -> None:
+        if self._watch is not None:
+            self._attempt(self._watch.rollout_begins)
+
+    def _on_step(self) -> bool:
+        if self._watch is not None:
+            self.telemetry.attempt(self._watch.stepped, self.locals)
+        return True
+
+    def _on_rollout_end(self) -> None:
+        if self._watch is not None:
+            self._attempt(self._watch.rollout_ends)
+
+    def _on_training_end(self) -> None:
+        if self._watch is not None:
+            self._attempt(self._watch.update_ends)
+        self.detach()
+
+    def _start(self) -> None:
+        model: Any = self.model
+        if not self._attached:
+            attach(self.telemetry, self)
+            self.telemetry.on_close(self.detach)
+            self._attached = True
+        heads = Heads(model.action_space, squash=bool(getattr(model.policy, "squash_output", False)))
+        before = self._continued(progress_of(model))
+        self.hooks.emit(RunStart(config_of(model), facts_of(model, heads), *before))
+        self._watch = Watch(self.telemetry, model, heads, self.hooks, before)
+
+    def _continued(self, known: Progress) -> Progress:
+        """What was done before: by this callback, or by a model that was loaded. Steps never count backwards."""
+        if self._progress is None:
+            return known
+        return self._progress._replace(env_step=max(self._progress.env_step, known.env_step))
+
+    def _attempt(self, function: Callable[[], None]) -> None:
+        """Calls it on telemetry's clock; what it raises costs what it would have told, and a warning."""
+        with self.telemetry.clock:
+            self.telemetry.attempt(lambda call: call(), function)

@@ -1,0 +1,126 @@
+"""The steps of a rollout as they are taken: what the buffer will not hold."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper_telemetry.adapters.sb3.heads import drawn_from
+from esper_telemetry.environments.protocol import Array
+
+
+class Recurrence(NamedTuple):
+    """What the actor's LSTM was given and gave in one step.
+
+    Attributes:
+        inputs: [B, I].
+        before, after: h and c, [layers, B, H] each; zero before a step that begins an episode.
+    """
+
+    inputs: Tensor
+    before: tuple[Tensor, Tensor]
+    after: tuple[Tensor, Tensor]
+
+
+class Steps:
+    """T steps of B environments.
+
+    Attributes:
+        rewards, raw_rewards: [B] each, as the trainer got them, and as the environment gave them where they are scaled.
+        dones: [B] each, bool.
+        time_limits: [T, B], bool: episodes that a time limit ended.
+        drawn: what the policy drew from, see `heads.drawn_from`.
+        recurrence: of each step; empty for a feed-forward policy.
+        returns, lengths, times: of episodes that finished.
+        environment_seconds: wall time between an action and its outcome.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._scaled = model.get_vec_normalize_env()
+        self._sums = np.zeros(model.n_envs)
+        self._lengths = np.zeros(model.n_envs, np.int64)
+        self._whole = np.asarray(model._last_episode_starts, bool).copy()
+        self._lstm: Recurrence | None = None
+        self._acted = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets all steps: a rollout begins."""
+        self.rewards: list[Array] = []
+        self.raw_rewards: list[Array] = []
+        self.dones: list[Array] = []
+        self.time_limits: Array = np.zeros((0, 0), bool)
+        self._ends: list[tuple[int, int, Mapping[str, Any]]] = []
+        self.drawn: list[Any] = []
+        self.recurrence: list[Recurrence] = []
+        self.returns: list[float] = []
+        self.lengths: list[int] = []
+        self.times: list[int] = []
+        self.environment_seconds = 0.0
+
+    def lstm(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """The actor's LSTM was called."""
+        inputs, states = args
+        self._lstm = Recurrence(inputs[0].detach(), states, result[1])
+
+    def acted(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """The policy chose actions."""
+        self.drawn.append(drawn_from(self._model.policy))
+        if self._lstm is not None:
+            self.recurrence.append(self._lstm)
+        self._acted = time.perf_counter()
+
+    def stepped(self, given: Mapping[str, Any]) -> None:
+        """The environments answered; `given` are the local variables of the collecting loop."""
+        self.environment_seconds += time.perf_counter() - self._acted
+        dones = given["dones"]
+        self.rewards.append(given["rewards"].copy())  # a time limit's bootstrap will be added in place
+        if self._scaled is not None and self._scaled.norm_reward:
+            self.raw_rewards.append(self._scaled.get_original_reward())
+        if dones.any():
+            self._ends += [(len(self.dones), int(index), given["infos"][index]) for index in np.flatnonzero(dones)]
+        self.dones.append(dones.copy())
+
+    def finish(self) -> None:
+        """The rollout is whole: says which episodes ended in it, and which of them by a time limit."""
+        self.time_limits = np.zeros((len(self.dones), len(self._sums)), bool)
+        raw = np.stack(self.raw_rewards or self.rewards).astype(np.float64)
+        since = np.zeros(len(self._sums), np.int64)
+        for time_step, index, info in self._ends:
+            own = self._sums[index] + raw[since[index] : time_step + 1, index].sum()
+            self._finish(time_step, index, info, (own, self._lengths[index] + time_step + 1 - since[index]))
+            since[index] = time_step + 1
+        self._sums += [raw[first:, index].sum() for index, first in enumerate(since)]
+        self._lengths += len(raw) - since
+
+    def _finish(self, time_step: int, index: int, info: Mapping[str, Any], own: tuple[float, int]) -> None:
+        """An episode is over. A monitor's account of it wins over our own."""
+        known = info.get("episode")
+        if known is not None or self._whole[index]:
+            self.returns.append(float(known["r"] if known else own[0]))
+            self.lengths.append(int(known["l"] if known else own[1]))
+            self.times.append(time_step)
+        self._sums[index], self._lengths[index], self._whole[index] = 0.0, 0, True
+        limited = bool(info.get("TimeLimit.truncated", False)) and info.get("terminal_observation") is not None
+        self.time_limits[time_step, index] = limited
+
+    def states(self) -> Tensor | None:
+        """In which each step began, [T, layers, 2, B, H]; None for a feed-forward policy."""
+        return _pairs([step.before for step in self.recurrence])
+
+    def states_after(self) -> Tensor | None:
+        """In which each step ended, [T, layers, 2, B, H]."""
+        return _pairs([step.after for step in self.recurrence])
+
+
+def _pairs(states: list[tuple[Tensor, Tensor]]) -> Tensor | None:
+    if not states:
+        return None
+    hidden, memory = (torch.stack([pair[part] for pair in states]).detach() for part in (0, 1))
+    return torch.stack([hidden, memory], 2)

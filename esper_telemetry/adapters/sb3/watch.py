@@ -1,0 +1,200 @@
+"""One `learn` of one model, as events: from the taps on its policy, its buffer and its optimizer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from esper_telemetry.adapters.sb3.facts import Progress, groups_of, trainable
+from esper_telemetry.adapters.sb3.heads import Heads
+from esper_telemetry.adapters.sb3.minibatches import Minibatches
+from esper_telemetry.adapters.sb3.mirror import Mirror
+from esper_telemetry.adapters.sb3.passes import stored
+from esper_telemetry.adapters.sb3.replay import RolloutReplay
+from esper_telemetry.adapters.sb3.rollouts import recurrent_event, rollout_event
+from esper_telemetry.adapters.sb3.steps import Steps
+from esper_telemetry.adapters.sb3.taps import Heard, listen
+from esper_telemetry.adapters.sb3.trunk import Trunk
+from esper_telemetry.events import (
+    AfterUpdate,
+    BeforeUpdate,
+    EpisodeEnd,
+    RecurrentForward,
+    RolloutEnd,
+    TrunkBackward,
+    UpdateEnd,
+)
+from esper_telemetry.hooks import Hooks, Remover
+from esper_telemetry.telemetry import Telemetry
+
+
+class Watch:
+    """Follows a model until `leave`.
+
+    Args:
+        telemetry: is told what the model logs, and contains what goes wrong here.
+        model: of Stable-Baselines3, ready to learn.
+        heads: of its actions.
+        hooks: where events go.
+        before: what was done before, as axes are to count it.
+
+    Attributes:
+        progress: what is done by now.
+    """
+
+    def __init__(self, telemetry: Telemetry, model: Any, heads: Heads, hooks: Hooks, before: Progress) -> None:
+        self.progress = before
+        self._offset = before.env_step - model.num_timesteps
+        self._telemetry, self._model, self._heads, self._hooks = telemetry, model, heads, hooks
+        self._steps = Steps(model)
+        self._minibatches = Minibatches(model, heads, hooks)
+        self._mirror = Mirror(model.logger)
+        self._last_values: Tensor | None = None
+        self._replay: RolloutReplay | None = None
+        self._learning = False
+        self._began, self._cpu_began = time.perf_counter(), time.process_time()
+        self._always: list[Remover] = self._collecting_taps()
+        self._for_update: list[Remover] = []
+
+    def rollout_begins(self) -> None:
+        """The update before it, if there is one, is over."""
+        self.update_ends()
+        self._steps.begin()
+        self._began, self._cpu_began = time.perf_counter(), time.process_time()
+
+    def stepped(self, given: Mapping[str, Any]) -> None:
+        """The environments answered; `given` are the local variables of the collecting loop."""
+        self._steps.stepped(given)
+
+    def rollout_ends(self) -> None:
+        """Tells of the rollout, and prepares for the update it feeds."""
+        model, steps, before = self._model, self._steps, self.progress
+        steps.finish()
+        now, cpu = time.perf_counter(), time.process_time()
+        self._seconds = {"environment": steps.environment_seconds}
+        self._seconds["inference"] = max(0.0, now - self._began - steps.environment_seconds)
+        self._cpu_seconds = {"rollout": cpu - self._cpu_began}
+        self._began, self._cpu_began = now, cpu
+        self.progress = before._replace(update=before.update + 1, env_step=self._offset + model.num_timesteps)
+        self._learning = True
+        rollout = self._told_rollout() if self._hooks.wants(RolloutEnd) else None
+        self._minibatches.begin(rollout, {n: p for n, p in trainable(model.policy).items() if p.requires_grad})
+        self._for_update = self._update_taps()
+
+    def update_ends(self) -> None:
+        """Tells that an update is over; nothing where none was under way."""
+        if not self._learning:
+            return
+        self._learning = False
+        self._drop(self._for_update)
+        minibatches = self._minibatches
+        self._tell_minibatches()
+        before = self.progress
+        self.progress = before._replace(gradient_step=before.gradient_step + minibatches.step)
+        replay, self._replay = self._replay, None
+        seconds = {**self._seconds, "update": time.perf_counter() - self._began}
+        processor = {**self._cpu_seconds, "update": time.process_time() - self._cpu_began}
+        if replay is not None and self._hooks.wants(AfterUpdate):
+            self._hooks.emit(AfterUpdate(self.progress.update, replay))
+        self._telemetry.log(self._mirror.take())
+        rate = float(self._model.policy.optimizer.param_groups[0]["lr"])
+        epochs = minibatches.epoch + 1
+        self._hooks.emit(UpdateEnd(*self.progress, rate, seconds, epochs, cpu_seconds=processor))
+
+    def leave(self) -> None:
+        """Listens to nothing any more; a minibatch that is open is told of first."""
+        self._drop(self._for_update)
+        self._drop(self._always)
+        self._mirror.leave()
+        self._tell_minibatches()
+
+    def _tell_minibatches(self) -> None:
+        for done in self._minibatches.take():
+            self._telemetry.attempt(self._minibatches.tell, done)
+
+    def _told_rollout(self) -> RolloutEnd:
+        """Tells everything that is known before the first step."""
+        hooks, model, steps, progress = self._hooks, self._model, self._steps, self.progress
+        assert self._last_values is not None
+        places = {"update": progress.update, "env_step": progress.env_step}
+        rollout = rollout_event(model, steps, self._heads, self._last_values, **places)
+        hooks.emit(rollout)
+        if hooks.wants(RecurrentForward):
+            event = recurrent_event(model.policy, steps, max(1, model.n_envs // 4))
+            if event is not None:
+                hooks.emit(event)
+        if steps.returns and hooks.wants(EpisodeEnd):
+            hooks.emit(EpisodeEnd(progress.env_step, steps.returns, steps.lengths, steps.times))
+        if hooks.wants(BeforeUpdate) or hooks.wants(AfterUpdate):
+            kept = stored(model.rollout_buffer)
+            self._replay = RolloutReplay(model, self._heads, rollout, kept, steps.states_after())
+            hooks.emit(BeforeUpdate(progress.update, self._replay))
+        return rollout
+
+    def _collecting_taps(self) -> list[Remover]:
+        """On what is called while a rollout is collected."""
+        model, steps, contained = self._model, self._steps, self._contained
+        taps = [
+            listen(model.policy, "forward", steps.acted),  # of every step, and nothing in it can raise
+            listen(model.rollout_buffer, "compute_returns_and_advantage", self._keep_last_values),
+        ]
+        if hasattr(model.policy, "lstm_actor"):
+            taps.insert(0, listen(model.policy.lstm_actor, "forward", contained(steps.lstm)))
+        return taps
+
+    def _update_taps(self) -> list[Remover]:
+        """On what is called while minibatches are learned from."""
+        model, minibatches, contained = self._model, self._minibatches, self._contained
+        policy, buffer, optimizer = model.policy, model.rollout_buffer, model.policy.optimizer
+        handle = optimizer.register_step_post_hook(self._optimizer_stepped)
+        return [
+            listen(buffer, "get", minibatches.passed),
+            listen(buffer, "_get_samples", contained(minibatches.given)),
+            listen(policy, "evaluate_actions", contained(minibatches.evaluated)),
+            listen(policy, "parameters", self._timed(minibatches.clips)),
+            handle.remove,
+            *self._trunk_taps(),
+        ]
+
+    def _trunk_taps(self) -> list[Remover]:
+        """On what lies between the trunk and the heads."""
+        policy, minibatches, contained = self._model.policy, self._minibatches, self._contained
+        if not self._hooks.wants(TrunkBackward):
+            return []
+        trunk = Trunk(policy, self._hooks, lambda: (max(minibatches.epoch, 0), minibatches.step), self._telemetry)
+        heads = {"actor": policy.action_net, "critic": policy.value_net}
+        taps = [listen(net, "forward", contained(partial(trunk.head, which))) for which, net in heads.items()]
+        if groups_of(policy).get("shared"):
+            taps.append(listen(policy.features_extractor, "forward", contained(trunk.extracted)))
+        return taps
+
+    def _keep_last_values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:
+        self._last_values = kwargs["last_values"] if "last_values" in kwargs else args[0]
+
+    def _optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        with self._telemetry.clock:
+            self._telemetry.attempt(partial(self._minibatches.stepped, optimizer, args), kwargs)
+
+    def _contained(self, heard: Heard) -> Heard:
+        """The same, keeping to itself what it raises."""
+        attempt = self._telemetry.attempt
+        return lambda args, kwargs, result: attempt(partial(heard, args, kwargs), result)
+
+    def _timed(self, heard: Heard) -> Heard:
+        """The same, on telemetry's clock."""
+        contained, clock = self._contained(heard), self._telemetry.clock
+
+        def timed(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+            with clock:
+                contained(args, kwargs, result)
+
+        return timed
+
+    @staticmethod
+    def _drop(taps: list[Callable[[], None]]) -> None:
+        while taps:
+            taps.pop()()

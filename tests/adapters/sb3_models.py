@@ -1,0 +1,186 @@
+"""Small models of every algorithm of Stable-Baselines3 that `TelemetryCallback` watches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+from sb3_contrib import MaskablePPO, RecurrentPPO
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.vec_env import VecNormalize
+
+from esper_telemetry import Telemetry
+from esper_telemetry.adapters.sb3 import TelemetryCallback
+from esper_telemetry.journal import Run, read_run
+
+ROLLOUT = {"n_steps": 32, "device": "cpu", "seed": 3}
+MINIBATCHES: Mapping[str, Any] = {**ROLLOUT, "batch_size": 32, "n_epochs": 2}
+
+
+class MaskedToy(gym.Env[Any, Any]):
+    """Four arms, of which one that the observation names is forbidden; the arm after it pays 1. Ends after 10 steps."""
+
+    observation_space = spaces.Box(0, 1, (4,), np.float32)
+    action_space = spaces.Discrete(4)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps = 0
+        return self._next(), {}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert action != self._forbidden
+        reward = float(action == (self._forbidden + 1) % 4)
+        self._steps += 1
+        return self._next(), reward, False, self._steps >= 10, {}
+
+    def action_masks(self) -> Any:
+        return np.arange(4) != self._forbidden
+
+    def _next(self) -> Any:
+        self._forbidden = int(self.np_random.integers(4))
+        return np.eye(4, dtype=np.float32)[self._forbidden]
+
+
+class WithoutVelocities(gym.ObservationWrapper[Any, Any, Any]):
+    """CartPole-v1 that shows positions alone."""
+
+    def __init__(self, env: Any) -> None:
+        super().__init__(env)
+        self.observation_space = spaces.Box(-5, 5, (2,), np.float32)
+
+    def observation(self, observation: Any) -> Any:
+        return observation[::2]
+
+
+class Several(gym.Env[Any, Any]):
+    """An action of several parts, which pays 1 for zeros."""
+
+    observation_space = spaces.Box(-1, 1, (3,), np.float32)
+
+    def __init__(self, space: spaces.Space[Any]) -> None:
+        self.action_space = space
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps = 0
+        return self.np_random.uniform(-1, 1, 3).astype(np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._steps += 1
+        paid = float(np.mean(np.asarray(action) == 0))
+        return self.np_random.uniform(-1, 1, 3).astype(np.float32), paid, self._steps >= 7, False, {}
+
+
+class Pictures(gym.Env[Any, Any]):
+    """Noise to look at: 36 x 36 grey pixels."""
+
+    observation_space = spaces.Box(0, 255, (1, 36, 36), np.uint8)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return self._picture(), {}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self._picture(), float(action), bool(self.np_random.random() < 0.1), False, {}
+
+    def _picture(self) -> Any:
+        return self.np_random.integers(0, 256, (1, 36, 36), dtype=np.uint8)
+
+
+def cartpole(num_envs: int = 4) -> Any:
+    return make_vec_env("CartPole-v1", num_envs, seed=1)
+
+
+def masked_cartpole(num_envs: int = 4) -> Any:
+    return make_vec_env(lambda: WithoutVelocities(gym.make("CartPole-v1")), num_envs, seed=1)
+
+
+def ppo(**changes: Any) -> PPO:
+    return PPO("MlpPolicy", cartpole(), **{**MINIBATCHES, **changes})
+
+
+def ppo_alone(**changes: Any) -> PPO:
+    return PPO("MlpPolicy", cartpole(1), **{**MINIBATCHES, **changes})
+
+
+def pendulum(**changes: Any) -> PPO:
+    env = VecNormalize(make_vec_env("Pendulum-v1", 4, seed=1))
+    return PPO("MlpPolicy", env, **{**MINIBATCHES, "clip_range_vf": 0.2, **changes})
+
+
+def pendulum_sde(**changes: Any) -> PPO:
+    kwargs = {"squash_output": True}
+    settings = {**MINIBATCHES, "use_sde": True, "policy_kwargs": kwargs, **changes}
+    return PPO("MlpPolicy", make_vec_env("Pendulum-v1", 4, seed=1), **settings)
+
+
+def stopping_early(**changes: Any) -> PPO:
+    return ppo(**{"target_kl": 1e-5, "learning_rate": 0.01, "n_epochs": 4, **changes})
+
+
+def multi_discrete(**changes: Any) -> PPO:
+    env = make_vec_env(lambda: Several(spaces.MultiDiscrete([3, 2])), 4, seed=1)
+    return PPO("MlpPolicy", env, **{**MINIBATCHES, **changes})
+
+
+def multi_binary(**changes: Any) -> PPO:
+    env = make_vec_env(lambda: Several(spaces.MultiBinary(3)), 4, seed=1)
+    return PPO("MlpPolicy", env, **{**MINIBATCHES, **changes})
+
+
+def pictures(**changes: Any) -> PPO:
+    return PPO("CnnPolicy", make_vec_env(Pictures, 2, seed=1), **{**MINIBATCHES, **changes})
+
+
+def a2c(**changes: Any) -> A2C:
+    return A2C("MlpPolicy", cartpole(), **{**ROLLOUT, **changes})
+
+
+def recurrent(**changes: Any) -> RecurrentPPO:
+    kwargs = {"lstm_hidden_size": 16, "net_arch": [16], **changes.pop("policy_kwargs", {})}
+    return RecurrentPPO("MlpLstmPolicy", masked_cartpole(), policy_kwargs=kwargs, **{**MINIBATCHES, **changes})
+
+
+def recurrent_shared(**changes: Any) -> RecurrentPPO:
+    return recurrent(policy_kwargs={"shared_lstm": True, "enable_critic_lstm": False, "n_lstm_layers": 2}, **changes)
+
+
+def maskable(**changes: Any) -> MaskablePPO:
+    return MaskablePPO("MlpPolicy", make_vec_env(MaskedToy, 4, seed=1), **{**MINIBATCHES, **changes})
+
+
+MODELS: Mapping[str, Callable[..., Any]] = {
+    made.__name__: made
+    for made in (
+        *(ppo, ppo_alone, pendulum, pendulum_sde, stopping_early, multi_discrete, multi_binary, pictures),
+        *(a2c, recurrent, recurrent_shared, maskable),
+    )
+}
+
+
+def watched(
+    model: Any, run_dir: Path, *, steps: int = 384, level: str = "normal", sinks: Sequence[str] = (), **settings: Any
+) -> Run:
+    """The journal of a model that has learned under telemetry, in this process unless said otherwise."""
+    with Telemetry(sinks, run_dir=run_dir, level=level, **{"offload": False, **settings}) as telemetry:
+        model.learn(steps, callback=TelemetryCallback(telemetry))
+    return read_run(run_dir)
+
+
+def fingerprint(model: Any) -> dict[str, Any]:
+    """Weights, optimizer state and generators."""
+    moments = {
+        f"{index}.{name}": torch.as_tensor(moment)
+        for index, state in model.policy.optimizer.state_dict()["state"].items()
+        for name, moment in state.items()
+    }
+    chance = torch.as_tensor(np.random.get_state()[1].astype(np.int64))  # type: ignore[index] # the old generator's keys
+    return {**model.policy.state_dict(), **moments, "torch": torch.get_rng_state(), "numpy": chance}

@@ -1,0 +1,77 @@
+"""Three backends and the process beside the trainer; and `WandbCallback` on the same W&B run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import sb3_models
+from backends_read import BACKENDS, assert_the_same_numbers_in_all_four, wandb_entries, wandb_exit_codes, wandb_rows
+
+from esper_telemetry import read_run
+
+pytestmark = pytest.mark.sb3
+
+BESIDE = """
+import sys
+import wandb
+from stable_baselines3 import PPO
+from wandb.integration.sb3 import WandbCallback
+from esper_telemetry import Telemetry, WandbSink
+from esper_telemetry.adapters.sb3 import TelemetryCallback
+
+directory = sys.argv[1]
+run = wandb.init(mode="offline", dir=directory, project="beside", sync_tensorboard=True)
+model = PPO("MlpPolicy", "CartPole-v1", n_steps=64, batch_size=32, n_epochs=2, seed=1, device="cpu",
+            tensorboard_log=f"{directory}/theirs")
+theirs = WandbCallback(gradient_save_freq=2, model_save_path=f"{directory}/models", model_save_freq=50)
+with Telemetry([WandbSink(run=run)], run_dir=f"{directory}/run") as telemetry:
+    model.learn(256, callback=[theirs, TelemetryCallback(telemetry)])
+assert wandb.run is run
+run.finish()
+"""
+
+
+@pytest.mark.parametrize("name", ["recurrent", "pendulum"])
+def test_all_three_backends_hold_what_the_journal_holds(name: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    model = sb3_models.MODELS[name]()
+
+    run = sb3_models.watched(model, run_dir, sinks=list(BACKENDS), offload=True, close_timeout=60)
+
+    assert [record.axes.env_step for record in run.records] == [128, 256, 384]
+    assert "sb3/train/approx_kl" in run.records[-1].values
+    assert_the_same_numbers_in_all_four(run_dir)
+
+
+def test_a_process_beside_the_trainer_measures_what_the_trainer_would(tmp_path: Path) -> None:
+    beside, here = (
+        sb3_models.watched(sb3_models.recurrent(), tmp_path / str(offload), offload=offload, level="debug").records
+        for offload in (True, False)
+    )
+
+    assert [measured(record.values) for record in beside] == [measured(record.values) for record in here]
+
+
+def measured(values: Mapping[str, float]) -> dict[str, float]:
+    timed = ("perf/", "telemetry/", "train/env_steps_per_second", "sb3/time/")
+    return {key: value for key, value in values.items() if not key.startswith(timed)}
+
+
+def test_both_callbacks_share_one_run_of_wandb(tmp_path: Path) -> None:
+    """Their rows and ours, models, gradients; each record once, and the run ends as its owner ends it."""
+    done = subprocess.run([sys.executable, "-c", BESIDE, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+    entries = wandb_entries(tmp_path)
+    rows, records = wandb_rows(entries), read_run(tmp_path / "run").records
+    ours = [row for row in rows if "policy/kl" in row]
+    assert [row["policy/kl"] for row in ours] == [record.values["policy/kl"] for record in records]
+    assert [row["axis/env_step"] for row in ours] == [64, 128, 192, 256]
+    assert any("rollout/ep_rew_mean" in row or "train/loss" in row for row in rows if row not in ours)
+    assert any(key.startswith("gradients/") for row in rows for key in row)
+    assert (tmp_path / "models/model.zip").exists()
+    assert wandb_exit_codes(entries) == [0]

@@ -1,0 +1,47 @@
+"""Four runs that people break: the callback names the cause while they train, and is silent where nothing is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sb3_broken
+
+from esper_telemetry import Alarm, Telemetry
+from esper_telemetry.adapters.sb3 import TelemetryCallback
+from esper_telemetry.detectors import Thresholds
+
+pytestmark = pytest.mark.sb3
+
+QUIET = Thresholds(off=frozenset({"telemetry/overhead"}))
+"""Tests share their cores: what telemetry costs is judged by the benchmark."""
+
+CAUSES = {
+    "learning_rate_x100": {"opt/update_too_large", "policy/kl_spike"},
+    "reward_1e4": {"grad/actor_starved"},
+    "other_observations": {"integrity/ratio_init"},
+    "dead_relu": {"repr/dormant"},
+}
+
+
+def alarms_of(model: Any, updates: int) -> list[Alarm]:
+    """Raised while it trains, as `on_alarm` hears them."""
+    heard: list[Alarm] = []
+    with Telemetry([], run_dir=None, detect=QUIET) as telemetry:
+        telemetry.on_alarm(heard.append)
+        model.learn(updates * sb3_broken.ROLLOUT, callback=TelemetryCallback(telemetry))
+        live = list(heard)
+    return [alarm for alarm in live if alarm.event == "raise"]
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_the_first_incident_is_put_down_to_what_was_broken(name: str) -> None:
+    first = alarms_of(getattr(sb3_broken, name)(), updates=8)[0]
+
+    assert first.type in CAUSES[name]
+    assert first.cause in CAUSES[name]
+    assert first.axes.update <= 5
+
+
+def test_a_healthy_run_is_silent() -> None:
+    assert [alarm.type for alarm in alarms_of(sb3_broken.healthy(), updates=12)] == []

@@ -1,0 +1,236 @@
+"""What `TelemetryCallback` reports, against a second computation from the saved rollout, policy and generators."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sb3_models
+import torch
+from gymnasium import spaces
+from stable_baselines3.common.callbacks import BaseCallback
+from torch import Tensor
+
+from esper_telemetry import Telemetry, read_run
+from esper_telemetry.adapters.sb3 import TelemetryCallback
+from esper_telemetry.record import Record
+
+pytestmark = pytest.mark.sb3
+
+CASES = ("ppo", "pendulum", "recurrent", "maskable", "a2c", "multi_discrete", "pictures")
+
+
+class Saving(BaseCallback):
+    """Keeps what every update begins with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[tuple[Any, Any, Any]] = []
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_end(self) -> None:
+        model: Any = self.model
+        self.kept.append((copy.deepcopy(model.rollout_buffer), copy.deepcopy(model.policy), np.random.get_state()))
+
+
+class Again:
+    """An update, done once more from what was saved, in plain torch."""
+
+    def __init__(self, model: Any, buffer: Any, policy: Any, chance: Any) -> None:
+        self.model, self.policy = model, policy
+        self.log_ratio: list[Tensor] = []
+        self.entropy: list[Tensor] = []
+        self.used: list[Tensor] = []
+        self.norms: list[dict[str, float]] = []
+        self.policy_losses: list[float] = []
+        self.value_losses: list[float] = []
+        before = np.random.get_state()
+        np.random.set_state(chance)
+        policy.set_training_mode(True)
+        for _ in range(getattr(model, "n_epochs", 1)):
+            for samples in buffer.get(getattr(model, "batch_size", None)):
+                self.step(samples)
+        np.random.set_state(before)
+
+    def step(self, samples: Any) -> None:
+        actions = samples.actions
+        if isinstance(self.model.action_space, spaces.Discrete):
+            actions = actions.long().flatten()
+        more: list[Any] = [samples.lstm_states, samples.episode_starts] if hasattr(samples, "lstm_states") else []
+        named: dict[str, Any] = {"action_masks": samples.action_masks} if hasattr(samples, "action_masks") else {}
+        values, log_probs, entropy = self.policy.evaluate_actions(samples.observations, actions, *more, **named)
+        keep = samples.mask.bool() if hasattr(samples, "mask") else torch.ones(len(log_probs), dtype=torch.bool)
+        log_probs, old = log_probs[keep], samples.old_log_prob[keep]
+        advantages, values, returns = samples.advantages[keep], values.flatten()[keep], samples.returns[keep]
+        if self.model.normalize_advantage:
+            advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        ratio = (log_probs - old).exp()
+        if hasattr(self.model, "clip_range"):
+            loss = -torch.min(advantages * ratio, advantages * ratio.clamp(0.8, 1.2)).mean()
+        else:
+            loss = -(advantages * log_probs).mean()
+        if getattr(self.model, "clip_range_vf", None) is not None:
+            old_values = samples.old_values[keep]
+            values = old_values + (values - old_values).clamp(-0.2, 0.2)
+        error = (returns - values).square().mean()
+        total = loss + self.model.vf_coef * error - self.model.ent_coef * entropy[keep].mean()
+        self.policy.optimizer.zero_grad()
+        total.backward()
+        self.norms.append(self._norms())
+        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.model.max_grad_norm)
+        self.policy.optimizer.step()
+        self.log_ratio.append((log_probs - old).detach())
+        self.entropy.append(entropy[keep].detach())
+        self.used.append(advantages.detach())
+        self.policy_losses.append(loss.item())
+        self.value_losses.append(error.item() / 2)
+
+    def _norms(self) -> dict[str, float]:
+        squares = {
+            name: p.grad.square().sum().item() for name, p in self.policy.named_parameters() if p.grad is not None
+        }
+        whole = sum(squares.values()) ** 0.5
+        of = {
+            "actor": ("policy_net", "action_net", "lstm_actor", "log_std"),
+            "critic": ("value_net", "lstm_critic"),
+            "lstm": ("lstm_",),
+            "shared": ("features_extractor.",),
+        }
+        found = {
+            group: sum(square for name, square in squares.items() if any(part in name for part in parts)) ** 0.5
+            for group, parts in of.items()
+        }
+        return {**found, "global": whole, "applied": min(whole, self.model.max_grad_norm)}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def both(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Any, Any, list[Record]]:
+    model, saving = sb3_models.MODELS[request.param](), Saving()
+    run_dir = tmp_path_factory.mktemp("sb3") / "run"
+    with Telemetry([], run_dir=run_dir, offload=False) as telemetry:
+        model.learn(384, callback=[TelemetryCallback(telemetry), saving])
+    return request.param, model, saving.kept, list(read_run(run_dir).records)
+
+
+@pytest.fixture(scope="module")
+def updates(both: tuple[str, Any, Any, list[Record]]) -> list[tuple[Any, Again, Mapping[str, float]]]:
+    """The saved buffer, the second computation and the record of each update."""
+    _, model, kept, records = both
+    assert len(kept) == len(records) >= 3
+    return [
+        (copy.deepcopy(k[0]), Again(model, *copy.deepcopy(k)), r.values) for k, r in zip(kept, records, strict=True)
+    ]
+
+
+def close(value: float, rel: float = 2e-4, abs: float = 1e-7) -> Any:
+    return pytest.approx(value, rel=rel, abs=abs)
+
+
+def test_ratios_of_every_minibatch(updates: Any) -> None:
+    for _, again, values in updates:
+        rows = torch.cat(again.log_ratio).double()
+        ratio = rows.exp()
+        assert values["policy/kl"] == close((ratio - 1 - rows).mean().item(), abs=1e-6)
+        assert values["policy/ratio/max"] == close(ratio.max().item())
+        assert values["policy/ratio/min"] == close(ratio.min().item())
+        assert values["integrity/ratio_init"] <= 1e-6
+        assert values["integrity/ratio_init"] == close(again.log_ratio[0].abs().max().item(), abs=1e-6)
+        if "policy/clip_frac" in values:
+            moved = torch.cat(again.log_ratio[1:]).exp()  # before the first step nothing can have left the trust region
+            assert values["policy/clip_frac"] == close(((moved - 1).abs() > 0.2).double().mean().item(), abs=1e-3)
+
+
+def test_divergence_of_the_last_epoch_is_what_they_log(both: Any) -> None:
+    name, _, _, records = both
+    if name == "a2c":
+        pytest.skip("A2C logs none")
+    for record in records:
+        assert record.values["policy/kl_last"] == close(record.values["sb3/train/approx_kl"], abs=1e-6)
+        assert record.values["value/explained_variance"] == close(
+            record.values["sb3/train/explained_variance"], abs=1e-4
+        )
+
+
+def test_gradients_before_and_after_clipping_by_group(updates: Any) -> None:
+    for _, again, values in updates:
+        for group in ("global", "actor", "critic", "lstm", "shared"):
+            wanted = float(np.mean([norms[group] for norms in again.norms]))
+            assert values.get(f"grad/{group}/norm_preclip", 0.0) == close(wanted), group
+        assert values["grad/global/norm_postclip"] == close(float(np.mean([norms["applied"] for norms in again.norms])))
+
+
+def test_losses_and_entropy(updates: Any) -> None:
+    for _, again, values in updates:
+        assert values["policy/entropy"] == close(torch.cat(again.entropy).mean().item(), abs=1e-5)
+        counts = [len(rows) for rows in again.log_ratio]
+        assert values["loss/policy"] == close(float(np.average(again.policy_losses, weights=counts)), abs=1e-6)
+        assert values["loss/value"] == close(float(np.average(again.value_losses, weights=counts)))
+
+
+def test_advantages_before_normalisation_and_as_used(updates: Any) -> None:
+    for buffer, again, values in updates:
+        advantages, returns = buffer.advantages.astype(np.float64), buffer.returns.astype(np.float64)
+        assert values["adv/raw/mean"] == close(advantages.mean(), abs=1e-6)
+        assert values["adv/raw/std"] == close(advantages.std())
+        assert values["ret/mean"] == close(returns.mean(), abs=1e-6)
+        assert values["adv/norm/mean"] == close(torch.cat(again.used).double().mean().item(), abs=1e-5)
+        fit = 1 - (returns - buffer.values).var() / returns.var()
+        assert values["value/explained_variance"] == close(fit, abs=1e-5)
+        assert values["integrity/gae_identity"] < 1e-5
+
+
+def test_temporal_differences_know_termination_from_a_time_limit(updates: Any) -> None:
+    """Their GAE with λ = 0 is the temporal difference: the buffer's own recursion, undone."""
+    for buffer, again, values in updates:
+        model = again.model
+        carry = np.zeros_like(buffer.advantages)
+        carry[:-1] = model.gamma * model.gae_lambda * (1 - buffer.episode_starts[1:]) * buffer.advantages[1:]
+        assert values["value/td/mean"] == close((buffer.advantages - carry).mean(), rel=1e-3, abs=1e-5)
+
+
+def test_steps_are_those_of_the_data(both: Any) -> None:
+    name, model, kept, records = both
+    rollout = model.n_steps * model.n_envs
+    assert [record.axes.env_step for record in records] == [rollout * (index + 1) for index in range(len(kept))]
+    assert [record.axes.update for record in records] == list(range(1, len(kept) + 1))
+    if name != "a2c":  # which dumps every hundredth update
+        assert [r.values["sb3/time/total_timesteps"] for r in records] == [r.axes.env_step for r in records]
+    per_update = sum(1 for _ in copy.deepcopy(kept[0][0]).get(getattr(model, "batch_size", None)))
+    per_update *= getattr(model, "n_epochs", 1)
+    assert records[-1].axes.gradient_step == per_update * len(records)
+
+
+def test_episodes_are_those_of_the_monitor(both: Any) -> None:
+    name, model, _, records = both
+    recent = [episode["r"] for episode in model.ep_info_buffer]
+    if recent:
+        assert records[-1].values["episode/return_mean_100"] == close(float(np.mean(recent)))
+    assert sum(record.values.get("episode/count", 0) for record in records) == len(recent), name
+
+
+def test_memory_is_described(both: Any) -> None:
+    name, _, kept, records = both
+    known = {"lstm/h/rms", "lstm/gate/forget/mean", "lstm/reset_frac"} & set(records[0].values)
+    memory = {key for key in records[0].values if key.startswith("lstm/")}
+    assert bool(memory) == (name == "recurrent"), known
+    if name == "recurrent":
+        buffer = kept[-1][0]
+        alive = 1 - buffer.episode_starts[:, None, :, None]
+        wanted = float(np.sqrt(np.square(buffer.hidden_states_pi * alive).mean()))
+        assert records[-1].values["lstm/h/rms"] == close(wanted, rel=1e-3)
+        assert any("gate" in key or "forget" in key for key in memory)
+
+
+def test_forbidden_actions_are_never_chosen(tmp_path: Path) -> None:
+    records = sb3_models.watched(sb3_models.maskable(), tmp_path).records
+
+    assert all(record.values["integrity/mask_violation"] == 0 for record in records)
+    assert all(record.values["policy/entropy"] <= np.log(3) + 1e-6 for record in records)
