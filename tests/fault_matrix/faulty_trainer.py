@@ -48,7 +48,9 @@ def paced(trainer: PPO, telemetry: Telemetry, flags: list[str], counter: Path, s
     """Waits for the update's time, and notes how many there have been."""
     if not started[0]:
         started[:] = [time.perf_counter(), time.thread_time()]
-    counter.write_text(str(trainer.updates))
+    draft = counter.with_suffix(".new")
+    draft.write_text(str(trainer.updates))
+    draft.replace(counter)  # a process that is killed here leaves the number before
     if trainer.updates == AT_UPDATE:
         if "--fork" in flags:
             forked(telemetry)
