@@ -8,7 +8,7 @@ SEEDS = (
     AlarmType(
         "seed/explode",
         ("seed/exploding", "seed/exploding_frac", "seed/grad/norm"),
-        "The gradient of a seed is ten times its clip limit or more.",
+        "The gradient of a seed is many times its clip limit, or those of many seeds are ten times theirs.",
         "Lower the learning rate of seeds, or blend them more slowly; the watchdog gives back weights that are lost (env/rollbacks).",
     ),
     AlarmType(

@@ -123,6 +123,7 @@ FIXED: Mapping[str, float] = {
     "lstm/staleness": 0.15,
     "lstm/staleness_first": 1e-7,
     "seed/exploding": 0.2,
+    "seed/exploding_frac": 0.001,
     "seed/vanishing": 0.0,
     "seed/cause/dormant": 0.1,
     "seed/germinated": 30.0,

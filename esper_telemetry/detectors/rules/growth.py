@@ -18,12 +18,12 @@ SMOOTH = 0.2
 
 
 def explode(view: View) -> Iterator[Finding]:
-    """A seed's gradient is far beyond its clip limit."""
+    """A seed's gradient is far beyond its clip limit, or those of many are beyond ten times theirs."""
     value, limit = view.get(EXPLODING), view.limits.seed_exploding
     if value is not None:
         share = view.get("seed/exploding_frac") or 0.0
         yield Finding(
-            min(1.0, 0.5 * value / limit),
+            min(1.0, 0.5 * max(value / limit, share / view.limits.seed_exploding_frac)),
             EXPLODING,
             value,
             limit,
@@ -111,7 +111,7 @@ RULES = (
         optional=True,
         duration=5,
         evidence=("seed/*", "env/rollbacks"),
-        source=SEVERITY,
+        source="Of a thousand healthy seeds and epochs one passes ten clip limits for a minibatch; none passes thirty.",
     ),
     Rule(
         type="seed/vanish",

@@ -156,8 +156,9 @@ class SeedGradients(MetricGroup):
             low=0.0,
             high=1.0,
             healthy="< 0.5",
-            critical="≥ 0.5, ten times the clip limit",
-            source="TELE-514 of the older system: ten clip limits; here over the whole epoch, before clipping",
+            warn="≥ 0.5, ten times the clip limit",
+            critical="≥ 0.75, 32 times the clip limit",
+            source="TELE-514 of the older system: a flag from ten clip limits on; here over the whole epoch, before clipping",
             undefined=NO_SEED,
         )
     )
