@@ -1,6 +1,7 @@
 """Settings that were tuned for known tasks, as data; each names the environments that step together and what differs.
 
-Every entry is measured over five seeds by `tests/ppo/test_ppo_learning.py`.
+Every entry is measured over five seeds by `tests/ppo/test_ppo_learning.py`, or for morphogenesis by
+`tests/environments/morphogenesis/test_growing_learning.py`.
 """
 
 from __future__ import annotations
