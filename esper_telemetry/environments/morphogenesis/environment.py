@@ -221,7 +221,6 @@ class Morphogenesis:
         self.colony.roll_back(panic, lost)
         slots.enter(lost, Stage.PRUNED, self._host.val_accuracy)
         slots.empty_out(lost)
-        slots.set(lost, leaving=0)
         return lost
 
     def _look(self, result: Result, outcome: Outcome) -> HostState:
