@@ -42,11 +42,13 @@ class Train:
     """
 
     env: str
-    """Gymnasium id, module:Id, or cue-recall; required but with --resume."""
+    """Gymnasium id, module:Id, cue-recall or morphogenesis; required but with --resume."""
     resume: str | None = None
     """Go on with the run in this directory, from its latest checkpoint and with its settings.
 
     --total-steps and most others may change; sinks are replaced by those given."""
+    task: Literal["synthetic", "digits", "text"] = "synthetic"
+    """What the hosts of morphogenesis learn. There --policy may also be heuristic, oracle or random, which learn nothing."""
     mask_velocity: bool = False
     """Hide the velocities of a classic-control task, so that it needs memory: --policy lstm."""
     preset: Literal["auto", "none"] = "auto"

@@ -275,7 +275,21 @@ def _places(segments: int) -> Iterator[tuple[int, int]]:
         yield from ((start, length) for start in (0, segments - length))
 
 
-LABELS = ("head", "group", "layer", "pair", "normalizer", "sink", "part", "gate")
+LABELS = (
+    "head",
+    "group",
+    "layer",
+    "pair",
+    "normalizer",
+    "sink",
+    "part",
+    "gate",
+    "stage",
+    "op",
+    "cause",
+    "component",
+    "reason",
+)
 """Labels that stand for one segment of a key."""
 
 WHOLE_KEYS = ("key",)

@@ -61,7 +61,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"clock", "detecting", "failure", "ranks", "recorder", "relay", "response", "sampling", "sinks", "summary"}
     | {"gradient_tap", "watched", "window", "writer"},
     "wiring": CORE | {"clock", "events", "hooks", "metrics", "replay", "summary", "telemetry"},
-    "environments": set(),
+    "environments": {"events", "hooks"},
     "adapters": {"environments", "events", "hooks", "metric", "ops", "record", "replay", "telemetry", "wiring"},
     "ppo": {"environments", "ops", "hooks", "events", "replay"},
     "testing": {"record", "journal", "relay", "sinks"},

@@ -209,7 +209,7 @@ def test_the_page_explains_every_metric_and_its_links_lead_somewhere() -> None:
 
 def test_families_of_the_dashboards_have_a_chapter() -> None:
     """Except those of environments and of users, which are not in the catalogue."""
-    assert set(FAMILIES) - CHAPTERS.keys() <= {"task", "seed"}
+    assert set(FAMILIES) - CHAPTERS.keys() <= {"task"}
 
 
 def test_an_entry_leads_from_the_chart_to_what_to_try() -> None:

@@ -5,6 +5,7 @@ The bounds behind them stand with the metrics that they read; `reads` names keys
 
 from __future__ import annotations
 
+from esper_telemetry.alarms.growth import SEEDS
 from esper_telemetry.alarms.kind import AlarmType
 from esper_telemetry.alarms.learning import ADVANTAGES, INTEGRITY, NUMERICS, POLICY, TASK, TELEMETRY, VALUE
 from esper_telemetry.alarms.network import GRADIENTS, MEMORY, OPTIMIZER, REPRESENTATION
@@ -21,6 +22,7 @@ ALARMS = (
     *OPTIMIZER,
     *REPRESENTATION,
     *MEMORY,
+    *SEEDS,
     *TASK,
     *TELEMETRY,
 )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 KEPT: Final = (
     "total_steps",
     "env",
+    "task",
     "mask_velocity",
     "num_envs",
     "device",
@@ -29,7 +30,7 @@ KEPT: Final = (
 )
 """Options, besides those of `PPOConfig`, that a run keeps with itself as they are."""
 
-FIXED: Final = ("env", "mask_velocity", "num_envs")
+FIXED: Final = ("env", "task", "mask_velocity", "num_envs")
 FIXED_PPO: Final = (
     "policy",
     "hidden_sizes",
@@ -60,7 +61,7 @@ def saved_options(form: Callable[..., Train], run_dir: str) -> Train:
     Raises WrongUse where it holds no run of ours.
     """
     config, facts = _kept(run_dir)
-    settings = {name: config[name] for name in KEPT}
+    settings = {name: config[name] for name in KEPT if name in config}
     level = facts.get("level", "normal")
     return form(**settings, resume=run_dir, level=level, ppo=_ppo(config), preset_name=config["preset"], sink=())
 

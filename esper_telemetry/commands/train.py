@@ -28,13 +28,15 @@ from esper_telemetry.commands.ranks import (
 )
 from esper_telemetry.commands.summary import Summary
 from esper_telemetry.detectors import Thresholds
-from esper_telemetry.environments import Layout, make_env
+from esper_telemetry.environments import Layout, Morphogenesis, make_env
 from esper_telemetry.environments.observations import layout_of
 from esper_telemetry.environments.protocol import Environment
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.metric import segment
 from esper_telemetry.ppo import PPO, Checkpoints, PPOConfig
+from esper_telemetry.ppo.config import SCRIPTED
 from esper_telemetry.ppo.ranks import Ranks
+from esper_telemetry.ppo.scripted import ScriptedRun
 from esper_telemetry.profiling import UpdateProfiler
 from esper_telemetry.record import Level, RunStatus
 from esper_telemetry.sinks import Sink, SinkLike, as_sink
@@ -66,9 +68,11 @@ def train(options: Train) -> int:
     with process_group(options.device):
         prepared = agreed(partial(_prepared, options))
         with wrong_use():
-            trainer = PPO(prepared.env, options.ppo, device=prepared.device)
+            trainer = _trainer(prepared, options)
             beginning = (
-                agreed(partial(resume.load_checkpoint, trainer, options)) if options.resume else _preset(options)
+                agreed(partial(resume.load_checkpoint, trainer, options))
+                if options.resume and isinstance(trainer, PPO)
+                else _preset(options)
             )
             summary = Summary(prepared.sinks)
             telemetry = _telemetry([*prepared.sinks, summary.observe], options)
@@ -78,6 +82,33 @@ def train(options: Train) -> int:
         if first():
             summary.show(telemetry)
         return code
+
+
+def _trainer(prepared: Prepared, options: Train) -> PPO | ScriptedRun:
+    """What acts in the environments, and learns unless its policy is a script."""
+    if options.ppo.policy in SCRIPTED:
+        assert isinstance(prepared.env, Morphogenesis)
+        return ScriptedRun(prepared.env, options.ppo)
+    return PPO(prepared.env, options.ppo, device=prepared.device)
+
+
+def _check_task(options: Train) -> None:
+    """Refuses what belongs to morphogenesis where the environment is another, and what a script cannot do."""
+    grows, scripted = options.env == Morphogenesis.name, options.ppo.policy in SCRIPTED
+    if options.task != "synthetic" and not grows:
+        raise WrongUse(f"--task {options.task} is for --env morphogenesis, got --env {options.env}")
+    if scripted and not grows:
+        raise WrongUse(f"--policy {options.ppo.policy} is for --env morphogenesis, got --env {options.env}")
+    if scripted and (options.eval_every > 0 or options.resume):
+        name, what = ("--eval-every", "evaluate") if options.eval_every > 0 else ("--resume", "go on with")
+        raise WrongUse(f"--policy {options.ppo.policy} does not learn, so {name} has nothing to {what}")
+
+
+def _make_env(options: Train, num_envs: int, device: torch.device) -> Environment:
+    """The environments; what morphogenesis needs besides goes to it alone."""
+    grown: dict[str, Any] = {"task": options.task, "gamma": options.ppo.gamma, "device": device}
+    extra = grown if options.env == Morphogenesis.name else {}
+    return make_env(options.env, num_envs=num_envs, mask_velocity=options.mask_velocity, **extra)
 
 
 def _check_profile(options: Train) -> None:
@@ -90,6 +121,7 @@ def _check_profile(options: Train) -> None:
 def _prepared(options: Train) -> Prepared:
     _check_numbers(options)
     _check_profile(options)
+    _check_task(options)
     _thresholds(options)
     device = _device(own_device(options.device))
     size = Ranks.current().size
@@ -97,7 +129,7 @@ def _prepared(options: Train) -> Prepared:
         resume.check_ranks(options.resume, size)
     if options.num_envs % size:
         raise WrongUse(f"num_envs must be a multiple of the {size} processes, got {options.num_envs}")
-    env = make_env(options.env, num_envs=options.num_envs // size, mask_velocity=options.mask_velocity)
+    env = _make_env(options, options.num_envs // size, device)
     _choose_threads(options, layout_of(env))
     return Prepared(env, device, [as_sink(sink) for sink in options.sink or ("console",)] if first() else [])
 
@@ -163,10 +195,10 @@ def _device(name: str) -> torch.device:
         raise WrongUse(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
-def _run(trainer: PPO, telemetry: Telemetry, options: Train) -> int:
+def _run(trainer: PPO | ScriptedRun, telemetry: Telemetry, options: Train) -> int:
     try:
         with _stopped_by_signals(trainer) as came, telemetry, watching_ranks(partial(_give_up, telemetry)):
-            if first():
+            if first() and isinstance(trainer, PPO):
                 _evaluate(trainer, options)
             with _profiled(trainer, telemetry, options):
                 checkpoints = _checkpoints(trainer, telemetry, options)
@@ -186,7 +218,7 @@ def _run(trainer: PPO, telemetry: Telemetry, options: Train) -> int:
     return code
 
 
-def _code(trainer: PPO, options: Train, number: int) -> int:
+def _code(trainer: PPO | ScriptedRun, options: Train, number: int) -> int:
     """The exit code of training that returned after that signal, 0 for none; one that has all its steps is done all the same."""
     if not number or trainer.env_steps >= options.total_steps:
         return DONE
@@ -205,7 +237,7 @@ def _say(lost: RankLostError) -> None:
 
 
 @contextmanager
-def _profiled(trainer: PPO, telemetry: Telemetry, options: Train) -> Iterator[None]:
+def _profiled(trainer: PPO | ScriptedRun, telemetry: Telemetry, options: Train) -> Iterator[None]:
     """Attaches telemetry; within, some updates are traced if that was asked for."""
     if not options.profile or telemetry.run_dir is None or not first():
         attach(telemetry, trainer)
@@ -225,8 +257,8 @@ def _profiler(options: Train, run_dir: Path) -> UpdateProfiler:
     return UpdateProfiler(run_dir / "profile", wait=wait, warm_up=warm_up, active=active)
 
 
-def _checkpoints(trainer: PPO, telemetry: Telemetry, options: Train) -> Checkpoints | None:
-    if options.checkpoint_every <= 0 or telemetry.run_dir is None:
+def _checkpoints(trainer: PPO | ScriptedRun, telemetry: Telemetry, options: Train) -> Checkpoints | None:
+    if options.checkpoint_every <= 0 or telemetry.run_dir is None or isinstance(trainer, ScriptedRun):
         return None
     return Checkpoints(trainer, telemetry.run_dir / "checkpoints", every=options.checkpoint_every)
 
@@ -235,7 +267,7 @@ def _evaluate(trainer: PPO, options: Train) -> None:
     """Evaluates whenever training passes a multiple of so many steps; what is found joins the record of the update it precedes."""
     if options.eval_every <= 0:
         return
-    env = make_env(options.env, num_envs=options.eval_episodes, mask_velocity=options.mask_velocity)
+    env = _make_env(options, options.eval_episodes, _device(own_device(options.device)))
     passed = trainer.env_steps // options.eval_every
 
     def evaluate(event: RolloutEnd) -> None:
@@ -248,7 +280,7 @@ def _evaluate(trainer: PPO, options: Train) -> None:
 
 
 @contextmanager
-def _stopped_by_signals(trainer: PPO) -> Iterator[list[int]]:
+def _stopped_by_signals(trainer: PPO | ScriptedRun) -> Iterator[list[int]]:
     """Within it SIGTERM and Ctrl-C end training after the update in progress; yields the signals that came.
 
     A second Ctrl-C ends one process at once. Where several train, each gets the signal at another moment, and all have to stop after the

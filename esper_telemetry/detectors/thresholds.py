@@ -165,6 +165,12 @@ class Thresholds:
     bias_high: float = above(1.5, "end of that ramp")
     bias_share: float = above(0.3, "critic's mean error relative to the size of returns, with that")
 
+    seed_exploding: float = above(0.75, "severity of the largest gradient of a seed; 0.75 is 32 times its clip limit")
+    seed_exploding_frac: float = above(0.05, "share of the seeds that learn whose gradients are beyond ten clip limits")
+    seed_vanishing: float = above(0.5, "severity of the vanishing of seeds' gradients, on average")
+    seed_dormant: float = above(0.6, "share of the seeds that learn which the loss hardly reaches")
+    seed_score_drop: float = above(0.05, "accuracy by which hosts are worth less in the end than they were")
+
     episodes_updates: float = count(20, "updates without the end of an episode, at least")
     episodes_factor: float = count(5, "times the longest such gap so far, at least")
     return_drop: float = above(0.6, "share of what was learned that is lost")

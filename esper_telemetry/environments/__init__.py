@@ -1,8 +1,9 @@
-"""Environments for the bundled trainer: the protocols they follow, the bridge to Gymnasium, and a task of our own."""
+"""Environments for the bundled trainer: the protocols they follow, the bridge to Gymnasium, and tasks of our own."""
 
 from esper_telemetry.environments.cue_recall import CueRecall
 from esper_telemetry.environments.gymnasium import GymnasiumEnvironment
 from esper_telemetry.environments.make import make_env
+from esper_telemetry.environments.morphogenesis import Morphogenesis
 from esper_telemetry.environments.observations import Image, Layout, Structured
 from esper_telemetry.environments.protocol import (
     ActionSpec,
@@ -22,6 +23,7 @@ __all__ = [
     "Image",
     "Layout",
     "Masked",
+    "Morphogenesis",
     "Step",
     "Structured",
     "TensorEnvironment",

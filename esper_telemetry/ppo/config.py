@@ -11,6 +11,8 @@ LARGEST_SEED = 2**32 - 1
 LOG_STD_RANGE = (-5.0, 2.0)
 """Between which a log standard deviation that depends on the state is held; as in CleanRL's soft actor-critic."""
 POLICIES = ("mlp", "lstm", "gru")
+SCRIPTED = ("heuristic", "oracle", "random")
+"""Policies of morphogenesis that do not learn: `ScriptedRun` takes them, `PPO` does not."""
 PRECISIONS = ("fp32", "bf16")
 
 
@@ -40,7 +42,8 @@ class PPOConfig:
         advantage_std_floor: smallest standard deviation to divide by.
         normalize_observations: to mean 0 and standard deviation 1, by running statistics.
         normalize_rewards: divides them by the running standard deviation of the discounted return.
-        policy: `mlp`, `lstm` or `gru`; the latter two remember the episode.
+        policy: `mlp`, `lstm` or `gru`; the latter two remember the episode. In morphogenesis also `heuristic`, `oracle` and `random`,
+            which learn nothing.
         hidden_sizes: widths of the hidden layers of actor and critic; behind the memory of a recurrent policy.
         encoder_sizes: widths of the hidden layers before the memory of a recurrent policy.
         lstm_size: width of the recurrent state, of either kind.
@@ -109,7 +112,8 @@ class PPOConfig:
             require(value is None or value > 0, f"{name} must be positive", value)
         final = self.final_entropy_coef
         require(final is None or final >= 0, "final_entropy_coef must not be negative", final)
-        require(self.policy in POLICIES, f"policy must be one of {', '.join(POLICIES)}", self.policy)
+        known = (*POLICIES, *SCRIPTED)
+        require(self.policy in known, f"policy must be one of {', '.join(known)}", self.policy)
         hidden = len(self.hidden_sizes) > 0 or self.policy != "mlp"
         require(hidden, "hidden_sizes must name at least one layer", self.hidden_sizes)
         for name in ("hidden_sizes", "encoder_sizes"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from esper_telemetry.environments.protocol import Environment, TensorEnvironment
 from esper_telemetry.environments.tensor import on_host
+from esper_telemetry.hooks import Hooks
 from esper_telemetry.ppo.collector import Collector
 from esper_telemetry.ppo.normalizer import Normalizers
 from esper_telemetry.ppo.policy import ActorCritic
@@ -19,3 +20,9 @@ def collector_for(
     if env.device.type == policy.value.weight.device.type == "cpu":
         return Collector(on_host(env), policy, num_steps, seed, normalizers, greedy=greedy)
     return TensorCollector(env, policy, num_steps, seed, normalizers, greedy=greedy)
+
+
+def hooks_of(env: Environment) -> Hooks:
+    """Where the environment tells of what happens in it, if it does, so that who listens to a trainer hears both; else new ones."""
+    found = getattr(env, "hooks", None)
+    return found if isinstance(found, Hooks) else Hooks()

@@ -1,6 +1,7 @@
 """Settings that were tuned for known tasks, as data; each names the environments that step together and what differs.
 
-Every entry is measured over five seeds by `tests/ppo/test_ppo_learning.py`.
+Every entry is measured over five seeds by `tests/ppo/test_ppo_learning.py`, or for morphogenesis by
+`tests/environments/morphogenesis/test_growing_learning.py`.
 """
 
 from __future__ import annotations
@@ -9,10 +10,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from esper_telemetry.ppo.config import PPOConfig
+from esper_telemetry.ppo.config import SCRIPTED, PPOConfig
 
 SCALED: Mapping[str, Any] = {"normalize_observations": True, "normalize_rewards": True}
 MEMORY: Mapping[str, Any] = {**SCALED, "hidden_sizes": (64,), "lstm_size": 64}
+
+
+GROWING: Mapping[str, Any] = {
+    "num_steps": 32,
+    "num_epochs": 4,
+    "num_minibatches": 4,
+    "learning_rate": 3e-3,
+    "gamma": 0.99,
+    "entropy_coef": 0.01,
+    "hidden_sizes": (64,),
+    "encoder_sizes": (64,),
+    "lstm_size": 64,
+    "normalize_rewards": True,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +56,9 @@ def preset(env_id: str, policy: str = "mlp", *, mask_velocity: bool = False) -> 
     normalised observations and rewards.
     """
     found = PRESETS.get((env_id, policy, mask_velocity))
+    if policy in SCRIPTED:
+        num_envs, settings = PRESETS["morphogenesis", "lstm", False]
+        return Preset(f"{env_id} {policy}", num_envs, {"num_steps": settings["num_steps"], "policy": policy})
     if found is None:
         return (
             Preset(settings={"policy": policy})
@@ -64,6 +82,7 @@ PRESETS: Mapping[Key, tuple[int, Mapping[str, Any]]] = {
     ),
     ("Acrobot-v1", "lstm", True): (8, MEMORY),
     ("Pendulum-v1", "lstm", True): (8, {**MEMORY, "gamma": 0.9}),
+    ("morphogenesis", "lstm", False): (16, GROWING),
     ("cue-recall", "lstm", False): (
         16,
         {

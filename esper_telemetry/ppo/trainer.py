@@ -31,14 +31,13 @@ from esper_telemetry.events import (
     TrunkBackward,
     UpdateEnd,
 )
-from esper_telemetry.hooks import Hooks
 from esper_telemetry.ppo import checkpoint
 from esper_telemetry.ppo.backward import backward_losses, backward_trunks, gradient, leaf
 from esper_telemetry.ppo.companions import Companions
 from esper_telemetry.ppo.compiled import compiled, require_compiler
-from esper_telemetry.ppo.config import PPOConfig
+from esper_telemetry.ppo.config import POLICIES, PPOConfig, require
 from esper_telemetry.ppo.evaluation import Evaluation, evaluate
-from esper_telemetry.ppo.gathering import collector_for
+from esper_telemetry.ppo.gathering import collector_for, hooks_of
 from esper_telemetry.ppo.normalizer import normalizers_for
 from esper_telemetry.ppo.objective import Leaves, Result, objective
 from esper_telemetry.ppo.policy import ActorCritic, add
@@ -96,9 +95,10 @@ class PPO:
         self, env: Environment, config: PPOConfig | None = None, *, device: str | torch.device = "cpu"
     ) -> None:
         self.config = config or PPOConfig()
+        require(self.config.policy in POLICIES, f"policy must be one of {', '.join(POLICIES)}", self.config.policy)
         self.config.check_rollout(env.num_envs)
         self.env = env
-        self.hooks = Hooks()
+        self.hooks = hooks_of(env)
         self.companions = Companions()
         self.ranks = Ranks.current()
         self.config.check_ranks(env.num_envs, self.ranks.size)

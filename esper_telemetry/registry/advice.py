@@ -54,6 +54,7 @@ ADVICE = {
     "repr/drift_cos": "The trunk moves under the heads: lower the learning rate or the number of epochs.",
     "repr/excess_ratio/high": LOOSE,
     "repr/excess_ratio/low": LOOSE,
+    "env/rollbacks": "Lower the learning rate of the hosts' task; see `seed/exploding` for who broke them, `env/rollback` for how.",
     "perf/d2h_copies": "Telemetry promises one: report what you observe.",
     "telemetry/{sink}/lag_records": BEHIND,
     "telemetry/{sink}/lag_seconds": BEHIND,

@@ -102,6 +102,22 @@ CHAPTERS = {
         "are open, how long it remembers, and whether memory begins anew where episodes do.",
         ("lstm/reset_rate", "lstm/timescale/median", "lstm/{part}/rms"),
     ),
+    "seed": Chapter(
+        "Seeds",
+        "Modules that a controller grows into networks while these are trained (`docs/morphogenesis.md`): where they are in their lives, "
+        "how strongly the loss pulls at them, what gates say of them, and what accuracy they are worth, told by switching them off.",
+        ("seed/active", "seed/exploding", "seed/contribution"),
+    ),
+    "host": Chapter(
+        "Hosts",
+        "The networks that seeds grow into: how well they do, and how much larger they have become.",
+        ("host/accuracy", "host/growth_ratio"),
+    ),
+    "env": Chapter(
+        "Growing",
+        "What the environments pay for, what the controller does in them, and what hosts are worth in the end.",
+        ("env/score", "env/final_accuracy"),
+    ),
     "eval": Chapter("Evaluation", "Whole episodes with the likeliest actions, between updates."),
     "train": Chapter("Progress", "Where training stands and how fast it is.", ("train/env_steps_per_second",)),
     "perf": Chapter(

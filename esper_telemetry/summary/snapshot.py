@@ -303,6 +303,26 @@ class Progress(NamedTuple):
     beta2: float | None = None
 
 
+class Growth(NamedTuple):
+    """Networks that grew in T steps of the environments, see `events.GrowthStep`.
+
+    Attributes:
+        hosts, rewards, gates: [T, B] each.
+        seeds: [T, B, S] each.
+        last: per step, whether episodes ended with it.
+        horizon: steps of an episode.
+        labels: names of the values of what is an index.
+    """
+
+    hosts: Mapping[str, Tensor]
+    seeds: Mapping[str, Tensor]
+    rewards: Mapping[str, Tensor]
+    gates: Mapping[str, Tensor]
+    last: tuple[bool, ...]
+    horizon: int
+    labels: Mapping[str, tuple[str, ...]]
+
+
 class Snapshot(NamedTuple):
     """One update, as far as it got; what did not happen is None or empty. Nobody else writes to its tensors."""
 
@@ -312,6 +332,7 @@ class Snapshot(NamedTuple):
     gradients: tuple[Gradients, ...] = ()
     progress: Progress | None = None
     sample: GradientSample | None = None
+    growth: Growth | None = None
 
     def __bool__(self) -> bool:
         """Whether anything happened."""
@@ -322,7 +343,8 @@ class Snapshot(NamedTuple):
         """Whether its tensors would have to be copied to the host before another process can have them."""
         rollout = [] if self.rollout is None else [self.rollout.rewards]
         minibatches = [] if self.minibatches is None else [self.minibatches.log_ratio]
-        return not all(tensor.is_cpu for tensor in rollout + minibatches)
+        growth = [] if self.growth is None else [self.growth.hosts["score"]]
+        return not all(tensor.is_cpu for tensor in rollout + minibatches + growth)
 
     @property
     def gradient_steps(self) -> int:

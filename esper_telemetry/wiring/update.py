@@ -14,6 +14,7 @@ from esper_telemetry.events import (
     BackwardEnd,
     EpisodeEnd,
     EvaluationEnd,
+    GrowthStep,
     MinibatchEnd,
     RecurrentForward,
     Rollback,
@@ -38,6 +39,7 @@ from esper_telemetry.telemetry import Telemetry
 from esper_telemetry.wiring.close_look import CloseLook
 from esper_telemetry.wiring.details import DetailJoining
 from esper_telemetry.wiring.gradients import Leaf, gradient_parts
+from esper_telemetry.wiring.growth import joined
 from esper_telemetry.wiring.listener import Listener
 from esper_telemetry.wiring.minibatches import Joining
 from esper_telemetry.wiring.replays import Replays
@@ -90,6 +92,7 @@ class Update:
         """Keeps what happens from now on."""
         self._rollouts = listener.keep(RolloutEnd)
         self._episodes = listener.keep(EpisodeEnd)
+        self._growth = listener.keep(GrowthStep)
         self._minibatches = Joining()
         listener.untimed(MinibatchEnd, self._minibatches.add)
         self._backwards = listener.keep(BackwardEnd)
@@ -174,17 +177,18 @@ class Update:
         self._telemetry.attempt(self._take_rollout, rollouts)
         snapshot = Snapshot(
             rollout=rollouts[0] if rollouts else None,
-            episodes=self._take_episodes(),
+            episodes=self._take_episodes(progress),
             minibatches=self._minibatches.take(self._features, self._take_details()),
             gradients=gradient_parts(self._backwards, self._leaves),
             progress=progress,
             sample=self._take_sample(),
+            growth=joined(self._growth),
         )
         self._features = None
         self._for_this_update.stop()
         if self._backwards:
             self._last_backward = self._backwards[-1]
-        for kept in (self._rollouts, self._episodes, self._leaves, self._backwards):
+        for kept in (self._rollouts, self._episodes, self._leaves, self._backwards, self._growth):
             kept.clear()
         return snapshot
 
@@ -246,14 +250,15 @@ class Update:
         layers, self._layers = self._layers, ()
         taken.append(self._before.take(self._rollouts[-1], sizes=sizes, layers=layers))
 
-    def _take_episodes(self) -> Episodes | None:
-        """Of the episodes so far; without a rollout there is nothing to say, not even that none has ended."""
-        if not self._rollouts:
+    def _take_episodes(self, progress: Progress | None) -> Episodes | None:
+        """Of the episodes so far; without steps in the environments there is nothing to say, not even that none has ended."""
+        update = self._rollouts[-1].update if self._rollouts else progress.update if progress and self._growth else None
+        if update is None:
             return None
         returns = tuple([value for event in self._episodes for value in event.returns])
         lengths = tuple([value for event in self._episodes for value in event.lengths])
         times = [time for event in self._episodes for time in event.times] or range(len(returns))
-        start = MOST_STEPS * self._rollouts[-1].update
+        start = MOST_STEPS * update
         self._recent.extend(returns)
         self._recent_ends.extend([start + time for time in times])
         recent_ends = tuple(self._recent_ends) if self._telemetry.ranks > 1 else None

@@ -122,6 +122,13 @@ FIXED: Mapping[str, float] = {
     "lstm/timescale/median": 4.0,
     "lstm/staleness": 0.15,
     "lstm/staleness_first": 1e-7,
+    "seed/exploding": 0.2,
+    "seed/exploding_frac": 0.001,
+    "seed/vanishing": 0.0,
+    "seed/cause/dormant": 0.1,
+    "seed/germinated": 30.0,
+    "seed/gate/g2/pass_frac": 0.4,
+    "env/score": 0.8,
 }
 
 

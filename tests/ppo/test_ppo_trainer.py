@@ -20,6 +20,7 @@ from esper_telemetry.events import (
     BeforeUpdate,
     EpisodeEnd,
     EvaluationEnd,
+    GrowthStep,
     MinibatchEnd,
     MinibatchStart,
     OptimizerStep,
@@ -290,4 +291,4 @@ def test_every_documented_event_is_emitted() -> None:
         value for value in vars(events).values() if isinstance(value, type) and value.__module__ == events.__name__
     }
 
-    assert documented == {*EVENTS, EvaluationEnd, RecurrentForward, Rollback, Scale, Shard}
+    assert documented == {*EVENTS, EvaluationEnd, GrowthStep, RecurrentForward, Rollback, Scale, Shard}

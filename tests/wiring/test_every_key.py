@@ -1,6 +1,6 @@
 """Every key of the catalogue comes out of a real run, and nothing else does: what is declared is wired.
 
-`ELSEWHERE` names every key that does not apply to these two runs, with the reason.
+`ELSEWHERE` names every key that does not apply to these three runs, with the reason.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def measured(run_dir: Path, env: str, *, num_steps: int, **settings: Any) -> set
 
 @pytest.fixture(scope="module")
 def emitted(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Of a policy with memory and several heads, and of a continuous one whose critic shares the actor's network."""
+    """Of a policy with memory and several heads, one that grows networks, and a continuous one whose critic shares the actor's network."""
     directory = tmp_path_factory.mktemp("runs")
     recall = measured(
         directory / "recall",
@@ -59,7 +59,8 @@ def emitted(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         normalize_rewards=True,
     )
     pendulum = measured(directory / "pendulum", "Pendulum-v1", num_steps=10, shared_trunk=True)  # past the limit of 200
-    return recall | pendulum
+    grown = measured(directory / "growth", "morphogenesis", num_steps=8)
+    return recall | pendulum | grown
 
 
 def counts_what_went_wrong(metric: Metric) -> bool:

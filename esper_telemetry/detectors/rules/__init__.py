@@ -9,6 +9,7 @@ from esper_telemetry.detectors.rules import (
     data,
     exploration,
     gradients,
+    growth,
     integrity,
     memory,
     numerics,
@@ -35,6 +36,7 @@ RULES: tuple[Rule, ...] = (
     *policy.RULES,
     *exploration.RULES,
     *value.RULES,
+    *growth.RULES,
     *task.RULES,
     *telemetry.RULES,
 )

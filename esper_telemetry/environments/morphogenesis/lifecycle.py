@@ -1,0 +1,105 @@
+"""What a seed goes through, as data: stages, the transitions between them, and what a controller may do in each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+
+class Stage(IntEnum):
+    """Where a slot stands."""
+
+    UNKNOWN = 0
+    DORMANT = 1
+    GERMINATED = 2
+    TRAINING = 3
+    BLENDING = 4
+    HOLDING = 5
+    FOSSILIZED = 6
+    PRUNED = 7
+    EMBARGOED = 8
+    RESETTING = 9
+
+
+class Op(IntEnum):
+    """What the controller does in a step."""
+
+    WAIT = 0
+    GERMINATE = 1
+    SET_ALPHA = 2
+    PRUNE = 3
+    FOSSILIZE = 4
+    ADVANCE = 5
+
+
+TRANSITIONS: Mapping[Stage, tuple[Stage, ...]] = {
+    Stage.UNKNOWN: (Stage.DORMANT,),
+    Stage.DORMANT: (Stage.GERMINATED,),
+    Stage.GERMINATED: (Stage.TRAINING, Stage.PRUNED),
+    Stage.TRAINING: (Stage.BLENDING, Stage.PRUNED),
+    Stage.BLENDING: (Stage.HOLDING, Stage.PRUNED),
+    Stage.HOLDING: (Stage.FOSSILIZED, Stage.BLENDING, Stage.PRUNED),
+    Stage.FOSSILIZED: (),
+    Stage.PRUNED: (Stage.EMBARGOED,),
+    Stage.EMBARGOED: (Stage.RESETTING,),
+    Stage.RESETTING: (Stage.DORMANT,),
+}
+"""The stages that may follow each, one step at a time; a new episode begins with new slots instead."""
+
+ADVANCES: Mapping[Stage, Stage] = {
+    Stage.GERMINATED: Stage.TRAINING,
+    Stage.TRAINING: Stage.BLENDING,
+    Stage.BLENDING: Stage.HOLDING,
+}
+"""Where ADVANCE leads, if the gate there opens."""
+
+TICKS: Mapping[Stage, tuple[Stage, int]] = {
+    Stage.PRUNED: (Stage.EMBARGOED, 1),
+    Stage.EMBARGOED: (Stage.RESETTING, 2),
+    Stage.RESETTING: (Stage.DORMANT, 1),
+}
+"""What follows by itself, after how many epochs."""
+
+OPEN_TO: Mapping[Op, tuple[Stage, ...]] = {
+    Op.GERMINATE: (Stage.DORMANT,),
+    Op.SET_ALPHA: (Stage.BLENDING, Stage.HOLDING),
+    Op.PRUNE: (Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING),
+    Op.FOSSILIZE: (Stage.HOLDING,),
+    Op.ADVANCE: tuple(ADVANCES),
+}
+"""The stages in which an operation on a slot makes sense."""
+
+BUSY = (Stage.GERMINATED, Stage.TRAINING, Stage.PRUNED, Stage.EMBARGOED, Stage.RESETTING)
+"""While any slot is in one of these, nothing is germinated."""
+
+ALIVE = (Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED)
+LEARNING = (Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED)
+FELT = (Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED)
+"""Stages in which a seed has parameters, trains them, and changes what the host computes."""
+
+MIN_PRUNE_AGE = 2
+"""Epochs in its stage before a seed may be pruned."""
+
+POTENTIALS: Mapping[Stage, float] = {
+    Stage.GERMINATED: 1.0,
+    Stage.TRAINING: 2.0,
+    Stage.BLENDING: 3.5,
+    Stage.HOLDING: 5.5,
+    Stage.FOSSILIZED: 6.0,
+}
+"""How far a seed has come, for potential-based shaping; 0 elsewhere."""
+
+
+def among(stage: Tensor, stages: tuple[Stage, ...]) -> Tensor:
+    """Whether each stage is one of these."""
+    table = torch.zeros(len(Stage), dtype=torch.bool)
+    table[list(stages)] = True
+    return table.to(stage.device)[stage]
+
+
+def potential(stage: Tensor) -> Tensor:
+    """The potential of each stage."""
+    return torch.tensor([POTENTIALS.get(one, 0.0) for one in Stage], device=stage.device)[stage]

@@ -1,0 +1,83 @@
+"""PPO grows networks better than rules of thumb, and those better than chance; a resumed run is one that was not interrupted."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from growing import tiny
+
+from esper_telemetry import PPO, PPOConfig
+from esper_telemetry.environments import Morphogenesis
+from esper_telemetry.environments.morphogenesis import SCRIPTS
+from esper_telemetry.events import GrowthStep
+from esper_telemetry.ppo.presets import preset
+
+UPDATES, LAST = 40, 4
+"""Updates of a run, each an episode of 16 environments, and how many of its last episodes count."""
+
+
+def learned(task: str, seed: int) -> float:
+    """Mean final score of the last episodes of a run of PPO."""
+    found, scores = preset("morphogenesis", "lstm"), list[float]()
+    trainer = PPO(Morphogenesis(found.num_envs, task=task), found.config(seed=seed))
+
+    def keep(event: GrowthStep) -> None:
+        if event.last:
+            scores.append(float(event.hosts["score"].mean()))
+
+    trainer.hooks.on(GrowthStep, keep)
+    trainer.learn(UPDATES * 32 * found.num_envs)
+    return statistics.mean(scores[-LAST:])
+
+
+def scripted(task: str, policy: str, seed: int) -> float:
+    """The same of a policy that does not learn."""
+    env, choose, scores = Morphogenesis(16, task=task, seed=seed), SCRIPTS[policy](seed), list[float]()
+    for _ in range(LAST * env.horizon):
+        if env.step(choose(env)).terminated.any():
+            scores.append(float(env.score.mean()))
+    return statistics.mean(scores)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["synthetic", "digits"])
+def test_ppo_beats_the_heuristic_which_beats_chance(task: str) -> None:
+    """Medians over five seeds."""
+    torch.set_num_threads(1)
+    seeds = range(1, 6)
+    ppo = statistics.median(learned(task, seed) for seed in seeds)
+    heuristic, chance = (
+        statistics.median(scripted(task, policy, seed) for seed in seeds) for policy in ("heuristic", "random")
+    )
+    print(f"{task}: PPO {ppo:.3f}, heuristic {heuristic:.3f}, random {chance:.3f}")
+
+    assert ppo > heuristic > chance
+
+
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path: Path) -> None:
+    """Three updates at a stretch, or two, a checkpoint in the middle of an episode, and one."""
+    config = PPOConfig(
+        policy="lstm",
+        num_steps=12,
+        num_epochs=1,
+        num_minibatches=2,
+        lstm_size=8,
+        hidden_sizes=(8,),
+        anneal_learning_rate=False,
+    )
+    whole, first, second = (PPO(tiny(4), config) for _ in range(3))
+    steps = 12 * 4
+
+    whole.learn(3 * steps)
+    first.learn(2 * steps)
+    second.load(first.save(tmp_path / "a.pt"))
+    second.learn(3 * steps)
+
+    pairs = zip(whole.policy.parameters(), second.policy.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert isinstance(whole.env, Morphogenesis) and isinstance(second.env, Morphogenesis)
+    assert torch.equal(whole.env.colony.weights.hosts, second.env.colony.weights.hosts)
+    assert torch.equal(whole.env.colony.weights.seeds, second.env.colony.weights.seeds)
