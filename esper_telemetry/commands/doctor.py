@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,18 +21,29 @@ if TYPE_CHECKING:
 
 def doctor(options: Doctor) -> int:
     """Prints what was found; 1 where something is missing, differs, stands twice or cannot be read."""
-    logging.getLogger("esper_telemetry").setLevel(logging.ERROR)
-    with wrong_use():
+    with wrong_use(), _without_warnings():
         asked = [as_sink(uri) for uri in options.sink]
         health = examine(options.run_dir)
-    directory = Path(options.run_dir).absolute()
-    others = {sink_name(sink): examined(directory, sink, name=sink_name(sink), ended=False) for sink in asked}
+        directory = Path(options.run_dir).absolute()
+        others = {sink_name(sink): examined(directory, sink, name=sink_name(sink), ended=False) for sink in asked}
     sinks = [*(sink for sink in health.sinks if sink.name not in others), *others.values()]
     if options.json:
         print(json.dumps(_as_dict(health, sinks), indent=1))
     else:
         print(_page(options.run_dir, health, sinks))
     return 0 if health.well and all(sink.equal is not False for sink in sinks) else 1
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """What sinks and journals warn of is on the page."""
+    logger = logging.getLogger("esper_telemetry")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _page(run_dir: str, health: Health, sinks: list[SinkHealth]) -> str:

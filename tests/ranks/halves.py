@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from esper_telemetry.summary import (
     Details,
     Episodes,
     Gradients,
+    Growth,
     Layer,
     Leaves,
     Memory,
@@ -57,7 +59,8 @@ def half(snapshot: Snapshot, rank: int) -> Snapshot:
         rollout=_rollout(snapshot.rollout, rank),
         minibatches=_minibatches(snapshot.minibatches, rank),
         gradients=tuple(_gradients(part, snapshot.minibatches.counts, rank) for part in snapshot.gradients),
-        episodes=_episodes(snapshot.episodes, rank),
+        episodes=_episodes(snapshot.episodes, snapshot.rollout, rank),
+        growth=None if snapshot.growth is None else _growth(snapshot.growth, rank),
     )
 
 
@@ -73,7 +76,9 @@ def _columns(x: Any, rank: int) -> Any:
 
 
 def _rollout(rollout: Rollout, rank: int) -> Rollout:
-    parts = {name: _columns(part, rank) for name, part in rollout._asdict().items()}
+    parts = {name: _columns(part, rank) for name, part in rollout._asdict().items() if name != "constant"}
+    if rollout.constant is not None:
+        parts["constant"] = rollout.constant[:FIRST] if rank == 0 else rollout.constant[FIRST:]
     if rollout.actions:
         names = ("chosen", "previous", "action_masks")
         parts["actions"] = rollout.actions._replace(
@@ -156,15 +161,24 @@ def _features(features: Tensor | None, cut: int, rank: int) -> Tensor | None:
     return None if features is None else features[:cut] if rank == 0 else features[cut:]
 
 
-def _episodes(episodes: Episodes, rank: int) -> Episodes:
-    """Every third episode, or the others, with the places that they have among all."""
-    mine = [place for place in range(len(episodes.recent_returns)) if (place % 3 == 0) == (rank == 0)]
+def _episodes(episodes: Episodes, rollout: Rollout, rank: int) -> Episodes:
+    """Those of its environments, in their order; of the last hundred every third or the others, with the places that they have."""
+    places = torch.nonzero(rollout.ended if rollout.valid is None else rollout.ended & rollout.valid)
+    assert len(places) == len(episodes.returns)
+    own = [(env < FIRST) == (rank == 0) for env in places[:, 1].tolist()]
+    recent = [place for place in range(len(episodes.recent_returns)) if (place % 3 == 0) == (rank == 0)]
     return Episodes(
-        episodes.returns[::2] if rank == 0 else episodes.returns[1::2],
-        episodes.lengths[::2] if rank == 0 else episodes.lengths[1::2],
-        tuple(episodes.recent_returns[place] for place in mine),
-        tuple(float(place) for place in mine),
+        tuple(itertools.compress(episodes.returns, own)),
+        tuple(itertools.compress(episodes.lengths, own)),
+        tuple(episodes.recent_returns[place] for place in recent),
+        tuple(float(place) for place in recent),
     )
+
+
+def _growth(growth: Growth, rank: int) -> Growth:
+    """The networks of its environments."""
+    columns = {name: _columns(getattr(growth, name), rank) for name in ("hosts", "seeds", "rewards", "gates")}
+    return growth._replace(**columns)
 
 
 def recorded(run_dir: Path, snapshots: list[Snapshot], facts: Mapping[str, Any]) -> None:

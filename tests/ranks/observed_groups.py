@@ -10,6 +10,7 @@ from torch import Tensor
 from esper_telemetry import gradient_health
 from esper_telemetry.group import MetricGroup, Postponed
 from esper_telemetry.metrics.actions import greedy_agreement
+from esper_telemetry.metrics.endings import episode_ends
 from esper_telemetry.metrics.evaluation import evaluation_stats
 from esper_telemetry.metrics.exact_kl import exact_kl, head_exact_kl, kl_after_update
 from esper_telemetry.metrics.lstm import first_staleness, memory_use, state_staleness
@@ -65,6 +66,8 @@ def observed(part: slice) -> Iterator[MetricGroup | Postponed]:
     yield feature_drift(wide, other)
     yield value_movement(a, b, c, clip=0.2, valid=others)
     yield ending_bias(a[None], b[None], (flags | others)[None], flags[None], valid=(c < 2)[None])
+    over = flags | others
+    yield episode_ends(over[None], flags[None], (10 * c[over].abs()).int().tolist())
     yield gradient_health([with_gradient()], max_norm=0.5)
 
 

@@ -29,6 +29,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "recurrent": ("CartPole-v1", {"policy": "lstm", "lstm_size": 16}),
     "shared": ("CartPole-v1", {"shared_trunk": True, "entropy_coef": 0.01}),
     "masked": ("cue-recall", {}),
+    "growing": ("morphogenesis", {}),
 }
 
 
