@@ -35,7 +35,16 @@ class Done(NamedTuple):
 
 
 def python(here: Path, *words: str) -> Done:
-    done = subprocess.run([sys.executable, *words], cwd=here, capture_output=True, text=True, timeout=120, check=False)
+    """In a process that Ctrl-C ends, also where these tests run in the background, where it does not."""
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     return Done(done.returncode, SPEED.sub("SPS", done.stdout), done.stderr)
 
 
