@@ -245,6 +245,7 @@ def test_a_client_that_hangs_is_killed_and_a_fresh_one_gets_everything(
     journal.close()
 
 
+@pytest.mark.slow
 def test_a_sink_that_always_hangs_is_given_up_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

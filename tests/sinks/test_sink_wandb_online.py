@@ -81,6 +81,7 @@ def test_a_server_that_fails_for_a_while_gets_everything_later(tmp_path: Path, s
     assert [row["axis/update"] for row in server.rows[run_id]] == list(range(1, RECORDS + 1))
 
 
+@pytest.mark.slow
 def test_without_a_server_the_run_is_kept_offline(
     tmp_path: Path, server: FakeWandb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
