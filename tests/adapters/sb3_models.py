@@ -17,46 +17,11 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from esper_telemetry import Telemetry
 from esper_telemetry.adapters.sb3 import TelemetryCallback
+from esper_telemetry.faults.sb3.beds import MaskedArms, WithoutVelocities
 from esper_telemetry.journal import Run, read_run
 
 ROLLOUT = {"n_steps": 32, "device": "cpu", "seed": 3}
 MINIBATCHES: Mapping[str, Any] = {**ROLLOUT, "batch_size": 32, "n_epochs": 2}
-
-
-class MaskedToy(gym.Env[Any, Any]):
-    """Four arms, of which one that the observation names is forbidden; the arm after it pays 1. Ends after 10 steps."""
-
-    observation_space = spaces.Box(0, 1, (4,), np.float32)
-    action_space = spaces.Discrete(4)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self._steps = 0
-        return self._next(), {}
-
-    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        assert action != self._forbidden
-        reward = float(action == (self._forbidden + 1) % 4)
-        self._steps += 1
-        return self._next(), reward, False, self._steps >= 10, {}
-
-    def action_masks(self) -> Any:
-        return np.arange(4) != self._forbidden
-
-    def _next(self) -> Any:
-        self._forbidden = int(self.np_random.integers(4))
-        return np.eye(4, dtype=np.float32)[self._forbidden]
-
-
-class WithoutVelocities(gym.ObservationWrapper[Any, Any, Any]):
-    """CartPole-v1 that shows positions alone."""
-
-    def __init__(self, env: Any) -> None:
-        super().__init__(env)
-        self.observation_space = spaces.Box(-5, 5, (2,), np.float32)
-
-    def observation(self, observation: Any) -> Any:
-        return observation[::2]
 
 
 class Several(gym.Env[Any, Any]):
@@ -154,7 +119,7 @@ def recurrent_shared(**changes: Any) -> RecurrentPPO:
 
 
 def maskable(**changes: Any) -> MaskablePPO:
-    return MaskablePPO("MlpPolicy", make_vec_env(MaskedToy, 4, seed=1), **{**MINIBATCHES, **changes})
+    return MaskablePPO("MlpPolicy", make_vec_env(MaskedArms, 4, seed=1), **{**MINIBATCHES, **changes})
 
 
 MODELS: Mapping[str, Callable[..., Any]] = {
