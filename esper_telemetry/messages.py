@@ -1,8 +1,9 @@
 """Messages from the trainer to the process beside it, through a pipe.
 
 A message is a pickle and the bytes of its tensors. The pickle goes through the pipe; the tensors lie in memory that both processes share
-as long as there is room, and follow through the pipe where there is none. What comes back, through another pipe, are small pickles behind
-their lengths, or a length of 0 where there is nothing to say.
+as long as there is room, and follow through the pipe where there is none. What shapes they have is said once, since one update is
+like the next: then to pack a tensor is to copy it to where one like it stood before. What comes back, through another pipe, are small
+pickles behind their lengths, or a length of 0 where there is nothing to say.
 """
 
 from __future__ import annotations
@@ -13,106 +14,191 @@ import os
 import pickle
 import select
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from esper_telemetry.ring import Ring, aligned, span
+from esper_telemetry.ring import Ring, aligned
 
-NUMBER: Final = struct.Struct(">QQ")
-"""How many parts a message has, and where in the shared memory all but the first stand; their lengths follow."""
+Shapes: TypeAlias = tuple[tuple[torch.dtype, torch.Size], ...]
+"""Of the tensors of a message, in its order."""
+
+HEAD: Final = struct.Struct(">5Q")
+"""Bytes of the pickle, of the shapes (0 where they were said before) and of the block; number of the shapes; place of the block."""
 IN_PIPE: Final = (1 << 64) - 1
-"""Where parts stand that come through the pipe."""
+"""Where a block stands that comes through the pipe."""
 LENGTH: Final = struct.Struct(">I")
 """Of an answer, before it."""
 PARENT_SECONDS: Final = 0.5
 """How often a reader looks whether its parent still lives."""
+MOST_KNOWN: Final = 256
+"""Blocks that are remembered with the tensors that see them: more than a small run has."""
 
 
 class Message(NamedTuple):
-    """A pickle and, in its order, the buffers that it leaves out: those of tensors.
+    """A pickle with a gap for each tensor, and the block in which the tensors stand.
 
     Attributes:
-        pickle: all but the buffers.
-        buffers: of bytes.
-        place: where they stand in the shared memory; None where they stand elsewhere.
+        pickle: all but the tensors.
+        shapes: of the tensors.
+        block: their bytes.
+        place: where the block stands in the shared memory; None where it stands elsewhere.
+        number: of the shapes.
+        new: whether the reader does not know them yet.
     """
 
     pickle: bytes
-    buffers: Sequence[memoryview]
+    shapes: Shapes
+    block: memoryview
     place: int | None = None
+    number: int = 0
+    new: bool = True
 
     def parts(self) -> list[memoryview]:
-        """What goes through the pipe: numbers and lengths, the pickle, and those buffers that are not shared or empty."""
-        place = IN_PIPE if self.place is None else self.place
-        sizes = (len(self.pickle), *map(len, self.buffers))
-        lengths = struct.pack(f">{len(sizes) + 2}Q", len(sizes), place, *sizes)
-        sent = filter(None, self.buffers) if self.place is None else ()
-        return [memoryview(lengths), memoryview(self.pickle), *sent]
+        """What goes through the pipe: sizes, the pickle, the shapes if they are new, and the block if it is not shared."""
+        shapes = pickle.dumps(self.shapes, protocol=5) if self.new else b""
+        sizes = (len(self.pickle), len(shapes), len(self.block))
+        head = HEAD.pack(*sizes, self.number, IN_PIPE if self.place is None else self.place)
+        sent = (head, self.pickle, shapes, self.block if self.place is None else b"")
+        return [memoryview(part) for part in sent if part]
 
     def load(self) -> Any:
-        """What was dumped."""
-        return pickle.loads(self.pickle, buffers=self.buffers)
+        """What was packed."""
+        return _Unpickler(self.pickle, lying(self.block, self.shapes)).load()
 
 
-def _portable(tensor: Tensor) -> tuple[Any, ...]:
-    array = np.ascontiguousarray(tensor.numpy())
-    return _tensor, (pickle.PickleBuffer(array.data), array.dtype.char, tuple(tensor.shape))  # [1] for [] in the array
+def gap() -> Tensor:
+    """Stands in a pickle for the next tensor."""
+    raise AssertionError("only a message knows its tensors")
 
 
-def _tensor(buffer: Any, kind: str, shape: tuple[int, ...]) -> Tensor:
-    return torch.from_numpy(np.frombuffer(buffer, kind).reshape(shape))
+GAP: Final = (gap, ())
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles tensors as their bytes, several times faster than torch, whose way is made for files."""
+class _Unpickler(pickle.Unpickler):
+    """Fills the gaps with these tensors."""
 
-    dispatch_table = copyreg.dispatch_table.copy()
-    dispatch_table[Tensor] = _portable
+    def __init__(self, content: bytes, tensors: Sequence[Tensor]) -> None:
+        super().__init__(io.BytesIO(content))
+        self._tensors = iter(tensors)
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a pickle names."""
+        return (
+            self._tensors.__next__ if (module, name) == (__name__, gap.__name__) else super().find_class(module, name)
+        )
 
 
-def dumped(message: object, ring: Ring | None = None) -> Message:
-    """The message; its tensors must not change from now on where it does not stand in the ring.
+class Known(NamedTuple):
+    """Shapes that the reader knows: their number, and bytes of a block."""
+
+    number: int
+    size: int
+
+
+class Packer:
+    """Makes messages.
 
     Args:
-        message: anything that can be pickled.
-        ring: shared with the reader; whoever knows that the message is read gives its place back.
+        ring: shared with the reader; whoever knows that a message is read gives its place back.
     """
-    stream, found = io.BytesIO(), list[pickle.PickleBuffer]()
-    _Pickler(stream, protocol=5, buffer_callback=found.append).dump(message)
-    buffers = [buffer.raw() for buffer in found]
-    size = span(map(len, buffers)) if ring else 0
-    place = ring.put(buffers, size) if ring and size else None
-    if ring and place is not None:
-        buffers = _cut(ring.look(place, size), map(len, buffers))
-    return Message(stream.getvalue(), buffers, place)
+
+    def __init__(self, ring: Ring | None = None) -> None:
+        self._ring = ring
+        self._known: dict[Shapes, Known] = {}
+        self._said = 0
+        self._blocks: dict[tuple[int, int], tuple[memoryview, list[Tensor]]] = {}
+        self._tensors: list[Tensor] = []
+        self._stream = io.BytesIO()
+        self._pickler = pickle.Pickler(self._stream, protocol=5)
+        self._pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: self._leave_gap}
+
+    def pack(self, message: object) -> Message:
+        """The message, with copies of its tensors.
+
+        Args:
+            message: anything that can be pickled.
+        """
+        content, tensors = self._pickled(message)
+        shapes = tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
+        known = self._known.get(shapes)
+        number, size = known or self._learn(shapes)
+        place = self._ring.take(size) if self._ring and size else None
+        block, copies = self._block(number, place, shapes, size)
+        if tensors:
+            with torch.no_grad():
+                torch._foreach_copy_(copies, tensors)
+        return Message(content, shapes, block, place, number, known is None)
+
+    def _pickled(self, message: object) -> tuple[bytes, list[Tensor]]:
+        """The pickle with gaps, and the tensors that belong there."""
+        self._stream.seek(0)
+        self._stream.truncate()
+        self._pickler.clear_memo()
+        self._tensors.clear()
+        self._pickler.dump(message)
+        return self._stream.getvalue(), self._tensors
+
+    def _leave_gap(self, tensor: Tensor) -> tuple[Callable[[], Tensor], tuple[()]]:
+        """How a tensor is pickled."""
+        self._tensors.append(tensor)
+        return GAP
+
+    def _learn(self, shapes: Shapes) -> Known:
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()
+            self._blocks.clear()
+        self._known[shapes] = known = Known(self._said, span(shapes))
+        self._said += 1
+        return known
+
+    def _block(self, number: int, place: int | None, shapes: Shapes, size: int) -> tuple[memoryview, list[Tensor]]:
+        """Room for these tensors, and tensors that lie in it."""
+        if place is None or self._ring is None:
+            block = memoryview(bytearray(size))
+            return block, lying(block, shapes)
+        found = self._blocks.get((number, place))
+        if found is None:
+            if len(self._blocks) >= MOST_KNOWN:
+                self._blocks.clear()
+            block = self._ring.look(place, size)
+            self._blocks[number, place] = found = block, lying(block, shapes)
+        return found
+
+
+def lying(block: memoryview, shapes: Shapes) -> list[Tensor]:
+    """Tensors of these shapes in a block, one behind the other, each on an aligned place."""
+    found, start = [], 0
+    for dtype, shape in shapes:
+        count = shape.numel()
+        flat = torch.frombuffer(block, dtype=dtype, count=count, offset=start) if count else torch.empty(0, dtype=dtype)
+        found.append(flat.view(shape))
+        start += aligned(count * dtype.itemsize)
+    return found
+
+
+def span(shapes: Shapes) -> int:
+    """Bytes of the block in which they lie."""
+    return sum(aligned(shape.numel() * dtype.itemsize) for dtype, shape in shapes)
 
 
 def messages(parent: int, ring: Ring | None = None) -> Iterator[Message]:
     """Whole messages from standard input; one that a killed trainer left half written is dropped."""
+    known: dict[int, Shapes] = {}
     with suppress(EOFError):
         while True:
-            count, place = NUMBER.unpack(_exactly(NUMBER.size, parent))
-            first, *sizes = struct.unpack(f">{count}Q", _exactly(8 * count, parent))
-            content = bytes(_exactly(first, parent))
-            if place == IN_PIPE or ring is None:
-                yield Message(content, [memoryview(_exactly(size, parent)) for size in sizes])
-            else:
-                block = bytearray(ring.look(place, span(sizes)))  # the trainer uses the place again
-                yield Message(content, _cut(memoryview(block), sizes))
-
-
-def _cut(block: memoryview, sizes: Iterable[int]) -> list[memoryview]:
-    """The buffers of a block."""
-    found, start = [], 0
-    for size in sizes:
-        found.append(block[start : start + size])
-        start += aligned(size)
-    return found
+            first, second, size, number, place = HEAD.unpack(_exactly(HEAD.size, parent))
+            content, shapes = bytes(_exactly(first, parent)), bytes(_exactly(second, parent))
+            if shapes:
+                if len(known) >= MOST_KNOWN:
+                    known.clear()
+                known[number] = pickle.loads(shapes)
+            shared = ring.look(place, size) if ring and place != IN_PIPE else None
+            block = _exactly(size, parent) if shared is None else bytearray(shared)  # whose place is used again
+            yield Message(content, known[number], memoryview(block))
 
 
 def _exactly(count: int, parent: int) -> bytearray:

@@ -30,7 +30,7 @@ import torch
 
 from esper_telemetry.courtesy import step_back
 from esper_telemetry.journal import Journal, JournalEvent, Role, alarms, held, lock_for, remove_lock
-from esper_telemetry.messages import Message, Replies, dumped, messages, reply
+from esper_telemetry.messages import Message, Packer, Replies, messages, reply
 from esper_telemetry.record import Level, MetricInfo, RunInfo, RunStatus
 from esper_telemetry.ring import Ring, shared_file
 from esper_telemetry.watch import Found, Watches
@@ -90,14 +90,16 @@ class OffloadedWriter:
         self._run_dir, self._level, self._watches = run_dir, level, watches
         self._local: JournalWriter | None = None
         self._info: RunInfo | None = None
-        self._outbox: deque[memoryview] = deque(dumped(watches).parts())
         self._unacknowledged: deque[Message] = deque()
         self._replies = Replies()
+        self._heard = 0
         self._found: list[Found] = []
         self._warned = self._left = False
         acknowledgements, theirs = os.pipe()
         shared = shared_file(RING_BYTES)
         self._ring = Ring(shared, RING_BYTES)
+        self._packer = Packer(self._ring)
+        self._outbox = deque(self._packer.pack(watches).parts())
         self._process = _started(run_dir, level, theirs, shared)
         os.close(theirs)
         os.close(shared)
@@ -139,7 +141,7 @@ class OffloadedWriter:
 
     def found(self) -> Sequence[Found]:
         """See `Writer`."""
-        if self._local is None and not self._left:
+        if self._local is None and not self._left and self._ring.answered > self._heard:
             self._listen()
         found, self._found = [*self._found, *(self._local.found() if self._local else ())], []
         return found
@@ -161,7 +163,7 @@ class OffloadedWriter:
         if self._local is not None:
             getattr(self._local, method)(*arguments)
             return
-        message = dumped((method, arguments), self._ring)
+        message = self._packer.pack((method, arguments))
         self._unacknowledged.append(message)
         self._outbox.extend(message.parts())
         self._pump()
@@ -180,6 +182,7 @@ class OffloadedWriter:
         with suppress(BlockingIOError):
             received = os.read(self._acknowledgements, REPLY_BYTES)
             for answer in self._replies.take(received):
+                self._heard += 1
                 if self._unacknowledged.popleft().place is not None:
                     self._ring.release()
                 for told in answer:
@@ -313,7 +316,8 @@ def main() -> None:
     _logger.addHandler(told)
     _logger.setLevel(logging.DEBUG)
     os.set_blocking(acknowledgements, False)
-    incoming = messages(parent, Ring(shared, RING_BYTES))
+    ring = Ring(shared, RING_BYTES)
+    incoming = messages(parent, ring)
     watches = next(incoming, None)
     if watches is None:
         return
@@ -323,3 +327,4 @@ def main() -> None:
         getattr(writer, method)(*arguments)
         with suppress(BrokenPipeError):
             reply(acknowledgements, [*told.take(), *writer.found()], parent)
+        ring.answer()

@@ -10,7 +10,6 @@ import mmap
 import os
 import tempfile
 from collections import deque
-from collections.abc import Iterable
 from typing import Final
 
 ALIGNMENT: Final = 64
@@ -20,7 +19,8 @@ ALIGNMENT: Final = 64
 class Ring:
     """A block of shared memory in which one process writes and another reads.
 
-    The writer knows alone what is taken: the reader is told where to look, and says when it has looked.
+    The writer knows alone what is taken: the reader is told where to look, and says when it has looked. Behind the block stands how many
+    messages the reader has answered, so that the writer need not ask the system.
 
     Args:
         descriptor: of the shared file, from `shared_file`.
@@ -29,47 +29,50 @@ class Ring:
 
     def __init__(self, descriptor: int, size: int) -> None:
         populated = getattr(mmap, "MAP_POPULATE", 0)  # or the first messages pay for the pages
-        self._memory = memoryview(mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | populated))
+        shared = memoryview(mmap.mmap(descriptor, size + ALIGNMENT, flags=mmap.MAP_SHARED | populated))
+        self._memory = shared[:size]
+        self._answered = shared[size : size + 8].cast("Q")
         self._taken: deque[tuple[int, int]] = deque()
 
-    def put(self, buffers: Iterable[memoryview], size: int) -> int | None:
-        """Copies buffers one behind the other, each on an aligned place.
+    @property
+    def answered(self) -> int:
+        """Messages that the reader has answered."""
+        return self._answered[0]
 
-        Args:
-            buffers: of bytes.
-            size: bytes that they need, as `span` says.
+    def answer(self) -> None:
+        """Says that one more is answered: for the reader, behind its answer."""
+        self._answered[0] += 1
+
+    def take(self, size: int) -> int | None:
+        """Takes so many bytes, from an aligned place on.
 
         Returns:
             where they begin; None where there is no room now.
         """
+        size = roomy(size)
         start = self._room(size)
-        if start is None:
-            return None
-        self._taken.append((start, start + size))
-        place = start
-        for buffer in buffers:
-            self._memory[place : place + len(buffer)] = buffer
-            place += aligned(len(buffer))
+        if start is not None:
+            self._taken.append((start, start + size))
         return start
 
     def release(self) -> None:
-        """Gives back what was put first."""
+        """Gives back what was taken first."""
         self._taken.popleft()
 
     def look(self, start: int, size: int) -> memoryview:
-        """What stands there, for as long as it is not given back."""
+        """What stands there, for as long as it is not given back; to write into for whoever has taken it."""
         return self._memory[start : start + size]
 
     def _room(self, size: int) -> int | None:
-        """Where so many bytes fit: at the very beginning where nothing is taken, because those pages are warm."""
+        """Where so many bytes fit: at the very beginning as soon as they fit there, because those pages are warm."""
         if not self._taken:
             return 0 if size <= len(self._memory) else None
         first, last = self._taken[0][0], self._taken[-1][1]
         if last <= first:
             return last if size <= first - last else None
-        if size <= len(self._memory) - last:
-            return last
-        return 0 if size <= first else None
+        if size <= first:
+            return 0
+        return last if size <= len(self._memory) - last else None
 
 
 def aligned(size: int) -> int:
@@ -77,17 +80,17 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def span(sizes: Iterable[int]) -> int:
-    """Bytes that buffers of these sizes take together."""
-    return sum(map(aligned, sizes))
+def roomy(size: int) -> int:
+    """The same, rounded up by an eighth at most: what differs by a few rows takes the same places again."""
+    return aligned(-(-size >> (step := max(0, size.bit_length() - 4))) << step)
 
 
 def shared_file(size: int) -> int:
-    """A file of that size in memory, without a name; its descriptor."""
+    """A file in memory for a ring of that size, a multiple of `ALIGNMENT`, without a name; its descriptor."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("esper-telemetry")
     else:
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
-    os.truncate(descriptor, size)
+    os.truncate(descriptor, size + ALIGNMENT)
     return descriptor

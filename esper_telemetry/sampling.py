@@ -23,6 +23,10 @@ MOST = 64
 SAMPLES = 2
 """Sampled updates whose costs must be known before k changes; the first one of a run, which warms up, does not count."""
 
+UNSEEN = 2.0
+"""Telemetry takes about this many times what its clock sees of an update that is not looked at closely: the trainer builds events, and
+finds its caches colder (`docs/architecture.md`)."""
+
 WEIGHT = 0.1
 """Of the latest update in the averages."""
 
@@ -125,7 +129,7 @@ class Sampling:
 
     def _affordable(self) -> int:
         """The smallest power of two that keeps the average cost within the budget, if any does."""
-        room = self.budget * self._elapsed.value - self._plain.value
+        room = self.budget * self._elapsed.value - UNSEEN * self._plain.value
         extra = self._close.value - self._plain.value
         if extra <= 0:
             return 1 if room >= 0 else FIRST

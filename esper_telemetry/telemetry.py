@@ -40,7 +40,7 @@ from esper_telemetry.relay import CloseReport
 from esper_telemetry.response import AlarmCallback, Response
 from esper_telemetry.sampling import BUDGET, Sampling
 from esper_telemetry.sinks import SinkLike
-from esper_telemetry.summary import Containment, Measurement, Snapshot, summarize
+from esper_telemetry.summary import Containment, Measurement, Snapshot, copied, summarize
 from esper_telemetry.watched import Watched
 from esper_telemetry.window import Transfer, Window, finish
 from esper_telemetry.writer import INTERVENTION
@@ -58,6 +58,10 @@ class Flush(NamedTuple):
     snapshots: tuple[Snapshot, ...]
     witnesses: tuple[Snapshot, ...]
     partial: bool
+
+    def lasting(self) -> Flush:
+        """The same with copies of what the trainer may write to when it goes on."""
+        return self._replace(snapshots=copied(self.snapshots), witnesses=copied(self.witnesses))
 
 
 class Telemetry:
@@ -234,7 +238,10 @@ class Telemetry:
         return remove
 
     def submit(self, snapshot: Snapshot) -> None:
-        """Adds a whole update, to be summarised when it is flushed: in the process beside this one if there is one, here otherwise."""
+        """Adds a whole update, to be summarised when it is flushed: in the process beside this one if there is one, here otherwise.
+
+        Its tensors must stay as they are until `flush` returns.
+        """
         if not self._active or self._recorder is None:
             return
         with self.clock:
@@ -283,7 +290,8 @@ class Telemetry:
         if not self._active:
             return
         with self.clock:
-            self._containment.attempt(partial(self._take_watched, whole=True), lambda _: None)
+            if self._watched:
+                self._containment.attempt(partial(self._take_watched, whole=True), lambda _: None)
             self.materialise()
             self.start()
             self._response.begin()
@@ -291,6 +299,8 @@ class Telemetry:
             self._response.end(recorded=self._flush is not None)
             if self._flush and (self._peers or not self._flush.transfer.pending):
                 self.materialise()  # ranks end their updates together: the device has nothing left to do
+            if self._flush:
+                self._flush = self._flush.lasting()
             self._hear()
 
     def materialise(self) -> None:

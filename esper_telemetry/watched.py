@@ -22,6 +22,10 @@ class Watched:
         self._clock = clock
         self._taps: list[tuple[GradientTap, Optimizer]] = []
 
+    def __bool__(self) -> bool:
+        """Whether anything is watched."""
+        return bool(self._taps)
+
     def add(self, model: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
         """One more; returns the function that ends this."""
         tap = GradientTap(model, optimizer, self._clock)

@@ -17,7 +17,7 @@ import torch
 
 from esper_telemetry import RunStatus, Telemetry, attach, read_run, value_fit
 from esper_telemetry.environments import CueRecall
-from esper_telemetry.messages import dumped
+from esper_telemetry.messages import Packer
 from esper_telemetry.offload import OffloadedWriter
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.summary import Progress, Rollout, Snapshot
@@ -164,7 +164,7 @@ def test_later_rollouts_do_not_change_what_still_waits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 3)])
 def test_a_tensor_arrives_in_its_shape(shape: tuple[int, ...]) -> None:
-    (found,) = dumped((torch.ones(shape),)).load()
+    (found,) = Packer().pack((torch.ones(shape),)).load()
 
     assert found.shape == shape
 

@@ -53,6 +53,7 @@ class ActorCritic(nn.Module):
         self.critic = None if config.shared_trunk else make_trunk(layout, config)
         self._head = {name: make_head(name, spec, self.actor.features, config) for name, spec in actions.items()}
         self.heads = nn.ModuleDict(self._head)  # its own look-ups take five times as long
+        self._constant = {name: head for name, head in self._head.items() if type(head) is Gaussian}
         self.value = orthogonal(nn.Linear(self.actor.features, 1), gain=1.0)
         self._pass = compiled(self._trunks) if config.compile and config.policy == "mlp" else self._trunks
 
@@ -124,6 +125,10 @@ class ActorCritic(nn.Module):
         """Per bounded Gaussian head [2, D]: from where an action, as it is stored, counts as at the lower or upper bound."""
         gaussians = {name: head for name, head in self.heads.items() if isinstance(head, Gaussian)}
         return {name: head.bounds for name, head in gaussians.items() if head.bounds is not None}
+
+    def constant_log_std(self) -> Mapping[str, Tensor]:
+        """Per Gaussian head whose standard deviation does not depend on the state its logarithm [D], copied."""
+        return {name: head.log_std.detach().clone() for name, head in self._constant.items()}
 
     def head(self, name: str) -> Head:
         """The head that chooses that part of the action."""

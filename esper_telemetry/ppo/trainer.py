@@ -21,6 +21,7 @@ from esper_telemetry.events import (
     EpisodeEnd,
     EvaluationEnd,
     MinibatchEnd,
+    MinibatchesEnd,
     MinibatchStart,
     OptimizerStep,
     RecurrentForward,
@@ -47,6 +48,7 @@ from esper_telemetry.ppo.rollout import Batch, Rollout, flatten
 from esper_telemetry.ppo.schedules import STOP_FACTOR, adapted_rate, entropy_coef, learning_rate, mean_kl
 from esper_telemetry.ppo.shards import shard_gradients
 from esper_telemetry.ppo.steps import steps_for
+from esper_telemetry.ppo.tape import Tape
 from esper_telemetry.ppo.telling import minibatch_event, recurrent_event, rollout_event
 from esper_telemetry.ppo.watchdog import Watchdog
 
@@ -87,9 +89,12 @@ class PPO:
         companions: what is saved and loaded with it.
         steps: the parts of the update; replace one to vary the algorithm.
         env_steps, updates, gradient_steps: what has been done so far.
+        joins_minibatches: it emits `MinibatchesEnd`.
 
     Raises ValueError where the minibatches do not divide a rollout, or ranks might take different numbers of steps.
     """
+
+    joins_minibatches = True
 
     def __init__(
         self, env: Environment, config: PPOConfig | None = None, *, device: str | torch.device = "cpu"
@@ -119,6 +124,7 @@ class PPO:
         self.watchdog: Watchdog | None = None
         if self.config.watchdog:
             self.watchdog = Watchdog(torch.nn.ModuleList([self.policy, self.normalizers]), self.optimizer)
+        self._tape = Tape(self.policy)
         self._objective = objective
         if self.config.compile:
             require_compiler(self.policy.value.weight.device)
@@ -222,7 +228,8 @@ class PPO:
         advantages = self.steps.advantages(rollout, config.gamma, config.gae_lambda)
         returns = self.steps.returns(advantages, rollout.values)
         self._tell_rollout(rollout, advantages, returns)
-        batch = flatten(rollout, advantages, returns, numbered=self.hooks.wants(MinibatchEnd))
+        told = self.hooks.wants(MinibatchEnd) or self.hooks.wants(MinibatchesEnd)
+        batch = flatten(rollout, advantages, returns, numbered=told)
         if not len(batch):  # every row of so short a rollout was a reset
             return 0
         if config.normalize_advantages and not config.normalize_minibatches:
@@ -230,16 +237,24 @@ class PPO:
         replay = self._replay(rollout, batch, returns)
         if replay is not None:
             self.hooks.emit(BeforeUpdate(self.updates, replay))
+        try:
+            epochs = self._passes(batch)
+        finally:
+            self._tell_minibatches()
+        if replay is not None:
+            self.hooks.emit(AfterUpdate(self.updates, replay))
+        return epochs
+
+    def _passes(self, batch: Batch) -> int:
+        """Several passes over a batch; returns how many."""
         step = 0
-        for epoch in range(config.num_epochs):
+        for epoch in range(self.config.num_epochs):
             log_ratios = []
-            for minibatch in self.steps.minibatches(batch, config.num_minibatches, self.generator):
+            for minibatch in self.steps.minibatches(batch, self.config.num_minibatches, self.generator):
                 log_ratios.append(self._optimize(minibatch, epoch, step))
                 step += 1
             if self._went_far(epoch, log_ratios):
                 break
-        if replay is not None:
-            self.hooks.emit(AfterUpdate(self.updates, replay))
         return epoch + 1
 
     def _replay(self, rollout: Rollout, batch: Batch, returns: Tensor) -> RolloutReplay | None:
@@ -286,10 +301,13 @@ class PPO:
             self.hooks.emit(TrunkBackward(epoch, step, outputs, gradient(actor), gradient(critic), shared))
         backward_trunks(outputs, gradient(actor), gradient(critic))
         self._descend(epoch, step, len(batch))
+        log_ratio = result.log_ratio.detach()
         if self.hooks.wants(MinibatchEnd):
             losses = {name: loss.detach() for name, loss in result.losses.items()}
             self.hooks.emit(minibatch_event(batch, (epoch, step), result, self.policy, losses))
-        return result.log_ratio.detach()
+        if self.hooks.wants(MinibatchesEnd):
+            self._tape.add(epoch, batch, result, log_ratio)
+        return log_ratio
 
     def _shards(self, batch: Batch, count: int) -> list[Shard]:
         """Gradients of parts of a minibatch, which nothing keeps."""
@@ -325,6 +343,11 @@ class PPO:
         for parameter in self._parameters.values():
             parameter.grad = None
         self.gradient_steps += 1
+
+    def _tell_minibatches(self) -> None:
+        minibatches = self._tape.take()
+        if minibatches is not None:
+            self.hooks.emit(minibatches)
 
     def _tell_rollout(self, rollout: Rollout, advantages: Tensor, returns: Tensor) -> None:
         if self.hooks.wants(RolloutEnd):

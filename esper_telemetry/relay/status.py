@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 
 from esper_telemetry.record import SinkLag
@@ -65,12 +66,13 @@ class SinkStatus:
         """How it stands, of so many records, at a time; `begun` is when the relay was. A clock may jump back."""
         behind = self.lag(records)
         since = begun if self.wall_time is None else self.wall_time
-        return SinkLag(self.segment, behind, max(0.0, now - since) if behind else 0.0, self.errors)
+        return SinkLag(segment_of(self.name), behind, max(0.0, now - since) if behind else 0.0, self.errors)
 
-    @property
-    def segment(self) -> str:
-        """The name as a segment of a key: `wandb_walker`."""
-        return NOT_IN_SEGMENTS.sub("_", self.name.lower()).strip("_") or "sink"
+
+@cache
+def segment_of(name: str) -> str:
+    """A sink's name as a segment of a key: `wandb_walker`."""
+    return NOT_IN_SEGMENTS.sub("_", name.lower()).strip("_") or "sink"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """From what one update left behind to the groups that measure it: pure, so that any process can do it."""
 
 from esper_telemetry.summary.containment import Containment, Measurement
+from esper_telemetry.summary.copying import copied
 from esper_telemetry.summary.layers import without_many_layers
 from esper_telemetry.summary.samples import gradient_sample
 from esper_telemetry.summary.snapshot import (
@@ -43,6 +44,7 @@ __all__ = [
     "Progress",
     "Rollout",
     "Snapshot",
+    "copied",
     "gradient_sample",
     "summarize",
     "without_many_layers",

@@ -324,7 +324,10 @@ class Growth(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """One update, as far as it got; what did not happen is None or empty. Nobody else writes to its tensors."""
+    """One update, as far as it got; what did not happen is None or empty.
+
+    Its tensors may be the trainer's own: they stay as they are until the next rollout is collected, and `copied` gives some that last.
+    """
 
     rollout: Rollout | None = None
     episodes: Episodes | None = None

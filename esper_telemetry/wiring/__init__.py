@@ -26,7 +26,11 @@ class Companions(Protocol):
 
 
 class Source(Protocol):
-    """Anything that emits events; one that has `companions` keeps the history of what is measured in its checkpoints."""
+    """Anything that emits events.
+
+    One that has `companions` keeps the history of what is measured in its checkpoints; one where `joins_minibatches` is true emits
+    `MinibatchesEnd`, and need not build a `MinibatchEnd` for each.
+    """
 
     @property
     def hooks(self) -> Hooks:
@@ -47,7 +51,7 @@ def attach(telemetry: Telemetry, source: Source) -> Remover:
     update = Update(telemetry, replays, close_look, for_this_update)
     telemetry.expect_updates(suspects=update.suspects, open_update=update.take)
     listener = Listener(telemetry.clock, source.hooks)
-    update.listen(listener)
+    update.listen(listener, joined=getattr(source, "joins_minibatches", False))
     companions: Companions | None = getattr(source, "companions", None)
     leave = None if companions is None else companions.join("telemetry", update)
 

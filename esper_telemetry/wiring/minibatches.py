@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from esper_telemetry.events import MinibatchEnd
-from esper_telemetry.summary import Details, Minibatches
+from esper_telemetry.events import MinibatchEnd, MinibatchesEnd
 
 Named: TypeAlias = Mapping[str, Tensor]
 
@@ -36,33 +35,27 @@ kept_of: Callable[[MinibatchEnd], tuple[Any, ...]] = attrgetter(*Kept._fields)
 
 
 class Joining:
-    """Takes minibatches as they come and gives them back as one.
+    """Takes minibatches as they come, of sources that do not join them, and gives them back as one.
 
     Only what is measured is kept alive. To keep whole events would scatter the memory that the trainer uses again for every minibatch,
     which costs it more than all the rest here. Nothing else is done before the update is over: between two minibatches this code has
     left the processor's caches, and takes five times as long as it does sixteen times in a row.
-
-    Attributes:
-        last: the last one of the update under way; None before the first.
     """
 
     def __init__(self) -> None:
-        self.last: MinibatchEnd | None = None
         self._kept: list[tuple[Any, ...]] = []
 
     def add(self, event: MinibatchEnd) -> None:
         """The next minibatch."""
-        self.last = event
         self._kept.append(kept_of(event))
 
-    def take(self, features: Tensor | None = None, details: Details | None = None) -> Minibatches | None:
-        """The rows of all minibatches, one after the other, with `features` [n, F] of the first; None where there are none."""
-        if self.last is None:
+    def take(self) -> MinibatchesEnd | None:
+        """The rows of all minibatches, one after the other; None where there are none."""
+        if not self._kept:
             return None
-        kept = Kept(*zip(*self._kept, strict=True))
-        self.last, self._kept = None, []
+        kept, self._kept = Kept(*zip(*self._kept, strict=True)), []
         counts = tuple(map(len, kept.log_ratio))
-        return Minibatches(
+        return MinibatchesEnd(
             epochs=kept.epoch,
             counts=counts,
             log_ratio=torch.cat(kept.log_ratio),
@@ -74,8 +67,6 @@ class Joining:
             log_std=_joined([_by_row(spread, count) for spread, count in zip(kept.log_std, counts, strict=True)]),
             head_log_ratios=_joined(kept.head_log_ratios) if len(kept.head_log_ratios[0]) > 1 else {},
             relevance=_joined(kept.relevance),
-            features=features,
-            details=details,
             rows=_rows(kept.rows),
         )
 

@@ -13,7 +13,7 @@ from esper_telemetry.metrics.actions import ActionTotal, mean_action
 from esper_telemetry.metrics.lstm import lstm_weights, state_ages, state_size
 from esper_telemetry.metrics.normalizer import cut_entries
 from esper_telemetry.metrics.observations import constant_rows
-from esper_telemetry.summary import Actions, Choices, Drawn, Layer, Memory, Normalizer, Rollout
+from esper_telemetry.summary import Actions, Choices, Drawn, Layer, Memory, Normalizer, Rollout, copied
 
 DRIFT_OVER = 10
 """Updates over which the drift of a normaliser is measured."""
@@ -49,43 +49,45 @@ class Rollouts:
         self._scales = {name: deque(history, DRIFT_OVER + 1) for name, history in state["scales"].items()}
 
     def take(self, event: RolloutEnd, *, sizes: Mapping[str, int], layers: tuple[Layer, ...]) -> Rollout:
-        """The next rollout, copied: a trainer may collect the one after it in the same memory.
+        """The next rollout. It is the trainer's, which may collect the one after it in the same memory: what outlives it is copied.
 
         Args:
             event: tells of it.
             sizes: number of actions of each categorical head.
             layers: of its LSTM, as far as they are looked at.
         """
-        valid, acted = _copy(event.valid), _copies(event.actions)
-        counted = {head: _counted(valid, event.relevance.get(head)) for head in acted}
+        chosen = {
+            head: Choices(actions, _counted(event.valid, event.relevance.get(head)))
+            for head, actions in event.actions.items()
+        }
         return Rollout(
-            rewards=event.rewards.clone(),
-            values=event.values.clone(),
-            advantages=event.advantages.clone(),
-            returns=event.returns.clone(),
-            log_probs=event.log_probs.clone(),
-            next_values=event.next_values.clone(),
-            ended=event.ended.clone(),
-            terminated=event.terminated.clone(),
+            rewards=event.rewards,
+            values=event.values,
+            advantages=event.advantages,
+            returns=event.returns,
+            log_probs=event.log_probs,
+            next_values=event.next_values,
+            ended=event.ended,
+            terminated=event.terminated,
             gamma=event.gamma,
-            valid=valid,
-            raw_rewards=_copy(event.raw_rewards),
-            actions=self._actions(event, sizes, {head: Choices(acted[head], counted[head]) for head in acted}),
+            valid=event.valid,
+            raw_rewards=event.raw_rewards,
+            actions=self._actions(event, sizes, chosen),
             memory=self._memory(event, layers),
             normalizers={name: self._normalizer(name, scale, event.valid) for name, scale in event.scales.items()},
-            acted=acted,
-            head_log_probs=_copies(event.head_log_probs),
+            acted=event.actions,
+            head_log_probs=event.head_log_probs,
             constant=None if event.observations is None else constant_rows(event.observations, valid=event.valid),
         )
 
     def _actions(self, event: RolloutEnd, sizes: Mapping[str, int], acted: Mapping[str, Choices]) -> Actions:
         chosen = {head: acted[head] for head in {**sizes, **event.action_masks}}
-        previous, self._chosen = self._chosen, chosen
+        previous, self._chosen = self._chosen, {head: copied(choices) for head, choices in chosen.items()}
         return Actions(
             sizes=sizes,
             chosen=chosen,
             previous={head: _beside(choices, chosen[head]) for head, choices in previous.items() if head in chosen},
-            action_masks=_copies(event.action_masks),
+            action_masks=event.action_masks,
             continuous=self._continuous(event, acted),
         )
 
@@ -134,15 +136,7 @@ def _counted(valid: Tensor | None, relevant: Tensor | None) -> Tensor | None:
     """Where a head mattered, [T, B]; None where it always did."""
     if relevant is None:
         return valid
-    return relevant.clone() if valid is None else valid & relevant
-
-
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def _copy(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()
+    return relevant if valid is None else valid & relevant
 
 
 def layers_of(event: RecurrentForward) -> tuple[Layer, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from esper_telemetry.events import BackwardEnd, MinibatchEnd, RolloutEnd
+from esper_telemetry.events import BackwardEnd, MinibatchesEnd, RolloutEnd
 
 
 def of_rollout(event: RolloutEnd) -> Iterator[tuple[str, Tensor]]:
@@ -17,8 +17,8 @@ def of_rollout(event: RolloutEnd) -> Iterator[tuple[str, Tensor]]:
         yield "states", event.states
 
 
-def of_minibatch(event: MinibatchEnd) -> Iterator[tuple[str, Tensor]]:
-    """What the forward pass and the losses made of it."""
+def of_minibatches(event: MinibatchesEnd) -> Iterator[tuple[str, Tensor]]:
+    """What the forward passes and the losses made of it."""
     yield "log_ratio", event.log_ratio
     yield from ((f"loss/{name}", loss) for name, loss in event.losses.items())
 

@@ -16,6 +16,7 @@ from esper_telemetry.events import (
     EvaluationEnd,
     GrowthStep,
     MinibatchEnd,
+    MinibatchesEnd,
     RecurrentForward,
     Rollback,
     RolloutEnd,
@@ -30,6 +31,7 @@ from esper_telemetry.summary import (
     Episodes,
     GradientSample,
     Layer,
+    Minibatches,
     Progress,
     Rollout,
     Snapshot,
@@ -44,7 +46,7 @@ from esper_telemetry.wiring.listener import Listener
 from esper_telemetry.wiring.minibatches import Joining
 from esper_telemetry.wiring.replays import Replays
 from esper_telemetry.wiring.rollouts import Rollouts, layers_of
-from esper_telemetry.wiring.suspects import of_backward, of_minibatch, of_rollout
+from esper_telemetry.wiring.suspects import of_backward, of_minibatches, of_rollout
 
 RECENT = 100
 """Episodes over which `episode/return_mean_100` is the mean."""
@@ -88,13 +90,15 @@ class Update:
         self._details = DetailJoining()
         self._hears_trunk = self._hears_details = self._looks_closely = False
 
-    def listen(self, listener: Listener) -> None:
-        """Keeps what happens from now on."""
+    def listen(self, listener: Listener, *, joined: bool) -> None:
+        """Keeps what happens from now on; `joined` says whether the source joins minibatches itself."""
         self._rollouts = listener.keep(RolloutEnd)
         self._episodes = listener.keep(EpisodeEnd)
         self._growth = listener.keep(GrowthStep)
-        self._minibatches = Joining()
-        listener.untimed(MinibatchEnd, self._minibatches.add)
+        self._joining = Joining()
+        self._minibatches = listener.keep(MinibatchesEnd)
+        if not joined:
+            listener.untimed(MinibatchEnd, self._joining.add)
         self._backwards = listener.keep(BackwardEnd)
         self._leaves: list[Leaf] = []
         self._listener = listener
@@ -173,12 +177,13 @@ class Update:
 
     def take(self, progress: Progress | None = None) -> Snapshot:
         """What has happened since the last call; nothing is left behind."""
+        self._join()
         rollouts: list[Rollout] = []
         self._telemetry.attempt(self._take_rollout, rollouts)
         snapshot = Snapshot(
             rollout=rollouts[0] if rollouts else None,
             episodes=self._take_episodes(progress),
-            minibatches=self._minibatches.take(self._features, self._take_details()),
+            minibatches=self._take_minibatches(),
             gradients=gradient_parts(self._backwards, self._leaves),
             progress=progress,
             sample=self._take_sample(),
@@ -188,7 +193,7 @@ class Update:
         self._for_this_update.stop()
         if self._backwards:
             self._last_backward = self._backwards[-1]
-        for kept in (self._rollouts, self._episodes, self._leaves, self._backwards, self._growth):
+        for kept in (self._rollouts, self._episodes, self._minibatches, self._leaves, self._backwards, self._growth):
             kept.clear()
         return snapshot
 
@@ -216,8 +221,9 @@ class Update:
         """The tensors of the update under way, in forward order; between updates the parameters that the last one left."""
         for rollout in self._rollouts[-1:]:
             yield from of_rollout(rollout)
-        if self._minibatches.last is not None:
-            yield from of_minibatch(self._minibatches.last)
+        self._join()
+        for minibatches in self._minibatches:
+            yield from of_minibatches(minibatches)
         backward = self._backwards[-1] if self._backwards else self._last_backward
         if backward is not None:
             yield from of_backward(backward)
@@ -226,6 +232,18 @@ class Update:
         """In every update: at DEBUG, and at NORMAL where values are clipped, for what that is judged by."""
         level = self._telemetry.level
         return level >= Level.DEBUG or (level is Level.NORMAL and facts.get("clip_value") is not None)
+
+    def _join(self) -> None:
+        """Joins what the source has not joined itself."""
+        minibatches = self._joining.take()
+        if minibatches is not None:
+            self._minibatches.append(minibatches)
+
+    def _take_minibatches(self) -> Minibatches | None:
+        details = self._take_details()
+        if not self._minibatches:
+            return None
+        return Minibatches(**self._minibatches[-1]._asdict(), features=self._features, details=details)
 
     def _take_details(self) -> Details | None:
         """More columns of the minibatches, in updates that are looked at closely with what the rollout knows of them."""
@@ -244,8 +262,7 @@ class Update:
         """Adds the update's rollout, if there is one."""
         if not self._rollouts:
             return
-        last = self._minibatches.last
-        logits = {} if last is None else last.logits
+        logits = self._minibatches[-1].logits if self._minibatches else {}
         sizes = {head: scores.shape[-1] for head, scores in logits.items()}
         layers, self._layers = self._layers, ()
         taken.append(self._before.take(self._rollouts[-1], sizes=sizes, layers=layers))

@@ -18,7 +18,7 @@ from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_ru
 from esper_telemetry.alarms import ALARMS
 from esper_telemetry.detectors import Detectors, Thresholds
 from esper_telemetry.environments.protocol import Step
-from esper_telemetry.events import MinibatchEnd, RolloutEnd, UpdateEnd
+from esper_telemetry.events import MinibatchesEnd, RolloutEnd, UpdateEnd
 from esper_telemetry.faults.boundary import Altered
 from esper_telemetry.faults.changes import environment
 from esper_telemetry.hooks import Hooks
@@ -88,7 +88,7 @@ def old_data(event: RolloutEnd) -> RolloutEnd:
     return replace(event, update=event.update - 1)
 
 
-def no_entropy(event: MinibatchEnd) -> MinibatchEnd:
+def no_entropy(event: MinibatchesEnd) -> MinibatchesEnd:
     """Minibatches without their distributions and losses."""
     return event._replace(logits={}, losses={})
 
@@ -117,7 +117,7 @@ def new_optimizer(trainer: PPO) -> None:
 LIVE: dict[str, tuple[Callable[[], PPO], int]] = {
     "integrity/mask_violation": (lambda: lying(recall(), RolloutEnd, 4, shifted_masks), 6),
     "integrity/buffer_age": (lambda: lying(cartpole(), RolloutEnd, 4, old_data), 6),
-    "telemetry/missing_metric": (lambda: lying(cartpole(), MinibatchEnd, 8, no_entropy), 14),
+    "telemetry/missing_metric": (lambda: lying(cartpole(), MinibatchesEnd, 8, no_entropy), 14),
     "opt/state_lost": (lambda: breaking(cartpole(), 5, new_optimizer), 8),
     "adv/degenerate": (lambda: breaking(cartpole(), 6, equal_advantages), 12),
     "task/no_episodes": (lambda: breaking(cartpole(num_steps=64), 6, endless), 50),

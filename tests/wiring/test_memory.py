@@ -18,7 +18,7 @@ from esper_telemetry.group import MetricGroup
 from esper_telemetry.metrics.integrity import MaskViolation
 from esper_telemetry.metrics.lstm import gates_between, lstm_weights
 from esper_telemetry.sampling import FIRST
-from esper_telemetry.summary import Containment, Snapshot, summarize
+from esper_telemetry.summary import Containment, Minibatches, Snapshot, summarize
 from esper_telemetry.summary.grid import in_grid
 from esper_telemetry.wiring.minibatches import Joining
 from esper_telemetry.wiring.rollouts import Rollouts
@@ -228,7 +228,7 @@ def test_minibatches_of_several_sizes_are_padded_in_every_part() -> None:
         joining.add(minibatch(size, generator))
     rows = joining.take()
     assert rows is not None and rows.valid is None
-    found = in_grid(rows)
+    found = in_grid(Minibatches(**rows._asdict()))
 
     assert found.valid is not None
     assert found.valid.sum(-1).tolist() == [5, 4]
