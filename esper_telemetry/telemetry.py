@@ -171,7 +171,12 @@ class Telemetry:
         return self._recorder.run if self._recorder else None
 
     def start(self, *, config: Mapping[str, Any] | None = None, facts: Mapping[str, Any] | None = None) -> None:
-        """Adds to the config and the facts of the run and announces it to the sinks; the first `flush` does so otherwise."""
+        """Adds to the config and the facts of the run and announces it to the sinks; the first `flush` does so otherwise.
+
+        What passes before a trainer says that it starts is no update's time.
+        """
+        if facts is not None:
+            self._flushed = time.perf_counter()
         self._config.update(config or {})
         self._facts.update(facts or {})
         if self._recorder and self._recorder.run is None:

@@ -33,11 +33,11 @@ def test_debug_looks_at_every_update_and_minimal_at_none() -> None:
 @pytest.mark.parametrize(
     ("plain", "close", "every"),
     [
-        (0.010, 0.020, 1),  # 10 ms more each time: 2 % is exactly what is allowed
-        (0.010, 0.050, 4),  # 40 ms more every 4th time are 10 ms
-        (0.010, 0.060, 8),  # 50 ms more need every 5th; powers of two make it 8
-        (0.010, 0.900, MOST),  # 890 ms more would need every 89th
-        (0.030, 0.031, MOST),  # what is free is over the budget already
+        (0.005, 0.015, 1),  # 5 ms count twice; 10 ms more each time: 2 % is exactly what is allowed
+        (0.005, 0.045, 4),  # 40 ms more every 4th time are 10 ms
+        (0.005, 0.055, 8),  # 50 ms more need every 5th; powers of two make it 8
+        (0.005, 0.900, MOST),  # 895 ms more would need every 90th
+        (0.015, 0.016, MOST),  # what is free is over the budget already
         (0.001, 0.001, 1),
     ],
 )
@@ -52,7 +52,7 @@ def test_the_period_is_the_shortest_that_the_budget_allows(plain: float, close: 
 def test_a_larger_budget_looks_more_often() -> None:
     narrow, wide = Sampling(Level.NORMAL, 0.02), Sampling(Level.NORMAL, 0.1)
     for sampling in (narrow, wide):
-        looked_at(sampling, 400, plain=0.01, close=0.1)
+        looked_at(sampling, 400, plain=0.005, close=0.09)
 
     assert (narrow.every, wide.every) == (16, 1)
 
@@ -64,7 +64,7 @@ def test_the_first_update_warms_up_and_does_not_count() -> None:
     sampling.learn(10.0, 20.0)
     for _ in range(100):
         sampled = sampling.begin()
-        sampling.learn(0.015 if sampled else 0.01, 1.0)
+        sampling.learn(0.015 if sampled else 0.005, 1.0)
 
     assert sampling.every == FIRST
     assert sampling.proposed == 1

@@ -64,7 +64,9 @@ class Relay:
         return None if self._process is None else self._process.pid
 
     def stats(self) -> RelayStats:
-        """How all deliveries are going; costs microseconds."""
+        """How all deliveries are going; costs microseconds, and sees to the child process."""
+        for process in self._processes():
+            process.attend()
         statuses = self._statuses()
         working = [status for status in statuses.values() if status.state not in FINAL]
         depth = max((status.lag(self._journal.records) for status in working), default=0)
@@ -98,10 +100,10 @@ class Relay:
             delivery.finish(status)
         for process in self._processes():
             process.finish(status)
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
         for process in self._processes():
             process.join(max(0.0, deadline - time.monotonic()))
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
         for delivery in self._deliveries:
             delivery.stop()
 

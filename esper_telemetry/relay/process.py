@@ -9,11 +9,10 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -35,9 +34,32 @@ HANGS: Final = 3
 SILENT_SECONDS: Final = 120.0
 """A process that says nothing for so long, though it should every five seconds, is killed and started again."""
 LISTEN_SECONDS: Final = 1.0
+ATTEND_SECONDS: Final = 0.1
+"""How often the training thread looks at the child."""
 LONGEST_PAUSE_SECONDS: Final = 30.0
+KILL_SECONDS: Final = 1.0
+"""How long a killed process may take to be gone."""
 _SETTLED = frozenset({SinkState.CLOSED, SinkState.DISABLED})
 _logger = logging.getLogger("esper_telemetry")
+
+
+@dataclass(slots=True)
+class Child:
+    """The process, where it is heard, and what was.
+
+    Attributes:
+        process: as it was started.
+        listening: what it says comes out here.
+        heard_at: when it said something last, by the monotonic clock.
+        received: a line that is not complete.
+        closed: whether it says nothing any more.
+    """
+
+    process: subprocess.Popen[bytes]
+    listening: int
+    heard_at: float
+    received: bytes = b""
+    closed: bool = False
 
 
 class SinkProcess:
@@ -46,8 +68,11 @@ class SinkProcess:
     It is no child of `multiprocessing`, which would run a script without a main guard again; it gets the sinks pickled,
     and the parent's import path. What backends print goes to `relay.log`. A child that dies, falls silent, or gives up
     on a call that hangs is started again, and goes on where its cursors stand: until it has died three times more
-    without delivering anything. A sink that hangs three times in a row is given up, and the others go on. One thread
-    does all this, asleep while nothing happens.
+    without delivering anything. A sink that hangs three times in a row is given up, and the others go on.
+
+    The training thread sees to all this between two updates, without waiting. A thread of its own would cost more than it does: in a
+    process that has a second thread every lock of the C library takes an atomic instruction, in every tensor operation
+    (`docs/architecture.md`).
 
     Args:
         run_dir: where the journal is.
@@ -59,49 +84,88 @@ class SinkProcess:
         self.statuses = {name: SinkStatus(name) for name in sinks}
         self._sinks = {name: _pickled(name, sink) for name, sink in sinks.items()}
         self._import_path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._end: RunStatus | None = None
-        self._killed = threading.Event()
+        self._over = False
+        self._deaths = 0
+        self._due = self._look_at = 0.0
         self._shown: set[str] = set()
         self._earlier_errors: dict[str, int] = {}
         self._hangs = dict.fromkeys(sinks, 0)
         self._records = dict.fromkeys(sinks, 0)
-        self._thread = threading.Thread(target=self._supervise, name="esper-relay", daemon=True)
-        self._thread.start()
+        self._begin()
 
     @property
     def pid(self) -> int | None:
         """Of the child that runs now."""
-        with self._lock:
-            return None if self._process is None else self._process.pid
+        self._step(0.0)
+        return None if self._child is None else self._child.process.pid
+
+    def attend(self) -> None:
+        """Hears the child, and does what is due: costs nothing most of the time, and never waits."""
+        if time.monotonic() >= self._look_at:
+            self._step(0.0)
+            self._look_at = time.monotonic() + ATTEND_SECONDS
 
     def finish(self, status: RunStatus) -> None:
         """Tells the child that no more lines will come; see `Delivery.finish`."""
-        with self._lock:
-            self._end = status
-            self._send_end()
+        self._end = status
+        self._send_end()
 
     def join(self, seconds: float) -> None:
         """Waits for the child to have done its work, and at the end of the time kills it and whatever it started."""
-        self._thread.join(seconds)
-        self._killed.set()
-        with self._lock:
+        deadline = time.monotonic() + seconds
+        while not self._over and time.monotonic() < deadline:
+            self._step(min(LISTEN_SECONDS, max(0.0, deadline - time.monotonic())))
+        self._over = True
+        if self._child is not None:
             self._kill()
-        self._thread.join(1.0)
+            with suppress(subprocess.TimeoutExpired):
+                self._child.process.wait(KILL_SECONDS)
+                self._bury(self._child)
         remove_lock(self.run_dir, Role.RELAY)
 
-    def _supervise(self) -> None:
-        deaths = 0
-        while deaths <= RESTARTS:
-            self._killed.wait(min(LONGEST_PAUSE_SECONDS, 0.5 * deaths))
-            if self._killed.is_set() or self._settled():
-                break
-            code = self._run_once()
-            deaths = 1 if self._got_on() else deaths + 1
-            self._judge_hanging()
-            if not self._settled() and not self._killed.is_set():
-                self._warn_of_death(code, last=deaths > RESTARTS)
+    def _step(self, seconds: float) -> None:
+        """One thing that is due, for which it waits that long at most."""
+        if self._over:
+            return
+        if self._child is None:
+            time.sleep(max(0.0, min(seconds, self._due - time.monotonic())))
+            if time.monotonic() >= self._due:
+                self._begin()
+        elif not self._lives(self._child, seconds):
+            self._bury(self._child)
+
+    def _begin(self) -> None:
+        """Starts the child, unless nothing is left for it to do."""
+        self._over = self._settled()
+        if self._over:
+            return
+        self._earlier_errors = {name: status.errors for name, status in self.statuses.items()}
+        listening, telling = os.pipe()
+        try:
+            self._child = Child(self._spawned(telling), listening, time.monotonic())
+        except OSError as error:
+            _logger.warning("esper-telemetry: cannot start the process that feeds the sinks: %s", error)
+            os.close(listening)
+            self._judge(-1)
+            return
+        finally:
+            os.close(telling)
+        _send(
+            self._child.process,
+            {**self._settings(), "run_dir": str(self.run_dir), "parent": os.getpid(), "command": redacted(sys.argv)},
+        )
+        self._send_end()
+
+    def _judge(self, code: int) -> None:
+        """What becomes of a child that has ended."""
+        self._deaths = 1 if self._got_on() else self._deaths + 1
+        self._judge_hanging()
+        self._due = time.monotonic() + min(LONGEST_PAUSE_SECONDS, 0.5 * self._deaths)
+        if not self._settled() and not self._over:
+            self._warn_of_death(code, last=self._deaths > RESTARTS)
+        self._over |= self._deaths > RESTARTS or self._settled()
 
     def _got_on(self) -> bool:
         """Whether some sink has taken records since the last time; its hangs are forgotten."""
@@ -120,34 +184,6 @@ class SinkProcess:
                     error = f"it hung {HANGS} times in a row for {CALL_SECONDS:g} s"
                     self.statuses[name] = replace(status, state=SinkState.DISABLED, last_error=error)
                     self._show(self.statuses[name])
-
-    def _run_once(self) -> int:
-        self._earlier_errors = {name: status.errors for name, status in self.statuses.items()}
-        listening, telling = os.pipe()
-        try:
-            process = self._start(telling)
-        except OSError as error:
-            _logger.warning("esper-telemetry: cannot start the process that feeds the sinks: %s", error)
-            os.close(listening)
-            return -1
-        finally:
-            os.close(telling)
-        self._listen(listening, process)
-        os.close(listening)
-        return self._reap(process)
-
-    def _start(self, telling: int) -> subprocess.Popen[bytes]:
-        process = self._spawned(telling)
-        _send(
-            process,
-            {**self._settings(), "run_dir": str(self.run_dir), "parent": os.getpid(), "command": redacted(sys.argv)},
-        )
-        with self._lock:
-            self._process = process
-            if self._killed.is_set():
-                self._kill()
-            self._send_end()
-        return process
 
     def _settings(self) -> Mapping[str, object]:
         """The sinks that are not given up, and how often each of them has hung."""
@@ -173,25 +209,32 @@ class SinkProcess:
         finally:
             os.close(lock)
 
-    def _listen(self, fd: int, process: subprocess.Popen[bytes]) -> None:
-        """Until the child closes its end, or is dead while a forked process holds that open, or falls silent."""
+    def _lives(self, child: Child, seconds: float) -> bool:
+        """Hears what the child says, for that long at most; whether it still runs.
+
+        A forked process may hold open what a dead child spoke through.
+        """
+        if child.closed:
+            with suppress(subprocess.TimeoutExpired):
+                child.process.wait(seconds)
+            return child.process.poll() is None
         poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        received, heard_at = b"", time.monotonic()
-        while True:
-            if poll.poll(LISTEN_SECONDS * 1000):
-                data, heard_at = os.read(fd, 1 << 16), time.monotonic()
-                *lines, received = (received + data).split(b"\n")
-                for line in lines:
-                    self._take(line)
-                if not data:
-                    return
-            elif process.poll() is not None:
-                return
-            elif time.monotonic() - heard_at > SILENT_SECONDS:
-                with self._lock:
-                    self._kill()
-                heard_at = time.monotonic()
+        poll.register(child.listening, select.POLLIN)
+        if poll.poll(seconds * 1000):
+            self._hear(child)
+        elif child.process.poll() is not None:
+            return False
+        elif time.monotonic() - child.heard_at > SILENT_SECONDS:
+            self._kill()
+            child.heard_at = time.monotonic()
+        return True
+
+    def _hear(self, child: Child) -> None:
+        data, child.heard_at = os.read(child.listening, 1 << 16), time.monotonic()
+        *lines, child.received = (child.received + data).split(b"\n")
+        for line in lines:
+            self._take(line)
+        child.closed = not data
 
     def _take(self, line: bytes) -> None:
         with suppress(ValueError, TypeError, KeyError):  # a line that the child was killed in the middle of
@@ -228,24 +271,24 @@ class SinkProcess:
     def _settled(self) -> bool:
         return all(status.state in _SETTLED for status in self.statuses.values())
 
-    def _reap(self, process: subprocess.Popen[bytes]) -> int:
-        code = process.wait()
+    def _bury(self, child: Child) -> None:
+        code = child.process.wait()
         if code:  # clients of a process that did not end of itself would outlive it
-            _kill_session(process.pid)
-        with self._lock:
-            self._process = None
-            if process.stdin is not None:
-                process.stdin.close()
-        return code
+            _kill_session(child.process.pid)
+        os.close(child.listening)
+        if child.process.stdin is not None:
+            child.process.stdin.close()
+        self._child = None
+        self._judge(code)
 
     def _send_end(self) -> None:
-        if self._process is not None and self._end is not None:
-            _send(self._process, {"end": str(self._end)})
+        if self._child is not None and self._end is not None:
+            _send(self._child.process, {"end": str(self._end)})
 
     def _kill(self) -> None:
         """The child leads a session of its own, so the clients it started die with it."""
-        if self._process is not None and self._process.poll() is None:
-            _kill_session(self._process.pid)
+        if self._child is not None and self._child.process.poll() is None:
+            _kill_session(self._child.process.pid)
 
 
 def _kill_session(leader: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from ppo_builders import Seen, cartpole, equal, pendulum, weights
 from torch import Tensor
 
 from esper_telemetry import events
-from esper_telemetry.environments import ActionSpec, Step
+from esper_telemetry.environments import ActionSpec, CueRecall, Step
 from esper_telemetry.events import (
     AfterUpdate,
     BackwardEnd,
@@ -22,6 +23,7 @@ from esper_telemetry.events import (
     EvaluationEnd,
     GrowthStep,
     MinibatchEnd,
+    MinibatchesEnd,
     MinibatchStart,
     OptimizerStep,
     RecurrentForward,
@@ -38,7 +40,17 @@ from esper_telemetry.ppo.rollout import Rollout
 from esper_telemetry.ppo.steps import generalized_advantages
 
 MINIBATCH = (MinibatchStart, TrunkBackward, BackwardEnd, OptimizerStep, MinibatchEnd)
-EVENTS = (RunStart, RolloutEnd, RecurrentForward, EpisodeEnd, BeforeUpdate, *MINIBATCH, AfterUpdate, UpdateEnd)
+EVENTS = (
+    RunStart,
+    RolloutEnd,
+    RecurrentForward,
+    EpisodeEnd,
+    BeforeUpdate,
+    *MINIBATCH,
+    MinibatchesEnd,
+    AfterUpdate,
+    UpdateEnd,
+)
 Make = Callable[..., PPO]
 
 
@@ -95,9 +107,43 @@ def test_events_come_in_their_order() -> None:
     trainer.learn(64)
 
     minibatch = [TrunkBackward, BackwardEnd, OptimizerStep, MinibatchEnd]
-    order = [RunStart, RolloutEnd, EpisodeEnd, BeforeUpdate, MinibatchStart, *minibatch * 8, AfterUpdate, UpdateEnd]
-    assert [type(event) for event in seen.events] == order
+    before, after = [RunStart, RolloutEnd, EpisodeEnd, BeforeUpdate], [MinibatchesEnd, AfterUpdate, UpdateEnd]
+    assert [type(event) for event in seen.events] == [*before, MinibatchStart, *minibatch * 8, *after]
     assert [(e.epoch, e.step) for e in seen.of(MinibatchEnd)] == [(step // 4, step) for step in range(8)]
+
+
+def recall(**settings: Any) -> PPO:
+    return PPO(CueRecall(4, seed=0), PPOConfig(**settings))
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("make", [cartpole, pendulum, recall])
+def test_joined_minibatches_are_the_minibatches(make: Make, breaks: bool) -> None:
+    """One head, a continuous one, several with masks; also where the update breaks off at its third minibatch."""
+    trainer = make(num_steps=16, num_epochs=2, num_minibatches=2)
+    seen = Seen().listen(trainer, MinibatchEnd, MinibatchesEnd)
+    if breaks:
+        trainer.hooks.on(MinibatchEnd, lambda event: fail() if event.step == 2 else None, last=True)
+
+    with pytest.raises(AssertionError) if breaks else nullcontext():
+        trainer.learn(1)
+
+    (joined,), parts = seen.of(MinibatchesEnd), seen.of(MinibatchEnd)[: 2 if breaks else 4]
+    assert joined.epochs == tuple(part.epoch for part in parts)
+    assert joined.counts == tuple(len(part.log_ratio) for part in parts)
+    for name in ("log_ratio", "advantages", "rows"):
+        assert torch.equal(getattr(joined, name), torch.cat([getattr(part, name) for part in parts]))
+    assert {loss: value.tolist() for loss, value in joined.losses.items()} == {
+        loss: [part.losses[loss].item() for part in parts] for loss in parts[0].losses
+    }
+    for name in ("logits", "action_masks", "relevance", "head_log_ratios"):
+        columns = getattr(joined, name)
+        assert all(
+            torch.equal(columns[head], torch.cat([getattr(part, name)[head] for part in parts])) for head in columns
+        )
+    for head, log_std in joined.log_std.items():
+        expected = [part.log_std[head].expand(len(part.log_ratio), -1) for part in parts]
+        assert torch.equal(log_std, torch.cat(expected))
 
 
 def test_nothing_is_computed_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

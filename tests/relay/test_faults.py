@@ -233,7 +233,7 @@ def test_a_client_that_hangs_is_killed_and_a_fresh_one_gets_everything(
     journal, sink = begun(tmp_path / "run", 2), HangingOnceSink(tmp_path / "a")
     good = RecordingSink(tmp_path / "good", "good")
     relay = Relay(journal, [sink, good])
-    eventually(lambda: seqs(sink.file) == [1, 2])
+    eventually(lambda: relay.stats() and seqs(sink.file) == [1, 2])
     add(journal, range(3, 6))
     eventually(lambda: seqs(sink.file) == [1, 2, 3, 4, 5])
     end(journal)
