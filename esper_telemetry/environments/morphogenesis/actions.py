@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from esper_telemetry.environments.morphogenesis.lifecycle import (
     Op,
     Stage,
     among,
+    look_up,
 )
 from esper_telemetry.environments.morphogenesis.slots import Slots
 from esper_telemetry.environments.protocol import ActionSpec
@@ -112,7 +113,7 @@ def _ask(slots: Slots, gates: Gates, accuracy: Tensor, on: Mapping[Op, Tensor]) 
     answers, moved = [], {}
     for gate in GATES:
         wanting = _wanting(gate.to, slots, on)
-        moved[gate.to] = passing = wanting & gates.passed(gate, slots, accuracy)
+        moved[gate.to] = passing = wanting & gates.passed(gate, slots, accuracy) if wanting.any() else wanting
         answer = torch.where(passing.any(1), PASSED, REFUSED)
         answers.append(torch.where(wanting.any(1), answer, UNASKED))
     return torch.stack(answers, 1), moved
@@ -122,8 +123,9 @@ def advanceable(slots: Slots, gates: Gates, accuracy: Tensor) -> Tensor:
     """Where [N, S] ADVANCE would lead on."""
     everywhere = dict.fromkeys(Op, torch.ones_like(slots.leaving))
     forward = [gate for gate in GATES if gate.to in ADVANCES.values()]
-    found = [_wanting(gate.to, slots, everywhere) & gates.passed(gate, slots, accuracy) for gate in forward]
-    return torch.stack(found).any(0)
+    asking = [(gate, _wanting(gate.to, slots, everywhere)) for gate in forward]
+    found = [wanting & gates.passed(gate, slots, accuracy) for gate, wanting in asking if wanting.any()]
+    return torch.stack([torch.zeros_like(slots.leaving), *found]).any(0)
 
 
 def _wanting(to: Stage, slots: Slots, on: Mapping[Op, Tensor]) -> Tensor:
@@ -137,25 +139,21 @@ def _wanting(to: Stage, slots: Slots, on: Mapping[Op, Tensor]) -> Tensor:
 
 def _germinate(slots: Slots, where: Tensor, chosen: Mapping[str, Tensor]) -> None:
     slots.empty_out(where)
-    tempo, goal = _of(TEMPOS, chosen["tempo"]), _of(TARGETS, chosen["alpha_target"])
+    tempo, goal = look_up(TEMPOS, chosen["tempo"]), look_up(TARGETS, chosen["alpha_target"])
     slots.set(where, blueprint=chosen["blueprint"], style=chosen["style"], tempo=tempo, goal=goal)
 
 
 def _fade(slots: Slots, where: Tensor, chosen: Mapping[str, Tensor]) -> Tensor:
     """Begins to fade seeds out; returns those that are pruned at once, having no weight to lose or no time."""
-    speed = _of(SPEEDS, chosen["alpha_speed"])
+    speed = look_up(SPEEDS, chosen["alpha_speed"])
     at_once = where & ((slots.alpha == 0) | (speed == 0))
     fading = where & ~at_once
     slots.head_for(fading, 0.0, speed, chosen["alpha_curve"])
-    slots.set(fading, leaving=1)
+    slots.set(fading, leaving=True)
     return at_once
 
 
 def _aim(slots: Slots, where: Tensor, chosen: Mapping[str, Tensor]) -> None:
     """Gives seeds another weight to move to."""
-    target, speed = _of(TARGETS, chosen["alpha_target"]), _of(SPEEDS, chosen["alpha_speed"])
+    target, speed = look_up(TARGETS, chosen["alpha_target"]), look_up(SPEEDS, chosen["alpha_speed"])
     slots.head_for(where, target, speed, chosen["alpha_curve"])
-
-
-def _of(values: Sequence[float], index: Tensor) -> Tensor:
-    return torch.tensor(values, device=index.device)[index]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import exp
+
 import torch
 from torch import Tensor
 
@@ -26,5 +28,5 @@ def progress(done: Tensor, total: Tensor, curve: Tensor) -> Tensor:
 
 
 def _sigmoid(t: Tensor, steepness: float) -> Tensor:
-    low, high = (torch.sigmoid(torch.tensor(end * steepness / 2)) for end in (-1.0, 1.0))
+    low, high = (1 / (1 + exp(-end * steepness / 2)) for end in (-1.0, 1.0))
     return (torch.sigmoid(steepness * (t - 0.5)) - low) / (high - low)

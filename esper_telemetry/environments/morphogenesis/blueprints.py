@@ -42,9 +42,12 @@ STYLES = ("add", "sigmoid_add", "multiply", "gated")
 GATE = ("gate", "gate_bias")
 ATTENTION = ("query", "key", "value", "out")
 
+ANATOMY = ("scales", "units", "attends", "gated", "multiplied")
+"""What seeds may have: parts, and ways to join what these find with the features; see `effects`."""
 
-def seed_packing(width: int) -> Packing:
-    """Parameters of a slot behind features of that width."""
+
+def seed_packing(width: int, *, attends: bool) -> Packing:
+    """Parameters of a slot behind features of that width, with room for attention or without."""
     square = (width, width)
     return Packing(
         {
@@ -52,12 +55,21 @@ def seed_packing(width: int) -> Packing:
             "shift": (width,),
             "enter": (width, UNITS),
             "enter_bias": (UNITS,),
-            "leave": (UNITS, width),
-            **dict.fromkeys(ATTENTION, square),
+            "leave": (width, UNITS),
+            **(dict.fromkeys(ATTENTION, square) if attends else {}),
             "gate": (width, 1),
             "gate_bias": (1,),
         }
     )
+
+
+def anatomy() -> Tensor:
+    """[styles, blueprints, `ANATOMY`], bool: what a seed of that style and blueprint has."""
+    rows = [
+        [[kind.scales, kind.units > 0, kind.attends, style == "gated", style == "multiply"] for kind in BLUEPRINTS]
+        for style in STYLES
+    ]
+    return torch.tensor(rows)
 
 
 def presence(packing: Packing) -> Tensor:
@@ -71,8 +83,8 @@ def _present(packing: Packing, blueprint: Blueprint, style: str) -> Tensor:
     parts["gain"][:] = parts["shift"][:] = blueprint.scales
     parts["enter"][:, : blueprint.units] = True
     parts["enter_bias"][: blueprint.units] = True
-    parts["leave"][: blueprint.units] = True
-    for name in ATTENTION:
+    parts["leave"][:, : blueprint.units] = True
+    for name in parts.keys() & ATTENTION:
         parts[name][:] = blueprint.attends
     for name in GATE:
         parts[name][:] = style == "gated"

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.environments.morphogenesis import watchdog
-from esper_telemetry.environments.morphogenesis.blueprints import newborn, presence
+from esper_telemetry.environments.morphogenesis.blueprints import ANATOMY, anatomy, newborn, presence
+from esper_telemetry.environments.morphogenesis.effects import INERT, Who
 from esper_telemetry.environments.morphogenesis.learning import (
     Epoch,
     Weights,
@@ -47,49 +48,60 @@ class Colony:
         weights: what is trained.
     """
 
-    weights: Weights
-
     def __init__(self, task: Task, envs: int, slots: int, *, optimizer: str, generator: torch.Generator) -> None:
         device = generator.device
         sizes = {"inputs": task.inputs, "width": task.width, "classes": task.classes, "tokens": task.tokens}
         self.network, self.task = Network(slots=slots, linear=task.linear, **sizes), task.to(device)
         self._envs, self._slots, self._generator = envs, slots, generator
         self._optimizer = OPTIMIZERS[optimizer]
-        self._table = presence(self.network.seed).to(device)
+        self._present, self._anatomy = presence(self.network.seed).to(device), anatomy().to(device)
+        self._sizes = self._present.sum(-1)
         self.reset()
 
     def reset(self) -> None:
         """New hosts without seeds."""
         hosts = self.network.hosts(self._envs, self._generator)
-        seeds = hosts.new_zeros(self._envs, self._slots, self.network.seed.size)
-        self.weights = Weights(hosts, seeds, Moments.of(hosts), Moments.of(seeds))
+        rows = hosts.new_zeros(self._envs, 1 + self._slots, self.network.size)
+        self.weights = Weights(rows, Moments.of(rows))
+        self.hosts.copy_(hosts)
         self._watch = watchdog.Watch.fresh(self._envs, hosts.device)
-        self._snapshot = (hosts, seeds)
+        self._snapshot = rows.clone()
 
-    def present(self, slots: Slots) -> Tensor:
-        """[N, S, size], bool: the parameters that seeds have."""
-        return self._table[slots.style, slots.blueprint] & among(slots.stage, ALIVE).unsqueeze(-1)
+    @property
+    def hosts(self) -> Tensor:
+        """[N, size of a host]: their parameters, to read and to write."""
+        return self.weights.rows[:, 0, : self.network.host.size]
+
+    @property
+    def seeds(self) -> Tensor:
+        """[N, S, size of a seed]: their parameters, to read and to write; zero where a blueprint has none."""
+        return self.weights.rows[:, 1:, : self.network.seed.size]
+
+    def parameters(self, slots: Slots) -> Tensor:
+        """[N, S]: how many parameters each seed has."""
+        return self._sizes[slots.style, slots.blueprint] * among(slots.stage, ALIVE)
 
     def plant(self, slots: Slots, born: Tensor) -> None:
         """Draws the seeds that are born, [N, S]; the optimizers of the others remember all they did."""
-        fresh = newborn(self.network.seed, (self._envs, self._slots), self._generator) * self.present(slots)
-        seeds = torch.where(born.unsqueeze(-1), fresh, self.weights.seeds)
-        self.weights = self.weights._replace(seeds=seeds, seed_moments=self.weights.seed_moments.cleared(born))
+        fresh = newborn(self.network.seed, (self._envs, self._slots), self._generator)
+        if born.any():
+            present = self._present[slots.style, slots.blueprint]
+            self.seeds.copy_(torch.where(born.unsqueeze(-1), fresh * present, self.seeds))
+            self._forget(born)
 
     def drop(self, gone: Tensor) -> None:
         """Forgets the seeds that are gone, [N, S], and what their optimizers remember."""
-        seeds, moments = self.weights.seeds.masked_fill(gone.unsqueeze(-1), 0.0), self.weights.seed_moments
-        self.weights = self.weights._replace(seeds=seeds, seed_moments=moments.cleared(gone))
+        if gone.any():
+            self.seeds.masked_fill_(gone.unsqueeze(-1), 0.0)
+            self._forget(gone)
 
     def train(self, slots: Slots) -> Result:
         """One epoch, its validation, and the watchdog's verdict."""
-        present, mixing = self.present(slots), _mixing(slots)
-        self.weights, epoch = train_epoch(
+        epoch = train_epoch(
             self.network,
             self.weights,
             minibatches(self.task, self._generator),
-            mixing,
-            present=present,
+            self._mixing(slots, training=True),
             learning=among(slots.stage, LEARNING) & ~slots.leaving,
             optimizer=self._optimizer,
             rate=self.task.learning_rate,
@@ -100,44 +112,51 @@ class Colony:
 
     def validate(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Loss and accuracy [N, 2^S] with every subset of the seeds switched off; all are on in the first."""
-        present, mixing = self.present(slots), _mixing(slots)
-        return validate(self.network, self.weights, self.task.validation, mixing, present)
+        return validate(self.network, self.weights.rows, self.task.validation, self._mixing(slots, training=False))
 
     def keep(self, where: Tensor) -> None:
         """Remembers the weights of the environments where [N] is set, to go back to."""
-        hosts, seeds = self._snapshot
-        self._snapshot = (_choose(where, self.weights.hosts, hosts), _choose(where, self.weights.seeds, seeds))
+        if where.any():
+            self._snapshot = torch.where(where[:, None, None], self.weights.rows, self._snapshot)
 
     def roll_back(self, where: Tensor, pruned: Tensor) -> None:
         """Goes back where [N] is set, without the seeds that are `pruned` there, [N, S]; optimizers begin anew."""
-        pairs = zip(self._snapshot, (self.weights.hosts, self.weights.seeds), strict=True)
-        hosts, seeds = (_choose(where, old, new) for old, new in pairs)
-        lost = pruned | where.unsqueeze(1)
-        host_moments, seed_moments = self.weights.host_moments.cleared(where), self.weights.seed_moments.cleared(lost)
-        self.weights = Weights(hosts, seeds.masked_fill(pruned.unsqueeze(-1), 0.0), host_moments, seed_moments)
-        fresh = watchdog.Watch.fresh(self._envs, where.device)
-        losses, strikes = (_choose(where, new, old) for new, old in zip(fresh, self._watch, strict=True))
-        self._watch = watchdog.Watch(losses, strikes)
+        self.weights.rows.copy_(torch.where(where[:, None, None], self._snapshot, self.weights.rows))
+        self.weights.moments.clear(where.unsqueeze(1).expand(-1, 1 + self._slots))
+        self.drop(pruned)
+        self._watch = self._watch.cleared(where)
 
     def state_dict(self) -> dict[str, list[Tensor]]:
         """Everything that the next epoch depends on, but the random generator."""
-        weights = [self.weights.hosts, self.weights.seeds, *self.weights.host_moments, *self.weights.seed_moments]
-        return {"weights": weights, "watch": list(self._watch), "snapshot": list(self._snapshot)}
+        weights = [part.clone() for part in (self.weights.rows, *self.weights.moments)]
+        return {"weights": weights, "watch": list(self._watch), "snapshot": [self._snapshot]}
 
     def load_state_dict(self, state: Mapping[str, list[Tensor]]) -> None:
         """Goes on from a saved state."""
         device = self._generator.device
-        hosts, seeds, *moments = (tensor.to(device) for tensor in state["weights"])
-        self.weights = Weights(hosts, seeds, Moments(*moments[:3]), Moments(*moments[3:]))
+        rows, *moments = (tensor.to(device, copy=True) for tensor in state["weights"])
+        self.weights = Weights(rows, Moments(*moments))
         self._watch = watchdog.Watch(*(tensor.to(device) for tensor in state["watch"]))
-        first, second = (tensor.to(device) for tensor in state["snapshot"])
-        self._snapshot = (first, second)
+        (self._snapshot,) = (tensor.to(device) for tensor in state["snapshot"])
+
+    def _forget(self, seeds: Tensor) -> None:
+        self.weights.moments.clear(torch.cat([torch.zeros_like(seeds[:, :1]), seeds], 1))
+
+    def _mixing(self, slots: Slots, *, training: bool) -> Mixing:
+        """How seeds take part; one that neither counts nor learns is left out."""
+        isolated = slots.stage == Stage.TRAINING
+        counts = (slots.alpha > 0) | isolated if training else slots.alpha > 0
+        has = self._anatomy[slots.style, slots.blueprint] & counts.unsqueeze(-1)
+        return Mixing(
+            slots.alpha, isolated, [_who(has[:, slot], amounts) for slot, amounts in enumerate(has.sum(0).tolist())]
+        )
 
 
-def _mixing(slots: Slots) -> Mixing:
-    return Mixing(slots.alpha, slots.stage == Stage.TRAINING, slots.style)
-
-
-def _choose(where: Tensor, chosen: Tensor, other: Tensor) -> Tensor:
-    """The rows of one tensor where [N] is set, those of the other elsewhere."""
-    return torch.where(where.view(-1, *[1] * (other.dim() - 1)), chosen, other)
+def _who(has: Tensor, amounts: list[int]) -> Who:
+    """Who has what, from [N, `ANATOMY`] and how many have it; all, where it is less work to include those who have zeros."""
+    found = dict[str, Tensor | None]()
+    for place, (name, amount) in enumerate(zip(ANATOMY, amounts, strict=True)):
+        least = len(has) / 2 if name in INERT else len(has)
+        if amount:
+            found[name] = None if amount >= least else has[:, place].nonzero().squeeze(1)
+    return found

@@ -197,7 +197,7 @@ class Morphogenesis:
         """Writes what the epoch showed of the seeds to their slots; returns why weak gradients are weak, [B, S]."""
         slots, epoch = self._slots, result.epoch
         learning = among(slots.stage, LEARNING) & ~slots.leaving
-        entries, host_entries = self.colony.present(slots).sum(-1), self.colony.network.host.size
+        entries, host_entries = self.colony.parameters(slots), self.colony.network.host.size
         ratio = intensity_ratio(epoch.seed_norm, entries, epoch.host_norm, host_entries)
         smooth = torch.where(slots.ratio < 0, ratio, torch.lerp(ratio, slots.ratio, INTENSITY_DECAY))
         worth = contributions.contributions(result.accuracy)
@@ -218,7 +218,8 @@ class Morphogenesis:
         due = torch.full_like(well, self._epoch % EVERY == 0)
         self.colony.keep(well & (due | outcome.fossilized.any(1)))
         lost = panic.unsqueeze(1) & among(slots.stage, ALIVE[:-1])
-        self.colony.roll_back(panic, lost)
+        if panic.any():
+            self.colony.roll_back(panic, lost)
         slots.enter(lost, Stage.PRUNED, self._host.val_accuracy)
         slots.empty_out(lost)
         return lost
@@ -237,7 +238,7 @@ class Morphogenesis:
             delta=accuracy - old.val_accuracy,
             stale=torch.where(accuracy > old.best, 0.0, old.stale + 1),
             norm=result.epoch.host_norm,
-            parameters=self.colony.present(self._slots).sum((1, 2)) / self.colony.network.host.size,
+            parameters=self.colony.parameters(self._slots).sum(1) / self.colony.network.host.size,
             op=outcome.op,
         )
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from esper_telemetry.environments.morphogenesis.network import Mixing, Network
-from esper_telemetry.environments.morphogenesis.optimizers import Moments, Optimizer, clipped
+from esper_telemetry.environments.morphogenesis.network import Mixing, Network, Views
+from esper_telemetry.environments.morphogenesis.optimizers import Moments, Optimizer, clip
 from esper_telemetry.environments.morphogenesis.tasks import Data, Task
 
 MAX_NORM = 1.0
@@ -17,12 +17,15 @@ MAX_NORM = 1.0
 
 
 class Weights(NamedTuple):
-    """All that is trained: hosts [N, size], seeds [N, S, size], and what their optimizers remember."""
+    """All that is trained, and written to in place.
 
-    hosts: Tensor
-    seeds: Tensor
-    host_moments: Moments
-    seed_moments: Moments
+    Attributes:
+        rows: [N, 1 + S, size], a host in the first row of each network, its seeds in the others; zero where nothing is.
+        moments: what their optimizers remember.
+    """
+
+    rows: Tensor
+    moments: Moments
 
 
 class Epoch(NamedTuple):
@@ -43,37 +46,22 @@ class Epoch(NamedTuple):
     upstream: Tensor
 
 
-class Gradients(NamedTuple):
-    """Of one minibatch: losses and accuracies [N], gradients [N, size] and [N, S, size], norms at the effects [N, S]."""
+def gradients(network: Network, weights: Views, data: Data, mixing: Mixing, into: Views) -> tuple[Tensor, Tensor]:
+    """Writes every network's gradients of its own mean cross-entropy over M rows of data.
 
-    loss: Tensor
-    accuracy: Tensor
-    hosts: Tensor
-    seeds: Tensor
-    upstream: Tensor
-
-
-def gradients(
-    network: Network, weights: tuple[Tensor, Tensor], present: Tensor, data: Data, mixing: Mixing
-) -> Gradients:
-    """Every network's gradients of its own mean cross-entropy; networks share nothing, so the sum's gradient is each one's own.
-
-    Args:
-        network: their shape.
-        weights: hosts [N, size] and seeds [N, S, size].
-        present: [N, S, size], bool: parameters that the seeds have.
-        data: M rows.
-        mixing: how the seeds take part.
+    Returns the logarithms of the probabilities [N, classes, M], and the norms at the seeds' effects [N, S].
     """
-    with torch.enable_grad():
-        hosts, seeds = (rows.detach().requires_grad_() for rows in weights)
-        out = network.forward(hosts, seeds * present, data.inputs, mixing)
-        targets = data.targets.expand(len(hosts), -1)
-        loss = F.cross_entropy(out.logits.transpose(1, 2), targets, reduction="none").mean(1)
-        found = torch.autograd.grad(loss.sum(), [hosts, seeds, *out.effects])
-    upstream = torch.stack([part.flatten(1).norm(dim=1) for part in found[2:]], 1)
-    accuracy = (out.logits.detach().argmax(-1) == targets).float().mean(1)
-    return Gradients(loss.detach(), accuracy, found[0], found[1], upstream)
+    passed = network.forward(weights, data.inputs, mixing)
+    logs = passed.logits.log_softmax(1)
+    slope = logs.exp()
+    slope.scatter_add_(1, _wide(data.targets, slope), torch.full_like(slope[:, :1], -1.0))
+    return logs, network.backward(weights, passed, slope.div_(len(data.targets)), mixing, into)
+
+
+def scores(logs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row's loss, and whether it was told right, 1 or 0, [N, M], from log-probabilities [N, classes, M] and classes [M]."""
+    own = logs.gather(1, _wide(targets, logs)).squeeze(1)
+    return -own, (own >= logs.amax(1)).to(logs.dtype)
 
 
 def minibatches(task: Task, generator: torch.Generator) -> list[Data]:
@@ -82,43 +70,50 @@ def minibatches(task: Task, generator: torch.Generator) -> list[Data]:
     windows = len(task.train.targets) // tokens
     order = torch.randperm(windows, generator=generator, device=generator.device)[:wanted]
     rows = (order.unsqueeze(1) * tokens + torch.arange(tokens, device=order.device)).flatten()
-    return [Data(task.train.inputs[part], task.train.targets[part]) for part in rows.split(task.batch * tokens)]
+    parts = (task.train.inputs[rows].split(task.batch * tokens), task.train.targets[rows].split(task.batch * tokens))
+    return [Data(*pair) for pair in zip(*parts, strict=True)]
 
 
 @torch.no_grad()
 def train_epoch(
     network: Network,
     weights: Weights,
-    batches: list[Data],
+    batches: Sequence[Data],
     mixing: Mixing,
     *,
-    present: Tensor,
     learning: Tensor,
     optimizer: Optimizer,
     rate: float,
-) -> tuple[Weights, Epoch]:
+) -> Epoch:
     """Trains the hosts, and the seeds where [N, S] `learning` is set, for one epoch; see `gradients` for the rest."""
-    everywhere = torch.ones_like(learning[:, 0])
-    steps: list[tuple[Tensor, ...]] = []
+    slopes = torch.zeros_like(weights.rows)
+    views, into = network.views(weights.rows), network.views(slopes)
+    where = torch.cat([torch.ones_like(learning[:, :1]), learning], 1)
+    logs, norms, upstream = list[Tensor](), list[Tensor](), list[Tensor]()
     for data in batches:
-        found = gradients(network, (weights.hosts, weights.seeds), present, data, mixing)
-        host_gradients, host_norm = clipped(found.hosts, MAX_NORM)
-        seed_gradients, seed_norm = clipped(found.seeds, MAX_NORM)
-        hosts, host_moments = optimizer(weights.hosts, host_gradients, weights.host_moments, rate, everywhere)
-        seeds, seed_moments = optimizer(weights.seeds, seed_gradients, weights.seed_moments, rate, learning)
-        weights = Weights(hosts, seeds, host_moments, seed_moments)
-        steps.append((found.loss, found.accuracy, host_norm, seed_norm, found.upstream))
-    loss, accuracy, host_norm, seed_norm, upstream = (torch.stack(part) for part in zip(*steps, strict=True))
-    means = (loss.mean(0), accuracy.mean(0), host_norm.mean(0), seed_norm.mean(0))
-    return weights, Epoch(*means, seed_norm.amax(0), upstream.mean(0))
+        found, reached = gradients(network, views, data, mixing, into)
+        norms.append(clip(slopes, MAX_NORM))
+        optimizer(weights.rows, slopes, weights.moments, rate, where)
+        logs.append(found)
+        upstream.append(reached)
+    loss, right = scores(torch.cat(logs, 2), torch.cat([data.targets for data in batches]))
+    norm, peak = torch.stack(norms).mean(0), torch.stack(norms).amax(0)
+    return Epoch(loss.mean(1), right.mean(1), norm[:, 0], norm[:, 1:], peak[:, 1:], torch.stack(upstream).mean(0))
 
 
 @torch.no_grad()
-def validate(network: Network, weights: Weights, data: Data, mixing: Mixing, present: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss and accuracy, [N, 2^S] each, with every subset of the seeds switched off, see `Network.forward`."""
-    blocks, rows = 2**network.slots, len(data.targets)
-    logits = network.forward(weights.hosts, weights.seeds * present, data.inputs, mixing, subsets=True).logits
-    targets = data.targets.repeat(blocks).expand(len(logits), -1)
-    loss = logits.logsumexp(-1) - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    right = (logits.argmax(-1) == targets).float()
-    return loss.unflatten(1, (blocks, rows)).mean(2), right.unflatten(1, (blocks, rows)).mean(2)
+def validate(network: Network, rows: Tensor, data: Data, mixing: Mixing) -> tuple[Tensor, Tensor]:
+    """Loss and accuracy, [N, 2^S] each, with every subset of the seeds switched off: seed s where bit s of the column's number is set."""
+    felt = [slot for slot, who in enumerate(mixing.who) if who]
+    logits = network.forward(network.views(rows), data.inputs, mixing, subsets=True).logits
+    found = scores(logits.log_softmax(1), data.targets.repeat(2 ** len(felt)))
+    columns = [
+        sum((subset >> slot & 1) << place for place, slot in enumerate(felt)) for subset in range(2**network.slots)
+    ]
+    loss, accuracy = (part.unflatten(1, (-1, len(data.targets))).mean(2)[:, columns] for part in found)
+    return loss, accuracy
+
+
+def _wide(targets: Tensor, like: Tensor) -> Tensor:
+    """Classes [M] as an index [N, 1, M] into the classes of all networks."""
+    return targets.expand(len(like), 1, -1)

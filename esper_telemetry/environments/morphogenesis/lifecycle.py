@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -95,11 +96,19 @@ POTENTIALS: Mapping[Stage, float] = {
 
 def among(stage: Tensor, stages: tuple[Stage, ...]) -> Tensor:
     """Whether each stage is one of these."""
-    table = torch.zeros(len(Stage), dtype=torch.bool)
-    table[list(stages)] = True
-    return table.to(stage.device)[stage]
+    return look_up(tuple(one in stages for one in Stage), stage)
 
 
 def potential(stage: Tensor) -> Tensor:
     """The potential of each stage."""
-    return torch.tensor([POTENTIALS.get(one, 0.0) for one in Stage], device=stage.device)[stage]
+    return look_up(tuple(POTENTIALS.get(one, 0.0) for one in Stage), stage)
+
+
+def look_up(values: tuple[float, ...], index: Tensor) -> Tensor:
+    """The value that stands at each index."""
+    return _table(values, type(values[0]), index.device)[index]
+
+
+@cache
+def _table(values: tuple[float, ...], _: type, device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device)

@@ -1,18 +1,19 @@
-"""N hosts and their seeds in one forward pass: every weight has a leading environment axis, every layer is a batched product."""
+"""N hosts and their seeds in one pass there and back: every weight has a leading environment axis, every layer is a batched product.
+
+Gradients are written down by hand: these networks are so small that to record and replay a graph would cost as much as the arithmetic.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from esper_telemetry.environments.morphogenesis.blueprints import STYLES, seed_packing
+from esper_telemetry.environments.morphogenesis.blueprints import seed_packing
+from esper_telemetry.environments.morphogenesis.effects import Parameters, Who, effect, rectified_
 from esper_telemetry.environments.morphogenesis.packing import Packing
-
-MULTIPLY, GATED = STYLES.index("multiply"), STYLES.index("gated")
 
 
 class Mixing(NamedTuple):
@@ -21,19 +22,28 @@ class Mixing(NamedTuple):
     Attributes:
         alpha: [N, S], weight of each seed's effect.
         isolated: [N, S], bool: the seed learns as if it counted in full, and the host neither feels it nor is felt by it.
-        style: [N, S], index into `STYLES`.
+        who: by slot, which networks have seeds with which parts; those of neither weight nor isolation need not be named.
     """
 
     alpha: Tensor
     isolated: Tensor
-    style: Tensor
+    who: Sequence[Who]
 
 
-class Output(NamedTuple):
-    """What a pass gives: logits [N, M, classes], and the effect of each slot before it is weighed, [N, M, width]."""
+class Views(NamedTuple):
+    """Parameters by name, in the rows of all networks: those of the hosts [N, ...], and of each slot's seeds."""
+
+    host: Mapping[str, Tensor]
+    seeds: Sequence[Mapping[str, Tensor]]
+
+
+class Pass(NamedTuple):
+    """What a pass gives: logits [N, classes, M], and what the way back needs: inputs of the layers, features and effects of the slots."""
 
     logits: Tensor
-    effects: list[Tensor]
+    inputs: list[Tensor]
+    features: list[Tensor]
+    backs: list[Callable[[Tensor, Parameters], Tensor] | None]
 
 
 class Network:
@@ -49,6 +59,10 @@ class Network:
         slots: hidden layers, S, each followed by a slot.
         tokens: rows of a window; 1 where rows are independent.
         linear: hosts have no activations, so that whatever bends is a seed.
+
+    Attributes:
+        host, seed: where parameters stand in a row of theirs.
+        size: of a row that has room for either.
     """
 
     def __init__(
@@ -56,63 +70,80 @@ class Network:
     ) -> None:
         self.slots, self.tokens, self.linear = slots, tokens, linear
         sizes = [inputs, *[width] * slots, classes]
-        weights = {f"weight_{i}": (sizes[i], sizes[i + 1]) for i in range(slots + 1)}
+        weights = {f"weight_{i}": (sizes[i + 1], sizes[i]) for i in range(slots + 1)}
         self.host = Packing({**weights, **{f"bias_{i}": (sizes[i + 1],) for i in range(slots + 1)}})
-        self.seed = seed_packing(width)
+        self.seed = seed_packing(width, attends=tokens > 1)
+        self.size = max(self.host.size, self.seed.size)
 
     def hosts(self, count: int, generator: torch.Generator) -> Tensor:
-        """New hosts [count, size] (He et al. 2015)."""
+        """New hosts [count, size of a host] (He et al. 2015)."""
 
-        def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
+        def drawn(shape: tuple[int, ...]) -> Tensor:
             if len(shape) == 1:
                 return torch.zeros(count, *shape, device=generator.device)
-            scale = (2 / shape[0]) ** 0.5
+            scale = (2 / shape[1]) ** 0.5
             return torch.randn(count, *shape, generator=generator, device=generator.device).mul_(scale)
 
-        return self.host.pack({name: drawn(name, shape) for name, shape in self.host.shapes.items()})
+        return self.host.pack({name: drawn(shape) for name, shape in self.host.shapes.items()})
 
-    def forward(self, hosts: Tensor, seeds: Tensor, inputs: Tensor, mixing: Mixing, *, subsets: bool = False) -> Output:
+    def views(self, rows: Tensor) -> Views:
+        """The parameters in rows [N, 1 + S, size]: a host in the first, its seeds in the others."""
+        return Views(self.host.unpack(rows[:, 0]), [self.seed.unpack(rows[:, 1 + slot]) for slot in range(self.slots)])
+
+    def forward(self, weights: Views, inputs: Tensor, mixing: Mixing, *, subsets: bool = False) -> Pass:
         """One pass of rows [M, inputs], the same for all N networks.
 
         Args:
-            hosts: [N, size of a host].
-            seeds: [N, S, size of a seed], zero where a blueprint has no parameter.
+            weights: of hosts and seeds; zero where a blueprint has no parameter.
             inputs: [M, inputs]; M is a multiple of `tokens`.
             mixing: how the seeds take part.
-            subsets: every subset of the seeds is switched off in turn: 2^S blocks of M rows each come out, in which seed s is off
-                where bit s of the block's number is set. What blocks have in common is computed once.
+            subsets: every subset of the seeds is switched off in turn. A slot with seeds doubles the blocks of M columns that come out:
+                in the second half it is off. What blocks have in common is computed once.
         """
-        host = self.host.unpack(hosts)
-        h, effects = inputs.expand(len(hosts), *inputs.shape), []
-        for slot in range(self.slots):
-            h = self._dense(host, slot, h)
-            h = h if self.linear else F.relu(h)
+        found = Pass(inputs, [inputs], [], [])
+        for slot, who in enumerate(mixing.who):
+            x = self._dense(weights.host, slot, found.inputs[-1])
+            joined, back = x if self.linear else x.relu_(), None
+            if who:
+                value, back = effect(x, weights.seeds[slot], who, self.tokens)
+                joined = torch.addcmul(x, mixing.alpha[:, slot, None, None], value)
+                joined = torch.cat([joined, x], 2) if subsets else joined
+            found.features.append(x)
+            found.inputs.append(joined)
+            found.backs.append(back)
+        return found._replace(logits=self._dense(weights.host, self.slots, found.inputs[-1]))
+
+    def backward(self, weights: Views, passed: Pass, d: Tensor, mixing: Mixing, gradients: Views) -> Tensor:
+        """Writes every network's own gradients; returns the norms of those at the seeds' effects, [N, S].
+
+        Args:
+            weights, mixing: as in the pass.
+            passed: what it gave, without subsets.
+            d: gradients at the logits, [N, classes, M].
+            gradients: to be written to, wherever a parameter is.
+        """
+        upstream = []
+        for slot in reversed(range(self.slots)):
+            self._dense_slopes(d, slot + 1, passed.inputs[slot + 1], gradients.host)
+            d = torch.bmm(weights.host[f"weight_{slot + 1}"].mT, d)
             isolated = mixing.isolated[:, slot, None, None]
-            x = torch.where(isolated, h.detach(), h)
-            effect = self._effect(x, self.seed.unpack(seeds[:, slot]), mixing.style[:, slot, None, None])
-            effects.append(effect)
-            weighed = torch.addcmul(h, mixing.alpha[:, slot, None, None], effect)
-            h = torch.cat([weighed, h], 1) if subsets else weighed + isolated * (effect - effect.detach())
-        return Output(self._dense(host, self.slots, h), effects)
+            strength = mixing.alpha[:, slot, None, None] + isolated
+            upstream.append(strength.flatten() * torch.linalg.vector_norm(d.flatten(1), dim=1))
+            back = passed.backs[slot]
+            if back is not None:
+                d = torch.addcmul(d, 1.0 - isolated.to(d.dtype), back(strength * d, gradients.seeds[slot]))
+            d = d if self.linear else rectified_(d, passed.features[slot])
+        self._dense_slopes(d, 0, passed.inputs[0], gradients.host)
+        return torch.stack(upstream[::-1], 1)
 
-    def _dense(self, host: Mapping[str, Tensor], layer: int, h: Tensor) -> Tensor:
-        return torch.baddbmm(host[f"bias_{layer}"].unsqueeze(1), h, host[f"weight_{layer}"])
+    def _dense(self, host: Parameters, layer: int, h: Tensor) -> Tensor:
+        """A layer [N, out, M] behind features [N, in, M], or behind inputs [M, in] that all networks share, where it is one product."""
+        weight, bias = host[f"weight_{layer}"], host[f"bias_{layer}"]
+        if layer:
+            return torch.baddbmm(bias.unsqueeze(2), weight, h)
+        return torch.addmm(bias.reshape(-1, 1), weight.flatten(0, 1), h.T).unflatten(0, bias.shape)
 
-    def _effect(self, x: Tensor, seed: Mapping[str, Tensor], style: Tensor) -> Tensor:
-        """What a seed adds to its features x [N, M, width], by its style [N, 1, 1]."""
-        normed = F.layer_norm(x, x.shape[-1:])
-        units = F.relu(torch.baddbmm(seed["enter_bias"].unsqueeze(1), x, seed["enter"]))
-        found = torch.baddbmm(normed * seed["gain"].unsqueeze(1) + seed["shift"].unsqueeze(1), units, seed["leave"])
-        if self.tokens > 1:
-            found = found + self._attention(normed, seed)
-        gate = torch.sigmoid(torch.baddbmm(seed["gate_bias"].unsqueeze(1), x, seed["gate"]))
-        joined = torch.where(style == GATED, gate * found, found)
-        return torch.where(style == MULTIPLY, x * torch.tanh(found), joined)
-
-    def _attention(self, x: Tensor, seed: Mapping[str, Tensor]) -> Tensor:
-        """Causal attention with one head among the tokens of each window."""
-        query, key, value = (
-            torch.bmm(x, seed[name]).unflatten(1, (-1, self.tokens)) for name in ("query", "key", "value")
-        )
-        found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return torch.bmm(found.flatten(1, 2), seed["out"])
+    def _dense_slopes(self, d: Tensor, layer: int, h: Tensor, gradients: Parameters) -> None:
+        slope = torch.bmm(d, h.mT) if layer else (d.flatten(0, 1) @ h).unflatten(0, d.shape[:2])
+        gradients[f"weight_{layer}"].copy_(slope)
+        gradients[f"bias_{layer}"].copy_(d.sum(2))

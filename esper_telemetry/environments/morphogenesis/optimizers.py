@@ -1,4 +1,4 @@
-"""Adam and SGD for rows of parameters: each row has its own clipping, its own moments and its own count of steps."""
+"""Adam and SGD for rows of parameters, in place: each row has its own clipping, its own moments and its own count of steps."""
 
 from __future__ import annotations
 
@@ -24,36 +24,37 @@ class Moments(NamedTuple):
         """Empty, as of new parameters."""
         return Moments(torch.zeros_like(rows), torch.zeros_like(rows), torch.zeros_like(rows[..., 0]))
 
-    def cleared(self, where: Tensor) -> Moments:
-        """Nothing is remembered of the rows where [R] is set; all others keep what they have."""
-        return Moments(
-            *(torch.where(where.view(*where.shape, *[1] * (part.dim() - where.dim())), 0.0, part) for part in self)
-        )
+    def clear(self, where: Tensor) -> None:
+        """Forgets the rows where [R] is set; all others keep what they have."""
+        for part in self:
+            part.masked_fill_(where.view(*where.shape, *[1] * (part.dim() - where.dim())), 0.0)
 
 
-def clipped(gradients: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """Gradients [..., size] whose rows have at most that norm, and the norms [...] that they had."""
-    norms = gradients.norm(dim=-1)
-    return gradients * (limit / (norms + 1e-6)).clamp(max=1.0).unsqueeze(-1), norms
+def clip(gradients: Tensor, limit: float) -> Tensor:
+    """Shortens the rows of gradients [..., size] that are longer than that; returns the norms [...] that they had."""
+    norms = torch.linalg.vector_norm(gradients, dim=-1)
+    gradients.mul_((limit / (norms + 1e-6)).clamp(max=1.0).unsqueeze(-1))
+    return norms
 
 
-def adam(rows: Tensor, gradients: Tensor, moments: Moments, rate: float, where: Tensor) -> tuple[Tensor, Moments]:
+def adam(rows: Tensor, gradients: Tensor, moments: Moments, rate: float, where: Tensor) -> None:
     """One step (Kingma & Ba 2015) of the rows where [R] is set; the others and their moments stay as they are."""
-    mask = where.unsqueeze(-1)
-    steps = moments.steps + where
-    first = torch.where(mask, torch.lerp(moments.first, gradients, 1 - BETAS[0]), moments.first)
-    second = torch.where(mask, torch.lerp(moments.second, gradients.square(), 1 - BETAS[1]), moments.second)
-    corrected = [1 - beta ** steps.clamp(min=1).unsqueeze(-1) for beta in BETAS]
-    change = rate * (first / corrected[0]) / ((second / corrected[1]).sqrt() + EPS)
-    return torch.where(mask, rows - change, rows), Moments(first, second, steps)
+    on = where.to(rows.dtype).unsqueeze(-1)
+    steps = moments.steps.add_(where).clamp(min=1).unsqueeze(-1)
+    moments.first.lerp_(gradients, on * (1 - BETAS[0]))
+    moments.second.lerp_(gradients.square(), on * (1 - BETAS[1]))
+    first, second = (1 - beta**steps for beta in BETAS)
+    size = moments.second.sqrt().mul_(second.rsqrt()).add_(EPS)
+    rows.addcdiv_(moments.first * (on * rate / first), size, value=-1.0)
 
 
-def sgd(rows: Tensor, gradients: Tensor, moments: Moments, rate: float, where: Tensor) -> tuple[Tensor, Moments]:
+def sgd(rows: Tensor, gradients: Tensor, moments: Moments, rate: float, where: Tensor) -> None:
     """One step with momentum of the rows where [R] is set."""
-    mask = where.unsqueeze(-1)
-    first = torch.where(mask, MOMENTUM * moments.first + gradients, moments.first)
-    return torch.where(mask, rows - rate * first, rows), Moments(first, moments.second, moments.steps + where)
+    on = where.to(rows.dtype).unsqueeze(-1)
+    moments.steps.add_(where)
+    moments.first.lerp_(moments.first * MOMENTUM + gradients, on)
+    rows.addcmul_(moments.first, on, value=-rate)
 
 
-Optimizer = Callable[[Tensor, Tensor, Moments, float, Tensor], tuple[Tensor, Moments]]
+Optimizer = Callable[[Tensor, Tensor, Moments, float, Tensor], None]
 OPTIMIZERS: Mapping[str, Optimizer] = {"adam": adam, "sgd": sgd}

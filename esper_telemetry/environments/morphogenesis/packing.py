@@ -23,8 +23,8 @@ class Packing:
         self.size = sum(self.sizes)
 
     def unpack(self, rows: Tensor) -> dict[str, Tensor]:
-        """The parameters in rows [..., size], each [..., *shape]; one split, whose backward pass is one concatenation."""
-        parts = rows.split(self.sizes, -1)
+        """Views of the parameters in rows [..., size or more], each [..., *shape]."""
+        parts = rows[..., : self.size].split(self.sizes, -1)
         return {name: part.unflatten(-1, shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
     def pack(self, parameters: Mapping[str, Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from esper_telemetry.environments.morphogenesis.lifecycle import FELT, Op, among, potential
+from esper_telemetry.environments.morphogenesis.lifecycle import FELT, Op, among, look_up, potential
 from esper_telemetry.environments.morphogenesis.slots import Slots
 
 PATIENCE = (0.3, 2.0)
@@ -66,7 +66,7 @@ def rent(parameters: Tensor) -> Tensor:
 
 def op_cost(op: Tensor) -> Tensor:
     """[N]: what operations cost."""
-    return torch.tensor([OP_COSTS.get(one, 0.0) for one in Op], device=op.device)[op]
+    return look_up(tuple(OP_COSTS.get(one, 0.0) for one in Op), op)
 
 
 def total(components: Mapping[str, Tensor], mode: str) -> Tensor:

@@ -65,9 +65,14 @@ class Slots:
 
     def set(self, where: Tensor, **values: Tensor | float) -> None:
         """Sets facts of the slots where [N, S] is set."""
+        if not where.any():
+            return
         for name, value in values.items():
             old = getattr(self, name)
-            setattr(self, name, torch.where(where, torch.as_tensor(value, device=old.device).to(old.dtype), old))
+            known = isinstance(value, Tensor)
+            setattr(
+                self, name, torch.where(where, value.to(old.dtype), old) if known else old.masked_fill(where, value)
+            )
 
     def enter(self, where: Tensor, stage: Stage | Tensor, accuracy: Tensor) -> None:
         """Moves slots to a stage; the accuracy [N] is what they are measured from."""
@@ -86,7 +91,7 @@ class Slots:
 
     def empty_out(self, where: Tensor) -> None:
         """Forgets the seed that was there."""
-        self.set(where, alpha=0, start=0, target=0, done=0, total=0, leaving=0, life=0)
+        self.set(where, alpha=0, start=0, target=0, done=0, total=0, leaving=False, life=0)
         self.set(where, norm=-1, peak=-1, upstream=-1, ratio=-1, contribution=-1)
 
     def move_weights(self) -> None:

@@ -32,6 +32,10 @@ class Watch(NamedTuple):
         """Nothing is known."""
         return Watch(torch.full((envs, WINDOW), torch.nan, device=device), torch.zeros(envs, device=device))
 
+    def cleared(self, where: Tensor) -> Watch:
+        """Nothing is known where [N] is set."""
+        return Watch(self.losses.masked_fill(where.unsqueeze(1), torch.nan), self.strikes.masked_fill(where, 0.0))
+
 
 class Verdict(NamedTuple):
     """Where [N] something is wrong, by reason."""

@@ -40,13 +40,13 @@ def plain_loss(host: dict[str, Tensor], seeds: list[dict[str, Tensor]], plan: di
     x = plan["inputs"]
     assert isinstance(x, Tensor)
     for slot, seed in enumerate(seeds):
-        h = x @ host[f"weight_{slot}"] + host[f"bias_{slot}"]
+        h = x @ host[f"weight_{slot}"].T + host[f"bias_{slot}"]
         h = h.relu() if plan["relu"] else h
         style, isolated, alpha = plan["styles"][slot], plan["isolated"][slot], plan["alphas"][slot]  # type: ignore[index]
         features = h.detach() if isolated else h
         normed = F.layer_norm(features, features.shape[-1:])
         effect = normed * seed["gain"] + seed["shift"]
-        effect = effect + (features @ seed["enter"] + seed["enter_bias"]).relu() @ seed["leave"]
+        effect = effect + (features @ seed["enter"] + seed["enter_bias"]).relu() @ seed["leave"].T
         if plan["tokens"] != 1:
             effect = effect + plain_attention(normed, seed, int(plan["tokens"]))  # type: ignore[call-overload]
         if style == "multiply":
@@ -57,14 +57,14 @@ def plain_loss(host: dict[str, Tensor], seeds: list[dict[str, Tensor]], plan: di
     last = len(seeds)
     targets = plan["targets"]
     assert isinstance(targets, Tensor)
-    return F.cross_entropy(x @ host[f"weight_{last}"] + host[f"bias_{last}"], targets)
+    return F.cross_entropy(x @ host[f"weight_{last}"].T + host[f"bias_{last}"], targets)
 
 
 def plain_attention(x: Tensor, seed: dict[str, Tensor], tokens: int) -> Tensor:
     """Causal attention window by window, by its definition."""
     out = []
     for window in x.split(tokens):
-        scores = (window @ seed["query"]) @ (window @ seed["key"]).T / x.shape[-1] ** 0.5
+        scores = (window @ seed["query"].T) @ (window @ seed["key"].T).T / x.shape[-1] ** 0.5
         future = torch.ones(tokens, tokens).triu(1).bool()
-        out.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ (window @ seed["value"]))
-    return torch.cat(out) @ seed["out"]
+        out.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ (window @ seed["value"].T))
+    return torch.cat(out) @ seed["out"].T

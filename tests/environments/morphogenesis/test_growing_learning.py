@@ -79,5 +79,5 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path: Path) -> No
     pairs = zip(whole.policy.parameters(), second.policy.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert isinstance(whole.env, Morphogenesis) and isinstance(second.env, Morphogenesis)
-    assert torch.equal(whole.env.colony.weights.hosts, second.env.colony.weights.hosts)
-    assert torch.equal(whole.env.colony.weights.seeds, second.env.colony.weights.seeds)
+    assert torch.equal(whole.env.colony.hosts, second.env.colony.hosts)
+    assert torch.equal(whole.env.colony.seeds, second.env.colony.seeds)

@@ -49,8 +49,7 @@ def test_features_stay_in_range_whatever_happens_to_the_weights() -> None:
     env, choose = tiny(16), Random(2)
     for number in range(64):
         if number == 20:
-            weights = env.colony.weights
-            env.colony.weights = weights._replace(hosts=weights.hosts.index_fill(0, torch.tensor([3]), torch.nan))
+            env.colony.hosts[3] = torch.nan
         observations = env.step(choose(env)).observations
         assert observations.shape == (16, len(env.observation_names))
         assert observations.isfinite().all() and observations.abs().max() <= 1
@@ -183,15 +182,14 @@ def test_a_broken_host_gets_its_weights_back_and_its_neighbours_notice_nothing()
     broken, whole = (tiny(4) for _ in range(2))
     for env in (broken, whole):
         play(env, 12)
-    weights = broken.colony.weights
-    broken.colony.weights = weights._replace(hosts=weights.hosts.index_fill(0, torch.tensor([2]), torch.nan))
+    broken.colony.hosts[2] = torch.nan
 
     wait = {name: torch.zeros(4, dtype=torch.int64) for name in broken.action_specs}
     steps = [env.step(wait) for env in (broken, whole)]
 
     others = torch.tensor([0, 1, 3])
-    assert broken.colony.weights.hosts.isfinite().all() and broken.colony.weights.seeds.isfinite().all()
-    assert torch.equal(broken.colony.weights.hosts[others], whole.colony.weights.hosts[others])
+    assert broken.colony.hosts.isfinite().all() and broken.colony.seeds.isfinite().all()
+    assert torch.equal(broken.colony.hosts[others], whole.colony.hosts[others])
     assert torch.equal(steps[0].rewards[others], steps[1].rewards[others])
     alive = {Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING}
     assert not alive & set(broken.slots.stage[2].tolist())
@@ -205,7 +203,7 @@ def test_a_checkpoint_goes_on_bit_by_bit(task: str) -> None:
 
     for a, b in zip(play(env, 40, seed=5), play(again, 40, seed=5), strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-    assert torch.equal(env.colony.weights.hosts, again.colony.weights.hosts)
+    assert torch.equal(env.colony.hosts, again.colony.hosts)
 
 
 def test_who_listens_changes_nothing() -> None:
@@ -214,7 +212,7 @@ def test_who_listens_changes_nothing() -> None:
     play(heard, 40)
     play(silent, 40)
 
-    assert torch.equal(heard.colony.weights.hosts, silent.colony.weights.hosts)
+    assert torch.equal(heard.colony.hosts, silent.colony.hosts)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

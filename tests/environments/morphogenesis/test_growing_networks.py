@@ -7,11 +7,19 @@ import torch
 from growing import plain_loss
 from torch import Tensor
 
-from esper_telemetry.environments.morphogenesis.blueprints import BLUEPRINTS, STYLES, newborn, presence
+from esper_telemetry.environments.morphogenesis.blueprints import (
+    ANATOMY,
+    BLUEPRINTS,
+    STYLES,
+    anatomy,
+    newborn,
+    presence,
+)
 from esper_telemetry.environments.morphogenesis.contributions import contributions, shapley_values
-from esper_telemetry.environments.morphogenesis.learning import gradients
+from esper_telemetry.environments.morphogenesis.effects import Who
+from esper_telemetry.environments.morphogenesis.learning import gradients, scores, validate
 from esper_telemetry.environments.morphogenesis.network import Mixing, Network
-from esper_telemetry.environments.morphogenesis.optimizers import Moments, adam, clipped, sgd
+from esper_telemetry.environments.morphogenesis.optimizers import Moments, adam, clip, sgd
 from esper_telemetry.environments.morphogenesis.packing import Packing
 from esper_telemetry.environments.morphogenesis.tasks import Data
 
@@ -22,24 +30,45 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def together(network: Network, hosts: Tensor, seeds: Tensor) -> Tensor:
+    """Rows of hosts and seeds [N, 1 + S, size]."""
+    rows = torch.zeros(len(hosts), 1 + network.slots, network.size)
+    rows[:, 0, : network.host.size], rows[:, 1:, : network.seed.size] = hosts, seeds
+    return rows
+
+
+def who(style: Tensor, kind: Tensor, tokens: int) -> list[Who]:
+    """By slot, which networks have what, from styles and blueprints [N, S]."""
+    has = anatomy()[style, kind]
+    names = [name for name in ANATOMY if tokens > 1 or name != "attends"]
+    return [
+        {name: has[:, slot, ANATOMY.index(name)].nonzero().squeeze(1) for name in names}
+        for slot in range(style.shape[1])
+    ]
+
+
 @pytest.mark.parametrize(("tokens", "linear"), [(1, False), (1, True), (4, False)])
 def test_gradients_are_those_of_each_network_alone(tokens: int, linear: bool) -> None:
     """Every style, blueprint and weight, isolated or not, against a plain implementation, to 1e-5."""
     network = Network(inputs=5, width=6, classes=3, slots=SLOTS, tokens=tokens, linear=linear)
     g = generator()
-    hosts, seeds = network.hosts(ENVS, g), torch.randn(ENVS, SLOTS, network.seed.size, generator=g) / 3
     style = torch.arange(ENVS * SLOTS).view(ENVS, SLOTS) % len(STYLES)
-    kind = (torch.arange(ENVS * SLOTS).view(ENVS, SLOTS) // 3) % len(BLUEPRINTS)
+    kind = (torch.arange(ENVS * SLOTS).view(ENVS, SLOTS) // 3) % (len(BLUEPRINTS) - (tokens == 1))
     isolated = torch.rand(ENVS, SLOTS, generator=g) < 0.4
     alpha = torch.where(isolated, 0.0, torch.rand(ENVS, SLOTS, generator=g))
     present = presence(network.seed)[style, kind]
+    hosts, seeds = network.hosts(ENVS, g), torch.randn(ENVS, SLOTS, network.seed.size, generator=g) / 3 * present
     data = Data(torch.randn(12, 5, generator=g), torch.randint(3, (12,), generator=g))
+    rows = together(network, hosts, seeds)
+    found = torch.zeros_like(rows)
 
-    found = gradients(network, (hosts, seeds), present, data, Mixing(alpha, isolated, style))
+    mixing = Mixing(alpha, isolated, who(style, kind, tokens))
+    logs, _ = gradients(network, network.views(rows), data, mixing, network.views(found))
+    losses = scores(logs, data.targets)[0].mean(1)
 
     for env in range(ENVS):
         host = {name: part.clone().requires_grad_() for name, part in network.host.unpack(hosts[env]).items()}
-        rows = [(seeds[env, slot] * present[env, slot]).clone().requires_grad_() for slot in range(SLOTS)]
+        alone = [seeds[env, slot].clone().requires_grad_() for slot in range(SLOTS)]
         plan = {
             "inputs": data.inputs,
             "targets": data.targets,
@@ -49,40 +78,44 @@ def test_gradients_are_those_of_each_network_alone(tokens: int, linear: bool) ->
             "isolated": isolated[env].tolist(),
             "alphas": alpha[env].tolist(),
         }
-        loss = plain_loss(host, [network.seed.unpack(row) for row in rows], plan)
+        loss = plain_loss(host, [network.seed.unpack(row) for row in alone], plan)
         loss.backward()
-        assert torch.allclose(found.loss[env], loss.detach(), atol=1e-5)
+        assert torch.allclose(losses[env], loss.detach(), atol=1e-5)
         expected = network.host.pack({name: part.grad for name, part in host.items() if part.grad is not None})
-        assert torch.allclose(found.hosts[env], expected, atol=1e-5)
-        for slot, row in enumerate(rows):
+        assert torch.allclose(found[env, 0, : network.host.size], expected, atol=1e-5)
+        for slot, row in enumerate(alone):
             assert row.grad is not None
-            assert torch.allclose(found.seeds[env, slot], row.grad * present[env, slot], atol=1e-5)
+            assert torch.allclose(found[env, 1 + slot, : network.seed.size], row.grad * present[env, slot], atol=1e-5)
 
 
 def test_a_seed_that_trains_alone_neither_changes_its_host_nor_is_felt_by_it() -> None:
     network = Network(inputs=5, width=6, classes=3, slots=1)
     g = generator()
-    hosts, seeds = network.hosts(2, g), torch.randn(2, 1, network.seed.size, generator=g)
+    rows = together(network, network.hosts(2, g), torch.randn(2, 1, network.seed.size, generator=g))
     data = Data(torch.randn(12, 5, generator=g), torch.randint(3, (12,), generator=g))
-    zero, style = torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.int64)
-    everywhere = torch.ones(2, 1, network.seed.size, dtype=torch.bool)
+    zero, everyone = torch.zeros(2, 1), [dict.fromkeys(("units", "scales"))]
 
-    alone = gradients(network, (hosts, seeds), everywhere, data, Mixing(zero, torch.ones(2, 1).bool(), style))
-    without = gradients(network, (hosts, seeds), everywhere, data, Mixing(zero, torch.zeros(2, 1).bool(), style))
+    def found(*, isolated: bool, weights: list[Who]) -> tuple[Tensor, Tensor]:
+        slopes = torch.zeros_like(rows)
+        mixing = Mixing(zero, torch.full((2, 1), isolated), weights)
+        return gradients(network, network.views(rows), data, mixing, network.views(slopes))[0], slopes
 
-    assert torch.equal(alone.loss, without.loss) and torch.allclose(alone.hosts, without.hosts, atol=1e-7)
-    assert (alone.seeds.norm(dim=-1) > 0).all() and (without.seeds == 0).all()
+    alone, slopes = found(isolated=True, weights=everyone)
+    without, host_slopes = found(isolated=False, weights=[{}])
+
+    assert torch.equal(alone, without) and torch.allclose(slopes[:, 0], host_slopes[:, 0], atol=1e-7)
+    assert (slopes[:, 1].norm(dim=-1) > 0).all() and (host_slopes[:, 1] == 0).all()
 
 
 def test_seeds_are_the_identity_at_birth() -> None:
     network = Network(inputs=5, width=6, classes=3, slots=SLOTS, tokens=4)
     g = generator()
-    hosts, seeds = network.hosts(2, g), newborn(network.seed, (2, SLOTS), g)
-    x, style = torch.randn(8, 5, generator=g), torch.zeros(2, SLOTS, dtype=torch.int64)
+    rows = together(network, network.hosts(2, g), newborn(network.seed, (2, SLOTS), g))
+    x, everyone = torch.randn(8, 5, generator=g), [dict.fromkeys(("scales", "units", "attends"))] * SLOTS
 
     def logits(alpha: float) -> Tensor:
         weights = torch.full((2, SLOTS), alpha)
-        return network.forward(hosts, seeds, x, Mixing(weights, weights < 0, style)).logits
+        return network.forward(network.views(rows), x, Mixing(weights, weights < 0, everyone)).logits
 
     assert torch.equal(logits(1.0), logits(0.0))
 
@@ -90,16 +123,31 @@ def test_seeds_are_the_identity_at_birth() -> None:
 def test_all_subsets_of_seeds_are_switched_off_in_one_pass() -> None:
     network = Network(inputs=5, width=6, classes=3, slots=3)
     g = generator()
-    hosts, seeds = network.hosts(2, g), torch.randn(2, 3, network.seed.size, generator=g)
-    x, style = torch.randn(4, 5, generator=g), torch.zeros(2, 3, dtype=torch.int64)
+    weights = network.views(together(network, network.hosts(2, g), torch.randn(2, 3, network.seed.size, generator=g)))
+    x, everyone = torch.randn(4, 5, generator=g), [dict.fromkeys(("scales", "units"))] * 3
     alpha = torch.rand(2, 3, generator=g)
 
-    found = network.forward(hosts, seeds, x, Mixing(alpha, alpha < 0, style), subsets=True).logits.unflatten(1, (8, 4))
+    found = network.forward(weights, x, Mixing(alpha, alpha < 0, everyone), subsets=True).logits.unflatten(2, (8, 4))
 
     for subset in range(8):
         off = torch.tensor([subset >> slot & 1 for slot in range(3)]).bool()
-        one = network.forward(hosts, seeds, x, Mixing(alpha.masked_fill(off, 0.0), alpha < 0, style)).logits
-        assert torch.allclose(found[:, subset], one, atol=1e-6)
+        one = network.forward(weights, x, Mixing(alpha.masked_fill(off, 0.0), alpha < 0, everyone)).logits
+        assert torch.allclose(found[:, :, subset], one, atol=1e-5)
+
+
+def test_subsets_of_seeds_that_are_not_there_are_those_without_them() -> None:
+    """Three slots, of which the second is empty: subset 2 is subset 0, 6 is 4."""
+    network = Network(inputs=5, width=6, classes=3, slots=3)
+    g = generator()
+    rows = together(network, network.hosts(2, g), torch.randn(2, 3, network.seed.size, generator=g))
+    data = Data(torch.randn(40, 5, generator=g), torch.randint(3, (40,), generator=g))
+    alpha, one = torch.tensor([[1.0, 0.0, 0.5]] * 2), {"units": None}
+
+    loss, accuracy = validate(network, rows, data, Mixing(alpha, alpha < 0, [one, {}, one]))
+    full, _ = validate(network, rows, data, Mixing(alpha, alpha < 0, [one, one, one]))
+
+    assert loss.shape == accuracy.shape == (2, 8) and torch.allclose(loss, full, atol=1e-5)
+    assert torch.equal(loss[:, [2, 3, 6, 7]], loss[:, [0, 1, 4, 5]]) and not torch.equal(loss[:, 0], loss[:, 1])
 
 
 @pytest.mark.parametrize("name", ["adam", "sgd"])
@@ -107,9 +155,9 @@ def test_optimizers_are_torchs_row_by_row(name: str) -> None:
     """Row 1 rests in the second of three steps and goes on with what it remembered."""
     g = generator()
     rows, steps = torch.randn(2, 4, generator=g), torch.randn(3, 2, 4, generator=g)
-    step, moments, found = (adam if name == "adam" else sgd), Moments.of(rows), rows
+    step, moments, found = (adam if name == "adam" else sgd), Moments.of(rows), rows.clone()
     for number, gradient in enumerate(steps):
-        found, moments = step(found, gradient, moments, 0.1, torch.tensor([True, number != 1]))
+        step(found, gradient, moments, 0.1, torch.tensor([True, number != 1]))
 
     for row, numbers in ((0, (0, 1, 2)), (1, (0, 2))):
         parameter = torch.nn.Parameter(rows[row].clone())
@@ -124,7 +172,8 @@ def test_optimizers_are_torchs_row_by_row(name: str) -> None:
 
 def test_moments_of_a_dead_seed_are_gone_and_those_of_others_stay() -> None:
     rows = torch.ones(2, 3)
-    moments = Moments(rows, rows * 2, torch.tensor([5.0, 7.0])).cleared(torch.tensor([True, False]))
+    moments = Moments(rows, rows * 2, torch.tensor([5.0, 7.0]))
+    moments.clear(torch.tensor([True, False]))
 
     assert [part[0].sum().item() for part in moments] == [0, 0, 0]
     assert [part[1].sum().item() for part in moments] == [3, 6, 7]
@@ -132,7 +181,8 @@ def test_moments_of_a_dead_seed_are_gone_and_those_of_others_stay() -> None:
 
 def test_each_row_is_clipped_by_its_own_norm() -> None:
     """Norms 5 and 0.5; only the first exceeds 1."""
-    found, norms = clipped(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0)
+    found = torch.tensor([[3.0, 4.0], [0.3, 0.4]])
+    norms = clip(found, 1.0)
 
     assert norms.tolist() == pytest.approx([5.0, 0.5])
     assert found.norm(dim=-1).tolist() == pytest.approx([1.0, 0.5], abs=1e-5)

@@ -57,8 +57,7 @@ def test_an_exploding_seed_raises_its_alarm_in_the_very_update(tmp_path: Path) -
 
     def spoil(event: UpdateEnd) -> None:
         if event.update == 3:
-            weights = run.env.colony.weights
-            run.env.colony.weights = weights._replace(seeds=weights.seeds * 1e4)
+            run.env.colony.seeds.mul_(1e4)
 
     with Telemetry(run_dir=tmp_path / "run", offload=False) as telemetry:
         attach(telemetry, run)
@@ -80,7 +79,7 @@ def test_telemetry_changes_nothing(level: str, tmp_path: Path) -> None:
         if telemetry is not None:
             attach(telemetry, trainer)
         trainer.learn(3 * 16 * 4)
-        return [env.colony.weights.hosts, env.colony.weights.seeds, *(p.detach() for p in trainer.policy.parameters())]
+        return [env.colony.hosts, env.colony.seeds, *(p.detach() for p in trainer.policy.parameters())]
 
     with Telemetry(run_dir=tmp_path / "run", offload=False, level=level) as telemetry:
         watched = weights(telemetry)

@@ -1,0 +1,189 @@
+"""What seeds add to their features, and the way back: every part is a function that returns its value and what pulls gradients through it.
+
+Features come first and rows last, [K, features, M], so that products run along M, which is long, and not along features, which are few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+Parameters = Mapping[str, Tensor]
+Pull = Callable[[Tensor], tuple[Tensor, Parameters]]
+"""From the gradient at the value to those at the features and the parameters."""
+
+PullJoin = Callable[[Tensor], tuple[Tensor, Tensor, Parameters]]
+"""From the gradient at the value to those at the features, at what was found in them, and at the parameters."""
+
+EPS = 1e-5
+"""Added to the variance of features that are normalised."""
+
+
+def units(x: Tensor, own: Parameters, _: int) -> tuple[Tensor, Pull]:
+    """A network of two layers with ReLU."""
+    inner = torch.baddbmm(own["enter_bias"].unsqueeze(2), own["enter"].mT, x).relu_()
+
+    def pull(d: Tensor) -> tuple[Tensor, Parameters]:
+        slope = rectified_(torch.bmm(own["leave"].mT, d), inner)
+        found = {"enter": torch.bmm(x, slope.mT), "enter_bias": slope.sum(2), "leave": torch.bmm(d, inner.mT)}
+        return torch.bmm(own["enter"], slope), found
+
+    return torch.bmm(own["leave"], inner), pull
+
+
+def scaled(x: Tensor, own: Parameters, _: int) -> tuple[Tensor, Pull]:
+    """Normalised features, scaled and shifted."""
+    normed, pull_normed = _normed(x)
+    gain = own["gain"].unsqueeze(2)
+
+    def pull(d: Tensor) -> tuple[Tensor, Parameters]:
+        return pull_normed(gain * d), {"gain": (d * normed).sum(2), "shift": d.sum(2)}
+
+    return torch.addcmul(own["shift"].unsqueeze(2), gain, normed), pull
+
+
+def attended(x: Tensor, own: Parameters, tokens: int) -> tuple[Tensor, Pull]:
+    """Causal attention with one head among the tokens of each window, to normalised features."""
+    normed, pull_normed = _normed(x)
+    query, key, value = (_windows(torch.bmm(own[name], normed), tokens) for name in ("query", "key", "value"))
+    future = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
+    scale = x.shape[1] ** -0.5
+    shares = (torch.bmm(query.mT, key) * scale).masked_fill(future, -torch.inf).softmax(2)
+    heard = _rows(torch.bmm(value, shares.mT), len(x))
+
+    def pull(d: Tensor) -> tuple[Tensor, Parameters]:
+        at_heard = _windows(torch.bmm(own["out"].mT, d), tokens)
+        at_shares = torch.bmm(at_heard.mT, value)
+        at_scores = scale * shares * (at_shares - (at_shares * shares).sum(2, keepdim=True))
+        parts = {
+            "query": torch.bmm(key, at_scores.mT),
+            "key": torch.bmm(query, at_scores),
+            "value": torch.bmm(at_heard, shares),
+        }
+        slopes = {name: _rows(part, len(x)) for name, part in parts.items()}
+        found = {name: torch.bmm(slope, normed.mT) for name, slope in slopes.items()}
+        at_normed = sum(torch.bmm(own[name].mT, slope) for name, slope in slopes.items())
+        return pull_normed(torch.as_tensor(at_normed)), {**found, "out": torch.bmm(d, heard.mT)}
+
+    return torch.bmm(own["out"], heard), pull
+
+
+def gated(x: Tensor, found: Tensor, own: Parameters) -> tuple[Tensor, PullJoin]:
+    """What was found, as far as a gate opens for the features."""
+    gate = torch.sigmoid(torch.baddbmm(own["gate_bias"].unsqueeze(2), own["gate"].mT, x))
+
+    def pull(d: Tensor) -> tuple[Tensor, Tensor, Parameters]:
+        slope = (d * found).sum(1, keepdim=True) * gate * (1 - gate)
+        return own["gate"] * slope, gate * d, {"gate": torch.bmm(x, slope.mT), "gate_bias": slope.sum(2)}
+
+    return gate * found, pull
+
+
+def multiplied(x: Tensor, found: Tensor, _: Parameters) -> tuple[Tensor, PullJoin]:
+    """What was found, between -1 and 1, as a factor of the features."""
+    factor = 2 * torch.sigmoid(2 * found) - 1  # tanh, ten times as fast
+
+    def pull(d: Tensor) -> tuple[Tensor, Tensor, Parameters]:
+        return d * factor, d * x * (1 - factor.square()), {}
+
+    return x * factor, pull
+
+
+def rectified_(d: Tensor, after: Tensor) -> Tensor:
+    """Makes the gradient before a ReLU of that behind it, whose values [like d] were these; ten times as fast as a product with a mask."""
+    found: Tensor = torch.ops.aten.threshold_backward.grad_input(d, after, 0, grad_input=d)
+    return found
+
+
+def _normed(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Features without their mean, by their standard deviation."""
+    centred = x - x.mean(1, keepdim=True)
+    slope = (centred.square().mean(1, keepdim=True) + EPS).rsqrt()
+    normed = centred * slope
+
+    def pull(d: Tensor) -> Tensor:
+        return slope * (d - d.mean(1, keepdim=True) - normed * (d * normed).mean(1, keepdim=True))
+
+    return normed, pull
+
+
+def _windows(x: Tensor, tokens: int) -> Tensor:
+    """[K, width, M] window by window, [K M / tokens, width, tokens]."""
+    return x.unflatten(2, (-1, tokens)).transpose(1, 2).flatten(0, 1)
+
+
+def _rows(x: Tensor, count: int) -> Tensor:
+    """The windows of K networks one behind the other again."""
+    return x.unflatten(0, (count, -1)).transpose(1, 2).flatten(2)
+
+
+PARTS = {
+    "scales": (scaled, ("gain", "shift")),
+    "units": (units, ("enter", "enter_bias", "leave")),
+    "attends": (attended, ("query", "key", "value", "out")),
+}
+"""Parts of seeds and their parameters; their values add up."""
+
+INERT = ("units",)
+"""Parts that come to nothing, there and back, where their parameters are zero."""
+
+JOINS = {"gated": (gated, ("gate", "gate_bias")), "multiplied": (multiplied, ())}
+"""Ways to join what was found with the features, and their parameters; the others add it as it is."""
+
+Who = Mapping[str, Tensor | None]
+"""The networks, by index, whose seeds have a part or a join; None for all; what nobody has is not named."""
+
+
+def effect(x: Tensor, seed: Parameters, who: Who, tokens: int) -> tuple[Tensor, Callable[[Tensor, Parameters], Tensor]]:
+    """What the seeds of a slot add to features x [N, width, M]; nothing where a network has none.
+
+    Returns it, and what takes the gradient at it, writes those of the parameters into tensors of their names, and returns that at x.
+    """
+    found, pulls, pulls_join = (
+        torch.zeros_like(x),
+        list[tuple[Tensor | None, Pull]](),
+        list[tuple[Tensor | None, PullJoin]](),
+    )
+    for name in who.keys() & PARTS.keys():
+        (part, needs), rows = PARTS[name], who[name]
+        value, pull = part(_pick(x, rows), {need: _pick(seed[need], rows) for need in needs}, tokens)
+        found = _put(found, rows, value)
+        pulls.append((rows, pull))
+    for name in who.keys() & JOINS.keys():
+        (join, needs), rows = JOINS[name], who[name]
+        own = {need: _pick(seed[need], rows) for need in needs}
+        value, pull_join = join(_pick(x, rows), _pick(found, rows), own)
+        found = _put(found, rows, value)
+        pulls_join.append((rows, pull_join))
+
+    def back(d: Tensor, gradients: Parameters) -> Tensor:
+        at_x = torch.zeros_like(d)
+        for rows, pull_join in pulls_join:
+            at_own, at_found, slopes = pull_join(_pick(d, rows))
+            at_x, d = _put(at_x, rows, at_own), _put(d, rows, at_found)
+            _write(gradients, rows, slopes)
+        for rows, pull in pulls:
+            at_own, slopes = pull(_pick(d, rows))
+            at_x = at_x + at_own if rows is None else at_x.index_add(0, rows, at_own)
+            _write(gradients, rows, slopes)
+        return at_x
+
+    return found, back
+
+
+def _pick(tensor: Tensor, rows: Tensor | None) -> Tensor:
+    return tensor if rows is None else tensor.index_select(0, rows)
+
+
+def _put(tensor: Tensor, rows: Tensor | None, value: Tensor) -> Tensor:
+    return value if rows is None else tensor.index_copy(0, rows, value)
+
+
+def _write(gradients: Parameters, rows: Tensor | None, slopes: Parameters) -> None:
+    for name, slope in slopes.items():
+        if rows is None:
+            gradients[name].copy_(slope)
+        else:
+            gradients[name].index_copy_(0, rows, slope)
