@@ -2,9 +2,10 @@
 
 python benchmarks/morphogenesis.py [--num-envs 1 8 64 256] [--rounds 3]
 
-Both train the same host with two seeds of the largest blueprint in place on the same minibatches, clip host and seeds apart, and measure
-validation accuracy with every subset of the seeds switched off. The plain loop has no lifecycle, observations, rewards or watchdog,
-which the environment's steps include. Seconds are those of the processor, one thread. Rounds alternate; the median counts.
+Both train the same host with two seeds of the largest blueprint in place on the same minibatches, clip and optimise host and seeds
+apart, and measure loss, accuracy and norms in training, loss and accuracy in validation with every subset of the seeds switched off. The
+plain loop has no lifecycle, observations, rewards or watchdog, which the environment's steps include. Seconds are those of the processor,
+one thread. Rounds alternate; the median counts.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
 from itertools import pairwise, product
 
 import torch
@@ -60,29 +60,54 @@ class Plain(nn.Module):
         found: Tensor = self.out(x)
         return found
 
+    def parts(self) -> list[list[nn.Parameter]]:
+        """Parameters of the host and of each seed, which are clipped and optimised apart."""
+        return [[*self.layers.parameters(), *self.out.parameters()], *(list(seed.parameters()) for seed in self.seeds)]
 
-def plain_epoch(task: Task, nets: list[Plain], optimizers: Sequence[torch.optim.Optimizer], g: torch.Generator) -> None:
-    for net, optimizer in zip(nets, optimizers, strict=True):
-        for batch in minibatches(task, g):
-            optimizer.zero_grad()
-            F.cross_entropy(net(batch.inputs), batch.targets).backward()
-            for part in (nn.ModuleList([net.layers, net.out]), *net.seeds):
-                nn.utils.clip_grad_norm_(part.parameters(), MAX_NORM)
-            optimizer.step()
-        with torch.no_grad():
-            for alphas in product((1.0, 0.0), repeat=2):
-                logits = net(task.validation.inputs, alphas)
-                (logits.argmax(-1) == task.validation.targets).float().mean().item()
+
+class Alone:
+    """One network and its optimizers, as one would write it for a single environment."""
+
+    def __init__(self, task: Task) -> None:
+        self.net, self.task = Plain(task), task
+        self.parts = self.net.parts()
+        self.optimizers = [torch.optim.Adam(part, lr=task.learning_rate) for part in self.parts]
+
+    def epoch(self, generator: torch.Generator) -> tuple[list[Tensor], list[float]]:
+        """Trains and validates; returns what was measured."""
+        measured = list[Tensor]()
+        for batch in minibatches(self.task, generator):
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            logits = self.net(batch.inputs)
+            loss = F.cross_entropy(logits, batch.targets)
+            loss.backward()
+            norms = [nn.utils.clip_grad_norm_(part, MAX_NORM) for part in self.parts]
+            for optimizer in self.optimizers:
+                optimizer.step()
+            measured += [loss.detach(), (logits.argmax(-1) == batch.targets).float().mean(), *norms]
+        return measured, self.validate()
+
+    @torch.no_grad()
+    def validate(self) -> list[float]:
+        """Loss and accuracy with every subset of the seeds switched off."""
+        found, data = list[float](), self.task.validation
+        for alphas in product((1.0, 0.0), repeat=2):
+            logits = self.net(data.inputs, alphas)
+            right = (logits.argmax(-1) == data.targets).float().mean()
+            found += [F.cross_entropy(logits, data.targets).item(), right.item()]
+        return found
 
 
 def seconds_plain(task: Task, count: int, epochs: int) -> float:
     """Per environment and epoch."""
-    nets, g = [Plain(task) for _ in range(count)], torch.Generator().manual_seed(0)
-    optimizers = [torch.optim.Adam(net.parameters(), lr=task.learning_rate) for net in nets]
-    plain_epoch(task, nets, optimizers, g)
+    networks, generator = [Alone(task) for _ in range(count)], torch.Generator().manual_seed(0)
+    for network in networks:
+        network.epoch(generator)
     start = time.process_time()
     for _ in range(epochs):
-        plain_epoch(task, nets, optimizers, g)
+        for network in networks:
+            network.epoch(generator)
     return (time.process_time() - start) / (epochs * count)
 
 

@@ -111,12 +111,12 @@ def _normed(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
 
 def _windows(x: Tensor, tokens: int) -> Tensor:
     """[K, width, M] window by window, [K M / tokens, width, tokens]."""
-    return x.unflatten(2, (-1, tokens)).transpose(1, 2).flatten(0, 1)
+    return x.view(*x.shape[:2], -1, tokens).transpose(1, 2).flatten(0, 1)
 
 
 def _rows(x: Tensor, count: int) -> Tensor:
     """The windows of K networks one behind the other again."""
-    return x.unflatten(0, (count, -1)).transpose(1, 2).flatten(2)
+    return x.view(count, -1, *x.shape[1:]).transpose(1, 2).flatten(2)
 
 
 PARTS = {

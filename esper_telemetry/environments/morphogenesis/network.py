@@ -141,9 +141,9 @@ class Network:
         weight, bias = host[f"weight_{layer}"], host[f"bias_{layer}"]
         if layer:
             return torch.baddbmm(bias.unsqueeze(2), weight, h)
-        return torch.addmm(bias.reshape(-1, 1), weight.flatten(0, 1), h.T).unflatten(0, bias.shape)
+        return torch.addmm(bias.reshape(-1, 1), weight.flatten(0, 1), h.T).view(*bias.shape, -1)
 
     def _dense_slopes(self, d: Tensor, layer: int, h: Tensor, gradients: Parameters) -> None:
-        slope = torch.bmm(d, h.mT) if layer else (d.flatten(0, 1) @ h).unflatten(0, d.shape[:2])
+        slope = torch.bmm(d, h.mT) if layer else (d.flatten(0, 1) @ h).view(*d.shape[:2], -1)
         gradients[f"weight_{layer}"].copy_(slope)
         gradients[f"bias_{layer}"].copy_(d.sum(2))

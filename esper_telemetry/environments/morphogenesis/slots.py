@@ -69,10 +69,8 @@ class Slots:
             return
         for name, value in values.items():
             old = getattr(self, name)
-            known = isinstance(value, Tensor)
-            setattr(
-                self, name, torch.where(where, value.to(old.dtype), old) if known else old.masked_fill(where, value)
-            )
+            new = torch.where(where, value.to(old.dtype), old) if isinstance(value, Tensor) else old.masked_fill(where, value)
+            setattr(self, name, new)
 
     def enter(self, where: Tensor, stage: Stage | Tensor, accuracy: Tensor) -> None:
         """Moves slots to a stage; the accuracy [N] is what they are measured from."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from growing import plain_loss
@@ -95,7 +97,7 @@ def test_a_seed_that_trains_alone_neither_changes_its_host_nor_is_felt_by_it() -
     data = Data(torch.randn(12, 5, generator=g), torch.randint(3, (12,), generator=g))
     zero, everyone = torch.zeros(2, 1), [dict.fromkeys(("units", "scales"))]
 
-    def found(*, isolated: bool, weights: list[Who]) -> tuple[Tensor, Tensor]:
+    def found(*, isolated: bool, weights: Sequence[Who]) -> tuple[Tensor, Tensor]:
         slopes = torch.zeros_like(rows)
         mixing = Mixing(zero, torch.full((2, 1), isolated), weights)
         return gradients(network, network.views(rows), data, mixing, network.views(slopes))[0], slopes
