@@ -11,6 +11,7 @@ from esper_telemetry.commands.mistakes import WrongUse, wrong_use
 from esper_telemetry.journal import HELPERS, Role, is_held, run_info
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.checkpoint import read
+from esper_telemetry.ppo.scripted import ScriptedRun
 from esper_telemetry.redaction import MASKED, masked
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def check_ranks(run_dir: str, ranks: int) -> None:
         raise WrongUse(f"{run_dir} was trained by {before} {noun}, here {'is' if ranks == 1 else 'are'} {ranks}")
 
 
-def load_checkpoint(trainer: PPO, options: Train) -> str:
+def load_checkpoint(trainer: PPO | ScriptedRun, options: Train) -> str:
     """Makes a trainer go on from the run's latest checkpoint; returns a sentence that says from where.
 
     Raises WrongUse where there is none, it does not fit, nothing is left to do, or the run is still being trained.

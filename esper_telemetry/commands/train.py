@@ -70,9 +70,7 @@ def train(options: Train) -> int:
         with wrong_use():
             trainer = _trainer(prepared, options)
             beginning = (
-                agreed(partial(resume.load_checkpoint, trainer, options))
-                if options.resume and isinstance(trainer, PPO)
-                else _preset(options)
+                agreed(partial(resume.load_checkpoint, trainer, options)) if options.resume else _preset(options)
             )
             summary = Summary(prepared.sinks)
             telemetry = _telemetry([*prepared.sinks, summary.observe], options)
@@ -99,9 +97,8 @@ def _check_task(options: Train) -> None:
         raise WrongUse(f"--task {options.task} is for --env morphogenesis, got --env {options.env}")
     if scripted and not grows:
         raise WrongUse(f"--policy {options.ppo.policy} is for --env morphogenesis, got --env {options.env}")
-    if scripted and (options.eval_every > 0 or options.resume):
-        name, what = ("--eval-every", "evaluate") if options.eval_every > 0 else ("--resume", "go on with")
-        raise WrongUse(f"--policy {options.ppo.policy} does not learn, so {name} has nothing to {what}")
+    if scripted and options.eval_every > 0:
+        raise WrongUse(f"--policy {options.ppo.policy} does not learn, so --eval-every has nothing to evaluate")
 
 
 def _make_env(options: Train, num_envs: int, device: torch.device) -> Environment:
@@ -258,7 +255,7 @@ def _profiler(options: Train, run_dir: Path) -> UpdateProfiler:
 
 
 def _checkpoints(trainer: PPO | ScriptedRun, telemetry: Telemetry, options: Train) -> Checkpoints | None:
-    if options.checkpoint_every <= 0 or telemetry.run_dir is None or isinstance(trainer, ScriptedRun):
+    if options.checkpoint_every <= 0 or telemetry.run_dir is None:
         return None
     return Checkpoints(trainer, telemetry.run_dir / "checkpoints", every=options.checkpoint_every)
 

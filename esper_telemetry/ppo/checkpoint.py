@@ -16,24 +16,36 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from esper_telemetry.events import EpisodeEnd, UpdateEnd
+from esper_telemetry.hooks import Hooks
 from esper_telemetry.ppo.chance import generator_states, restore_generators
+from esper_telemetry.ppo.companions import Companions
+from esper_telemetry.ppo.ranks import Ranks
 
 if TYPE_CHECKING:
     from esper_telemetry.ppo.trainer import PPO
 
 FORMAT = 1
 RECENT = 100
-FITTING = ("env", "num_envs", "heads", "observation_shape")
-"""What of a trainer must be the same for a checkpoint to fit."""
-
 
 OWN = ("normalizers", "generator", "collector", "generators", "companions")
 """What of a checkpoint each rank has for itself; the rest is the same on all of them."""
+
+
+class Run(Protocol):
+    """What has checkpoints: a trainer, or a policy that does not learn at work."""
+
+    hooks: Hooks
+    companions: Companions
+    ranks: Ranks
+    env_steps: int
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that it goes on from; `made_of` says what must be the same for it to fit, `counts` how far it has come."""
 
 
 class Checkpoints:
@@ -47,7 +59,7 @@ class Checkpoints:
         every: environment steps between two.
     """
 
-    def __init__(self, trainer: PPO, directory: str | Path, *, every: int) -> None:
+    def __init__(self, trainer: Run, directory: str | Path, *, every: int) -> None:
         self.latest, self.best = Path(directory) / "latest.pt", Path(directory) / "best.pt"
         self._trainer, self._every = trainer, every
         self._due, self._highest = trainer.env_steps + every, -math.inf
@@ -102,7 +114,7 @@ def state_of(trainer: PPO) -> dict[str, Any]:
     }
 
 
-def save(trainer: PPO, path: str | Path) -> Path:
+def save(trainer: Run, path: str | Path) -> Path:
     """Writes a checkpoint; a reader finds the old file or the new one, never a part.
 
     Every rank calls it, and the first one writes.
@@ -113,10 +125,10 @@ def save(trainer: PPO, path: str | Path) -> Path:
     return Path(path)
 
 
-def gathered(trainer: PPO) -> dict[str, Any] | None:
+def gathered(trainer: Run) -> dict[str, Any] | None:
     """The state of a trainer with what the other ranks have for themselves; None on all ranks but the first."""
-    state = state_of(trainer)
-    found = trainer.ranks.gather({name: state[name] for name in OWN} if trainer.ranks.rank else {})
+    state = trainer.state_dict()
+    found = trainer.ranks.gather({name: state[name] for name in OWN if name in state} if trainer.ranks.rank else {})
     return {**state, "others": found[1:]} if found else None
 
 
@@ -154,10 +166,8 @@ def load(trainer: PPO, path: str | Path) -> None:
     Raises:
         ValueError: the file does not fit; the sentence says which part differs.
     """
-    state = read(path)
-    check(trainer, state, path)
-    if trainer.ranks.rank:
-        state.update(state["others"][trainer.ranks.rank - 1])
+    state = own_state(trainer.ranks, made_of(trainer), path)
+    check_shapes(trainer, state, path)
     trainer.policy.load_state_dict(state["policy"])
     trainer.optimizer.load_state_dict(state["optimizer"])
     trainer.normalizers.load_state_dict(state["normalizers"])
@@ -171,17 +181,22 @@ def load(trainer: PPO, path: str | Path) -> None:
     restore_generators(state["generators"])
 
 
-def check(trainer: PPO, state: Mapping[str, Any], path: str | Path) -> None:
-    """Raises ValueError naming the first part of the trainer that the checkpoint does not fit."""
-    ranks = 1 + len(state.get("others", ()))
-    if ranks != trainer.ranks.size:
-        here = trainer.ranks.size
-        found = f"{path} was saved by {ranks} {'rank' if ranks == 1 else 'ranks'}"
+def own_state(ranks: Ranks, made_of: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
+    """What this rank finds in a checkpoint; raises ValueError naming the first thing in which it does not fit."""
+    state = read(path)
+    saved_by, here = 1 + len(state.get("others", ())), ranks.size
+    if saved_by != here:
+        found = f"{path} was saved by {saved_by} {'rank' if saved_by == 1 else 'ranks'}"
         raise ValueError(f"{found}, here {'is' if here == 1 else 'are'} {here}")
-    present, saved = made_of(trainer), state["made_of"]
-    for name in FITTING:
-        if present[name] != saved[name]:
-            raise ValueError(f"{path} does not fit: its {name} is {saved[name]}, here it is {present[name]}")
+    for name, present in made_of.items():
+        saved = state["made_of"].get(name)
+        if present != saved:
+            raise ValueError(f"{path} does not fit: its {name} is {saved}, here it is {present}")
+    return {**state, **state["others"][ranks.rank - 1]} if ranks.rank else state
+
+
+def check_shapes(trainer: PPO, state: Mapping[str, Any], path: str | Path) -> None:
+    """Raises ValueError naming the first tensor of the trainer that the checkpoint does not fit."""
     for name, module in (("policy", trainer.policy), ("normalizers", trainer.normalizers)):
         shapes = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
         others = {key: tuple(tensor.shape) for key, tensor in state[name].items()}

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from esper_telemetry.environments.morphogenesis import SCRIPTS, Morphogenesis
+from esper_telemetry.environments.morphogenesis import SCRIPTS, Morphogenesis, Script
 from esper_telemetry.environments.protocol import TensorStep
 from esper_telemetry.events import EpisodeEnd, RunStart, UpdateEnd
+from esper_telemetry.ppo import checkpoint
 from esper_telemetry.ppo.companions import Companions
 from esper_telemetry.ppo.config import PPOConfig, require
 from esper_telemetry.ppo.episodes import EpisodeCounter
@@ -22,8 +23,7 @@ from esper_telemetry.ppo.ranks import Ranks
 class ScriptedRun:
     """Lets a scripted policy act in an environment, through the same steps that PPO takes.
 
-    It tells of episodes and updates and of what the environment tells by itself. There is nothing to save: a run that is stopped is
-    begun anew.
+    It tells of episodes and updates and of what the environment tells by itself.
 
     Args:
         env: where.
@@ -31,7 +31,7 @@ class ScriptedRun:
 
     Attributes:
         hooks: who is told of what happens.
-        companions: what would be saved with it.
+        companions: what is saved with it.
         env_steps, updates: what has been done so far.
     """
 
@@ -43,7 +43,7 @@ class ScriptedRun:
         self.hooks, self.companions, self.ranks = env.hooks, Companions(), Ranks.current()
         self.env_steps = self.updates = 0
         seed = self.ranks.seed(config.seed)
-        self._choose: Callable[[Morphogenesis], dict[str, Tensor]] = SCRIPTS[config.policy](seed)
+        self._choose: Script = SCRIPTS[config.policy](seed)
         self._episodes = EpisodeCounter(env.num_envs)
         self._stopping = False
         env.reset(seed)
@@ -58,6 +58,41 @@ class ScriptedRun:
         while self.env_steps < total_steps and not self._stopping:
             self._roll_out()
         self._stopping = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that it goes on from."""
+        collector = {"environment": self.env.state_dict(), "episodes": self._episodes.state_dict()}
+        return {
+            "format": checkpoint.FORMAT,
+            "config": asdict(self.config),
+            "made_of": self._made_of(),
+            "counts": {"env_steps": self.env_steps, "updates": self.updates},
+            "collector": {**collector, "script": self._choose.state_dict()},
+            "companions": self.companions.state_dict(),
+        }
+
+    def save(self, path: str | Path) -> Path:
+        """Writes a checkpoint, whole or not at all."""
+        return checkpoint.save(self, path)
+
+    def load(self, path: str | Path) -> None:
+        """Goes on from a checkpoint, bit for bit; raises ValueError, with what differs, where it does not fit."""
+        state = checkpoint.own_state(self.ranks, self._made_of(), path)
+        self.env_steps, self.updates = state["counts"]["env_steps"], state["counts"]["updates"]
+        self.env.load_state_dict(state["collector"]["environment"])
+        self._episodes.load_state_dict(state["collector"]["episodes"])
+        self._choose.load_state_dict(state["collector"]["script"])
+        self.companions.load_state_dict(state["companions"])
+
+    def _made_of(self) -> dict[str, Any]:
+        """What decides whether a checkpoint fits."""
+        env = self.env
+        return {
+            "env": env.name,
+            "num_envs": env.num_envs,
+            "policy": self.config.policy,
+            "features": env.observation_shape,
+        }
 
     def stop(self) -> None:
         """Makes `learn` return after the rollout it is in."""

@@ -164,6 +164,10 @@ class PPO:
         self.hooks.emit(EvaluationEnd(self.env_steps, found.returns, found.lengths))
         return found
 
+    def state_dict(self) -> dict[str, Any]:
+        """All that training goes on from."""
+        return checkpoint.state_of(self)
+
     def save(self, path: str | Path) -> Path:
         """Writes a checkpoint, whole or not at all; where several ranks train, each calls it and the first writes."""
         return checkpoint.save(self, path)

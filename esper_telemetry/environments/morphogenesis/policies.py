@@ -22,6 +22,12 @@ class Script(Protocol):
     def __call__(self, env: Morphogenesis) -> dict[str, Tensor]:
         """One choice [B] per head for the next step."""
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """What it remembers."""
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Goes on with what was remembered."""
+
 
 class Random:
     """Every possible choice of every head is equally likely."""
@@ -40,6 +46,14 @@ class Random:
             taken[name] = noise.masked_fill(~mask, -1.0).argmax(1)
         return taken
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Of the random generator."""
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Goes on drawing."""
+        self._generator.set_state(state["generator"])
+
 
 class Oracle:
     """Grows the largest fitting seed as early as it can, in every slot, and keeps what helps."""
@@ -56,6 +70,13 @@ class Oracle:
         }
         kind = "attention" if env.colony.task.tokens > 1 else "mlp"
         return _carry_out(env, wants, torch.full_like(env.host.op, NAMES.index(kind)))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Has nothing to go on with."""
 
 
 class Heuristic:
@@ -95,6 +116,16 @@ class Heuristic:
         actions = _carry_out(env, wants, self._blueprint(env))
         self._learn(env, actions)
         return actions
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The last loss, how calm it was, the penalties of blueprints, and whose turn it is."""
+        return {"loss": self._loss, "calm": self._calm, "penalty": self._penalty, "next": self._next}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Goes on with them."""
+        self._loss, self._calm, self._penalty, self._next = (
+            state[name] for name in ("loss", "calm", "penalty", "next")
+        )
 
     def _remember(self, env: Morphogenesis) -> None:
         loss = env.host.val_loss

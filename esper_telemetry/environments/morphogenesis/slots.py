@@ -69,7 +69,11 @@ class Slots:
             return
         for name, value in values.items():
             old = getattr(self, name)
-            new = torch.where(where, value.to(old.dtype), old) if isinstance(value, Tensor) else old.masked_fill(where, value)
+            new = (
+                torch.where(where, value.to(old.dtype), old)
+                if isinstance(value, Tensor)
+                else old.masked_fill(where, value)
+            )
             setattr(self, name, new)
 
     def enter(self, where: Tensor, stage: Stage | Tensor, accuracy: Tensor) -> None:

@@ -12,8 +12,9 @@ from growing import tiny
 from esper_telemetry import PPO, PPOConfig
 from esper_telemetry.environments import Morphogenesis
 from esper_telemetry.environments.morphogenesis import SCRIPTS
-from esper_telemetry.events import GrowthStep
+from esper_telemetry.events import EpisodeEnd, GrowthStep
 from esper_telemetry.ppo.presets import preset
+from esper_telemetry.ppo.scripted import ScriptedRun
 
 UPDATES, LAST = 40, 4
 """Updates of a run, each an episode of 16 environments, and how many of its last episodes count."""
@@ -81,3 +82,28 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path: Path) -> No
     assert isinstance(whole.env, Morphogenesis) and isinstance(second.env, Morphogenesis)
     assert torch.equal(whole.env.colony.hosts, second.env.colony.hosts)
     assert torch.equal(whole.env.colony.seeds, second.env.colony.seeds)
+
+
+@pytest.mark.parametrize("policy", SCRIPTS)
+def test_a_script_that_is_resumed_is_one_that_was_not_interrupted(policy: str, tmp_path: Path) -> None:
+    """Six updates at a stretch, or three, a checkpoint in the middle of an episode, and three."""
+    whole, first, second = (ScriptedRun(tiny(4), PPOConfig(policy=policy, num_steps=12)) for _ in range(3))
+    told, again = list[float](), list[float]()
+    whole.hooks.on(EpisodeEnd, lambda event: told.extend(event.returns))
+    second.hooks.on(EpisodeEnd, lambda event: again.extend(event.returns))
+
+    whole.learn(6 * 48)
+    first.learn(3 * 48)
+    second.load(first.save(tmp_path / "a.pt"))
+    second.learn(6 * 48)
+
+    assert second.updates == 6 and torch.equal(whole.env.colony.hosts, second.env.colony.hosts)
+    assert torch.equal(whole.env.colony.seeds, second.env.colony.seeds)
+    assert len(again) == 4 and again == told[-4:]
+
+
+def test_a_checkpoint_of_another_script_does_not_fit(tmp_path: Path) -> None:
+    path = ScriptedRun(tiny(2), PPOConfig(policy="oracle", num_steps=2)).save(tmp_path / "a.pt")
+
+    with pytest.raises(ValueError, match="does not fit: its policy is oracle, here it is random"):
+        ScriptedRun(tiny(2), PPOConfig(policy="random", num_steps=2)).load(path)
