@@ -287,6 +287,8 @@ LABELS = (
     "stage",
     "op",
     "cause",
+    "env",
+    "place",
     "component",
     "reason",
 )

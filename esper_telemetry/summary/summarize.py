@@ -28,7 +28,7 @@ from esper_telemetry.metrics.gradients import (
     layer_concentration,
     value_gradient,
 )
-from esper_telemetry.metrics.growth import environment_stats, host_stats, seed_stats
+from esper_telemetry.metrics.growth import each_stats, environment_stats, host_stats, seed_stats
 from esper_telemetry.metrics.growth import gate_stats as growth_gates
 from esper_telemetry.metrics.head_ratio import head_ratio_diagnostics
 from esper_telemetry.metrics.integrity import buffer_age, gae_identity, mask_violation
@@ -99,7 +99,7 @@ def summarize(snapshot: Snapshot, facts: Mapping[str, Any], level: Level) -> Ite
     if snapshot.episodes is not None:
         yield Observation([partial(_episodes, snapshot.episodes), *_ends(snapshot.episodes, snapshot.rollout)])
     if snapshot.growth is not None:
-        yield Observation(_growth(snapshot.growth))
+        yield Observation(_growth(snapshot.growth, level))
     if snapshot.minibatches is not None:
         coefficients = snapshot.progress.coefficients if snapshot.progress else {}
         minibatches = in_grid(snapshot.minibatches)
@@ -202,13 +202,15 @@ def _ends(episodes: Episodes, rollout: Rollout | None) -> list[Measurement]:
     return [partial(episode_ends, rollout.ended, rollout.terminated, episodes.lengths, valid=rollout.valid)]
 
 
-def _growth(growth: Growth) -> Iterator[Measurement]:
-    """Hosts, their seeds, and what was paid for them."""
+def _growth(growth: Growth, level: Level) -> Iterator[Measurement]:
+    """Hosts, their seeds, and what was paid for them; at DEBUG one by one too."""
     labels, last = growth.labels, torch.tensor(growth.last, device=growth.hosts["score"].device)
     yield partial(host_stats, growth.hosts)
     yield partial(seed_stats, growth.seeds, labels, horizon=growth.horizon)
     yield partial(growth_gates, growth.gates)
     yield partial(environment_stats, growth.hosts, growth.rewards, growth.seeds["stage"], last, ops=labels["op"])
+    if level >= Level.DEBUG:
+        yield partial(each_stats, growth.hosts, growth.seeds, growth.rewards)
 
 
 def _minibatches(

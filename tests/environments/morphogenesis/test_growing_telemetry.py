@@ -11,8 +11,7 @@ from growing import tiny
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.cli import main
 from esper_telemetry.environments import Morphogenesis
-from esper_telemetry.events import UpdateEnd
-from esper_telemetry.journal import alarms
+from esper_telemetry.events import GrowthStep
 from esper_telemetry.metrics.growth import environment_stats, gate_stats, seed_stats
 from esper_telemetry.ppo.scripted import ScriptedRun
 
@@ -51,23 +50,27 @@ def test_the_parts_of_a_reward_and_the_stages_of_all_slots_add_up(tmp_path: Path
     assert sum(value for key, value in record.values.items() if key.startswith("env/op/")) == pytest.approx(1)
 
 
-def test_an_exploding_seed_raises_its_alarm_in_the_very_update(tmp_path: Path) -> None:
-    """In the middle of the second episode all weights of seeds become ten thousand times as large."""
-    run = scripted("oracle")
-
-    def spoil(event: UpdateEnd) -> None:
-        if event.update == 3:
-            run.env.colony.seeds.mul_(1e4)
-
-    with Telemetry(run_dir=tmp_path / "run", offload=False) as telemetry:
+@pytest.mark.parametrize("level", ["normal", "debug"])
+def test_single_hosts_and_seeds_are_shown_at_debug(level: str, tmp_path: Path) -> None:
+    """As they stand after the last step; what is paid adds up to the return, and an update is half an episode."""
+    run, steps = scripted("oracle", num_envs=3), list[GrowthStep]()
+    run.hooks.on(GrowthStep, steps.append)
+    with Telemetry(run_dir=tmp_path / "run", offload=False, level=level) as telemetry:
         attach(telemetry, run)
-        run.hooks.on(UpdateEnd, spoil)
-        run.learn(5 * 16 * 8)
+        run.learn(2 * 16 * 3)
 
-    found = [alarm for alarm in alarms(tmp_path / "run") if alarm.type == "seed/explode"]
-    assert found and found[0].since == 4 and found[0].key == "seed/exploding"
-    values = read_run(tmp_path / "run").records
-    assert values[3].values["seed/exploding"] > 0.75 > values[2].values["seed/exploding"]
+    (first, second), last = read_run(tmp_path / "run").records, steps[-1]
+    found = {key: value for key, value in second.values.items() if "/each/" in key}
+    if level == "normal":
+        assert not found
+        return
+    assert [found[f"host/each/{env}/accuracy"] for env in range(3)] == pytest.approx(
+        last.hosts["val_accuracy"].tolist()
+    )
+    places = [f"{env}_{slot}" for env in range(3) for slot in range(2)]
+    assert [found[f"seed/each/{place}/stage"] for place in places] == last.seeds["stage"].flatten().tolist()
+    paid = sum(record.values[f"host/each/{env}/reward"] for record in (first, second) for env in range(3))
+    assert paid / 3 == pytest.approx(second.values["episode/return_mean"], rel=1e-4)
 
 
 @pytest.mark.parametrize("level", ["off", "debug"])
