@@ -23,7 +23,7 @@ from esper_telemetry.environments.morphogenesis.lifecycle import ALIVE, FELT, LE
 from esper_telemetry.environments.morphogenesis.observation import HostState, feature_names, observe
 from esper_telemetry.environments.morphogenesis.optimizers import OPTIMIZERS
 from esper_telemetry.environments.morphogenesis.report import Report, report
-from esper_telemetry.environments.morphogenesis.severity import INTENSITY_DECAY, intensity_ratio
+from esper_telemetry.environments.morphogenesis.severity import INTENSITY_DECAY, exploding, intensity_ratio, vanishing
 from esper_telemetry.environments.morphogenesis.slots import Slots
 from esper_telemetry.environments.morphogenesis.tasks import make_task
 from esper_telemetry.environments.morphogenesis.watchdog import EVERY
@@ -202,7 +202,8 @@ class Morphogenesis:
         smooth = torch.where(slots.ratio < 0, ratio, torch.lerp(ratio, slots.ratio, INTENSITY_DECAY))
         worth = contributions.contributions(result.accuracy)
         felt = among(slots.stage, FELT) & (slots.alpha > 0)
-        slots.set(learning, norm=epoch.seed_norm, peak=epoch.seed_peak, upstream=epoch.upstream, ratio=smooth)
+        severities = {"exploding": exploding(epoch.seed_peak), "vanishing": vanishing(epoch.seed_norm)}
+        slots.set(learning, norm=epoch.seed_norm, ratio=smooth, **severities)
         slots.set(torch.ones_like(felt), contribution=torch.where(felt, worth, -1.0))
         seed = epoch.seed_norm / entries.clamp(min=1).sqrt()
         host = (epoch.host_norm / host_entries**0.5).unsqueeze(1).expand_as(seed)

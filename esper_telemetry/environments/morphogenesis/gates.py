@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.environments.morphogenesis.lifecycle import Stage
-from esper_telemetry.environments.morphogenesis.severity import exploding, health
 from esper_telemetry.environments.morphogenesis.slots import Slots
 
 MIN_TRAINING = 3
@@ -58,8 +57,8 @@ GATES = (
             Check("gradient_measured", lambda s, _: s.norm >= 0),
             Check("improved", lambda s, accuracy: accuracy - s.anchor >= MIN_IMPROVEMENT, strict=True),
             Check("gradient_strong_enough", lambda s, _: s.ratio >= MIN_RATIO, strict=True),
-            Check("not_exploding", lambda s, _: exploding(s.peak) < 0.5, permissive=True),
-            Check("healthy", lambda s, _: health(s.norm, s.peak) >= MIN_HEALTH, permissive=True),
+            Check("not_exploding", lambda s, _: s.exploding < 0.5, permissive=True),
+            Check("healthy", lambda s, _: s.health >= MIN_HEALTH, permissive=True),
         ),
     ),
     Gate(
@@ -76,7 +75,7 @@ GATES = (
         Stage.FOSSILIZED,
         (
             Check("contribution_known", lambda s, _: s.contribution > -1),
-            Check("healthy", lambda s, _: health(s.norm, s.peak) >= MIN_HEALTH),
+            Check("healthy", lambda s, _: s.health >= MIN_HEALTH),
             Check("contributes", lambda s, _: s.contribution >= MIN_CONTRIBUTION, strict=True),
         ),
     ),

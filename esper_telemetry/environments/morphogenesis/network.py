@@ -122,19 +122,20 @@ class Network:
             d: gradients at the logits, [N, classes, M].
             gradients: to be written to, wherever a parameter is.
         """
-        upstream = []
+        alone = mixing.isolated.to(d.dtype)
+        strength, through = mixing.alpha + alone, (1 - alone)[..., None, None]
+        norms = []
         for slot in reversed(range(self.slots)):
             self._dense_slopes(d, slot + 1, passed.inputs[slot + 1], gradients.host)
             d = torch.bmm(weights.host[f"weight_{slot + 1}"].mT, d)
-            isolated = mixing.isolated[:, slot, None, None]
-            strength = mixing.alpha[:, slot, None, None] + isolated
-            upstream.append(strength.flatten() * torch.linalg.vector_norm(d.flatten(1), dim=1))
+            norms.append(torch.linalg.vector_norm(d.flatten(1), dim=1))
             back = passed.backs[slot]
             if back is not None:
-                d = torch.addcmul(d, 1.0 - isolated.to(d.dtype), back(strength * d, gradients.seeds[slot]))
+                at_effect = strength[:, slot, None, None] * d
+                d = torch.addcmul(d, through[:, slot], back(at_effect, gradients.seeds[slot]))
             d = d if self.linear else rectified_(d, passed.features[slot])
         self._dense_slopes(d, 0, passed.inputs[0], gradients.host)
-        return torch.stack(upstream[::-1], 1)
+        return strength * torch.stack(norms[::-1], 1)
 
     def _dense(self, host: Parameters, layer: int, h: Tensor) -> Tensor:
         """A layer [N, out, M] behind features [N, in, M], or behind inputs [M, in] that all networks share, where it is one product."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from esper_telemetry.environments.morphogenesis.blueprints import BLUEPRINTS
 from esper_telemetry.environments.morphogenesis.lifecycle import FELT, LEARNING, Op, Stage, among
-from esper_telemetry.environments.morphogenesis.severity import exploding, health, vanishing
+from esper_telemetry.environments.morphogenesis.severity import exploding
 from esper_telemetry.environments.morphogenesis.slots import Slots
 
 VERSION = 1
@@ -117,9 +117,9 @@ def _seeds(host: HostState, slots: Slots, velocity: Tensor, horizon: int) -> Ten
     alive = slots.life > 0
     columns = [
         slots.norm.clamp(0, 10) / 10,
-        health(slots.norm, slots.peak),
-        vanishing(slots.norm),
-        exploding(slots.peak),
+        slots.health,
+        slots.vanishing,
+        slots.exploding,
         slots.age / horizon,
         accuracy * wide,
         torch.where(alive, (accuracy - slots.anchor) * 10, 0.0),

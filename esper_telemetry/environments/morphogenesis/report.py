@@ -16,7 +16,6 @@ from esper_telemetry.environments.morphogenesis.gates import GATES
 from esper_telemetry.environments.morphogenesis.lifecycle import FELT, Op, Stage, among
 from esper_telemetry.environments.morphogenesis.observation import HostState
 from esper_telemetry.environments.morphogenesis.rewards import REWARDS
-from esper_telemetry.environments.morphogenesis.severity import exploding, vanishing
 from esper_telemetry.environments.morphogenesis.slots import Slots
 from esper_telemetry.events import GrowthStep
 
@@ -82,7 +81,7 @@ def _hosts(found: Report, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _seeds(found: Report) -> dict[str, Tensor]:
     slots, outcome, accuracy = found.slots, found.outcome, found.result.accuracy
-    measured = slots.norm >= 0
+    measured = slots.norm != -1
     felt = slots.contribution > -1
     return {
         "stage": slots.stage,
@@ -93,8 +92,8 @@ def _seeds(found: Report) -> dict[str, Tensor]:
         "pruned": found.gone,
         "fossilized": outcome.fossilized,
         "norm": torch.where(measured, slots.norm, torch.nan),
-        "exploding": torch.where(measured, exploding(slots.peak), torch.nan),
-        "vanishing": torch.where(measured, vanishing(slots.norm), torch.nan),
+        "exploding": torch.where(measured, slots.exploding, torch.nan),
+        "vanishing": torch.where(measured, slots.vanishing, torch.nan),
         "ratio": torch.where(slots.ratio >= 0, slots.ratio, torch.nan),
         "contribution": torch.where(felt, slots.contribution, torch.nan),
         "shapley": torch.where(felt, shapley_values(accuracy), torch.nan),

@@ -21,18 +21,13 @@ def _ramp(norm: Tensor, ends: tuple[float, float]) -> Tensor:
 
 
 def exploding(peak: Tensor) -> Tensor:
-    """Severity of the largest norm before clipping; 0 where nothing was measured (-1), 1 where it is not finite."""
-    return torch.where(peak.isfinite(), torch.where(peak < 0, 0.0, _ramp(peak, EXPLODING)), 1.0)
+    """Severity of the largest norm before clipping; 1 where it is not finite."""
+    return torch.where(peak.isfinite(), _ramp(peak, EXPLODING), 1.0)
 
 
 def vanishing(norm: Tensor) -> Tensor:
-    """Severity of the mean norm; 0 where nothing was measured (-1) or it is not finite."""
-    return torch.where(norm.isfinite() & (norm >= 0), _ramp(norm, VANISHING), 0.0)
-
-
-def health(norm: Tensor, peak: Tensor) -> Tensor:
-    """1 less the worse of the two severities."""
-    return 1 - torch.maximum(exploding(peak), vanishing(norm))
+    """Severity of the mean norm; 0 where it is not finite."""
+    return torch.where(norm.isfinite(), _ramp(norm, VANISHING), 0.0)
 
 
 def intensity_ratio(seed: Tensor, seed_entries: Tensor, host: Tensor, host_entries: int) -> Tensor:

@@ -23,7 +23,8 @@ class Slots:
         done, total, curve: epochs of that change behind, in all, and along which curve.
         leaving: whether the seed is being faded out to be pruned; its parameters rest meanwhile.
         anchor: validation accuracy when the stage began.
-        norm, peak, upstream: of the last epoch's gradients, see `learning.Epoch`; -1 where nothing was measured.
+        norm: mean norm of the last epoch's gradients; -1 where nothing was measured.
+        exploding, vanishing: severities of these gradients, see `severity`.
         ratio: running mean of the intensity ratio to the host; -1 where nothing was measured.
         contribution: accuracy that is lost when the seed alone is switched off; -1 where it has no effect.
     """
@@ -44,8 +45,8 @@ class Slots:
     leaving: Tensor
     anchor: Tensor
     norm: Tensor
-    peak: Tensor
-    upstream: Tensor
+    exploding: Tensor
+    vanishing: Tensor
     ratio: Tensor
     contribution: Tensor
 
@@ -56,7 +57,7 @@ class Slots:
         types |= dict.fromkeys(("done", "total", "curve"), torch.int64) | {"leaving": torch.bool}
         names = [item.name for item in fields(cls)]
         found = {name: torch.zeros(envs, slots, dtype=types.get(name, torch.float32), device=device) for name in names}
-        unmeasured = {name: found[name] - 1 for name in ("norm", "peak", "upstream", "ratio", "contribution")}
+        unmeasured = {name: found[name] - 1 for name in ("norm", "ratio", "contribution")}
         return cls(**{**found, **unmeasured, "stage": found["stage"] + Stage.DORMANT})
 
     def tensors(self) -> dict[str, Tensor]:
@@ -87,6 +88,11 @@ class Slots:
         self.set(at_once, alpha=self.target)
 
     @property
+    def health(self) -> Tensor:
+        """1 less the worse of the two severities, [N, S]."""
+        return 1 - torch.maximum(self.exploding, self.vanishing)
+
+    @property
     def moving(self) -> Tensor:
         """Whether the weight is on its way, [N, S]."""
         return self.done < self.total
@@ -94,7 +100,7 @@ class Slots:
     def empty_out(self, where: Tensor) -> None:
         """Forgets the seed that was there."""
         self.set(where, alpha=0, start=0, target=0, done=0, total=0, leaving=False, life=0)
-        self.set(where, norm=-1, peak=-1, upstream=-1, ratio=-1, contribution=-1)
+        self.set(where, norm=-1, exploding=0, vanishing=0, ratio=-1, contribution=-1)
 
     def move_weights(self) -> None:
         """One epoch of every schedule that runs."""

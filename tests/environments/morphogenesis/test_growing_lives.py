@@ -15,7 +15,7 @@ from esper_telemetry.environments.morphogenesis.causes import CAUSES, History, d
 from esper_telemetry.environments.morphogenesis.gates import GATES, Gates
 from esper_telemetry.environments.morphogenesis.lifecycle import TRANSITIONS, Op, Stage
 from esper_telemetry.environments.morphogenesis.policies import SCRIPTS, Random
-from esper_telemetry.environments.morphogenesis.severity import exploding, health, vanishing
+from esper_telemetry.environments.morphogenesis.severity import exploding, vanishing
 from esper_telemetry.environments.morphogenesis.slots import Slots
 from esper_telemetry.events import GrowthStep
 
@@ -98,7 +98,7 @@ def test_the_cosine_is_half_way_at_half_time() -> None:
 def holding(**changes: float) -> Slots:
     """One slot that might be fossilised."""
     slots = Slots.empty(1, 1, torch.device("cpu"))
-    good = {"stage": Stage.HOLDING, "norm": 0.5, "peak": 0.8, "ratio": 0.1, "contribution": 0.005, "target": 1.0}
+    good = {"stage": Stage.HOLDING, "norm": 0.5, "exploding": 0.1, "ratio": 0.1, "contribution": 0.005, "target": 1.0}
     slots.set(torch.ones(1, 1, dtype=torch.bool), **{**good, **changes})
     return slots
 
@@ -109,12 +109,12 @@ def holding(**changes: float) -> Slots:
         ("g5", {}, True, False),
         ("g5", {"contribution": 0.02}, True, True),
         ("g5", {"contribution": -1.0}, False, False),
-        ("g5", {"peak": 50.0}, False, False),
+        ("g5", {"exploding": 0.8}, False, False),
         ("g2", {"age": 3}, True, False),
         ("g2", {"age": 3, "anchor": 0.69}, True, True),
         ("g2", {"age": 2}, False, False),
-        ("g2", {"age": 3, "peak": 50.0, "anchor": 0.69}, False, True),
-        ("g2", {"age": 3, "norm": -1.0, "peak": -1.0}, False, False),
+        ("g2", {"age": 3, "exploding": 0.8, "anchor": 0.69}, False, True),
+        ("g2", {"age": 3, "norm": -1.0}, False, False),
         ("g3", {}, True, False),
         ("g3", {"age": 3}, True, True),
         ("g3", {"target": 0.5, "age": 3}, False, False),
@@ -132,10 +132,10 @@ def test_gates_open_for_what_they_ask(gate: str, changes: dict[str, float], perm
 
 
 def test_severities_are_half_where_the_flags_were() -> None:
-    """Ten times the limit of 1; a 100,000th of it; -1 is unknown."""
-    assert exploding(torch.tensor([10.0, 100.0, 1.0, -1.0, torch.inf])).tolist() == pytest.approx([0.5, 1, 0, 0, 1])
-    assert vanishing(torch.tensor([1e-5, 1e-3, 0.0, -1.0])).tolist() == pytest.approx([0.5, 0, 1, 0], abs=1e-6)
-    assert health(torch.tensor(1.0), torch.tensor(10.0)).item() == pytest.approx(0.5)
+    """Ten times the limit of 1; a 100,000th of it."""
+    assert exploding(torch.tensor([10.0, 100.0, 1.0, 0.0, torch.inf])).tolist() == pytest.approx([0.5, 1, 0, 0, 1])
+    assert vanishing(torch.tensor([1e-5, 1e-3, 0.0, torch.nan])).tolist() == pytest.approx([0.5, 0, 1, 0], abs=1e-6)
+    assert holding(exploding=0.5, vanishing=0.2).health.item() == pytest.approx(0.5)
 
 
 def causes_after(seed: float, host: float, upstream: float, alpha: float = 1.0) -> str:
