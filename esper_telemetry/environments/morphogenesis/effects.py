@@ -141,40 +141,46 @@ def effect(x: Tensor, seed: Parameters, who: Who, tokens: int) -> tuple[Tensor, 
 
     Returns it, and what takes the gradient at it, writes those of the parameters into tensors of their names, and returns that at x.
     """
-    found, pulls, pulls_join = (
-        torch.zeros_like(x),
-        list[tuple[Tensor | None, Pull]](),
-        list[tuple[Tensor | None, PullJoin]](),
-    )
-    for name in who.keys() & PARTS.keys():
-        (part, needs), rows = PARTS[name], who[name]
-        value, pull = part(_pick(x, rows), {need: _pick(seed[need], rows) for need in needs}, tokens)
-        found = _put(found, rows, value)
-        pulls.append((rows, pull))
-    for name in who.keys() & JOINS.keys():
-        (join, needs), rows = JOINS[name], who[name]
-        own = {need: _pick(seed[need], rows) for need in needs}
-        value, pull_join = join(_pick(x, rows), _pick(found, rows), own)
-        found = _put(found, rows, value)
-        pulls_join.append((rows, pull_join))
+    found, pulls, pulls_join = None, list[tuple[Tensor | None, Pull]](), list[tuple[Tensor | None, PullJoin]]()
+    for name, (part, needs) in PARTS.items():
+        if name in who:
+            rows = who[name]
+            value, pull = part(_pick(x, rows), {need: _pick(seed[need], rows) for need in needs}, tokens)
+            found = _plus(found, rows, value, x)
+            pulls.append((rows, pull))
+    found = torch.zeros_like(x) if found is None else found
+    for name, (join, needs) in JOINS.items():
+        if name in who:
+            rows = who[name]
+            own = {need: _pick(seed[need], rows) for need in needs}
+            value, pull_join = join(_pick(x, rows), _pick(found, rows), own)
+            found = _put(found, rows, value)
+            pulls_join.append((rows, pull_join))
 
     def back(d: Tensor, gradients: Parameters) -> Tensor:
-        at_x = torch.zeros_like(d)
-        for rows, pull_join in pulls_join:
+        at_x = None
+        for rows, pull_join in reversed(pulls_join):
             at_own, at_found, slopes = pull_join(_pick(d, rows))
-            at_x, d = _put(at_x, rows, at_own), _put(d, rows, at_found)
+            at_x, d = _plus(at_x, rows, at_own, x), _put(d, rows, at_found)
             _write(gradients, rows, slopes)
         for rows, pull in pulls:
             at_own, slopes = pull(_pick(d, rows))
-            at_x = at_x + at_own if rows is None else at_x.index_add(0, rows, at_own)
+            at_x = _plus(at_x, rows, at_own, x)
             _write(gradients, rows, slopes)
-        return at_x
+        return torch.zeros_like(x) if at_x is None else at_x
 
     return found, back
 
 
 def _pick(tensor: Tensor, rows: Tensor | None) -> Tensor:
     return tensor if rows is None else tensor.index_select(0, rows)
+
+
+def _plus(total: Tensor | None, rows: Tensor | None, value: Tensor, like: Tensor) -> Tensor:
+    """A value added to a total, which is nothing at first, in rows of that shape."""
+    if rows is None:
+        return value if total is None else total + value
+    return (torch.zeros_like(like) if total is None else total).index_add(0, rows, value)
 
 
 def _put(tensor: Tensor, rows: Tensor | None, value: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from esper_telemetry.environments.morphogenesis.blueprints import (
     presence,
 )
 from esper_telemetry.environments.morphogenesis.contributions import contributions, shapley_values
-from esper_telemetry.environments.morphogenesis.effects import Who
+from esper_telemetry.environments.morphogenesis.effects import INERT, Who
 from esper_telemetry.environments.morphogenesis.learning import gradients, scores, validate
 from esper_telemetry.environments.morphogenesis.network import Mixing, Network
 from esper_telemetry.environments.morphogenesis.optimizers import Moments, adam, clip, sgd
@@ -49,9 +49,13 @@ def who(style: Tensor, kind: Tensor, tokens: int) -> list[Who]:
     ]
 
 
+@pytest.mark.parametrize("inert", [False, True])
 @pytest.mark.parametrize(("tokens", "linear"), [(1, False), (1, True), (4, False)])
-def test_gradients_are_those_of_each_network_alone(tokens: int, linear: bool) -> None:
-    """Every style, blueprint and weight, isolated or not, against a plain implementation, to 1e-5."""
+def test_gradients_are_those_of_each_network_alone(tokens: int, linear: bool, inert: bool) -> None:
+    """Every style, blueprint and weight, isolated or not, against a plain implementation, to 1e-5.
+
+    Parts that do nothing where they are not may be computed for all.
+    """
     network = Network(inputs=5, width=6, classes=3, slots=SLOTS, tokens=tokens, linear=linear)
     g = generator()
     style = torch.arange(ENVS * SLOTS).view(ENVS, SLOTS) % len(STYLES)
@@ -64,7 +68,8 @@ def test_gradients_are_those_of_each_network_alone(tokens: int, linear: bool) ->
     rows = together(network, hosts, seeds)
     found = torch.zeros_like(rows)
 
-    mixing = Mixing(alpha, isolated, who(style, kind, tokens))
+    has = [{**one, **dict.fromkeys(INERT)} if inert else one for one in who(style, kind, tokens)]
+    mixing = Mixing(alpha, isolated, has)
     logs, _ = gradients(network, network.views(rows), data, mixing, network.views(found))
     losses = scores(logs, data.targets)[0].mean(1)
 
