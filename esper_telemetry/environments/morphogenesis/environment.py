@@ -20,7 +20,7 @@ from esper_telemetry.environments.morphogenesis.causes import History, diagnose
 from esper_telemetry.environments.morphogenesis.colony import Colony, Result
 from esper_telemetry.environments.morphogenesis.gates import Gates
 from esper_telemetry.environments.morphogenesis.lifecycle import ALIVE, FELT, LEARNING, Op, Stage, among
-from esper_telemetry.environments.morphogenesis.observation import HostState, feature_names, observe
+from esper_telemetry.environments.morphogenesis.observation import VERSION, HostState, feature_names, observe
 from esper_telemetry.environments.morphogenesis.optimizers import OPTIMIZERS
 from esper_telemetry.environments.morphogenesis.report import Report, report
 from esper_telemetry.environments.morphogenesis.severity import INTENSITY_DECAY, exploding, intensity_ratio, vanishing
@@ -167,12 +167,17 @@ class Morphogenesis:
             "host": self._host._asdict(),
             "history": list(self._history),
             "epoch": self._epoch,
+            "layout": VERSION,
             "score": self.score,
             "generator": self._generator.get_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a saved state."""
+        """Goes on from a saved state; raises ValueError where its observations mean something else."""
+        if state["layout"] != VERSION:
+            raise ValueError(
+                f"observations are laid out by version {VERSION}, got a state of version {state['layout']}"
+            )
         self.colony.load_state_dict(state["colony"])
         self._slots = Slots(**{name: tensor.to(self.device) for name, tensor in state["slots"].items()})
         host = {name: part if name == "epoch" else part.to(self.device) for name, part in state["host"].items()}

@@ -33,8 +33,6 @@ REWARDS: Mapping[str, Mapping[str, float]] = {
 }
 """Weights of the components by mode; those that are not named count for nothing."""
 
-COMPONENTS = tuple(REWARDS["shaped"])
-
 
 def potentials(slots: Slots) -> Tensor:
     """[N]: how far all seeds of an environment have come, by stage and by the epochs in it."""

@@ -206,6 +206,13 @@ def test_a_checkpoint_goes_on_bit_by_bit(task: str) -> None:
     assert torch.equal(env.colony.hosts, again.colony.hosts)
 
 
+def test_a_state_of_another_layout_is_refused() -> None:
+    env = tiny(2)
+
+    with pytest.raises(ValueError, match="laid out by version 1, got a state of version 0"):
+        env.load_state_dict({**env.state_dict(), "layout": 0})
+
+
 def test_who_listens_changes_nothing() -> None:
     heard, silent = tiny(4), tiny(4)
     heard.hooks.on(GrowthStep, lambda event: None)
