@@ -106,9 +106,10 @@ def potential(stage: Tensor) -> Tensor:
 
 def look_up(values: tuple[float, ...], index: Tensor) -> Tensor:
     """The value that stands at each index."""
-    return _table(values, type(values[0]), index.device)[index]
+    return _table(values, type(values[0]).__name__, index.device)[index]
 
 
 @cache
-def _table(values: tuple[float, ...], _: type, device: torch.device) -> Tensor:
+def _table(values: tuple[float, ...], _: str, device: torch.device) -> Tensor:
+    """As a tensor; the name of their type tells 1 from True."""
     return torch.tensor(values, device=device)

@@ -32,7 +32,7 @@ class Moments(NamedTuple):
 
 def clip(gradients: Tensor, limit: float) -> Tensor:
     """Shortens the rows of gradients [..., size] that are longer than that; returns the norms [...] that they had."""
-    norms = torch.linalg.vector_norm(gradients, dim=-1)
+    norms: Tensor = torch.linalg.vector_norm(gradients, dim=-1)
     gradients.mul_((limit / (norms + 1e-6)).clamp(max=1.0).unsqueeze(-1))
     return norms
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,11 +61,11 @@ def cut_off(run: ScriptedRun) -> None:
     colony = run.env.colony
     train, last = colony._optimizer, f"weight_{colony.network.slots}"
 
-    def deaf(rows: Tensor, *rest: object) -> None:
-        train(rows, *rest)  # type: ignore[arg-type]  # as it was called
+    def deaf(rows: Tensor, *rest: Any) -> None:
+        train(rows, *rest)
         colony.network.host.unpack(rows[:, 0])[last].zero_()
 
-    colony._optimizer = deaf  # type: ignore[assignment]  # looser in its types
+    colony._optimizer = deaf
     colony.network.host.unpack(colony.hosts)[last].zero_()
 
 
@@ -85,7 +86,7 @@ def stop_learning(run: ScriptedRun) -> None:
 def test_a_fault_raises_its_alarm(
     alarm: str,
     fault: Callable[[ScriptedRun], None],
-    settings: dict[str, object],
+    settings: dict[str, Any],
     updates: int,
     by: int,
     tmp_path: Path,
@@ -116,7 +117,7 @@ def test_a_controller_that_is_paid_for_the_wrong_thing_is_told_by_its_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reward pays for operations instead of charging for them, and after five episodes the controller lives by that."""
-    monkeypatch.setitem(rewards.REWARDS, "shaped", {"op_cost": 1.0})  # type: ignore[arg-type]  # a dict, declared as a mapping
+    monkeypatch.setitem(rewards.REWARDS, "shaped", {"op_cost": 1.0})
     run = ScriptedRun(Morphogenesis(8, seed=0), PPOConfig(policy="oracle", num_steps=32))
 
     def learn(event: UpdateEnd) -> None:

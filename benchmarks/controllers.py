@@ -1,6 +1,6 @@
 """How well controllers grow networks: final scores and PPO's learning curve, over several seeds.
 
-python benchmarks/growing.py [--tasks synthetic digits text] [--policies lstm oracle heuristic random] [--seeds 5] [--updates 40]
+python benchmarks/controllers.py [--tasks synthetic digits text] [--policies lstm oracle heuristic random] [--seeds 5] [--updates 40]
 
 The score of an episode is validation accuracy less the price of the seeds' parameters, over the hosts of 16 environments. A run counts with
 the mean of its last four episodes; tables give the median over seeds, smallest and largest in brackets, and seconds of the processor.
