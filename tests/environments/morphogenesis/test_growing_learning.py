@@ -46,7 +46,7 @@ def scripted(task: str, policy: str, seed: int) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["synthetic", "digits"])
 def test_ppo_beats_the_heuristic_which_beats_chance(task: str) -> None:
-    """Medians over five seeds; a minute of processor time. `benchmarks/controllers.py` shows the whole curve."""
+    """Medians over five seeds. `benchmarks/controllers.py` shows the whole curve."""
     torch.set_num_threads(1)
     seeds = range(1, 6)
     ppo = statistics.median(learned(task, seed) for seed in seeds)
