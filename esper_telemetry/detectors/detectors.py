@@ -155,7 +155,8 @@ class Detectors:
         told, storm = self._storm.step([standing.rule.type for standing in raised], self._update)
         for standing in raised:
             standing.silent = standing.rule.type not in told
-        incident = self._incidents.raised(told, self._update) if told else None
+        claims = [standing.rule.type for standing, found in news if found.finding.claim and standing.rule.type in told]
+        incident = self._incidents.raised(told, self._update, claims) if told else None
         for standing in raised:
             standing.incident = incident
         alarms = [self._alarm(standing, found, record) for standing, found in news if not standing.silent]

@@ -149,6 +149,12 @@ class Baselines:
         off = float(self._x[row]) - self._medians[row] if row is not None else nan
         return off if isfinite(off) else 0.0
 
+    def fallen(self, key: str) -> float:
+        """Decades by which the latest value lies below the highest level that has been usual in this run; 0 above it, or without one."""
+        row = self._rows.get(key)
+        off = float(self._highest[row] - self._x[row]) if row is not None else nan
+        return max(0.0, off) if isfinite(off) else 0.0
+
     def _add(self, key: str) -> None:
         self._rows[key] = len(self._rows)
         self._names.append(key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from esper_telemetry.alarms import ALARMS
@@ -53,6 +53,7 @@ CLAIMS = frozenset(
         "lstm/reset_missing",
         "grad/missing_group",
         "opt/stalled_weights",
+        "obs/constant",
     }
 )
 """Types that are a mistake in themselves and no consequence: they are the cause even where they show an update or two later.
@@ -84,12 +85,14 @@ class Incident:
         first: update of its first alarm.
         last: update of its latest alarm that was raised.
         raised: types with the updates in which they were raised.
+        claims: those of them that are a mistake in themselves, as they were raised here.
     """
 
     number: int
     first: int
     last: int
     raised: dict[str, int] = field(default_factory=dict)
+    claims: set[str] = field(default_factory=set)
 
     @property
     def cause(self) -> str:
@@ -100,7 +103,7 @@ class Incident:
         return min(self.raised, key=self._rank)
 
     def _rank(self, kind: str) -> tuple[bool, bool, int, int]:
-        return kind.startswith(LAST), kind not in CLAIMS, self.raised[kind], order(kind)
+        return kind.startswith(LAST), kind not in self.claims, self.raised[kind], order(kind)
 
 
 class Incidents:
@@ -110,12 +113,19 @@ class Incidents:
         self._count = 0
         self._open: Incident | None = None
 
-    def raised(self, kinds: Sequence[str], update: int) -> Incident:
-        """The incident that alarms raised in this update belong to: the open one, or a new one."""
+    def raised(self, kinds: Sequence[str], update: int, claims: Iterable[str] = ()) -> Incident:
+        """The incident that alarms raised in this update belong to: the open one, or a new one.
+
+        Args:
+            kinds: their types.
+            update: in which they were raised.
+            claims: those of them that are a mistake in themselves for once, besides the types that always are.
+        """
         if self._open is None or update - self._open.last > TOGETHER:
             self._count += 1
             self._open = Incident(self._count, update, update)
         self._open.last = update
         for kind in kinds:
             self._open.raised.setdefault(kind, update)
+        self._open.claims |= CLAIMS.intersection(kinds) | set(claims)
         return self._open

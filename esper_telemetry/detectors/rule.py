@@ -24,6 +24,7 @@ class Finding(NamedTuple):
         adaptive: whether that follows the run's own history.
         z: robust standard scores from its history, where it was judged by one.
         instance: which head, group or layer, where a rule judges each.
+        claim: it is a mistake in itself and no consequence, whatever else the type is raised for.
         text: what has happened, without the update since when: a clause that goes on behind "Since update 7".
     """
 
@@ -34,6 +35,7 @@ class Finding(NamedTuple):
     adaptive: bool = False
     z: float | None = None
     instance: str = ""
+    claim: bool = False
     text: Callable[[], str] | None = None
 
 

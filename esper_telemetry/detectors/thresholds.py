@@ -96,6 +96,8 @@ class Thresholds:
     memory_updates: float = below(1.0, "updates that Adam's memory of squared gradients lasts, where rewards are rare")
     stable_rms_low: float = above(2.5, "gradient over Adam's memory of it, root mean square")
     stable_rms_high: float = above(10.0, "end of that ramp")
+    stable_rms_sudden_low: float = above(5.0, "the same at a single look, the one before it being smaller")
+    stable_rms_sudden_high: float = above(20.0, "end of that ramp")
 
     dormant_low: float = above(0.35, "share of units that respond to nothing")
     dormant_high: float = above(0.75, "end of that ramp")
@@ -111,6 +113,7 @@ class Thresholds:
     adds_up_jump: float = above(1.5, "size of the cell state relative to the update before, with that")
     timescale: float = below(1.2, "median memory of a unit, steps")
     cell_absmax: float = above(50.0, "largest cell state, the middle of a ramp from half to twice of it")
+    cell_of_age: float = above(0.5, "the same relative to the longest age, which it cannot exceed, with that")
     cell_growth_low: float = above(4.0, "growth of the cell state over an episode")
     cell_growth_high: float = above(12.0, "end of that ramp")
     stale_low: float = above(1.0, "relative distance of stored from recomputed states after the update")
@@ -121,6 +124,10 @@ class Thresholds:
     kl_spike_high: float = above(0.3, "end of that ramp")
     kl_sudden_low: float = above(0.1, "the same for a single update, the one before it being smaller")
     kl_sudden_high: float = above(1.0, "end of that ramp")
+    kl_moved: float = above(
+        0.25, "share of the samples outside of the trust region, from which on the KL counts in full"
+    )
+    kl_few: float = count(1 / 3, "what it counts below that, where a few samples make it up")
     passes: float = above(1.5, "optimizer steps of an update over the most of any before")
     kl_passes_low: float = above(1.0, "the KL over its median, where updates make many more steps than before")
     kl_passes_high: float = above(4.0, "end of that ramp")
@@ -128,6 +135,8 @@ class Thresholds:
     ess_high: float = above(0.9, "end of that ramp")
     ess_sudden_low: float = above(0.8, "the same for a single update")
     ess_sudden_high: float = above(1.0, "end of that ramp")
+    ratio_spread_low: float = above(1.5, "99th percentile of the probability ratios, with either")
+    ratio_spread_high: float = above(6.0, "end of that ramp")
     ratio_collapse_low: float = below(0.1, "first percentile of the probability ratios")
     ratio_collapse_high: float = below(0.02, "end of that ramp")
     clip_frac_low: float = above(0.2, "share of the samples outside of the trust region")

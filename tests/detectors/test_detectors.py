@@ -39,7 +39,7 @@ def test_it_is_told_again_when_it_is_a_quarter_worse() -> None:
     """0.35, 0.4 and 0.9 nats on a ramp from 0.1 to 1: severities 0.54, 0.6 and 0.95."""
 
     def worse(found: Values, ago: int) -> None:
-        found["policy/kl"] = (0.35, 0.4, 0.9)[min(ago, 2)]
+        found.update({"policy/kl": (0.35, 0.4, 0.9)[min(ago, 2)], "policy/clip_frac": 0.3})
 
     told = [alarm for alarm in alarms(judged(run(34, worse))) if alarm.type == "policy/kl_spike"]
 
@@ -79,7 +79,7 @@ def test_layers_that_fail_together_are_one_alarm() -> None:
 
 def test_alarms_are_numbers_too() -> None:
     """The severity while it is raised, 0 in the update that ends it, nothing after."""
-    verdicts = judged(during(range(30, 35), {"policy/kl": 2.0}))
+    verdicts = judged(during(range(30, 35), {"policy/kl": 4.0}))
     shown = [(verdict.values["alarm/active"], verdict.values.get("alarm/policy/kl_spike")) for verdict in verdicts]
 
     assert shown[28] == (0.0, None)
@@ -106,7 +106,7 @@ def test_a_mistake_for_certain_is_the_cause_though_it_shows_later() -> None:
     """KL jumps in update 30; two later it turns out that advantages are not what they should be."""
 
     def late(found: Values, ago: int) -> None:
-        found["policy/kl"] = 0.5
+        found.update({"policy/kl": 0.5, "policy/clip_frac": 0.3})
         if ago >= 2:
             found["integrity/gae_identity"] = 0.5
 
@@ -120,7 +120,7 @@ def test_a_mistake_for_certain_is_the_cause_though_it_shows_later() -> None:
 
 def test_what_comes_more_than_three_updates_later_is_another_incident() -> None:
     def apart(found: Values, ago: int) -> None:
-        found["policy/kl"] = 0.5
+        found.update({"policy/kl": 0.5, "policy/clip_frac": 0.3})
         if ago >= 4:
             found["integrity/gae_identity"] = 0.5
 
@@ -368,7 +368,7 @@ def test_records_out_of_order_and_twice_make_it_raise_nothing() -> None:
 
 
 def test_an_alarm_that_is_off_is_not_raised() -> None:
-    records = run(40, set_to({"policy/kl": 0.5}))
+    records = run(40, set_to({"policy/kl": 0.5, "policy/clip_frac": 0.3}))
 
     assert alarms(judged(records, thresholds=Thresholds().with_changes({"policy/kl_spike": "off"}))) == []
 

@@ -125,7 +125,7 @@ def test_wrong_use_is_one_sentence(
 
 
 def test_the_story_of_an_incident_knows_how_it_ended() -> None:
-    found = diagnose(FACTS, run(60, lambda values, ago: values.update({"policy/kl": 0.5 if ago < 5 else 0.008})))
+    found = diagnose(FACTS, run(60, lambda values, ago: values.update({"policy/kl": 2.0 if ago < 5 else 0.008})))
 
     (story,) = found.incidents
     assert (story.cause, story.since, story.standing()) == ("policy/kl_spike", 30, {"policy/kl_spike": 36})

@@ -21,13 +21,11 @@ from esper_telemetry.environments.protocol import Step
 from esper_telemetry.events import MinibatchesEnd, RolloutEnd, UpdateEnd
 from esper_telemetry.faults.boundary import Altered
 from esper_telemetry.faults.changes import environment
+from esper_telemetry.faults.injection import schedule
 from esper_telemetry.hooks import Hooks
 from esper_telemetry.testing import FailingSink
 
 RAISED = {name: load(name).raised() for name in names()}
-
-UNSEEN = {"grad/interference", "grad/noise_dominated"}
-"""No way is known to make two losses oppose each other for long; gradients of noise are off, because healthy runs have them."""
 
 
 class Lying(Hooks):
@@ -124,6 +122,22 @@ LIVE: dict[str, tuple[Callable[[], PPO], int]] = {
 }
 """By type: a trainer that goes wrong, and after how many updates it should have been told."""
 
+SLOW: dict[str, tuple[Callable[[], PPO], str, float, int]] = {
+    "grad/interference": (lambda: cartpole(shared_trunk=True, hidden_sizes=(1,), seed=4), "ent0_strong", 1e4, 45),
+    "grad/noise_dominated": (lambda: cartpole(num_epochs=4), "lr", 1e3, 75),
+}
+"""By type: a trainer, what breaks it, the dose, and after how many updates it should have been told.
+
+Rewards of ten thousand for one action: critic and actor pull the one unit that they share in opposite directions. A learning rate of a
+thousand times what it should be: weights are thrown about, and every gradient contradicts the last.
+"""
+
+BREAKS = 25
+"""The first broken update."""
+
+EVERYTHING = Thresholds().with_changes({"grad/noise_dominated": "on"})
+"""Also what is off by default."""
+
 
 def watched(run_dir: Path, trainer: PPO, updates: int, **settings: Any) -> dict[str, int]:
     """Types that are raised, with the update, while so many updates are trained."""
@@ -131,7 +145,7 @@ def watched(run_dir: Path, trainer: PPO, updates: int, **settings: Any) -> dict[
         attach(telemetry, trainer)
         trainer.learn(trainer.config.num_steps * trainer.env.num_envs * updates)
     run = read_run(run_dir)
-    detectors = Detectors(run.info.facts)
+    detectors = Detectors(run.info.facts, EVERYTHING)
     return raised([detectors.step(record) for record in run.records])
 
 
@@ -140,6 +154,15 @@ def test_a_fault_that_is_trained_here_is_told(kind: str, tmp_path: Path) -> None
     make, updates = LIVE[kind]
 
     assert kind in watched(tmp_path / "run", make(), updates)
+
+
+@pytest.mark.parametrize("kind", SLOW)
+def test_a_fault_of_gradients_is_told_once_it_has_lasted(kind: str, tmp_path: Path) -> None:
+    make, fault, dose, updates = SLOW[kind]
+    trainer = make()
+    schedule(trainer, fault, dose, at_update=BREAKS)
+
+    assert watched(tmp_path / "run", trainer, updates)[kind] > BREAKS
 
 
 def test_backends_that_fail_for_long_are_told() -> None:
@@ -188,6 +211,6 @@ def test_a_recorded_run_is_silent_until_it_breaks(name: str) -> None:
 def test_every_type_is_raised_by_a_real_fault() -> None:
     recorded = {kind for found in RAISED.values() for kind in found}
     seeds = {alarm.type for alarm in ALARMS if alarm.type.startswith("seed/")}  # tests/environments/morphogenesis
-    elsewhere = {*LIVE, *seeds, "telemetry/delivery", "telemetry/overhead", "telemetry/storm"}
+    elsewhere = {*LIVE, *SLOW, *seeds, "telemetry/delivery", "telemetry/overhead", "telemetry/storm"}
 
-    assert {alarm.type for alarm in ALARMS} - recorded - elsewhere == UNSEEN
+    assert {alarm.type for alarm in ALARMS} - recorded - elsewhere == set()

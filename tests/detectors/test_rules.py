@@ -68,7 +68,7 @@ CASES: dict[str, Case] = {
     "opt/stalled_weights": Case(set_to({"opt/lr": 0.0})),
     "opt/state_lost": Case(set_to({"opt/state_reset": 1.0})),
     "opt/update_too_large": Case(set_to({"opt/update_to_weight": 0.4})),
-    "opt/rms_spike": Case(set_to({"opt/stable_rms": 8.0})),
+    "opt/rms_spike": Case(set_to({"opt/stable_rms": 12.0})),
     "grad/missing_group": Case(without),
     "grad/vanish": Case(set_to({"grad/layer/encoder_weight/norm": 0.0})),
     "grad/actor_starved": Case(
@@ -94,7 +94,7 @@ CASES: dict[str, Case] = {
     "lstm/cell_drift": Case(multiplied({"lstm/c/rms": 10})),
     "lstm/stale_state": Case(set_to({"lstm/staleness_first": 1.0})),
     "lstm/reset_missing": Case(set_to({"lstm/reset_rate": 0.0})),
-    "policy/kl_spike": Case(set_to({"policy/kl": 0.5})),
+    "policy/kl_spike": Case(set_to({"policy/kl": 0.5, "policy/clip_frac": 0.3})),
     "policy/ratio_explosion": Case(set_to({"policy/ess_frac_min": 0.05, "policy/ratio/max": 40.0})),
     "policy/ratio_collapse": Case(set_to({"policy/ratio/p01": 0.01}), 2),
     "policy/clip_saturation": Case(set_to({"policy/clip_frac": 0.6}), 1),

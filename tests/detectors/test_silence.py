@@ -130,3 +130,76 @@ def test_a_critic_that_was_never_right_learns_slowly_and_is_not_biased() -> None
 
     assert "value/bias" not in raised(judged(run(90, wrong)[SINCE:]))
     assert "value/bias" in raised(judged(run(60, wrong)))
+
+
+@pytest.mark.parametrize(("moved", "told"), [(0.3, True), (0.1, False)])
+def test_a_kl_that_a_few_rare_actions_make_up_is_no_spike(moved: float, told: bool) -> None:
+    """0.15 nats twice: with a third of the samples outside of the trust region, or with a tenth."""
+    far = set_to({"policy/kl": 0.15, "policy/clip_frac": moved})
+
+    assert ("policy/kl_spike" in raised(judged(run(40, far)))) is told
+
+
+def test_a_kl_that_is_large_enough_is_a_spike_whoever_makes_it_up() -> None:
+    assert raised(judged(run(40, set_to({"policy/kl": 1.5}))))["policy/kl_spike"] == SINCE
+
+
+@pytest.mark.parametrize(("spread", "told"), [(4.0, True), (1.7, False)])
+def test_one_sample_that_owns_a_minibatch_is_no_explosion(spread: float, told: bool) -> None:
+    """Five per cent of a minibatch's samples are left: one ratio of 40 does that, and the 99th percentile knows of no other."""
+    owned = set_to({"policy/ess_frac_min": 0.05, "policy/ratio/max": 40.0, "policy/ratio/p99": spread})
+
+    assert ("policy/ratio_explosion" in raised(judged(run(40, owned)))) is told
+
+
+@pytest.mark.parametrize(("age", "told"), [(499.0, False), (99.0, True)])
+def test_a_unit_that_counts_the_steps_of_long_episodes_is_no_drift(age: float, told: bool) -> None:
+    """A cell state of 60 in episodes of 500 steps, and of 100, where it can hardly become larger."""
+    counting = set_to({"lstm/c/absmax": 60.0, "lstm/age/max": age})
+
+    assert ("lstm/cell_drift" in raised(judged(run(40, counting)))) is told
+
+
+def test_a_memory_that_is_used_less_and_less_is_no_shut_gate() -> None:
+    """Cell states that shrink by a twentieth per update, to less than a step can write, without a look at the gates."""
+
+    def fade(found: Values, ago: int) -> None:
+        found["lstm/c/rms"] *= 0.95**ago
+        found["lstm/c/absmax"] = max(0.7, 6.0 * 0.95**ago)
+        del found["lstm/gate/f/sat_lo"], found["lstm/timescale/median"]
+
+    assert "lstm/forget_closed" not in raised(judged(run(100, fade, since=1)))
+
+
+@pytest.mark.parametrize(("spread", "told"), [(0.02, True), (0.3, False)])
+def test_a_cell_state_that_comes_and_goes_in_bursts_does_not_add_up(spread: float, told: bool) -> None:
+    """Twice as large from one update to the next, growing with age: news for a steady state, and none for one that varies as much."""
+
+    def vary(found: Values, update: int) -> None:
+        found["lstm/c/rms"] = 2.0 * 10 ** (spread * ((update % 5) / 2 - 1))
+        del found["lstm/gate/f/sat_hi"]
+
+    def opened(found: Values, ago: int) -> None:
+        vary(found, ago)
+        found.update({"lstm/c/rms": 2.1 * 10**spread * 1.6, "lstm/c_growth": 1.6})
+
+    records = [*run(SINCE, vary, since=1), *run(40, opened, since=SINCE + 1)[SINCE:]]
+    assert ("lstm/forget_open" in raised(judged(records))) is told
+
+
+@pytest.mark.parametrize(("looks", "told"), [(1, False), (2, True)])
+def test_gradients_that_outgrow_their_memory_once_are_no_spike(looks: int, told: bool) -> None:
+    def outgrow(found: Values, ago: int) -> None:
+        found["opt/stable_rms"] = 6.0 if ago < looks else 1.2
+
+    assert ("opt/rms_spike" in raised(judged(run(40, outgrow)))) is told
+
+
+def test_a_critic_that_has_nothing_left_to_learn_may_lose_its_gradient() -> None:
+    """Its error falls by a fifth of a decade per update, to a millionth of a millionth, and its gradient with the root of it, and a bit."""
+
+    def solved(found: Values, ago: int) -> None:
+        found["loss/value"] *= 10 ** (-0.2 * min(ago, 60))
+        found["grad/layer/value_weight/norm"] *= 10 ** (-0.13 * min(ago, 60))
+
+    assert "grad/vanish" not in raised(judged(run(160, solved)))

@@ -21,7 +21,7 @@ def test_a_bound_is_changed_by_name() -> None:
 
 
 def test_changed_bounds_decide() -> None:
-    records = run(40, set_to({"policy/kl": 0.05}))
+    records = run(40, set_to({"policy/kl": 0.05, "policy/clip_frac": 0.3}))
 
     assert alarms(judged(records)) == []
     assert raised(judged(records, thresholds=Thresholds.parse(["kl_spike_high=0.05"]))) == {"policy/kl_spike": 31}

@@ -19,6 +19,7 @@ from esper_telemetry.detectors.rules import (
     representation,
     task,
     telemetry,
+    trust_region,
     value,
 )
 
@@ -34,6 +35,7 @@ RULES: tuple[Rule, ...] = (
     *representation.RULES,
     *memory.RULES,
     *policy.RULES,
+    *trust_region.RULES,
     *exploration.RULES,
     *value.RULES,
     *growth.RULES,

@@ -73,6 +73,7 @@ def swinging_rate(view: View) -> Iterator[Finding]:
         "opt/lr",
         rate,
         instance="rate",
+        claim=True,
         text=lambda: (
             f"the learning rate swings: {swings} times by a factor of {number(factor)} or more within {len(rates)} updates"
         ),

@@ -101,6 +101,7 @@ def punished_entropy(view: View) -> Iterator[Finding]:
         loss,
         -entropy,
         instance="sign",
+        claim=True,
         text=lambda: (
             f"exploring has been punished instead of rewarded: the entropy is {number(entropy)}, and in the loss stands "
             + (

@@ -47,7 +47,7 @@ def vanish(view: View) -> Iterator[Finding]:
     limits = view.limits
     clip = view.facts.get("max_grad_norm") or 1.0
     critics = {segment_of(name) for name in dict(view.facts.get("groups") or {}).get("critic", ())}
-    solved = 0.5 * max(0.0, -view.baselines.off_median("loss/value"))  # gradients of a squared error fall as its root
+    solved = 0.5 * view.baselines.fallen("loss/value")  # gradients of a squared error fall as its root
     for layer, key, value in view.labelled(LAYER, NORM):
         median = view.baselines.median(key)
         if median is None or view.baselines.count(key) < MIN_VANISH:

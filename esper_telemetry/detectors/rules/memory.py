@@ -42,9 +42,10 @@ def forget_closed(view: View) -> Iterator[Finding]:
         view.memory["open_at"] = view.get(CELL) if severity == 0 else None
     usual = view.baselines.median(LARGEST)
     if largest is not None and usual is not None and view.z(LARGEST) is not None:
-        kept = usual > 1.5 * WRITTEN
         small = largest <= WRITTEN and view.previous.get(LARGEST, largest) <= WRITTEN
-        view.memory["written"] = hard(kept and (small or drops(view)) and not seen_open(view))
+        gone = fell(view) and small and usual > 1.5 * WRITTEN
+        dropped = usual > 1.5 * WRITTEN and drops(view)
+        view.memory["written"] = hard((gone or dropped) and not seen_open(view))
     if shut is None and largest is None:
         return
     gates, written = view.memory.get("gates", 0.0), view.memory.get("written", 0.0)
@@ -68,6 +69,21 @@ def seen_open(view: View) -> bool:
     """Whether the gates were found open when they were last looked at, and the cell state has not become much smaller since."""
     size, then = view.get(CELL), view.memory.get("open_at")
     return size is not None and then is not None and size > then / view.limits.adds_up_jump
+
+
+def fell(view: View) -> bool:
+    """Whether the cell state has become much smaller within two updates, and stayed so: a memory that is used less and less is no fault."""
+    size, sizes = view.get(CELL), view.memory.setdefault("sizes", [])
+    if size is None:
+        return False
+    sizes.append(size)
+    del sizes[:-3]
+    before = view.memory.get("fell_from", max(sizes[:-1], default=size))
+    if size < before / view.limits.adds_up_jump:
+        view.memory["fell_from"] = before
+    else:
+        view.memory.pop("fell_from", None)
+    return "fell_from" in view.memory
 
 
 def drops(view: View) -> bool:
@@ -112,7 +128,8 @@ def forget_open(view: View) -> Iterator[Finding]:
 
 
 def adds_up(view: View, growth: float) -> bool:
-    """Whether the cell state grows with its age, and has become larger from one update to the next by more than an update explains.
+    """Whether the cell state grows with its age, and has become larger from one update to the next by more than an update explains,
+    and than its history does.
 
     Kept in mind while it grows, because it becomes larger once only. What a look at the gates has refuted is not inferred again.
     """
@@ -124,6 +141,7 @@ def adds_up(view: View, growth: float) -> bool:
         and size > max(WRITTEN, limits.adds_up_jump * before)
         and before > 0
         and view.baselines.beyond.get(CELL, 0.0) > 0
+        and (view.z(CELL) or 0.0) > limits.z_low
         and not view.memory.get("refuted", False)
     )
     view.memory["jumped"] = JUMP_HOLDS if jumped else max(0, view.memory.get("jumped", 0) - 1)
@@ -134,15 +152,20 @@ def adds_up(view: View, growth: float) -> bool:
 
 
 def cell_drift(view: View) -> Iterator[Finding]:
-    """The cell state grows: against its history, beyond any use, or with its age."""
+    """The cell state grows: against its history, beyond any use, or with its age.
+
+    A step adds 1 at most, so a unit that counts the steps of long episodes is large and of use: one that adds up nearly all it can is none.
+    """
     limits = view.limits
     value, largest, growth = view.get(CELL), view.get(LARGEST), view.get("lstm/c_growth")
     if value is None:
         return
-    z = view.z(CELL)
+    z, age = view.z(CELL), view.get("lstm/age/max")
+    counts = largest is not None and age is not None and largest <= limits.cell_of_age * (age + 1)
+    useless = 0.0 if largest is None or counts else decade_ramp(largest, limits.cell_absmax / 2, limits.cell_absmax * 2)
     parts = {
         CELL: 0.0 if z is None else ramp(z, limits.z_low, limits.z_high),
-        LARGEST: 0.0 if largest is None else decade_ramp(largest, limits.cell_absmax / 2, limits.cell_absmax * 2),
+        LARGEST: useless,
         "lstm/c_growth": 0.0 if growth is None else ramp(growth, limits.cell_growth_low, limits.cell_growth_high),
     }
     key = max(parts, key=lambda name: parts[name])
@@ -245,7 +268,7 @@ RULES = (
         duration=5,
         evidence=("lstm/c/*", "lstm/c_growth", "lstm/age/*", "lstm/reset_rate"),
         relative=True,
-        source="scale at least 0.05 decades",
+        source="Scale at least 0.05 decades. States of 50 and more are usual in episodes of hundreds of steps.",
     ),
     Rule(
         type="lstm/stale_state",

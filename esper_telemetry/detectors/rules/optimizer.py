@@ -114,11 +114,14 @@ def stalled_weights(view: View) -> Iterator[Finding]:
 def rms_spike(view: View) -> Iterator[Finding]:
     """Gradients have outgrown Adam's memory of them, or it is too short for rewards that are rare."""
     yield from short_memory(view)
-    key, low, high = "opt/stable_rms", view.limits.stable_rms_low, view.limits.stable_rms_high
+    key, limits = "opt/stable_rms", view.limits
     value = view.get(key)
     if value is not None:
+        before, view.memory["rms"] = view.memory.get("rms", 0.0), value
+        low, high = limits.stable_rms_low, limits.stable_rms_high
+        lasting = decade_ramp(min(value, before), low, high)
         yield Finding(
-            decade_ramp(value, low, high),
+            max(lasting, decade_ramp(value, limits.stable_rms_sudden_low, limits.stable_rms_sudden_high)),
             key,
             value,
             (low * high) ** 0.5,
@@ -209,6 +212,6 @@ RULES = (
         evidence=("opt/stable_rms", "grad/global/norm_preclip", RATE),
         relative=True,
         sampled=True,
-        source="Wortsman 2023 has 2.3 for language models; PPO's gradients jump at every new rollout: 5.",
+        source="Wortsman 2023 has 2.3 for language models; PPO's gradients jump at every new rollout: 5 at two looks in a row, or 10.",
     ),
 )

@@ -1,10 +1,10 @@
-"""The policy: steps too far, none at all, backwards."""
+"""The policy: no steps at all, and steps backwards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from esper_telemetry.detectors.rule import Finding, Rule, View, decade_ramp, hard, number, percent, ramp, times
+from esper_telemetry.detectors.rule import Finding, Rule, View, hard, number, percent
 from esper_telemetry.detectors.rules.optimizer import stopped_on_purpose
 
 CARRIED = 0.98
@@ -13,133 +13,6 @@ CARRIED = 0.98
 
 SPARSE = 0.05
 """Share of the steps in which a head decides, below which its statistics are noise."""
-
-
-RATIOS = ("policy/ratio/*", "policy/head/*/blame", "policy/head/*/ratio/*", "policy/logp/min", "policy/kl*", "opt/lr")
-
-
-STEPS_SETTLE = 10
-"""Updates after which their number of steps is known."""
-
-
-def kl_spike(view: View) -> Iterator[Finding]:
-    """One update moved the policy very far, or two in a row far; or two further than usual, with many more steps."""
-    key, limits = "policy/kl", view.limits
-    value = view.get(key)
-    if value is None:
-        return
-    before = view.memory.get("kl", 0.0)
-    view.memory["kl"] = value
-    sudden = decade_ramp(value, limits.kl_sudden_low, limits.kl_sudden_high)
-    lasting = decade_ramp(min(value, before), limits.kl_spike_low, limits.kl_spike_high)
-    by_one = sudden >= lasting
-    passes = many_steps(view)
-    if passes is not None:
-        yield further(view, min(value, before), passes)
-    bounds = (limits.kl_sudden_low, limits.kl_sudden_high) if by_one else (limits.kl_spike_low, limits.kl_spike_high)
-    yield Finding(
-        max(sudden, lasting),
-        key,
-        value,
-        (bounds[0] * bounds[1]) ** 0.5,
-        z=view.z(key),
-        text=lambda: f"updates have moved the policy by a KL divergence of {number(value)} nats{view.usual(key)}",
-    )
-
-
-def many_steps(view: View) -> float | None:
-    """How many times the most optimizer steps of any update before this one has made; None before there are ten."""
-    steps = view.steps
-    if steps is None:
-        return None
-    most, updates = view.memory.get("most", 0), view.memory.get("updates", 0)
-    times_most = steps / most if most > 0 and updates >= STEPS_SETTLE else None
-    if times_most is None or times_most <= view.limits.passes:
-        view.memory.update(most=max(most, steps), updates=updates + 1)
-    return times_most
-
-
-def further(view: View, kl: float, passes: float) -> Finding:
-    """What more passes over a rollout than ever have made of the KL, the smaller one of two updates."""
-    key, limits = "policy/kl", view.limits
-    usual = view.baselines.median(key)
-    times_usual = kl / usual if usual else 0.0
-    low, high = limits.kl_passes_low, limits.kl_passes_high
-    return Finding(
-        decade_ramp(times_usual, low, high) if passes > limits.passes else 0.0,
-        key,
-        kl,
-        usual and usual * (low * high) ** 0.5,
-        adaptive=True,
-        z=view.z(key),
-        instance="passes",
-        text=lambda: (
-            f"updates have made {times(passes)} the steps of those before, and have moved the policy {times(times_usual)} as far as usual: "
-            f"by a KL divergence of {number(kl)} nats{view.usual(key)}"
-        ),
-    )
-
-
-def ratio_explosion(view: View) -> Iterator[Finding]:
-    """A few samples decide the update: nearly all effective samples are lost at once, or many in two updates in a row."""
-    limits = view.limits
-    kept, largest = view.get("policy/ess_frac_min"), view.get("policy/ratio/max")
-    if kept is None:
-        return
-    lost = 1 - kept
-    before = view.memory.get("lost", 0.0)
-    view.memory["lost"] = lost
-    lasting = ramp(min(lost, before), limits.ess_low, limits.ess_high)
-    sudden = ramp(lost, limits.ess_sudden_low, limits.ess_sudden_high)
-    yield Finding(
-        max(lasting, sudden),
-        "policy/ess_frac_min",
-        kept,
-        1 - (limits.ess_low + limits.ess_high) / 2,
-        text=lambda: (
-            f"{percent(kept)} of a minibatch's samples carry its weight (usually 90 % or more); "
-            f"the largest probability ratio is {number(largest or 0.0)}{_blamed(view)}"
-        ),
-    )
-
-
-def _blamed(view: View) -> str:
-    """The head that most of the change is owed to, where there are several."""
-    shares = {head: value for head, _, value in view.labelled("policy/head/", "/blame")}
-    if len(shares) < 2:
-        return ""
-    head = max(shares, key=lambda name: shares[name])
-    return f", {percent(shares[head])} of it by the head {head}"
-
-
-def ratio_collapse(view: View) -> Iterator[Finding]:
-    """Actions became ten times less likely, in one step of a hundred."""
-    key, limits = "policy/ratio/p01", view.limits
-    value = view.get(key)
-    if value is not None:
-        yield Finding(
-            ramp(value, limits.ratio_collapse_low, limits.ratio_collapse_high),
-            key,
-            value,
-            (limits.ratio_collapse_low + limits.ratio_collapse_high) / 2,
-            text=lambda: (
-                f"one action in a hundred has become {times(1 / max(value, 1e-30))} less likely in a single update"
-            ),
-        )
-
-
-def clip_saturation(view: View) -> Iterator[Finding]:
-    """Much of the batch teaches nothing more."""
-    key, low, high = "policy/clip_frac", view.limits.clip_frac_low, view.limits.clip_frac_high
-    value = view.get(key)
-    if value is not None:
-        yield Finding(
-            ramp(value, low, high),
-            key,
-            value,
-            (low + high) / 2,
-            text=lambda: f"{percent(value)} of the samples have left the trust region{view.usual(key)}",
-        )
 
 
 def kl_stall(view: View) -> Iterator[Finding]:
@@ -257,47 +130,5 @@ RULES = (
         duration=5,
         evidence=("policy/surrogate_gain", "adv/norm/*", "loss/*", "opt/lr", "policy/kl*"),
         source="Single updates of healthy runs do so by chance, with correlations of up to 0.1: one in six of those that learn slowly.",
-    ),
-    Rule(
-        type="policy/kl_spike",
-        judge=kl_spike,
-        inputs=("policy/kl",),
-        watches=("policy/kl",),
-        n_off=2,
-        duration=5,
-        evidence=("policy/kl*", "policy/head/*/kl", "policy/ratio/*", "opt/lr", "grad/global/*", "adv/norm/*"),
-        relative=True,
-        source="Stop rules in use lie at 0.015 to 0.03. Policies with memory have single updates of 0.1 and recover: two in a row, or 0.3. "
-        "Less tells where there are suddenly more steps.",
-    ),
-    Rule(
-        type="policy/ratio_explosion",
-        judge=ratio_explosion,
-        inputs=("policy/ess_frac_min",),
-        n_off=2,
-        duration=5,
-        evidence=("policy/ess_frac*", *RATIOS),
-        source="Kong's effective sample size; Moalla 2024, coach#87. A single minibatch with rare actions loses "
-        "half of it in healthy runs.",
-    ),
-    Rule(
-        type="policy/ratio_collapse",
-        judge=ratio_collapse,
-        inputs=("policy/ratio/p01",),
-        n_on=3,
-        duration=3,
-        evidence=RATIOS,
-        source="first percentile in place of the share of rows, which a record does not have",
-    ),
-    Rule(
-        type="policy/clip_saturation",
-        judge=clip_saturation,
-        inputs=("policy/clip_frac",),
-        watches=("policy/clip_frac",),
-        warmup=15,
-        n_on=2,
-        duration=3,
-        evidence=("policy/clip_frac*", "policy/head/*/clip_frac", "policy/kl*", "opt/lr"),
-        source="common practice; healthy runs stay below 0.17, but for their first updates",
     ),
 )
