@@ -105,8 +105,9 @@ class Detectors:
         total = self.facts.get("total_steps")
         view.progress = min(1.0, record.axes.env_step / total) if isinstance(total, int | float) and total > 0 else None
         before = self._before
-        view.steps = record.axes.gradient_step - before.axes.gradient_step if before else None
-        view.transitions = max(0, record.axes.env_step - before.axes.env_step) if before else None
+        passed = max(1, record.axes.update - before.axes.update) if before else 1  # records may be missing between
+        view.steps = (record.axes.gradient_step - before.axes.gradient_step) // passed if before else None
+        view.transitions = max(0, record.axes.env_step - before.axes.env_step) // passed if before else None
         self._baselines.look(self._watches.of(values))
         return view
 

@@ -68,7 +68,7 @@ CASES: dict[str, Case] = {
     "opt/stalled_weights": Case(set_to({"opt/lr": 0.0})),
     "opt/state_lost": Case(set_to({"opt/state_reset": 1.0})),
     "opt/update_too_large": Case(set_to({"opt/update_to_weight": 0.4})),
-    "opt/rms_spike": Case(set_to({"opt/stable_rms": 12.0})),
+    "opt/rms_spike": Case(set_to({"opt/stable_rms": 30.0})),
     "grad/missing_group": Case(without),
     "grad/vanish": Case(set_to({"grad/layer/encoder_weight/norm": 0.0})),
     "grad/actor_starved": Case(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from healthy_run import FACTS, Values, alarms, both, judged, multiplied, raised, run, set_to
 
@@ -190,7 +192,7 @@ def test_a_cell_state_that_comes_and_goes_in_bursts_does_not_add_up(spread: floa
 @pytest.mark.parametrize(("looks", "told"), [(1, False), (2, True)])
 def test_gradients_that_outgrow_their_memory_once_are_no_spike(looks: int, told: bool) -> None:
     def outgrow(found: Values, ago: int) -> None:
-        found["opt/stable_rms"] = 6.0 if ago < looks else 1.2
+        found["opt/stable_rms"] = 12.0 if ago < looks else 1.2
 
     assert ("opt/rms_spike" in raised(judged(run(40, outgrow)))) is told
 
@@ -203,3 +205,40 @@ def test_a_critic_that_has_nothing_left_to_learn_may_lose_its_gradient() -> None
         found["grad/layer/value_weight/norm"] *= 10 ** (-0.13 * min(ago, 60))
 
     assert "grad/vanish" not in raised(judged(run(160, solved)))
+
+
+def test_records_that_are_missing_make_no_further_passes() -> None:
+    """Of a journal that holds every sixteenth update only from update 40 on, between two records lie sixteen times the steps."""
+    sparse = [
+        found for found in run(200, multiplied({"policy/kl": 4}), since=40) if found.seq < 40 or found.seq % 16 == 0
+    ]
+
+    assert "policy/kl_spike" not in raised(judged(sparse))
+
+
+@pytest.mark.parametrize(("rows", "told"), [(8, False), (512, True)])
+def test_few_rows_are_normalised_as_well_as_they_can_be(rows: int, told: bool) -> None:
+    """Divided by the unbiased standard deviation, eight rows keep one of 0.935."""
+    few = [
+        replace(found, axes=replace(found.axes, env_step=found.seq * rows))
+        for found in run(40, set_to({"integrity/adv_norm": 0.0323, "adv/norm/std": 0.935}), since=1)
+    ]
+
+    assert ("integrity/adv_norm" in raised(judged(few, {**FACTS, "normalize_minibatches": False}))) is told
+
+
+@pytest.mark.parametrize(("steps", "told"), [(1, False), (2, True)])
+def test_a_rollout_of_one_step_shows_a_reset_one_rollout_later(steps: int, told: bool) -> None:
+    """An episode ends in update 30, 31 is the step in which its environment begins anew, and in 32 its memory does."""
+
+    def one(found: Values, ago: int) -> None:
+        found.update({"episode/count": float(ago == 0), "lstm/reset_rate": 0.125 * (ago == 2)})
+
+    assert ("lstm/reset_missing" in raised(judged(run(40, one), {**FACTS, "num_steps": steps}))) is told
+
+
+def test_updates_that_hardly_move_the_policy_have_no_direction() -> None:
+    """Ratios spread by 0.005: whatever sign the gain has, nothing becomes rarer."""
+    still = set_to({"policy/surrogate_gain": -0.0015, "policy/ratio/std": 0.005})
+
+    assert "policy/wrong_direction" not in raised(judged(run(40, still)))

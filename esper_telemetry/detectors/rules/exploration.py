@@ -141,11 +141,12 @@ def action_shift(view: View) -> Iterator[Finding]:
     key, low, high = "policy/action_shift_js", view.limits.action_shift_low, view.limits.action_shift_high
     value = view.get(key)
     if value is not None:
+        by_chance = 1 / view.transitions if view.transitions else 0.0  # of the samples of two rollouts
         yield Finding(
-            ramp(value, low, high),
+            ramp(value - by_chance, low, high),
             key,
             value,
-            (low + high) / 2,
+            (low + high) / 2 + by_chance,
             text=lambda: (
                 f"the mix of actions has changed abruptly, by a Jensen-Shannon divergence of {number(value)} (usually below 0.02)"
             ),

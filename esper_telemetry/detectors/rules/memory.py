@@ -205,15 +205,18 @@ def reset_missing(view: View) -> Iterator[Finding]:
     """Episodes ended and no memory began anew.
 
     A state after the last step of a rollout is reset in the next rollout, so one episode per environment proves nothing yet: what
-    ended in the rollout before does, and so do more episodes than environments.
+    ended in the rollout before does, and so do more episodes than environments. Where a rollout is a single step, that may be the row in
+    which an environment begins anew, which no policy sees: then it takes one rollout more.
     """
     rate, ended = view.get("lstm/reset_rate"), view.get("episode/count")
     if rate is None or ended is None:
         return
     environments = float(view.facts.get("num_envs") or ended)
-    waiting = view.memory.get("waiting", 0.0)
+    late = 2 if view.facts.get("num_steps") == 1 else 1
+    before: list[float] = view.memory.setdefault("before", [])
+    waiting = before[-late] if len(before) >= late else 0.0
     wrong = rate == 0 and (waiting > 0 or ended > environments)
-    view.memory["waiting"] = ended if rate == 0 else 0.0
+    view.memory["before"] = [*before, ended][-late:] if rate == 0 else []
     yield Finding(
         hard(wrong),
         "lstm/reset_rate",

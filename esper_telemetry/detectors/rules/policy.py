@@ -34,7 +34,7 @@ def kl_stall(view: View) -> Iterator[Finding]:
     )
 
 
-STILL = 2e-3
+STILL = 0.01
 """Spread of the ratios below which an update has hardly moved the policy, and the signs of what it moved are chance."""
 
 TRANSITIONS = 512
