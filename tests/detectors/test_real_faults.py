@@ -125,6 +125,7 @@ LIVE: dict[str, tuple[Callable[[], PPO], int]] = {
 SLOW: dict[str, tuple[Callable[[], PPO], str, float, int]] = {
     "grad/interference": (lambda: cartpole(shared_trunk=True, hidden_sizes=(1,), seed=4), "ent0_strong", 1e4, 45),
     "grad/noise_dominated": (lambda: cartpole(num_epochs=4), "lr", 1e3, 75),
+    "opt/rms_spike": (lambda: cartpole(num_epochs=4, num_minibatches=4), "adam_beta2", 8, 40),
 }
 """By type: a trainer, what breaks it, the dose, and after how many updates it should have been told.
 
@@ -162,7 +163,7 @@ def test_a_fault_of_gradients_is_told_once_it_has_lasted(kind: str, tmp_path: Pa
     trainer = make()
     schedule(trainer, fault, dose, at_update=BREAKS)
 
-    assert watched(tmp_path / "run", trainer, updates)[kind] > BREAKS
+    assert watched(tmp_path / "run", trainer, updates)[kind] >= BREAKS
 
 
 def test_backends_that_fail_for_long_are_told() -> None:
