@@ -2,7 +2,7 @@
 
     python benchmarks/trainer.py                        # CartPole-v1, 8 x 128, 4 epochs x 4 minibatches, 64 x 64 tanh
     python benchmarks/trainer.py --num-envs 8 64 1024   # a table for each
-    python benchmarks/trainer.py --lstm 64              # the same behind an LSTM, against recurrent trainers
+    python benchmarks/trainer.py --lstm 64 256          # the same behind LSTMs of these sizes, against recurrent trainers
     python benchmarks/trainer.py --steps 20000 --rounds 3     # a quick look: seconds for each contender
     python benchmarks/trainer.py --cleanrl ppo.py       # CleanRL's script, from wherever it lies
     python benchmarks/trainer.py --telemetry            # NORMAL with three backends, and a second core kept busy, against OFF
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import statistics
@@ -83,9 +84,9 @@ def contenders(options: argparse.Namespace) -> list[str]:
     return [*first, *found, *(["cleanrl", "cleanrl, native"] if options.cleanrl and not options.lstm else [])]
 
 
-def work_of(options: argparse.Namespace, num_envs: int) -> Work:
+def work_of(options: argparse.Namespace, num_envs: int, lstm_size: int | None) -> Work:
     """The work with so many environments: whole rollouts, and not fewer than make a speed."""
-    work = Work(0, 0, num_envs, lstm_size=options.lstm, script=options.cleanrl)
+    work = Work(0, 0, num_envs, lstm_size=lstm_size, script=options.cleanrl)
     rollout = num_envs * work.num_steps
     return replace(work, steps=rollout * max(LEAST_ROLLOUTS, -(-options.steps // rollout)))
 
@@ -97,7 +98,13 @@ def main() -> None:
     parser.add_argument(
         "--num-envs", type=int, nargs="+", default=[8], help="environments that step together; a table for each number"
     )
-    parser.add_argument("--lstm", type=int, metavar="SIZE", help="compare recurrent policies with an LSTM of that size")
+    parser.add_argument(
+        "--lstm",
+        type=int,
+        nargs="+",
+        metavar="SIZE",
+        help="compare recurrent policies; a table for each size of the LSTM",
+    )
     parser.add_argument("--cleanrl", metavar="PATH", help="CleanRL's ppo.py")
     parser.add_argument("--telemetry", action="store_true", help="compare telemetry with none, instead of trainers")
     parser.add_argument("--only", nargs="*", help="these contenders alone")
@@ -111,9 +118,9 @@ def main() -> None:
         torch.set_num_threads(1)
         print(json.dumps(asdict(CONTENDERS[options.contender](Work(**json.loads(options.work))))))
         return
-    for num_envs in options.num_envs:
-        names = options.only or contenders(options)
-        compare(names, work_of(options, num_envs), rounds=options.rounds, cores=options.cores)
+    names = options.only or contenders(options)
+    for num_envs, lstm_size in itertools.product(options.num_envs, options.lstm or [None]):
+        compare(names, work_of(options, num_envs, lstm_size), rounds=options.rounds, cores=options.cores)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ BEDS: Mapping[str, Bed] = {
     "cartpole": Bed("CartPole-v1", "mlp"),
     "cartpole-lstm": Bed("CartPole-v1", "lstm", mask_velocity=True),
     "acrobot": Bed("Acrobot-v1", "mlp", settings={"activation": "relu"}),
-    "pendulum": Bed("Pendulum-v1", "mlp"),
+    "pendulum": Bed("Pendulum-v1", "mlp", settings={"num_steps": 128, "num_epochs": 8, "normalize_rewards": False}),
 }
 
 
