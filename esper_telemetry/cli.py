@@ -1,4 +1,5 @@
-"""The command line: `esper-telemetry train | run | replay | doctor | compress | diagnose | metrics`, also `python -m esper_telemetry`.
+"""The command line: `esper-telemetry train | run | replay | doctor | compress | diagnose | metrics | workspace`, or
+`python -m esper_telemetry`.
 
 Exit codes: 0 done, 1 the run failed, 2 wrong use (one sentence on stderr, nothing created or changed); 130 interrupted and 143 ended by
 SIGTERM, after saving a checkpoint from which `train --resume` goes on.
@@ -146,6 +147,27 @@ class Compress:
 
 
 @dataclass(frozen=True)
+class Workspace:
+    """Writes a dashboard of the run for W&B: charts by question, what they mean, alarms, runs; --push saves it as a workspace.
+
+    Example: esper-telemetry workspace runs/a --push
+    """
+
+    run_dir: tyro.conf.Positional[str]
+    """The run directory; the workspace shows every run of the project."""
+    push: bool = False
+    """Save it in the project, in place of the one of that name; needs an API key."""
+    project: str = ""
+    """W&B project; the one that the run was sent to by default."""
+    entity: str = ""
+    """User or team; that of the API key by default."""
+    name: str = "esper_telemetry"
+    """What the workspace is called."""
+    output: str = ""
+    """File for the specification; RUN_DIR/wandb_workspace.json by default."""
+
+
+@dataclass(frozen=True)
 class Metrics:
     """Prints the catalogue: every key, what it means, what is normal, and what to try when it is not.
 
@@ -184,6 +206,7 @@ Command = (
     | Annotated[Doctor, tyro.conf.subcommand("doctor")]
     | Annotated[Compress, tyro.conf.subcommand("compress")]
     | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
+    | Annotated[Workspace, tyro.conf.subcommand("workspace")]
     | Annotated[Metrics, tyro.conf.subcommand("metrics")]
 )
 

@@ -180,6 +180,7 @@ class MetricInfo:
         undefined: when the key is absent.
         reduction, level, cost: how it is made of an update's rows, from which level on, at what cost.
         name, category, priority: what people call it, its family, and how much it matters.
+        headline: its place among the first that one looks at in its family, from 1; 0 where it is none of them.
         alarms, action: which ways of going wrong read it, and what to try then.
         series: endings of the keys that follow its history.
     """
@@ -200,6 +201,7 @@ class MetricInfo:
     name: str = ""
     category: str = ""
     priority: str = ""
+    headline: int = 0
     alarms: str = ""
     action: str = ""
     series: str = ""

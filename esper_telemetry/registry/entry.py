@@ -78,6 +78,7 @@ class Entry:
             name=self.name,
             category=self.category,
             priority=self.priority,
+            headline=_headline(self.metric.key),
             reduction=self.reduction,
             alarms=", ".join(alarm.type for alarm in self.alarms),
             action=self.action,
@@ -116,6 +117,12 @@ def _entry(metric: Metric, reduction: str, tests: Iterable[str]) -> Entry:
         verified=tuple(tests),
         sinks=_sinks(metric, histogram=reduction == REDUCTIONS["Counts"] or metric.of == "histogram"),
     )
+
+
+def _headline(key: str) -> int:
+    """The key's place among the first of its family, from 1; 0 for none."""
+    first = chapter_of(key).first
+    return first.index(key) + 1 if key in first else 0
 
 
 def _reductions() -> Iterator[tuple[str, str]]:

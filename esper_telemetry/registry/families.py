@@ -51,7 +51,7 @@ CHAPTERS = {
         "the parts that the trainer declares: actor, critic, what both share, single heads. Numbers that need whole gradients "
         "are measured in "
         "one update of several (`telemetry/sample_every`).",
-        ("grad/health", "grad/global/norm_preclip", "grad/clip/coef", "grad/interference/critic_share"),
+        ("grad/interference/critic_share", "grad/{group}/norm_preclip", "grad/clip/coef", "grad/health"),
     ),
     "opt": Chapter(
         "Optimizer",
@@ -118,7 +118,7 @@ CHAPTERS = {
         "What the environments pay for, what the controller does in them, and what hosts are worth in the end.",
         ("env/score", "env/final_accuracy"),
     ),
-    "eval": Chapter("Evaluation", "Whole episodes with the likeliest actions, between updates."),
+    "eval": Chapter("Evaluation", "Whole episodes with the likeliest actions, between updates.", ("eval/return_mean",)),
     "train": Chapter("Progress", "Where training stands and how fast it is.", ("train/env_steps_per_second",)),
     "perf": Chapter(
         "Time", "Where the time of an update goes, and what telemetry takes of it.", ("perf/telemetry_frac",)

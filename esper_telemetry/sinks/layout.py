@@ -1,12 +1,12 @@
-"""A dashboard from the keys that were seen: sections by question, charts of numbers that share an axis."""
+"""A dashboard from the keys that were seen: sections by question, charts of numbers that share an axis, headlines first."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
 
-from esper_telemetry.record import RunInfo, template_of
+from esper_telemetry.record import MetricInfo, RunInfo, template_of
 from esper_telemetry.sinks.families import FAMILIES, family_name, family_of, importance
 
 STATISTICS = frozenset(
@@ -14,6 +14,10 @@ STATISTICS = frozenset(
     + [f"p{percent:02d}" for percent in range(1, 100)]
 )
 """Names that say which statistic of the thing before them a key is."""
+
+PRIORITIES: Final = ("critical", "high", "normal", "", "detail")
+"""How much a key matters, most first; what nobody has judged stands before details."""
+UNDESCRIBED: Final = MetricInfo(unit="", question="")
 
 
 class Chart(NamedTuple):
@@ -24,10 +28,27 @@ class Chart(NamedTuple):
 
 
 class Section(NamedTuple):
-    """The charts that answer one question."""
+    """The charts that answer one question, what one looks at first in front."""
 
+    family: str
     question: str
     charts: tuple[Chart, ...]
+
+
+class Place(NamedTuple):
+    """Keys with the same one share a chart: what they are about, and what they must have in common to share an axis.
+
+    Attributes:
+        headline: the key itself where it is one, as it has a chart of its own.
+        about: what the numbers are about; empty for leftovers.
+        unit, low, high: how they are measured.
+    """
+
+    headline: str
+    about: str
+    unit: str
+    low: float | None
+    high: float | None
 
 
 def sections(keys: Iterable[str], run: RunInfo) -> list[Section]:
@@ -36,18 +57,32 @@ def sections(keys: Iterable[str], run: RunInfo) -> list[Section]:
     for key in sorted(keys):
         families[family_name(key)].append(key)
     ordered = sorted(families, key=lambda name: (name not in FAMILIES, importance(name), name))
-    return [Section(family_of(name).question, tuple(charts(families[name], run))) for name in ordered]
+    return [Section(name, family_of(name).question, tuple(charts(families[name], run))) for name in ordered]
 
 
 def charts(keys: Sequence[str], run: RunInfo) -> list[Chart]:
-    """The charts of one family: keys about the same thing together, leftovers of one unit together."""
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    """The charts of one family: each headline by itself, keys about the same thing together, leftovers of one bounded scale together."""
+    groups: dict[Place, list[str]] = defaultdict(list)
     for key in keys:
-        groups[subject(key, run.metrics), unit(key, run)].append(key)
-    return [
-        Chart(f"{about} [{measured}]" if measured else about, tuple(members))
-        for (about, measured), members in sorted(_gathered(groups).items())
-    ]
+        groups[_place(key, run)].append(key)
+    ranks = {key: rank for rank, key in enumerate(run.metrics)}
+    drawn = [(min(_rank(key, run, ranks) for key in members), place, members) for place, members in _gathered(groups)]
+    return [Chart(_title(place, members, run), tuple(members)) for _, place, members in sorted(drawn, key=_order)]
+
+
+def _order(drawn: tuple[tuple[int, int, int], Place, list[str]]) -> tuple[tuple[int, int, int], list[str]]:
+    return drawn[0], drawn[2]
+
+
+def _place(key: str, run: RunInfo) -> Place:
+    info = described(key, run)
+    headline = template_of(key, run.metrics) if info.headline else ""
+    return Place(headline, headline or subject(key, run.metrics), info.unit, info.low, info.high)
+
+
+def described(key: str, run: RunInfo) -> MetricInfo:
+    """What the run says of a key; nothing where it does not know it."""
+    return run.describe(key) or UNDESCRIBED
 
 
 def subject(key: str, templates: Mapping[str, object]) -> str:
@@ -60,22 +95,43 @@ def subject(key: str, templates: Mapping[str, object]) -> str:
     return path if path and (stem in STATISTICS or path.count("/")) else f"{path}/{stem}".lstrip("/")
 
 
-def unit(key: str, run: RunInfo) -> str:
-    """The declared unit of a key, empty where it is not declared."""
-    described = run.describe(key)
-    return described.unit if described else ""
+def _rank(key: str, run: RunInfo, ranks: Mapping[str, int]) -> tuple[int, int, int]:
+    """Headlines in their order, then by priority, then as the registry has them."""
+    info = described(key, run)
+    priority = PRIORITIES.index(info.priority) if info.priority in PRIORITIES else PRIORITIES.index("")
+    place = ranks.get(template_of(key, run.metrics), len(ranks))
+    return info.headline or len(ranks) + 1, priority, place
 
 
-def _gathered(groups: Mapping[tuple[str, str], list[str]]) -> dict[tuple[str, str], list[str]]:
-    """The groups, with those of a single key joined when they have the same unit."""
-    gathered: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for (about, measured), members in groups.items():
-        family = family_name(about)
-        alone = len(members) == 1 and measured
-        gathered[f"{family}: others" if alone else about, measured].extend(members)
-    return {_named(place, members): members for place, members in gathered.items()}
+def _gathered(groups: Mapping[Place, list[str]]) -> Iterator[tuple[Place, list[str]]]:
+    """The groups, with those of a single key joined when they have the same scale from one bound to another; headlines stay alone."""
+    leftovers: dict[Place, list[str]] = defaultdict(list)
+    for place, members in groups.items():
+        if len(members) == 1 and not place.headline and None not in (place.low, place.high):
+            leftovers[place._replace(about="")].extend(members)
+        else:
+            yield place, members
+    yield from leftovers.items()
 
 
-def _named(place: tuple[str, str], members: Sequence[str]) -> tuple[str, str]:
-    """A chart of a single key is called by that key."""
-    return (members[0], place[1]) if len(members) == 1 else place
+def _title(place: Place, keys: Sequence[str], run: RunInfo) -> str:
+    """What is drawn, in words where they are short, and the unit."""
+    words = _words(place.about, keys, run)
+    return f"{words} [{place.unit}]" if place.unit.strip("1") else words
+
+
+def _words(about: str, keys: Sequence[str], run: RunInfo) -> str:
+    """One metric by name and key, labelled ones by the name of their template, others by what they are about or by all their keys."""
+    names = {described(key, run).name for key in keys}
+    if len(keys) == 1:
+        return f"{_capital(*names)} ({keys[0]})" if names != {""} else keys[0]
+    if about in run.metrics and len(names) == 1 and names != {""}:
+        return f"{_capital(*names)} ({about})"
+    if about:
+        left_over = about in run.metrics and about not in keys and "{" not in about
+        return f"More of {about}" if left_over else about
+    return f"{family_name(keys[0])}: {', '.join(key.partition('/')[2] for key in keys)}"
+
+
+def _capital(name: str) -> str:
+    return name[:1].upper() + name[1:]

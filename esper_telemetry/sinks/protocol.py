@@ -79,8 +79,11 @@ class Place(NamedTuple):
 def require_package(package: str, sink: str) -> None:
     """Raises ModuleNotFoundError with the install command unless the package is there; imports nothing."""
     if find_spec(package) is None:
-        extra = {"rich": "cli", "prometheus_client": "prometheus"}.get(package, package)
-        raise ModuleNotFoundError(f"{sink} needs {package}: pip install 'esper-telemetry[{extra}]'", name=package)
+        extras = {"rich": "cli", "prometheus_client": "prometheus", "wandb_workspaces": "wandb"}
+        extra = extras.get(package, package)
+        raise ModuleNotFoundError(
+            f"{sink} needs {package.replace('_', '-')}: pip install 'esper-telemetry[{extra}]'", name=package
+        )
 
 
 def require_run_dir(run: RunInfo, sink: str, setting: str) -> Path:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from esper_telemetry.record import MetricInfo, RunInfo
+from esper_telemetry.record import MetricInfo, RunInfo, template_of
 from esper_telemetry.sinks.families import FAMILIES, family_name, family_of
 from esper_telemetry.sinks.plain import flattened
 
@@ -32,6 +32,19 @@ def metric_description(info: MetricInfo) -> str:
         safe(info.id),
     )
     return " ".join(part for part in parts if part)
+
+
+def guide(keys: Iterable[str], run: RunInfo) -> str:
+    """What these metrics answer, what is healthy and what to try otherwise, as a table; empty without any."""
+    known = {template_of(key, run.metrics): run.describe(key) for key in keys}
+    rows = [_guide_row(key, info) for key, info in known.items() if info is not None]
+    head = ["| metric | what it answers | healthy | if not |", "|---|---|---|---|"]
+    return "\n".join([*head, *rows]) if rows else ""
+
+
+def _guide_row(key: str, info: MetricInfo) -> str:
+    tried = info.action if info.healthy else ""
+    return f"| **{safe(info.name or key)}** `{key}` | {safe(info.question)} | {safe(info.healthy)} | {safe(tried)} |"
 
 
 def glossary(run: RunInfo) -> dict[str, str]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -224,12 +225,20 @@ def wait_for_a_later_name(latest: str) -> None:
 
 
 def outcomes(run: RunInfo) -> list[str]:
-    """The tags that stand for the result where runs are compared: the first two of the leading families."""
-    declared = [key for key, info in run.metrics.items() if info.level == "minimal" and "{" not in key]
+    """The tags that stand for the result where runs are compared: the first two of the leading families, alarms last."""
+    leading = [
+        key for key, info in run.metrics.items() if "{" not in key and (info.headline or info.level == "minimal")
+    ]
     chosen: dict[str, list[str]] = {}
-    for key in sorted(declared, key=importance):
+    for key in sorted(leading, key=partial(_precedence, run)):
         chosen.setdefault(family_name(key), []).append(key)
     return [key for keys in chosen.values() for key in keys[:2]][:OUTCOMES]
+
+
+def _precedence(run: RunInfo, key: str) -> tuple[bool, int, bool, int]:
+    """Alarms last, families by importance, and in each headlines in their order before others."""
+    headline = run.metrics[key].headline
+    return family_name(key) == "alarm", importance(key), not headline, headline
 
 
 def _numbers(record: Record) -> dict[str, float]:

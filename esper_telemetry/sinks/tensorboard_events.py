@@ -26,6 +26,9 @@ from esper_telemetry.sinks.readme import metric_description
 
 STATUSES = {RunStatus.FINISHED: api_pb2.STATUS_SUCCESS}
 
+COMPARED = frozenset(["env", "env_id", "learning_rate", "lr", "policy", "seed", "total_steps", "total_timesteps"])
+"""Settings in which runs differ as a rule: TensorBoard's table begins with them and shows the others when asked to."""
+
 
 def event(axes: Axes, values: Iterable[Any]) -> Any:
     """One event at the environment step of the axes, with all the values."""
@@ -145,4 +148,5 @@ def _parameter_column(name: str, value: object) -> Any:
         int: api_pb2.DATA_TYPE_FLOAT64,
         float: api_pb2.DATA_TYPE_FLOAT64,
     }
-    return api_pb2.HParamInfo(name=name, type=kinds.get(type(value), api_pb2.DATA_TYPE_STRING))
+    kind = kinds.get(type(value), api_pb2.DATA_TYPE_STRING)
+    return api_pb2.HParamInfo(name=name, type=kind, differs=name.rpartition(".")[2] in COMPARED)

@@ -77,12 +77,24 @@ def test_tensorboard_answers_questions_in_custom_scalars(page: Any, tensorboard:
     page.get(f"{tensorboard}/#custom_scalars")
 
     def said() -> bool:
-        return all(question in page.execute_script(ALL_TEXT) for question in QUESTIONS)
+        text = page.execute_script(ALL_TEXT)
+        return all(question in text for question in QUESTIONS) and FIRST_CHART in text
 
-    assert eventually(said, what=" and ".join(QUESTIONS))
+    assert eventually(said, what=" and ".join([*QUESTIONS, FIRST_CHART]))
 
 
-QUESTIONS = ("Is it learning?", "Is the policy moving too far?", "Is the critic useful?")
+def test_tensorboard_compares_runs_by_their_settings_and_returns(page: Any, tensorboard: str) -> None:
+    page.get(f"{tensorboard}/#hparams")
+
+    def columns() -> bool:
+        words = page.execute_script(ALL_TEXT).split()
+        return {"CartPole-v1", "learning_rate", "episode/return_mean_100"} <= set(words)
+
+    assert eventually(columns, what="a table with settings and returns")
+
+
+FIRST_CHART = "Mean return of the last 100 episodes (episode/return_mean_100) [return]"
+QUESTIONS = ("Is it learning?", "Is the policy moving too far?", "Is the critic useful?", "Who owns the gradient?")
 ALL_TEXT = """
 const text = node => [...node.childNodes].map(
   child => (child.nodeType == 3 ? child.data : '') + text(child)).join(' ') + (node.shadowRoot ? text(node.shadowRoot) : '');

@@ -22,6 +22,7 @@ class FakeWandb(ThreadingHTTPServer):
         alerts: title and text of each.
         exit_codes: by run, of those that have ended.
         configs: by run.
+        views: saved workspaces, by name, as they were sent; a project has none before its first.
     """
 
     daemon_threads = True
@@ -33,6 +34,7 @@ class FakeWandb(ThreadingHTTPServer):
         self.alerts: list[tuple[str, str]] = []
         self.exit_codes: dict[str, int] = {}
         self.configs: dict[str, dict[str, Any]] = {}
+        self.views: dict[str, dict[str, Any]] = {}
         self.operations: list[str] = []
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
@@ -54,6 +56,9 @@ class FakeWandb(ThreadingHTTPServer):
             ("RunResumeStatus", lambda _: {"model": {"bucket": None}}),
             ("CreateRunFiles", self._files),
             ("NotifyScriptableRunAlert", self._alerted),
+            ("UpsertView2", self._saved),
+            ("allViews", self._viewed),
+            ("GetDefaultEntity", lambda _: {"viewer": {"id": "1", "entity": ENTITY}}),
             ("Viewer", lambda _: {"viewer": {"id": "1", "entity": ENTITY, "username": ENTITY, "flags": "{}"}}),
         ):
             if name in query:
@@ -83,6 +88,21 @@ class FakeWandb(ThreadingHTTPServer):
     def _alerted(self, variables: dict[str, Any]) -> dict[str, Any]:
         self.alerts.append((variables["title"], variables["text"]))
         return {"notifyScriptableRunAlert": {"success": True}}
+
+    def _saved(self, variables: dict[str, Any]) -> dict[str, Any]:
+        """As W&B does: without an id a view is new, even where one has its name."""
+        if self.status != 200:
+            return {}
+        known = [name for name, view in self.views.items() if view["id"] == variables.get("id")]
+        name = known[0] if known else f"{variables['name']}{'+' * (variables['name'] in self.views)}"
+        self.views[name] = {**variables, "id": f"view-{name}"}
+        return {"upsertView": {"view": {"id": f"view-{name}", "name": variables["name"]}, "inserted": not known}}
+
+    def _viewed(self, variables: dict[str, Any]) -> dict[str, Any]:
+        if not self.views:
+            return {"project": None}
+        found = [view for name, view in self.views.items() if name == variables["viewName"]]
+        return {"project": {"allViews": {"edges": [{"node": view} for view in found]}}}
 
     def take(self, run: str, body: dict[str, Any]) -> None:
         """Part of a run's file stream."""

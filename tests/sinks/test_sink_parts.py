@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from sink_runs import HISTOGRAM, METRICS, record, run_info
 
-from esper_telemetry.record import Histogram
+from esper_telemetry.record import Histogram, MetricInfo
 from esper_telemetry.redaction import masked
+from esper_telemetry.registry import registry
 from esper_telemetry.relay.status import replay_command
 from esper_telemetry.sinks import MLflowSink, Sink, TensorBoardSink, WandbSink, as_sink
+from esper_telemetry.sinks.families import family_name
 from esper_telemetry.sinks.histogram import by_tag, midpoints, trimmed, with_at_most
 from esper_telemetry.sinks.layout import Chart, sections
 from esper_telemetry.sinks.mlflow_names import LegalNames, legal
@@ -50,11 +52,74 @@ def test_charts_hold_what_belongs_together_in_one_unit() -> None:
     assert dashboard == {
         "Is it learning?": (Chart("episode/return_mean [return]", ("episode/return_mean",)),),
         "Is the policy moving too far?": (
-            Chart("policy/head/{head}/kl [nats]", ("policy/head/op/kl", "policy/head/slot/kl")),
             Chart("policy/kl [nats]", ("policy/kl", "policy/kl_max")),
+            Chart("policy/head/{head}/kl [nats]", ("policy/head/op/kl", "policy/head/slot/kl")),
         ),
         "Your own: my": (Chart("my/key", ("my/key",)),),
     }
+
+
+EVERY = {entry.metric.key: entry.info() for entry in registry()}
+
+
+@pytest.mark.parametrize(
+    ("family", "question", "first"),
+    [
+        ("policy", "Is the policy moving too far?", ["policy/kl", "policy/clip_frac", "policy/ess_frac_min"]),
+        ("value", "Is the critic useful?", ["value/explained_variance", "value/r2", "value/bias_over_std"]),
+        ("grad", "Who owns the gradient?", ["grad/interference/critic_share", "grad/actor/norm_preclip"]),
+        ("lstm", "Does memory work?", ["lstm/reset_rate", "lstm/timescale/median", "lstm/c/rms"]),
+    ],
+)
+def test_a_question_is_answered_by_headlines_first(family: str, question: str, first: list[str]) -> None:
+    labels = {"{group}": "actor", "{part}": "c", "{gate}": "f", "{head}": "slot", "{pair}": "a"}
+    keys = [key for key in EVERY if family_name(key) == family and "{layer}" not in key]
+    for label, name in labels.items():
+        keys = [key.replace(label, name) for key in keys]
+
+    (section,) = sections(keys, run_info(metrics=EVERY))
+
+    assert section.question == question
+    assert [chart.keys for chart in section.charts[: len(first)]] == [(key,) for key in first]
+    assert sorted(key for chart in section.charts for key in chart.keys) == sorted(keys)
+
+
+def test_a_chart_is_called_what_its_numbers_are_called() -> None:
+    keys = [
+        "policy/kl",
+        "policy/kl_max",
+        "policy/kl_rev",
+        "grad/actor/rms",
+        "grad/critic/rms",
+        "adv/participation",
+        "adv/raw/pos_frac",
+    ]
+
+    titles = {
+        chart.keys: chart.title for section in sections(keys, run_info(metrics=EVERY)) for chart in section.charts
+    }
+
+    assert titles == {
+        ("policy/kl",): "KL divergence of the update (policy/kl) [nats]",
+        ("policy/kl_max", "policy/kl_rev"): "More of policy/kl [nats]",
+        (
+            "grad/actor/rms",
+            "grad/critic/rms",
+        ): "Typical size of a group's gradient (grad/{group}/rms) [gradient norm/√parameters]",
+        ("adv/participation",): "Effective share of the batch (adv/participation) [fraction]",
+        ("adv/raw/pos_frac",): "Share above 0 of raw advantages (adv/raw/pos_frac) [fraction]",
+    }
+
+
+def test_leftovers_share_a_chart_only_from_one_bound_to_another() -> None:
+    """`a` and `b` lie between 0 and 1, `c` and `d` have no upper bound and could be of any size."""
+    bounded, open_ended = MetricInfo("fraction", "?", low=0.0, high=1.0), MetricInfo("fraction", "?", low=0.0)
+    metrics = {"my/a": bounded, "my/b": bounded, "my/c": open_ended, "my/d": open_ended}
+
+    (section,) = sections(metrics, run_info(metrics=metrics))
+
+    assert [chart.keys for chart in section.charts] == [("my/a", "my/b"), ("my/c",), ("my/d",)]
+    assert section.charts[0].title == "my: a, b [fraction]"
 
 
 def test_every_key_stands_in_exactly_one_chart() -> None:

@@ -15,6 +15,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from esper_telemetry.record import RunStatus
+from esper_telemetry.registry import registry
 from esper_telemetry.sinks import Place, TensorBoardSink
 
 
@@ -106,6 +107,23 @@ def test_settings_and_status_stand_in_the_table_of_runs(
     assert content[hparams.SESSION_END_INFO_TAG].session_end_info.status == shown
     outcomes = [metric.name.tag for metric in content[hparams.EXPERIMENT_TAG].experiment.metric_infos]
     assert outcomes == ["episode/return_mean", "policy/kl"]
+
+
+def test_the_table_of_runs_begins_with_what_runs_differ_in_and_with_returns(tmp_path: Path) -> None:
+    """TensorBoard shows the settings that are said to differ first, five of them, and the first outcome."""
+    every = {entry.metric.key: entry.info() for entry in registry()}
+    sink = TensorBoardSink()
+    sink.open(run_info(tmp_path, metrics=every, config={"ppo": {"learning_rate": 1e-3, "clip": 0.2}, "env": "a"}))
+    sink.close(RunStatus.FINISHED)
+
+    directory = tmp_path / "tensorboard"
+    content = read(directory).SummaryMetadata(hparams.EXPERIMENT_TAG).plugin_data.content
+    table = plugin_data_pb2.HParamsPluginData.FromString(content).experiment
+    assert {info.name for info in table.hparam_infos if info.differs} == {"ppo.learning_rate", "env"}
+    outcomes = [metric.name.tag for metric in table.metric_infos]
+    assert outcomes[:3] == ["episode/return_mean_100", "episode/length_mean", "eval/return_mean"]
+    assert {"policy/kl", "value/explained_variance"} <= set(outcomes)
+    assert [path.is_file() for path in directory.iterdir()] == [True]
 
 
 def test_a_run_that_goes_on_does_so_in_a_new_file_without_gaps_or_doubles(tmp_path: Path) -> None:

@@ -1,0 +1,263 @@
+"""The dashboard of a run as a W&B workspace: real objects of `wandb-workspaces`, saved on a server that keeps what it is sent."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from fake_wandb import ENTITY, KEY, FakeWandb
+from sink_runs import HISTOGRAM, record, run_info
+
+from esper_telemetry.cli import run as run_command
+from esper_telemetry.commands.mistakes import WrongUse
+from esper_telemetry.commands.workspace import keys
+from esper_telemetry.journal import Journal, encode_end, encode_record, encode_run, read_run
+from esper_telemetry.record import MetricInfo, RunInfo, RunStatus
+from esper_telemetry.registry import registry
+from esper_telemetry.relay.cursors import Cursor, Cursors
+from esper_telemetry.sinks import WandbSink, protocol
+from esper_telemetry.sinks.readme import safe
+from esper_telemetry.sinks.wandb_workspace import specification, workspace
+
+pytestmark = pytest.mark.filterwarnings("ignore:Pydantic V1 style `@validator` validators")  # in wandb-workspaces 0.4
+
+EVERY = {entry.metric.key: entry.info() for entry in registry()}
+SEEN = {
+    "policy/kl": 0.01,
+    "policy/kl_max": 0.02,
+    "policy/clip_frac": 0.1,
+    "episode/return_mean_100": 10.0,
+    "alarm/active": 0.0,
+}
+
+
+def spec_of(run: RunInfo, keys: set[str], **settings: Any) -> Any:
+    return specification(workspace(run, keys, project="walker", **settings))["spec"]["section"]
+
+
+def sections(spec: Any) -> dict[str, list[Any]]:
+    """By question, the panels."""
+    return {section["name"]: section["panels"] for section in spec["panelBankConfig"]["sections"]}
+
+
+def drawn(panels: list[Any]) -> list[tuple[str, list[str]]]:
+    """The x-axis and the keys of each chart that names its keys."""
+    return [
+        (panel["config"]["xAxis"], panel["config"]["metrics"]) for panel in panels if panel["config"].get("metrics")
+    ]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run that has been sent to the project `walker`."""
+    journal = Journal.create(tmp_path / "run")
+    journal.write(encode_run(run_info(tmp_path / "run", metrics=EVERY)))
+    journal.write(encode_record(record(1, SEEN, {"ret/hist": HISTOGRAM})))
+    journal.write(encode_end(RunStatus.FINISHED, seq=2))
+    journal.close()
+    Cursors(tmp_path / "run").save("wandb:walker", Cursor(records=1))
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def server() -> Iterator[FakeWandb]:
+    one = FakeWandb()
+    yield one
+    one.stop()
+
+
+class Said(NamedTuple):
+    """How the command ended, and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+
+def command(run_dir: Path, *options: str, server: FakeWandb | None = None) -> Said:
+    """`esper-telemetry workspace` as a terminal starts it, in the home of a user who has a key for that server, or none."""
+    home = run_dir.parent
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment |= {"HOME": str(home), "NETRC": str(home / "netrc")}
+    if server is not None:
+        environment |= {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY}
+    words = [sys.executable, "-m", "esper_telemetry", "workspace", str(run_dir), *options]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    return Said(done.returncode, done.stdout, done.stderr)
+
+
+def test_charts_stand_under_the_question_that_they_answer_headlines_first() -> None:
+    dashboard = sections(spec_of(run_info(metrics=EVERY), {*SEEN, "value/r2", "my/key"}))
+
+    assert list(dashboard) == [
+        "Is anything wrong?",
+        "Is it learning?",
+        "Is the policy moving too far?",
+        "Is the critic useful?",
+        "Your own: my",
+    ]
+    assert drawn(dashboard["Is it learning?"]) == [("axis/env_step", ["episode/return_mean_100"])]
+    assert drawn(dashboard["Is the policy moving too far?"]) == [
+        ("axis/update", ["policy/kl"]),
+        ("axis/update", ["policy/clip_frac"]),
+        ("axis/update", ["policy/kl_max"]),
+    ]
+
+
+def test_a_section_begins_with_what_its_headlines_mean() -> None:
+    first = sections(spec_of(run_info(metrics=EVERY), set(SEEN)))["Is the policy moving too far?"][0]
+
+    kl = EVERY["policy/kl"]
+    assert first["viewType"] == "Markdown Panel"
+    rows = first["config"]["value"].splitlines()
+    assert [row.split("`")[1] for row in rows[2:]] == ["policy/kl", "policy/clip_frac"]
+    assert kl.question in rows[2] and safe(kl.action) in rows[2]
+
+
+def test_alarms_are_drawn_by_their_names_whenever_they_come() -> None:
+    panels = sections(spec_of(run_info(metrics=EVERY), {"alarm/active", "alarm/policy/kl_spike"}))["Is anything wrong?"]
+
+    assert drawn(panels) == [("axis/update", ["alarm/active"])]
+    (pattern,) = [panel["config"]["metricRegex"] for panel in panels if "metricRegex" in panel["config"]]
+    assert pattern == "^alarm/.+/.+$"
+    assert '"alarms/table"' in json.dumps(panels[-1])
+
+
+def test_every_key_of_the_registry_finds_a_chart() -> None:
+    keys = {key for key in EVERY if "{" not in key and not key.startswith("alarm/")}
+
+    charts = [chart for panels in sections(spec_of(run_info(metrics=EVERY), keys)).values() for chart in drawn(panels)]
+
+    assert sorted(key for _, drawn_keys in charts for key in drawn_keys) == sorted({*keys, "alarm/active"})
+
+
+def test_the_list_of_runs_says_what_became_of_each() -> None:
+    (runs,) = spec_of(run_info(config={"env": "a", "clip": 1}, metrics=EVERY), set(SEEN), entity="me")["runSets"]
+
+    assert list(runs["runFeed"]["columnPinned"]) == [
+        "run:displayName",
+        "run:state",
+        "summary:episode/return_mean_100",
+        "summary:alarms/active",
+        "summary:alarms/first",
+        "summary:alarms/raised",
+        "config:env",
+    ]
+    assert runs["sort"]["keys"] == [{"key": {"section": "run", "name": "createdAt"}, "ascending": False}]
+    assert len(runs["pinnedRunIds"]) == 1
+
+
+def test_what_users_call_their_metrics_cannot_become_markup() -> None:
+    mine = {"my/key": MetricInfo("", "<b>|bold</b>?", name="x | `y`", headline=1)}
+
+    panel = sections(spec_of(run_info(metrics=mine), {"my/key"}))["Your own: my"][0]
+
+    assert "<b>" not in panel["config"]["value"]
+    assert panel["config"]["value"].splitlines()[2].count(" | ") == 3
+
+
+def test_the_command_writes_the_specification(run_dir: Path) -> None:
+    said = command(run_dir)
+
+    assert (said.code, said.err) == (0, "")
+    assert str(run_dir / "wandb_workspace.json") in said.out
+    written = json.loads((run_dir / "wandb_workspace.json").read_text())
+    assert (written["project"], written["displayName"]) == ("walker", "esper_telemetry")
+    panels = [panel for panels in sections(written["spec"]["section"]).values() for panel in panels]
+    assert sorted(key for _, keys in drawn(panels) for key in keys) == sorted([*SEEN, "ret/hist"])
+
+
+def test_a_run_without_records_gets_the_charts_of_what_it_declares(tmp_path: Path) -> None:
+    head_only(tmp_path / "new")
+
+    run = read_run(tmp_path / "new")
+
+    assert {"policy/kl", "value/r2", "lstm/reset_rate"} <= keys(run, WandbSink(project="walker"))
+
+
+def test_pushed_again_it_is_one_workspace_and_under_another_name_another(run_dir: Path, server: FakeWandb) -> None:
+    first, second = command(run_dir, "--push", server=server), command(run_dir, "--push", server=server)
+    third = command(run_dir, "--push", "--name", "second", "--entity", "team", server=server)
+
+    assert [(said.code, said.err) for said in (first, second, third)] == [(0, "")] * 3
+    assert f"{server.url}/{ENTITY}/walker?nw=" in first.out
+    assert first.out == second.out
+    (view, other) = server.views.values()
+    assert (view["entityName"], view["projectName"], view["displayName"]) == (ENTITY, "walker", "esper_telemetry")
+    assert (other["entityName"], other["displayName"], other["type"]) == ("team", "second", "project-view")
+    sent, written = json.loads(view["spec"]), json.loads((run_dir / "wandb_workspace.json").read_text())["spec"]
+    assert sections(sent["section"]).keys() == sections(written["section"]).keys()
+    assert KEY not in json.dumps([sent, written])
+
+
+def test_a_server_that_does_not_take_it_is_a_failure_in_one_sentence(run_dir: Path, server: FakeWandb) -> None:
+    server.status = 500
+
+    said = command(run_dir, "--push", server=server)
+
+    assert said.code == 1
+    assert said.err.startswith("esper-telemetry: W&B does not save the workspace: ")
+    assert said.err.count("\n") == 1
+    assert KEY not in said.err
+    assert server.views == {}
+
+
+def test_without_a_key_nothing_is_written(run_dir: Path) -> None:
+    said = command(run_dir, "--push")
+
+    assert said.code == 2
+    assert said.err == (
+        "esper-telemetry: --push needs an API key of W&B, and there is none: wandb login, or WANDB_API_KEY\n"
+    )
+    assert not (run_dir / "wandb_workspace.json").exists()
+
+
+def test_without_the_package_a_sentence_says_how_to_get_it(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(name: str) -> ModuleSpec | None:
+        return None if name == "wandb_workspaces" else ModuleSpec(name, None)
+
+    monkeypatch.setattr(protocol, "find_spec", without)
+    needed = r"a W&B workspace needs wandb-workspaces: pip install 'esper-telemetry\[wandb\]'"
+
+    with pytest.raises(WrongUse, match=needed):
+        run_command(["workspace", str(run_dir)])
+
+    assert not (run_dir / "wandb_workspace.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("sinks", "said"),
+    [([], "has not gone to any project of W&B"), (["wandb:a", "wandb:b"], "has gone to several projects of W&B, a, b")],
+)
+def test_a_project_that_is_not_known_is_asked_for(tmp_path: Path, sinks: list[str], said: str) -> None:
+    head_only(tmp_path / "new")
+    for sink in sinks:
+        Cursors(tmp_path / "new").save(sink, Cursor())
+
+    with pytest.raises(WrongUse, match=f"{said}: say with --project"):
+        run_command(["workspace", str(tmp_path / "new")])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(["--project", "a/b"], "got 'a/b'"), (["--name", "\N{SNOWMAN}"], "got '\N{SNOWMAN}'")],
+)
+def test_names_that_wandb_refuses_are_named(run_dir: Path, options: list[str], said: str) -> None:
+    with pytest.raises(WrongUse, match=said):
+        run_command(["workspace", str(run_dir), *options])
+
+    assert not (run_dir / "wandb_workspace.json").exists()
+
+
+def head_only(run_dir: Path) -> None:
+    """A run that has begun and recorded nothing yet."""
+    journal = Journal.create(run_dir)
+    journal.write(encode_run(run_info(run_dir, metrics=EVERY)))
+    journal.close()
