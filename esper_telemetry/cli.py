@@ -61,8 +61,8 @@ class Train:
     run_dir: str | None = None
     """Where the journal and the local backends go; runs/<env>-<time> by default."""
     sink: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """console, tensorboard[:DIR], wandb[:PROJECT][?mode=offline|online], mlflow[:URI][?experiment=NAME], prometheus[:FILE|:PORT],
-    or a plugin's.
+    """console, tensorboard[:DIR], wandb[:PROJECT][?mode=offline|online&entity=NAME&group=NAME&job_type=NAME],
+    mlflow[:URI][?experiment=NAME&parent=RUN&checkpoints=true], prometheus[:FILE|:PORT], or a plugin's.
 
     Console by default."""
     level: str = "normal"

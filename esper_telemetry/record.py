@@ -10,6 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 KEY_PATTERN = re.compile(r"[a-z0-9_]+(/[a-z0-9_]+)*")
 
 
@@ -212,7 +213,7 @@ class RunInfo:
     """The head of a journal: what a sink knows of the run before its first record.
 
     Attributes:
-        run_id: unique and constant over resumes.
+        run_id: unique and constant over resumes; letters, digits, `.`, `_` and `-`, so that it can stand in names of files.
         name: what people call the run.
         run_dir: where the journal and the local backends live; None for a run without journal.
         started: seconds since the epoch.
@@ -222,6 +223,8 @@ class RunInfo:
         resumed_from: where training goes on, in a part of a run that was resumed; None in its first part. `update`, `env_step` and
             `gradient_step` are those of the checkpoint, `recorded` is the last update that the journal held already: what is
             trained again up to there is not recorded again.
+
+    Raises ValueError for a run id that is not made of these.
     """
 
     run_id: str
@@ -235,6 +238,10 @@ class RunInfo:
     facts: Mapping[str, Any] = field(default_factory=dict)
     metrics: dict[str, MetricInfo] = field(default_factory=dict)
     resumed_from: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not RUN_ID_PATTERN.fullmatch(self.run_id):
+            raise ValueError(f"a run id is made of up to 128 letters, digits, '.', '_' and '-', got {self.run_id!r}")
 
     def describe(self, key: str) -> MetricInfo | None:
         """The description of a key, directly or through the template it was made from."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from esper_telemetry.journal import JournalReader, journal_path
+from esper_telemetry.journal import JournalReader, journal_path, run_info
 from esper_telemetry.record import Record, RunStatus
 from esper_telemetry.relay.audit import audit, wanted_by
 from esper_telemetry.relay.cursors import Cursors
@@ -32,9 +32,12 @@ def replay(run_dir: str | os.PathLike[str], sink: Sink, *, follow: bool = False,
     disk was full, a record was refused. A backend that draws nothing behind a later point gets everything from the first
     gap on, and takes what it had from there as void. Sinks without `stored` get everything again.
 
-    Raises FileNotFoundError where there is no journal; with `missing`, what reading the backend raises.
+    Raises FileNotFoundError where there is no journal, without `follow` ValueError where it does not say which run it is; with `missing`,
+    what reading the backend raises.
     """
     path = journal_path(run_dir)
+    if not follow:
+        run_info(run_dir)
     cursors = Cursors(path.parent.absolute())
     reader, patience = JournalReader(path.absolute()), None if follow else PATIENCE
     wanted = _lacking(path.parent, sink) if missing else None

@@ -20,6 +20,7 @@ from esper_telemetry.sinks.stored import Shown, Stored
 
 REQUEST_TIMEOUT_SECONDS = 10
 REQUEST_RETRIES = 1
+SWITCH = {"true": True, "false": False}
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,16 @@ class MLflowSink:
 
     `MLflowSink(run_id=...)` writes into a run that is open in this process instead, and leaves it open.
 
+    A server with passwords takes them from MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or from the URI,
+    `https://user:password@host`, where they are stars wherever it is shown.
+
     Attributes:
         tracking_uri: server or store; `sqlite:///RUN_DIR/mlflow.db` when not given.
         experiment: the experiment's name; made when it is not there.
         run_id: an open run to join.
+        parent: the run beneath which MLflow's pages show this one, such as the one whose checkpoint it began with: the id
+            of an MLflow run, or that of a run of ours in the same experiment.
+        checkpoints: store the run directory's checkpoints as artifacts when the run ends.
         max_keys: how many keys at most.
         details: also show the numbers of single layers and the histories of other keys.
     """
@@ -39,6 +46,8 @@ class MLflowSink:
     tracking_uri: str | None = None
     experiment: str = "esper_telemetry"
     run_id: str | None = None
+    parent: str | None = None
+    checkpoints: bool = False
     max_keys: int = 300
     details: bool = False
     _open: MlflowRun | None = field(default=None, init=False, repr=False, compare=False)
@@ -47,12 +56,19 @@ class MLflowSink:
         require_package("mlflow", "MLflowSink")
         if not self.experiment.strip():
             raise ValueError(f"experiment must have a name, got {self.experiment!r}")
+        if self.parent is not None and (self.run_id is not None or not self.parent.strip()):
+            raise ValueError(f"parent is the id of a run, and for a run of ours only, got {self.parent!r}")
 
     @classmethod
     def from_uri(cls, rest: str, options: Mapping[str, str]) -> MLflowSink:
-        """`mlflow[:TRACKING_URI][?experiment=NAME]`."""
-        check_options("mlflow", options, ["experiment"])
-        return cls(rest or None, experiment=options.get("experiment", cls.experiment))
+        """`mlflow[:TRACKING_URI][?experiment=NAME&parent=RUN&checkpoints=true]`."""
+        check_options("mlflow", options, ["experiment", "parent", "checkpoints"])
+        return cls(
+            rest or None,
+            experiment=options.get("experiment", cls.experiment),
+            parent=options.get("parent"),
+            checkpoints=_switch("checkpoints", options.get("checkpoints", "false")),
+        )
 
     @property
     def in_process(self) -> bool:
@@ -71,8 +87,11 @@ class MLflowSink:
         """What `replay --to` takes; nothing for a joined run."""
         if self.run_id is not None:
             return ""
-        default = self.experiment == type(self).experiment
-        return self.name + ("" if default else f"?{urlencode({'experiment': self.experiment})}")
+        default = type(self)
+        options = {} if self.experiment == default.experiment else {"experiment": self.experiment}
+        options |= {} if self.parent is None else {"parent": self.parent}
+        options |= {"checkpoints": "true"} if self.checkpoints else {}
+        return self.name + (f"?{urlencode(options)}" if options else "")
 
     def place(self, run: RunInfo) -> Place:
         """The store, and the command that shows it."""
@@ -96,9 +115,16 @@ class MLflowSink:
         budget = KeyBudget(run, "MLflow", max_keys=self.max_keys, details=self.details)
         store = self._store(run)
         if self.run_id is not None:
-            opened = joined_run(store, self.run_id, budget)
+            opened = joined_run(store, self.run_id, budget, checkpoints=self.checkpoints)
         else:
-            opened = own_run(store, run, budget, experiment=self.experiment, artifacts=self._artifacts(run))
+            opened = own_run(
+                store,
+                budget,
+                experiment=self.experiment,
+                artifacts=self._artifacts(run),
+                parent=self.parent,
+                checkpoints=self.checkpoints,
+            )
         object.__setattr__(self, "_open", opened)
 
     def stored(self, run: RunInfo) -> Stored | None:
@@ -148,3 +174,10 @@ class MLflowSink:
         if self.tracking_uri is not None or run.run_dir is None:
             return None
         return Path(run.run_dir).absolute() / "mlflow-artifacts"
+
+
+def _switch(option: str, text: str) -> bool:
+    """What an option of a URI says, true or false."""
+    if text not in SWITCH:
+        raise ValueError(f"option {option} of sink mlflow is true or false, got {text!r}")
+    return SWITCH[text]

@@ -17,10 +17,11 @@ from esper_telemetry.redaction import masked
 from esper_telemetry.sinks.budget import KeyBudget
 from esper_telemetry.sinks.histogram import by_tag
 from esper_telemetry.sinks.incidents import Incidents, alarm_text
+from esper_telemetry.sinks.mlflow_artifacts import Artifacts
 from esper_telemetry.sinks.mlflow_database import SQLITE, ensure_database
 from esper_telemetry.sinks.mlflow_names import LegalNames
 from esper_telemetry.sinks.plain import flattened
-from esper_telemetry.sinks.protocol import PermanentSinkError, PoisonRecordError, logger
+from esper_telemetry.sinks.protocol import PermanentSinkError, PoisonRecordError
 from esper_telemetry.sinks.readme import glossary
 
 MAX_METRICS = 1000
@@ -34,8 +35,8 @@ CHANGED_TAG = "esper.changed."
 ALARM_TAG = "esper.alarm."
 """Before the type of an alarm: what became of it."""
 MAX_ALARM_LENGTH = 500
-INCIDENTS = "incidents"
-"""The name, without its ending, of the artifacts that say what went wrong."""
+PARENT_TAG = "mlflow.parentRunId"
+"""Under which run MLflow's pages show a run."""
 METRICS_TAG = "esper.metrics"
 """Before the name of a family: what its metrics mean."""
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
@@ -51,9 +52,9 @@ STATUSES = {RunStatus.FINISHED: "FINISHED", RunStatus.FAILED: "FAILED"}
 
 
 class MlflowRun:
-    """The open run; `ours` says whether to end it."""
+    """The open run; `ours` says whether to end it, `checkpoints` whether to store them then."""
 
-    def __init__(self, client: Any, run_id: str, budget: KeyBudget, *, ours: bool) -> None:
+    def __init__(self, client: Any, run_id: str, budget: KeyBudget, *, ours: bool, checkpoints: bool = False) -> None:
         self.client = client
         self.run_id = run_id
         self.budget = budget
@@ -61,7 +62,8 @@ class MlflowRun:
         self.names = LegalNames()
         self.mapped: dict[str, str] = {}
         self.incidents = Incidents()
-        self.stores_artifacts = True
+        self.artifacts = Artifacts(client, run_id)
+        self.checkpoints = checkpoints
 
     def write(self, records: Sequence[Record]) -> None:
         """Sends all records in as few requests as MLflow's limit allows.
@@ -83,22 +85,17 @@ class MlflowRun:
             self.client.set_tag(self.run_id, f"{ALARM_TAG}{alarm.type}", text[:MAX_ALARM_LENGTH])
         self.incidents.add(alarm)
         if alarm.event is AlarmEvent.RAISE:
-            self._store_incidents()
-
-    def _store_incidents(self) -> None:
-        """Stores what went wrong as artifacts; a store that refuses them, as many do, costs one warning and no number."""
-        if not (self.stores_artifacts and self.incidents.alarms):
-            return
-        try:
-            self.client.log_text(self.run_id, self.incidents.page(), f"{INCIDENTS}.md")
-            self.client.log_text(self.run_id, self.incidents.to_json(), f"{INCIDENTS}.json")
-        except Exception as error:  # what a store of artifacts raises depends on where it is: boto3, requests, OSError
-            self.stores_artifacts = False
-            logger.warning("MLflow does not store %s (%s); the journal has them", INCIDENTS, masked(str(error)))
+            self.artifacts.incidents(self.incidents)
 
     def close(self, status: RunStatus) -> None:
-        """Stores the incidents and sets the status of a run of ours."""
-        self._store_incidents()
+        """Stores the files of the run, as it is known by then, and sets the status of a run of ours."""
+        run = self.budget.run
+        if self.incidents.alarms:
+            self.artifacts.incidents(self.incidents)
+        if self.ours:
+            self.artifacts.description(run)
+        if self.checkpoints:
+            self.artifacts.checkpoints(run)
         if self.ours:
             with _classified():
                 self.client.set_terminated(self.run_id, STATUSES.get(status, "KILLED"))
@@ -132,26 +129,36 @@ class MlflowRun:
             self.mapped = changed
 
 
-def joined_run(store: str | None, run_id: str, budget: KeyBudget) -> MlflowRun:
+def joined_run(store: str | None, run_id: str, budget: KeyBudget, *, checkpoints: bool) -> MlflowRun:
     """A run that somebody else has open."""
     client = client_of(store)
     with _classified():
         client.get_run(run_id)
-    return MlflowRun(client, run_id, budget, ours=False)
+    return MlflowRun(client, run_id, budget, ours=False, checkpoints=checkpoints)
 
 
 def own_run(
-    store: str | None, run: RunInfo, budget: KeyBudget, *, experiment: str, artifacts: Path | None
+    store: str | None,
+    budget: KeyBudget,
+    *,
+    experiment: str,
+    artifacts: Path | None,
+    parent: str | None,
+    checkpoints: bool,
 ) -> MlflowRun:
-    """Our run of that id, running again, or a new one."""
+    """Our run of that id, running again, or a new one; beneath its parent, where it has one."""
+    run = budget.run
     with _quiet(), _classified():
         client = client_of(store)
         experiment_id = _experiment_id(client, experiment, artifacts)
-        found = client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{quoted(run.run_id)}'", max_results=1)
+        above = {} if parent is None else {PARENT_TAG: _run_of(client, experiment_id, parent)}
+        found = _of_ours(client, experiment_id, run.run_id)
         if found:
             client.update_run(found[0].info.run_id, status="RUNNING")
-        entity = found[0] if found else _created(client, experiment_id, run)
-        opened = MlflowRun(client, entity.info.run_id, budget, ours=True)
+            for tag, value in above.items():
+                client.set_tag(found[0].info.run_id, tag, value)
+        entity = found[0] if found else _created(client, experiment_id, run, above)
+        opened = MlflowRun(client, entity.info.run_id, budget, ours=True, checkpoints=checkpoints)
         opened.describe(run, entity.data.params)
     return opened
 
@@ -162,7 +169,23 @@ def client_of(store: str | None) -> Any:
 
     if store is not None and store.startswith(SQLITE):
         ensure_database(Path(store.removeprefix(SQLITE)))
-    return MlflowClient(store)
+    client = MlflowClient(store)
+    inner = getattr(client, "_tracking_client", None)
+    if inner is not None:
+        inner._log_url = lambda run_id: None  # prints where a run is when it ends, with the password of the address
+    return client
+
+
+def _of_ours(client: Any, experiment_id: str, run_id: str) -> list[Any]:
+    """The MLflow run of a run of ours, if there is one."""
+    found = client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{quoted(run_id)}'", max_results=1)
+    return list(found)
+
+
+def _run_of(client: Any, experiment_id: str, run_id: str) -> str:
+    """The id of an MLflow run that is given by it, or by the id of a run of ours."""
+    found = _of_ours(client, experiment_id, run_id)
+    return str((found[0] if found else client.get_run(run_id)).info.run_id)
 
 
 def _experiment_id(client: Any, name: str, artifacts: Path | None) -> str:
@@ -173,9 +196,10 @@ def _experiment_id(client: Any, name: str, artifacts: Path | None) -> str:
     return str(client.create_experiment(name, artifact_location=location, tags=EXPERIMENT_TAGS))
 
 
-def _created(client: Any, experiment_id: str, run: RunInfo) -> Any:
+def _created(client: Any, experiment_id: str, run: RunInfo, above: Mapping[str, str]) -> Any:
     """A new run with the tags that MLflow's own functions would set."""
     tags = {
+        **above,
         RUN_TAG: run.run_id,
         "mlflow.user": _user(),
         "mlflow.source.name": sys.argv[0] or "python",

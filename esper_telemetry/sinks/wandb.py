@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from esper_telemetry.record import Alarm, Record, RunInfo, RunStatus
 from esper_telemetry.sinks.budget import KeyBudget
@@ -33,6 +34,7 @@ from esper_telemetry.sinks.wandb_server import stored_on_server
 
 MAX_BINS = 512
 MAX_PROJECT_LENGTH = 128
+NAMES = ("entity", "group", "job_type")
 NOT_IN_PROJECTS = r"/\#?%:"
 """W&B refuses a project that has one of these in its name."""
 
@@ -48,7 +50,8 @@ class WandbSink:
         project: the project's name.
         mode: `online`, `offline`, or `auto`: online where a key is found.
         entity: user or team; the account's default when not given.
-        group: what ties runs of one experiment together.
+        group, job_type: what ties runs of one experiment together, and what each does in it, such as `train` or `rank3`. Ranks that
+            report as one are one run and need neither.
         directory: the folder in which a folder `wandb` is made; the run's directory when not given.
         run: an open run to join.
         max_keys: how many keys at most.
@@ -59,6 +62,7 @@ class WandbSink:
     mode: str = "auto"
     entity: str | None = None
     group: str | None = None
+    job_type: str | None = None
     directory: str | Path | None = None
     run: Any = None
     max_keys: int = 300
@@ -75,9 +79,11 @@ class WandbSink:
 
     @classmethod
     def from_uri(cls, rest: str, options: Mapping[str, str]) -> WandbSink:
-        """`wandb[:PROJECT][?mode=offline|online]`."""
-        check_options("wandb", options, ["mode"])
-        return cls(project=rest or cls.project, mode=options.get("mode", cls.mode))
+        """`wandb[:PROJECT][?mode=offline|online&entity=NAME&group=NAME&job_type=NAME]`."""
+        check_options("wandb", options, ["mode", *NAMES])
+        return cls(
+            project=rest or cls.project, mode=options.get("mode", cls.mode), **{n: options.get(n) for n in NAMES}
+        )
 
     @property
     def in_process(self) -> bool:
@@ -94,13 +100,17 @@ class WandbSink:
         """What `replay --to` takes; nothing for a joined run."""
         if self.run is not None:
             return ""
-        return f"wandb:{self.project}" + ("" if self.mode == "auto" else f"?mode={self.mode}")
+        given = {"mode": None if self.mode == "auto" else self.mode, **self._names()}
+        options = {name: value for name, value in given.items() if value is not None}
+        return f"wandb:{self.project}" + (f"?{urlencode(options)}" if options else "")
 
     def place(self, run: RunInfo) -> Place:
-        """The folder of an offline run, and the command that uploads it."""
+        """The folder of an offline run, and the command that uploads it; of one that is on a server, which one it is there."""
         if self.run is not None:
             return Place("the W&B run that was open", "")
         folder = self._parent(run) / "wandb"
+        if any(folder.glob(f"run-*-{run.run_id}")) and not any(folder.glob(f"offline-run-*-{run.run_id}")):
+            return Place(f"run {run.run_id} of project {self.project} on the W&B server", "")
         return Place(str(folder), f"wandb sync {shlex.quote(str(folder))}/offline-run-*-{run.run_id}")
 
     def prepare_child(self) -> None:
@@ -177,8 +187,11 @@ class WandbSink:
         if self.run is not None:
             self.run.config.update({"esper_telemetry": {"run_id": run.run_id, "config": plain(run.config)}})
             return JoinedRun(self.run)
-        settings = {"project": self.project, "entity": self.entity, "group": self.group}
+        settings = {"project": self.project, **self._names()}
         return OwnRun(start(run, self._parent(run), mode=self.mode, settings=settings))
+
+    def _names(self) -> dict[str, str | None]:
+        return {name: getattr(self, name) for name in NAMES}
 
     def _parent(self, run: RunInfo) -> Path:
         if self.directory is not None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-KEY = "0" * 40
+KEY = "5ec2e7" + "01ab" * 8 + "2f"
 ENTITY = "someone"
 
 

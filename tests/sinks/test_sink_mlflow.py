@@ -10,8 +10,10 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 from urllib.request import urlopen
 
 import pytest
@@ -19,8 +21,10 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from sink_runs import HISTOGRAM, record, run_info
 
+from esper_telemetry.journal import Journal, encode_end, encode_record, encode_run
 from esper_telemetry.record import RunInfo, RunStatus
 from esper_telemetry.registry import registry
+from esper_telemetry.relay import Relay, SinkState
 from esper_telemetry.sinks import MLflowSink, PermanentSinkError
 from esper_telemetry.sinks.mlflow_database import ensure_database
 
@@ -183,6 +187,65 @@ def test_a_run_that_goes_on_is_the_same_run_and_keeps_its_settings(store: Path, 
     assert [step for step, _, _ in history(client, run, "policy/kl")] == [1000, 2000]
 
 
+def test_a_run_is_shown_beneath_its_parent_given_by_either_id(store: Path, client: Any) -> None:
+    opened(run_info(store, run_id="above"))
+    above = found(client, "above").info.run_id
+
+    for run_id, parent in (("child", "above"), ("other", above)):
+        for _ in range(2):
+            opened(run_info(store, run_id=run_id), MLflowSink(parent=parent)).close(RunStatus.FINISHED)
+
+        assert found(client, run_id).data.tags["mlflow.parentRunId"] == above
+    assert "mlflow.parentRunId" not in found(client, "above").data.tags
+
+
+def test_a_parent_that_is_not_there_is_a_mistake_before_anything_is_made(store: Path, client: Any) -> None:
+    opened(run_info(store, run_id="someone"))
+
+    with pytest.raises(PermanentSinkError, match="nobody"):
+        opened(run_info(store, run_id="orphan"), MLflowSink(parent="nobody"))
+
+    experiment = client.get_experiment_by_name("esper_telemetry")
+    assert client.search_runs([experiment.experiment_id], "tags.`esper.run_id` = 'orphan'") == []
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_the_files_of_a_run_are_stored_when_it_ends(
+    tmp_path: Path, store: Path, client: Any, checkpoints: bool
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "best.pt").write_bytes(b"weights")
+    (tmp_path / "config.json").write_text('{"api_key": "***"}')
+    run = run_info(tmp_path, run_id=f"files-{checkpoints}")
+
+    opened(run, MLflowSink(f"sqlite:///{store}/mlflow.db", checkpoints=checkpoints)).close(RunStatus.FINISHED)
+
+    mlflow_id = found(client, run.run_id).info.run_id
+    names = [artifact.path for artifact in client.list_artifacts(mlflow_id)]
+    assert names == [*(["checkpoints"] if checkpoints else []), "config.json", "run.md"]
+    folder = Path(client.download_artifacts(mlflow_id, "", str(tmp_path)))
+    assert (folder / "config.json").read_text() == '{"api_key": "***"}'
+    assert (folder / "run.md").read_text().startswith("# cartpole")
+    assert not checkpoints or (folder / "checkpoints" / "best.pt").read_bytes() == b"weights"
+
+
+def test_checkpoints_that_are_not_there_are_missed_aloud(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+    opened(run_info(store, run_id="bare"), MLflowSink(checkpoints=True)).close(RunStatus.FINISHED)
+
+    assert "no checkpoints of run cartpole" in caplog.text
+
+
+def test_a_store_of_artifacts_that_is_away_costs_one_warning(
+    store: Path, client: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.create_experiment("away", artifact_location="file:///proc/nobody/writes/here")
+
+    opened(run_info(store, run_id="away"), MLflowSink(experiment="away")).close(RunStatus.FINISHED)
+
+    assert caplog.text.count("MLflow does not store") == 1
+    assert found(client, "away", "away").info.status == "FINISHED"
+
+
 def test_a_joined_run_is_left_open_and_keeps_its_settings(store: Path, client: Any) -> None:
     theirs = client.create_run(client.create_experiment("joined"), run_name="theirs")
     sink = opened(run_info(), MLflowSink(f"sqlite:///{store}/mlflow.db", run_id=theirs.info.run_id))
@@ -236,7 +299,7 @@ def test_a_database_that_was_never_finished_is_made_anew(tmp_path: Path, count: 
 
     run = found(MlflowClient(f"sqlite:///{tmp_path}/mlflow.db"), "again")
     assert run.data.metrics["policy/kl"] == 0.01
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mlflow.db", "mlflow.db.broken"]
+    assert sorted(path.name for path in tmp_path.glob("*.db*")) == ["mlflow.db", "mlflow.db.broken"]
 
 
 def test_a_database_that_holds_runs_is_never_set_aside(tmp_path: Path) -> None:
@@ -289,20 +352,34 @@ def test_a_server_that_is_not_there_is_tried_again_later(monkeypatch: pytest.Mon
         opened(run_info(), MLflowSink(f"http://127.0.0.1:{free_port()}"))
 
 
+USER, PASSWORD = "admin", "s3cret-p@ss/word"
+WITH_PASSWORDS = find_spec("flask_wtf") is not None
+needs_passwords = pytest.mark.skipif(
+    not WITH_PASSWORDS, reason="MLflow's server asks for passwords with Flask-WTF only"
+)
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server that asks for a password, where it can; it takes seconds to start, so there is one."""
     folder, port = tmp_path_factory.mktemp("server"), free_port()
+    users = (
+        f"[mlflow]\ndefault_permission = READ\ndatabase_uri = sqlite:///{folder}/users.db\nadmin_username = {USER}\n"
+    )
+    (folder / "auth.ini").write_text(f"{users}auth_cache_ttl_seconds = 600\n")  # else half a second for every request
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     arguments += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", str(folder)]
+    arguments += ["--app-name", "basic-auth"] if WITH_PASSWORDS else []
+    settings = {
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "MLFLOW_AUTH_ADMIN_PASSWORD": PASSWORD,
+        "MLFLOW_AUTH_CONFIG_PATH": str(folder / "auth.ini"),
+        "MLFLOW_FLASK_SERVER_SECRET_KEY": "of this test",
+    }
     command = [sys.executable, "-m", "mlflow", "server", *arguments]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            command,
-            cwd=folder,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
-            start_new_session=True,
+            command, cwd=folder, stdout=log, stderr=log, env={**os.environ, **settings}, start_new_session=True
         )
     try:
         wait_for(f"http://127.0.0.1:{port}")
@@ -312,7 +389,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         process.wait(30)
 
 
-def wait_for(address: str, seconds: float = 90) -> None:
+@pytest.fixture
+def logged_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", USER)
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", PASSWORD)
+
+
+def wait_for(address: str, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -323,6 +406,7 @@ def wait_for(address: str, seconds: float = 90) -> None:
     raise TimeoutError(f"no MLflow server at {address}")
 
 
+@pytest.mark.usefixtures("logged_in")
 def test_a_server_holds_what_was_sent(server: str) -> None:
     sink = opened(run_info(), MLflowSink(server, experiment="walker"))
     sink.write([record(1), record(2)])
@@ -332,3 +416,41 @@ def test_a_server_holds_what_was_sent(server: str) -> None:
     run = found(client, "abc123", "walker")
     assert run.info.status == "FAILED"
     assert history(client, run, "policy/kl") == [(1000, 0.01, 1_700_000_001_000), (2000, 0.02, 1_700_000_002_000)]
+
+
+@needs_passwords
+def test_a_password_in_the_address_opens_the_server_and_is_shown_nowhere(
+    server: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The whole way: journal, child process, server with artifacts. Then every file of the run is searched for the password."""
+    quoted = quote(PASSWORD, safe="")
+    sink = MLflowSink(server.replace("://", f"://{USER}:{quoted}@"), experiment="secret", checkpoints=True)
+    run = run_info(tmp_path / "run", run_id="secret", config={"sink": sink.tracking_uri})
+    journal = Journal.create(tmp_path / "run")
+    journal.write(encode_run(run))
+    (tmp_path / "run" / "checkpoints").mkdir()
+    (tmp_path / "run" / "checkpoints" / "latest.pt").write_bytes(b"weights")
+    relay = Relay(journal, [sink])
+    journal.write(encode_record(record(1)))
+    journal.write(encode_end(RunStatus.FINISHED, seq=2))
+    report = relay.close(60.0)
+    journal.close()
+
+    assert report.sinks[0].state is SinkState.CLOSED
+    assert (
+        sink.name == sink.place(run).where.join(["mlflow:", ""]) == f"mlflow:{server.replace('://', f'://{USER}:***@')}"
+    )
+    stored = sink.stored(run)
+    assert stored is not None and stored.rows[1]["policy/kl"] == 0.01
+    files = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    said = f"{report} {caplog.text}".encode()
+    assert [text for text in [*files, said] if PASSWORD.encode() in text or quoted.encode() in text] == []
+
+
+@needs_passwords
+def test_nobody_is_let_in_without_the_password_and_nothing_is_tried_again(server: str) -> None:
+    for address in (server, server.replace("://", f"://{USER}:guessed@")):
+        with pytest.raises(PermanentSinkError, match="error code 401") as refused:
+            opened(run_info(), MLflowSink(address))
+
+        assert "guessed" not in str(refused.value)

@@ -41,6 +41,9 @@ from esper_telemetry.testing import MemorySink
         ("mlflow", MLflowSink()),
         ("mlflow:http://host:5000?experiment=walker", MLflowSink("http://host:5000", experiment="walker")),
         ("mlflow:sqlite:////tmp/a.db", MLflowSink("sqlite:////tmp/a.db")),
+        ("wandb:a?entity=me&group=sweep&job_type=rank3", WandbSink("a", entity="me", group="sweep", job_type="rank3")),
+        ("mlflow?parent=abc&checkpoints=true", MLflowSink(parent="abc", checkpoints=True)),
+        ("mlflow?checkpoints=false", MLflowSink()),
     ],
 )
 def test_a_uri_gives_the_sink_with_these_settings(uri: str, sink: Sink) -> None:
@@ -48,11 +51,29 @@ def test_a_uri_gives_the_sink_with_these_settings(uri: str, sink: Sink) -> None:
 
 
 @pytest.mark.parametrize(
+    "uri",
+    [
+        "wandb:a",
+        "wandb:a?mode=offline&entity=me&group=my+sweep&job_type=rank3",
+        "mlflow",
+        "mlflow:http://host:5000?experiment=my+walker&parent=abc&checkpoints=true",
+    ],
+)
+def test_a_sink_knows_the_uri_that_it_is_made_from(uri: str) -> None:
+    sink = sink_from_uri(uri)
+
+    assert isinstance(sink, WandbSink | MLflowSink)
+    assert sink.uri == uri
+
+
+@pytest.mark.parametrize(
     ("uri", "message"),
     [
         ("tensorbord", "unknown sink 'tensorbord'; known sinks are console, mlflow, prometheus, tensorboard, wandb"),
-        ("wandb?mood=offline", "sink wandb has no option 'mood': it knows mode"),
+        ("wandb?mood=offline", "sink wandb has no option 'mood': it knows mode, entity, group, job_type"),
         ("wandb?mode=sideways", "mode must be one of auto, online, offline, got 'sideways'"),
+        ("mlflow?checkpoints=yes", "option checkpoints of sink mlflow is true or false, got 'yes'"),
+        ("mlflow?parent=", "parent is the id of a run, and for a run of ours only, got ''"),
         ("tensorboard:a?b=c", "sink tensorboard has no option 'b': it has none"),
         ("console:loud", "sink console takes nothing after its name, got 'loud'"),
     ],

@@ -66,7 +66,7 @@ def rows(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def offline(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """One offline run of three updates that failed, read back."""
     directory = tmp_path_factory.mktemp("offline")
-    sink = WandbSink(project="walker", mode="offline")
+    sink = WandbSink(project="walker", mode="offline", group="sweep", job_type="rank3")
     sink.open(run_info(directory))
     sink.write([record(1), record(2)])
     sink.write([record(3, {"my_number": 1.0, "policy/kl": 0.5}, {"policy/ratio": HISTOGRAM})])
@@ -108,6 +108,7 @@ def test_the_run_has_its_name_settings_and_exit_code(offline: list[dict[str, Any
     assert (run["run_id"], run["project"], run["display_name"]) == ("abc123", "walker", "cartpole")
     assert run["config"]["update"]["ppo"] == {"clip": 0.2, "sizes": [64, 64], "anneal": True}
     assert (run["tags"], run["notes"]) == (["demo"], "first try")
+    assert (run["run_group"], run["job_type"]) == ("sweep", "rank3")
     assert [record["exit_code"] for record in of_type(offline, "exit")] == [1]
 
 

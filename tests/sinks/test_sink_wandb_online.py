@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from fake_wandb import KEY, FakeWandb
 
-from esper_telemetry.journal import Journal, encode_alarm, encode_end, encode_record, encode_run
+from esper_telemetry.journal import Journal, encode_alarm, encode_end, encode_record, encode_run, read_run
 from esper_telemetry.record import AlarmEvent, RunStatus
 from esper_telemetry.relay import Relay, SinkState
-from esper_telemetry.sinks import WandbSink
+from esper_telemetry.sinks import Place, WandbSink
 from esper_telemetry.testing.bench import alarm, record, run_in
 
 RECORDS = 40
@@ -64,6 +64,10 @@ def test_a_run_reaches_the_server(tmp_path: Path, server: FakeWandb) -> None:
     assert [title for title, _ in server.alerts] == ["policy/kl_spike"]
     assert server.configs[run_id]["learning_rate"]["value"] == 3e-4
     assert server.exit_codes == {run_id: 1}
+    place = WandbSink("online").place(read_run(tmp_path / "run").info)
+    assert place == Place(f"run {run_id} of project online on the W&B server", "")
+    written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert [path for path in written if KEY.encode() in path.read_bytes()] == []
 
 
 def test_a_server_that_fails_for_a_while_gets_everything_later(tmp_path: Path, server: FakeWandb) -> None:
