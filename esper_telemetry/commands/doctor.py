@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from esper_telemetry.commands.mistakes import wrong_use
+from esper_telemetry.commands.own_process import prepare_for, prepared
 from esper_telemetry.relay.doctor import Health, SinkHealth, examined
 from esper_telemetry.relay.doctor import doctor as examine
 from esper_telemetry.relay.status import sink_name
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 def doctor(options: Doctor) -> int:
     """Prints what was found; 1 where something is missing, differs, stands twice or cannot be read."""
     with wrong_use(), _without_warnings():
-        asked = [as_sink(uri) for uri in options.sink]
+        asked = [prepared(as_sink(uri)) for uri in options.sink]
+        prepare_for(options.run_dir)
         health = examine(options.run_dir)
         directory = Path(options.run_dir).absolute()
         others = {sink_name(sink): examined(directory, sink, name=sink_name(sink), ended=False) for sink in asked}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from esper_telemetry.commands.mistakes import wrong_use
+from esper_telemetry.commands.own_process import prepared
 from esper_telemetry.relay import replay as replay_into
 from esper_telemetry.sinks import as_sink
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 def replay(options: Replay) -> int:
     """Sends what the backend does not have yet and says how much that was."""
     with wrong_use():
-        sink = as_sink(options.to)
+        sink = prepared(as_sink(options.to))
         report = replay_into(options.run_dir, sink, follow=options.follow, missing=options.missing)
     print(report)
     return 0 if report.complete else 1
