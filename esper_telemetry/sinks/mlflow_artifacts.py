@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,7 +47,7 @@ class Artifacts:
         if not files:
             logger.warning("MLflow gets no checkpoints of run %s: there are none in %s", run.name, folder)
         for path in files:
-            self._try(path.name, lambda path=path: self._client.log_artifact(self._run_id, str(path), CHECKPOINTS))
+            self._try(path.name, partial(self._client.log_artifact, self._run_id, str(path), CHECKPOINTS))
 
     def _try(self, name: str, store: Callable[[], object]) -> None:
         if not self._accepted:

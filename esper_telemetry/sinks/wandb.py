@@ -82,7 +82,11 @@ class WandbSink:
         """`wandb[:PROJECT][?mode=offline|online&entity=NAME&group=NAME&job_type=NAME]`."""
         check_options("wandb", options, ["mode", *NAMES])
         return cls(
-            project=rest or cls.project, mode=options.get("mode", cls.mode), **{n: options.get(n) for n in NAMES}
+            project=rest or cls.project,
+            mode=options.get("mode", cls.mode),
+            entity=options.get("entity"),
+            group=options.get("group"),
+            job_type=options.get("job_type"),
         )
 
     @property

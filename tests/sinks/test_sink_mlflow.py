@@ -21,10 +21,9 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from sink_runs import HISTOGRAM, record, run_info
 
-from esper_telemetry.journal import Journal, encode_end, encode_record, encode_run
+from esper_telemetry import Telemetry, read_run
 from esper_telemetry.record import RunInfo, RunStatus
 from esper_telemetry.registry import registry
-from esper_telemetry.relay import Relay, SinkState
 from esper_telemetry.sinks import MLflowSink, PermanentSinkError
 from esper_telemetry.sinks.mlflow_database import ensure_database
 
@@ -419,31 +418,32 @@ def test_a_server_holds_what_was_sent(server: str) -> None:
 
 
 @needs_passwords
+@pytest.mark.usefixtures("logged_in")
 def test_a_password_in_the_address_opens_the_server_and_is_shown_nowhere(
-    server: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole way: journal, child process, server with artifacts. Then every file of the run is searched for the password."""
-    quoted = quote(PASSWORD, safe="")
+    quoted, client = quote(PASSWORD, safe=""), MlflowClient(server)
     sink = MLflowSink(server.replace("://", f"://{USER}:{quoted}@"), experiment="secret", checkpoints=True)
-    run = run_info(tmp_path / "run", run_id="secret", config={"sink": sink.tracking_uri})
-    journal = Journal.create(tmp_path / "run")
-    journal.write(encode_run(run))
-    (tmp_path / "run" / "checkpoints").mkdir()
-    (tmp_path / "run" / "checkpoints" / "latest.pt").write_bytes(b"weights")
-    relay = Relay(journal, [sink])
-    journal.write(encode_record(record(1)))
-    journal.write(encode_end(RunStatus.FINISHED, seq=2))
-    report = relay.close(60.0)
-    journal.close()
+    with monkeypatch.context() as without_variables:
+        for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
+            without_variables.delenv(name)
+        with Telemetry(
+            [sink], run_dir=tmp_path / "run", config={"to": sink.tracking_uri}, close_timeout=200
+        ) as telemetry:
+            (tmp_path / "run" / "checkpoints").mkdir()
+            (tmp_path / "run" / "checkpoints" / "latest.pt").write_bytes(b"weights")
+            telemetry.log({"my/number": 1.0})
+            telemetry.flush(env_step=8)
 
-    assert report.sinks[0].state is SinkState.CLOSED
-    assert (
-        sink.name == sink.place(run).where.join(["mlflow:", ""]) == f"mlflow:{server.replace('://', f'://{USER}:***@')}"
-    )
-    stored = sink.stored(run)
-    assert stored is not None and stored.rows[1]["policy/kl"] == 0.01
+    info = read_run(tmp_path / "run").info
+    run = found(client, info.run_id, "secret")
+    assert (run.info.status, run.data.metrics["my/number"]) == ("FINISHED", 1.0)
+    assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["checkpoints", "config.json", "run.md"]
+    shown = server.replace("://", f"://{USER}:***@")
+    assert (sink.name, sink.place(info).where, info.config["to"]) == (f"mlflow:{shown}", shown, shown)
     files = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    said = f"{report} {caplog.text}".encode()
+    said = "".join(capfd.readouterr()).encode()
     assert [text for text in [*files, said] if PASSWORD.encode() in text or quoted.encode() in text] == []
 
 
