@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from esper_telemetry import read_run, replay
+from esper_telemetry import read_run
 from esper_telemetry.cli import run as run_command
 from esper_telemetry.commands.mistakes import WrongUse
 from esper_telemetry.record import RunInfo
+from esper_telemetry.relay import replay
 from esper_telemetry.sinks import TensorBoardSink
 
 HOSTILE = ["../../evil", "/tmp/evil", "a/b", "..", ".hidden", "", "x'y\"*", "two words", "a\nb", "a" * 129]
