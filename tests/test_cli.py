@@ -119,7 +119,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["replay", ".", "--to", "tensorboard"], ". is not a run directory: it holds no journal.jsonl"),
         (["replay", "nowhere", "--to", "grafana"], "unknown sink 'grafana'"),
         (["trian"], "trian"),
-        ([], "{train, run, replay, doctor, compress, diagnose, metrics"),
+        ([], "{train, run, replay, doctor, compress, diagnose, workspace, metrics"),
     ],
     ids=" ".join,
 )
