@@ -2,11 +2,13 @@
 
 python benchmarks/relay.py [--records 2000] [--keys 100] [--per-second 40]
 
-Both write the same dict in turn, so that whatever else the machine does falls on both alike:
+All write the same dict in turn, so that whatever else the machine does falls on all alike, and each finds the processor's caches full of
+something else, as behind an update of a trainer:
 
     handed over   one line of the journal, and the look at how far the sinks are: what a trainer's update adds where a process beside it
                   makes the record
-    log, flush    `Telemetry.log` and `Telemetry.flush` of a loop of one's own: checks, series and alarms are on the thread too
+    log, flush    `Telemetry.log` and `Telemetry.flush` of a loop of one's own, once a process beside it makes its records
+    at first      the same, in the first seconds: checks, series and alarms are on the thread too
     wandb.log     an offline run in this process
 """
 
@@ -23,13 +25,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from esper_telemetry import Axes, Record, RunInfo, RunStatus, Telemetry
 from esper_telemetry.journal import Journal, encode_end, encode_record, encode_run
 from esper_telemetry.relay import Relay
 from esper_telemetry.sinks import as_sink
 
 SINKS = ("tensorboard", "wandb:bench?mode=offline", "mlflow")
-WARM_UP = 100
+WARM_UP_SECONDS = 15.0
+"""After which a loop's records are made beside it."""
+SOMETHING_ELSE = 4 << 20
+"""Numbers that go through the caches between two calls: 32 MB."""
+FIRST = 100
+"""Records of which `at first` is told."""
 
 
 def main() -> None:
@@ -53,7 +62,8 @@ def measure(directory: Path, options: argparse.Namespace) -> None:
     journal.write(encode_run(RunInfo("bench", "bench", run_dir, time.time())))
     relay = Relay(journal, [as_sink(sink) for sink in SINKS])
     telemetry = Telemetry(SINKS, run_dir=directory / "loop")
-    rows = numbers(options.records + WARM_UP, options.keys)
+    warm_up = int(WARM_UP_SECONDS * options.per_second)
+    rows = numbers(options.records + warm_up, options.keys)
 
     def handed_over(update: int) -> None:
         relay.stats()
@@ -68,14 +78,15 @@ def measure(directory: Path, options: argparse.Namespace) -> None:
         "log, flush": looped,
         "wandb.log": lambda update: theirs.log(rows[update - 1]),
     }
-    times = in_turn(contenders, options.records, 1.0 / options.per_second)
+    times = in_turn(contenders, len(rows), 1.0 / options.per_second)
+    times = {name: taken[warm_up:] for name, taken in times.items()} | {"at first": times["log, flush"][:FIRST]}
     child = relay.child_pid
     took = cost_of(child) if child is not None else {}
     journal.write(encode_end(RunStatus.FINISHED, seq=10**9))
     report = relay.close(600.0)
     telemetry.close()
     theirs.finish()
-    show(times, took, report.complete, run_dir, (options.records + WARM_UP) * options.keys)
+    show(times, took, report.complete, run_dir, len(rows) * options.keys)
 
 
 def numbers(records: int, keys: int) -> list[dict[str, float]]:
@@ -87,13 +98,14 @@ def in_turn(contenders: dict[str, Callable[[int], object]], records: int, pause:
     """Seconds that each call took, by contender; whose turn it is first changes from record to record."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     order = list(contenders)
-    for update in range(1, records + WARM_UP + 1):
+    something_else = np.zeros(SOMETHING_ELSE)
+    for update in range(1, records + 1):
         order = order[1:] + order[:1]
         for name in order:
+            something_else += 1.0
             begun = time.perf_counter()
             contenders[name](update)
-            if update > WARM_UP:
-                times[name].append(time.perf_counter() - begun)
+            times[name].append(time.perf_counter() - begun)
         time.sleep(pause)
     return times
 

@@ -122,6 +122,15 @@ class OffloadedWriter:
         self._info = info
         self._send("go_on", info)
 
+    def catch_up(self) -> None:
+        """Reads in the journal what somebody else has written since `go_on`."""
+        self._send("catch_up")
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything is done that was asked for, as far as is known here by now."""
+        return not self._unacknowledged
+
     def describe(self, metrics: Mapping[str, MetricInfo], seq: int) -> None:
         """See `Writer`."""
         self._send("describe", metrics, seq)
@@ -242,6 +251,11 @@ class OffloadedWriter:
         if first is not None:
             lost = tuple(alarm for alarm in alarms(self._run_dir) if alarm.seq >= first)
             self._found.append(Found(lost, 0))
+
+    def dismiss(self) -> None:
+        """Ends the process, whatever it is doing; it has written nothing."""
+        self._process.kill()
+        self._leave()
 
     def _leave(self) -> None:
         self._left = True

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from esper_telemetry.claim import Claim, claim, claim_again
+from esper_telemetry.handover import HandOver
 from esper_telemetry.journal import Held, JournalEvent, encode_end, encode_run, plain
 from esper_telemetry.layout import Layout, Values
 from esper_telemetry.metric import declared
@@ -58,6 +59,7 @@ class Recorder:
         level: Level,
         watches: Watches | None = None,
         resume: bool = False,
+        hand_over: bool = False,
     ) -> None:
         resolved = [as_sink(sink) for sink in sinks]
         self._claim = _claimed(run_dir, name, resume=resume)
@@ -76,6 +78,7 @@ class Recorder:
         self._described: set[str] = set()
         self._known_layouts: set[Layout] = set()
         self._writer: Writer = JournalWriter(self._journal, level, watches)
+        self._hand_over = HandOver(self._offloaded_writer) if hand_over and self.run_dir is not None else None
         self._relay: Relay | None = None
         if self._held is None:
             self._relay = Relay(self._journal, resolved)
@@ -97,8 +100,12 @@ class Recorder:
     def offload(self) -> None:
         """Leaves summaries to a process beside this one, where there is a core for it; before `start` only."""
         if self.run_dir is not None and self.run is None and worth_offloading():
-            self._writer = OffloadedWriter(self.run_dir, self._level, self._watches)
-            self.offloaded = True
+            self._writer = self._offloaded_writer()
+            self.offloaded, self._hand_over = True, None
+
+    def _offloaded_writer(self) -> OffloadedWriter:
+        assert self.run_dir is not None
+        return OffloadedWriter(self.run_dir, self._level, self._watches)
 
     def start(self, config: Mapping[str, Any], facts: Mapping[str, Any], axes: Axes) -> None:
         """Writes the run line, which is what sinks open with, and `config.json`; a resumed run goes on from `axes`."""
@@ -168,16 +175,28 @@ class Recorder:
         if self.offloaded:  # another process appends it, and the sinks' backlog is reckoned from this number
             self._journal.records += 1
         times = (seconds, elapsed, delivery)
+        begun = time.perf_counter()
         self._writer.record(
             Measured(
                 *(self._next_seq(), axes, partial, level, measured, snapshots),
                 *(*times, metric_errors, cpu_seconds, witnesses),
             )
         )
+        if self._hand_over is not None:
+            self._hand_over.weigh(time.perf_counter() - begun, elapsed)
 
     def found(self) -> Sequence[Found]:
         """What was found in the records since the last call, as far as is known here by now; never waits."""
-        return self._writer.found()
+        found = self._writer.found()
+        if self._hand_over is not None and self.run is not None and self._journal.settled:
+            self._change_hands(self._hand_over.writer(self.run))
+        return found
+
+    def _change_hands(self, writer: OffloadedWriter | None) -> None:
+        """From now on that one makes the records; nobody does so far where there is none."""
+        if writer is not None:
+            self._writer, self._hand_over = writer, None
+            self.offloaded = True
 
     def event(self, kind: str, axes: Axes, data: Mapping[str, Any]) -> None:
         """Appends something that happened besides records."""
@@ -191,6 +210,9 @@ class Recorder:
         """Appends the end line and waits for the sinks, `timeout` seconds in all, half of them at most for the journal."""
         assert self._relay is not None
         deadline = time.monotonic() + timeout
+        if self._hand_over is not None:
+            self._hand_over.give_up()
+            self._hand_over = None
         self._writer.end(status, self._next_seq(), timeout / 2)
         report = self._relay.close(max(0.1, deadline - time.monotonic()), status=status)
         self._claim.release()

@@ -4,7 +4,8 @@ One update: `observe` packs groups into rows on the device without synchronising
 record is made inside `flush`; on CUDA at the first call after it, when the copy has long arrived. The record is journalled before
 anything else sees it, and the relay feeds the sinks from the journal, so nothing here ever waits for a backend.
 
-A trainer that is attached hands over whole updates (`submit`). Where a second core is free, a process there summarises them.
+A trainer that is attached hands over whole updates (`submit`). Where a second core is free, a process there summarises them. It makes
+the records of a loop of one's own too, as soon as these are worth it.
 
 What is wrong in a record is found where it is made, and comes back with no wait: `on_alarm` calls whoever asked, and the next updates are
 measured at DEBUG where the alarm is grave.
@@ -15,7 +16,6 @@ In a distributed run every rank has a `Telemetry`. They join what they measured 
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,9 +32,10 @@ from esper_telemetry.detecting import Detect, facts_of, watches
 from esper_telemetry.failure import Suspects, at_exit, diagnose, status_of
 from esper_telemetry.gradient_tap import Members, group_names
 from esper_telemetry.group import MetricGroup, Postponed
+from esper_telemetry.logged import Logged
 from esper_telemetry.ranks.follower import Follower, recorder_for
 from esper_telemetry.ranks.peers import Note, Peers
-from esper_telemetry.record import Axes, Level, RunInfo, RunStatus, check_key
+from esper_telemetry.record import Axes, Level, RunInfo, RunStatus
 from esper_telemetry.recorder import Recorder
 from esper_telemetry.relay import CloseReport
 from esper_telemetry.response import AlarmCallback, Response
@@ -81,8 +82,9 @@ class Telemetry:
         budget: share of the wall time that telemetry may take on the training thread; what is costly is measured in as many updates
             as that allows.
         detect: whether alarms are raised where a record shows that training goes wrong; or the thresholds to do so by.
-        offload: whether an attached trainer's updates are summarised in a process beside it. By default where a second core is free;
-            never without a run directory.
+        offload: whether an attached trainer's updates are summarised in a process beside it, and the records of a loop of one's own
+            are made there once they take a noticeable share of its time. By default where a second core is free; never without a run
+            directory.
         ranks: `all`: where `torch.distributed` is initialised, the ranks report as one. `alone`: this process reports its own numbers
             and needs no other one.
 
@@ -136,7 +138,7 @@ class Telemetry:
         self._window = Window()
         self._containment = Containment()
         self._watched = Watched(self.clock)
-        self._numbers: dict[str, float] = {}
+        self._logged = Logged()
         self._snapshots: list[Snapshot] = []
         self._witnesses: list[Snapshot] = []
         self._flush: Flush | None = None
@@ -149,7 +151,9 @@ class Telemetry:
         if self.level > Level.OFF:
             self._peers = Peers.meet() if ranks == "all" else None
             settings = {"run_dir": run_dir, "name": name, "tags": tuple(tags), "notes": notes}
+            lends = offload and self._peers is None
             claim: Callable[..., Recorder] = partial(Recorder, sinks, level=self.level, watches=watch, resume=resume)
+            claim = partial(claim, hand_over=lends)
             self._recorder = recorder_for(self._peers, partial(claim, **settings))
             self._axes = self._recorder.axes or self._axes
             self._at_exit = at_exit(self)
@@ -277,12 +281,7 @@ class Telemetry:
         if not self._active:
             return
         with self.clock:
-            for key, value in values.items():
-                number = float(value)
-                if math.isfinite(number):
-                    self._numbers[check_key(key)] = number
-                else:
-                    self._numbers[check_key(f"{key}_nonfinite")] = self._numbers.get(f"{key}_nonfinite", 0.0) + 1
+            self._logged.add(values)
 
     def flush(self, *, env_step: int, update: int | None = None, gradient_step: int | None = None) -> None:
         """Ends an update: everything observed since the last flush becomes one record.
@@ -413,7 +412,7 @@ class Telemetry:
             self._containment.attempt(leave, lambda _: None)
         self._containment.attempt(self._open_update, self.submit)
         self._containment.attempt(partial(self._take_watched, whole=False), lambda _: self._watched.stop())
-        if self._window or self._numbers or any(self._snapshots):
+        if self._window or self._logged or any(self._snapshots):
             self._send(max(self._collected, self._axes.env_step), None, None, partial=True)
             self.materialise()
         self._closed = True
@@ -472,8 +471,8 @@ class Telemetry:
             wall_time=time.time(),
         )
         snapshots, witnesses = tuple(self._snapshots), tuple(self._witnesses)
-        flush = Flush(axes, self.update_level, self._window.send(), self._numbers, snapshots, witnesses, partial)
-        self._numbers, self._snapshots, self._witnesses = {}, [], []
+        flush = Flush(axes, self.update_level, self._window.send(), self._logged.take(), snapshots, witnesses, partial)
+        self._snapshots, self._witnesses = [], []
         if not self._recorder.covers(axes):
             self._axes, self._flush = axes, flush
         elif axes.update <= self._recorder.recorded:

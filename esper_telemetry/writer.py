@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 from esper_telemetry.evidence import Capture, Scene, captures, evidence_of, weak
 from esper_telemetry.journal import (
+    Entry,
+    Following,
     Journal,
     JournalEvent,
     Line,
@@ -19,7 +21,6 @@ from esper_telemetry.journal import (
     encode_metrics,
     encode_record,
     encode_run,
-    entries,
     plain,
 )
 from esper_telemetry.layout import Values
@@ -123,6 +124,7 @@ class JournalWriter:
         self._found: list[Found] = []
         self._causes: dict[str, str] = {}
         self._containment = Containment()
+        self._earlier: Iterable[Entry] = ()
         self._know({})
 
     def run(self, info: RunInfo) -> None:
@@ -133,7 +135,12 @@ class JournalWriter:
     def go_on(self, info: RunInfo) -> None:
         """See `Writer`; from the journal derived values and the watch learn again what they knew."""
         self._know(info.facts)
-        for entry in entries(info.run_dir) if info.run_dir else ():
+        self._earlier = Following(info.run_dir) if info.run_dir else ()
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Learns from what was written into the journal since `go_on`, by somebody else."""
+        for entry in self._earlier:
             if isinstance(entry, Record):
                 self._containment.attempt(partial(self._series.derive, entry.values, self._level), dict)
                 self._found = [Found((), verdict.remaining) for verdict in self._verdict(_unjudged(entry))]

@@ -49,17 +49,19 @@ ALLOWED: dict[str, set[str]] = {
     "response": {"clock", "record", "watch"},
     "detecting": {"detectors", "watch"},
     "offload": CORE | {"courtesy", "journal", "messages", "ring", "watch", "writer"},
+    "handover": CORE | {"offload", "sampling"},
     "claim": {"journal"},
     "recorder": CORE
-    | {"claim", "journal", "offload", "redaction", "registry", "relay"}
+    | {"claim", "handover", "journal", "offload", "redaction", "registry", "relay"}
     | {"sinks", "summary", "watch", "writer"},
     "failure": {"record"},
+    "logged": {"record"},
     "gradient_tap": {"ops"},
     "watched": CORE | {"clock", "gradient_tap", "metrics", "summary"},
     "ranks": CORE | {"recorder", "watch", "window"},
     "telemetry": CORE
     | {"clock", "detecting", "failure", "ranks", "recorder", "relay", "response", "sampling", "sinks", "summary"}
-    | {"gradient_tap", "watched", "window", "writer"},
+    | {"gradient_tap", "logged", "watched", "window", "writer"},
     "wiring": CORE | {"clock", "events", "hooks", "metrics", "replay", "summary", "telemetry"},
     "environments": {"events", "hooks"},
     "adapters": {"environments", "events", "hooks", "metric", "ops", "record", "replay", "telemetry", "wiring"},

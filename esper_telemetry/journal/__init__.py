@@ -10,7 +10,7 @@ raises: what could not be written waits in memory, and goes out first when there
 """
 
 from esper_telemetry.journal.file import JOURNAL_NAME, Journal, JournalReader, compress, end_if_open, journal_path
-from esper_telemetry.journal.held import Held, alarms, entries, held, run_info
+from esper_telemetry.journal.held import Following, Held, alarms, entries, held, run_info
 from esper_telemetry.journal.lines import (
     SCHEMA,
     End,
@@ -37,6 +37,7 @@ __all__ = [
     "SCHEMA",
     "End",
     "Entry",
+    "Following",
     "Held",
     "Journal",
     "JournalEvent",

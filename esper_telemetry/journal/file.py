@@ -90,6 +90,11 @@ class Journal:
         size = os.fstat(fd).st_size
         return cls(path.parent.absolute(), fd, torn=size > 0 and os.pread(fd, 1, size - 1) != b"\n")
 
+    @property
+    def settled(self) -> bool:
+        """Whether all lines so far have reached the file."""
+        return not self._backlog
+
     def write(self, *lines: Line) -> bool:
         """Appends lines in one system call and says whether they, and all before them, have reached the file.
 

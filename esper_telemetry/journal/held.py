@@ -78,6 +78,27 @@ def entries(run_dir: str | os.PathLike[str]) -> Iterator[Entry]:
         yield from chunk
 
 
+class Following:
+    """Everything in a journal that grows, each line once, however often it is asked for.
+
+    Args:
+        run_dir: where the journal is.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+        self._run_dir = run_dir
+        self._offset = 0
+
+    def __iter__(self) -> Iterator[Entry]:
+        reader = JournalReader(journal_path(self._run_dir), self._offset)
+        try:
+            while chunk := reader.read(CHUNK_LINES):
+                self._offset = reader.offset
+                yield from chunk
+        finally:
+            reader.close()
+
+
 def alarms(run_dir: str | os.PathLike[str]) -> tuple[Alarm, ...]:
     """The alarms of a journal in the order of its lines; records are passed over unread."""
     reader = JournalReader(journal_path(run_dir))
