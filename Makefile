@@ -61,6 +61,7 @@ bench: install  ## the figures of the README, as ratios measured side by side
 	@$(BIN)/python benchmarks/trainer.py --lstm 256 --steps 50000 --rounds 3
 	@$(BIN)/python benchmarks/overhead.py
 	@$(BIN)/python benchmarks/relay.py
+	@$(BIN)/python benchmarks/paced.py
 
 docs: install  ## write docs/metrics.md from the declarations in the code
 	@$(BIN)/python docs/glossary.py

@@ -6,17 +6,18 @@ import json
 import os
 import random
 import resource
-import shutil
 import signal
 import socket
 import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import matrix_page
 import pytest
@@ -27,6 +28,7 @@ from trained_run import (
     Outcome,
     at_update,
     descendants,
+    deserted,
     outcome,
     repaired,
     started,
@@ -42,6 +44,9 @@ pytestmark = pytest.mark.fault_matrix
 
 BACKENDS = ("tensorboard", "wandb:matrix?mode=offline", "mlflow")
 KILLS = int(os.environ.get("ESPER_FAULT_KILLS", "20"))
+TRAINERS = 4
+"""That are killed at a time."""
+NEED_ROOT = ("full disk, cleared again", "read-only directories")
 LEAST_SPEED = 0.5
 """Asserted of the cost, as a ratio: other work on the machine changes it by a fifth. The page says what it was."""
 
@@ -49,9 +54,11 @@ Check = Callable[[str, Outcome], None]
 
 
 @pytest.fixture(scope="module")
-def page() -> matrix_page.Page:
-    """Collects the rows."""
-    return matrix_page.Page()
+def page() -> Iterator[matrix_page.Page]:
+    """Collects the rows, and in the end writes them down."""
+    collected = matrix_page.Page()
+    yield collected
+    collected.write(without=() if os.geteuid() == 0 else NEED_ROOT)
 
 
 @pytest.fixture(scope="module")
@@ -261,43 +268,79 @@ def test_a_clock_that_jumps(tmp_path: Path, check: Check) -> None:
 
 def test_a_trainer_that_is_killed_at_random_moments(tmp_path: Path, check: Check) -> None:
     """At most the update in flight is not in the journal; everything else is delivered, and the runs end as killed."""
-    draw = random.Random(7)
-    for attempt in range(KILLS):
-        run_dir = tmp_path / f"run{attempt}"
-        process = started(run_dir, *(BACKENDS if attempt == 0 else ["tensorboard"]), updates=10**6)
-        at_update(run_dir, process, draw.randint(2, 60))
-        time.sleep(draw.random() * 0.1)
+
+    def killed(moment: Moment) -> Ended:
+        run_dir = tmp_path / f"run{moment.attempt}"
+        process = started(run_dir, *moment.sinks, updates=10**6)
+        at_update(run_dir, process, moment.update)
+        time.sleep(moment.seconds)
         process.kill()
+        until(partial(deserted, run_dir, process))
+        return run_dir, process
+
+    for run_dir, process in several_at_once(killed, moments(seed=7, last=60)):
         found = outcome(run_dir, process)
         assert read_run(run_dir).status == "killed"
         check(f"kill -9 of the trainer, {KILLS} times", found)
-        shutil.rmtree(run_dir)
 
 
 def test_a_trainer_that_is_told_to_end_at_random_moments(tmp_path: Path, check: Check) -> None:
     """SIGTERM, as a scheduler sends it to the command line: the update in progress is finished, the run is `preempted`."""
-    draw = random.Random(8)
-    for attempt in range(KILLS):
-        run_dir = tmp_path / f"run{attempt}"
-        sinks = [word for sink in BACKENDS if attempt == 0 or sink == "tensorboard" for word in ("--sink", sink)]
-        options = ("--env", "CartPole-v1", "--total-steps", "100000000", "--num-envs", "4", "--num-steps", "128")
-        command = [sys.executable, "-m", "esper_telemetry", "train", *options, "--run-dir", str(run_dir), *sinks]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        until(partial(has_lines, run_dir, draw.randint(3, 30)))
-        time.sleep(draw.random() * 0.1)
+
+    def terminated(moment: Moment) -> Ended:
+        run_dir = tmp_path / f"run{moment.attempt}"
+        process = command_line(run_dir, moment.sinks)
+        until(partial(has_lines, run_dir, moment.update))
+        time.sleep(moment.seconds)
         process.terminate()
-        _, complaint = process.communicate(timeout=120)
+        until(partial(deserted, run_dir, process))
+        return run_dir, process
+
+    for run_dir, process in several_at_once(terminated, moments(seed=8, last=30)):
+        _, complaint = process.communicate()
         run = read_run(run_dir)
         assert (process.returncode, run.status) == (143, "preempted"), complaint
         updates = [record.axes.update for record in run.records]
         assert updates == list(range(1, len(updates) + 1))
-        whole = repaired(run_dir)
-        check(
-            f"SIGTERM to the trainer, {KILLS} times",
-            Outcome("preempted", None, None, len(updates), len(updates), whole),
-        )
+        found = Outcome("preempted", None, None, len(updates), len(updates), repaired(run_dir))
+        check(f"SIGTERM to the trainer, {KILLS} times", found)
         assert doctor(run_dir).status == "preempted"
-        shutil.rmtree(run_dir)
+
+
+def command_line(run_dir: Path, sinks: Sequence[str]) -> subprocess.Popen[str]:
+    """A training that goes on until somebody ends it."""
+    backends = [word for sink in sinks for word in ("--sink", sink)]
+    options = ("--env", "CartPole-v1", "--total-steps", "100000000", "--num-envs", "4", "--num-steps", "128")
+    command = [sys.executable, "-m", "esper_telemetry", "train", *options, "--run-dir", str(run_dir), *backends]
+    environment = {**os.environ, "WANDB_SILENT": "true", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+class Moment(NamedTuple):
+    """When a trainer is ended, so many seconds after an update, and what it delivers to."""
+
+    attempt: int
+    update: int
+    seconds: float
+    sinks: Sequence[str]
+
+
+Ended = tuple[Path, "subprocess.Popen[str]"]
+
+
+def moments(*, seed: int, last: int) -> list[Moment]:
+    """The first one with all backends."""
+    draw = random.Random(seed)
+    return [
+        Moment(attempt, draw.randint(2, last), draw.random() * 0.1, BACKENDS if attempt == 0 else ("tensorboard",))
+        for attempt in range(KILLS)
+    ]
+
+
+def several_at_once(meet: Callable[[Moment], Ended], found: Iterable[Moment]) -> list[Ended]:
+    """How they ended: nobody looks at the speed of a trainer that is killed, so several of them share the machine."""
+    with ThreadPoolExecutor(TRAINERS) as pool:
+        return list(pool.map(meet, found))
 
 
 def has_lines(run_dir: Path, lines: int) -> bool:

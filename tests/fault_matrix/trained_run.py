@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,20 +105,29 @@ def outcome(run_dir: Path, process: subprocess.Popen[str], *, mend: Callable[[],
     )
 
 
+def deserted(run_dir: Path, process: subprocess.Popen[str]) -> bool:
+    """Whether the training has ended, and its helpers with it."""
+    return process.poll() is not None and not doctor_sees_processes(run_dir)
+
+
 def doctor_sees_processes(run_dir: Path) -> bool:
     """Whether helpers of the run are still at work."""
-    return any(str(run_dir) in command for command in commands())
+    return any(f"{run_dir}{os.sep}" in command for command in commands())
 
 
 def commands() -> Iterator[str]:
     """The command lines of processes that are part of a run; the relay's child is found by its lock."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                links = [str(link.readlink()) for link in (entry / "fd").iterdir()]
-            except OSError:
-                continue
-            yield from (link for link in links if link.endswith(".lock"))
+            yield from (link for link in _links(entry) if link.endswith(".lock"))
+
+
+def _links(process: Path) -> Iterator[str]:
+    """The files that a process has open, but for those that it closes meanwhile."""
+    with suppress(OSError):
+        for link in (process / "fd").iterdir():
+            with suppress(OSError):
+                yield str(link.readlink())
 
 
 def repaired(run_dir: Path) -> dict[str, bool | None]:

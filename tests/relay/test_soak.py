@@ -1,4 +1,7 @@
-"""Twenty thousand records of 150 values through all sinks: memory stays flat, and nothing is lost."""
+"""Twenty thousand records of 150 values through all sinks: memory stays flat, and nothing is lost.
+
+pytest -q -m slow -rP tests/relay/test_soak.py says how much memory both processes took, all the way.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +43,7 @@ def test_twenty_thousand_records_leave_memory_flat_and_nothing_behind(
     journal.write(encode_run(RunInfo("soak", "soak", tmp_path / "run", time.time())))
     relay = Relay(journal, [as_sink(sink) for sink in SINKS])
     measured: list[tuple[float, float]] = []
+    began = time.monotonic()
     for update in range(1, RECORDS + 1):
         values = {f"my/key_{key}": draw.gauss(0.0, 1.0) for key in range(KEYS)}
         axes = Axes(update, update * 128, update * 16, 1.7e9 + update / 8)
@@ -47,8 +51,13 @@ def test_twenty_thousand_records_leave_memory_flat_and_nothing_behind(
         if update % max(1, RECORDS // 20) == 0:
             while slowest(relay) < update - RECORDS // 20:  # so that all clients are there when it is measured
                 time.sleep(0.1)
-            if update > RECORDS // 4 and relay.child_pid is not None:
-                measured.append((resident_mb("self"), resident_mb(relay.child_pid)))
+            if relay.child_pid is not None:
+                sizes = (resident_mb("self"), resident_mb(relay.child_pid))
+                print(
+                    f"{update:6} records, {time.monotonic() - began:5.0f} s: {sizes[0]:.0f} MB, relay {sizes[1]:.0f} MB"
+                )
+                if update > RECORDS // 4:
+                    measured.append(sizes)
     journal.write(encode_end(RunStatus.FINISHED, seq=RECORDS + 1))
     report = relay.close(1800.0)
     journal.close()
@@ -56,4 +65,6 @@ def test_twenty_thousand_records_leave_memory_flat_and_nothing_behind(
     for process, sizes in zip(("this process", "the relay"), zip(*measured, strict=True), strict=True):
         assert max(sizes) - sizes[0] < FLAT_MB, f"{process}: {[round(size) for size in sizes]} MB"
     assert report.complete, str(report)
-    assert [sink.equal for sink in doctor(tmp_path / "run").sinks if sink.audit is not None] == [True] * 3
+    health = doctor(tmp_path / "run")
+    print("\n".join(f"{sink.name}: {sink.audit}, equal: {sink.equal}" for sink in health.sinks))
+    assert [sink.equal for sink in health.sinks if sink.audit is not None] == [True] * 3
