@@ -43,7 +43,7 @@ test-slow: install  ## learning curves over seeds, soak runs
 	@echo "Running the slow tests: learning curves over five seeds"
 	@$(BIN)/pytest -q -m slow -rP --numprocesses auto --maxprocesses 4
 
-test-faults: install  ## trainings that meet a real fault each; writes docs/fault_matrix.md (20 minutes)
+test-faults: install  ## trainings that meet a real fault each; writes docs/fault_matrix.md (15 minutes)
 	@echo "Breaking servers, disks, clients and trainers, one at a time"
 	@$(BIN)/pytest -q -m fault_matrix tests/fault_matrix
 
