@@ -24,18 +24,25 @@ class Calls:
         self.errors = 0
         self.last_error = ""
         self._name = name
-        self._begun: float | None = None
+        self._begun: tuple[float, float] | None = None
+        self._paused = 0.0
 
     @property
     def seconds(self) -> float:
-        """For how long the call that is under way has lasted; 0 where none is. From any thread."""
-        begun = self._begun
-        return 0.0 if begun is None else time.monotonic() - begun
+        """For how long the call that is under way has lasted, without pauses; 0 where none is. From any thread."""
+        if (found := self._begun) is None:
+            return 0.0
+        begun, paused = found
+        return max(0.0, time.monotonic() - begun - (self._paused - paused))
+
+    def paused(self, seconds: float) -> None:
+        """The whole process was stopped for so long: no call could come back."""
+        self._paused += seconds
 
     @contextmanager
     def one(self) -> Iterator[None]:
         """Around a call."""
-        self._begun = time.monotonic()
+        self._begun = (time.monotonic(), self._paused)
         try:
             yield
         finally:

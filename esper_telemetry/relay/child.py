@@ -29,6 +29,7 @@ from esper_telemetry.record import Record, RunInfo, RunStatus
 from esper_telemetry.redaction import masked
 from esper_telemetry.relay.cursors import Cursors
 from esper_telemetry.relay.delivery import Delivery
+from esper_telemetry.relay.pauses import Pauses
 from esper_telemetry.relay.status import SinkState, SinkStatus, one_line
 from esper_telemetry.relay.status_file import note_statuses
 from esper_telemetry.sinks.protocol import PermanentSinkError, Sink
@@ -83,14 +84,14 @@ def serve(parent: Parent, deliveries: Sequence[Delivery], run_dir: Path, call_se
     for thread in threads:
         thread.start()
     orphaned_at: float | None = None
-    status_file = _StatusFile(run_dir)
+    status_file, pauses = _StatusFile(run_dir), Pauses()
     while not all(delivery.over for delivery in deliveries):
         status = parent.listen(TICK_SECONDS)
         if parent.gone and orphaned_at is None:
             orphaned_at, status = time.monotonic(), _end_run(run_dir)
         if status is not None:
             _finish(deliveries, status)
-        _find_hanging(deliveries, call_seconds)
+        _find_hanging(deliveries, call_seconds, pauses.last())
         parent.report([delivery.status for delivery in deliveries])
         status_file.note([delivery.status for delivery in deliveries])
         if _needs_fresh_process(deliveries) or (orphaned_at and time.monotonic() - orphaned_at > ORPHAN_SECONDS):
@@ -101,8 +102,9 @@ def serve(parent: Parent, deliveries: Sequence[Delivery], run_dir: Path, call_se
     return code
 
 
-def _find_hanging(deliveries: Sequence[Delivery], call_seconds: float) -> None:
+def _find_hanging(deliveries: Sequence[Delivery], call_seconds: float, paused: float) -> None:
     for delivery in deliveries:
+        delivery.paused(paused)
         if delivery.call_seconds > call_seconds:
             delivery.hung()
 

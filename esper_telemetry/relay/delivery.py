@@ -162,6 +162,10 @@ class Delivery:
         self._stopped = True
         self._wake.set()
 
+    def paused(self, seconds: float) -> None:
+        """Says that the process was stopped for so long: the call under way is not to blame."""
+        self._calls.paused(seconds)
+
     def hung(self) -> None:
         """Says that the call under way is given up; its process ends."""
         self._calls.note(TimeoutError(f"a call has not come back for {self.call_seconds:.0f} s"))

@@ -20,6 +20,7 @@ from esper_telemetry.journal import Role, lock_for, remove_lock
 from esper_telemetry.record import RunStatus
 from esper_telemetry.redaction import redacted
 from esper_telemetry.relay.child import dumped
+from esper_telemetry.relay.pauses import PAUSE_SECONDS, Pauses
 from esper_telemetry.relay.status import SinkState, SinkStatus
 from esper_telemetry.sinks.protocol import Sink
 
@@ -89,6 +90,7 @@ class SinkProcess:
         self._over = False
         self._deaths = 0
         self._due = self._look_at = 0.0
+        self._pauses = Pauses()
         self._shown: set[str] = set()
         self._earlier_errors: dict[str, int] = {}
         self._hangs = dict.fromkeys(sinks, 0)
@@ -212,12 +214,14 @@ class SinkProcess:
     def _lives(self, child: Child, seconds: float) -> bool:
         """Hears what the child says, for that long at most; whether it still runs.
 
-        A forked process may hold open what a dead child spoke through.
+        A forked process may hold open what a dead child spoke through. Of the time between two looks little counts as silence: it may be
+        a long update, or one in which this process was stopped, and the child with it.
         """
         if child.closed:
             with suppress(subprocess.TimeoutExpired):
                 child.process.wait(seconds)
             return child.process.poll() is None
+        child.heard_at += max(0.0, self._pauses.last() - PAUSE_SECONDS)
         poll = select.poll()
         poll.register(child.listening, select.POLLIN)
         if poll.poll(seconds * 1000):
