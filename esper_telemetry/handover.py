@@ -48,8 +48,7 @@ class HandOver:
                 self._learning = self._start()
                 self._learning.go_on(run)
             return None
-        self._learning.found()
-        if not self._learning.idle:
+        if not self._learning.idle():
             return None
         self._learning.catch_up()
         return self._learning

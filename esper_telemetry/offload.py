@@ -126,9 +126,10 @@ class OffloadedWriter:
         """Reads in the journal what somebody else has written since `go_on`."""
         self._send("catch_up")
 
-    @property
     def idle(self) -> bool:
-        """Whether everything is done that was asked for, as far as is known here by now."""
+        """Whether everything is done that was asked for, here if the process is gone; never waits for it."""
+        if self._local is None:
+            self._listen()
         return not self._unacknowledged
 
     def describe(self, metrics: Mapping[str, MetricInfo], seq: int) -> None:
