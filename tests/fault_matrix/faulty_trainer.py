@@ -29,7 +29,8 @@ def main() -> None:
     torch.set_num_threads(1)
     trainer = PPO(make_env("CartPole-v1", num_envs=4), PPOConfig(num_steps=32, num_epochs=2, seed=1))
     started = [0.0, 0.0]
-    with Telemetry([made(uri) for uri in uris], run_dir=run_dir, close_timeout=10.0) as telemetry:
+    patience = 60.0 if "picky" in uris else 10.0  # what that one takes in the end is looked at, and nothing repairs it
+    with Telemetry([made(uri) for uri in uris], run_dir=run_dir, close_timeout=patience) as telemetry:
         attach(telemetry, trainer)
         trainer.hooks.on(
             UpdateEnd, lambda _: paced(trainer, telemetry, flags, Path(os.environ["UPDATES_FILE"]), started)

@@ -249,7 +249,8 @@ def test_records_that_are_refused(tmp_path: Path, check: Check) -> None:
     run_dir = tmp_path / "run"
     found = outcome(run_dir, started(run_dir, *BACKENDS, "picky"))
 
-    letters = [json.loads(line)["record"]["axes"]["update"] for line in (run_dir / "dead_letter.jsonl").open()]
+    lines = (run_dir / "dead_letter.jsonl").read_text(encoding="utf-8").splitlines()
+    letters = [json.loads(line)["record"]["axes"]["update"] for line in lines]
     status = read_status(run_dir)["picky"]
     assert sorted(letters) == sorted(REFUSED)
     assert (status["sent"], status["pending"], status["quarantined"]) == (found.journalled - 3, 0, 3)
