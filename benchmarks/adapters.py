@@ -1,6 +1,6 @@
 """What `TelemetryCallback` costs Stable-Baselines3: processor time with it over that without.
 
-    python benchmarks/adapters.py                        # four models, five rounds; ten minutes
+    python benchmarks/adapters.py                        # five models, five rounds; ten minutes
     python benchmarks/adapters.py ppo --rounds 9
 
 At NORMAL with TensorBoard, W&B (offline) and MLflow. Runs with and without take turns, each in a process of its own with one torch
@@ -56,11 +56,21 @@ def recurrent_ppo() -> Any:
     return RecurrentPPO("MlpLstmPolicy", env, policy_kwargs={"lstm_hidden_size": 64}, seed=1, device="cpu")
 
 
+def maskable_ppo() -> Any:
+    from sb3_contrib import MaskablePPO
+    from stable_baselines3.common.env_util import make_vec_env
+
+    from esper_telemetry.faults.sb3.beds import MaskedArms
+
+    return MaskablePPO("MlpPolicy", make_vec_env(MaskedArms, 8, seed=1), n_steps=256, seed=1, device="cpu")
+
+
 MODELS: Mapping[str, tuple[Callable[[], Any], int]] = {
     "ppo": (ppo, 16_384),
     "ppo_pendulum": (ppo_pendulum, 16_384),
     "a2c": (a2c, 65_536),
     "recurrent_ppo": (recurrent_ppo, 8_192),
+    "maskable_ppo": (maskable_ppo, 16_384),
 }
 """Each model with its number of environment steps."""
 

@@ -295,6 +295,8 @@ class MinibatchesEnd(NamedTuple):
         head_log_ratios: per head [R], where there are several.
         relevance: per head that is not always relevant [R], bool.
         rows: [R]; None where nobody says.
+        values, old_values, returns: [R] each, from a source that emits no `MinibatchEnd`s beside it; None from others.
+        means: per Gaussian head [R, D]; likewise.
     """
 
     epochs: tuple[int, ...]
@@ -309,6 +311,10 @@ class MinibatchesEnd(NamedTuple):
     head_log_ratios: Mapping[str, Tensor] = NONE
     relevance: Mapping[str, Tensor] = NONE
     rows: Tensor | None = None
+    values: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
+    means: Mapping[str, Tensor] = NONE
 
 
 @dataclass(frozen=True, slots=True)

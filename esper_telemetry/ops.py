@@ -78,12 +78,21 @@ def gradient_norms(gradients: Sequence[Tensor]) -> Tensor:
     On CUDA float64, accumulated in float64 and without synchronisation. On the CPU float32 with the rounding of
     `clip_grad_norm_`; float64 where a norm leaves the range that float32 can square.
     """
-    norms = choose_norms(gradients[0].device)
     if gradients[0].is_cuda:
-        return norms(gradients, torch.float64)
-    result = norms(gradients, torch.promote_types(gradients[0].dtype, torch.float32))
-    doubtful = [index for index, norm in enumerate(result.tolist()) if not TINY_NORM < norm < HUGE_NORM]
-    return repair_norms(result, gradients, doubtful) if doubtful else result
+        return choose_norms(gradients[0].device)(gradients, torch.float64)
+    return checked_norms(gradients, raw_norms(gradients))
+
+
+def raw_norms(gradients: Sequence[Tensor]) -> Tensor:
+    """L2 norm of each gradient on the CPU, [K], with the rounding of `clip_grad_norm_`, and its overflows."""
+    norms = choose_norms(gradients[0].device)
+    return norms(gradients, torch.promote_types(gradients[0].dtype, torch.float32))
+
+
+def checked_norms(gradients: Sequence[Tensor], raw: Tensor) -> Tensor:
+    """The same without overflows and underflows, from the `raw_norms`."""
+    doubtful = [index for index, norm in enumerate(raw.tolist()) if not TINY_NORM < norm < HUGE_NORM]
+    return repair_norms(raw, gradients, doubtful) if doubtful else raw
 
 
 def repair_norms(norms: Tensor, gradients: Sequence[Tensor], doubtful: Sequence[int]) -> Tensor:
@@ -108,6 +117,15 @@ def _rounded(norms: Tensor, dtype: torch.dtype) -> Tensor:
     """The norms in a shorter type, as torch takes them, unless their sum leaves its range."""
     rounded = norms.to(dtype)
     return rounded if torch.isfinite(total_norm(rounded)) else norms
+
+
+def clip_by_norms(gradients: Sequence[Tensor], raw: Tensor, max_norm: float) -> Tensor:
+    """What `clip_grad_norm_` does to gradients in float32 on the CPU and returns, 0-d, from their `raw_norms`: to the last bit."""
+    norm = total_norm(raw)
+    coefficient = clip_coefficient(norm, max_norm)
+    if not float(coefficient) >= 1.0:
+        torch._foreach_mul_(list(gradients), coefficient)
+    return norm
 
 
 def clip_gradients(gradients: Sequence[Tensor], norms: Tensor, max_norm: float) -> None:

@@ -272,6 +272,10 @@ class Telemetry:
         """Calls a hook of telemetry's own; one that raises costs what it would have measured, and a warning."""
         self._containment.attempt(partial(function, event), lambda _: None)
 
+    def failed(self, function: Callable[..., object], error: Exception) -> None:
+        """The same for a function that was called already, and has raised."""
+        self._containment.note(function, error)
+
     def log(self, values: Mapping[str, float]) -> None:
         """Adds plain numbers to the update's record; non-finite ones are counted under `<key>_nonfinite`.
 

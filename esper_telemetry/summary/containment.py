@@ -49,7 +49,7 @@ class Containment:
             except StopIteration:
                 return
             except Exception as error:  # whatever a bug raises
-                self._note(items, error)
+                self.note(items, error)
                 return
             yield item
 
@@ -58,9 +58,10 @@ class Containment:
         try:
             use(function())
         except Exception as error:  # whatever a bug raises
-            self._note(function, error)
+            self.note(function, error)
 
-    def _note(self, culprit: object, error: Exception) -> None:
+    def note(self, culprit: object, error: Exception) -> None:
+        """Counts that it has raised, and says so the first time."""
         self._errors += 1
         name = _metric_function(error) or _name(culprit)
         if name not in self._told:

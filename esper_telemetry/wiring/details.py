@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from esper_telemetry.events import MinibatchEnd, RolloutEnd
+from esper_telemetry.events import MinibatchEnd, MinibatchesEnd, RolloutEnd
 from esper_telemetry.summary import Details
 
 
@@ -15,11 +15,16 @@ class DetailJoining:
     """Takes minibatches as they come and gives back what `Joining` does not keep of them."""
 
     def __init__(self) -> None:
-        self._events: list[MinibatchEnd] = []
+        self._events: list[MinibatchEnd | MinibatchesEnd] = []
 
     def add(self, event: MinibatchEnd) -> None:
         """The next minibatch."""
         self._events.append(event)
+
+    def add_all(self, event: MinibatchesEnd) -> None:
+        """All of them, from a source that tells of none alone."""
+        if event.values is not None:
+            self._events.append(event)
 
     def take(self, rollout: RolloutEnd | None) -> Details | None:
         """All minibatches, with what the rollout knows of their rows where they say which they are; None where a column is missing."""

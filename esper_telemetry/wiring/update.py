@@ -120,7 +120,7 @@ class Update:
             self._listener.on(TrunkBackward, self._keep_leaf)
             self._hears_trunk = True
         if self._wants_details(event.facts) and not self._hears_details:
-            self._listener.untimed(MinibatchEnd, self._details.add)
+            self._hear_details(self._listener)
             self._hears_details = True
 
     def _begin(self, event: RolloutEnd) -> None:
@@ -130,7 +130,7 @@ class Update:
         self._looks_closely = self._telemetry.sampling.begin(raised=raised)
         if self._looks_closely:
             if not self._hears_details:
-                self._for_this_update.untimed(MinibatchEnd, self._details.add)
+                self._hear_details(self._for_this_update)
             self._close_look.begin(every_step=self._telemetry.update_level is Level.DEBUG)
             self._replays.begin()
             self._listener.once(RecurrentForward, self._keep_layers)
@@ -228,6 +228,10 @@ class Update:
         if backward is not None:
             yield from of_backward(backward)
 
+    def _hear_details(self, listener: Listener) -> None:
+        listener.untimed(MinibatchEnd, self._details.add)
+        listener.untimed(MinibatchesEnd, self._details.add_all)
+
     def _wants_details(self, facts: Mapping[str, Any]) -> bool:
         """In every update: at DEBUG, and at NORMAL where values are clipped, for what that is judged by."""
         level = self._telemetry.level
@@ -243,7 +247,9 @@ class Update:
         details = self._take_details()
         if not self._minibatches:
             return None
-        return Minibatches(**self._minibatches[-1]._asdict(), features=self._features, details=details)
+        columns = self._minibatches[-1]._asdict()
+        known = {name: columns[name] for name in Minibatches._fields if name in columns}
+        return Minibatches(**known, features=self._features, details=details)
 
     def _take_details(self) -> Details | None:
         """More columns of the minibatches, in updates that are looked at closely with what the rollout knows of them."""

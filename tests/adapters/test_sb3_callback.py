@@ -270,13 +270,24 @@ def test_their_logger_tensorboard_and_callbacks_see_what_they_saw(tmp_path: Path
     assert all(values["integrity/ratio_init"] <= 1e-6 for values in mirrored)
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        "columns.policy_loss",
+        "minibatches.kept_of",
+        "minibatches.Minibatches.about_to_clip",
+        "minibatches.ops.checked_norms",
+        "steps.Steps.acted",
+        "steps.Steps.stepped",
+    ],
+)
 def test_a_bug_in_it_costs_what_it_would_have_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:
         raise IndexError("a bug")
 
-    monkeypatch.setattr("esper_telemetry.adapters.sb3.minibatches.used_advantages", broken)
+    monkeypatch.setattr(f"esper_telemetry.adapters.sb3.{place}", broken)
     sink, bare = MemorySink(), sb3_models.ppo()
     bare.learn(256)
     wanted, model = sb3_models.fingerprint(bare), sb3_models.ppo()

@@ -41,10 +41,13 @@ class TelemetryCallback(BaseCallback):
     Attributes:
         telemetry: as given.
         hooks: who is told of what happens, besides telemetry.
+        joins_minibatches: it emits `MinibatchesEnd`, and no `MinibatchEnd`.
 
     Raises:
         TypeError: for something else than a `Telemetry`; from `learn`, for a model that is none of the four.
     """
+
+    joins_minibatches = True
 
     def __init__(self, telemetry: Telemetry, *, verbose: int = 0) -> None:
         super().__init__(verbose)
@@ -87,8 +90,12 @@ class TelemetryCallback(BaseCallback):
             self._attempt(self._watch.rollout_begins)
 
     def _on_step(self) -> bool:
-        if self._watch is not None:
-            self.telemetry.attempt(self._watch.stepped, self.locals)
+        watch = self._watch
+        if watch is not None:
+            try:
+                watch.stepped(self.locals)
+            except Exception as error:  # whatever a bug raises
+                self.telemetry.failed(watch.stepped, error)
         return True
 
     def _on_rollout_end(self) -> None:

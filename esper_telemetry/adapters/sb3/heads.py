@@ -46,6 +46,16 @@ class Heads:
         """`categorical` or `continuous`, by head."""
         return dict.fromkeys(self.names, "continuous" if isinstance(self._space, spaces.Box) else "categorical")
 
+    @property
+    def gaussian(self) -> bool:
+        """Whether there is one head, and its actions are numbers."""
+        return isinstance(self._space, spaces.Box)
+
+    @property
+    def single_choice(self) -> bool:
+        """Whether there is one head, and its actions are choices."""
+        return isinstance(self._space, spaces.Discrete)
+
     def describe(self, drawn: Any) -> Description:
         """Of N rows, from what `drawn_from` gives."""
         if isinstance(self._space, spaces.Box):
@@ -55,17 +65,6 @@ class Heads:
         logits = {name: logits_of(part) for name, part in zip(self.names, parts, strict=True)}
         known = ((name, getattr(part, "masks", None)) for name, part in zip(self.names, parts, strict=True))
         return Description(logits, {}, {}, {name: masks for name, masks in known if masks is not None})
-
-    def describe_all(self, drawn: Sequence[Any]) -> Description:
-        """The same of T steps of B environments, [T, B, ...]."""
-        if isinstance(self._space, spaces.Box):
-            means, stds = (torch.stack([getattr(one, of) for one in drawn]).detach() for of in ("mean", "stddev"))
-            return Description({}, {self.names[0]: means}, {self.names[0]: stds.log()}, {})
-        if isinstance(self._space, spaces.Discrete) and getattr(drawn[0], "masks", None) is None:
-            logits = torch.stack([one.logits for one in drawn])
-            return Description({self.names[0]: logits.detach()}, {}, {}, {})
-        described = [self.describe(one) for one in drawn]
-        return Description(*(_stacked([one[part] for one in described]) for part in range(len(Description._fields))))
 
     def actions(self, stored: Tensor) -> dict[str, Tensor]:
         """Per head [...] (categorical) or [..., D] (continuous, before a squash), from a buffer's [..., D]."""
@@ -115,9 +114,3 @@ def logits_of(part: Any) -> Tensor:
 
 def _chosen(logits: Tensor, actions: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, actions.unsqueeze(-1)).squeeze(-1)
-
-
-def _stacked(steps: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """[T, B, ...] by name, of what every step has."""
-    names = steps[0] if all(len(step) == len(steps[0]) for step in steps) else ()
-    return {name: torch.stack([step[name] for step in steps]) for name in names}

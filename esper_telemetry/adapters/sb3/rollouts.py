@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from esper_telemetry.adapters.sb3.drawn import Drawn
 from esper_telemetry.adapters.sb3.heads import Heads
 from esper_telemetry.adapters.sb3.steps import Steps
 from esper_telemetry.adapters.sb3.untouched import untouched
@@ -20,15 +21,15 @@ EPS = 1e-8
 
 
 def rollout_event(
-    model: Any, steps: Steps, heads: Heads, last_values: Tensor, *, update: int, env_step: int
+    model: Any, steps: Steps, heads: Heads, drawn: Drawn, last_values: Tensor, *, update: int, env_step: int
 ) -> RolloutEnd:
     """The event of a full buffer, before anything takes minibatches from it.
 
     Rewards are those before a time limit's bootstrap was added; its share comes back as the value of the state that followed.
     """
     buffer, device = model.rollout_buffer, model.device
-    rewards, ended, limits = np.stack(steps.rewards).astype(np.float32), np.stack(steps.dones), steps.time_limits
-    described = heads.describe_all(steps.drawn)
+    rewards, ended, limits = steps.rewards, steps.ended, steps.time_limits
+    described = drawn.joined(steps.drawn, torch.stack)
     actions = heads.actions(on(buffer.actions, device))
     return RolloutEnd(
         update=update,

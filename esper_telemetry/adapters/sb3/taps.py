@@ -7,14 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from esper_telemetry.hooks import Remover
 
-Heard: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any], Any], None]
+Heard: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any], Any], object]
 """Is told of positional arguments, named arguments and result of a call."""
 
+Failed: TypeAlias = Callable[[Callable[..., object], Exception], object]
+"""Is told of a listener and what it has raised."""
+
 Value = TypeVar("Value")
+
+
+def raised(heard: Callable[..., object], error: Exception) -> NoReturn:
+    """What a listener raises goes on to whoever called the method."""
+    raise error
 
 
 class Tap:
@@ -24,15 +32,18 @@ class Tap:
         self._owner, self._name = owner, name
         self._method = getattr(owner, name)
         self._before = vars(owner).get(name)
-        self.listeners: list[Heard] = []
+        self.listeners: tuple[tuple[Heard, Failed], ...] = ()
         self.muted = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The method's result."""
         result = self._method(*args, **kwargs)
         if not self.muted:
-            for heard in tuple(self.listeners):
-                heard(args, kwargs, result)
+            for heard, failed in self.listeners:
+                try:
+                    heard(args, kwargs, result)
+                except Exception as error:  # whatever a bug raises
+                    failed(heard, error)
         return result
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
@@ -53,16 +64,17 @@ class Tap:
             vars(self._owner)[self._name] = self._before
 
 
-def listen(owner: object, name: str, heard: Heard) -> Remover:
+def listen(owner: object, name: str, heard: Heard, failed: Failed = raised) -> Remover:
     """Calls `heard` after every call of that method of that object; returns the function that ends this, in any order."""
     found = vars(owner).get(name)
     tap = found if isinstance(found, Tap) else Tap(owner, name)
     vars(owner)[name] = tap
-    tap.listeners.append(heard)
+    entry = heard, failed
+    tap.listeners = (*tap.listeners, entry)
 
     def remove() -> None:
-        if heard in tap.listeners:
-            tap.listeners.remove(heard)
+        if any(one is entry for one in tap.listeners):
+            tap.listeners = tuple(one for one in tap.listeners if one is not entry)
             if not tap.listeners:
                 tap.leave()
 

@@ -9,6 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from esper_telemetry.adapters.sb3.clipping import listen_to_clipping
+from esper_telemetry.adapters.sb3.columns import Columns
+from esper_telemetry.adapters.sb3.drawn import drawn_by
 from esper_telemetry.adapters.sb3.facts import Progress, groups_of, trainable
 from esper_telemetry.adapters.sb3.heads import Heads
 from esper_telemetry.adapters.sb3.minibatches import Minibatches
@@ -50,8 +53,9 @@ class Watch:
         self.progress = before
         self._offset = before.env_step - model.num_timesteps
         self._telemetry, self._model, self._heads, self._hooks = telemetry, model, heads, hooks
-        self._steps = Steps(model)
-        self._minibatches = Minibatches(model, heads, hooks)
+        self._drawn = drawn_by(model.policy, heads)
+        self._steps = Steps(model, self._drawn)
+        self._minibatches = Minibatches(model, self._drawn, Columns(model, heads, self._drawn), hooks)
         self._mirror = Mirror(model.logger)
         self._last_values: Tensor | None = None
         self._replay: RolloutReplay | None = None
@@ -113,15 +117,14 @@ class Watch:
         self._tell_minibatches()
 
     def _tell_minibatches(self) -> None:
-        for done in self._minibatches.take():
-            self._telemetry.attempt(self._minibatches.tell, done)
+        self._telemetry.attempt(lambda minibatches: minibatches.tell(), self._minibatches)
 
     def _told_rollout(self) -> RolloutEnd:
         """Tells everything that is known before the first step."""
         hooks, model, steps, progress = self._hooks, self._model, self._steps, self.progress
         assert self._last_values is not None
         places = {"update": progress.update, "env_step": progress.env_step}
-        rollout = rollout_event(model, steps, self._heads, self._last_values, **places)
+        rollout = rollout_event(model, steps, self._heads, self._drawn, self._last_values, **places)
         hooks.emit(rollout)
         if hooks.wants(RecurrentForward):
             event = recurrent_event(model.policy, steps, max(1, model.n_envs // 4))
@@ -137,62 +140,54 @@ class Watch:
 
     def _collecting_taps(self) -> list[Remover]:
         """On what is called while a rollout is collected."""
-        model, steps, contained = self._model, self._steps, self._contained
+        model, steps, listen = self._model, self._steps, self._listen
         taps = [
-            listen(model.policy, "forward", steps.acted),  # of every step, and nothing in it can raise
+            listen(model.policy, "forward", steps.acted),
             listen(model.rollout_buffer, "compute_returns_and_advantage", self._keep_last_values),
         ]
         if hasattr(model.policy, "lstm_actor"):
-            taps.insert(0, listen(model.policy.lstm_actor, "forward", contained(steps.lstm)))
-        return taps
+            taps.insert(0, listen(model.policy.lstm_actor, "forward", steps.lstm))
+        clipping = listen_to_clipping(self._minibatches, self._telemetry.failed)
+        return taps if clipping is None else [*taps, clipping]
 
     def _update_taps(self) -> list[Remover]:
         """On what is called while minibatches are learned from."""
-        model, minibatches, contained = self._model, self._minibatches, self._contained
+        model, minibatches, listen = self._model, self._minibatches, self._listen
         policy, buffer, optimizer = model.policy, model.rollout_buffer, model.policy.optimizer
         handle = optimizer.register_step_post_hook(self._optimizer_stepped)
-        return [
+        taps = [
             listen(buffer, "get", minibatches.passed),
-            listen(buffer, "_get_samples", contained(minibatches.given)),
-            listen(policy, "evaluate_actions", contained(minibatches.evaluated)),
-            listen(policy, "parameters", self._timed(minibatches.clips)),
+            listen(buffer, "_get_samples", minibatches.given),
+            listen(policy, "evaluate_actions", minibatches.evaluated),
             handle.remove,
             *self._trunk_taps(),
         ]
+        return taps if minibatches.hears_clipping else [*taps, listen(policy, "parameters", minibatches.asked)]
 
     def _trunk_taps(self) -> list[Remover]:
         """On what lies between the trunk and the heads."""
-        policy, minibatches, contained = self._model.policy, self._minibatches, self._contained
+        policy, minibatches = self._model.policy, self._minibatches
         if not self._hooks.wants(TrunkBackward):
             return []
         trunk = Trunk(policy, self._hooks, lambda: (max(minibatches.epoch, 0), minibatches.step), self._telemetry)
         heads = {"actor": policy.action_net, "critic": policy.value_net}
-        taps = [listen(net, "forward", contained(partial(trunk.head, which))) for which, net in heads.items()]
+        taps = [self._listen(net, "forward", partial(trunk.head, which)) for which, net in heads.items()]
         if groups_of(policy).get("shared"):
-            taps.append(listen(policy.features_extractor, "forward", contained(trunk.extracted)))
+            taps.append(self._listen(policy.features_extractor, "forward", trunk.extracted))
         return taps
 
     def _keep_last_values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:
         self._last_values = kwargs["last_values"] if "last_values" in kwargs else args[0]
 
     def _optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        with self._telemetry.clock:
-            self._telemetry.attempt(partial(self._minibatches.stepped, optimizer, args), kwargs)
+        try:
+            self._minibatches.stepped(optimizer)
+        except Exception as error:  # whatever a bug raises
+            self._telemetry.failed(self._minibatches.stepped, error)
 
-    def _contained(self, heard: Heard) -> Heard:
-        """The same, keeping to itself what it raises."""
-        attempt = self._telemetry.attempt
-        return lambda args, kwargs, result: attempt(partial(heard, args, kwargs), result)
-
-    def _timed(self, heard: Heard) -> Heard:
-        """The same, on telemetry's clock."""
-        contained, clock = self._contained(heard), self._telemetry.clock
-
-        def timed(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-            with clock:
-                contained(args, kwargs, result)
-
-        return timed
+    def _listen(self, owner: object, name: str, heard: Heard) -> Remover:
+        """Calls `heard` after every call of that method of that object, and keeps to itself what it raises."""
+        return listen(owner, name, heard, self._telemetry.failed)
 
     @staticmethod
     def _drop(taps: list[Callable[[], None]]) -> None:
