@@ -53,7 +53,7 @@ class Score:
     """Names, or name=dose; all by default."""
     envs: tuple[str, ...] = ()
     """Environments: cue-recall, cartpole, cartpole-lstm, acrobot, pendulum or any Gymnasium id; these five by default. For sb3: cartpole,
-    pendulum, cartpole-lstm, masked-arms."""
+    pendulum, cartpole-lstm, masked-arms, two-choices."""
     seeds: tuple[int, ...] = (3,)
     """Seeds of the runs; thresholds were set on runs of 1 and 2."""
     doses: tuple[float, ...] | None = None

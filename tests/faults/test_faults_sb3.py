@@ -12,12 +12,14 @@ pytest.importorskip("sb3_contrib")
 from esper_telemetry.commands.mistakes import WrongUse
 from esper_telemetry.detectors import Thresholds
 from esper_telemetry.faults.__main__ import run as command
+from esper_telemetry.faults.catalogue import FAULTS as CATALOGUE
 from esper_telemetry.faults.catalogue import find
 from esper_telemetry.faults.course import Course
 from esper_telemetry.faults.judging import ByDetectors, judged, kept
 from esper_telemetry.faults.sb3.beds import BEDS, Breakable
-from esper_telemetry.faults.sb3.breaks import BREAKS, NotForThisModelError
+from esper_telemetry.faults.sb3.breaks import BREAKS
 from esper_telemetry.faults.sb3.courses import courses, faults_among, run
+from esper_telemetry.faults.sb3.replacing import NotForThisModelError
 from esper_telemetry.faults.scoring import case
 
 pytestmark = pytest.mark.sb3
@@ -69,7 +71,10 @@ def test_what_does_not_apply_trains_nothing(tmp_path: Path) -> None:
 
 
 def test_the_plan_holds_what_can_be_injected_from_outside() -> None:
-    assert faults_among([("lr_x100", 100), ("epochs_x5", 5)], named=False) == [("lr_x100", 100)]
+    assert {fault.name for fault in CATALOGUE} == set(BREAKS)
+    assert faults_among([("lr_x100", 100), ("power_cut", 5)], named=False) == [("lr_x100", 100)]
+    with pytest.raises(ValueError, match="power_cut cannot be injected into sb3 from outside"):
+        faults_among([("power_cut", 5)], named=True)
     assert [course.name for course in courses([("lr_x100", 100)], ["cartpole"], [3])] == [
         "sb3-cartpole-healthy-plain-s3",
         "sb3-cartpole-lr_x100-100-s3",
@@ -79,7 +84,7 @@ def test_the_plan_holds_what_can_be_injected_from_outside() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--faults", "epochs_x5"), "epochs_x5 cannot be injected into sb3 from outside"),
+        (("--faults", "power_cut"), "power_cut"),
         (("--envs", "acrobot"), "there is no environment 'acrobot' for sb3"),
     ],
 )

@@ -29,6 +29,25 @@ class Progress(NamedTuple):
     gradient_step: int
 
 
+class OptimizerSettings(NamedTuple):
+    """What an optimizer works with; `beta2` is None where it is not Adam."""
+
+    learning_rate: float
+    beta2: float | None
+
+
+def optimizer_settings(optimizer: Any) -> OptimizerSettings:
+    """As it was used last."""
+    group = optimizer.param_groups[0]
+    betas = group.get("betas")
+    return OptimizerSettings(float(group["lr"]), None if betas is None else float(betas[1]))
+
+
+def coefficients_of(model: Any) -> dict[str, float]:
+    """Weights of the losses as they are now: their value loss is the mean squared error, ours half of it."""
+    return {"value": 2 * float(model.vf_coef), "entropy": float(model.ent_coef)}
+
+
 def progress_of(model: Any) -> Progress:
     """As far as a model knows: updates are counted by their steps, the steps of its optimizer by passes."""
     rollout = model.n_steps * model.n_envs

@@ -12,7 +12,13 @@ from torch import Tensor
 from esper_telemetry.adapters.sb3.clipping import listen_to_clipping
 from esper_telemetry.adapters.sb3.columns import Columns
 from esper_telemetry.adapters.sb3.drawn import drawn_by
-from esper_telemetry.adapters.sb3.facts import Progress, groups_of, trainable
+from esper_telemetry.adapters.sb3.facts import (
+    Progress,
+    coefficients_of,
+    groups_of,
+    optimizer_settings,
+    trainable,
+)
 from esper_telemetry.adapters.sb3.heads import Heads
 from esper_telemetry.adapters.sb3.minibatches import Minibatches
 from esper_telemetry.adapters.sb3.mirror import Mirror
@@ -105,9 +111,10 @@ class Watch:
         if replay is not None and self._hooks.wants(AfterUpdate):
             self._hooks.emit(AfterUpdate(self.progress.update, replay))
         self._telemetry.log(self._mirror.take())
-        rate = float(self._model.policy.optimizer.param_groups[0]["lr"])
-        epochs = minibatches.epoch + 1
-        self._hooks.emit(UpdateEnd(*self.progress, rate, seconds, epochs, cpu_seconds=processor))
+        epochs, weights = minibatches.epoch + 1, coefficients_of(self._model)
+        found = optimizer_settings(self._model.policy.optimizer)
+        end = UpdateEnd(*self.progress, found.learning_rate, seconds, epochs, weights, processor, found.beta2)
+        self._hooks.emit(end)
 
     def leave(self) -> None:
         """Listens to nothing any more; a minibatch that is open is told of first."""

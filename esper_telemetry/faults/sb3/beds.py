@@ -10,7 +10,7 @@ import numpy as np
 from gymnasium import spaces
 from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.vec_env import VecEnvWrapper
+from stable_baselines3.common.vec_env import VecEnvWrapper, VecNormalize
 from torch import nn
 
 NUM_ENVS = 8
@@ -89,14 +89,40 @@ class MaskedArms(gym.Env[Any, Any]):
         return np.eye(4, dtype=np.float32)[self._forbidden]
 
 
+class TwoChoices(gym.Env[Any, Any]):
+    """Two choices of four arms each; the observation names one, which pays a half in the first choice, and the one after it in the
+    second. Ends after 16 steps.
+    """
+
+    observation_space = spaces.Box(0, 1, (4,), np.float32)
+    action_space = spaces.MultiDiscrete([4, 4])
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        """A new episode."""
+        super().reset(seed=seed)
+        self._steps = 0
+        return self._next(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Pays and goes on to the next arm that is named."""
+        right = (int(action[0]) == self._named) + (int(action[1]) == (self._named + 1) % 4)
+        self._steps += 1
+        return self._next(), right / 2, self._steps >= 16, False, {}
+
+    def _next(self) -> Any:
+        self._named = int(self.np_random.integers(4))
+        return np.eye(4, dtype=np.float32)[self._named]
+
+
 def cartpole(seed: int) -> Any:
     """PPO with ReLU on CartPole-v1."""
     return PPO("MlpPolicy", _envs("CartPole-v1", seed), seed=seed, policy_kwargs={"activation_fn": nn.ReLU}, **SETTINGS)
 
 
 def pendulum(seed: int) -> Any:
-    """PPO on Pendulum-v1."""
-    return PPO("MlpPolicy", _envs("Pendulum-v1", seed), seed=seed, learning_rate=1e-3, gamma=0.9, **SETTINGS)
+    """PPO on Pendulum-v1, observations normalised."""
+    env = VecNormalize(make_vec_env("Pendulum-v1", NUM_ENVS, seed=seed), norm_reward=False)
+    return PPO("MlpPolicy", Breakable(env), seed=seed, learning_rate=1e-3, gamma=0.9, **SETTINGS)
 
 
 def cartpole_lstm(seed: int) -> Any:
@@ -115,6 +141,11 @@ def masked_arms(seed: int) -> Any:
     return MaskablePPO("MlpPolicy", _envs(MaskedArms, seed), seed=seed, **SETTINGS)
 
 
+def two_choices(seed: int) -> Any:
+    """PPO with an action of two parts."""
+    return PPO("MlpPolicy", _envs(TwoChoices, seed), seed=seed, **SETTINGS)
+
+
 def _envs(env: Any, seed: int) -> Breakable:
     return Breakable(make_vec_env(env, NUM_ENVS, seed=seed))
 
@@ -124,6 +155,7 @@ BEDS: Mapping[str, Callable[[int], Any]] = {
     "sb3-pendulum": pendulum,
     "sb3-cartpole-lstm": cartpole_lstm,
     "sb3-masked-arms": masked_arms,
+    "sb3-two-choices": two_choices,
 }
 """Models by name, from a seed."""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,51 +13,11 @@ from torch import nn
 
 from esper_telemetry.faults import changes
 from esper_telemetry.faults.fault import Undo
-from esper_telemetry.faults.sb3.beds import Breakable, Change, Outcome
+from esper_telemetry.faults.sb3 import optimisation
+from esper_telemetry.faults.sb3.beds import Outcome
+from esper_telemetry.faults.sb3.replacing import answers, attribute, require
 
 Break: TypeAlias = Callable[[Any, float], Undo]
-
-
-class NotForThisModelError(ValueError):
-    """A fault needs what this model does not have; the message says what."""
-
-
-def attribute(owner: Any, **values: Any) -> Undo:
-    """Replaces attributes of one object, not those of its class."""
-    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
-    vars(owner).update(values)
-
-    def undo() -> None:
-        for name in values:
-            vars(owner).pop(name, None)
-        vars(owner).update(before)
-
-    return undo
-
-
-def answers(model: Any, change: Change) -> Undo:
-    """Changes what the environments answer."""
-    env: Any = model.env
-    while not isinstance(env, Breakable):
-        env = env.venv
-    return attribute(env, change=change)
-
-
-def learning_rate(model: Any, dose: float) -> Undo:
-    """Multiplies the learning rate."""
-    right = model.lr_schedule
-    return attribute(model, lr_schedule=lambda remaining: dose * right(remaining))
-
-
-def leaking_rate(model: Any, dose: float) -> Undo:
-    """Lets the learning rate grow by that factor in every update."""
-    right, passed = model.lr_schedule, iter(range(10**6))
-    return attribute(model, lr_schedule=lambda remaining: right(remaining) * dose ** (next(passed) + 1))
-
-
-def value_coef(model: Any, dose: float) -> Undo:
-    """Multiplies the weight of the value loss."""
-    return attribute(model, vf_coef=dose * model.vf_coef)
 
 
 def rewards(model: Any, dose: float) -> Undo:
@@ -82,7 +42,7 @@ def one_nan(model: Any, dose: float) -> Undo:
 
 def favoured_action(model: Any, dose: float) -> Undo:
     """Pays for action 1 and nothing else."""
-    _require(isinstance(model.action_space, spaces.Discrete), model, "its actions are no choices")
+    require(isinstance(model.action_space, spaces.Discrete), "its actions are no choices")
 
     def change(outcome: Outcome, actions: Any) -> Outcome:
         return outcome._replace(rewards=(dose * (np.asarray(actions) == 1)).astype(np.float32))
@@ -102,7 +62,7 @@ def swapped_ends(model: Any, dose: float) -> Undo:
 
 def constant_observations(model: Any, dose: float) -> Undo:
     """Gives ones for the observations of the first environments."""
-    _require(hasattr(model.policy, "lstm_actor"), model, "its policy has no memory")
+    require(hasattr(model.policy, "lstm_actor"), "its policy has no memory")
 
     def change(outcome: Outcome, _: Any) -> Outcome:
         observations = np.array(outcome.observations)
@@ -120,14 +80,14 @@ def other_observations(model: Any, dose: float) -> Undo:
 
 def no_masks(model: Any, dose: float) -> Undo:
     """Trains without the masks under which actions were chosen."""
-    _require(hasattr(model.rollout_buffer, "action_masks"), model, "it has no action masks")
+    require(hasattr(model.rollout_buffer, "action_masks"), "it has no action masks")
     right = model.policy.evaluate_actions
     return attribute(model.policy, evaluate_actions=lambda obs, actions, action_masks=None: right(obs, actions))
 
 
 def zero_state(model: Any, dose: float) -> Undo:
     """Begins training in states of zeros instead of the stored ones."""
-    _require(hasattr(model.policy, "lstm_actor"), model, "its policy has no memory")
+    require(hasattr(model.policy, "lstm_actor"), "its policy has no memory")
     right = model.policy.evaluate_actions
 
     def evaluate(observations: Any, actions: Any, states: Any, starts: Any) -> Any:
@@ -139,7 +99,7 @@ def zero_state(model: Any, dose: float) -> Undo:
 
 def no_reset(model: Any, dose: float) -> Undo:
     """Never resets memory, in acting and in training."""
-    _require(hasattr(model.policy, "lstm_actor"), model, "its policy has no memory")
+    require(hasattr(model.policy, "lstm_actor"), "its policy has no memory")
     right = model.policy._process_sequence
 
     def process(features: Any, states: Any, starts: Any, lstm: nn.LSTM) -> Any:
@@ -162,6 +122,17 @@ def rounded_log_probs(model: Any, dose: float) -> Undo:
 def flipped_advantages(model: Any, dose: float) -> Undo:
     """Flips the sign of advantages; returns stay right."""
     return _computed(model, lambda buffer: np.negative(buffer.advantages, out=buffer.advantages))
+
+
+def stale_advantages(model: Any, dose: float) -> Undo:
+    """Uses the advantages of the rollout before, in the first update those of the environment beside; returns stay right."""
+    kept: list[Any] = []
+
+    def change(buffer: Any) -> None:
+        kept.append(buffer.advantages)
+        buffer.advantages = kept.pop(0) if len(kept) > 1 else np.roll(kept[0], 1, axis=1)
+
+    return _computed(model, change)
 
 
 def shuffled_returns(model: Any, dose: float) -> Undo:
@@ -190,14 +161,14 @@ def dead_units(model: Any, dose: float) -> Undo:
     """Sets the biases of the first layers."""
     extractor = model.policy.mlp_extractor
     layers = [net[0] for net in (extractor.policy_net, extractor.value_net)]
-    _require(isinstance(extractor.policy_net[1], nn.ReLU), model, "its hidden layers have no ReLU")
+    require(isinstance(extractor.policy_net[1], nn.ReLU), "its hidden layers have no ReLU")
     return changes.together(*(changes.parameter(layer.bias, dose) for layer in layers))
 
 
 def forget_bias(model: Any, dose: float) -> Undo:
     """Sets the biases of the actor's forget gates."""
     lstm = getattr(model.policy, "lstm_actor", None)
-    _require(lstm is not None, model, "its policy has no LSTM")
+    require(lstm is not None, "its policy has no LSTM")
     gate = slice(model.policy.lstm_actor.hidden_size, 2 * model.policy.lstm_actor.hidden_size)
     biases = ((model.policy.lstm_actor.bias_ih_l0, dose), (model.policy.lstm_actor.bias_hh_l0, 0.0))
     return changes.together(*(changes.parameter(bias, value, gate) for bias, value in biases))
@@ -208,16 +179,55 @@ def frozen_trunk(model: Any, dose: float) -> Undo:
     return changes.frozen(model.policy.mlp_extractor.policy_net.parameters())
 
 
-def _require(there: bool, model: Any, lacks: str) -> None:
-    if not there:
-        raise NotForThisModelError(lacks)
+def detached_head(model: Any, dose: float) -> Undo:
+    """Detaches the scores of the last part of an action."""
+    count = _last_choices(model)
+    right = model.policy.action_net.forward
+
+    def forward(latents: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = right(latents)
+        return torch.cat([scores[:, :-count], scores[:, -count:].detach()], -1)
+
+    return attribute(model.policy.action_net, forward=forward)
+
+
+def saturated_head(model: Any, dose: float) -> Undo:
+    """Adds to the bias of the first choice of the last part of an action."""
+    first, bias = -_last_choices(model), model.policy.action_net.bias
+    place = slice(first, first + 1 or None)
+    return changes.parameter(bias, float(bias[first].detach()) + dose, place)
+
+
+def _last_choices(model: Any) -> int:
+    space = model.action_space
+    require(isinstance(space, spaces.MultiDiscrete), "its actions have one part")
+    return int(space.nvec[-1])
+
+
+def stuck_normalizer(model: Any, dose: float) -> Undo:
+    """Stops the normaliser of observations where they had `dose` times their spread."""
+    scaled = model.get_vec_normalize_env()
+    require(scaled is not None and scaled.norm_obs, "its observations are not normalised")
+    moments = copy.deepcopy(scaled.obs_rms)
+    moments.var = moments.var * dose**2
+    return attribute(scaled, obs_rms=moments, training=False)
 
 
 BREAKS: Mapping[str, Break] = {
-    **dict.fromkeys(("lr_x100", "lr_x10"), learning_rate),
-    "lr_zero": partial(lambda model, dose: learning_rate(model, 0.0)),
-    "lr_leak": partial(lambda model, dose: leaking_rate(model, 1.03)),
-    "vf_x1000": value_coef,
+    **dict.fromkeys(("lr_x100", "lr_x10", "lr_zero"), optimisation.learning_rate),
+    "lr_leak": optimisation.leaking_rate,
+    "lr_period6": optimisation.oscillating_rate,
+    "epochs_x5": optimisation.more_epochs,
+    "vf_x1000": optimisation.value_coef,
+    "loss_sign": optimisation.flipped_loss,
+    "entropy_sign": optimisation.flipped_entropy,
+    "adam_beta2": optimisation.sparse_rewards_short_memory,
+    "repeated_minibatches": optimisation.repeated_minibatches,
+    "adv_x100": optimisation.scaled_advantages,
+    "stale_adv": stale_advantages,
+    "stuck_normalizer": stuck_normalizer,
+    "detached_head": detached_head,
+    "saturated_head": saturated_head,
     "bf16_log_probs": rounded_log_probs,
     "reward_1e4": rewards,
     "nan_reward": one_nan,

@@ -15,7 +15,8 @@ from esper_telemetry.faults.course import Course, attempted, read_course, record
 from esper_telemetry.faults.fault import Undo
 from esper_telemetry.faults.plan import whole
 from esper_telemetry.faults.sb3.beds import bed
-from esper_telemetry.faults.sb3.breaks import BREAKS, NotForThisModelError
+from esper_telemetry.faults.sb3.breaks import BREAKS
+from esper_telemetry.faults.sb3.replacing import NotForThisModelError
 
 
 def courses(
