@@ -29,7 +29,7 @@ from typing import Any, Final
 import torch
 
 from esper_telemetry.courtesy import step_back
-from esper_telemetry.journal import Journal, JournalEvent, Role, alarms, held, lock_for, remove_lock
+from esper_telemetry.journal import Journal, JournalEvent, Role, alarms, end_after, held, lock_for, remove_lock
 from esper_telemetry.messages import Message, Packer, Replies, messages, reply
 from esper_telemetry.record import Level, MetricInfo, RunInfo, RunStatus
 from esper_telemetry.ring import Ring, shared_file
@@ -337,9 +337,12 @@ def main() -> None:
     if watches is None:
         return
     writer = JournalWriter(Journal.open(run_dir), level, watches.load())
+    method = ""
     for message in incoming:
         method, arguments = message.load()
         getattr(writer, method)(*arguments)
         with suppress(BrokenPipeError):
             reply(acknowledgements, [*told.take(), *writer.found()], parent)
         ring.answer()
+    if method not in ("", "end"):
+        end_after(parent, run_dir)

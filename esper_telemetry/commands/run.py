@@ -172,6 +172,7 @@ class Watched:
             ranks="alone",
         )
         attach(self.telemetry, script)
+        self._taps.clock = self.telemetry.clock
 
     def _log(self, values: Mapping[str, float]) -> None:
         if self.telemetry is not None:

@@ -11,6 +11,7 @@ raises: what could not be written waits in memory, and goes out first when there
 
 from esper_telemetry.journal.file import JOURNAL_NAME, Journal, JournalReader, compress, end_if_open, journal_path
 from esper_telemetry.journal.held import Following, Held, alarms, entries, held, run_info
+from esper_telemetry.journal.killed import end_after
 from esper_telemetry.journal.lines import (
     SCHEMA,
     End,
@@ -58,6 +59,7 @@ __all__ = [
     "encode_metrics",
     "encode_record",
     "encode_run",
+    "end_after",
     "end_if_open",
     "entries",
     "held",

@@ -179,7 +179,7 @@ def prints(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         ("crashed", 1, "RuntimeError: out of luck", RunStatus.FAILED),
         ("three", 3, "", RunStatus.FAILED),
         ("interrupted", -signal.SIGINT, "KeyboardInterrupt", RunStatus.INTERRUPTED),
-        ("terminated", -signal.SIGTERM, "", None),
+        ("terminated", -signal.SIGTERM, "", RunStatus.KILLED),
         ("forked", 0, "", RunStatus.FINISHED),
     ],
 )
@@ -210,12 +210,13 @@ def traceback_of(done: Done) -> list[str]:
 
 
 def recorded(run_dir: Path, *, updates: int) -> Run:
-    """The run with so many whole updates, which another process may still write."""
+    """The run with so many whole updates and its end, which another process may still write."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         with suppress(ValueError):  # nothing is written yet
             found = read_run(run_dir)
-            if len([record for record in found.records if not record.partial]) >= updates:
+            whole = [record for record in found.records if not record.partial]
+            if len(whole) >= updates and found.status is not None:
                 return found
         time.sleep(0.1)
     raise TimeoutError(f"the run in {run_dir} has no {updates} updates")

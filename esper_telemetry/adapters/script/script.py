@@ -96,6 +96,11 @@ class Script:
         self._under_way: Step | None = None
 
     @property
+    def open(self) -> bool:
+        """Whether an update is under way."""
+        return self._open
+
+    @property
     def listens(self) -> bool:
         """Whether whoever calls is the script itself, and not a copy of its process or another of its threads."""
         return os.getpid() == self._pid and threading.get_ident() == self._thread

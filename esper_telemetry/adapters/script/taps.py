@@ -16,6 +16,11 @@ from esper_telemetry.adapters.script.patches import Patches
 
 if TYPE_CHECKING:
     from esper_telemetry.adapters.script.script import Script
+    from esper_telemetry.clock import Clock
+
+
+TIMED_EVERY = 17
+"""Brief calls come in rhythms: a prime meets all of them."""
 
 
 class Taps:
@@ -27,11 +32,14 @@ class Taps:
     Attributes:
         script: what listens; None before torch is there.
         error: what went wrong in a tap, after which all are off.
+        clock: telemetry's, which counts what the taps take; None before there is any.
     """
 
     def __init__(self, make: Callable[[], Script]) -> None:
         self.script: Script | None = None
         self.error: BaseException | None = None
+        self.clock: Clock | None = None
+        self._calls = 0
         self._make = make
         self._patches = Patches()
         self._removers: list[Callable[[], None]] = []
@@ -58,11 +66,23 @@ class Taps:
 
     def contained(self, function: Callable[[Script], None]) -> None:
         """Tells the script's listener something, if it listens; an exception ends this for good and goes no further."""
-        script = self.script
+        self._call(function, 1)
+
+    def briefly(self, function: Callable[[Script], None]) -> None:
+        """The same for what takes about as long as a look at the clock: one call in several is timed, and counts for all."""
+        self._calls += 1
+        self._call(function, 0 if self._calls % TIMED_EVERY else TIMED_EVERY)
+
+    def _call(self, function: Callable[[Script], None], weight: int) -> None:
+        script, clock = self.script, self.clock
         if script is None or self.error is not None or not script.listens:
             return
         try:
-            function(script)
+            if clock is None or not weight:
+                function(script)
+            else:
+                with clock.weighing(weight):
+                    function(script)
         except Exception as error:  # whatever it is, the script goes on
             self.error = error
 
@@ -112,7 +132,7 @@ class Taps:
         @functools.wraps(log_prob)
         def tapped(distribution: Any, *args: Any, **options: Any) -> Any:
             if not _compiling():
-                self.contained(lambda script: script.distributions.see(distribution))
+                self.briefly(lambda script: script.distributions.see(distribution))
             return log_prob(distribution, *args, **options)
 
         return tapped
@@ -137,7 +157,7 @@ class Taps:
 
     def _before_forward(self, module: Any, arguments: tuple[Any, ...]) -> None:
         if not _compiling():
-            self.contained(lambda script: script.memory.see(module, arguments))
+            self.briefly(lambda script: script.memory.see(module, arguments))
 
     def _gymnasium(self, gymnasium: ModuleType) -> None:
         def install() -> None:
@@ -171,14 +191,15 @@ class Taps:
         @functools.wraps(step)
         def stepped(env: Any, *args: Any, **options: Any) -> Any:
             began: list[float] = []
-            self.contained(lambda script: script.between_steps())
-            self.contained(lambda script: began.append(script.environments.enter()))
+            if self.script is not None and self.script.open:
+                self.contained(lambda script: script.between_steps())
+            self.briefly(lambda script: began.append(script.environments.enter()))
             try:
                 result = step(env, *args, **options)
             except BaseException:
-                self.contained(lambda script: _left(script, began))
+                self.briefly(lambda script: _left(script, began))
                 raise
-            self.contained(lambda script: _took(script, env, result, began))
+            self.briefly(lambda script: _took(script, env, result, began))
             return result
 
         return stepped
@@ -187,7 +208,7 @@ class Taps:
         @functools.wraps(reset)
         def began(env: Any, *args: Any, **options: Any) -> Any:
             result = reset(env, *args, **options)
-            self.contained(lambda script: script.environments.reset(env))
+            self.briefly(lambda script: script.environments.reset(env))
             return result
 
         return began
@@ -196,7 +217,7 @@ class Taps:
         def see(add: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(add)
             def added(writer: Any, tag: Any, scalar_value: Any, *args: Any, **options: Any) -> Any:
-                self.contained(lambda script: script.scalars.see(tag, scalar_value))
+                self.briefly(lambda script: script.scalars.see(tag, scalar_value))
                 return add(writer, tag, scalar_value, *args, **options)
 
             return added
