@@ -79,6 +79,9 @@ COMMON = {
 }
 
 
+MEMORY = {"lstm/h/rms", "lstm/c/rms", "lstm/reset_rate", "lstm/age/mean", "lstm/c_growth"}
+
+
 def test_a_script_in_one_piece(tmp_path: Path) -> None:
     """The same prints and weights as without; the critic's fit and the gradients' norms are those that the script knows itself."""
     script = str(SCRIPTS / "categorical.py")
@@ -138,6 +141,35 @@ def test_a_script_with_memory(tmp_path: Path) -> None:
     assert "recurrent states" in ours(done)[0]
     losses = [float(line.split()[3]) for line in plain.stdout.splitlines() if line.startswith("epoch")]
     assert found.records[0].values["loss/value"] < 0.75 * max(losses)
+
+
+def test_a_script_in_one_piece_with_memory(tmp_path: Path) -> None:
+    """Minibatches of whole environments: prints, scalars and weights as without, everything of `COMMON` and of memory; no probability has
+    changed before the first step, so states are those of collection; what `run` takes is counted.
+    """
+    script = str(SCRIPTS / "lstm.py")
+    plain = python(tmp_path, script)
+    before = event_values(tmp_path / "runs")
+    (tmp_path / "runs").rename(tmp_path / "plain")
+    done = watched(tmp_path, script)
+
+    assert (done.code, done.stdout, as_without(done)) == (0, plain.stdout, plain.stderr)
+    assert event_values(tmp_path / "runs") == before != {}
+    assert "recurrent states" in ours(done)[0] and "not found" not in ours(done)[0]
+    found = read_run(tmp_path / "run")
+    assert found.status is RunStatus.FINISHED
+    assert [record.axes.env_step for record in found.records] == [256, 512, 768, 1024]
+    assert all(record.values.keys() >= COMMON | MEMORY for record in found.records[1:])
+    assert {"lstm/gate/f/mean", "lstm/cell_log_gain"} <= found.records[0].values.keys()
+    norms = [float(norm) for norm in re.findall(r"norm (\S+)", plain.stdout)]
+    for place, record in enumerate(found.records):
+        assert record.values["grad/global/norm_preclip"] == pytest.approx(
+            sum(norms[4 * place : 4 * place + 4]) / 4, rel=1e-5
+        )
+        assert record.values["integrity/ratio_init"] <= 1e-6
+        assert record.values["integrity/gae_identity"] <= 1e-6
+        assert "telemetry/metric_errors" not in record.values
+    assert found.info.facts["policy"] == "lstm"
 
 
 def test_a_script_without_a_vector_environment(tmp_path: Path) -> None:
@@ -224,15 +256,24 @@ def recorded(run_dir: Path, *, updates: int) -> Run:
 
 @pytest.mark.skipif(CLEANRL is None, reason="ESPER_CLEANRL names no directory with CleanRL's scripts")
 @pytest.mark.parametrize(
-    ("script", "arguments"),
+    ("script", "mend", "arguments"),
     [
-        ("ppo.py", ("--total-timesteps", "2048")),
-        ("ppo_continuous_action.py", ("--total-timesteps", "4096", "--env-id", "Pendulum-v1")),
+        ("ppo.py", False, ("--total-timesteps", "2048")),
+        ("ppo_continuous_action.py", False, ("--total-timesteps", "4096", "--env-id", "Pendulum-v1")),
+        ("ppo_continuous_action.py", True, ("--total-timesteps", "4096", "--env-id", "Pendulum-v1")),
     ],
 )
-def test_a_script_of_cleanrl(tmp_path: Path, script: str, arguments: tuple[str, ...]) -> None:
-    """Unedited: what it writes to its own event file is the same with and without, to the bit; or it fails alike with this Gymnasium."""
+def test_a_script_of_cleanrl(tmp_path: Path, script: str, mend: bool, arguments: tuple[str, ...]) -> None:
+    """What it writes to its own event file is the same with and without, to the bit; or it fails alike with this Gymnasium.
+
+    Unedited; or, mended, a copy that gives `TransformObservation` the space that Gymnasium 1.x asks for.
+    """
     path = str(Path(CLEANRL or "") / script)
+    if mend:
+        right, old = "np.clip(obs, -10, 10), env.observation_space)", "np.clip(obs, -10, 10))"
+        text = Path(path).read_text(encoding="utf-8")
+        path = str(tmp_path / script)
+        Path(path).write_text(text.replace(old, right), encoding="utf-8")
     plain = python(tmp_path, path, *arguments)
     before = event_values(tmp_path / "runs")
     (tmp_path / "runs").rename(tmp_path / "plain")
