@@ -247,10 +247,10 @@ def test_a_joined_mlflow_run_gets_them_too_and_stays_open(store: Path, client: A
 
 def test_an_incident_that_is_under_way_is_stored_already(store: Path, client: Any, tmp_path: Path) -> None:
     sink = MLflowSink()
-    sink.open(run_info(store, run_id="under way"))
+    sink.open(run_info(store, run_id="under-way"))
     sink.alarm(SPIKE)
 
-    assert "policy/kl" in artifact(client, mlflow_run(client, "under way"), "incidents.md", tmp_path)
+    assert "policy/kl" in artifact(client, mlflow_run(client, "under-way"), "incidents.md", tmp_path)
 
 
 def test_a_store_without_artifacts_costs_a_warning_and_no_number(

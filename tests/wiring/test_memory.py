@@ -228,7 +228,7 @@ def test_minibatches_of_several_sizes_are_padded_in_every_part() -> None:
         joining.add(minibatch(size, generator))
     rows = joining.take()
     assert rows is not None and rows.valid is None
-    found = in_grid(Minibatches(**rows._asdict()))
+    found = in_grid(Minibatches(**{name: getattr(rows, name) for name in rows._fields if name in Minibatches._fields}))
 
     assert found.valid is not None
     assert found.valid.sum(-1).tolist() == [5, 4]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,8 +21,9 @@ UNKNOWN = "it is not known"
 
 @dataclass(frozen=True, slots=True)
 class EachHost(MetricGroup):
-    """Hosts one by one."""
+    """Hosts one by one; of several ranks those of the first one."""
 
+    replicated: ClassVar[bool] = True
     env: tuple[str, ...] = label()
     accuracy: Last = reports(
         Metric(
@@ -70,8 +72,9 @@ class EachHost(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class EachSeed(MetricGroup):
-    """Slots one by one; `0_1` is the second slot of the first environment."""
+    """Slots one by one, of the first rank; `0_1` is the second slot of the first environment."""
 
+    replicated: ClassVar[bool] = True
     place: tuple[str, ...] = label()
     stage: Last = reports(
         Metric(
