@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.nn import LSTM
     from torch.optim import Optimizer
 
-    from esper_telemetry.replay import Replay
+    from esper_telemetry.policy_replay import Replay
 
 NONE: Final[Mapping[str, Any]] = {}
 """Of whatever is kept by name, where there is nothing of it."""

@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
+import esper_telemetry
+
 PACKAGE = Path(__file__).parents[1] / "esper_telemetry"
 
 CORE = {"record", "metric", "derived", "reduction", "layout", "group", "ops"}
 ALLOWED: dict[str, set[str]] = {
     "record": set(),
     "hooks": set(),
-    "replay": set(),
-    "events": {"replay"},
+    "policy_replay": set(),
+    "events": {"policy_replay"},
     "ops": set(),
     "clock": set(),
     "courtesy": set(),
@@ -40,7 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "redaction": set(),
     "sinks": {"record", "redaction"},
     "relay": {"record", "redaction", "courtesy", "journal", "sinks"},
-    "summary": CORE | {"metrics", "replay"},
+    "summary": CORE | {"metrics", "policy_replay"},
     "evidence": CORE | {"alarms", "metrics", "summary"},
     "writer": CORE | {"evidence", "journal", "metrics", "series", "summary", "watch", "window"},
     "ring": set(),
@@ -62,7 +64,7 @@ ALLOWED: dict[str, set[str]] = {
     "telemetry": CORE
     | {"clock", "detecting", "failure", "ranks", "recorder", "relay", "response", "sampling", "sinks", "summary"}
     | {"gradient_tap", "logged", "watched", "window", "writer"},
-    "wiring": CORE | {"clock", "events", "hooks", "metrics", "replay", "summary", "telemetry"},
+    "wiring": CORE | {"clock", "events", "hooks", "metrics", "policy_replay", "summary", "telemetry"},
     "environments": {"events", "hooks"},
     "adapters": {
         "clock",
@@ -72,11 +74,11 @@ ALLOWED: dict[str, set[str]] = {
         "metric",
         "ops",
         "record",
-        "replay",
+        "policy_replay",
         "telemetry",
         "wiring",
     },
-    "ppo": {"environments", "ops", "hooks", "events", "replay"},
+    "ppo": {"environments", "ops", "hooks", "events", "policy_replay"},
     "testing": {"record", "journal", "relay", "sinks"},
     "faults": CORE
     | {
@@ -154,3 +156,12 @@ def _loaded_by(statement: str) -> set[str]:
     code = f"{statement}\nimport sys\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(done.stdout.split())
+
+
+def test_no_module_hides_a_public_name() -> None:
+    """`from esper_telemetry import replay` would give the module instead of the function, once anything has imported that."""
+    modules = {path.stem for path in PACKAGE.glob("*.py")} | {
+        path.parent.name for path in PACKAGE.glob("*/__init__.py")
+    }
+
+    assert modules.isdisjoint(esper_telemetry.__all__)

@@ -14,13 +14,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from esper_telemetry.policy_replay import Activations, Copy, Outputs, StateGradients
 from esper_telemetry.ppo.mlp import MLP
 from esper_telemetry.ppo.policy import ActorCritic, Tensors
 from esper_telemetry.ppo.recurrent import RecurrentTrunk
 from esper_telemetry.ppo.rollout import Batch, Rollout, columns, flatten
 from esper_telemetry.ppo.telling import describe
 from esper_telemetry.ppo.unrolling import state_gradients
-from esper_telemetry.replay import Activations, Copy, Outputs, StateGradients
 
 Loss: TypeAlias = Callable[[Batch, Tensor], Tensor]
 

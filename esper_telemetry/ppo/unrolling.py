@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from esper_telemetry.policy_replay import StateGradients
 from esper_telemetry.ppo.policy import ActorCritic
 from esper_telemetry.ppo.recurrent import RecurrentTrunk
 from esper_telemetry.ppo.rollout import Batch, Rollout
 from esper_telemetry.ppo.sequences import on
-from esper_telemetry.replay import StateGradients
 
 
 def state_gradients(

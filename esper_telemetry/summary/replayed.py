@@ -18,8 +18,8 @@ from esper_telemetry.metrics.representation import (
     layer_responses,
     unit_activity,
 )
+from esper_telemetry.policy_replay import Activations, Copy, Outputs, Replay
 from esper_telemetry.record import Level
-from esper_telemetry.replay import Activations, Copy, Outputs, Replay
 from esper_telemetry.summary.containment import Measurement
 
 MOST_ROWS = 512

@@ -6,8 +6,8 @@ It takes two or three forward passes over the rollout, so nothing here is heard 
 from __future__ import annotations
 
 from esper_telemetry.events import AfterUpdate, BeforeUpdate
+from esper_telemetry.policy_replay import Outputs
 from esper_telemetry.record import Level
-from esper_telemetry.replay import Outputs
 from esper_telemetry.summary import replayed
 from esper_telemetry.telemetry import Telemetry
 from esper_telemetry.wiring.listener import Listener

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from esper_telemetry.environments import make_env
 from esper_telemetry.events import AfterUpdate, BeforeUpdate, MinibatchEnd, RolloutEnd
+from esper_telemetry.policy_replay import Activations, Copy, Outputs, Replay, StateGradients
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.replay import RolloutReplay
-from esper_telemetry.replay import Activations, Copy, Outputs, Replay, StateGradients
 
 POLICIES = [("CartPole-v1", "mlp"), ("CartPole-v1", "lstm"), ("cue-recall", "gru"), ("cue-recall", "lstm")]
 

@@ -27,7 +27,7 @@ from esper_telemetry.adapters.sb3.passes import (
 from esper_telemetry.adapters.sb3.untouched import untouched
 from esper_telemetry.environments.protocol import Array
 from esper_telemetry.events import RolloutEnd
-from esper_telemetry.replay import Activations, Copy, Outputs, StateGradients
+from esper_telemetry.policy_replay import Activations, Copy, Outputs, StateGradients
 
 PART = 512
 """Transitions that are enough to tell how layers respond (Moalla 2024)."""
