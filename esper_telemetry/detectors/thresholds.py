@@ -53,7 +53,7 @@ class Thresholds:
     beyond_high: float = above(2.5, "end of that ramp")
 
     ratio_init_factor: float = above(1.0, "times the bounds of the compute precision, for integrity/ratio_init")
-    gae_identity: float = above(1e-3, "relative error of advantages + values = returns")
+    gae_identity: float = above(1e-4, "relative error of advantages + values = returns")
     adv_norm: float = above(0.05, "distance of normalised advantages from mean 0 and standard deviation 1")
     adv_norm_lasting: float = above(0.01, "the same on average over five updates, where whole rollouts are normalised")
     buffer_age: float = count(0, "updates that data may be old")

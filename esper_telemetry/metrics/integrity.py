@@ -47,7 +47,7 @@ class GaeIdentity(MetricGroup):
             low=0.0,
             level=Level.MINIMAL,
             healthy="< 1e-5",
-            critical="> 1e-3",
+            critical="> 1e-4",
             source="identity of GAE, 1506.02438",
             undefined="no valid row, or targets that are not A + V (PopArt, separate targets)",
         )
