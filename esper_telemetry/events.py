@@ -224,6 +224,23 @@ class BackwardEnd(NamedTuple):
     max_norm: float | None
 
 
+class BackwardsEnd(NamedTuple):
+    """The backward passes of an update are done: their `BackwardEnd`s, joined, also where the update breaks off.
+
+    Attributes:
+        epochs: epoch of each of the M passes.
+        names, norms: of each pass.
+        parameters: trainable parameters by name.
+        max_norm: limit of the global norm; None where nothing is clipped.
+    """
+
+    epochs: tuple[int, ...]
+    names: tuple[tuple[str, ...], ...]
+    norms: tuple[Tensor, ...]
+    parameters: Mapping[str, Tensor]
+    max_norm: float | None
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
     """The optimizer has taken a step; the gradients that it used, clipped where they were, are still there.
@@ -281,7 +298,7 @@ class MinibatchEnd(NamedTuple):
 class MinibatchesEnd(NamedTuple):
     """The minibatches of an update are done: their `MinibatchEnd`s, joined, also where the update breaks off.
 
-    To build it once costs a third of building each of them. A source that emits it has `joins_minibatches`.
+    To build it once costs a third of building each of them.
 
     Attributes:
         epochs: epoch of each of the M minibatches.

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.ring import Ring, aligned
+from esper_telemetry.vocabulary import NOTHING, Vocabulary
 
 Shapes: TypeAlias = tuple[tuple[torch.dtype, torch.Size], ...]
 """Of the tensors of a message, in its order."""
@@ -48,6 +49,7 @@ class Message(NamedTuple):
         place: where the block stands in the shared memory; None where it stands elsewhere.
         number: of the shapes.
         new: whether the reader does not know them yet.
+        vocabulary: what the pickle leaves out.
     """
 
     pickle: bytes
@@ -56,6 +58,7 @@ class Message(NamedTuple):
     place: int | None = None
     number: int = 0
     new: bool = True
+    vocabulary: Vocabulary = NOTHING
 
     def parts(self) -> list[memoryview]:
         """What goes through the pipe: sizes, the pickle, the shapes if they are new, and the block if it is not shared."""
@@ -67,7 +70,7 @@ class Message(NamedTuple):
 
     def load(self) -> Any:
         """What was packed."""
-        return _Unpickler(self.pickle, lying(self.block, self.shapes)).load()
+        return _Unpickler(self.pickle, lying(self.block, self.shapes), self.vocabulary).load()
 
 
 def gap() -> Tensor:
@@ -79,11 +82,12 @@ GAP: Final = (gap, ())
 
 
 class _Unpickler(pickle.Unpickler):
-    """Fills the gaps with these tensors."""
+    """Fills the gaps with these tensors; has read the preamble."""
 
-    def __init__(self, content: bytes, tensors: Sequence[Tensor]) -> None:
-        super().__init__(io.BytesIO(content))
+    def __init__(self, content: bytes, tensors: Sequence[Tensor], vocabulary: Vocabulary) -> None:
+        super().__init__(io.BytesIO(vocabulary.preamble + content))
         self._tensors = iter(tensors)
+        self.load()
 
     def find_class(self, module: str, name: str) -> Any:
         """What a pickle names."""
@@ -104,17 +108,19 @@ class Packer:
 
     Args:
         ring: shared with the reader; whoever knows that a message is read gives its place back.
+        vocabulary: what the reader knows too.
     """
 
-    def __init__(self, ring: Ring | None = None) -> None:
-        self._ring = ring
+    def __init__(self, ring: Ring | None = None, vocabulary: Vocabulary = NOTHING) -> None:
+        self._ring, self._vocabulary = ring, vocabulary
         self._known: dict[Shapes, Known] = {}
         self._said = 0
         self._blocks: dict[tuple[int, int], tuple[memoryview, list[Tensor]]] = {}
         self._tensors: list[Tensor] = []
         self._stream = io.BytesIO()
         self._pickler = pickle.Pickler(self._stream, protocol=5)
-        self._pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: self._leave_gap}
+        reductions = {**copyreg.dispatch_table, **vocabulary.reductions}
+        self._pickler.dispatch_table = {**reductions, Tensor: self._leave_gap}
 
     def pack(self, message: object) -> Message:
         """The message, with copies of its tensors.
@@ -131,13 +137,13 @@ class Packer:
         if tensors:
             with torch.no_grad():
                 torch._foreach_copy_(copies, tensors)
-        return Message(content, shapes, block, place, number, known is None)
+        return Message(content, shapes, block, place, number, known is None, self._vocabulary)
 
     def _pickled(self, message: object) -> tuple[bytes, list[Tensor]]:
         """The pickle with gaps, and the tensors that belong there."""
         self._stream.seek(0)
         self._stream.truncate()
-        self._pickler.clear_memo()
+        self._vocabulary.teach(self._pickler)
         self._tensors.clear()
         self._pickler.dump(message)
         return self._stream.getvalue(), self._tensors
@@ -185,8 +191,13 @@ def span(shapes: Shapes) -> int:
     return sum(aligned(shape.numel() * dtype.itemsize) for dtype, shape in shapes)
 
 
-def messages(parent: int, ring: Ring | None = None) -> Iterator[Message]:
-    """Whole messages from standard input; one that a killed trainer left half written is dropped."""
+def messages(parent: int, ring: Ring | None = None, vocabulary: Vocabulary = NOTHING) -> Iterator[Message]:
+    """Whole messages from standard input; one that a killed trainer left half written is dropped.
+
+    Args:
+        parent: process that they come from.
+        ring, vocabulary: as the packer has them.
+    """
     known: dict[int, Shapes] = {}
     with suppress(EOFError):
         while True:
@@ -198,7 +209,7 @@ def messages(parent: int, ring: Ring | None = None) -> Iterator[Message]:
                 known[number] = pickle.loads(shapes)
             shared = ring.look(place, size) if ring and place != IN_PIPE else None
             block = _exactly(size, parent) if shared is None else bytearray(shared)  # whose place is used again
-            yield Message(content, known[number], memoryview(block))
+            yield Message(content, known[number], memoryview(block), vocabulary=vocabulary)
 
 
 def _exactly(count: int, parent: int) -> bytearray:

@@ -4,7 +4,7 @@ Summarising an update takes a few hundred small tensor operations: a tenth of a 
 on a second core. The trainer only copies the tensors into memory that both share, a few hundred microseconds per update.
 
 The training thread never waits for this process: what neither the shared memory nor the pipe takes stays here and goes first next time.
-What the process has not acknowledged is kept, so that the trainer can do it itself if the process dies. With the acknowledgement comes back
+What the process has not acknowledged is kept, so that the trainer can do it itself if the process dies. Through another pipe comes back
 what the watch has found in it. If the trainer dies, the process still finds in the pipe what the trainer wrote; while it works it holds
 `writer.lock` in the run directory, which whoever ends the run waits for.
 """
@@ -30,11 +30,14 @@ import torch
 
 from esper_telemetry.courtesy import step_back
 from esper_telemetry.journal import Journal, JournalEvent, Role, alarms, end_after, held, lock_for, remove_lock
+from esper_telemetry.layout import Values
 from esper_telemetry.messages import Message, Packer, Replies, messages, reply
-from esper_telemetry.record import Level, MetricInfo, RunInfo, RunStatus
+from esper_telemetry.record import Axes, Level, MetricInfo, RunInfo, RunStatus, SinkLag
 from esper_telemetry.ring import Ring, shared_file
+from esper_telemetry.summary import snapshot
+from esper_telemetry.vocabulary import Vocabulary
 from esper_telemetry.watch import Found, Watches
-from esper_telemetry.writer import JournalWriter, Measured
+from esper_telemetry.writer import Delivery, JournalWriter, Measured
 
 ENTRY: Final = "from esper_telemetry.offload import main; main()"
 LOG_NAME: Final = "summary.log"
@@ -43,13 +46,21 @@ PIPE_BYTES: Final = 1 << 20
 RING_BYTES: Final = 4 << 20
 """Of the memory that is shared: some twenty updates of a small run."""
 REPLY_BYTES: Final = 1 << 16
+AWAITED: Final = ("sync", "end")
+"""What the trainer waits for: the answer comes through the pipe though it says nothing."""
 MOST_BYTES: Final = 64 << 20
 """What may wait in memory for a process that is not fast enough; beyond it updates are recorded without their summary."""
+
+LOOK_SECONDS: Final = 0.01
+"""How often whoever waits for the process looks what it has done: not all of it comes through the pipe."""
 
 NICENESS: Final = 10
 """The trainer goes first where cores are scarce; the sinks' process is nicer still."""
 MOST_PARTS: Final = 256
 """What one call writes; systems take 1024."""
+
+WORDS: Final = Vocabulary((Measured, Axes, Delivery, SinkLag, Values, *snapshot.KINDS), tuple(Level))
+"""What updates are told in."""
 
 _logger = logging.getLogger("esper_telemetry")
 
@@ -92,13 +103,13 @@ class OffloadedWriter:
         self._info: RunInfo | None = None
         self._unacknowledged: deque[Message] = deque()
         self._replies = Replies()
-        self._heard = 0
+        self._answered = self._told = 0
         self._found: list[Found] = []
         self._warned = self._left = False
         acknowledgements, theirs = os.pipe()
         shared = shared_file(RING_BYTES)
         self._ring = Ring(shared, RING_BYTES)
-        self._packer = Packer(self._ring)
+        self._packer = Packer(self._ring, WORDS)
         self._outbox = deque(self._packer.pack(watches).parts())
         self._process = _started(run_dir, level, theirs, shared)
         os.close(theirs)
@@ -151,8 +162,10 @@ class OffloadedWriter:
 
     def found(self) -> Sequence[Found]:
         """See `Writer`."""
-        if self._local is None and not self._left and self._ring.answered > self._heard:
-            self._listen()
+        if self._local is None and not self._left:
+            self._count_answers()
+            if self._ring.told > self._told:
+                self._listen()
         found, self._found = [*self._found, *(self._local.found() if self._local else ())], []
         return found
 
@@ -187,18 +200,30 @@ class OffloadedWriter:
         except BrokenPipeError:
             self._take_over("has died")
 
+    def _count_answers(self) -> None:
+        """Lets go of the messages that are answered by now."""
+        answered = self._ring.answered
+        for _ in range(answered - self._answered):
+            if self._unacknowledged.popleft().place is not None:
+                self._ring.release()
+        self._answered = answered
+
     def _listen(self) -> None:
-        """Reads what has come back by now."""
+        """Reads what has come back by now, or finds that nothing more will."""
+        if not self._read() and self._unacknowledged:
+            self._take_over("has died")
+
+    def _read(self) -> bool:
+        """Takes in what has come back by now; whether more may come."""
+        received: bytes | None = None
         with suppress(BlockingIOError):
             received = os.read(self._acknowledgements, REPLY_BYTES)
-            for answer in self._replies.take(received):
-                self._heard += 1
-                if self._unacknowledged.popleft().place is not None:
-                    self._ring.release()
-                for told in answer:
-                    self._take_note(told)
-            if not received and self._unacknowledged:
-                self._take_over("has died")
+        for answer in self._replies.take(received or b""):
+            self._told += 1
+            for told in answer:
+                self._take_note(told)
+        self._count_answers()
+        return received != b""
 
     def _take_note(self, told: str | Found) -> None:
         """What the process had to warn of while it dealt with a message, or what it has found."""
@@ -227,13 +252,14 @@ class OffloadedWriter:
     def _wait(self, seconds: float) -> None:
         """Until the process has done something, or can take something."""
         writable = [self._pipe] if self._outbox else []
-        select.select([self._acknowledgements], writable, [], max(0.0, min(seconds, 0.1)))
+        select.select([self._acknowledgements], writable, [], max(0.0, min(seconds, LOOK_SECONDS)))
 
     def _take_over(self, reason: str) -> None:
         """Does here what the process did not do, and everything from now on."""
         self._warn(f"the process that summarises updates {reason}: training goes on and does it itself")
         self._process.kill()
         self._process.wait()
+        self._read()
         last = _last_number(self._run_dir)
         self._local = JournalWriter(Journal.open(self._run_dir), self._level, self._watches)
         if self._info is not None and last >= 0:
@@ -332,7 +358,7 @@ def main() -> None:
     _logger.setLevel(logging.DEBUG)
     os.set_blocking(acknowledgements, False)
     ring = Ring(shared, RING_BYTES)
-    incoming = messages(parent, ring)
+    incoming = messages(parent, ring, WORDS)
     watches = next(incoming, None)
     if watches is None:
         return
@@ -341,8 +367,11 @@ def main() -> None:
     for message in incoming:
         method, arguments = message.load()
         getattr(writer, method)(*arguments)
-        with suppress(BrokenPipeError):
-            reply(acknowledgements, [*told.take(), *writer.found()], parent)
-        ring.answer()
+        answer = [*told.take(), *writer.found()]
+        speaks = bool(answer) or method in AWAITED
+        if speaks:
+            with suppress(BrokenPipeError):
+                reply(acknowledgements, answer, parent)
+        ring.answer(told=speaks)
     if method not in ("", "end"):
         end_after(parent, run_dir)

@@ -20,7 +20,7 @@ class Ring:
     """A block of shared memory in which one process writes and another reads.
 
     The writer knows alone what is taken: the reader is told where to look, and says when it has looked. Behind the block stands how many
-    messages the reader has answered, so that the writer need not ask the system.
+    messages the reader has answered, and how many of these answers come through a pipe, so that the writer need not ask the system.
 
     Args:
         descriptor: of the shared file, from `shared_file`.
@@ -31,7 +31,7 @@ class Ring:
         populated = getattr(mmap, "MAP_POPULATE", 0)  # or the first messages pay for the pages
         shared = memoryview(mmap.mmap(descriptor, size + ALIGNMENT, flags=mmap.MAP_SHARED | populated))
         self._memory = shared[:size]
-        self._answered = shared[size : size + 8].cast("Q")
+        self._answered = shared[size : size + 16].cast("Q")
         self._taken: deque[tuple[int, int]] = deque()
 
     @property
@@ -39,8 +39,14 @@ class Ring:
         """Messages that the reader has answered."""
         return self._answered[0]
 
-    def answer(self) -> None:
-        """Says that one more is answered: for the reader, behind its answer."""
+    @property
+    def told(self) -> int:
+        """Answers that come through a pipe, of those and of the next."""
+        return self._answered[1]
+
+    def answer(self, *, told: bool = False) -> None:
+        """Says that one more is answered: for the reader, behind its answer if it has `told` one."""
+        self._answered[1] += told
         self._answered[0] += 1
 
     def take(self, size: int) -> int | None:

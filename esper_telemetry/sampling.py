@@ -20,9 +20,6 @@ FIRST = 8
 MOST = 64
 """At least one update in this many is looked at, whatever it costs."""
 
-SAMPLES = 2
-"""Sampled updates whose costs must be known before k changes; the first one of a run, which warms up, does not count."""
-
 UNSEEN = 2.0
 """Telemetry takes about this many times what its clock sees of an update that is not looked at closely: the trainer builds events, and
 finds its caches colder (`docs/architecture.md`)."""
@@ -69,7 +66,7 @@ class Sampling:
     every: int = FIRST
     proposed: int = FIRST
     _updates: int = 0
-    _due: int = 0
+    _looked: int = 0
     _sampled: bool = False
     _raised: bool = False
     _plain: Average = field(default_factory=Average)
@@ -90,9 +87,10 @@ class Sampling:
         """
         self._updates += 1
         self._raised = raised
-        self._sampled = self.level >= Level.NORMAL and self._updates > self._due
+        due = not self._looked or self._updates >= self._looked + self.every
+        self._sampled = self.level >= Level.NORMAL and due
         if self._sampled:
-            self._due = self._updates + self.every - 1
+            self._looked = self._updates
         return self._sampled or raised
 
     @property
@@ -102,19 +100,19 @@ class Sampling:
 
     def state(self) -> list[int]:
         """Where it stands, to go into a checkpoint; costs are measured anew."""
-        return [self._updates, self._due, self.every]
+        return [self._updates, self._looked, self.every]
 
     def restore(self, state: list[int]) -> None:
         """Continues from `state()`."""
-        self._updates, self._due, self.every = state
+        self._updates, self._looked, self.every = state
         self.proposed = self.every
 
     def adopt(self, every: int) -> None:
-        """Sets k, from the next update that is looked at on."""
+        """Sets k, counted from the update that was looked at last."""
         self.every = every
 
     def learn(self, seconds: float, elapsed: float) -> None:
-        """Takes what telemetry cost since the last call, and how much time has passed.
+        """Takes what telemetry cost since the last call, and how much time has passed; the first update, which warms up, does not count.
 
         Args:
             seconds: on the training thread.
@@ -124,7 +122,7 @@ class Sampling:
             return
         (self._close if self._sampled else self._plain).add(seconds)
         self._elapsed.add(elapsed)
-        if self.level is Level.NORMAL and self._close.count >= SAMPLES and self._plain.count:
+        if self.level is Level.NORMAL and self._close.count and self._plain.count:
             self.proposed = self._affordable()
 
     def _affordable(self) -> int:

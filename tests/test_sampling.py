@@ -20,8 +20,9 @@ def looked_at(sampling: Sampling, updates: int, *, plain: float = 0.0, close: fl
     return found
 
 
-def test_normal_begins_with_every_eighth_update_and_the_first() -> None:
-    assert looked_at(Sampling(Level.NORMAL), 17) == [1, 9, 17]
+def test_normal_looks_at_the_first_update_and_the_ninth_and_then_as_its_costs_allow() -> None:
+    assert looked_at(Sampling(Level.NORMAL), 12) == [1, 9, 10, 11, 12]
+    assert looked_at(Sampling(Level.NORMAL), 100, plain=0.015, close=0.05) == [1, 9, 9 + MOST]
 
 
 def test_debug_looks_at_every_update_and_minimal_at_none() -> None:

@@ -1,4 +1,4 @@
-"""The minibatches of an update, joined once when it is over."""
+"""The minibatches of an update and their backward passes, joined once when it is over."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from esper_telemetry.events import NONE, MinibatchesEnd
+from esper_telemetry.events import NONE, BackwardsEnd, MinibatchesEnd
+from esper_telemetry.ppo.config import PPOConfig
 from esper_telemetry.ppo.objective import Result
 from esper_telemetry.ppo.policy import ActorCritic
 from esper_telemetry.ppo.rollout import Batch
@@ -41,7 +42,7 @@ class Kept(NamedTuple):
 
 
 class Tape:
-    """Takes minibatches as they come and gives them back as one event.
+    """Takes minibatches as they come and gives them back as one event, and the norms of their gradients as another.
 
     Between two minibatches as little is done as can be: this code has left the processor's caches by then, and takes several times
     as long as it does when the update is over.
@@ -50,6 +51,18 @@ class Tape:
     def __init__(self, policy: ActorCritic) -> None:
         self._policy = policy
         self._kept: list[tuple[Any, ...]] = []
+        self._norms: list[tuple[int, tuple[str, ...], Tensor]] = []
+
+    def add_norms(self, epoch: int, names: tuple[str, ...], norms: Tensor) -> None:
+        """The gradients of the next backward pass: norms [K] of the parameters of these names."""
+        self._norms.append((epoch, names, norms))
+
+    def norms(self, parameters: Mapping[str, Tensor], config: PPOConfig) -> BackwardsEnd | None:
+        """All backward passes since the tape was cleared; None where there are none."""
+        if not self._norms:
+            return None
+        epochs, names, norms = zip(*self._norms, strict=True)
+        return BackwardsEnd(epochs, names, norms, parameters, config.max_grad_norm)
 
     def add(self, epoch: int, batch: Batch, result: Result, log_ratio: Tensor) -> None:
         """The next minibatch, of which this is the log-ratio [N], detached: nothing is kept of its graph."""
@@ -62,11 +75,11 @@ class Tape:
         )
 
     @torch.no_grad()
-    def take(self) -> MinibatchesEnd | None:
-        """All minibatches since the last call; None where there are none."""
+    def joined(self) -> MinibatchesEnd | None:
+        """All minibatches since the tape was cleared; None where there are none."""
         if not self._kept:
             return None
-        kept, self._kept = Kept(*zip(*self._kept, strict=True)), []
+        kept = Kept(*zip(*self._kept, strict=True))
         masks, counts = joined(kept.action_masks), tuple(map(len, kept.log_ratio))
         described = describe(self._policy, joined(kept.scores), masks)
         constant = {head: _by_row([spread[head] for spread in kept.log_std], counts) for head in kept.log_std[0]}
@@ -84,6 +97,11 @@ class Tape:
             relevance=joined(kept.relevance),
             rows=torch.cat(kept.rows),
         )
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._kept.clear()
+        self._norms.clear()
 
 
 def detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

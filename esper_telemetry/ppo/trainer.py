@@ -17,6 +17,7 @@ from esper_telemetry.environments.protocol import Environment, Task
 from esper_telemetry.events import (
     AfterUpdate,
     BackwardEnd,
+    BackwardsEnd,
     BeforeUpdate,
     EpisodeEnd,
     EvaluationEnd,
@@ -89,12 +90,12 @@ class PPO:
         companions: what is saved and loaded with it.
         steps: the parts of the update; replace one to vary the algorithm.
         env_steps, updates, gradient_steps: what has been done so far.
-        joins_minibatches: it emits `MinibatchesEnd`.
+        joins: what it emits once per update, joined.
 
     Raises ValueError where the minibatches do not divide a rollout, or ranks might take different numbers of steps.
     """
 
-    joins_minibatches = True
+    joins = (MinibatchesEnd, BackwardsEnd)
 
     def __init__(
         self, env: Environment, config: PPOConfig | None = None, *, device: str | torch.device = "cpu"
@@ -244,7 +245,7 @@ class PPO:
         try:
             epochs = self._passes(batch)
         finally:
-            self._tell_minibatches()
+            self._tell_tape()
         if replay is not None:
             self.hooks.emit(AfterUpdate(self.updates, replay))
         return epochs
@@ -334,11 +335,14 @@ class PPO:
         config = self.config
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         self.ranks.average(list(gradients.values()), rows)
-        if config.max_grad_norm is not None or self.hooks.wants(BackwardEnd):
+        told, joined = self.hooks.wants(BackwardEnd), self.hooks.wants(BackwardsEnd)
+        if config.max_grad_norm is not None or told or joined:
             norms = ops.gradient_norms(list(gradients.values()))
-            if self.hooks.wants(BackwardEnd):
+            if told:
                 names = tuple(gradients)
                 self.hooks.emit(BackwardEnd(epoch, step, self._parameters, names, norms, config.max_grad_norm))
+            if joined:
+                self._tape.add_norms(epoch, tuple(gradients), norms)
             if config.max_grad_norm is not None:
                 ops.clip_gradients(list(gradients.values()), norms, config.max_grad_norm)
         self.optimizer.step()
@@ -348,10 +352,13 @@ class PPO:
             parameter.grad = None
         self.gradient_steps += 1
 
-    def _tell_minibatches(self) -> None:
-        minibatches = self._tape.take()
-        if minibatches is not None:
+    def _tell_tape(self) -> None:
+        """What was joined, also where the update breaks off."""
+        if self.hooks.wants(MinibatchesEnd) and (minibatches := self._tape.joined()):
             self.hooks.emit(minibatches)
+        if self.hooks.wants(BackwardsEnd) and (backwards := self._tape.norms(self._parameters, self.config)):
+            self.hooks.emit(backwards)
+        self._tape.clear()
 
     def _tell_rollout(self, rollout: Rollout, advantages: Tensor, returns: Tensor) -> None:
         if self.hooks.wants(RolloutEnd):

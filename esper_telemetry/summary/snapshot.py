@@ -109,7 +109,8 @@ class Normalizer(NamedTuple):
 class Rollout(NamedTuple):
     """A rollout before anything is normalised, each [T, B], per head [T, B] or [T, B, D]; see `events.RolloutEnd`.
 
-    `constant` [B] says which environments gave one observation all the time.
+    Of the `observations` [T, B, ...], where they are few, it is asked which environments gave one all the time; where they are many,
+    `constant` [B] says so already.
     """
 
     rewards: Tensor
@@ -129,6 +130,7 @@ class Rollout(NamedTuple):
     acted: Mapping[str, Tensor] = NONE
     head_log_probs: Mapping[str, Tensor] = NONE
     constant: Tensor | None = None
+    observations: Tensor | None = None
 
 
 class Episodes(NamedTuple):
@@ -353,3 +355,10 @@ class Snapshot(NamedTuple):
     def gradient_steps(self) -> int:
         """Optimizer steps that the update took."""
         return sum(len(part.epochs) for part in self.gradients)
+
+
+KINDS: Final = (
+    *(Choices, Actions, Drawn, Layer, Memory, Normalizer, Rollout, Episodes, Details, Minibatches, Leaves, Gradients),
+    *(GradientSample, Progress, Growth, Snapshot, ActionTotal, AdamState, LSTMWeights, StateSize),
+)
+"""What snapshots are made of here."""

@@ -44,7 +44,7 @@ from esper_telemetry.metrics.lstm import (
     state_stats,
 )
 from esper_telemetry.metrics.normalizer import NormalizerClipping, normalizer_drift
-from esper_telemetry.metrics.observations import constant_observations
+from esper_telemetry.metrics.observations import constant_observations, constant_rows
 from esper_telemetry.metrics.optimizer import AdamMemory, LearningRate
 from esper_telemetry.metrics.performance import SamplingPeriod, update_performance
 from esper_telemetry.metrics.ratio import ratio_diagnostics
@@ -133,8 +133,18 @@ def _rollout(rollout: Rollout) -> list[Measurement]:
         partial(ending_bias, values, rollout.returns, rollout.ended, terminated, valid=valid),
         partial(monte_carlo_fit, values, rewards, rollout.ended, terminated, gamma=gamma, valid=valid),
         partial(gae_identity, rollout.advantages, values, rollout.returns, valid=valid),
-        *([] if rollout.constant is None else [partial(constant_observations, rollout.constant)]),
+        *_observations(rollout),
     ]
+
+
+def _observations(rollout: Rollout) -> list[Measurement]:
+    """Whether they change."""
+    constant, observations = rollout.constant, rollout.observations
+    if constant is not None:
+        return [partial(constant_observations, constant)]
+    if observations is None:
+        return []
+    return [lambda: constant_observations(constant_rows(observations, valid=rollout.valid))]
 
 
 def _actions(actions: Actions | None) -> Iterator[Measurement]:

@@ -28,8 +28,8 @@ class Companions(Protocol):
 class Source(Protocol):
     """Anything that emits events.
 
-    One that has `companions` keeps the history of what is measured in its checkpoints; one where `joins_minibatches` is true emits
-    `MinibatchesEnd`, and need not build a `MinibatchEnd` for each.
+    One that has `companions` keeps the history of what is measured in its checkpoints. One that has `joins` emits these types of events,
+    `MinibatchesEnd` and `BackwardsEnd` or one of them, and need not build a `MinibatchEnd` or a `BackwardEnd` each time.
     """
 
     @property
@@ -51,7 +51,7 @@ def attach(telemetry: Telemetry, source: Source) -> Remover:
     update = Update(telemetry, replays, close_look, for_this_update)
     telemetry.expect_updates(suspects=update.suspects, open_update=update.take)
     listener = Listener(telemetry.clock, source.hooks)
-    update.listen(listener, joined=getattr(source, "joins_minibatches", False))
+    update.listen(listener, joined=getattr(source, "joins", ()))
     companions: Companions | None = getattr(source, "companions", None)
     leave = None if companions is None else companions.join("telemetry", update)
 

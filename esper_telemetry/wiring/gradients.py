@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper_telemetry.events import BackwardEnd
+from esper_telemetry.events import BackwardEnd, BackwardsEnd
 from esper_telemetry.metrics.gradients import leaf_gradients
 from esper_telemetry.summary import Gradients, Leaves
 
@@ -20,23 +20,29 @@ class Leaf(NamedTuple):
     critic: Tensor
 
 
-def gradient_parts(backwards: Sequence[BackwardEnd], leaves: Sequence[Leaf]) -> tuple[Gradients, ...]:
+def joined(backwards: Sequence[BackwardEnd]) -> BackwardsEnd:
+    """All passes of a source that tells of each alone; at least one."""
+    epochs, _, _, names, norms, _ = zip(*backwards, strict=True)
+    return BackwardsEnd(epochs, names, norms, backwards[-1].parameters, backwards[-1].max_norm)
+
+
+def gradient_parts(backwards: BackwardsEnd, leaves: Sequence[Leaf]) -> tuple[Gradients, ...]:
     """All passes, those with gradients in the same parameters together: a frozen part of the network makes another one."""
-    found: dict[tuple[str, ...], list[BackwardEnd]] = {}
-    for event in backwards:
-        found.setdefault(event.names, []).append(event)
-    return tuple(_stacked(events, leaves if len(found) == 1 else ()) for names, events in found.items() if names)
+    kinds = dict.fromkeys(backwards.names)
+    whole = len(kinds) == 1 and len(leaves) == len(backwards.epochs)
+    return tuple([_stacked(backwards, names, leaves if whole else ()) for names in kinds if names])
 
 
-def _stacked(events: Sequence[BackwardEnd], leaves: Sequence[Leaf]) -> Gradients:
-    first = events[0]
+def _stacked(backwards: BackwardsEnd, names: tuple[str, ...], leaves: Sequence[Leaf]) -> Gradients:
+    """Those that have gradients in the parameters of these names."""
+    places = [place for place, found in enumerate(backwards.names) if found == names]
     return Gradients(
-        epochs=tuple([event.epoch for event in events]),
-        names=first.names,
-        numels=tuple([first.parameters[name].numel() for name in first.names]),
-        norms=torch.stack([event.norms for event in events]),
-        max_norm=first.max_norm,
-        leaves=_leaves(leaves) if len(leaves) == len(events) else None,
+        epochs=tuple([backwards.epochs[place] for place in places]),
+        names=names,
+        numels=tuple([backwards.parameters[name].numel() for name in names]),
+        norms=torch.stack([backwards.norms[place] for place in places]),
+        max_norm=backwards.max_norm,
+        leaves=_leaves(leaves) if leaves else None,
     )
 
 

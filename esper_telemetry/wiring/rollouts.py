@@ -18,6 +18,9 @@ from esper_telemetry.summary import Actions, Choices, Drawn, Layer, Memory, Norm
 DRIFT_OVER = 10
 """Updates over which the drift of a normaliser is measured."""
 
+MOST_OBSERVED = 1 << 15
+"""Entries of a rollout's observations up to which they are kept: then to copy them costs less than to look at them."""
+
 
 class Rollouts:
     """Takes rollouts one after the other.
@@ -77,7 +80,7 @@ class Rollouts:
             normalizers={name: self._normalizer(name, scale, event.valid) for name, scale in event.scales.items()},
             acted=event.actions,
             head_log_probs=event.head_log_probs,
-            constant=None if event.observations is None else constant_rows(event.observations, valid=event.valid),
+            **_observed(event),
         )
 
     def _actions(self, event: RolloutEnd, sizes: Mapping[str, int], acted: Mapping[str, Choices]) -> Actions:
@@ -112,6 +115,16 @@ class Rollouts:
         ages = state_ages(size.empty, earlier)
         self._ages = ages[-1] + 1
         return Memory(size, ages, layers)
+
+
+def _observed(event: RolloutEnd) -> dict[str, Tensor]:
+    """The observations, or of many what is asked of them."""
+    observations = event.observations
+    if observations is None:
+        return {}
+    if observations.numel() <= MOST_OBSERVED:
+        return {"observations": observations}
+    return {"constant": constant_rows(observations, valid=event.valid)}
 
 
 def _beside(choices: Choices, others: Choices) -> Choices:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from esper_telemetry.events import BackwardEnd, MinibatchesEnd, RolloutEnd
+from esper_telemetry.events import BackwardsEnd, MinibatchesEnd, RolloutEnd
 
 
 def of_rollout(event: RolloutEnd) -> Iterator[tuple[str, Tensor]]:
@@ -23,7 +23,7 @@ def of_minibatches(event: MinibatchesEnd) -> Iterator[tuple[str, Tensor]]:
     yield from ((f"loss/{name}", loss) for name, loss in event.losses.items())
 
 
-def of_backward(event: BackwardEnd) -> Iterator[tuple[str, Tensor]]:
-    """Gradients, by their norms, and the parameters as they are now."""
-    yield from ((f"gradient of {name}", norm) for name, norm in zip(event.names, event.norms, strict=True))
+def of_backward(event: BackwardsEnd) -> Iterator[tuple[str, Tensor]]:
+    """Gradients of the last pass, by their norms, and the parameters as they are now."""
+    yield from ((f"gradient of {name}", norm) for name, norm in zip(event.names[-1], event.norms[-1], strict=True))
     yield from event.parameters.items()

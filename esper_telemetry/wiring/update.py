@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from esper_telemetry.events import (
     BackwardEnd,
+    BackwardsEnd,
     EpisodeEnd,
     EvaluationEnd,
     GrowthStep,
@@ -29,6 +30,7 @@ from esper_telemetry.record import Level
 from esper_telemetry.summary import (
     Details,
     Episodes,
+    Gradients,
     GradientSample,
     Layer,
     Minibatches,
@@ -38,10 +40,9 @@ from esper_telemetry.summary import (
     gradient_sample,
 )
 from esper_telemetry.telemetry import Telemetry
+from esper_telemetry.wiring import gradients, growth
 from esper_telemetry.wiring.close_look import CloseLook
 from esper_telemetry.wiring.details import DetailJoining
-from esper_telemetry.wiring.gradients import Leaf, gradient_parts
-from esper_telemetry.wiring.growth import joined
 from esper_telemetry.wiring.listener import Listener
 from esper_telemetry.wiring.minibatches import Joining
 from esper_telemetry.wiring.replays import Replays
@@ -86,21 +87,22 @@ class Update:
         self._env_step = 0
         self._collected: int | None = None
         self._ended = time.perf_counter()
-        self._last_backward: BackwardEnd | None = None
+        self._last_backwards: BackwardsEnd | None = None
         self._details = DetailJoining()
         self._hears_trunk = self._hears_details = self._looks_closely = False
 
-    def listen(self, listener: Listener, *, joined: bool) -> None:
-        """Keeps what happens from now on; `joined` says whether the source joins minibatches itself."""
+    def listen(self, listener: Listener, *, joined: Collection[type]) -> None:
+        """Keeps what happens from now on; `joined` says what the source joins itself."""
         self._rollouts = listener.keep(RolloutEnd)
         self._episodes = listener.keep(EpisodeEnd)
         self._growth = listener.keep(GrowthStep)
         self._joining = Joining()
         self._minibatches = listener.keep(MinibatchesEnd)
-        if not joined:
+        if MinibatchesEnd not in joined:
             listener.untimed(MinibatchEnd, self._joining.add)
-        self._backwards = listener.keep(BackwardEnd)
-        self._leaves: list[Leaf] = []
+        self._backwards = listener.keep(BackwardsEnd)
+        self._passes = [] if BackwardsEnd in joined else listener.keep(BackwardEnd)
+        self._leaves: list[gradients.Leaf] = []
         self._listener = listener
         listener.on(RunStart, self.start)
         listener.on(RolloutEnd, self._begin)
@@ -146,7 +148,7 @@ class Update:
 
     def _keep_leaf(self, event: TrunkBackward) -> None:
         """Keeps the two gradients and not the event, whose outputs hold the graph."""
-        self._leaves.append(Leaf(event.actor, event.critic))
+        self._leaves.append(gradients.Leaf(event.actor, event.critic))
 
     def _keep_layers(self, event: RecurrentForward) -> None:
         """Keeps the weights as they are before the update."""
@@ -184,15 +186,15 @@ class Update:
             rollout=rollouts[0] if rollouts else None,
             episodes=self._take_episodes(progress),
             minibatches=self._take_minibatches(),
-            gradients=gradient_parts(self._backwards, self._leaves),
+            gradients=self._take_gradients(),
             progress=progress,
             sample=self._take_sample(),
-            growth=joined(self._growth),
+            growth=growth.joined(self._growth),
         )
         self._features = None
         self._for_this_update.stop()
         if self._backwards:
-            self._last_backward = self._backwards[-1]
+            self._last_backwards = self._backwards[-1]
         for kept in (self._rollouts, self._episodes, self._minibatches, self._leaves, self._backwards, self._growth):
             kept.clear()
         return snapshot
@@ -224,9 +226,9 @@ class Update:
         self._join()
         for minibatches in self._minibatches:
             yield from of_minibatches(minibatches)
-        backward = self._backwards[-1] if self._backwards else self._last_backward
-        if backward is not None:
-            yield from of_backward(backward)
+        backwards = self._backwards[-1] if self._backwards else self._last_backwards
+        if backwards is not None:
+            yield from of_backward(backwards)
 
     def _hear_details(self, listener: Listener) -> None:
         listener.untimed(MinibatchEnd, self._details.add)
@@ -242,6 +244,9 @@ class Update:
         minibatches = self._joining.take()
         if minibatches is not None:
             self._minibatches.append(minibatches)
+        if self._passes:
+            self._backwards.append(gradients.joined(self._passes))
+            self._passes.clear()
 
     def _take_minibatches(self) -> Minibatches | None:
         details = self._take_details()
@@ -250,6 +255,9 @@ class Update:
         columns = self._minibatches[-1]._asdict()
         known = {name: columns[name] for name in Minibatches._fields if name in columns}
         return Minibatches(**known, features=self._features, details=details)
+
+    def _take_gradients(self) -> tuple[Gradients, ...]:
+        return gradients.gradient_parts(self._backwards[-1], self._leaves) if self._backwards else ()
 
     def _take_details(self) -> Details | None:
         """More columns of the minibatches, in updates that are looked at closely with what the rollout knows of them."""

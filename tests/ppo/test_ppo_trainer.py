@@ -18,6 +18,7 @@ from esper_telemetry.environments import ActionSpec, CueRecall, Step
 from esper_telemetry.events import (
     AfterUpdate,
     BackwardEnd,
+    BackwardsEnd,
     BeforeUpdate,
     EpisodeEnd,
     EvaluationEnd,
@@ -48,6 +49,7 @@ EVENTS = (
     BeforeUpdate,
     *MINIBATCH,
     MinibatchesEnd,
+    BackwardsEnd,
     AfterUpdate,
     UpdateEnd,
 )
@@ -107,7 +109,8 @@ def test_events_come_in_their_order() -> None:
     trainer.learn(64)
 
     minibatch = [TrunkBackward, BackwardEnd, OptimizerStep, MinibatchEnd]
-    before, after = [RunStart, RolloutEnd, EpisodeEnd, BeforeUpdate], [MinibatchesEnd, AfterUpdate, UpdateEnd]
+    before = [RunStart, RolloutEnd, EpisodeEnd, BeforeUpdate]
+    after = [MinibatchesEnd, BackwardsEnd, AfterUpdate, UpdateEnd]
     assert [type(event) for event in seen.events] == [*before, MinibatchStart, *minibatch * 8, *after]
     assert [(e.epoch, e.step) for e in seen.of(MinibatchEnd)] == [(step // 4, step) for step in range(8)]
 

@@ -11,7 +11,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from esper_telemetry.adapters.sb3.facts import Progress, config_of, facts_of, progress_of
 from esper_telemetry.adapters.sb3.heads import Heads
 from esper_telemetry.adapters.sb3.watch import Watch
-from esper_telemetry.events import RunStart
+from esper_telemetry.events import MinibatchesEnd, RunStart
 from esper_telemetry.hooks import Hooks
 from esper_telemetry.record import Level
 from esper_telemetry.telemetry import Telemetry
@@ -41,13 +41,13 @@ class TelemetryCallback(BaseCallback):
     Attributes:
         telemetry: as given.
         hooks: who is told of what happens, besides telemetry.
-        joins_minibatches: it emits `MinibatchesEnd`, and no `MinibatchEnd`.
+        joins: it emits these once per update, and no `MinibatchEnd`.
 
     Raises:
         TypeError: for something else than a `Telemetry`; from `learn`, for a model that is none of the four.
     """
 
-    joins_minibatches = True
+    joins = (MinibatchesEnd,)
 
     def __init__(self, telemetry: Telemetry, *, verbose: int = 0) -> None:
         super().__init__(verbose)
