@@ -34,22 +34,24 @@ class CloseLook:
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
-        self._every_step = False
+        self._backward = listener.another()
         self._initial_norm: Tensor | None = None
         self._steps: Tensor | None = None
         self._clear()
 
     def begin(self, *, every_step: bool) -> None:
         """Looks at the update that begins now: at every step of the optimizer, or the first one only."""
-        self._every_step = every_step
         self._listener.on(MinibatchStart, self._keep_shards)
         self._listener.on(TrunkBackward, self._keep_shared)
-        self._listener.on(BackwardEnd, self._keep_gradient)
-        self._listener.on(OptimizerStep, self._keep_state)
+        self._backward.on(BackwardEnd, self._keep_gradient)
+        if every_step:
+            self._listener.on(OptimizerStep, self._keep_state)
+        else:
+            self._listener.once(OptimizerStep, self._keep_state)
 
     def take(self) -> GradientSample | None:
         """What was seen of the update; None where none was looked at."""
-        self._listener.stop()
+        self._stop_listening()
         if not self._minibatches and not self._states:
             return None
         sample = GradientSample(
@@ -80,8 +82,12 @@ class CloseLook:
 
     def stop(self) -> None:
         """Looks at nothing any more."""
-        self._listener.stop()
+        self._stop_listening()
         self._clear()
+
+    def _stop_listening(self) -> None:
+        self._listener.stop()
+        self._backward.stop()
 
     def _clear(self) -> None:
         self._names: tuple[str, ...] = ()
@@ -112,7 +118,10 @@ class CloseLook:
         """Copies the gradients of the first epoch's minibatches, as far as they are of the same parameters."""
         if self._initial_norm is None:
             self._initial_norm = weight_norm(list(event.parameters.values()))
-        if event.epoch > 0 or not event.names:
+        if event.epoch > 0:
+            self._backward.stop()
+            return
+        if not event.names:
             return
         gradients = gradients_of([event.parameters[name] for name in event.names])
         numels = tuple(gradient.numel() for gradient in gradients)
@@ -124,7 +133,7 @@ class CloseLook:
 
     @torch.no_grad()
     def _keep_state(self, event: OptimizerStep) -> None:
-        if event.step > 0 and not (self._every_step and self._fits(4 * len(self._states) + 4, least=1)):
+        if not self._fits(4 * len(self._states) + 4, least=4):
             return
         states = tuple(adam_states(event.optimizer))
         if states and not self._states:

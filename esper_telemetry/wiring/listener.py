@@ -60,8 +60,8 @@ class Listener:
         return events
 
     def another(self) -> Listener:
-        """One on the same clock and hooks that ends by itself, and with this one."""
-        found = Listener(self._clock, self._hooks)
+        """One like this that may end before; it ends with this one."""
+        found = Listener(self._clock, self._hooks, self._attempt)
         self._removers.append(found.stop)
         return found
 
