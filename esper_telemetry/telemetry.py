@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -32,7 +32,7 @@ from esper_telemetry.detecting import Detect, facts_of, watches
 from esper_telemetry.failure import Suspects, at_exit, diagnose, status_of
 from esper_telemetry.gradient_tap import Members, group_names
 from esper_telemetry.group import MetricGroup, Postponed
-from esper_telemetry.logged import Logged
+from esper_telemetry.open_update import Flush, OpenUpdate
 from esper_telemetry.ranks.follower import Follower, recorder_for
 from esper_telemetry.ranks.peers import Note, Peers
 from esper_telemetry.record import Axes, Level, RunInfo, RunStatus
@@ -41,28 +41,12 @@ from esper_telemetry.relay import CloseReport
 from esper_telemetry.response import AlarmCallback, Response
 from esper_telemetry.sampling import BUDGET, Sampling
 from esper_telemetry.sinks import SinkLike
-from esper_telemetry.summary import Containment, Measurement, Snapshot, copied, summarize
+from esper_telemetry.summary import Containment, Measurement, Snapshot, summarize
 from esper_telemetry.watched import Watched
-from esper_telemetry.window import Transfer, Window, finish
+from esper_telemetry.window import finish
 from esper_telemetry.writer import INTERVENTION
 
 Event = TypeVar("Event")
-
-
-class Flush(NamedTuple):
-    """A record whose numbers may still be on their way from the device; `witnesses` are kept for evidence alone."""
-
-    axes: Axes
-    level: Level
-    transfer: Transfer
-    numbers: dict[str, float]
-    snapshots: tuple[Snapshot, ...]
-    witnesses: tuple[Snapshot, ...]
-    partial: bool
-
-    def lasting(self) -> Flush:
-        """The same with copies of what the trainer may write to when it goes on."""
-        return self._replace(snapshots=copied(self.snapshots), witnesses=copied(self.witnesses))
 
 
 class Telemetry:
@@ -135,12 +119,9 @@ class Telemetry:
         self._suspects: Suspects = tuple
         self._open_update: Callable[[], Snapshot] = Snapshot
         self._leaving: list[Callable[[], None]] = []
-        self._window = Window()
+        self._open = OpenUpdate()
         self._containment = Containment()
         self._watched = Watched(self.clock)
-        self._logged = Logged()
-        self._snapshots: list[Snapshot] = []
-        self._witnesses: list[Snapshot] = []
         self._flush: Flush | None = None
         self._axes = Axes(update=0, env_step=0, gradient_step=0, wall_time=time.time())
         self._collected = 0
@@ -216,9 +197,9 @@ class Telemetry:
         with self.clock:
             for group in _flat(groups):
                 if isinstance(group, Postponed):
-                    self._window.postpone(group, epoch, step)
+                    self._open.window.postpone(group, epoch, step)
                 else:
-                    self._window.add(group, epoch, step)
+                    self._open.window.add(group, epoch, step)
 
     def watch(
         self, model: nn.Module, optimizer: Optimizer, *, actor: Members | None = None, critic: Members | None = None
@@ -255,18 +236,18 @@ class Telemetry:
             return
         with self.clock:
             if not snapshot.on_device and not self._peers:
-                self._snapshots.append(snapshot)
+                self._open.snapshots.append(snapshot)
                 return
             for measurements, epochs in self._containment.steps(summarize(snapshot, self._facts, self.update_level)):
                 self.measure(measurements, epoch=epochs)
             if self.level >= Level.NORMAL and isinstance(self._recorder, Recorder) and self.run_dir is not None:
-                self._witnesses.append(snapshot)
+                self._open.witnesses.append(snapshot)
 
     def measure(self, measurements: Iterable[Measurement], *, epoch: int | Sequence[int] = 0) -> None:
         """Observes what metric functions find that are called on a trainer's behalf: one that raises costs its group and a warning."""
         if self._active:
             with self.clock:
-                self._containment.measure(measurements, partial(self._window.add, epoch=epoch, step=None))
+                self._containment.measure(measurements, partial(self._open.window.add, epoch=epoch, step=None))
 
     def attempt(self, function: Callable[[Event], None], event: Event) -> None:
         """Calls a hook of telemetry's own; one that raises costs what it would have measured, and a warning."""
@@ -285,7 +266,7 @@ class Telemetry:
         if not self._active:
             return
         with self.clock:
-            self._logged.add(values)
+            self._open.logged.add(values)
 
     def flush(self, *, env_step: int, update: int | None = None, gradient_step: int | None = None) -> None:
         """Ends an update: everything observed since the last flush becomes one record.
@@ -416,7 +397,7 @@ class Telemetry:
             self._containment.attempt(leave, lambda _: None)
         self._containment.attempt(self._open_update, self.submit)
         self._containment.attempt(partial(self._take_watched, whole=False), lambda _: self._watched.stop())
-        if self._window or self._logged or any(self._snapshots):
+        if self._open:
             self._send(max(self._collected, self._axes.env_step), None, None, partial=True)
             self.materialise()
         self._closed = True
@@ -467,16 +448,15 @@ class Telemetry:
 
     def _send(self, env_step: int, update: int | None, gradient_step: int | None, *, partial: bool) -> None:
         assert self._recorder is not None
-        steps = self._window.gradient_steps + sum(snapshot.gradient_steps for snapshot in self._snapshots)
         axes = Axes(
             update=self._axes.update + 1 if update is None else update,
             env_step=env_step,
-            gradient_step=self._axes.gradient_step + steps if gradient_step is None else gradient_step,
+            gradient_step=self._axes.gradient_step + self._open.gradient_steps
+            if gradient_step is None
+            else gradient_step,
             wall_time=time.time(),
         )
-        snapshots, witnesses = tuple(self._snapshots), tuple(self._witnesses)
-        flush = Flush(axes, self.update_level, self._window.send(), self._logged.take(), snapshots, witnesses, partial)
-        self._snapshots, self._witnesses = [], []
+        flush = self._open.send(axes, self.update_level, partial=partial)
         if not self._recorder.covers(axes):
             self._axes, self._flush = axes, flush
         elif axes.update <= self._recorder.recorded:

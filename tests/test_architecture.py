@@ -64,7 +64,8 @@ ALLOWED: dict[str, set[str]] = {
     "ranks": CORE | {"recorder", "watch", "window"},
     "telemetry": CORE
     | {"clock", "detecting", "failure", "ranks", "recorder", "relay", "response", "sampling", "sinks", "summary"}
-    | {"gradient_tap", "logged", "watched", "window", "writer"},
+    | {"gradient_tap", "open_update", "watched", "window", "writer"},
+    "open_update": CORE | {"logged", "summary", "window"},
     "wiring": CORE | {"clock", "events", "hooks", "metrics", "policy_replay", "summary", "telemetry"},
     "environments": {"events", "hooks"},
     "adapters": {
