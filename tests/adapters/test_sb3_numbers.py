@@ -116,7 +116,7 @@ def both(
     model, saving = sb3_models.MODELS[request.param](), Saving()
     run_dir = tmp_path_factory.mktemp("sb3") / "run"
     with Telemetry([], run_dir=run_dir, offload=False) as telemetry:
-        model.learn(384, callback=[TelemetryCallback(telemetry), saving])
+        model.learn(384, callback=[TelemetryCallback(telemetry, updates_per_record=1), saving])
     return request.param, model, saving.kept, list(read_run(run_dir).records)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from stable_baselines3.common.callbacks import BaseCallback
 
-from esper_telemetry.adapters.sb3.facts import Progress, config_of, facts_of, progress_of
+from esper_telemetry.adapters.sb3.facts import Progress, config_of, facts_of, progress_of, updates_per_record
 from esper_telemetry.adapters.sb3.heads import Heads
 from esper_telemetry.adapters.sb3.watch import Watch
 from esper_telemetry.events import MinibatchesEnd, RunStart
@@ -22,7 +22,7 @@ NEEDED = ("rollout_buffer", "normalize_advantage", "max_grad_norm", "n_steps")
 
 
 class TelemetryCallback(BaseCallback):
-    """Telemetry for PPO, A2C, RecurrentPPO and MaskablePPO, one record per update.
+    """Telemetry for PPO, A2C, RecurrentPPO and MaskablePPO, one record per update; of A2C's small updates several share one.
 
         with Telemetry([TensorBoardSink()], run_dir="runs/a") as telemetry:
             PPO("MlpPolicy", "CartPole-v1").learn(100_000, callback=TelemetryCallback(telemetry))
@@ -36,6 +36,9 @@ class TelemetryCallback(BaseCallback):
 
     Args:
         telemetry: gets the records; stays open when training ends.
+        updates_per_record: how many updates share a record. By default one has its own; of A2C, which makes a single step with every
+            rollout, as many share one as collect 2048 transitions. Sums are those of all of them, and what is left when training ends
+            has a record too.
         verbose: see `BaseCallback`.
 
     Attributes:
@@ -44,16 +47,20 @@ class TelemetryCallback(BaseCallback):
         joins: it emits these once per update, and no `MinibatchEnd`.
 
     Raises:
+        ValueError: for a number of updates below 1.
         TypeError: for something else than a `Telemetry`; from `learn`, for a model that is none of the four.
     """
 
     joins = (MinibatchesEnd,)
 
-    def __init__(self, telemetry: Telemetry, *, verbose: int = 0) -> None:
+    def __init__(self, telemetry: Telemetry, *, updates_per_record: int | None = None, verbose: int = 0) -> None:
         super().__init__(verbose)
         if not isinstance(telemetry, Telemetry):
             raise TypeError(f"TelemetryCallback takes a Telemetry, got {type(telemetry).__name__}")
+        if updates_per_record is not None and updates_per_record < 1:
+            raise ValueError(f"updates_per_record must be 1 or more, got {updates_per_record}")
         self.telemetry = telemetry
+        self._updates_per_record = updates_per_record
         self.hooks = Hooks()
         self._watch: Watch | None = None
         self._progress: Progress | None = None
@@ -104,7 +111,7 @@ class TelemetryCallback(BaseCallback):
 
     def _on_training_end(self) -> None:
         if self._watch is not None:
-            self._attempt(self._watch.update_ends)
+            self._attempt(self._watch.training_ends)
         self.detach()
 
     def _start(self) -> None:
@@ -115,8 +122,9 @@ class TelemetryCallback(BaseCallback):
             self._attached = True
         heads = Heads(model.action_space, squash=bool(getattr(model.policy, "squash_output", False)))
         before = self._continued(progress_of(model))
-        self.hooks.emit(RunStart(config_of(model), facts_of(model, heads), *before))
-        self._watch = Watch(self.telemetry, model, heads, self.hooks, before)
+        together = self._updates_per_record or updates_per_record(model)
+        self.hooks.emit(RunStart(config_of(model), facts_of(model, heads, together), *before))
+        self._watch = Watch(self.telemetry, model, heads, self.hooks, before, updates_per_record=together)
 
     def _continued(self, known: Progress) -> Progress:
         """What was done before: by this callback, or by a model that was loaded. Steps never count backwards."""

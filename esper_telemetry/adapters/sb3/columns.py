@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from esper_telemetry.adapters.sb3.drawn import Drawn
+from esper_telemetry.adapters.sb3.drawn import Drawn, described
 from esper_telemetry.adapters.sb3.heads import Description, Heads
 from esper_telemetry.adapters.sb3.losses import NORMALIZER_EPS, Rows, clip_of, clip_value_of, policy_loss, value_loss
 from esper_telemetry.environments.protocol import Array
 from esper_telemetry.events import MinibatchesEnd, RolloutEnd
 
 MinibatchRow: TypeAlias = tuple[int, int, Array, Tensor | None, tuple[Tensor, ...], Tensor, Tensor, Tensor | None, Any]
-"""A minibatch that the policy was asked about: epoch, step, numbers of its samples in the buffer, padding mask, samples
-(see `minibatches.SAMPLES`), the answer (values, log-probabilities, entropy), and what was drawn from."""
+"""A minibatch that the policy was asked about: epoch, place of its rollout among those of the record, numbers of its samples in the buffer,
+padding mask, samples (see `minibatches.SAMPLES`), the answer (values, log-probabilities, entropy), and what was drawn from."""
+
+
+class Block(NamedTuple):
+    """Some minibatches, one after the other, without padding.
+
+    Attributes:
+        epochs, counts: epoch and rows of each.
+        rows: [R], which transitions of the record's rollouts they are, counted time by time.
+        columns: [R] each: samples as in `minibatches.SAMPLES`, then values and log-probabilities now.
+        entropy: [R]; None where the policy gives none.
+        described: what was drawn from.
+    """
+
+    epochs: tuple[int, ...]
+    counts: tuple[int, ...]
+    rows: Array
+    columns: tuple[Tensor, ...]
+    entropy: Tensor | None
+    described: Description
 
 
 class Segments:
@@ -55,29 +75,43 @@ class Columns:
         self._order = np.arange(model.n_envs * model.n_steps).reshape(model.n_steps, model.n_envs).T.ravel()
 
     @torch.no_grad()
-    def joined(self, done: Sequence[MinibatchRow], rollout: RolloutEnd | None) -> MinibatchesEnd:
-        """All of them; `rollout` is what was told of their rollout."""
-        epochs, _, numbers, masks, samples, values, log_probs, entropies, kept = zip(*done, strict=True)
+    def block(self, done: Sequence[MinibatchRow]) -> Block:
+        """These minibatches."""
+        epochs, places, numbers, masks, samples, values, log_probs, entropies, kept = zip(*done, strict=True)
         keep = _Keep(masks)
-        old_log_probs, advantages, old_values, returns, actions = (
-            keep(column) for column in zip(*samples, strict=True)
+        size = len(self._order)
+        rows = [self._order[own] + place * size for place, own in zip(places, numbers, strict=True)]
+        return Block(
+            epochs=epochs,
+            counts=tuple([len(own) for own in numbers]),
+            rows=np.concatenate(rows),
+            columns=tuple([keep(column) for column in (*zip(*samples, strict=True), values, log_probs)]),
+            entropy=None if entropies[0] is None else keep(entropies),
+            described=keep.description(self._drawn.joined(kept, torch.cat)),
         )
-        counts = tuple([len(own) for own in numbers])
+
+    @torch.no_grad()
+    def joined(self, blocks: Sequence[Block], rollout: RolloutEnd | None) -> MinibatchesEnd:
+        """All of them; `rollout` is what was told of their rollouts."""
+        each: Any = Block._make(zip(*blocks, strict=True))  # each field of all of them
+        counts = tuple(chain.from_iterable(each.counts))
+        old_log_probs, advantages, old_values, returns, actions, values, now = map(
+            _cat, zip(*each.columns, strict=True)
+        )
         segments = Segments(counts, old_log_probs.device)
-        now = keep(log_probs)
         rows = Rows(
             log_ratio=now - old_log_probs,
             log_probs=now,
             advantages=self._used(advantages, segments),
-            values=keep(values).flatten(),
+            values=values.flatten(),
             old_values=old_values,
             returns=returns,
-            entropy=-now if entropies[0] is None else keep(entropies),
+            entropy=-now if blocks[0].entropy is None else _cat(each.entropy),
         )
-        described = keep.description(self._drawn.joined(kept, torch.cat))
-        known = torch.from_numpy(self._order[np.concatenate(numbers)]).to(now.device)
+        known = described(each.described)
+        numbers = torch.from_numpy(np.concatenate(each.rows)).to(now.device)
         return MinibatchesEnd(
-            epochs=epochs,
+            epochs=tuple(chain.from_iterable(each.epochs)),
             valid=None,
             counts=counts,
             log_ratio=rows.log_ratio,
@@ -86,12 +120,12 @@ class Columns:
             old_values=old_values,
             returns=returns,
             losses=self._losses(rows, segments),
-            logits=described.logits,
-            action_masks=described.masks,
-            log_std=described.log_std,
-            head_log_ratios=self._head_log_ratios(described.logits, actions, known, rollout),
-            means=described.means,
-            rows=known,
+            logits=known.logits,
+            action_masks=known.masks,
+            log_std=known.log_std,
+            head_log_ratios=self._head_log_ratios(known.logits, actions, numbers, rollout),
+            means=known.means,
+            rows=numbers,
         )
 
     def _used(self, advantages: Tensor, segments: Segments) -> Tensor:
@@ -126,6 +160,10 @@ class Columns:
         return {name: now[name] - rollout.head_log_probs[name].flatten()[rows] for name in names}
 
 
+def _cat(columns: Sequence[Tensor]) -> Tensor:
+    return columns[0] if len(columns) == 1 else torch.cat(tuple(columns))
+
+
 class _Keep:
     """Joins a column of minibatches and leaves padding out."""
 
@@ -134,7 +172,7 @@ class _Keep:
         self._rows = (torch.cat(known) > 1e-8).nonzero().flatten() if known else None
 
     def __call__(self, column: Sequence[Tensor]) -> Tensor:
-        return self.rows(torch.cat(tuple(column)))
+        return self.rows(_cat(column))
 
     def rows(self, column: Tensor) -> Tensor:
         return column if self._rows is None else column[self._rows]

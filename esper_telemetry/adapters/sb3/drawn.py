@@ -8,9 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from esper_telemetry.adapters.sb3.heads import Description, Heads, drawn_from
+
+BLOCK = 16
+"""Calls of which what is kept is joined at once. To hold on to a few tensors of every call of an update would wake Python's garbage
+collector, whose full collection takes a fifth of a second in a process that has loaded torch, more than all else telemetry does."""
 
 Join = Callable[[tuple[Tensor, ...]], Tensor]
 """`torch.stack`, or `torch.cat`."""
@@ -102,6 +107,13 @@ class Parts:
     def joined(self, kept: Sequence[Description], join: Join) -> Description:
         """See `Drawn`."""
         return Description(*(_by_name([one[part] for one in kept], join) for part in range(len(Description._fields))))
+
+
+def described(parts: Sequence[Description]) -> Description:
+    """Several descriptions, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    return Description(*(_by_name(columns, torch.cat) for columns in zip(*parts, strict=True)))
 
 
 def _by_name(kept: Sequence[Mapping[str, Tensor]], join: Join) -> dict[str, Tensor]:

@@ -17,6 +17,9 @@ SETTINGS = (
     "seed",
 )
 
+TRANSITIONS = 2048
+"""Of which A2C has a record: what PPO collects for one by default."""
+
 ACTOR = ("policy_net", "pi_features_extractor", "action_net", "log_std", "lstm_actor")
 CRITIC = ("value_net", "vf_features_extractor", "critic", "lstm_critic")
 
@@ -72,8 +75,13 @@ def config_of(model: Any) -> dict[str, Any]:
     }
 
 
-def facts_of(model: Any, heads: Heads) -> dict[str, Any]:
-    """What detectors need to know of this run; plain Python."""
+def updates_per_record(model: Any) -> int:
+    """One where a rollout is learned from in passes; of A2C, whose updates are single steps, as many as collect enough transitions."""
+    return 1 if hasattr(model, "n_epochs") else -(-TRANSITIONS // int(model.n_steps * model.n_envs))
+
+
+def facts_of(model: Any, heads: Heads, updates: int) -> dict[str, Any]:
+    """What detectors need to know of this run, whose records tell of so many updates each; plain Python."""
     policy, spec, scaled = model.policy, _spec(model), model.get_vec_normalize_env()
     lstm = getattr(policy, "lstm_actor", None)
     return {
@@ -96,9 +104,9 @@ def facts_of(model: Any, heads: Heads) -> dict[str, Any]:
         "gae_lambda": model.gae_lambda,
         "normalize_advantages": bool(model.normalize_advantage),
         "normalize_minibatches": True,
-        "num_steps": model.n_steps,
+        "num_steps": updates * model.n_steps,
         "num_epochs": getattr(model, "n_epochs", 1),
-        "num_minibatches": minibatches_of(model),
+        "num_minibatches": updates * minibatches_of(model),
         "learning_rate": float(model.lr_schedule(1.0)),
         "value_coef": 2 * model.vf_coef,  # their loss is the mean squared error, ours half of it
         "entropy_coef": model.ent_coef,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import ops
-from esper_telemetry.adapters.sb3.columns import Columns, MinibatchRow
-from esper_telemetry.adapters.sb3.drawn import Drawn
+from esper_telemetry.adapters.sb3.columns import Block, Columns, MinibatchRow
+from esper_telemetry.adapters.sb3.drawn import BLOCK, Drawn
 from esper_telemetry.adapters.sb3.shards import shard_gradients
 from esper_telemetry.environments.protocol import Array
 from esper_telemetry.events import BackwardEnd, MinibatchesEnd, MinibatchStart, OptimizerStep, RolloutEnd
@@ -28,7 +28,7 @@ class Minibatches:
     """Tells of gradients and steps at once, and of all minibatches when the update is over.
 
     Between two minibatches the trainer's own code has filled the caches, and a line of this takes five times as long as it would in a
-    loop. So references are kept there, and nothing is computed but the norms of gradients.
+    loop. So references are kept there, nothing is computed but the norms of gradients, and sixteen minibatches are joined at a time.
 
     Attributes:
         epoch: pass over the rollout, from 0; -1 before the first.
@@ -40,20 +40,21 @@ class Minibatches:
         self._model, self._policy, self._hooks, self._columns = model, model.policy, hooks, columns
         self._kept_of_policy = drawn.kept
         self._padded = hasattr(model.policy, "lstm_actor")
-        self._everything = list(model.policy.parameters())
         self.hears_clipping = False
-        self.begin(None, {})
+        self._clear()
+        self.begin(0, {})
 
-    def begin(self, rollout: RolloutEnd | None, parameters: Mapping[str, Tensor]) -> None:
-        """An update begins: with this rollout and these trainable parameters."""
+    def begin(self, place: int, named: Mapping[str, Tensor]) -> None:
+        """An update of these parameters begins; `place` is that of its rollout among those of the record."""
+        parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         self.epoch, self.step = -1, 0
-        self._rollout, self._parameters = rollout, parameters
+        self._place = place
+        self._parameters = parameters
         self._names, self._tensors = tuple(parameters), list(parameters.values())
-        self._everything = list(self._policy.parameters())
+        self._everything = list(named.values())
         self._samples: Any = None
         self._numbers: Array | None = None
         self._open: MinibatchRow | None = None
-        self._done: list[MinibatchRow] = []
         self._told = False
         self._wants_norms, self._wants_steps = self._hooks.wants(BackwardEnd), self._hooks.wants(OptimizerStep)
 
@@ -78,7 +79,7 @@ class Minibatches:
         self._told = False
         self._open = (
             max(self.epoch, 0),
-            self.step,
+            self._place,
             numbers,
             samples.mask if self._padded else None,
             kept_of(samples),
@@ -124,13 +125,26 @@ class Minibatches:
         if self._open is not None:
             self._done.append(self._open)
             self._open = None
+            if len(self._done) == BLOCK:
+                self._join()
 
-    def tell(self) -> None:
-        """Tells of all minibatches that are done."""
+    def tell(self, rollout: RolloutEnd | None) -> None:
+        """Tells of all minibatches that are done; `rollout` is what was told of what they are taken from."""
         self.finish()
+        if self._done:
+            self._join()
+        blocks = self._blocks
+        self._clear()
+        if blocks and self._hooks.wants(MinibatchesEnd):
+            self._hooks.emit(self._columns.joined(blocks, rollout))
+
+    def _clear(self) -> None:
+        self._done: list[MinibatchRow] = []
+        self._blocks: list[Block] = []
+
+    def _join(self) -> None:
         done, self._done = self._done, []
-        if done and self._hooks.wants(MinibatchesEnd):
-            self._hooks.emit(self._columns.joined(done, self._rollout))
+        self._blocks.append(self._columns.block(done))
 
     @torch.no_grad()
     def _tell_gradients(self, max_norm: float | None, raw: Tensor | None) -> None:

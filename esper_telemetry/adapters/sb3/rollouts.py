@@ -1,59 +1,131 @@
-"""A rollout of Stable-Baselines3 as an event."""
+"""Rollouts of Stable-Baselines3 as an event."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.adapters.sb3.drawn import Drawn
-from esper_telemetry.adapters.sb3.heads import Heads
+from esper_telemetry.adapters.sb3.drawn import described
+from esper_telemetry.adapters.sb3.heads import Description, Heads
 from esper_telemetry.adapters.sb3.steps import Steps
 from esper_telemetry.adapters.sb3.untouched import untouched
 from esper_telemetry.environments.protocol import Array
-from esper_telemetry.events import RecurrentForward, RolloutEnd, Scale
+from esper_telemetry.events import EpisodeEnd, RecurrentForward, RolloutEnd, Scale
 
 EPS = 1e-8
 """Under the standard deviations of a VecNormalize, whatever its own is."""
 
 
+class Collected(NamedTuple):
+    """A rollout as it was collected, before anything takes minibatches from the buffer: its own arrays, which the next one replaces.
+
+    Attributes:
+        values, advantages, returns, log_probs: [T, B].
+        actions: [T, B, D].
+        bootstrapped: [T, B], rewards with the value after a time limit in them.
+        rewards: [T, B] without it.
+        raw_rewards: [B] of each step; empty where rewards are not scaled.
+        ended, time_limits: [T, B], bool.
+        following: [B], the critic's estimates of the state after the last step.
+        described: what was drawn from.
+        observations: [T, B, ...]; None unless they are normalised.
+        episodes: returns, lengths and times of those that finished.
+    """
+
+    values: Array
+    advantages: Array
+    returns: Array
+    log_probs: Array
+    actions: Array
+    bootstrapped: Array
+    rewards: Array
+    raw_rewards: list[Array]
+    ended: Array
+    time_limits: Array
+    following: Tensor
+    described: list[Description]
+    observations: Array | None
+    episodes: tuple[list[float], list[int], list[int]]
+
+
+def collected(model: Any, steps: Steps, following: Tensor) -> Collected:
+    """The rollout that the buffer holds."""
+    buffer, scaled = model.rollout_buffer, model.get_vec_normalize_env()
+    observed = scaled is not None and scaled.norm_obs and isinstance(buffer.observations, np.ndarray)
+    return Collected(
+        values=buffer.values,
+        advantages=buffer.advantages,
+        returns=buffer.returns,
+        log_probs=buffer.log_probs,
+        actions=buffer.actions,
+        bootstrapped=buffer.rewards,
+        rewards=steps.rewards,
+        raw_rewards=steps.raw_rewards,
+        ended=steps.ended,
+        time_limits=steps.time_limits,
+        following=following,
+        described=steps.described,
+        observations=buffer.observations if observed else None,
+        episodes=(steps.returns, steps.lengths, steps.times),
+    )
+
+
+def episodes_event(parts: Sequence[Collected], env_step: int) -> EpisodeEnd | None:
+    """The event of the episodes that finished in rollouts that follow one another; None of none."""
+    found = [
+        (gained, length, time + place * len(part.rewards))
+        for place, part in enumerate(parts)
+        for gained, length, time in zip(*part.episodes, strict=True)
+    ]
+    return EpisodeEnd(env_step, *map(list, zip(*found, strict=True))) if found else None
+
+
 def rollout_event(
-    model: Any, steps: Steps, heads: Heads, drawn: Drawn, last_values: Tensor, *, update: int, env_step: int
+    model: Any, parts: Sequence[Collected], heads: Heads, states: Tensor | None, *, update: int, env_step: int
 ) -> RolloutEnd:
-    """The event of a full buffer, before anything takes minibatches from it.
+    """The event of rollouts that follow one another.
 
     Rewards are those before a time limit's bootstrap was added; its share comes back as the value of the state that followed.
     """
-    buffer, device = model.rollout_buffer, model.device
-    rewards, ended, limits = steps.rewards, steps.ended, steps.time_limits
-    described = drawn.joined(steps.drawn, torch.stack)
-    actions = heads.actions(on(buffer.actions, device))
+    device = model.device
+    each: Any = Collected._make(zip(*parts, strict=True))  # each field of all of them
+    known = described(list(chain.from_iterable(each.described)))
+    actions = heads.actions(_joined(each.actions, device))
+    rewards, ended = _joined(each.rewards, device), _joined(each.ended, device)
+    raw = list(chain.from_iterable(each.raw_rewards))
     return RolloutEnd(
         update=update,
         env_step=env_step,
-        rewards=on(rewards, device),
-        values=on(buffer.values, device),
-        advantages=on(buffer.advantages, device),
-        returns=on(buffer.returns, device),
-        log_probs=on(buffer.log_probs, device),
-        ended=on(ended, device),
-        terminated=on(ended & ~limits, device),
-        next_values=on(next_values(buffer, rewards, ended, limits, last_values.detach().cpu().numpy()), device),
+        rewards=rewards,
+        values=_joined(each.values, device),
+        advantages=_joined(each.advantages, device),
+        returns=_joined(each.returns, device),
+        log_probs=_joined(each.log_probs, device),
+        ended=ended,
+        terminated=ended & ~_joined(each.time_limits, device),
+        next_values=_joined([next_values(part, model.gamma) for part in parts], device),
         actions=actions,
         gamma=model.gamma,
-        raw_rewards=on(np.stack(steps.raw_rewards).astype(np.float32), device) if steps.raw_rewards else None,
-        head_log_probs=heads.log_probs(described.logits, actions),
-        action_masks=described.masks,
-        logits=described.logits,
-        means=described.means,
-        log_std=described.log_std,
+        raw_rewards=on(np.stack(raw).astype(np.float32), device) if raw else None,
+        head_log_probs=heads.log_probs(known.logits, actions),
+        action_masks=known.masks,
+        logits=known.logits,
+        means=known.means,
+        log_std=known.log_std,
         bounds=heads.bounds(device),
-        states=steps.states(),
-        scales=scales_of(model, rewards),
+        states=states,
+        scales=scales_of(model, rewards, each.observations),
     )
+
+
+def _joined(arrays: Sequence[Array], device: torch.device) -> Tensor:
+    """Arrays [T, ...] one after the other."""
+    return on(arrays[0] if len(arrays) == 1 else np.concatenate(arrays), device)
 
 
 def on(array: Array, device: torch.device) -> Tensor:
@@ -61,31 +133,32 @@ def on(array: Array, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
 
-def next_values(buffer: Any, rewards: Array, ended: Array, limits: Array, last: Array) -> Array:
+def next_values(part: Collected, gamma: float) -> Array:
     """The critic's estimate [T, B] of the state that follows each step, 0 after termination."""
-    following = np.concatenate([buffer.values[1:], last.reshape(1, -1)])
-    added = (buffer.rewards - rewards) / buffer.gamma if buffer.gamma else np.zeros_like(rewards)
-    found: Array = np.where(ended, np.where(limits, added, 0.0), following).astype(np.float32)
+    following = np.concatenate([part.values[1:], part.following.detach().cpu().numpy().reshape(1, -1)])
+    added = (part.bootstrapped - part.rewards) / gamma if gamma else np.zeros_like(part.rewards)
+    found: Array = np.where(part.ended, np.where(part.time_limits, added, 0.0), following).astype(np.float32)
     return found
 
 
-def scales_of(model: Any, rewards: Array) -> dict[str, Scale]:
-    """Where a VecNormalize stands after a rollout, and what it gave."""
+def scales_of(model: Any, rewards: Tensor, observations: Sequence[Array | None]) -> dict[str, Scale]:
+    """Where a VecNormalize stands after rollouts, and what it gave."""
     scaled = model.get_vec_normalize_env()
     found: dict[str, Scale] = {}
     if scaled is None:
         return found
-    observations = model.rollout_buffer.observations
-    if scaled.norm_obs and isinstance(observations, np.ndarray):
-        found["obs"] = _scale(scaled.obs_rms, scaled.clip_obs, observations, model.device)
+    known = [part for part in observations if part is not None]
+    if known:
+        found["obs"] = _scale(scaled.obs_rms, scaled.clip_obs, _joined(known, model.device))
     if scaled.norm_reward:
-        found["ret"] = _scale(scaled.ret_rms, scaled.clip_reward, rewards, model.device)
+        found["ret"] = _scale(scaled.ret_rms, scaled.clip_reward, rewards)
     return found
 
 
-def _scale(moments: Any, limit: float, normalized: Array, device: torch.device) -> Scale:
+def _scale(moments: Any, limit: float, normalized: Tensor) -> Scale:
     mean, std = np.asarray(moments.mean, np.float64), np.sqrt(np.asarray(moments.var, np.float64) + EPS)
-    return Scale(on(np.atleast_1d(mean), device), on(np.atleast_1d(std), device), limit, on(normalized, device))
+    device = normalized.device
+    return Scale(on(np.atleast_1d(mean), device), on(np.atleast_1d(std), device), limit, normalized)
 
 
 def recurrent_event(policy: Any, steps: Steps, envs: int) -> RecurrentForward | None:

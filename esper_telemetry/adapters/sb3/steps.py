@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_telemetry.adapters.sb3.drawn import Drawn
+from esper_telemetry.adapters.sb3.drawn import BLOCK, Drawn
+from esper_telemetry.adapters.sb3.heads import Description
 from esper_telemetry.environments.protocol import Array
 
 NOTHING = b"\0"
@@ -39,7 +40,7 @@ class Steps:
         raw_rewards: [B] each, as the environment gave them; empty where they are not scaled.
         ended: [T, B], bool.
         time_limits: [T, B], bool: episodes that a time limit ended.
-        drawn: what is kept of what the policy drew from in each step, see `drawn.Drawn`.
+        described: what the policy drew from, [t, B, ...] of some steps after those of others; see `heads.Description`.
         recurrence: of each step; empty for a feed-forward policy.
         returns, lengths, times: of episodes that finished.
         environment_seconds: wall time between an action and its outcome.
@@ -47,7 +48,7 @@ class Steps:
 
     def __init__(self, model: Any, drawn: Drawn) -> None:
         self._model, self._policy = model, model.policy
-        self._kept = drawn.kept
+        self._kept, self._joined = drawn.kept, drawn.joined
         scaled = model.get_vec_normalize_env()
         self._scaled = scaled if scaled is not None and scaled.norm_reward else None
         self._recurrent = hasattr(model.policy, "lstm_actor")
@@ -65,7 +66,8 @@ class Steps:
         self.ended: Array = np.zeros((0, 0), bool)
         self.time_limits: Array = np.zeros((0, 0), bool)
         self._ends: list[tuple[int, Array, Array, Sequence[Mapping[str, Any]]]] = []
-        self.drawn: list[Any] = []
+        self.described: list[Description] = []
+        self._drawn: list[Any] = []
         self.recurrence: list[Recurrence] = []
         self.returns: list[float] = []
         self.lengths: list[int] = []
@@ -79,7 +81,10 @@ class Steps:
 
     def acted(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """The policy chose actions."""
-        self.drawn.append(self._kept(self._policy))
+        drawn = self._drawn
+        drawn.append(self._kept(self._policy))
+        if len(drawn) == BLOCK:
+            self._describe()
         if self._recurrent and self._lstm is not None:
             self.recurrence.append(self._lstm)
         self._acted = perf_counter()
@@ -96,6 +101,8 @@ class Steps:
 
     def finish(self) -> None:
         """The rollout is whole: says which episodes ended in it, and which of them by a time limit."""
+        if self._drawn:
+            self._describe()
         self.rewards = self._model.rollout_buffer.rewards.copy()
         self.ended = np.zeros(self.rewards.shape, bool)
         for time_step, dones, rewards, _ in self._ends:
@@ -110,6 +117,10 @@ class Steps:
                 since[index] = time_step + 1
         self._sums += [raw[first:, index].sum() for index, first in enumerate(since)]
         self._lengths += len(raw) - since
+
+    def _describe(self) -> None:
+        drawn, self._drawn = self._drawn, []
+        self.described.append(self._joined(drawn, torch.stack))
 
     def _finish(self, time_step: int, index: int, info: Mapping[str, Any], own: tuple[float, int]) -> None:
         """An episode is over. A monitor's account of it wins over our own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -24,14 +25,13 @@ from esper_telemetry.adapters.sb3.minibatches import Minibatches
 from esper_telemetry.adapters.sb3.mirror import Mirror
 from esper_telemetry.adapters.sb3.passes import stored
 from esper_telemetry.adapters.sb3.replay import RolloutReplay
-from esper_telemetry.adapters.sb3.rollouts import recurrent_event, rollout_event
+from esper_telemetry.adapters.sb3.rollouts import Collected, collected, episodes_event, recurrent_event, rollout_event
 from esper_telemetry.adapters.sb3.steps import Steps
 from esper_telemetry.adapters.sb3.taps import Heard, listen
 from esper_telemetry.adapters.sb3.trunk import Trunk
 from esper_telemetry.events import (
     AfterUpdate,
     BeforeUpdate,
-    EpisodeEnd,
     RecurrentForward,
     RolloutEnd,
     TrunkBackward,
@@ -50,12 +50,22 @@ class Watch:
         heads: of its actions.
         hooks: where events go.
         before: what was done before, as axes are to count it.
+        updates_per_record: how many updates share one.
 
     Attributes:
         progress: what is done by now.
     """
 
-    def __init__(self, telemetry: Telemetry, model: Any, heads: Heads, hooks: Hooks, before: Progress) -> None:
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        model: Any,
+        heads: Heads,
+        hooks: Hooks,
+        before: Progress,
+        *,
+        updates_per_record: int,
+    ) -> None:
         self.progress = before
         self._offset = before.env_step - model.num_timesteps
         self._telemetry, self._model, self._heads, self._hooks = telemetry, model, heads, hooks
@@ -64,6 +74,11 @@ class Watch:
         self._minibatches = Minibatches(model, self._drawn, Columns(model, heads, self._drawn), hooks)
         self._mirror = Mirror(model.logger)
         self._last_values: Tensor | None = None
+        self._updates_per_record, self._updates = updates_per_record, 0
+        self._rollouts: list[Collected] = []
+        self._told: RolloutEnd | None = None
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._cpu_seconds: dict[str, float] = defaultdict(float)
         self._replay: RolloutReplay | None = None
         self._learning = False
         self._began, self._cpu_began = time.perf_counter(), time.process_time()
@@ -81,69 +96,103 @@ class Watch:
         self._steps.stepped(given)
 
     def rollout_ends(self) -> None:
-        """Tells of the rollout, and prepares for the update it feeds."""
+        """Prepares for the update that the rollout feeds; tells of the rollouts of a record before the last of its updates."""
         model, steps, before = self._model, self._steps, self.progress
         steps.finish()
-        now, cpu = time.perf_counter(), time.process_time()
-        self._seconds = {"environment": steps.environment_seconds}
-        self._seconds["inference"] = max(0.0, now - self._began - steps.environment_seconds)
-        self._cpu_seconds = {"rollout": cpu - self._cpu_began}
-        self._began, self._cpu_began = now, cpu
+        passed, cpu = self._passed()
+        self._seconds["environment"] += steps.environment_seconds
+        self._seconds["inference"] += max(0.0, passed - steps.environment_seconds)
+        self._cpu_seconds["rollout"] += cpu
         self.progress = before._replace(update=before.update + 1, env_step=self._offset + model.num_timesteps)
         self._learning = True
-        rollout = self._told_rollout() if self._hooks.wants(RolloutEnd) else None
-        self._minibatches.begin(rollout, {n: p for n, p in trainable(model.policy).items() if p.requires_grad})
+        self._updates += 1
+        assert self._last_values is not None
+        self._rollouts.append(collected(model, steps, self._last_values))
+        if self._updates == self._updates_per_record:
+            self._tell_rollouts()
+            self._tell_before()
+        self._minibatches.begin(len(self._rollouts) - 1, trainable(model.policy))
         self._for_update = self._update_taps()
 
     def update_ends(self) -> None:
-        """Tells that an update is over; nothing where none was under way."""
+        """An update is over, and with it, perhaps, a record; nothing where none was under way."""
         if not self._learning:
             return
         self._learning = False
         self._drop(self._for_update)
-        minibatches = self._minibatches
-        self._tell_minibatches()
-        before = self.progress
-        self.progress = before._replace(gradient_step=before.gradient_step + minibatches.step)
+        self._minibatches.finish()
+        passed, cpu = self._passed()
+        self._seconds["update"] += passed
+        self._cpu_seconds["update"] += cpu
+        self.progress = self.progress._replace(gradient_step=self.progress.gradient_step + self._minibatches.step)
+        if self._updates == self._updates_per_record:
+            self._record_ends()
+
+    def training_ends(self) -> None:
+        """Tells of what is left, also where a record wants more updates."""
+        self.update_ends()
+        if self._updates:
+            self._record_ends()
+
+    def leave(self) -> None:
+        """Listens to nothing any more; what is open is told of first."""
+        self._drop(self._for_update)
+        self._drop(self._always)
+        self._mirror.leave()
+        self._tell_rest()
+
+    def _record_ends(self) -> None:
+        """Tells that the updates of a record are over."""
+        self._tell_rest()
+        self._updates, minibatches = 0, self._minibatches
         replay, self._replay = self._replay, None
-        seconds = {**self._seconds, "update": time.perf_counter() - self._began}
-        processor = {**self._cpu_seconds, "update": time.process_time() - self._cpu_began}
         if replay is not None and self._hooks.wants(AfterUpdate):
             self._hooks.emit(AfterUpdate(self.progress.update, replay))
         self._telemetry.log(self._mirror.take())
         epochs, weights = minibatches.epoch + 1, coefficients_of(self._model)
         found = optimizer_settings(self._model.policy.optimizer)
+        seconds, self._seconds = dict(self._seconds), defaultdict(float)
+        processor, self._cpu_seconds = dict(self._cpu_seconds), defaultdict(float)
         end = UpdateEnd(*self.progress, found.learning_rate, seconds, epochs, weights, processor, found.beta2)
         self._hooks.emit(end)
 
-    def leave(self) -> None:
-        """Listens to nothing any more; a minibatch that is open is told of first."""
-        self._drop(self._for_update)
-        self._drop(self._always)
-        self._mirror.leave()
-        self._tell_minibatches()
+    def _passed(self) -> tuple[float, float]:
+        """Seconds of the wall and of the processor since the phase began; the next one begins."""
+        before = self._began, self._cpu_began
+        self._began, self._cpu_began = time.perf_counter(), time.process_time()
+        return self._began - before[0], self._cpu_began - before[1]
 
-    def _tell_minibatches(self) -> None:
-        self._telemetry.attempt(lambda minibatches: minibatches.tell(), self._minibatches)
+    def _tell_rest(self) -> None:
+        """Tells of the minibatches that are done, and of rollouts that nobody was told of."""
+        if self._told is None and self._rollouts:
+            self._telemetry.attempt(lambda watch: watch._tell_rollouts(), self)
+        self._telemetry.attempt(lambda minibatches: minibatches.tell(self._told), self._minibatches)
+        self._rollouts, self._told = [], None
 
-    def _told_rollout(self) -> RolloutEnd:
-        """Tells everything that is known before the first step."""
+    def _tell_rollouts(self) -> None:
+        """Tells of what was collected for a record."""
         hooks, model, steps, progress = self._hooks, self._model, self._steps, self.progress
-        assert self._last_values is not None
         places = {"update": progress.update, "env_step": progress.env_step}
-        rollout = rollout_event(model, steps, self._heads, self._drawn, self._last_values, **places)
-        hooks.emit(rollout)
+        self._told = rollout_event(model, self._rollouts, self._heads, steps.states(), **places)
+        hooks.emit(self._told)
         if hooks.wants(RecurrentForward):
             event = recurrent_event(model.policy, steps, max(1, model.n_envs // 4))
             if event is not None:
                 hooks.emit(event)
-        if steps.returns and hooks.wants(EpisodeEnd):
-            hooks.emit(EpisodeEnd(progress.env_step, steps.returns, steps.lengths, steps.times))
-        if hooks.wants(BeforeUpdate) or hooks.wants(AfterUpdate):
-            kept = stored(model.rollout_buffer)
-            self._replay = RolloutReplay(model, self._heads, rollout, kept, steps.states_after())
-            hooks.emit(BeforeUpdate(progress.update, self._replay))
-        return rollout
+        episodes = episodes_event(self._rollouts, progress.env_step)
+        if episodes is not None:
+            hooks.emit(episodes)
+
+    def _tell_before(self) -> None:
+        """Shows the last rollout before the first step of its update."""
+        hooks, model, last = self._hooks, self._model, self._told
+        if not (hooks.wants(BeforeUpdate) or hooks.wants(AfterUpdate)) or last is None:
+            return
+        if len(self._rollouts) > 1:
+            places = {"update": last.update, "env_step": last.env_step}
+            last = rollout_event(model, self._rollouts[-1:], self._heads, self._steps.states(), **places)
+        self._replay = RolloutReplay(model, self._heads, last, stored(model.rollout_buffer), self._steps.states_after())
+        hooks.emit(BeforeUpdate(last.update, self._replay))
 
     def _collecting_taps(self) -> list[Remover]:
         """On what is called while a rollout is collected."""
