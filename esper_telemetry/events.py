@@ -214,6 +214,8 @@ class BackwardEnd(NamedTuple):
         norms: [K] L2 norms before clipping, in the order of the parameters that have a gradient.
         names: names of these parameters.
         max_norm: limit of the global norm; None where nothing is clipped.
+        heads: [H] L2 norms of what the policy's heads have of parameters that they share, in the order of the fact `heads`; None where
+            each has parameters of its own, in a group `head:<name>`.
     """
 
     epoch: int
@@ -222,6 +224,7 @@ class BackwardEnd(NamedTuple):
     names: tuple[str, ...]
     norms: Tensor
     max_norm: float | None
+    heads: Tensor | None = None
 
 
 class BackwardsEnd(NamedTuple):
@@ -232,6 +235,7 @@ class BackwardsEnd(NamedTuple):
         names, norms: of each pass.
         parameters: trainable parameters by name.
         max_norm: limit of the global norm; None where nothing is clipped.
+        heads: of each pass; empty where none has any.
     """
 
     epochs: tuple[int, ...]
@@ -239,6 +243,7 @@ class BackwardsEnd(NamedTuple):
     norms: tuple[Tensor, ...]
     parameters: Mapping[str, Tensor]
     max_norm: float | None
+    heads: tuple[Tensor | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,13 @@ INTEGRITY = (
         hard=True,
     ),
     AlarmType(
+        "integrity/rows_repeated",
+        ("integrity/rows_repeated",),
+        "A pass over the rollout sees some transitions again and again, and leaves others out.",
+        "Draw a new permutation of the rollout for each pass, and cut it into minibatches that do not overlap.",
+        hard=True,
+    ),
+    AlarmType(
         "integrity/buffer_age",
         ("buffer/age_updates",),
         "The update learns from data that an older policy collected.",

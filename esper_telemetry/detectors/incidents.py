@@ -17,6 +17,7 @@ CAUSES = (
     "integrity/gae_identity",
     "lstm/reset_missing",
     "integrity/ratio_init",
+    "integrity/rows_repeated",
     "integrity/adv_norm",
     "grad/missing_group",
     "policy/dead_head",
@@ -49,6 +50,7 @@ CLAIMS = frozenset(
     {
         "integrity/mask_violation",
         "integrity/gae_identity",
+        "integrity/rows_repeated",
         "integrity/adv_norm",
         "lstm/reset_missing",
         "grad/missing_group",

@@ -56,6 +56,7 @@ class Thresholds:
     gae_identity: float = above(1e-4, "relative error of advantages + values = returns")
     adv_norm: float = above(0.05, "distance of normalised advantages from mean 0 and standard deviation 1")
     adv_norm_lasting: float = above(0.01, "the same on average over five updates, where whole rollouts are normalised")
+    rows_repeated: float = above(0.45, "share of a pass's rows that come again: drawing with replacement gives 0.37")
     buffer_age: float = count(0, "updates that data may be old")
 
     reward_constant_transitions: float = count(1000, "transitions with the same reward, at least")

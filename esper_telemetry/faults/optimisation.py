@@ -205,8 +205,8 @@ OPTIMISATION = (
         "repeated_minibatches",
         "All minibatches of a pass hold the same rows.",
         repeated_minibatches,
-        ("integrity/adv_norm",),
-        bound=20,  # no alarm reads the alignment of gradients: rows left out show in the moments of advantages only
+        ("integrity/rows_repeated", "integrity/adv_norm"),
+        bound=20,  # the second where nobody says which rows a minibatch has: those left out show in the moments of advantages
         needs=(needs.several_minibatches,),
         core=False,
     ),

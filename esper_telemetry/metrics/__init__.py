@@ -10,7 +10,7 @@ from esper_telemetry.metrics.gradients import (
     interference,
     leaf_interference,
 )
-from esper_telemetry.metrics.integrity import buffer_age, gae_identity, mask_violation, nonfinite_count
+from esper_telemetry.metrics.integrity import buffer_age, gae_identity, mask_violation, nonfinite_count, rows_repeated
 from esper_telemetry.metrics.losses import loss_terms, ppo_losses
 from esper_telemetry.metrics.ratio import ratio_diagnostics
 from esper_telemetry.metrics.returns import return_stats
@@ -39,6 +39,7 @@ __all__ = [
     "ratio_diagnostics",
     "return_stats",
     "reward_stats",
+    "rows_repeated",
     "value_fit",
     "value_movement",
 ]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_telemetry.group import Max, MetricGroup, Sum, reports
+from esper_telemetry.group import Max, Mean, MetricGroup, Sum, reports
 from esper_telemetry.metric import Metric
 from esper_telemetry.metrics.masking import keep, rows_of, same_shape, sample, where_any
 from esper_telemetry.record import Level
@@ -155,6 +155,46 @@ class BufferAge(MetricGroup):
 def buffer_age(policy_version: int, collected_at: int) -> BufferAge:
     """Policy version now minus that of the oldest data in the buffer."""
     return BufferAge(Max(float(policy_version - collected_at)))
+
+
+@dataclass(frozen=True, slots=True)
+class RowsRepeated(MetricGroup):
+    """Whether a pass over the rollout sees every transition once."""
+
+    share: Mean | None = reports(
+        Metric(
+            key="integrity/rows_repeated",
+            number=808,
+            unit="share",
+            question="Of the rows of the first pass over the rollout, what share had been in that pass before? Others were left out.",
+            low=0.0,
+            high=1.0,
+            level=Level.NORMAL,
+            healthy="0",
+            warn="0.37, which is drawing with replacement",
+            critical="> 0.45",
+            source="a pass is a permutation of the rollout, 1707.06347",
+            undefined="nobody says which transitions the rows are",
+        )
+    )
+
+
+@torch.inference_mode()
+def rows_repeated(rows: Tensor, *, valid: Tensor | None = None) -> RowsRepeated:
+    """Share of the rows of a pass whose transition had been in it before: 0 where each comes once.
+
+    Args:
+        rows: numbers of transitions, any shape, from 0.
+        valid: bool, same shape; None where every entry is.
+    """
+    same_shape(rows=rows, valid=valid)
+    known = rows.flatten() if valid is None else rows.masked_fill(~valid, -1).flatten()
+    if not known.numel():
+        return RowsRepeated(None)
+    ordered = known.sort().values
+    counted = ordered >= 0
+    repeated = (ordered[1:] == ordered[:-1]) & counted[1:]
+    return RowsRepeated(Mean(repeated.sum(), counted.sum()))
 
 
 @dataclass(frozen=True, slots=True)

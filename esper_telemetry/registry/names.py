@@ -195,6 +195,7 @@ NAMES = {
     "integrity/gae_identity": "advantages plus values against returns",
     "integrity/mask_violation": "forbidden actions",
     "buffer/age_updates": "age of the data",
+    "integrity/rows_repeated": "rows that come again in a pass",
     "numerics/nonfinite": "numbers that are not finite",
     "reward/nonfinite": "rewards that are not finite",
     "reward/zero_frac": "share of steps without reward",

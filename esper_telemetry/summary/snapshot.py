@@ -224,6 +224,7 @@ class Gradients(NamedTuple):
         max_norm: limit of the global norm; None where nothing is clipped.
         leaves: where actor and critic share a trunk.
         applied: [M, K] of the gradients that the optimizer used, where they were measured.
+        heads: [M, H] of the policy's heads that share parameters; None where each has its own.
     """
 
     epochs: tuple[int, ...]
@@ -233,6 +234,7 @@ class Gradients(NamedTuple):
     max_norm: float | None
     leaves: Leaves | None
     applied: Tensor | None = None
+    heads: Tensor | None = None
 
 
 class GradientSample(NamedTuple):

@@ -31,7 +31,7 @@ from esper_telemetry.metrics.gradients import (
 from esper_telemetry.metrics.growth import each_stats, environment_stats, host_stats, seed_stats
 from esper_telemetry.metrics.growth import gate_stats as growth_gates
 from esper_telemetry.metrics.head_ratio import head_ratio_diagnostics
-from esper_telemetry.metrics.integrity import buffer_age, gae_identity, mask_violation
+from esper_telemetry.metrics.integrity import buffer_age, gae_identity, mask_violation, rows_repeated
 from esper_telemetry.metrics.losses import LossTerms, loss_terms, loss_weights
 from esper_telemetry.metrics.lstm import (
     GateGroups,
@@ -107,6 +107,7 @@ def summarize(snapshot: Snapshot, facts: Mapping[str, Any], level: Level) -> Ite
         yield Observation([partial(_used_advantages, minibatches, snapshot.rollout, facts)], minibatches.epochs)
         yield Observation(detailed(minibatches, facts, coefficients), minibatches.epochs)
         yield Observation(_spreads(minibatches))
+        yield Observation(_rows(minibatches))
         yield Observation(_features(minibatches, facts, level))
     if snapshot.sample is not None and not snapshot.sample.measured:
         yield Observation(gradient_sample(snapshot.sample, level))
@@ -273,6 +274,15 @@ def _normalizers(normalizers: Mapping[str, Normalizer]) -> Iterator[Measurement]
             yield partial(normalizer_drift, name, now.mean, now.std, *now.previous)
 
 
+def _rows(minibatches: Minibatches) -> list[Measurement]:
+    """Which transitions the first pass has seen, where it says which they are."""
+    if minibatches.rows is None:
+        return []
+    first = minibatches.epochs.count(minibatches.epochs[0])
+    valid = None if minibatches.valid is None else minibatches.valid[:first]
+    return [partial(rows_repeated, minibatches.rows[:first], valid=valid)]
+
+
 def _spreads(minibatches: Minibatches) -> list[Measurement]:
     """Standard deviations of Gaussian heads, over all rows of the update."""
     return [
@@ -353,6 +363,9 @@ def _heads(gradients: Gradients, facts: Mapping[str, Any]) -> Iterator[Measureme
     heads = {group.removeprefix(HEAD): members for group, members in groups.items() if group.startswith(HEAD)}
     if heads:
         yield partial(head_gradients, norms, names, heads)
+    if gradients.heads is not None:
+        sharing = tuple(facts.get("heads", ()))
+        yield partial(head_gradients, gradients.heads, sharing, {head: (head,) for head in sharing})
     if facts.get("value_head"):
         yield partial(value_gradient, norms, names, facts["value_head"])
 

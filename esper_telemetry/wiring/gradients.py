@@ -22,8 +22,8 @@ class Leaf(NamedTuple):
 
 def joined(backwards: Sequence[BackwardEnd]) -> BackwardsEnd:
     """All passes of a source that tells of each alone; at least one."""
-    epochs, _, _, names, norms, _ = zip(*backwards, strict=True)
-    return BackwardsEnd(epochs, names, norms, backwards[-1].parameters, backwards[-1].max_norm)
+    epochs, _, _, names, norms, _, heads = zip(*backwards, strict=True)
+    return BackwardsEnd(epochs, names, norms, backwards[-1].parameters, backwards[-1].max_norm, heads)
 
 
 def gradient_parts(backwards: BackwardsEnd, leaves: Sequence[Leaf]) -> tuple[Gradients, ...]:
@@ -43,7 +43,14 @@ def _stacked(backwards: BackwardsEnd, names: tuple[str, ...], leaves: Sequence[L
         norms=torch.stack([backwards.norms[place] for place in places]),
         max_norm=backwards.max_norm,
         leaves=_leaves(leaves) if leaves else None,
+        heads=_heads([backwards.heads[place] for place in places]) if backwards.heads else None,
     )
+
+
+def _heads(norms: Sequence[Tensor | None]) -> Tensor | None:
+    """[M, H]; None where a pass does not say."""
+    known = [own for own in norms if own is not None]
+    return torch.stack(known) if known and len(known) == len(norms) else None
 
 
 def _leaves(leaves: Sequence[Leaf]) -> Leaves:

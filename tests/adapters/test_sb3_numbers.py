@@ -17,6 +17,7 @@ from torch import Tensor
 
 from esper_telemetry import Telemetry, read_run
 from esper_telemetry.adapters.sb3 import TelemetryCallback
+from esper_telemetry.events import BackwardEnd
 from esper_telemetry.record import Record
 
 pytestmark = pytest.mark.sb3
@@ -194,6 +195,32 @@ def test_temporal_differences_know_termination_from_a_time_limit(updates: Any) -
         carry = np.zeros_like(buffer.advantages)
         carry[:-1] = model.gamma * model.gae_lambda * (1 - buffer.episode_starts[1:]) * buffer.advantages[1:]
         assert values["value/td/mean"] == close((buffer.advantages - carry).mean(), rel=1e-3, abs=1e-5)
+
+
+def test_every_row_comes_once_in_a_pass(updates: Any) -> None:
+    assert [values["integrity/rows_repeated"] for _, _, values in updates] == [0] * len(updates)
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("multi_discrete", [3, 2]), ("multi_binary", [1, 1, 1])])
+def test_gradients_of_parts_of_an_action_are_rows_of_one_layer(name: str, sizes: list[int], tmp_path: Path) -> None:
+    """The norm of each part is that of its rows, of weights and biases together."""
+    model = sb3_models.MODELS[name]()
+    seen: list[list[float]] = []
+
+    def before_clipping(_: Any) -> None:
+        layer = model.policy.action_net
+        rows = torch.cat([layer.weight.grad, layer.bias.grad.unsqueeze(1)], 1).double().split(sizes)
+        seen.append([float(part.norm()) for part in rows])
+
+    with Telemetry(run_dir=tmp_path / "run", offload=False) as telemetry:
+        callback = TelemetryCallback(telemetry)
+        callback.hooks.on(BackwardEnd, before_clipping)
+        model.learn(128, callback=callback)
+
+    (record,) = read_run(tmp_path / "run").records
+    means = np.mean(seen, 0)
+    for index, mean in enumerate(means):
+        assert record.values[f"grad/head/action_{index}/norm"] == close(mean, rel=1e-5)
 
 
 def test_steps_are_those_of_the_data(both: Any) -> None:

@@ -71,6 +71,7 @@ FIXED: Mapping[str, float] = {
     "integrity/adv_norm": 2e-4,
     "integrity/mask_violation": 0.0,
     "buffer/age_updates": 0.0,
+    "integrity/rows_repeated": 0.0,
     "adv/norm/mean": 0.0,
     "adv/norm/std": 1.0,
     "adv/participation": 0.6,

@@ -59,6 +59,7 @@ CASES: dict[str, Case] = {
     "integrity/gae_identity": Case(set_to({"integrity/gae_identity": 0.01})),
     "integrity/adv_norm": Case(set_to({"integrity/adv_norm": 50.0, "adv/norm/std": 100.0})),
     "integrity/mask_violation": Case(set_to({"integrity/mask_violation": 1.0})),
+    "integrity/rows_repeated": Case(set_to({"integrity/rows_repeated": 0.75})),
     "integrity/buffer_age": Case(set_to({"buffer/age_updates": 1.0})),
     "value/scale_shift": Case(multiplied({"reward/absmax": 100, "reward/mean": 100, "reward/std": 100})),
     "reward/constant": Case(set_to({"reward/std": 0.0, "reward/mean": 0.0, "reward/absmax": 0.0}), 9),

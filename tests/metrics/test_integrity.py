@@ -19,12 +19,22 @@ from esper_telemetry.metrics.actions import (
 )
 from esper_telemetry.metrics.episodes import episode_stats
 from esper_telemetry.metrics.evaluation import evaluation_stats
-from esper_telemetry.metrics.integrity import buffer_age, gae_identity, mask_violation, nonfinite_count
+from esper_telemetry.metrics.integrity import buffer_age, gae_identity, mask_violation, nonfinite_count, rows_repeated
 from esper_telemetry.metrics.losses import loss_terms, ppo_losses
 from esper_telemetry.metrics.normalizer import cut_entries, normalizer_clipping, normalizer_drift
 from esper_telemetry.metrics.ratio import RatioDiagnostics
 from esper_telemetry.series.integrity import RATIO_INIT_BOUNDS, ratio_init_bounds, ratio_init_grade
 from esper_telemetry.series.policy import entropy_rate, largest_shift
+
+
+def test_rows_that_come_again_in_a_pass() -> None:
+    """Of six rows 3 comes three times and 1 twice: three of six had been there; padding counts for nothing."""
+    rows = torch.tensor([[3, 1, 3], [0, 3, 1]])
+    valid = torch.tensor([[True, True, True], [True, False, False]])
+
+    assert rows_repeated(rows).values() == {"integrity/rows_repeated": 0.5}
+    assert rows_repeated(rows, valid=valid).values() == {"integrity/rows_repeated": 0.25}
+    assert rows_repeated(torch.arange(4)).values() == {"integrity/rows_repeated": 0.0}
 
 
 def test_advantages_plus_values_must_be_the_returns() -> None:

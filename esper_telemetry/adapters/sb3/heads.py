@@ -89,6 +89,12 @@ class Heads:
             return {}
         return {name: _chosen(logits[name], actions[name]) for name in self.names}
 
+    def rows(self, scores: int) -> list[int]:
+        """How many of so many scores each part of an action has; empty where that cannot be told."""
+        parts = len(self.names)
+        sizes = self._space.nvec.ravel().tolist() if isinstance(self._space, spaces.MultiDiscrete) else []
+        return sizes if sum(sizes) == scores else [] if sizes or scores % parts else [scores // parts] * parts
+
     def _names(self) -> tuple[str, ...]:
         if isinstance(self._space, spaces.MultiDiscrete):
             return tuple(f"action_{index}" for index in range(self._space.nvec.size))

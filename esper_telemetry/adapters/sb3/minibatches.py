@@ -13,6 +13,7 @@ from torch import Tensor
 from esper_telemetry import ops
 from esper_telemetry.adapters.sb3.columns import Block, Columns, MinibatchRow
 from esper_telemetry.adapters.sb3.drawn import BLOCK, Drawn
+from esper_telemetry.adapters.sb3.head_rows import HeadRows
 from esper_telemetry.adapters.sb3.shards import shard_gradients
 from esper_telemetry.environments.protocol import Array
 from esper_telemetry.events import BackwardEnd, MinibatchesEnd, MinibatchStart, OptimizerStep, RolloutEnd
@@ -36,9 +37,9 @@ class Minibatches:
         hears_clipping: whether the trainer is known to clip where `about_to_clip` hears of it.
     """
 
-    def __init__(self, model: Any, drawn: Drawn, columns: Columns, hooks: Hooks) -> None:
+    def __init__(self, model: Any, drawn: Drawn, columns: Columns, head_rows: HeadRows, hooks: Hooks) -> None:
         self._model, self._policy, self._hooks, self._columns = model, model.policy, hooks, columns
-        self._kept_of_policy = drawn.kept
+        self._kept_of_policy, self._head_rows = drawn.kept, head_rows
         self._padded = hasattr(model.policy, "lstm_actor")
         self.hears_clipping = False
         self._clear()
@@ -161,4 +162,5 @@ class Minibatches:
             gradients
         )  # unless parameters are frozen whose gradient is still there
         norms = ops.checked_norms(gradients, raw) if known and raw is not None else ops.gradient_norms(gradients)
-        self._hooks.emit(BackwardEnd(max(self.epoch, 0), self.step, self._parameters, names, norms, max_norm))
+        heads = self._head_rows.norms()
+        self._hooks.emit(BackwardEnd(max(self.epoch, 0), self.step, self._parameters, names, norms, max_norm, heads))

@@ -20,6 +20,7 @@ from esper_telemetry.adapters.sb3.facts import (
     optimizer_settings,
     trainable,
 )
+from esper_telemetry.adapters.sb3.head_rows import HeadRows
 from esper_telemetry.adapters.sb3.heads import Heads
 from esper_telemetry.adapters.sb3.minibatches import Minibatches
 from esper_telemetry.adapters.sb3.mirror import Mirror
@@ -71,7 +72,9 @@ class Watch:
         self._telemetry, self._model, self._heads, self._hooks = telemetry, model, heads, hooks
         self._drawn = drawn_by(model.policy, heads)
         self._steps = Steps(model, self._drawn)
-        self._minibatches = Minibatches(model, self._drawn, Columns(model, heads, self._drawn), hooks)
+        self._minibatches = Minibatches(
+            model, self._drawn, Columns(model, heads, self._drawn), HeadRows(model.policy, heads), hooks
+        )
         self._mirror = Mirror(model.logger)
         self._last_values: Tensor | None = None
         self._updates_per_record, self._updates = updates_per_record, 0

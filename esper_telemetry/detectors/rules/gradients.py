@@ -8,7 +8,7 @@ from math import log10
 from esper_telemetry.detectors.rule import Finding, Rule, View, hard, number, percent, ramp, segment_of, times
 from esper_telemetry.detectors.rules.outliers import outlier
 
-LAYER, NORM = "grad/layer/", "/norm"
+LAYER, HEAD, NORM = "grad/layer/", "grad/head/", "/norm"
 
 
 PEAK = "grad/global/norm_preclip_max"
@@ -48,7 +48,7 @@ def vanish(view: View) -> Iterator[Finding]:
     clip = view.facts.get("max_grad_norm") or 1.0
     critics = {segment_of(name) for name in dict(view.facts.get("groups") or {}).get("critic", ())}
     solved = 0.5 * view.baselines.fallen("loss/value")  # gradients of a squared error fall as its root
-    for layer, key, value in view.labelled(LAYER, NORM):
+    for layer, key, value in [*view.labelled(LAYER, NORM), *sharing_heads(view)]:
         median = view.baselines.median(key)
         if median is None or view.baselines.count(key) < MIN_VANISH:
             continue
@@ -69,6 +69,12 @@ def vanish(view: View) -> Iterator[Finding]:
                 f"{layer} has {'no gradient: exactly 0' if value == 0 else f'next to no gradient: {number(value)}'}{view.usual(key)}"
             ),
         )
+
+
+def sharing_heads(view: View) -> Iterator[tuple[str, str, float]]:
+    """Heads that have rows of one layer, which is as if each had a layer; those with parameters of their own are layers already."""
+    groups = dict(view.facts.get("groups") or {})
+    return ((head, key, value) for head, key, value in view.labelled(HEAD, NORM) if f"head:{head}" not in groups)
 
 
 def missing_group(view: View) -> Iterator[Finding]:
@@ -121,7 +127,7 @@ RULES = (
         type="grad/vanish",
         judge=vanish,
         inputs=("grad/global/norm_preclip",),
-        watches=("grad/layer/*/norm", "loss/value"),
+        watches=("grad/layer/*/norm", "grad/head/*/norm", "loss/value"),
         duration=5,
         evidence=(*NORMS, "grad/zero_frac", "repr/dormant_frac*"),
         relative=True,

@@ -108,6 +108,20 @@ def mask_violation(view: View) -> Iterator[Finding]:
         )
 
 
+def rows_repeated(view: View) -> Iterator[Finding]:
+    """A pass sees the same transitions again."""
+    key, bound = "integrity/rows_repeated", view.limits.rows_repeated
+    value = view.get(key)
+    if value is not None:
+        yield Finding(
+            hard(value > bound),
+            key,
+            value,
+            bound,
+            text=lambda: f"{number(100 * value)} % of the rows of a pass over the rollout had been in it before",
+        )
+
+
 def buffer_age(view: View) -> Iterator[Finding]:
     """Data of an older policy."""
     key, allowed = "buffer/age_updates", view.limits.buffer_age
@@ -175,6 +189,17 @@ RULES = (
         certain=True,
         partial=True,
         source="identity",
+    ),
+    Rule(
+        type="integrity/rows_repeated",
+        judge=rows_repeated,
+        inputs=("integrity/rows_repeated",),
+        optional=True,
+        certain=True,
+        n_off=1,
+        duration=5,
+        evidence=("integrity/adv_norm", "grad/align/*"),
+        source="a pass is a permutation of the rollout; more than drawing with replacement explains",
     ),
     Rule(
         type="integrity/buffer_age",
