@@ -91,6 +91,11 @@ def no_entropy(event: MinibatchesEnd) -> MinibatchesEnd:
     return event._replace(logits={}, losses={})
 
 
+def same_rows(event: MinibatchesEnd) -> MinibatchesEnd:
+    """Minibatches that all have the rows of the first."""
+    return event._replace(rows=torch.arange(len(event.log_ratio)) % event.counts[0])
+
+
 def endless(trainer: PPO) -> None:
     """Nobody passes on that episodes are over."""
 
@@ -115,6 +120,7 @@ def new_optimizer(trainer: PPO) -> None:
 LIVE: dict[str, tuple[Callable[[], PPO], int]] = {
     "integrity/mask_violation": (lambda: lying(recall(), RolloutEnd, 4, shifted_masks), 6),
     "integrity/buffer_age": (lambda: lying(cartpole(), RolloutEnd, 4, old_data), 6),
+    "integrity/rows_repeated": (lambda: lying(cartpole(num_minibatches=4), MinibatchesEnd, 4, same_rows), 6),
     "telemetry/missing_metric": (lambda: lying(cartpole(), MinibatchesEnd, 8, no_entropy), 14),
     "opt/state_lost": (lambda: breaking(cartpole(), 5, new_optimizer), 8),
     "adv/degenerate": (lambda: breaking(cartpole(), 6, equal_advantages), 12),
