@@ -151,7 +151,7 @@ class Batch:
 
     def take(self, rows: Tensor) -> Batch:
         """The rows with these indices, copied, without their order in time."""
-        return self.map(lambda column: column[rows])
+        return self.map(lambda column: column.index_select(0, rows))
 
     def split(self, parts: int) -> list[Batch]:
         """The rows in order, in `parts` batches whose sizes differ by one at most; fewer where there are fewer rows."""
@@ -168,7 +168,7 @@ class Batch:
         assert self.sequences is not None
         rows = on(np.concatenate([part.rows for part in parts]), self.log_probs.device)
         sequences = self.sequences.take(np.concatenate([part.runs for part in parts]))
-        return self.map(lambda column: column[rows], sequences)
+        return self.map(lambda column: column.index_select(0, rows), sequences)
 
     def grid(self) -> Grid | None:
         """Where the rows stand in time; None for a feed-forward policy."""
@@ -190,7 +190,7 @@ def flatten(rollout: Rollout, advantages: Tensor, returns: Tensor, *, numbered: 
     if rollout.valid is None:
         return batch
     rows = valid_rows(rollout.valid.t(), rollout.transitions)
-    return batch.map(lambda column: column[rows], batch.sequences)
+    return batch.map(lambda column: column.index_select(0, rows), batch.sequences)
 
 
 def columns(rollout: Rollout, advantages: Tensor, returns: Tensor, *, rows: Tensor | None = None) -> Batch:
