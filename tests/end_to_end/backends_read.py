@@ -35,7 +35,7 @@ class Point(NamedTuple):
     value: float
 
 
-def eventually(question: Callable[[], Answer], *, seconds: float = 60.0) -> Answer:
+def eventually(question: Callable[[], Answer], *, seconds: float = 240.0) -> Answer:
     """The first answer that is true; raises TimeoutError without one."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -12,7 +12,10 @@ from backends_read import all_backends_have, eventually
 
 SINKS = ("--sink", "console", "--sink", "tensorboard", "--sink", "wandb:walker?mode=offline", "--sink", "mlflow")
 ENDLESS = ("--total-steps", "100000000")
-CLOSE_DEADLINE_SECONDS = 15.0
+CLOSE_DEADLINE_SECONDS = 50.0
+"""On a slow machine MLflow takes half a minute to make its first database."""
+
+CLOSING = ("--close-timeout", f"{CLOSE_DEADLINE_SECONDS:g}")
 
 
 class Ended(NamedTuple):
@@ -32,7 +35,7 @@ class Finished(NamedTuple):
 
 def started(run_dir: Path, *options: str, env: str = "CartPole-v1") -> subprocess.Popen[str]:
     """`esper-telemetry train` with the console and all three backends, in a process group of its own."""
-    return trained(run_dir, "--env", env, "--run-dir", str(run_dir), "--close-timeout", "50", *SINKS, *options)
+    return trained(run_dir, "--env", env, "--run-dir", str(run_dir), *CLOSING, *SINKS, *options)
 
 
 def trained(run_dir: Path, *options: str) -> subprocess.Popen[str]:
@@ -48,7 +51,7 @@ def trained(run_dir: Path, *options: str) -> subprocess.Popen[str]:
     )
 
 
-def ended(process: subprocess.Popen[str], seconds: float = 60.0) -> Ended:
+def ended(process: subprocess.Popen[str], seconds: float = 240.0) -> Ended:
     """Waits for the command; one that does not end is killed and raises TimeoutExpired."""
     try:
         stdout, stderr = process.communicate(timeout=seconds)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from backends_read import mlflow_run
-from command_line import SINKS, ended, trained
+from command_line import CLOSING, SINKS, ended, trained
 
 from esper_telemetry import read_run
 from esper_telemetry.cli import main
@@ -25,8 +25,8 @@ from esper_telemetry.cli import main
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run in all three backends."""
     run_dir = tmp_path_factory.mktemp("trained") / "run"
-    options = ("--env", "CartPole-v1", "--total-steps", "12000", "--run-dir", str(run_dir), *SINKS)
-    done = ended(trained(run_dir, *options), 120)
+    options = ("--env", "CartPole-v1", "--total-steps", "12000", "--run-dir", str(run_dir), *CLOSING, *SINKS)
+    done = ended(trained(run_dir, *options))
     assert done.code == 0, done.stderr
     return run_dir
 

@@ -22,7 +22,7 @@ from torchrun import PATIENCE_SECONDS, TRAIN, output, pid_of, started, until
 
 from esper_telemetry import RunStatus, read_run
 
-DEAD_RANK_SECONDS = 30.0
+DEAD_RANK_SECONDS = 90.0
 """Within which a run has ended whose rank has died."""
 
 
