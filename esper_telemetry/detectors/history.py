@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isfinite, log10, nan
+from math import isfinite, log10, nan, pow
+from sys import float_info
 
 import numpy as np
 
@@ -37,6 +38,11 @@ TIGHT = {
     "repr/effective_rank": 0.05,
 }
 """Smallest spread, in decades, of keys that hardly vary; 0.15 for all others."""
+
+
+def power(decades: float) -> float:
+    """10 to that power, and 1e308 where no number is that large."""
+    return pow(10.0, min(decades, float(float_info.max_10_exp)))
 
 
 class Baselines:
@@ -133,7 +139,7 @@ class Baselines:
             return None
         window = self._values[self._rows[key]]
         low, high = np.quantile(window[np.isfinite(window)], (0.1, 0.9)).tolist()
-        return (low, high) if key in LINEAR else (10.0**low, 10.0**high)
+        return (low, high) if key in LINEAR else (power(low), power(high))
 
     def median(self, key: str) -> float | None:
         """Median of a key's history; None of fewer than five values."""
@@ -141,7 +147,7 @@ class Baselines:
         if row is None or self._counts[row] < FEW or not isfinite(self._medians[row]):
             return None
         middle = self._medians[row]
-        return middle if key in LINEAR else 10.0**middle
+        return middle if key in LINEAR else power(middle)
 
     def off_median(self, key: str) -> float:
         """Decades by which the latest value lies above the median of its history, negative below it; 0 without one."""

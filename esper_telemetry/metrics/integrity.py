@@ -169,7 +169,7 @@ class RowsRepeated(MetricGroup):
             question="Of the rows of the first pass over the rollout, what share had been in that pass before? Others were left out.",
             low=0.0,
             high=1.0,
-            level=Level.NORMAL,
+            level=Level.MINIMAL,
             healthy="0",
             warn="0.37, which is drawing with replacement",
             critical="> 0.45",

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper_telemetry.detectors import Detectors, Thresholds, diagnose
+from esper_telemetry.detectors.history import power
 from esper_telemetry.record import Alarm, AlarmEvent, AlarmLevel, Axes, Record
 from esper_telemetry.series.escalation import CAP
 
@@ -315,6 +316,12 @@ def test_usual_ranges_are_told() -> None:
     low, high = alarm.evidence["usual"]["loss/value"]
     assert 0.46 < low < high < 0.54
     assert "(usually 0.4" in alarm.text or "(usually 0.5" in alarm.text
+
+
+def test_a_usual_value_may_be_the_largest_number_there_is() -> None:
+    assert power(308.3) == power(1e300) == 1e308
+    assert power(-1e300) == 0.0
+    assert power(2.0) == 100.0
 
 
 @given(

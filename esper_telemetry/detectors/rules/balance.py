@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from esper_telemetry.detectors.history import power
 from esper_telemetry.detectors.rule import Finding, Rule, View, hard, number, percent, ramp, times
 
 RATIO, SHARE, EFFECTIVE = (f"grad/interference/{name}" for name in ("log_ratio", "critic_share", "actor_effective"))
@@ -28,7 +29,7 @@ def actor_starved(view: View) -> Iterator[Finding]:
         adaptive=True,
         z=z,
         text=lambda: (
-            f"the critic's gradient has been {times(10**ratio)} the actor's{_usually(view)}{left}"
+            f"the critic's gradient has been {times(power(ratio))} the actor's{_usually(view)}{left}"
             + (f", {number(effective)}{view.usual(EFFECTIVE)}" if effective is not None else "")
         ),
     )
@@ -37,7 +38,7 @@ def actor_starved(view: View) -> Iterator[Finding]:
 def _usually(view: View) -> str:
     """The usual ratio of the critic's gradient to the actor's."""
     usual = view.baselines.usual(RATIO)
-    return f" (usually {number(10 ** usual[0])}-{number(10 ** usual[1])}x)" if usual else ""
+    return f" (usually {number(power(usual[0]))}-{number(power(usual[1]))}x)" if usual else ""
 
 
 def interference(view: View) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import log10
 
+from esper_telemetry.detectors.history import power
 from esper_telemetry.detectors.rule import Finding, Rule, View, hard, number, percent, times
 from esper_telemetry.detectors.rules.balance import average
 
@@ -115,7 +116,7 @@ def drift(view: View) -> Iterator[Finding]:
         sigma = max(memory["var"] ** 0.5, 0.05)
         new = abs(view.z(key) or 0.0) > limits.z_low
         wrong = new and abs(off) > limits.drift_sigmas * sigma and abs(off) > limits.drift_min / 2.302585
-        usual = 10 ** memory["mean"]
+        usual = power(memory["mean"])
         yield Finding(
             hard(wrong),
             key,
