@@ -15,7 +15,8 @@ PER_MINIBATCH = (TrunkBackward, BackwardEnd, MinibatchEnd)
 class ClockedHooks(Hooks):
     """Times each event from the question whether anybody wants it until all have heard it: what it costs to build and to hear.
 
-    By the clock of this thread, whose own time is taken off.
+    By the clock of this thread, whose own time is taken off. What a trainer keeps of every minibatch for an event that comes when the
+    update is over is not seen (`ppo/tape.py`); nor are colder caches.
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from esper_telemetry.detectors.rule import Finding, Rule, View, hard, number
 from esper_telemetry.series.integrity import RATIO_INIT_BOUNDS, ratio_init_bounds
@@ -47,21 +47,21 @@ def ratio_init(view: View) -> Iterator[Finding]:
     )
 
 
-def gae_identity(view: View) -> Iterator[Finding]:
-    """A + V = R is broken."""
-    key, bound = "integrity/gae_identity", view.limits.gae_identity
+def beyond(view: View, key: str, bound: float, text: Callable[[float], str]) -> Iterator[Finding]:
+    """Certain where a value exceeds a bound; `text` tells of the value."""
     value = view.get(key)
     if value is not None:
-        yield Finding(
-            hard(value > bound),
-            key,
-            value,
-            bound,
-            text=lambda: (
-                f"returns are not advantages plus values: they are off by {number(value)} of the largest return "
-                "(rounding explains 1e-5)"
-            ),
-        )
+        yield Finding(hard(value > bound), key, value, bound, text=lambda: text(value))
+
+
+def gae_identity(view: View) -> Iterator[Finding]:
+    """A + V = R is broken."""
+
+    def text(value: float) -> str:
+        off = f"they are off by {number(value)} of the largest return (rounding explains 1e-5)"
+        return f"returns are not advantages plus values: {off}"
+
+    return beyond(view, "integrity/gae_identity", view.limits.gae_identity, text)
 
 
 def adv_norm(view: View) -> Iterator[Finding]:
@@ -100,40 +100,30 @@ def adv_norm(view: View) -> Iterator[Finding]:
 
 def mask_violation(view: View) -> Iterator[Finding]:
     """Forbidden actions were taken."""
-    key = "integrity/mask_violation"
-    value = view.get(key)
-    if value is not None:
-        yield Finding(
-            hard(value > 0), key, value, 0.0, text=lambda: f"{number(value)} actions were taken that their mask forbids"
-        )
+    return beyond(
+        view,
+        "integrity/mask_violation",
+        0.0,
+        lambda value: f"{number(value)} actions were taken that their mask forbids",
+    )
 
 
 def rows_repeated(view: View) -> Iterator[Finding]:
     """A pass sees the same transitions again."""
-    key, bound = "integrity/rows_repeated", view.limits.rows_repeated
-    value = view.get(key)
-    if value is not None:
-        yield Finding(
-            hard(value > bound),
-            key,
-            value,
-            bound,
-            text=lambda: f"{number(100 * value)} % of the rows of a pass over the rollout had been in it before",
-        )
+
+    def text(value: float) -> str:
+        return f"{number(100 * value)} % of the rows of a pass over the rollout had been in it before"
+
+    return beyond(view, "integrity/rows_repeated", view.limits.rows_repeated, text)
 
 
 def buffer_age(view: View) -> Iterator[Finding]:
     """Data of an older policy."""
-    key, allowed = "buffer/age_updates", view.limits.buffer_age
-    value = view.get(key)
-    if value is not None:
-        yield Finding(
-            hard(value > allowed),
-            key,
-            value,
-            allowed,
-            text=lambda: f"the update learns from data that is {number(value)} updates old",
-        )
+
+    def text(value: float) -> str:
+        return f"the update learns from data that is {number(value)} updates old"
+
+    return beyond(view, "buffer/age_updates", view.limits.buffer_age, text)
 
 
 RULES = (
