@@ -103,7 +103,7 @@ def test_sinks_get_every_record_once(tmp_path: Path) -> None:
     assert got == counted(last)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_process_that_dies_or_hangs_gives_the_records_back(
     tmp_path: Path, how: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:

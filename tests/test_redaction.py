@@ -65,7 +65,7 @@ def test_nothing_in_the_run_directory_holds_a_secret(tmp_path: Path, monkeypatch
     sink = FailingSink(fail_in=["write"], error=error, in_process=False)
     config = {"wandb_api_key": "hunter2", "nested": {"password": "hunter2"}, "store": "http://me:hunter2@host"}
 
-    with Telemetry([sink], run_dir=tmp_path / "run", config=config, close_timeout=20.0) as telemetry:
+    with Telemetry([sink], run_dir=tmp_path / "run", config=config, close_timeout=12.0) as telemetry:
         telemetry.log({"my/number": 1.0})
         telemetry.flush(env_step=1)
 

@@ -17,6 +17,8 @@ BREAKS_AT_STEP = 300
 KILLS_AT_STEP = 800
 """In the seventh."""
 
+STEP_SECONDS = 0.0005
+
 KILLED = Path("killed")
 """In the working directory, once it has happened."""
 
@@ -61,6 +63,14 @@ class Stuck(Breaking):
         return observation, reward, *rest
 
 
+class Slow(Breaking):
+    """Takes its time: a rollout takes more than half a second, so that backends keep up with a run that has no end."""
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        time.sleep(STEP_SECONDS)
+        return self.env.step(action)
+
+
 class Killing(Breaking):
     """Kills its process, once."""
 
@@ -84,3 +94,4 @@ register("Stuck-v0", Stuck)
 register("NanReward-v0", NanReward)
 register("NanObservation-v0", NanObservation)
 register("Killing-v0", Killing)
+register("Slow-v0", Slow)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from backends_read import all_backends_have, eventually
 
 SINKS = ("--sink", "console", "--sink", "tensorboard", "--sink", "wandb:walker?mode=offline", "--sink", "mlflow")
+SLOW = "broken_environments:Slow-v0"
 ENDLESS = ("--total-steps", "100000000")
 CLOSE_DEADLINE_SECONDS = 50.0
 """On a slow machine MLflow takes half a minute to make its first database."""

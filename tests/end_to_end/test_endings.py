@@ -17,7 +17,7 @@ from backends_read import (
     wandb_entries,
     wandb_exit_code,
 )
-from command_line import CLOSE_DEADLINE_SECONDS, ENDLESS, Ended, ended, in_full_swing, started
+from command_line import CLOSE_DEADLINE_SECONDS, ENDLESS, SLOW, Ended, ended, in_full_swing, started
 
 from esper_telemetry import RunStatus, read_run
 
@@ -31,7 +31,7 @@ def failure(run_dir: Path) -> Mapping[str, str]:
 def test_a_killed_trainer_loses_nothing_and_its_runs_end_as_killed(tmp_path: Path) -> None:
     """Nobody is left to close anything: the process that feeds the sinks does it."""
     run_dir = tmp_path / "killed"
-    process = started(run_dir, *ENDLESS)
+    process = started(run_dir, *ENDLESS, env=SLOW)
     in_full_swing(run_dir, process)
 
     os.kill(process.pid, signal.SIGKILL)
@@ -49,7 +49,7 @@ def test_a_killed_trainer_loses_nothing_and_its_runs_end_as_killed(tmp_path: Pat
 def test_ctrl_c_ends_the_run_as_interrupted_with_everything_delivered(tmp_path: Path) -> None:
     """A terminal sends the signal to the whole process group. MLflow knows no better word than killed."""
     run_dir = tmp_path / "interrupted"
-    process = started(run_dir, *ENDLESS)
+    process = started(run_dir, *ENDLESS, env=SLOW)
     in_full_swing(run_dir, process)
 
     pressed = time.monotonic()

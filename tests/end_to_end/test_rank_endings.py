@@ -17,7 +17,7 @@ from backends_read import (
     wandb_entries,
     wandb_exit_code,
 )
-from command_line import ENDLESS, SINKS
+from command_line import ENDLESS, SINKS, SLOW
 from torchrun import PATIENCE_SECONDS, TRAIN, output, pid_of, started, until
 
 from esper_telemetry import RunStatus, read_run
@@ -57,7 +57,7 @@ def test_two_ranks_learn_and_speak_with_one_voice(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_ranks_write_one_run_in_each_backend(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with started(*TRAIN, "--env", "CartPole-v1", "--run-dir", "run", *ENDLESS, *SINKS, cwd=tmp_path) as launcher:
+    with started(*TRAIN, "--env", SLOW, "--run-dir", "run", *ENDLESS, *SINKS, cwd=tmp_path) as launcher:
         until(lambda: all_backends_have(3, run_dir), launcher)
 
         os.kill(pid_of(0, launcher), signal.SIGTERM)
@@ -72,7 +72,7 @@ def test_two_ranks_write_one_run_in_each_backend(tmp_path: Path) -> None:
 def test_a_killed_rank_ends_the_run_in_bounded_time(tmp_path: Path, dying: int) -> None:
     """The last rank's death is rank 0's failure; where rank 0 dies, the process that feeds the sinks ends the run as killed."""
     run_dir = tmp_path / "run"
-    with started(*TRAIN, "--env", "CartPole-v1", "--run-dir", "run", *ENDLESS, *SINKS, cwd=tmp_path) as launcher:
+    with started(*TRAIN, "--env", SLOW, "--run-dir", "run", *ENDLESS, *SINKS, cwd=tmp_path) as launcher:
         until(lambda: all_backends_have(3, run_dir), launcher)
 
         victim = pid_of(dying, launcher)
@@ -109,12 +109,15 @@ def test_a_rank_that_hears_of_no_death_is_told_by_another_thread(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("number", "status", "code"),
-    [(signal.SIGTERM, RunStatus.PREEMPTED, 143), (signal.SIGINT, RunStatus.INTERRUPTED, 130)],
+    [
+        (signal.SIGTERM, RunStatus.PREEMPTED, 143),
+        pytest.param(signal.SIGINT, RunStatus.INTERRUPTED, 130, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_to_one_rank_ends_all_of_them_after_the_same_update(
     tmp_path: Path, number: signal.Signals, status: RunStatus, code: int
 ) -> None:
-    with started(*TRAIN, "--env", "CartPole-v1", "--run-dir", "run", *ENDLESS, cwd=tmp_path) as launcher:
+    with started(*TRAIN, "--env", SLOW, "--run-dir", "run", *ENDLESS, cwd=tmp_path) as launcher:
         until(lambda: records(tmp_path / "run") >= 3, launcher)
 
         os.kill(pid_of(1, launcher), number)
@@ -129,9 +132,9 @@ def test_a_signal_to_one_rank_ends_all_of_them_after_the_same_update(
     ("options", "sentence"),
     [
         (("--num-envs", "7"), "num_envs must be a multiple of the 2 processes, got 7"),
-        (("--sink", "carrier-pigeon"), "carrier-pigeon"),
+        pytest.param(("--sink", "carrier-pigeon"), "carrier-pigeon", marks=pytest.mark.slow),
         (("--run-dir", "taken"), "taken"),
-        (("--total-steps", "many"), "many"),
+        pytest.param(("--total-steps", "many"), "many", marks=pytest.mark.slow),
     ],
 )
 def test_a_mistake_is_said_once_and_ends_every_rank(tmp_path: Path, options: tuple[str, ...], sentence: str) -> None:

@@ -24,6 +24,9 @@ UPDATES, SAVED = 8, 4
 OF_TIME = ("perf/", "train/env_steps_per_second", "telemetry/")
 
 
+pytestmark = pytest.mark.slow  # three runs of two processes; what one process resumes is tested in `make test`
+
+
 class Resumed(NamedTuple):
     """The directories that training without a break, and with one, was started in, and what was said."""
 

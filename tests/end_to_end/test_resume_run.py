@@ -19,7 +19,7 @@ from backends_read import (
     wandb_exit_codes,
 )
 from broken_environments import KILLED
-from command_line import ENDLESS, Ended, ended, in_full_swing, started, trained
+from command_line import ENDLESS, SLOW, Ended, ended, in_full_swing, started, trained
 
 from esper_telemetry import RunStatus, read_run
 from esper_telemetry.journal import Run
@@ -27,7 +27,7 @@ from esper_telemetry.journal import Run
 KILLING = "broken_environments:Killing-v0"
 SETTINGS = (
     "--total-steps",
-    "12000",
+    "8000",
     "--checkpoint-every",
     "4000",
     "--seed",
@@ -38,8 +38,9 @@ SETTINGS = (
     "8",
 )
 EVALUATION = ("--eval-every", "3000", "--eval-episodes", "2")
-UPDATES, SAVED, RECORDED = 12, 4, 6
-"""Rollouts of 1,024 steps: the fourth passes 4,000 and is saved, the process is killed in the seventh."""
+UPDATES, SAVED, RECORDED = 8, 4, 6
+"""Rollouts of 1,024 steps: the fourth passes 4,000 and is saved, the process is killed in the seventh. From the ninth on it depends on
+the clock which updates are looked at closely."""
 
 UNSAVED = ("--checkpoint-every", ENDLESS[1])
 """No checkpoint is due."""
@@ -97,7 +98,7 @@ def test_weights_optimizer_and_generators_are_bit_identical(runs: Resumed) -> No
     assert (
         whole["counts"]
         == cut["counts"]
-        == {"env_steps": 12288, "updates": 12, "gradient_steps": cut["counts"]["gradient_steps"]}
+        == {"env_steps": 8192, "updates": UPDATES, "gradient_steps": cut["counts"]["gradient_steps"]}
     )
     assert [name for name, weight in whole["policy"].items() if not torch.equal(weight, cut["policy"][name])] == []
     assert torch.equal(whole["generator"], cut["generator"])
@@ -111,7 +112,7 @@ def test_every_number_of_every_update_is_that_of_the_run_without_a_break(runs: R
 
     assert len(whole) == UPDATES
     assert cut == whole
-    assert sum("eval/return_mean" in values for values in cut) == 4
+    assert sum("eval/return_mean" in values for values in cut) == 2
 
 
 def test_the_journal_says_from_where_the_run_went_on(runs: Resumed) -> None:
@@ -147,7 +148,7 @@ def test_nobody_holds_the_run_any_more(runs: Resumed) -> None:
 def test_a_preempted_run_is_saved_and_resumed(tmp_path: Path) -> None:
     """No checkpoint is due before the signal, so it is the signal that saves; nothing is trained twice."""
     run_dir = tmp_path / "run"
-    process = started(run_dir, *ENDLESS, *UNSAVED)
+    process = started(run_dir, *ENDLESS, *UNSAVED, env=SLOW)
     in_full_swing(run_dir, process)
     process.terminate()
 
@@ -163,7 +164,7 @@ def test_a_preempted_run_is_saved_and_resumed(tmp_path: Path) -> None:
 
 def test_ctrl_c_saves_too(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = trained(run_dir, "--env", "CartPole-v1", "--run-dir", str(run_dir), *ENDLESS, *UNSAVED)
+    process = trained(run_dir, "--env", SLOW, "--run-dir", str(run_dir), *ENDLESS, *UNSAVED)
     eventually(lambda: process.poll() is not None or recorded(run_dir) >= 3)
     os.killpg(process.pid, signal.SIGINT)
 

@@ -97,7 +97,12 @@ def again(event: TrunkBackward) -> None:
     ("make", "settings"),
     [
         pytest.param(cartpole, {"shared_trunk": True, "entropy_coef": 0.01}, id="shared"),
-        pytest.param(pendulum, {"squash": True, "state_dependent_std": True, "precision": "bf16"}, id="squashed-bf16"),
+        pytest.param(
+            pendulum,
+            {"squash": True, "state_dependent_std": True, "precision": "bf16"},
+            id="squashed-bf16",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_compiled_update_is_the_update(make: Any, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def trainer(tmp_path: Path, script: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("forked_worker", [False, True])
+@pytest.mark.parametrize("forked_worker", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_killed_trainer_loses_nothing_and_its_runs_end_as_killed(tmp_path: Path, forked_worker: bool) -> None:
     """With a forked worker alive, the end of the child's input never comes: it must see that it has another parent."""
     worker = "if os.fork() == 0: time.sleep(15), os._exit(0)\n" if forked_worker else ""

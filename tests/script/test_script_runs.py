@@ -79,13 +79,20 @@ COMMON = {
 }
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """The script in one piece when nobody watches."""
+    return python(tmp_path_factory.mktemp("plain"), str(SCRIPTS / "categorical.py"), "--seed=4")
+
+
 MEMORY = {"lstm/h/rms", "lstm/c/rms", "lstm/reset_rate", "lstm/age/mean", "lstm/c_growth"}
 
 
-def test_a_script_in_one_piece(tmp_path: Path) -> None:
-    """The same prints and weights as without; the critic's fit and the gradients' norms are those that the script knows itself."""
-    script = str(SCRIPTS / "categorical.py")
-    plain, done = python(tmp_path, script, "--seed=4"), watched(tmp_path, script, "--seed=4")
+def test_a_script_in_one_piece(tmp_path: Path, plain: Done) -> None:
+    """The same prints and weights as without; the critic's fit and the gradients' norms are those that the script knows itself; one line
+    says what was found, of episodes too, which the script, written for another Gymnasium, does not see.
+    """
+    done = watched(tmp_path, str(SCRIPTS / "categorical.py"), "--seed=4")
 
     assert (done.code, done.stdout, as_without(done)) == (0, plain.stdout, plain.stderr)
     found = read_run(tmp_path / "run")
@@ -103,6 +110,12 @@ def test_a_script_in_one_piece(tmp_path: Path) -> None:
     assert found.info.facts["groups"].keys() == {"actor", "critic"}
     assert found.info.config["seed"] == 4
     assert found.info.name == "categorical"
+    first, *_, last = ours(done)
+    assert "found episodes (the script itself misses them" in first
+    assert "gradients before and after clipping, probability ratios, distributions" in first
+    assert "not found" not in first
+    assert last.endswith(f"4 updates; what went wrong in them: esper-telemetry diagnose {tmp_path / 'run'}")
+    assert not any("episodic_return" in key for record in found.records for key in record.values)
 
 
 def test_the_last_kl_is_the_scripts_own(tmp_path: Path) -> None:
@@ -116,18 +129,7 @@ def test_the_last_kl_is_the_scripts_own(tmp_path: Path) -> None:
     assert found == pytest.approx(kls, abs=1e-6)
 
 
-def test_one_line_says_what_was_found(tmp_path: Path) -> None:
-    """Episodes are found that the script, written for another Gymnasium, does not see."""
-    done = watched(tmp_path, str(SCRIPTS / "categorical.py"))
-
-    first, *_, last = ours(done)
-    assert "found episodes (the script itself misses them" in first
-    assert "gradients before and after clipping, probability ratios, distributions" in first
-    assert "not found" not in first
-    assert last.endswith(f"4 updates; what went wrong in them: esper-telemetry diagnose {tmp_path / 'run'}")
-    assert not any("episodic_return" in key for record in read_run(tmp_path / "run").records for key in record.values)
-
-
+@pytest.mark.slow
 def test_a_script_with_memory(tmp_path: Path) -> None:
     """States and gates are measured where the script steps its LSTM one by one; its value loss has no half, ours has."""
     script = str(SCRIPTS / "recurrent.py")
@@ -199,32 +201,27 @@ def test_a_script_that_is_none_of_ours(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture(scope="module")
-def prints(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What the script prints after its first line when nobody watches."""
-    return python(tmp_path_factory.mktemp("plain"), str(SCRIPTS / "categorical.py")).stdout.splitlines()[1:]
-
-
 @pytest.mark.parametrize(
     ("end", "code", "words", "status"),
     [
         ("crashed", 1, "RuntimeError: out of luck", RunStatus.FAILED),
         ("three", 3, "", RunStatus.FAILED),
         ("interrupted", -signal.SIGINT, "KeyboardInterrupt", RunStatus.INTERRUPTED),
-        ("terminated", -signal.SIGTERM, "", RunStatus.KILLED),
+        pytest.param("terminated", -signal.SIGTERM, "", RunStatus.KILLED, marks=pytest.mark.slow),
         ("forked", 0, "", RunStatus.FINISHED),
     ],
 )
 def test_a_script_ends_as_without(
-    tmp_path: Path, prints: list[str], end: str, code: int, words: str, status: RunStatus | None
+    tmp_path: Path, plain: Done, end: str, code: int, words: str, status: RunStatus | None
 ) -> None:
     """Exit code, prints and traceback are the script's own; the journal says how it ended and has what came before."""
     script = str(SCRIPTS / "categorical.py")
-    done = watched(tmp_path, script, f"--end={end}")
+    done = watched(tmp_path, script, "--seed=4", f"--end={end}")
+    prints = plain.stdout.splitlines()[1:]
 
     called, *printed = [line for line in done.stdout.splitlines() if "myself" not in line]
     assert done.code == code
-    assert called == f"called as ['{script}', '--end={end}'] in __main__"
+    assert called == f"called as ['{script}', '--seed=4', '--end={end}'] in __main__"
     assert printed == prints[: len(printed)]
     assert len(printed) == len(prints) or end != "forked"
     assert traceback_of(done) == ([words, script] if words else [])
