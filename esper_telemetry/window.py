@@ -139,6 +139,8 @@ class Transfer:
 
     def tables(self) -> Tables:
         """Waits for the copy; the rows of every layout."""
+        if not self.rows:
+            return {}
         host, event = self.packed
         if event is not None:
             event.synchronize()

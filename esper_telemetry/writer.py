@@ -122,6 +122,7 @@ class JournalWriter:
         self._level = level
         self._watches = watches
         self._found: list[Found] = []
+        self._remaining = 0
         self._causes: dict[str, str] = {}
         self._containment = Containment()
         self._earlier: Iterable[Entry] = ()
@@ -143,7 +144,9 @@ class JournalWriter:
         for entry in self._earlier:
             if isinstance(entry, Record):
                 self._containment.attempt(partial(self._series.derive, entry.values, self._level), dict)
-                self._found = [Found((), verdict.remaining) for verdict in self._verdict(_unjudged(entry))]
+                for verdict in self._verdict(_unjudged(entry)):
+                    self._remaining = verdict.remaining
+                    self._found = [Found((), verdict.remaining)]
             elif isinstance(entry, JournalEvent):
                 self._heed(entry)
 
@@ -185,11 +188,17 @@ class JournalWriter:
             return
         scene = Scene(record, measured.seen, self._facts, self._pairs(), self._series.gradients.condition.cause)
         alarms = tuple(self._proven(alarm, scene) for alarm in verdict.alarms)
-        self._found.append(Found(alarms, verdict.remaining))
+        self._find(alarms, verdict.remaining)
         yield encode_record(replace(record, values={**record.values, **verdict.values}))
         yield from map(encode_alarm, alarms)
         for kind, data in verdict.events:
             yield encode_event(JournalEvent(kind, data, seq=record.seq, axes=record.axes))
+
+    def _find(self, alarms: tuple[Alarm, ...], remaining: int) -> None:
+        """Keeps what is new to the trainer: of a record in which all is as it was it need not hear."""
+        if alarms or remaining != self._remaining:
+            self._found.append(Found(alarms, remaining))
+            self._remaining = remaining
 
     def _verdict(self, record: Record) -> Sequence[Judgement]:
         """What the watch says of a record; nothing where there is none, or where it fails."""

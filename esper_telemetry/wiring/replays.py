@@ -17,12 +17,16 @@ CAPACITY_EVERY = 10
 
 
 class Replays:
-    """Observes the replays of updates, when asked."""
+    """Observes the replays of updates, when asked.
+
+    Attributes:
+        looks: how many there were; a checkpoint keeps it.
+    """
 
     def __init__(self, telemetry: Telemetry, listener: Listener) -> None:
         self._telemetry = telemetry
         self._listener = listener
-        self._looks = 0
+        self.looks = 0
         self._stored: Outputs | None = None
         self._before: Outputs | None = None
 
@@ -42,9 +46,9 @@ class Replays:
         self._telemetry.measure(replayed.before_update(self._stored, self._before))
         self._telemetry.measure(replayed.responses(event.policy.activations(), self._telemetry.update_level))
         self._telemetry.measure(replayed.through_time(event.policy))
-        if self._telemetry.update_level >= Level.DEBUG and self._looks % CAPACITY_EVERY == 0:
+        if self._telemetry.update_level >= Level.DEBUG and self.looks % CAPACITY_EVERY == 0:
             self._telemetry.measure(replayed.capacity(event.policy.copy()))
-        self._looks += 1
+        self.looks += 1
 
     def _look_again(self, event: AfterUpdate) -> None:
         if self._stored is not None and self._before is not None:

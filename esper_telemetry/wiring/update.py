@@ -207,6 +207,7 @@ class Update:
             "rollouts": self._before.state_dict(),
             "sampling": self._telemetry.sampling.state(),
             "close_look": self._close_look.state_dict(),
+            "looks": self._replays.looks,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -218,6 +219,7 @@ class Update:
         if "sampling" in state:
             self._telemetry.sampling.restore(state["sampling"])
             self._close_look.load_state_dict(state["close_look"])
+        self._replays.looks = state.get("looks", 0)
 
     def suspects(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the update under way, in forward order; between updates the parameters that the last one left."""
