@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from esper_telemetry.claim import Claim, claim, claim_again
-from esper_telemetry.handover import HandOver
 from esper_telemetry.journal import Held, JournalEvent, encode_end, encode_run, plain
 from esper_telemetry.layout import Layout, Values
 from esper_telemetry.metric import declared
-from esper_telemetry.offload import OffloadedWriter, worth_offloading
+from esper_telemetry.offload import HandOver, OffloadedWriter, worth_offloading
 from esper_telemetry.record import Axes, Level, MetricInfo, RunInfo, RunStatus
 from esper_telemetry.redaction import redacted
 from esper_telemetry.registry import registry

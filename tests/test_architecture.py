@@ -45,17 +45,13 @@ ALLOWED: dict[str, set[str]] = {
     "summary": CORE | {"metrics", "policy_replay"},
     "evidence": CORE | {"alarms", "metrics", "summary"},
     "writer": CORE | {"evidence", "journal", "metrics", "series", "summary", "watch", "window"},
-    "ring": set(),
-    "messages": {"ring", "vocabulary"},
     "watch": {"record"},
     "response": {"clock", "record", "watch"},
     "detecting": {"detectors", "watch"},
-    "vocabulary": set(),
-    "offload": CORE | {"courtesy", "journal", "messages", "ring", "summary", "vocabulary", "watch", "writer"},
-    "handover": CORE | {"offload", "sampling"},
+    "offload": CORE | {"courtesy", "journal", "sampling", "summary", "watch", "writer"},
     "claim": {"journal"},
     "recorder": CORE
-    | {"claim", "handover", "journal", "offload", "redaction", "registry", "relay"}
+    | {"claim", "journal", "offload", "redaction", "registry", "relay"}
     | {"sinks", "summary", "watch", "writer"},
     "failure": {"record"},
     "logged": {"record"},

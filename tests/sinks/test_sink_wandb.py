@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import wandb
+from permissions import keep_to_permissions
 from sink_runs import HISTOGRAM, record, run_info
 
 from esper_telemetry.record import RunStatus
@@ -236,6 +236,7 @@ def test_a_run_that_its_owner_has_ended_takes_no_more(theirs: Any) -> None:
 
 KILL_CORE = """
 import os, pathlib, signal, sys, time
+from permissions import keep_to_permissions
 from sink_runs import record, run_info
 from esper_telemetry.record import RunStatus
 from esper_telemetry.sinks import DeadClientError, WandbSink
@@ -269,7 +270,7 @@ def test_a_dead_client_process_is_told_apart(tmp_path: Path) -> None:
 
     That process is told of a client process of somebody else's, which a sink in a child process does not use.
     """
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    path = os.pathsep.join(map(str, Path(__file__).parents[:3]))
     command = [sys.executable, "-c", KILL_CORE, str(tmp_path)]
 
     environment = {**os.environ, "PYTHONPATH": path, "WANDB_SERVICE": "3-1-unix-/nowhere/socket"}
@@ -343,12 +344,28 @@ def test_without_a_server_the_run_is_offline_with_a_warning(
     assert "W&B cannot be reached (CommError: no route to host); the run is kept offline" in caplog.text
 
 
-def test_a_run_that_lands_elsewhere_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(wandb, "init", FakeInit(lambda settings: False, Path("/elsewhere/wandb")))
-    caplog.set_level(logging.WARNING)
+def test_a_run_that_lands_elsewhere_is_reported(tmp_path: Path) -> None:
+    """W&B may not write into the directory, and moves to the system's temporary one."""
+    run_dir, temporary = tmp_path / "run", tmp_path / "temporary"
+    run_dir.mkdir(mode=0o555)
+    temporary.mkdir()
+    script = (
+        "import sys, pathlib, sink_runs; from esper_telemetry import RunStatus; from esper_telemetry.sinks import WandbSink\n"
+        "sink = WandbSink(mode='offline'); sink.open(sink_runs.run_info(pathlib.Path(sys.argv[1]))); sink.close(RunStatus.FINISHED)"
+    )
 
-    WandbSink(mode="offline").open(run_info(tmp_path / "run"))
+    environment = {
+        name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"
+    }  # not this process's client
 
-    assert f"W&B cannot write to {tmp_path / 'run'} and keeps the run in /elsewhere/wandb" in caplog.text
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(run_dir)],
+        env={**environment, "PYTHONPATH": str(Path(__file__).parent), "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        check=True,
+        preexec_fn=keep_to_permissions,
+    )
+
+    (where,) = temporary.glob("wandb/offline-run-*")
+    assert f"W&B cannot write to {run_dir} and keeps the run in {where}" in done.stderr

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from esper_telemetry import RunInfo, RunStatus, Telemetry, handover, read_run
-from esper_telemetry.offload import OffloadedWriter
+from esper_telemetry import RunInfo, RunStatus, Telemetry, read_run
+from esper_telemetry.offload import OffloadedWriter, handover
 from esper_telemetry.recorder import Recorder
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nothing is handed over")

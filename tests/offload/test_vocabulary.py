@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from esper_telemetry.messages import Packer
-from esper_telemetry.offload import WORDS
+from esper_telemetry.offload.messages import Packer
+from esper_telemetry.offload.vocabulary import Vocabulary
+from esper_telemetry.offload.words import WORDS
 from esper_telemetry.record import Axes, Level
 from esper_telemetry.summary import snapshot
-from esper_telemetry.vocabulary import Vocabulary
 
 
 class Point(NamedTuple):

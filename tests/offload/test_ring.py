@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esper_telemetry.messages import MOST_KNOWN, Packer, messages
-from esper_telemetry.ring import ALIGNMENT, Ring, aligned, roomy, shared_file
+from esper_telemetry.offload.messages import MOST_KNOWN, Packer, messages
+from esper_telemetry.offload.ring import ALIGNMENT, Ring, aligned, roomy, shared_file
 
 SIZE = 16 * ALIGNMENT
 

@@ -21,8 +21,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from esper_telemetry.ring import Ring, aligned
-from esper_telemetry.vocabulary import NOTHING, Vocabulary
+from esper_telemetry.offload.ring import Ring, aligned
+from esper_telemetry.offload.vocabulary import NOTHING, Vocabulary
 
 Shapes: TypeAlias = tuple[tuple[torch.dtype, torch.Size], ...]
 """Of the tensors of a message, in its order."""

@@ -17,8 +17,8 @@ import torch
 
 from esper_telemetry import RunStatus, Telemetry, attach, read_run, value_fit
 from esper_telemetry.environments import CueRecall
-from esper_telemetry.messages import Packer
 from esper_telemetry.offload import OffloadedWriter
+from esper_telemetry.offload.messages import Packer
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.summary import Progress, Rollout, Snapshot
 

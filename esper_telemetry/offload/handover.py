@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from esper_telemetry.offload import OffloadedWriter, worth_offloading
+from esper_telemetry.offload.process import worth_offloading
+from esper_telemetry.offload.writer import OffloadedWriter
 from esper_telemetry.record import RunInfo
 from esper_telemetry.sampling import Average
 

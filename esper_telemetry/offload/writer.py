@@ -1,24 +1,12 @@
-"""The process beside the trainer that turns snapshots of updates into records, and how it is talked to.
-
-Summarising an update takes a few hundred small tensor operations: a tenth of a fast trainer's time on its own thread, nothing
-on a second core. The trainer only copies the tensors into memory that both share, a few hundred microseconds per update.
-
-The training thread never waits for this process: what neither the shared memory nor the pipe takes stays here and goes first next time.
-What the process has not acknowledged is kept, so that the trainer can do it itself if the process dies. Through another pipe comes back
-what the watch has found in it. If the trainer dies, the process still finds in the pipe what the trainer wrote; while it works it holds
-`writer.lock` in the run directory, which whoever ends the run waits for.
-"""
+"""A writer whose work is done by a process beside the trainer."""
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import logging
 import os
 import select
-import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -26,66 +14,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
-from esper_telemetry.courtesy import step_back
-from esper_telemetry.journal import Journal, JournalEvent, Role, alarms, end_after, held, lock_for, remove_lock
-from esper_telemetry.layout import Values
-from esper_telemetry.messages import Message, Packer, Replies, messages, reply
-from esper_telemetry.record import Axes, Level, MetricInfo, RunInfo, RunStatus, SinkLag
-from esper_telemetry.ring import Ring, shared_file
-from esper_telemetry.summary import snapshot
-from esper_telemetry.vocabulary import Vocabulary
+from esper_telemetry.journal import Journal, JournalEvent, Role, alarms, held, remove_lock
+from esper_telemetry.offload.messages import Message, Packer, Replies
+from esper_telemetry.offload.process import LOG_NAME, private_pipe, started
+from esper_telemetry.offload.ring import Ring, shared_file
+from esper_telemetry.offload.words import RING_BYTES, WORDS
+from esper_telemetry.record import Level, MetricInfo, RunInfo, RunStatus
 from esper_telemetry.watch import Found, Watches
-from esper_telemetry.writer import Delivery, JournalWriter, Measured
+from esper_telemetry.writer import JournalWriter, Measured
 
-ENTRY: Final = "from esper_telemetry.offload import main; main()"
-LOG_NAME: Final = "summary.log"
-PIPE_BYTES: Final = 1 << 20
-"""What the pipe should hold: the descriptions of all metrics, and several updates besides their tensors."""
-RING_BYTES: Final = 4 << 20
-"""Of the memory that is shared: some twenty updates of a small run."""
 REPLY_BYTES: Final = 1 << 16
-AWAITED: Final = ("sync", "end")
-"""What the trainer waits for: the answer comes through the pipe though it says nothing."""
 MOST_BYTES: Final = 64 << 20
 """What may wait in memory for a process that is not fast enough; beyond it updates are recorded without their summary."""
 
 LOOK_SECONDS: Final = 0.01
 """How often whoever waits for the process looks what it has done: not all of it comes through the pipe."""
 
-NICENESS: Final = 10
-"""The trainer goes first where cores are scarce; the sinks' process is nicer still."""
 MOST_PARTS: Final = 256
 """What one call writes; systems take 1024."""
 
-WORDS: Final = Vocabulary((Measured, Axes, Delivery, SinkLag, Values, *snapshot.KINDS), tuple(Level))
-"""What updates are told in."""
-
 _logger = logging.getLogger("esper_telemetry")
-
-
-def worth_offloading() -> bool:
-    """Whether this machine gives us a second core."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return (cores or 1) > 1
-
-
-class Told(logging.Handler):
-    """Keeps what is warned of, for the trainer, who sees no log of this process."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._warnings: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keeps one warning."""
-        self._warnings.append(" ".join(record.getMessage().split()))
-
-    def take(self) -> Sequence[str]:
-        """What was warned of since the last call, a line each."""
-        warnings, self._warnings = self._warnings, []
-        return warnings
 
 
 class OffloadedWriter:
@@ -111,12 +59,12 @@ class OffloadedWriter:
         self._ring = Ring(shared, RING_BYTES)
         self._packer = Packer(self._ring, WORDS)
         self._outbox = deque(self._packer.pack(watches).parts())
-        self._process = _started(run_dir, level, theirs, shared)
+        self._process = started(run_dir, level, theirs, shared)
         os.close(theirs)
         os.close(shared)
         self._acknowledgements = acknowledgements
         os.set_blocking(acknowledgements, False)
-        self._pipe = _private(self._process)
+        self._pipe = private_pipe(self._process)
 
     @property
     def pid(self) -> int:
@@ -314,64 +262,3 @@ def _number(method: str, arguments: tuple[Any, ...]) -> int:
         case "describe" | "end":
             return int(arguments[1])
     return 0
-
-
-def _started(run_dir: Path, level: Level, acknowledgements: int, shared: int) -> subprocess.Popen[bytes]:
-    path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
-    lock = lock_for(run_dir, Role.WRITER)
-    with (run_dir / LOG_NAME).open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", ENTRY, str(run_dir), level.name, *map(str, (os.getpid(), acknowledgements, shared))],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            pass_fds=[acknowledgements, shared, lock],
-            start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        )
-    os.close(lock)
-    return process
-
-
-def _private(process: subprocess.Popen[bytes]) -> int:
-    """Our end of the process's input: large, and never blocking."""
-    assert process.stdin is not None
-    pipe = os.dup(process.stdin.fileno())
-    process.stdin.close()
-    os.set_blocking(pipe, False)
-    with suppress(OSError):  # where the system allows less, more waits in memory
-        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    return pipe
-
-
-def main() -> None:
-    """Does what comes in, in order, and answers each with warnings and what was found, until the end of the input."""
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ignored, signal.SIG_IGN)
-    run_dir, level = Path(sys.argv[1]), Level[sys.argv[2]]
-    parent, acknowledgements, shared = map(int, sys.argv[3:])
-    step_back(NICENESS)
-    torch.set_num_threads(1)
-    logging.basicConfig(format="%(asctime)s %(message)s")
-    told = Told()
-    _logger.addHandler(told)
-    _logger.setLevel(logging.DEBUG)
-    os.set_blocking(acknowledgements, False)
-    ring = Ring(shared, RING_BYTES)
-    incoming = messages(parent, ring, WORDS)
-    watches = next(incoming, None)
-    if watches is None:
-        return
-    writer = JournalWriter(Journal.open(run_dir), level, watches.load())
-    method = ""
-    for message in incoming:
-        method, arguments = message.load()
-        getattr(writer, method)(*arguments)
-        answer = [*told.take(), *writer.found()]
-        speaks = bool(answer) or method in AWAITED
-        if speaks:
-            with suppress(BrokenPipeError):
-                reply(acknowledgements, answer, parent)
-        ring.answer(told=speaks)
-    if method not in ("", "end"):
-        end_after(parent, run_dir)

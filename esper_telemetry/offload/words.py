@@ -1,0 +1,20 @@
+"""What trainer and process agree on."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from esper_telemetry.layout import Values
+from esper_telemetry.offload.vocabulary import Vocabulary
+from esper_telemetry.record import Axes, Level, SinkLag
+from esper_telemetry.summary import snapshot
+from esper_telemetry.writer import Delivery, Measured
+
+RING_BYTES: Final = 4 << 20
+"""Of the memory that is shared: some twenty updates of a small run."""
+
+AWAITED: Final = ("sync", "end")
+"""What the trainer waits for: the answer comes through the pipe though it says nothing."""
+
+WORDS: Final = Vocabulary((Measured, Axes, Delivery, SinkLag, Values, *snapshot.KINDS), tuple(Level))
+"""What updates are told in."""
