@@ -68,7 +68,7 @@ def test_two_ranks_write_one_run_in_each_backend(tmp_path: Path) -> None:
     assert_the_same_numbers_in_all_four(run_dir)
 
 
-@pytest.mark.parametrize("dying", [1, 0])
+@pytest.mark.parametrize("dying", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_the_run_in_bounded_time(tmp_path: Path, dying: int) -> None:
     """The last rank's death is rank 0's failure; where rank 0 dies, the process that feeds the sinks ends the run as killed."""
     run_dir = tmp_path / "run"
@@ -92,6 +92,7 @@ def test_a_killed_rank_ends_the_run_in_bounded_time(tmp_path: Path, dying: int) 
         assert stderr.count("esper-telemetry: rank 1 (process ") == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_hears_of_no_death_is_told_by_another_thread(tmp_path: Path) -> None:
     """Rank 0 hangs in its third rollout, as it would in an exchange that does not notice that rank 1 is gone."""
     with started(*TRAIN, "--env", "broken_environments:Stuck-v0", "--run-dir", "run", cwd=tmp_path) as launcher:
@@ -133,7 +134,7 @@ def test_a_signal_to_one_rank_ends_all_of_them_after_the_same_update(
     [
         (("--num-envs", "7"), "num_envs must be a multiple of the 2 processes, got 7"),
         pytest.param(("--sink", "carrier-pigeon"), "carrier-pigeon", marks=pytest.mark.slow),
-        (("--run-dir", "taken"), "taken"),
+        pytest.param(("--run-dir", "taken"), "taken", marks=pytest.mark.slow),
         pytest.param(("--total-steps", "many"), "many", marks=pytest.mark.slow),
     ],
 )

@@ -162,6 +162,7 @@ def test_a_preempted_run_is_saved_and_resumed(tmp_path: Path) -> None:
     assert_the_same_numbers_in_all_four(run_dir)
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_too(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = trained(run_dir, "--env", SLOW, "--run-dir", str(run_dir), *ENDLESS, *UNSAVED)
