@@ -31,7 +31,7 @@ demo-fault: install  ## the demo, with a learning rate 100 times too large from 
 	@echo "Training as in the demo; half-way the learning rate becomes 100 times too large, and the console says what is wrong"
 	@$(BIN)/python -m esper_telemetry.faults demo --fault lr_x100 $(DEMO_SINKS)
 
-test: install lint  ## lint, check types, run the tests (under 10 minutes on 2 cores)
+test: install lint  ## lint, check types, run the tests (10 minutes on 2 cores, 20 on slow ones)
 	@echo "Running the tests"
 	@$(BIN)/pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile
 
