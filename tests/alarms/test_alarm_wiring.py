@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from esper_telemetry.events import Rollback, RolloutEnd, UpdateEnd
 from esper_telemetry.record import Alarm, AlarmEvent
 from esper_telemetry.summary import Snapshot
 from esper_telemetry.testing import MemorySink
+from esper_telemetry.watch import Found
+from esper_telemetry.writer import JournalWriter
 
 SPIKE = Said("policy/kl_spike", remaining=3)
 CLEAR = Said("policy/kl_spike", AlarmEvent.CLEAR, 0.0)
@@ -72,6 +74,24 @@ def test_an_alarm_stands_behind_its_record_with_its_values_and_events(tmp_path: 
     remaining = [record.values["telemetry/escalation_remaining"] for record in run.records]
     assert remaining == [0, 3, 2, 1, 0]
     assert [event.type for event in run.events if event.type.startswith("task")] == ["task/plateau"] * 2
+
+
+def test_the_trainer_hears_only_of_records_that_change_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alarms, and how many updates at DEBUG are still to come; the other records say nothing new."""
+    heard: list[tuple[int, int]] = []
+    found = JournalWriter.found
+
+    def overheard(writer: JournalWriter) -> Sequence[Found]:
+        told = found(writer)
+        heard.extend((len(one.alarms), one.remaining) for one in told)
+        return told
+
+    monkeypatch.setattr(JournalWriter, "found", overheard)
+    trained(tmp_path, {2: SPIKE, 4: CLEAR}, updates=8, offload=False)
+
+    assert heard == [(1, 3), (0, 2), (1, 1), (0, 0)]
 
 
 def test_what_is_journalled_is_what_was_looked_at(tmp_path: Path) -> None:

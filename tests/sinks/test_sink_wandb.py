@@ -236,7 +236,6 @@ def test_a_run_that_its_owner_has_ended_takes_no_more(theirs: Any) -> None:
 
 KILL_CORE = """
 import os, pathlib, signal, sys, time
-from permissions import keep_to_permissions
 from sink_runs import record, run_info
 from esper_telemetry.record import RunStatus
 from esper_telemetry.sinks import DeadClientError, WandbSink
@@ -270,7 +269,7 @@ def test_a_dead_client_process_is_told_apart(tmp_path: Path) -> None:
 
     That process is told of a client process of somebody else's, which a sink in a child process does not use.
     """
-    path = os.pathsep.join(map(str, Path(__file__).parents[:3]))
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
     command = [sys.executable, "-c", KILL_CORE, str(tmp_path)]
 
     environment = {**os.environ, "PYTHONPATH": path, "WANDB_SERVICE": "3-1-unix-/nowhere/socket"}
@@ -354,13 +353,11 @@ def test_a_run_that_lands_elsewhere_is_reported(tmp_path: Path) -> None:
         "sink = WandbSink(mode='offline'); sink.open(sink_runs.run_info(pathlib.Path(sys.argv[1]))); sink.close(RunStatus.FINISHED)"
     )
 
-    environment = {
-        name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"
-    }  # not this process's client
+    with_a_client_of_its_own = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
 
     done = subprocess.run(
         [sys.executable, "-c", script, str(run_dir)],
-        env={**environment, "PYTHONPATH": str(Path(__file__).parent), "TMPDIR": str(temporary)},
+        env={**with_a_client_of_its_own, "PYTHONPATH": str(Path(__file__).parent), "TMPDIR": str(temporary)},
         capture_output=True,
         text=True,
         check=True,
