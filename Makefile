@@ -41,7 +41,7 @@ test-adapters: install  ## TelemetryCallback against the real Stable-Baselines3 
 
 test-slow: install  ## learning curves over seeds, soak runs
 	@echo "Running the slow tests: learning curves over five seeds"
-	@$(BIN)/pytest -q -m slow -rP --numprocesses auto --maxprocesses 4
+	@$(BIN)/pytest -q -m slow -rP --show-capture=stdout --numprocesses auto --maxprocesses 4
 
 test-faults: install  ## trainings that meet a real fault each; writes docs/fault_matrix.md (15 minutes)
 	@echo "Breaking servers, disks, clients and trainers, one at a time"

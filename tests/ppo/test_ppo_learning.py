@@ -1,13 +1,12 @@
 """Learning curves: medians over five seeds of the mean return of the last 100 episodes. Minutes, not seconds.
 
-The numbers of all seeds are printed whether a test passes or not.
+The numbers of all seeds are printed; `make test-slow` shows them whether a test passes or not.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,23 +29,14 @@ def final_return(env_id: str, total_steps: int, seed: int, *, policy: str = "mlp
     return statistics.fmean(returns)
 
 
-Median = Callable[..., float]
-
-
-@pytest.fixture
-def median_return(capsys: pytest.CaptureFixture[str]) -> Median:
+def median_return(env_id: str, total_steps: int, **view: Any) -> float:
     """The median over the seeds; says what each has reached."""
-
-    def median(env_id: str, total_steps: int, **view: Any) -> float:
-        returns = [final_return(env_id, total_steps, seed, **view) for seed in SEEDS]
-        reached = statistics.median(returns)
-        shown = " ".join(f"{name}={value}" for name, value in view.items())
-        numbers = " ".join(f"{value:.1f}" for value in returns)
-        with capsys.disabled():
-            print(f"\n{env_id} {shown or 'mlp'} at {total_steps:,}: median {reached:.1f}, seeds {numbers}", flush=True)
-        return reached
-
-    return median
+    returns = [final_return(env_id, total_steps, seed, **view) for seed in SEEDS]
+    reached = statistics.median(returns)
+    shown = " ".join(f"{name}={value}" for name, value in view.items())
+    numbers = " ".join(f"{value:.1f}" for value in returns)
+    print(f"{env_id} {shown or 'mlp'} at {total_steps:,}: median {reached:.1f}, seeds {numbers}")
+    return reached
 
 
 @pytest.mark.slow
@@ -59,7 +49,7 @@ def median_return(capsys: pytest.CaptureFixture[str]) -> Median:
         ("Pendulum-v1", 100_000, -300),
     ],
 )
-def test_presets_learn_classic_control(median_return: Median, env_id: str, total_steps: int, goal: float) -> None:
+def test_presets_learn_classic_control(env_id: str, total_steps: int, goal: float) -> None:
     assert median_return(env_id, total_steps) >= goal
 
 
@@ -68,18 +58,16 @@ def test_presets_learn_classic_control(median_return: Median, env_id: str, total
     ("env_id", "total_steps", "goal"),
     [("CartPole-v1", 100_000, 400), ("Acrobot-v1", 120_000, -100), ("Pendulum-v1", 100_000, -400)],
 )
-def test_memory_makes_up_for_hidden_velocities(
-    median_return: Median, env_id: str, total_steps: int, goal: float
-) -> None:
+def test_memory_makes_up_for_hidden_velocities(env_id: str, total_steps: int, goal: float) -> None:
     assert median_return(env_id, total_steps, policy="lstm", hidden=True) >= goal
 
 
 @pytest.mark.slow
-def test_without_memory_hidden_velocities_are_too_much(median_return: Median) -> None:
+def test_without_memory_hidden_velocities_are_too_much() -> None:
     assert median_return("CartPole-v1", 100_000, hidden=True) < 70
 
 
 @pytest.mark.slow
-def test_two_factored_heads_recall_the_cue(median_return: Median) -> None:
+def test_two_factored_heads_recall_the_cue() -> None:
     """The largest return is about 11; who has to guess the cue gets 5.25 at best."""
     assert median_return("cue-recall", 50_000, policy="lstm") >= 9
