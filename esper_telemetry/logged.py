@@ -32,11 +32,12 @@ class Logged:
         Raises:
             ValueError: for a key that not every backend accepts.
         """
-        numbers = list(map(float, values.values()))
-        if values.keys() <= self._checked and math.isfinite(sum(numbers)):
-            self._numbers.update(zip(values, numbers, strict=True))
+        if {*map(type, values.values())} != {float}:
+            values = dict(zip(values, map(float, values.values()), strict=True))
+        if self._checked.issuperset(values) and math.isfinite(sum(values.values())):
+            self._numbers.update(values)
             return
-        for key, number in zip(values, numbers, strict=True):
+        for key, number in values.items():
             self._add(key, number)
 
     def take(self) -> dict[str, float]:
