@@ -63,10 +63,10 @@ class Run:
     update: float | None = None
 
 
-def measured(steps: int, learn: Callable[[], None], returns: deque[float]) -> Run:
-    """The run that `learn` makes."""
+def measured(learn: Callable[[], int], returns: deque[float]) -> Run:
+    """The run that `learn` makes, which returns its environment steps."""
     cpu, wall = time.process_time(), time.perf_counter()
-    learn()
+    steps = learn()
     return run_of(steps, time.process_time() - cpu, time.perf_counter() - wall, returns)
 
 
@@ -79,13 +79,23 @@ def run_of(steps: int, cpu: float, wall: float, returns: deque[float]) -> Run:
 def esper(work: Work) -> Run:
     """This trainer without telemetry."""
     trainer, returns = ours(work)
-    return measured(work.steps, lambda: trainer.learn(work.steps), returns)
+    return measured(lambda: trained(trainer, work.steps), returns)
+
+
+def trained(trainer: Any, steps: int) -> int:
+    """Trains for that many steps more, up to the end of a rollout, and returns how many they were.
+
+    Rows in which environments are reset are no steps to this trainer. To Stable-Baselines3 and RSL-RL they are, on native environments.
+    """
+    before = int(trainer.env_steps)
+    trainer.learn(before + steps)
+    return int(trainer.env_steps) - before
 
 
 def tuned(work: Work) -> Run:
     """The same, with one LSTM for actor and critic and normalised observations and rewards, as the presets have them."""
     trainer, returns = ours(work, shared_trunk=True, normalize_observations=True, normalize_rewards=True)
-    return measured(work.steps, lambda: trainer.learn(work.steps), returns)
+    return measured(lambda: trained(trainer, work.steps), returns)
 
 
 def observed(work: Work) -> Run:
@@ -98,8 +108,7 @@ def observed(work: Work) -> Run:
     with attached(trainer):
         trainer.learn(1)
         time.sleep(OPENING_SECONDS)
-        target = trainer.env_steps + work.steps
-        return measured(work.steps, lambda: trainer.learn(target), returns)
+        return measured(lambda: trained(trainer, work.steps), returns)
 
 
 def certified(work: Work) -> Run:
@@ -115,15 +124,15 @@ def certified(work: Work) -> Run:
         trainer.learn(1)
         time.sleep(OPENING_SECONDS)
         clock.forget()
-        target, updates = trainer.env_steps + work.steps, -trainer.updates
-        run = measured(work.steps, lambda: trainer.learn(target), returns)
-        updates += trainer.updates
+        updates, steps = -trainer.updates, -trainer.env_steps
+        run = measured(lambda: trained(trainer, work.steps), returns)
+        updates, steps = updates + trainer.updates, steps + trainer.env_steps
     often, seldom = (1e6 * seconds for seconds in clock.seconds())
     return replace(
         run,
         per_minibatch=often / (updates * work.epochs * work.minibatches),
         per_update=seldom / updates,
-        update=1e6 * work.steps / run.cpu / updates,
+        update=1e6 * steps / run.cpu / updates,
     )
 
 
@@ -150,7 +159,7 @@ def disturbed(work: Work) -> Run:
     trainer, returns = ours(work)
     with subprocess.Popen([sys.executable, "-c", "import os, itertools; os.nice(19); all(itertools.count(1))"]) as busy:
         try:
-            return measured(work.steps, lambda: trainer.learn(work.steps), returns)
+            return measured(lambda: trained(trainer, work.steps), returns)
         finally:
             busy.kill()
 
@@ -212,11 +221,12 @@ def stable_baselines(work: Work, *, native: bool = False) -> Run:
         model = RecurrentPPO("MlpLstmPolicy", env, policy_kwargs={"lstm_hidden_size": work.lstm_size}, **settings)
     returns: deque[float] = deque(maxlen=100)
 
-    def learn() -> None:
+    def learn() -> int:
         model.learn(work.steps)
         returns.extend(episode["r"] for episode in model.ep_info_buffer or ())
+        return work.steps
 
-    return measured(work.steps, learn, returns)
+    return measured(learn, returns)
 
 
 def rsl_rl(work: Work) -> Run:
@@ -248,8 +258,12 @@ def rsl_rl(work: Work) -> Run:
     env = SignedCartPole(work.num_envs, work.seed)
     with redirect_stdout(sys.stderr):
         runner = OnPolicyRunner(env, settings, log_dir=None, device="cpu")
-    iterations = -(-work.steps // (work.num_envs * work.num_steps))
-    return measured(work.steps, lambda: runner.learn(iterations), env.returns)
+
+    def learn() -> int:
+        runner.learn(work.steps // (work.num_envs * work.num_steps))
+        return work.steps
+
+    return measured(learn, env.returns)
 
 
 def cleanrl(work: Work, *, native: bool = False) -> Run:

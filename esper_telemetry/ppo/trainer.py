@@ -39,6 +39,7 @@ from esper_telemetry.ppo.companions import Companions
 from esper_telemetry.ppo.compiled import compiled, require_compiler
 from esper_telemetry.ppo.config import POLICIES, PPOConfig, require
 from esper_telemetry.ppo.evaluation import Evaluation, evaluate
+from esper_telemetry.ppo.freed_memory import keep_freed_memory
 from esper_telemetry.ppo.gathering import collector_for, hooks_of
 from esper_telemetry.ppo.normalizer import normalizers_for
 from esper_telemetry.ppo.objective import Leaves, Result, objective
@@ -146,6 +147,8 @@ class PPO:
         """
         if total_steps <= self.env_steps:
             raise ValueError(f"total_steps must exceed the {self.env_steps} steps already collected, got {total_steps}")
+        if self._device.type == "cpu":
+            keep_freed_memory()
         if self.hooks.wants(RunStart):
             counts = (self.updates, self.env_steps, self.gradient_steps)
             self.hooks.emit(RunStart(asdict(self.config), self.facts(total_steps), *counts))

@@ -1,0 +1,51 @@
+"""What a minibatch frees, the next one finds."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+from esper_telemetry.ppo.freed_memory import LARGEST_BYTES
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library gives memory back as it likes"
+)
+
+FEW = 10_000
+"""Pages of 4 KB: 40 MB, where twenty times 32 MB are needed."""
+SCRIPT = """
+import resource
+import torch
+from esper_telemetry.ppo.freed_memory import keep_freed_memory
+{first}
+def minibatch():
+    return [torch.ones({numbers}) for _ in range(4)]
+minibatch()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    minibatch()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def pages_fetched(first: str) -> int:
+    """From the system, for four blocks that are freed and needed again twenty times, in a fresh process."""
+    script = SCRIPT.format(first=first, numbers=LARGEST_BYTES // 16)
+    run = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True)
+    return int(run.stdout)
+
+
+def test_what_is_freed_is_there_again() -> None:
+    assert pages_fetched("") > FEW
+    assert pages_fetched("keep_freed_memory()") < FEW
+
+
+def test_training_keeps_it() -> None:
+    train = """
+from esper_telemetry import PPO, PPOConfig, make_env
+PPO(make_env("CartPole-v1", num_envs=2), PPOConfig(num_steps=8, num_minibatches=2)).learn(16)
+"""
+    assert pages_fetched(train) < FEW
