@@ -1,12 +1,12 @@
 """What `TelemetryCallback` costs Stable-Baselines3: processor time with it over that without.
 
-    python benchmarks/adapters.py                        # five models, five rounds; ten minutes
-    python benchmarks/adapters.py ppo --rounds 9
+    python benchmarks/adapters.py                        # five models, forty turns; fifteen minutes
+    python benchmarks/adapters.py ppo --turns 80
 
-At NORMAL with TensorBoard, W&B (offline) and MLflow. Runs with and without take turns, each in a process of its own with one torch
-thread; figures are medians over the rounds, ratios medians of the rounds' ratios. `thread` is the training thread's processor time in
-`learn`, which telemetry slows training by; `process` that of all threads of the process. Summaries and backends have processes of
-their own, on another core.
+At NORMAL with TensorBoard, W&B (offline) and MLflow. Models with and without train in turns of a second or two (`turns.py`), each in a
+process of its own with one torch thread; figures are medians of the turns' ratios, and between what the middle half of these lies.
+`thread` is the training thread's processor time, which telemetry slows training by; `process` that of all threads of the process.
+Summaries and backends have processes of their own, on another core.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import turns
 
 SINKS = ("tensorboard", "wandb:overhead?mode=offline", "mlflow")
 LIMIT = 1.05
@@ -66,80 +66,88 @@ def maskable_ppo() -> Any:
 
 
 MODELS: Mapping[str, tuple[Callable[[], Any], int]] = {
-    "ppo": (ppo, 16_384),
-    "ppo_pendulum": (ppo_pendulum, 16_384),
-    "a2c": (a2c, 65_536),
-    "recurrent_ppo": (recurrent_ppo, 8_192),
-    "maskable_ppo": (maskable_ppo, 16_384),
+    "ppo": (ppo, 1),
+    "ppo_pendulum": (ppo_pendulum, 1),
+    "a2c": (a2c, 8),
+    "recurrent_ppo": (recurrent_ppo, 1),
+    "maskable_ppo": (maskable_ppo, 1),
 }
-"""Each model with its number of environment steps."""
+"""Each model with the rollouts of a turn."""
+WARM_UP_TURNS = 5
 
 
-def alone(name: str, watched: bool) -> dict[str, float]:
-    """Seconds of one run, in this process."""
+def serve(name: str, watched: bool) -> None:
+    """Trains in turns, in this process."""
     import torch
+    from stable_baselines3.common.callbacks import BaseCallback
 
     torch.set_num_threads(1)
     from esper_telemetry import Telemetry
     from esper_telemetry.adapters.sb3 import TelemetryCallback
 
-    make, steps = MODELS[name]
+    make, rollouts = MODELS[name]
+
+    class Turn(BaseCallback):
+        """Trains on only when it is its turn."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._own = turns.Turns()
+            self._rollouts = 0
+            self._wanted = True
+
+        def _on_rollout_start(self) -> None:
+            if self._rollouts % rollouts == 0:
+                self._wanted = self._own.next()
+            self._rollouts += 1
+
+        def _on_step(self) -> bool:
+            return self._wanted
+
     model = make()
-    with tempfile.TemporaryDirectory() as directory:
-        sinks = SINKS if watched else ()
-        level = "normal" if watched else "off"
-        with Telemetry(sinks, run_dir=f"{directory}/run", level=level, close_timeout=60) as telemetry:
-            start = time.thread_time(), time.process_time(), time.perf_counter()
-            model.learn(steps, callback=TelemetryCallback(telemetry) if watched else None)
-            thread, process, wall = time.thread_time(), time.process_time(), time.perf_counter()
-    return {"thread": thread - start[0], "process": process - start[1], "wall": wall - start[2]}
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory,
+        Telemetry(
+            SINKS if watched else (), run_dir=f"{directory}/run", level="normal" if watched else "off"
+        ) as telemetry,
+    ):
+        model.learn(10**9, callback=[*([TelemetryCallback(telemetry)] if watched else []), Turn()])
 
 
-def spawned(name: str, watched: bool) -> dict[str, float]:
-    """The same in a process of its own."""
-    command = [sys.executable, "-W", "ignore", __file__, "--alone", name, str(int(watched))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True, env=environment
-    )
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def compare(name: str, rounds: int) -> dict[str, Any]:
+def compare(name: str, count: int) -> dict[str, Any]:
     """Figures of one model."""
-    pairs = [(spawned(name, False), spawned(name, True)) for _ in range(rounds)]
-    ratios = {kind: [on[kind] / off[kind] for off, on in pairs] for kind in ("thread", "process", "wall")}
+    command = [sys.executable, "-W", "ignore", __file__, "--alone", name]
+    contenders = {kind: turns.Contender([*command, int(kind == "watched")]) for kind in ("bare", "watched")}
+    found = turns.in_turns(contenders, count, WARM_UP_TURNS)
     return {
         "model": name,
-        "steps": MODELS[name][1],
-        "seconds": statistics.median(off["thread"] for off, _ in pairs),
-        **{kind: statistics.median(found) for kind, found in ratios.items()},
-        "rounds": ratios,
+        "seconds": statistics.median(one["thread"] for one in found["bare"]),
+        **{kind: turns.ratio(found["watched"], found["bare"], kind) for kind in ("thread", "process", "wall")},
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{', '.join(MODELS)}; all by default")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of both")
+    parser.add_argument("--turns", type=int, default=40, help="of both")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there, too")
     parser.add_argument("--alone", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if unknown := set(options.models) - set(MODELS):
         parser.error(f"a model is one of {', '.join(MODELS)}, got {', '.join(sorted(unknown))}")
     if options.alone:
-        print(json.dumps(alone(options.alone[0], options.alone[1] == "1")))
+        serve(options.alone[0], options.alone[1] == "1")
         return
+    os.environ |= {"OMP_NUM_THREADS": "1", "WANDB_SILENT": "true"}
     found = []
-    print(
-        f"{'model':>14} {'steps':>7} {'s bare':>7} {'thread':>7} {'process':>8} {'wall':>6}   goal: thread <= {LIMIT}"
-    )
+    print(f"{'model':>14} {'s bare':>7} {'thread':>22} {'process':>22} {'wall':>22}   goal: thread <= {LIMIT}")
     for name in options.models or MODELS:
-        row = compare(name, options.rounds)
+        row = compare(name, options.turns)
         found.append(row)
-        figures = f"{row['seconds']:7.2f} {row['thread']:7.3f} {row['process']:8.3f} {row['wall']:6.3f}"
-        print(f"{name:>14} {row['steps']:>7} {figures}", flush=True)
+        print(
+            f"{name:>14} {row['seconds']:7.2f} {row['thread']!s:>22} {row['process']!s:>22} {row['wall']!s:>22}",
+            flush=True,
+        )
     if options.json:
         options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
