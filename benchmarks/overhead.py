@@ -8,8 +8,8 @@ passes: clipping with the norm of every tensor against `torch.nn.utils.clip_grad
 (the program stops where they are not), and what telemetry looks at.
 steps: whole training steps under `wandb.watch`, Cockpit, a loop of `.item()` and telemetry, against steps that nobody watches. What is
 not installed is left out, with a sentence.
-runs: the bundled trainer on CartPole-v1, at NORMAL with TensorBoard, W&B (offline) and MLflow, against OFF; and how many microseconds of
-the training thread telemetry takes per minibatch and per update, by a clock around them.
+runs: the bundled trainer on CartPole-v1, at NORMAL with TensorBoard, W&B (offline) and MLflow, against OFF, in turns of half a second
+(`turns.py`); and how many microseconds of the training thread telemetry takes per minibatch and per update, by a clock around them.
 
 Contenders take turns; figures are medians over the rounds, ratios medians of the rounds' ratios. One torch thread, processor time.
 Memory is the most that a process of its own held while it did its work: passes beside the gradients alone, steps beside bare ones.
@@ -22,23 +22,24 @@ import ctypes
 import importlib.util
 import json
 import os
-import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import Work
+from contenders import OPENING_SECONDS, Work, attached, ours, trained
 from gradient_passes import DEBUG, LIMITS, NORMAL, OURS, TORCH, Gradients, passes
 from networks import NETWORKS
 from rich.console import Console
 from rich.table import Table
 from rounds import take_turns
 from trainer import median_of, spawn
+from turns import Contender, in_turns, ratio, serve
 from watched_steps import NEEDS, WATCHERS, Step, Training
 
 PARTS = ("passes", "steps", "runs")
@@ -48,6 +49,10 @@ GOALS = {f"{OURS}, does not clip": 0.6, f"{OURS}, clips": 0.95, NORMAL: 1.0}
 STEPS_PER_ROUND = 16
 FEW_CALLS = 3
 """Of what takes long, and of every contender whose memory is measured."""
+
+RUNS: dict[str, int | None] = {"CartPole MLP": None, "CartPole LSTM 64": 64}
+"""Whole runs: the size of the LSTM."""
+TURNS, TURN_UPDATES = 60, 8
 
 WATCHED = ("MLP 64x64", "LSTM 512")
 """Networks whose whole steps are compared."""
@@ -119,24 +124,35 @@ def compare_steps(rounds: int) -> Iterator[Row]:
 
 
 def compare_runs(rounds: int, steps: int) -> Iterator[Row]:
-    """Whole runs: speed with telemetry over that without, and microseconds on the training thread."""
-    for network, lstm_size in (("CartPole MLP", None), ("CartPole LSTM 64", 64)):
+    """Speed with telemetry over that without, turn by turn, and microseconds on the training thread in whole runs."""
+    for network, lstm_size in RUNS.items():
         work = Work(steps, 0, lstm_size=lstm_size)
-        names = ("esper", "esper + telemetry", "esper + telemetry, clocked")
-        pairs = [[spawn(name, replace(work, seed=seed), None) for name in names] for seed in range(rounds)]
-        off, on, clocked = (list(runs) for runs in zip(*pairs, strict=True))
+        command = [sys.executable, "-W", "ignore", __file__, "--alone", "runs", network]
+        found = in_turns({name: Contender([*command, name]) for name in ("OFF", "NORMAL")}, TURNS)
+        wall, cpu = (ratio(found["OFF"], found["NORMAL"], figure) for figure in ("wall", "thread"))
+        bare = spawn("esper", work, None)
+        clocked = [spawn("esper + telemetry, clocked", replace(work, seed=seed), None) for seed in range(rounds)]
         yield {
             "network": network,
             "contender": "NORMAL and three backends, over OFF",
-            "steps_per_second": median_of(on, "wall"),
-            "wall_ratio": statistics.median([a.wall / b.wall for a, b in zip(on, off, strict=True)]),
-            "cpu_ratio": statistics.median([a.cpu / b.cpu for a, b in zip(on, off, strict=True)]),
-            "rounds": [a.wall / b.wall for a, b in zip(on, off, strict=True)],
+            "steps_per_second": bare.wall,
+            "wall_ratio": wall,
+            "cpu_ratio": cpu,
             "microseconds_per_minibatch": median_of(clocked, "per_minibatch"),
             "microseconds_per_update": median_of(clocked, "per_update"),
             "update_microseconds": median_of(clocked, "update"),
-            "megabytes": median_of(on, "megabytes") - median_of(off, "megabytes"),
+            "megabytes": median_of(clocked, "megabytes") - bare.megabytes,
         }
+
+
+def train_in_turns(network: str, level: str) -> None:
+    """A contender of `compare_runs`, once its backends are open."""
+    work = Work(0, 0, lstm_size=RUNS[network])
+    trainer, _ = ours(work)
+    with attached(trainer) if level == "NORMAL" else nullcontext():
+        trainer.learn(1)
+        time.sleep(OPENING_SECONDS)
+        serve(lambda: trained(trainer, TURN_UPDATES * work.num_envs * work.num_steps))
 
 
 def peak(part: str, network: str, contender: str) -> float:
@@ -181,8 +197,8 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "ratio": ("ratio", "{:.3f}".format),
     "goal": ("goal", "≤ {:.2f}".format),
     "steps_per_second": ("steps/s", "{:.0f}".format),
-    "wall_ratio": ("wall ratio", "{:.3f}".format),
-    "cpu_ratio": ("CPU ratio", "{:.3f}".format),
+    "wall_ratio": ("wall ratio", str),
+    "cpu_ratio": ("CPU ratio", str),
     "microseconds_per_minibatch": ("µs/minibatch", "{:.1f}".format),
     "microseconds_per_update": ("µs/update besides", "{:.0f}".format),
     "update_microseconds": ("µs an update takes", "{:.0f}".format),
@@ -216,7 +232,11 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     if options.alone:
-        print(alone(*options.alone))
+        part, network, contender = options.alone
+        if part == "runs":
+            train_in_turns(network, contender)
+        else:
+            print(alone(part, network, contender))
         return
     measures = {
         "passes": lambda: compare_passes(options.rounds),
