@@ -1,18 +1,22 @@
-"""Memory unrolled step by step, so that the gradient of the loss at every state can be asked for."""
+"""Memory unrolled over whole environments, so that the gradient of the loss at its first and last states can be asked for."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from esper_telemetry.policy_replay import StateGradients
 from esper_telemetry.ppo.policy import ActorCritic
-from esper_telemetry.ppo.recurrent import RecurrentTrunk
+from esper_telemetry.ppo.recurrent import Core, RecurrentTrunk
 from esper_telemetry.ppo.rollout import Batch, Rollout
 from esper_telemetry.ppo.sequences import on
+
+Flags = npt.NDArray[np.bool_]
 
 
 def state_gradients(
@@ -35,27 +39,35 @@ def state_gradients(
     if not len(known):
         return None
     device = rollout.rewards.device
-    remembering, fresh = on(known, device), torch.from_numpy(memory.fresh[:, known]).to(device)
+    remembering = on(known, device)
     first = memory.states["actor"][:, :, remembering].detach().requires_grad_()
     with policy.autocast():
-        features, last = unrolled(trunk, rollout.observations[:, remembering], first, fresh)
+        features, outputs = unrolled(trunk, rollout.observations[:, remembering], first, memory.fresh[:, known])
     features = features.float()
     batch = columns.map(lambda column: column[:, remembering].flatten(0, 1))
     if memory.valid is not None:
         rows = on(np.flatnonzero(memory.valid[:, known]), device)
         batch, features = batch.map(lambda column: column[rows]), features[rows]
-    gradients = torch.autograd.grad(loss(batch, features), [first, last], materialize_grads=True)
-    return StateGradients(gradients[0][:, 0], gradients[1][-1, 0])
+    at_first, at_outputs = torch.autograd.grad(loss(batch, features), [first, outputs], materialize_grads=True)
+    return StateGradients(at_first[:, 0], at_outputs[-1])
 
 
-def unrolled(trunk: RecurrentTrunk, observations: Tensor, state: Tensor, fresh: Tensor) -> tuple[Tensor, Tensor]:
-    """Features [T x b, F] of observations [T, b, ...], time by time, and the state after the last of them.
+def unrolled(trunk: RecurrentTrunk, observations: Tensor, state: Tensor, fresh: Flags) -> tuple[Tensor, Tensor]:
+    """Features [T x b, F] of observations [T, b, ...], and h [T, b, H] after every step, which they are read off.
 
-    Memory begins anew where `fresh` [T, b]. Features are read off the state and not off the output beside it, which is the same
-    number: so the gradient at the state holds that of its own step.
+    Memory begins anew where `fresh` [T, b]. The gradient at an h is that of its own step's features alone: after the last step that is all.
     """
-    features = []
-    for x, begins in zip(observations, fresh, strict=True):
-        _, state = trunk.core(trunk.encoder(x).unsqueeze(0), state.masked_fill(begins[:, None], 0.0))
-        features.append(trunk.decoder(state[-1, 0]))
-    return torch.cat(features), state
+    inputs = trunk.encoder(observations.flatten(0, 1)).unflatten(0, observations.shape[:2])
+    outputs = remembered(trunk.core, inputs, state, fresh)
+    return trunk.decoder(outputs.flatten(0, 1)), outputs
+
+
+def remembered(core: Core, inputs: Tensor, state: Tensor, fresh: Flags) -> Tensor:
+    """What memory gives [T, b, H], in one call from each step in which it begins anew anywhere to the next."""
+    begins = [0, *np.flatnonzero(fresh[1:].any(1)) + 1]
+    outputs = []
+    for first, after in itertools.pairwise([*begins, len(inputs)]):
+        begun = torch.from_numpy(fresh[first]).to(inputs.device)
+        output, state = core(inputs[first:after], state.masked_fill(begun[:, None], 0.0))
+        outputs.append(output)
+    return torch.cat(outputs)
