@@ -17,7 +17,8 @@ pytestmark = pytest.mark.skipif(
 FEW = 10_000
 """Pages of 4 KB: 40 MB, where twenty times 32 MB are needed."""
 SCRIPT = """
-import resource
+import ctypes, resource
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: pages are small ones, wherever this runs
 import torch
 from esper_telemetry.ppo.freed_memory import keep_freed_memory
 {first}
