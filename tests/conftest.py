@@ -4,12 +4,17 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from command_line import Finished
 
 # The networks here are small: more threads gain nothing, and where other processes need the cores they wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# How long an example takes is the machine's affair: one that others use too may pause in the middle of any.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")
