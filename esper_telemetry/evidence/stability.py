@@ -72,10 +72,8 @@ def _tensors(snapshot: Snapshot) -> Iterator[tuple[str, Tensor]]:
     for part in snapshot.gradients:
         yield from ((f"gradient norms of {name}", part.norms[:, k]) for k, name in enumerate(part.names))
     if snapshot.sample is not None and snapshot.sample.states:
-        last = snapshot.sample.states[-1]
-        yield from (
-            (f"weights of {name}", s.weights) for name, s in zip(snapshot.sample.state_names, last, strict=True)
-        )
+        weights = snapshot.sample.states[-1].tensors()
+        yield from ((f"weights of {name}", w) for name, w in zip(snapshot.sample.state_names, weights, strict=True))
 
 
 def _offences(name: str, tensor: Tensor) -> Iterator[Offender]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from esper_telemetry.group import Last, Max, Mean, Metric, MetricGroup, Sum, label, reports
 from esper_telemetry.metric import segment
-from esper_telemetry.metrics.adam import AdamState, AdamTensor, adam_states, first_moment_weight, stable_rms
+from esper_telemetry.metrics.adam import AdamState, adam_pieces, first_moment_weight
 from esper_telemetry.metrics.defined import defined
+from esper_telemetry.ops import choose_norms
 from esper_telemetry.record import Level
 
 EPSILON_MULTIPLE = 10.0  # below this many epsilons, Adam's denominator is mostly epsilon
@@ -214,60 +215,105 @@ def learning_rate(optimizer: Optimizer) -> LearningRate:
 
 
 @torch.no_grad()
-def adam_step(state: Optimizer | Iterable[AdamState]) -> AdamStep:
+def adam_step(state: Optimizer | AdamState) -> AdamStep:
     """The step that Adam, or a relative of it, has just taken.
 
     Args:
-        state: the optimizer after `step` and before `zero_grad`, or what `adam_states` found there.
+        state: the optimizer after `step` and before `zero_grad`, or what `adam_state` found there.
 
     The signal share debiases ρ = |m|²/Σv by the sum κ of squared weights of m's average: (ρ - κ)/(1 - κ).
     Absent for optimizers without `exp_avg` and `exp_avg_sq`.
     """
-    return _whole(_measured(state))
+    return _whole(_sums(state))
 
 
 @torch.no_grad()
-def layer_steps(state: Optimizer | Iterable[AdamState], names: Sequence[str]) -> LayerSteps:
-    """The step that Adam has just taken, tensor by tensor.
+def layer_steps(state: Optimizer | AdamState, names: Sequence[str]) -> LayerSteps:
+    """The step that Adam has just taken, parameter by parameter.
 
     Args:
         state: as for `adam_step`.
-        names: K names of the parameters that have a state, in the optimizer's order.
+        names: of the K parameters that have a state, in the optimizer's order.
     """
-    return _by_layer(_measured(state), names)
+    return _by_layer(_sums(state), names)
 
 
 @torch.no_grad()
-def adam_steps(state: Optimizer | Iterable[AdamState], names: Sequence[str]) -> tuple[AdamStep, LayerSteps]:
+def adam_steps(state: Optimizer | AdamState, names: Sequence[str]) -> tuple[AdamStep, LayerSteps]:
     """Both of them from one pass; arguments as for `layer_steps`."""
-    measured = _measured(state)
-    return _whole(measured), _by_layer(measured, names)
+    sums = _sums(state)
+    return _whole(sums), _by_layer(sums, names)
 
 
-def _whole(measured: _Measured) -> AdamStep:
-    tensors, parts = measured
-    if parts is None:
+class _Sums(NamedTuple):
+    """Of each of K parameters, [K] each, float64.
+
+    Attributes:
+        step, weights, before: squared numbers of the step, of the weights after it and before it.
+        m, v: squared first moments, and second moments, without bias.
+        stable: squared gradients over second moments; NaN where the gradient has gone.
+        small: second moments whose root is below 10 ε.
+        numbers: how many.
+        lr: learning rate.
+        kappa: see `first_moment_weight`.
+    """
+
+    step: Tensor
+    weights: Tensor
+    before: Tensor
+    m: Tensor
+    v: Tensor
+    stable: Tensor
+    small: Tensor
+    numbers: Tensor
+    lr: Tensor
+    kappa: Tensor
+
+
+def _sums(state: Optimizer | AdamState) -> _Sums | None:
+    """Piece by piece; None of nothing."""
+    pieces = state.pieces() if isinstance(state, AdamState) else adam_pieces(state)
+    found = [_sums_of_piece(piece) for piece in pieces]
+    return _Sums(*map(torch.cat, zip(*found, strict=True))) if found else None
+
+
+def _sums_of_piece(piece: AdamState) -> _Sums:
+    """Entry by entry in the state's own type, as Adam takes its step; summed in float64."""
+    update = piece.update()
+    root, floor = piece.denominator()
+    stable = root * torch.nan if piece.gradient is None else piece.gradient / torch.maximum(root, floor)
+    small = (root < EPSILON_MULTIPLE * floor).to(root.dtype)
+    found = (update, piece.weights, piece.weights - update, piece.exp_avg, root, stable, small)
+    parts = [part for vector in found for part in vector.split(piece.numels)]
+    norms = choose_norms(root.device)(parts, torch.float64).view(len(found), -1)
+    step, weights, before, m, v, stable, small = norms.square().unbind()
+    count = torch.tensor(piece.numels, dtype=torch.float64).to(root.device, non_blocking=True)
+    kappa = first_moment_weight(piece.beta1, piece.step)
+    m, v, stable = m / piece.bias(piece.beta1).square(), v / piece.bias(piece.beta2), stable * piece.bias(piece.beta2)
+    return _Sums(step, weights, before, m, v, stable, small, count, piece.lr, kappa)
+
+
+def _whole(sums: _Sums | None) -> AdamStep:
+    if sums is None:
         return AdamStep()
-    step, before, over_lr, m, v, small, count = parts.sum(0).unbind()
-    kappa = first_moment_weight(tensors[0].betas[0], tensors[0].step)
+    kappa, count = sums.kappa[0], sums.numbers.sum()
+    over_lr = sums.step / sums.lr.square()
     return AdamStep(
-        update_to_weight=defined((step / before).sqrt()),
-        update_rms_over_lr=defined((over_lr / count).sqrt()),
-        stable_rms=_largest([stable_rms(tensor) for tensor in tensors if tensor.gradient is not None]),
-        snr_share=defined((m / v - kappa) / (1.0 - kappa)),
-        eps_dominated_frac=Mean(small, count),
+        update_to_weight=defined((sums.step.sum() / sums.before.sum()).sqrt()),
+        update_rms_over_lr=defined((over_lr.sum() / count).sqrt()),
+        stable_rms=_largest((sums.stable / sums.numbers).sqrt()),
+        snr_share=defined((sums.m.sum() / sums.v.sum() - kappa) / (1.0 - kappa)),
+        eps_dominated_frac=Mean(sums.small.sum(), count),
     )
 
 
-def _by_layer(measured: _Measured, names: Sequence[str]) -> LayerSteps:
-    tensors, parts = measured
-    if parts is None:
+def _by_layer(sums: _Sums | None, names: Sequence[str]) -> LayerSteps:
+    if sums is None:
         return LayerSteps(())
-    weights = torch.stack([torch.linalg.vector_norm(tensor.weights, dtype=torch.float64) for tensor in tensors])
     return LayerSteps(
         tuple(map(segment, names)),
-        update_to_weight=defined((parts[:, 0] / parts[:, 1]).sqrt()[None]),
-        weight_norm=Last(weights[None]),
+        update_to_weight=defined((sums.step / sums.before).sqrt()[None]),
+        weight_norm=Last(sums.weights.sqrt()[None]),
     )
 
 
@@ -298,42 +344,6 @@ def state_reset(steps: Tensor, previous: Tensor | None) -> StateReset:
     return StateReset(Sum((steps < previous).sum().double()))
 
 
-class _Measured(NamedTuple):
-    """Parameters with a state, and their `_sums`, [K, 7]; None without any."""
-
-    tensors: list[AdamTensor]
-    sums: Tensor | None
-
-
-def _measured(state: Optimizer | Iterable[AdamState]) -> _Measured:
-    tensors = [found.corrected() for found in _states(state)]
-    return _Measured(tensors, torch.stack([_sums(tensor) for tensor in tensors]) if tensors else None)
-
-
-def _states(state: Optimizer | Iterable[AdamState]) -> Iterable[AdamState]:
-    return adam_states(state) if isinstance(state, Optimizer) else state
-
-
-def _sums(tensor: AdamTensor) -> Tensor:
-    """[7]: squared step, squared weights before it, squared step over lr, |m|², Σv, entries below 10 ε, entries."""
-    update = tensor.update()
-    step = _square(update)
-    small = (tensor.v < (EPSILON_MULTIPLE * tensor.eps) ** 2).sum().double()
-    over_lr = step / tensor.lr / tensor.lr
-    before = _square(tensor.weights.double() - update)
-    count = torch.full_like(small, tensor.weights.numel())
-    return torch.stack([step, before, over_lr, _square(tensor.m), tensor.v.sum(), small, count])
-
-
-def _square(values: Tensor) -> Tensor:
-    """Sum of squares, 0-d."""
-    flat = values.flatten()
-    return flat.dot(flat)
-
-
-def _largest(values: Sequence[Tensor]) -> Max | None:
-    """The largest finite value, if there is any."""
-    if not values:
-        return None
-    stacked = torch.stack(tuple(values))
-    return Max(torch.where(torch.isfinite(stacked), stacked, -torch.inf).max())
+def _largest(values: Tensor) -> Max:
+    """The largest finite value of [K], if there is any."""
+    return Max(torch.where(torch.isfinite(values), values, -torch.inf).max())

@@ -32,4 +32,4 @@ def _parts(snapshot: Snapshot) -> Iterator[tuple[list[Tensor], Tensor | None]]:
         yield list(minibatches.losses.values()), None
     yield [part.norms for part in snapshot.gradients], None
     if sample is not None and sample.states:
-        yield [state.weights for state in sample.states[-1]], None
+        yield [sample.states[-1].weights], None

@@ -7,8 +7,6 @@ from functools import partial
 
 import torch
 
-from esper_telemetry.group import MetricGroup
-from esper_telemetry.metrics.adam import AdamState
 from esper_telemetry.metrics.gradients import (
     concentration,
     gradient_decades,
@@ -52,17 +50,10 @@ def _first_minibatch(sample: GradientSample, level: Level) -> Iterator[Measureme
 def _optimizer(sample: GradientSample) -> Iterator[Measurement]:
     """What the optimizer made of the gradients; its first step also tells whether the update goes on where the last one went."""
     first = sample.states[0]
-    for states in sample.states:
-        yield partial(adam_steps, states, sample.state_names)
-    yield partial(state_reset, torch.stack([state.step for state in first]).double(), sample.previous_steps)
+    for state in sample.states:
+        yield partial(adam_steps, state, sample.state_names)
+    yield partial(state_reset, first.step, sample.previous_steps)
     if sample.initial_norm is not None:
-        yield partial(weight_growth, [state.weights for state in sample.states[-1]], sample.initial_norm)
-    if sample.previous_steps is not None and all(state.gradient is not None for state in first):
-        yield partial(_continuation, first)
-
-
-def _continuation(states: tuple[AdamState, ...]) -> MetricGroup:
-    """The gradient of an update's first step against Adam's average of those before it."""
-    gradient = torch.cat([state.gradient.reshape(-1) for state in states if state.gradient is not None])
-    before = torch.cat([state.before().reshape(-1) for state in states])
-    return successive_alignment(gradient, before)
+        yield partial(weight_growth, [sample.states[-1].weights], sample.initial_norm)
+    if sample.previous_steps is not None and first.gradient is not None:
+        yield partial(successive_alignment, first.gradient, first.moment_before())

@@ -260,7 +260,7 @@ class GradientSample(NamedTuple):
     samples: tuple[int, ...] = ()
     actor: Tensor | None = None
     critic: Tensor | None = None
-    states: tuple[tuple[AdamState, ...], ...] = ()
+    states: tuple[AdamState, ...] = ()
     state_names: tuple[str, ...] = ()
     previous_steps: Tensor | None = None
     initial_norm: Tensor | None = None

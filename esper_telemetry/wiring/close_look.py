@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.events import BackwardEnd, MinibatchStart, OptimizerStep, TrunkBackward
-from esper_telemetry.metrics.adam import AdamState, adam_states
+from esper_telemetry.metrics.adam import AdamState, adam_held, adam_state, flat
 from esper_telemetry.metrics.gradients import gradients_of
 from esper_telemetry.metrics.optimizer import weight_norm
 from esper_telemetry.summary import GradientSample
@@ -22,7 +22,13 @@ SHARDS = 2
 two are enough, because estimates are averaged over updates anyway."""
 
 MOST_ENTRIES = 1 << 26
-"""Numbers that are copied at most; of larger networks two minibatches and one step are."""
+"""Numbers that are copied at most; of larger networks two minibatches are, besides what steps there are."""
+
+MOST_TRAVELLING = 1 << 20
+"""Numbers that may go to another process: four megabytes."""
+
+BESIDES_STEPS = 8
+"""Vectors as long as the gradient for which there is room besides those of the optimizer's steps, of which each has four."""
 
 
 class CloseLook:
@@ -40,7 +46,7 @@ class CloseLook:
         self._clear()
 
     def begin(self, *, every_step: bool) -> None:
-        """Looks at the update that begins now: at every step of the optimizer, or the first one only."""
+        """Looks at the update that begins now: at every step of the optimizer that there is room for, or the first one only."""
         self._listener.on(MinibatchStart, self._keep_shards)
         self._listener.on(TrunkBackward, self._keep_shared)
         self._backward.on(BackwardEnd, self._keep_gradient)
@@ -68,7 +74,7 @@ class CloseLook:
             initial_norm=self._initial_norm,
         )
         if self._states:
-            self._steps = torch.stack([state.step for state in self._states[-1]]).double()
+            self._steps = self._states[-1].step
         self._clear()
         return sample
 
@@ -97,8 +103,9 @@ class CloseLook:
         self._samples: tuple[int, ...] = ()
         self._actor: Tensor | None = None
         self._critic: Tensor | None = None
-        self._states: list[tuple[AdamState, ...]] = []
+        self._states: list[AdamState] = []
         self._state_names: tuple[str, ...] = ()
+        self._stride = 1
 
     def _keep_shards(self, event: MinibatchStart) -> None:
         shards = event.shards(SHARDS)
@@ -129,29 +136,30 @@ class CloseLook:
             self._names, self._numels = event.names, numels
         same = (event.names, numels) == (self._names, self._numels) and len(numels) == len(event.names)
         if same and self._fits(len(self._minibatches) + 1, least=2):
-            self._minibatches.append(_flat(gradients))
+            self._minibatches.append(flat(gradients))
 
     @torch.no_grad()
     def _keep_state(self, event: OptimizerStep) -> None:
-        if not self._fits(4 * len(self._states) + 4, least=4):
+        if not self._due(event.step):
             return
-        states = tuple(adam_states(event.optimizer))
-        if states and not self._states:
+        held = adam_held(event.optimizer)
+        if held and not self._states:
             named = {id(parameter): name for name, parameter in event.parameters.items()}
-            self._state_names = tuple(
-                named.get(id(state.weights), f"parameter_{place}") for place, state in enumerate(states)
-            )
-        if len(states) == len(self._state_names) > 0:
-            self._states.append(tuple(state.copied() for state in states))
+            names = [named.get(id(entry.parameter), f"parameter_{place}") for place, entry in enumerate(held)]
+            self._state_names = tuple(names)
+        if len(held) == len(self._state_names) > 0:
+            self._states.append(adam_state(held))
+
+    def _due(self, step: int) -> bool:
+        """Whether this step is kept: every one, or where there is no room for so many every second, fourth and so on from the first."""
+        vectors = BESIDES_STEPS + 4 * len(self._states) + 4
+        if self._states and step % self._stride == 0 and vectors * sum(self._numels) > MOST_TRAVELLING:
+            del self._states[1::2]
+            self._stride *= 2
+        return step % self._stride == 0
 
     def _fits(self, vectors: int, *, least: int) -> bool:
         return vectors <= least or vectors * sum(self._numels) <= MOST_ENTRIES
-
-
-def _flat(gradients: Iterable[Tensor]) -> Tensor:
-    """[d], in at least single precision: a copy."""
-    joined = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    return joined.float() if joined.dtype.itemsize < torch.float32.itemsize else joined
 
 
 def _through(output: Tensor, gradient: Tensor, parameters: Iterable[Tensor]) -> Tensor:
@@ -159,4 +167,4 @@ def _through(output: Tensor, gradient: Tensor, parameters: Iterable[Tensor]) -> 
     found = torch.autograd.grad(
         output, list(parameters), grad_outputs=gradient, retain_graph=True, allow_unused=True, materialize_grads=True
     )
-    return _flat(found)
+    return flat(found)

@@ -41,7 +41,7 @@ from esper_telemetry.summary import (
 )
 from esper_telemetry.telemetry import Telemetry
 from esper_telemetry.wiring import gradients, growth
-from esper_telemetry.wiring.close_look import CloseLook
+from esper_telemetry.wiring.close_look import MOST_TRAVELLING, CloseLook
 from esper_telemetry.wiring.details import DetailJoining
 from esper_telemetry.wiring.listener import Listener
 from esper_telemetry.wiring.minibatches import Joining
@@ -54,9 +54,6 @@ RECENT = 100
 
 MOST_STEPS = 1 << 24
 """More than a rollout has: what ends in a later rollout ended later."""
-
-MOST_ENTRIES = 1 << 20
-"""Numbers of a close look that may travel to another process: four megabytes."""
 
 MOST_SHOWN = 1 << 22
 """Entries of a gradient up to which DEBUG shows it layer by layer."""
@@ -268,7 +265,7 @@ class Update:
     def _take_sample(self) -> GradientSample | None:
         """What was looked at closely; large samples are measured here and now, where no copy travels."""
         sample = self._close_look.take()
-        if sample is None or sample.entries <= MOST_ENTRIES:
+        if sample is None or sample.entries <= MOST_TRAVELLING:
             return sample
         self._telemetry.measure(gradient_sample(sample, self._telemetry.update_level))
         shown = self._telemetry.update_level is Level.DEBUG and sum(sample.numels) <= MOST_SHOWN

@@ -197,7 +197,6 @@ def gradients(x: Numbers, steps: int, numels: tuple[int, ...]) -> Gradients:
 
 def sample(x: Numbers, numels: tuple[int, ...]) -> GradientSample:
     entries = sum(numels)
-    states = tuple(adam_state(x, numel) for numel in numels)
     return GradientSample(
         ("a", "b", "c"),
         numels,
@@ -206,23 +205,26 @@ def sample(x: Numbers, numels: tuple[int, ...]) -> GradientSample:
         samples=(2, 1),
         actor=x(numels[2]),
         critic=x(numels[2]),
-        states=(states,),
+        states=(adam_state(x, numels),),
         state_names=("a", "b", "c"),
         previous_steps=torch.tensor([0.0, 5.0, 2.0], dtype=torch.float64),
         initial_norm=x().abs(),
     )
 
 
-def adam_state(x: Numbers, numel: int) -> AdamState:
+def adam_state(x: Numbers, numels: tuple[int, ...]) -> AdamState:
+    entries, column = sum(numels), torch.ones(len(numels), dtype=torch.float64)
     return AdamState(
-        weights=x(numel),
-        gradient=x(numel),
-        exp_avg=x(numel),
-        exp_avg_sq=x(numel).abs(),
-        step=torch.tensor(float(x.size(0, 1, 100))),
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-5,
+        shapes=tuple((numel,) for numel in numels),
+        weights=x(entries),
+        gradient=x(entries),
+        exp_avg=x(entries),
+        exp_avg_sq=x(entries).abs(),
+        step=column * float(x.size(0, 1, 100)),
+        lr=1e-3 * column,
+        beta1=0.9 * column,
+        beta2=0.999 * column,
+        eps=1e-5 * column,
     )
 
 

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from esper_telemetry.metrics.adam import adam_states
+from esper_telemetry.metrics import adam
+from esper_telemetry.metrics.adam import adam_held, adam_pieces, adam_state
 from esper_telemetry.metrics.optimizer import (
     adam_step,
+    adam_steps,
     layer_steps,
     learning_rate,
     state_reset,
@@ -117,9 +119,43 @@ def test_copies_of_the_state_say_what_the_optimizer_says(fused: bool) -> None:
     average = optimizer.state[model.weight]["exp_avg"].clone()
     stepped(model, optimizer)
 
-    kept, now = [state.copied() for state in adam_states(optimizer)], adam_step(optimizer).values()
+    kept, now = adam_state(adam_held(optimizer)), adam_step(optimizer).values()
     stepped(model, optimizer)
 
     assert adam_step(kept).values() == now
     assert adam_step(optimizer).values() != now
-    torch.testing.assert_close(kept[0].before() / 0.9, average.double())
+    torch.testing.assert_close(kept.moment_before()[:6] / 0.9, average.double().flatten())
+
+
+@pytest.mark.parametrize("most", [1, 5, 8, 1000])
+def test_pieces_say_what_the_whole_says(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where parameters of one piece have settings, steps and types of their own, and one has lost its gradient."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1), nn.Linear(1, 1).double())
+    rates = [{"params": layer.parameters(), "lr": 10.0**-place} for place, layer in enumerate(model, start=2)]
+    optimizer = torch.optim.Adam(rates, betas=(0.8, 0.99), eps=1e-5)
+    for skipped in (*model[1].parameters(), None, None):
+        for parameter in model.parameters():
+            parameter.grad = None if parameter is skipped else torch.full_like(parameter, 0.3)
+        optimizer.step()
+    model[0].bias.grad = None
+    names = [name for name, _ in model.named_parameters()]
+
+    whole = {**adam_step(optimizer).values(), **layer_steps(optimizer, names).values()}
+    monkeypatch.setattr(adam, "MOST_TOGETHER", most)
+    pieces, kept = adam_steps(optimizer, names), adam_steps(adam_state(adam_held(optimizer)), names)
+
+    assert len(list(adam_pieces(optimizer))) == {1: 6, 5: 3, 8: 2, 1000: 1}[most]
+    for groups in (pieces, kept):
+        assert {**groups[0].values(), **groups[1].values()} == pytest.approx(whole, rel=1e-6)
+
+
+def test_a_step_in_short_numbers_is_reckoned_in_longer_ones() -> None:
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = torch.optim.Adam([weight], lr=1e-2)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+
+    found = adam_step(optimizer).values()
+
+    assert found["opt/update_rms_over_lr"] == pytest.approx(1.0, rel=1e-2)
+    assert found["opt/stable_rms"] == pytest.approx(1.0, rel=1e-2)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.group import MetricGroup
-from esper_telemetry.metrics.adam import adam_tensors, first_moment_weight
+from esper_telemetry.metrics.adam import adam_held, adam_state, first_moment_weight
 from esper_telemetry.metrics.gradients import (
     concentration,
     gradient_health,
@@ -129,12 +129,13 @@ def adam_with_state(inputs: Inputs) -> torch.optim.Optimizer:
     return optimizer
 
 
-def adam_state(inputs: Inputs) -> Values:
+def adam_memory(inputs: Inputs) -> Values:
     """Adam's state as it is."""
     optimizer = adam_with_state(inputs)
-    tensor = next(iter(adam_tensors(optimizer)))
-    rho = float(tensor.m.square().sum() / tensor.v.sum())
-    kappa = float(first_moment_weight(tensor.betas[0], tensor.step))
+    state = adam_state(adam_held(optimizer))
+    m, v = state.exp_avg / state.bias(state.beta1), state.exp_avg_sq / state.bias(state.beta2)
+    rho = float(m.square().sum() / v.sum())
+    kappa = float(first_moment_weight(state.beta1, state.step))
     return {**adam_step(optimizer).values(), "aux:rho": rho, "aux:kappa": kappa}
 
 
@@ -147,7 +148,7 @@ def adam_updates(inputs: Inputs) -> Values:
         weights.grad = floats(gradient)
         optimizer.step()
         values: Values = {**adam_step(optimizer).values()}
-        values["aux:update"] = next(iter(adam_tensors(optimizer))).update().tolist()
+        values["aux:update"] = adam_state(adam_held(optimizer)).update().tolist()
         for key in ("opt/update_to_weight", "opt/update_rms_over_lr", "opt/stable_rms", "aux:update"):
             results.setdefault(key, []).append(values.get(key))
     return dict(results)
@@ -190,8 +191,8 @@ ADAPTERS = {
     "grad/gns/tr_sigma": noise,
     "grad/gns/b_simple": noise,
     "grad/gns/noise_dominated": noise,
-    "opt/snr_share": adam_state,
-    "opt/eps_dominated_frac": adam_state,
+    "opt/snr_share": adam_memory,
+    "opt/eps_dominated_frac": adam_memory,
     "opt/update_to_weight": adam_updates,
     "opt/update_rms_over_lr": adam_updates,
     "opt/stable_rms": adam_updates,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_ru
 from esper_telemetry.environments import CueRecall
 from esper_telemetry.events import BackwardEnd, MinibatchStart, OptimizerStep, RolloutEnd, RunStart, UpdateEnd
 from esper_telemetry.hooks import Hooks
+from esper_telemetry.summary import GradientSample
 from esper_telemetry.summary import layers as layers_module
+from esper_telemetry.wiring import close_look
 from esper_telemetry.wiring import update as update_module
+from esper_telemetry.wiring.close_look import CloseLook
 
 ALIGNMENT = {"grad/align/mean_pair_cos", "grad/align/direction_variance", "grad/sign/agreement"}
 ENTRIES = {"grad/zero_frac", "grad/sign/pos_frac", *(f"grad/concentration/{n}" for n in ("entropy", "participation"))}
@@ -83,6 +87,29 @@ def test_debug_looks_at_every_step_of_every_update(tmp_path: Path) -> None:
     assert all(set(values) >= CLOSE for values in records)
     assert all(set(values) >= SECOND for values in records[1:])
     assert "opt/snr_share" in records[0]
+
+
+@pytest.mark.parametrize(("room", "kept"), [(1.0, range(8)), (0.65, range(0, 8, 2)), (0.4, (0, 4)), (0.0, (0,))])
+def test_of_a_large_network_steps_are_left_out_evenly(
+    tmp_path: Path, room: float, kept: Iterable[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = trainer()
+    size = sum(parameter.numel() for parameter in source.policy.parameters())
+    monkeypatch.setattr(close_look, "BESIDES_STEPS", 0)
+    monkeypatch.setattr(close_look, "MOST_TRAVELLING", int(room * 8 * 4 * size))
+    samples: list[GradientSample] = []
+    take = CloseLook.take
+
+    def kept_too(look: CloseLook) -> GradientSample | None:
+        sample = take(look)
+        samples.extend([] if sample is None else [sample])
+        return sample
+
+    monkeypatch.setattr(CloseLook, "take", kept_too)
+
+    values_of(tmp_path, source, updates=1, level="debug")
+
+    assert [int(state.step[0]) - 1 for state in samples[0].states] == list(kept)
 
 
 def test_minimal_looks_at_nothing_closely_and_still_knows_the_health(tmp_path: Path) -> None:
@@ -205,7 +232,7 @@ def test_a_sample_too_large_to_travel_is_measured_on_the_spot(
     tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = values_of(tmp_path / "small", make(), updates=2, level="debug")
-    monkeypatch.setattr(update_module, "MOST_ENTRIES", 10)
+    monkeypatch.setattr(update_module, "MOST_TRAVELLING", 10)
     large = values_of(tmp_path / "large", make(), updates=2, level="debug")
 
     for left, right in zip(small, large, strict=True):
