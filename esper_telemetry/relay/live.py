@@ -32,6 +32,9 @@ from esper_telemetry.sinks.protocol import Sink
 LOCAL_BATCH_RECORDS: Final = 50
 """Records that a thread of the training process reads at once: it holds the interpreter lock while it parses them."""
 
+LOOK_SECONDS: Final = 0.1
+"""How often the training thread looks at its deliveries."""
+
 
 class Relay:
     """Feeds sinks from a journal while it is written, without a call from whoever writes it.
@@ -51,6 +54,8 @@ class Relay:
         self._sinks = by_name(list(sinks))
         self._report: CloseReport | None = None
         self._begun = time.time()
+        self._stats: RelayStats | None = None
+        self._look_at = 0.0
         remote = {name: sink for name, sink in self._sinks.items() if self._goes_to_child(sink)}
         self._process = _started(journal, remote)
         if journal.run_dir is not None and self._sinks:
@@ -64,7 +69,13 @@ class Relay:
         return None if self._process is None else self._process.pid
 
     def stats(self) -> RelayStats:
-        """How all deliveries are going; costs microseconds, and sees to the child process."""
+        """How all deliveries are going, and sees to the child process; looks anew every `LOOK_SECONDS`, and never waits."""
+        now = time.monotonic()
+        if self._stats is None or now >= self._look_at:
+            self._stats, self._look_at = self._looked(), now + LOOK_SECONDS
+        return self._stats
+
+    def _looked(self) -> RelayStats:
         for process in self._processes():
             process.attend()
         statuses = self._statuses()

@@ -35,8 +35,6 @@ HANGS: Final = 3
 SILENT_SECONDS: Final = 120.0
 """A process that says nothing for so long, though it should every five seconds, is killed and started again."""
 LISTEN_SECONDS: Final = 1.0
-ATTEND_SECONDS: Final = 0.1
-"""How often the training thread looks at the child."""
 LONGEST_PAUSE_SECONDS: Final = 30.0
 KILL_SECONDS: Final = 1.0
 """How long a killed process may take to be gone."""
@@ -89,7 +87,7 @@ class SinkProcess:
         self._end: RunStatus | None = None
         self._over = False
         self._deaths = 0
-        self._due = self._look_at = 0.0
+        self._due = 0.0
         self._pauses = Pauses()
         self._shown: set[str] = set()
         self._earlier_errors: dict[str, int] = {}
@@ -104,10 +102,8 @@ class SinkProcess:
         return None if self._child is None else self._child.process.pid
 
     def attend(self) -> None:
-        """Hears the child, and does what is due: costs nothing most of the time, and never waits."""
-        if time.monotonic() >= self._look_at:
-            self._step(0.0)
-            self._look_at = time.monotonic() + ATTEND_SECONDS
+        """Hears the child, and does what is due; never waits."""
+        self._step(0.0)
 
     def finish(self, status: RunStatus) -> None:
         """Tells the child that no more lines will come; see `Delivery.finish`."""

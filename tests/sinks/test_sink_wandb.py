@@ -333,6 +333,7 @@ def test_with_a_key_that_is_none_the_run_is_offline_with_a_warning(
 def test_without_a_server_the_run_is_offline_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    wandb.teardown()  # what another test has left open would need the id
     init = FakeInit(lambda settings: settings["mode"] == "online", tmp_path / "wandb")
     monkeypatch.setattr(wandb, "init", init)
     monkeypatch.setattr(wandb, "teardown", init.teardown)
