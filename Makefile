@@ -3,10 +3,12 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# One more than there are cores, because many a test waits for processes; four at most.
+WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((cores < 3 ? cores + 1 : 4)))
 export WANDB_SILENT ?= true
 DEMO_SINKS := --sink console --sink tensorboard --sink 'wandb:esper-demo?mode=offline' --sink 'mlflow?experiment=esper-demo'
 
-.PHONY: help install demo demo-mlp demo-fault test test-adapters test-slow test-faults lint bench docs clean
+.PHONY: help install demo demo-mlp demo-fault test pytest test-adapters test-slow test-faults lint bench docs clean
 
 help:  ## say what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,9 +33,12 @@ demo-fault: install  ## the demo, with a learning rate 100 times too large from 
 	@echo "Training as in the demo; half-way the learning rate becomes 100 times too large, and the console says what is wrong"
 	@$(BIN)/python -m esper_telemetry.faults demo --fault lr_x100 $(DEMO_SINKS)
 
-test: install lint  ## lint, check types, run the tests (10 minutes on 2 cores, 20 on slow ones)
+test: install  ## lint, check types, run the tests, side by side (10 minutes on 2 cores, 20 on slow ones)
+	@$(MAKE) --no-print-directory --jobs 2 lint pytest
+
+pytest: install
 	@echo "Running the tests"
-	@$(BIN)/pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile
+	@$(BIN)/pytest -q --numprocesses $(WORKERS) --dist loadfile
 
 test-adapters: install  ## TelemetryCallback against the real Stable-Baselines3 and sb3-contrib
 	@echo "Running the tests of the adapters"
