@@ -120,7 +120,7 @@ def compare_steps(rounds: int) -> Iterator[Row]:
                     "megabytes": memory[name] - memory["bare"],
                 }
         for name in [name for name in present if not memory[name]]:
-            yield {"network": network, "contender": name, "skipped": "it fails with this network"}
+            yield {"network": network, "contender": name, "skipped": "it fails, see above"}
 
 
 def compare_runs(rounds: int, steps: int) -> Iterator[Row]:
@@ -156,10 +156,13 @@ def train_in_turns(network: str, level: str) -> None:
 
 
 def peak(part: str, network: str, contender: str) -> float:
-    """Megabytes that a process with this contender held at most; 0 where the contender failed."""
+    """Megabytes that a process with this contender held at most; 0 where the contender failed, which is told."""
     command = [sys.executable, "-W", "ignore", __file__, "--alone", part, network, contender]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
-    return float(done.stdout.splitlines()[-1]) if done.returncode == 0 else 0.0
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        print(f"{contender} on {network} fails: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+        return 0.0
+    return float(done.stdout.splitlines()[-1])
 
 
 def alone(part: str, network: str, contender: str) -> float:
