@@ -160,7 +160,8 @@ def peak(part: str, network: str, contender: str) -> float:
     command = [sys.executable, "-W", "ignore", __file__, "--alone", part, network, contender]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        print(f"{contender} on {network} fails: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+        reason = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+        print(f"{contender} on {network} fails: {reason}", file=sys.stderr)
         return 0.0
     return float(done.stdout.splitlines()[-1])
 

@@ -1,7 +1,7 @@
 """Adam's state: what the optimizer remembers of the gradients.
 
 Parameters lie one behind the other in a few long vectors. A network has dozens of them, most of them small, and to go through them one by
-one takes ten times what the arithmetic takes.
+one takes up to twice as long.
 """
 
 from __future__ import annotations

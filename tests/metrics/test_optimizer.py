@@ -155,7 +155,8 @@ def test_a_step_in_short_numbers_is_reckoned_in_longer_ones() -> None:
     weight.grad = torch.ones_like(weight)
     optimizer.step()
 
-    found = adam_step(optimizer).values()
+    state, found = adam_state(adam_held(optimizer)), adam_step(optimizer).values()
 
+    assert {state.weights.dtype, state.exp_avg.dtype, state.exp_avg_sq.dtype} == {torch.float32}
     assert found["opt/update_rms_over_lr"] == pytest.approx(1.0, rel=1e-2)
     assert found["opt/stable_rms"] == pytest.approx(1.0, rel=1e-2)
