@@ -186,6 +186,11 @@ def trainer(**settings: Any) -> PPO:
     return PPO(make_env("CartPole-v1", num_envs=4), config)
 
 
+def keep_pace(telemetry: Telemetry, source: PPO) -> None:
+    """Has every update wait for its record: on a busy machine a process beside the trainer may fall behind updates this small."""
+    source.hooks.on(UpdateEnd, lambda event: telemetry.state_dict(), last=True)
+
+
 def values(run_dir: Path) -> list[dict[str, float]]:
     """Of every record, but for what depends on the clock or on backends."""
     return [
@@ -208,12 +213,14 @@ def test_measures_that_need_history_go_on_with_a_checkpoint(
     with Telemetry(run_dir=tmp_path / "whole", **settled) as telemetry:
         whole = trainer(**settings)
         attach(telemetry, whole)
+        keep_pace(telemetry, whole)
         whole.learn(30 * ROLLOUT)
 
     with Telemetry(run_dir=tmp_path / "cut", **settled) as telemetry:
         cut = trainer(**settings)
         checkpoints = Checkpoints(cut, tmp_path, every=20 * ROLLOUT)
         attach(telemetry, cut)
+        keep_pace(telemetry, cut)
         cut.hooks.on(UpdateEnd, lambda event: cut.stop() if event.update == 26 else None)
         cut.learn(30 * ROLLOUT)
 
@@ -221,6 +228,7 @@ def test_measures_that_need_history_go_on_with_a_checkpoint(
         resumed = trainer(**settings)
         resumed.load(checkpoints.latest)
         attach(telemetry, resumed)
+        keep_pace(telemetry, resumed)
         assert 20 <= resumed.updates < cut.updates == 26
         resumed.learn(30 * ROLLOUT)
 
