@@ -5,8 +5,7 @@ python benchmarks/relay.py [--records 2000] [--keys 100] [--per-second 40]
 All write the same dict in turn, so that whatever else the machine does falls on all alike, and each finds the processor's caches full of
 something else, as behind an update of a trainer:
 
-    handed over   one line of the journal, and the look at how far the sinks are: what a trainer's update adds where a process beside it
-                  makes the record
+    journal       one line of the journal, and the look at how far the sinks are: what a record adds where it is made
     log, flush    `Telemetry.log` and `Telemetry.flush` of a loop of one's own, once a process beside it makes its records
     at first      the same, in the first seconds: checks, series and alarms are on the thread too
     wandb.log     an offline run in this process
@@ -65,7 +64,7 @@ def measure(directory: Path, options: argparse.Namespace) -> None:
     warm_up = int(WARM_UP_SECONDS * options.per_second)
     rows = numbers(options.records + warm_up, options.keys)
 
-    def handed_over(update: int) -> None:
+    def journalled(update: int) -> None:
         relay.stats()
         journal.write(encode_record(Record(update, Axes(update, update * 128, update, time.time()), rows[update - 1])))
 
@@ -74,7 +73,7 @@ def measure(directory: Path, options: argparse.Namespace) -> None:
         telemetry.flush(env_step=update * 128)
 
     contenders: dict[str, Callable[[int], object]] = {
-        "handed over": handed_over,
+        "journal": journalled,
         "log, flush": looped,
         "wandb.log": lambda update: theirs.log(rows[update - 1]),
     }

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,9 @@ class Values(NamedTuple):
             self.unreported | other.unreported,
             self.copies + other.copies,
         )
+
+
+NO_VALUES: Final = Values({}, {}, 0, {})
 
 
 class Field(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from esper_telemetry.logged import Logged
+from esper_telemetry.logged import Logged, Numbers
 from esper_telemetry.record import Axes, Level
 from esper_telemetry.summary import Snapshot, copied
 from esper_telemetry.window import Transfer, Window
@@ -16,7 +16,7 @@ class Flush(NamedTuple):
     axes: Axes
     level: Level
     transfer: Transfer
-    numbers: dict[str, float]
+    numbers: Numbers
     snapshots: tuple[Snapshot, ...]
     witnesses: tuple[Snapshot, ...]
     partial: bool
@@ -44,6 +44,11 @@ class OpenUpdate:
 
     def __bool__(self) -> bool:
         return bool(self.window or self.logged or any(self.snapshots))
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is nothing but numbers that were logged, if any."""
+        return not (self.snapshots or self.witnesses or self.window)
 
     @property
     def gradient_steps(self) -> int:

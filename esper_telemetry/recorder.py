@@ -17,12 +17,13 @@ from typing import Any, Literal
 from esper_telemetry.claim import Claim, claim, claim_again
 from esper_telemetry.journal import Held, JournalEvent, encode_end, encode_run, plain
 from esper_telemetry.layout import Layout, Values
+from esper_telemetry.logged import NO_NUMBERS, Numbers
 from esper_telemetry.metric import declared
 from esper_telemetry.offload import HandOver, OffloadedWriter, worth_offloading
 from esper_telemetry.record import Axes, Level, MetricInfo, RunInfo, RunStatus
 from esper_telemetry.redaction import redacted
 from esper_telemetry.registry import registry
-from esper_telemetry.relay import CloseReport, Relay, SinkState
+from esper_telemetry.relay import CloseReport, Relay, RelayStats, SinkState
 from esper_telemetry.sinks import SinkLike, as_sink
 from esper_telemetry.summary import Snapshot
 from esper_telemetry.watch import Found, Watches
@@ -79,6 +80,8 @@ class Recorder:
         self._writer: Writer = JournalWriter(self._journal, level, watches)
         self._hand_over = HandOver(self._offloaded_writer) if hand_over and self.run_dir is not None else None
         self._relay: Relay | None = None
+        self._stats: RelayStats | None = None
+        self._delivery = Delivery(0, 0)
         if self._held is None:
             self._relay = Relay(self._journal, resolved)
 
@@ -159,6 +162,7 @@ class Recorder:
         measured: Values,
         snapshots: tuple[Snapshot, ...],
         *,
+        numbers: Numbers = NO_NUMBERS,
         level: Level,
         witnesses: tuple[Snapshot, ...] = (),
         partial: bool,
@@ -169,20 +173,26 @@ class Recorder:
     ) -> None:
         """Appends a record; the sinks find it in the journal. Arguments as in `writer.Measured`."""
         assert self._relay is not None
-        stats = self._relay.stats()
-        delivery = Delivery(stats.queue_depth, stats.errors, stats.lags)
+        delivery = self._where_sinks_stand(self._relay.stats())
         if self.offloaded:  # another process appends it, and the sinks' backlog is reckoned from this number
             self._journal.records += 1
-        times = (seconds, elapsed, delivery)
         begun = time.perf_counter()
         self._writer.record(
             Measured(
                 *(self._next_seq(), axes, partial, level, measured, snapshots),
-                *(*times, metric_errors, cpu_seconds, witnesses),
+                *(seconds, elapsed, delivery, metric_errors, cpu_seconds),
+                witnesses,
+                numbers,
             )
         )
         if self._hand_over is not None:
             self._hand_over.weigh(time.perf_counter() - begun, elapsed)
+
+    def _where_sinks_stand(self, stats: RelayStats) -> Delivery:
+        """The same object as long as the relay has not looked again."""
+        if stats is not self._stats:
+            self._stats, self._delivery = stats, Delivery(stats.queue_depth, stats.errors, stats.lags)
+        return self._delivery
 
     def found(self) -> Sequence[Found]:
         """What was found in the records since the last call, as far as is known here by now; never waits."""

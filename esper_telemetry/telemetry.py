@@ -16,7 +16,6 @@ In a distributed run every rank has a `Telemetry`. They join what they measured 
 from __future__ import annotations
 
 import atexit
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -27,11 +26,13 @@ from typing import Any, Literal, Self, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from esper_telemetry import forks
 from esper_telemetry.clock import Clock
 from esper_telemetry.detecting import Detect, facts_of, watches
 from esper_telemetry.failure import Suspects, at_exit, diagnose, status_of
 from esper_telemetry.gradient_tap import Members, group_names
 from esper_telemetry.group import MetricGroup, Postponed
+from esper_telemetry.layout import NO_VALUES
 from esper_telemetry.open_update import Flush, OpenUpdate
 from esper_telemetry.ranks.follower import Follower, recorder_for
 from esper_telemetry.ranks.peers import Note, Peers
@@ -111,7 +112,7 @@ class Telemetry:
         watch = watches(detect)
         self.sampling = Sampling(self.level, budget)
         self.clock = Clock()
-        self._pid = os.getpid()
+        self._generation = forks.generation()
         self._timeout = close_timeout
         self._config = dict(config or {})
         self._facts = {**dict(facts or {}), **facts_of(detect)}
@@ -279,6 +280,9 @@ class Telemetry:
         if not self._active:
             return
         with self.clock:
+            if self._numbers_alone:
+                self._pass_on(env_step, update, gradient_step)
+                return
             if self._watched:
                 self._containment.attempt(partial(self._take_watched, whole=True), lambda _: None)
             self.materialise()
@@ -307,15 +311,13 @@ class Telemetry:
                 return
             self._recorder.describe(tables)
             measured = finish(tables, flush.level, flush.transfer.copies)
-            measured.values.update(flush.numbers)
-            now = time.perf_counter()
-            elapsed, self._flushed = now - self._flushed, now
-            seconds, cpu_seconds = self.clock.take()
+            seconds, cpu_seconds, elapsed = self._spent()
             self.sampling.learn(cpu_seconds if self._peers else seconds, elapsed)  # to wait for other ranks is no cost
             self._recorder.record(
                 flush.axes,
                 measured,
                 flush.snapshots,
+                numbers=flush.numbers,
                 witnesses=flush.witnesses,
                 level=flush.level,
                 partial=flush.partial,
@@ -430,7 +432,36 @@ class Telemetry:
     @property
     def _active(self) -> bool:
         """Whether this object records: not at OFF, not after close, never in a forked copy of the process."""
-        return self._recorder is not None and not self._closed and os.getpid() == self._pid
+        return self._recorder is not None and not self._closed and forks.generation() == self._generation
+
+    @property
+    def _numbers_alone(self) -> bool:
+        """Whether the update is nothing but numbers that were logged, and its record is made in another process."""
+        beside = self._recorder is not None and self._recorder.offloaded
+        return beside and self._flush is None and self._open.plain and not self._watched
+
+    def _pass_on(self, env_step: int, update: int | None, gradient_step: int | None) -> None:
+        """What `flush` does with such an update: what no number needs is left out, because all that is touched is cold."""
+        assert isinstance(self._recorder, Recorder)
+        axes = self._next_axes(env_step, update, self._axes.gradient_step if gradient_step is None else gradient_step)
+        level = self._response.begin()
+        numbers = self._open.logged.take()
+        recorded = self._advance(axes)
+        if recorded:
+            seconds, cpu_seconds, elapsed = self._spent()
+            self.sampling.learn(seconds, elapsed)
+            self._recorder.record(
+                *(axes, NO_VALUES, ()),
+                numbers=numbers,
+                level=level,
+                partial=False,
+                seconds=seconds,
+                cpu_seconds=cpu_seconds,
+                elapsed=elapsed,
+                metric_errors=self._containment.take(),
+            )
+        self._response.end(recorded=recorded)
+        self._hear()
 
     def _take_watched(self, *, whole: bool) -> None:
         """Adds what was seen of watched models to the update."""
@@ -448,19 +479,31 @@ class Telemetry:
 
     def _send(self, env_step: int, update: int | None, gradient_step: int | None, *, partial: bool) -> None:
         assert self._recorder is not None
-        axes = Axes(
-            update=self._axes.update + 1 if update is None else update,
-            env_step=env_step,
-            gradient_step=self._axes.gradient_step + self._open.gradient_steps
-            if gradient_step is None
-            else gradient_step,
-            wall_time=time.time(),
-        )
+        axes = self._next_axes(env_step, update, gradient_step)
         flush = self._open.send(axes, self.update_level, partial=partial)
-        if not self._recorder.covers(axes):
-            self._axes, self._flush = axes, flush
-        elif axes.update <= self._recorder.recorded:
+        if self._advance(axes):
+            self._flush = flush
+
+    def _advance(self, axes: Axes) -> bool:
+        """Goes on to there; whether a record belongs there, because no earlier part of the run has it."""
+        assert self._recorder is not None
+        new = not self._recorder.covers(axes)
+        if new or axes.update <= self._recorder.recorded:
             self._axes = axes
+        return new
+
+    def _next_axes(self, env_step: int, update: int | None, gradient_step: int | None) -> Axes:
+        """Where the update under way stands: as was said, or counted."""
+        last = self._axes
+        if gradient_step is None:
+            gradient_step = last.gradient_step + self._open.gradient_steps
+        return Axes(last.update + 1 if update is None else update, env_step, gradient_step, time.time())
+
+    def _spent(self) -> tuple[float, float, float]:
+        """Seconds since the last record: those that telemetry took, of the wall and of the processor, and all of them."""
+        now = time.perf_counter()
+        elapsed, self._flushed = now - self._flushed, now
+        return *self.clock.take(), elapsed
 
 
 def _flat(groups: Iterable[MetricGroup | Postponed | Iterable[MetricGroup]]) -> Iterator[MetricGroup | Postponed]:

@@ -23,7 +23,8 @@ from esper_telemetry.journal import (
     encode_run,
     plain,
 )
-from esper_telemetry.layout import Values
+from esper_telemetry.layout import NO_VALUES, Values
+from esper_telemetry.logged import NO_NUMBERS, Numbers
 from esper_telemetry.metrics.performance import telemetry_health
 from esper_telemetry.record import Alarm, AlarmEvent, Axes, Level, MetricInfo, Record, RunInfo, RunStatus, SinkLag
 from esper_telemetry.series.derive import Series
@@ -59,6 +60,7 @@ class Measured(NamedTuple):
         metric_errors: metric functions that raised where `measured` comes from.
         cpu_seconds: processor time that telemetry took on the training thread since the last record.
         witnesses: updates that are summarised already, and are kept for evidence: of several ranks the first one's.
+        numbers: what was logged; it stands where it shares a key.
     """
 
     seq: int
@@ -73,6 +75,12 @@ class Measured(NamedTuple):
     metric_errors: int = 0
     cpu_seconds: float | None = None
     witnesses: tuple[Snapshot, ...] = ()
+    numbers: Numbers = NO_NUMBERS
+
+    @property
+    def plain(self) -> bool:
+        """Whether logged numbers are all there is."""
+        return self.measured is NO_VALUES and not (self.partial or self.snapshots or self.witnesses)
 
     @property
     def seen(self) -> tuple[Snapshot, ...]:
@@ -157,7 +165,7 @@ class JournalWriter:
     def record(self, measured: Measured) -> None:
         """See `Writer`."""
         found = self._summarized(measured.snapshots, measured.level).united(measured.measured)
-        values = dict(found.values)
+        values = found.values | measured.numbers.by_key()
         self._containment.attempt(
             partial(self._series.derive, found.unreported | values, measured.level), values.update
         )

@@ -40,18 +40,19 @@ ALLOWED: dict[str, set[str]] = {
     "registry": CORE | {"alarms", "catalogue", "series", "sinks"},
     "journal": {"record"},
     "redaction": set(),
+    "forks": set(),
     "sinks": {"record", "redaction"},
     "relay": {"record", "redaction", "courtesy", "journal", "sinks"},
     "summary": CORE | {"metrics", "policy_replay"},
     "evidence": CORE | {"alarms", "metrics", "summary"},
-    "writer": CORE | {"evidence", "journal", "metrics", "series", "summary", "watch", "window"},
+    "writer": CORE | {"evidence", "journal", "logged", "metrics", "series", "summary", "watch", "window"},
     "watch": {"record"},
     "response": {"clock", "record", "watch"},
     "detecting": {"detectors", "watch"},
-    "offload": CORE | {"courtesy", "journal", "sampling", "summary", "watch", "writer"},
+    "offload": CORE | {"courtesy", "journal", "logged", "sampling", "summary", "watch", "writer"},
     "claim": {"journal"},
     "recorder": CORE
-    | {"claim", "journal", "offload", "redaction", "registry", "relay"}
+    | {"claim", "journal", "logged", "offload", "redaction", "registry", "relay"}
     | {"sinks", "summary", "watch", "writer"},
     "failure": {"record"},
     "logged": {"record"},
@@ -60,7 +61,7 @@ ALLOWED: dict[str, set[str]] = {
     "ranks": CORE | {"recorder", "watch", "window"},
     "telemetry": CORE
     | {"clock", "detecting", "failure", "ranks", "recorder", "relay", "response", "sampling", "sinks", "summary"}
-    | {"gradient_tap", "open_update", "watched", "window", "writer"},
+    | {"forks", "gradient_tap", "open_update", "watched", "window", "writer"},
     "open_update": CORE | {"logged", "summary", "window"},
     "wiring": CORE | {"clock", "events", "hooks", "metrics", "policy_replay", "summary", "telemetry"},
     "environments": {"events", "hooks"},

@@ -188,7 +188,11 @@ def trainer(**settings: Any) -> PPO:
 
 def keep_pace(telemetry: Telemetry, source: PPO) -> None:
     """Has every update wait for its record: on a busy machine a process beside the trainer may fall behind updates this small."""
-    source.hooks.on(UpdateEnd, lambda event: telemetry.state_dict(), last=True)
+
+    def wait(event: UpdateEnd) -> None:
+        telemetry.state_dict()
+
+    source.hooks.on(UpdateEnd, wait, last=True)
 
 
 def values(run_dir: Path) -> list[dict[str, float]]:

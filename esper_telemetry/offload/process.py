@@ -18,6 +18,7 @@ import torch
 from esper_telemetry.courtesy import step_back
 from esper_telemetry.journal import Journal, Role, end_after, lock_for
 from esper_telemetry.offload.messages import messages, reply
+from esper_telemetry.offload.plain import Listener
 from esper_telemetry.offload.ring import Ring
 from esper_telemetry.offload.words import AWAITED, RING_BYTES, WORDS
 from esper_telemetry.record import Level
@@ -101,7 +102,8 @@ def main() -> None:
     _logger.setLevel(logging.DEBUG)
     os.set_blocking(acknowledgements, False)
     ring = Ring(shared, RING_BYTES)
-    incoming = messages(parent, ring, WORDS)
+    listener = Listener()
+    incoming = messages(parent, ring, WORDS, lambda content: ("record", (listener.hear(content),)))
     watches = next(incoming, None)
     if watches is None:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from esper_telemetry.layout import Values
+from esper_telemetry.logged import Keys, Numbers
 from esper_telemetry.offload.vocabulary import Vocabulary
 from esper_telemetry.record import Axes, Level, SinkLag
 from esper_telemetry.summary import snapshot
@@ -16,5 +17,5 @@ RING_BYTES: Final = 4 << 20
 AWAITED: Final = ("sync", "end")
 """What the trainer waits for: the answer comes through the pipe though it says nothing."""
 
-WORDS: Final = Vocabulary((Measured, Axes, Delivery, SinkLag, Values, *snapshot.KINDS), tuple(Level))
+WORDS: Final = Vocabulary((Measured, Axes, Delivery, SinkLag, Values, Numbers, *snapshot.KINDS), (*Level, Keys))
 """What updates are told in."""

@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import select
+import struct
 import subprocess
 import time
 from collections import deque
@@ -15,7 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from esper_telemetry.journal import Journal, JournalEvent, Role, alarms, held, remove_lock
-from esper_telemetry.offload.messages import Message, Packer, Replies
+from esper_telemetry.offload.messages import Message, Packer, Plain, Replies
+from esper_telemetry.offload.plain import Teller
 from esper_telemetry.offload.process import LOG_NAME, private_pipe, started
 from esper_telemetry.offload.ring import Ring, shared_file
 from esper_telemetry.offload.words import RING_BYTES, WORDS
@@ -49,7 +51,7 @@ class OffloadedWriter:
         self._run_dir, self._level, self._watches = run_dir, level, watches
         self._local: JournalWriter | None = None
         self._info: RunInfo | None = None
-        self._unacknowledged: deque[Message] = deque()
+        self._unacknowledged: deque[Message | Plain] = deque()
         self._replies = Replies()
         self._answered = self._told = 0
         self._found: list[Found] = []
@@ -57,7 +59,7 @@ class OffloadedWriter:
         acknowledgements, theirs = os.pipe()
         shared = shared_file(RING_BYTES)
         self._ring = Ring(shared, RING_BYTES)
-        self._packer = Packer(self._ring, WORDS)
+        self._packer, self._teller = Packer(self._ring, WORDS), Teller()
         self._outbox = deque(self._packer.pack(watches).parts())
         self._process = started(run_dir, level, theirs, shared)
         os.close(theirs)
@@ -102,6 +104,10 @@ class OffloadedWriter:
                 "the process that summarises updates does not keep up: some updates are recorded without summary"
             )
             measured = measured._replace(snapshots=())
+        if measured.plain and self._local is None:
+            with suppress(struct.error):
+                self._dispatch(Plain(("record", (measured,)), self._teller.tell(measured)))
+                return
         self._send("record", measured)
 
     def event(self, event: JournalEvent) -> None:
@@ -134,9 +140,11 @@ class OffloadedWriter:
         if self._local is not None:
             getattr(self._local, method)(*arguments)
             return
-        message = self._packer.pack((method, arguments))
+        self._dispatch(self._packer.pack((method, arguments)))
+
+    def _dispatch(self, message: Message | Plain) -> None:
         self._unacknowledged.append(message)
-        self._outbox.extend(message.parts())
+        self._outbox += message.parts()
         self._pump()
 
     def _pump(self) -> None:
@@ -144,7 +152,7 @@ class OffloadedWriter:
         try:
             with suppress(BlockingIOError):
                 while self._outbox:
-                    self._written(os.writev(self._pipe, list(itertools.islice(self._outbox, MOST_PARTS))))
+                    self._written(os.writev(self._pipe, [*itertools.islice(self._outbox, MOST_PARTS)]))
         except BrokenPipeError:
             self._take_over("has died")
 
