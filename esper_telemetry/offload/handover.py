@@ -18,9 +18,9 @@ from esper_telemetry.sampling import Average
 
 WORTH_SHARE: Final = 0.005
 """Of the wall time that records take on the training thread, above which a process is worth its memory: a quarter of the budget."""
-WORTH_SECONDS: Final = 5.0
+WORTH_SECONDS: Final = 1.0
 """How long a run goes on before it is asked: a process takes two to start."""
-WORTH_RECORDS: Final = 50
+WORTH_RECORDS: Final = 20
 
 
 class HandOver:
