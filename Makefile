@@ -3,7 +3,8 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# One more than there are cores, because many a test waits for processes; four at most.
+# One worker more than there are cores, because many a test waits for processes; four at most. Files are dealt out in their order, not by
+# their numbers of tests: that would leave those with few but long ones for the end.
 WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((cores < 3 ? cores + 1 : 4)))
 export WANDB_SILENT ?= true
 DEMO_SINKS := --sink console --sink tensorboard --sink 'wandb:esper-demo?mode=offline' --sink 'mlflow?experiment=esper-demo'
@@ -38,7 +39,7 @@ test: install  ## lint, check types, run the tests, side by side (10 minutes on 
 
 pytest: install
 	@echo "Running the tests"
-	@$(BIN)/pytest -q --numprocesses $(WORKERS) --dist loadfile
+	@$(BIN)/pytest -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-adapters: install  ## TelemetryCallback against the real Stable-Baselines3 and sb3-contrib
 	@echo "Running the tests of the adapters"

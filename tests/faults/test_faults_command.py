@@ -44,6 +44,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow  # training for a score
 def test_a_score_is_json_with_all_figures(kept: Path) -> None:
     """A learning rate of 0 is found at once; the other two do not apply, which is said and not counted."""
     found = json.loads((kept / "printed.json").read_text())
@@ -58,6 +59,7 @@ def test_a_score_is_json_with_all_figures(kept: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_kept_journals_are_scored_again_without_training(kept: Path) -> None:
     before = json.loads((kept / "printed.json").read_text())
 
@@ -70,6 +72,7 @@ def test_kept_journals_are_scored_again_without_training(kept: Path) -> None:
     assert len(again["curve"]) == 9
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_whole_runs_and_nothing_else(kept: Path) -> None:
     assert sorted(path.name for path in kept.iterdir()) == ["cartpole-lr_zero-0-s3", "printed.json"]
     assert {path.name for path in (kept / "cartpole-lr_zero-0-s3").iterdir()} >= {"course.json", "journal.jsonl"}

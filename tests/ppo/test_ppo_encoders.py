@@ -166,13 +166,13 @@ LEARNING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("policy", ["mlp", "lstm"])
+@pytest.mark.parametrize("policy", ["mlp", pytest.param("lstm", marks=pytest.mark.slow)])
 def test_a_spotlight_is_learned_from_pixels(policy: str) -> None:
     """Guessing pays 0.25; the image says it all."""
     assert mean_reward(trainer(num_envs=8, policy=policy, **LEARNING), 6_000) > 0.7
 
 
-@pytest.mark.parametrize("shared_trunk", [False, True])
+@pytest.mark.parametrize("shared_trunk", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_image_and_choice_are_combined(shared_trunk: bool) -> None:
     """The image alone pays 0.5: the shift, a Discrete of two values, decides between two answers."""
     source = trainer(
@@ -182,7 +182,9 @@ def test_image_and_choice_are_combined(shared_trunk: bool) -> None:
     assert mean_reward(source, 12_000) > 0.6
 
 
-@pytest.mark.parametrize(("env_id", "chance"), [("FrozenLake-v1", 0.02), ("Blackjack-v1", -0.4)])
+@pytest.mark.parametrize(
+    ("env_id", "chance"), [("FrozenLake-v1", 0.02), pytest.param("Blackjack-v1", -0.4, marks=pytest.mark.slow)]
+)
 def test_choices_are_learned_from(env_id: str, chance: float) -> None:
     """A Discrete, and a Tuple of three: without slipping the lake is crossed, and few hands beat the dealer's as badly."""
     kwargs = {"is_slippery": False} if env_id == "FrozenLake-v1" else {}

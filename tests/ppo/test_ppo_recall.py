@@ -6,6 +6,8 @@ import statistics
 from collections import deque
 from typing import Any
 
+import pytest
+
 from esper_telemetry.environments import CueRecall
 from esper_telemetry.events import EpisodeEnd
 from esper_telemetry.ppo import PPO, preset
@@ -30,5 +32,6 @@ def test_without_memory_the_cue_is_a_guess() -> None:
     assert final_return(policy="mlp", hidden_sizes=(32,)) < CHANCE + 0.5
 
 
+@pytest.mark.slow
 def test_a_cue_of_the_episode_before_is_a_guess_because_memory_ends_with_the_episode() -> None:
     assert final_return(stale_cue=True) < CHANCE + 0.5

@@ -205,7 +205,7 @@ def test_a_script_that_is_none_of_ours(tmp_path: Path) -> None:
     ("end", "code", "words", "status"),
     [
         ("crashed", 1, "RuntimeError: out of luck", RunStatus.FAILED),
-        ("three", 3, "", RunStatus.FAILED),
+        pytest.param("three", 3, "", RunStatus.FAILED, marks=pytest.mark.slow),
         ("interrupted", -signal.SIGINT, "KeyboardInterrupt", RunStatus.INTERRUPTED),
         pytest.param("terminated", -signal.SIGTERM, "", RunStatus.KILLED, marks=pytest.mark.slow),
         ("forked", 0, "", RunStatus.FINISHED),

@@ -97,6 +97,7 @@ def test_a_fault_raises_its_alarm(
     assert FROM < found[alarm] <= by, found
 
 
+@pytest.mark.slow
 def test_a_healthy_run_raises_none(tmp_path: Path) -> None:
     assert watched(tmp_path / "run", Morphogenesis(8, seed=0), 16, lambda run: None) == {}
 
@@ -113,6 +114,7 @@ class Churn(Oracle):
         return actions
 
 
+@pytest.mark.slow
 def test_a_controller_that_is_paid_for_the_wrong_thing_is_told_by_its_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
