@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from contextlib import suppress
+from typing import Final
+
+OBJECTS: Final = 20_000
+"""New objects after which garbage is looked for, instead of 700."""
+
+
+def collect_rarely() -> None:
+    """Looks for garbage less often: clients make dozens of objects for each number and let go of them at once.
+
+    Measured for MLflow's SQLite store, in a process that does nothing else: 10 ms of processor time for a hundred numbers instead of 14.
+    """
+    gc.set_threshold(OBJECTS, *gc.get_threshold()[1:])
 
 
 def step_back(niceness: int) -> None:

@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from esper_telemetry.courtesy import step_back
+from esper_telemetry.courtesy import collect_rarely, step_back
 from esper_telemetry.journal import Journal, Role, end_after, lock_for
 from esper_telemetry.offload.messages import messages, reply
 from esper_telemetry.offload.plain import Listener
@@ -95,6 +95,7 @@ def main() -> None:
     run_dir, level = Path(sys.argv[1]), Level[sys.argv[2]]
     parent, acknowledgements, shared = map(int, sys.argv[3:])
     step_back(NICENESS)
+    collect_rarely()
     torch.set_num_threads(1)
     logging.basicConfig(format="%(asctime)s %(message)s")
     told = Told()

@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from esper_telemetry.courtesy import step_back
+from esper_telemetry.courtesy import collect_rarely, step_back
 from esper_telemetry.journal import JournalReader, Role, await_release, end_if_open, journal_path
 from esper_telemetry.record import Record, RunInfo, RunStatus
 from esper_telemetry.redaction import masked
@@ -53,6 +53,7 @@ def main() -> None:
     """Delivers until every sink is closed or disabled."""
     _leave_signals_to_the_parent()
     step_back(NICENESS)
+    collect_rarely()
     log = logging.StreamHandler()
     log.setFormatter(_WithoutSecrets("%(asctime)s %(message)s"))
     logging.basicConfig(handlers=[log])
