@@ -31,7 +31,9 @@ def no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def teardown() -> Iterator[None]:
+def alone() -> Iterator[None]:
+    """No run that another module has left open is taken for one of these, and none of these for another's."""
+    wandb.teardown()
     yield
     wandb.teardown()
 
