@@ -436,8 +436,8 @@ class Telemetry:
 
     @property
     def _numbers_alone(self) -> bool:
-        """Whether the update is nothing but numbers that were logged, and its record is made in another process."""
-        beside = self._recorder is not None and self._recorder.offloaded
+        """Whether the update is nothing but logged numbers, and another process, which knows the run, makes its record."""
+        beside = self._recorder is not None and self._recorder.offloaded and self._recorder.run is not None
         return beside and self._flush is None and self._open.plain and not self._watched
 
     def _pass_on(self, env_step: int, update: int | None, gradient_step: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 from pathlib import Path
@@ -15,6 +16,7 @@ from esper_telemetry.logged import Keys, Logged, Numbers
 from esper_telemetry.offload import plain
 from esper_telemetry.offload.plain import Listener, Teller
 from esper_telemetry.record import Axes, Level, SinkLag
+from esper_telemetry.summary import Snapshot
 from esper_telemetry.writer import Delivery, Measured
 
 LAGGING = Delivery(3, 1, (SinkLag("mlflow", 3, 0.5, 1),))
@@ -90,9 +92,22 @@ def test_what_else_there_is_takes_the_longer_way(others: dict[str, Any], is_plai
 @pytest.mark.parametrize("env_step", [12.5, 1 << 70])
 def test_a_count_that_is_none_is_recorded_all_the_same(tmp_path: Path, env_step: Any) -> None:
     with Telemetry(run_dir=tmp_path) as telemetry:
-        telemetry.expect_updates(suspects=tuple, open_update=lambda: ())  # type: ignore[arg-type,return-value]  # nothing is open
+        telemetry.expect_updates(suspects=tuple, open_update=Snapshot)
         for step in (1, env_step):
             telemetry.log({"my/number": 1.0})
             telemetry.flush(env_step=step)
 
     assert [record.axes.env_step for record in read_run(tmp_path).records] == [1, env_step]
+
+
+def test_the_run_is_announced_before_its_first_numbers(tmp_path: Path) -> None:
+    """Also where a trainer is attached, whose updates the process makes from the start, and where the run goes on."""
+    for resume in (False, True):
+        with Telemetry(run_dir=tmp_path, resume=resume) as telemetry:
+            telemetry.expect_updates(suspects=tuple, open_update=Snapshot)
+            for step in (1, 2):
+                telemetry.log({"my/number": 1.0})
+                telemetry.flush(env_step=step + 2 * resume)
+
+    lines = (tmp_path / "journal.jsonl").read_text().splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["run", "record", "record", "end"] * 2
