@@ -20,6 +20,7 @@ from esper_telemetry.sinks.incidents import Incidents, alarm_text
 from esper_telemetry.sinks.mlflow_artifacts import Artifacts
 from esper_telemetry.sinks.mlflow_database import SQLITE, ensure_database
 from esper_telemetry.sinks.mlflow_names import LegalNames
+from esper_telemetry.sinks.mlflow_rows import metric_rows, split
 from esper_telemetry.sinks.plain import flattened
 from esper_telemetry.sinks.protocol import PermanentSinkError, PoisonRecordError
 from esper_telemetry.sinks.readme import glossary
@@ -63,16 +64,20 @@ class MlflowRun:
         self.mapped: dict[str, str] = {}
         self.incidents = Incidents()
         self.artifacts = Artifacts(client, run_id)
+        self.rows = metric_rows(client)
         self.checkpoints = checkpoints
 
     def write(self, records: Sequence[Record]) -> None:
-        """Sends all records in as few requests as MLflow's limit allows.
+        """Sends all records in as few requests as MLflow's limit allows; what is history by then goes into its table at once, if it can.
 
         Key by key, because so does MLflow's table lie on the disk: a request then writes a few pages instead of one for each key.
         """
         metrics = [metric for record in records for metric in self._metrics(self.budget.select(record))]
         metrics.sort(key=attrgetter("key"))
         with _classified():
+            if self.rows is not None:
+                history, metrics = split(metrics)
+                self.rows.add(self.run_id, history)
             for batch in _batches(metrics, MAX_METRICS):
                 self.client.log_batch(self.run_id, metrics=batch, synchronous=True)
             self._tell_names()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -17,15 +18,17 @@ from urllib.parse import quote
 from urllib.request import urlopen
 
 import pytest
+from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from sink_runs import HISTOGRAM, record, run_info
 
 from esper_telemetry import Telemetry, read_run
-from esper_telemetry.record import RunInfo, RunStatus
+from esper_telemetry.record import Record, RunInfo, RunStatus
 from esper_telemetry.registry import registry
-from esper_telemetry.sinks import MLflowSink, PermanentSinkError
+from esper_telemetry.sinks import MLflowSink, PermanentSinkError, mlflow_rows
 from esper_telemetry.sinks.mlflow_database import ensure_database
+from esper_telemetry.sinks.mlflow_rows import metric_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 
@@ -69,9 +72,10 @@ def test_every_number_is_read_back_with_step_and_time(store: Path, client: Any) 
 
 
 def test_a_request_holds_few_keys_of_many_records(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three records of 400 keys and two axes: the first request ends within its 334th key."""
+    """Three records of 400 keys and two axes, as a server gets them: the first request ends within its 334th key."""
     sink = opened(run_info(store, run_id="ordered", metrics={}), MLflowSink(max_keys=400))
     assert sink._open is not None
+    sink._open.rows = None
     requests: list[list[str]] = []
     monkeypatch.setattr(
         sink._open.client, "log_batch", lambda run, metrics, **_: requests.append([metric.key for metric in metrics])
@@ -92,6 +96,79 @@ def test_more_than_a_thousand_numbers_go_in_batches(store: Path, client: Any) ->
     run = found(client, "many")
     assert len(run.data.metrics) == 301
     assert [step for step, _, _ in history(client, run, "perf/k298")] == [1000, 2000, 3000, 4000]
+
+
+EDGES = [
+    record(update, {"policy/kl": value}) for update, value in enumerate([0.0, -1e-300, 1e308, 3, 0.1 + 0.2], start=1)
+]
+AGAIN = [
+    record(1, {"policy/kl": 9.0, "perf/once": 1.0}),
+    *[record(update) for update in (2, 3, 3)],
+    record(2, {"perf/late": 5.0}),
+]
+
+
+@pytest.mark.parametrize("records", [EDGES, AGAIN, [*AGAIN, *AGAIN]], ids=["edges", "steps-come-again", "twice"])
+def test_history_and_latest_numbers_are_what_the_client_alone_makes_of_them(
+    store: Path, client: Any, request: pytest.FixtureRequest, records: list[Record]
+) -> None:
+    """`perf/once` is in the first record only, and step 2000 comes again after 3000."""
+    name = request.node.callspec.id
+    fast, plain = (opened(run_info(store, run_id=f"{name}-{way}", metrics={})) for way in ("fast", "plain"))
+    assert fast._open is not None and plain._open is not None and fast._open.rows is not None
+    plain._open.rows = None
+
+    for sink in (fast, plain):
+        sink.write(records)
+
+    ours, theirs = (found(client, f"{name}-{way}") for way in ("fast", "plain"))
+    assert ours.data.metrics == theirs.data.metrics
+    for key in theirs.data.metrics:
+        assert sorted(history(client, ours, key)) == sorted(history(client, theirs, key))
+
+
+def test_only_the_latest_number_of_each_key_goes_through_the_client(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = opened(run_info(store, run_id="latest", metrics={}))
+    assert sink._open is not None
+    sent: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        sink._open.client, "log_batch", lambda run, metrics, **_: sent.extend((one.key, one.step) for one in metrics)
+    )
+
+    sink.write([record(1, {"perf/once": 1.0}), *[record(update, {"perf/often": 1.0}) for update in range(2, 50)]])
+
+    assert dict(sent) == {"perf/once": 1000, "perf/often": 49_000, "axis/update": 49_000, "axis/gradient_step": 49_000}
+    assert len(sent) == 4
+
+
+def test_nan_and_infinity_are_stored_as_mlflow_stores_them(store: Path, client: Any) -> None:
+    run_id = opened(run_info(store, run_id="nonfinite"))._open.run_id  # type: ignore[union-attr]
+    rows = metric_rows(client)
+    assert rows is not None
+
+    for step, value in enumerate((math.nan, math.inf, -math.inf)):
+        client.log_metric(run_id, "plain", value, timestamp=1, step=step)
+        rows.add(run_id, [Metric("fast", value, 1, step)])
+
+    plain, fast = ([repr(point.value) for point in client.get_metric_history(run_id, key)] for key in ("plain", "fast"))
+    assert fast == plain and "nan" in fast
+
+
+def test_rows_of_no_run_are_refused(client: Any) -> None:
+    rows = metric_rows(client)
+    assert rows is not None
+    with pytest.raises(MlflowException, match="FOREIGN KEY"):
+        rows.add("0" * 32, [Metric("a", 1.0, 1, 1)])
+
+
+def test_a_server_and_an_unknown_table_take_everything_through_the_client(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert metric_rows(MlflowClient("http://127.0.0.1:9")) is None
+    monkeypatch.setattr(mlflow_rows, "COLUMNS", {"key", "value"})
+    assert metric_rows(client) is None
 
 
 def test_sending_the_same_records_again_stores_them_once(store: Path, client: Any) -> None:
