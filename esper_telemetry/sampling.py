@@ -1,7 +1,8 @@
 """Which updates are looked at closely, so that telemetry stays within its share of the wall time.
 
 What is free runs in every update. What costs a pass over gradients or the optimizer's state is done in every k-th: k is as small as the
-budget allows, by what sampled and other updates have cost so far.
+budget allows, by what sampled and other updates have cost so far. A part of the budget is for close looks alone: a trainer that has to be
+asked in every minibatch uses all of it, and is watched closely all the same.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ MOST = 64
 UNSEEN = 2.0
 """Telemetry takes about this many times what its clock sees of an update that is not looked at closely: the trainer builds events, and
 finds its caches colder (`docs/architecture.md`)."""
+
+CLOSE_SHARE = 0.25
+"""Of the budget, for close looks at least: what telemetry costs in every update may have used all of it."""
 
 WEIGHT = 0.1
 """Of the latest update in the averages."""
@@ -126,11 +130,10 @@ class Sampling:
             self.proposed = self._affordable()
 
     def _affordable(self) -> int:
-        """The smallest power of two that keeps the average cost within the budget, if any does."""
-        room = self.budget * self._elapsed.value - UNSEEN * self._plain.value
+        """The smallest power of two that keeps the average cost within the budget, or close looks within their share of it."""
+        budget = self.budget * self._elapsed.value
+        room = max(budget - UNSEEN * self._plain.value, CLOSE_SHARE * budget)
         extra = self._close.value - self._plain.value
         if extra <= 0:
-            return 1 if room >= 0 else FIRST
-        if room <= extra / MOST:
-            return MOST
+            return 1
         return min(MOST, 1 << max(0, math.ceil(math.log2(extra / room))))

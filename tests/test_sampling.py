@@ -22,7 +22,7 @@ def looked_at(sampling: Sampling, updates: int, *, plain: float = 0.0, close: fl
 
 def test_normal_looks_at_the_first_update_and_the_ninth_and_then_as_its_costs_allow() -> None:
     assert looked_at(Sampling(Level.NORMAL), 12) == [1, 9, 10, 11, 12]
-    assert looked_at(Sampling(Level.NORMAL), 100, plain=0.015, close=0.05) == [1, 9, 9 + MOST]
+    assert looked_at(Sampling(Level.NORMAL), 100, plain=0.015, close=0.5) == [1, 9, 9 + MOST]
 
 
 def test_debug_looks_at_every_update_and_minimal_at_none() -> None:
@@ -38,7 +38,12 @@ def test_debug_looks_at_every_update_and_minimal_at_none() -> None:
         (0.005, 0.045, 4),  # 40 ms more every 4th time are 10 ms
         (0.005, 0.055, 8),  # 50 ms more need every 5th; powers of two make it 8
         (0.005, 0.900, MOST),  # 895 ms more would need every 90th
-        (0.015, 0.016, MOST),  # what is free is over the budget already
+        (
+            0.015,
+            0.175,
+            32,
+        ),  # what is free is over the budget already: a quarter of 2 % is for close looks, and 160 ms every 32nd time
+        (0.015, 0.016, 1),
         (0.001, 0.001, 1),
     ],
 )
