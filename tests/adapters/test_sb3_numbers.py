@@ -223,6 +223,25 @@ def test_gradients_of_parts_of_an_action_are_rows_of_one_layer(name: str, sizes:
         assert record.values[f"grad/head/action_{index}/norm"] == close(mean, rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["ppo", "recurrent", "a2c", "pictures"])
+def test_an_environment_that_stands_still_is_seen(name: str, tmp_path: Path) -> None:
+    """The first environment gives ones from the second rollout on; A2C's rollouts are joined."""
+    model = sb3_models.MODELS[name]()
+    policy_sees = model.env.step_wait
+
+    def step_wait() -> Any:
+        observations, *rest = policy_sees()
+        if model.num_timesteps > model.n_steps * model.n_envs * 2:
+            observations[0] = 1
+        return observations, *rest
+
+    model.env.step_wait = step_wait
+    values = [record.values for record in sb3_models.watched(model, tmp_path / "run", steps=768).records]
+
+    assert values[0]["obs/constant_frac"] == 0
+    assert values[-1]["obs/constant_frac"] == (0 if name == "a2c" else 1 / model.n_envs)
+
+
 def test_steps_are_those_of_the_data(both: Any) -> None:
     name, model, kept, records = both
     rollout = model.n_steps * model.n_envs

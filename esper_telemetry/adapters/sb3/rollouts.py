@@ -20,6 +20,9 @@ from esper_telemetry.events import EpisodeEnd, RecurrentForward, RolloutEnd, Sca
 EPS = 1e-8
 """Under the standard deviations of a VecNormalize, whatever its own is."""
 
+MOST_JOINED = 1 << 20
+"""Entries of the observations of several rollouts up to which they are put together."""
+
 
 class Collected(NamedTuple):
     """A rollout as it was collected, before anything takes minibatches from the buffer: its own arrays, which the next one replaces.
@@ -33,7 +36,7 @@ class Collected(NamedTuple):
         ended, time_limits: [T, B], bool.
         following: [B], the critic's estimates of the state after the last step.
         described: what was drawn from.
-        observations: [T, B, ...]; None unless they are normalised.
+        observations: [T, B, ...], as the policy was given them; None where they have several parts.
         episodes: returns, lengths and times of those that finished.
     """
 
@@ -55,8 +58,7 @@ class Collected(NamedTuple):
 
 def collected(model: Any, steps: Steps, following: Tensor) -> Collected:
     """The rollout that the buffer holds."""
-    buffer, scaled = model.rollout_buffer, model.get_vec_normalize_env()
-    observed = scaled is not None and scaled.norm_obs and isinstance(buffer.observations, np.ndarray)
+    buffer = model.rollout_buffer
     return Collected(
         values=buffer.values,
         advantages=buffer.advantages,
@@ -70,7 +72,7 @@ def collected(model: Any, steps: Steps, following: Tensor) -> Collected:
         time_limits=steps.time_limits,
         following=following,
         described=steps.described,
-        observations=buffer.observations if observed else None,
+        observations=buffer.observations if isinstance(buffer.observations, np.ndarray) else None,
         episodes=(steps.returns, steps.lengths, steps.times),
     )
 
@@ -120,7 +122,16 @@ def rollout_event(
         bounds=heads.bounds(device),
         states=states,
         scales=scales_of(model, rewards, each.observations),
+        observations=_observed(each.observations),
     )
+
+
+def _observed(arrays: Sequence[Array | None]) -> Tensor | None:
+    """Observations in place, on the host; None of several rollouts whose observations would be much to copy."""
+    known = [array for array in arrays if array is not None]
+    if not known or (len(known) > 1 and sum(array.size for array in known) > MOST_JOINED):
+        return None
+    return torch.from_numpy(known[0] if len(known) == 1 else np.concatenate(known))
 
 
 def _joined(arrays: Sequence[Array], device: torch.device) -> Tensor:
@@ -147,7 +158,7 @@ def scales_of(model: Any, rewards: Tensor, observations: Sequence[Array | None])
     found: dict[str, Scale] = {}
     if scaled is None:
         return found
-    known = [part for part in observations if part is not None]
+    known = [part for part in observations if part is not None and scaled.norm_obs]
     if known:
         found["obs"] = _scale(scaled.obs_rms, scaled.clip_obs, _joined(known, model.device))
     if scaled.norm_reward:
