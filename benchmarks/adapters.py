@@ -3,10 +3,10 @@
     python benchmarks/adapters.py                        # five models, forty turns; fifteen minutes
     python benchmarks/adapters.py ppo --turns 80
 
-At NORMAL with TensorBoard, W&B (offline) and MLflow. Models with and without train in turns of a second or two (`turns.py`), each in a
-process of its own with one torch thread; figures are medians of the turns' ratios, and between what the middle half of these lies.
-`thread` is the training thread's processor time, which telemetry slows training by; `process` that of all threads of the process.
-Summaries and backends have processes of their own, on another core.
+At NORMAL with TensorBoard, W&B (offline) and MLflow. One model trains a second or two with the callback and as long without, in turns, in
+a process of its own with one torch thread: two processes that do the same differ by more than is looked for. Figures are medians of the
+turns' ratios, and between what the middle half of these lies. `thread` is the training thread's processor time, which telemetry slows
+training by; `process` that of all threads of the process. Summaries and backends have processes of their own, on another core.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,7 +70,7 @@ def maskable_ppo() -> Any:
 MODELS: Mapping[str, tuple[Callable[[], Any], int]] = {
     "ppo": (ppo, 1),
     "ppo_pendulum": (ppo_pendulum, 1),
-    "a2c": (a2c, 8),
+    "a2c": (a2c, 32),
     "recurrent_ppo": (recurrent_ppo, 1),
     "maskable_ppo": (maskable_ppo, 1),
 }
@@ -76,49 +78,38 @@ MODELS: Mapping[str, tuple[Callable[[], Any], int]] = {
 WARM_UP_TURNS = 5
 
 
-def serve(name: str, watched: bool) -> None:
-    """Trains in turns, in this process."""
+def train(name: str, count: int) -> dict[str, list[turns.Figures]]:
+    """What every turn took, in this process."""
     import torch
-    from stable_baselines3.common.callbacks import BaseCallback
 
     torch.set_num_threads(1)
     from esper_telemetry import Telemetry
     from esper_telemetry.adapters.sb3 import TelemetryCallback
 
     make, rollouts = MODELS[name]
-
-    class Turn(BaseCallback):
-        """Trains on only when it is its turn."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self._own = turns.Turns()
-            self._rollouts = 0
-            self._wanted = True
-
-        def _on_rollout_start(self) -> None:
-            if self._rollouts % rollouts == 0:
-                self._wanted = self._own.next()
-            self._rollouts += 1
-
-        def _on_step(self) -> bool:
-            return self._wanted
-
     model = make()
+    steps = rollouts * model.n_steps * model.n_envs
+    found: dict[str, list[turns.Figures]] = {"bare": [], "watched": []}
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory,
-        Telemetry(
-            SINKS if watched else (), run_dir=f"{directory}/run", level="normal" if watched else "off"
-        ) as telemetry,
+        Telemetry(SINKS, run_dir=f"{directory}/run") as telemetry,
     ):
-        model.learn(10**9, callback=[*([TelemetryCallback(telemetry)] if watched else []), Turn()])
+        callbacks = {"bare": None, "watched": TelemetryCallback(telemetry)}
+        for turn in range(WARM_UP_TURNS + count):
+            for kind in sorted(found, reverse=turn % 2 == 1):
+                time.sleep(turns.PAUSE_SECONDS)
+                begun = turns.clocks()
+                model.learn(steps, callback=callbacks[kind], reset_num_timesteps=False)
+                if turn >= WARM_UP_TURNS:
+                    found[kind].append(turns.since(begun))
+    return found
 
 
 def compare(name: str, count: int) -> dict[str, Any]:
-    """Figures of one model."""
-    command = [sys.executable, "-W", "ignore", __file__, "--alone", name]
-    contenders = {kind: turns.Contender([*command, int(kind == "watched")]) for kind in ("bare", "watched")}
-    found = turns.in_turns(contenders, count, WARM_UP_TURNS)
+    """Figures of one model, from a process of its own."""
+    command = [sys.executable, "-W", "ignore", __file__, "--alone", name, "--turns", str(count)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
     return {
         "model": name,
         "seconds": statistics.median(one["thread"] for one in found["bare"]),
@@ -131,12 +122,12 @@ def main() -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{', '.join(MODELS)}; all by default")
     parser.add_argument("--turns", type=int, default=40, help="of both")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there, too")
-    parser.add_argument("--alone", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--alone", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if unknown := set(options.models) - set(MODELS):
         parser.error(f"a model is one of {', '.join(MODELS)}, got {', '.join(sorted(unknown))}")
     if options.alone:
-        serve(options.alone[0], options.alone[1] == "1")
+        print(json.dumps(train(options.alone, options.turns)))
         return
     os.environ |= {"OMP_NUM_THREADS": "1", "WANDB_SILENT": "true"}
     found = []

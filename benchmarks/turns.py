@@ -30,10 +30,9 @@ class Turns:
     def next(self) -> bool:
         """Ends the turn that is under way, and says what it took; waits for the next one, which there is unless this returns False."""
         if self._begun:
-            seconds = [now - begun for now, begun in zip(_clocks(), self._begun, strict=True)]
-            _say(dict(zip(("wall", "thread", "process"), seconds, strict=True)))
+            _say(since(self._begun))
         asked = bool(sys.stdin.readline())
-        self._begun = _clocks()
+        self._begun = clocks()
         return asked
 
 
@@ -44,9 +43,14 @@ def serve(work: Callable[[], object]) -> None:
         work()
 
 
-def _clocks() -> tuple[float, ...]:
+def clocks() -> tuple[float, ...]:
     """Seconds on the wall, and of the processor in this thread and in the process."""
     return time.perf_counter(), time.thread_time(), time.process_time()
+
+
+def since(begun: Sequence[float]) -> Figures:
+    """What has passed since `clocks` were read: a turn."""
+    return {name: now - then for name, now, then in zip(("wall", "thread", "process"), clocks(), begun, strict=True)}
 
 
 def _say(answer: object) -> None:
