@@ -132,8 +132,9 @@ class Sampling:
     def _affordable(self) -> int:
         """The smallest power of two that keeps the average cost within the budget, or close looks within their share of it."""
         budget = self.budget * self._elapsed.value
-        room = max(budget - UNSEEN * self._plain.value, CLOSE_SHARE * budget)
+        left = budget - UNSEEN * self._plain.value
         extra = self._close.value - self._plain.value
         if extra <= 0:
-            return 1
+            return 1 if left >= 0 else FIRST
+        room = max(left, CLOSE_SHARE * budget)
         return min(MOST, 1 << max(0, math.ceil(math.log2(extra / room))))

@@ -13,6 +13,9 @@ from typing import Any, Final
 COLUMNS: Final = {"key", "value", "timestamp", "step", "is_nan", "run_uuid"}
 """Of the table, as they are known here."""
 
+MOST_ROWS: Final = 5000
+"""Of one transaction, while which nobody else writes into the database."""
+
 
 class MetricRows:
     """Writes history into the SQLite database of a client's store, in the session that the store itself uses.
@@ -33,11 +36,10 @@ class MetricRows:
 
         Raises MlflowException where the store's own functions would.
         """
-        if not metrics:
-            return
-        rows = [self._row(run_id, metric) for metric in metrics]
-        with self._store.ManagedSessionMaker(read_only=False) as session:
-            session.connection().execute(self._statement, rows)
+        for start in range(0, len(metrics), MOST_ROWS):
+            rows = [self._row(run_id, metric) for metric in metrics[start : start + MOST_ROWS]]
+            with self._store.ManagedSessionMaker(read_only=False) as session:
+                session.connection().execute(self._statement, rows)
 
     def _row(self, run_id: str, metric: Any) -> dict[str, Any]:
         is_nan, value = self._store.sanitize_metric_value(float(metric.value))
