@@ -163,6 +163,7 @@ def test_a_fault_that_is_trained_here_is_told(kind: str, tmp_path: Path) -> None
     assert kind in watched(tmp_path / "run", make(), updates)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SLOW)
 def test_a_fault_of_gradients_is_told_once_it_has_lasted(kind: str, tmp_path: Path) -> None:
     make, fault, dose, updates = SLOW[kind]

@@ -36,7 +36,11 @@ def errors(record: Record) -> float:
     return record.values["telemetry/errors"]
 
 
-@pytest.mark.parametrize("in_process", [True, False], ids=["in a thread", "in the child process"])
+@pytest.mark.parametrize(
+    "in_process",
+    [pytest.param(True, marks=pytest.mark.slow), False],
+    ids=["in a thread", "in the child process"],
+)
 def test_a_sink_that_raises_costs_one_warning_and_is_counted(
     in_process: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

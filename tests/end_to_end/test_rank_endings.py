@@ -68,7 +68,8 @@ def test_two_ranks_write_one_run_in_each_backend(tmp_path: Path) -> None:
     assert_the_same_numbers_in_all_four(run_dir)
 
 
-@pytest.mark.parametrize("dying", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dying", [1, 0])
 def test_a_killed_rank_ends_the_run_in_bounded_time(tmp_path: Path, dying: int) -> None:
     """The last rank's death is rank 0's failure; where rank 0 dies, the process that feeds the sinks ends the run as killed."""
     run_dir = tmp_path / "run"

@@ -344,7 +344,7 @@ class Lights:
         return images.repeat_interleave(4, 2).repeat_interleave(4, 3)
 
 
-@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("on_device", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_tensor_environments_may_declare_images(on_device: bool) -> None:
     config = PPOConfig(**{**SETTINGS, **LEARNING})
     source = PPO(Lights(), config)

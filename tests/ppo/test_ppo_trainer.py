@@ -314,7 +314,7 @@ def without_bootstrap(rollout: Rollout, gamma: float, gae_lambda: float) -> Tens
 
 
 @pytest.mark.parametrize("policy", ["mlp", "lstm"])
-@pytest.mark.parametrize("bootstrap", [True, False])
+@pytest.mark.parametrize("bootstrap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_time_limit_does_not_lower_the_value(bootstrap: bool, policy: str) -> None:
     """γ = 0.9: an endless income of 1 is worth 1 / (1 - γ) = 10. Cut after 4 steps it would be at most 3.44."""
     settings: dict[str, Any] = {
