@@ -32,6 +32,9 @@ MOST_BYTES: Final = 64 << 20
 LOOK_SECONDS: Final = 0.01
 """How often whoever waits for the process looks what it has done: not all of it comes through the pipe."""
 
+LEAVE_SECONDS: Final = 5.0
+"""For the process to end by itself when everything is done."""
+
 MOST_PARTS: Final = 256
 """What one call writes; systems take 1024."""
 
@@ -245,8 +248,11 @@ class OffloadedWriter:
         self._left = True
         os.close(self._pipe)
         os.close(self._acknowledgements)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(5.0)
+        try:
+            self._process.wait(LEAVE_SECONDS)
+        except subprocess.TimeoutExpired:  # it has written everything, and only ends slowly
+            self._process.kill()
+            self._process.wait()
         remove_lock(self._run_dir, Role.WRITER)
 
     def _warn(self, text: str) -> None:
