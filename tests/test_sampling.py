@@ -38,11 +38,7 @@ def test_debug_looks_at_every_update_and_minimal_at_none() -> None:
         (0.005, 0.045, 4),  # 40 ms more every 4th time are 10 ms
         (0.005, 0.055, 8),  # 50 ms more need every 5th; powers of two make it 8
         (0.005, 0.900, MOST),  # 895 ms more would need every 90th
-        (
-            0.015,
-            0.175,
-            32,
-        ),  # what is free is over the budget already: a quarter of 2 % is for close looks, and 160 ms every 32nd time
+        (0.015, 0.175, 32),  # over the budget already: a quarter of it is for close looks, 160 ms every 32nd time
         (0.015, 0.016, 1),
         (0.001, 0.001, 1),
     ],

@@ -225,7 +225,7 @@ def test_gradients_of_parts_of_an_action_are_rows_of_one_layer(name: str, sizes:
 
 @pytest.mark.parametrize("name", ["ppo", "recurrent", "a2c", "pictures"])
 def test_an_environment_that_stands_still_is_seen(name: str, tmp_path: Path) -> None:
-    """The first environment gives ones from the second rollout on; A2C's rollouts are joined."""
+    """The first environment gives ones from the third rollout on; A2C's rollouts are joined, and it changed in the first of them."""
     model = sb3_models.MODELS[name]()
     policy_sees = model.env.step_wait
 

@@ -156,7 +156,7 @@ def test_nan_and_infinity_are_stored_as_mlflow_stores_them(store: Path, client: 
     assert fast == plain and "nan" in fast
 
 
-def test_many_rows_are_several_transactions(store: Path, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_several_transactions_are_all_there(store: Path, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlflow_rows, "MOST_ROWS", 7)
     sink = opened(run_info(store, run_id="transactions", metrics={}))
     sink.write([record(update, {"perf/a": float(update)}) for update in range(1, 20)])
