@@ -181,11 +181,11 @@ def _stacked(tensors: list[Tensor], labels: tuple[str, ...]) -> tuple[Tensor, in
 
 
 def _shape(shapes: list[torch.Size], labels: tuple[str, ...]) -> torch.Size:
-    """What all shapes broadcast to, with the labels as last axis."""
+    """What all shapes broadcast to, with the labels as last axis. Torch's own function would import SymPy, which takes half a second."""
     known = set(shapes) | ({torch.Size([len(labels)])} if labels else set())
     try:
-        shape = known.pop() if len(known) == 1 else torch.broadcast_shapes(*known)
-    except RuntimeError:
+        shape = known.pop() if len(known) == 1 else torch.Size(np.broadcast_shapes(*known))
+    except ValueError:
         raise ValueError(f"the slots of a group must have one shape, got {sorted(map(list, known))}") from None
     if len(shape) > (2 if labels else 1) or (labels and shape[-1] != len(labels)):
         raise ValueError(f"slots must be 0-d or [rows]{' of [labels]' if labels else ''}, got shape {list(shape)}")

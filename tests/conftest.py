@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 from typing import TYPE_CHECKING
 
@@ -17,12 +19,25 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
+@pytest.fixture
+def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with one core, where everything is measured in this process: to start another, which imports torch, takes seconds."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
+
+
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """One training by the command line, six updates, with the console and all three backends."""
-    from command_line import Finished, ended, started
+    """One training by the command line, six updates, with the console and all three backends; all processes of the tests read the same."""
+    from command_line import Ended, Finished, ended, started
 
-    run_dir = tmp_path_factory.mktemp("finished") / "cartpole"
-    command = ended(started(run_dir, "--total-steps", "5500", "--seed", "1"))
-    assert command.code == 0, command
-    return Finished(run_dir, command)
+    place = tmp_path_factory.getbasetemp()
+    place = (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / "finished"
+    place.mkdir(exist_ok=True)
+    said = place / "command.json"
+    with (place / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not said.exists():
+            command = ended(started(place / "cartpole", "--total-steps", "5500", "--seed", "1"))
+            assert command.code == 0, command
+            said.write_text(json.dumps(command))
+    return Finished(place / "cartpole", Ended(*json.loads(said.read_text())))

@@ -17,6 +17,8 @@ from esper_telemetry import PPO, RunStatus, Telemetry, make_env, read_run
 from esper_telemetry.catalogue import catalogue
 from esper_telemetry.cli import main
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 CARTPOLE = ("train", "--env", "CartPole-v1")
 ONE_UPDATE = ("--total-steps", "1", "--num-envs", "2", "--num-steps", "32")
 

@@ -17,6 +17,8 @@ import pytest
 from esper_telemetry import RunStatus, Sink, read_run
 from esper_telemetry.testing import check_sink
 
+pytestmark = pytest.mark.usefixtures("one_core")
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TWO_UPDATES = ("--total-steps", "2048")
 

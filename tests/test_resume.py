@@ -204,7 +204,8 @@ def values(run_dir: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "offload"), [({}, False), ({"policy": "lstm", "normalize_observations": True}, True)]
+    ("settings", "offload"),
+    [({}, False), pytest.param({"policy": "lstm", "normalize_observations": True}, True, marks=pytest.mark.slow)],
 )
 def test_measures_that_need_history_go_on_with_a_checkpoint(
     tmp_path: Path, settings: dict[str, Any], offload: bool
@@ -240,6 +241,7 @@ def test_measures_that_need_history_go_on_with_a_checkpoint(
     assert "episode/return_mean_100" in values(tmp_path / "cut")[-1]
 
 
+@pytest.mark.usefixtures("one_core")
 def test_what_a_crash_cut_short_stands_and_is_trained_again(tmp_path: Path) -> None:
     """The third update raises in its second minibatch, so its record is partial; only the second is saved."""
     with pytest.raises(RuntimeError, match="out of luck"), Telemetry(run_dir=tmp_path) as telemetry:
@@ -268,6 +270,7 @@ def fail() -> None:
     raise RuntimeError("out of luck")
 
 
+@pytest.mark.usefixtures("one_core")
 def test_a_new_run_may_begin_with_an_old_checkpoint(tmp_path: Path) -> None:
     """Its first update is not taken for one that collected all steps so far."""
     old = trainer()

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
 PRELOADED = ["torch._dynamo", "esper_telemetry.ppo.trainer"]
 """What every rank imports, four seconds of it: once, in the process that all of them are forked from."""
 

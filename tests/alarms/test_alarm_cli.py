@@ -52,6 +52,7 @@ def test_a_threshold_raises_what_it_makes_worth_an_alarm(capsys: pytest.CaptureF
     assert "what went wrong" in printed and "$ esper-telemetry diagnose" in printed
 
 
+@pytest.mark.usefixtures("one_core")
 def test_nothing_is_looked_for_with_no_detect() -> None:
     assert run([*SHORT, "--no-detect"]) == 0
 

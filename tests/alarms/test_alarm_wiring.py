@@ -185,8 +185,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("make", [cartpole, recall])
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("make", "offload"), [(cartpole, False), (recall, False), (recall, True)])
 def test_weights_are_bit_identical_whatever_is_raised(tmp_path: Path, make: Callable[[], PPO], offload: bool) -> None:
     bare = make()
     train(bare, 6)

@@ -15,27 +15,17 @@ from typing import Any
 
 import pytest
 from backends_read import mlflow_run
-from command_line import CLOSING, SINKS, ended, trained
+from command_line import Finished
 
 from esper_telemetry import read_run
 from esper_telemetry.cli import main
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short run in all three backends."""
-    run_dir = tmp_path_factory.mktemp("trained") / "run"
-    options = ("--env", "CartPole-v1", "--total-steps", "12000", "--run-dir", str(run_dir), *CLOSING, *SINKS)
-    done = ended(trained(run_dir, *options))
-    assert done.code == 0, done.stderr
-    return run_dir
-
-
 @pytest.fixture
-def run_dir(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it to damage."""
+def run_dir(finished: Finished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of a short run to damage."""
     monkeypatch.setenv("WANDB_SILENT", "true")
-    return Path(shutil.copytree(finished, tmp_path / "run"))
+    return Path(shutil.copytree(finished.run_dir, tmp_path / "run"))
 
 
 def examined(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> tuple[int, dict[str, dict[str, Any]]]:

@@ -109,12 +109,10 @@ def test_a_rank_that_hears_of_no_death_is_told_by_another_thread(tmp_path: Path)
     assert "rank 1 (process " in next(event.data["message"] for event in run.events if event.type == "failure")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "status", "code"),
-    [
-        (signal.SIGTERM, RunStatus.PREEMPTED, 143),
-        pytest.param(signal.SIGINT, RunStatus.INTERRUPTED, 130, marks=pytest.mark.slow),
-    ],
+    [(signal.SIGTERM, RunStatus.PREEMPTED, 143), (signal.SIGINT, RunStatus.INTERRUPTED, 130)],
 )
 def test_a_signal_to_one_rank_ends_all_of_them_after_the_same_update(
     tmp_path: Path, number: signal.Signals, status: RunStatus, code: int
@@ -130,13 +128,14 @@ def test_a_signal_to_one_rank_ends_all_of_them_after_the_same_update(
     assert f"exitcode  : {code} " in stderr and "ended before its time" not in stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
         (("--num-envs", "7"), "num_envs must be a multiple of the 2 processes, got 7"),
-        pytest.param(("--sink", "carrier-pigeon"), "carrier-pigeon", marks=pytest.mark.slow),
-        pytest.param(("--run-dir", "taken"), "taken", marks=pytest.mark.slow),
-        pytest.param(("--total-steps", "many"), "many", marks=pytest.mark.slow),
+        (("--sink", "carrier-pigeon"), "carrier-pigeon"),
+        (("--run-dir", "taken"), "taken"),
+        (("--total-steps", "many"), "many"),
     ],
 )
 def test_a_mistake_is_said_once_and_ends_every_rank(tmp_path: Path, options: tuple[str, ...], sentence: str) -> None:

@@ -261,8 +261,7 @@ def pendulum(**settings: Any) -> PPO:
     return PPO(make_env("Pendulum-v1", num_envs=4), PPOConfig(num_steps=32, num_epochs=2, **settings))
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("make", [cartpole, recall, pendulum])
+@pytest.mark.parametrize(("make", "offload"), [(cartpole, False), (recall, False), (pendulum, False), (recall, True)])
 def test_a_real_run_finds_its_worst_transitions_again(tmp_path: Path, make: Any, offload: bool) -> None:
     """The recorder's rows against what the trainer's own events say of the same transitions."""
     source = make()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -34,8 +35,15 @@ class Done(NamedTuple):
     stderr: str
 
 
-def python(here: Path, *words: str) -> Done:
-    """In a process that Ctrl-C ends, also where these tests run in the background, where it does not."""
+def python(here: Path, *words: str, cores: int = 1) -> Done:
+    """In a process that Ctrl-C ends, also where these tests run in the background, where it does not. With one core no other is started
+    beside it, which would take seconds.
+    """
+
+    def as_in_a_terminal() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.sched_setaffinity(0, random.sample(sorted(os.sched_getaffinity(0)), cores))
+
     done = subprocess.run(
         [sys.executable, *words],
         cwd=here,
@@ -43,13 +51,13 @@ def python(here: Path, *words: str) -> Done:
         text=True,
         timeout=120,
         check=False,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=as_in_a_terminal,
     )
     return Done(done.returncode, SPEED.sub("SPS", done.stdout), done.stderr)
 
 
-def watched(here: Path, script: str, *arguments: str) -> Done:
-    return python(here, "-m", "esper_telemetry", "run", "--run-dir", "run", script, *arguments)
+def watched(here: Path, script: str, *arguments: str, cores: int = 1) -> Done:
+    return python(here, "-m", "esper_telemetry", "run", "--run-dir", "run", script, *arguments, cores=cores)
 
 
 def as_without(done: Done) -> str:
@@ -92,7 +100,7 @@ def test_a_script_in_one_piece(tmp_path: Path, plain: Done) -> None:
     """The same prints and weights as without; the critic's fit and the gradients' norms are those that the script knows itself; one line
     says what was found, of episodes too, which the script, written for another Gymnasium, does not see.
     """
-    done = watched(tmp_path, str(SCRIPTS / "categorical.py"), "--seed=4")
+    done = watched(tmp_path, str(SCRIPTS / "categorical.py"), "--seed=4", cores=min(2, os.cpu_count() or 1))
 
     assert (done.code, done.stdout, as_without(done)) == (0, plain.stdout, plain.stderr)
     found = read_run(tmp_path / "run")

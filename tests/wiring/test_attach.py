@@ -34,7 +34,7 @@ def values_of(run_dir: Path, *, offload: bool, level: str = "normal", **settings
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"shared_trunk": True, "entropy_coef": 0.01}, {"max_grad_norm": None}, {"policy": "lstm"}]
+    "settings", [{"shared_trunk": True, "entropy_coef": 0.01}, {"max_grad_norm": None, "policy": "lstm"}]
 )
 def test_a_process_beside_the_trainer_measures_what_the_trainer_would(tmp_path: Path, settings: dict[str, Any]) -> None:
     beside = values_of(tmp_path / "beside", offload=True, **settings)
@@ -142,8 +142,11 @@ def test_a_continuous_policy_is_measured_too(tmp_path: Path) -> None:
     assert "policy/entropy_norm" not in last
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("settings", [{}, {"squash": True}, {"state_dependent_std": True}], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "offload"),
+    [({}, False), ({"squash": True}, False), ({"squash": True}, True), ({"state_dependent_std": True}, False)],
+    ids=str,
+)
 def test_spread_and_bounds_of_a_continuous_policy_are_those_of_its_rollouts(
     tmp_path: Path, settings: dict[str, Any], offload: bool
 ) -> None:
@@ -200,7 +203,7 @@ def test_detaching_ends_the_records_and_the_hooks(tmp_path: Path) -> None:
 
 
 def test_the_run_carries_the_trainers_config_and_facts(tmp_path: Path) -> None:
-    values_of(tmp_path, offload=True)
+    values_of(tmp_path, offload=False)
     info = read_run(tmp_path).info
 
     assert info.config["num_epochs"] == 2
