@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 # The networks here are small: more threads gain nothing, and where other processes need the cores they wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# MLflow's server starts eight processes more, three seconds of a core each, for jobs that nobody gives it here.
+os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
+
 # How long an example takes is the machine's affair: one that others use too may pause in the middle of any.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,12 @@ def trained(env: str, telemetry: Telemetry | None, **settings: Any) -> dict[str,
     return {**trainer.policy.state_dict(), **moments, "generator": torch.get_rng_state()}
 
 
+@cache
+def alone(env: str, **settings: Any) -> dict[str, Tensor]:
+    """The same where nothing is measured."""
+    return trained(env, None, **settings)
+
+
 def assert_equal_bit_for_bit(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     assert left.keys() == right.keys()
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
@@ -49,7 +56,7 @@ def assert_equal_bit_for_bit(left: dict[str, Tensor], right: dict[str, Tensor]) 
 @pytest.mark.parametrize("shared_trunk", [False, True])
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
 def test_weights_are_bit_identical_at_every_level(env: str, shared_trunk: bool, level: str) -> None:
-    bare = trained(env, None, shared_trunk=shared_trunk, entropy_coef=0.01)
+    bare = alone(env, shared_trunk=shared_trunk, entropy_coef=0.01)
     memory = MemorySink()
 
     with Telemetry([memory], run_dir=None, level=level) as telemetry:
@@ -64,7 +71,7 @@ def test_weights_are_bit_identical_at_every_level(env: str, shared_trunk: bool, 
 def test_weights_of_policies_with_memory_are_bit_identical_too(env: str, policy: str, level: str) -> None:
     """At DEBUG the policy is shown every rollout three times more, its states get gradients, and a copy of it is trained."""
     settings = {"policy": policy, "lstm_size": 16, "normalize_observations": env == "CartPole-v1"}
-    bare = trained(env, None, **settings)
+    bare = alone(env, **settings)
 
     with Telemetry([MemorySink()], run_dir=None, level=level) as telemetry:
         watched = trained(env, telemetry, **settings)
@@ -89,7 +96,7 @@ def test_weights_of_policies_with_memory_are_bit_identical_too(env: str, policy:
     ids=str,
 )
 def test_weights_are_bit_identical_for_every_kind_of_policy(env: str, settings: dict[str, Any], level: str) -> None:
-    bare = trained(env, None, **settings)
+    bare = alone(env, **settings)
     memory = MemorySink()
 
     with Telemetry([memory], run_dir=None, level=level) as telemetry:
@@ -100,7 +107,7 @@ def test_weights_are_bit_identical_for_every_kind_of_policy(env: str, settings: 
 
 
 def test_weights_are_bit_identical_beside_other_processes(tmp_path: Path) -> None:
-    bare = trained("CartPole-v1", None)
+    bare = alone("CartPole-v1")
 
     with Telemetry(["tensorboard"], run_dir=tmp_path / "run", level="debug") as telemetry:
         watched = trained("CartPole-v1", telemetry)
@@ -112,7 +119,7 @@ def test_weights_are_bit_identical_beside_other_processes(tmp_path: Path) -> Non
 @pytest.mark.parametrize("setting", [{"max_grad_norm": None}, {"entropy_coef": 0.0}, {"normalize_advantages": False}])
 def test_what_only_telemetry_asks_for_leaves_no_trace(setting: dict[str, Any]) -> None:
     """Norms that nothing is clipped by and an entropy that is not in the loss are computed for telemetry alone."""
-    bare = trained("CartPole-v1", None, **setting)
+    bare = alone("CartPole-v1", **setting)
 
     with Telemetry([MemorySink()], run_dir=None, level="debug") as telemetry:
         watched = trained("CartPole-v1", telemetry, **setting)
@@ -122,7 +129,7 @@ def test_what_only_telemetry_asks_for_leaves_no_trace(setting: dict[str, Any]) -
 
 def test_another_seed_gives_other_weights() -> None:
     """So that the comparison cannot pass for want of a difference."""
-    bare = trained("CartPole-v1", None)
+    bare = alone("CartPole-v1")
     other = PPO(make_env("CartPole-v1", num_envs=4), PPOConfig(seed=4))
 
     assert any(not torch.equal(bare[name], weight) for name, weight in other.policy.state_dict().items())
