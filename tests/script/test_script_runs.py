@@ -100,7 +100,7 @@ def test_a_script_in_one_piece(tmp_path: Path, plain: Done) -> None:
     """The same prints and weights as without; the critic's fit and the gradients' norms are those that the script knows itself; one line
     says what was found, of episodes too, which the script, written for another Gymnasium, does not see.
     """
-    done = watched(tmp_path, str(SCRIPTS / "categorical.py"), "--seed=4", cores=min(2, os.cpu_count() or 1))
+    done = watched(tmp_path, str(SCRIPTS / "categorical.py"), "--seed=4", cores=min(2, len(os.sched_getaffinity(0))))
 
     assert (done.code, done.stdout, as_without(done)) == (0, plain.stdout, plain.stderr)
     found = read_run(tmp_path / "run")
