@@ -23,6 +23,9 @@ SCRIPTS = Path(__file__).parent / "scripts"
 CLEANRL = os.environ.get("ESPER_CLEANRL")
 """A directory with CleanRL's scripts, which are tried too where it is given."""
 
+BOTH_CORES = min(2, len(os.sched_getaffinity(0)))
+"""For the trainer and the process beside it."""
+
 SPEED = re.compile(r"^SPS: \d+$", re.MULTILINE)
 """Lines that no two runs have in common."""
 
@@ -100,7 +103,7 @@ def test_a_script_in_one_piece(tmp_path: Path, plain: Done) -> None:
     """The same prints and weights as without; the critic's fit and the gradients' norms are those that the script knows itself; one line
     says what was found, of episodes too, which the script, written for another Gymnasium, does not see.
     """
-    done = watched(tmp_path, str(SCRIPTS / "categorical.py"), "--seed=4", cores=min(2, len(os.sched_getaffinity(0))))
+    done = watched(tmp_path, str(SCRIPTS / "categorical.py"), "--seed=4", cores=BOTH_CORES)
 
     assert (done.code, done.stdout, as_without(done)) == (0, plain.stdout, plain.stderr)
     found = read_run(tmp_path / "run")
@@ -222,9 +225,12 @@ def test_a_script_that_is_none_of_ours(tmp_path: Path) -> None:
 def test_a_script_ends_as_without(
     tmp_path: Path, plain: Done, end: str, code: int, words: str, status: RunStatus | None
 ) -> None:
-    """Exit code, prints and traceback are the script's own; the journal says how it ended and has what came before."""
+    """Exit code, prints and traceback are the script's own; the journal says how it ended and has what came before. Of a script that the
+    system ends at once only the process beside it can say that.
+    """
     script = str(SCRIPTS / "categorical.py")
-    done = watched(tmp_path, script, "--seed=4", f"--end={end}")
+    cores = BOTH_CORES if end == "terminated" else 1
+    done = watched(tmp_path, script, "--seed=4", f"--end={end}", cores=cores)
     prints = plain.stdout.splitlines()[1:]
 
     called, *printed = [line for line in done.stdout.splitlines() if "myself" not in line]
