@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from ctypes import c_float
 from functools import cache
 
 import torch
@@ -113,6 +114,17 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     return torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0)
 
 
+def clip_factor(norm: float, max_norm: float) -> float:
+    """The same of a norm in float32 that the host knows, rounded as torch rounds it, at a tenth of the price of its four operators."""
+    factor = _float32(_float32(1.0 / _float32(norm + _float32(CLIP_EPSILON))) * _float32(max_norm))
+    return 1.0 if factor > 1.0 else factor
+
+
+def _float32(number: float) -> float:
+    """The nearest number in float32: of a sum, product or quotient of two such numbers the one that float32 arithmetic finds."""
+    return c_float(number).value
+
+
 def _rounded(norms: Tensor, dtype: torch.dtype) -> Tensor:
     """The norms in a shorter type, as torch takes them, unless their sum leaves its range."""
     rounded = norms.to(dtype)
@@ -122,9 +134,7 @@ def _rounded(norms: Tensor, dtype: torch.dtype) -> Tensor:
 def clip_by_norms(gradients: Sequence[Tensor], raw: Tensor, max_norm: float) -> Tensor:
     """What `clip_grad_norm_` does to gradients in float32 on the CPU and returns, 0-d, from their `raw_norms`: to the last bit."""
     norm = total_norm(raw)
-    coefficient = clip_coefficient(norm, max_norm)
-    if not float(coefficient) >= 1.0:
-        torch._foreach_mul_(list(gradients), coefficient)
+    _scale(gradients, norm, max_norm)
     return norm
 
 
@@ -136,12 +146,26 @@ def clip_gradients(gradients: Sequence[Tensor], norms: Tensor, max_norm: float) 
         norms: [K], from `gradient_norms`.
         max_norm: limit of the global L2 norm.
 
-    On the CPU nothing is multiplied where nothing exceeds the limit; on CUDA everything always is, because looking
-    would synchronise. The last gradients are scaled first, because the cache still has them. Non-finite gradients stay
-    non-finite. Norms that the gradients' type cannot hold are not rounded to it: torch erases such gradients.
+    Non-finite gradients stay non-finite. Norms that the gradients' type cannot hold are not rounded to it: torch erases such gradients.
     """
     if norms.is_cpu and gradients[0].dtype.itemsize < norms.dtype.itemsize < torch.float64.itemsize:
         norms = _rounded(norms, gradients[0].dtype)
-    coefficient = clip_coefficient(total_norm(norms), max_norm)
-    if coefficient.is_cuda or not float(coefficient) >= 1.0:
-        torch._foreach_mul_(list(reversed(gradients)), coefficient.to(gradients[0].dtype))
+    _scale(gradients, total_norm(norms), max_norm)
+
+
+def _scale(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scales gradients whose global norm this is, 0-d.
+
+    On the CPU nothing is multiplied where nothing exceeds the limit; on CUDA everything always is, because looking would synchronise.
+    The last gradients are scaled first, because the cache still has them.
+    """
+    if norm.is_cpu and norm.dtype is torch.float32:
+        factor = clip_factor(float(norm), max_norm)
+        if factor == 1.0:
+            return
+        coefficient = torch.tensor(factor)
+    else:
+        coefficient = clip_coefficient(norm, max_norm)
+        if norm.is_cpu and float(coefficient) == 1.0:
+            return
+    torch._foreach_mul_(list(reversed(gradients)), coefficient.to(gradients[0].dtype))

@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from esper_telemetry import ops
@@ -46,6 +48,15 @@ def test_clipping_equals_torch_bit_for_bit(scale: float, zero: bool) -> None:
 def test_a_norm_at_the_limit_still_clips() -> None:
     """3-4-5: the coefficient is 5 / (5 + 1e-6), which float32 rounds to 1 - 2.4e-7 or so."""
     assert ops.clip_coefficient(torch.tensor(5.0), 5.0) < 1
+
+
+@given(norm=st.floats(0, width=32), limit=st.floats(0, 1e300) | st.just(math.inf))
+@example(norm=math.nan, limit=0.5)
+@example(norm=math.inf, limit=math.inf)
+def test_the_factor_on_the_host_is_that_of_torch_to_the_last_bit(norm: float, limit: float) -> None:
+    found, wanted = ops.clip_factor(norm, limit), ops.clip_coefficient(torch.tensor(norm), limit).item()
+
+    assert found == wanted or (math.isnan(found) and math.isnan(wanted))
 
 
 def test_norms_neither_overflow_nor_underflow() -> None:

@@ -33,8 +33,9 @@ class HeadRows:
         layer = self._layer
         if layer is None or layer.weight.grad is None:
             return None
-        squares = layer.weight.grad.double().square().sum(1)
-        if layer.bias is not None and layer.bias.grad is not None:
-            squares += layer.bias.grad.double().square()
-        empty = torch.zeros(self._count, dtype=torch.float64, device=squares.device)
-        return empty.index_add_(0, self._of.to(squares.device), squares).sqrt_()
+        with torch.no_grad():
+            squares = layer.weight.grad.double().square().sum(1)
+            if layer.bias is not None and layer.bias.grad is not None:
+                squares += layer.bias.grad.double().square()
+            empty = torch.zeros(self._count, dtype=torch.float64, device=squares.device)
+            return empty.index_add_(0, self._of.to(squares.device), squares).sqrt_()

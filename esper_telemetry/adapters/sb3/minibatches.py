@@ -52,7 +52,7 @@ class Minibatches:
         self._place = place
         self._parameters = parameters
         self._names, self._tensors = tuple(parameters), list(parameters.values())
-        self._everything = list(named.values())
+        self._everything = [*map(id, named.values())]
         self._samples: Any = None
         self._numbers: Array | None = None
         self._open: MinibatchRow | None = None
@@ -92,12 +92,7 @@ class Minibatches:
 
     def owns(self, parameters: Sequence[Tensor]) -> bool:
         """Whether these are the parameters of the policy, and a minibatch is open."""
-        mine = self._everything
-        return (
-            self._open is not None
-            and len(parameters) == len(mine)
-            and all(one is other for one, other in zip(parameters, mine, strict=True))
-        )
+        return self._open is not None and [*map(id, parameters)] == self._everything
 
     def about_to_clip(self, max_norm: float, raw: Tensor | None) -> None:
         """The policy's gradients are about to be clipped; `raw` norms of all there are, where they are known."""
@@ -147,7 +142,6 @@ class Minibatches:
         done, self._done = self._done, []
         self._blocks.append(self._columns.block(done))
 
-    @torch.no_grad()
     def _tell_gradients(self, max_norm: float | None, raw: Tensor | None) -> None:
         self._told = True
         if not self._wants_norms:
@@ -161,6 +155,12 @@ class Minibatches:
         known = raw is not None and len(raw) == len(
             gradients
         )  # unless parameters are frozen whose gradient is still there
-        norms = ops.checked_norms(gradients, raw) if known and raw is not None else ops.gradient_norms(gradients)
+        norms = ops.checked_norms(gradients, raw) if known and raw is not None else _norms(gradients)
         heads = self._head_rows.norms()
         self._hooks.emit(BackwardEnd(max(self.epoch, 0), self.step, self._parameters, names, norms, max_norm, heads))
+
+
+@torch.no_grad()
+def _norms(gradients: Sequence[Tensor]) -> Tensor:
+    """[K] of gradients that may have a graph of their own."""
+    return ops.gradient_norms(gradients)
