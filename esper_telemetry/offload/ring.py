@@ -1,7 +1,7 @@
 """Memory that two processes share, taken and given back in order.
 
-What goes through a pipe is copied into pages that the kernel finds for every message anew; here the same pages serve again and again, while
-they are still in the processor's caches.
+What goes through a pipe is copied into pages that the kernel finds for every message anew, and no more at a time than the pipe holds; here
+the same pages serve again and again, while they are still in the processor's caches, and what is larger takes more of them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Final
 ALIGNMENT: Final = 64
 """Bytes at whose multiples buffers begin: a cache line, more than any number needs."""
 
+WARM_BYTES = 4 << 20
+"""Of a ring that have their pages from the beginning, or the first messages would pay for them; the rest gets its pages as it is used."""
+
 
 class Ring:
     """A block of shared memory in which one process writes and another reads.
@@ -24,15 +27,19 @@ class Ring:
 
     Args:
         descriptor: of the shared file, from `shared_file`.
-        size: bytes.
+        size: bytes; memory is used up to where messages have stood so far.
+
+    Attributes:
+        taken: bytes that are taken now.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
-        populated = getattr(mmap, "MAP_POPULATE", 0)  # or the first messages pay for the pages
-        shared = memoryview(mmap.mmap(descriptor, size + ALIGNMENT, flags=mmap.MAP_SHARED | populated))
+        shared = memoryview(mmap.mmap(descriptor, size + ALIGNMENT))
         self._memory = shared[:size]
+        bytes(self._memory[: WARM_BYTES : mmap.PAGESIZE])
         self._answered = shared[size : size + 16].cast("Q")
         self._taken: deque[tuple[int, int]] = deque()
+        self.taken = 0
 
     @property
     def answered(self) -> int:
@@ -59,11 +66,13 @@ class Ring:
         start = self._room(size)
         if start is not None:
             self._taken.append((start, start + size))
+            self.taken += size
         return start
 
     def release(self) -> None:
         """Gives back what was taken first."""
-        self._taken.popleft()
+        start, end = self._taken.popleft()
+        self.taken -= end - start
 
     def look(self, start: int, size: int) -> memoryview:
         """What stands there, for as long as it is not given back; to write into for whoever has taken it."""

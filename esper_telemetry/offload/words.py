@@ -11,8 +11,8 @@ from esper_telemetry.record import Axes, Level, SinkLag
 from esper_telemetry.summary import snapshot
 from esper_telemetry.writer import Delivery, Measured
 
-RING_BYTES: Final = 4 << 20
-"""Of the memory that is shared: some twenty updates of a small run."""
+RING_BYTES: Final = 256 << 20
+"""Of the memory that may be shared: several times what may wait. A small run uses the first megabytes alone."""
 
 AWAITED: Final = ("sync", "end")
 """What the trainer waits for: the answer comes through the pipe though it says nothing."""

@@ -102,7 +102,7 @@ class OffloadedWriter:
 
     def record(self, measured: Measured) -> None:
         """See `Writer`."""
-        if measured.snapshots and sum(map(len, self._outbox)) > MOST_BYTES:
+        if measured.snapshots and self._ring.taken + sum(map(len, self._outbox)) > MOST_BYTES:
             self._warn(
                 "the process that summarises updates does not keep up: some updates are recorded without summary"
             )
@@ -121,6 +121,8 @@ class OffloadedWriter:
     def found(self) -> Sequence[Found]:
         """See `Writer`."""
         if self._local is None and not self._left:
+            if self._outbox:
+                self._pump()
             self._count_answers()
             if self._ring.told > self._told:
                 self._listen()
@@ -152,7 +154,7 @@ class OffloadedWriter:
         self._pump()
 
     def _pump(self) -> None:
-        """Writes what the pipe takes; `found` reads what is acknowledged."""
+        """Writes what the pipe takes, which never waits; `found` does so again, and reads what is acknowledged."""
         try:
             with suppress(BlockingIOError):
                 while self._outbox:

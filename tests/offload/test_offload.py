@@ -20,7 +20,7 @@ from esper_telemetry.environments import CueRecall
 from esper_telemetry.offload import OffloadedWriter
 from esper_telemetry.offload.messages import Packer
 from esper_telemetry.ppo import PPO, PPOConfig
-from esper_telemetry.summary import Progress, Rollout, Snapshot
+from esper_telemetry.summary import Minibatches, Progress, Rollout, Snapshot
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nothing is offloaded")
 
@@ -160,6 +160,40 @@ def test_later_rollouts_do_not_change_what_still_waits(tmp_path: Path) -> None:
     at_once = trained(tmp_path / "at_once", offload=False)
     for a, b in zip(waited, at_once, strict=True):
         assert {k: (a.get(k), b.get(k)) for k in a.keys() | b.keys() if a.get(k) != b.get(k)} == {}
+
+
+def wide(update: int) -> Snapshot:
+    """An update of three megabytes."""
+    rows = torch.full((750_000,), 0.01)
+    minibatches = Minibatches((0,), (len(rows),), rows, torch.zeros(1).expand(len(rows)), None, {}, {}, {}, {})
+    return Snapshot(minibatches=minibatches, progress=Progress(update, 1, 1e-3, 1.0, {}))
+
+
+def test_large_updates_that_waited_are_taken_in_as_soon_as_the_process_goes_on(tmp_path: Path) -> None:
+    """While it stands still, 20 times what a pipe holds is said; then nothing more has to be said for all of it to arrive."""
+    telemetry, pid = offloaded(tmp_path)
+    os.kill(pid, signal.SIGSTOP)
+    for update in range(1, 8):
+        telemetry.submit(wide(update))
+        telemetry.flush(env_step=update)
+    os.kill(pid, signal.SIGCONT)
+
+    wait_until(writer_of(telemetry).idle)
+    telemetry.close()
+
+    assert all("policy/kl" in record.values for record in read_run(tmp_path).records)
+
+
+def test_what_goes_through_the_pipe_goes_on_whenever_an_answer_is_looked_for(tmp_path: Path) -> None:
+    telemetry, _ = offloaded(tmp_path)
+    submit(telemetry, 1)
+    telemetry.notify_intervention("a" * 5_000_000)
+    writer = writer_of(telemetry)
+
+    wait_until(lambda: not writer.found() and writer.idle())
+    telemetry.close()
+
+    assert "a" * 5_000_000 in journal(tmp_path)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 3)])
