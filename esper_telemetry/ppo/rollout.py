@@ -37,8 +37,9 @@ class Recurrence:
         """State of the actor's core in which each step began, [T, layers, parts, B, H]; of the first `envs` environments."""
         begin, after = self.states["actor"][:, :, :envs], self.after[:-1, :, :, :envs]
         shifted = torch.cat([begin.unsqueeze(0), after])
-        fresh = torch.from_numpy(self.fresh[:, :envs]).to(shifted.device)
-        return shifted.masked_fill(fresh[:, None, None, :, None], 0.0)
+        steps, fresh = (torch.from_numpy(index).to(shifted.device) for index in np.nonzero(self.fresh[:, :envs]))
+        shifted[steps, :, :, fresh] = 0.0  # few: a mask over all of them takes ten times as long
+        return shifted
 
     def sequences(self) -> Sequences:
         """How the transitions follow one another, by environment, then by time."""
