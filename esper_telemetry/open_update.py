@@ -46,9 +46,9 @@ class OpenUpdate:
         return bool(self.window or self.logged or any(self.snapshots))
 
     @property
-    def plain(self) -> bool:
-        """Whether there is nothing but numbers that were logged, if any."""
-        return not (self.snapshots or self.witnesses or self.window)
+    def travels(self) -> bool:
+        """Whether there are only numbers that were logged, and what is still to be summarised, if anything."""
+        return not (self.witnesses or self.window)
 
     @property
     def gradient_steps(self) -> int:
@@ -57,7 +57,13 @@ class OpenUpdate:
 
     def send(self, axes: Axes, level: Level, *, partial: bool) -> Flush:
         """Starts the copy of its numbers to the host; the next update begins with nothing."""
-        numbers, snapshots, witnesses = self.logged.take(), tuple(self.snapshots), tuple(self.witnesses)
-        self.snapshots.clear()
+        numbers, snapshots = self.take()
+        witnesses = tuple(self.witnesses)
         self.witnesses.clear()
         return Flush(axes, level, self.window.send(), numbers, snapshots, witnesses, partial)
+
+    def take(self) -> tuple[Numbers, tuple[Snapshot, ...]]:
+        """What `travels`; the next update begins without it."""
+        numbers, snapshots = self.logged.take(), tuple(self.snapshots)
+        self.snapshots.clear()
+        return numbers, snapshots

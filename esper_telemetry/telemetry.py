@@ -280,7 +280,7 @@ class Telemetry:
         if not self._active:
             return
         with self.clock:
-            if self._numbers_alone:
+            if self._recorded_elsewhere:
                 self._pass_on(env_step, update, gradient_step)
                 return
             if self._watched:
@@ -435,23 +435,25 @@ class Telemetry:
         return self._recorder is not None and not self._closed and forks.generation() == self._generation
 
     @property
-    def _numbers_alone(self) -> bool:
-        """Whether the update is nothing but logged numbers, and another process, which knows the run, makes its record."""
+    def _recorded_elsewhere(self) -> bool:
+        """Whether another process, which knows the run, makes all of the update's record: nothing of it is a row of this window."""
         beside = self._recorder is not None and self._recorder.offloaded and self._recorder.run is not None
-        return beside and self._flush is None and self._open.plain and not self._watched
+        return beside and self._flush is None and self._open.travels and not self._watched
 
     def _pass_on(self, env_step: int, update: int | None, gradient_step: int | None) -> None:
-        """What `flush` does with such an update: what no number needs is left out, because all that is touched is cold."""
+        """What `flush` does with such an update: what no row needs is left out, because all that is touched is cold."""
         assert isinstance(self._recorder, Recorder)
-        axes = self._next_axes(env_step, update, self._axes.gradient_step if gradient_step is None else gradient_step)
         level = self._response.begin()
-        numbers = self._open.logged.take()
+        axes = self._next_axes(env_step, update, gradient_step)
+        numbers, snapshots = self._open.take()
         recorded = self._advance(axes)
+        self._response.end(recorded=recorded)
         if recorded:
+            self.sampling.adopt(self.sampling.proposed)
             seconds, cpu_seconds, elapsed = self._spent()
             self.sampling.learn(seconds, elapsed)
             self._recorder.record(
-                *(axes, NO_VALUES, ()),
+                *(axes, NO_VALUES, snapshots),
                 numbers=numbers,
                 level=level,
                 partial=False,
@@ -460,7 +462,6 @@ class Telemetry:
                 elapsed=elapsed,
                 metric_errors=self._containment.take(),
             )
-        self._response.end(recorded=recorded)
         self._hear()
 
     def _take_watched(self, *, whole: bool) -> None:
