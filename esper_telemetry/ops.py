@@ -92,8 +92,13 @@ def raw_norms(gradients: Sequence[Tensor]) -> Tensor:
 
 def checked_norms(gradients: Sequence[Tensor], raw: Tensor) -> Tensor:
     """The same without overflows and underflows, from the `raw_norms`."""
-    doubtful = [index for index, norm in enumerate(raw.tolist()) if not TINY_NORM < norm < HUGE_NORM]
+    doubtful = doubtful_norms(raw)
     return repair_norms(raw, gradients, doubtful) if doubtful else raw
+
+
+def doubtful_norms(raw: Tensor) -> list[int]:
+    """Places of those of the `raw_norms` that float32 cannot hold the square of."""
+    return [place for place, norm in enumerate(raw.tolist()) if not TINY_NORM < norm < HUGE_NORM]
 
 
 def repair_norms(norms: Tensor, gradients: Sequence[Tensor], doubtful: Sequence[int]) -> Tensor:

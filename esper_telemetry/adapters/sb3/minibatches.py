@@ -51,7 +51,7 @@ class Minibatches:
         self.epoch, self.step = -1, 0
         self._place = place
         self._parameters = parameters
-        self._names, self._tensors = tuple(parameters), list(parameters.values())
+        self._names = tuple(parameters)
         self._everything = [*map(id, named.values())]
         self._samples: Any = None
         self._numbers: Array | None = None
@@ -146,21 +146,19 @@ class Minibatches:
         self._told = True
         if not self._wants_norms:
             return
-        gradients: list[Tensor] = [p.grad for p in self._tensors if p.grad is not None]
-        if not gradients:
-            return
-        names = self._names
-        if len(gradients) < len(names):
-            names = tuple([name for name, p in self._parameters.items() if p.grad is not None])
-        known = raw is not None and len(raw) == len(
-            gradients
-        )  # unless parameters are frozen whose gradient is still there
-        norms = ops.checked_norms(gradients, raw) if known and raw is not None else _norms(gradients)
+        names, norms = self._names, raw
+        if norms is None or not len(norms) == len(names) == len(self._everything) or ops.doubtful_norms(norms):
+            gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+            if not gradients:
+                return
+            names, norms = tuple(gradients), _norms(list(gradients.values()), raw)
         heads = self._head_rows.norms()
         self._hooks.emit(BackwardEnd(max(self.epoch, 0), self.step, self._parameters, names, norms, max_norm, heads))
 
 
 @torch.no_grad()
-def _norms(gradients: Sequence[Tensor]) -> Tensor:
-    """[K] of gradients that may have a graph of their own."""
+def _norms(gradients: Sequence[Tensor], raw: Tensor | None) -> Tensor:
+    """[K] of gradients that may have a graph of their own; from `raw`, unless parameters are frozen whose gradient is still there."""
+    if raw is not None and len(raw) == len(gradients):
+        return ops.checked_norms(gradients, raw)
     return ops.gradient_norms(gradients)
