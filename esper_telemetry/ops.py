@@ -168,7 +168,7 @@ def _scale(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
         factor = clip_factor(float(norm), max_norm)
         if factor == 1.0:
             return
-        coefficient = torch.tensor(factor)
+        coefficient = norm.new_tensor(factor)
     else:
         coefficient = clip_coefficient(norm, max_norm)
         if norm.is_cpu and float(coefficient) == 1.0:

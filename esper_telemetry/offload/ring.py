@@ -36,7 +36,7 @@ class Ring:
     def __init__(self, descriptor: int, size: int) -> None:
         shared = memoryview(mmap.mmap(descriptor, size + ALIGNMENT))
         self._memory = shared[:size]
-        bytes(self._memory[: WARM_BYTES : mmap.PAGESIZE])
+        bytes(self._memory[: WARM_BYTES : mmap.PAGESIZE])  # who reads a page gets it
         self._answered = shared[size : size + 16].cast("Q")
         self._taken: deque[tuple[int, int]] = deque()
         self.taken = 0

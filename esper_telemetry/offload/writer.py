@@ -120,9 +120,9 @@ class OffloadedWriter:
 
     def found(self) -> Sequence[Found]:
         """See `Writer`."""
+        if self._outbox and self._local is None and not self._left:
+            self._pump()
         if self._local is None and not self._left:
-            if self._outbox:
-                self._pump()
             self._count_answers()
             if self._ring.told > self._told:
                 self._listen()

@@ -196,6 +196,20 @@ def test_what_goes_through_the_pipe_goes_on_whenever_an_answer_is_looked_for(tmp
     assert "a" * 5_000_000 in journal(tmp_path)
 
 
+def test_what_a_process_leaves_in_the_pipe_when_it_dies_is_written_here(tmp_path: Path) -> None:
+    telemetry, pid = offloaded(tmp_path)
+    submit(telemetry, 1)
+    wait_until(lambda: '"record"' in journal(tmp_path))
+    os.kill(pid, signal.SIGSTOP)
+    telemetry.notify_intervention("a" * 5_000_000)
+    os.kill(pid, signal.SIGKILL)
+
+    wait_until(lambda: not writer_of(telemetry).found() and "a" * 5_000_000 in journal(tmp_path))
+    telemetry.close()
+
+    assert rates(tmp_path) == [1.0]
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (2, 3)])
 def test_a_tensor_arrives_in_its_shape(shape: tuple[int, ...]) -> None:
     (found,) = Packer().pack((torch.ones(shape),)).load()
