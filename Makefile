@@ -59,7 +59,7 @@ lint: install  ## ruff and mypy --strict on package, tests, examples and benchma
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
 
-bench: install  ## the figures of the README, as ratios measured side by side
+bench: install  ## the figures of docs/benchmarks.md, as ratios measured side by side
 	@echo "Measuring (close other programs; this takes some minutes)"
 	@$(BIN)/python benchmarks/trainer.py --num-envs 8 64
 	@$(BIN)/python benchmarks/trainer.py --num-envs 1024 --rounds 3

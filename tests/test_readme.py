@@ -1,0 +1,95 @@
+"""README.md: every Python block runs as printed in an empty directory, every command line parses, the section of commands runs in its order."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from esper_telemetry import read_run
+from esper_telemetry.cli import Train, parse
+from esper_telemetry.commands.run import parse as parse_run
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+MAX_WORDS = 1_200
+PYTHON_BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+COMMANDS = [shlex.split(line, comments=True)[1:] for line in README.splitlines() if line.startswith("esper-telemetry ")]
+PROGRESS_CSV = "time/total_timesteps,train/approx_kl,train/policy_gradient_loss\n" + "".join(
+    f"{128 * update},0.01,-0.02\n" for update in range(1, 31)
+)
+"""Logs as Stable-Baselines3 writes them, for `diagnose --from csv:progress.csv`."""
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.split()) < MAX_WORDS
+
+
+def test_every_link_leads_to_a_file() -> None:
+    links = re.findall(r"\]\(([\w./]+)\)", README) + re.findall(r"`(examples/\w+\.py)", README)
+
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_license_is_named_in_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+    assert project["license"] == "MIT"
+    assert project["license-files"] == ["LICENSE"]
+    assert (ROOT / "LICENSE").read_text(encoding="utf-8").startswith("MIT License")
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, id=f"block{place}", marks=[pytest.mark.sb3] if "stable_baselines3" in block else [])
+        for place, block in enumerate(PYTHON_BLOCKS)
+    ],
+)
+def test_every_python_block_runs_as_printed(block: str, tmp_path: Path) -> None:
+    """It ends well and leaves one finished run with a record for each update."""
+    done = run_here([sys.executable, "-c", block], tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    run = read_run(run_dir)
+    assert run.status is not None
+    assert run.status.value == "finished"
+    assert len(run.records) >= 4
+    assert {"policy/kl", "grad/global/norm_preclip", "value/explained_variance"} <= run.records[-1].values.keys()
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=shlex.join)
+def test_every_command_line_parses(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    if words[0] == "run":
+        assert (ROOT / parse_run(words[1:]).script).exists()
+    elif "--resume" not in words:  # its options are those of the run that it names
+        command = parse(words)
+        assert isinstance(command, Train) == (words[0] == "train")
+
+
+def test_the_commands_run_in_their_order(tmp_path: Path) -> None:
+    """From the training of a run to the packing of its journal; each exits with 0."""
+    (tmp_path / "progress.csv").write_text(PROGRESS_CSV, encoding="utf-8")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+
+    for words in COMMANDS:
+        done = run_here([sys.executable, "-m", "esper_telemetry", *words], tmp_path)
+        assert done.returncode == 0, (words, done.stderr)
+
+    run = read_run(tmp_path / "runs" / "cartpole")
+    assert run.records[-1].axes.env_step >= 30_000
+
+
+def run_here(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+    """The ended process; W&B stays offline, whatever the user's own settings say."""
+    environment = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
