@@ -22,6 +22,16 @@ MAX_WORDS = 1_200
 PYTHON_BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 PROSE = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
 COMMANDS = [shlex.split(line, comments=True)[1:] for line in README.splitlines() if line.startswith("esper-telemetry ")]
+HAND_WRITTEN = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "metrics.md"),
+]
+HISTORY = re.compile(
+    r"\b(had been|where it (had|was)|used to|no longer|formerly|since then|turned out|earlier (version|sitting|system)"
+    r"|older (system|version)|before the last)\b",
+    re.IGNORECASE,
+)
 PROGRESS_CSV = "time/total_timesteps,train/approx_kl,train/policy_gradient_loss\n" + "".join(
     f"{128 * update},0.01,-0.02\n" for update in range(1, 31)
 )
@@ -37,6 +47,14 @@ def test_every_link_leads_to_a_file() -> None:
 
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", HAND_WRITTEN, ids=lambda page: page.name)
+def test_pages_state_the_present(page: Path) -> None:
+    """A page of documentation says what is, not what was measured or planned before; the changelog has the changes."""
+    text = page.read_text(encoding="utf-8")
+
+    assert [words.group() for words in HISTORY.finditer(text)] == []
 
 
 def test_the_license_is_named_in_the_package() -> None:

@@ -245,7 +245,7 @@ class PolicyEntropy(MetricGroup):
             healthy="> 0.3; lower is fine once the task is solved",
             warn="< 0.3 with policy/entropy_marginal_norm < 0.5",
             critical="< 0.1 with policy/entropy_marginal_norm < 0.5",
-            source="bounds of an earlier system; solved runs end at .05-.08 with marginal .96-.99",
+            source="bounds of esper-lite; solved runs end at .05-.08 with marginal .96-.99",
             undefined=NO_DECISION,
         )
     )

@@ -190,7 +190,7 @@ class RatioDiagnostics(MetricGroup):
             low=0.0,
             healthy="< 1",
             warn="> 1.6 (a factor of 5)",
-            source="ratio bounds 5 and 0.1 of an earlier system",
+            source="ratio bounds 5 and 0.1 of esper-lite",
             undefined=NO_ROWS,
         ),
         Metric(
@@ -259,7 +259,7 @@ class RatioDiagnostics(MetricGroup):
             healthy="< 2",
             warn="> 5",
             critical="> 10 with policy/ess_frac < 0.8",
-            source="ratio bounds 5 and 0.1 of an earlier system",
+            source="ratio bounds 5 and 0.1 of esper-lite",
             undefined=NO_ROWS,
         )
     )

@@ -15,7 +15,7 @@ from esper_telemetry.record import Level
 
 BETA = 0.99
 FLOOR = 1e-6  # of the average Var(R)
-NO_VARIANCE = "returns do not vary, or less than a millionth of what they used to"
+NO_VARIANCE = "returns do not vary, or by less than a millionth of their average variance"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class CriticFit(Derived):
             healthy="> 0.5 late in training",
             warn="< 0.1",
             critical="< 0",
-            source="bounds of an earlier system; noisy in healthy runs (baselines#454, ray#10159)",
+            source="bounds of esper-lite; noisy in healthy runs (baselines#454, ray#10159)",
             undefined=NO_VARIANCE,
         )
     )
@@ -105,7 +105,7 @@ class CriticFit(Derived):
             healthy="< 0.5",
             warn="> 1",
             critical="> 5",
-            source="critical bound of an earlier system, 400 updates",
+            source="critical bound of esper-lite, 400 updates",
             undefined="returns have never varied",
         )
     )

@@ -156,7 +156,7 @@ class Colony:
 def _keep_freed_memory() -> None:
     """Frees one large block, after which glibc keeps up to twice as much of what is freed, for the next step.
 
-    It gives memory back at once otherwise; to fetch it page by page again took a third of every step of 64 environments.
+    It gives memory back at once otherwise; to fetch it page by page again takes a third of every step of 64 environments.
     """
     torch.empty(31 * 2**20, dtype=torch.uint8)
 

@@ -1,6 +1,6 @@
 """Seeds: where they are in their lives, how they learn, and what they are worth. T steps, B environments, S slots.
 
-Numbers are those of the older system's records plus 1000, where the meaning is the same: TELE-1514 there was 514.
+Ids are those of esper-lite plus 1000 where the meaning is the same: TELE-514 there is TELE-1514 here.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class SeedGradients(MetricGroup):
             healthy="< 0.5",
             warn="≥ 0.5, ten times the clip limit",
             critical="≥ 0.75, 32 times the clip limit",
-            source="TELE-514 of the older system: a flag from ten clip limits on; here over the whole epoch, before clipping",
+            source="TELE-514 of esper-lite is a flag from ten clip limits on; here over the whole epoch, before clipping",
             undefined=NO_SEED,
         )
     )
