@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from esper_telemetry.record import Record, RunInfo, RunStatus
+from esper_telemetry.suggestion import did_you_mean
 
 logger = logging.getLogger("esper_telemetry.sinks")
 
@@ -100,4 +101,4 @@ def check_options(sink: str, options: Mapping[str, str], known: Sequence[str] = 
     for option in options:
         if option not in known:
             knows = f"it knows {', '.join(known)}" if known else "it has none"
-            raise ValueError(f"sink {sink} has no option {option!r}: {knows}")
+            raise ValueError(f"sink {sink} has no option {option!r}: {knows}{did_you_mean(option, known)}")
