@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "series": {"record", "metric", "derived"},
     "alarms": set(),
     "detectors": {"record", "metric", "derived", "series", "alarms", "suggestion"},
-    "foreign": {"record", "metric", "derived", "series", "sinks"},
+    "foreign": {"record", "metric", "derived", "redaction", "series", "sinks"},
     "catalogue": CORE | {"detectors", "metrics", "series"},
     "registry": CORE | {"alarms", "catalogue", "series", "sinks"},
     "journal": {"record"},
