@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
+import os
 import re
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from typing import Any, Final
 
 import tyro
@@ -27,11 +29,15 @@ def parse_arguments(arguments: Sequence[str], form: Any, *, program: str = PROGR
         program: for help and messages.
         settings: passed on to `tyro.cli`.
     """
-    complaint = io.StringIO()
+    complaint, shown = io.StringIO(), io.StringIO()
+    no_color = bool(
+        os.environ.get("NO_COLOR")
+    )  # which tyro does not know: it writes escape sequences to every terminal
     try:
-        with contextlib.redirect_stderr(complaint):
+        with redirect_stderr(complaint), redirect_stdout(shown) if no_color else nullcontext():
             return tyro.cli(form, args=list(arguments), prog=program, config=(tyro.conf.OmitArgPrefixes,), **settings)
     except SystemExit as stop:
+        sys.stdout.write(shown.getvalue())
         if not stop.code:
             raise
         raise WrongUse(with_help(sentence(complaint.getvalue()), program)) from None

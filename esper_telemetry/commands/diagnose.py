@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
@@ -18,13 +17,14 @@ from esper_telemetry.commands.mistakes import WrongUse, wrong_use
 from esper_telemetry.detectors import Diagnosis, Story, Thresholds
 from esper_telemetry.detectors import diagnose as judge
 from esper_telemetry.journal import Held, Run, encode_alarm, held, journal_path, plain, read_run
+from esper_telemetry.sinks.console import make_console
 
 if TYPE_CHECKING:
     from esper_telemetry.cli import Diagnose
     from esper_telemetry.foreign import Foreign
 
 WIDTH = 120
-"""Of the text where nobody looks: a pipe or a file."""
+"""Columns of the text in a pipe or a file, where COLUMNS does not say how many."""
 
 COLORS = {"critical": "red", "warn": "yellow", "info": "blue"}
 INTERVENTION = "intervention"
@@ -152,7 +152,7 @@ def _as_dict(head: Mapping[str, Any], found: Diagnosis) -> dict[str, Any]:
 
 def _print(head: str, found: Diagnosis) -> None:
     """What people read."""
-    console = Console(width=None if Console().is_terminal else WIDTH, markup=False, highlight=False)
+    console = make_console(piped_width=WIDTH, markup=False, highlight=False)
     console.print(head)
     for incident in found.incidents:
         console.print(_panel(incident))

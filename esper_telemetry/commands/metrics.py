@@ -6,31 +6,32 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Column, Table
 
 from esper_telemetry.commands.mistakes import WrongUse
 from esper_telemetry.record import template_of
 from esper_telemetry.registry import Entry, entry_text, registry
+from esper_telemetry.sinks.console import make_console
 from esper_telemetry.suggestion import did_you_mean
 
 if TYPE_CHECKING:
     from esper_telemetry.cli import Metrics
 
 WIDTH = 200
-"""Of the table where nobody looks: a pipe or a file."""
+"""Columns of the table in a pipe or a file, where COLUMNS does not say how many."""
 
 
 def metrics(options: Metrics) -> int:
     """Prints every declared metric, or those asked for."""
     found = _asked(options.key)
+    console = make_console(piped_width=WIDTH, markup=False)
     if options.json:
         print(json.dumps([entry.as_dict() for entry in found], indent=1))
     elif len(found) == 1:
-        _console().print(Markdown(entry_text(found[0])))
+        console.print(Markdown(entry_text(found[0])))
     else:
-        _console().print(_table(found))
+        console.print(_table(found))
     return 0
 
 
@@ -63,7 +64,3 @@ def _table(entries: Sequence[Entry]) -> Table:
         texts = (metric.unit, metric.question, metric.healthy, metric.warn, metric.critical, entry.action)
         table.add_row(metric.key, *texts)
     return table
-
-
-def _console() -> Console:
-    return Console(width=None if Console().is_terminal else WIDTH, markup=False)

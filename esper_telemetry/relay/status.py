@@ -160,7 +160,7 @@ def sink_report(status: SinkStatus, *, pending: int, command: str = "") -> SinkR
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as one line of at most 300 characters, with passwords in addresses masked; of a server that is not there, that it is so."""
+    """Return an exception as one line of at most 300 characters, with passwords in addresses masked."""
     if dead := unreachable(error):
         return dead
     text = masked(" ".join(str(error).split()))
