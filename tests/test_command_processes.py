@@ -75,7 +75,9 @@ def delivered_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_command_that_measures_nothing_starts_without_torch(
     arguments: Sequence[str], run_dir: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "progress.csv").write_text("time/total_timesteps,rollout/ep_rew_mean,train/approx_kl\n1000,1,0.1\n2000,2,0.2\n")
+    (tmp_path / "progress.csv").write_text(
+        "time/total_timesteps,rollout/ep_rew_mean,train/approx_kl\n1000,1,0.1\n2000,2,0.2\n"
+    )
     places = {"RUN": str(run_dir), "RUNS": str(run_dir.parent)}
 
     done = in_pipe([places.get(word, word) for word in arguments], tmp_path, code=REPORT_TORCH)
