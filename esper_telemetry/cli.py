@@ -2,7 +2,11 @@
 `python -m esper_telemetry`.
 
 Exit codes: 0 done, 1 the run failed, 2 wrong use (one sentence on stderr, nothing created or changed); 130 interrupted and 143 ended by
-SIGTERM, after saving a checkpoint from which `train --resume` goes on.
+SIGTERM, after saving a checkpoint from which `train --resume` goes on. Without arguments it prints the help and exits with 0, as pip, cargo
+and docker do: nothing was asked for, so nothing failed.
+
+Only the form of the command that is asked for is built, and a command's implementation is imported when it runs: help, `diagnose` and
+`doctor` start without torch.
 """
 
 from __future__ import annotations
@@ -12,8 +16,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from importlib import import_module
-from typing import Annotated, Any, Literal
+from operator import or_
+from typing import Annotated, Any, Final, Literal
 
 # Read when NumPy is imported: its threads gain nothing on small networks, and spin on the cores of the processes beside us.
 os.environ["OPENBLAS_NUM_THREADS"] = os.environ.get("OPENBLAS_NUM_THREADS", "1")
@@ -25,14 +31,15 @@ except ModuleNotFoundError as missing:
     sys.stderr.write(f"the command line needs {missing.name}: pip install 'esper-telemetry[cli]'\n")
     raise SystemExit(2) from None
 
-from esper_telemetry.commands.arguments import parse_arguments
+from esper_telemetry import __version__
+from esper_telemetry.commands.arguments import PROGRAM, parse_arguments, with_help
 from esper_telemetry.commands.mistakes import WrongUse
-from esper_telemetry.commands.run import main as run_script
 from esper_telemetry.ppo.config import PPOConfig
 from esper_telemetry.ppo.presets import preset
+from esper_telemetry.suggestion import did_you_mean
 
 FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
-TRAIN = "esper-telemetry train"
+HELP: Final = ("-h", "--help")
 
 
 @dataclass(frozen=True)
@@ -175,7 +182,7 @@ class Metrics:
     """
 
     key: tyro.conf.Positional[str] = ""
-    """One key, such as grad/actor/rms, or the beginning of several, such as policy/ratio; everything by default."""
+    """A key, such as grad/actor/rms, the beginning of several, such as policy/ratio, or a part of it, such as kl; everything by default."""
     json: bool = False
     """As JSON, one object per metric."""
 
@@ -199,23 +206,28 @@ class Diagnose:
     """NAME=VALUE: another bound of a rule than the run had; or a type of alarm, on or off: grad/noise_dominated=on."""
 
 
-Command = (
-    Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Run, tyro.conf.subcommand("run")]
-    | Annotated[Replay, tyro.conf.subcommand("replay")]
-    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
-    | Annotated[Compress, tyro.conf.subcommand("compress")]
-    | Annotated[Diagnose, tyro.conf.subcommand("diagnose")]
-    | Annotated[Workspace, tyro.conf.subcommand("workspace")]
-    | Annotated[Metrics, tyro.conf.subcommand("metrics")]
-)
+COMMANDS: Final[dict[str, type]] = {
+    "train": Train,
+    "run": Run,
+    "replay": Replay,
+    "doctor": Doctor,
+    "compress": Compress,
+    "diagnose": Diagnose,
+    "workspace": Workspace,
+    "metrics": Metrics,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and exits."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["run"]:
+        from esper_telemetry.commands.run import main as run_script
+
         run_script(given[1:])
+    if given[:1] == ["--version"]:
+        print(f"{PROGRAM} {__version__}")
+        raise SystemExit(0)
     try:
         raise SystemExit(run(given))
     except WrongUse as mistake:
@@ -239,16 +251,25 @@ def run(arguments: Sequence[str]) -> int:
 
 def parse(arguments: Sequence[str]) -> Any:
     """The command, with the preset's settings where no option says otherwise; raises WrongUse for arguments that make none."""
+    name, *rest = arguments or HELP
+    if name in HELP:
+        forms = (Annotated[form, tyro.conf.subcommand(command)] for command, form in COMMANDS.items())
+        parse_arguments([name], reduce(or_, forms))
+    if name not in COMMANDS:
+        what = "option" if name.startswith("-") else "command"
+        known = COMMANDS if what == "command" else ("--help", "--version")
+        raise WrongUse(with_help(f"there is no {what} {name!r}{did_you_mean(name, known)}", PROGRAM))
     run_dir = _resumed(arguments)
     if run_dir is not None:
-        return _parse_resume(arguments[1:], run_dir)
-    command = parse_arguments(arguments, Command)
+        return _parse_resume(rest, run_dir)
+    program = f"{PROGRAM} {name}"
+    command = parse_arguments(rest, COMMANDS[name], program=program)
     if not isinstance(command, Train) or command.preset == "none":
         return command
     found = preset(command.env, command.ppo.policy, mask_velocity=command.mask_velocity)
     # sinks are repeatable, and what is repeatable adds to its default
     tuned = replace(command, sink=(), threshold=(), num_envs=found.num_envs, ppo=found.config())
-    explicit: Train = parse_arguments(arguments[1:], Train, default=tuned, program=TRAIN)
+    explicit: Train = parse_arguments(rest, Train, default=tuned, program=program)
     return replace(explicit, preset_name=found.name)
 
 
@@ -267,5 +288,5 @@ def _parse_resume(arguments: Sequence[str], run_dir: str) -> Train:
     from esper_telemetry.commands import resume
 
     saved = resume.saved_options(Train, run_dir)
-    given: Train = parse_arguments(arguments, Train, default=saved, program=TRAIN)
+    given: Train = parse_arguments(arguments, Train, default=saved, program=f"{PROGRAM} train")
     return resume.checked(replace(given, sink=given.sink or resume.saved_sinks(run_dir)), saved)

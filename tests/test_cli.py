@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -13,9 +14,10 @@ from typing import NamedTuple
 
 import pytest
 
-from esper_telemetry import PPO, RunStatus, Telemetry, make_env, read_run
+from esper_telemetry import PPO, RunStatus, Telemetry, __version__, make_env, read_run
 from esper_telemetry.catalogue import catalogue
 from esper_telemetry.cli import main
+from esper_telemetry.relay.cursors import Cursor, Cursors
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
@@ -70,7 +72,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ([*CARTPOLE, "--close-timeout", "0"], "close_timeout must be a positive number of seconds, got 0.0"),
         ([*CARTPOLE, "--profile-schedule", "1", "1", "0"], "traces 1 or more, got 1, 1 and 0"),
         ([*CARTPOLE, "--profile", "--level", "off"], "--profile writes into the run directory, and at level off there"),
-        ([*CARTPOLE, "--levle", "debug"], "Unrecognized options: --levle"),
+        (
+            [*CARTPOLE, "--levle", "debug"],
+            "Unrecognized options: --levle, debug; did you mean --level? see esper-telemetry train",
+        ),
         ([*CARTPOLE, "--device", "abacus"], "device 'abacus' cannot be used here"),
         ([*CARTPOLE, "--total-steps", "0"], "total_steps must be at least 1, got 0"),
         ([*CARTPOLE, "--total-steps", "-5"], "total_steps must be at least 1, got -5"),
@@ -120,8 +125,17 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["replay", "nowhere", "--to", "tensorboard"], "there is no run directory nowhere"),
         (["replay", ".", "--to", "tensorboard"], ". is not a run directory: it holds no journal.jsonl"),
         (["replay", "nowhere", "--to", "grafana"], "unknown sink 'grafana'"),
-        (["trian"], "trian"),
-        ([], "{train, run, replay, doctor, compress, diagnose, workspace, metrics"),
+        (["trian"], "there is no command 'trian'; did you mean train? see esper-telemetry --help"),
+        (["--vresion"], "there is no option '--vresion'; did you mean --version? see esper-telemetry --help"),
+        (["diagnose", "a", "--jsn"], "did you mean --json? see esper-telemetry diagnose --help"),
+        (
+            [*CARTPOLE, "--threshold", "kl_spke_high=1"],
+            "there is no threshold 'kl_spke_high'; did you mean kl_spike_high",
+        ),
+        ([*CARTPOLE, "--sink", "tensorbord"], "did you mean tensorboard?"),
+        ([*CARTPOLE, "--sink", "mlflow:gopher://x"], "no tracking URI with the scheme 'gopher', got 'gopher://x'"),
+        (["diagnose", "nowhere"], "there is no run directory nowhere"),
+        (["diagnose", "--from", "mlflow:gopher://x?run=1"], "no tracking URI with the scheme 'gopher'"),
     ],
     ids=" ".join,
 )
@@ -360,11 +374,72 @@ def test_the_help_of_every_command_has_an_example(command: str, capfd: pytest.Ca
     assert f"Example: esper-telemetry {command} " in " ".join(out.replace("│", " ").split())
 
 
-def test_the_help_names_every_command(capfd: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(["--help"], capfd)
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]], ids=str)
+def test_the_help_names_every_command(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(arguments, capfd)
 
     assert code == 0
     assert all(command in out for command in ("train", "replay", "doctor", "compress", "metrics"))
+
+
+def test_the_version_is_that_of_the_package(capfd: pytest.CaptureFixture[str]) -> None:
+    assert said(["--version"], capfd) == (0, f"esper-telemetry {__version__}\n", "")
+
+
+def test_a_directory_of_runs_is_listed_with_status_and_command(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The oldest first; what is no run is passed over."""
+    for name in ("first", "second"):
+        with Telemetry(run_dir=here / "runs" / name, name=name) as telemetry:
+            telemetry.log({"my/number": 1.0})
+            telemetry.flush(env_step=1)
+    Telemetry(run_dir=here / "runs" / "empty", name="empty").close(RunStatus.INTERRUPTED)
+    (here / "runs" / "notes").mkdir()
+
+    code, out, err = said(["diagnose", "runs"], capfd)
+    entries = json.loads(said(["diagnose", "runs", "--json"], capfd).out)["runs"]
+
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "runs is not a run, but holds 3:",
+        "  first, 1 updates, finished: esper-telemetry diagnose runs/first",
+        "  second, 1 updates, finished: esper-telemetry diagnose runs/second",
+        "  empty, 0 updates, interrupted: esper-telemetry diagnose runs/empty",
+    ]
+    assert [(entry["run_dir"], entry["status"]) for entry in entries][2] == ("runs/empty", "interrupted")
+
+
+def test_a_server_that_is_not_there_is_one_sentence(
+    here: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing listens on port 1."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with Telemetry(run_dir=here / "run") as telemetry:
+        telemetry.log({"my/number": 1.0})
+        telemetry.flush(env_step=1)
+    Cursors(here / "run").save("mlflow:http://127.0.0.1:1", Cursor())
+
+    read = said(["diagnose", "--from", "mlflow:http://127.0.0.1:1?run=abc"], capfd)
+    compared = said(["doctor", "run"], capfd)
+
+    dead = "the server does not answer (Connection refused)"
+    assert read == (2, "", f"esper-telemetry: MLflow at http://127.0.0.1:1 cannot be read: {dead}\n")
+    assert f"\nmlflow:http://127.0.0.1:1: cannot be read: {dead}\n" in compared.out
+
+
+def test_after_ctrl_c_the_command_that_goes_on_is_printed(here: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "esper_telemetry", *CARTPOLE, "--total-steps", "10000000", "--run-dir", "run"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    begun = next(line for line in process.stdout if line.startswith("update "))
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate()
+
+    assert begun
+    assert process.returncode == 130
+    assert out.endswith(f"go on with: esper-telemetry train --resume {here / 'run'}\n")
 
 
 @pytest.mark.parametrize("level", ["debug", "Debug", "DEBUG"])

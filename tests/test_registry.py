@@ -245,6 +245,16 @@ def test_the_command_lists_what_begins_alike(capfd: pytest.CaptureFixture[str]) 
     assert {"name", "category", "priority", "reduction", "alarms", "action", "sinks", "source", "id"} <= set(found[0])
 
 
+def test_a_part_of_a_key_or_of_a_name_finds_it(capfd: pytest.CaptureFixture[str]) -> None:
+    """Keys whose last segment it is come first; one match alone is explained."""
+    found = [entry["key"] for entry in json.loads(said(["kl", "--json"], capfd)[1])]
+
+    assert found[0] == "policy/kl"
+    assert all("kl" in key.lower() or "kl" in ENTRIES[key].name.lower() for key in found) and len(found) > 1
+    assert "policy/entropy_norm" in said(["tropy_norm"], capfd)[1]
+    assert said(["klx"], capfd)[2].startswith("esper-telemetry: there is no metric 'klx'; did you mean kl")
+
+
 def test_a_key_that_is_not_there_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
     code, out, err = said(["policy/clip_fraction"], capfd)
 

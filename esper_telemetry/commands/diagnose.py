@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
 from esper_telemetry.commands.mistakes import WrongUse, wrong_use
 from esper_telemetry.detectors import Diagnosis, Story, Thresholds
 from esper_telemetry.detectors import diagnose as judge
-from esper_telemetry.foreign import Foreign, read_foreign, read_source
-from esper_telemetry.journal import Run, encode_alarm, plain, read_run
+from esper_telemetry.journal import Held, Run, encode_alarm, held, journal_path, plain, read_run
+from esper_telemetry.sinks.console import make_console
 
 if TYPE_CHECKING:
     from esper_telemetry.cli import Diagnose
+    from esper_telemetry.foreign import Foreign
 
 WIDTH = 120
-"""Of the text where nobody looks: a pipe or a file."""
+"""Columns of the text in a pipe or a file, where COLUMNS does not say how many."""
 
 COLORS = {"critical": "red", "warn": "yellow", "info": "blue"}
 INTERVENTION = "intervention"
@@ -41,6 +44,8 @@ def diagnose(options: Diagnose) -> int:
 def _own(options: Diagnose) -> int:
     with wrong_use():
         Thresholds.parse(options.threshold)
+        if runs := runs_within(Path(options.run_dir)):
+            return _list_runs(options.run_dir, runs, as_json=options.json)
         run = read_run(options.run_dir)
         thresholds = Thresholds.parse(options.threshold, Thresholds.of(run.info.facts))
     changes = [event.seq for event in run.events if event.type == INTERVENTION]
@@ -52,8 +57,48 @@ def _own(options: Diagnose) -> int:
     return 0
 
 
+def runs_within(directory: Path) -> dict[str, Held]:
+    """Return the runs in the folders of a directory that is no run itself, the oldest first, by their paths."""
+    found = {}
+    for path in directory.iterdir() if directory.is_dir() and not _is_run(directory) else ():
+        if _is_run(path):
+            with suppress(ValueError):  # a journal that does not say which run it is
+                found[str(path)] = held(path)
+    return dict(sorted(found.items(), key=lambda item: item[1].info.started))
+
+
+def _is_run(directory: Path) -> bool:
+    try:
+        journal_path(directory)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _list_runs(directory: str, runs: Mapping[str, Held], *, as_json: bool) -> int:
+    """Print the status of each run and the command that diagnoses it."""
+    if as_json:
+        entries = [
+            {"run_dir": path, "run": run.info.name, "updates": run.recorded, "status": run.status}
+            for path, run in runs.items()
+        ]
+        print(json.dumps({"runs": entries}, indent=1))
+        return 0
+    print(f"{directory} is not a run, but holds {len(runs)}:")
+    for path, run in runs.items():
+        command = shlex.join(["esper-telemetry", "diagnose", path])
+        print(f"  {run.info.name}, {run.recorded:,} updates, {run.status or 'not ended'}: {command}")
+    return 0
+
+
 def _foreign(options: Diagnose) -> int:
     """What others have logged holds less, and what it lacks is a part of the answer."""
+    from esper_telemetry.foreign import read_foreign, read_source
+
+    if options.source.startswith("mlflow:"):
+        from esper_telemetry.sinks.mlflow import limit_requests
+
+        limit_requests()
     with wrong_use():
         thresholds = Thresholds.parse(options.threshold)
         run = read_foreign(read_source(options.source))
@@ -107,7 +152,7 @@ def _as_dict(head: Mapping[str, Any], found: Diagnosis) -> dict[str, Any]:
 
 def _print(head: str, found: Diagnosis) -> None:
     """What people read."""
-    console = Console(width=None if Console().is_terminal else WIDTH, markup=False, highlight=False)
+    console = make_console(piped_width=WIDTH, markup=False, highlight=False)
     console.print(head)
     for incident in found.incidents:
         console.print(_panel(incident))

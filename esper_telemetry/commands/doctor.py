@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from esper_telemetry.relay.doctor import Health, SinkHealth, examined
 from esper_telemetry.relay.doctor import doctor as examine
 from esper_telemetry.relay.status import sink_name
 from esper_telemetry.sinks import as_sink
+from esper_telemetry.sinks.console import is_live, make_console
 
 if TYPE_CHECKING:
     from esper_telemetry.cli import Doctor
@@ -25,7 +26,8 @@ def doctor(options: Doctor) -> int:
     with wrong_use(), _without_warnings():
         asked = [prepared(as_sink(uri)) for uri in options.sink]
         prepare_for(options.run_dir)
-        health = examine(options.run_dir)
+        with _progress() as progress:
+            health = examine(options.run_dir, progress=progress)
         directory = Path(options.run_dir).absolute()
         others = {sink_name(sink): examined(directory, sink, name=sink_name(sink), ended=False) for sink in asked}
     sinks = [*(sink for sink in health.sinks if sink.name not in others), *others.values()]
@@ -34,6 +36,17 @@ def doctor(options: Doctor) -> int:
     else:
         print(_page(options.run_dir, health, sinks))
     return 0 if health.well and all(sink.equal is not False for sink in sinks) else 1
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], object]]:
+    """Show on a terminal which backend is being compared; yields what takes its name."""
+    console = make_console(stderr=True)
+    if not is_live(console):
+        yield lambda name: None
+        return
+    with console.status("reading the journal") as status:
+        yield lambda name: status.update(f"comparing {name}")
 
 
 @contextmanager

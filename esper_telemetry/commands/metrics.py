@@ -4,47 +4,55 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Column, Table
 
 from esper_telemetry.commands.mistakes import WrongUse
 from esper_telemetry.record import template_of
 from esper_telemetry.registry import Entry, entry_text, registry
+from esper_telemetry.sinks.console import make_console
+from esper_telemetry.suggestion import did_you_mean
 
 if TYPE_CHECKING:
     from esper_telemetry.cli import Metrics
 
 WIDTH = 200
-"""Of the table where nobody looks: a pipe or a file."""
+"""Columns of the table in a pipe or a file, where COLUMNS does not say how many."""
 
 
 def metrics(options: Metrics) -> int:
     """Prints every declared metric, or those asked for."""
     found = _asked(options.key)
+    console = make_console(piped_width=WIDTH, markup=False)
     if options.json:
         print(json.dumps([entry.as_dict() for entry in found], indent=1))
     elif len(found) == 1:
-        _console().print(Markdown(entry_text(found[0])))
+        console.print(Markdown(entry_text(found[0])))
     else:
-        _console().print(_table(found))
+        console.print(_table(found))
     return 0
 
 
-def _asked(key: str) -> Sequence[Entry]:
-    """The entry of a key or of the template it was made from; otherwise all that begin like it."""
+def _asked(text: str) -> Sequence[Entry]:
+    """Return the entry of a key or of its template, else all that begin with the text, else all that contain it.
+
+    The text is searched for in keys and in names; keys whose last segment it is come first. Raises WrongUse where nothing is found.
+    """
     entries = {entry.metric.key: entry for entry in registry()}
-    template = template_of(key, entries)
-    if key in entries or template in entries:
-        return [entries.get(key) or entries[template]]
-    found = [entry for name, entry in entries.items() if name.startswith(key)]
-    if not found:
-        near = get_close_matches(key, entries, 3, 0.5)
-        raise WrongUse(f"there is no metric {key!r}" + (f"; did you mean {' or '.join(near)}?" if near else ""))
-    return found
+    template = template_of(text, entries)
+    if text in entries or template in entries:
+        return [entries.get(text) or entries[template]]
+    beginning = [entry for key, entry in entries.items() if key.startswith(text)]
+    if beginning:
+        return beginning
+    containing = [entry for key, entry in entries.items() if text in key or text.lower() in entry.name.lower()]
+    if not containing:
+        segments = {key.rpartition("/")[2]: key for key in entries}
+        near = did_you_mean(text, entries) or did_you_mean(text, segments)
+        raise WrongUse(f"there is no metric {text!r}{near}")
+    return sorted(containing, key=lambda entry: not entry.metric.key.endswith(f"/{text}"))
 
 
 def _table(entries: Sequence[Entry]) -> Table:
@@ -56,7 +64,3 @@ def _table(entries: Sequence[Entry]) -> Table:
         texts = (metric.unit, metric.question, metric.healthy, metric.warn, metric.critical, entry.action)
         table.add_row(metric.key, *texts)
     return table
-
-
-def _console() -> Console:
-    return Console(width=None if Console().is_terminal else WIDTH, markup=False)

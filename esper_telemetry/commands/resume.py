@@ -108,7 +108,7 @@ def load_checkpoint(trainer: PPO | ScriptedRun, options: Train) -> str:
     run_dir = Path(options.resume)
     if is_held(run_dir, Role.TRAINER):
         raise WrongUse(f"{run_dir} is still being trained: a run goes on in one process at a time")
-    path = run_dir / "checkpoints" / "latest.pt"
+    path = latest_checkpoint(run_dir)
     if not path.is_file():
         raise WrongUse(f"{run_dir} holds no checkpoint to go on from: there is no {path}")
     state = read(path)
@@ -124,6 +124,11 @@ def load_checkpoint(trainer: PPO | ScriptedRun, options: Train) -> str:
         else "; the state of this environment cannot be saved, so new episodes begin"
     )
     return f"{run_dir} goes on after update {trainer.updates:,}, step {trainer.env_steps:,}{anew}"
+
+
+def latest_checkpoint(run_dir: Path) -> Path:
+    """Return the checkpoint that a run goes on from, where it has one."""
+    return run_dir / "checkpoints" / "latest.pt"
 
 
 def say_what_is_waited_for(run_dir: str) -> None:

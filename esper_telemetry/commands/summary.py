@@ -13,6 +13,7 @@ from rich.table import Table
 from esper_telemetry.journal import alarms
 from esper_telemetry.record import AlarmLevel, Record
 from esper_telemetry.sinks import ConsoleSink, Place, Sink
+from esper_telemetry.sinks.console import make_console
 from esper_telemetry.sinks.incidents import Incidents, alarm_text, cause_of
 from esper_telemetry.telemetry import Telemetry
 
@@ -55,7 +56,7 @@ class Summary:
 
     def show(self, telemetry: Telemetry) -> None:
         """Prints what the run reached and what went wrong, then where each backend wrote and how to open it."""
-        console = Console(markup=False, highlight=False, soft_wrap=True)
+        console = make_console(markup=False, highlight=False, soft_wrap=True)
         if self._last is not None:
             table = Table("what telemetry saw last", "", header_style="bold")
             for label, value in _values(self._last):

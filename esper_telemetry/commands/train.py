@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 import traceback
@@ -79,7 +80,17 @@ def train(options: Train) -> int:
         code = _run(trainer, telemetry, options)
         if first():
             summary.show(telemetry)
+            if code in (INTERRUPTED, TERMINATED):
+                _print_resume_command(telemetry.run_dir)
         return code
+
+
+def _print_resume_command(run_dir: Path | None) -> None:
+    """Print the command that goes on with a run that was stopped, or why there is none."""
+    if run_dir is not None and resume.latest_checkpoint(run_dir).is_file():
+        print(f"go on with: {shlex.join(['esper-telemetry', 'train', '--resume', str(run_dir)])}")
+    else:
+        print("the run cannot go on, as it has no checkpoint")
 
 
 def _trainer(prepared: Prepared, options: Train) -> PPO | ScriptedRun:

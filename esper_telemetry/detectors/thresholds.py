@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from typing import Any, Self
 
 from esper_telemetry.alarms import ALARMS
+from esper_telemetry.suggestion import did_you_mean
 
 TYPES = frozenset(alarm.type for alarm in ALARMS)
 ON, OFF = "on", "off"
@@ -231,10 +231,7 @@ class Thresholds:
             elif name in NAMES:
                 numbers[name] = _number(name, value)
             else:
-                near = get_close_matches(name, [*NAMES, *TYPES], 3, 0.5)
-                raise ValueError(
-                    f"there is no threshold {name!r}" + (f"; did you mean {' or '.join(near)}?" if near else "")
-                )
+                raise ValueError(f"there is no threshold {name!r}{did_you_mean(name, [*NAMES, *TYPES])}")
         return replace(self, off=frozenset(off), **numbers)
 
     def scaled(self, kappa: float) -> Self:

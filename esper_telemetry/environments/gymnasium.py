@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -13,6 +12,7 @@ from esper_telemetry.environments.action_spaces import described
 from esper_telemetry.environments.observation_spaces import Packer, observed
 from esper_telemetry.environments.protocol import Array, Bools, Step
 from esper_telemetry.environments.state import capture, packed, restore, unpacked
+from esper_telemetry.suggestion import did_you_mean
 
 if TYPE_CHECKING:
     import gymnasium
@@ -158,8 +158,7 @@ def find_spec(env_id: str) -> EnvSpec:
     try:
         spec: EnvSpec = gym.spec(name)
     except (gym.error.Error, ValueError):
-        close = difflib.get_close_matches(name, list(gym.registry), n=3)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        hint = did_you_mean(name, gym.registry)
         raise ValueError(f"there is no environment {env_id!r}{hint}") from None
     return spec
 

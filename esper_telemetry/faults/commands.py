@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
@@ -30,6 +29,7 @@ from esper_telemetry.faults.showing import fault_entries, fault_table, result_ta
 from esper_telemetry.ppo import PPO, preset
 from esper_telemetry.record import Level
 from esper_telemetry.sinks import as_sink
+from esper_telemetry.sinks.console import is_live, make_console
 from esper_telemetry.telemetry import Telemetry
 from esper_telemetry.wiring import attach
 
@@ -47,7 +47,7 @@ def show_faults(options: List) -> int:
     if options.json:
         print(json.dumps(fault_entries(), indent=1))
     else:
-        Console(width=None if sys.stdout.isatty() else WIDTH).print(fault_table())
+        make_console(piped_width=WIDTH).print(fault_table())
     return 0
 
 
@@ -56,7 +56,7 @@ def score(options: Score) -> int:
     with wrong_use():
         work = planned(options)
         directory = None if options.from_ is None else kept_runs(Path(options.from_))
-    errors = Console(stderr=True)
+    errors = make_console(stderr=True)
     with processes(options.workers) as pool, progress_bar(errors) as bar:
         if directory is None:
             with kept_in(options.keep) as keep:
@@ -148,7 +148,7 @@ def progress_bar(console: Console) -> Progress:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    return Progress(*columns, console=console, disable=not console.is_terminal)
+    return Progress(*columns, console=console, disable=not is_live(console))
 
 
 def trained(work: Sequence[Course], keep: Path, pool: Executor, bar: Progress, level: str) -> list[Course]:
@@ -188,7 +188,7 @@ def show(options: Score, done: Sequence[Course], found: Sequence[Opinions]) -> N
     if options.json:
         print(json.dumps({**whole, "halves": parts} if parts else whole, indent=1))
         return
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = make_console(piped_width=WIDTH)
     for title, part in parts.items() or {"all runs": whole}.items():
         console.print(*result_tables(part, title), sep="\n")
     for text in whole["not_applicable"]:

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from esper_telemetry.foreign.logged import Logged, Point
+from esper_telemetry.redaction import masked
+from esper_telemetry.sinks.mlflow import check_tracking_uri
+from esper_telemetry.sinks.protocol import unreachable
 
 X_NAMES = (
     "time/total_timesteps",
@@ -132,6 +135,8 @@ def read_wandb(path: str) -> Logged:
         run = wandb.Api(timeout=30).run(path)
         rows = [_plain(row) for row in run.scan_history()]
     except Exception as error:  # W&B has many, down to those of its HTTP client
+        if dead := unreachable(error):
+            raise ValueError(f"W&B cannot be read: {dead}") from None
         raise ValueError(
             f"W&B has no run {path} to read: {str(error).splitlines()[0] if str(error) else error!r}"
         ) from None
@@ -186,6 +191,8 @@ def read_mlflow(address: str) -> Logged:
     uri, mark, query = address.rpartition("?run=")
     if not mark or not query:
         raise ValueError(f"mlflow: needs the run, such as {EXAMPLES['mlflow']}, got mlflow:{address}")
+    if uri:
+        check_tracking_uri(uri)
     database = Path(uri.removeprefix("sqlite:///"))
     if uri.startswith("sqlite:///") and not database.is_file():  # MLflow would make one
         raise FileNotFoundError(f"there is no {database}")
@@ -197,9 +204,10 @@ def read_mlflow(address: str) -> Logged:
         run = client.get_run(query)
         history = {key: client.get_metric_history(query, key) for key in run.data.metrics}
     except MlflowException as error:
-        raise ValueError(
-            f"MLflow at {uri or 'its default store'} has no run {query} to read: {error.message}"
-        ) from None
+        where = masked(uri) or "its default store"
+        if dead := unreachable(error):
+            raise ValueError(f"MLflow at {where} cannot be read: {dead}") from None
+        raise ValueError(f"MLflow at {where} has no run {query} to read: {error.message}") from None
     points = {
         key: [Point(metric.step, metric.value) for metric in sorted(metrics, key=lambda m: (m.step, m.timestamp))]
         for key, metrics in history.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -113,8 +113,10 @@ class Health:
         return not self.lost and all(sink.equal is not False for sink in self.sinks)
 
 
-def doctor(run_dir: str | os.PathLike[str]) -> Health:
+def doctor(run_dir: str | os.PathLike[str], *, progress: Callable[[str], object] = lambda name: None) -> Health:
     """Compares every backend of a run with its journal; a run whose trainer is gone is ended as killed, in the backends too.
+
+    `progress` is called with the name of each backend before it is read, and how many there are.
 
     Raises FileNotFoundError where there is no journal, ValueError where it does not say which run it is.
     """
@@ -123,11 +125,13 @@ def doctor(run_dir: str | os.PathLike[str]) -> Health:
     under_way = any(is_held(directory, role) for role in (Role.TRAINER, *HELPERS))
     closed = not under_way and _abandoned(directory) and end_if_open(directory, RunStatus.KILLED)
     known = held(directory)
-    sinks = tuple(
-        _examined(directory, name, uri, ended=known.status is not None and not under_way)
-        for name, uri in sorted(_uris(directory).items())
-    )
-    return Health(known.records, known.status, under_way, closed, known.lost, sinks)
+    ended = known.status is not None and not under_way
+    uris = sorted(_uris(directory).items())
+    sinks = []
+    for place, (name, uri) in enumerate(uris, 1):
+        progress(f"{name} ({place} of {len(uris)})")
+        sinks.append(_examined(directory, name, uri, ended=ended))
+    return Health(known.records, known.status, under_way, closed, known.lost, tuple(sinks))
 
 
 def _abandoned(directory: Path) -> bool:

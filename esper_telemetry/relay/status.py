@@ -12,7 +12,7 @@ from pathlib import Path
 
 from esper_telemetry.record import SinkLag
 from esper_telemetry.redaction import masked
-from esper_telemetry.sinks.protocol import Sink
+from esper_telemetry.sinks.protocol import Sink, unreachable
 from esper_telemetry.sinks.uri import BUNDLED, known_sinks
 
 NOT_IN_SEGMENTS = re.compile("[^a-z0-9]+")
@@ -160,7 +160,9 @@ def sink_report(status: SinkStatus, *, pending: int, command: str = "") -> SinkR
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as one line of at most 300 characters, with passwords in addresses masked."""
+    """Return an exception as one line of at most 300 characters, with passwords in addresses masked."""
+    if dead := unreachable(error):
+        return dead
     text = masked(" ".join(str(error).split()))
     return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__
 

@@ -1,15 +1,40 @@
-"""The terminal: a progress bar where it is one and the run's length is known, else a line per update, at most one a second."""
+"""The terminal: a progress bar where it is one and the run's length is known, else a line per update, at most one a second.
+
+Numbers that do not fit into the width of a terminal are left out, the least important first.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from esper_telemetry.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
-from esper_telemetry.sinks.progress import ProgressBar
+from esper_telemetry.sinks.progress import ProgressBar, fitting, plain_length
 from esper_telemetry.sinks.protocol import Place, check_options, require_package
+
+
+def make_console(*, piped_width: int | None = None, **settings: Any) -> Any:
+    """Return rich's console; with NO_COLOR it writes no escape sequence at all, where rich itself still writes bold and dim.
+
+    Args:
+        piped_width: columns where the output is no terminal and COLUMNS does not say how many.
+        settings: passed on to `rich.console.Console`.
+    """
+    from rich.console import Console
+
+    plain = {"force_terminal": False, "color_system": None} if os.environ.get("NO_COLOR") else {}
+    console = Console(**{**settings, **plain})
+    if piped_width is not None and not console.file.isatty() and "COLUMNS" not in os.environ:
+        console.width = piped_width
+    return console
+
+
+def is_live(console: Any) -> bool:
+    """Return whether a line of that console can be redrawn; FORCE_COLOR in a pipe colours the text and redraws nothing."""
+    return bool(console.is_terminal and console.file.isatty() and not console.is_dumb_terminal)
 
 
 class Column(NamedTuple):
@@ -22,13 +47,17 @@ class Column(NamedTuple):
 
 COLUMNS = (
     Column("return", ("episode/return_mean_100", "episode/return_mean"), ".1f"),
-    Column("kl", ("policy/kl",)),
-    Column("clipped", ("policy/clip_frac",), ".0%"),
-    Column("entropy", ("policy/entropy_norm", "policy/entropy"), ".2f"),
-    Column("explained", ("value/explained_variance",), ".2f"),
-    Column("grad", ("grad/global/norm_preclip",)),
     Column("steps/s", ("train/env_steps_per_second",), ",.0f"),
+    Column("kl", ("policy/kl",)),
+    Column("explained", ("value/explained_variance",), ".2f"),
+    Column("entropy", ("policy/entropy_norm", "policy/entropy"), ".2f"),
+    Column("clipped", ("policy/clip_frac",), ".0%"),
+    Column("grad", ("grad/global/norm_preclip",)),
 )
+"""The most important first."""
+
+TOTALS = ("total_steps", "total_timesteps")
+"""Names of the setting that says how many environment steps a run has."""
 
 ALARM_COLOURS = {AlarmLevel.CRITICAL: "bold red", AlarmLevel.WARN: "yellow", AlarmLevel.INFO: "cyan"}
 STATUS_COLOURS = {RunStatus.FINISHED: "green", RunStatus.FAILED: "red"}
@@ -88,14 +117,12 @@ class _Terminal:
     """What one run shows."""
 
     def __init__(self, run: RunInfo, every_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        from rich.console import Console
-
         self.run = run
         self.every_seconds = every_seconds
         self.clock = clock
-        self.console: Any = Console(highlight=False, soft_wrap=True)
-        total = run.facts.get("total_steps")
-        self.bar = ProgressBar(self.console, total) if total and self.console.is_terminal else None
+        self.console = make_console(highlight=False, soft_wrap=True)
+        self.total = total_steps(run)
+        self.bar = ProgressBar(self.console, self.total) if self.total and is_live(self.console) else None
         self.printed_at = float("-inf")
         self.held_back: Record | None = None
         self.last: Record | None = None
@@ -108,7 +135,8 @@ class _Terminal:
             self.print(record)
 
     def print(self, record: Record) -> None:
-        self.console.print(line(record))
+        width = self.console.width if self.console.file.isatty() else None
+        self.console.print(line(record, self.total, width))
         self.printed_at = self.clock()
         self.held_back = None
 
@@ -122,10 +150,18 @@ class _Terminal:
         self.console.print(f"[{colour}]{status.value}[/{colour}]{reached}")
 
 
-def line(record: Record) -> str:
-    """One line, in rich's markup, of the numbers that are present."""
-    head = f"[bold]update {record.axes.update:,}[/bold]  [dim]step {record.axes.env_step:,}[/dim]"
-    return f"{head}  {numbers(record)}"
+def total_steps(run: RunInfo) -> int | None:
+    """Return how many environment steps the run has, as its trainer or its settings say; None where nobody does."""
+    known = [source.get(name) for source in (run.facts, run.config) for name in TOTALS]
+    return next((total for total in known if isinstance(total, int) and total > 0), None)
+
+
+def line(record: Record, total: int | None = None, width: int | None = None) -> str:
+    """Return one line, in rich's markup, of how far the run is and of the numbers that are present and fit into the width."""
+    step = record.axes.env_step
+    far = f"step {step:,}" + (f"/{total:,} ({min(1.0, step / total):.0%})" if total else "")
+    head = f"[bold]update {record.axes.update:,}[/bold]  [dim]{far}[/dim]"
+    return "  ".join([head, *fitting(numbers(record), None if width is None else width - plain_length(head))])
 
 
 def alarm_line(alarm: Alarm) -> str:
@@ -140,10 +176,9 @@ def alarm_line(alarm: Alarm) -> str:
     return f"[{colour}]{alarm.level.upper()} {escape(alarm.type)}[/{colour}]  since update {alarm.since:,}  {text}"
 
 
-def numbers(record: Record) -> str:
-    """The numbers that are present, in rich's markup."""
-    found = [f"[dim]{column.label}[/dim] {text}" for column in COLUMNS if (text := _text(column, record.values))]
-    return "  ".join(found)
+def numbers(record: Record) -> list[str]:
+    """Return the numbers that are present, in rich's markup, the most important first."""
+    return [f"[dim]{column.label}[/dim] {text}" for column in COLUMNS if (text := _text(column, record.values))]
 
 
 def _text(column: Column, values: Mapping[str, float]) -> str:

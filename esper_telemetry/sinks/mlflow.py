@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from pathlib import Path
-from urllib.parse import urlencode
+from typing import Final
+from urllib.parse import urlencode, urlsplit
 
 from esper_telemetry.record import Alarm, Record, RunInfo, RunStatus
 from esper_telemetry.redaction import masked
 from esper_telemetry.sinks.budget import KeyBudget
+from esper_telemetry.sinks.mlflow_database import SQLITE
 from esper_telemetry.sinks.mlflow_names import LegalNames
 from esper_telemetry.sinks.mlflow_run import MlflowRun, joined_run, numbers_of, own_run
 from esper_telemetry.sinks.mlflow_stored import stored_run
 from esper_telemetry.sinks.protocol import Place, check_options, require_package, require_run_dir
 from esper_telemetry.sinks.stored import Shown, Stored
+from esper_telemetry.suggestion import did_you_mean
 
 REQUEST_TIMEOUT_SECONDS = 10
 REQUEST_RETRIES = 1
 SWITCH = {"true": True, "false": False}
+
+SERVERS: Final = ("http", "https")
+DATABASES: Final = ("sqlite", "postgresql", "mysql", "mssql")
+"""May be followed by `+driver`, as in `postgresql+psycopg2`."""
+SCHEMES: Final = (*SERVERS, *DATABASES, "file", "databricks", "databricks-uc", "uc")
+"""Schemes of the tracking URIs that MLflow knows by itself; entry points of the group below add others."""
+STORES: Final = "mlflow.tracking_store"
+PORT_ONLY: Final = re.compile(r"[\w.-]+:\d+(/.*)?")
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,8 @@ class MLflowSink:
 
     def __post_init__(self) -> None:
         require_package("mlflow", "MLflowSink")
+        if self.tracking_uri is not None:
+            check_tracking_uri(self.tracking_uri)
         if not self.experiment.strip():
             raise ValueError(f"experiment must have a name, got {self.experiment!r}")
         if self.parent is not None and (self.run_id is not None or not self.parent.strip()):
@@ -106,9 +121,7 @@ class MLflowSink:
 
         All of it holds for the whole process, so it is nothing to do in the user's.
         """
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(REQUEST_TIMEOUT_SECONDS))
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", str(REQUEST_RETRIES))
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        limit_requests()
 
     def open(self, run: RunInfo) -> None:
         """Finds the run by its id, or makes it, and marks it as running."""
@@ -174,6 +187,39 @@ class MLflowSink:
         if self.tracking_uri is not None or run.run_dir is None:
             return None
         return Path(run.run_dir).absolute() / "mlflow-artifacts"
+
+
+def limit_requests() -> None:
+    """Set, for this process, that MLflow's requests fail after seconds instead of minutes and that it does not report its use."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(REQUEST_TIMEOUT_SECONDS))
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", str(REQUEST_RETRIES))
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
+
+def check_tracking_uri(uri: str) -> None:
+    """Raise ValueError for an address that no MLflow client can open: an unknown scheme, no host, a wrong port, no database."""
+    shown = masked(uri)
+    if PORT_ONLY.fullmatch(uri):
+        raise ValueError(
+            f"a tracking URI of MLflow begins with its scheme, got {shown!r}; did you mean http://{shown}?"
+        )
+    try:
+        parts = urlsplit(uri)
+        port = parts.port if parts.scheme in SERVERS else None
+    except ValueError as error:  # brackets without an end, or a port that is no number or too large
+        raise ValueError(f"the tracking URI {shown!r} of MLflow cannot be read: {error}") from None
+    scheme = parts.scheme.partition("+")[0]
+    windows_drive = len(scheme) == 1
+    known = {*SCHEMES, *(entry.name for entry in entry_points(group=STORES))} if scheme not in SCHEMES else SCHEMES
+    if scheme and not windows_drive and scheme not in known:
+        near = did_you_mean(scheme, known) or f": it knows {', '.join(SCHEMES)}"
+        raise ValueError(f"MLflow knows no tracking URI with the scheme {scheme!r}, got {shown!r}{near}")
+    if scheme in SERVERS and (not parts.hostname or port == 0):
+        raise ValueError(f"the tracking URI of an MLflow server is like http://HOST:PORT, got {shown!r}")
+    if scheme == "sqlite" and (parts.netloc or not parts.path.strip("/")):
+        raise ValueError(f"the tracking URI of an SQLite database is like {SQLITE}FILE, got {shown!r}")
+    if scheme in DATABASES[1:] and not parts.netloc:
+        raise ValueError(f"the tracking URI of a database is like {scheme}://USER@HOST/NAME, got {shown!r}")
 
 
 def _switch(option: str, text: str) -> bool:

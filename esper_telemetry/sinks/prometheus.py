@@ -17,6 +17,8 @@ LOOPBACK = "127.0.0.1"
 FORBIDDEN = re.compile("[^a-zA-Z0-9_]")
 HIGHEST_PORT = 65535
 TEXTFILE = "metrics.prom"
+ADDRESS = re.compile(r"-?\d+|[\w.-]*:\d+/?|\w+://.*")
+"""What is meant as a port or a server, and would be taken for the name of a file."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ class PrometheusSink:
             raise ValueError(f"port must be from 1 to {HIGHEST_PORT}, got {self.port}")
         if self.port is not None and self.path is not None:
             raise ValueError(f"PrometheusSink takes a file or a port, got {str(self.path)!r} and {self.port}")
+        if self.path is not None and (ADDRESS.fullmatch(str(self.path)) or Path(self.path).is_dir()):
+            raise ValueError(
+                f"PrometheusSink takes a file, or a port of this machine such as prometheus:9090, got {str(self.path)!r}"
+            )
 
     @classmethod
     def from_uri(cls, rest: str, options: Mapping[str, str]) -> PrometheusSink:

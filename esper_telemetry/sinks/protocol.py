@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import socket
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from esper_telemetry.record import Record, RunInfo, RunStatus
+from esper_telemetry.suggestion import did_you_mean
 
 logger = logging.getLogger("esper_telemetry.sinks")
+
+UNREACHABLE: Final = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+"""Errors of the system that mean that a server was not reached."""
 
 
 @runtime_checkable
@@ -76,6 +82,18 @@ class Place(NamedTuple):
     command: str
 
 
+def unreachable(error: BaseException) -> str:
+    """Return the sentence for a server that did not answer, from the cause of a client's exception; empty for any other error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and (cause.errno in UNREACHABLE or isinstance(cause, socket.gaierror)):
+            return f"the server does not answer ({cause.strerror})"
+        if isinstance(cause, TimeoutError) and str(cause) == "timed out":  # the socket's own
+            return "the server does not answer (no answer in time)"
+        cause = cause.__cause__ or cause.__context__
+    return ""
+
+
 def require_package(package: str, sink: str) -> None:
     """Raises ModuleNotFoundError with the install command unless the package is there; imports nothing."""
     if find_spec(package) is None:
@@ -100,4 +118,4 @@ def check_options(sink: str, options: Mapping[str, str], known: Sequence[str] = 
     for option in options:
         if option not in known:
             knows = f"it knows {', '.join(known)}" if known else "it has none"
-            raise ValueError(f"sink {sink} has no option {option!r}: {knows}")
+            raise ValueError(f"sink {sink} has no option {option!r}: {knows}{did_you_mean(option, known)}")

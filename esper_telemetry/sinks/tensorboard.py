@@ -57,6 +57,8 @@ class TensorBoardSink:
 
     def __post_init__(self) -> None:
         require_package("tensorboard", "TensorBoardSink")
+        if "://" in str(self.directory) or (self.directory is not None and Path(self.directory).is_file()):
+            raise ValueError(f"TensorBoardSink writes into a directory of this machine, got {str(self.directory)!r}")
 
     @classmethod
     def from_uri(cls, rest: str, options: Mapping[str, str]) -> TensorBoardSink:

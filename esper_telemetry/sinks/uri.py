@@ -9,8 +9,10 @@ from typing import Any, TypeAlias, cast
 from urllib.parse import parse_qsl
 
 from esper_telemetry.record import Record
+from esper_telemetry.redaction import masked
 from esper_telemetry.sinks.function import FunctionSink
 from esper_telemetry.sinks.protocol import Sink, logger
+from esper_telemetry.suggestion import did_you_mean
 
 SinkLike: TypeAlias = Sink | Callable[[Record], object] | str
 """What `as_sink` takes."""
@@ -79,7 +81,11 @@ def sink_from_uri(uri: str) -> Sink:
     """
     address, _, query = uri.partition("?")
     name, _, rest = address.partition(":")
-    options = dict(parse_qsl(query, keep_blank_values=True))
+    pairs = parse_qsl(query, keep_blank_values=True)
+    options = dict(pairs)
+    if len(options) < len(pairs):
+        twice = next(option for option in options if [name for name, _ in pairs].count(option) > 1)
+        raise ValueError(f"option {twice!r} stands more than once in sink {masked(uri)}")
     if name in _registered:
         return as_sink(_registered[name](rest, options))
     return _made(name, _found(name), rest, options)
@@ -94,8 +100,8 @@ def known_sinks() -> dict[str, EntryPoint]:
 def _found(name: str) -> Any:
     known = known_sinks()
     if name not in known:
-        names = ", ".join(sorted({*known, *_registered}))
-        raise ValueError(f"unknown sink {name!r}; known sinks are {names}")
+        names = sorted({*known, *_registered})
+        raise ValueError(f"unknown sink {name!r}; known sinks are {', '.join(names)}{did_you_mean(name, names)}")
     return known[name].load()
 
 

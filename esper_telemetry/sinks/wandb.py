@@ -31,6 +31,7 @@ from esper_telemetry.sinks.wandb_joined import JoinedRun
 from esper_telemetry.sinks.wandb_log import last_update, stored_in
 from esper_telemetry.sinks.wandb_own import MODES, OwnRun, start
 from esper_telemetry.sinks.wandb_server import stored_on_server
+from esper_telemetry.suggestion import did_you_mean
 
 MAX_BINS = 512
 MAX_PROJECT_LENGTH = 128
@@ -75,7 +76,11 @@ class WandbSink:
             rule = f"1 to {MAX_PROJECT_LENGTH} characters, none of {' '.join(NOT_IN_PROJECTS)}"
             raise ValueError(f"a W&B project must have {rule}, got {self.project!r}")
         if self.mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
+            near = did_you_mean(self.mode, MODES)
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}{near}")
+        for name in NAMES:
+            if getattr(self, name) is not None and not getattr(self, name).strip():
+                raise ValueError(f"{name} of a W&B run must not be empty, got {getattr(self, name)!r}")
 
     @classmethod
     def from_uri(cls, rest: str, options: Mapping[str, str]) -> WandbSink:

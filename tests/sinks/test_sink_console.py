@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from sink_runs import record, run_info
 
 from esper_telemetry.record import RunStatus
 from esper_telemetry.sinks import ConsoleSink
+from esper_telemetry.sinks.progress import fitting
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -18,7 +21,7 @@ def test_a_line_holds_the_numbers_that_are_there(capsys: pytest.CaptureFixture[s
         [record(1, {"episode/return_mean": 21.04, "policy/clip_frac": 0.083, "train/env_steps_per_second": 9e3})]
     )
 
-    assert printed(capsys) == ["update 1  step 1,000  return 21.0  clipped 8%  steps/s 9,000"]
+    assert printed(capsys) == ["update 1  step 1,000  return 21.0  steps/s 9,000  clipped 8%"]
 
 
 def test_a_line_a_second_is_enough_but_the_last_is_always_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,3 +54,20 @@ def test_a_run_without_updates_only_says_how_it_ended(capsys: pytest.CaptureFixt
     sink.close(RunStatus.FAILED)
 
     assert printed(capsys) == ["failed"]
+
+
+def test_numbers_that_do_not_fit_are_left_out_from_the_least_important_on() -> None:
+    """`return 21.0` takes 11 columns and `kl 0.01` 7, each with a gap of 2 before it: 22 in all."""
+    numbers = ["[dim]return[/dim] 21.0", "[dim]kl[/dim] 0.01", "[dim]grad[/dim] 3"]
+
+    assert list(fitting(numbers, 22)) == numbers[:2]
+    assert list(fitting(numbers, 21)) == numbers[:1]
+    assert list(fitting(numbers, None)) == numbers
+
+
+def test_a_line_says_how_much_of_the_run_is_done(capsys: pytest.CaptureFixture[str]) -> None:
+    sink = ConsoleSink()
+    sink.open(replace(run_info(), config={"total_timesteps": 4000}))
+    sink.write([record(1, {"policy/kl": 0.01})])
+
+    assert printed(capsys) == ["update 1  step 1,000/4,000 (25%)  kl 0.01"]

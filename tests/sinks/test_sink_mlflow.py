@@ -26,7 +26,7 @@ from sink_runs import HISTOGRAM, record, run_info
 from esper_telemetry import Telemetry, read_run
 from esper_telemetry.record import Record, RunInfo, RunStatus
 from esper_telemetry.registry import registry
-from esper_telemetry.sinks import MLflowSink, PermanentSinkError, mlflow_rows
+from esper_telemetry.sinks import MLflowSink, PermanentSinkError, mlflow_rows, mlflow_stored
 from esper_telemetry.sinks.mlflow_database import ensure_database
 from esper_telemetry.sinks.mlflow_rows import metric_rows
 
@@ -540,3 +540,37 @@ def test_nobody_is_let_in_without_the_password_and_nothing_is_tried_again(server
             opened(run_info(), MLflowSink(address))
 
         assert "guessed" not in str(refused.value)
+
+
+def test_a_file_is_read_without_mlflow_and_as_its_client_reads_it(store: Path, client: Any) -> None:
+    """What MLflow does not list for a run is not there, whatever rows the table holds."""
+    run = run_info(store, run_id="bulk")
+    sink = opened(run)
+    sink.write([record(update, {"policy/kl": 0.5, "policy/entropy": float(update)}) for update in (1, 2, 3)])
+    sink.close(RunStatus.FINISHED)
+    with closing(sqlite3.connect(store / "mlflow.db")) as database, database:
+        run_uuid = found(client, "bulk").info.run_id
+        database.execute("DELETE FROM latest_metrics WHERE run_uuid = ? AND key = 'policy/entropy'", (run_uuid,))
+    code = (
+        "import sys; from pathlib import Path; from esper_telemetry.record import RunInfo; from esper_telemetry.sinks import MLflowSink;"
+        f"run = RunInfo('bulk', 'bulk', Path({str(store)!r}), 0.0); print(MLflowSink().stored(run)); print('mlflow' in sys.modules)"
+    )
+
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+
+    through_client = mlflow_stored._through_client(client, run, "esper_telemetry")
+    assert shown == [str(through_client), "False"]
+    assert through_client.rows[3] == {"policy/kl": 0.5, "axis/update": 3.0, "axis/gradient_step": 48.0}
+    assert through_client.ended
+
+
+def test_a_file_with_other_tables_is_read_through_the_client(
+    store: Path, monkeypatch: pytest.MonkeyPatch, client: Any
+) -> None:
+    run = run_info(store, run_id="other")
+    sink = opened(run)
+    sink.write([record(1, {"policy/kl": 0.5})])
+    sink.close(RunStatus.FINISHED)
+    monkeypatch.setattr(mlflow_stored, "READ_METRICS", "SELECT no_such_column FROM metrics WHERE run_uuid = ?1")
+
+    assert MLflowSink().stored(run) == mlflow_stored._through_client(client, run, "esper_telemetry")

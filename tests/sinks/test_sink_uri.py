@@ -17,6 +17,7 @@ from esper_telemetry.sinks import (
     FunctionSink,
     MLflowSink,
     PermanentSinkError,
+    PrometheusSink,
     Sink,
     TensorBoardSink,
     WandbSink,
@@ -44,6 +45,12 @@ from esper_telemetry.testing import MemorySink
         ("wandb:a?entity=me&group=sweep&job_type=rank3", WandbSink("a", entity="me", group="sweep", job_type="rank3")),
         ("mlflow?parent=abc&checkpoints=true", MLflowSink(parent="abc", checkpoints=True)),
         ("mlflow?checkpoints=false", MLflowSink()),
+        ("mlflow:postgresql+psycopg2://me@host/db", MLflowSink("postgresql+psycopg2://me@host/db")),
+        ("mlflow:databricks", MLflowSink("databricks")),
+        ("mlflow:uc:http://host", MLflowSink("uc:http://host")),
+        ("mlflow:mlruns", MLflowSink("mlruns")),
+        ("prometheus:9090", PrometheusSink(port=9090)),
+        ("prometheus:a.prom", PrometheusSink("a.prom")),
     ],
 )
 def test_a_uri_gives_the_sink_with_these_settings(uri: str, sink: Sink) -> None:
@@ -69,8 +76,58 @@ def test_a_sink_knows_the_uri_that_it_is_made_from(uri: str) -> None:
 @pytest.mark.parametrize(
     ("uri", "message"),
     [
-        ("tensorbord", "unknown sink 'tensorbord'; known sinks are console, mlflow, prometheus, tensorboard, wandb"),
-        ("wandb?mood=offline", "sink wandb has no option 'mood': it knows mode, entity, group, job_type"),
+        (
+            "tensorbord",
+            "unknown sink 'tensorbord'; known sinks are console, mlflow, prometheus, tensorboard, wandb; did you mean tensorboard?",
+        ),
+        (
+            "wandb?mood=offline",
+            "sink wandb has no option 'mood': it knows mode, entity, group, job_type; did you mean mode?",
+        ),
+        (
+            "wandb?mode=ofline",
+            "mode must be one of auto, online, offline, got 'ofline'; did you mean offline or online?",
+        ),
+        (
+            "wandb?mode=online&mode=offline",
+            "option 'mode' stands more than once in sink wandb?mode=online&mode=offline",
+        ),
+        ("wandb:p?entity=", "entity of a W&B run must not be empty, got ''"),
+        (
+            "mlflow:gopher://x",
+            "MLflow knows no tracking URI with the scheme 'gopher', got 'gopher://x': "
+            "it knows http, https, sqlite, postgresql, mysql, mssql, file, databricks, databricks-uc, uc",
+        ),
+        (
+            "mlflow:htpp://me:secret@host",
+            "MLflow knows no tracking URI with the scheme 'htpp', got 'htpp://me:***@host'; did you mean http or https?",
+        ),
+        (
+            "mlflow:127.0.0.1:5000",
+            "a tracking URI of MLflow begins with its scheme, got '127.0.0.1:5000'; did you mean http://127.0.0.1:5000?",
+        ),
+        (
+            "mlflow:localhost:5000/base",
+            "a tracking URI of MLflow begins with its scheme, got 'localhost:5000/base'; did you mean http://localhost:5000/base?",
+        ),
+        ("mlflow:http://", "the tracking URI of an MLflow server is like http://HOST:PORT, got 'http://'"),
+        (
+            "mlflow:http://host:99999",
+            "the tracking URI 'http://host:99999' of MLflow cannot be read: Port out of range 0-65535",
+        ),
+        ("mlflow:sqlite://a.db", "the tracking URI of an SQLite database is like sqlite:///FILE, got 'sqlite://a.db'"),
+        ("mlflow:sqlite:///", "the tracking URI of an SQLite database is like sqlite:///FILE, got 'sqlite:///'"),
+        (
+            "mlflow:postgresql:a",
+            "the tracking URI of a database is like postgresql://USER@HOST/NAME, got 'postgresql:a'",
+        ),
+        ("prometheus:70000", "port must be from 1 to 65535, got 70000"),
+        (
+            "prometheus:localhost:9090",
+            "PrometheusSink takes a file, or a port of this machine such as prometheus:9090, got 'localhost:9090'",
+        ),
+        ("prometheus:-1", "PrometheusSink takes a file, or a port of this machine such as prometheus:9090, got '-1'"),
+        ("tensorboard:s3://bucket", "TensorBoardSink writes into a directory of this machine, got 's3://bucket'"),
         ("wandb?mode=sideways", "mode must be one of auto, online, offline, got 'sideways'"),
         ("mlflow?checkpoints=yes", "option checkpoints of sink mlflow is true or false, got 'yes'"),
         ("mlflow?parent=", "parent is the id of a run, and for a run of ours only, got ''"),
