@@ -111,11 +111,12 @@ def as_number(value: object, name: str) -> float:
         TypeError: for everything else.
     """
     try:
-        number: Any = value.item() if hasattr(value, "item") else value
+        number: Any = value.detach() if isinstance(value, Tensor) else value
+        number = number.item() if hasattr(number, "item") else number
         if not isinstance(number, str | bytes):
             return float(number)
     except OverflowError:
-        return math.copysign(math.inf, number)
+        return math.inf if number > 0 else -math.inf
     except (TypeError, ValueError, RuntimeError):
         pass
     raise TypeError(f"{name} must be one number, got {shown(value)}")

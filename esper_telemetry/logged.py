@@ -12,10 +12,17 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+import numpy as np
+
+from esper_telemetry.conversion import as_number, shown
 from esper_telemetry.record import check_key
 
 MOST_KEYS: Final = 100_000
 """How many keys are remembered as checked; who logs more of them has made them up anew for every record."""
+
+
+PLAIN: Final = (float, int, np.number)
+"""What the sum of numbers is that can be packed as they are; that of tensors is one."""
 
 
 class Keys:
@@ -72,15 +79,21 @@ class Logged:
 
         Raises:
             ValueError: for a key that not every backend accepts; then nothing is added.
+            TypeError: for what is no mapping, and for a value that is not one number.
         """
+        if not isinstance(values, Mapping):
+            raise TypeError(f"log takes a mapping from keys to numbers, such as {{'my/key': 0.3}}, got {shown(values)}")
         names, numbers, keys = tuple(values), values.values(), self._expected
         try:
-            if keys is not None and keys.names == names and math.isfinite(sum(numbers)):
+            total: object = sum(numbers)
+            if keys is not None and keys.names == names and isinstance(total, PLAIN) and math.isfinite(total):
                 self._calls.append(Numbers(keys, keys.row.pack(*numbers)))
                 return
         except (TypeError, struct.error):
             pass  # something that is no number, or can be made one
-        self._add_one_by_one({key: float(number) for key, number in values.items()})
+        self._add_one_by_one(
+            {key: number if type(number) is float else as_number(number, str(key)) for key, number in values.items()}
+        )
 
     def take(self) -> Numbers:
         """All numbers so far, which are forgotten here; of a key that came twice the last."""

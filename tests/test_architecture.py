@@ -56,7 +56,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"claim", "journal", "logged", "offload", "redaction", "registry", "relay"}
     | {"sinks", "summary", "watch", "writer"},
     "failure": {"record"},
-    "logged": {"record"},
+    "logged": {"conversion", "record"},
     "gradient_tap": {"ops"},
     "watched": CORE | {"clock", "gradient_tap", "metrics", "summary"},
     "ranks": CORE | {"recorder", "watch", "window"},
