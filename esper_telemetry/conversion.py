@@ -12,12 +12,15 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, SupportsFloat, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+IntegerLike: TypeAlias = SupportsIndex | SupportsFloat
+"""A whole number of Python, NumPy or torch."""
 
 ArrayLike: TypeAlias = Tensor | npt.ArrayLike
 """A tensor, or what NumPy makes an array of: arrays, numbers, nested lists of numbers."""

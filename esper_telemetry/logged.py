@@ -10,7 +10,7 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, SupportsFloat
 
 import numpy as np
 
@@ -74,7 +74,7 @@ class Logged:
     def __bool__(self) -> bool:
         return bool(self._calls or self._nonfinite)
 
-    def add(self, values: Mapping[str, float]) -> None:
+    def add(self, values: Mapping[str, SupportsFloat]) -> None:
         """Adds numbers; non-finite ones are counted under `<key>_nonfinite`.
 
         Raises:
@@ -85,7 +85,7 @@ class Logged:
             raise TypeError(f"log takes a mapping from keys to numbers, such as {{'my/key': 0.3}}, got {shown(values)}")
         names, numbers, keys = tuple(values), values.values(), self._expected
         try:
-            total: object = sum(numbers)
+            total: object = sum(numbers)  # type: ignore[arg-type]  # where they cannot be added, they come one by one
             if keys is not None and keys.names == names and isinstance(total, PLAIN) and math.isfinite(total):
                 self._calls.append(Numbers(keys, keys.row.pack(*numbers)))
                 return

@@ -25,7 +25,7 @@ from functools import partial, wraps
 from inspect import signature
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, ParamSpec, Self, TypeVar
+from typing import Any, Literal, NoReturn, ParamSpec, Self, SupportsFloat, TypeVar
 
 import numpy as np
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from esper_telemetry import forks
 from esper_telemetry.clock import Clock
-from esper_telemetry.conversion import as_integer, as_number, as_settings, shown
+from esper_telemetry.conversion import IntegerLike, as_integer, as_number, as_settings, shown
 from esper_telemetry.detecting import Detect, facts_of, watches
 from esper_telemetry.failure import Suspects, at_exit, diagnose, status_of
 from esper_telemetry.gradient_tap import Members, group_names
@@ -260,8 +260,8 @@ class Telemetry:
     def observe(
         self,
         *groups: MetricGroup | Postponed | Iterable[MetricGroup],
-        epoch: int | Sequence[int] = 0,
-        step: int | None = None,
+        epoch: IntegerLike | Sequence[IntegerLike] = 0,
+        step: IntegerLike | None = None,
     ) -> None:
         """Adds groups to the update's record; copies their numbers on the device and never waits for it.
 
@@ -348,7 +348,7 @@ class Telemetry:
         """The same for a function that was called already, and has raised."""
         self._containment.note(function, error)
 
-    def log(self, values: Mapping[str, float]) -> None:
+    def log(self, values: Mapping[str, SupportsFloat]) -> None:
         """Adds plain numbers to the update's record; non-finite ones are counted under `<key>_nonfinite`.
 
         Raises:
@@ -360,7 +360,9 @@ class Telemetry:
         with self._lock, self.clock:
             self._open.logged.add(values)
 
-    def flush(self, *, env_step: int, update: int | None = None, gradient_step: int | None = None) -> None:
+    def flush(
+        self, *, env_step: IntegerLike, update: IntegerLike | None = None, gradient_step: IntegerLike | None = None
+    ) -> None:
         """Ends an update: everything observed since the last flush becomes one record.
 
         Args:

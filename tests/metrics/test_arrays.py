@@ -58,7 +58,7 @@ OF_OTHER_THINGS = {"gradient_health", "head_entropy", "policy_entropy"}
 """Functions of modules and of what `entropy_rows` returns."""
 
 
-def converted(value: Any, convert: Callable[[Tensor], object]) -> Any:
+def converted(value: Any, convert: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, Tensor):
         return convert(value)
     if isinstance(value, Mapping):
@@ -66,7 +66,7 @@ def converted(value: Any, convert: Callable[[Tensor], object]) -> Any:
     return [converted(item, convert) for item in value] if isinstance(value, list) else value
 
 
-def measured(name: str, convert: Callable[[Tensor], object]) -> dict[str, float]:
+def measured(name: str, convert: Callable[[Tensor], Any]) -> dict[str, float]:
     positional, keywords = CALLS[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -103,7 +103,7 @@ def backwards(tensor: Tensor) -> object:
     [Tensor.numpy, Tensor.tolist, frozen_array, backwards, lambda tensor: list(tensor.unbind())],
     ids=["arrays", "lists", "read-only arrays", "reversed arrays", "lists of tensors"],
 )
-def test_arrays_and_lists_give_what_tensors_give(name: str, convert: Callable[[Tensor], object]) -> None:
+def test_arrays_and_lists_give_what_tensors_give(name: str, convert: Callable[[Tensor], Any]) -> None:
     expected = measured(name, lambda tensor: tensor)
 
     assert expected
@@ -113,7 +113,7 @@ def test_arrays_and_lists_give_what_tensors_give(name: str, convert: Callable[[T
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in ("entropy_rows", "leaf_interference")])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.longdouble, ">f4"])
 def test_every_floating_type_is_taken(name: str, dtype: Any) -> None:
-    def convert(tensor: Tensor) -> object:
+    def convert(tensor: Tensor) -> Any:
         return tensor.numpy().astype(dtype) if tensor.is_floating_point() else tensor.numpy()
 
     assert measured(name, convert) == pytest.approx(measured(name, lambda tensor: as_tensor(convert(tensor))))
