@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from contextlib import suppress
@@ -47,7 +48,7 @@ def claim(run_dir: str | Path | Literal["auto"] | None, name: str | None) -> Cla
     """
     if run_dir is None:
         return Claim(MemoryJournal())
-    journal = _new_journal(name) if run_dir == "auto" else Journal.create(run_dir)
+    journal = _new_journal(name) if run_dir == "auto" else Journal.create(_directory(run_dir))
     return Claim(journal, None, TrainerLock(journal.run_dir))
 
 
@@ -59,8 +60,9 @@ def claim_again(run_dir: str | Path) -> Claim:
         ValueError: the journal does not say which run it is.
         BlockingIOError: the run is still being trained, or delivered.
     """
+    run_dir = _directory(run_dir)
     run_info(run_dir)
-    directory = Path(run_dir).absolute()
+    directory = run_dir.absolute()
     lock = _locked(directory, str(run_dir))
     try:
         for helper in HELPERS:
@@ -75,6 +77,23 @@ def claim_again(run_dir: str | Path) -> Claim:
         raise
     journal.records = found.records
     return Claim(journal, found, lock)
+
+
+def _directory(run_dir: str | Path) -> Path:
+    """The path that is meant, `~` expanded.
+
+    Raises:
+        TypeError, ValueError: it is none.
+        NotADirectoryError: a file is there.
+    """
+    if not isinstance(run_dir, str | os.PathLike):
+        raise TypeError(f"run_dir must be a path, 'auto' or None, got {run_dir!r}")
+    if not os.fspath(run_dir).strip():
+        raise ValueError(f"run_dir must name a directory, got {run_dir!r}: pass 'auto' for a new one, None for none")
+    path = Path(run_dir).expanduser()
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"run_dir {str(run_dir)!r} is a file: pass the path of a directory")
+    return path
 
 
 def _locked(directory: Path, shown: str) -> TrainerLock:

@@ -21,8 +21,9 @@ def watches(detect: Detect) -> Watches | None:
         return Detectors if detect else None
     if isinstance(detect, Thresholds):
         return Detectors
-    if not callable(detect):
-        raise TypeError(f"detect takes True, False or Thresholds, got {detect!r}")
+    given: object = detect
+    if not callable(detect) or given is Thresholds:
+        raise TypeError(f"detect takes True, False or Thresholds(...), got {detect!r}")
     return detect
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -53,16 +52,14 @@ def first_nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def at_exit(telemetry: Closes) -> Callable[[], None]:
-    """Closes a telemetry that nobody closed, at interpreter exit, without keeping it alive until then.
+    """Close a telemetry that nobody closed, at interpreter exit; unregister what is returned when it is closed.
 
-    A script that an exception ended has left it in `sys.last_value`.
+    It is kept alive until then: a function that makes one and returns has not ended the run. A script that an exception ended has left it
+    in `sys.last_value`.
     """
-    reference = weakref.ref(telemetry)
 
     def close() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.close(status_of(getattr(sys, "last_value", None)))
+        telemetry.close(status_of(getattr(sys, "last_value", None)))
 
     atexit.register(close)
     return close

@@ -80,6 +80,7 @@ class GradientTap:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, clock: AbstractContextManager[None]) -> None:
+        self.model = model
         self.names = {id(parameter): inner_name(name) for name, parameter in model.named_parameters()}
         self._optimizer = optimizer
         self._clock = clock

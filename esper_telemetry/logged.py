@@ -10,12 +10,19 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Mapping
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, SupportsFloat
 
+import numpy as np
+
+from esper_telemetry.conversion import as_number, shown
 from esper_telemetry.record import check_key
 
 MOST_KEYS: Final = 100_000
 """How many keys are remembered as checked; who logs more of them has made them up anew for every record."""
+
+
+PLAIN: Final = (float, int, np.number)
+"""What the sum of numbers is that can be packed as they are; that of tensors is one."""
 
 
 class Keys:
@@ -67,20 +74,26 @@ class Logged:
     def __bool__(self) -> bool:
         return bool(self._calls or self._nonfinite)
 
-    def add(self, values: Mapping[str, float]) -> None:
+    def add(self, values: Mapping[str, SupportsFloat]) -> None:
         """Adds numbers; non-finite ones are counted under `<key>_nonfinite`.
 
         Raises:
             ValueError: for a key that not every backend accepts; then nothing is added.
+            TypeError: for what is no mapping, and for a value that is not one number.
         """
+        if not isinstance(values, Mapping):
+            raise TypeError(f"log takes a mapping from keys to numbers, such as {{'my/key': 0.3}}, got {shown(values)}")
         names, numbers, keys = tuple(values), values.values(), self._expected
         try:
-            if keys is not None and keys.names == names and math.isfinite(sum(numbers)):
+            total: object = sum(numbers)  # type: ignore[arg-type]  # where they cannot be added, they come one by one
+            if keys is not None and keys.names == names and isinstance(total, PLAIN) and math.isfinite(total):
                 self._calls.append(Numbers(keys, keys.row.pack(*numbers)))
                 return
         except (TypeError, struct.error):
             pass  # something that is no number, or can be made one
-        self._add_one_by_one({key: float(number) for key, number in values.items()})
+        self._add_one_by_one(
+            {key: number if type(number) is float else as_number(number, str(key)) for key, number in values.items()}
+        )
 
     def take(self) -> Numbers:
         """All numbers so far, which are forgotten here; of a key that came twice the last."""

@@ -6,12 +6,16 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 KEY_PATTERN = re.compile(r"[a-z0-9_]+(/[a-z0-9_]+)*")
+
+
+SHOWN_VALUES = 8
+"""How many values a record shows of itself."""
 
 
 class Level(IntEnum):
@@ -29,7 +33,7 @@ class Level(IntEnum):
             return text
         try:
             return cls[text.upper()]
-        except KeyError:
+        except (KeyError, AttributeError):
             names = ", ".join(level.name.lower() for level in cls)
             raise ValueError(f"level must be one of {names}, got {text!r}") from None
 
@@ -101,6 +105,14 @@ class Record:
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
     partial: bool = False
 
+    def __repr__(self) -> str:
+        """One line: where it stands, some of its values, and how many there are."""
+        axes = f"update={self.axes.update}, env_step={self.axes.env_step}, gradient_step={self.axes.gradient_step}"
+        some = ", ".join(f"{key!r}: {value:.6g}" for key, value in islice(self.values.items(), SHOWN_VALUES))
+        more = f", ... {len(self.values) - SHOWN_VALUES} more" if len(self.values) > SHOWN_VALUES else ""
+        partial = ", partial" if self.partial else ""
+        return f"Record({axes}, values={{{some}{more}}}, {len(self.histograms)} histograms{partial})"
+
 
 class AlarmLevel(StrEnum):
     """How serious an alarm is, by its severity: below 0.25, below 0.75, or from there on."""
@@ -166,7 +178,7 @@ class Alarm:
     incident: int = 0
     cause: str = ""
     text: str = ""
-    evidence: Mapping[str, Any] = field(default_factory=dict)
+    evidence: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +248,7 @@ class RunInfo:
     notes: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
-    metrics: dict[str, MetricInfo] = field(default_factory=dict)
+    metrics: dict[str, MetricInfo] = field(default_factory=dict, repr=False)
     resumed_from: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -309,6 +321,8 @@ WHOLE_KEYS = ("key",)
 
 def check_key(key: str) -> str:
     """The key itself; raises ValueError unless every backend accepts it."""
-    if not KEY_PATTERN.fullmatch(key):
-        raise ValueError(f"a metric key is made of a-z, 0-9 and _ in segments joined by '/', got {key!r}")
+    if not isinstance(key, str) or not KEY_PATTERN.fullmatch(key):
+        likely = "/".join(part.strip("_") for part in re.sub("[^a-z0-9_/]+", "_", str(key).lower()).split("/"))
+        instead = f": write {likely!r}" if KEY_PATTERN.fullmatch(likely) else ""
+        raise ValueError(f"a metric key is made of a-z, 0-9 and _ in segments joined by '/', got {key!r}{instead}")
     return key

@@ -24,7 +24,7 @@ from esper_telemetry.record import Axes, Level, MetricInfo, RunInfo, RunStatus
 from esper_telemetry.redaction import redacted
 from esper_telemetry.registry import registry
 from esper_telemetry.relay import CloseReport, Relay, RelayStats, SinkState
-from esper_telemetry.sinks import SinkLike, as_sink
+from esper_telemetry.sinks import SinkLike, as_sinks
 from esper_telemetry.summary import Snapshot
 from esper_telemetry.watch import Found, Watches
 from esper_telemetry.writer import INTERVENTION, Delivery, JournalWriter, Measured, Writer
@@ -50,7 +50,7 @@ class Recorder:
 
     def __init__(
         self,
-        sinks: Sequence[SinkLike],
+        sinks: SinkLike | Iterable[SinkLike] | None,
         *,
         run_dir: str | Path | Literal["auto"] | None,
         name: str | None,
@@ -61,7 +61,7 @@ class Recorder:
         resume: bool = False,
         hand_over: bool = False,
     ) -> None:
-        resolved = [as_sink(sink) for sink in sinks]
+        resolved = as_sinks(sinks)
         self._claim = _claimed(run_dir, name, resume=resume)
         self._journal = self._claim.journal
         self.run_dir = self._journal.run_dir

@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from esper_telemetry.conversion import as_tensor
+
 Slot = Tensor | float
 Array = npt.NDArray[np.float64]
 Statistic = Callable[[Sequence[float]], float]
@@ -251,6 +253,8 @@ def as_reduction(value: Any, *, where: str) -> Reduction:
         return ABSENT
     if isinstance(value, Reduction):
         return value
+    if isinstance(value, np.generic | np.ndarray):
+        value = as_tensor(value)
     if isinstance(value, Tensor | float | int):
         if isinstance(value, Tensor) and value.ndim > 1:
             raise ValueError(f"{where} must be a 0-d tensor or a reduction, got shape {list(value.shape)}")

@@ -47,7 +47,9 @@ class Response:
         return self.level > self._configured
 
     def on_alarm(self, callback: AlarmCallback) -> Callable[[], None]:
-        """Calls back with every alarm from now on; returns the function that ends this."""
+        """Calls back with every alarm from now on; returns the function that ends this. Raises TypeError for what cannot be called."""
+        if not callable(callback):
+            raise TypeError(f"on_alarm takes a function of one alarm, got {callback!r}")
         self._callbacks.append(callback)
 
         def remove() -> None:

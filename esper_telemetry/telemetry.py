@@ -16,18 +16,24 @@ In a distributed run every rank has a `Telemetry`. They join what they measured 
 from __future__ import annotations
 
 import atexit
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from difflib import get_close_matches
+from functools import partial, wraps
+from inspect import signature
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, NoReturn, ParamSpec, Self, SupportsFloat, TypeVar
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper_telemetry import forks
 from esper_telemetry.clock import Clock
+from esper_telemetry.conversion import IntegerLike, as_integer, as_number, as_settings, shown
 from esper_telemetry.detecting import Detect, facts_of, watches
 from esper_telemetry.failure import Suspects, at_exit, diagnose, status_of
 from esper_telemetry.gradient_tap import Members, group_names
@@ -48,18 +54,60 @@ from esper_telemetry.window import finish
 from esper_telemetry.writer import INTERVENTION
 
 Event = TypeVar("Event")
+Parameters = ParamSpec("Parameters")
+
+NOT_PICKLED = (
+    "a Telemetry belongs to the process that made it and cannot be pickled: leave it out of what is saved or sent to another process "
+    "(environments, data loaders, checkpoints), and call observe, log and flush in the training process"
+)
+CLOSED = (
+    "esper-telemetry: %s was called after close, and what is measured from here on is not recorded: close telemetry when training is over, "
+    "or make another Telemetry"
+)
+NEVER_FLUSHED = (
+    "esper-telemetry: flush was never called, so everything that was observed and logged is one record, marked as partial: call "
+    "telemetry.flush(env_step=...) at the end of every update"
+)
+OVERDUE = (
+    "esper-telemetry: several updates seem to have been observed since the last flush, and they will be one record: call "
+    "telemetry.flush(env_step=...) at the end of every update"
+)
+BACKWARDS = "esper-telemetry: flush was given %s=%d after %d, so curves over it run backwards: pass the number since the run began"
+REPEATED = (
+    "esper-telemetry: flush was given update=%d after %d, and of an update that comes twice only the first record is shown: leave out "
+    "update, or count on"
+)
+
+_logger = logging.getLogger("esper_telemetry")
+
+
+def _with_suggestions(function: Callable[Parameters, None]) -> Callable[Parameters, None]:
+    """The same function, whose TypeError for an unknown keyword argument names the one that is probably meant."""
+    known = [*signature(function).parameters]
+
+    @wraps(function)
+    def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        for name in kwargs:
+            if name not in known:
+                close = get_close_matches(name, known, 1, 0.5)
+                hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known[1:])}"
+                raise TypeError(f"Telemetry has no argument {name!r}: {hint}")
+        function(*args, **kwargs)
+
+    return checked
 
 
 class Telemetry:
     """Turns observed metric groups into one journalled record per update and sends it to the sinks.
 
     Args:
-        sinks: sink objects, callables of one record, or URIs such as `"tensorboard"` and `"wandb:project"`.
+        sinks: sink objects, callables of one record, or URIs such as `"tensorboard"` and `"wandb:project"`; one or several.
         run_dir: where the journal and the local backends live; a new `runs/<name>-<time>` by default. None keeps nothing: no journal,
             all sinks in this process.
         name: what people call the run; the directory's name by default, and the default directory begins with it.
         level: `off`, `minimal`, `normal` or `debug`.
-        config, tags, notes, facts: travel to every sink with the run; `attach` adds the trainer's own config and facts.
+        config, tags, notes, facts: travel to every sink with the run; `attach` adds the trainer's own config and facts. `config` is a
+            mapping, a dataclass or what `argparse` returns.
         close_timeout: seconds that `close` waits for the sinks, all together.
         resume: goes on in the run that `run_dir` holds, also in the backends. Give telemetry's state back by `load_state_dict`, unless an
             attached trainer loads a checkpoint. Updates that the journal holds already are not recorded again. Where several ranks
@@ -79,25 +127,29 @@ class Telemetry:
     everywhere, such as gradients that DistributedDataParallel has averaged, is rank 0's. `close` waits for nobody.
 
     Raises:
-        ValueError: for an unknown level or sink, and a budget that is no share.
-        TypeError: for thresholds that are none.
+        ValueError: for an unknown level or sink, a budget that is no share, and an empty `run_dir`.
+        TypeError: for thresholds that are none, and other arguments of the wrong type.
         FileExistsError: if `run_dir` holds a journal already.
+        NotADirectoryError: if it is a file.
         FileNotFoundError, BlockingIOError: with `resume`, if it holds none, or a run that is still being trained.
         OSError: if `run_dir` cannot be written.
         RuntimeError: a rank made no `Telemetry` within a minute.
-        All of them are raised on every rank.
+        All of them are raised on every rank, and nothing is left behind.
+
+    Threads may share a Telemetry: one call at a time is served. It cannot be pickled; a copy of an object that holds one holds the same.
     """
 
+    @_with_suggestions
     def __init__(
         self,
-        sinks: Sequence[SinkLike] = (),
+        sinks: SinkLike | Iterable[SinkLike] | None = (),
         *,
         run_dir: str | Path | Literal["auto"] | None = "auto",
         name: str | None = None,
         level: str | Level = Level.NORMAL,
-        config: Mapping[str, Any] | None = None,
-        tags: Sequence[str] = (),
-        notes: str = "",
+        config: object = None,
+        tags: str | Sequence[str] | None = (),
+        notes: str | None = "",
         facts: Mapping[str, Any] | None = None,
         close_timeout: float = 15.0,
         budget: float = BUDGET,
@@ -106,16 +158,22 @@ class Telemetry:
         resume: bool = False,
         ranks: Literal["all", "alone"] = "all",
     ) -> None:
-        if not close_timeout > 0:
+        if not as_number(close_timeout, "close_timeout") > 0:
             raise ValueError(f"close_timeout must be a positive number of seconds, got {close_timeout}")
+        _check_choices(
+            ranks=(ranks, ("all", "alone")), offload=(offload, (True, False)), resume=(resume, (True, False))
+        )
+        if not isinstance(name, str | None):
+            raise TypeError(f"name must be a text, got {shown(name)}")
         self.level = Level.parse(level)
         watch = watches(detect)
-        self.sampling = Sampling(self.level, budget)
+        self.sampling = Sampling(self.level, as_number(budget, "budget"))
+        self._lock = threading.RLock()
         self.clock = Clock()
         self._generation = forks.generation()
         self._timeout = close_timeout
-        self._config = dict(config or {})
-        self._facts = {**dict(facts or {}), **facts_of(detect)}
+        self._config = as_settings(config, "config")
+        self._facts = {**as_settings(facts, "facts"), **facts_of(detect)}
         self._offload = offload
         self._suspects: Suspects = tuple
         self._open_update: Callable[[], Snapshot] = Snapshot
@@ -128,11 +186,15 @@ class Telemetry:
         self._collected = 0
         self._flushed = time.perf_counter()
         self._closed = False
+        self._attached = False
+        self._flushes = 0
+        self._warned: set[str] = set()
         self._recorder: Recorder | Follower | None = None
         self._peers: Peers | None = None
         if self.level > Level.OFF:
             self._peers = Peers.meet() if ranks == "all" else None
-            settings = {"run_dir": run_dir, "name": name, "tags": tuple(tags), "notes": notes}
+            labels = (tags,) if isinstance(tags, str) else tuple(map(str, tags or ()))
+            settings = {"run_dir": run_dir, "name": name, "tags": labels, "notes": notes or ""}
             lends = offload and self._peers is None
             claim: Callable[..., Recorder] = partial(Recorder, sinks, level=self.level, watches=watch, resume=resume)
             claim = partial(claim, hand_over=lends)
@@ -156,6 +218,21 @@ class Telemetry:
         """What the sinks know of the run; None at OFF, before it has started and on all ranks but the first."""
         return self._recorder.run if self._recorder else None
 
+    def __repr__(self) -> str:
+        state = "off" if self.level is Level.OFF else "closed" if self._closed else "open"
+        return (
+            f"<Telemetry {state}, level {self.level.name.lower()}, run_dir {self.run_dir}, update {self._axes.update}>"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(NOT_PICKLED)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
     def start(self, *, config: Mapping[str, Any] | None = None, facts: Mapping[str, Any] | None = None) -> None:
         """Adds to the config and the facts of the run and announces it to the sinks; the first `flush` does so otherwise.
 
@@ -178,12 +255,13 @@ class Telemetry:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Goes on counting where a checkpoint was taken; before the first `flush`."""
         self._axes = Axes(state["update"], state["env_step"], state["gradient_step"], time.time())
+        self._flushes = 0
 
     def observe(
         self,
         *groups: MetricGroup | Postponed | Iterable[MetricGroup],
-        epoch: int | Sequence[int] = 0,
-        step: int | None = None,
+        epoch: IntegerLike | Sequence[IntegerLike] = 0,
+        step: IntegerLike | None = None,
     ) -> None:
         """Adds groups to the update's record; copies their numbers on the device and never waits for it.
 
@@ -192,15 +270,23 @@ class Telemetry:
             epoch: pass over the rollout, from 0; one per row for groups with several rows.
             step: optimizer steps taken in this update before the group was measured. By default the first `observe` of a kind of group
                 after `flush` is step 0, the next step 1, and so on; pass it under gradient accumulation.
+
+        Raises:
+            TypeError: for what is no metric group, such as plain numbers, which `log` takes.
+            ValueError: for epochs and steps that are no whole numbers from 0.
         """
-        if not self._active:
+        if not self._takes("observe"):
             return
-        with self.clock:
-            for group in _flat(groups):
+        with self._lock, self.clock:
+            epochs = _epochs(epoch)
+            place = None if step is None else as_integer(step, "step")
+            for group in list(_flat(groups)):
                 if isinstance(group, Postponed):
-                    self._open.window.postpone(group, epoch, step)
+                    self._open.window.postpone(group, epochs, place)
                 else:
-                    self._open.window.add(group, epoch, step)
+                    self._open.window.add(group, epochs, place)
+            if self._open.window.overdue:
+                self._warn(OVERDUE)
 
     def watch(
         self, model: nn.Module, optimizer: Optimizer, *, actor: Members | None = None, critic: Members | None = None
@@ -217,11 +303,15 @@ class Telemetry:
         function that ends this; `close` does too. Leave `gradient_health` out of a loop that is watched.
 
         Raises:
-            ValueError: the optimizer trains nothing of the model, a group is no part of it, or ranks hold parts of its parameters.
+            TypeError: for what is no module or no optimizer.
+            ValueError: the optimizer trains nothing of the model, or is watched with another one; a group is no part of the model; ranks
+                hold parts of its parameters.
         """
+        if not isinstance(model, nn.Module) or not hasattr(optimizer, "register_step_pre_hook"):
+            raise TypeError(f"watch takes a torch module and its optimizer, got {_kind(model)} and {_kind(optimizer)}")
         parts = {"actor": actor, "critic": critic}
         groups = {name: group_names(model, members) for name, members in parts.items() if members is not None}
-        if not self._active:
+        if not self._takes("watch"):
             return lambda: None
         remove = self._watched.add(model, optimizer)
         if groups:
@@ -235,7 +325,7 @@ class Telemetry:
         """
         if not self._active or self._recorder is None:
             return
-        with self.clock:
+        with self._lock, self.clock:
             if not snapshot.on_device and not self._peers:
                 self._open.snapshots.append(snapshot)
                 return
@@ -247,7 +337,7 @@ class Telemetry:
     def measure(self, measurements: Iterable[Measurement], *, epoch: int | Sequence[int] = 0) -> None:
         """Observes what metric functions find that are called on a trainer's behalf: one that raises costs its group and a warning."""
         if self._active:
-            with self.clock:
+            with self._lock, self.clock:
                 self._containment.measure(measurements, partial(self._open.window.add, epoch=epoch, step=None))
 
     def attempt(self, function: Callable[[Event], None], event: Event) -> None:
@@ -258,28 +348,37 @@ class Telemetry:
         """The same for a function that was called already, and has raised."""
         self._containment.note(function, error)
 
-    def log(self, values: Mapping[str, float]) -> None:
+    def log(self, values: Mapping[str, SupportsFloat]) -> None:
         """Adds plain numbers to the update's record; non-finite ones are counted under `<key>_nonfinite`.
 
         Raises:
             ValueError: for a key that not every backend accepts.
+            TypeError: for what is no mapping, and for a value that is not one number of Python, NumPy or torch.
         """
-        if not self._active:
+        if not self._takes("log"):
             return
-        with self.clock:
+        with self._lock, self.clock:
             self._open.logged.add(values)
 
-    def flush(self, *, env_step: int, update: int | None = None, gradient_step: int | None = None) -> None:
+    def flush(
+        self, *, env_step: IntegerLike, update: IntegerLike | None = None, gradient_step: IntegerLike | None = None
+    ) -> None:
         """Ends an update: everything observed since the last flush becomes one record.
 
         Args:
             env_step: environment steps at which this update's data were collected.
             update: index of the update; counted from 1 by default.
             gradient_step: optimizer steps so far; counted from the observed rows by default.
+
+        Raises:
+            TypeError, ValueError: for what is no whole number from 0 of Python, NumPy or torch.
         """
-        if not self._active:
+        if not self._takes("flush"):
             return
-        with self.clock:
+        with self._lock, self.clock:
+            env_step = as_integer(env_step, "env_step")
+            update = None if update is None else as_integer(update, "update")
+            gradient_step = None if gradient_step is None else as_integer(gradient_step, "gradient_step")
             if self._recorded_elsewhere:
                 self._pass_on(env_step, update, gradient_step)
                 return
@@ -300,7 +399,7 @@ class Telemetry:
         """Makes the record of the last flush, if its numbers were still on their way from the device."""
         if not self._active or self._recorder is None or self._flush is None:
             return
-        with self.clock:
+        with self._lock, self.clock:
             flush, self._flush = self._flush, None
             tables, note = flush.transfer.tables(), Note(self.sampling.proposed, self._response.asked)
             if self._peers and not flush.partial:
@@ -355,7 +454,11 @@ class Telemetry:
         It is called on the training thread, at the end of a rollout or of an update, or by `close`: an update or two after the one that
         shows it, so it may change the trainer. What it raises is logged, once, and training goes on; KeyboardInterrupt and
         SystemExit are not caught. Its time does not count as telemetry's. Of several ranks the first one's callbacks are called.
+
+        Raises:
+            TypeError: for what cannot be called.
         """
+        self._takes("on_alarm")
         return self._response.on_alarm(callback)
 
     def notify_intervention(self, reason: str = "", **details: Any) -> None:
@@ -368,9 +471,9 @@ class Telemetry:
             reason: what was done, in words.
             details: settings that were changed; plain values.
         """
-        if not self._active or self._recorder is None or self._recorder.run is None:
+        if not self._takes("notify_intervention") or self._recorder is None or self._recorder.run is None:
             return
-        with self.clock:
+        with self._lock, self.clock:
             self.materialise()
             self._recorder.event(INTERVENTION, self._axes, {"reason": reason, **details})
 
@@ -381,8 +484,8 @@ class Telemetry:
             suspects: yields the tensors that are searched, in forward order, for the first non-finite one when training raises.
             open_update: takes what has happened in an update that will not end.
         """
-        self._suspects, self._open_update = suspects, open_update
-        if self._active and self._recorder and self._offload and not self._peers:
+        self._suspects, self._open_update, self._attached = suspects, open_update, True
+        if self._takes("attach") and self._recorder and self._offload and not self._peers:
             self._recorder.offload()
 
     def on_close(self, callback: Callable[[], None]) -> None:
@@ -391,10 +494,16 @@ class Telemetry:
 
     def close(self, status: RunStatus | str = RunStatus.FINISHED) -> CloseReport | None:
         """Ends the run: writes what is open, waits for the sinks up to `close_timeout`, reports what they hold. Idempotent."""
+        with self._lock:
+            return self._close(RunStatus(status))
+
+    def _close(self, status: RunStatus) -> CloseReport | None:
         if not self._active or self._recorder is None:
             return None
         self.materialise()
         self.start()
+        if status is RunStatus.FINISHED and self._open and not self._flushes and not self._attached:
+            self._warn(NEVER_FLUSHED)
         for leave in self._leaving:
             self._containment.attempt(leave, lambda _: None)
         self._containment.attempt(self._open_update, self.submit)
@@ -406,7 +515,7 @@ class Telemetry:
         atexit.unregister(self._at_exit)
         if self._peers:
             self._peers.leave()
-        report = self._recorder.close(RunStatus(status), self._timeout)
+        report = self._recorder.close(status, self._timeout)
         self._hear()
         return report
 
@@ -433,6 +542,20 @@ class Telemetry:
     def _active(self) -> bool:
         """Whether this object records: not at OFF, not after close, never in a forked copy of the process."""
         return self._recorder is not None and not self._closed and forks.generation() == self._generation
+
+    def _takes(self, call: str) -> bool:
+        """Whether a call of the user's is recorded; the first one that comes after `close` is told."""
+        if self._active:
+            return True
+        if self._closed and forks.generation() == self._generation:
+            self._warn(CLOSED, call)
+        return False
+
+    def _warn(self, message: str, *args: object) -> None:
+        """Once."""
+        if message not in self._warned:
+            self._warned.add(message)
+            _logger.warning(message, *args)
 
     @property
     def _recorded_elsewhere(self) -> bool:
@@ -489,9 +612,22 @@ class Telemetry:
         """Goes on to there; whether a record belongs there, because no earlier part of the run has it."""
         assert self._recorder is not None
         new = not self._recorder.covers(axes)
+        if new and self._flushes:
+            self._compare(axes)
+        self._flushes += 1
         if new or axes.update <= self._recorder.recorded:
             self._axes = axes
         return new
+
+    def _compare(self, axes: Axes) -> None:
+        """Warns where the update does not lie behind the last one."""
+        last = self._axes
+        if axes.update <= last.update:
+            self._warn(REPEATED, axes.update, last.update)
+        if axes.env_step < last.env_step:
+            self._warn(BACKWARDS, "env_step", axes.env_step, last.env_step)
+        elif axes.gradient_step < last.gradient_step:
+            self._warn(BACKWARDS, "gradient_step", axes.gradient_step, last.gradient_step)
 
     def _next_axes(self, env_step: int, update: int | None, gradient_step: int | None) -> Axes:
         """Where the update under way stands: as was said, or counted."""
@@ -507,12 +643,35 @@ class Telemetry:
         return *self.clock.take(), elapsed
 
 
-def _flat(groups: Iterable[MetricGroup | Postponed | Iterable[MetricGroup]]) -> Iterator[MetricGroup | Postponed]:
+def _flat(groups: Iterable[object]) -> Iterator[MetricGroup | Postponed]:
     """The groups one by one, those in tuples, lists and generators too; what is postponed as a whole."""
     for group in groups:
         if isinstance(group, MetricGroup | Postponed):
             yield group
-        elif isinstance(group, Iterable):
+        elif isinstance(group, Iterable) and not isinstance(group, Mapping | str | bytes | Tensor | np.ndarray):
             yield from _flat(group)
         else:
-            raise TypeError(f"observe takes metric groups, got {type(group).__name__}: log takes plain numbers")
+            raise TypeError(
+                f"observe takes what metric functions return, got {shown(group)}: plain numbers go to telemetry.log({{'my/key': 0.3}})"
+            )
+
+
+def _epochs(epoch: object) -> int | list[int]:
+    """The epoch, or one per row."""
+    several = isinstance(epoch, Sequence) and not isinstance(epoch, str)
+    if several or (isinstance(epoch, Tensor | np.ndarray) and epoch.ndim == 1):
+        return [as_integer(one, "epoch") for one in epoch]  # type: ignore[attr-defined]  # mypy forgets what was asked
+    return as_integer(epoch, "epoch")
+
+
+def _check_choices(**choices: tuple[object, tuple[object, ...]]) -> None:
+    """Raises ValueError for an argument that has none of its values."""
+    for name, (value, known) in choices.items():
+        if not isinstance(value, str | bool | np.bool_) or value not in known:
+            raise ValueError(f"{name} must be {' or '.join(map(repr, known))}, got {shown(value)}")
+
+
+def _kind(value: object) -> str:
+    return (
+        "None" if value is None else f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+    )

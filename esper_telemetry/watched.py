@@ -27,17 +27,27 @@ class Watched:
         return bool(self._taps)
 
     def add(self, model: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
-        """One more; returns the function that ends this."""
+        """One more; returns the function that ends this. An optimizer that is watched already with this model is not watched twice.
+
+        Raises:
+            ValueError: where it is watched with another model.
+        """
+        for known, of in self._taps:
+            if of is optimizer:
+                if known.model is not model:
+                    raise ValueError(
+                        "this optimizer is watched already: watch it once, with a module that holds all its parameters"
+                    )
+                return partial(self._remove, (known, of))
         tap = GradientTap(model, optimizer, self._clock)
         entry = (tap, optimizer)
         self._taps.append(entry)
+        return partial(self._remove, entry)
 
-        def remove() -> None:
-            tap.remove()
-            if entry in self._taps:
-                self._taps.remove(entry)
-
-        return remove
+    def _remove(self, entry: tuple[GradientTap, Optimizer]) -> None:
+        entry[0].remove()
+        if entry in self._taps:
+            self._taps.remove(entry)
 
     def stop(self) -> None:
         """Ends all."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -15,16 +15,27 @@ from esper_telemetry.layout import Index, Layout, Values
 from esper_telemetry.record import Level
 from esper_telemetry.reduction import Array
 
+MAX_RESTARTS: Final = 10
+"""How often the epochs of one update may begin anew: once for each of several policies that are trained in turn."""
+
+MAX_ROWS: Final = 10_000
+"""Rows of one kind in one update, beyond which the end of the update has probably been forgotten."""
+
 NOTHING = torch.empty(0, dtype=torch.float64)
 
 
 @dataclass(slots=True)
 class Rows:
-    """Packed groups of one layout, with the optimizer step and the epoch of each row."""
+    """Packed groups of one layout, with the optimizer step and the epoch of each row.
+
+    Attributes:
+        restarts: how often a smaller epoch has followed a larger one.
+    """
 
     blocks: list[Packed] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
+    restarts: int = 0
 
 
 @dataclass(slots=True)
@@ -34,14 +45,20 @@ class Waiting:
     measured: list[Postponed] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
+    restarts: int = 0
 
 
 class Window:
-    """Observed groups by layout."""
+    """Observed groups by layout.
+
+    Attributes:
+        overdue: whether several updates have been observed since the window was sent, as far as rows and epochs tell.
+    """
 
     def __init__(self) -> None:
         self._rows: dict[Layout, Rows] = {}
         self._waiting: dict[Hashable, Waiting] = {}
+        self.overdue = False
 
     def __bool__(self) -> bool:
         return bool(self._rows or self._waiting)
@@ -58,6 +75,7 @@ class Window:
         if len(epochs) != 1:
             raise ValueError(f"epoch must be a number or one per row (1), got {epoch!r}")
         waiting = self._waiting.setdefault(measured.kind, Waiting())
+        self._judge(waiting, epochs[0])
         waiting.steps.append(step if step is not None else (waiting.steps[-1] + 1 if waiting.steps else 0))
         waiting.epochs.extend(epochs)
         waiting.measured.append(measured)
@@ -74,6 +92,7 @@ class Window:
         if not isinstance(epoch, int) and len(epoch) != count:
             raise ValueError(f"epoch must be a number or one per row ({count}), got {epoch!r}")
         rows = self._rows.setdefault(packed.layout, Rows())
+        self._judge(rows, epoch if isinstance(epoch, int) else epoch[0])
         rows.blocks.append(packed)
         rows.steps.extend(_steps(step, count, rows.steps))
         rows.epochs.extend([epoch] * count if isinstance(epoch, int) else epoch)
@@ -82,8 +101,16 @@ class Window:
         """Starts the one copy to the host; the window is empty afterwards."""
         self._settle()
         rows, self._rows = self._rows, {}
+        self.overdue = False
         blocks = [packed.tensors.view(-1) for item in rows.values() for packed in item.blocks]
         return Transfer(rows, _to_host(blocks))
+
+    def _judge(self, kind: Rows | Waiting, epoch: int) -> None:
+        """Sees whether what is added to a kind of rows belongs to a later update."""
+        if kind.epochs and epoch < kind.epochs[-1]:
+            kind.restarts += 1
+        if kind.restarts >= MAX_RESTARTS or len(kind.epochs) >= MAX_ROWS:
+            self.overdue = True
 
     def _settle(self) -> None:
         """Turns what waited into rows."""

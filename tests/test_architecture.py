@@ -14,7 +14,7 @@ import esper_telemetry
 
 PACKAGE = Path(__file__).parents[1] / "esper_telemetry"
 
-CORE = {"record", "metric", "derived", "reduction", "layout", "group", "ops"}
+CORE = {"conversion", "record", "metric", "derived", "reduction", "layout", "group", "ops"}
 ALLOWED: dict[str, set[str]] = {
     "record": set(),
     "hooks": set(),
@@ -27,10 +27,11 @@ ALLOWED: dict[str, set[str]] = {
     "profiling": {"events", "hooks"},
     "metric": {"record"},
     "derived": {"record", "metric"},
-    "reduction": set(),
-    "layout": {"record", "metric", "reduction"},
-    "group": {"record", "metric", "reduction", "layout"},
-    "window": {"record", "metric", "reduction", "layout", "group"},
+    "conversion": set(),
+    "reduction": {"conversion"},
+    "layout": {"conversion", "record", "metric", "reduction"},
+    "group": {"conversion", "record", "metric", "reduction", "layout"},
+    "window": {"conversion", "record", "metric", "reduction", "layout", "group"},
     "metrics": CORE,
     "series": {"record", "metric", "derived"},
     "alarms": set(),
@@ -56,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"claim", "journal", "logged", "offload", "redaction", "registry", "relay"}
     | {"sinks", "summary", "watch", "writer"},
     "failure": {"record"},
-    "logged": {"record"},
+    "logged": {"conversion", "record"},
     "gradient_tap": {"ops"},
     "watched": CORE | {"clock", "gradient_tap", "metrics", "summary"},
     "ranks": CORE | {"recorder", "watch", "window"},

@@ -260,7 +260,7 @@ class JournalReader:
 
 def journal_path(run_dir: str | os.PathLike[str]) -> Path:
     """The journal in a run directory; raises FileNotFoundError where there is none."""
-    directory = Path(run_dir)
+    directory = Path(run_dir).expanduser()
     if not directory.is_dir():
         raise FileNotFoundError(f"there is no run directory {run_dir}")
     for path in (directory / JOURNAL_NAME, directory / f"{JOURNAL_NAME}{PACKED_SUFFIX}"):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from esper_telemetry.journal.file import JournalReader, journal_path
 from esper_telemetry.journal.lines import JournalEvent, encode_axes, end_status, merge_head
-from esper_telemetry.record import Alarm, Record, RunInfo, RunStatus
+from esper_telemetry.record import Alarm, AlarmEvent, Record, RunInfo, RunStatus
 
 if TYPE_CHECKING:
     import pandas as pd
+
+SHOWN_ALARMS: Final = 5
+"""Types of alarm that a run shows of itself, the most frequent first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,24 @@ class Run:
     status: RunStatus | None = None
     skipped: int = 0
     alarms: tuple[Alarm, ...] = ()
+
+    def __repr__(self) -> str:
+        """A few lines, whatever it holds."""
+        keys = len({key for record in self.records for key in record.values})
+        lines = [f"Run {self.info.name!r} in {self.info.run_dir}", f"  status   {self.status or 'no end yet'}"]
+        if self.records:
+            first, last = self.records[0].axes, self.records[-1].axes
+            reach = f": update {first.update} to {last.update}, env_step {first.env_step} to {last.env_step}"
+        else:
+            reach = ""
+        lines.append(f"  records  {len(self.records)} of {keys} keys{reach}")
+        raised = Counter(alarm.type for alarm in self.alarms if alarm.event is AlarmEvent.RAISE)
+        named = ", ".join(f"{kind} ({count})" for kind, count in raised.most_common(SHOWN_ALARMS))
+        more = f" and {len(raised) - SHOWN_ALARMS} types more" if len(raised) > SHOWN_ALARMS else ""
+        lines.append(f"  alarms   {named or 'none'}{more}")
+        if self.skipped:
+            lines.append(f"  skipped  {self.skipped} lines that could not be understood")
+        return "\n".join([*lines, "  .to_pandas() makes a table of the records"])
 
     def to_pandas(self) -> pd.DataFrame:
         """A frame indexed by update, with one column per axis and per key; NaN where a key is absent.

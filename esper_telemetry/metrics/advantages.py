@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from esper_telemetry.conversion import ArrayLike, as_mask, as_tensor
 from esper_telemetry.group import Counts, Max, Mean, MetricGroup, Min, Moments, Sum, reports
 from esper_telemetry.metric import Metric
 from esper_telemetry.metrics.distribution import REWARDS, histogram
@@ -153,14 +154,15 @@ class AdvantageStats(MetricGroup):
 
 
 @torch.inference_mode()
-def advantage_stats(advantages: Tensor, *, valid: Tensor | None = None) -> AdvantageStats:
+def advantage_stats(advantages: ArrayLike, *, valid: ArrayLike | None = None) -> AdvantageStats:
     """Population moments, extremes and quantiles of the advantages before normalisation.
 
     Args:
         advantages: [T, B] or [N].
         valid: bool, same shape; None where every entry is.
     """
-    s = sample(advantages, valid)
+    advantages = as_tensor(advantages)
+    s = sample(advantages, as_mask(valid, advantages))
     found = quantiles(ascending(s), s.count, levels_for(advantages))
     return AdvantageStats(
         moments=moments(s),
@@ -293,10 +295,10 @@ class NormalizedAdvantageStats(MetricGroup):
 
 @torch.inference_mode()
 def normalized_advantage_stats(
-    normalized: Tensor,
-    advantages: Tensor | None = None,
+    normalized: ArrayLike,
+    advantages: ArrayLike | None = None,
     *,
-    valid: Tensor | None = None,
+    valid: ArrayLike | None = None,
     dim: int | None = None,
 ) -> NormalizedAdvantageStats:
     """What normalisation made of the advantages; merged over the minibatches of an update, it sees the whole of it.
@@ -307,6 +309,9 @@ def normalized_advantage_stats(
         valid: bool, same shape; None where every entry is.
         dim: axis to reduce; None reduces all axes to one row, -1 keeps the leading axis as optimizer steps.
     """
+    normalized = as_tensor(normalized)
+    advantages = None if advantages is None else as_tensor(advantages, normalized)
+    valid = as_mask(valid, normalized)
     same_shape(normalized=normalized, advantages=advantages, valid=valid)
     s = sample(normalized, valid, dim=dim)
     merged = spread(s)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from esper_telemetry.conversion import ArrayLike, as_mask, by_head, masks_by_head
 from esper_telemetry.group import Mean, MetricGroup, Sum, label, reports
 from esper_telemetry.metric import Metric, segment
 from esper_telemetry.metrics.masking import Sample, keep, rows_of, same_shape, sample
@@ -89,11 +90,11 @@ def gaussian_rows(log_std: Tensor, *, relevant: Tensor | None = None) -> HeadRow
 
 @torch.inference_mode()
 def entropy_rows(
-    logits: Mapping[str, Tensor],
-    action_masks: Mapping[str, Tensor] | None = None,
+    logits: Mapping[str, ArrayLike],
+    action_masks: Mapping[str, ArrayLike] | None = None,
     *,
-    log_std: Mapping[str, Tensor] | None = None,
-    relevant: Mapping[str, Tensor] | None = None,
+    log_std: Mapping[str, ArrayLike] | None = None,
+    relevant: Mapping[str, ArrayLike] | None = None,
 ) -> dict[str, HeadRows]:
     """Entropy of every head, row by row: compute it once, give it to `policy_entropy` and `head_entropy`.
 
@@ -103,13 +104,22 @@ def entropy_rows(
         log_std: per Gaussian head [.., D].
         relevant: per head [..] bool; heads left out always take part.
     """
-    masks, relevant = action_masks or {}, relevant or {}
-    rows = {head: categorical_rows(x, masks.get(head), relevant=relevant.get(head)) for head, x in logits.items()}
-    for head, x in (log_std or {}).items():
-        rows[head] = gaussian_rows(x, relevant=relevant.get(head))
+    masks, relevance = masks_by_head(action_masks), masks_by_head(relevant)
+    categorical = by_head(logits).items()
+    for head, x in categorical:
+        _check_relevance(head, x, relevance.get(head))
+    rows = {head: categorical_rows(x, masks.get(head), relevant=relevance.get(head)) for head, x in categorical}
+    for head, x in by_head(log_std).items():
+        rows[head] = gaussian_rows(x, relevant=relevance.get(head))
     if not rows:
         raise ValueError("a policy has at least one head, got none")
     return rows
+
+
+def _check_relevance(head: str, logits: Tensor, relevant: Tensor | None) -> None:
+    if relevant is not None and relevant.shape != logits.shape[:-1]:
+        shapes = f"{list(relevant.shape)} for logits {list(logits.shape)}"
+        raise ValueError(f"relevant has a number for every row of logits, got {shapes} of head {head!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,12 +357,12 @@ class HeadEntropy(MetricGroup):
 
 
 def entropy_stats(
-    logits: Mapping[str, Tensor],
-    action_masks: Mapping[str, Tensor] | None = None,
+    logits: Mapping[str, ArrayLike],
+    action_masks: Mapping[str, ArrayLike] | None = None,
     *,
-    log_std: Mapping[str, Tensor] | None = None,
-    relevant: Mapping[str, Tensor] | None = None,
-    valid: Tensor | None = None,
+    log_std: Mapping[str, ArrayLike] | None = None,
+    relevant: Mapping[str, ArrayLike] | None = None,
+    valid: ArrayLike | None = None,
     dim: int | None = None,
 ) -> PolicyEntropy:
     """Entropy of the whole policy: `policy_entropy` of `entropy_rows`, whose arguments these are."""
@@ -362,7 +372,7 @@ def entropy_stats(
 
 @torch.inference_mode()
 def policy_entropy(
-    heads: Mapping[str, HeadRows], *, valid: Tensor | None = None, dim: int | None = None
+    heads: Mapping[str, HeadRows], *, valid: ArrayLike | None = None, dim: int | None = None
 ) -> PolicyEntropy:
     """Entropy of the joint policy: of a row, the sum over the heads that take part.
 
@@ -371,6 +381,7 @@ def policy_entropy(
         valid: bool, same shape as the rows; None where every row is.
         dim: None reduces all rows to one, -1 keeps the leading axis as optimizer steps.
     """
+    valid = as_mask(valid)
     flat = _aligned(list(heads.values()), valid, dim)
     discrete = [head for head in flat if head.probabilities is not None]
     joint = sample(_total(flat, _entropy), None if valid is None else rows_of(valid, dim), dim=-1)
@@ -387,10 +398,13 @@ def policy_entropy(
 
 
 @torch.inference_mode()
-def head_entropy(heads: Mapping[str, HeadRows], *, valid: Tensor | None = None, dim: int | None = None) -> HeadEntropy:
+def head_entropy(
+    heads: Mapping[str, HeadRows], *, valid: ArrayLike | None = None, dim: int | None = None
+) -> HeadEntropy:
     """Entropy of every head over the rows where it takes part; arguments as for `policy_entropy`."""
+    valid = as_mask(valid)
     flat = _aligned(list(heads.values()), valid, dim)
-    allowed = None if valid is None else rows_of(valid, dim).bool()
+    allowed = None if valid is None else rows_of(valid, dim)
     parts = [_head_means(head, allowed) for head in flat]
     entropy, normalized, decision = (_side_by_side([part[i] for part in parts]) for i in range(3))
     return HeadEntropy(tuple(map(segment, heads)), entropy, normalized, decision)
@@ -422,7 +436,13 @@ def _aligned(heads: Sequence[HeadRows], valid: Tensor | None, dim: int | None) -
     """All heads with the same rows: an entropy that is the same for many rows may come as one of them."""
     shapes = [head.entropy.shape for head in heads] + ([] if valid is None else [valid.shape])
     shape = max(shapes, key=lambda candidate: candidate.numel())
-    return [_flattened(replace(head, entropy=head.entropy.expand(shape)), dim) for head in heads]
+    try:
+        rows = [head.entropy.expand(shape) for head in heads]
+    except RuntimeError:
+        rows = []
+    if not rows or (valid is not None and valid.shape != shape):
+        raise ValueError(f"all heads and valid must have the same rows, got shapes {[list(shape) for shape in shapes]}")
+    return [_flattened(replace(head, entropy=x), dim) for head, x in zip(heads, rows, strict=True)]
 
 
 def _flattened(head: HeadRows, dim: int | None) -> HeadRows:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from torch import Tensor
 
+from esper_telemetry.conversion import ArrayLike, as_tensor
 from esper_telemetry.group import Max, Mean, MetricGroup, Min, Moments, Sum, reports
 from esper_telemetry.metric import Metric
 from esper_telemetry.record import Level
@@ -148,11 +150,11 @@ class EpisodeStats(MetricGroup):
 
 
 def episode_stats(
-    returns: Sequence[float],
-    lengths: Sequence[float],
+    returns: ArrayLike,
+    lengths: ArrayLike,
     *,
-    recent_returns: Iterable[float] = (),
-    recent_ends: Sequence[float] | None = None,
+    recent_returns: ArrayLike | Iterable[float] = (),
+    recent_ends: ArrayLike | None = None,
 ) -> EpisodeStats:
     """Returns and lengths of the episodes that finished in a rollout; without any, only their count.
 
@@ -164,24 +166,38 @@ def episode_stats(
             processes then report the last 100 of all of them. Where it is None, the mean of each one's last 100, weighted by their number.
 
     Raises:
-        ValueError: for different numbers of returns and lengths.
+        ValueError: for different numbers of returns and lengths, and more than one axis.
     """
-    if len(returns) != len(lengths):
-        raise ValueError(
-            f"every episode has a return and a length, got {len(returns)} returns and {len(lengths)} lengths"
-        )
-    finite = [float(value) for value in returns if math.isfinite(value)]
-    recent = [float(value) for value in recent_returns]
+    paid, steps, recent = _floats(returns), _floats(lengths), _floats(recent_returns)
+    if len(paid) != len(steps):
+        raise ValueError(f"every episode has a return and a length, got {len(paid)} returns and {len(steps)} lengths")
+    ends = None if recent_ends is None else _floats(recent_ends)
+    if ends is not None and len(ends) != len(recent):
+        raise ValueError(f"every recent return has an end, got {len(recent)} returns and {len(ends)} ends")
+    finite = [value for value in paid if math.isfinite(value)]
     known = [value for value in recent if math.isfinite(value)]
     return EpisodeStats(
         returns=_moments(finite),
         smallest=Min(min(finite, default=math.inf)),
         largest=Max(max(finite, default=-math.inf)),
-        lengths=Mean(float(sum(lengths)), float(len(lengths))),
-        count=Sum(float(len(returns))),
-        recent=Mean(math.fsum(known), float(len(known))) if recent_ends is None else latest(recent_ends, recent),
-        nonfinite=Sum(float(len(returns) - len(finite))),
+        lengths=Mean(sum(steps), float(len(steps))),
+        count=Sum(float(len(paid))),
+        recent=Mean(math.fsum(known), float(len(known))) if ends is None else latest(ends, recent),
+        nonfinite=Sum(float(len(paid) - len(finite))),
     )
+
+
+def _floats(values: ArrayLike | Iterable[float]) -> list[float]:
+    """One number per episode."""
+    if isinstance(values, Iterable) and not isinstance(values, Tensor | np.ndarray | str):
+        values = list(values)
+        if all(type(value) is float for value in values):
+            return values
+    tensor = as_tensor(values)
+    if tensor.ndim != 1:
+        raise ValueError(f"episodes are a list of numbers, one for each, got shape {list(tensor.shape)}")
+    numbers: list[float] = tensor.double().tolist()
+    return numbers
 
 
 def _moments(x: Sequence[float]) -> Moments:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from esper_telemetry.conversion import ArrayLike, as_mask, as_tensor, as_tensors, by_head, masks_by_head
 from esper_telemetry.group import Max, Mean, MetricGroup, Sum, reports
 from esper_telemetry.metric import Metric
 from esper_telemetry.metrics.masking import keep, rows_of, same_shape, sample, where_any
@@ -69,7 +70,9 @@ class GaeIdentity(MetricGroup):
 
 
 @torch.inference_mode()
-def gae_identity(advantages: Tensor, values: Tensor, returns: Tensor, *, valid: Tensor | None = None) -> GaeIdentity:
+def gae_identity(
+    advantages: ArrayLike, values: ArrayLike, returns: ArrayLike, *, valid: ArrayLike | None = None
+) -> GaeIdentity:
     """max|A + V - R| / max(1, max|R|), over the rows about to be used.
 
     Args:
@@ -78,6 +81,9 @@ def gae_identity(advantages: Tensor, values: Tensor, returns: Tensor, *, valid: 
         returns: regression targets, same shape.
         valid: bool, same shape; None where every entry is.
     """
+    advantages = as_tensor(advantages)
+    values, returns = as_tensor(values, advantages), as_tensor(returns, advantages)
+    valid = as_mask(valid, advantages)
     same_shape(advantages=advantages, values=values, returns=returns, valid=valid)
     s = sample(advantages.detach().double() + values.detach().double() - returns.detach().double(), valid)
     scale = keep(rows_of(returns, None).double(), s.kept).values.abs().amax(-1)
@@ -106,11 +112,11 @@ class MaskViolation(MetricGroup):
 
 @torch.inference_mode()
 def mask_violation(
-    actions: Mapping[str, Tensor],
-    action_masks: Mapping[str, Tensor],
+    actions: Mapping[str, ArrayLike],
+    action_masks: Mapping[str, ArrayLike],
     *,
-    relevant: Mapping[str, Tensor] | None = None,
-    valid: Tensor | None = None,
+    relevant: Mapping[str, ArrayLike] | None = None,
+    valid: ArrayLike | None = None,
 ) -> MaskViolation:
     """Number of chosen actions that are masked, on rows where their head is relevant.
 
@@ -120,16 +126,27 @@ def mask_violation(
         relevant: per head, [..] bool: rows on which the head takes part; heads left out always do.
         valid: [..] bool; None where every row is.
     """
-    relevant = relevant or {}
-    counts = [_violations(actions[head], mask, relevant.get(head), valid) for head, mask in action_masks.items()]
+    chosen, relevance, rows = by_head(actions), masks_by_head(relevant), as_mask(valid)
+    masks = masks_by_head(action_masks)
+    for head in masks:
+        if head not in chosen:
+            raise ValueError(
+                f"there is a mask but there are no actions of head {head!r}: heads with actions are {[*chosen]}"
+            )
+    counts = [_violations(chosen[head], mask, relevance.get(head), rows) for head, mask in masks.items()]
     return MaskViolation(Sum(torch.stack(counts).sum() if counts else 0.0))
 
 
 def _violations(actions: Tensor, mask: Tensor, relevant: Tensor | None, valid: Tensor | None) -> Tensor:
-    forbidden = ~mask.bool().gather(-1, actions.long().unsqueeze(-1)).squeeze(-1)
+    if mask.shape[:-1] != actions.shape:
+        raise ValueError(
+            f"a mask has the shape of its actions and one more axis, got {list(mask.shape)} and {list(actions.shape)}"
+        )
+    same_shape(actions=actions, relevant=relevant, valid=valid)
+    forbidden = ~mask.gather(-1, actions.long().unsqueeze(-1)).squeeze(-1)
     for condition in (relevant, valid):
         if condition is not None:
-            forbidden = forbidden & condition.bool()
+            forbidden = forbidden & condition
     return forbidden.sum()
 
 
@@ -180,13 +197,15 @@ class RowsRepeated(MetricGroup):
 
 
 @torch.inference_mode()
-def rows_repeated(rows: Tensor, *, valid: Tensor | None = None) -> RowsRepeated:
+def rows_repeated(rows: ArrayLike, *, valid: ArrayLike | None = None) -> RowsRepeated:
     """Share of the rows of a pass whose transition had been in it before: 0 where each comes once.
 
     Args:
         rows: numbers of transitions, any shape, from 0.
         valid: bool, same shape; None where every entry is.
     """
+    rows = as_tensor(rows)
+    valid = as_mask(valid, rows)
     same_shape(rows=rows, valid=valid)
     known = rows.flatten() if valid is None else rows.masked_fill(~valid, -1).flatten()
     if not known.numel():
@@ -217,17 +236,18 @@ class Numerics(MetricGroup):
 
 
 @torch.inference_mode()
-def nonfinite_count(tensors: Iterable[Tensor], *, valid: Tensor | None = None) -> Numerics:
+def nonfinite_count(tensors: Iterable[ArrayLike], *, valid: ArrayLike | None = None) -> Numerics:
     """Number of NaN and infinite entries in all of `tensors` together; masked entries do not count.
 
     Args:
         tensors: any shapes; those of the shape of `valid` are masked by it.
         valid: bool; None where every entry is.
     """
-    counts = [_nonfinite(x, valid) for x in tensors]
+    mask = as_mask(valid)
+    counts = [_nonfinite(x, mask) for x in as_tensors(tensors)]
     return Numerics(Sum(torch.stack(counts).sum() if counts else 0.0))
 
 
 def _nonfinite(x: Tensor, valid: Tensor | None) -> Tensor:
     bad = ~torch.isfinite(x.detach())
-    return (bad & valid.bool() if valid is not None and valid.shape == bad.shape else bad).sum()
+    return (bad & valid if valid is not None and valid.shape == bad.shape else bad).sum()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from esper_telemetry.conversion import ArrayLike, as_mask, as_tensor
 from esper_telemetry.group import Mean, MetricGroup, Sum, reports
 from esper_telemetry.metric import Metric
 from esper_telemetry.metrics.masking import same_shape, sample
@@ -112,12 +113,12 @@ def loss_weights(coefficients: Mapping[str, float]) -> LossWeights:
 
 @torch.inference_mode()
 def loss_terms(
-    policy: Tensor,
-    value: Tensor,
-    entropy: Tensor | None = None,
-    total: Tensor | None = None,
+    policy: ArrayLike,
+    value: ArrayLike,
+    entropy: ArrayLike | None = None,
+    total: ArrayLike | None = None,
     *,
-    count: Tensor | Sequence[float] | float = 1.0,
+    count: ArrayLike = 1.0,
 ) -> LossTerms:
     """Losses that the trainer computed.
 
@@ -129,27 +130,29 @@ def loss_terms(
         count: valid rows behind each, same shape, or one number for all.
     """
     known = {"policy": policy, "value": value, "entropy": entropy, "total": total}
-    given = {name: term.detach() for name, term in known.items() if term is not None}
+    given = {name: as_tensor(term).detach() for name, term in known.items() if term is not None}
     same_shape(**given)
     terms = torch.stack(list(given.values())).double()
     finite = terms.abs() < torch.inf
-    weights = finite * torch.as_tensor(count, dtype=torch.float64, device=terms.device)
+    rows = as_tensor(count, terms).to(terms)
+    same_shape(terms=terms[0], count=rows if rows.ndim else None)
+    weights = finite * rows
     means = map(Mean, torch.where(finite, terms * weights, 0.0), weights)
     return LossTerms(**dict(zip(given, means, strict=True)), nonfinite=Sum(len(given) - finite.sum(0)))
 
 
 @torch.inference_mode()
 def ppo_losses(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    values: Tensor,
-    returns: Tensor,
-    entropy: Tensor,
+    log_ratio: ArrayLike,
+    advantages: ArrayLike,
+    values: ArrayLike,
+    returns: ArrayLike,
+    entropy: ArrayLike,
     *,
     clip: float,
     value_coef: float,
     entropy_coef: float,
-    valid: Tensor | None = None,
+    valid: ArrayLike | None = None,
     dim: int | None = None,
 ) -> LossTerms:
     """The loss terms from what they are made of, for trainers that do not hand them out.
@@ -164,6 +167,10 @@ def ppo_losses(
         valid: bool, same shape; None where every entry is.
         dim: axis to reduce; None reduces all axes to one row, -1 keeps the leading axis as optimizer steps.
     """
+    log_ratio = as_tensor(log_ratio)
+    advantages, values = as_tensor(advantages, log_ratio), as_tensor(values, log_ratio)
+    returns, entropy = as_tensor(returns, log_ratio), as_tensor(entropy, log_ratio)
+    valid = as_mask(valid, log_ratio)
     same_shape(log_ratio=log_ratio, advantages=advantages, values=values, returns=returns, entropy=entropy, valid=valid)
     r = log_ratio.detach().double().clamp(-EXP_LIMIT, EXP_LIMIT).exp()
     a = advantages.detach().double()

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from esper_telemetry.conversion import ArrayLike, as_mask, as_tensor
 from esper_telemetry.group import Counts, Ess, Max, Mean, MetricGroup, Min, Moments, Sum, reports
 from esper_telemetry.metric import Metric, Rows
 from esper_telemetry.metrics.distribution import LOG_RATIOS, histogram
@@ -422,11 +423,11 @@ class RatioDiagnostics(MetricGroup):
 
 @torch.inference_mode()
 def ratio_diagnostics(
-    log_ratio: Tensor,
-    advantages: Tensor | None = None,
+    log_ratio: ArrayLike,
+    advantages: ArrayLike | None = None,
     *,
     clip: float | None = None,
-    valid: Tensor | None = None,
+    valid: ArrayLike | None = None,
     dim: int | None = None,
 ) -> RatioDiagnostics:
     """KL estimates, ratio moments and quantiles, clip fractions, effective sample size and surrogate gain.
@@ -442,6 +443,9 @@ def ratio_diagnostics(
     """
     if clip is not None and clip < 0:
         raise ValueError(f"clip must not be negative, got {clip}")
+    log_ratio = as_tensor(log_ratio)
+    advantages = None if advantages is None else as_tensor(advantages, log_ratio)
+    valid = as_mask(valid, log_ratio)
     same_shape(log_ratio=log_ratio, advantages=advantages, valid=valid)
     s = sample(log_ratio, valid, dim=dim)
     e = s.values.clamp(-EXP_LIMIT, EXP_LIMIT).expm1_()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from esper_telemetry.conversion import ArrayLike, as_mask, as_tensor
 from esper_telemetry.group import Counts, Max, MetricGroup, Min, Moments, Sum, reports
 from esper_telemetry.metric import Metric
 from esper_telemetry.metrics.distribution import REWARDS, histogram
@@ -110,14 +110,15 @@ class ReturnStats(MetricGroup):
 
 
 @torch.inference_mode()
-def return_stats(returns: Tensor, *, valid: Tensor | None = None) -> ReturnStats:
+def return_stats(returns: ArrayLike, *, valid: ArrayLike | None = None) -> ReturnStats:
     """Population moments, extremes and quantiles of the returns.
 
     Args:
         returns: [T, B] or [N].
         valid: bool, same shape; None where every entry is.
     """
-    s = sample(returns, valid)
+    returns = as_tensor(returns)
+    s = sample(returns, as_mask(valid, returns))
     found = quantiles(ascending(s), s.count, levels_for(returns))
     return ReturnStats(
         moments=moments(s),

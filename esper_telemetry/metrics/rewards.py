@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from esper_telemetry.conversion import ArrayLike, as_mask, as_tensor
 from esper_telemetry.group import Max, Mean, MetricGroup, Moments, Sum, reports
 from esper_telemetry.metric import Metric
 from esper_telemetry.metrics.masking import sample, spread, where_any
@@ -75,14 +75,15 @@ class RewardStats(MetricGroup):
 
 
 @torch.inference_mode()
-def reward_stats(rewards: Tensor, *, valid: Tensor | None = None) -> RewardStats:
+def reward_stats(rewards: ArrayLike, *, valid: ArrayLike | None = None) -> RewardStats:
     """Mean, spread and largest magnitude of the raw rewards; zeros are counted exactly.
 
     Args:
         rewards: [T, B] or [N].
         valid: bool, same shape; None where every entry is.
     """
-    s = sample(rewards, valid)
+    rewards = as_tensor(rewards)
+    s = sample(rewards, as_mask(valid, rewards))
     zero = s.kept & (s.values == 0)
     return RewardStats(
         moments=spread(s),

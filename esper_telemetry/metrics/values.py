@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from esper_telemetry.conversion import ArrayLike, as_mask, as_tensor
 from esper_telemetry.group import Counts, Max, Mean, MetricGroup, Moments, Sum, reports
 from esper_telemetry.metric import Metric
 from esper_telemetry.metrics.distribution import REWARDS, histogram
@@ -178,7 +178,7 @@ class ValueFit(MetricGroup):
 
 
 @torch.inference_mode()
-def value_fit(values: Tensor, returns: Tensor, *, valid: Tensor | None = None) -> ValueFit:
+def value_fit(values: ArrayLike, returns: ArrayLike, *, valid: ArrayLike | None = None) -> ValueFit:
     """Errors of the critic: moments and quantiles, and how much its estimates and the returns vary.
 
     Args:
@@ -188,6 +188,8 @@ def value_fit(values: Tensor, returns: Tensor, *, valid: Tensor | None = None) -
 
     Explained variance, R², correlation and their relatives need earlier updates and are derived from these on the host (`series.critic`).
     """
+    values = as_tensor(values)
+    returns, valid = as_tensor(returns, values), as_mask(valid, values)
     same_shape(values=values, returns=returns, valid=valid)
     both = torch.stack([rows_of(values, None), rows_of(returns, None)]).double()
     difference = both[0] - both[1]
@@ -283,12 +285,12 @@ class ValueMovement(MetricGroup):
 
 @torch.inference_mode()
 def value_movement(
-    values: Tensor,
-    old_values: Tensor,
-    returns: Tensor,
+    values: ArrayLike,
+    old_values: ArrayLike,
+    returns: ArrayLike,
     *,
     clip: float | None = None,
-    valid: Tensor | None = None,
+    valid: ArrayLike | None = None,
     dim: int | None = None,
 ) -> ValueMovement:
     """Share of clipped value estimates, and their mean movement over the returns' standard deviation.
@@ -302,6 +304,8 @@ def value_movement(
     """
     if clip is not None and clip < 0:
         raise ValueError(f"clip must not be negative, got {clip}")
+    values = as_tensor(values)
+    old_values, returns, valid = as_tensor(old_values, values), as_tensor(returns, values), as_mask(valid, values)
     same_shape(values=values, old_values=old_values, returns=returns, valid=valid)
     move = sample(values.detach().double() - old_values.detach().double(), valid, dim=dim)
     distance = move.values.abs()

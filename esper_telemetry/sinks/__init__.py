@@ -19,7 +19,7 @@ from esper_telemetry.sinks.mlflow import MLflowSink
 from esper_telemetry.sinks.prometheus import PrometheusSink
 from esper_telemetry.sinks.protocol import DeadClientError, PermanentSinkError, Place, PoisonRecordError, Sink
 from esper_telemetry.sinks.tensorboard import TensorBoardSink
-from esper_telemetry.sinks.uri import SinkLike, as_sink, known_sinks, register_sink, sink_from_uri
+from esper_telemetry.sinks.uri import SinkLike, as_sink, as_sinks, known_sinks, register_sink, sink_from_uri
 from esper_telemetry.sinks.wandb import WandbSink
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "TensorBoardSink",
     "WandbSink",
     "as_sink",
+    "as_sinks",
     "known_sinks",
     "register_sink",
     "sink_from_uri",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeAlias, cast
 from urllib.parse import parse_qsl
@@ -70,6 +70,19 @@ def as_sink(thing: object) -> Sink:
     if callable(thing):
         return FunctionSink(thing)
     raise TypeError(f"a sink has open, write and close, or is callable, or is a URI; got {thing!r}")
+
+
+def as_sinks(things: SinkLike | Iterable[SinkLike] | None) -> list[Sink]:
+    """The sinks of a list, or the one that is meant; none for None.
+
+    Raises:
+        TypeError, ValueError, ModuleNotFoundError: as `as_sink`, for any of them.
+    """
+    if things is None:
+        return []
+    if isinstance(things, str | Sink | Mapping) or callable(things) or not isinstance(things, Iterable):
+        return [as_sink(things)]
+    return [as_sink(thing) for thing in things]
 
 
 def sink_from_uri(uri: str) -> Sink:

@@ -41,7 +41,15 @@ def attach(telemetry: Telemetry, source: Source) -> Remover:
     """Makes `telemetry` observe and flush what happens in `source`; returns the function that ends this.
 
     At level OFF nothing is registered, so the trainer does no extra work.
+
+    Raises:
+        TypeError: for anything else than a Telemetry and something that emits events.
     """
+    if not isinstance(telemetry, Telemetry) or not isinstance(getattr(source, "hooks", None), Hooks):
+        raise TypeError(
+            f"attach takes a Telemetry and a trainer with hooks, got {type(telemetry).__name__} and {type(source).__name__}: "
+            "telemetry.watch(model, optimizer) is for a loop of your own, TelemetryCallback for Stable-Baselines3"
+        )
     if telemetry.level is Level.OFF:
         return lambda: None
     contained = partial(Listener, telemetry.clock, source.hooks, telemetry.attempt)

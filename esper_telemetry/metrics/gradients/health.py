@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry import ops
+from esper_telemetry.conversion import shown
 from esper_telemetry.group import MetricGroup, Postponed
 from esper_telemetry.metrics.gradients.clipping import check_limit
 from esper_telemetry.metrics.gradients.membership import FrozenGroups, Groups, belongs, frozen
@@ -99,10 +100,16 @@ def named_parameters(parameters: Parameters) -> dict[str, Tensor]:
     """Trainable parameters by name, each once; without names their position."""
     if isinstance(parameters, nn.Module):
         return {name: p for name, p in parameters.named_parameters() if p.requires_grad}
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    if not isinstance(parameters, Iterable) or isinstance(parameters, str):
+        raise TypeError(f"gradient_health takes a module or its parameters, got {shown(parameters)}")
     items = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
     named = [item if isinstance(item, tuple) else (str(index), item) for index, item in enumerate(items)]
     seen: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in named:
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"gradient_health takes a module or its parameters, got {shown(parameter)}")
         seen.setdefault(id(parameter), (name, parameter))
     return dict(seen.values())
 

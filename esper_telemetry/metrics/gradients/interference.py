@@ -9,12 +9,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from esper_telemetry.conversion import ArrayLike, as_tensor, as_tensors
 from esper_telemetry.group import Mean, Metric, MetricGroup, reports
 from esper_telemetry.metrics.defined import defined, defined_together
 from esper_telemetry.metrics.gradients.clipping import coefficients
 from esper_telemetry.metrics.gradients.health import tensor_norms
 from esper_telemetry.metrics.gradients.norms import GradientNorms
 from esper_telemetry.metrics.gradients.pull import Agreement, EffectivePull, Pull, ShareOfCritic, compared
+from esper_telemetry.metrics.masking import same_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +128,11 @@ class LeafGradients(NamedTuple):
 
 
 def interference(
-    actor: Tensor,
-    critic: Tensor,
+    actor: ArrayLike,
+    critic: ArrayLike,
     *,
-    coefs: Tensor | float = 1.0,
-    dots: Tensor | None = None,
+    coefs: ArrayLike = 1.0,
+    dots: ArrayLike | None = None,
     counts: Sequence[int] | None = None,
 ) -> Interference:
     """How the sizes of the two gradients compare.
@@ -144,13 +146,15 @@ def interference(
         counts: [M] rows over which each rank has taken its losses' means, where gradients are those of its own rows and several ranks
             report together; None where there is one, or the gradients are those of all.
     """
-    actor, critic = actor.double(), critic.double()
-    dots = None if dots is None else dots.double()
-    means = defined_together(*compared(actor, critic, coefs, dots))
+    actor = as_tensor(actor).double()
+    critic, factor = as_tensor(critic, actor).double(), as_tensor(coefs, actor).double()
+    dots = None if dots is None else as_tensor(dots, actor).double()
+    same_shape(actor=actor, critic=critic, dots=dots, coefs=factor if factor.ndim else None)
+    means = defined_together(*compared(actor, critic, factor, dots))
     if counts is None:
         return Interference(*means)
     rows = torch.tensor(counts, dtype=torch.float64, device=actor.device)
-    parts = (actor, critic, actor * critic if dots is None else dots, torch.as_tensor(coefs), rows)
+    parts = (actor, critic, actor * critic if dots is None else dots, factor, rows)
     kinds = zip((Pull, ShareOfCritic, EffectivePull, Agreement), means, strict=False)
     return Interference(*(kind(mean.total, mean.count, *parts) for kind, mean in kinds))
 
@@ -165,7 +169,7 @@ def leaf_gradients(actors: Sequence[Tensor], critics: Sequence[Tensor]) -> LeafG
 
 
 def leaf_interference(
-    actors: Sequence[Tensor], critics: Sequence[Tensor], *, coefs: Tensor | float = 1.0, shared: bool = True
+    actors: Sequence[ArrayLike], critics: Sequence[ArrayLike], *, coefs: ArrayLike = 1.0, shared: bool = True
 ) -> Interference:
     """`interference` of the gradients at the trunk's outputs at M optimizer steps.
 
@@ -175,7 +179,12 @@ def leaf_interference(
         coefs: [M] clip coefficients; 1 where nothing is clipped.
         shared: both are gradients of one and the same output; otherwise there is no cosine.
     """
-    leaves = leaf_gradients(actors, critics)
+    of_actors, of_critics = as_tensors(actors), as_tensors(critics)
+    if not of_actors or len(of_actors) != len(of_critics):
+        raise ValueError(
+            f"every step has a gradient of each, got {len(of_actors)} actors and {len(of_critics)} critics"
+        )
+    leaves = leaf_gradients(of_actors, of_critics)
     return interference(leaves.actor, leaves.critic, coefs=coefs, dots=leaves.dots if shared else None)
 
 

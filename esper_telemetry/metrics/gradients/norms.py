@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from esper_telemetry.conversion import ArrayLike, as_tensor
 from esper_telemetry.group import Mean, Sum
 from esper_telemetry.metrics.defined import defined
 from esper_telemetry.metrics.gradients.clipping import Clipping, clip_coefficients, clipping
@@ -22,6 +23,7 @@ from esper_telemetry.metrics.gradients.groups import (
     TermGradients,
 )
 from esper_telemetry.metrics.gradients.membership import Groups, Membership, membership
+from esper_telemetry.metrics.masking import same_shape
 
 UNTOUCHED = 1 - 1e-5
 """Factor above which rounding alone tells a gradient from the one before clipping."""
@@ -71,14 +73,14 @@ class _Columns(NamedTuple):
 
 
 def gradient_norms(
-    norms: Tensor,
+    norms: ArrayLike,
     names: Sequence[str],
     groups: Groups | None = None,
     numels: Sequence[int] | None = None,
     *,
     max_norm: float | None = None,
-    nonfinite: Tensor | None = None,
-    applied: Tensor | None = None,
+    nonfinite: ArrayLike | None = None,
+    applied: ArrayLike | None = None,
 ) -> GradientNorms:
     """Norms of the network, its groups and its tensors, before and after clipping, at the optimizer steps of an update.
 
@@ -95,8 +97,13 @@ def gradient_norms(
     Every step counts once. Where a tensor's norm is not finite, its own norm, its group's and the global one are left
     out at that step, and it is counted; the step has no clip coefficient. A group without gradients is absent.
     """
-    if norms.shape[-1] != len(names):
-        raise ValueError(f"norms of {norms.shape[-1]} tensors need as many names, got {len(names)}")
+    norms = as_tensor(norms)
+    nonfinite = None if nonfinite is None else as_tensor(nonfinite, norms)
+    applied = None if applied is None else as_tensor(applied, norms)
+    same_shape(norms=norms, nonfinite=nonfinite, applied=applied)
+    tensors = norms.shape[-1] if norms.ndim else 1
+    if tensors != len(names):
+        raise ValueError(f"norms of {tensors} tensors need as many names, got {len(names)}")
     if not names:
         return GradientNorms(GlobalGradient(), Clipping(), GroupGradients(()), LayerGradients(()))
     members = membership(names, groups or {}, numels, norms.device)

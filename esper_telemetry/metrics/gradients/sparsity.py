@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from esper_telemetry.conversion import ArrayLike, as_tensors
 from esper_telemetry.group import Mean, Metric, MetricGroup, label, reports
 from esper_telemetry.metric import segment
 
@@ -83,18 +84,21 @@ class GradientSigns(MetricGroup):
 
 
 @torch.no_grad()
-def gradient_zeros(gradients: Sequence[Tensor], names: Sequence[str]) -> tuple[GradientZeros, LayerZeros]:
+def gradient_zeros(gradients: Sequence[ArrayLike], names: Sequence[str]) -> tuple[GradientZeros, LayerZeros]:
     """Shares of exact zeros, overall and per tensor; one cheap pass, meant for once per update at most.
 
     Args:
         gradients: K tensors of any shape.
         names: their names, K.
     """
-    if not gradients:
+    tensors = as_tensors(gradients)
+    if len(tensors) != len(names):
+        raise ValueError(f"every gradient has a name, got {len(tensors)} gradients and {len(names)} names")
+    if not tensors:
         return GradientZeros(), LayerZeros(())
-    numels = [g.numel() for g in gradients]
+    numels = [g.numel() for g in tensors]
     sizes = torch.tensor(numels, dtype=torch.float64)
-    counts = torch.stack([torch.count_nonzero(g) for g in gradients])
+    counts = torch.stack([torch.count_nonzero(g) for g in tensors])
     zeros = sizes.to(counts.device, non_blocking=True) - counts
     layers = LayerZeros(tuple(map(segment, names)), Mean(zeros[None], sizes.to(counts.device, non_blocking=True)[None]))
     return GradientZeros(Mean(zeros.sum(), float(sum(numels)))), layers

@@ -1,0 +1,176 @@
+"""What users pass, as what the package computes with: arrays and lists as tensors, NumPy and 0-d numbers as Python's.
+
+A value that has the right type already is returned as it is, without a copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import operator
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
+from typing import Any, Final, SupportsFloat, SupportsIndex, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+IntegerLike: TypeAlias = SupportsIndex | SupportsFloat
+"""A whole number of Python, NumPy or torch."""
+
+ArrayLike: TypeAlias = Tensor | npt.ArrayLike
+"""A tensor, or what NumPy makes an array of: arrays, numbers, nested lists of numbers."""
+
+NUMBERS: Final = "biuf"
+"""NumPy's kinds of booleans, integers and floats."""
+
+
+def as_tensor(value: ArrayLike, like: Tensor | None = None) -> Tensor:
+    """The numbers as a tensor, which shares their memory where it can.
+
+    Args:
+        value: Python's floats become float64, its integers int64; arrays keep their type where torch has it.
+        like: a tensor on whose device an array or a list is put; a tensor stays where it is.
+
+    Raises:
+        TypeError: for anything that holds no numbers.
+        ValueError: for nested lists whose rows differ in length.
+    """
+    if isinstance(value, Tensor):
+        return value
+    tensor = _stacked(value) if _holds_tensors(value) else torch.from_numpy(_array(value))
+    return tensor if like is None else tensor.to(like.device)
+
+
+def as_mask(value: ArrayLike | None, like: Tensor | None = None) -> Tensor | None:
+    """Booleans as `as_tensor` makes them of what is True, or not 0; None where there are none."""
+    if value is None:
+        return None
+    mask = as_tensor(value, like)
+    return mask if mask.dtype is torch.bool else mask.bool()
+
+
+def as_tensors(values: Iterable[ArrayLike]) -> list[Tensor]:
+    """Each of the values as `as_tensor` makes it; raises TypeError for what is no list of them."""
+    if isinstance(values, Mapping | str) or not isinstance(values, Iterable):
+        raise TypeError(f"expected a list of tensors or arrays, got {shown(values)}")
+    return [as_tensor(value) for value in values]
+
+
+def by_head(values: Mapping[str, ArrayLike] | None) -> dict[str, Tensor]:
+    """What is given per head as `as_tensor` makes it; nothing for None. Raises TypeError for what is no mapping."""
+    return {head: as_tensor(value) for head, value in _heads(values).items()}
+
+
+def masks_by_head(values: Mapping[str, ArrayLike] | None) -> dict[str, Tensor]:
+    """What is given per head as `as_mask` makes it."""
+    masks = {head: as_mask(value) for head, value in _heads(values).items()}
+    return {head: mask for head, mask in masks.items() if mask is not None}
+
+
+def _heads(values: Mapping[str, ArrayLike] | None) -> Mapping[str, ArrayLike]:
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise TypeError(
+            f"expected a mapping from the name of each head, such as {{'action': ...}}, got {shown(values)}"
+        )
+    return values
+
+
+def as_integer(value: object, name: str, *, smallest: int = 0) -> int:
+    """The whole number: an integer or float of Python or NumPy, or an array or tensor of one entry.
+
+    Raises:
+        TypeError: for what is no number.
+        ValueError: for fractions, NaN, infinities and numbers below `smallest`.
+    """
+    number = _integer(value, name)
+    if number < smallest:
+        raise ValueError(f"{name} must be at least {smallest}, got {shown(value)}")
+    return number
+
+
+def _integer(value: object, name: str) -> int:
+    if type(value) is int:
+        return value
+    try:
+        return operator.index(value)  # type: ignore[arg-type]  # what it raises says that there is no index
+    except TypeError:
+        number = as_number(value, name)
+    if not number.is_integer():
+        raise ValueError(f"{name} must be a whole number, got {shown(value)}")
+    return int(number)
+
+
+def as_number(value: object, name: str) -> float:
+    """The number as a float, infinite where it is too large; an array or tensor must have one entry.
+
+    Raises:
+        TypeError: for everything else.
+    """
+    try:
+        number: Any = value.detach() if isinstance(value, Tensor) else value
+        number = number.item() if hasattr(number, "item") else number
+        if not isinstance(number, str | bytes):
+            return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise TypeError(f"{name} must be one number, got {shown(value)}")
+
+
+def as_settings(value: object, name: str) -> dict[str, Any]:
+    """Settings by name, of a mapping, a dataclass, or the result of an argument parser; empty for None.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, argparse.Namespace | SimpleNamespace):
+        return dict(vars(value))
+    raise TypeError(f"{name} must be a mapping, a dataclass or an argparse.Namespace, got {shown(value)}")
+
+
+def shown(value: object) -> str:
+    """The value in a message, short."""
+    if isinstance(value, Tensor | np.ndarray) and value.ndim:
+        return f"a {'tensor' if isinstance(value, Tensor) else 'NumPy array'} of shape {list(value.shape)}"
+    return reprlib.repr(value)
+
+
+def _holds_tensors(value: object) -> bool:
+    return isinstance(value, Sequence) and any(isinstance(item, Tensor) for item in value)
+
+
+def _stacked(values: Any) -> Tensor:
+    tensors = [as_tensor(value).detach() for value in values]
+    shapes = sorted({tuple(tensor.shape) for tensor in tensors})
+    if len(shapes) > 1:
+        raise ValueError(f"the tensors of a list must have one shape, got {shapes}")
+    return torch.stack(tensors)
+
+
+def _array(value: Any) -> npt.NDArray[Any]:
+    """The array that torch can share memory with."""
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise ValueError(f"rows of nested lists must have one length, got {shown(value)}") from None
+    if array.dtype.kind not in NUMBERS:
+        raise TypeError(f"expected a tensor, a NumPy array or a list of numbers, got {shown(value)}")
+    if array.dtype.kind == "u" and array.dtype.itemsize > 1:
+        array = array.astype(np.int64)
+    elif array.dtype.kind == "f" and array.dtype.itemsize > 8:
+        array = array.astype(np.float64)
+    return np.require(array, array.dtype.newbyteorder("="), ["C", "W", "A"])
