@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -20,6 +22,13 @@ from esper_telemetry.sinks.stored import Shown, Stored
 
 REQUEST_TIMEOUT_SECONDS = 10
 REQUEST_RETRIES = 1
+STORE_MODULES = (
+    "mlflow.store.tracking.rest_store",
+    "mlflow.store.tracking.sqlalchemy_store",
+    "mlflow.store.tracking.sqlalchemy_workspace_store",
+    "alembic.command",
+    "sqlalchemy.dialects.sqlite",
+)
 SWITCH = {"true": True, "false": False}
 
 
@@ -109,6 +118,14 @@ class MLflowSink:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(REQUEST_TIMEOUT_SECONDS))
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", str(REQUEST_RETRIES))
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
+    def import_client(self) -> None:
+        """Imports MLflow's client, and what its stores would import at the first request."""
+        import mlflow.tracking  # noqa: F401 - for its effect
+
+        for module in STORE_MODULES:
+            with suppress(ModuleNotFoundError):  # other versions have others, and mlflow-skinny has no database
+                import_module(module)
 
     def open(self, run: RunInfo) -> None:
         """Finds the run by its id, or makes it, and marks it as running."""
