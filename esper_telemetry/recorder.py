@@ -227,11 +227,11 @@ class Recorder:
         if self._hand_over is not None:
             self._hand_over.give_up()
             self._hand_over = None
-        self._writer.end(status, self._next_seq(), timeout / 2)
         try:
+            self._writer.end(status, self._next_seq(), timeout / 2)
             self._relay.close(max(0.1, deadline - time.monotonic()), status=status)
         finally:  # an interrupt ends the wait, and the run is closed all the same
-            report = self._relay.close()
+            report = self._relay.close(0.0, status=status)
             self._claim.release()
             self._tell(report)
         return report

@@ -46,9 +46,9 @@ def replay(run_dir: str | os.PathLike[str], sink: Sink, *, follow: bool = False,
     path = journal_path(run_dir)
     if not follow:
         run_info(run_dir)
+    _await_others(path.parent.absolute(), sink_name(sink))
     cursors = Cursors(path.parent.absolute())
     reader, patience = JournalReader(path.absolute()), None if follow else PATIENCE
-    _await_others(path.parent.absolute(), sink_name(sink))
     wanted = _lacking(path.parent, sink) if missing else None
     delivery = Delivery(sink, reader, cursors=cursors, patience=patience, wanted=wanted)
     before = delivery.cursor.quarantined

@@ -136,7 +136,8 @@ class _StatusFile:
     def note(self, deliveries: Sequence[Delivery], *, orphaned: bool) -> None:
         """Writes what has changed, at most every few seconds."""
         statuses = [delivery.status for delivery in deliveries]
-        news = [(status.state, status.errors, status.quarantined, orphaned and status.records) for status in statuses]
+        taken = sum(status.records for status in statuses) if orphaned else None
+        news = (taken, [(status.state, status.errors, status.quarantined) for status in statuses])
         now = time.monotonic()
         if news != self._noted and now - self._noted_at >= STATUS_SECONDS:
             self._noted, self._noted_at = news, now
