@@ -132,6 +132,7 @@ class _StatusFile:
         self._run_dir = run_dir
         self._noted: object = None
         self._noted_at = 0.0
+        self._orphaned = False
 
     def note(self, deliveries: Sequence[Delivery], *, orphaned: bool) -> None:
         """Writes what has changed, at most every few seconds."""
@@ -139,8 +140,9 @@ class _StatusFile:
         taken = sum(status.records for status in statuses) if orphaned else None
         news = (taken, [(status.state, status.errors, status.quarantined) for status in statuses])
         now = time.monotonic()
-        if news != self._noted and now - self._noted_at >= STATUS_SECONDS:
-            self._noted, self._noted_at = news, now
+        due = now - self._noted_at >= STATUS_SECONDS or (orphaned and not self._orphaned)
+        if news != self._noted and due:
+            self._noted, self._noted_at, self._orphaned = news, now, orphaned
             if orphaned:
                 note_reports(self._run_dir, _reports(deliveries, self._run_dir), under_way=True)
             else:
