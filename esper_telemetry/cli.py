@@ -80,8 +80,8 @@ class Train:
     """NAME=VALUE: another bound of a rule; or a type of alarm, on or off: grad/noise_dominated=on."""
     telemetry_budget: float = 0.02
     """Share of the wall time that telemetry may take on the training thread; costly metrics are sampled accordingly."""
-    close_timeout: float = 15.0
-    """Seconds that the backends have in the end for what they have not received yet; they go on alone where that is not enough."""
+    close_timeout: float = 60.0
+    """Seconds that the end of the run waits at most for backends that still take records; after them a background process goes on."""
     profile: bool = False
     """Trace some updates with torch's profiler into RUN_DIR/profile, for Perfetto or TensorBoard."""
     profile_schedule: tuple[int, int, int] = (3, 1, 2)

@@ -23,7 +23,7 @@ from esper_telemetry.offload import HandOver, OffloadedWriter, worth_offloading
 from esper_telemetry.record import Axes, Level, MetricInfo, RunInfo, RunStatus
 from esper_telemetry.redaction import redacted
 from esper_telemetry.registry import registry
-from esper_telemetry.relay import CloseReport, Relay, RelayStats, SinkState
+from esper_telemetry.relay import ORPHAN_SECONDS, CloseReport, Relay, RelayStats, SinkReport, SinkState
 from esper_telemetry.sinks import SinkLike, as_sinks
 from esper_telemetry.summary import Snapshot
 from esper_telemetry.watch import Found, Watches
@@ -34,6 +34,11 @@ SYNC_SECONDS = 20.0
 
 PACKAGES = ("esper-telemetry", "torch", "numpy", "gymnasium", "wandb", "tensorboard", "mlflow")
 
+
+GOING_ON = (
+    "esper-telemetry: not everything is delivered yet: %s. A background process goes on for %.0f minutes at most; "
+    "`esper-telemetry doctor %s` tells when it is done, and how to send the rest if the machine or container stops before."
+)
 
 _logger = logging.getLogger("esper_telemetry")
 
@@ -222,17 +227,31 @@ class Recorder:
         if self._hand_over is not None:
             self._hand_over.give_up()
             self._hand_over = None
-        self._writer.end(status, self._next_seq(), timeout / 2)
-        report = self._relay.close(max(0.1, deadline - time.monotonic()), status=status)
-        self._claim.release()
-        for sink in report.sinks:
-            if sink.state is not SinkState.CLOSED or sink.pending:
-                _logger.warning("esper-telemetry: %s", sink)
+        try:
+            self._writer.end(status, self._next_seq(), timeout / 2)
+            self._relay.close(max(0.1, deadline - time.monotonic()), status=status)
+        finally:  # an interrupt ends the wait, and the run is closed all the same
+            report = self._relay.close(0.0, status=status)
+            self._claim.release()
+            self._tell(report)
         return report
+
+    def _tell(self, report: CloseReport) -> None:
+        """Says what is not delivered: one line for each sink that needs help, one for all that are fed by a process that goes on."""
+        going_on = [sink for sink in report.sinks if sink.goes_on]
+        for sink in report.sinks:
+            if sink not in going_on and (sink.state is not SinkState.CLOSED or sink.pending):
+                _logger.warning("esper-telemetry: %s", sink)
+        if going_on:
+            _logger.warning(GOING_ON, _left_to_do(going_on), ORPHAN_SECONDS / 60, self.run_dir)
 
     def _next_seq(self) -> int:
         self._seq += 1
         return self._seq
+
+
+def _left_to_do(sinks: Sequence[SinkReport]) -> str:
+    return ", ".join(f"{sink.name} ({sink.pending:,} records)" if sink.pending else sink.name for sink in sinks)
 
 
 def metric_infos(group: type) -> dict[str, MetricInfo]:

@@ -44,7 +44,7 @@ from esper_telemetry.ranks.follower import Follower, recorder_for
 from esper_telemetry.ranks.peers import Note, Peers
 from esper_telemetry.record import Axes, Level, RunInfo, RunStatus
 from esper_telemetry.recorder import Recorder
-from esper_telemetry.relay import CloseReport
+from esper_telemetry.relay import CLOSE_SECONDS, CloseReport
 from esper_telemetry.response import AlarmCallback, Response
 from esper_telemetry.sampling import BUDGET, Sampling
 from esper_telemetry.sinks import SinkLike
@@ -108,7 +108,8 @@ class Telemetry:
         level: `off`, `minimal`, `normal` or `debug`.
         config, tags, notes, facts: travel to every sink with the run; `attach` adds the trainer's own config and facts. `config` is a
             mapping, a dataclass or what `argparse` returns.
-        close_timeout: seconds that `close` waits for the sinks, all together.
+        close_timeout: seconds that `close` waits for the sinks at most, all together, as long as they take records; after them a process
+            goes on by itself for some minutes (`docs/backends.md`, "The end of a run").
         resume: goes on in the run that `run_dir` holds, also in the backends. Give telemetry's state back by `load_state_dict`, unless an
             attached trainer loads a checkpoint. Updates that the journal holds already are not recorded again. Where several ranks
             report, each of them resumes.
@@ -151,7 +152,7 @@ class Telemetry:
         tags: str | Sequence[str] | None = (),
         notes: str | None = "",
         facts: Mapping[str, Any] | None = None,
-        close_timeout: float = 15.0,
+        close_timeout: float = CLOSE_SECONDS,
         budget: float = BUDGET,
         detect: Detect = True,
         offload: bool = True,

@@ -62,13 +62,19 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _page(run_dir: str, health: Health, sinks: list[SinkHealth]) -> str:
-    state = "goes on" if health.under_way else f"ended as {health.status}" if health.status else "has no end yet"
-    lines = [f"{run_dir}: {health.records:,} records, the run {state}"]
+    lines = [f"{run_dir}: {health.records:,} records, the run {_state(health)}"]
     if health.closed_stale:
         lines.append("its trainer was gone without a word: the run is ended as killed now")
     if health.lost:
         lines.append(f"{health.lost:,} lines could not be written, as the disk was full: they are lost")
     return "\n".join([*lines, *map(str, sinks)])
+
+
+def _state(health: Health) -> str:
+    if health.status is None:
+        return "goes on" if health.under_way else "has no end yet"
+    delivered = ", and a background process still delivers it" if health.under_way else ""
+    return f"ended as {health.status}{delivered}"
 
 
 def _as_dict(health: Health, sinks: list[SinkHealth]) -> dict[str, object]:

@@ -214,6 +214,9 @@ def _run(trainer: PPO | ScriptedRun, telemetry: Telemetry, options: Train) -> in
             if checkpoints is not None:
                 checkpoints.save()
             code = _code(trainer, options, strongest(max(came, default=0)))
+            signal.signal(
+                signal.SIGINT, signal.default_int_handler
+            )  # there is no training to stop: Ctrl-C ends the wait for backends
             telemetry.close(STATUSES[code])
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -10,13 +10,17 @@ last second before it was killed, and could not note any more, is sent again.
 """
 
 from esper_telemetry.relay.catch_up import replay
+from esper_telemetry.relay.child import ORPHAN_SECONDS
 from esper_telemetry.relay.cursors import Cursor, Cursors
 from esper_telemetry.relay.delivery import Delivery
 from esper_telemetry.relay.doctor import Health, SinkHealth, doctor
 from esper_telemetry.relay.live import Relay
 from esper_telemetry.relay.status import CloseReport, RelayStats, SinkReport, SinkState, SinkStatus
+from esper_telemetry.relay.waiting import CLOSE_SECONDS
 
 __all__ = [
+    "CLOSE_SECONDS",
+    "ORPHAN_SECONDS",
     "CloseReport",
     "Cursor",
     "Cursors",

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from esper_telemetry.journal import JournalReader, journal_path, run_info
-from esper_telemetry.record import Record, RunStatus
+from esper_telemetry.journal import JournalReader, Role, is_held, journal_path, run_info
+from esper_telemetry.record import RunStatus
 from esper_telemetry.relay.audit import audit, wanted_by
-from esper_telemetry.relay.cursors import Cursors
+from esper_telemetry.relay.cursors import Cursors, records_after
 from esper_telemetry.relay.delivery import Delivery
-from esper_telemetry.relay.status import CloseReport, replay_command, sink_report
+from esper_telemetry.relay.status import CloseReport, replay_command, sink_name, sink_report
+from esper_telemetry.relay.status_file import deliveries_under_way
 from esper_telemetry.sinks.protocol import Sink
 
+POLL_SECONDS: Final = 0.2
 PATIENCE: Final = 8
 """Failures in a row that end a replay: some fifteen seconds."""
+
+_logger = logging.getLogger("esper_telemetry")
 
 
 def replay(run_dir: str | os.PathLike[str], sink: Sink, *, follow: bool = False, missing: bool = False) -> CloseReport:
@@ -32,12 +38,15 @@ def replay(run_dir: str | os.PathLike[str], sink: Sink, *, follow: bool = False,
     disk was full, a record was refused. A backend that draws nothing behind a later point gets everything from the first
     gap on, and takes what it had from there as void. Sinks without `stored` get everything again.
 
-    Raises FileNotFoundError where there is no journal, without `follow` ValueError where it does not say which run it is; with `missing`,
-    what reading the backend raises.
+    A process that goes on delivering to this sink after the end of the run is waited for.
+
+    Raises FileNotFoundError where there is no journal, BlockingIOError where the trainer delivers to this sink itself, without `follow`
+    ValueError where the journal does not say which run it is; with `missing`, what reading the backend raises.
     """
     path = journal_path(run_dir)
     if not follow:
         run_info(run_dir)
+    _await_others(path.parent.absolute(), sink_name(sink))
     cursors = Cursors(path.parent.absolute())
     reader, patience = JournalReader(path.absolute()), None if follow else PATIENCE
     wanted = _lacking(path.parent, sink) if missing else None
@@ -48,18 +57,25 @@ def replay(run_dir: str | os.PathLike[str], sink: Sink, *, follow: bool = False,
     delivery.run()
     refused = delivery.cursor.quarantined - before
     status = replace(delivery.status, records=delivery.sent, quarantined=refused)
-    pending = _records_after(JournalReader(path, delivery.cursor.offset))
+    pending = records_after(path.parent, delivery.cursor)
     return CloseReport((sink_report(status, pending=pending, command=replay_command(path.parent, sink)),))
+
+
+def _await_others(run_dir: Path, name: str) -> None:
+    """Waits for a process that goes on after the end of the run: two writers on one cursor would send records twice.
+
+    Raises BlockingIOError where the trainer itself has not ended: that may take for ever, and may be this process.
+    """
+    told = False
+    while name in deliveries_under_way(run_dir):
+        if is_held(run_dir, Role.TRAINER):
+            raise BlockingIOError(f"{run_dir} is still being trained, and delivers to {name} itself: wait for its end")
+        if not told:
+            _logger.warning("esper-telemetry: waiting for the background process that delivers %s to %s", run_dir, name)
+            told = True
+        time.sleep(POLL_SECONDS)
 
 
 def _lacking(run_dir: Path, sink: Sink) -> Callable[[int], bool]:
     found = audit(run_dir, sink)
     return wanted_by(sink, found) if found is not None else lambda update: True
-
-
-def _records_after(reader: JournalReader) -> int:
-    count = 0
-    while entries := reader.read(1000):
-        count += sum(isinstance(entry, Record) for entry in entries)
-    reader.close()
-    return count

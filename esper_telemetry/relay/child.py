@@ -1,13 +1,15 @@
 """The process that feeds the sinks, started by `SinkProcess` with the number of a pipe to report on.
 
-From its parent it gets one line of settings on standard input, later perhaps one that says how the run ended, and then
-the end of the input, which means that the parent is gone. To its parent it sends the status of each delivery, as JSON
-lines. It outlives its parent: it writes the end line that a killed trainer could not, delivers what is left, and exits.
+From its parent it gets one line of settings on standard input, later perhaps one that says how the run ended, and one that
+leaves it to itself, as the end of the input does when the parent is gone. To its parent it sends the status of each
+delivery, as JSON lines. It outlives its parent: it writes the end line that a killed trainer could not, delivers what is
+left for minutes at most, and exits.
 """
 
 from __future__ import annotations
 
 import base64
+import faulthandler
 import json
 import logging
 import os
@@ -27,12 +29,12 @@ from esper_telemetry.courtesy import collect_rarely, step_back
 from esper_telemetry.journal import JournalReader, Role, await_release, end_if_open, journal_path
 from esper_telemetry.record import Record, RunInfo, RunStatus
 from esper_telemetry.redaction import masked
-from esper_telemetry.relay.cursors import Cursors
+from esper_telemetry.relay.cursors import Cursors, records_after
 from esper_telemetry.relay.delivery import Delivery
 from esper_telemetry.relay.pauses import Pauses
-from esper_telemetry.relay.status import SinkState, SinkStatus, one_line
-from esper_telemetry.relay.status_file import note_statuses
-from esper_telemetry.sinks.protocol import PermanentSinkError, Sink
+from esper_telemetry.relay.status import SinkReport, SinkState, SinkStatus, replay_command, sink_report
+from esper_telemetry.relay.status_file import note_reports, note_statuses
+from esper_telemetry.sinks.protocol import Sink
 
 TICK_SECONDS: Final = 0.2
 ORPHAN_SECONDS: Final = 300.0
@@ -81,26 +83,39 @@ def serve(parent: Parent, deliveries: Sequence[Delivery], run_dir: Path, call_se
 
     A call that has not come back after `call_seconds` ends the process, so that the other sinks and a fresh client can go on.
     """
-    threads = [threading.Thread(target=delivery.run, name=delivery.name, daemon=True) for delivery in deliveries]
-    for thread in threads:
-        thread.start()
+    threads = _started(parent, deliveries)
     orphaned_at: float | None = None
+    ended: RunStatus | None = None
     status_file, pauses = _StatusFile(run_dir), Pauses()
     while not all(delivery.over for delivery in deliveries):
         status = parent.listen(TICK_SECONDS)
         if parent.gone and orphaned_at is None:
-            orphaned_at, status = time.monotonic(), _end_run(run_dir)
+            orphaned_at, status = time.monotonic(), _end_run(run_dir, status or ended or RunStatus.KILLED)
+            faulthandler.dump_traceback_later(
+                ORPHAN_SECONDS + 2 * EXIT_SECONDS, exit=True
+            )  # a client may stop all threads
         if status is not None:
-            _finish(deliveries, status)
+            ended = status
+            _finish(deliveries, ended)
         _find_hanging(deliveries, call_seconds, pauses.last())
         parent.report([delivery.status for delivery in deliveries])
-        status_file.note([delivery.status for delivery in deliveries])
+        status_file.note(deliveries, orphaned=parent.gone)
         if _needs_fresh_process(deliveries) or (orphaned_at and time.monotonic() - orphaned_at > ORPHAN_SECONDS):
             break
-    code = _leave(parent, deliveries, threads)
-    if parent.gone:  # else the parent notes the end, in more detail
-        note_statuses(run_dir, [delivery.status for delivery in deliveries])
-    return code
+    return _leave(parent, deliveries, threads, run_dir)
+
+
+def _started(parent: Parent, deliveries: Sequence[Delivery]) -> list[threading.Thread]:
+    """A thread for each delivery, once all clients are imported, one after the other; none where a fresh process must try again."""
+    for delivery in deliveries:
+        parent.report([each.status for each in deliveries])
+        delivery.import_client()
+    if _needs_fresh_process(deliveries):
+        return []
+    threads = [threading.Thread(target=delivery.run, name=delivery.name, daemon=True) for delivery in deliveries]
+    for thread in threads:
+        thread.start()
+    return threads
 
 
 def _find_hanging(deliveries: Sequence[Delivery], call_seconds: float, paused: float) -> None:
@@ -111,20 +126,38 @@ def _find_hanging(deliveries: Sequence[Delivery], call_seconds: float, paused: f
 
 
 class _StatusFile:
-    """Notes how deliveries stand when they fail or recover."""
+    """Notes how deliveries stand when they fail or recover, and for an orphan how far they are."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._noted: object = None
         self._noted_at = 0.0
+        self._orphaned = False
 
-    def note(self, statuses: Sequence[SinkStatus]) -> None:
+    def note(self, deliveries: Sequence[Delivery], *, orphaned: bool) -> None:
         """Writes what has changed, at most every few seconds."""
-        news = [(status.state, status.errors, status.quarantined) for status in statuses]
+        statuses = [delivery.status for delivery in deliveries]
+        taken = sum(status.records for status in statuses) if orphaned else None
+        news = (taken, [(status.state, status.errors, status.quarantined) for status in statuses])
         now = time.monotonic()
-        if news != self._noted and now - self._noted_at >= STATUS_SECONDS:
-            self._noted, self._noted_at = news, now
-            note_statuses(self._run_dir, statuses)
+        due = now - self._noted_at >= STATUS_SECONDS or (orphaned and not self._orphaned)
+        if news != self._noted and due:
+            self._noted, self._noted_at, self._orphaned = news, now, orphaned
+            if orphaned:
+                note_reports(self._run_dir, _reports(deliveries, self._run_dir), under_way=True)
+            else:
+                note_statuses(self._run_dir, statuses)
+
+
+def _reports(deliveries: Sequence[Delivery], run_dir: Path) -> list[SinkReport]:
+    return [
+        sink_report(
+            delivery.status,
+            pending=records_after(run_dir, delivery.cursor),
+            command=replay_command(run_dir, delivery.sink),
+        )
+        for delivery in deliveries
+    ]
 
 
 def _finish(deliveries: Sequence[Delivery], status: RunStatus) -> None:
@@ -132,14 +165,16 @@ def _finish(deliveries: Sequence[Delivery], status: RunStatus) -> None:
         delivery.finish(status)
 
 
-def _leave(parent: Parent, deliveries: Sequence[Delivery], threads: Sequence[threading.Thread]) -> int:
-    """Ends what is under way, so that the cursors are saved, and reports for the last time."""
+def _leave(parent: Parent, deliveries: Sequence[Delivery], threads: Sequence[threading.Thread], run_dir: Path) -> int:
+    """Ends what is under way, so that the cursors are saved, and reports for the last time; the exit code."""
     for delivery in deliveries:
         delivery.stop()
     for thread in threads:
         thread.join(EXIT_SECONDS / len(threads))
     parent.report([delivery.status for delivery in deliveries])
     code = FRESH_PROCESS_EXIT if _needs_fresh_process(deliveries) else 0
+    if not code or parent.gone:  # else the next process goes on
+        note_reports(run_dir, _reports(deliveries, run_dir), under_way=False)
     _exit_within(EXIT_SECONDS, code)
     return code
 
@@ -155,12 +190,12 @@ def _needs_fresh_process(deliveries: Sequence[Delivery]) -> bool:
     return any(delivery.status.state in (SinkState.DEAD_CLIENT, SinkState.HUNG) for delivery in deliveries)
 
 
-def _end_run(run_dir: Path) -> RunStatus:
-    """Ends the run of a trainer that is gone, after the last record that is still being written for it."""
+def _end_run(run_dir: Path, status: RunStatus) -> RunStatus:
+    """Ends the run of a trainer that is gone, after the last record that is still being written for it; the status."""
     await_release(run_dir, Role.WRITER, WRITER_SECONDS)
     with suppress(OSError):  # a full disk: the sinks are closed without the line
-        end_if_open(run_dir, RunStatus.KILLED)
-    return RunStatus.KILLED
+        end_if_open(run_dir, status)
+    return status
 
 
 def _leave_signals_to_the_parent() -> None:
@@ -190,8 +225,8 @@ def _delivery(run_dir: Path, name: str, pickled: str, failures: int) -> Delivery
 def _loaded(pickled: str) -> Sink:
     try:
         sink: Sink = pickle.loads(base64.b64decode(pickled))
-    except Exception as error:  # whatever importing the sink's module raises: the other sinks go on
-        return UnloadableSink(one_line(error))
+    except (Exception, SystemExit) as error:  # whatever importing the sink's module raises: the other sinks go on
+        return UnloadableSink(error)
     return sink
 
 
@@ -203,12 +238,15 @@ def dumped(sink: Sink) -> str:
 class UnloadableSink:
     """Stands for a sink whose module cannot be imported here."""
 
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def import_client(self) -> None:
+        """Raises what importing the module raised."""
+        raise self.error
 
     def open(self, run: RunInfo) -> None:
-        """Raises PermanentSinkError."""
-        raise PermanentSinkError(f"it cannot be loaded in the process that feeds the sinks: {self.reason}")
+        """Is not reached."""
 
     def write(self, records: Sequence[Record]) -> None:
         """Is not reached."""
@@ -221,7 +259,7 @@ class Parent:
     """The parent process as seen from here.
 
     Attributes:
-        gone: whether it has died or closed its end.
+        gone: whether it has died, or leaves this process to itself.
     """
 
     def __init__(self, lifeline: int, status_fd: int) -> None:
@@ -252,7 +290,11 @@ class Parent:
             return None
         self._receive(seconds)
         line = self._line()
-        return None if line is None else RunStatus(json.loads(line)["end"])
+        if line is None:
+            return None
+        message = json.loads(line)
+        self.gone = self.gone or "leave" in message
+        return RunStatus(message["end"]) if "end" in message else None
 
     def report(self, statuses: Sequence[SinkStatus]) -> None:
         """Sends what has changed, or that all is well; drops it where the parent does not read, as the next report repeats it."""

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from esper_telemetry.journal import JOURNAL_NAME
-from esper_telemetry.record import RunStatus
+from esper_telemetry.journal import JOURNAL_NAME, JournalReader, journal_path
+from esper_telemetry.record import Record, RunStatus
 from esper_telemetry.relay.files import locked, replaced
 
 CURSORS_NAME: Final = "cursors.json"
@@ -37,6 +37,16 @@ class Cursor:
     end: RunStatus | None = None
     closed: bool = False
     quarantined: int = 0
+
+
+def records_after(run_dir: Path, cursor: Cursor) -> int:
+    """Records of the journal that the cursor has not passed."""
+    reader = JournalReader(journal_path(run_dir), cursor.offset)
+    count = 0
+    while entries := reader.read(1000):
+        count += sum(isinstance(entry, Record) for entry in entries)
+    reader.close()
+    return count
 
 
 class Cursors:

@@ -16,7 +16,7 @@ from esper_telemetry.relay.calls import Calls
 from esper_telemetry.relay.cursors import Cursor, Cursors
 from esper_telemetry.relay.progress import Progress
 from esper_telemetry.relay.sender import Sender
-from esper_telemetry.relay.status import FINAL, SinkState, SinkStatus, sink_name
+from esper_telemetry.relay.status import FINAL, SinkState, SinkStatus, one_line, sink_name
 from esper_telemetry.sinks.protocol import DeadClientError, PermanentSinkError, Sink
 
 BATCH_RECORDS: Final = 200
@@ -135,6 +135,20 @@ class Delivery:
         """For how long the call of the sink that is under way has lasted; 0 where none is."""
         return self._calls.seconds
 
+    def import_client(self) -> None:
+        """Lets the sink import its client, in the calling thread.
+
+        Call it before `run`, for one delivery after the other: imports side by side have left NumPy and MLflow half initialised, and every
+        further attempt in that process failed too.
+        """
+        import_client = getattr(self.sink, "import_client", None)
+        if import_client is None:
+            return
+        try:
+            import_client()
+        except (Exception, SystemExit) as error:  # whatever the modules of a package raise
+            self._disable(self._unimportable(error))
+
     def run(self) -> None:
         """Delivers until the journal's end was delivered, the sink is disabled, or `stop` is called."""
         try:
@@ -180,7 +194,10 @@ class Delivery:
         except PermanentSinkError as error:
             self._disable(error)
         except (Exception, SystemExit) as error:  # a backend that calls sys.exit would end its thread in silence
-            self._retry_later(error)
+            if isinstance(error, ImportError) and not self._opened:  # a sink without `import_client`
+                self._disable(self._unimportable(error))
+            else:
+                self._retry_later(error)
         else:
             self._progress.save_when_due()
             return moved
@@ -305,10 +322,19 @@ class Delivery:
         if self.breaker.failures == self._patience:
             self.stop()
 
+    def _unimportable(self, error: BaseException) -> PermanentSinkError:
+        """A package that is not installed stays so; what a broken import leaves behind is gone in a fresh process."""
+        if isinstance(error, ModuleNotFoundError):
+            return PermanentSinkError(f"it needs a module that is not installed: {error}")
+        _logger.debug("sink %s cannot import its client", self.name, exc_info=error)
+        kind = DeadClientError if self._paced else PermanentSinkError
+        return kind(f"its client cannot be imported: {one_line(error)}")
+
     def _disable(self, error: PermanentSinkError) -> None:
         self._calls.note(error)
-        _logger.error("esper-telemetry: sink %s is DISABLED for this run: %s", self.name, self._calls.last_error)
         self._state = SinkState.DEAD_CLIENT if isinstance(error, DeadClientError) else SinkState.DISABLED
+        if self._state is SinkState.DISABLED or not self._paced:
+            _logger.error("esper-telemetry: sink %s is DISABLED for this run: %s", self.name, self._calls.last_error)
 
     def _move(self, **changes: Any) -> None:
         self._progress.move(**changes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from esper_telemetry.relay.audit import Audit, audit, ranges
 from esper_telemetry.relay.catch_up import replay
 from esper_telemetry.relay.cursors import Cursors
 from esper_telemetry.relay.status import one_line, replay_command
-from esper_telemetry.relay.status_file import read_status
+from esper_telemetry.relay.status_file import deliveries_under_way, read_status
 from esper_telemetry.sinks.protocol import Sink
 from esper_telemetry.sinks.uri import as_sink
 
@@ -35,6 +35,7 @@ class SinkHealth:
         reason: why not.
         command: what repairs it; empty where nothing is to be done, or can be.
         note: what was done, or what else is to be known.
+        under_way: whether a process of the run still delivers what is missing.
     """
 
     name: str
@@ -42,6 +43,7 @@ class SinkHealth:
     reason: str = ""
     command: str = ""
     note: str = ""
+    under_way: bool = False
 
     @property
     def equal(self) -> bool | None:
@@ -83,6 +85,7 @@ class SinkHealth:
             "reason": self.reason,
             "command": self.command,
             "note": self.note,
+            "under_way": self.under_way,
         }
         return {**known, **numbers}
 
@@ -126,12 +129,20 @@ def doctor(run_dir: str | os.PathLike[str], *, progress: Callable[[str], object]
     closed = not under_way and _abandoned(directory) and end_if_open(directory, RunStatus.KILLED)
     known = held(directory)
     ended = known.status is not None and not under_way
+    delivered = deliveries_under_way(directory)
     uris = sorted(_uris(directory).items())
     sinks = []
     for place, (name, uri) in enumerate(uris, 1):
         progress(f"{name} ({place} of {len(uris)})")
-        sinks.append(_examined(directory, name, uri, ended=ended))
+        sinks.append(_marked(_examined(directory, name, uri, ended=ended), name in delivered))
     return Health(known.records, known.status, under_way, closed, known.lost, tuple(sinks))
+
+
+def _marked(sink: SinkHealth, under_way: bool) -> SinkHealth:
+    """Of a delivery that is under way, what is missing needs no repair yet."""
+    if not under_way or sink.equal:
+        return sink
+    return replace(sink, under_way=True, note="still being delivered", command="")
 
 
 def _abandoned(directory: Path) -> bool:

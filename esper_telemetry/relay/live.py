@@ -15,10 +15,10 @@ from esper_telemetry.relay.delivery import Delivery
 from esper_telemetry.relay.process import SinkProcess
 from esper_telemetry.relay.status import (
     FINAL,
+    SETTLED,
     CloseReport,
     RelayStats,
     SinkReport,
-    SinkState,
     SinkStatus,
     by_name,
     replay_command,
@@ -26,6 +26,7 @@ from esper_telemetry.relay.status import (
     sink_uri,
 )
 from esper_telemetry.relay.status_file import note_reports, note_uris
+from esper_telemetry.relay.waiting import CLOSE_SECONDS, Wait
 from esper_telemetry.sinks.function import FunctionSink
 from esper_telemetry.sinks.protocol import Sink
 
@@ -57,10 +58,13 @@ class Relay:
         self._stats: RelayStats | None = None
         self._look_at = 0.0
         remote = {name: sink for name, sink in self._sinks.items() if self._goes_to_child(sink)}
+        self._remote = frozenset(remote)
         self._process = _started(journal, remote)
         if journal.run_dir is not None and self._sinks:
             note_uris(journal.run_dir, {name: sink_uri(sink) for name, sink in self._sinks.items()})
         self._deliveries = [self._delivery(name) for name in self._sinks if name not in remote]
+        for delivery in self._deliveries:
+            delivery.import_client()
         self._threads = [_thread(delivery) for delivery in self._deliveries]
 
     @property
@@ -90,43 +94,64 @@ class Relay:
         backends = [status for status in statuses if not isinstance(self._sinks[status.name], FunctionSink)]
         return tuple(status.as_lag(records, now=now, begun=self._begun) for status in backends)
 
-    def close(self, deadline_seconds: float = 15.0, *, status: RunStatus = RunStatus.KILLED) -> CloseReport:
-        """Waits until every sink took everything and is closed, at most for the deadline, and reports what is left.
+    def close(self, seconds: float = CLOSE_SECONDS, *, status: RunStatus = RunStatus.KILLED) -> CloseReport:
+        """Waits until every sink took everything and is closed, and reports what is left.
 
-        Write the journal's end line first: the sinks are closed with its status. `status` stands in where there is
-        none, because the disk is full. A sink or a client that hangs is left behind or killed. Repeated, it returns the
-        same report at once.
+        The wait goes on while deliveries make progress, for `seconds` at most. Then the child process goes on by itself for some minutes,
+        as it does when its parent is killed; threads are left behind. KeyboardInterrupt ends the wait in the same way, and is raised.
+
+        Write the journal's end line first: the sinks are closed with its status. `status` stands in where there is none, because the disk
+        is full. Repeated, it returns the same report at once.
         """
         if os.getpid() != self._pid:
             return CloseReport()
         if self._report is None:
-            self._finish(status, time.monotonic() + deadline_seconds)
-            self._report = CloseReport(tuple(self._reported()))
-            if self._journal.run_dir is not None:
-                note_reports(self._journal.run_dir, self._report.sinks)
+            try:
+                self._finish(status, Wait(seconds))
+            finally:
+                self._report = self._left()
         return self._report
 
-    def _finish(self, status: RunStatus, deadline: float) -> None:
+    def _finish(self, status: RunStatus, wait: Wait) -> None:
         for delivery in self._deliveries:
             delivery.finish(status)
         for process in self._processes():
             process.finish(status)
+        try:
+            while self._works() and wait.goes_on(self._statuses().values()):
+                self._await_something()
+        finally:
+            wait.end()
+
+    def _works(self) -> bool:
+        threads = any(thread.is_alive() for thread in self._threads)
+        return threads or not all(process.over for process in self._processes())
+
+    def _await_something(self) -> None:
         for process in self._processes():
-            process.join(max(0.0, deadline - time.monotonic()))
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            if not process.over:
+                process.wait(LOOK_SECONDS)
+                return
+        next(thread for thread in self._threads if thread.is_alive()).join(LOOK_SECONDS)
+
+    def _left(self) -> CloseReport:
+        """Ends this process's part in the deliveries; the report."""
         for delivery in self._deliveries:
             delivery.stop()
+        report = CloseReport(tuple(self._reported()))
+        if self._journal.run_dir is not None:  # of the others the child notes itself what becomes of them
+            note_reports(self._journal.run_dir, (sink for sink in report.sinks if not sink.goes_on), under_way=False)
+        for process in self._processes():
+            process.leave()
+        return report
 
     def _reported(self) -> Iterable[SinkReport]:
-        for name, status in self._statuses().items():
+        statuses, alive = self._statuses(), self.child_pid is not None
+        for name, status in statuses.items():
             pending = status.lag(self._journal.records)
-            command = (
-                ""
-                if status.state is SinkState.CLOSED and not pending
-                else replay_command(self._journal.run_dir, self._sinks[name])
-            )
-            yield sink_report(status, pending=pending, command=command)
+            goes_on = alive and name in self._remote and status.state not in SETTLED
+            command = replay_command(self._journal.run_dir, self._sinks[name])
+            yield sink_report(status, pending=pending, command=command, goes_on=goes_on)
 
     def _statuses(self) -> Mapping[str, SinkStatus]:
         remote = {} if self._process is None else self._process.statuses

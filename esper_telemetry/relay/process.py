@@ -1,4 +1,4 @@
-"""The parent's side of the process that feeds the sinks: it is started, listened to, restarted and ended from here."""
+"""The parent's side of the process that feeds the sinks: it is started, listened to, restarted and left alone from here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from esper_telemetry.record import RunStatus
 from esper_telemetry.redaction import redacted
 from esper_telemetry.relay.child import dumped
 from esper_telemetry.relay.pauses import PAUSE_SECONDS, Pauses
-from esper_telemetry.relay.status import SinkState, SinkStatus
+from esper_telemetry.relay.status import SETTLED, SinkState, SinkStatus
 from esper_telemetry.sinks.protocol import Sink
 
 LOG_NAME: Final = "relay.log"
@@ -30,15 +30,11 @@ RESTARTS: Final = 3
 """Deaths in a row, without a record delivered in between, after which the process is not started again."""
 CALL_SECONDS: Final = 120.0
 """How long one call of a sink may take: MLflow waits 20 s for a locked database, W&B a minute for a server."""
-HANGS: Final = 3
-"""Calls in a row, of one sink, that may hang so long before it is given up."""
+FRESH_STARTS: Final = 3
+"""Fresh processes in a row that one sink may ask for, by a call that hangs or a client that is dead, before it is given up."""
 SILENT_SECONDS: Final = 120.0
 """A process that says nothing for so long, though it should every five seconds, is killed and started again."""
-LISTEN_SECONDS: Final = 1.0
 LONGEST_PAUSE_SECONDS: Final = 30.0
-KILL_SECONDS: Final = 1.0
-"""How long a killed process may take to be gone."""
-_SETTLED = frozenset({SinkState.CLOSED, SinkState.DISABLED})
 _logger = logging.getLogger("esper_telemetry")
 
 
@@ -59,6 +55,10 @@ class Child:
     heard_at: float
     received: bytes = b""
     closed: bool = False
+
+
+_left_alone: list[subprocess.Popen[bytes]] = []
+"""Children that go on by themselves: `Popen` complains of one that is forgotten."""
 
 
 class SinkProcess:
@@ -91,7 +91,7 @@ class SinkProcess:
         self._pauses = Pauses()
         self._shown: set[str] = set()
         self._earlier_errors: dict[str, int] = {}
-        self._hangs = dict.fromkeys(sinks, 0)
+        self._fresh_starts = dict.fromkeys(sinks, 0)
         self._records = dict.fromkeys(sinks, 0)
         self._begin()
 
@@ -110,18 +110,27 @@ class SinkProcess:
         self._end = status
         self._send_end()
 
-    def join(self, seconds: float) -> None:
-        """Waits for the child to have done its work, and at the end of the time kills it and whatever it started."""
-        deadline = time.monotonic() + seconds
-        while not self._over and time.monotonic() < deadline:
-            self._step(min(LISTEN_SECONDS, max(0.0, deadline - time.monotonic())))
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing to wait for: the child has done its work and ended, or is given up."""
+        return self._over
+
+    def wait(self, seconds: float) -> None:
+        """Waits that long at most for something to happen, and does what is due."""
+        self._step(seconds)
+
+    def leave(self) -> None:
+        """Lets the child go on by itself, as when its parent is killed: for `ORPHAN_SECONDS` at most."""
         self._over = True
-        if self._child is not None:
-            self._kill()
-            with suppress(subprocess.TimeoutExpired):
-                self._child.process.wait(KILL_SECONDS)
-                self._bury(self._child)
-        remove_lock(self.run_dir, Role.RELAY)
+        if self._child is None:
+            remove_lock(self.run_dir, Role.RELAY)
+            return
+        child, self._child = self._child, None
+        _send(child.process, {"leave": True})
+        os.close(child.listening)
+        if child.process.stdin is not None:
+            child.process.stdin.close()
+        _left_alone[:] = [process for process in (*_left_alone, child.process) if process.poll() is None]
 
     def _step(self, seconds: float) -> None:
         """One thing that is due, for which it waits that long at most."""
@@ -159,35 +168,40 @@ class SinkProcess:
     def _judge(self, code: int) -> None:
         """What becomes of a child that has ended."""
         self._deaths = 1 if self._got_on() else self._deaths + 1
-        self._judge_hanging()
+        self._judge_fresh_starts()
         self._due = time.monotonic() + min(LONGEST_PAUSE_SECONDS, 0.5 * self._deaths)
         if not self._settled() and not self._over:
             self._warn_of_death(code, last=self._deaths > RESTARTS)
         self._over |= self._deaths > RESTARTS or self._settled()
 
     def _got_on(self) -> bool:
-        """Whether some sink has taken records since the last time; its hangs are forgotten."""
+        """Whether some sink has taken records since the last time; what was wrong with it before is forgotten."""
         got_on = [name for name, status in self.statuses.items() if status.records > self._records[name]]
         for name in got_on:
             self._records[name] = self.statuses[name].records
-            self._hangs[name] = 0
+            self._fresh_starts[name] = 0
         return bool(got_on)
 
-    def _judge_hanging(self) -> None:
-        """Counts calls that hung, and gives up a sink that does nothing else."""
+    def _judge_fresh_starts(self) -> None:
+        """Counts how often each sink has asked for a fresh process, and gives up one for which that does not help."""
         for name, status in self.statuses.items():
-            if status.state is SinkState.HUNG:
-                self._hangs[name] += 1
-                if self._hangs[name] >= HANGS:
-                    error = f"it hung {HANGS} times in a row for {CALL_SECONDS:g} s"
-                    self.statuses[name] = replace(status, state=SinkState.DISABLED, last_error=error)
-                    self._show(self.statuses[name])
+            if status.state in (SinkState.HUNG, SinkState.DEAD_CLIENT):
+                self._fresh_starts[name] += 1
+                if self._fresh_starts[name] >= FRESH_STARTS:
+                    self._give_up(status)
+
+    def _give_up(self, status: SinkStatus) -> None:
+        hung = f"it hung {FRESH_STARTS} times in a row for {CALL_SECONDS:g} s"
+        error = hung if status.state is SinkState.HUNG else f"{status.last_error} ({FRESH_STARTS} processes in a row)"
+        self.statuses[status.name] = replace(status, state=SinkState.DISABLED, last_error=error)
+        self._deaths = 0  # the process may live without it
+        self._show(self.statuses[status.name])
 
     def _settings(self) -> Mapping[str, object]:
-        """The sinks that are not given up, and how often each of them has hung."""
+        """The sinks that are not given up, and how often each of them has asked for a fresh process."""
         given_up = {name for name, status in self.statuses.items() if status.state is SinkState.DISABLED}
         sinks = {name: text for name, text in self._sinks.items() if name not in given_up}
-        return {"sinks": sinks, "failures": self._hangs, "call_seconds": CALL_SECONDS}
+        return {"sinks": sinks, "failures": self._fresh_starts, "call_seconds": CALL_SECONDS}
 
     def _spawned(self, telling: int) -> subprocess.Popen[bytes]:
         """The child, which holds the relay's lock as long as it lives."""
@@ -269,7 +283,7 @@ class SinkProcess:
         _logger.warning(message, code, self.run_dir / LOG_NAME)
 
     def _settled(self) -> bool:
-        return all(status.state in _SETTLED for status in self.statuses.values())
+        return all(status.state in SETTLED for status in self.statuses.values())
 
     def _bury(self, child: Child) -> None:
         code = child.process.wait()

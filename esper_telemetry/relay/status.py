@@ -34,6 +34,10 @@ FINAL = frozenset({SinkState.CLOSED, SinkState.DISABLED, SinkState.DEAD_CLIENT, 
 """States that a delivery does not leave; of the last two, a fresh process may begin anew."""
 
 
+SETTLED = frozenset({SinkState.CLOSED, SinkState.DISABLED})
+"""States that a fresh process does not change either."""
+
+
 @dataclass(frozen=True, slots=True)
 class SinkStatus:
     """A delivery at one moment.
@@ -105,6 +109,7 @@ class SinkReport:
         last_error: the latest exception in one line.
         command: what sends the rest; empty if there is none, or no journal to send it from.
         quarantined: records that it refused, which stand in `dead_letter.jsonl`.
+        goes_on: whether a process goes on delivering by itself.
     """
 
     name: str
@@ -115,6 +120,7 @@ class SinkReport:
     last_error: str = ""
     command: str = ""
     quarantined: int = 0
+    goes_on: bool = False
 
     @property
     def complete(self) -> bool:
@@ -124,6 +130,7 @@ class SinkReport:
     def __str__(self) -> str:
         because = f" ({self.last_error})" if self.last_error and self.state is not SinkState.CLOSED else ""
         rest = f"; send the rest with: {self.command}" if self.command else ""
+        rest = "; a background process goes on" if self.goes_on else rest
         left = f", {self.pending} pending" if self.pending else ""
         refused = f", {self.quarantined} refused (dead_letter.jsonl)" if self.quarantined else ""
         return f"{self.name}: {self.state}, {self.sent} records sent{left}{refused}{because}{rest}"
@@ -144,7 +151,7 @@ class CloseReport:
         return "\n".join(map(str, self.sinks))
 
 
-def sink_report(status: SinkStatus, *, pending: int, command: str = "") -> SinkReport:
+def sink_report(status: SinkStatus, *, pending: int, command: str = "", goes_on: bool = False) -> SinkReport:
     """The report on a delivery that is over or given up; a complete one needs no command."""
     complete = status.state is SinkState.CLOSED and not pending
     return SinkReport(
@@ -156,6 +163,7 @@ def sink_report(status: SinkStatus, *, pending: int, command: str = "") -> SinkR
         status.last_error,
         "" if complete else command,
         status.quarantined,
+        goes_on,
     )
 
 

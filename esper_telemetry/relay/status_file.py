@@ -10,16 +10,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from esper_telemetry.journal import Role, is_held
 from esper_telemetry.relay.files import locked, replaced
-from esper_telemetry.relay.status import SinkReport, SinkStatus
+from esper_telemetry.relay.status import SETTLED, SinkReport, SinkState, SinkStatus
 
 STATUS_NAME: Final = "status.json"
 _logger = logging.getLogger("esper_telemetry")
 
 
 def note_uris(run_dir: Path, uris: Mapping[str, str]) -> None:
-    """Says how each sink is spelled, so that it can be found again; leaves what is known of earlier parts of the run."""
-    _update(run_dir, {name: {"uri": uri} for name, uri in uris.items()})
+    """Says that deliveries begin, and how each sink is spelled, so that it can be found again; leaves what else is known of the run."""
+    begun = {"state": str(SinkState.OPENING), "under_way": True}
+    _update(run_dir, {name: {"uri": uri, **begun} for name, uri in uris.items()})
 
 
 def note_statuses(run_dir: Path, statuses: Iterable[SinkStatus]) -> None:
@@ -36,8 +38,8 @@ def note_statuses(run_dir: Path, statuses: Iterable[SinkStatus]) -> None:
     _update(run_dir, entries)
 
 
-def note_reports(run_dir: Path, reports: Iterable[SinkReport]) -> None:
-    """Says what has become of deliveries that are over."""
+def note_reports(run_dir: Path, reports: Iterable[SinkReport], *, under_way: bool) -> None:
+    """Says what has become of deliveries, and whether the process that feeds these sinks goes on."""
     entries: dict[str, dict[str, Any]] = {}
     for report in reports:
         entries[report.name] = {
@@ -48,6 +50,7 @@ def note_reports(run_dir: Path, reports: Iterable[SinkReport]) -> None:
             "errors": report.errors,
             "last_error": report.last_error,
             "command": report.command,
+            "under_way": under_way,
         }
     _update(run_dir, entries)
 
@@ -59,6 +62,15 @@ def read_status(run_dir: Path) -> dict[str, dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError):
         return {}
     return dict(sinks) if isinstance(sinks, dict) else {}
+
+
+def deliveries_under_way(run_dir: Path) -> dict[str, SinkState]:
+    """The sinks that a process of the run feeds at this moment, by name, and how that stands; needs a file system with locks."""
+    if not any(is_held(run_dir, role) for role in (Role.TRAINER, Role.RELAY)):
+        return {}
+    under_way = {name: entry for name, entry in read_status(run_dir).items() if entry.get("under_way")}
+    states = {name: SinkState(entry["state"]) for name, entry in under_way.items()}
+    return {name: state for name, state in states.items() if state not in SETTLED}
 
 
 def _update(run_dir: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:

@@ -6,8 +6,10 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from importlib import import_module
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlencode, urlsplit
@@ -25,6 +27,13 @@ from esper_telemetry.suggestion import did_you_mean
 
 REQUEST_TIMEOUT_SECONDS = 10
 REQUEST_RETRIES = 1
+STORE_MODULES = (
+    "mlflow.store.tracking.rest_store",
+    "mlflow.store.tracking.sqlalchemy_store",
+    "mlflow.store.tracking.sqlalchemy_workspace_store",
+    "alembic.command",
+    "sqlalchemy.dialects.sqlite",
+)
 SWITCH = {"true": True, "false": False}
 
 SERVERS: Final = ("http", "https")
@@ -122,6 +131,14 @@ class MLflowSink:
         All of it holds for the whole process, so it is nothing to do in the user's.
         """
         limit_requests()
+
+    def import_client(self) -> None:
+        """Imports MLflow's client, and what its stores would import at the first request."""
+        import mlflow.tracking  # noqa: F401 - for its effect
+
+        for module in STORE_MODULES:
+            with suppress(ModuleNotFoundError):  # other versions have others, and mlflow-skinny has no database
+                import_module(module)
 
     def open(self, run: RunInfo) -> None:
         """Finds the run by its id, or makes it, and marks it as running."""

@@ -70,6 +70,10 @@ class PrometheusSink:
         url = f"http://{LOOPBACK}:{self.port}/metrics"
         return Place(url, f"curl {url}")
 
+    def import_client(self) -> None:
+        """Imports the client of Prometheus."""
+        import prometheus_client.core  # noqa: F401 - for its effect
+
     def open(self, run: RunInfo) -> None:
         """Begins to serve; raises OSError where the port is taken."""
         self._end()

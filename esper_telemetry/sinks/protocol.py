@@ -34,6 +34,9 @@ class Sink(Protocol):
       next; one that raises is repeated, and no record goes by meanwhile. A callable sink gets records only.
     - `recall(alarms: Sequence[Alarm]) -> None`: called after `open` with the alarms that were delivered before, where there are any.
     - `prepare_child() -> None`: called once before `open`, and only in a process that holds nothing of the user's.
+    - `import_client() -> None`: imports the backend's client. Called before `open`, for one sink after the other and before any delivery
+      has a thread: packages that several threads import at once are left half initialised. ModuleNotFoundError gives the sink up; after
+      any other exception a fresh process tries again, three times at most.
     - `held(run: RunInfo) -> int | None`: called after `open`, the last update that the backend holds of this run, 0 for none: records up to
       it are passed over and all after it are sent, whatever was taken before. None leaves it at what was taken.
     - `stored(run: RunInfo) -> Stored | None` and `shown(run: RunInfo) -> Shown` (`sinks/stored.py`): what the backend holds of the run,

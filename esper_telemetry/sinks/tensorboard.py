@@ -91,6 +91,12 @@ class TensorBoardSink:
 
         return numbers
 
+    def import_client(self) -> None:
+        """Imports TensorBoard's writer and its messages."""
+        import tensorboard.summary.writer.event_file_writer  # noqa: F401 - for its effect
+
+        import esper_telemetry.sinks.tensorboard_events  # noqa: F401 - for its effect
+
     def open(self, run: RunInfo) -> None:
         """Starts a new event file, beside those of earlier parts of the run."""
         object.__setattr__(self, "_open", _EventFile(self._directory(run), run, self._budget(run)))

@@ -131,6 +131,11 @@ class WandbSink:
         os.environ.pop("WANDB_SERVICE", None)
         os.environ.setdefault("WANDB_SILENT", "true")
 
+    def import_client(self) -> None:
+        """Imports W&B's client and the messages that it stores."""
+        import wandb.errors
+        import wandb.proto.wandb_internal_pb2  # noqa: F401 - for its effect
+
     def open(self, run: RunInfo) -> None:
         """Starts the run, or goes on with the one of that id; without a server it is offline after a minute."""
         object.__setattr__(self, "_open", _Rows(self._target(run), run, self._budget(run)))

@@ -43,6 +43,7 @@ FAULTS = (
     "three records refused",
     "fork",
     "clock jumps back an hour",
+    "ends before MLflow is open",
     "kill -9 of the trainer",
     "SIGTERM to the trainer",
 )

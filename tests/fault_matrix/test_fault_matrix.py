@@ -265,6 +265,19 @@ def test_a_forked_copy(tmp_path: Path, check: Check) -> None:
     check("fork", found)
 
 
+def test_a_run_that_ends_before_a_backend_is_open(tmp_path: Path, check: Check) -> None:
+    """Twenty updates take a second, MLflow takes three: the process that feeds the sinks goes on by itself, and nothing needs a repair."""
+    run_dir = tmp_path / "run"
+    process = started(run_dir, *BACKENDS, updates=20, flags=("--hurry",))
+    process.wait()
+    assert read_status(run_dir)["mlflow"]["under_way"], "MLflow was open before the end"
+    until(partial(deserted, run_dir, process))
+
+    assert [sink.equal for sink in doctor(run_dir).sinks] == [True, True, True]
+    assert {entry["state"] for entry in read_status(run_dir).values()} == {"closed"}
+    check("ends before MLflow is open", outcome(run_dir, process))
+
+
 def test_a_clock_that_jumps(tmp_path: Path, check: Check) -> None:
     run_dir = tmp_path / "run"
 

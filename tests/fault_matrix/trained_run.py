@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from esper_telemetry import doctor, read_run, replay
+from esper_telemetry.relay import ORPHAN_SECONDS
 from esper_telemetry.relay.audit import audit
 from esper_telemetry.sinks import as_sink
 
@@ -88,10 +89,10 @@ def until(condition: Callable[[], object], seconds: float = LIMIT_SECONDS) -> No
 
 
 def outcome(run_dir: Path, process: subprocess.Popen[str], *, mend: Callable[[], object] = lambda: None) -> Outcome:
-    """Waits for the end of the training, mends what was broken, sends what is missing and compares."""
+    """Waits for the end of the training, mends what was broken, lets its helpers end, sends what is missing and compares."""
     stdout, stderr = process.communicate(timeout=LIMIT_SECONDS)
-    until(lambda: not doctor_sees_processes(run_dir))
     mend()
+    until(lambda: not doctor_sees_processes(run_dir), ORPHAN_SECONDS + LIMIT_SECONDS)
     told: dict[str, Any] = json.loads(stdout.splitlines()[-1]) if process.returncode == 0 else {}
     assert process.returncode <= 0, stderr
     run = read_run(run_dir)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -79,6 +81,35 @@ class HopelessSink(RecordingSink):
         raise PermanentSinkError("the key was revoked")
 
 
+class GatedSink(RecordingSink):
+    """Takes as long to open as `gate` is shut."""
+
+    def open(self, run: RunInfo) -> None:
+        while not gate(self.file).exists():
+            time.sleep(0.02)
+        super().open(run)
+
+
+@dataclass(frozen=True)
+class ImportingSink(RecordingSink):
+    """Notes in which thread it imports its client; the first `failures` imports end in an error."""
+
+    failures: int = 0
+    error: type[Exception] = RecursionError
+
+    def import_client(self) -> None:
+        self._note("import", thread=threading.current_thread() is threading.main_thread())
+        if sum(call["call"] == "import" for call in calls(self.file)) <= self.failures:
+            raise self.error("the modules of the client are half initialised")
+
+
+class LateImportingSink(RecordingSink):
+    """Imports a package that is not installed, when it is opened."""
+
+    def open(self, run: RunInfo) -> None:
+        import_module("no_such_backend")
+
+
 class HangingSink(RecordingSink):
     """Never returns from its first write."""
 
@@ -142,6 +173,11 @@ class NoisySink(RecordingSink):
             input("your key? ")
         except EOFError:
             super().open(run)
+
+
+def gate(file: Path) -> Path:
+    """The file that opens a `GatedSink`."""
+    return file.with_suffix(".gate")
 
 
 def calls(file: Path) -> list[dict[str, Any]]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from pathlib import Path
 
@@ -27,8 +29,11 @@ def test_a_replay_after_a_deadline_sends_only_the_rest(tmp_path: Path) -> None:
     relay = Relay(journal, [HangingSink(tmp_path / "hanging", "hanging"), good])
     eventually(lambda: seqs(good.file))
     end(journal)
+    child = relay.child_pid
     relay.close(1.0)
     journal.close()
+    assert child is not None
+    os.kill(child, signal.SIGKILL)
 
     late = replay(tmp_path / "run", RecordingSink(tmp_path / "late", "hanging"))
     nothing = replay(tmp_path / "run", good)
