@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -148,7 +149,11 @@ class JournalWriter:
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Learns from what was written into the journal since `go_on`, by somebody else."""
+        """Learns from what was written into the journal since `go_on`, by somebody else; nothing where it cannot be read."""
+        with suppress(OSError):
+            self._learn()
+
+    def _learn(self) -> None:
         for entry in self._earlier:
             if isinstance(entry, Record):
                 self._containment.attempt(partial(self._series.derive, entry.values, self._level), dict)

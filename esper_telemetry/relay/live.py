@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -21,6 +22,7 @@ from esper_telemetry.relay.status import (
     SinkState,
     SinkStatus,
     by_name,
+    one_line,
     replay_command,
     sink_report,
     sink_uri,
@@ -34,6 +36,8 @@ LOCAL_BATCH_RECORDS: Final = 50
 
 LOOK_SECONDS: Final = 0.1
 """How often the training thread looks at its deliveries."""
+
+_logger = logging.getLogger("esper_telemetry")
 
 
 class Relay:
@@ -60,8 +64,12 @@ class Relay:
         self._process = _started(journal, remote)
         if journal.run_dir is not None and self._sinks:
             note_uris(journal.run_dir, {name: sink_uri(sink) for name, sink in self._sinks.items()})
-        self._deliveries = [self._delivery(name) for name in self._sinks if name not in remote]
-        self._threads = [_thread(delivery) for delivery in self._deliveries]
+        self._deliveries: list[Delivery] = []
+        self._threads: list[threading.Thread] = []
+        self._refused: dict[str, SinkStatus] = {}
+        for name in self._sinks:
+            if name not in remote:
+                self._deliver_here(name)
 
     @property
     def child_pid(self) -> int | None:
@@ -130,7 +138,7 @@ class Relay:
 
     def _statuses(self) -> Mapping[str, SinkStatus]:
         remote = {} if self._process is None else self._process.statuses
-        local = {delivery.name: delivery.status for delivery in self._deliveries}
+        local = self._refused | {delivery.name: delivery.status for delivery in self._deliveries}
         return {name: local.get(name) or remote[name] for name in self._sinks}
 
     def _processes(self) -> Sequence[SinkProcess]:
@@ -139,6 +147,22 @@ class Relay:
     def _goes_to_child(self, sink: Sink) -> bool:
         importable = type(sink).__module__ != "__main__"
         return self._journal.run_dir is not None and importable and not getattr(sink, "in_process", True)
+
+    def _deliver_here(self, name: str) -> None:
+        """Starts a delivery in a thread; a warning where the system refuses what that needs."""
+        try:
+            delivery = self._delivery(name)
+            thread = _thread(delivery)
+        except (OSError, MemoryError, RuntimeError) as error:
+            cause = one_line(error)
+            self._refused[name] = SinkStatus(name, SinkState.DISABLED, last_error=cause)
+            kept = "" if self._journal.run_dir is None else "; the journal keeps everything, and replay sends it later"
+            _logger.warning(
+                "esper-telemetry: sink %s cannot start (%s): it gets nothing in this run%s", name, cause, kept
+            )
+            return
+        self._deliveries.append(delivery)
+        self._threads.append(thread)
 
     def _delivery(self, name: str) -> Delivery:
         run_dir = self._journal.run_dir
