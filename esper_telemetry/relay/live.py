@@ -7,12 +7,13 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from typing import Final
 
 from esper_telemetry.journal import Journal, MemoryJournal
 from esper_telemetry.record import RunStatus, SinkLag
 from esper_telemetry.relay.cursors import Cursors
-from esper_telemetry.relay.delivery import Delivery
+from esper_telemetry.relay.delivery import Delivery, Reader
 from esper_telemetry.relay.process import SinkProcess
 from esper_telemetry.relay.status import (
     FINAL,
@@ -151,8 +152,11 @@ class Relay:
     def _deliver_here(self, name: str) -> None:
         """Starts a delivery in a thread; a warning where the system refuses what that needs."""
         try:
-            delivery = self._delivery(name)
-            thread = _thread(delivery)
+            with ExitStack() as taken:
+                reader = taken.enter_context(closing(self._journal.reader()))
+                delivery = self._delivery(name, reader)
+                thread = _thread(delivery)
+                taken.pop_all()
         except (OSError, MemoryError, RuntimeError) as error:
             cause = one_line(error)
             self._refused[name] = SinkStatus(name, SinkState.DISABLED, last_error=cause)
@@ -164,10 +168,9 @@ class Relay:
         self._deliveries.append(delivery)
         self._threads.append(thread)
 
-    def _delivery(self, name: str) -> Delivery:
+    def _delivery(self, name: str, reader: Reader) -> Delivery:
         run_dir = self._journal.run_dir
         cursors = None if run_dir is None else Cursors(run_dir)
-        reader = self._journal.reader()
         return Delivery(self._sinks[name], reader, name=name, cursors=cursors, batch=LOCAL_BATCH_RECORDS)
 
 
