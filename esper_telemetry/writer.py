@@ -231,7 +231,9 @@ class JournalWriter:
         for snapshot in snapshots:
             for measurements, epochs in self._containment.steps(summarize(snapshot, self._facts, level)):
                 self._containment.measure(measurements, partial(window.add, epoch=epochs, step=None))
-        return window.send().finish(level)
+        finished: list[Values] = []
+        self._containment.attempt(partial(_finished, window, level), finished.append)
+        return finished[0] if finished else NO_VALUES
 
     def _tell_baselines(self, measured: Measured) -> None:
         """Says where the thresholds of gradients start anew: what was out of range has become the rule."""
@@ -296,6 +298,11 @@ class JournalWriter:
     def end(self, status: RunStatus, seq: int, timeout: float) -> None:
         """See `Writer`."""
         self._journal.write(encode_end(status, seq=seq))
+
+
+def _finished(window: Window, level: Level) -> Values:
+    """The values of all rows of a window."""
+    return window.send().finish(level)
 
 
 def _unjudged(record: Record) -> Record:

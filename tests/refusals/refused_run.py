@@ -86,7 +86,7 @@ def main(training: str, name: str, moment: str) -> None:
     train, limit = TRAININGS[training], LIMITS[name]
     place = Path(tempfile.mkdtemp(prefix="refused-run-"))
     try:
-        with Telemetry([ignore], run_dir=place / "before", close_timeout=120.0) as telemetry:
+        with Telemetry([ignore], run_dir=place / "before", offload=False, close_timeout=120.0) as telemetry:
             train(telemetry, nothing)
         shutil.rmtree(place / "before")
         logging.getLogger("esper_telemetry").addHandler(warnings)

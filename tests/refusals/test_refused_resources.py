@@ -47,9 +47,9 @@ from typing import Any
 
 import pytest
 from permissions import keep_to_permissions
-from trainings import MIDDLE, TRAININGS, UPDATES, nothing
+from trainings import TRAININGS, UPDATES, nothing
 
-from esper_telemetry import PrometheusSink, Record, RunStatus, Telemetry, read_run
+from esper_telemetry import PrometheusSink, Record, RunStatus, Telemetry, layout, read_run
 from esper_telemetry.offload import OffloadedWriter, handover
 from esper_telemetry.sinks import SinkLike
 
@@ -205,9 +205,11 @@ def test_a_worker_that_is_killed_in_the_middle_is_replaced_even_where_no_file_ca
     monkeypatch.undo()
 
     assert weights == expected
-    check(warnings_of(caplog), ("the process that summarises updates has died",))
+    cursors = () if readable else ("cannot save .*cursors.json",)
+    check(warnings_of(caplog), ("the process that summarises updates has died", *cursors))
     run = read_run(tmp_path / "run")
-    assert [record.axes.update for record in run.records] == list(range(1, UPDATES + 1))
+    assert len(run.records) >= UPDATES
+    assert [record.axes.update for record in run.records] == [*range(1, len(run.records) + 1)]
     assert run.status is RunStatus.FINISHED
 
 
@@ -230,8 +232,8 @@ def test_a_sink_process_that_dies_and_cannot_be_started_again_is_given_up(
 REAL = [
     ("bundled", "file_size", "start", (WORKER, "cannot write to .*journal.jsonl")),
     ("bundled", "file_size", "middle", ("cannot write to .*journal.jsonl",)),
-    ("own_loop", "file_size", "start", (WORKER, "cannot write to .*journal.jsonl")),
-    ("own_loop", "file_size", "middle", (WORKER, "cannot write to .*journal.jsonl")),
+    ("own_loop", "file_size", "start", ("cannot write to .*journal.jsonl",)),
+    ("own_loop", "file_size", "middle", ("cannot write to .*journal.jsonl",)),
     ("bundled", "descriptors", "start", (JOURNAL,)),
     ("bundled", "descriptors", "middle", ("cannot save .*cursors.json",)),
     ("own_loop", "descriptors", "start", (JOURNAL,)),
@@ -287,3 +289,17 @@ def test_the_command_trains_where_no_file_may_be_larger_than_60_kb_and_says_that
     check(said, (WORKER, "cannot write to .*journal.jsonl", "cannot write a checkpoint"))
     assert command.returncode == 1, "the trained policy is lost"
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_a_library_that_cannot_be_imported_in_the_middle_costs_what_it_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NumPy imports parts of itself at the first use, which takes a descriptor."""
+    expected = untouched("bundled")
+    with Telemetry([ignore], run_dir=tmp_path / "run", offload=False) as telemetry:
+        weights = TRAININGS["bundled"](telemetry, lambda: refuse(layout.np, "unique", errno.EMFILE)(monkeypatch))
+    monkeypatch.undo()
+
+    assert weights == expected
+    check(warnings_of(caplog), ("Too many open files.* is missing from the records",))
+    assert len(read_run(tmp_path / "run").records) >= UPDATES
