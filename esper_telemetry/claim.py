@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import sys
 import time
@@ -10,10 +12,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from esper_telemetry.journal import HELPERS, Held, Journal, MemoryJournal, TrainerLock, await_release, held, run_info
+from esper_telemetry.journal import (
+    HAS_LOCKS,
+    HELPERS,
+    Held,
+    Journal,
+    MemoryJournal,
+    TrainerLock,
+    await_release,
+    held,
+    run_info,
+)
+
+if not HAS_LOCKS:
+    raise ImportError(
+        "esper_telemetry.Telemetry does not run on this system, which has no file locks (Python's module fcntl): use Linux or macOS,"
+        " or WSL 2 on Windows. Metric functions, the trainer and commands that read a run work here."
+    )
 
 HELPER_SECONDS: Final = 60.0
 """How long the helpers of a killed trainer may take to deliver what it left, before who resumes the run gives up."""
+
+MISTAKES: Final = frozenset(
+    {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ}
+)
+"""Errors that say that a path can be no run directory, on any disk; others come and go with the machine."""
+
+_logger = logging.getLogger("esper_telemetry")
 
 
 @dataclass(slots=True)
@@ -44,12 +69,24 @@ class Claim:
 def claim(run_dir: str | Path | Literal["auto"] | None, name: str | None) -> Claim:
     """A run directory for a new run; a default one gets a number where the second is taken.
 
-    Raises FileExistsError where it holds a journal already, another OSError where it cannot be written.
+    Where nothing can be written, a warning says so and the run has no journal.
+
+    Raises FileExistsError where it holds a journal already, another OSError where the path can be no directory.
     """
     if run_dir is None:
         return Claim(MemoryJournal())
-    journal = _new_journal(name) if run_dir == "auto" else Journal.create(_directory(run_dir))
-    return Claim(journal, None, TrainerLock(journal.run_dir))
+    try:
+        journal = _new_journal(name) if run_dir == "auto" else Journal.create(_directory(run_dir))
+    except OSError as error:
+        if error.errno in MISTAKES or isinstance(error, NotADirectoryError):
+            raise
+        message = (
+            "esper-telemetry: %s: training goes on without journal, and sinks that need a run directory get nothing;"
+            " pass a run directory that can be written"
+        )
+        _logger.warning(message, error)
+        return Claim(MemoryJournal())
+    return Claim(journal, None, _locked(journal.run_dir, str(run_dir)))
 
 
 def claim_again(run_dir: str | Path) -> Claim:
@@ -73,7 +110,8 @@ def claim_again(run_dir: str | Path) -> Claim:
         found = held(run_dir)
         journal = Journal.open(run_dir)
     except BaseException:
-        lock.release()
+        if lock is not None:
+            lock.release()
         raise
     journal.records = found.records
     return Claim(journal, found, lock)
@@ -96,13 +134,18 @@ def _directory(run_dir: str | Path) -> Path:
     return path
 
 
-def _locked(directory: Path, shown: str) -> TrainerLock:
+def _locked(directory: Path, shown: str) -> TrainerLock | None:
+    """The lock of the run; None, and a warning, where the system refuses it. Raises BlockingIOError where another process has it."""
     try:
         return TrainerLock(directory)
     except BlockingIOError:
         raise BlockingIOError(f"{shown} is still being trained: a run goes on in one process at a time") from None
     except OSError as error:
-        raise type(error)(f"cannot write to run directory {shown}: {error.strerror}") from None
+        message = (
+            "esper-telemetry: cannot lock run directory %s (%s): training goes on; let no other process resume this run"
+        )
+        _logger.warning(message, directory, error.strerror)
+        return None
 
 
 def _new_journal(name: str | None) -> Journal:

@@ -26,10 +26,10 @@ def step_back(niceness: int) -> None:
     milliseconds. A process for batch work never does. All of a trainer's processes leave it the same core, wherever it runs when they
     start: it moves there by itself.
     """
-    os.nice(niceness)
-    if hasattr(os, "sched_setscheduler"):
-        with suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    if hasattr(os, "sched_setaffinity"):
+    with suppress(OSError):
+        os.nice(niceness)
+    with suppress(OSError, AttributeError):  # names that Linux alone has
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with suppress(OSError, AttributeError):
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, cores - {min(cores)} or cores)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from esper_telemetry.claim import Claim, claim, claim_again
-from esper_telemetry.journal import Held, JournalEvent, encode_end, encode_run, plain
+from esper_telemetry.journal import Held, Journal, JournalEvent, encode_end, encode_run, plain
 from esper_telemetry.layout import Layout, Values
 from esper_telemetry.logged import NO_NUMBERS, Numbers
 from esper_telemetry.metric import declared
@@ -107,12 +107,21 @@ class Recorder:
     def offload(self) -> None:
         """Leaves summaries to a process beside this one, where there is a core for it; before `start` only."""
         if self.run_dir is not None and self.run is None and worth_offloading():
-            self._writer = self._offloaded_writer()
-            self.offloaded, self._hand_over = True, None
+            self._change_hands(self._offloaded_writer())
+            self._hand_over = None
 
-    def _offloaded_writer(self) -> OffloadedWriter:
-        assert self.run_dir is not None
-        return OffloadedWriter(self.run_dir, self._level, self._watches)
+    def _offloaded_writer(self) -> OffloadedWriter | None:
+        """The writer whose work is done by a process beside this one; None, and a warning, where the system refuses what that needs."""
+        assert isinstance(self._journal, Journal)
+        try:
+            return OffloadedWriter(self._journal, self._level, self._watches)
+        except (OSError, MemoryError) as error:
+            message = (
+                "esper-telemetry: cannot start the process that summarises updates (%s): training goes on and does it"
+                " itself, which takes more of its time"
+            )
+            _logger.warning(message, error if isinstance(error, OSError) else "no memory")
+            return None
 
     def start(self, config: Mapping[str, Any], facts: Mapping[str, Any], axes: Axes) -> None:
         """Writes the run line, which is what sinks open with, and `config.json`; a resumed run goes on from `axes`."""
@@ -179,8 +188,6 @@ class Recorder:
         """Appends a record; the sinks find it in the journal. Arguments as in `writer.Measured`."""
         assert self._relay is not None
         delivery = self._where_sinks_stand(self._relay.stats())
-        if self.offloaded:  # another process appends it, and the sinks' backlog is reckoned from this number
-            self._journal.records += 1
         begun = time.perf_counter()
         self._writer.record(
             Measured(
@@ -297,7 +304,7 @@ def _versions() -> dict[str, str]:
     for package in PACKAGES:
         try:
             found[package] = version(package)
-        except PackageNotFoundError:
+        except (PackageNotFoundError, OSError):
             continue
     return found
 

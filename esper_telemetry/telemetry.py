@@ -38,7 +38,7 @@ from esper_telemetry.detecting import Detect, facts_of, watches
 from esper_telemetry.failure import Suspects, at_exit, diagnose, status_of
 from esper_telemetry.gradient_tap import Members, group_names
 from esper_telemetry.group import MetricGroup, Postponed
-from esper_telemetry.layout import NO_VALUES
+from esper_telemetry.layout import NO_VALUES, Values
 from esper_telemetry.open_update import Flush, OpenUpdate
 from esper_telemetry.ranks.follower import Follower, recorder_for
 from esper_telemetry.ranks.peers import Note, Peers
@@ -410,7 +410,9 @@ class Telemetry:
             if isinstance(self._recorder, Follower):
                 return
             self._recorder.describe(tables)
-            measured = finish(tables, flush.level, flush.transfer.copies)
+            finished: list[Values] = []
+            self._containment.attempt(partial(finish, tables, flush.level, flush.transfer.copies), finished.append)
+            measured = finished[0] if finished else NO_VALUES
             seconds, cpu_seconds, elapsed = self._spent()
             self.sampling.learn(cpu_seconds if self._peers else seconds, elapsed)  # to wait for other ranks is no cost
             self._recorder.record(

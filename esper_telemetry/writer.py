@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -148,7 +149,11 @@ class JournalWriter:
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Learns from what was written into the journal since `go_on`, by somebody else."""
+        """Learns from what was written into the journal since `go_on`, by somebody else; nothing where it cannot be read."""
+        with suppress(OSError):
+            self._learn()
+
+    def _learn(self) -> None:
         for entry in self._earlier:
             if isinstance(entry, Record):
                 self._containment.attempt(partial(self._series.derive, entry.values, self._level), dict)
@@ -226,7 +231,9 @@ class JournalWriter:
         for snapshot in snapshots:
             for measurements, epochs in self._containment.steps(summarize(snapshot, self._facts, level)):
                 self._containment.measure(measurements, partial(window.add, epoch=epochs, step=None))
-        return window.send().finish(level)
+        finished: list[Values] = []
+        self._containment.attempt(partial(_finished, window, level), finished.append)
+        return finished[0] if finished else NO_VALUES
 
     def _tell_baselines(self, measured: Measured) -> None:
         """Says where the thresholds of gradients start anew: what was out of range has become the rule."""
@@ -291,6 +298,11 @@ class JournalWriter:
     def end(self, status: RunStatus, seq: int, timeout: float) -> None:
         """See `Writer`."""
         self._journal.write(encode_end(status, seq=seq))
+
+
+def _finished(window: Window, level: Level) -> Values:
+    """The values of all rows of a window."""
+    return window.send().finish(level)
 
 
 def _unjudged(record: Record) -> Record:

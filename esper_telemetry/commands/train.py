@@ -211,8 +211,7 @@ def _run(trainer: PPO | ScriptedRun, telemetry: Telemetry, options: Train) -> in
             with _profiled(trainer, telemetry, options):
                 checkpoints = _checkpoints(trainer, telemetry, options)
                 trainer.learn(options.total_steps)
-            if checkpoints is not None:
-                checkpoints.save()
+            saved = checkpoints is None or checkpoints.save()
             code = _code(trainer, options, strongest(max(came, default=0)))
             signal.signal(
                 signal.SIGINT, signal.default_int_handler
@@ -226,7 +225,7 @@ def _run(trainer: PPO | ScriptedRun, telemetry: Telemetry, options: Train) -> in
     except Exception:
         traceback.print_exc()
         return FAILED
-    return code
+    return code if saved else code or FAILED
 
 
 def _code(trainer: PPO | ScriptedRun, options: Train, number: int) -> int:

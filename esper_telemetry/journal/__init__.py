@@ -27,12 +27,23 @@ from esper_telemetry.journal.lines import (
     encode_run,
     to_json,
 )
-from esper_telemetry.journal.lock import HELPERS, Role, TrainerLock, await_release, is_held, lock_for, remove_lock
+from esper_telemetry.journal.lock import (
+    HAS_LOCKS,
+    HELPERS,
+    Role,
+    TrainerLock,
+    await_release,
+    is_held,
+    lock_file,
+    lock_for,
+    remove_lock,
+)
 from esper_telemetry.journal.memory import MemoryJournal, MemoryReader
 from esper_telemetry.journal.plain import plain
 from esper_telemetry.journal.run import Run, read_run
 
 __all__ = [
+    "HAS_LOCKS",
     "HELPERS",
     "JOURNAL_NAME",
     "SCHEMA",
@@ -65,6 +76,7 @@ __all__ = [
     "held",
     "is_held",
     "journal_path",
+    "lock_file",
     "lock_for",
     "plain",
     "read_run",

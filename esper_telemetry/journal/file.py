@@ -50,7 +50,7 @@ class Journal:
         lost: lines dropped because the disk was full and the backlog too.
     """
 
-    def __init__(self, run_dir: Path, fd: int, *, torn: bool = False) -> None:
+    def __init__(self, run_dir: Path, fd: int) -> None:
         self.run_dir = run_dir
         self.path = run_dir / JOURNAL_NAME
         self.records = 0
@@ -58,7 +58,7 @@ class Journal:
         self._fd = fd
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._backlog = b"\n" if torn else b""
+        self._backlog = b""
         self._warned = self._stuck = False
         self._gap = 0
 
@@ -73,9 +73,11 @@ class Journal:
             raise FileExistsError(f"{run_dir} already holds a run: pass another run directory")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
+            fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
         except OSError as error:
-            raise type(error)(f"cannot write to run directory {run_dir}: {error.strerror}") from None
+            refused = type(error)(f"cannot write to run directory {run_dir}: {error.strerror}")
+            refused.errno = error.errno
+            raise refused from None
         return cls(path.parent.absolute(), fd)
 
     @classmethod
@@ -87,8 +89,9 @@ class Journal:
         path = journal_path(run_dir)
         path = unpack(path) if path.suffix == PACKED_SUFFIX else path
         fd = os.open(path, os.O_RDWR | os.O_APPEND)
-        size = os.fstat(fd).st_size
-        return cls(path.parent.absolute(), fd, torn=size > 0 and os.pread(fd, 1, size - 1) != b"\n")
+        journal = cls(path.parent.absolute(), fd)
+        journal.go_on()
+        return journal
 
     @property
     def settled(self) -> bool:
@@ -108,6 +111,13 @@ class Journal:
             return False
         with self._lock:
             return self._append(data, lines)
+
+    def go_on(self) -> None:
+        """Append behind what another process wrote: a last line that it left torn is closed first."""
+        with self._lock:
+            size = os.fstat(self._fd).st_size
+            if size > 0 and os.pread(self._fd, 1, size - 1) != b"\n":
+                self._backlog = b"\n" + self._backlog
 
     def reader(self) -> JournalReader:
         """A reader from the first line on."""
@@ -237,7 +247,8 @@ class JournalReader:
         """Complete lines after the offset, at most about a megabyte of them; moves the offset behind them."""
         chunk, size = b"", CHUNK_BYTES
         while (cut := chunk.rfind(b"\n")) < 0:
-            chunk = os.pread(self._file.fileno(), size, self.offset)
+            self._file.seek(self.offset)
+            chunk = self._file.read(size)
             if len(chunk) < size and b"\n" not in chunk:
                 return []
             size *= 2

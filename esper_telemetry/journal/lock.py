@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import os
 import time
 import weakref
@@ -10,6 +10,13 @@ from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
+
+try:
+    import fcntl
+except ImportError:  # Windows, where journals can be read and not written
+    HAS_LOCKS = False
+else:
+    HAS_LOCKS = True
 
 POLL_SECONDS: Final = 0.05
 
@@ -36,7 +43,7 @@ class TrainerLock:
         self._run_dir = run_dir
         self._descriptor = _opened(run_dir, Role.TRAINER)
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(self._descriptor, wait=False)
         except BlockingIOError:
             os.close(self._descriptor)
             raise
@@ -58,11 +65,21 @@ class TrainerLock:
             self._descriptor = -1
 
 
+def lock_file(descriptor: int, *, wait: bool, shared: bool = False) -> None:
+    """Lock an open file until it is closed everywhere.
+
+    Raises BlockingIOError where another process holds the lock and `wait` is False, another OSError where there are no locks.
+    """
+    if not HAS_LOCKS:
+        raise OSError(errno.ENOLCK, "this system has no file locks")
+    fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+
+
 def lock_for(run_dir: Path, helper: Role) -> int:
     """A descriptor that holds a helper's lock: hand it to the process and close it here."""
     descriptor = _opened(run_dir, helper)
     with suppress(OSError):  # a file system without locks: then nobody can wait either
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(descriptor, wait=False)
     return descriptor
 
 
@@ -89,7 +106,7 @@ def is_held(run_dir: Path, role: Role) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        lock_file(descriptor, wait=False, shared=True)
     except BlockingIOError:
         return True
     except OSError:

@@ -27,11 +27,12 @@ class HandOver:
     """Weighs what records cost here, and brings the writer that makes them elsewhere.
 
     Args:
-        start: makes that writer.
+        start: makes that writer; None where the system refuses what it needs.
     """
 
-    def __init__(self, start: Callable[[], OffloadedWriter]) -> None:
+    def __init__(self, start: Callable[[], OffloadedWriter | None]) -> None:
         self._start = start
+        self._refused = False
         self._cost, self._pace = Average(), Average()
         self._elapsed = 0.0
         self._learning: OffloadedWriter | None = None
@@ -45,9 +46,11 @@ class HandOver:
     def writer(self, run: RunInfo) -> OffloadedWriter | None:
         """Who makes the records from now on; None while it is this process. Never waits."""
         if self._learning is None:
-            if self._worthwhile:
+            if self._worthwhile and not self._refused:
                 self._learning = self._start()
-                self._learning.go_on(run)
+                self._refused = self._learning is None
+                if self._learning is not None:
+                    self._learning.go_on(run)
             return None
         if not self._learning.idle():
             return None

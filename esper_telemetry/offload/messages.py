@@ -275,9 +275,10 @@ def reply(descriptor: int, answer: Sequence[Any], parent: int) -> None:
     """Answers a message through a pipe that does not block; what a parent that is gone would not read is dropped."""
     content = pickle.dumps(answer, protocol=5) if answer else b""
     rest = LENGTH.pack(len(content)) + content
+    waiting = select.poll()  # select takes no descriptor above 1023
+    waiting.register(descriptor, select.POLLOUT)
     while rest:
-        _, writable, _ = select.select([], [descriptor], [], PARENT_SECONDS)
-        if writable:
+        if waiting.poll(1000 * PARENT_SECONDS):
             rest = rest[os.write(descriptor, rest) :]
         elif os.getppid() != parent:
             return

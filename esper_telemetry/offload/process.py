@@ -37,7 +37,9 @@ _logger = logging.getLogger("esper_telemetry")
 
 
 def worth_offloading() -> bool:
-    """Whether this machine gives us a second core."""
+    """Return whether this system can run the process, which takes memory files (Linux), and has a second core for it."""
+    if not hasattr(os, "memfd_create"):
+        return False
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (cores or 1) > 1
 
@@ -46,27 +48,31 @@ def started(run_dir: Path, level: Level, acknowledgements: int, shared: int) -> 
     """Starts it: it answers through one descriptor, and shares the memory behind the other."""
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
     lock = lock_for(run_dir, Role.WRITER)
-    with (run_dir / LOG_NAME).open("ab") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", ENTRY, str(run_dir), level.name, *map(str, (os.getpid(), acknowledgements, shared))],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            pass_fds=[acknowledgements, shared, lock],
-            start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        )
-    os.close(lock)
-    return process
+    try:
+        with (run_dir / LOG_NAME).open("ab") as log:
+            return subprocess.Popen(
+                [
+                    *(sys.executable, "-c", ENTRY, str(run_dir), level.name),
+                    *map(str, (os.getpid(), acknowledgements, shared)),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=[acknowledgements, shared, lock],
+                start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+            )
+    finally:
+        os.close(lock)
 
 
 def private_pipe(process: subprocess.Popen[bytes]) -> int:
     """Our end of the process's input: large, and never blocking."""
     assert process.stdin is not None
-    pipe = os.dup(process.stdin.fileno())
-    process.stdin.close()
+    with process.stdin:
+        pipe = os.dup(process.stdin.fileno())
     os.set_blocking(pipe, False)
-    with suppress(OSError):  # where the system allows less, more waits in memory
+    with suppress(OSError, AttributeError):  # where the system allows less, or has no such call, more waits in memory
         fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     return pipe
 

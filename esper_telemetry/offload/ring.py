@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 from collections import deque
 from typing import Final
 
@@ -101,11 +100,14 @@ def roomy(size: int) -> int:
 
 
 def shared_file(size: int) -> int:
-    """A file in memory for a ring of that size, a multiple of `ALIGNMENT`, without a name; its descriptor."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("esper-telemetry")
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
-    os.truncate(descriptor, size + ALIGNMENT)
+    """Return the descriptor of a file in memory for a ring of that size, a multiple of `ALIGNMENT`.
+
+    A file on a disk would not do: where the disk is full, writing into its mapping kills the process.
+    """
+    descriptor = os.memfd_create("esper-telemetry")
+    try:
+        os.truncate(descriptor, size + ALIGNMENT)
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor

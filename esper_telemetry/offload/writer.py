@@ -11,8 +11,7 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
+from contextlib import ExitStack, suppress
 from typing import Any, Final
 
 from esper_telemetry.journal import Journal, JournalEvent, Role, alarms, held, remove_lock
@@ -45,13 +44,15 @@ class OffloadedWriter:
     """A `Writer` whose work is done by a process of its own.
 
     Args:
-        run_dir: whose journal it appends to; nobody else does meanwhile.
+        journal: of a run with a directory; nobody else appends to it meanwhile.
         level: at which it measures while nothing is wrong.
         watches: see `JournalWriter`; it goes to the process first of all.
+
+    Raises OSError or MemoryError where the system refuses what the process needs; nothing of it is left open then.
     """
 
-    def __init__(self, run_dir: Path, level: Level, watches: Watches | None = None) -> None:
-        self._run_dir, self._level, self._watches = run_dir, level, watches
+    def __init__(self, journal: Journal, level: Level, watches: Watches | None = None) -> None:
+        self._journal, self._run_dir, self._level, self._watches = journal, journal.run_dir, level, watches
         self._local: JournalWriter | None = None
         self._info: RunInfo | None = None
         self._unacknowledged: deque[Message | Plain] = deque()
@@ -59,17 +60,21 @@ class OffloadedWriter:
         self._answered = self._told = 0
         self._found: list[Found] = []
         self._warned = self._left = False
-        acknowledgements, theirs = os.pipe()
-        shared = shared_file(RING_BYTES)
-        self._ring = Ring(shared, RING_BYTES)
-        self._packer, self._teller = Packer(self._ring, WORDS), Teller()
-        self._outbox = deque(self._packer.pack(watches).parts())
-        self._process = started(run_dir, level, theirs, shared)
-        os.close(theirs)
-        os.close(shared)
-        self._acknowledgements = acknowledgements
-        os.set_blocking(acknowledgements, False)
-        self._pipe = private_pipe(self._process)
+        with ExitStack() as lent, ExitStack() as kept:
+            self._acknowledgements, answers = os.pipe()
+            kept.callback(os.close, self._acknowledgements)
+            lent.callback(os.close, answers)
+            os.set_blocking(self._acknowledgements, False)
+            shared = shared_file(RING_BYTES)
+            lent.callback(os.close, shared)
+            self._ring = Ring(shared, RING_BYTES)
+            self._packer, self._teller = Packer(self._ring, WORDS), Teller()
+            self._outbox = deque(self._packer.pack(watches).parts())
+            kept.callback(remove_lock, self._run_dir, Role.WRITER)
+            self._process = started(self._run_dir, level, answers, shared)
+            kept.callback(_killed, self._process)
+            self._pipe = private_pipe(self._process)
+            kept.pop_all()
 
     @property
     def pid(self) -> int:
@@ -107,6 +112,8 @@ class OffloadedWriter:
                 "the process that summarises updates does not keep up: some updates are recorded without summary"
             )
             measured = measured._replace(snapshots=())
+        if self._local is None:  # the process appends it, and the sinks' backlog is reckoned from this number
+            self._journal.records += 1
         if measured.plain and self._local is None:
             with suppress(struct.error):  # a count that is none goes the longer way
                 told = self._teller.tell(measured)
@@ -159,8 +166,8 @@ class OffloadedWriter:
             with suppress(BlockingIOError):
                 while self._outbox:
                     self._written(os.writev(self._pipe, [*itertools.islice(self._outbox, MOST_PARTS)]))
-        except BrokenPipeError:
-            self._take_over("has died")
+        except OSError as error:
+            self._take_over("has died" if isinstance(error, BrokenPipeError) else f"cannot be reached ({error})")
 
     def _count_answers(self) -> None:
         """Lets go of the messages that are answered by now."""
@@ -177,9 +184,13 @@ class OffloadedWriter:
 
     def _read(self) -> bool:
         """Takes in what has come back by now; whether more may come."""
-        received: bytes | None = None
-        with suppress(BlockingIOError):
+        received: bytes | None = b""
+        try:
             received = os.read(self._acknowledgements, REPLY_BYTES)
+        except BlockingIOError:
+            received = None
+        except OSError:  # nothing can be heard any more
+            pass
         for answer in self._replies.take(received or b""):
             self._told += 1
             for told in answer:
@@ -213,17 +224,20 @@ class OffloadedWriter:
 
     def _wait(self, seconds: float) -> None:
         """Until the process has done something, or can take something."""
-        writable = [self._pipe] if self._outbox else []
-        select.select([self._acknowledgements], writable, [], max(0.0, min(seconds, LOOK_SECONDS)))
+        waiting = select.poll()  # select takes no descriptor above 1023
+        waiting.register(self._acknowledgements, select.POLLIN)
+        if self._outbox:
+            waiting.register(self._pipe, select.POLLOUT)
+        waiting.poll(1000 * max(0.0, min(seconds, LOOK_SECONDS)))
 
     def _take_over(self, reason: str) -> None:
         """Does here what the process did not do, and everything from now on."""
         self._warn(f"the process that summarises updates {reason}: training goes on and does it itself")
-        self._process.kill()
-        self._process.wait()
+        _killed(self._process)
         self._read()
-        last = _last_number(self._run_dir)
-        self._local = JournalWriter(Journal.open(self._run_dir), self._level, self._watches)
+        last = self._last_number()
+        self._journal.go_on()
+        self._local = JournalWriter(self._journal, self._level, self._watches)
         if self._info is not None and last >= 0:
             self._local.go_on(self._info)
         self._outbox.clear()
@@ -231,15 +245,31 @@ class OffloadedWriter:
         while self._unacknowledged:
             method, arguments = self._unacknowledged.popleft().load()
             if _number(method, arguments) > last:
+                self._journal.records -= method == "record"  # it was counted when it was sent
                 getattr(self._local, method)(*arguments)
+
+    def _last_number(self) -> int:
+        """Return the number of the last line in the journal, which may not be acknowledged yet; -1 where the run line is not there.
+
+        Where the journal cannot be read it is that of the last acknowledged line: some updates may have two records, of which readers take
+        the first.
+        """
+        try:
+            return held(self._run_dir).seq
+        except ValueError:
+            return -1
+        except OSError:
+            numbers = [_number(*message.load()) for message in self._unacknowledged]
+            return min(numbers, default=0) - 1
 
     def _recover_alarms(self, last: int) -> None:
         """Finds in the journal what the process could not say any more; for how long to look closely is lost with it."""
         numbers = [_number(*message.load()) for message in self._unacknowledged]
         first = min((number for number in numbers if 0 < number <= last), default=None)
         if first is not None:
-            lost = tuple(alarm for alarm in alarms(self._run_dir) if alarm.seq >= first)
-            self._found.append(Found(lost, 0))
+            with suppress(OSError):  # a journal that cannot be read tells nothing
+                lost = tuple(alarm for alarm in alarms(self._run_dir) if alarm.seq >= first)
+                self._found.append(Found(lost, 0))
 
     def dismiss(self) -> None:
         """Ends the process, whatever it is doing; it has written nothing."""
@@ -253,8 +283,7 @@ class OffloadedWriter:
         try:
             self._process.wait(LEAVE_SECONDS)
         except subprocess.TimeoutExpired:  # it has written everything, and only ends slowly
-            self._process.kill()
-            self._process.wait()
+            _killed(self._process)
         remove_lock(self._run_dir, Role.WRITER)
 
     def _warn(self, text: str) -> None:
@@ -263,12 +292,10 @@ class OffloadedWriter:
             self._warned = True
 
 
-def _last_number(run_dir: Path) -> int:
-    """The number of the last line in the journal, which may not be acknowledged yet; -1 where the run line is not there."""
-    try:
-        return held(run_dir).seq
-    except ValueError:
-        return -1
+def _killed(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process and waits until it is gone."""
+    process.kill()
+    process.wait()
 
 
 def _number(method: str, arguments: tuple[Any, ...]) -> int:

@@ -8,6 +8,7 @@ can leave the states of different updates side by side.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import pickle
@@ -35,6 +36,8 @@ RECENT = 100
 OWN = ("normalizers", "generator", "collector", "generators", "companions")
 """What of a checkpoint each rank has for itself; the rest is the same on all of them."""
 
+_logger = logging.getLogger("esper_telemetry")
+
 
 class Run(Protocol):
     """What has checkpoints: a trainer, or a policy that does not learn at work."""
@@ -54,7 +57,8 @@ class Checkpoints:
     Where several ranks train, each keeps its own: all save at the same updates, and the first writes. Its episodes say which is the best.
 
     Args:
-        trainer: whose checkpoints; they are written at the ends of its updates, after everybody else was told of them.
+        trainer: whose checkpoints; they are written at the ends of its updates, after everybody else was told of them. One that cannot be
+            written costs a warning, once.
         directory: where.
         every: environment steps between two.
     """
@@ -64,18 +68,24 @@ class Checkpoints:
         self._trainer, self._every = trainer, every
         self._due, self._highest = trainer.env_steps + every, -math.inf
         self._returns: deque[float] = deque(maxlen=RECENT)
+        self._warned = False
         trainer.hooks.on(EpisodeEnd, lambda event: self._returns.extend(event.returns))
         trainer.hooks.on(UpdateEnd, self._keep, last=True)
         trainer.companions.join("checkpoints", self)
 
-    def save(self) -> None:
-        """Writes `latest.pt` now, and `best.pt` if no mean return was higher."""
+    def save(self) -> bool:
+        """Write `latest.pt` now, and `best.pt` if no mean return was higher; return False where the disk does not take them."""
         mean = statistics.fmean(self._returns) if len(self._returns) == RECENT else -math.inf
         best, self._highest = mean > self._highest, max(mean, self._highest)
         state = gathered(self._trainer)
-        if state is not None:
+        try:
             for path in (self.best, self.latest) if best else (self.latest,):
-                write(state, path)
+                if state is not None:
+                    write(state, path)
+        except OSError as error:
+            self._warn(error)
+            return False
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Which mean return was the highest, and the returns of the next one."""
@@ -86,6 +96,15 @@ class Checkpoints:
         self._due, self._highest = self._trainer.env_steps + self._every, state["highest"]
         self._returns.clear()
         self._returns.extend(state["returns"])
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            message = (
+                "esper-telemetry: cannot write a checkpoint to %s (%s): training goes on; the last one that was written stays,"
+                " and the next is tried when it is due"
+            )
+            _logger.warning(message, self.latest.parent, error.strerror)
 
     def _keep(self, event: UpdateEnd) -> None:
         if event.env_step >= self._due:
@@ -142,6 +161,10 @@ def write(state: Mapping[str, Any], path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # torch raises its own error over that of the disk
+            raise error.__context__ from None
+        raise
     finally:
         partial.unlink(missing_ok=True)
 

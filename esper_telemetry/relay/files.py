@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
+
+from esper_telemetry.journal import lock_file
 
 LOCKED: Final = ("journal.jsonl", "journal.jsonl.gz")
 """The file whose lock is taken: it is there as long as the run is."""
@@ -20,7 +21,7 @@ def locked(run_dir: Path) -> Iterator[None]:
     path = next((run_dir / name for name in LOCKED if (run_dir / name).exists()), run_dir / LOCKED[0])
     with path.open("rb") as journal:
         with contextlib.suppress(OSError):
-            fcntl.flock(journal, fcntl.LOCK_EX)
+            lock_file(journal.fileno(), wait=True)
         yield
 
 

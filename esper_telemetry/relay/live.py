@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from typing import Final
 
 from esper_telemetry.journal import Journal, MemoryJournal
 from esper_telemetry.record import RunStatus, SinkLag
 from esper_telemetry.relay.cursors import Cursors
-from esper_telemetry.relay.delivery import Delivery
+from esper_telemetry.relay.delivery import Delivery, Reader
 from esper_telemetry.relay.process import SinkProcess
 from esper_telemetry.relay.status import (
     FINAL,
@@ -19,8 +21,10 @@ from esper_telemetry.relay.status import (
     CloseReport,
     RelayStats,
     SinkReport,
+    SinkState,
     SinkStatus,
     by_name,
+    one_line,
     replay_command,
     sink_report,
     sink_uri,
@@ -35,6 +39,8 @@ LOCAL_BATCH_RECORDS: Final = 50
 
 LOOK_SECONDS: Final = 0.1
 """How often the training thread looks at its deliveries."""
+
+_logger = logging.getLogger("esper_telemetry")
 
 
 class Relay:
@@ -62,10 +68,14 @@ class Relay:
         self._process = _started(journal, remote)
         if journal.run_dir is not None and self._sinks:
             note_uris(journal.run_dir, {name: sink_uri(sink) for name, sink in self._sinks.items()})
-        self._deliveries = [self._delivery(name) for name in self._sinks if name not in remote]
-        for delivery in self._deliveries:
+        self._deliveries: list[Delivery] = []
+        self._threads: list[threading.Thread] = []
+        self._refused: dict[str, SinkStatus] = {}
+        prepared = [pair for name in self._sinks if name not in remote if (pair := self._prepared(name))]
+        for delivery, _ in prepared:  # one after the other, before any thread starts
             delivery.import_client()
-        self._threads = [_thread(delivery) for delivery in self._deliveries]
+        for delivery, reader in prepared:
+            self._start(delivery, reader)
 
     @property
     def child_pid(self) -> int | None:
@@ -155,7 +165,7 @@ class Relay:
 
     def _statuses(self) -> Mapping[str, SinkStatus]:
         remote = {} if self._process is None else self._process.statuses
-        local = {delivery.name: delivery.status for delivery in self._deliveries}
+        local = self._refused | {delivery.name: delivery.status for delivery in self._deliveries}
         return {name: local.get(name) or remote[name] for name in self._sinks}
 
     def _processes(self) -> Sequence[SinkProcess]:
@@ -165,10 +175,38 @@ class Relay:
         importable = type(sink).__module__ != "__main__"
         return self._journal.run_dir is not None and importable and not getattr(sink, "in_process", True)
 
-    def _delivery(self, name: str) -> Delivery:
+    def _prepared(self, name: str) -> tuple[Delivery, Reader] | None:
+        """The delivery to a sink of this process and its reader; None, and a warning, where the system refuses what they need."""
+        try:
+            with ExitStack() as taken:
+                reader = taken.enter_context(closing(self._journal.reader()))
+                delivery = self._delivery(name, reader)
+                taken.pop_all()
+        except (OSError, MemoryError) as error:
+            self._refuse(name, error)
+            return None
+        return delivery, reader
+
+    def _start(self, delivery: Delivery, reader: Reader) -> None:
+        """Starts the delivery in a thread; a warning where the system refuses one."""
+        try:
+            thread = _thread(delivery)
+        except (MemoryError, RuntimeError) as error:
+            reader.close()
+            self._refuse(delivery.name, error)
+            return
+        self._deliveries.append(delivery)
+        self._threads.append(thread)
+
+    def _refuse(self, name: str, error: BaseException) -> None:
+        cause = one_line(error)
+        self._refused[name] = SinkStatus(name, SinkState.DISABLED, last_error=cause)
+        kept = "" if self._journal.run_dir is None else "; the journal keeps everything, and replay sends it later"
+        _logger.warning("esper-telemetry: sink %s cannot start (%s): it gets nothing in this run%s", name, cause, kept)
+
+    def _delivery(self, name: str, reader: Reader) -> Delivery:
         run_dir = self._journal.run_dir
         cursors = None if run_dir is None else Cursors(run_dir)
-        reader = self._journal.reader()
         return Delivery(self._sinks[name], reader, name=name, cursors=cursors, batch=LOCAL_BATCH_RECORDS)
 
 

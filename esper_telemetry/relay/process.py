@@ -149,21 +149,28 @@ class SinkProcess:
         if self._over:
             return
         self._earlier_errors = {name: status.errors for name, status in self.statuses.items()}
-        listening, telling = os.pipe()
         try:
-            self._child = Child(self._spawned(telling), listening, time.monotonic())
-        except OSError as error:
-            _logger.warning("esper-telemetry: cannot start the process that feeds the sinks: %s", error)
-            os.close(listening)
+            self._child = self._started()
+        except (OSError, MemoryError) as error:
+            self._warn_of_refusal(error)
             self._judge(-1)
             return
-        finally:
-            os.close(telling)
         _send(
             self._child.process,
             {**self._settings(), "run_dir": str(self.run_dir), "parent": os.getpid(), "command": redacted(sys.argv)},
         )
         self._send_end()
+
+    def _started(self) -> Child:
+        """A new child; what it took is given back where the system refuses the rest."""
+        listening, telling = os.pipe()
+        try:
+            return Child(self._spawned(telling), listening, time.monotonic())
+        except BaseException:
+            os.close(listening)
+            raise
+        finally:
+            os.close(telling)
 
     def _judge(self, code: int) -> None:
         """What becomes of a child that has ended."""
@@ -268,8 +275,19 @@ class SinkProcess:
             message = "esper-telemetry: sink %s failed (%s); it is tried again, and the journal keeps everything (%s)"
             _logger.warning(message, status.name, status.last_error, self.run_dir / LOG_NAME)
 
+    def _warn_of_refusal(self, error: OSError | MemoryError) -> None:
+        """One warning, which stands for the deaths that follow from it too."""
+        if "refused" not in self._shown:
+            self._shown |= {"refused", "process", "given up"}
+            cause = error if isinstance(error, OSError) else "no memory"
+            message = (
+                "esper-telemetry: cannot start the process that feeds the sinks (%s): it is tried again %d times; the journal keeps"
+                " everything, and replay sends it later"
+            )
+            _logger.warning(message, cause, RESTARTS)
+
     def _warn_of_death(self, code: int, *, last: bool) -> None:
-        if last:
+        if last and "given up" not in self._shown:
             message = (
                 "esper-telemetry: the process that feeds the sinks died again (exit code %s): it is given up, see %s"
             )

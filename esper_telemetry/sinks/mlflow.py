@@ -8,8 +8,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlencode, urlsplit

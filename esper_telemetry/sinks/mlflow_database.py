@@ -7,7 +7,6 @@ gets its name last, by one process at a time.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import shutil
@@ -16,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Final
+
+from esper_telemetry.journal import lock_file
 
 SQLITE: Final = "sqlite:///"
 BROKEN_SUFFIX: Final = ".broken"
@@ -107,7 +108,7 @@ def _locked(folder: Path) -> int:
         with suppress(FileNotFoundError):  # the folder was removed meanwhile
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT)
             with suppress(OSError):  # a file system without locks
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                lock_file(lock, wait=True)
             if _is_open(lock, folder / LOCK):
                 return lock
             os.close(lock)

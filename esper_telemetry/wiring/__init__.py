@@ -57,9 +57,9 @@ def attach(telemetry: Telemetry, source: Source) -> Remover:
     close_look = CloseLook(contained())
     for_this_update = contained()
     update = Update(telemetry, replays, close_look, for_this_update)
-    telemetry.expect_updates(suspects=update.suspects, open_update=update.take)
     listener = Listener(telemetry.clock, source.hooks)
     update.listen(listener, joined=getattr(source, "joins", ()))
+    telemetry.expect_updates(suspects=update.suspects, open_update=update.take)
     companions: Companions | None = getattr(source, "companions", None)
     leave = None if companions is None else companions.join("telemetry", update)
 

@@ -1,0 +1,305 @@
+"""Whatever the system refuses to telemetry, training ends with the weights that it has without, and one warning per part says so.
+
+What telemetry asks the system for, and the test that refuses it:
+
+| call | for | refused in |
+|---|---|---|
+| `os.memfd_create`, `os.truncate`, `mmap.mmap` | memory shared with the worker | MONKEY, `file size` |
+| `os.pipe`, `os.dup`, `select.poll` | the worker's and the sink process's messages | MONKEY, `descriptors` |
+| `subprocess.Popen` | both processes | MONKEY, `processes` |
+| `os.open` of `*.lock`, `fcntl.flock` | who trains, who delivers | MONKEY |
+| `fcntl.fcntl(F_SETPIPE_SZ)` | a larger pipe | MONKEY, `test_platforms.py` |
+| `Path.open` of `*.log` | logs of both processes | MONKEY |
+| `Path.mkdir`, `os.open` of the journal | the run directory | MONKEY, `read-only` |
+| `os.write` of the journal | records | `file size`, at the start and in the middle |
+| `Path.write_text` | `config.json`, `cursors.json`, `status.json` | MONKEY |
+| `JournalReader` (`Path.open`) | deliveries in this process | MONKEY, `descriptors` |
+| `threading.Thread.start` | deliveries in this process | MONKEY, `processes` |
+| a port | `prometheus:PORT` | `test_a_port_that_is_taken...` |
+| `os.writev`, `os.read`, `Journal.open`, the life of the worker | a worker at work | `test_a_worker_that_is_killed...` |
+| `torch.save` of the command's checkpoints | checkpoints | `test_the_command_...` |
+
+Real refusals are limits of the process (`resource`), which its children inherit; they are set in a program of their own.
+Descriptors and files of backends are their own affair: `tests/fault_matrix`.
+Readers (`diagnose`, `replay`, `compress`) run without training.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import mmap
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from permissions import keep_to_permissions
+from trainings import TRAININGS, UPDATES, nothing
+
+from esper_telemetry import PrometheusSink, Record, RunStatus, Telemetry, layout, read_run
+from esper_telemetry.offload import OffloadedWriter, handover
+from esper_telemetry.sinks import SinkLike
+
+HERE = Path(__file__).parent
+PROGRAM = HERE / "refused_run.py"
+WORKER = "cannot start the process that summarises updates"
+SINKS = "cannot start the process that feeds the sinks"
+THREAD = "sink .* cannot start"
+JOURNAL = "cannot write to run directory"
+REPORT = "send the rest with"
+"""In the lines with which `close` reports what is not delivered."""
+
+TRAINED = [pytest.param(name, marks=[pytest.mark.sb3] if name == "sb3" else []) for name in TRAININGS]
+
+Call = Callable[..., Any]
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def refused(number: int, original: Call, when: Callable[[tuple[Any, ...]], bool] = lambda _: True) -> Call:
+    """A system call that fails, where its arguments are such."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if when(arguments):
+            raise OSError(number, os.strerror(number))
+        return original(*arguments, **options)
+
+    return call
+
+
+def names(*endings: str) -> Callable[[tuple[Any, ...]], bool]:
+    """Whether the first argument is a path with one of these endings."""
+    return lambda arguments: str(arguments[0]).endswith(endings)
+
+
+def ignore(record: Record) -> None:
+    """A sink that runs in a thread of this process."""
+
+
+def no_thread(self: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def refuse(owner: Any, name: str, number: int, when: Callable[[tuple[Any, ...]], bool] = lambda _: True) -> Patch:
+    return lambda patch: patch.setattr(owner, name, refused(number, getattr(owner, name), when))
+
+
+MONKEY: dict[str, tuple[Patch, tuple[str, ...]]] = {
+    "memory file, no descriptor": (refuse(os, "memfd_create", errno.EMFILE), (WORKER,)),
+    "memory file, no memory": (refuse(os, "memfd_create", errno.ENOMEM), (WORKER,)),
+    "size of the memory file": (refuse(os, "truncate", errno.ENOSPC), (WORKER,)),
+    "mapping": (refuse(mmap, "mmap", errno.ENOMEM), (WORKER,)),
+    "pipe": (refuse(os, "pipe", errno.EMFILE), (WORKER, SINKS)),
+    "descriptor": (refuse(os, "dup", errno.EMFILE), (WORKER,)),
+    "process": (refuse(subprocess, "Popen", errno.EAGAIN), (WORKER, SINKS)),
+    "larger pipe": (refuse(fcntl, "fcntl", errno.EPERM), ()),
+    "lock": (refuse(fcntl, "flock", errno.ENOLCK), ()),
+    "lock of the trainer": (refuse(os, "open", errno.EACCES, names("trainer.lock")), ("cannot lock run directory",)),
+    "lock of the worker": (refuse(os, "open", errno.ENOSPC, names("writer.lock")), (WORKER,)),
+    "lock of the sink process": (refuse(os, "open", errno.ENOSPC, names("relay.lock")), (SINKS,)),
+    "log of the worker": (refuse(Path, "open", errno.ENOSPC, names("summary.log")), (WORKER,)),
+    "log of the sink process": (refuse(Path, "open", errno.ENOSPC, names("relay.log")), (SINKS,)),
+    "directory": (refuse(Path, "mkdir", errno.EROFS), (JOURNAL,)),
+    "journal, read-only": (refuse(os, "open", errno.EACCES, names("journal.jsonl")), (JOURNAL,)),
+    "journal, full disk": (refuse(os, "open", errno.ENOSPC, names("journal.jsonl")), (JOURNAL,)),
+    "small files": (
+        refuse(Path, "write_text", errno.ENOSPC),
+        ("cannot write config.json", "cannot save .*cursors.json"),
+    ),
+    "reader": (refuse(Path, "open", errno.EMFILE, names("journal.jsonl")), (THREAD,)),
+    "thread": (lambda patch: patch.setattr(threading.Thread, "start", no_thread), (THREAD,)),
+}
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker is started on any machine, for a loop of one's own after four records."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(handover, "WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(handover, "WORTH_RECORDS", 4)
+    monkeypatch.setattr(handover, "WORTH_SHARE", 0.0)
+
+
+@cache
+def untouched(training: str) -> str:
+    """The weights without telemetry."""
+    return TRAININGS[training](None, nothing)
+
+
+def eventually(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    records = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    return [record.getMessage() for record in records if REPORT not in record.getMessage()]
+
+
+def check(warnings: list[str], expected: tuple[str, ...]) -> None:
+    """Exactly these warnings, in any order."""
+    assert len(warnings) == len(expected), warnings
+    for pattern in expected:
+        assert any(re.search(pattern, warning) for warning in warnings), (pattern, warnings)
+
+
+@pytest.mark.parametrize("training", TRAINED)
+@pytest.mark.parametrize("resource", MONKEY)
+def test_training_ends_as_without_telemetry(
+    training: str, resource: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = untouched(training)
+    patch, patterns = MONKEY[resource]
+    sinks: list[SinkLike] = [PrometheusSink(tmp_path / "metrics.prom")] if SINKS in patterns else [ignore]
+    patch(monkeypatch)
+    with Telemetry(sinks, run_dir=tmp_path / "run", close_timeout=120.0) as telemetry:
+        weights = TRAININGS[training](telemetry, nothing)
+    monkeypatch.undo()
+
+    assert weights == expected
+    check(warnings_of(caplog), patterns)
+
+
+def test_a_port_that_is_taken_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with Telemetry([PrometheusSink(port=port)], run_dir=tmp_path / "run", close_timeout=20.0) as telemetry:
+            weights = TRAININGS["own_loop"](telemetry, nothing)
+
+    assert weights == untouched("own_loop")
+    check(warnings_of(caplog), (f"sink prometheus:{port} failed .*in use",))
+
+
+@pytest.mark.parametrize("training", [one for one in TRAINED if one.values != ("own_loop",)])
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_worker_that_is_killed_in_the_middle_is_replaced_even_where_no_file_can_be_opened(
+    training: str, readable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = untouched(training)
+
+    def middle() -> None:
+        writer = telemetry._recorder._writer  # type: ignore[union-attr]
+        assert isinstance(writer, OffloadedWriter)
+        eventually(lambda: '"record"' in (tmp_path / "run" / "journal.jsonl").read_text())
+        os.kill(writer.pid, signal.SIGKILL)
+        if not readable:
+            refuse(Path, "open", errno.EMFILE, names("journal.jsonl"))(monkeypatch)
+            refuse(os, "open", errno.EMFILE, names("journal.jsonl"))(monkeypatch)
+
+    with Telemetry([ignore], run_dir=tmp_path / "run", close_timeout=120.0) as telemetry:
+        weights = TRAININGS[training](telemetry, middle)
+    monkeypatch.undo()
+
+    assert weights == expected
+    cursors = () if readable else ("cannot save .*cursors.json",)
+    check(warnings_of(caplog), ("the process that summarises updates has died", *cursors))
+    run = read_run(tmp_path / "run")
+    assert len(run.records) >= UPDATES
+    assert [record.axes.update for record in run.records] == [*range(1, len(run.records) + 1)]
+    assert run.status is RunStatus.FINISHED
+
+
+def test_a_sink_process_that_dies_and_cannot_be_started_again_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def middle() -> None:
+        pid = telemetry._recorder._relay.child_pid  # type: ignore[union-attr]
+        refuse(os, "pipe", errno.EMFILE)(monkeypatch)
+        os.kill(pid, signal.SIGKILL)
+
+    sink = PrometheusSink(tmp_path / "metrics.prom")
+    with Telemetry([sink], run_dir=tmp_path / "run", offload=False, close_timeout=60.0) as telemetry:
+        weights = TRAININGS["own_loop"](telemetry, middle)
+
+    assert weights == untouched("own_loop")
+    check(warnings_of(caplog), ("feeds the sinks died", SINKS))
+
+
+REAL = [
+    ("bundled", "file_size", "start", (WORKER, "cannot write to .*journal.jsonl")),
+    ("bundled", "file_size", "middle", ("cannot write to .*journal.jsonl",)),
+    ("own_loop", "file_size", "start", ("cannot write to .*journal.jsonl",)),
+    ("own_loop", "file_size", "middle", ("cannot write to .*journal.jsonl",)),
+    ("bundled", "descriptors", "start", (JOURNAL,)),
+    ("bundled", "descriptors", "middle", ("cannot save .*cursors.json",)),
+    ("own_loop", "descriptors", "start", (JOURNAL,)),
+    ("own_loop", "descriptors", "middle", (WORKER, "cannot save .*cursors.json")),
+    ("bundled", "processes", "start", (WORKER, THREAD)),
+    ("own_loop", "processes", "start", (WORKER, THREAD)),
+    ("own_loop", "processes", "middle", (WORKER,)),
+    ("bundled", "read_only", "start", (JOURNAL,)),
+    ("own_loop", "read_only", "start", (JOURNAL,)),
+    pytest.param("sb3", "file_size", "start", (WORKER, "cannot write to .*journal.jsonl"), marks=pytest.mark.sb3),
+    pytest.param("sb3", "file_size", "middle", ("cannot write to .*journal.jsonl",), marks=pytest.mark.sb3),
+    pytest.param("sb3", "descriptors", "start", (JOURNAL,), marks=pytest.mark.sb3),
+    pytest.param("sb3", "processes", "start", (WORKER, THREAD), marks=pytest.mark.sb3),
+]
+
+
+@pytest.mark.parametrize(("training", "resource", "moment", "patterns"), REAL)
+def test_training_ends_as_without_telemetry_where_the_system_itself_refuses(
+    training: str, resource: str, moment: str, patterns: tuple[str, ...]
+) -> None:
+    permissions = keep_to_permissions if resource == "read_only" else None
+    program = subprocess.run(
+        [sys.executable, PROGRAM, training, resource, moment],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        preexec_fn=permissions,
+    )
+
+    assert program.returncode == 0, program.stderr
+    said = json.loads(program.stdout)
+    assert said["weights"] == untouched(training)
+    check([warning for warning in said["warnings"] if REPORT not in warning], patterns)
+
+
+def test_the_command_trains_where_no_file_may_be_larger_than_60_kb_and_says_that_no_checkpoint_is_there(
+    tmp_path: Path,
+) -> None:
+    options = ["train", "--env", "CartPole-v1", "--total-steps", "4096", "--run-dir", "run"]
+    command = subprocess.run(
+        [sys.executable, "-m", "esper_telemetry", *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60 << 10, 60 << 10)),
+    )
+
+    assert "Traceback" not in command.stderr
+    said = [line for line in command.stderr.splitlines() if "esper-telemetry: cannot" in line]
+    check(said, (WORKER, "cannot write to .*journal.jsonl", "cannot write a checkpoint"))
+    assert command.returncode == 1, "the trained policy is lost"
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_a_library_that_cannot_be_imported_in_the_middle_costs_what_it_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NumPy imports parts of itself at the first use, which takes a descriptor."""
+    expected = untouched("bundled")
+    with Telemetry([ignore], run_dir=tmp_path / "run", offload=False) as telemetry:
+        weights = TRAININGS["bundled"](telemetry, lambda: refuse(layout.np, "unique", errno.EMFILE)(monkeypatch))
+    monkeypatch.undo()
+
+    assert weights == expected
+    check(warnings_of(caplog), ("Too many open files.* is missing from the records",))
+    assert len(read_run(tmp_path / "run").records) >= UPDATES
