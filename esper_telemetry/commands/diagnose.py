@@ -12,10 +12,11 @@ from rich.panel import Panel
 from rich.text import Text
 
 from esper_telemetry.commands.mistakes import WrongUse, wrong_use
-from esper_telemetry.detectors import Diagnosis, Story, Thresholds
+from esper_telemetry.detectors import Diagnosis, Failure, Story, Thresholds, bad_ending
 from esper_telemetry.detectors import diagnose as judge
 from esper_telemetry.foreign import Foreign, read_foreign, read_source
 from esper_telemetry.journal import Run, encode_alarm, plain, read_run
+from esper_telemetry.record import RUN_FAILED, RunStatus
 
 if TYPE_CHECKING:
     from esper_telemetry.cli import Diagnose
@@ -24,7 +25,7 @@ WIDTH = 120
 """Of the text where nobody looks: a pipe or a file."""
 
 COLORS = {"critical": "red", "warn": "yellow", "info": "blue"}
-INTERVENTION = "intervention"
+FAILURE, INTERVENTION = "failure", "intervention"
 
 
 OURS = frozenset({"telemetry/missing_metric", "telemetry/overhead", "telemetry/delivery"})
@@ -44,11 +45,15 @@ def _own(options: Diagnose) -> int:
         run = read_run(options.run_dir)
         thresholds = Thresholds.parse(options.threshold, Thresholds.of(run.info.facts))
     changes = [event.seq for event in run.events if event.type == INTERVENTION]
-    found = judge(run.info.facts, run.records, thresholds=thresholds, interventions=changes)
+    failures = [
+        Failure(event.seq, event.axes, event.data) for event in run.events if event.type == FAILURE and event.axes
+    ]
+    found = judge(run.info.facts, run.records, thresholds=thresholds, interventions=changes, failures=failures)
+    ending = bad_ending(run.status, run.records[-1].axes.update if run.records else 0, failures)
     if options.json:
-        print(json.dumps(_own_as_dict(run, found), indent=1))
+        print(json.dumps(_own_as_dict(run, found, ending), indent=1))
     else:
-        _print(f"{run.info.name}: {found.updates} updates, {run.status or 'not ended'}", found)
+        _print(f"{run.info.name}: {found.updates} updates, {run.status or 'not ended'}", found, ending)
     return 0
 
 
@@ -75,9 +80,12 @@ def as_logged(reason: str) -> str:
     return reason.replace("no record has ", "not logged: ").replace("the run does not say its ", "setting not logged: ")
 
 
-def _own_as_dict(run: Run, found: Diagnosis) -> dict[str, Any]:
+def _own_as_dict(run: Run, found: Diagnosis, ending: str) -> dict[str, Any]:
     status = None if run.status is None else str(run.status)
-    return _as_dict({"run": run.info.name, "updates": found.updates, "status": status}, found)
+    failures = [event.data for event in run.events if event.type == FAILURE] if run.status is RunStatus.FAILED else []
+    failure = plain(failures[-1]) if failures else None
+    head = {"run": run.info.name, "updates": found.updates, "status": status, "ending": ending, "failure": failure}
+    return _as_dict(head, found)
 
 
 def _foreign_as_dict(run: Foreign, found: Diagnosis) -> dict[str, Any]:
@@ -105,13 +113,16 @@ def _as_dict(head: Mapping[str, Any], found: Diagnosis) -> dict[str, Any]:
     }
 
 
-def _print(head: str, found: Diagnosis) -> None:
-    """What people read."""
+def _print(head: str, found: Diagnosis, ending: str = "") -> None:
+    """What people read; a bad ending comes first."""
     console = Console(width=None if Console().is_terminal else WIDTH, markup=False, highlight=False)
     console.print(head)
+    if ending:
+        console.print(Text(ending, style="bold red"))
     for incident in found.incidents:
-        console.print(_panel(incident))
-    if not found.incidents:
+        if not (ending and incident.cause == RUN_FAILED):
+            console.print(_panel(incident))
+    if not found.incidents and not ending:
         console.print(Text(_all_clear(found), style="green" if found.updates else "yellow"))
     for _, data in found.events:
         console.print(f"update {data['update']}: {data['text']}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from esper_telemetry.commands.mistakes import wrong_use
 from esper_telemetry.commands.own_process import prepare_for, prepared
+from esper_telemetry.detectors.rules.ending import Failure, bad_ending
 from esper_telemetry.relay.doctor import Health, SinkHealth, examined
 from esper_telemetry.relay.doctor import doctor as examine
 from esper_telemetry.relay.status import sink_name
@@ -51,6 +52,9 @@ def _without_warnings() -> Iterator[None]:
 def _page(run_dir: str, health: Health, sinks: list[SinkHealth]) -> str:
     state = "goes on" if health.under_way else f"ended as {health.status}" if health.status else "has no end yet"
     lines = [f"{run_dir}: {health.records:,} records, the run {state}"]
+    ending = _ending(health)
+    if ending:
+        lines.append(ending)
     if health.closed_stale:
         lines.append("its trainer was gone without a word: the run is ended as killed now")
     if health.lost:
@@ -58,10 +62,18 @@ def _page(run_dir: str, health: Health, sinks: list[SinkHealth]) -> str:
     return "\n".join([*lines, *map(str, sinks)])
 
 
+def _ending(health: Health) -> str:
+    """The sentence on a run that failed or was killed; empty for others."""
+    event = health.failure
+    failures = [] if event is None or event.axes is None else [Failure(event.seq, event.axes, event.data)]
+    return bad_ending(health.status, health.last_update, failures)
+
+
 def _as_dict(health: Health, sinks: list[SinkHealth]) -> dict[str, object]:
     return {
         "records": health.records,
         "status": health.status,
+        "ending": _ending(health),
         "under_way": health.under_way,
         "closed_stale": health.closed_stale,
         "lost_lines": health.lost,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from esper_telemetry.detectors.detectors import Detectors
+from esper_telemetry.detectors.rules.ending import Failure
 from esper_telemetry.detectors.thresholds import Thresholds
 from esper_telemetry.record import Alarm, AlarmEvent, Record
 
@@ -67,6 +68,7 @@ def diagnose(
     *,
     thresholds: Thresholds | None = None,
     interventions: Iterable[int] = (),
+    failures: Iterable[Failure] = (),
 ) -> Diagnosis:
     """Judges all records of a run, as they were judged while it was trained.
 
@@ -75,21 +77,30 @@ def diagnose(
         records: in order.
         thresholds: bounds; those of the run by default.
         interventions: `seq` of the records after which something was changed on purpose.
+        failures: exceptions that ended the run; one that was resumed may have several.
     """
     detectors = Detectors(facts, thresholds)
-    changes = sorted(interventions)
+    changes, exceptions = sorted(interventions), sorted(failures, key=lambda failure: failure.seq)
     incidents: dict[int, Story] = {}
     events: list[tuple[str, Mapping[str, Any]]] = []
     updates = 0
+
+    def tell(alarms: Iterable[Alarm]) -> None:
+        for alarm in alarms:
+            incident = incidents.setdefault(alarm.incident, Story(alarm.incident))
+            incident.alarms.append(alarm)
+            incident.cause = alarm.cause or incident.cause or alarm.type
+
     for record in records:
+        while exceptions and exceptions[0].seq < record.seq:
+            tell(detectors.failure(*exceptions.pop(0)).alarms)
         while changes and changes[0] < record.seq:
             detectors.intervention()
             changes.pop(0)
         verdict = detectors.step(record)
         updates += 1
         events += [event for event in verdict.events if event[0].startswith("task/")]
-        for alarm in verdict.alarms:
-            incident = incidents.setdefault(alarm.incident, Story(alarm.incident))
-            incident.alarms.append(alarm)
-            incident.cause = alarm.cause or incident.cause or alarm.type
+        tell(verdict.alarms)
+    for failure in exceptions:
+        tell(detectors.failure(*failure).alarms)
     return Diagnosis(updates, tuple(incidents.values()), tuple(events), detectors.unanswered())

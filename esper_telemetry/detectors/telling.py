@@ -10,7 +10,7 @@ from typing import Any
 from esper_telemetry.alarms import ALARMS, AlarmType
 from esper_telemetry.detectors.rule import Finding, View
 from esper_telemetry.detectors.standing import Standing
-from esper_telemetry.record import AlarmEvent
+from esper_telemetry.record import RUN_FAILED, AlarmEvent
 
 MOST = 24
 """Values of a record that are attached to an alarm, at most."""
@@ -28,6 +28,8 @@ def text_of(standing: Standing, finding: Finding, event: AlarmEvent, update: int
     since = standing.since or update
     if event is AlarmEvent.CLEAR:
         return f"Over since update {update}, after {update - since} updates: {kind.meaning}"
+    if standing.rule.type == RUN_FAILED:  # its sentence says by itself when it happened
+        return f"{clause}. Try: {kind.action}"
     more = len(standing.instances) - 1
     others = f" (and {more} more)" if more > 0 else ""
     worse = "Worse: since" if event is AlarmEvent.UPDATE else "Since"

@@ -25,6 +25,7 @@ class Held:
         seq: the last number of a line.
         status: how the run ended; None where nothing says so.
         lost: lines that could not be written, as the disk was full for too long.
+        failure: the event of the last exception that ended a part of the run; None without one.
     """
 
     info: RunInfo
@@ -33,6 +34,7 @@ class Held:
     seq: int
     status: RunStatus | None
     lost: int = 0
+    failure: JournalEvent | None = None
 
     @property
     def recorded(self) -> int:
@@ -59,7 +61,7 @@ def held(run_dir: str | os.PathLike[str]) -> Held:
 
     Raises FileNotFoundError where there is none, ValueError where it does not say which run it is.
     """
-    info, axes, records, seq, status, lost = None, None, 0, 0, None, 0
+    info, axes, records, seq, status, lost, failure = None, None, 0, 0, None, 0, None
     for chunk in _chunks(run_dir):
         info, status = merge_head(info, chunk), end_status(chunk)
         seq = max([seq, *(entry.seq for entry in chunk if not isinstance(entry, RunInfo))])
@@ -68,8 +70,10 @@ def held(run_dir: str | os.PathLike[str]) -> Held:
         lost += sum(
             entry.data.get("lines", 0) for entry in chunk if isinstance(entry, JournalEvent) and entry.type == LOST
         )
+        failures = [entry for entry in chunk if isinstance(entry, JournalEvent) and entry.type == "failure"]
+        failure = failures[-1] if failures else failure
         axes = max([*found, *([axes] if axes else [])], key=lambda known: known.update, default=None)
-    return Held(_required(info, journal_path(run_dir)), axes, records, seq, status, lost)
+    return Held(_required(info, journal_path(run_dir)), axes, records, seq, status, lost, failure)
 
 
 def entries(run_dir: str | os.PathLike[str]) -> Iterator[Entry]:

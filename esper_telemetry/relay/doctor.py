@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from esper_telemetry.journal import HELPERS, Role, end_if_open, held, is_held, journal_path
+from esper_telemetry.journal import HELPERS, JournalEvent, Role, end_if_open, held, is_held, journal_path
 from esper_telemetry.record import RunStatus
 from esper_telemetry.redaction import MASKED
 from esper_telemetry.relay.audit import Audit, audit, ranges
@@ -98,6 +98,8 @@ class Health:
         closed_stale: whether it was left open by a trainer that is gone, and ended now.
         lost: lines that the journal could not take, as the disk was full for too long.
         sinks: its backends.
+        last_update: of its records.
+        failure: the event of the exception that ended it; None without one.
     """
 
     records: int
@@ -106,6 +108,8 @@ class Health:
     closed_stale: bool
     lost: int
     sinks: tuple[SinkHealth, ...]
+    last_update: int = 0
+    failure: JournalEvent | None = None
 
     @property
     def well(self) -> bool:
@@ -127,7 +131,7 @@ def doctor(run_dir: str | os.PathLike[str]) -> Health:
         _examined(directory, name, uri, ended=known.status is not None and not under_way)
         for name, uri in sorted(_uris(directory).items())
     )
-    return Health(known.records, known.status, under_way, closed, known.lost, sinks)
+    return Health(known.records, known.status, under_way, closed, known.lost, sinks, known.recorded, known.failure)
 
 
 def _abandoned(directory: Path) -> bool:

@@ -49,7 +49,7 @@ def attach(telemetry: Telemetry, source: Source) -> Remover:
     close_look = CloseLook(contained())
     for_this_update = contained()
     update = Update(telemetry, replays, close_look, for_this_update)
-    telemetry.expect_updates(suspects=update.suspects, open_update=update.take)
+    telemetry.expect_updates(candidates=update.nonfinite_candidates, open_update=update.take)
     listener = Listener(telemetry.clock, source.hooks)
     update.listen(listener, joined=getattr(source, "joins", ()))
     companions: Companions | None = getattr(source, "companions", None)

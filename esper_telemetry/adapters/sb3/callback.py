@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from stable_baselines3.common.callbacks import BaseCallback
 
+from esper_telemetry.adapters.sb3.candidates import nonfinite_candidates
 from esper_telemetry.adapters.sb3.facts import Progress, config_of, facts_of, progress_of, updates_per_record
 from esper_telemetry.adapters.sb3.heads import Heads
 from esper_telemetry.adapters.sb3.watch import Watch
@@ -119,6 +120,7 @@ class TelemetryCallback(BaseCallback):
         if not self._attached:
             attach(self.telemetry, self)
             self.telemetry.on_close(self.detach)
+            self.telemetry.search_on_failure(lambda: nonfinite_candidates(self.model))
             self._attached = True
         heads = Heads(model.action_space, squash=bool(getattr(model.policy, "squash_output", False)))
         before = self._continued(progress_of(model))
