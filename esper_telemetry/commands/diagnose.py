@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from esper_telemetry.commands.mistakes import WrongUse, wrong_use
+from esper_telemetry.commands.mistakes import WrongUse, without_warnings, wrong_use
 from esper_telemetry.detectors import Diagnosis, Failure, Story, Thresholds, bad_ending
 from esper_telemetry.detectors import diagnose as judge
 from esper_telemetry.foreign import Foreign, read_foreign, read_source
-from esper_telemetry.journal import Run, encode_alarm, plain, read_run
+from esper_telemetry.journal import Run, damage_sentence, encode_alarm, journal_path, plain, read_run
 from esper_telemetry.record import RUN_FAILED, RunStatus
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def diagnose(options: Diagnose) -> int:
 
 
 def _own(options: Diagnose) -> int:
-    with wrong_use():
+    with wrong_use(), without_warnings():
         Thresholds.parse(options.threshold)
         run = read_run(options.run_dir)
         thresholds = Thresholds.parse(options.threshold, Thresholds.of(run.info.facts))
@@ -54,6 +54,8 @@ def _own(options: Diagnose) -> int:
         print(json.dumps(_own_as_dict(run, found, ending), indent=1))
     else:
         _print(f"{run.info.name}: {found.updates} updates, {run.status or 'not ended'}", found, ending)
+        if run.damaged:
+            print(f"\n{damage_sentence(journal_path(options.run_dir), run.damaged)}.")
     return 0
 
 
@@ -84,7 +86,14 @@ def _own_as_dict(run: Run, found: Diagnosis, ending: str) -> dict[str, Any]:
     status = None if run.status is None else str(run.status)
     failures = [event.data for event in run.events if event.type == FAILURE] if run.status is RunStatus.FAILED else []
     failure = plain(failures[-1]) if failures else None
-    head = {"run": run.info.name, "updates": found.updates, "status": status, "ending": ending, "failure": failure}
+    head: dict[str, Any] = {
+        "run": run.info.name,
+        "updates": found.updates,
+        "status": status,
+        "ending": ending,
+        "failure": failure,
+    }
+    head["damaged_lines"] = list(run.damaged)
     return _as_dict(head, found)
 
 

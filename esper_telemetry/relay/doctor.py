@@ -100,6 +100,7 @@ class Health:
         sinks: its backends.
         last_update: of its records.
         failure: the event of the exception that ended it; None without one.
+        damaged: numbers of the lines of the journal that are left out everywhere.
     """
 
     records: int
@@ -110,6 +111,7 @@ class Health:
     sinks: tuple[SinkHealth, ...]
     last_update: int = 0
     failure: JournalEvent | None = None
+    damaged: tuple[int, ...] = ()
 
     @property
     def well(self) -> bool:
@@ -131,7 +133,9 @@ def doctor(run_dir: str | os.PathLike[str]) -> Health:
         _examined(directory, name, uri, ended=known.status is not None and not under_way)
         for name, uri in sorted(_uris(directory).items())
     )
-    return Health(known.records, known.status, under_way, closed, known.lost, sinks, known.recorded, known.failure)
+    return Health(
+        known.records, known.status, under_way, closed, known.lost, sinks, known.recorded, known.failure, known.damaged
+    )
 
 
 def _abandoned(directory: Path) -> bool:
