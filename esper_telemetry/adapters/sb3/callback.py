@@ -67,6 +67,17 @@ class TelemetryCallback(BaseCallback):
         self._progress: Progress | None = None
         self._attached = False
 
+    @property
+    def learning(self) -> bool:
+        """Whether it listens to a model that learns."""
+        return self._watch is not None
+
+    @property
+    def updates(self) -> int:
+        """Updates of the model so far."""
+        progress = self._progress if self._watch is None else self._watch.progress
+        return 0 if progress is None else progress.update
+
     def detach(self) -> None:
         """Listens to nothing any more; before or after training, twice, or after an exception."""
         watch, self._watch = self._watch, None
