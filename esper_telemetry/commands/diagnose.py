@@ -14,6 +14,7 @@ from rich.text import Text
 from esper_telemetry.commands.mistakes import WrongUse, without_warnings, wrong_use
 from esper_telemetry.detectors import Diagnosis, Failure, Story, Thresholds, bad_ending
 from esper_telemetry.detectors import diagnose as judge
+from esper_telemetry.detectors.telling import GRADIENTS_ALONE, SYMPTOMS
 from esper_telemetry.foreign import Foreign, read_foreign, read_source
 from esper_telemetry.journal import Run, damage_sentence, encode_alarm, journal_path, plain, read_run
 from esper_telemetry.record import RUN_FAILED, RunStatus
@@ -109,7 +110,7 @@ def _as_dict(head: Mapping[str, Any], found: Diagnosis) -> dict[str, Any]:
         "incidents": [
             {
                 "incident": incident.number,
-                "cause": incident.cause,
+                "cause": None if _symptom_alone(found, incident) else incident.cause,
                 "since": incident.since,
                 "text": incident.main.text,
                 "standing": incident.standing(),
@@ -119,6 +120,7 @@ def _as_dict(head: Mapping[str, Any], found: Diagnosis) -> dict[str, Any]:
         ],
         "events": [{"type": kind, **plain(data)} for kind, data in found.events],
         "unanswered": dict(found.unanswered),
+        "gradients_alone": found.gradients_alone,
     }
 
 
@@ -130,8 +132,10 @@ def _print(head: str, found: Diagnosis, ending: str = "") -> None:
         console.print(Text(ending, style="bold red"))
     for incident in found.incidents:
         if not (ending and incident.cause == RUN_FAILED):
-            console.print(_panel(incident))
-    if not found.incidents and not ending:
+            console.print(_panel(incident, symptom=_symptom_alone(found, incident)))
+    if found.gradients_alone:
+        console.print(Text(f"{GRADIENTS_ALONE}.", style="yellow"))
+    elif not found.incidents and not ending:
         console.print(Text(_all_clear(found), style="green" if found.updates else "yellow"))
     for _, data in found.events:
         console.print(f"update {data['update']}: {data['text']}")
@@ -147,13 +151,18 @@ def _all_clear(found: Diagnosis) -> str:
     return "Nothing is wrong" + (", as far as the records tell." if found.unanswered else ".")
 
 
-def _panel(incident: Story) -> Panel:
+def _symptom_alone(found: Diagnosis, incident: Story) -> bool:
+    """Whether an incident is known by gradients and steps of the optimizer alone, which name no cause."""
+    return found.gradients_alone and incident.cause.startswith(SYMPTOMS)
+
+
+def _panel(incident: Story, *, symptom: bool) -> Panel:
     """One incident: what it is put down to, in words, and the alarms that came with it."""
     main = incident.main
     text = Text(main.text)
     others = [f"{kind} {_until(end)}" for kind, end in incident.standing().items()]
     text.append(f"\n\nAlarms: {', '.join(others)}", style="dim")
-    title = f"incident {incident.number}, update {incident.since}: {incident.cause}"
+    title = f"incident {incident.number}, update {incident.since}: {incident.cause}{' (a symptom; cause not known)' if symptom else ''}"
     return Panel(text, title=title, title_align="left", border_style=COLORS[main.level])
 
 

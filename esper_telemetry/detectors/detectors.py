@@ -15,7 +15,7 @@ from esper_telemetry.detectors.rules.ending import failure_findings
 from esper_telemetry.detectors.standing import News, Standing
 from esper_telemetry.detectors.storm import STORM, STORM_CALM, STORM_SPAN, Storm
 from esper_telemetry.detectors.task_events import TaskEvents
-from esper_telemetry.detectors.telling import evidence_of, text_of
+from esper_telemetry.detectors.telling import EXPLAIN, evidence_of, text_of
 from esper_telemetry.detectors.thresholds import Thresholds
 from esper_telemetry.detectors.unanswered import Questions
 from esper_telemetry.detectors.watches import Watches
@@ -73,6 +73,13 @@ class Detectors:
         self._update = 0
         self._before: Record | None = None
         self._intervened = False
+        self._families: set[str] = set()
+        self._explained = False
+
+    @property
+    def gradients_alone(self) -> bool:
+        """Whether the records so far have gradients, and no key that could explain them."""
+        return "grad" in self._families and not self._explained
 
     def intervention(self) -> None:
         """Something was changed on purpose: for three updates only mistakes for certain are told, and histories begin anew."""
@@ -121,6 +128,9 @@ class Detectors:
         if not all(map(math.isfinite, values.values())):
             values = {key: value for key, value in values.items() if math.isfinite(value)}
         view.look(values)
+        if not self._explained:
+            self._families.update(key.partition("/")[0] for key in values)
+            self._explained = not self._families.isdisjoint(EXPLAIN)
         view.update = self._update
         total = self.facts.get("total_steps")
         view.progress = min(1.0, record.axes.env_step / total) if isinstance(total, int | float) and total > 0 else None
@@ -206,7 +216,7 @@ class Detectors:
             streak=streak,
             incident=incident.number if incident else 0,
             cause=incident.cause if incident else "",
-            text=text_of(standing, finding, event, self._update),
+            text=text_of(standing, finding, event, self._update, explained=self._explained),
             evidence={} if over else evidence_of(standing, finding, self._view),
         )
         if over:

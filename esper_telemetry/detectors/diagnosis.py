@@ -54,12 +54,14 @@ class Diagnosis:
         incidents: in order.
         events: how the task went, (type, data).
         unanswered: questions that the records leave open, with what is missing.
+        gradients_alone: whether no record has more of training than gradients and steps of the optimizer: then no cause is known.
     """
 
     updates: int
     incidents: tuple[Story, ...]
     events: tuple[tuple[str, Mapping[str, Any]], ...]
     unanswered: Mapping[str, str]
+    gradients_alone: bool = False
 
 
 def diagnose(
@@ -103,4 +105,5 @@ def diagnose(
         tell(verdict.alarms)
     for failure in exceptions:
         tell(detectors.failure(*failure).alarms)
-    return Diagnosis(updates, tuple(incidents.values()), tuple(events), detectors.unanswered())
+    alone = updates > 0 and detectors.gradients_alone
+    return Diagnosis(updates, tuple(incidents.values()), tuple(events), detectors.unanswered(), alone)

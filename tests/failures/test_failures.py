@@ -240,3 +240,28 @@ def test_stable_baselines3_names_its_tensor(fault: str, tmp_path: Path, capsys: 
             "run: 2 updates, failed The run failed at update 3: KeyError: 'the simulator lost joint 7'."
         )
         assert [alarm.type for alarm in memory.alarms][-1:] == ["run/failed"]
+
+
+def test_gradients_alone_name_no_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Gradients that explode are a symptom: what to try for it would be a guess. With losses beside them it is not."""
+    for name, more in (("alone", {}), ("explained", {"policy/kl": 0.01, "loss/value": 1.0})):
+        path = tmp_path / name
+        book = Journal.create(path)
+        book.write(encode_run(RunInfo("r1", "run", path, 1e9, facts={"max_grad_norm": 0.5})))
+        for update in range(1, 41):
+            norm = 1.0 + 0.01 * (update % 5) if update < 35 else 1e4 * update
+            axes = Axes(update=update, env_step=100 * update, gradient_step=10 * update, wall_time=1e9)
+            keys = ("grad/global/norm_preclip", "grad/global/norm_preclip_max")
+            book.write(encode_record(Record(update, axes, {**dict.fromkeys(keys, norm), **more})))
+        book.write(encode_end(RunStatus.FINISHED, seq=41))
+        book.close()
+
+    alone = output(["diagnose", str(tmp_path / "alone")], capsys)
+    found = json.loads(output(["diagnose", str(tmp_path / "alone"), "--json"], capsys))
+
+    assert "Only gradients were seen, so the cause is not known" in alone
+    assert "Nothing is wrong" not in alone
+    assert "Try:" not in alone
+    assert found["gradients_alone"]
+    assert found["incidents"] and {incident["cause"] for incident in found["incidents"]} == {None}
+    assert "Only gradients" not in output(["diagnose", str(tmp_path / "explained")], capsys)
