@@ -1,13 +1,19 @@
-"""How runs end that nobody ends: in an exception, or with the interpreter."""
+"""Runs that an exception ends, or the interpreter: their status, and the first tensor that is not finite."""
 
 from __future__ import annotations
 
 import atexit
 import logging
+import re
 import sys
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain
+from traceback import walk_tb
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,15 +21,30 @@ from esper_telemetry.record import RunStatus
 
 logger = logging.getLogger("esper_telemetry")
 
+ARITHMETIC = (ValueError, ArithmeticError, RuntimeError, AssertionError)
+"""Exceptions that a number may raise which is not finite; others say nothing about the tensors of their frames."""
+DATA = re.compile(r"(?i)(^|_)(obs|observations?|rewards?|rews?)(\b|_|\d)")
+"""Names of what comes from the environment, before everything that is computed from it."""
+MAX_PARTS = 64
+MAX_ENVIRONMENTS = 64
+
 
 class Closes(Protocol):
-    """What can be closed."""
+    """A context whose end is an exception or nothing."""
 
-    def close(self, status: RunStatus) -> object:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Ends it; once more does nothing."""
 
 
-Suspects = Callable[[], Iterable[tuple[str, Tensor]]]
+class Candidate(NamedTuple):
+    """A tensor in which a NaN or an infinity would explain an exception; `environments` is the dimension that counts these, if one does."""
+
+    name: str
+    tensor: Tensor
+    environments: int | None = None
+
+
+Candidates = Callable[[], Iterable[Candidate]]
 
 
 def status_of(error: BaseException | None) -> RunStatus:
@@ -33,22 +54,75 @@ def status_of(error: BaseException | None) -> RunStatus:
     return RunStatus.INTERRUPTED if isinstance(error, KeyboardInterrupt) else RunStatus.FAILED
 
 
-def diagnose(error: BaseException, suspects: Suspects) -> dict[str, str]:
-    """The exception, and the first non-finite tensor in forward order, which is also said aloud."""
-    name = first_nonfinite(suspects())
-    if name:
-        logger.warning("training raised %s; first non-finite tensor: %s", type(error).__name__, name)
-    return {"exception": type(error).__name__, "message": str(error)[:1000], "first_nonfinite": name}
+def failure_data(error: BaseException, *sources: Candidates) -> dict[str, Any]:
+    """The data of a run's `failure` event: the exception and the first non-finite tensor, which is also logged.
+
+    Args:
+        error: what training raised.
+        sources: yield tensors in forward order; the first one that is not finite counts. After them come the local variables of the
+            frames that the exception left.
+    """
+    data: dict[str, Any] = {"exception": type(error).__name__, "message": str(error)[:1000], "first_nonfinite": ""}
+    found = first_nonfinite(chain.from_iterable(map(_contained, (*sources, partial(local_tensors, error)))))
+    if found is not None:
+        logger.warning("training raised %s; first non-finite tensor: %s", data["exception"], found["first_nonfinite"])
+    return data | (found or {})
 
 
-def first_nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Name and index of the first non-finite entry, such as `rewards[3, 2] = nan`; empty if all are finite."""
-    for name, tensor in tensors:
-        bad = (~torch.isfinite(tensor)).nonzero()
-        if len(bad):
-            index = bad[0].tolist()
-            return f"{name}{index or ''} = {tensor[tuple(index)].item()}"
-    return ""
+def _contained(source: Candidates) -> Iterator[Candidate]:
+    """The candidates of a source up to the first that cannot be had: after an exception anything may be in any state."""
+    try:
+        yield from source()
+    except Exception as error:  # whatever it is, training's own exception is what matters
+        logger.warning("a search for non-finite tensors ended early: %s: %s", type(error).__name__, error)
+
+
+def first_nonfinite(candidates: Iterable[Candidate]) -> dict[str, Any] | None:
+    """Name, index and number of the non-finite entries of the first tensor that has some; None if all are finite.
+
+    `first_nonfinite` is its first entry, such as `rewards[3, 2] = nan`.
+    """
+    for name, tensor, environments in candidates:
+        if tensor.layout is not torch.strided or not len(bad := (~torch.isfinite(tensor)).nonzero()):
+            continue
+        index = bad[0].tolist()
+        counts: dict[str, Any] = {"tensor": name, "count": len(bad), "size": tensor.numel()}
+        if environments is not None:
+            counts["environments"] = bad[:, environments].unique().tolist()[:MAX_ENVIRONMENTS]
+        return {"first_nonfinite": f"{name}{index or ''} = {tensor[tuple(index)].item()}", "nonfinite": counts}
+    return None
+
+
+def local_data(error: BaseException) -> Iterator[Candidate]:
+    """Observations and rewards among the `local_tensors`, by their names."""
+    return (candidate for candidate in local_tensors(error) if DATA.search(candidate.name))
+
+
+def local_tensors(error: BaseException) -> Iterator[Candidate]:
+    """Floating tensors and arrays among the local variables of the frames that an arithmetic exception left, outermost first.
+
+    Also those in tuples, lists and dictionaries. Negative infinity is left alone: masks are made of it.
+    """
+    if not isinstance(error, ARITHMETIC):
+        return
+    for frame, _ in walk_tb(error.__traceback__):
+        for name, value in list(frame.f_locals.items()):
+            yield from named_tensors(name, value)
+
+
+def named_tensors(name: str, value: object) -> Iterator[Candidate]:
+    """A variable's floating tensors, each with the expression that gives it."""
+    if isinstance(value, dict):
+        parts = {f"{name}[{key!r}]": part for key, part in list(value.items())[:MAX_PARTS]}
+    elif isinstance(value, list | tuple):
+        parts = {f"{name}[{place}]": part for place, part in enumerate(value[:MAX_PARTS])}
+    else:
+        parts = {name: value}
+    for part_name, part in parts.items():
+        if isinstance(part, np.ndarray) and part.dtype.kind == "f":
+            part = torch.as_tensor(part)
+        if isinstance(part, Tensor) and part.is_floating_point() and part.layout is torch.strided:
+            yield Candidate(part_name, part.detach().clamp(min=torch.finfo(part.dtype).min))
 
 
 def at_exit(telemetry: Closes) -> Callable[[], None]:
@@ -59,7 +133,8 @@ def at_exit(telemetry: Closes) -> Callable[[], None]:
     """
 
     def close() -> None:
-        telemetry.close(status_of(getattr(sys, "last_value", None)))
+        error = getattr(sys, "last_value", None)
+        telemetry.__exit__(type(error) if error else None, error, None)
 
     atexit.register(close)
     return close

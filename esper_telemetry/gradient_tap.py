@@ -107,6 +107,10 @@ class GradientTap:
             remove()
         self._removers = []
 
+    def trained(self) -> dict[str, Tensor]:
+        """The parameters of the model that the optimizer trains, by name."""
+        return {self.names[id(parameter)]: parameter for parameter in self._trained}
+
     def take(self, *, whole: bool) -> list[Stepped]:
         """The steps since the last call, without those that were passed over; `whole` updates have at least one."""
         found, self._steps = self._steps, []

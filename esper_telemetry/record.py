@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 KEY_PATTERN = re.compile(r"[a-z0-9_]+(/[a-z0-9_]+)*")
+RUN_FAILED = "run/failed"
+"""Type of the alarm that an exception raises which ends the run; views show it before all others."""
 
 
 SHOWN_VALUES = 8

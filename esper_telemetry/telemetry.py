@@ -35,7 +35,7 @@ from esper_telemetry import forks
 from esper_telemetry.clock import Clock
 from esper_telemetry.conversion import IntegerLike, as_integer, as_number, as_settings, shown
 from esper_telemetry.detecting import Detect, facts_of, watches
-from esper_telemetry.failure import Suspects, at_exit, diagnose, status_of
+from esper_telemetry.failure import Candidates, at_exit, failure_data, local_data, status_of
 from esper_telemetry.gradient_tap import Members, group_names
 from esper_telemetry.group import MetricGroup, Postponed
 from esper_telemetry.layout import NO_VALUES, Values
@@ -51,7 +51,7 @@ from esper_telemetry.sinks import SinkLike
 from esper_telemetry.summary import Containment, Measurement, Snapshot, summarize
 from esper_telemetry.watched import Watched
 from esper_telemetry.window import finish
-from esper_telemetry.writer import INTERVENTION
+from esper_telemetry.writer import FAILURE, INTERVENTION
 
 Event = TypeVar("Event")
 Parameters = ParamSpec("Parameters")
@@ -176,7 +176,7 @@ class Telemetry:
         self._config = as_settings(config, "config")
         self._facts = {**as_settings(facts, "facts"), **facts_of(detect)}
         self._offload = offload
-        self._suspects: Suspects = tuple
+        self._candidates: list[Candidates] = []
         self._open_update: Callable[[], Snapshot] = Snapshot
         self._leaving: list[Callable[[], None]] = []
         self._open = OpenUpdate()
@@ -480,16 +480,21 @@ class Telemetry:
             self.materialise()
             self._recorder.event(INTERVENTION, self._axes, {"reason": reason, **details})
 
-    def expect_updates(self, *, suspects: Suspects, open_update: Callable[[], Snapshot]) -> None:
+    def expect_updates(self, *, candidates: Candidates, open_update: Callable[[], Snapshot]) -> None:
         """Prepares for a trainer that submits whole updates; called when one is attached.
 
         Args:
-            suspects: yields the tensors that are searched, in forward order, for the first non-finite one when training raises.
+            candidates: as for `search_on_failure`.
             open_update: takes what has happened in an update that will not end.
         """
-        self._suspects, self._open_update, self._attached = suspects, open_update, True
+        self.search_on_failure(candidates)
+        self._open_update, self._attached = open_update, True
         if self._takes("attach") and self._recorder and self._offload and not self._peers:
             self._recorder.offload()
+
+    def search_on_failure(self, candidates: Candidates) -> None:
+        """Searches these tensors, in forward order, for the first non-finite one when training raises; the latest caller's come first."""
+        self._candidates.insert(0, candidates)
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Calls `callback()` when the run ends, before its open update is taken: for what listens to a trainer."""
@@ -497,16 +502,21 @@ class Telemetry:
 
     def close(self, status: RunStatus | str = RunStatus.FINISHED) -> CloseReport | None:
         """Ends the run: writes what is open, waits for the sinks up to `close_timeout`, reports what they hold. Idempotent."""
-        with self._lock:
-            return self._close(RunStatus(status))
+        return self._end(RunStatus(status))
 
-    def _close(self, status: RunStatus) -> CloseReport | None:
+    def _end(self, status: RunStatus, failure: Mapping[str, Any] | None = None) -> CloseReport | None:
+        """Ends the run as `close` does; the failure event comes behind the record of the open update."""
+        with self._lock:
+            return self._end_alone(status, failure)
+
+    def _end_alone(self, status: RunStatus, failure: Mapping[str, Any] | None) -> CloseReport | None:
         if not self._active or self._recorder is None:
             return None
         self.materialise()
         self.start()
         if status is RunStatus.FINISHED and self._open and not self._flushes and not self._attached:
             self._warn(NEVER_FLUSHED)
+        failed_after = self._axes
         for leave in self._leaving:
             self._containment.attempt(leave, lambda _: None)
         self._containment.attempt(self._open_update, self.submit)
@@ -514,6 +524,8 @@ class Telemetry:
         if self._open:
             self._send(max(self._collected, self._axes.env_step), None, None, partial=True)
             self.materialise()
+        if failure is not None:
+            self._recorder.event(FAILURE, failed_after, failure)
         self._closed = True
         atexit.unregister(self._at_exit)
         if self._peers:
@@ -528,7 +540,7 @@ class Telemetry:
             return
         self.start()
         self._closed = True
-        self._recorder.event("failure", self._axes, diagnose(error, tuple))
+        self._recorder.event(FAILURE, self._axes, failure_data(error))
         self._recorder.close(RunStatus.FAILED, self._timeout)
 
     def __enter__(self) -> Self:
@@ -536,10 +548,11 @@ class Telemetry:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         status = status_of(error)
-        if error is not None and status is RunStatus.FAILED and self._active and self._recorder:
-            self.start()
-            self._recorder.event("failure", self._axes, diagnose(error, self._suspects))
-        self.close(status)
+        failure = None
+        if error is not None and status is RunStatus.FAILED and self._active:
+            data: Candidates = partial(local_data, error)
+            failure = failure_data(error, *self._candidates, data, self._watched.nonfinite_candidates)
+        self._end(status, failure)
 
     @property
     def _active(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from esper_telemetry.record import Alarm, Record
+from esper_telemetry.record import Alarm, Axes, Record
 
 
 class Judgement(Protocol):
@@ -36,6 +36,9 @@ class Watch(Protocol):
 
     def intervention(self) -> None:
         """Hears that someone has changed the run on purpose."""
+
+    def failure(self, seq: int, axes: Axes, data: Mapping[str, Any]) -> Judgement:
+        """Judges the exception that ended the run, by the data of its `failure` event; records follow where the run is resumed."""
 
 
 Watches = Callable[[Mapping[str, Any]], Watch]

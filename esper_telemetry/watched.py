@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from esper_telemetry.clock import Clock
+from esper_telemetry.failure import Candidate
 from esper_telemetry.gradient_tap import GradientTap, Stepped
 from esper_telemetry.metrics.optimizer import LearningRate
 from esper_telemetry.summary import Gradients, Measurement, Snapshot
@@ -58,6 +59,12 @@ class Watched:
     def take(self, *, whole: bool) -> Snapshot:
         """The gradients of all steps since the last call, which are those of a whole update or of what there is of it."""
         return Snapshot(gradients=tuple(stacked([tap.take(whole=whole) for tap, _ in self._taps])))
+
+    def nonfinite_candidates(self) -> Iterator[Candidate]:
+        """The parameters that optimizers train, as they are, then their gradients."""
+        trained = [item for tap, _ in self._taps for item in tap.trained().items()]
+        yield from (Candidate(name, parameter.detach()) for name, parameter in trained)
+        yield from (Candidate(f"gradient of {name}", p.grad) for name, p in trained if p.grad is not None)
 
     def rates(self) -> list[Measurement]:
         """The learning rate, of the first optimizer."""

@@ -35,6 +35,8 @@ from esper_telemetry.window import Window
 
 ALARM_VALUES, ESCALATION = "alarm/", "telemetry/escalation_remaining"
 """How the keys begin that the watch adds to a record."""
+FAILURE = "failure"
+"""The type of the event that names the exception which ended the run."""
 INTERVENTION = "intervention"
 """The type of the event that says that someone has changed the run on purpose."""
 
@@ -277,14 +279,21 @@ class JournalWriter:
         self._series = Series(facts)
         self._watch: Watch | None = None if self._watches is None else self._watches(facts)
 
-    def _heed(self, event: JournalEvent) -> None:
-        if event.type == INTERVENTION and self._watch is not None:
+    def _heed(self, event: JournalEvent) -> tuple[Alarm, ...]:
+        """Tells the watch of an event; the alarms that a failure raises."""
+        verdicts: list[Judgement] = []
+        if self._watch is not None and event.type == INTERVENTION:
             self._watch.intervention()
+        elif self._watch is not None and event.type == FAILURE and event.axes is not None:
+            failure = partial(self._watch.failure, event.seq, event.axes, event.data)
+            self._containment.attempt(failure, verdicts.append)
+        return tuple(alarm for verdict in verdicts for alarm in verdict.alarms)
 
     def event(self, event: JournalEvent) -> None:
         """See `Writer`."""
-        self._heed(event)
-        self._journal.write(encode_event(event))
+        alarms = self._heed(event)
+        self._find(alarms, self._remaining)
+        self._journal.write(encode_event(event), *map(encode_alarm, alarms))
 
     def found(self) -> Sequence[Found]:
         """See `Writer`."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from esper_telemetry.cli import main
 from esper_telemetry.journal import (
     JOURNAL_NAME,
     End,
@@ -21,6 +22,7 @@ from esper_telemetry.journal import (
     JournalEvent,
     JournalReader,
     MemoryJournal,
+    damaged_lines,
     decode,
     encode_alarm,
     encode_end,
@@ -29,6 +31,7 @@ from esper_telemetry.journal import (
     encode_record,
     encode_run,
     end_if_open,
+    held,
     plain,
     read_run,
     to_json,
@@ -323,7 +326,51 @@ def test_a_corrupt_line_is_skipped_and_counted(tmp_path: Path) -> None:
 
     assert seqs(reader.read()) == [1, 1]
     assert reader.skipped == 3
+    assert reader.damaged_lines() == (2, 3, 4)
     reader.close()
+
+
+def damaged_run(run_dir: Path) -> Path:
+    """A finished run of 30 records whose line 17 was overwritten, and whose line 5 a killed writer left unfinished."""
+    journal = Journal.create(run_dir)
+    journal.write(encode_run(info()), *[encode_record(record(seq)) for seq in range(1, 4)])
+    journal.close()
+    with journal.path.open("ab") as file:
+        file.write(b'{"kind":"record","se')
+    journal = Journal.open(run_dir)
+    journal.write(*[encode_record(record(seq)) for seq in range(4, 31)], encode_end(RunStatus.FINISHED, seq=31))
+    journal.close()
+    lines = journal.path.read_bytes().split(b"\n")
+    lines[16] = b"\0" * len(lines[16])
+    journal.path.write_bytes(b"\n".join(lines))
+    return run_dir
+
+
+def test_every_reader_says_once_which_lines_are_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of a packed journal; a line that a killed writer left unfinished is normal."""
+    run_dir = damaged_run(tmp_path / "run")
+    sentence = f"line 17 of {run_dir / JOURNAL_NAME} is damaged: it is left out"
+
+    run = read_run(run_dir)
+    assert (run.damaged, run.skipped, len(run.records)) == ((17,), 1, 29)
+    assert held(run_dir).damaged == damaged_lines(run_dir) == (17,)
+    assert [entry.getMessage() for entry in caplog.records] == [f"esper-telemetry: {sentence}"]
+
+    assert f"{sentence}." in said(["diagnose", str(run_dir)], capsys)
+    assert json.loads(said(["diagnose", str(run_dir), "--json"], capsys))["damaged_lines"] == [17]
+    assert sentence in said(["doctor", str(run_dir)], capsys)
+    assert "packed as it is" in said(["compress", str(run_dir)], capsys)
+    assert read_run(run_dir).damaged == (17,)
+    assert f"line 17 of {run_dir / JOURNAL_NAME}.gz is damaged" in caplog.text
+
+
+def said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """A command's stdout."""
+    with pytest.raises(SystemExit):
+        main(arguments)
+    return capsys.readouterr().out
 
 
 def test_the_head_is_what_lines_before_the_offset_say_of_the_run(tmp_path: Path) -> None:
@@ -351,7 +398,7 @@ def test_an_end_is_added_for_a_writer_that_is_gone_but_only_once(tmp_path: Path)
     assert not end_if_open(tmp_path, RunStatus.FAILED)
 
     run = read_run(tmp_path)
-    assert (run.status, run.skipped, len(run.records)) == (RunStatus.KILLED, 1, 1)
+    assert (run.status, run.skipped, len(run.records)) == (RunStatus.KILLED, 0, 1)
     assert journal.path.read_bytes().endswith(b'{"kind":"end","seq":2,"status":"killed"}\n')
 
 

@@ -28,6 +28,7 @@ from esper_telemetry import (
     read_run,
     reports,
 )
+from esper_telemetry.failure import Candidate
 from esper_telemetry.metrics.gradients import gradient_norms, health
 from esper_telemetry.summary import Snapshot
 from esper_telemetry.testing import FailingSink, MemorySink
@@ -225,8 +226,8 @@ def test_a_group_of_user_code_is_described_in_the_journal(tmp_path: Path) -> Non
 def test_an_exception_flushes_what_is_open_and_ends_the_run_as_failed(tmp_path: Path) -> None:
     memory = MemorySink()
     with pytest.raises(RuntimeError, match="boom"), Telemetry([memory], run_dir=tmp_path / "run") as telemetry:
-        tensors = [("weights", torch.ones(2)), ("rewards", torch.tensor([[0.0, math.nan]]))]
-        telemetry.expect_updates(suspects=lambda: tensors, open_update=Snapshot)
+        tensors = [Candidate("weights", torch.ones(2)), Candidate("rewards", torch.tensor([[0.0, math.nan]]), 1)]
+        telemetry.expect_updates(candidates=lambda: tensors, open_update=Snapshot)
         telemetry.log({"a/b": 1.0})
         raise RuntimeError("boom")
 
@@ -235,6 +236,8 @@ def test_an_exception_flushes_what_is_open_and_ends_the_run_as_failed(tmp_path: 
     assert run.records[-1].partial
     assert run.status is RunStatus.FAILED
     assert failure.data["first_nonfinite"] == "rewards[0, 1] = nan"
+    assert failure.data["nonfinite"] == {"tensor": "rewards", "count": 1, "size": 2, "environments": [1]}
+    assert [alarm.type for alarm in run.alarms] == ["numerics/nonfinite", "run/failed"]
     assert memory.statuses == [RunStatus.FAILED]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from esper_telemetry.alarms.growth import SEEDS
 from esper_telemetry.alarms.kind import AlarmType
-from esper_telemetry.alarms.learning import ADVANTAGES, INTEGRITY, NUMERICS, POLICY, TASK, TELEMETRY, VALUE
+from esper_telemetry.alarms.learning import ADVANTAGES, INTEGRITY, NUMERICS, POLICY, RUN, TASK, TELEMETRY, VALUE
 from esper_telemetry.alarms.network import GRADIENTS, MEMORY, OPTIMIZER, REPRESENTATION
 
 __all__ = ["ALARMS", "NONFINITE", "AlarmType", "alarms_reading"]
@@ -24,6 +24,7 @@ ALARMS = (
     *MEMORY,
     *SEEDS,
     *TASK,
+    *RUN,
     *TELEMETRY,
 )
 """In causal order: what comes first tends to be the cause of what comes after."""

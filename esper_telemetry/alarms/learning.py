@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from esper_telemetry.alarms.kind import AlarmType
+from esper_telemetry.record import RUN_FAILED
 
 NUMERICS = (
     AlarmType(
@@ -216,6 +217,16 @@ TASK = (
         ("episode/return_mean_100", "episode/return_mean"),
         "The return has fallen well below its best.",
         "Look for the alarm that came first; go back to the best checkpoint with a lower learning rate.",
+    ),
+)
+
+RUN = (
+    AlarmType(
+        RUN_FAILED,
+        ("alarm/{key}",),
+        "An exception ended the run.",
+        "Read the exception and its traceback; where a tensor is not finite, look at what computes the first one.",
+        hard=True,
     ),
 )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from esper_telemetry.commands.mistakes import WrongUse, wrong_use
-from esper_telemetry.journal import HELPERS, Role, is_held, journal_path
+from esper_telemetry.commands.mistakes import WrongUse, without_warnings, wrong_use
+from esper_telemetry.journal import HELPERS, Role, damage_sentence, damaged_lines, is_held, journal_path
 from esper_telemetry.journal import compress as pack
 
 if TYPE_CHECKING:
@@ -21,8 +21,13 @@ def compress(options: Compress) -> int:
         if any(is_held(Path(run_dir), role) for role in (Role.TRAINER, *HELPERS)):
             raise WrongUse(f"{run_dir} is still being trained, or delivered")
     for run_dir in options.run_dirs:
-        with wrong_use():
+        with wrong_use(), without_warnings():
+            damaged = damaged_lines(run_dir)
             before, after = pack(run_dir)
         saved = "is packed already" if before == after else f"{before / 1e6:.1f} MB are now {after / 1e6:.1f} MB"
         print(f"{run_dir}: {saved}")
+        if damaged:
+            print(
+                f"{damage_sentence(journal_path(run_dir), damaged)} wherever the journal is read, and packed as it is"
+            )
     return 0

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 from rich.panel import Panel
 from rich.text import Text
 
-from esper_telemetry.commands.mistakes import WrongUse, wrong_use
-from esper_telemetry.detectors import Diagnosis, Story, Thresholds
+from esper_telemetry.commands.mistakes import WrongUse, without_warnings, wrong_use
+from esper_telemetry.detectors import Diagnosis, Failure, Story, Thresholds, bad_ending
 from esper_telemetry.detectors import diagnose as judge
-from esper_telemetry.journal import Held, Run, encode_alarm, held, journal_path, plain, read_run
+from esper_telemetry.detectors.telling import GRADIENTS_ALONE, SYMPTOMS
+from esper_telemetry.journal import Held, Run, damage_sentence, encode_alarm, held, journal_path, plain, read_run
+from esper_telemetry.record import RUN_FAILED, RunStatus
 from esper_telemetry.sinks.console import make_console
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ WIDTH = 120
 """Columns of the text in a pipe or a file, where COLUMNS does not say how many."""
 
 COLORS = {"critical": "red", "warn": "yellow", "info": "blue"}
-INTERVENTION = "intervention"
+FAILURE, INTERVENTION = "failure", "intervention"
 
 
 OURS = frozenset({"telemetry/missing_metric", "telemetry/overhead", "telemetry/delivery"})
@@ -42,18 +44,24 @@ def diagnose(options: Diagnose) -> int:
 
 
 def _own(options: Diagnose) -> int:
-    with wrong_use():
+    with wrong_use(), without_warnings():
         Thresholds.parse(options.threshold)
         if runs := runs_within(Path(options.run_dir)):
             return _list_runs(options.run_dir, runs, as_json=options.json)
         run = read_run(options.run_dir)
         thresholds = Thresholds.parse(options.threshold, Thresholds.of(run.info.facts))
     changes = [event.seq for event in run.events if event.type == INTERVENTION]
-    found = judge(run.info.facts, run.records, thresholds=thresholds, interventions=changes)
+    failures = [
+        Failure(event.seq, event.axes, event.data) for event in run.events if event.type == FAILURE and event.axes
+    ]
+    found = judge(run.info.facts, run.records, thresholds=thresholds, interventions=changes, failures=failures)
+    ending = bad_ending(run.status, run.records[-1].axes.update if run.records else 0, failures)
     if options.json:
-        print(json.dumps(_own_as_dict(run, found), indent=1))
+        print(json.dumps(_own_as_dict(run, found, ending), indent=1))
     else:
-        _print(f"{run.info.name}: {found.updates} updates, {run.status or 'not ended'}", found)
+        _print(f"{run.info.name}: {found.updates} updates, {run.status or 'not ended'}", found, ending)
+        if run.damaged:
+            print(f"\n{damage_sentence(journal_path(options.run_dir), run.damaged)}.")
     return 0
 
 
@@ -120,9 +128,19 @@ def as_logged(reason: str) -> str:
     return reason.replace("no record has ", "not logged: ").replace("the run does not say its ", "setting not logged: ")
 
 
-def _own_as_dict(run: Run, found: Diagnosis) -> dict[str, Any]:
+def _own_as_dict(run: Run, found: Diagnosis, ending: str) -> dict[str, Any]:
     status = None if run.status is None else str(run.status)
-    return _as_dict({"run": run.info.name, "updates": found.updates, "status": status}, found)
+    failures = [event.data for event in run.events if event.type == FAILURE] if run.status is RunStatus.FAILED else []
+    failure = plain(failures[-1]) if failures else None
+    head: dict[str, Any] = {
+        "run": run.info.name,
+        "updates": found.updates,
+        "status": status,
+        "ending": ending,
+        "failure": failure,
+    }
+    head["damaged_lines"] = list(run.damaged)
+    return _as_dict(head, found)
 
 
 def _foreign_as_dict(run: Foreign, found: Diagnosis) -> dict[str, Any]:
@@ -137,7 +155,7 @@ def _as_dict(head: Mapping[str, Any], found: Diagnosis) -> dict[str, Any]:
         "incidents": [
             {
                 "incident": incident.number,
-                "cause": incident.cause,
+                "cause": None if _symptom_alone(found, incident) else incident.cause,
                 "since": incident.since,
                 "text": incident.main.text,
                 "standing": incident.standing(),
@@ -147,16 +165,22 @@ def _as_dict(head: Mapping[str, Any], found: Diagnosis) -> dict[str, Any]:
         ],
         "events": [{"type": kind, **plain(data)} for kind, data in found.events],
         "unanswered": dict(found.unanswered),
+        "gradients_alone": found.gradients_alone,
     }
 
 
-def _print(head: str, found: Diagnosis) -> None:
-    """What people read."""
+def _print(head: str, found: Diagnosis, ending: str = "") -> None:
+    """What people read; a bad ending comes first."""
     console = make_console(piped_width=WIDTH, markup=False, highlight=False)
     console.print(head)
+    if ending:
+        console.print(Text(ending, style="bold red"))
     for incident in found.incidents:
-        console.print(_panel(incident))
-    if not found.incidents:
+        if not (ending and incident.cause == RUN_FAILED):
+            console.print(_panel(incident, symptom=_symptom_alone(found, incident)))
+    if found.gradients_alone:
+        console.print(Text(f"{GRADIENTS_ALONE}.", style="yellow"))
+    elif not found.incidents and not ending:
         console.print(Text(_all_clear(found), style="green" if found.updates else "yellow"))
     for _, data in found.events:
         console.print(f"update {data['update']}: {data['text']}")
@@ -172,13 +196,18 @@ def _all_clear(found: Diagnosis) -> str:
     return "Nothing is wrong" + (", as far as the records tell." if found.unanswered else ".")
 
 
-def _panel(incident: Story) -> Panel:
+def _symptom_alone(found: Diagnosis, incident: Story) -> bool:
+    """Whether an incident is known by gradients and steps of the optimizer alone, which name no cause."""
+    return found.gradients_alone and incident.cause.startswith(SYMPTOMS)
+
+
+def _panel(incident: Story, *, symptom: bool) -> Panel:
     """One incident: what it is put down to, in words, and the alarms that came with it."""
     main = incident.main
     text = Text(main.text)
     others = [f"{kind} {_until(end)}" for kind, end in incident.standing().items()]
     text.append(f"\n\nAlarms: {', '.join(others)}", style="dim")
-    title = f"incident {incident.number}, update {incident.since}: {incident.cause}"
+    title = f"incident {incident.number}, update {incident.since}: {incident.cause}{' (a symptom; cause not known)' if symptom else ''}"
     return Panel(text, title=title, title_align="left", border_style=COLORS[main.level])
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from esper_telemetry.commands.mistakes import wrong_use
+from esper_telemetry.commands.mistakes import without_warnings, wrong_use
 from esper_telemetry.commands.own_process import prepare_for, prepared
+from esper_telemetry.detectors.rules.ending import Failure, bad_ending
+from esper_telemetry.journal import damage_sentence, journal_path
 from esper_telemetry.relay.doctor import Health, SinkHealth, examined
 from esper_telemetry.relay.doctor import doctor as examine
 from esper_telemetry.relay.status import sink_name
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 def doctor(options: Doctor) -> int:
     """Prints what was found; 1 where something is missing, differs, stands twice or cannot be read."""
-    with wrong_use(), _without_warnings():
+    with wrong_use(), without_warnings():
         asked = [prepared(as_sink(uri)) for uri in options.sink]
         prepare_for(options.run_dir)
         with _progress() as progress:
@@ -49,24 +50,17 @@ def _progress() -> Iterator[Callable[[str], object]]:
         yield lambda name: status.update(f"comparing {name}")
 
 
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """What sinks and journals warn of is on the page."""
-    logger = logging.getLogger("esper_telemetry")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
 def _page(run_dir: str, health: Health, sinks: list[SinkHealth]) -> str:
     lines = [f"{run_dir}: {health.records:,} records, the run {_state(health)}"]
+    ending = _ending(health)
+    if ending:
+        lines.append(ending)
     if health.closed_stale:
         lines.append("its trainer was gone without a word: the run is ended as killed now")
     if health.lost:
         lines.append(f"{health.lost:,} lines could not be written, as the disk was full: they are lost")
+    if health.damaged:
+        lines.append(damage_sentence(journal_path(run_dir), health.damaged))
     return "\n".join([*lines, *map(str, sinks)])
 
 
@@ -77,13 +71,22 @@ def _state(health: Health) -> str:
     return f"ended as {health.status}{delivered}"
 
 
+def _ending(health: Health) -> str:
+    """The sentence on a run that failed or was killed; empty for others."""
+    event = health.failure
+    failures = [] if event is None or event.axes is None else [Failure(event.seq, event.axes, event.data)]
+    return bad_ending(health.status, health.last_update, failures)
+
+
 def _as_dict(health: Health, sinks: list[SinkHealth]) -> dict[str, object]:
     return {
         "records": health.records,
         "status": health.status,
+        "ending": _ending(health),
         "under_way": health.under_way,
         "closed_stale": health.closed_stale,
         "lost_lines": health.lost,
+        "damaged_lines": list(health.damaged),
         "equal": health.well and all(sink.equal is not False for sink in sinks),
         "sinks": [sink.as_dict() for sink in sinks],
     }

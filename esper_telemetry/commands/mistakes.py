@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,3 +21,15 @@ def wrong_use() -> Iterator[None]:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise WrongUse(f"{where}{error.strerror or error}") from error
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Silences what sinks and journals warn of, which is a part of the command's answer."""
+    logger = logging.getLogger("esper_telemetry")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from esper_telemetry.adapters.script.models import Models
 from esper_telemetry.adapters.script.program import compiled, hide_own_frames, run_as_main
 from esper_telemetry.adapters.script.taps import Taps
 from esper_telemetry.adapters.script.telling import found_line, last_line, own_log, say
@@ -126,7 +127,8 @@ class Watched:
     _pid: int = field(default_factory=os.getpid)
 
     def __post_init__(self) -> None:
-        self._taps = Taps(self._listener)
+        self._models = Models(self._made, self._say, self._leave_script)
+        self._taps = Taps(self._listener, self._joined)
         self._directory = None if self.options.run_dir is None else Path(self.options.run_dir).absolute()
         self._errors = 0
 
@@ -144,11 +146,12 @@ class Watched:
         self._taps.contained(lambda script: script.end(whole=whole))
         script = self._taps.script
         self._taps.remove()
-        if self.telemetry is not None:
-            try:
+        try:
+            self._models.close(error)
+            if self.telemetry is not None:
                 self.telemetry.__exit__(type(error) if error else None, error, None)
-            except Exception as failure:  # the script's own end must come through
-                self._taps.error = self._taps.error or failure
+        except Exception as failure:  # the script's own end must come through
+            self._taps.error = self._taps.error or failure
         self._tell_end(script)
 
     def _listener(self) -> Script:
@@ -161,18 +164,36 @@ class Watched:
 
     def _found(self, script: Script) -> None:
         """The first step of PPO: now there is something to measure."""
-        from esper_telemetry.telemetry import Telemetry
         from esper_telemetry.wiring import attach
 
-        self.telemetry = Telemetry(
+        self.telemetry = self._made()
+        attach(self.telemetry, script)
+        self._taps.clock = self.telemetry.clock
+
+    def _made(self, number: int = 1) -> Telemetry:
+        """The telemetry of the script, or of the model with that number, which has a directory of its own."""
+        from esper_telemetry.telemetry import Telemetry
+
+        directory = self._directory
+        if directory is not None and number > 1:
+            directory = directory.with_name(f"{directory.name}-{number}")
+        return Telemetry(
             list(self.options.sink),
-            run_dir=self._directory or "auto",
+            run_dir=directory or "auto",
             name=Path(self.options.script).stem,
             level=self.options.level,
             ranks="alone",
         )
-        attach(self.telemetry, script)
-        self._taps.clock = self.telemetry.clock
+
+    def _joined(self, model: Any, callback: Any) -> Any:
+        """The callback with which a model of Stable-Baselines3 learns; the script's own where the script itself trains by PPO."""
+        return callback if self.telemetry is not None else self._models.joined(model, callback)
+
+    def _leave_script(self) -> None:
+        self._taps.leave_script()
+
+    def _say(self, sentence: str) -> None:
+        say(f"{Path(self.options.script).name}: {sentence}")
 
     def _log(self, values: Mapping[str, float]) -> None:
         if self.telemetry is not None:
@@ -185,8 +206,14 @@ class Watched:
 
     def _tell_end(self, script: Script | None) -> None:
         """What went wrong in telemetry itself, or that there was nothing to find."""
-        run_dir = None if self.telemetry is None else self.telemetry.run_dir
-        say(last_line(script, Path(self.options.script).name, run_dir, self._taps.error))
+        name, model = Path(self.options.script).name, self._models.last
+        if model is not None:
+            say(last_line(None, name, model.telemetry.run_dir, self._taps.error, model.updates))
+        elif self._models.own and self._taps.error is None:
+            self._say("the script has a TelemetryCallback of its own; nothing was added")
+        else:
+            run_dir = None if self.telemetry is None else self.telemetry.run_dir
+            say(last_line(script, name, run_dir, self._taps.error))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from esper_telemetry.journal import alarms
-from esper_telemetry.record import AlarmLevel, Record
+from esper_telemetry.record import RUN_FAILED, AlarmLevel, Record
 from esper_telemetry.sinks import ConsoleSink, Place, Sink
 from esper_telemetry.sinks.console import make_console
 from esper_telemetry.sinks.incidents import Incidents, alarm_text, cause_of
@@ -55,15 +55,19 @@ class Summary:
         self._last = record
 
     def show(self, telemetry: Telemetry) -> None:
-        """Prints what the run reached and what went wrong, then where each backend wrote and how to open it."""
+        """Prints the exception that ended the run, its last values, what went wrong, and where each backend wrote and how to open it."""
         console = make_console(markup=False, highlight=False, soft_wrap=True)
+        recorded = alarms(telemetry.run_dir) if telemetry.run_dir is not None and telemetry.run is not None else ()
+        incidents = Incidents(list(recorded))
+        if incidents.failure:
+            console.print(incidents.failure, style="bold red")
         if self._last is not None:
             table = Table("what telemetry saw last", "", header_style="bold")
             for label, value in _values(self._last):
                 table.add_row(label, value)
             console.print(table)
-        if telemetry.run_dir is not None and telemetry.run is not None:
-            _show_incidents(console, telemetry.run_dir)
+        if telemetry.run_dir is not None:
+            _show_incidents(console, incidents, telemetry.run_dir)
         for name, place in self._places(telemetry):
             console.print(f"{name:<12} {place.where}")
             if place.command:
@@ -80,9 +84,8 @@ class Summary:
                 yield type(sink).__name__.removesuffix("Sink").replace("Wandb", "W&B"), place(run)
 
 
-def _show_incidents(console: Console, run_dir: Path) -> None:
+def _show_incidents(console: Console, found: Incidents, run_dir: Path) -> None:
     """What went wrong, since when, and whether it still does; nothing where nothing did."""
-    found = Incidents(list(alarms(run_dir)))
     numbers = sorted({alarm.incident for alarm in found.raised})
     if not numbers:
         return
@@ -97,7 +100,7 @@ def _show_incidents(console: Console, run_dir: Path) -> None:
 def _show_incident(console: Console, found: Incidents, number: int) -> None:
     """One incident: its cause in a sentence, then what came with it."""
     cause = cause_of(found.of(number))
-    if cause is None:
+    if cause is None or cause.type == RUN_FAILED:  # that stands above already
         return
     active = [kind for kind, alarm in found.active.items() if alarm.incident == number]
     state = "still so at the end" if active else "over"

@@ -7,6 +7,7 @@ together and names the cause; `Thresholds` holds all bounds. What cannot be answ
 
 from esper_telemetry.detectors.detectors import Detectors, Verdict
 from esper_telemetry.detectors.diagnosis import Diagnosis, Story, diagnose
+from esper_telemetry.detectors.rules.ending import Failure, bad_ending
 from esper_telemetry.detectors.thresholds import Thresholds
 
-__all__ = ["Detectors", "Diagnosis", "Story", "Thresholds", "Verdict", "diagnose"]
+__all__ = ["Detectors", "Diagnosis", "Failure", "Story", "Thresholds", "Verdict", "bad_ending", "diagnose"]

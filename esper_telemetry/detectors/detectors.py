@@ -11,14 +11,15 @@ from esper_telemetry.detectors.incidents import Incident, Incidents, order
 from esper_telemetry.detectors.reported import alarm_values
 from esper_telemetry.detectors.rule import View
 from esper_telemetry.detectors.rules import RULES
+from esper_telemetry.detectors.rules.ending import failure_findings
 from esper_telemetry.detectors.standing import News, Standing
 from esper_telemetry.detectors.storm import STORM, STORM_CALM, STORM_SPAN, Storm
 from esper_telemetry.detectors.task_events import TaskEvents
-from esper_telemetry.detectors.telling import evidence_of, text_of
+from esper_telemetry.detectors.telling import EXPLAIN, evidence_of, text_of
 from esper_telemetry.detectors.thresholds import Thresholds
 from esper_telemetry.detectors.unanswered import Questions
 from esper_telemetry.detectors.watches import Watches
-from esper_telemetry.record import CRITICAL_FROM, Alarm, AlarmEvent, AlarmLevel, Record
+from esper_telemetry.record import CRITICAL_FROM, Alarm, AlarmEvent, AlarmLevel, Axes, Record
 from esper_telemetry.series.escalation import Escalation
 
 SILENCE = 3
@@ -72,6 +73,13 @@ class Detectors:
         self._update = 0
         self._before: Record | None = None
         self._intervened = False
+        self._families: set[str] = set()
+        self._explained = False
+
+    @property
+    def gradients_alone(self) -> bool:
+        """Whether the records so far have gradients, and no key that could explain them."""
+        return "grad" in self._families and not self._explained
 
     def intervention(self) -> None:
         """Something was changed on purpose: for three updates only mistakes for certain are told, and histories begin anew."""
@@ -94,6 +102,25 @@ class Detectors:
         remaining = self._escalate(alarms)
         return Verdict(alarms, remaining, self._values(alarms, remaining), self._events(record))
 
+    def failure(self, seq: int, axes: Axes, data: Mapping[str, Any]) -> Verdict:
+        """Judges the exception that ended the run, by the data of its `failure` event.
+
+        Its alarms are told in a storm too. They stand until a record follows, which a resumed run has.
+        """
+        record = Record(seq, self._before.axes if self._before else axes, {})
+        self._update = max(self._update, 1)
+        news = []
+        for kind, finding in failure_findings(data, axes.update + 1).items():
+            standing = self._standings.get(kind)
+            change = standing.step([finding], self._update) if standing else None
+            if standing is not None and change is not None:
+                news.append((standing, change))
+        incident = self._incidents.raised([standing.rule.type for standing, _ in news], self._update) if news else None
+        for standing, _ in news:
+            standing.incident = incident
+        alarms = tuple(self._alarm(standing, change, record) for standing, change in news)
+        return Verdict(alarms, 0, {}, ())
+
     def _look(self, record: Record) -> View:
         """The view of this record; what is not finite is passed over."""
         view = self._view
@@ -101,6 +128,9 @@ class Detectors:
         if not all(map(math.isfinite, values.values())):
             values = {key: value for key, value in values.items() if math.isfinite(value)}
         view.look(values)
+        if not self._explained:
+            self._families.update(key.partition("/")[0] for key in values)
+            self._explained = not self._families.isdisjoint(EXPLAIN)
         view.update = self._update
         total = self.facts.get("total_steps")
         view.progress = min(1.0, record.axes.env_step / total) if isinstance(total, int | float) and total > 0 else None
@@ -186,7 +216,7 @@ class Detectors:
             streak=streak,
             incident=incident.number if incident else 0,
             cause=incident.cause if incident else "",
-            text=text_of(standing, finding, event, self._update),
+            text=text_of(standing, finding, event, self._update, explained=self._explained),
             evidence={} if over else evidence_of(standing, finding, self._view),
         )
         if over:

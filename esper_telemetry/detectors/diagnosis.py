@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from esper_telemetry.detectors.detectors import Detectors
+from esper_telemetry.detectors.rules.ending import Failure
 from esper_telemetry.detectors.thresholds import Thresholds
 from esper_telemetry.record import Alarm, AlarmEvent, Record
 
@@ -53,12 +54,14 @@ class Diagnosis:
         incidents: in order.
         events: how the task went, (type, data).
         unanswered: questions that the records leave open, with what is missing.
+        gradients_alone: whether no record has more of training than gradients and steps of the optimizer: then no cause is known.
     """
 
     updates: int
     incidents: tuple[Story, ...]
     events: tuple[tuple[str, Mapping[str, Any]], ...]
     unanswered: Mapping[str, str]
+    gradients_alone: bool = False
 
 
 def diagnose(
@@ -67,6 +70,7 @@ def diagnose(
     *,
     thresholds: Thresholds | None = None,
     interventions: Iterable[int] = (),
+    failures: Iterable[Failure] = (),
 ) -> Diagnosis:
     """Judges all records of a run, as they were judged while it was trained.
 
@@ -75,21 +79,31 @@ def diagnose(
         records: in order.
         thresholds: bounds; those of the run by default.
         interventions: `seq` of the records after which something was changed on purpose.
+        failures: exceptions that ended the run; one that was resumed may have several.
     """
     detectors = Detectors(facts, thresholds)
-    changes = sorted(interventions)
+    changes, exceptions = sorted(interventions), sorted(failures, key=lambda failure: failure.seq)
     incidents: dict[int, Story] = {}
     events: list[tuple[str, Mapping[str, Any]]] = []
     updates = 0
+
+    def tell(alarms: Iterable[Alarm]) -> None:
+        for alarm in alarms:
+            incident = incidents.setdefault(alarm.incident, Story(alarm.incident))
+            incident.alarms.append(alarm)
+            incident.cause = alarm.cause or incident.cause or alarm.type
+
     for record in records:
+        while exceptions and exceptions[0].seq < record.seq:
+            tell(detectors.failure(*exceptions.pop(0)).alarms)
         while changes and changes[0] < record.seq:
             detectors.intervention()
             changes.pop(0)
         verdict = detectors.step(record)
         updates += 1
         events += [event for event in verdict.events if event[0].startswith("task/")]
-        for alarm in verdict.alarms:
-            incident = incidents.setdefault(alarm.incident, Story(alarm.incident))
-            incident.alarms.append(alarm)
-            incident.cause = alarm.cause or incident.cause or alarm.type
-    return Diagnosis(updates, tuple(incidents.values()), tuple(events), detectors.unanswered())
+        tell(verdict.alarms)
+    for failure in exceptions:
+        tell(detectors.failure(*failure).alarms)
+    alone = updates > 0 and detectors.gradients_alone
+    return Diagnosis(updates, tuple(incidents.values()), tuple(events), detectors.unanswered(), alone)

@@ -42,9 +42,9 @@ CAUSES = (
     "policy/kl_spike",
     "lstm/stale_state",
 )
-"""Types that explain others, the surest first; those that are not named follow in the order of `alarms`, the task and telemetry last."""
+"""Types that explain others, the surest first; those that are not named follow in the order of `alarms`, those of `LAST` last."""
 
-LAST = ("task/", "telemetry/")
+LAST = ("task/", "run/", "telemetry/")
 
 CLAIMS = frozenset(
     {
@@ -100,7 +100,7 @@ class Incident:
     def cause(self) -> str:
         """The type that it is put down to: what is a mistake for certain, else what came first, causes before effects.
 
-        The task and telemetry itself are never the cause of anything but themselves.
+        The task, the end of the run and telemetry itself are never the cause of anything but themselves.
         """
         return min(self.raised, key=self._rank)
 

@@ -10,10 +10,18 @@ from typing import Any
 from esper_telemetry.alarms import ALARMS, AlarmType
 from esper_telemetry.detectors.rule import Finding, View
 from esper_telemetry.detectors.standing import Standing
-from esper_telemetry.record import AlarmEvent
+from esper_telemetry.record import RUN_FAILED, AlarmEvent
 
 MOST = 24
 """Values of a record that are attached to an alarm, at most."""
+
+EXPLAIN = ("policy", "value", "loss", "adv", "ret", "integrity")
+"""Families of keys, of which at least one is needed to tell why gradients or steps of the optimizer are as they are."""
+SYMPTOMS = ("grad/", "opt/")
+GRADIENTS_ALONE = (
+    "Only gradients were seen, so the cause is not known: report ratios, losses, values and advantages too, by an adapter's callback or "
+    "with the functions of docs/own_loop.md"
+)
 
 INSTANCES = 8
 """Heads, groups or layers that are named, at most."""
@@ -21,17 +29,20 @@ INSTANCES = 8
 KINDS: Mapping[str, AlarmType] = {alarm.type: alarm for alarm in ALARMS}
 
 
-def text_of(standing: Standing, finding: Finding, event: AlarmEvent, update: int) -> str:
-    """What has happened, since when, and what to try."""
+def text_of(standing: Standing, finding: Finding, event: AlarmEvent, update: int, *, explained: bool = True) -> str:
+    """What has happened, since when, and what to try; only the symptom where nothing was seen that could explain it."""
     kind = KINDS[standing.rule.type]
     clause = finding.text() if finding.text else kind.meaning.rstrip(".")
     since = standing.since or update
     if event is AlarmEvent.CLEAR:
         return f"Over since update {update}, after {update - since} updates: {kind.meaning}"
+    if standing.rule.type == RUN_FAILED:  # its sentence says by itself when it happened
+        return f"{clause}. Try: {kind.action}"
     more = len(standing.instances) - 1
     others = f" (and {more} more)" if more > 0 else ""
     worse = "Worse: since" if event is AlarmEvent.UPDATE else "Since"
-    return f"{worse} update {since}, {clause}{others}. Try: {kind.action}"
+    advice = f"Try: {kind.action}" if explained or not kind.type.startswith(SYMPTOMS) else f"{GRADIENTS_ALONE}."
+    return f"{worse} update {since}, {clause}{others}. {advice}"
 
 
 def evidence_of(standing: Standing, finding: Finding, view: View) -> dict[str, Any]:

@@ -9,8 +9,16 @@ Errors: a journal that cannot be created raises, in one sentence. Once it exists
 raises: what could not be written waits in memory, and goes out first when there is space again.
 """
 
-from esper_telemetry.journal.file import JOURNAL_NAME, Journal, JournalReader, compress, end_if_open, journal_path
-from esper_telemetry.journal.held import Following, Held, alarms, entries, held, run_info
+from esper_telemetry.journal.file import (
+    JOURNAL_NAME,
+    Journal,
+    JournalReader,
+    compress,
+    damage_sentence,
+    end_if_open,
+    journal_path,
+)
+from esper_telemetry.journal.held import Following, Held, alarms, damaged_lines, entries, held, run_info
 from esper_telemetry.journal.killed import end_after
 from esper_telemetry.journal.lines import (
     SCHEMA,
@@ -63,6 +71,8 @@ __all__ = [
     "alarms",
     "await_release",
     "compress",
+    "damage_sentence",
+    "damaged_lines",
     "decode",
     "encode_alarm",
     "encode_end",

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -37,7 +37,13 @@ LOST: Final = "lost"
 TAIL_BYTES: Final = 4 << 20
 """How far from its end a journal is searched for its last line."""
 
+TORN: Final = b" #torn"
+"""Ends a line that a killed writer left unfinished, before the next writer goes on: that is no damage."""
+MAX_NAMED_LINES: Final = 10
+
 _logger = logging.getLogger("esper_telemetry")
+_reported: dict[Path, set[int]] = {}
+"""Damaged lines that this process has warned of, by journal."""
 
 
 class Journal:
@@ -117,7 +123,7 @@ class Journal:
         with self._lock:
             size = os.fstat(self._fd).st_size
             if size > 0 and os.pread(self._fd, 1, size - 1) != b"\n":
-                self._backlog = b"\n" + self._backlog
+                self._backlog = TORN + b"\n" + self._backlog
 
     def reader(self) -> JournalReader:
         """A reader from the first line on."""
@@ -186,14 +192,19 @@ class JournalReader:
     Attributes:
         path: the file.
         offset: the position after the last line that `read` gave, in bytes; set it to go on from a saved position.
-        skipped: lines that could not be understood.
+        damage: where the lines begin that `read` left out because they could not be understood, in bytes.
     """
 
     def __init__(self, path: str | os.PathLike[str], offset: int = 0) -> None:
         self.path = Path(path)
         self.offset = offset
-        self.skipped = 0
+        self.damage: list[int] = []
         self._file = opened(self.path)
+
+    @property
+    def skipped(self) -> int:
+        """Number of lines that `read` left out."""
+        return len(self.damage)
 
     @property
     def size(self) -> int:
@@ -212,8 +223,19 @@ class JournalReader:
             lines = self._lines(None if limit is None else limit - len(entries))
             if not lines:
                 break
-            entries.extend(self._decoded(lines))
+            entries.extend(self._decoded(lines, self.offset - sum(map(len, lines)) - len(lines)))
         return entries
+
+    def damaged_lines(self) -> tuple[int, ...]:
+        """Numbers of the lines that `read` left out, from 1 for the first of the file."""
+        numbers, number, position = [], 1, 0
+        for offset in self.damage:
+            while position < offset:
+                self._file.seek(position)
+                chunk = self._file.read(min(CHUNK_BYTES, offset - position))
+                number, position = number + chunk.count(b"\n"), position + len(chunk)
+            numbers.append(number)
+        return tuple(numbers)
 
     def head(self) -> RunInfo | None:
         """What the lines before `offset` say about the run: its last `run` line and the descriptions of keys."""
@@ -221,6 +243,7 @@ class JournalReader:
         before = JournalReader(self.path)
         while before.offset < self.offset and (lines := before._lines(None)):
             info = merge_head(info, before._decoded(line for line in lines if not line.startswith(RECORD_HEAD)))
+        before.damage.clear()  # found by whoever reads these lines, not by who looks for some of them
         before.close()
         return info
 
@@ -236,11 +259,19 @@ class JournalReader:
             kept = [line for line, end in zip(lines, ends, strict=True) if before is None or end <= before]
             alarms = reader._decoded(line for line in kept if line.startswith(ALARM_HEAD))
             found.extend(entry for entry in alarms if isinstance(entry, Alarm))
+        reader.damage.clear()
         reader.close()
         return tuple(found)
 
     def close(self) -> None:
-        """Releases the file; harmless when repeated."""
+        """Releases the file, and warns of damaged lines that this process has not warned of; harmless when repeated."""
+        if self._file.closed:
+            return
+        known = _reported.setdefault(self.path.absolute(), set()) if self.damage else set()
+        new = [number for number in self.damaged_lines() if number not in known]
+        known.update(new)
+        if new:
+            _logger.warning("esper-telemetry: %s", damage_sentence(self.path, new))
         self._file.close()
 
     def _lines(self, limit: int | None) -> list[bytes]:
@@ -256,17 +287,29 @@ class JournalReader:
         self.offset += sum(map(len, lines)) + len(lines)
         return lines
 
-    def _decoded(self, lines: Iterable[bytes]) -> list[Entry]:
+    def _decoded(self, lines: Iterable[bytes], begin: int = 0) -> list[Entry]:
+        """The entries of lines, the first of which begins at that position."""
         entries = []
         for line in lines:
             try:
                 entry = decode(json.loads(line), self.run_dir)
             except ValueError:
-                self.skipped += bool(line)
-                continue
-            if entry is not None:
-                entries.append(entry)
+                if line and not line.endswith(TORN):
+                    self.damage.append(begin)
+            else:
+                if entry is not None:
+                    entries.append(entry)
+            begin += len(line) + 1
         return entries
+
+
+def damage_sentence(path: Path, numbers: Sequence[int]) -> str:
+    """The journal and its damaged lines, in a sentence without its full stop."""
+    named = ", ".join(f"{number:,}" for number in numbers[:MAX_NAMED_LINES])
+    more = ", ..." if len(numbers) > MAX_NAMED_LINES else ""
+    if len(numbers) == 1:
+        return f"line {named} of {path} is damaged: it is left out"
+    return f"{len(numbers):,} lines of {path} are damaged ({named}{more}): they are left out"
 
 
 def journal_path(run_dir: str | os.PathLike[str]) -> Path:
@@ -312,5 +355,6 @@ def _last_entries(run_dir: str | os.PathLike[str]) -> list[Entry]:
     reader = JournalReader(journal_path(run_dir))
     reader.offset = max(0, reader.size - TAIL_BYTES)
     entries = reader.read()
+    reader.damage.clear()  # it began in the middle of a line, and others read the whole file
     reader.close()
     return entries

@@ -25,6 +25,8 @@ class Held:
         seq: the last number of a line.
         status: how the run ended; None where nothing says so.
         lost: lines that could not be written, as the disk was full for too long.
+        failure: the event of the last exception that ended a part of the run; None without one.
+        damaged: numbers of the lines that could not be understood.
     """
 
     info: RunInfo
@@ -33,6 +35,8 @@ class Held:
     seq: int
     status: RunStatus | None
     lost: int = 0
+    failure: JournalEvent | None = None
+    damaged: tuple[int, ...] = ()
 
     @property
     def recorded(self) -> int:
@@ -59,8 +63,9 @@ def held(run_dir: str | os.PathLike[str]) -> Held:
 
     Raises FileNotFoundError where there is none, ValueError where it does not say which run it is.
     """
-    info, axes, records, seq, status, lost = None, None, 0, 0, None, 0
-    for chunk in _chunks(run_dir):
+    info, axes, records, seq, status, lost, failure = None, None, 0, 0, None, 0, None
+    reader = JournalReader(journal_path(run_dir))
+    while chunk := reader.read(CHUNK_LINES):
         info, status = merge_head(info, chunk), end_status(chunk)
         seq = max([seq, *(entry.seq for entry in chunk if not isinstance(entry, RunInfo))])
         found = [entry.axes for entry in chunk if isinstance(entry, Record)]
@@ -68,14 +73,32 @@ def held(run_dir: str | os.PathLike[str]) -> Held:
         lost += sum(
             entry.data.get("lines", 0) for entry in chunk if isinstance(entry, JournalEvent) and entry.type == LOST
         )
+        failures = [entry for entry in chunk if isinstance(entry, JournalEvent) and entry.type == "failure"]
+        failure = failures[-1] if failures else failure
         axes = max([*found, *([axes] if axes else [])], key=lambda known: known.update, default=None)
-    return Held(_required(info, journal_path(run_dir)), axes, records, seq, status, lost)
+    damaged = reader.damaged_lines()
+    reader.close()
+    return Held(_required(info, journal_path(run_dir)), axes, records, seq, status, lost, failure, damaged)
 
 
 def entries(run_dir: str | os.PathLike[str]) -> Iterator[Entry]:
     """Everything in a journal, line by line."""
-    for chunk in _chunks(run_dir):
-        yield from chunk
+    reader = JournalReader(journal_path(run_dir))
+    try:
+        while chunk := reader.read(CHUNK_LINES):
+            yield from chunk
+    finally:
+        reader.close()
+
+
+def damaged_lines(run_dir: str | os.PathLike[str]) -> tuple[int, ...]:
+    """Numbers of the lines of a journal that cannot be understood, from 1; raises FileNotFoundError where there is no journal."""
+    reader = JournalReader(journal_path(run_dir))
+    while reader.read(CHUNK_LINES):
+        pass
+    damaged = reader.damaged_lines()
+    reader.close()
+    return damaged
 
 
 class Following:
@@ -112,12 +135,3 @@ def _required(info: RunInfo | None, path: Path) -> RunInfo:
     if info is None:
         raise ValueError(f"{path} has no line that describes the run")
     return info
-
-
-def _chunks(run_dir: str | os.PathLike[str]) -> Iterator[list[Entry]]:
-    reader = JournalReader(journal_path(run_dir))
-    try:
-        while chunk := reader.read(CHUNK_LINES):
-            yield chunk
-    finally:
-        reader.close()

@@ -28,15 +28,20 @@ class Run:
         alarms: what went wrong: when it began, got worse and ended, in order.
         events: everything else that happened, descriptions of keys excepted.
         status: how the run ended; None if it goes on, or was killed together with everything around it.
-        skipped: lines that could not be understood.
+        damaged: numbers of the lines, from 1, that were left out because they could not be understood.
     """
 
     info: RunInfo
     records: tuple[Record, ...]
     events: tuple[JournalEvent, ...] = ()
     status: RunStatus | None = None
-    skipped: int = 0
+    damaged: tuple[int, ...] = ()
     alarms: tuple[Alarm, ...] = ()
+
+    @property
+    def skipped(self) -> int:
+        """Number of `damaged` lines."""
+        return len(self.damaged)
 
     def __repr__(self) -> str:
         """A few lines, whatever it holds."""
@@ -77,12 +82,12 @@ def _row(record: Record) -> dict[str, Any]:
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> Run:
-    """Everything the journal in a run directory holds so far.
+    """Everything the journal in a run directory holds so far; a warning is logged where lines of it are damaged.
 
     Raises FileNotFoundError where there is no journal, ValueError where it does not say which run it is.
     """
     reader = JournalReader(journal_path(run_dir))
-    entries = reader.read()
+    entries, damaged = reader.read(), reader.damaged_lines()
     reader.close()
     info = merge_head(None, entries)
     if info is None:
@@ -94,4 +99,4 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
     ordered = tuple(records[update] for update in sorted(records))
     events = tuple(entry for entry in entries if isinstance(entry, JournalEvent) and entry.type != "metrics")
     alarms = tuple(entry for entry in entries if isinstance(entry, Alarm))
-    return Run(info, ordered, events, end_status(entries), reader.skipped, alarms)
+    return Run(info, ordered, events, end_status(entries), damaged, alarms)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from esper_telemetry.journal import HELPERS, Role, end_if_open, held, is_held, journal_path
+from esper_telemetry.journal import HELPERS, JournalEvent, Role, end_if_open, held, is_held, journal_path
 from esper_telemetry.record import RunStatus
 from esper_telemetry.redaction import MASKED
 from esper_telemetry.relay.audit import Audit, audit, ranges
@@ -101,6 +101,9 @@ class Health:
         closed_stale: whether it was left open by a trainer that is gone, and ended now.
         lost: lines that the journal could not take, as the disk was full for too long.
         sinks: its backends.
+        last_update: of its records.
+        failure: the event of the exception that ended it; None without one.
+        damaged: numbers of the lines of the journal that are left out everywhere.
     """
 
     records: int
@@ -109,6 +112,9 @@ class Health:
     closed_stale: bool
     lost: int
     sinks: tuple[SinkHealth, ...]
+    last_update: int = 0
+    failure: JournalEvent | None = None
+    damaged: tuple[int, ...] = ()
 
     @property
     def well(self) -> bool:
@@ -135,7 +141,10 @@ def doctor(run_dir: str | os.PathLike[str], *, progress: Callable[[str], object]
     for place, (name, uri) in enumerate(uris, 1):
         progress(f"{name} ({place} of {len(uris)})")
         sinks.append(_marked(_examined(directory, name, uri, ended=ended), name in delivered))
-    return Health(known.records, known.status, under_way, closed, known.lost, tuple(sinks))
+    return Health(
+        *(known.records, known.status, under_way, closed, known.lost, tuple(sinks)),
+        *(known.recorded, known.failure, known.damaged),
+    )
 
 
 def _marked(sink: SinkHealth, under_way: bool) -> SinkHealth:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from esper_telemetry.record import Alarm, AlarmEvent
+from esper_telemetry.record import RUN_FAILED, Alarm, AlarmEvent
 from esper_telemetry.sinks.readme import safe
 
 MOST_ALARMS: Final = 1000
@@ -50,6 +50,12 @@ class Incidents:
         latest = {alarm.type: alarm for alarm in self.alarms}
         return {kind: alarm for kind, alarm in latest.items() if alarm.event is not AlarmEvent.CLEAR}
 
+    @property
+    def failure(self) -> str:
+        """The sentence of the exception that ended the run; empty where none has, or where the run goes on after it."""
+        failed = self.active.get(RUN_FAILED)
+        return "" if failed is None else alarm_text(failed)
+
     def of(self, number: int) -> list[Alarm]:
         """Those of one incident."""
         return [alarm for alarm in self.alarms if alarm.incident == number]
@@ -59,9 +65,13 @@ class Incidents:
         return [[_column(alarm, name) for name in COLUMNS] for alarm in self.alarms]
 
     def page(self) -> str:
-        """All incidents, for people; Markdown."""
+        """All incidents, for people, after the exception that ended the run; Markdown."""
         numbers = sorted({alarm.incident for alarm in self.alarms})
-        return "\n\n".join(["# What went wrong", *map(self.incident, numbers)]) + "\n"
+        return "\n\n".join(["# What went wrong", *self.headline(), *map(self.incident, numbers)]) + "\n"
+
+    def headline(self) -> list[str]:
+        """The sentence of `failure`, if there is one; Markdown."""
+        return [f"**{safe(self.failure)}**"] if self.failure else []
 
     def incident(self, number: int) -> str:
         """One incident, for people: its cause, and what was said of each of its alarms; Markdown."""

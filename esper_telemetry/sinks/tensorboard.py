@@ -152,10 +152,11 @@ class _EventFile:
             self._append(records)
 
     def alarm(self, alarm: Alarm) -> None:
-        """A viewer keeps one text per tag and step, so a page holds the whole incident."""
+        """A viewer keeps one text per tag and step, so a page holds the whole incident, after the exception that ended the run."""
         known = Incidents([*self.incidents.alarms, alarm])
         with self._appending():
-            page = self.events.markdown(ALARMS, known.incident(alarm.incident))
+            text = "\n\n".join([*known.headline(), known.incident(alarm.incident)])
+            page = self.events.markdown(ALARMS, text)
             self.writer.add_event(self.events.event(alarm.axes, [page]))
             self.writer.flush()
         self.incidents.add(alarm)

@@ -24,7 +24,7 @@ class WandbAlarms:
         self.incidents = Incidents()
 
     def tell(self, alarm: Alarm) -> None:
-        """Alerts where it is raised or has become critical; the summary names what is wrong now, and what was first."""
+        """Alerts where it is raised or has become critical; the summary names what is wrong now, what was first, and why a run failed."""
         known = Incidents([*self.incidents.alarms, alarm])
         critical = alarm.event is AlarmEvent.UPDATE and alarm.level is AlarmLevel.CRITICAL
         if alarm.event is AlarmEvent.RAISE or critical:
@@ -36,6 +36,7 @@ class WandbAlarms:
                 "alarms/raised": len(known.raised),
                 "alarms/active": ", ".join(sorted(known.active)),
                 "alarms/first": "" if first is None else f"{first.type}: {alarm_text(first)}",
+                **({"alarms/failure": known.failure} if known.failure or self.incidents.failure else {}),
             }
         )
         self.incidents.add(alarm)

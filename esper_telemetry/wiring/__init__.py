@@ -59,7 +59,7 @@ def attach(telemetry: Telemetry, source: Source) -> Remover:
     update = Update(telemetry, replays, close_look, for_this_update)
     listener = Listener(telemetry.clock, source.hooks)
     update.listen(listener, joined=getattr(source, "joins", ()))
-    telemetry.expect_updates(suspects=update.suspects, open_update=update.take)
+    telemetry.expect_updates(candidates=update.nonfinite_candidates, open_update=update.take)
     companions: Companions | None = getattr(source, "companions", None)
     leave = None if companions is None else companions.join("telemetry", update)
 

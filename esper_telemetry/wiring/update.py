@@ -25,6 +25,7 @@ from esper_telemetry.events import (
     TrunkBackward,
     UpdateEnd,
 )
+from esper_telemetry.failure import Candidate
 from esper_telemetry.metrics.evaluation import evaluation_stats
 from esper_telemetry.record import Level
 from esper_telemetry.summary import (
@@ -41,13 +42,13 @@ from esper_telemetry.summary import (
 )
 from esper_telemetry.telemetry import Telemetry
 from esper_telemetry.wiring import gradients, growth
+from esper_telemetry.wiring.candidates import of_backward, of_minibatches, of_rollout
 from esper_telemetry.wiring.close_look import MOST_TRAVELLING, CloseLook
 from esper_telemetry.wiring.details import DetailJoining
 from esper_telemetry.wiring.listener import Listener
 from esper_telemetry.wiring.minibatches import Joining
 from esper_telemetry.wiring.replays import Replays
 from esper_telemetry.wiring.rollouts import Rollouts, layers_of
-from esper_telemetry.wiring.suspects import of_backward, of_minibatches, of_rollout
 
 RECENT = 100
 """Episodes over which `episode/return_mean_100` is the mean."""
@@ -218,7 +219,7 @@ class Update:
             self._close_look.load_state_dict(state["close_look"])
         self._replays.looks = state.get("looks", 0)
 
-    def suspects(self) -> Iterator[tuple[str, Tensor]]:
+    def nonfinite_candidates(self) -> Iterator[Candidate]:
         """The tensors of the update under way, in forward order; between updates the parameters that the last one left."""
         for rollout in self._rollouts[-1:]:
             yield from of_rollout(rollout)

@@ -63,6 +63,9 @@ class Scripted:
     def intervention(self) -> None:
         self.interventions.append(len(self.seen))
 
+    def failure(self, seq: int, axes: Axes, data: Mapping[str, Any]) -> Spoken:
+        return Spoken()
+
 
 def scripted(script: Script) -> Callable[[Mapping[str, Any]], Scripted]:
     """What `Telemetry(detect=...)` takes; other processes can load it."""

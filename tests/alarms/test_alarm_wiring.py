@@ -162,7 +162,7 @@ def test_alarms_of_a_process_that_died_are_heard_all_the_same(tmp_path: Path) ->
     heard: list[Alarm] = []
     telemetry = Telemetry(run_dir=tmp_path, detect=scripted({2: SPIKE, 3: Said("grad/explode"), 5: CLEAR}))
     telemetry.on_alarm(heard.append)
-    telemetry.expect_updates(suspects=tuple, open_update=Snapshot)
+    telemetry.expect_updates(candidates=tuple, open_update=Snapshot)
     telemetry.start()
     if not telemetry._recorder.offloaded:  # type: ignore[union-attr]
         pytest.skip("one core: nothing is offloaded")

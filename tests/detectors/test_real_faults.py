@@ -23,6 +23,7 @@ from esper_telemetry.faults.boundary import Altered
 from esper_telemetry.faults.changes import environment
 from esper_telemetry.faults.injection import schedule
 from esper_telemetry.hooks import Hooks
+from esper_telemetry.record import RUN_FAILED
 from esper_telemetry.testing import FailingSink
 
 RAISED = {name: load(name).raised() for name in names()}
@@ -216,6 +217,6 @@ def test_a_recorded_run_is_silent_until_it_breaks(name: str) -> None:
 def test_every_type_is_raised_by_a_real_fault() -> None:
     recorded = {kind for found in RAISED.values() for kind in found}
     seeds = {alarm.type for alarm in ALARMS if alarm.type.startswith("seed/")}  # tests/environments/morphogenesis
-    elsewhere = {*LIVE, *SLOW, *seeds, "telemetry/delivery", "telemetry/overhead", "telemetry/storm"}
+    elsewhere = {*LIVE, *SLOW, *seeds, "telemetry/delivery", "telemetry/overhead", "telemetry/storm", RUN_FAILED}
 
     assert {alarm.type for alarm in ALARMS} - recorded - elsewhere == set()

@@ -132,3 +132,5 @@ def test_an_observation_that_is_not_a_number_is_named_before_anything_is_learned
     run = read_run(tmp_path / "run")
     assert (run.status, len(run.records)) == (RunStatus.FAILED, 2)
     assert "[nan nan nan nan]" in failure(tmp_path / "run")["message"]
+    assert failure(tmp_path / "run")["first_nonfinite"].startswith("observations[44, 0, 0] = nan")
+    assert [alarm.type for alarm in run.alarms] == ["numerics/nonfinite", "run/failed"]

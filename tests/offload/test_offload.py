@@ -34,7 +34,7 @@ def submit(telemetry: Telemetry, update: int) -> None:
 def offloaded(run_dir: Path) -> tuple[Telemetry, int]:
     """A telemetry whose updates are summarised elsewhere, and the process that does it."""
     telemetry = Telemetry(run_dir=run_dir, close_timeout=10.0)
-    telemetry.expect_updates(suspects=tuple, open_update=Snapshot)
+    telemetry.expect_updates(candidates=tuple, open_update=Snapshot)
     telemetry.start()
     return telemetry, writer_of(telemetry).pid
 
@@ -116,7 +116,7 @@ def test_a_bug_in_a_metric_costs_what_it_measures_and_one_warning(
     tmp_path: Path, offload: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     telemetry = Telemetry(run_dir=tmp_path, offload=offload)
-    telemetry.expect_updates(suspects=tuple, open_update=Snapshot)
+    telemetry.expect_updates(candidates=tuple, open_update=Snapshot)
     with caplog.at_level(logging.WARNING, "esper_telemetry"):
         for update in range(1, 4):
             telemetry.submit(broken(update))
@@ -222,7 +222,7 @@ import os, signal, sys
 from esper_telemetry import Telemetry
 from esper_telemetry.summary import Gradients, Progress, Snapshot
 telemetry = Telemetry(["tensorboard"], run_dir=sys.argv[1])
-telemetry.expect_updates(suspects=tuple, open_update=Snapshot)
+telemetry.expect_updates(candidates=tuple, open_update=Snapshot)
 telemetry.start()
 if os.fork() == 0:  # a worker that holds every pipe open
     signal.pause()

@@ -92,7 +92,7 @@ def test_what_else_there_is_takes_the_longer_way(others: dict[str, Any], is_plai
 @pytest.mark.parametrize("env_step", [12.5, 1 << 70])
 def test_a_count_that_is_none_is_recorded_all_the_same(tmp_path: Path, env_step: Any) -> None:
     with Telemetry(run_dir=tmp_path) as telemetry:
-        telemetry.expect_updates(suspects=tuple, open_update=Snapshot)
+        telemetry.expect_updates(candidates=tuple, open_update=Snapshot)
         for step in (1, env_step):
             telemetry.log({"my/number": 1.0})
             telemetry.flush(env_step=step)
@@ -104,7 +104,7 @@ def test_the_run_is_announced_before_its_first_numbers(tmp_path: Path) -> None:
     """Also where a trainer is attached, whose updates the process makes from the start, and where the run goes on."""
     for resume in (False, True):
         with Telemetry(run_dir=tmp_path, resume=resume) as telemetry:
-            telemetry.expect_updates(suspects=tuple, open_update=Snapshot)
+            telemetry.expect_updates(candidates=tuple, open_update=Snapshot)
             for step in (1, 2):
                 telemetry.log({"my/number": 1.0})
                 telemetry.flush(env_step=step + 2 * resume)

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from stable_baselines3.common.callbacks import BaseCallback
 
+from esper_telemetry.adapters.sb3.candidates import nonfinite_candidates
 from esper_telemetry.adapters.sb3.facts import Progress, config_of, facts_of, progress_of, updates_per_record
 from esper_telemetry.adapters.sb3.heads import Heads
 from esper_telemetry.adapters.sb3.watch import Watch
@@ -66,6 +67,17 @@ class TelemetryCallback(BaseCallback):
         self._progress: Progress | None = None
         self._attached = False
 
+    @property
+    def learning(self) -> bool:
+        """Whether it listens to a model that learns."""
+        return self._watch is not None
+
+    @property
+    def updates(self) -> int:
+        """Updates of the model so far."""
+        progress = self._progress if self._watch is None else self._watch.progress
+        return 0 if progress is None else progress.update
+
     def detach(self) -> None:
         """Listens to nothing any more; before or after training, twice, or after an exception."""
         watch, self._watch = self._watch, None
@@ -119,6 +131,7 @@ class TelemetryCallback(BaseCallback):
         if not self._attached:
             attach(self.telemetry, self)
             self.telemetry.on_close(self.detach)
+            self.telemetry.search_on_failure(lambda: nonfinite_candidates(self.model))
             self._attached = True
         heads = Heads(model.action_space, squash=bool(getattr(model.policy, "squash_output", False)))
         before = self._continued(progress_of(model))

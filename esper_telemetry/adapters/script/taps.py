@@ -28,6 +28,7 @@ class Taps:
 
     Args:
         make: makes the script's listener, when torch is there.
+        join: returns the callback with which a model of Stable-Baselines3 learns, for the one that the script gave it.
 
     Attributes:
         script: what listens; None before torch is there.
@@ -35,13 +36,13 @@ class Taps:
         clock: telemetry's, which counts what the taps take; None before there is any.
     """
 
-    def __init__(self, make: Callable[[], Script]) -> None:
+    def __init__(self, make: Callable[[], Script], join: Callable[[Any, Any], Any]) -> None:
         self.script: Script | None = None
         self.error: BaseException | None = None
         self.clock: Clock | None = None
         self._calls = 0
-        self._make = make
-        self._patches = Patches()
+        self._make, self._join = make, join
+        self._patches, self._model_patches = Patches(), Patches()
         self._removers: list[Callable[[], None]] = []
         self._imports = AfterImport(
             {
@@ -49,6 +50,7 @@ class Taps:
                 "gymnasium": self._gymnasium,
                 "torch.utils.tensorboard.writer": self._writer,
                 "tensorboardX.writer": self._writer,
+                "stable_baselines3.common.base_class": self._stable_baselines3,
             }
         )
 
@@ -58,11 +60,16 @@ class Taps:
 
     def remove(self) -> None:
         """Everything is as it was."""
+        self.leave_script()
+        self._model_patches.undo()
+
+    def leave_script(self) -> None:
+        """Listens to the `learn` of models alone: a library trains, not the script."""
         self._imports.remove()
         self._patches.undo()
         for remove in self._removers:
             remove()
-        self._removers = []
+        self._removers, self.script = [], None
 
     def contained(self, function: Callable[[Script], None]) -> None:
         """Tells the script's listener something, if it listens; an exception ends this for good and goes no further."""
@@ -212,6 +219,25 @@ class Taps:
             return result
 
         return began
+
+    def _stable_baselines3(self, module: ModuleType) -> None:
+        """Every `learn` of every algorithm prepares its callbacks there, those of sb3-contrib too."""
+        self._contained_install(
+            lambda: self._model_patches.replace(module.BaseAlgorithm, "_init_callback", self._with_telemetry)
+        )
+
+    def _with_telemetry(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(prepare)
+        def prepared(model: Any, *args: Any, **options: Any) -> Any:
+            callback = prepare(model, *args, **options)
+            if self.error is None:
+                try:
+                    return self._join(model, callback)
+                except Exception as error:  # whatever it is, the script goes on
+                    self.error = error
+            return callback
+
+        return prepared
 
     def _writer(self, module: ModuleType) -> None:
         def see(add: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,14 +27,16 @@ def found_line(script: Script, name: str, run_dir: Path | None) -> str:
     return f"{name}: found {', '.join(found)}{lacking}; journal in {run_dir}"
 
 
-def last_line(script: Script | None, name: str, run_dir: Path | None, error: BaseException | None) -> str:
-    """What is to be known at the end."""
+def last_line(
+    script: Script | None, name: str, run_dir: Path | None, error: BaseException | None, updates: int | None = None
+) -> str:
+    """The last line of a run; `updates` are those of a model, where the script itself was not listened to."""
     if error is not None:
         return f"{name}: telemetry stopped and the script went on: {type(error).__name__}: {error}"
     if run_dir is None:
         reason = "torch was not imported" if script is None else "no optimizer step with a probability ratio was seen"
         return f"{name}: found nothing to measure: {reason}"
-    count = script.updates if script else 0
+    count = updates if updates is not None else script.updates if script else 0
     return f"{name}: {count} update{'' if count == 1 else 's'}; what went wrong in them: esper-telemetry diagnose {run_dir}"
 
 

@@ -7,6 +7,7 @@ from esper_telemetry.detectors.rules import (
     balance,
     course,
     data,
+    ending,
     exploration,
     gradients,
     growth,
@@ -40,6 +41,7 @@ RULES: tuple[Rule, ...] = (
     *value.RULES,
     *growth.RULES,
     *task.RULES,
+    *ending.RULES,
     *telemetry.RULES,
 )
 """In the order in which they are asked."""

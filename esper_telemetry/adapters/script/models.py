@@ -1,0 +1,105 @@
+"""Models of Stable-Baselines3 that a script trains: each that is understood gets a `TelemetryCallback` and a run of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stable_baselines3.common.callbacks import BaseCallback
+
+    from esper_telemetry.adapters.sb3 import TelemetryCallback
+    from esper_telemetry.telemetry import Telemetry
+
+
+class Models:
+    """Joins a `TelemetryCallback` to the callbacks of every `learn`, unless the script has one there itself.
+
+    A model that learns again goes on in its run. Another model gets a run of its own, and ends the runs of models that do not learn
+    at that moment.
+
+    Args:
+        make: makes the telemetry of the model with that number, from 1.
+        say: takes a line for people.
+        attached: called before a model is first attached, or left to a callback of the script's own.
+
+    Attributes:
+        last: the callback that was attached last; None before the first.
+        own: whether the script has a `TelemetryCallback` of its own.
+    """
+
+    def __init__(
+        self, make: Callable[[int], Telemetry], say: Callable[[str], None], attached: Callable[[], None]
+    ) -> None:
+        self.last: TelemetryCallback | None = None
+        self.own = False
+        self._make, self._say, self._attached = make, say, attached
+        self._open: list[TelemetryCallback] = []
+        self._count = 0
+        self._refused: set[str] = set()
+        self._pid = os.getpid()
+
+    def joined(self, model: Any, callback: BaseCallback) -> BaseCallback:
+        """The callback that `learn` goes on with: the script's, which is initialised already, and ours."""
+        from stable_baselines3.common.callbacks import CallbackList
+
+        from esper_telemetry.adapters.sb3.callback import NEEDED, TelemetryCallback
+
+        if os.getpid() != self._pid:
+            return callback
+        if any(isinstance(part, TelemetryCallback) for part in parts_of(callback)):
+            self.own = True
+            self._attached()
+            return callback
+        kind = type(model).__name__
+        if not all(hasattr(model, name) for name in NEEDED):
+            if kind not in self._refused:
+                self._refused.add(kind)
+                self._say(
+                    f"{kind} is not watched: TelemetryCallback understands PPO, A2C, RecurrentPPO and MaskablePPO"
+                )
+            return callback
+        ours = self._callback_of(model, kind)
+        ours.init_callback(model)
+        both = CallbackList([callback, ours])
+        both.model = model  # instead of `init_callback`, which would initialise the script's callback again
+        return both
+
+    def close(self, error: BaseException | None) -> None:
+        """Ends all runs, by that exception or without one."""
+        while self._open:
+            self._open.pop().telemetry.__exit__(type(error) if error else None, error, None)
+
+    def _callback_of(self, model: Any, kind: str) -> TelemetryCallback:
+        from esper_telemetry.adapters.sb3 import TelemetryCallback
+
+        for known in self._open:
+            if known.model is model:
+                return known
+        for known in [known for known in self._open if not known.learning]:
+            self._open.remove(known)
+            known.telemetry.close()
+        self._attached()
+        self._count += 1
+        ours = self.last = TelemetryCallback(self._make(self._count))
+        self._open.append(ours)
+        self._say(f"attached TelemetryCallback to {kind}; journal in {ours.telemetry.run_dir}")
+        return ours
+
+
+def parts_of(callback: object) -> Iterator[object]:
+    """A callback and all that it holds, alone or in lists."""
+    from stable_baselines3.common.callbacks import BaseCallback
+
+    waiting, known = [callback], set[int]()
+    while waiting:
+        part = waiting.pop()
+        if id(part) in known:
+            continue
+        known.add(id(part))
+        if isinstance(part, list | tuple):
+            waiting += part
+        elif isinstance(part, BaseCallback):
+            yield part
+            waiting += [value for value in vars(part).values() if isinstance(value, BaseCallback | list | tuple)]

@@ -1,0 +1,11 @@
+"""A script that reports by a callback of its own, inside another one."""
+
+from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import CallbackList
+
+from esper_telemetry import Telemetry
+from esper_telemetry.adapters.sb3 import TelemetryCallback
+
+with Telemetry(run_dir="own", offload=False) as telemetry:
+    callback = CallbackList([TelemetryCallback(telemetry)])
+    PPO("MlpPolicy", "CartPole-v1", n_steps=64, batch_size=64, n_epochs=1, device="cpu").learn(128, callback=[callback])
