@@ -438,8 +438,8 @@ class Telemetry:
         status = status_of(error)
         failure = None
         if error is not None and status is RunStatus.FAILED and self._active:
-            sources = (*self._candidates, partial(local_data, error), self._watched.nonfinite_candidates)
-            failure = failure_data(error, *sources)
+            data: Candidates = partial(local_data, error)
+            failure = failure_data(error, *self._candidates, data, self._watched.nonfinite_candidates)
         self._end(status, failure)
 
     @property
