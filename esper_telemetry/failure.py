@@ -63,7 +63,8 @@ def failure_data(error: BaseException, *sources: Candidates) -> dict[str, Any]:
             frames that the exception left.
     """
     data: dict[str, Any] = {"exception": type(error).__name__, "message": str(error)[:1000], "first_nonfinite": ""}
-    found = first_nonfinite(chain.from_iterable(map(_contained, (*sources, partial(local_tensors, error)))))
+    last: Candidates = partial(local_tensors, error)
+    found = first_nonfinite(chain.from_iterable(map(_contained, (*sources, last))))
     if found is not None:
         logger.warning("training raised %s; first non-finite tensor: %s", data["exception"], found["first_nonfinite"])
     return data | (found or {})

@@ -17,7 +17,7 @@ from esper_telemetry.cli import main
 from esper_telemetry.detectors import Detectors
 from esper_telemetry.failure import failure_data
 from esper_telemetry.journal import Journal, JournalEvent, encode_end, encode_event, encode_record, encode_run
-from esper_telemetry.record import Alarm, AlarmEvent, Axes, Record, RunInfo
+from esper_telemetry.record import Alarm, AlarmEvent, AlarmLevel, Axes, Record, RunInfo
 from esper_telemetry.sinks.incidents import Incidents
 from esper_telemetry.testing import MemorySink
 
@@ -126,10 +126,10 @@ def test_pages_of_sinks_begin_with_the_failure() -> None:
         "policy/kl_spike",
         AlarmEvent.RAISE,
         1.0,
-        "critical",
+        AlarmLevel.CRITICAL,
         "policy/kl",
         incident=1,
-        text="KL.",  # type: ignore[arg-type]
+        text="KL.",
     )
     incidents = Incidents([earlier, *Detectors().failure(7, AXES, NAN_OBSERVATIONS).alarms])
 
