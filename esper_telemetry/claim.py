@@ -33,9 +33,7 @@ if not HAS_LOCKS:
 HELPER_SECONDS: Final = 60.0
 """How long the helpers of a killed trainer may take to deliver what it left, before who resumes the run gives up."""
 
-MISTAKES: Final = frozenset(
-    {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ}
-)
+MISTAKES: Final = frozenset({errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ})
 """Errors that say that a path can be no run directory, on any disk; others come and go with the machine."""
 
 _logger = logging.getLogger("esper_telemetry")
@@ -78,7 +76,7 @@ def claim(run_dir: str | Path | Literal["auto"] | None, name: str | None) -> Cla
     try:
         journal = _new_journal(name) if run_dir == "auto" else Journal.create(_directory(run_dir))
     except OSError as error:
-        if error.errno in MISTAKES or isinstance(error, NotADirectoryError):
+        if isinstance(error, FileExistsError | NotADirectoryError) or error.errno in MISTAKES:
             raise
         message = (
             "esper-telemetry: %s: training goes on without journal, and sinks that need a run directory get nothing;"

@@ -133,11 +133,14 @@ class Telemetry:
         FileExistsError: if `run_dir` holds a journal already.
         NotADirectoryError: if it is a file.
         FileNotFoundError, BlockingIOError: with `resume`, if it holds none, or a run that is still being trained.
-        OSError: if `run_dir` cannot be written.
+        OSError: if `run_dir` can be no directory, or, with `resume`, cannot be written.
         RuntimeError: a rank made no `Telemetry` within a minute.
         All of them are raised on every rank, and nothing is left behind.
 
     Threads may share a Telemetry: one call at a time is served. It cannot be pickled; a copy of an object that holds one holds the same.
+
+    Whatever else the system refuses, at the start or later, costs a warning and never the training: without shared memory, descriptors or
+    processes updates are measured in this process; where a new `run_dir` cannot be written, the run has no journal.
     """
 
     @_with_suggestions

@@ -7,6 +7,9 @@ The training thread never waits for this process: what neither the shared memory
 What the process has not acknowledged is kept, so that the trainer can do it itself if the process dies. Through another pipe comes back
 what the watch has found in it. If the trainer dies, the process still finds in the pipe what the trainer wrote; while it works it holds
 `writer.lock` in the run directory, which whoever ends the run waits for.
+
+Where the system refuses what this takes, a warning says so and the trainer summarises its updates itself; where it has no memory files, as
+macOS, there is no such process.
 """
 
 from esper_telemetry.offload.handover import HandOver

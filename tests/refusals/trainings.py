@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
+from esper_telemetry import PPO, PPOConfig, make_env
 from esper_telemetry.events import UpdateEnd
+
+if TYPE_CHECKING:
+    from esper_telemetry import Telemetry  # cannot be imported on a system that is simulated
 
 UPDATES = 6
 MIDDLE = 3
@@ -31,6 +34,8 @@ def bundled(telemetry: Telemetry | None, middle: Middle) -> str:
     """Train with the bundled trainer."""
     trainer = PPO(make_env("CartPole-v1", num_envs=2), PPOConfig(num_steps=32, num_epochs=2, seed=3))
     if telemetry is not None:
+        from esper_telemetry import attach
+
         attach(telemetry, trainer)
     trainer.hooks.on(UpdateEnd, lambda event: middle() if event.update == MIDDLE else None, last=True)
     trainer.learn(total_steps=UPDATES * 64)
@@ -86,7 +91,11 @@ def sb3(telemetry: Telemetry | None, middle: Middle) -> str:
     return digest(model.policy.state_dict().values())
 
 
-TRAININGS: dict[str, Callable[[Telemetry | None, Middle], str]] = {"bundled": bundled, "own_loop": own_loop, "sb3": sb3}
+TRAININGS: dict[str, Callable[[Telemetry | None, Middle], str]] = {
+    "bundled": bundled,
+    "own_loop": own_loop,
+    "sb3": sb3,
+}
 
 
 def nothing() -> None:
