@@ -35,7 +35,7 @@ from esper_telemetry.relay.status_file import read_status
 TRAINER = textwrap.dedent("""
     import os, sys, time
     from pathlib import Path
-    from journals import add, begun, end
+    from journals import add, begun, end, eventually
     from recording import RecordingSink
     from esper_telemetry.relay import Relay
 
@@ -77,7 +77,7 @@ def test_a_killed_trainer_loses_nothing_and_its_runs_end_as_killed(tmp_path: Pat
 def test_an_interrupt_of_the_whole_group_leaves_the_end_to_the_trainer(tmp_path: Path) -> None:
     script = """
         import signal
-        time.sleep(1)
+        eventually((tmp_path / "fast").exists)
         add(journal, range(1, 11))
         child = relay.child_pid
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
