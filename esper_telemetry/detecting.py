@@ -23,7 +23,7 @@ def watches(detect: Detect) -> Watches | None:
         return Detectors
     given: object = detect
     if not callable(detect) or given is Thresholds:
-        raise TypeError(f"detect takes True, False or Thresholds(...), got {detect!r}")
+        raise TypeError(f"detect takes True, False or Thresholds, got {detect!r}")
     return detect
 
 
