@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "journal": {"record"},
     "redaction": set(),
     "forks": set(),
-    "sinks": {"record", "redaction"},
+    "sinks": {"record", "redaction", "journal"},
     "relay": {"record", "redaction", "courtesy", "journal", "sinks"},
     "summary": CORE | {"metrics", "policy_replay"},
     "evidence": CORE | {"alarms", "metrics", "summary"},

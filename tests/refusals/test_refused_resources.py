@@ -45,11 +45,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from permissions import keep_to_permissions
 from trainings import TRAININGS, UPDATES, nothing
 
-from esper_telemetry import PrometheusSink, Record, RunStatus, Telemetry, layout, read_run
+from esper_telemetry import PrometheusSink, Record, RunStatus, Telemetry, read_run
 from esper_telemetry.offload import OffloadedWriter, handover
 from esper_telemetry.sinks import SinkLike
 
@@ -218,6 +219,7 @@ def test_a_sink_process_that_dies_and_cannot_be_started_again_is_given_up(
 ) -> None:
     def middle() -> None:
         pid = telemetry._recorder._relay.child_pid  # type: ignore[union-attr]
+        assert pid is not None
         refuse(os, "pipe", errno.EMFILE)(monkeypatch)
         os.kill(pid, signal.SIGKILL)
 
@@ -297,7 +299,7 @@ def test_a_library_that_cannot_be_imported_in_the_middle_costs_what_it_measures(
     """NumPy imports parts of itself at the first use, which takes a descriptor."""
     expected = untouched("bundled")
     with Telemetry([ignore], run_dir=tmp_path / "run", offload=False) as telemetry:
-        weights = TRAININGS["bundled"](telemetry, lambda: refuse(layout.np, "unique", errno.EMFILE)(monkeypatch))
+        weights = TRAININGS["bundled"](telemetry, lambda: refuse(np, "unique", errno.EMFILE)(monkeypatch))
     monkeypatch.undo()
 
     assert weights == expected
