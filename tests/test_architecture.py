@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "redaction": set(),
     "forks": set(),
     "suggestion": set(),
-    "sinks": {"record", "redaction", "suggestion"},
+    "sinks": {"record", "redaction", "journal", "suggestion"},
     "relay": {"record", "redaction", "courtesy", "journal", "sinks"},
     "summary": CORE | {"metrics", "policy_replay"},
     "evidence": CORE | {"alarms", "metrics", "summary"},

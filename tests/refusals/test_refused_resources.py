@@ -219,6 +219,7 @@ def test_a_sink_process_that_dies_and_cannot_be_started_again_is_given_up(
 ) -> None:
     def middle() -> None:
         pid = telemetry._recorder._relay.child_pid  # type: ignore[union-attr]
+        assert pid is not None
         refuse(os, "pipe", errno.EMFILE)(monkeypatch)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
