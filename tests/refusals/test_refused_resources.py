@@ -306,3 +306,23 @@ def test_a_library_that_cannot_be_imported_in_the_middle_costs_what_it_measures(
     assert weights == expected
     check(warnings_of(caplog), ("Too many open files.* is missing from the records",))
     assert len(read_run(tmp_path / "run").records) >= UPDATES
+
+
+def test_a_trainer_with_more_than_a_thousand_open_files_uses_the_worker(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`select` takes no descriptor above 1023, which would end training where `close` waits for the worker."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
+    opened = [os.dup(0) for _ in range(1100)]
+    try:
+        with Telemetry([ignore], run_dir=tmp_path / "run", close_timeout=120.0) as telemetry:
+            weights = TRAININGS["bundled"](telemetry, nothing)
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    assert weights == untouched("bundled")
+    check(warnings_of(caplog), ())
+    assert read_run(tmp_path / "run").status is RunStatus.FINISHED
