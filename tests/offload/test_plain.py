@@ -89,8 +89,8 @@ def test_what_else_there_is_takes_the_longer_way(others: dict[str, Any], is_plai
     assert measured(Numbers(Keys(()), b""), **others).plain is is_plain
 
 
-@pytest.mark.parametrize("env_step", [12.5, 1 << 70])
-def test_a_count_that_is_none_is_recorded_all_the_same(tmp_path: Path, env_step: Any) -> None:
+def test_a_count_that_is_too_large_is_recorded_all_the_same(tmp_path: Path) -> None:
+    env_step = 1 << 70
     with Telemetry(run_dir=tmp_path) as telemetry:
         telemetry.expect_updates(candidates=tuple, open_update=Snapshot)
         for step in (1, env_step):

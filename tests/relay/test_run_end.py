@@ -121,6 +121,8 @@ def children_of(pid: int) -> list[int]:
 
 def test_an_interrupt_ends_the_wait_and_leaves_the_process(tmp_path: Path) -> None:
     last_lines = """
+        import signal
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         try:
             print("closing", flush=True)
             relay.close(600.0)
