@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -70,6 +71,10 @@ def trained(run_dir: Path, *options: str) -> subprocess.Popen[str]:
     )
 
 
+WAITING = re.compile(r"^esper-telemetry: delivering to .*\n", re.MULTILINE)
+"""On a busy machine `close` says what it waits for."""
+
+
 def ended(process: subprocess.Popen[str], seconds: float = 240.0) -> Ended:
     """Waits for the command; one that does not end is killed and raises TimeoutExpired."""
     try:
@@ -78,7 +83,7 @@ def ended(process: subprocess.Popen[str], seconds: float = 240.0) -> Ended:
         process.kill()
         process.communicate()
         raise
-    return Ended(process.returncode, stdout, stderr)
+    return Ended(process.returncode, stdout, WAITING.sub("", stderr))
 
 
 def in_full_swing(run_dir: Path, process: subprocess.Popen[str]) -> None:
