@@ -32,7 +32,7 @@ demo-mlp: install  ## the same with velocities, for which a policy without memor
 
 demo-fault: install  ## the demo, with a learning rate 100 times too large from the middle on; the console says so
 	@echo "Training as in the demo; half-way the learning rate becomes 100 times too large, and the console says what is wrong"
-	@$(BIN)/python -m esper_telemetry.faults demo --fault lr_x100 $(DEMO_SINKS)
+	@$(BIN)/python -m esper_telemetry.lab.faults demo --fault lr_x100 $(DEMO_SINKS)
 
 test: install  ## lint, check types, run the tests, side by side (7 to 10 minutes on 2 cores)
 	@$(MAKE) --no-print-directory --jobs 2 lint pytest

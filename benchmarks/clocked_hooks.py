@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 
-from esper_telemetry.events import BackwardEnd, MinibatchEnd, TrunkBackward
-from esper_telemetry.hooks import Hooks
+from esper_telemetry.events import BackwardEnd, Hooks, MinibatchEnd, TrunkBackward
 
 PER_MINIBATCH = (TrunkBackward, BackwardEnd, MinibatchEnd)
 """Events of every minibatch."""

@@ -142,9 +142,9 @@ def certified(work: Work) -> Run:
 def attached(trainer: Any) -> Iterator[None]:
     """NORMAL telemetry to TensorBoard, W&B (offline) and MLflow."""
     from esper_telemetry import Telemetry, attach
-    from esper_telemetry.sinks.mlflow import MLflowSink
-    from esper_telemetry.sinks.tensorboard import TensorBoardSink
-    from esper_telemetry.sinks.wandb import WandbSink
+    from esper_telemetry.sinks.mlflow.sink import MLflowSink
+    from esper_telemetry.sinks.tensorboard.sink import TensorBoardSink
+    from esper_telemetry.sinks.wandb.sink import WandbSink
 
     with tempfile.TemporaryDirectory() as directory:
         backends = (TensorBoardSink(), WandbSink(project="benchmark"), MLflowSink())
@@ -168,9 +168,9 @@ def disturbed(work: Work) -> Run:
 
 def ours(work: Work, *, hooks: Any = None, **settings: Any) -> tuple[Any, deque[float]]:
     """This trainer, with `hooks` instead of its own where they are given, and where the returns of its episodes go."""
-    from esper_telemetry.environments import make_env
     from esper_telemetry.events import EpisodeEnd
     from esper_telemetry.ppo import PPO, PPOConfig
+    from esper_telemetry.ppo.environments import make_env
 
     config = PPOConfig(
         num_steps=work.num_steps,

@@ -19,10 +19,10 @@ import torch
 import tyro
 
 from esper_telemetry import Telemetry, attach, read_run
-from esper_telemetry.detectors import Detectors
-from esper_telemetry.faults.beds import bed
-from esper_telemetry.faults.course import train
+from esper_telemetry.alarms import Detectors
 from esper_telemetry.journal import Run
+from esper_telemetry.lab.faults.course import train
+from esper_telemetry.lab.faults.environments import bed
 
 WARM = 25
 """Updates after which every history is there: those before cost less."""

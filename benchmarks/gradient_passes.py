@@ -9,10 +9,10 @@ import torch
 from networks import Network, with_gradients
 from torch import Tensor, nn
 
-from esper_telemetry import ops
-from esper_telemetry.evidence.layers import layer_table
+from esper_telemetry.core import tensors as ops
 from esper_telemetry.metrics.gradients.health import finite_norms
-from esper_telemetry.summary import GradientSample, Snapshot
+from esper_telemetry.updates import GradientSample, Snapshot
+from esper_telemetry.updates.evidence import layer_table
 
 LIMITS = {"does not clip": 1e6, "clips": 1e-3}
 """Of the global norm."""

@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper_telemetry.environments import Morphogenesis
-from esper_telemetry.environments.morphogenesis.blueprints import UNITS
-from esper_telemetry.environments.morphogenesis.learning import MAX_NORM, minibatches
-from esper_telemetry.environments.morphogenesis.policies import SCRIPTS
-from esper_telemetry.environments.morphogenesis.tasks import Task
+from esper_telemetry.lab.morphogenesis.blueprints import UNITS
+from esper_telemetry.lab.morphogenesis.learning import MAX_NORM, minibatches
+from esper_telemetry.lab.morphogenesis.policies import SCRIPTS
+from esper_telemetry.lab.morphogenesis.tasks import LearningTask
+from esper_telemetry.ppo.environments import Morphogenesis
 
 
 class Seed(nn.Module):
@@ -42,7 +42,7 @@ class Seed(nn.Module):
 class Plain(nn.Module):
     """One host with two seeds."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: LearningTask) -> None:
         super().__init__()
         sizes = [task.inputs, task.width, task.width]
         self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(sizes))
@@ -65,7 +65,7 @@ class Plain(nn.Module):
 class Alone:
     """One network and its optimizers, as one would write it for a single environment."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: LearningTask) -> None:
         self.net, self.task = Plain(task), task
         self.parts = self.net.parts()
         self.optimizers = [torch.optim.Adam(part, lr=task.learning_rate) for part in self.parts]
@@ -96,7 +96,7 @@ class Alone:
         return found
 
 
-def seconds_plain(task: Task, count: int, epochs: int) -> float:
+def seconds_plain(task: LearningTask, count: int, epochs: int) -> float:
     """Per environment and epoch."""
     networks, generator = [Alone(task) for _ in range(count)], torch.Generator().manual_seed(0)
     for network in networks:

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 
 from esper_telemetry import Axes, Record, RunInfo, RunStatus, Telemetry
+from esper_telemetry.delivery import Relay
 from esper_telemetry.journal import Journal, encode_end, encode_record, encode_run
-from esper_telemetry.relay import Relay
 from esper_telemetry.sinks import as_sink
 
 SINKS = ("tensorboard", "wandb:bench?mode=offline", "mlflow")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from verification import verified
 
-from esper_telemetry.registry import page
-from esper_telemetry.registry.entry import VERIFIED
+from esper_telemetry.core.catalogue import VERIFIED
+from esper_telemetry.views.metrics_page import page
 
 PAGE = Path(__file__).with_name("metrics.md")
 

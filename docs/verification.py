@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from esper_telemetry.catalogue import catalogue
-from esper_telemetry.record import template_of
+from esper_telemetry.core.catalogue import catalogue
+from esper_telemetry.core.record import template_of
 
 TESTS = Path(__file__).parents[1] / "tests"
 ORDER = ("metrics", "series", "ranks", "ppo", "wiring")
@@ -17,7 +17,7 @@ ORDER = ("metrics", "series", "ranks", "ppo", "wiring")
 MOST = 2
 """Tests that an entry names, of each kind."""
 
-EMITTED = "tests/wiring/test_every_key.py"
+EMITTED = "tests/updates/test_every_key.py"
 """Checks of every key that a real run reports it."""
 
 

@@ -11,11 +11,11 @@ import sys
 def main() -> None:
     """Runs the command line and exits."""
     if sys.argv[1:2] == ["run"]:
-        from esper_telemetry.commands.run import main as run_script
+        from esper_telemetry.cli.run import main as run_script
 
         run_script(sys.argv[2:])
     else:
-        from esper_telemetry.cli import main as command_line
+        from esper_telemetry.cli.main import main as command_line
 
         command_line()
 

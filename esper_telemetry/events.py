@@ -6,20 +6,156 @@ Order within one update: `RolloutEnd`, `RecurrentForward` (if the policy has an 
 minibatch, A actions, D action dimensions, K parameter tensors, H width of a recurrent state. Hooks write to nothing they find in an
 event. Tensors of an event stay as they are until the update ends, so a hook may keep them that long; weights change with every step,
 and `.grad` fields of parameters may not be kept.
+
+Hooks by event type: the seam between whatever trains and whatever watches.
+
+What hooks may ask of a policy that is shown its rollout once more, before and after an update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import LSTM
     from torch.optim import Optimizer
 
-    from esper_telemetry.policy_replay import Replay
+Event = TypeVar("Event")
+Remover = Callable[[], None]
+
+
+class Hooks:
+    """Functions to call when something happens in a trainer, keyed by the type of the event.
+
+    Hooks run in the order of registration, those that ask for it after all others, in the trainer's thread. An event type
+    without hooks costs a dictionary look-up: ask `wants` before building an event that is expensive to build.
+    """
+
+    def __init__(self) -> None:
+        self._early: dict[type, list[Callable[[Any], None]]] = {}
+        self._late: dict[type, list[Callable[[Any], None]]] = {}
+        self._hooks: dict[type, tuple[Callable[[Any], None], ...]] = {}
+
+    def on(self, event_type: type[Event], hook: Callable[[Event], None], *, last: bool = False) -> Remover:
+        """Calls `hook` with every event of exactly that type; returns the function that ends this.
+
+        Args:
+            last: call it after the hooks that do not say so, whenever they were registered.
+        """
+        hooks = (self._late if last else self._early).setdefault(event_type, [])
+        hooks.append(hook)
+        self._line_up(event_type)
+
+        def remove() -> None:
+            if hook in hooks:
+                hooks.remove(hook)
+                self._line_up(event_type)
+
+        return remove
+
+    def _line_up(self, event_type: type) -> None:
+        self._hooks[event_type] = (*self._early.get(event_type, ()), *self._late.get(event_type, ()))
+        if not self._hooks[event_type]:
+            del self._hooks[event_type]
+
+    def wants(self, event_type: type) -> bool:
+        """Whether anything listens to events of that type."""
+        return event_type in self._hooks
+
+    def emit(self, event: object) -> None:
+        """Hands the event to its hooks: to those that were registered when it came, whatever they change."""
+        for hook in self._hooks.get(type(event), ()):
+            hook(event)
+
+
+class Outputs(NamedTuple):
+    """What a policy says of the N transitions of a rollout.
+
+    Attributes:
+        logits: per categorical head [N, A]; masked actions hold a large negative finite number.
+        means, log_std: per Gaussian head [N, D], [N, D] or [D].
+        relevance: per head that is not always relevant [N], bool.
+        memory: [N, H], h of the actor's last recurrent layer after each step; None for a feed-forward policy.
+        features: [N, F], what the heads read; None where nobody kept it.
+    """
+
+    logits: Mapping[str, Tensor]
+    means: Mapping[str, Tensor]
+    log_std: Mapping[str, Tensor]
+    relevance: Mapping[str, Tensor]
+    memory: Tensor | None
+    features: Tensor | None = None
+
+
+class Activations(NamedTuple):
+    """Responses of the actor's layers to some hundred transitions, evenly spread over a rollout.
+
+    Attributes:
+        layers: by name [n, D], after the nonlinearity, in order.
+        last: [n, F], of the last layer before its nonlinearity; None where there is no such layer.
+    """
+
+    layers: Mapping[str, Tensor]
+    last: Tensor | None
+
+
+class StateGradients(NamedTuple):
+    """Gradients of the loss at the actor's h, in the environments that begin a rollout with memory.
+
+    Attributes:
+        first: [layers, envs, H], before the first step.
+        last: [envs, H], of the last layer after the last step.
+    """
+
+    first: Tensor
+    last: Tensor
+
+
+class Copy(NamedTuple):
+    """A copy of the actor's trunk to play with, and observations.
+
+    Attributes:
+        network: [n, ...] to features [n, F], without memory.
+        parameters: the copy's own.
+        observations: [n, ...], evenly spread over a rollout.
+    """
+
+    network: Callable[[Tensor], Tensor]
+    parameters: Sequence[Tensor]
+    observations: Tensor
+
+
+class PolicyReplay(Protocol):
+    """The policy as it is, to be shown the rollout that it learns from once more.
+
+    Every method takes forward passes, some a backward pass too. None touches weights, their `.grad`, the optimizer or a random
+    generator, and all are valid during the event only.
+    """
+
+    def stored(self) -> Outputs:
+        """What was acted on."""
+
+    def outputs(self) -> Outputs:
+        """What the policy says now; memory runs through the whole rollout from the state in which training begins it."""
+
+    def without_memory(self) -> Outputs | None:
+        """What it says now to some hundred transitions on their own, beside `stored_part`; None for a feed-forward policy."""
+
+    def stored_part(self) -> Outputs:
+        """What was acted on in the transitions of `without_memory`."""
+
+    def activations(self) -> Activations:
+        """How its layers respond, with memory as it was stored."""
+
+    def state_gradients(self) -> StateGradients | None:
+        """Through time, over the environments of one minibatch; None for a feed-forward policy."""
+
+    def copy(self) -> Copy:
+        """The actor's trunk, copied."""
+
 
 NONE: Final[Mapping[str, Any]] = {}
 """Of whatever is kept by name, where there is nothing of it."""
@@ -176,7 +312,7 @@ class BeforeUpdate:
     """Minibatches are about to be taken from the rollout; the weights are those that collected it."""
 
     update: int
-    policy: Replay
+    policy: PolicyReplay
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +320,7 @@ class AfterUpdate:
     """The last step of an update is taken."""
 
     update: int
-    policy: Replay
+    policy: PolicyReplay
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,27 +31,29 @@ import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from esper_telemetry import forks
-from esper_telemetry.clock import Clock
-from esper_telemetry.conversion import IntegerLike, as_integer, as_number, as_settings, shown
-from esper_telemetry.detecting import Detect, facts_of, watches
-from esper_telemetry.failure import Candidates, at_exit, failure_data, local_data, status_of
-from esper_telemetry.gradient_tap import Members, group_names
-from esper_telemetry.group import MetricGroup, Postponed
-from esper_telemetry.layout import NO_VALUES, Values
-from esper_telemetry.open_update import Flush, OpenUpdate
-from esper_telemetry.ranks.follower import Follower, recorder_for
-from esper_telemetry.ranks.peers import Note, Peers
-from esper_telemetry.record import Axes, Level, RunInfo, RunStatus
-from esper_telemetry.recorder import Recorder
-from esper_telemetry.relay import CLOSE_SECONDS, CloseReport
-from esper_telemetry.response import AlarmCallback, Response
-from esper_telemetry.sampling import BUDGET, Sampling
-from esper_telemetry.sinks import SinkLike
-from esper_telemetry.summary import Containment, Measurement, Snapshot, summarize
-from esper_telemetry.watched import Watched
-from esper_telemetry.window import finish
-from esper_telemetry.writer import FAILURE, INTERVENTION
+from esper_telemetry.core import processes as forks
+from esper_telemetry.core.arrays import IntegerLike, as_integer, as_number, as_settings, shown
+from esper_telemetry.core.clock import Clock
+from esper_telemetry.core.group import MetricGroup, Postponed
+from esper_telemetry.core.packing import NO_VALUES, Values
+from esper_telemetry.core.record import Axes, Level, RunInfo, RunStatus
+from esper_telemetry.delivery.live import CLOSE_SECONDS
+from esper_telemetry.delivery.status import CloseReport
+from esper_telemetry.pipeline.follower import Follower, recorder_for
+from esper_telemetry.pipeline.ranks import Note, Peers
+from esper_telemetry.pipeline.record import FAILURE, INTERVENTION, Flush, OpenUpdate
+from esper_telemetry.pipeline.response import AlarmCallback, Response
+from esper_telemetry.pipeline.run import Recorder
+from esper_telemetry.pipeline.sampling import BUDGET, Sampling
+from esper_telemetry.pipeline.window import finish
+from esper_telemetry.session import Detect, facts_of, watches
+from esper_telemetry.sinks.registry import SinkLike
+from esper_telemetry.updates.containment import Containment, Measurement
+from esper_telemetry.updates.data import Snapshot
+from esper_telemetry.updates.failure import Candidates, at_exit, failure_data, local_data, status_of
+from esper_telemetry.updates.gradient_tap import Members, group_names
+from esper_telemetry.updates.groups import summarize
+from esper_telemetry.updates.model_watcher import WatchedModels
 
 Event = TypeVar("Event")
 Parameters = ParamSpec("Parameters")
@@ -184,7 +186,7 @@ class Telemetry:
         self._leaving: list[Callable[[], None]] = []
         self._open = OpenUpdate()
         self._containment = Containment()
-        self._watched = Watched(self.clock)
+        self._watched = WatchedModels(self.clock)
         self._flush: Flush | None = None
         self._axes = Axes(update=0, env_step=0, gradient_step=0, wall_time=time.time())
         self._collected = 0

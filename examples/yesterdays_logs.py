@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from esper_telemetry.detectors import diagnose
-from esper_telemetry.foreign import read_foreign, read_source
+from esper_telemetry.alarms import diagnose
+from esper_telemetry.importers import read_foreign, read_source
 
 
 def main() -> None:

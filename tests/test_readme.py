@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from esper_telemetry import RunStatus, read_run
-from esper_telemetry.cli import Train, parse, run
-from esper_telemetry.commands.run import parse as parse_run
+from esper_telemetry.cli.main import Train, parse, run
+from esper_telemetry.cli.run import parse as parse_run
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

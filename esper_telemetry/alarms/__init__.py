@@ -1,42 +1,30 @@
-"""The known ways in which a PPO run goes wrong: which metrics show each, what it means and what to try. Plain data.
+"""Is anything wrong with this run? Records in, alarms out; no torch.
 
-The bounds behind them stand with the metrics that they read; `reads` names keys or templates of the catalogue, the deciding one first.
+A rule (`rules/`, one file per family) tells from an update's values, and from what they usually are in this run, how severe one way
+of going wrong is. `Standing` turns severities into alarms that begin, get worse and end; `Incidents` puts together what came
+together and names the cause; `Thresholds` holds all bounds. What cannot be answered is said, never guessed.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from esper_telemetry.alarms.growth import SEEDS
-from esper_telemetry.alarms.kind import AlarmType
-from esper_telemetry.alarms.learning import ADVANTAGES, INTEGRITY, NUMERICS, POLICY, RUN, TASK, TELEMETRY, VALUE
-from esper_telemetry.alarms.network import GRADIENTS, MEMORY, OPTIMIZER, REPRESENTATION
+from esper_telemetry.core.lazy import lazy_names
 
-__all__ = ["ALARMS", "NONFINITE", "AlarmType", "alarms_reading"]
+if TYPE_CHECKING:
+    from esper_telemetry.alarms.detectors import Detectors as Detectors
+    from esper_telemetry.alarms.detectors import Verdict as Verdict
+    from esper_telemetry.alarms.diagnosis import Diagnosis as Diagnosis
+    from esper_telemetry.alarms.diagnosis import Story as Story
+    from esper_telemetry.alarms.diagnosis import diagnose as diagnose
+    from esper_telemetry.alarms.rules.endings import Failure as Failure
+    from esper_telemetry.alarms.rules.endings import bad_ending as bad_ending
+    from esper_telemetry.alarms.thresholds import Thresholds as Thresholds
 
-ALARMS = (
-    *NUMERICS,
-    *INTEGRITY,
-    *POLICY,
-    *VALUE,
-    *ADVANTAGES,
-    *GRADIENTS,
-    *OPTIMIZER,
-    *REPRESENTATION,
-    *MEMORY,
-    *SEEDS,
-    *TASK,
-    *RUN,
-    *TELEMETRY,
+__all__, __getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "esper_telemetry.alarms.detectors": ("Detectors", "Verdict"),
+        "esper_telemetry.alarms.diagnosis": ("Diagnosis", "Story", "diagnose"),
+        "esper_telemetry.alarms.rules.endings": ("Failure", "bad_ending"),
+        "esper_telemetry.alarms.thresholds": ("Thresholds",),
+    },
 )
-"""In causal order: what comes first tends to be the cause of what comes after."""
-
-
-NONFINITE = "_nonfinite"
-"""How the keys end that count what was left out of a metric because it was not finite."""
-
-
-def alarms_reading(key: str) -> tuple[AlarmType, ...]:
-    """Those that read a key or template, the ones that it decides first."""
-    if key.endswith(NONFINITE):
-        return NUMERICS
-    deciding = [alarm for alarm in ALARMS if alarm.reads[0] == key]
-    return (*deciding, *(alarm for alarm in ALARMS if key in alarm.reads[1:]))

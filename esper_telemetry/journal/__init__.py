@@ -9,88 +9,103 @@ Errors: a journal that cannot be created raises, in one sentence. Once it exists
 raises: what could not be written waits in memory, and goes out first when there is space again.
 """
 
-from esper_telemetry.journal.file import (
-    JOURNAL_NAME,
-    Journal,
-    JournalReader,
-    compress,
-    damage_sentence,
-    end_if_open,
-    journal_path,
-)
-from esper_telemetry.journal.held import Following, Held, alarms, damaged_lines, entries, held, run_info
-from esper_telemetry.journal.killed import end_after
-from esper_telemetry.journal.lines import (
-    SCHEMA,
-    End,
-    Entry,
-    JournalEvent,
-    Line,
-    decode,
-    encode_alarm,
-    encode_end,
-    encode_event,
-    encode_metrics,
-    encode_record,
-    encode_run,
-    to_json,
-)
-from esper_telemetry.journal.lock import (
-    HAS_LOCKS,
-    HELPERS,
-    Role,
-    TrainerLock,
-    await_release,
-    is_held,
-    lock_file,
-    lock_for,
-    remove_lock,
-)
-from esper_telemetry.journal.memory import MemoryJournal, MemoryReader
-from esper_telemetry.journal.plain import plain
-from esper_telemetry.journal.run import Run, read_run
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "HAS_LOCKS",
-    "HELPERS",
-    "JOURNAL_NAME",
-    "SCHEMA",
-    "End",
-    "Entry",
-    "Following",
-    "Held",
-    "Journal",
-    "JournalEvent",
-    "JournalReader",
-    "Line",
-    "MemoryJournal",
-    "MemoryReader",
-    "Role",
-    "Run",
-    "TrainerLock",
-    "alarms",
-    "await_release",
-    "compress",
-    "damage_sentence",
-    "damaged_lines",
-    "decode",
-    "encode_alarm",
-    "encode_end",
-    "encode_event",
-    "encode_metrics",
-    "encode_record",
-    "encode_run",
-    "end_after",
-    "end_if_open",
-    "entries",
-    "held",
-    "is_held",
-    "journal_path",
-    "lock_file",
-    "lock_for",
-    "plain",
-    "read_run",
-    "remove_lock",
-    "run_info",
-    "to_json",
-]
+from esper_telemetry.core.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from esper_telemetry.journal.file import JOURNAL_NAME as JOURNAL_NAME
+    from esper_telemetry.journal.file import Journal as Journal
+    from esper_telemetry.journal.file import JournalReader as JournalReader
+    from esper_telemetry.journal.file import compress as compress
+    from esper_telemetry.journal.file import damage_sentence as damage_sentence
+    from esper_telemetry.journal.file import end_if_open as end_if_open
+    from esper_telemetry.journal.file import journal_path as journal_path
+    from esper_telemetry.journal.lines import SCHEMA as SCHEMA
+    from esper_telemetry.journal.lines import End as End
+    from esper_telemetry.journal.lines import Entry as Entry
+    from esper_telemetry.journal.lines import JournalEvent as JournalEvent
+    from esper_telemetry.journal.lines import Line as Line
+    from esper_telemetry.journal.lines import decode as decode
+    from esper_telemetry.journal.lines import encode_alarm as encode_alarm
+    from esper_telemetry.journal.lines import encode_end as encode_end
+    from esper_telemetry.journal.lines import encode_event as encode_event
+    from esper_telemetry.journal.lines import encode_metrics as encode_metrics
+    from esper_telemetry.journal.lines import encode_record as encode_record
+    from esper_telemetry.journal.lines import encode_run as encode_run
+    from esper_telemetry.journal.lines import plain as plain
+    from esper_telemetry.journal.lines import to_json as to_json
+    from esper_telemetry.journal.lock import HAS_LOCKS as HAS_LOCKS
+    from esper_telemetry.journal.lock import HELPERS as HELPERS
+    from esper_telemetry.journal.lock import Role as Role
+    from esper_telemetry.journal.lock import TrainerLock as TrainerLock
+    from esper_telemetry.journal.lock import await_release as await_release
+    from esper_telemetry.journal.lock import is_held as is_held
+    from esper_telemetry.journal.lock import lock_file as lock_file
+    from esper_telemetry.journal.lock import lock_for as lock_for
+    from esper_telemetry.journal.lock import remove_lock as remove_lock
+    from esper_telemetry.journal.memory import MemoryJournal as MemoryJournal
+    from esper_telemetry.journal.memory import MemoryReader as MemoryReader
+    from esper_telemetry.journal.read import Following as Following
+    from esper_telemetry.journal.read import Run as Run
+    from esper_telemetry.journal.read import alarms as alarms
+    from esper_telemetry.journal.read import damaged_lines as damaged_lines
+    from esper_telemetry.journal.read import end_after as end_after
+    from esper_telemetry.journal.read import entries as entries
+    from esper_telemetry.journal.read import held as held
+    from esper_telemetry.journal.read import read_run as read_run
+    from esper_telemetry.journal.read import run_info as run_info
+
+__all__, __getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "esper_telemetry.journal.file": (
+            "JOURNAL_NAME",
+            "Journal",
+            "JournalReader",
+            "compress",
+            "damage_sentence",
+            "end_if_open",
+            "journal_path",
+        ),
+        "esper_telemetry.journal.lines": (
+            "End",
+            "Entry",
+            "JournalEvent",
+            "Line",
+            "SCHEMA",
+            "decode",
+            "encode_alarm",
+            "encode_end",
+            "encode_event",
+            "encode_metrics",
+            "encode_record",
+            "encode_run",
+            "plain",
+            "to_json",
+        ),
+        "esper_telemetry.journal.lock": (
+            "HAS_LOCKS",
+            "HELPERS",
+            "Role",
+            "TrainerLock",
+            "await_release",
+            "is_held",
+            "lock_file",
+            "lock_for",
+            "remove_lock",
+        ),
+        "esper_telemetry.journal.memory": ("MemoryJournal", "MemoryReader"),
+        "esper_telemetry.journal.read": (
+            "Following",
+            "Run",
+            "alarms",
+            "damaged_lines",
+            "end_after",
+            "entries",
+            "held",
+            "read_run",
+            "run_info",
+        ),
+    },
+)

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from esper_telemetry.core.record import Alarm, RunInfo
 from esper_telemetry.journal.lines import Entry, Line, decode
-from esper_telemetry.record import Alarm, RunInfo
 
 MEMORY_RECORDS: Final = 10_000
 """How many records may wait for one reader before it loses new ones."""

@@ -1,45 +1,55 @@
 """Pure metric functions: tensors in, one frozen group out; one file per family."""
 
-from esper_telemetry.metrics.advantages import advantage_stats, normalized_advantage_stats
-from esper_telemetry.metrics.entropy import entropy_rows, entropy_stats, head_entropy, policy_entropy
-from esper_telemetry.metrics.episodes import episode_stats
-from esper_telemetry.metrics.gradients import (
-    gradient_health,
-    gradient_norms,
-    gradient_zeros,
-    interference,
-    leaf_interference,
-)
-from esper_telemetry.metrics.integrity import buffer_age, gae_identity, mask_violation, nonfinite_count, rows_repeated
-from esper_telemetry.metrics.losses import loss_terms, ppo_losses
-from esper_telemetry.metrics.ratio import ratio_diagnostics
-from esper_telemetry.metrics.returns import return_stats
-from esper_telemetry.metrics.rewards import reward_stats
-from esper_telemetry.metrics.values import value_fit, value_movement
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "advantage_stats",
-    "buffer_age",
-    "entropy_rows",
-    "entropy_stats",
-    "episode_stats",
-    "gae_identity",
-    "gradient_health",
-    "gradient_norms",
-    "gradient_zeros",
-    "head_entropy",
-    "interference",
-    "leaf_interference",
-    "loss_terms",
-    "mask_violation",
-    "nonfinite_count",
-    "normalized_advantage_stats",
-    "policy_entropy",
-    "ppo_losses",
-    "ratio_diagnostics",
-    "return_stats",
-    "reward_stats",
-    "rows_repeated",
-    "value_fit",
-    "value_movement",
-]
+from esper_telemetry.core.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from esper_telemetry.metrics.advantages import advantage_stats as advantage_stats
+    from esper_telemetry.metrics.advantages import normalized_advantage_stats as normalized_advantage_stats
+    from esper_telemetry.metrics.entropy import entropy_rows as entropy_rows
+    from esper_telemetry.metrics.entropy import entropy_stats as entropy_stats
+    from esper_telemetry.metrics.entropy import head_entropy as head_entropy
+    from esper_telemetry.metrics.entropy import policy_entropy as policy_entropy
+    from esper_telemetry.metrics.episodes import episode_stats as episode_stats
+    from esper_telemetry.metrics.gradients.directions import gradient_zeros as gradient_zeros
+    from esper_telemetry.metrics.gradients.health import gradient_health as gradient_health
+    from esper_telemetry.metrics.gradients.interference import interference as interference
+    from esper_telemetry.metrics.gradients.interference import leaf_interference as leaf_interference
+    from esper_telemetry.metrics.gradients.norms import gradient_norms as gradient_norms
+    from esper_telemetry.metrics.integrity import buffer_age as buffer_age
+    from esper_telemetry.metrics.integrity import gae_identity as gae_identity
+    from esper_telemetry.metrics.integrity import mask_violation as mask_violation
+    from esper_telemetry.metrics.integrity import nonfinite_count as nonfinite_count
+    from esper_telemetry.metrics.integrity import rows_repeated as rows_repeated
+    from esper_telemetry.metrics.losses import loss_terms as loss_terms
+    from esper_telemetry.metrics.losses import ppo_losses as ppo_losses
+    from esper_telemetry.metrics.ratio import ratio_diagnostics as ratio_diagnostics
+    from esper_telemetry.metrics.rewards import return_stats as return_stats
+    from esper_telemetry.metrics.rewards import reward_stats as reward_stats
+    from esper_telemetry.metrics.values import value_fit as value_fit
+    from esper_telemetry.metrics.values import value_movement as value_movement
+
+__all__, __getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "esper_telemetry.metrics.advantages": ("advantage_stats", "normalized_advantage_stats"),
+        "esper_telemetry.metrics.entropy": ("entropy_rows", "entropy_stats", "head_entropy", "policy_entropy"),
+        "esper_telemetry.metrics.episodes": ("episode_stats",),
+        "esper_telemetry.metrics.gradients.directions": ("gradient_zeros",),
+        "esper_telemetry.metrics.gradients.health": ("gradient_health",),
+        "esper_telemetry.metrics.gradients.interference": ("interference", "leaf_interference"),
+        "esper_telemetry.metrics.gradients.norms": ("gradient_norms",),
+        "esper_telemetry.metrics.integrity": (
+            "buffer_age",
+            "gae_identity",
+            "mask_violation",
+            "nonfinite_count",
+            "rows_repeated",
+        ),
+        "esper_telemetry.metrics.losses": ("loss_terms", "ppo_losses"),
+        "esper_telemetry.metrics.ratio": ("ratio_diagnostics",),
+        "esper_telemetry.metrics.rewards": ("return_stats", "reward_stats"),
+        "esper_telemetry.metrics.values": ("value_fit", "value_movement"),
+    },
+)

@@ -1,21 +1,166 @@
-"""The actions themselves: how likely the chosen ones were, whether the policy still prefers them, and how their mix shifts."""
+"""The actions themselves: how likely the chosen ones were, whether the policy still prefers them, and how their mix shifts.
+
+Continuous (Gaussian) heads: how wide they explore and how often they hit the bounds of the action space.
+
+Masked statistics, shared by the metric functions: torch only, float64, never a read of the device.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from esper_telemetry.group import Mean, MetricGroup, Min, Sum, label, reports
-from esper_telemetry.metric import Metric, segment
-from esper_telemetry.metrics.masking import rows_of, sample
-from esper_telemetry.record import Level
-from esper_telemetry.reduction import NAN, Array, Reduction, Slot, Statistic
+from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.metric import Metric, label, reports, segment
+from esper_telemetry.core.record import Level
+from esper_telemetry.core.reduction import NAN, Array, Mean, Min, Moments, Reduction, Slot, Statistic, Sum
+
+
+class Sample(NamedTuple):
+    """Values of which some count.
+
+    Attributes:
+        values: [.., N] float64, zero where a value does not count.
+        weight: [.., N] float64, 1 where a value counts, else 0.
+        kept: [.., N] bool, the same.
+        count: [..] number of values that count.
+        nonfinite: [..] number of valid values left out because they are NaN or infinite.
+    """
+
+    values: Tensor
+    weight: Tensor
+    kept: Tensor
+    count: Tensor  # type: ignore[assignment]  # nobody counts the entries of this tuple
+    nonfinite: Tensor
+
+    def where(self, other: float) -> Tensor:
+        """The values, with `other` in place of those that do not count."""
+        return torch.where(self.kept, self.values, constant((other,), self.values.device)[0])
+
+    def mean(self, x: Tensor) -> Mean:
+        """Mean of `x` [.., N], which must be zero where values do not count."""
+        return Mean(x.sum(-1), self.count)
+
+    def share(self, condition: Tensor) -> Mean:
+        """Share of the values that count for which `condition` [.., N] holds."""
+        return Mean((condition & self.kept).sum(-1), self.count)
+
+
+def rows_of(x: Tensor, dim: int | None) -> Tensor:
+    """`x` with the axis to reduce last: all of it as one row [N], or axis `dim` moved to the end; a zero where that is empty."""
+    x = x.detach()
+    rows = x.reshape(-1) if dim is None else x.movedim(dim, -1)
+    return rows if rows.shape[-1] else rows.new_zeros(*rows.shape[:-1], 1)
+
+
+def same_shape(**tensors: Tensor | None) -> None:
+    """Raises ValueError, naming them, unless all given tensors have one shape."""
+    shapes = {name: list(x.shape) for name, x in tensors.items() if x is not None}
+    if len({tuple(shape) for shape in shapes.values()}) > 1:
+        raise ValueError("shapes must agree, got " + ", ".join(f"{name} {shape}" for name, shape in shapes.items()))
+
+
+def sample(x: Tensor, valid: Tensor | None = None, *, dim: int | None = None) -> Sample:
+    """What counts of `x`: valid and finite entries along `dim`; all axes make one row where it is None.
+
+    Raises:
+        ValueError: where `valid` has another shape than `x`.
+    """
+    same_shape(x=x, valid=valid)
+    rows = rows_of(x, dim).double()
+    if x.numel() == 0:
+        return keep(rows, torch.zeros_like(rows, dtype=torch.bool))
+    return keep(rows, None if valid is None else rows_of(valid, dim).bool())
+
+
+def keep(rows: Tensor, allowed: Tensor | None) -> Sample:
+    """The sample of float64 `rows` [.., N]: finite entries where `allowed`, bool of the same shape or None for all."""
+    values = rows.nan_to_num(0.0, 0.0, 0.0)
+    kept = values == rows
+    if allowed is None:
+        weight = kept.double()
+        count = weight.sum(-1)
+        return Sample(values, weight, kept, count, rows.shape[-1] - count)
+    kept = kept & allowed
+    weight = kept.double()
+    count = weight.sum(-1)
+    return Sample(values * weight, weight, kept, count, allowed.sum(-1) - count)
+
+
+def deviations(s: Sample) -> tuple[Tensor, Tensor]:
+    """Mean [..] of the values and their distances from it [.., N], zero where they do not count."""
+    mean = s.values.sum(-1) / s.count.clamp(min=1)
+    return mean, (s.values - mean.unsqueeze(-1)) * s.weight
+
+
+def moments(s: Sample) -> Moments:
+    """Count, mean and centred power sums up to the fourth."""
+    return moments_around(s.count, *deviations(s))
+
+
+def moments_around(count: Tensor, mean: Tensor, d: Tensor) -> Moments:
+    """Moments from the mean [..] and the distances from it [.., N]."""
+    d2 = d * d
+    return Moments(count, mean, d2.sum(-1), torch.linalg.vecdot(d2, d), torch.linalg.vecdot(d2, d2))
+
+
+def spread(s: Sample) -> Moments:
+    """Mean and std only: the third and fourth power sums are not measured (NaN), so skew and kurtosis are absent."""
+    mean, d = deviations(s)
+    return Moments(s.count, mean, torch.linalg.vecdot(d, d), math.nan, math.nan)
+
+
+def where_any(x: Tensor, count: Tensor) -> Tensor:
+    """`x` [..] where anything counts, NaN elsewhere."""
+    return x / (count > 0)
+
+
+def ascending(s: Sample) -> Tensor:
+    """Values of all rows in ascending order, [rows * N]; NaN stands for those that do not count, at the end."""
+    x = s.where(math.nan).reshape(-1)
+    if x.is_cpu:
+        return torch.from_numpy(np.sort(x.numpy()))  # 4x faster than torch.sort; reading costs no synchronisation here
+    return x.sort().values
+
+
+class Neighbours(NamedTuple):
+    """The ordered values [2, levels] between which quantiles lie, and how far they lie from the first to the second."""
+
+    ends: Tensor
+    fraction: Tensor
+
+
+def neighbours(ordered: Tensor, count: Tensor, levels: Sequence[float]) -> Neighbours:
+    """What the quantiles of the first `count` [] of the `ordered` values lie between; NaN where there are none."""
+    position = (count - 1).clamp(min=0) * constant(tuple(levels), ordered.device)
+    low = position.floor()
+    ends = torch.stack([low, position.ceil()]).long()
+    return Neighbours(ordered.take(ends), position - low)
+
+
+def quantiles(ordered: Tensor, count: Tensor, levels: Sequence[float]) -> Tensor:
+    """Quantiles [levels] of the first `count` [] of the `ordered` values, interpolated linearly; NaN where there are none."""
+    ends, fraction = neighbours(ordered, count, levels)
+    return torch.lerp(ends[0], ends[1], fraction)
+
+
+def per_row(values: Tensor, count: Tensor) -> tuple[Tensor, ...]:
+    """Each of `values` [K], found over all rows together, as [..]: the same number in every row."""
+    return values.unsqueeze(-1).expand(-1, len(count)).contiguous().unbind() if count.ndim else values.unbind()
+
+
+@lru_cache(maxsize=64)
+def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """These numbers as a float64 tensor that nobody writes to, made once per device."""
+    return torch.tensor(values, dtype=torch.float64, device=device)
+
 
 NO_ROWS = "no valid row"
 
@@ -311,3 +456,96 @@ def _total_action(actions: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor
     if valid is not None:
         kept &= rows_of(valid, None).bool()
     return torch.where(kept.unsqueeze(-1), rows, 0.0).sum(0), kept.sum()
+
+
+@dataclass(frozen=True, slots=True)
+class GaussianStats(MetricGroup):
+    """Standard deviations and saturation of one continuous head, as far as they are known."""
+
+    head: str = label()
+    std: Mean | None = reports(
+        Metric(
+            key="policy/head/{head}/std/mean",
+            number=181,
+            unit="action units",
+            question="How widely does this head explore on average?",
+            low=0.0,
+            source="Andrychowicz 2021",
+            undefined="no valid row",
+        )
+    )
+    smallest: Min | None = reports(
+        Metric(
+            key="policy/head/{head}/std/min",
+            number=182,
+            unit="action units",
+            question="How narrow is its exploration in the narrowest dimension or state?",
+            low=0.0,
+            critical="< 0.05 of its initial value while the return does not improve",
+            source="heuristic",
+            undefined="no valid row",
+        )
+    )
+    bound: Mean | None = reports(
+        Metric(
+            key="policy/head/{head}/bound_frac",
+            number=183,
+            unit="fraction",
+            question="Which share of the action components lies at or beyond the bounds of the action space (squashed: within 1 %)?",
+            low=0.0,
+            high=1.0,
+            healthy="< 0.1",
+            warn="> 0.3",
+            critical="> 0.6",
+            source="heuristic",
+            undefined="the action space has no bounds",
+        )
+    )
+
+
+@torch.inference_mode()
+def gaussian_stats(
+    head: str,
+    log_std: Tensor | None = None,
+    *,
+    actions: Tensor | None = None,
+    low: Tensor | float | None = None,
+    high: Tensor | float | None = None,
+    valid: Tensor | None = None,
+) -> GaussianStats:
+    """Mean and smallest σ over rows and dimensions, and the share of components at or beyond the bounds.
+
+    Args:
+        head: name of the head.
+        log_std: [D] or [.., D]; None where only the bounds are asked about.
+        actions: as sampled, before they are cut to the bounds, [.., D].
+        low, high: bounds of the action space, [D] or one number; None where there are none.
+        valid: [..] bool, rows of `actions` and of a `log_std` that depends on the state; None where every row is.
+    """
+    std = (
+        None
+        if log_std is None
+        else keep(*_columns(log_std.detach().double().exp(), valid if log_std.ndim > 1 else None))
+    )
+    return GaussianStats(
+        head=segment(head),
+        std=None if std is None else std.mean(std.values),
+        smallest=None if std is None else Min(std.where(math.inf).amin(-1)),
+        bound=None if actions is None or (low is None and high is None) else _at_bounds(actions, low, high, valid),
+    )
+
+
+def _at_bounds(actions: Tensor, low: Tensor | float | None, high: Tensor | float | None, valid: Tensor | None) -> Mean:
+    x = actions.detach()
+    outside = torch.zeros_like(x, dtype=torch.bool)
+    if low is not None:
+        outside = outside | (x <= low)
+    if high is not None:
+        outside = outside | (x >= high)
+    counted = keep(*_columns(x.double(), valid))
+    return counted.share(outside.reshape(-1))
+
+
+def _columns(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """All components of [.., D] on one axis, and which of them are valid."""
+    return x.reshape(-1), None if valid is None else valid.bool().unsqueeze(-1).expand_as(x).reshape(-1)

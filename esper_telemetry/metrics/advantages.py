@@ -9,22 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from esper_telemetry.conversion import ArrayLike, as_mask, as_tensor
-from esper_telemetry.group import Counts, Max, Mean, MetricGroup, Min, Moments, Sum, reports
-from esper_telemetry.metric import Metric
-from esper_telemetry.metrics.distribution import REWARDS, histogram
-from esper_telemetry.metrics.masking import (
-    ascending,
-    moments,
-    quantiles,
-    rows_of,
-    same_shape,
-    sample,
-    spread,
-)
-from esper_telemetry.metrics.quantiles import Quantiles, as_quantiles, levels_for
-from esper_telemetry.record import Level
-from esper_telemetry.reduction import NAN, Array, Reduction, Slot, Statistic
+from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
+from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.record import Level
+from esper_telemetry.core.reduction import NAN, Array, Counts, Max, Mean, Min, Moments, Reduction, Slot, Statistic, Sum
+from esper_telemetry.metrics.actions import ascending, moments, quantiles, rows_of, same_shape, sample, spread
+from esper_telemetry.metrics.statistics import REWARDS, Quantiles, as_quantiles, histogram, levels_for
 
 NO_ROWS = "no valid, finite advantage"
 CONSTANT = "advantages do not vary"

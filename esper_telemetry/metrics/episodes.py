@@ -1,4 +1,9 @@
-"""Episodes that finished: plain numbers, no tensors."""
+"""Episodes that finished: plain numbers, no tensors.
+
+Evaluation: how good the policy is when it takes its likeliest actions.
+
+How episodes ended: by themselves, or cut off by a time limit.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +13,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from esper_telemetry.conversion import ArrayLike, as_tensor
-from esper_telemetry.group import Max, Mean, MetricGroup, Min, Moments, Sum, reports
-from esper_telemetry.metric import Metric
-from esper_telemetry.record import Level
-from esper_telemetry.reduction import NAN, Array, Reduction, Slot, Statistic
+from esper_telemetry.core.arrays import ArrayLike, as_tensor
+from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.record import Level
+from esper_telemetry.core.reduction import NAN, Array, Max, Mean, Min, Moments, Reduction, Slot, Statistic, Sum
+from esper_telemetry.metrics.actions import moments, same_shape, sample
 
-NONE = "no episode finished"
+NO_EPISODE = "no episode finished"
 
 RECENT = 100
 """Episodes over which `episode/return_mean_100` is the mean."""
@@ -72,7 +79,7 @@ class EpisodeStats(MetricGroup):
             unit="return",
             question="How well does the policy do, over the episodes that finished in this update?",
             level=Level.MINIMAL,
-            undefined=NONE,
+            undefined=NO_EPISODE,
         ),
         Metric(
             key="episode/return_std",
@@ -81,7 +88,7 @@ class EpisodeStats(MetricGroup):
             question="How much do episodes differ in return?",
             of="std",
             low=0.0,
-            undefined=NONE,
+            undefined=NO_EPISODE,
         ),
     )
     smallest: Min = reports(
@@ -90,7 +97,7 @@ class EpisodeStats(MetricGroup):
             number=933,
             unit="return",
             question="How bad was the worst episode of this update?",
-            undefined=NONE,
+            undefined=NO_EPISODE,
         )
     )
     largest: Max = reports(
@@ -99,7 +106,7 @@ class EpisodeStats(MetricGroup):
             number=934,
             unit="return",
             question="How good was the best episode of this update?",
-            undefined=NONE,
+            undefined=NO_EPISODE,
         )
     )
     lengths: Mean = reports(
@@ -110,7 +117,7 @@ class EpisodeStats(MetricGroup):
             question="How long do episodes last?",
             low=0.0,
             level=Level.MINIMAL,
-            undefined=NONE,
+            undefined=NO_EPISODE,
         )
     )
     count: Sum = reports(
@@ -204,3 +211,185 @@ def _moments(x: Sequence[float]) -> Moments:
     """Mean and std; the higher moments are not measured."""
     mean = math.fsum(x) / max(1, len(x))
     return Moments(float(len(x)), mean, math.fsum((value - mean) ** 2 for value in x), math.nan, math.nan)
+
+
+NO_EVALUATION = "no evaluation since the last record"
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationStats(MetricGroup):
+    """Whole episodes without exploration."""
+
+    returns: Moments = reports(
+        Metric(
+            key="eval/return_mean",
+            number=941,
+            unit="return",
+            question="How much does the policy earn when it takes its likeliest actions? Far above the training return: exploration costs"
+            " much.",
+            level=Level.MINIMAL,
+            undefined=NO_EVALUATION,
+        ),
+        Metric(
+            key="eval/return_std",
+            number=942,
+            unit="return",
+            question="How much do the returns of evaluation episodes differ?",
+            of="std",
+            low=0.0,
+            undefined=NO_EVALUATION,
+        ),
+    )
+    smallest: Min = reports(
+        Metric(
+            key="eval/return_min",
+            number=943,
+            unit="return",
+            question="What does the worst evaluation episode earn?",
+            undefined=NO_EVALUATION,
+        )
+    )
+    largest: Max = reports(
+        Metric(
+            key="eval/return_max",
+            number=944,
+            unit="return",
+            question="What does the best evaluation episode earn?",
+            undefined=NO_EVALUATION,
+        )
+    )
+    length: Mean = reports(
+        Metric(
+            key="eval/length_mean",
+            number=945,
+            unit="steps",
+            question="How long do evaluation episodes last?",
+            low=0.0,
+            level=Level.MINIMAL,
+            undefined=NO_EVALUATION,
+        )
+    )
+    count: Sum = reports(
+        Metric(
+            key="eval/count",
+            number=946,
+            unit="count",
+            question="How many episodes were evaluated?",
+            low=0.0,
+            level=Level.MINIMAL,
+            undefined=NO_EVALUATION,
+        )
+    )
+
+
+@torch.inference_mode()
+def evaluation_stats(returns: Sequence[float], lengths: Sequence[int]) -> EvaluationStats:
+    """Mean, population std and extremes of the returns, and the mean length.
+
+    Args:
+        returns: undiscounted return of each evaluated episode.
+        lengths: its number of steps.
+    """
+    if len(returns) != len(lengths):
+        raise ValueError(f"every episode needs a return and a length, got {len(returns)} and {len(lengths)}")
+    s = sample(torch.tensor(returns, dtype=torch.float64))
+    return EvaluationStats(
+        returns=moments(s),
+        smallest=Min(s.where(torch.inf).amin()),
+        largest=Max(s.where(-torch.inf).amax()),
+        length=Mean(float(sum(lengths)), float(len(lengths))),
+        count=Sum(float(len(returns))),
+    )
+
+
+NO_CUT = "no episode was cut off"
+NO_END = "no episode terminated"
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeEnds(MetricGroup):
+    """Episodes that finished in a rollout, by the way in which they did."""
+
+    truncated: Mean = reports(
+        Metric(
+            key="episode/truncated_frac",
+            number=926,
+            unit="fraction",
+            question="What share of the episodes was cut off by a time limit? Behind these the critic's estimate goes on.",
+            low=0.0,
+            high=1.0,
+            undefined="no episode finished",
+        )
+    )
+    shortest_cut: Min | None = reports(
+        Metric(
+            key="episode/truncated_length_min",
+            number=927,
+            unit="steps",
+            question="How short was the shortest episode that was cut off? A time limit cuts off nothing that is shorter than it.",
+            low=0.0,
+            undefined=NO_CUT,
+        )
+    )
+    longest_cut: Max | None = reports(
+        Metric(
+            key="episode/truncated_length_max",
+            number=928,
+            unit="steps",
+            question="How long was the longest episode that was cut off?",
+            low=0.0,
+            undefined=NO_CUT,
+        )
+    )
+    shortest: Min | None = reports(
+        Metric(
+            key="episode/terminated_length_min",
+            number=929,
+            unit="steps",
+            question="How short was the shortest episode that ended by itself?",
+            low=0.0,
+            undefined=NO_END,
+        )
+    )
+    longest: Max | None = reports(
+        Metric(
+            key="episode/terminated_length_max",
+            number=930,
+            unit="steps",
+            question="How long was the longest episode that ended by itself? As long as the time limit, it was probably cut off.",
+            low=0.0,
+            undefined=NO_END,
+        )
+    )
+
+
+@torch.inference_mode()
+def episode_ends(
+    ended: Tensor, terminated: Tensor, lengths: Sequence[int], *, valid: Tensor | None = None
+) -> EpisodeEnds:
+    """How many episodes of a rollout were cut off, and how long those of either kind were.
+
+    Args:
+        ended, terminated: [T, B] bool.
+        lengths: of the episodes in the order in which they ended, those of one step by environment. Where there are more or
+            fewer than `ended` says, nobody knows which is which, and lengths are left out.
+        valid: bool, same shape; None where every entry is.
+    """
+    same_shape(ended=ended, terminated=terminated, valid=valid)
+    over = ended.bool() if valid is None else ended.bool() & valid.bool()
+    cut = over & ~terminated.bool()
+    share = Mean(cut.sum().double(), over.sum().double())
+    if not lengths:
+        return EpisodeEnds(share)
+    place = over.flatten().cumsum(0) - 1
+    known = torch.tensor(lengths, dtype=torch.float64, device=ended.device)
+    steps = known[place.clamp(0, len(known) - 1)].view_as(over)
+    told = over & (place[-1] + 1 == len(known))
+    by_limit, by_itself = told & cut, told & ~cut
+    return EpisodeEnds(
+        share,
+        shortest_cut=Min(torch.where(by_limit, steps, torch.inf).amin()),
+        longest_cut=Max(torch.where(by_limit, steps, -torch.inf).amax()),
+        shortest=Min(torch.where(by_itself, steps, torch.inf).amin()),
+        longest=Max(torch.where(by_itself, steps, -torch.inf).amax()),
+    )

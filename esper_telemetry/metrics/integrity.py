@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_telemetry.conversion import ArrayLike, as_mask, as_tensor, as_tensors, by_head, masks_by_head
-from esper_telemetry.group import Max, Mean, MetricGroup, Sum, reports
-from esper_telemetry.metric import Metric
-from esper_telemetry.metrics.masking import keep, rows_of, same_shape, sample, where_any
-from esper_telemetry.record import Level
-from esper_telemetry.reduction import Array, Reduction, Slot, Statistic
+from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor, as_tensors, by_head, masks_by_head
+from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.record import Level
+from esper_telemetry.core.reduction import Array, Max, Mean, Reduction, Slot, Statistic, Sum
+from esper_telemetry.metrics.actions import keep, rows_of, same_shape, sample, where_any
 
 
 @dataclass(frozen=True, slots=True)

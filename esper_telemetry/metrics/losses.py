@@ -9,12 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from esper_telemetry.conversion import ArrayLike, as_mask, as_tensor
-from esper_telemetry.group import Mean, MetricGroup, Sum, reports
-from esper_telemetry.metric import Metric
-from esper_telemetry.metrics.masking import same_shape, sample
+from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
+from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.record import Level
+from esper_telemetry.core.reduction import Mean, Sum
+from esper_telemetry.metrics.actions import same_shape, sample
 from esper_telemetry.metrics.ratio import EXP_LIMIT
-from esper_telemetry.record import Level
 
 NO_ROWS = "no finite loss"
 

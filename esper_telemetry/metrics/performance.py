@@ -8,9 +8,11 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from esper_telemetry.derived import Array, Derived
-from esper_telemetry.group import Max, Metric, MetricGroup, label, reports
-from esper_telemetry.record import Level, SinkLag
+from esper_telemetry.core.derived import Array, Derived
+from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.record import Level, SinkLag
+from esper_telemetry.core.reduction import Max
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from esper_telemetry.events import EpisodeEnd, UpdateEnd
-from esper_telemetry.hooks import Hooks
+from esper_telemetry.events import EpisodeEnd, Hooks, UpdateEnd
 from esper_telemetry.ppo.chance import generator_states, restore_generators
 from esper_telemetry.ppo.companions import Companions
 from esper_telemetry.ppo.ranks import Ranks
@@ -39,7 +38,7 @@ OWN = ("normalizers", "generator", "collector", "generators", "companions")
 _logger = logging.getLogger("esper_telemetry")
 
 
-class Run(Protocol):
+class RunState(Protocol):
     """What has checkpoints: a trainer, or a policy that does not learn at work."""
 
     hooks: Hooks
@@ -63,7 +62,7 @@ class Checkpoints:
         every: environment steps between two.
     """
 
-    def __init__(self, trainer: Run, directory: str | Path, *, every: int) -> None:
+    def __init__(self, trainer: RunState, directory: str | Path, *, every: int) -> None:
         self.latest, self.best = Path(directory) / "latest.pt", Path(directory) / "best.pt"
         self._trainer, self._every = trainer, every
         self._due, self._highest = trainer.env_steps + every, -math.inf
@@ -133,7 +132,7 @@ def state_of(trainer: PPO) -> dict[str, Any]:
     }
 
 
-def save(trainer: Run, path: str | Path) -> Path:
+def save(trainer: RunState, path: str | Path) -> Path:
     """Writes a checkpoint; a reader finds the old file or the new one, never a part.
 
     Every rank calls it, and the first one writes.
@@ -144,7 +143,7 @@ def save(trainer: Run, path: str | Path) -> Path:
     return Path(path)
 
 
-def gathered(trainer: Run) -> dict[str, Any] | None:
+def gathered(trainer: RunState) -> dict[str, Any] | None:
     """The state of a trainer with what the other ranks have for themselves; None on all ranks but the first."""
     state = trainer.state_dict()
     found = trainer.ranks.gather({name: state[name] for name in OWN if name in state} if trainer.ranks.rank else {})

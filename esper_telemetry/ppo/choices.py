@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from esper_telemetry.environments.observations import Layout
-from esper_telemetry.environments.protocol import Task
+from esper_telemetry.ppo.environments.observations import ObservationLayout
+from esper_telemetry.ppo.environments.protocol import Task
 from esper_telemetry.ppo.heads import Sampler
 from esper_telemetry.ppo.inference import tensors
 from esper_telemetry.ppo.policy import ActorCritic, Tensors, add
@@ -97,7 +97,7 @@ class Choices:
     def _squashed(self, actions: dict[str, Array]) -> dict[str, Array]:
         return actions | {name: squash.as_numpy(actions[name]) for name, squash in self._squashes.items()}
 
-    def check_finite(self, observations: Array, layout: Layout) -> None:
+    def check_finite(self, observations: Array, layout: ObservationLayout) -> None:
         """Raises FloatingPointError, naming the first, where an observation [T, B, ...] left no finite scores."""
         for name, scores in self._scores.items():
             if not np.isfinite(scores).all():

@@ -14,18 +14,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from esper_telemetry.environments.observations import layout_of
-from esper_telemetry.environments.protocol import Masked, Saveable, Step, VectorEnvironment
 from esper_telemetry.ppo.chance import new_seed
 from esper_telemetry.ppo.choices import Choices
+from esper_telemetry.ppo.environments.observations import layout_of
+from esper_telemetry.ppo.environments.protocol import Masked, Saveable, Step, VectorEnvironment
 from esper_telemetry.ppo.episodes import EpisodeCounter
 from esper_telemetry.ppo.estimates import Final, estimate, remember
 from esper_telemetry.ppo.inference import Acting, acting, tensor
-from esper_telemetry.ppo.memory import Memory
+from esper_telemetry.ppo.memory import LSTMMemory
 from esper_telemetry.ppo.normalizer import PLAIN, Normalizers
 from esper_telemetry.ppo.policy import ActorCritic
 from esper_telemetry.ppo.processor_clock import EVERY, FIRST, ProcessorClock
-from esper_telemetry.ppo.rollout import Recurrence, Rollout
+from esper_telemetry.ppo.rollout import Rollout, RolloutRecurrence
 
 Array = npt.NDArray[Any]
 Resets = Callable[[Array], Array]
@@ -71,7 +71,7 @@ class Collector:
         self._terminated, self._truncated, self._valid = (np.zeros(shape, bool) for _ in range(3))
         self._fresh = np.zeros((num_steps + 1, env.num_envs), bool)
         self._finals: list[Final] = []
-        self._memories = {name: Memory(core, *shape) for name, core in policy.cores().items()}
+        self._memories = {name: LSTMMemory(core, *shape) for name, core in policy.cores().items()}
         self._raw = np.zeros_like(self._observations) if normalizers.observations else self._observations
         self._normalize: Callable[[Array], Array] | None = None
         self._raw[-1] = env.reset(seed)
@@ -191,8 +191,8 @@ class Collector:
         )
         return self._normalizers.finish(rollout, tensor(self._raw[:-1], device))
 
-    def _recurrence(self, valid: Array | None, device: torch.device) -> Recurrence | None:
+    def _recurrence(self, valid: Array | None, device: torch.device) -> RolloutRecurrence | None:
         if not self._memories:
             return None
         states = {name: tensor(memory.before, device) for name, memory in self._memories.items()}
-        return Recurrence(states, self._fresh[:-1], tensor(self._memories["actor"].after, device), valid)
+        return RolloutRecurrence(states, self._fresh[:-1], tensor(self._memories["actor"].after, device), valid)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esper_telemetry.ppo.inference import Acting
-from esper_telemetry.ppo.memory import Memory
+from esper_telemetry.ppo.memory import LSTMMemory
 
 Array = npt.NDArray[Any]
 
@@ -23,7 +23,7 @@ class Final(NamedTuple):
 
 
 def estimate(
-    acting: Acting, observations: Array, terminated: Array, finals: Sequence[Final], memory: Memory | None
+    acting: Acting, observations: Array, terminated: Array, finals: Sequence[Final], memory: LSTMMemory | None
 ) -> tuple[Array, Array]:
     """Values [T, B] of the states acted in, and of those that followed, 0 after termination.
 
@@ -46,14 +46,14 @@ def estimate(
     return values[:-1], next_values
 
 
-def decoded(acting: Acting, memory: Memory) -> Array:
+def decoded(acting: Acting, memory: LSTMMemory) -> Array:
     """Features [T, B, F] of a rollout from what the core gave."""
     assert acting.critic.decode is not None
     outputs = memory.outputs
     return acting.critic.decode(outputs.reshape(-1, outputs.shape[-1])).reshape(*outputs.shape[:2], -1)
 
 
-def for_limits(acting: Acting, next_values: Array, finals: Sequence[Final], memory: Memory | None) -> None:
+def for_limits(acting: Acting, next_values: Array, finals: Sequence[Final], memory: LSTMMemory | None) -> None:
     """Writes to [T, B] the values of the states in which a limit ended an episode."""
     if not finals:
         return
@@ -64,7 +64,7 @@ def for_limits(acting: Acting, next_values: Array, finals: Sequence[Final], memo
     next_values[times, rows] = acting.value(features)
 
 
-def remember(acting: Acting, observations: Array, memory: Memory, fresh: Array) -> None:
+def remember(acting: Acting, observations: Array, memory: LSTMMemory, fresh: Array) -> None:
     """Moves the critic's own memory through a rollout: observations [T + 1, B, ...], begins without memory [T + 1, B]."""
     assert acting.critic.advance is not None
     steps = len(memory.after)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper_telemetry.environments.protocol import Environment
+from esper_telemetry.ppo.environments.protocol import Environment
 from esper_telemetry.ppo.gathering import collector_for
 from esper_telemetry.ppo.normalizer import Normalizers
 from esper_telemetry.ppo.policy import ActorCritic

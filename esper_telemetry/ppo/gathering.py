@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from esper_telemetry.environments.protocol import Environment, TensorEnvironment
-from esper_telemetry.environments.tensor import on_host
-from esper_telemetry.hooks import Hooks
+from esper_telemetry.events import Hooks
 from esper_telemetry.ppo.collector import Collector
+from esper_telemetry.ppo.environments.protocol import Environment, TensorEnvironment
+from esper_telemetry.ppo.environments.tensor import on_host
 from esper_telemetry.ppo.normalizer import Normalizers
 from esper_telemetry.ppo.policy import ActorCritic
 from esper_telemetry.ppo.tensor_collector import TensorCollector

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.environments.protocol import ActionSpec
 from esper_telemetry.ppo.config import LOG_STD_RANGE
-from esper_telemetry.ppo.heads import Array, Head, Sampler
+from esper_telemetry.ppo.environments.protocol import ActionSpec
+from esper_telemetry.ppo.heads import Array, PolicyHead, Sampler
 from esper_telemetry.ppo.squash import Squash, bounds_of
 
 HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
@@ -24,7 +24,7 @@ NEAR_BOUND = math.atanh(0.99)
 """A squashed action never reaches its bounds; from 99 % of the way it counts as if it did."""
 
 
-class Gaussian(Head):
+class Gaussian(PolicyHead):
     """`size` real numbers, independent; scores are means, the standard deviation does not depend on the state.
 
     Squashed, its log-probability is that of tanh(u) in (-1, 1). Its entropy is always that of the Gaussian itself, before
@@ -92,7 +92,7 @@ class StateDependentGaussian(Gaussian):
     """The same with a standard deviation for every state; scores are means, then log standard deviations, [N, 2 size]."""
 
     def __init__(self, features: int, spec: ActionSpec, log_std: float, squash: Squash | None = None) -> None:
-        Head.__init__(self, features, spec.size, width=2 * spec.size)
+        PolicyHead.__init__(self, features, spec.size, width=2 * spec.size)
         nn.init.constant_(self.linear.bias[spec.size :], log_std)
         self._bound(spec, squash)
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper_telemetry.ops import mask_logits
+from esper_telemetry.core.tensors import mask_logits
 from esper_telemetry.ppo.squash import Squash
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -23,7 +23,7 @@ Sampler: TypeAlias = Callable[[Array, Array], Array]
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 
 
-class Head(nn.Module):
+class PolicyHead(nn.Module):
     """A linear layer from trunk features to scores, and the distribution over actions that the scores stand for.
 
     Args:
@@ -82,7 +82,7 @@ class Head(nn.Module):
         raise NotImplementedError
 
 
-class Categorical(Head):
+class Categorical(PolicyHead):
     """One of `size` choices; scores are logits."""
 
     kind = "categorical"

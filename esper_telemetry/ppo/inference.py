@@ -28,7 +28,7 @@ MOST_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Trunk:
+class PolicyTrunk:
     """A trunk on the host.
 
     Attributes:
@@ -60,8 +60,8 @@ class Acting:
         value: features [..., F] to values [...].
     """
 
-    actor: Trunk
-    critic: Trunk
+    actor: PolicyTrunk
+    critic: PolicyTrunk
     scores: Callable[[Array], dict[str, Array]]
     value: Callable[[Array], Array]
 
@@ -102,11 +102,11 @@ def in_torch(policy: ActorCritic) -> Acting:
     return Acting(actor, critic, scores, value)
 
 
-def numpy_trunk(trunk: nn.Module) -> Trunk:
+def numpy_trunk(trunk: nn.Module) -> PolicyTrunk:
     """A trunk in NumPy."""
     if isinstance(trunk, RecurrentTrunk):
-        return Trunk(numpy_network(trunk.encoder), trunk.core.as_numpy(), trunk.decoder.as_numpy())
-    return Trunk(numpy_network(trunk))
+        return PolicyTrunk(numpy_network(trunk.encoder), trunk.core.as_numpy(), trunk.decoder.as_numpy())
+    return PolicyTrunk(numpy_network(trunk))
 
 
 def numpy_network(network: nn.Module) -> Network:
@@ -114,11 +114,11 @@ def numpy_network(network: nn.Module) -> Network:
     return network.as_numpy() if isinstance(network, MLP) else torch_network(network, torch.device("cpu"))
 
 
-def torch_trunk(trunk: nn.Module, context: Context = nullcontext) -> Trunk:
+def torch_trunk(trunk: nn.Module, context: Context = nullcontext) -> PolicyTrunk:
     """A trunk in torch, on its device."""
     device = next(trunk.parameters()).device
     if not isinstance(trunk, RecurrentTrunk):
-        return Trunk(torch_network(trunk, device, context))
+        return PolicyTrunk(torch_network(trunk, device, context))
     core = trunk.core
 
     @torch.no_grad()
@@ -129,7 +129,7 @@ def torch_trunk(trunk: nn.Module, context: Context = nullcontext) -> Trunk:
         return array
 
     encode, decode = (torch_network(network, device, context) for network in (trunk.encoder, trunk.decoder))
-    return Trunk(encode, advance, decode)
+    return PolicyTrunk(encode, advance, decode)
 
 
 def torch_network(network: nn.Module, device: torch.device, context: Context = nullcontext) -> Network:

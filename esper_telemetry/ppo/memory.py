@@ -12,7 +12,7 @@ from esper_telemetry.ppo.recurrent import Core
 Array = npt.NDArray[Any]
 
 
-class Memory:
+class LSTMMemory:
     """What a trunk remembers of the episodes that are open.
 
     Attributes:

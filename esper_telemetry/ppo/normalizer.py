@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.environments.observations import Layout, Rows, layout_of
-from esper_telemetry.environments.protocol import Task
 from esper_telemetry.events import Scale
 from esper_telemetry.ppo.config import PPOConfig
+from esper_telemetry.ppo.environments.observations import ObservationLayout, Rows, layout_of
+from esper_telemetry.ppo.environments.protocol import Task
 from esper_telemetry.ppo.ranks import ALONE, Ranks
 from esper_telemetry.ppo.rollout import Rollout
 from esper_telemetry.ppo.scan import running_sums
@@ -29,7 +29,7 @@ Array = npt.NDArray[Any]
 EPSILON, LIMIT = 1e-8, 10.0  # as in Stable-Baselines3 and Gymnasium
 
 
-class Moments(nn.Module):
+class RunningMoments(nn.Module):
     """Mean and (population) variance of all rows seen, in float64; 0 and 1 before the first.
 
     Saved and loaded as buffers: `mean`, `variance` and `count`.
@@ -66,7 +66,7 @@ class Moments(nn.Module):
         return (self.variance + EPSILON).sqrt().float()
 
 
-class ObservationNormalizer(Moments):
+class ObservationNormalizer(RunningMoments):
     """Observations less their mean, divided by their standard deviation, cut at ±10."""
 
     def forward(self, observations: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class ObservationNormalizer(Moments):
 class VectorNormalizer(ObservationNormalizer):
     """The same for the vectors among observations of several parts; one-hot choices and images stay as they are."""
 
-    def __init__(self, layout: Layout, ranks: Ranks = ALONE) -> None:
+    def __init__(self, layout: ObservationLayout, ranks: Ranks = ALONE) -> None:
         super().__init__((layout.vectors,), ranks)
         self._layout = layout
 
@@ -139,7 +139,7 @@ class RewardNormalizer(nn.Module):
     def __init__(self, num_envs: int, gamma: float, ranks: Ranks = ALONE) -> None:
         super().__init__()
         self.gamma = gamma
-        self.moments = Moments((), ranks)
+        self.moments = RunningMoments((), ranks)
         self.register_buffer("sums", torch.zeros(num_envs, dtype=torch.float64))
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ from esper_telemetry.ppo.rollout import Batch
 from esper_telemetry.ppo.steps import UpdateSteps
 
 
-class Result(NamedTuple):
+class ObjectiveResult(NamedTuple):
     """What the policy says of a minibatch now.
 
     Attributes:
@@ -29,7 +29,7 @@ class Result(NamedTuple):
     losses: Mapping[str, Tensor]
 
 
-class Leaves(NamedTuple):
+class ObjectiveLeaves(NamedTuple):
     """Trunk outputs [N, F] that the losses are computed from."""
 
     actor: Tensor
@@ -37,8 +37,8 @@ class Leaves(NamedTuple):
 
 
 def objective(
-    policy: ActorCritic, steps: UpdateSteps, batch: Batch, leaves: Leaves, *, clip: float, bonus: bool
-) -> Result:
+    policy: ActorCritic, steps: UpdateSteps, batch: Batch, leaves: ObjectiveLeaves, *, clip: float, bonus: bool
+) -> ObjectiveResult:
     """The losses of a minibatch as functions of the trunk outputs; the entropy only where there is a bonus for it."""
     scores = steps.scores(policy.scores(leaves.actor))
     normalized = policy.normalize(scores, batch.action_masks)
@@ -51,4 +51,4 @@ def objective(
     }
     if bonus:
         losses["entropy"] = steps.entropy_loss(policy.entropy(normalized, batch.relevance))
-    return Result(log_ratio, values, scores, log_probs, losses)
+    return ObjectiveResult(log_ratio, values, scores, log_probs, losses)

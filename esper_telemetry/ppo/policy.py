@@ -11,13 +11,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.environments.observations import Layout
-from esper_telemetry.environments.protocol import ActionSpec
 from esper_telemetry.ppo.compiled import compiled
 from esper_telemetry.ppo.config import PPOConfig
-from esper_telemetry.ppo.encoders import Encoded
+from esper_telemetry.ppo.encoders.observation import Encoded
+from esper_telemetry.ppo.environments.observations import ObservationLayout
+from esper_telemetry.ppo.environments.protocol import ActionSpec
 from esper_telemetry.ppo.gaussian import Gaussian, make_gaussian
-from esper_telemetry.ppo.heads import Categorical, Head, orthogonal
+from esper_telemetry.ppo.heads import Categorical, PolicyHead, orthogonal
 from esper_telemetry.ppo.mlp import MLP
 from esper_telemetry.ppo.recurrent import Core, RecurrentTrunk
 from esper_telemetry.ppo.sequences import Grid
@@ -44,10 +44,12 @@ class ActorCritic(nn.Module):
     """
 
     def __init__(
-        self, observations: tuple[int, ...] | Layout, actions: Mapping[str, ActionSpec], config: PPOConfig
+        self, observations: tuple[int, ...] | ObservationLayout, actions: Mapping[str, ActionSpec], config: PPOConfig
     ) -> None:
         super().__init__()
-        layout = observations if isinstance(observations, Layout) else Layout(math.prod(observations))
+        layout = (
+            observations if isinstance(observations, ObservationLayout) else ObservationLayout(math.prod(observations))
+        )
         self.precision = config.precision
         self.actor = make_trunk(layout, config)
         self.critic = None if config.shared_trunk else make_trunk(layout, config)
@@ -130,7 +132,7 @@ class ActorCritic(nn.Module):
         """Per Gaussian head whose standard deviation does not depend on the state its logarithm [D], copied."""
         return {name: head.log_std.detach().clone() for name, head in self._constant.items()}
 
-    def head(self, name: str) -> Head:
+    def head(self, name: str) -> PolicyHead:
         """The head that chooses that part of the action."""
         return self._head[name]
 
@@ -156,7 +158,7 @@ class ActorCritic(nn.Module):
             raise FloatingPointError(f"the policy's weights are not finite after this update, {name} first")
 
 
-def make_head(part: str, spec: ActionSpec, features: int, config: PPOConfig) -> Head:
+def make_head(part: str, spec: ActionSpec, features: int, config: PPOConfig) -> PolicyHead:
     """The head for one part of an action; raises ValueError for a continuous one that cannot be squashed."""
     if spec.kind == "categorical":
         return Categorical(features, spec.size)
@@ -173,7 +175,7 @@ def add(terms: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def make_trunk(layout: Layout, config: PPOConfig) -> Trunk:
+def make_trunk(layout: ObservationLayout, config: PPOConfig) -> Trunk:
     """A trunk as the config names it: hidden layers, or for a recurrent policy encoder, memory and decoder."""
     if config.policy == "mlp":
         return make_layers(layout, config.hidden_sizes, config.activation)
@@ -182,7 +184,7 @@ def make_trunk(layout: Layout, config: PPOConfig) -> Trunk:
     return RecurrentTrunk(encoder, core, MLP(config.lstm_size, config.hidden_sizes, config.activation))
 
 
-def make_layers(layout: Layout, sizes: Sequence[int], activation: str) -> MLP | Encoded:
+def make_layers(layout: ObservationLayout, sizes: Sequence[int], activation: str) -> MLP | Encoded:
     """Hidden layers that read observations, behind encoders where images are among them."""
     if layout.images:
         return Encoded(layout, sizes, activation)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.ppo.encoders import Encoded
+from esper_telemetry.ppo.encoders.observation import Encoded
 from esper_telemetry.ppo.mlp import MLP
 from esper_telemetry.ppo.sequences import PARTS, Grid
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from esper_telemetry.policy_replay import Activations, Copy, Outputs, StateGradients
+from esper_telemetry.events import Activations, Copy, Outputs, StateGradients
 from esper_telemetry.ppo.mlp import MLP
 from esper_telemetry.ppo.policy import ActorCritic, Tensors
 from esper_telemetry.ppo.recurrent import RecurrentTrunk
@@ -28,7 +28,7 @@ PART = 512
 """Transitions that are enough to tell how layers respond (Moalla 2024)."""
 
 
-class RolloutReplay:
+class TrainerReplay:
     """A `Replay` of the bundled trainer.
 
     Args:

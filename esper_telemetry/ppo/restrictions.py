@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from esper_telemetry.environments.protocol import ActionSpec
+from esper_telemetry.ppo.environments.protocol import ActionSpec
 
 Array = npt.NDArray[Any]
 

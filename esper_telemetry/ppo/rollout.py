@@ -18,7 +18,7 @@ Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Recurrence:
+class RolloutRecurrence:
     """What a rollout with memory must tell in addition; flags are on the host.
 
     Attributes:
@@ -94,7 +94,7 @@ class Rollout:
     action_masks: Mapping[str, Tensor] = field(default_factory=dict)
     relevance: Mapping[str, Tensor] = field(default_factory=dict)
     scores: Mapping[str, Tensor] = field(default_factory=dict)
-    recurrence: Recurrence | None = None
+    recurrence: RolloutRecurrence | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from esper_telemetry.environments.morphogenesis import SCRIPTS, Morphogenesis, Script
-from esper_telemetry.environments.protocol import TensorStep
 from esper_telemetry.events import EpisodeEnd, RunStart, UpdateEnd
+from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
+from esper_telemetry.lab.morphogenesis.policies import SCRIPTS, ScriptedController
 from esper_telemetry.ppo import checkpoint
 from esper_telemetry.ppo.companions import Companions
 from esper_telemetry.ppo.config import PPOConfig, require
+from esper_telemetry.ppo.environments.protocol import TensorStep
 from esper_telemetry.ppo.episodes import EpisodeCounter
 from esper_telemetry.ppo.ranks import Ranks
 
@@ -43,7 +44,7 @@ class ScriptedRun:
         self.hooks, self.companions, self.ranks = env.hooks, Companions(), Ranks.current()
         self.env_steps = self.updates = 0
         seed = self.ranks.seed(config.seed)
-        self._choose: Script = SCRIPTS[config.policy](seed)
+        self._choose: ScriptedController = SCRIPTS[config.policy](seed)
         self._episodes = EpisodeCounter(env.num_envs)
         self._stopping = False
         env.reset(seed)

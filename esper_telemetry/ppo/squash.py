@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper_telemetry.environments.protocol import ActionSpec
+from esper_telemetry.ppo.environments.protocol import ActionSpec
 
 Array = npt.NDArray[Any]
 

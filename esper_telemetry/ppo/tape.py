@@ -10,13 +10,13 @@ from torch import Tensor
 
 from esper_telemetry.events import NONE, BackwardsEnd, MinibatchesEnd
 from esper_telemetry.ppo.config import PPOConfig
-from esper_telemetry.ppo.objective import Result
+from esper_telemetry.ppo.objective import ObjectiveResult
 from esper_telemetry.ppo.policy import ActorCritic
 from esper_telemetry.ppo.rollout import Batch
 from esper_telemetry.ppo.telling import describe
 
 
-class Kept(NamedTuple):
+class StepTensors(NamedTuple):
     """What is kept of minibatches, of one after the other.
 
     Attributes:
@@ -64,7 +64,7 @@ class Tape:
         epochs, names, norms = zip(*self._norms, strict=True)
         return BackwardsEnd(epochs, names, norms, parameters, config.max_grad_norm)
 
-    def add(self, epoch: int, batch: Batch, result: Result, log_ratio: Tensor) -> None:
+    def add(self, epoch: int, batch: Batch, result: ObjectiveResult, log_ratio: Tensor) -> None:
         """The next minibatch, of which this is the log-ratio [N], detached: nothing is kept of its graph."""
         parts = detached(result.head_log_probs) if batch.head_log_probs else NONE
         self._kept.append(
@@ -79,7 +79,7 @@ class Tape:
         """All minibatches since the tape was cleared; None where there are none."""
         if not self._kept:
             return None
-        kept = Kept(*zip(*self._kept, strict=True))
+        kept = StepTensors(*zip(*self._kept, strict=True))
         masks, counts = joined(kept.action_masks), tuple(map(len, kept.log_ratio))
         described = describe(self._policy, joined(kept.scores), masks)
         constant = {head: _by_row([spread[head] for spread in kept.log_std], counts) for head in kept.log_std[0]}
@@ -116,7 +116,7 @@ def joined(
     return {name: join([column[name] for column in columns]) for name in columns[0]}
 
 
-def _head_log_ratios(kept: Kept) -> dict[str, Tensor]:
+def _head_log_ratios(kept: StepTensors) -> dict[str, Tensor]:
     """Log-ratio [R] of each head, 0 where it is irrelevant; empty where there is one head."""
     if not kept.old_log_probs[0]:
         return {}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.events import MinibatchEnd, RecurrentForward, RolloutEnd
-from esper_telemetry.ppo.objective import Result
+from esper_telemetry.ppo.objective import ObjectiveResult
 from esper_telemetry.ppo.policy import ActorCritic
 from esper_telemetry.ppo.recurrent import RecurrentTrunk
 from esper_telemetry.ppo.rollout import Batch, Rollout
@@ -62,7 +62,7 @@ def recurrent_event(policy: ActorCritic, rollout: Rollout, envs: int) -> Recurre
 
 
 def minibatch_event(
-    batch: Batch, place: tuple[int, int], result: Result, policy: ActorCritic, losses: Mapping[str, Tensor]
+    batch: Batch, place: tuple[int, int], result: ObjectiveResult, policy: ActorCritic, losses: Mapping[str, Tensor]
 ) -> MinibatchEnd:
     """The event of the minibatch of pass `place[0]`, optimizer step `place[1]`."""
     descriptions = describe(policy, result.scores, batch.action_masks)
@@ -85,7 +85,7 @@ def minibatch_event(
     )
 
 
-def head_log_ratios(batch: Batch, result: Result) -> dict[str, Tensor]:
+def head_log_ratios(batch: Batch, result: ObjectiveResult) -> dict[str, Tensor]:
     """Log-ratio [N] of each head, 0 where it is irrelevant; empty where there is one head."""
     return {name: result.head_log_probs[name].detach() - old for name, old in batch.head_log_probs.items()}
 

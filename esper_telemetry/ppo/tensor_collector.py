@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper_telemetry.environments.protocol import Masked, Saveable, TensorEnvironment, TensorStep
-from esper_telemetry.ops import mask_logits
+from esper_telemetry.core.tensors import mask_logits
 from esper_telemetry.ppo.chance import new_seed
 from esper_telemetry.ppo.choices import Chosen, chosen
+from esper_telemetry.ppo.environments.protocol import Masked, Saveable, TensorEnvironment, TensorStep
 from esper_telemetry.ppo.episodes import EpisodeCounter
 from esper_telemetry.ppo.normalizer import PLAIN, Normalizers
 from esper_telemetry.ppo.policy import ActorCritic
 from esper_telemetry.ppo.processor_clock import EVERY, FIRST, ProcessorClock
 from esper_telemetry.ppo.recurrent import RecurrentTrunk
 from esper_telemetry.ppo.restrictions import on_device, restrictors
-from esper_telemetry.ppo.rollout import Recurrence, Rollout
+from esper_telemetry.ppo.rollout import Rollout, RolloutRecurrence
 
 Resets = Callable[[Any], Any]
 
@@ -199,11 +199,11 @@ class TensorCollector:
             self._states = kept
             next_values[t] = torch.where(cut[t], self.policy.values(features[-1]), next_values[t])
 
-    def _recurrence(self, course: Course) -> Recurrence | None:
+    def _recurrence(self, course: Course) -> RolloutRecurrence | None:
         if not course.states:
             return None
         fresh = torch.stack(course.fresh).cpu().numpy()
-        return Recurrence(course.states, fresh, torch.stack(course.after["actor"]), None)
+        return RolloutRecurrence(course.states, fresh, torch.stack(course.after["actor"]), None)
 
 
 class Course:

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper_telemetry import ops
-from esper_telemetry.environments.observations import layout_of
-from esper_telemetry.environments.protocol import Environment, Task
+from esper_telemetry.core import tensors as ops
 from esper_telemetry.events import (
     AfterUpdate,
     BackwardEnd,
@@ -38,14 +36,16 @@ from esper_telemetry.ppo.backward import backward_losses, backward_trunks, gradi
 from esper_telemetry.ppo.companions import Companions
 from esper_telemetry.ppo.compiled import compiled, require_compiler
 from esper_telemetry.ppo.config import POLICIES, PPOConfig, require
+from esper_telemetry.ppo.environments.observations import layout_of
+from esper_telemetry.ppo.environments.protocol import Environment, Task
 from esper_telemetry.ppo.evaluation import Evaluation, evaluate
 from esper_telemetry.ppo.freed_memory import keep_freed_memory
 from esper_telemetry.ppo.gathering import collector_for, hooks_of
 from esper_telemetry.ppo.normalizer import normalizers_for
-from esper_telemetry.ppo.objective import Leaves, Result, objective
+from esper_telemetry.ppo.objective import ObjectiveLeaves, ObjectiveResult, objective
 from esper_telemetry.ppo.policy import ActorCritic, add
 from esper_telemetry.ppo.ranks import Ranks
-from esper_telemetry.ppo.replay import RolloutReplay
+from esper_telemetry.ppo.replay import TrainerReplay
 from esper_telemetry.ppo.rollout import Batch, Rollout, flatten
 from esper_telemetry.ppo.schedules import STOP_FACTOR, adapted_rate, entropy_coef, learning_rate, mean_kl
 from esper_telemetry.ppo.shards import shard_gradients
@@ -265,12 +265,12 @@ class PPO:
                 break
         return epoch + 1
 
-    def _replay(self, rollout: Rollout, batch: Batch, returns: Tensor) -> RolloutReplay | None:
+    def _replay(self, rollout: Rollout, batch: Batch, returns: Tensor) -> TrainerReplay | None:
         """The rollout for hooks that want to show it to the policy once more; None where there are none."""
         if not (self.hooks.wants(BeforeUpdate) or self.hooks.wants(AfterUpdate)):
             return None
         envs = max(1, self.env.num_envs // self.config.num_minibatches)
-        return RolloutReplay(self.policy, rollout, batch, returns, loss=self._loss_of_actor, envs=envs)
+        return TrainerReplay(self.policy, rollout, batch, returns, loss=self._loss_of_actor, envs=envs)
 
     def _loss_of_actor(self, batch: Batch, actor: Tensor) -> Tensor:
         """The part of the loss that depends on the actor's trunk, 0-d, from its outputs [N, F]."""
@@ -327,10 +327,10 @@ class PPO:
 
         return shard_gradients(batch, count, loss, list(self._parameters.values()))
 
-    def _losses(self, batch: Batch, actor: Tensor, critic: Tensor) -> Result:
+    def _losses(self, batch: Batch, actor: Tensor, critic: Tensor) -> ObjectiveResult:
         """The losses of a minibatch as functions of the trunk outputs; the entropy only where it counts."""
         bonus = self._coefficients["entropy"] > 0
-        leaves = Leaves(actor, critic)
+        leaves = ObjectiveLeaves(actor, critic)
         return self._objective(self.policy, self.steps, batch, leaves, clip=self.config.clip, bonus=bonus)
 
     def _descend(self, epoch: int, step: int, rows: int) -> None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from esper_telemetry.policy_replay import StateGradients
+from esper_telemetry.events import StateGradients
 from esper_telemetry.ppo.policy import ActorCritic
 from esper_telemetry.ppo.recurrent import Core, RecurrentTrunk
 from esper_telemetry.ppo.rollout import Batch, Rollout

@@ -13,31 +13,52 @@ opened.
     "wandb:walker?mode=offline"           any of these as text
 """
 
-from esper_telemetry.sinks.console import ConsoleSink
-from esper_telemetry.sinks.function import FunctionSink
-from esper_telemetry.sinks.mlflow import MLflowSink
-from esper_telemetry.sinks.prometheus import PrometheusSink
-from esper_telemetry.sinks.protocol import DeadClientError, PermanentSinkError, Place, PoisonRecordError, Sink
-from esper_telemetry.sinks.tensorboard import TensorBoardSink
-from esper_telemetry.sinks.uri import SinkLike, as_sink, as_sinks, known_sinks, register_sink, sink_from_uri
-from esper_telemetry.sinks.wandb import WandbSink
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "ConsoleSink",
-    "DeadClientError",
-    "FunctionSink",
-    "MLflowSink",
-    "PermanentSinkError",
-    "Place",
-    "PoisonRecordError",
-    "PrometheusSink",
-    "Sink",
-    "SinkLike",
-    "TensorBoardSink",
-    "WandbSink",
-    "as_sink",
-    "as_sinks",
-    "known_sinks",
-    "register_sink",
-    "sink_from_uri",
-]
+from esper_telemetry.core.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from esper_telemetry.sinks.console import ConsoleSink as ConsoleSink
+    from esper_telemetry.sinks.mlflow.sink import MLflowSink as MLflowSink
+    from esper_telemetry.sinks.prometheus import PrometheusSink as PrometheusSink
+    from esper_telemetry.sinks.protocol import DeadClientError as DeadClientError
+    from esper_telemetry.sinks.protocol import FunctionSink as FunctionSink
+    from esper_telemetry.sinks.protocol import PermanentSinkError as PermanentSinkError
+    from esper_telemetry.sinks.protocol import Place as Place
+    from esper_telemetry.sinks.protocol import PoisonRecordError as PoisonRecordError
+    from esper_telemetry.sinks.protocol import Sink as Sink
+    from esper_telemetry.sinks.registry import SinkLike as SinkLike
+    from esper_telemetry.sinks.registry import as_sink as as_sink
+    from esper_telemetry.sinks.registry import as_sinks as as_sinks
+    from esper_telemetry.sinks.registry import known_sinks as known_sinks
+    from esper_telemetry.sinks.registry import register_sink as register_sink
+    from esper_telemetry.sinks.registry import sink_from_uri as sink_from_uri
+    from esper_telemetry.sinks.tensorboard.sink import TensorBoardSink as TensorBoardSink
+    from esper_telemetry.sinks.wandb.sink import WandbSink as WandbSink
+
+__all__, __getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "esper_telemetry.sinks.console": ("ConsoleSink",),
+        "esper_telemetry.sinks.mlflow.sink": ("MLflowSink",),
+        "esper_telemetry.sinks.prometheus": ("PrometheusSink",),
+        "esper_telemetry.sinks.protocol": (
+            "DeadClientError",
+            "FunctionSink",
+            "PermanentSinkError",
+            "Place",
+            "PoisonRecordError",
+            "Sink",
+        ),
+        "esper_telemetry.sinks.registry": (
+            "SinkLike",
+            "as_sink",
+            "as_sinks",
+            "known_sinks",
+            "register_sink",
+            "sink_from_uri",
+        ),
+        "esper_telemetry.sinks.tensorboard.sink": ("TensorBoardSink",),
+        "esper_telemetry.sinks.wandb.sink": ("WandbSink",),
+    },
+)

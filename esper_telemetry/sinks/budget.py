@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from esper_telemetry.record import Level, MetricInfo, Record, RunInfo, template_of
-from esper_telemetry.sinks.families import family_name, importance
+from esper_telemetry.core.record import Level, MetricInfo, Record, RunInfo, template_of
+from esper_telemetry.sinks.layout import family_name, importance
 from esper_telemetry.sinks.protocol import logger
 
 LAYER_LABEL = "{layer}"

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from esper_telemetry.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
-from esper_telemetry.sinks.progress import ProgressBar, fitting, plain_length
+from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
 from esper_telemetry.sinks.protocol import Place, check_options, require_package
+from esper_telemetry.sinks.text import ProgressBar, fitting, plain_length
 
 
 def make_console(*, piped_width: int | None = None, **settings: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from esper_telemetry.record import Histogram, Record
+from esper_telemetry.core.record import Histogram, Record
 
 
 def with_at_most(bins: int, histogram: Histogram) -> Histogram:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from esper_telemetry.record import RUN_FAILED, Alarm, AlarmEvent
+from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent
 from esper_telemetry.sinks.readme import safe
 
 MOST_ALARMS: Final = 1000
@@ -29,7 +29,7 @@ COLUMNS: Final = (
 
 
 @dataclass(slots=True)
-class Incidents:
+class IncidentCards:
     """The alarms of a run so far."""
 
     alarms: list[Alarm] = field(default_factory=list)
@@ -128,7 +128,7 @@ def _plain_incident(alarms: list[Alarm]) -> dict[str, Any]:
     cause = cause_of(alarms)
     lines = [
         {**dict(zip(COLUMNS, row, strict=True)), "since": alarm.since, "evidence": dict(alarm.evidence)}
-        for alarm, row in zip(alarms, Incidents(alarms).rows(), strict=True)
+        for alarm, row in zip(alarms, IncidentCards(alarms).rows(), strict=True)
     ]
     return {
         "incident": alarms[0].incident,

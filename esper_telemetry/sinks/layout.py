@@ -1,4 +1,7 @@
-"""A dashboard from the keys that were seen: sections by question, charts of numbers that share an axis, headlines first."""
+"""A dashboard from the keys that were seen: sections by question, charts of numbers that share an axis, headlines first.
+
+Families of metrics, by the first segment of their keys: what each is for, its x-axis, and who goes first.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,64 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from esper_telemetry.record import MetricInfo, RunInfo, template_of
-from esper_telemetry.sinks.families import FAMILIES, family_name, family_of, importance
+from esper_telemetry.core.record import MetricInfo, RunInfo, template_of
+
+
+class Family(NamedTuple):
+    """One family: the question it answers in a dashboard, and the axis its charts are drawn over."""
+
+    question: str
+    axis: str = "axis/update"
+
+
+FAMILIES = {
+    "alarm": Family("Is anything wrong?"),
+    "episode": Family("Is it learning?", axis="axis/env_step"),
+    "eval": Family("How good is it without exploring?", axis="axis/env_step"),
+    "policy": Family("Is the policy moving too far?"),
+    "value": Family("Is the critic useful?"),
+    "grad": Family("Who owns the gradient?"),
+    "integrity": Family("Does the update compute what it should?"),
+    "adv": Family("Do the advantages carry a signal?"),
+    "loss": Family("What is being minimised?"),
+    "numerics": Family("Are all numbers finite?"),
+    "lstm": Family("Does memory work?"),
+    "opt": Family("Are the optimizer's steps the right size?"),
+    "ret": Family("What must the critic predict?"),
+    "reward": Family("What does the environment pay?", axis="axis/env_step"),
+    "obs": Family("Does the policy see anything change?"),
+    "repr": Family("Can the network still learn?"),
+    "env": Family("What are the grown networks worth?", axis="axis/env_step"),
+    "seed": Family("Do seeds take root?"),
+    "host": Family("How well do the hosts learn?"),
+    "norm": Family("Do the normalisers keep up?"),
+    "buffer": Family("How old is the data?"),
+    "task": Family("How does the task go?", axis="axis/env_step"),
+    "train": Family("How fast is it?", axis="axis/env_step"),
+    "perf": Family("Where does the time go?", axis="axis/env_step"),
+    "telemetry": Family("How is telemetry itself?"),
+}
+"""The bundled families, most important first."""
+
+
+def family_name(key: str) -> str:
+    """The first segment of a key."""
+    return key.partition("/")[0]
+
+
+def family_of(key: str) -> Family:
+    """The family of a key; one made for it where the name is not ours."""
+    name = family_name(key)
+    return FAMILIES.get(name) or Family(f"Your own: {name}")
+
+
+def importance(key: str) -> int:
+    """Rank of the key's family, 0 first; a family that is not ours was added on purpose, so it leads."""
+    return RANKS.get(family_name(key), 0)
+
+
+RANKS = {name: rank for rank, name in enumerate(FAMILIES, start=1)}
+
 
 STATISTICS = frozenset(
     ["mean", "std", "min", "max", "first", "last", "absmax", "absmean", "median", "rms", "skew", "kurtosis"]
@@ -35,7 +94,7 @@ class Section(NamedTuple):
     charts: tuple[Chart, ...]
 
 
-class Place(NamedTuple):
+class PanelPlace(NamedTuple):
     """Keys with the same one share a chart: what they are about, and what they must have in common to share an axis.
 
     Attributes:
@@ -62,7 +121,7 @@ def sections(keys: Iterable[str], run: RunInfo) -> list[Section]:
 
 def charts(keys: Sequence[str], run: RunInfo) -> list[Chart]:
     """The charts of one family: each headline by itself, keys about the same thing together, leftovers of one bounded scale together."""
-    groups: dict[Place, list[str]] = defaultdict(list)
+    groups: dict[PanelPlace, list[str]] = defaultdict(list)
     for key in keys:
         groups[_place(key, run)].append(key)
     ranks = {key: rank for rank, key in enumerate(run.metrics)}
@@ -70,14 +129,14 @@ def charts(keys: Sequence[str], run: RunInfo) -> list[Chart]:
     return [Chart(_title(place, members, run), tuple(members)) for _, place, members in sorted(drawn, key=_order)]
 
 
-def _order(drawn: tuple[tuple[int, int, int], Place, list[str]]) -> tuple[tuple[int, int, int], list[str]]:
+def _order(drawn: tuple[tuple[int, int, int], PanelPlace, list[str]]) -> tuple[tuple[int, int, int], list[str]]:
     return drawn[0], drawn[2]
 
 
-def _place(key: str, run: RunInfo) -> Place:
+def _place(key: str, run: RunInfo) -> PanelPlace:
     info = described(key, run)
     headline = template_of(key, run.metrics) if info.headline else ""
-    return Place(headline, headline or subject(key, run.metrics), info.unit, info.low, info.high)
+    return PanelPlace(headline, headline or subject(key, run.metrics), info.unit, info.low, info.high)
 
 
 def described(key: str, run: RunInfo) -> MetricInfo:
@@ -103,9 +162,9 @@ def _rank(key: str, run: RunInfo, ranks: Mapping[str, int]) -> tuple[int, int, i
     return info.headline or len(ranks) + 1, priority, place
 
 
-def _gathered(groups: Mapping[Place, list[str]]) -> Iterator[tuple[Place, list[str]]]:
+def _gathered(groups: Mapping[PanelPlace, list[str]]) -> Iterator[tuple[PanelPlace, list[str]]]:
     """The groups, with those of a single key joined when they have the same scale from one bound to another; headlines stay alone."""
-    leftovers: dict[Place, list[str]] = defaultdict(list)
+    leftovers: dict[PanelPlace, list[str]] = defaultdict(list)
     for place, members in groups.items():
         if len(members) == 1 and not place.headline and None not in (place.low, place.high):
             leftovers[place._replace(about="")].extend(members)
@@ -114,7 +173,7 @@ def _gathered(groups: Mapping[Place, list[str]]) -> Iterator[tuple[Place, list[s
     yield from leftovers.items()
 
 
-def _title(place: Place, keys: Sequence[str], run: RunInfo) -> str:
+def _title(place: PanelPlace, keys: Sequence[str], run: RunInfo) -> str:
     """What is drawn, in words where they are short, and the unit."""
     words = _words(place.about, keys, run)
     return f"{words} [{place.unit}]" if place.unit.strip("1") else words

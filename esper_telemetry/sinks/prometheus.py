@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from esper_telemetry.record import Alarm, AlarmEvent, Record, RunInfo, RunStatus
+from esper_telemetry.core.record import Alarm, AlarmEvent, Record, RunInfo, RunStatus
 from esper_telemetry.sinks.budget import KeyBudget
 from esper_telemetry.sinks.protocol import Place, check_options, require_package, require_run_dir
 

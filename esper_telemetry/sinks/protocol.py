@@ -1,17 +1,24 @@
-"""What a sink is: three methods, called by one reader of the journal, in order and never at the same time."""
+"""What a sink is: three methods, called by one reader of the journal, in order and never at the same time.
+
+Any callable as a sink: it is called once with every record.
+
+What a backend holds of a run, read back from it, to be compared with the journal.
+"""
 
 from __future__ import annotations
 
 import errno
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, Final, NamedTuple, Protocol, runtime_checkable
 
-from esper_telemetry.record import Record, RunInfo, RunStatus
-from esper_telemetry.suggestion import did_you_mean
+from esper_telemetry.core.record import Record, RunInfo, RunStatus
+from esper_telemetry.core.suggestion import did_you_mean
 
 logger = logging.getLogger("esper_telemetry.sinks")
 
@@ -122,3 +129,57 @@ def check_options(sink: str, options: Mapping[str, str], known: Sequence[str] = 
         if option not in known:
             knows = f"it knows {', '.join(known)}" if known else "it has none"
             raise ValueError(f"sink {sink} has no option {option!r}: {knows}{did_you_mean(option, known)}")
+
+
+@dataclass(frozen=True)
+class FunctionSink:
+    """Calls `function(record)` for each record, in order: `print` is a sink."""
+
+    function: Callable[[Record], object]
+
+    in_process: ClassVar[bool] = True
+    uri: ClassVar[str] = ""
+    """A function has no name on the command line."""
+
+    @property
+    def name(self) -> str:
+        """`function:` and the callable's own name."""
+        return f"function:{getattr(self.function, '__qualname__', type(self.function).__name__)}"
+
+    def open(self, run: RunInfo) -> None:
+        """Does nothing: a function needs no connection."""
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Calls the function; what it raises goes to the relay."""
+        for record in records:
+            self.function(record)
+
+    def close(self, status: RunStatus) -> None:
+        """Does nothing."""
+
+
+Shown = Callable[[Record], Mapping[str, float]]
+"""Gives, of a record, the numbers that the backend should hold, as precisely as it stores them; called once per record, in order."""
+
+
+@dataclass(slots=True)
+class StoredMetrics:
+    """What a backend holds.
+
+    Attributes:
+        rows: by update, its numbers by key; a histogram is the sum of its counts.
+        repeated: by key, how many numbers stand there more than once, for the same update.
+        ended: whether the backend takes the run for ended; None where it does not say.
+    """
+
+    rows: dict[int, dict[str, float]] = field(default_factory=dict)
+    repeated: Counter[str] = field(default_factory=Counter)
+    ended: bool | None = None
+
+    def add(self, update: int, key: str, value: float) -> None:
+        """One number as the backend holds it; the first stands."""
+        row = self.rows.setdefault(update, {})
+        if key in row:
+            self.repeated[key] += 1
+        else:
+            row[key] = value

@@ -6,9 +6,9 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 
-from esper_telemetry.record import MetricInfo, RunInfo, template_of
-from esper_telemetry.sinks.families import FAMILIES, family_name, family_of
-from esper_telemetry.sinks.plain import flattened
+from esper_telemetry.core.record import MetricInfo, RunInfo, template_of
+from esper_telemetry.sinks.layout import FAMILIES, family_name, family_of
+from esper_telemetry.sinks.text import flattened
 
 
 def run_readme(run: RunInfo) -> str:

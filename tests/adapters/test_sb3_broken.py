@@ -9,7 +9,7 @@ import sb3_broken
 
 from esper_telemetry import Alarm, Telemetry
 from esper_telemetry.adapters.sb3 import TelemetryCallback
-from esper_telemetry.detectors import Thresholds
+from esper_telemetry.alarms import Thresholds
 
 pytestmark = pytest.mark.sb3
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from esper_telemetry import Telemetry, read_run
 from esper_telemetry.adapters.sb3 import TelemetryCallback
+from esper_telemetry.core.record import Record
 from esper_telemetry.events import BackwardEnd
-from esper_telemetry.record import Record
 
 pytestmark = pytest.mark.sb3
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from esper_telemetry.record import Alarm, AlarmEvent, AlarmLevel, Axes, Record
+from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Record
 
 
 class Said(NamedTuple):

@@ -9,10 +9,10 @@ from scripted import Said, scripted
 from two_ranks import run_together
 
 from esper_telemetry import Telemetry, read_run
-from esper_telemetry.cli import run
-from esper_telemetry.commands.mistakes import WrongUse
-from esper_telemetry.detectors import Thresholds
-from esper_telemetry.record import Level
+from esper_telemetry.alarms import Thresholds
+from esper_telemetry.cli.main import run
+from esper_telemetry.cli.mistakes import WrongUse
+from esper_telemetry.core.record import Level
 
 SHORT = ("train", "--env", "CartPole-v1", "--total-steps", "3072", "--run-dir", "run", "--preset", "none")
 

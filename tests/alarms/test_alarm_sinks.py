@@ -16,9 +16,9 @@ from mlflow.tracking import MlflowClient
 from scripted import an_alarm
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from esper_telemetry.record import Alarm, AlarmEvent, Axes, Record, RunInfo, RunStatus
+from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Record, RunInfo, RunStatus
 from esper_telemetry.sinks import ConsoleSink, MLflowSink, TensorBoardSink, WandbSink
-from esper_telemetry.sinks.incidents import MOST_ALARMS, Incidents
+from esper_telemetry.sinks.incidents import MOST_ALARMS, IncidentCards
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 
@@ -270,7 +270,7 @@ def test_a_store_without_artifacts_costs_a_warning_and_no_number(
 
 
 def test_the_page_is_bounded_and_what_it_says_is_not_taken_for_markup() -> None:
-    storm = Incidents()
+    storm = IncidentCards()
     storm.add(*(an_alarm(update, text="a | b <b>") for update in range(2 * MOST_ALARMS)))
 
     assert len(storm.alarms) == MOST_ALARMS
@@ -278,7 +278,7 @@ def test_the_page_is_bounded_and_what_it_says_is_not_taken_for_markup() -> None:
 
 
 def test_an_incident_whose_cause_is_found_later_is_called_by_it() -> None:
-    late = Incidents([WARNING, an_alarm(3, cause="policy/kl_spike")])
+    late = IncidentCards([WARNING, an_alarm(3, cause="policy/kl_spike")])
 
     assert late.page().splitlines()[2] == "## Incident 1, since update 3: policy/kl\\_spike"
 

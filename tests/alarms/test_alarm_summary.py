@@ -8,8 +8,8 @@ import pytest
 from scripted import Said, scripted
 
 from esper_telemetry import Telemetry
-from esper_telemetry.commands.summary import Summary
-from esper_telemetry.record import AlarmEvent
+from esper_telemetry.cli.outcome import Summary
+from esper_telemetry.core.record import AlarmEvent
 
 SCRIPT = {
     2: Said("policy/kl_spike"),

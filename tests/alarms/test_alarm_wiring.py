@@ -17,13 +17,13 @@ import torch
 from scripted import Said, Script, scripted
 
 from esper_telemetry import PPO, PPOConfig, RunStatus, Telemetry, attach, make_env, read_run
-from esper_telemetry.environments import CueRecall
+from esper_telemetry.core.record import Alarm, AlarmEvent
 from esper_telemetry.events import Rollback, RolloutEnd, UpdateEnd
-from esper_telemetry.record import Alarm, AlarmEvent
-from esper_telemetry.summary import Snapshot
+from esper_telemetry.pipeline.record import JournalWriter
+from esper_telemetry.pipeline.watch import Found
+from esper_telemetry.ppo.environments import CueRecall
 from esper_telemetry.testing import MemorySink
-from esper_telemetry.watch import Found
-from esper_telemetry.writer import JournalWriter
+from esper_telemetry.updates import Snapshot
 
 SPIKE = Said("policy/kl_spike", remaining=3)
 CLEAR = Said("policy/kl_spike", AlarmEvent.CLEAR, 0.0)

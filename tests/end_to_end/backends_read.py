@@ -17,8 +17,8 @@ from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from esper_telemetry import Record, read_run
-from esper_telemetry.catalogue import catalogue
-from esper_telemetry.record import Histogram, template_of
+from esper_telemetry.core.catalogue import catalogue
+from esper_telemetry.core.record import Histogram, template_of
 from esper_telemetry.sinks.histogram import by_tag
 
 AXES = ("axis/update", "axis/env_step", "axis/gradient_step", "axis/wall_time")

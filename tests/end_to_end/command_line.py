@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from backends_read import all_backends_have, eventually
 
-from esper_telemetry.sinks.mlflow_database import ensure_database
+from esper_telemetry.sinks.mlflow.database import ensure_database
 
 SINKS = ("--sink", "console", "--sink", "tensorboard", "--sink", "wandb:walker?mode=offline", "--sink", "mlflow")
 SLOW = "broken_environments:Slow-v0"

@@ -18,10 +18,10 @@ from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
-from esper_telemetry.detectors import Detectors
+from esper_telemetry.alarms import Detectors
+from esper_telemetry.core.record import Alarm, AlarmEvent, Record
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.journal import JournalEvent, Run, entries
-from esper_telemetry.record import Alarm, AlarmEvent, Record
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 

@@ -18,7 +18,7 @@ from backends_read import mlflow_run
 from command_line import Finished
 
 from esper_telemetry import read_run
-from esper_telemetry.cli import main
+from esper_telemetry.cli.main import main
 
 
 @pytest.fixture

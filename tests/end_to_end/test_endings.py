@@ -89,7 +89,7 @@ def trained_to_failure(
     env: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Ended:
     """The same in this process and with the journal alone, which is quicker."""
-    from esper_telemetry.cli import main
+    from esper_telemetry.cli.main import main
 
     monkeypatch.syspath_prepend(Path(__file__).parent)
     with pytest.raises(SystemExit) as stop:

@@ -12,7 +12,7 @@ import pytest
 from backends_read import eventually
 
 from esper_telemetry import PPO, PPOConfig, Record, Telemetry, attach, make_env, read_run
-from esper_telemetry.relay.live import LOOK_SECONDS
+from esper_telemetry.delivery.live import LOOK_SECONDS
 from esper_telemetry.testing import FailingSink, MemorySink
 
 DEADLINE_SECONDS = 2.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from esper_telemetry.record import Record, RunInfo, RunStatus
+from esper_telemetry.core.record import Record, RunInfo, RunStatus
 
 REFUSED = (30, 31, 90)
 

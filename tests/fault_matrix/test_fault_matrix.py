@@ -37,8 +37,8 @@ from trained_run import (
 )
 
 from esper_telemetry import doctor, read_run
-from esper_telemetry.relay import Cursors
-from esper_telemetry.relay.status_file import read_status
+from esper_telemetry.delivery import Cursors
+from esper_telemetry.delivery.status import read_status
 
 pytestmark = pytest.mark.fault_matrix
 

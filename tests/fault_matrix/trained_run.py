@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from esper_telemetry import doctor, read_run, replay
-from esper_telemetry.relay import ORPHAN_SECONDS
-from esper_telemetry.relay.audit import audit
+from esper_telemetry.delivery import ORPHAN_SECONDS
+from esper_telemetry.delivery.audit import audit
 from esper_telemetry.sinks import as_sink
 
 HERE = Path(__file__).parent

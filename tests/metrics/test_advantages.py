@@ -10,10 +10,9 @@ import scipy.stats
 import torch
 from torch import Tensor
 
+from esper_telemetry.history.critic import advantage_scale
 from esper_telemetry.metrics.advantages import advantage_stats, flips_in_order, normalized_advantage_stats
-from esper_telemetry.metrics.returns import return_stats
-from esper_telemetry.metrics.rewards import reward_stats
-from esper_telemetry.series.advantages import advantage_scale
+from esper_telemetry.metrics.rewards import return_stats, reward_stats
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:

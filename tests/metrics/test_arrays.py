@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import metrics
-from esper_telemetry.conversion import as_tensor
-from esper_telemetry.group import MetricGroup
+from esper_telemetry.core.arrays import as_tensor
+from esper_telemetry.core.group import MetricGroup
 
 N = 12
 

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from esper_telemetry.group import Values
+from esper_telemetry.core.packing import Values
+from esper_telemetry.core.record import Level
+from esper_telemetry.metrics.actions import sample
 from esper_telemetry.metrics.advantages import advantage_stats
-from esper_telemetry.metrics.distribution import LOG_RATIOS, REWARDS, SHARES, bin_counts, symmetric_edges
-from esper_telemetry.metrics.masking import sample
 from esper_telemetry.metrics.ratio import ratio_diagnostics
-from esper_telemetry.metrics.returns import return_stats
+from esper_telemetry.metrics.rewards import return_stats
+from esper_telemetry.metrics.statistics import LOG_RATIOS, REWARDS, SHARES, bin_counts, symmetric_edges
 from esper_telemetry.metrics.values import value_fit
-from esper_telemetry.record import Level
-from esper_telemetry.window import Window
+from esper_telemetry.pipeline.window import Window
 
 ROWS = torch.randn(600, generator=torch.Generator().manual_seed(0)).exp() - 1
 

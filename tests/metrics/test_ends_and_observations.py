@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from esper_telemetry.metrics.endings import episode_ends
+from esper_telemetry.metrics.episodes import episode_ends
 from esper_telemetry.metrics.losses import loss_weights
 from esper_telemetry.metrics.observations import constant_observations, constant_rows
 

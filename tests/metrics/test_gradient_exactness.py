@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, ops, read_run
-from esper_telemetry.group import MetricGroup
+from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
+from esper_telemetry.core import tensors as ops
+from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.metrics.gradients import gradient_health, gradient_norms
 
 TYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.group import MetricGroup
+from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.metrics.gradients import (
     clip_coefficients,
     gradient_health,

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from esper_telemetry.metric import declared
+from esper_telemetry.alarms.rules.integrity import RATIO_INIT_BOUNDS, ratio_init_bounds, ratio_init_grade
+from esper_telemetry.core.metric import declared
+from esper_telemetry.history.critic import entropy_rate, largest_shift
 from esper_telemetry.metrics.actions import (
     StandardizedShift,
     action_counts,
@@ -17,14 +19,11 @@ from esper_telemetry.metrics.actions import (
     greedy_agreement,
     log_prob_stats,
 )
-from esper_telemetry.metrics.episodes import episode_stats
-from esper_telemetry.metrics.evaluation import evaluation_stats
+from esper_telemetry.metrics.episodes import episode_stats, evaluation_stats
 from esper_telemetry.metrics.integrity import buffer_age, gae_identity, mask_violation, nonfinite_count, rows_repeated
 from esper_telemetry.metrics.losses import loss_terms, ppo_losses
-from esper_telemetry.metrics.normalizer import cut_entries, normalizer_clipping, normalizer_drift
+from esper_telemetry.metrics.observations import cut_entries, normalizer_clipping, normalizer_drift
 from esper_telemetry.metrics.ratio import RatioDiagnostics
-from esper_telemetry.series.integrity import RATIO_INIT_BOUNDS, ratio_init_bounds, ratio_init_grade
-from esper_telemetry.series.policy import entropy_rate, largest_shift
 
 
 def test_rows_that_come_again_in_a_pass() -> None:

@@ -12,32 +12,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from esper_telemetry.evidence import captures, flight_of, layer_table, stability_report
-from esper_telemetry.group import MetricGroup
+from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.record import Level
+from esper_telemetry.history.derive import Series
 from esper_telemetry.metrics.actions import ActionTotal
-from esper_telemetry.metrics.adam import AdamState
 from esper_telemetry.metrics.lstm import lstm_weights, state_ages, state_size
-from esper_telemetry.record import Level
-from esper_telemetry.series.derive import Series
-from esper_telemetry.summary import (
+from esper_telemetry.metrics.optimizer import AdamState
+from esper_telemetry.pipeline.window import Window
+from esper_telemetry.updates import (
     Actions,
-    Choices,
     Details,
-    Drawn,
     Episodes,
-    Gradients,
     GradientSample,
     Layer,
-    Leaves,
-    Memory,
     Minibatches,
     Normalizer,
-    Progress,
-    Rollout,
     Snapshot,
     summarize,
 )
-from esper_telemetry.window import Window
+from esper_telemetry.updates.data import (
+    ActionChoices,
+    BackwardGradients,
+    LeafGradients,
+    RecurrentState,
+    RolloutData,
+    SampledActions,
+    TrainingProgress,
+)
+from esper_telemetry.updates.evidence import captures, layer_table, stability_report
+from esper_telemetry.updates.flight_recorder import flight_of
 
 KINDS = ("normal", "constant", "zero", "huge", "tiny", "nan", "infinite", "mixed")
 FACTS = {
@@ -102,18 +105,18 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
         episodes=episodes(x),
         minibatches=minibatches(x, counts, steps * envs),
         gradients=(gradients(x, len(counts), numels),),
-        progress=Progress(3, envs * steps, float(x(1)), 0.0, {}, {"value": 0.5, "entropy": 0.01}, 2, {}, 1),
+        progress=TrainingProgress(3, envs * steps, float(x(1)), 0.0, {}, {"value": 0.5, "entropy": 0.01}, 2, {}, 1),
         sample=sample(x, numels),
     )
 
 
-def choices(x: Numbers, steps: int, envs: int) -> Choices:
-    return Choices(torch.randint(0, 3, (steps, envs)), x.flags(steps, envs))
+def choices(x: Numbers, steps: int, envs: int) -> ActionChoices:
+    return ActionChoices(torch.randint(0, 3, (steps, envs)), x.flags(steps, envs))
 
 
-def rollout(x: Numbers, steps: int, envs: int) -> Rollout:
+def rollout(x: Numbers, steps: int, envs: int) -> RolloutData:
     size = state_size(x(steps, 2, 2, envs, 4))
-    return Rollout(
+    return RolloutData(
         rewards=x(steps, envs),
         values=x(steps, envs),
         advantages=x(steps, envs),
@@ -132,7 +135,7 @@ def rollout(x: Numbers, steps: int, envs: int) -> Rollout:
             action_masks={"choice": x.flags(steps, envs, 3)},
             continuous={"move": drawn(x, steps, envs)},
         ),
-        memory=Memory(size, state_ages(size.empty, None), (layer(x, steps, envs),)),
+        memory=RecurrentState(size, state_ages(size.empty, None), (layer(x, steps, envs),)),
         normalizers={"obs": Normalizer(x(4), x(4).abs(), (x(4), x(4).abs()), torch.tensor(0.0), 0)},
     )
 
@@ -141,11 +144,11 @@ def layer(x: Numbers, steps: int, envs: int) -> Layer:
     return Layer(lstm_weights(torch.nn.LSTM(3, 4)), x(steps, envs, 3), x(steps, envs, 4), x(steps, envs, 4))
 
 
-def drawn(x: Numbers, steps: int, envs: int) -> Drawn:
+def drawn(x: Numbers, steps: int, envs: int) -> SampledActions:
     bounds = torch.tensor([[-1.0, -math.inf], [1.0, math.inf]])
     mean = x(2).double()
     previous = ActionTotal(mean, torch.tensor(0.0))
-    return Drawn(x(steps, envs, 2), x(steps, envs, 2).exp(), bounds, x.flags(steps, envs), previous)
+    return SampledActions(x(steps, envs, 2), x(steps, envs, 2).exp(), bounds, x.flags(steps, envs), previous)
 
 
 def episodes(x: Numbers) -> Episodes:
@@ -190,9 +193,9 @@ def details(x: Numbers, rows: int) -> Details:
     )
 
 
-def gradients(x: Numbers, steps: int, numels: tuple[int, ...]) -> Gradients:
-    leaves = Leaves(x(steps).abs(), x(steps).abs(), x(steps))
-    return Gradients(tuple(range(steps)), ("a", "b", "c"), numels, x(steps, 3).abs(), 0.5, leaves)
+def gradients(x: Numbers, steps: int, numels: tuple[int, ...]) -> BackwardGradients:
+    leaves = LeafGradients(x(steps).abs(), x(steps).abs(), x(steps))
+    return BackwardGradients(tuple(range(steps)), ("a", "b", "c"), numels, x(steps, 3).abs(), 0.5, leaves)
 
 
 def sample(x: Numbers, numels: tuple[int, ...]) -> GradientSample:

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from esper_telemetry.metrics import adam
-from esper_telemetry.metrics.adam import adam_held, adam_pieces, adam_state
+from esper_telemetry.metrics import optimizer as adam
 from esper_telemetry.metrics.optimizer import (
+    adam_held,
+    adam_pieces,
+    adam_state,
     adam_step,
     adam_steps,
     layer_steps,

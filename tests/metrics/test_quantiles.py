@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from esper_telemetry.metrics.masking import ascending, quantiles, sample
-from esper_telemetry.metrics.quantiles import COARSE, FINE, NAMED, Quantiles, as_quantiles
-from esper_telemetry.reduction import Array
+from esper_telemetry.core.reduction import Array
+from esper_telemetry.metrics.actions import ascending, quantiles, sample
+from esper_telemetry.metrics.statistics import COARSE, FINE, NAMED, Quantiles, as_quantiles
 
 BIN = 1 / 64
 

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from esper_telemetry.group import pack
-from esper_telemetry.metrics.head_ratio import head_ratio_diagnostics, joint_log_ratio
-from esper_telemetry.metrics.ratio import RatioDiagnostics, ratio_diagnostics
+from esper_telemetry.core.group import pack
+from esper_telemetry.metrics.ratio import RatioDiagnostics, head_ratio_diagnostics, joint_log_ratio, ratio_diagnostics
 
 log_ratios = st.lists(st.floats(-5, 5, allow_nan=False), min_size=1, max_size=40).map(
     lambda x: torch.tensor(x, dtype=torch.float64)

@@ -14,11 +14,11 @@ from stable_baselines3.common.utils import explained_variance
 from torch import Tensor
 from torch.distributions import Categorical
 
-from esper_telemetry.group import pack
+from esper_telemetry.core.group import pack
+from esper_telemetry.history.critic import CriticMoments, VarianceAverage, critic_fit
 from esper_telemetry.metrics.entropy import entropy_stats
 from esper_telemetry.metrics.ratio import ratio_diagnostics
 from esper_telemetry.metrics.values import value_fit
-from esper_telemetry.series.critic import CriticMoments, VarianceAverage, critic_fit
 
 MINIBATCHES = 4
 

@@ -11,15 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from esper_telemetry.metrics.temporal_difference import (
+from esper_telemetry.history.critic import CriticFit, CriticMoments, VarianceAverage, critic_fit
+from esper_telemetry.metrics.values import (
     discounted_sums,
     ending_bias,
     monte_carlo_fit,
     td_errors,
     terminal_error,
+    value_fit,
+    value_movement,
 )
-from esper_telemetry.metrics.values import value_fit, value_movement
-from esper_telemetry.series.critic import CriticFit, CriticMoments, VarianceAverage, critic_fit
 
 
 def pairs(seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from ppo_builders import Seen
 
-from esper_telemetry.environments import make_env
 from esper_telemetry.events import UpdateEnd
 from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo.environments import make_env
 
 
 @pytest.mark.parametrize(

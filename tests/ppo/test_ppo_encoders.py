@@ -16,17 +16,12 @@ from ppo_builders import Seen, equal, weights
 from seeing_env import Spotlight, spotlights
 from torch import Tensor, nn
 
-from esper_telemetry.environments import ActionSpec, GymnasiumEnvironment, Image, Layout, TensorStep, make_env
-from esper_telemetry.events import (
-    BackwardEnd,
-    EpisodeEnd,
-    MinibatchEnd,
-    RecurrentForward,
-    RolloutEnd,
-    TrunkBackward,
-)
+from esper_telemetry.events import BackwardEnd, EpisodeEnd, MinibatchEnd, RecurrentForward, RolloutEnd, TrunkBackward
 from esper_telemetry.ppo import PPO, PPOConfig
-from esper_telemetry.ppo.encoders import Encoded, ImageEncoder
+from esper_telemetry.ppo.encoders.image import ImageEncoder
+from esper_telemetry.ppo.encoders.observation import Encoded
+from esper_telemetry.ppo.environments import ActionSpec, GymnasiumEnvironment, Image, TensorStep, make_env
+from esper_telemetry.ppo.environments.observations import ObservationLayout
 from esper_telemetry.ppo.inference import acting, torch_network
 from esper_telemetry.ppo.normalizer import VectorNormalizer
 from esper_telemetry.ppo.policy import ActorCritic
@@ -100,7 +95,7 @@ def test_both_layouts_of_an_image_are_encoded_alike() -> None:
 
 def test_each_part_has_an_encoder_of_its_own() -> None:
     """The features stand side by side: those of two images, then 64 of the numbers. Each reads its part alone."""
-    layout = Layout(2, 3, (Image((1, 8, 8)), Image((9, 8, 1), True, "float32", 0.0, 1.0)))
+    layout = ObservationLayout(2, 3, (Image((1, 8, 8)), Image((9, 8, 1), True, "float32", 0.0, 1.0)))
     encoder = Encoded(layout, (), "tanh").encoder
     generator = np.random.default_rng(0)
     parts = generator.normal(size=(1, 5)), generator.integers(256, size=(1, 1, 8, 8)), generator.random((1, 9, 8, 1))
@@ -253,7 +248,7 @@ def test_acting_on_the_host_is_the_policy(policy: str) -> None:
 
 def test_only_vectors_are_normalised() -> None:
     """Columns: 2 measurements, 3 choices, 64 pixels. The same in NumPy and in torch, and in training as in acting."""
-    layout = Layout(2, 3, (Image((1, 8, 8)),))
+    layout = ObservationLayout(2, 3, (Image((1, 8, 8)),))
     generator = np.random.default_rng(0)
     numbers = [generator.normal(5.0, 3.0, (50, 2)), np.eye(3)[generator.integers(3, size=50)]]
     rows = layout.pack(numbers, [generator.integers(256, size=(50, 1, 8, 8))])
@@ -319,7 +314,7 @@ class Lights:
     """The spotlight as tensors, with the layout that it declares itself."""
 
     name, num_envs = "lights", 6
-    observation_layout = Layout(0, 0, (Image((1, 8, 8)),))
+    observation_layout = ObservationLayout(0, 0, (Image((1, 8, 8)),))
     observation_shape = observation_layout.shape
 
     def __init__(self) -> None:

@@ -10,9 +10,9 @@ from ppo_builders import Seen, cartpole, equal, weights
 from test_ppo_masks import Restricted, restricted
 from test_ppo_trainer import Forever
 
-from esper_telemetry.environments import CueRecall, make_env
 from esper_telemetry.events import EvaluationEnd
 from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo.environments import CueRecall, make_env
 from esper_telemetry.ppo.evaluation import evaluate, first_episode
 from esper_telemetry.ppo.normalizer import Normalizers
 

@@ -15,9 +15,9 @@ from ppo_builders import Seen, equal, pendulum, weights
 from torch import Tensor
 from torch.distributions import AffineTransform, Independent, Normal, TanhTransform, TransformedDistribution
 
-from esper_telemetry.environments import ActionSpec, Step, TensorStep, make_env
 from esper_telemetry.events import BackwardEnd, MinibatchEnd, RolloutEnd, TrunkBackward
 from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo.environments import ActionSpec, Step, TensorStep, make_env
 from esper_telemetry.ppo.gaussian import Gaussian, StateDependentGaussian, make_gaussian
 from esper_telemetry.ppo.squash import Squash
 from esper_telemetry.ppo.tensor_collector import TensorCollector
@@ -184,7 +184,7 @@ def test_an_environment_cuts_what_is_stored_uncut(actions: np.ndarray[Any, Any])
     import gymnasium
     from gymnasium.spaces import Box
 
-    from esper_telemetry.environments.action_spaces import described
+    from esper_telemetry.ppo.environments.action_spaces import described
 
     space = Box(np.array([-1, 0], np.float32), np.array([1, np.inf], np.float32))
     before = actions.copy()

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from esper_telemetry.environments import make_env
 from esper_telemetry.events import EpisodeEnd
 from esper_telemetry.ppo import PPO, preset
+from esper_telemetry.ppo.environments import make_env
 
 SEEDS = range(5)
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from ppo_builders import Seen
 from torch import Tensor
 
-from esper_telemetry.environments import ActionSpec, Step
 from esper_telemetry.events import MinibatchEnd, RolloutEnd
 from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo.environments import ActionSpec, Step
 from esper_telemetry.ppo.policy import ActorCritic
 
 SPECS = {

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from ppo_builders import Seen, cartpole, pendulum
 
 from esper_telemetry.events import MinibatchEnd, RolloutEnd
-from esper_telemetry.ppo.normalizer import Moments, ObservationNormalizer, RewardNormalizer
+from esper_telemetry.ppo.normalizer import ObservationNormalizer, RewardNormalizer, RunningMoments
 
 
 @given(parts=st.lists(st.integers(1, 20), min_size=1, max_size=6), offset=st.sampled_from([0.0, 1e4]))
 def test_moments_of_parts_are_those_of_the_whole(parts: list[int], offset: float) -> None:
     rows = torch.randn(sum(parts), 3, generator=torch.Generator().manual_seed(0)) + offset
-    moments = Moments((3,))
+    moments = RunningMoments((3,))
 
     for part in rows.split(parts):
         moments.update(part)

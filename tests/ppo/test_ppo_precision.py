@@ -13,9 +13,9 @@ import torch
 from ppo_builders import Seen, cartpole, equal, pendulum, weights
 from torch import Tensor
 
-from esper_telemetry.environments import make_env
 from esper_telemetry.events import EpisodeEnd, MinibatchEnd, TrunkBackward
 from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo.environments import make_env
 from esper_telemetry.ppo.rollout import flatten
 
 NOISY_IMPORT = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from esper_telemetry.cli import Train, parse
-from esper_telemetry.environments import make_env
+from esper_telemetry.cli.main import Train, parse
 from esper_telemetry.ppo import PPOConfig, preset
+from esper_telemetry.ppo.environments import make_env
 from esper_telemetry.ppo.presets import PRESETS
 
 

@@ -18,7 +18,7 @@ from two_ranks import run_together
 from esper_telemetry.events import EpisodeEnd, Rollback, UpdateEnd
 from esper_telemetry.ppo import PPO
 from esper_telemetry.ppo.checkpoint import read
-from esper_telemetry.ppo.normalizer import Moments
+from esper_telemetry.ppo.normalizer import RunningMoments
 from esper_telemetry.ppo.ranks import Ranks
 from esper_telemetry.ppo.rollout import Rollout
 
@@ -51,7 +51,7 @@ def after_update(rollout: Rollout, **settings: Any) -> tuple[list[Tensor], int]:
 def everything(rank: int) -> dict[str, Any]:
     """Several checks in one pair of processes, because they take seconds to start."""
     half = columns(shared_rollout(), slice(0, 1) if rank == 0 else slice(1, 4))
-    moments = Moments((4,), Ranks.current())
+    moments = RunningMoments((4,), Ranks.current())
     assert half.valid is not None
     for part in half.observations[half.valid].chunk(3):
         moments.update(part)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from esper_telemetry.environments import CueRecall
 from esper_telemetry.events import EpisodeEnd
 from esper_telemetry.ppo import PPO, preset
+from esper_telemetry.ppo.environments import CueRecall
 
 CHANCE = 5.25  # for ever the same op, but not 0, and the right arguments: 9 / 4 + 3
 

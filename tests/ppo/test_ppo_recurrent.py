@@ -18,7 +18,7 @@ from esper_telemetry.events import MinibatchEnd, RolloutEnd
 from esper_telemetry.ppo import PPO
 from esper_telemetry.ppo.mlp import MLP
 from esper_telemetry.ppo.recurrent import Core, RecurrentTrunk
-from esper_telemetry.ppo.rollout import Recurrence, flatten
+from esper_telemetry.ppo.rollout import RolloutRecurrence, flatten
 from esper_telemetry.ppo.sequences import pack
 
 KINDS = ("lstm", "gru")
@@ -59,7 +59,7 @@ def test_sequences_in_columns_equal_a_loop_over_steps(
     observations = torch.randn(len(flags), 3, 3, generator=generator)
     state = torch.randn(*core.core.state_shape(3), generator=generator)
     state[:, :, fresh[0]] = 0
-    grid = Recurrence({"actor": state}, fresh.numpy(), state, None).sequences().grid(shared=shared)
+    grid = RolloutRecurrence({"actor": state}, fresh.numpy(), state, None).sequences().grid(shared=shared)
 
     rows = core(observations.transpose(0, 1).flatten(0, 1), grid, grid.states["actor"])
 
@@ -82,7 +82,7 @@ def test_what_an_earlier_episode_held_has_no_influence(seed: int, shared: bool, 
         observations[:2, 0] *= scale
         state[:, :, 0] = scale
         inputs = observations.transpose(0, 1).flatten(0, 1).requires_grad_()
-        grid = Recurrence({"actor": state}, fresh, state, None).sequences().grid(shared=shared)
+        grid = RolloutRecurrence({"actor": state}, fresh, state, None).sequences().grid(shared=shared)
         rows = core(inputs, grid, grid.states["actor"]).view(2, 5, -1)
         rows[0, 2:].sum().backward()
         assert inputs.grad is not None
@@ -101,7 +101,7 @@ def test_gradients_are_those_of_columns_of_one_run() -> None:
         fresh = np.random.default_rng(0).random((20, 3)) < 0.3
         state = torch.randn(*core.core.state_shape(3), generator=torch.Generator().manual_seed(0))
         state[:, :, fresh[0]] = 0
-        grid = Recurrence({"actor": state}, fresh, state, None).sequences().grid(shared=shared)
+        grid = RolloutRecurrence({"actor": state}, fresh, state, None).sequences().grid(shared=shared)
         rows = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
         core(rows, grid, grid.states["actor"]).square().sum().backward()
         found.append([parameter.grad for parameter in core.parameters()])
@@ -131,7 +131,7 @@ def test_rows_that_are_no_transitions_have_no_influence_even_nan(seed: int) -> N
     expected = step_by_step(core, observations, torch.from_numpy(fresh), torch.zeros(core.core.state_shape(3)))
     observations = observations.masked_fill(~rollout.valid.unsqueeze(-1), torch.nan)
     states = {"actor": torch.zeros(core.core.state_shape(3))}
-    memory = Recurrence(states, fresh, states["actor"], valid)
+    memory = RolloutRecurrence(states, fresh, states["actor"], valid)
     batch = flatten(replace(rollout, observations=observations, recurrence=memory), rollout.rewards, rollout.rewards)
     grid = batch.grid()
     assert grid is not None
@@ -257,7 +257,7 @@ def test_minibatches_hold_whole_environments_once_per_pass() -> None:
     rollout = random_rollout(32, 4)
     flags = rollout.ended.roll(1, 0).numpy()
     states = {"actor": torch.zeros(1, 2, 4, 8)}
-    rollout = replace(rollout, recurrence=Recurrence(states, flags, states["actor"], None))
+    rollout = replace(rollout, recurrence=RolloutRecurrence(states, flags, states["actor"], None))
     batch = flatten(rollout, rollout.rewards, rollout.values)
 
     parts = list(trainer.steps.minibatches(batch, 3, torch.Generator().manual_seed(0)))

@@ -10,11 +10,20 @@ import torch
 from ppo_builders import Seen, equal, weights
 from torch import Tensor
 
-from esper_telemetry.environments import make_env
-from esper_telemetry.events import AfterUpdate, BeforeUpdate, MinibatchEnd, RolloutEnd
-from esper_telemetry.policy_replay import Activations, Copy, Outputs, Replay, StateGradients
+from esper_telemetry.events import (
+    Activations,
+    AfterUpdate,
+    BeforeUpdate,
+    Copy,
+    MinibatchEnd,
+    Outputs,
+    PolicyReplay,
+    RolloutEnd,
+    StateGradients,
+)
 from esper_telemetry.ppo import PPO, PPOConfig
-from esper_telemetry.ppo.replay import RolloutReplay
+from esper_telemetry.ppo.environments import make_env
+from esper_telemetry.ppo.replay import TrainerReplay
 
 POLICIES = [("CartPole-v1", "mlp"), ("CartPole-v1", "lstm"), ("cue-recall", "gru"), ("cue-recall", "lstm")]
 
@@ -26,7 +35,7 @@ def trainer(env: str, policy: str, **settings: Any) -> PPO:
     return PPO(make_env(env, num_envs=4, seed=0), config)
 
 
-def ask(source: PPO, event: type, question: Callable[[Replay], Any]) -> list[Any]:
+def ask(source: PPO, event: type, question: Callable[[PolicyReplay], Any]) -> list[Any]:
     """What the policy answers in each of three updates."""
     answers: list[Any] = []
     source.hooks.on(event, lambda e: answers.append(question(e.policy)))
@@ -34,7 +43,7 @@ def ask(source: PPO, event: type, question: Callable[[Replay], Any]) -> list[Any
     return answers
 
 
-def both(policy: Replay) -> tuple[Outputs, Outputs]:
+def both(policy: PolicyReplay) -> tuple[Outputs, Outputs]:
     return policy.stored(), policy.outputs()
 
 
@@ -81,7 +90,7 @@ def test_rows_of_minibatches_are_those_of_the_rollout(policy: str) -> None:
     assert sorted(first_epoch.tolist()) == rollout.valid.flatten().nonzero().flatten().tolist()
 
 
-def everything(policy: Replay) -> tuple[Outputs, Outputs | None, Activations, StateGradients | None, Copy]:
+def everything(policy: PolicyReplay) -> tuple[Outputs, Outputs | None, Activations, StateGradients | None, Copy]:
     copy = policy.copy()
     copy.network(copy.observations).sum().backward()
     return policy.outputs(), policy.without_memory(), policy.activations(), policy.state_gradients(), copy
@@ -106,8 +115,8 @@ def test_gradients_at_the_first_state_are_those_of_the_fused_pass(policy: str, s
     """The loss of the environments that remember, through the grid that training uses; both environments of a minibatch do."""
     source = trainer("cue-recall", policy, shared_trunk=shared, entropy_coef=0.1)
 
-    def question(replay: Replay) -> tuple[Tensor, Tensor] | None:
-        assert isinstance(replay, RolloutReplay)
+    def question(replay: PolicyReplay) -> tuple[Tensor, Tensor] | None:
+        assert isinstance(replay, TrainerReplay)
         found, batch = replay.state_gradients(), replay._batch
         assert batch.sequences is not None
         if found is None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from ppo_builders import Seen, cartpole, pendulum
 
-from esper_telemetry.environments import make_env
 from esper_telemetry.events import RunStart, UpdateEnd
 from esper_telemetry.ppo import PPO, Checkpoints, PPOConfig
 from esper_telemetry.ppo.companions import Companions
+from esper_telemetry.ppo.environments import make_env
 
 
 class Curriculum:

@@ -9,9 +9,9 @@ import torch
 from ppo_builders import cartpole, equal, pendulum, weights
 from torch import Tensor
 
-from esper_telemetry.environments import CueRecall
 from esper_telemetry.events import BackwardEnd, MinibatchStart, Shard
 from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo.environments import CueRecall
 
 
 def flat(parameters: dict[str, Tensor]) -> Tensor:

@@ -14,7 +14,6 @@ from ppo_builders import Seen, cartpole, equal, pendulum, weights
 from torch import Tensor
 
 from esper_telemetry import events
-from esper_telemetry.environments import ActionSpec, CueRecall, Step
 from esper_telemetry.events import (
     AfterUpdate,
     BackwardEnd,
@@ -37,6 +36,7 @@ from esper_telemetry.events import (
     UpdateEnd,
 )
 from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo.environments import ActionSpec, CueRecall, Step
 from esper_telemetry.ppo.rollout import Rollout
 from esper_telemetry.ppo.steps import generalized_advantages
 

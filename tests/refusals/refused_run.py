@@ -16,7 +16,8 @@ from pathlib import Path
 from trainings import TRAININGS, Middle, nothing
 
 from esper_telemetry import Record, Telemetry
-from esper_telemetry.offload import OffloadedWriter, handover
+from esper_telemetry.pipeline import worker as handover
+from esper_telemetry.pipeline.worker import OffloadedWriter
 
 FILE_BYTES = 60 << 10
 USER = 54321

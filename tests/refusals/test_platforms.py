@@ -13,7 +13,7 @@ import pytest
 from trainings import TRAININGS, nothing
 
 from esper_telemetry import Telemetry, read_run
-from esper_telemetry.offload import handover
+from esper_telemetry.pipeline import worker as handover
 
 HERE = Path(__file__).parent
 

@@ -51,7 +51,8 @@ from permissions import keep_to_permissions
 from trainings import TRAININGS, UPDATES, nothing
 
 from esper_telemetry import PrometheusSink, Record, RunStatus, Telemetry, read_run
-from esper_telemetry.offload import OffloadedWriter, handover
+from esper_telemetry.pipeline import worker as handover
+from esper_telemetry.pipeline.worker import OffloadedWriter
 from esper_telemetry.sinks import SinkLike
 
 HERE = Path(__file__).parent

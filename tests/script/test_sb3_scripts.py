@@ -8,7 +8,7 @@ import pytest
 from test_script_runs import SCRIPTS, as_without, ours, python, watched
 
 from esper_telemetry import RunStatus, read_run
-from esper_telemetry.record import AlarmEvent
+from esper_telemetry.core.record import AlarmEvent
 
 pytestmark = pytest.mark.sb3
 MODEL = str(SCRIPTS / "sb3_model.py")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from esper_telemetry.record import Axes, Histogram, MetricInfo, Record, RunInfo
+from esper_telemetry.core.record import Axes, Histogram, MetricInfo, Record, RunInfo
 
 METRICS = {
     "episode/return_mean": MetricInfo(unit="return", question="How much is earned?", level="minimal"),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sink_runs import HISTOGRAM, METRICS, record, run_info
 
-from esper_telemetry.record import MetricInfo, RunInfo
+from esper_telemetry.core.record import MetricInfo, RunInfo
 from esper_telemetry.sinks.budget import KeyBudget
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from esper_telemetry.record import Record, RunInfo, RunStatus
+from esper_telemetry import testing as conformance
+from esper_telemetry.core.record import Record, RunInfo, RunStatus
 from esper_telemetry.sinks import ConsoleSink, FunctionSink, MLflowSink, PrometheusSink, TensorBoardSink, WandbSink
-from esper_telemetry.sinks.stored import Stored
-from esper_telemetry.testing import CHECKS, MemorySink, check_sink, conformance
+from esper_telemetry.sinks.protocol import StoredMetrics
+from esper_telemetry.testing import CHECKS, MemorySink, check_sink
 
 SLOW = ("many records", "sigterm")
 
@@ -88,17 +89,19 @@ class Double(MemorySink):
 class Stepless(MemorySink):
     """Does not forward the step: all rows get the same."""
 
-    def stored(self, run: RunInfo) -> Stored:
+    def stored(self, run: RunInfo) -> StoredMetrics:
         *_, last = super().stored(run).rows.values()
-        return Stored({1: last})
+        return StoredMetrics({1: last})
 
 
 class Sanitising(MemorySink):
     """Lets two keys become one."""
 
-    def stored(self, run: RunInfo) -> Stored:
+    def stored(self, run: RunInfo) -> StoredMetrics:
         rows = super().stored(run).rows
-        return Stored({u: {key.replace("/", "_"): value for key, value in row.items()} for u, row in rows.items()})
+        return StoredMetrics(
+            {u: {key.replace("/", "_"): value for key, value in row.items()} for u, row in rows.items()}
+        )
 
     def shown(self, run: RunInfo) -> Callable[[Record], dict[str, float]]:
         return lambda record: {key.replace("/", "_"): value for key, value in reversed(list(record.values.items()))}

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from sink_runs import record, run_info
 
-from esper_telemetry.record import RunStatus
+from esper_telemetry.core.record import RunStatus
 from esper_telemetry.sinks import ConsoleSink
-from esper_telemetry.sinks.progress import fitting
+from esper_telemetry.sinks.text import fitting
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -24,11 +24,12 @@ from mlflow.tracking import MlflowClient
 from sink_runs import HISTOGRAM, record, run_info
 
 from esper_telemetry import Telemetry, read_run
-from esper_telemetry.record import Record, RunInfo, RunStatus
-from esper_telemetry.registry import registry
-from esper_telemetry.sinks import MLflowSink, PermanentSinkError, mlflow_rows, mlflow_stored
-from esper_telemetry.sinks.mlflow_database import ensure_database
-from esper_telemetry.sinks.mlflow_rows import metric_rows
+from esper_telemetry.core.catalogue import registry
+from esper_telemetry.core.record import Record, RunInfo, RunStatus
+from esper_telemetry.sinks import MLflowSink, PermanentSinkError
+from esper_telemetry.sinks.mlflow import database as mlflow_rows
+from esper_telemetry.sinks.mlflow import stored as mlflow_stored
+from esper_telemetry.sinks.mlflow.database import ensure_database, metric_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 
@@ -552,7 +553,8 @@ def test_a_file_is_read_without_mlflow_and_as_its_client_reads_it(store: Path, c
         run_uuid = found(client, "bulk").info.run_id
         database.execute("DELETE FROM latest_metrics WHERE run_uuid = ? AND key = 'policy/entropy'", (run_uuid,))
     code = (
-        "import sys; from pathlib import Path; from esper_telemetry.record import RunInfo; from esper_telemetry.sinks import MLflowSink;"
+        "import sys; from pathlib import Path; from esper_telemetry.core.record import RunInfo;"
+        "from esper_telemetry.sinks import MLflowSink;"
         f"run = RunInfo('bulk', 'bulk', Path({str(store)!r}), 0.0); print(MLflowSink().stored(run)); print('mlflow' in sys.modules)"
     )
 

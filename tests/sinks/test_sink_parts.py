@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 from sink_runs import HISTOGRAM, METRICS, record, run_info
 
-from esper_telemetry.record import Histogram, MetricInfo
-from esper_telemetry.redaction import masked
-from esper_telemetry.registry import registry
-from esper_telemetry.relay.status import replay_command
+from esper_telemetry.core.catalogue import registry
+from esper_telemetry.core.record import Histogram, MetricInfo
+from esper_telemetry.core.redaction import masked
+from esper_telemetry.delivery.status import replay_command
 from esper_telemetry.sinks import MLflowSink, Sink, TensorBoardSink, WandbSink, as_sink
-from esper_telemetry.sinks.families import family_name
 from esper_telemetry.sinks.histogram import by_tag, midpoints, trimmed, with_at_most
-from esper_telemetry.sinks.layout import Chart, sections
-from esper_telemetry.sinks.mlflow_names import LegalNames, legal
-from esper_telemetry.sinks.plain import flattened, plain
+from esper_telemetry.sinks.layout import Chart, family_name, sections
+from esper_telemetry.sinks.mlflow.artifacts import LegalNames, legal
 from esper_telemetry.sinks.readme import metric_description, run_readme
+from esper_telemetry.sinks.text import flattened, plain
 
 
 @pytest.mark.parametrize(("share", "value"), [(0.0, 0.0), (0.25, 1.0), (0.5, 1.5), (0.75, 2.0), (1.0, 3.0)])

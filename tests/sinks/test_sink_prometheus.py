@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from esper_telemetry.record import AlarmEvent, RunStatus
+from esper_telemetry.core.record import AlarmEvent, RunStatus
 from esper_telemetry.sinks import PrometheusSink, as_sink
-from esper_telemetry.testing.bench import alarm, record, run_in
+from esper_telemetry.testing import alarm, record, run_in
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:

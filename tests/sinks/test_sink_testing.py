@@ -6,7 +6,7 @@ import time
 import pytest
 from sink_runs import record, run_info
 
-from esper_telemetry.record import RunStatus
+from esper_telemetry.core.record import RunStatus
 from esper_telemetry.sinks import Sink
 from esper_telemetry.testing import FailingSink, MemorySink
 

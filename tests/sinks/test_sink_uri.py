@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sink_runs import record, run_info
 
-from esper_telemetry.record import Record, RunStatus
+from esper_telemetry.core.record import Record, RunStatus
 from esper_telemetry.sinks import (
     ConsoleSink,
     FunctionSink,
@@ -26,7 +26,7 @@ from esper_telemetry.sinks import (
     register_sink,
     sink_from_uri,
 )
-from esper_telemetry.sinks import uri as uri_module
+from esper_telemetry.sinks import registry as uri_module
 from esper_telemetry.testing import MemorySink
 
 
@@ -236,7 +236,7 @@ def test_a_run_without_directory_needs_a_place_in_the_settings(sink: Any, monkey
 
 def test_importing_the_sinks_imports_no_backend() -> None:
     code = (
-        "import sys, esper_telemetry.sinks, esper_telemetry.testing;"
+        "import sys, esper_telemetry.sinks, esper_telemetry.zz_testing;"
         "print({'torch', 'wandb', 'mlflow', 'tensorboard', 'rich'} & set(sys.modules))"
     )
     root = Path(__file__).parents[2]

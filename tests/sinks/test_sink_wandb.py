@@ -14,9 +14,9 @@ import wandb
 from permissions import keep_to_permissions
 from sink_runs import HISTOGRAM, record, run_info
 
-from esper_telemetry.record import RunStatus
+from esper_telemetry.core.record import RunStatus
 from esper_telemetry.sinks import PermanentSinkError, WandbSink
-from esper_telemetry.sinks.wandb_joined import PATIENCE
+from esper_telemetry.sinks.wandb.run import PATIENCE
 
 AXES = ("axis/update", "axis/env_step", "axis/gradient_step", "axis/wall_time")
 

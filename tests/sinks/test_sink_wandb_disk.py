@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from esper_telemetry.sinks import wandb_disk
-from esper_telemetry.sinks.wandb_disk import Disk
+from esper_telemetry.sinks.wandb import disk as wandb_disk
+from esper_telemetry.sinks.wandb.disk import Disk
 
 
 @pytest.fixture

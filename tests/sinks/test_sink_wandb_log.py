@@ -13,11 +13,12 @@ import pytest
 import wandb
 from sink_runs import record, run_info
 
+from esper_telemetry.core.record import RunStatus
+from esper_telemetry.delivery import Cursor, Cursors, Delivery
 from esper_telemetry.journal import Journal, encode_end, encode_record, encode_run
-from esper_telemetry.record import RunStatus
-from esper_telemetry.relay import Cursor, Cursors, Delivery
-from esper_telemetry.sinks import WandbSink, wandb_log
-from esper_telemetry.sinks.wandb_log import _read, last_update
+from esper_telemetry.sinks import WandbSink
+from esper_telemetry.sinks.wandb import run as wandb_log
+from esper_telemetry.sinks.wandb.run import _read, last_update
 
 PROJECT = "walker"
 

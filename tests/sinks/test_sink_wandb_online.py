@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from fake_wandb import KEY, FakeWandb
 
+from esper_telemetry.core.record import AlarmEvent, RunStatus
+from esper_telemetry.delivery import Relay, SinkState
 from esper_telemetry.journal import Journal, encode_alarm, encode_end, encode_record, encode_run, read_run
-from esper_telemetry.record import AlarmEvent, RunStatus
-from esper_telemetry.relay import Relay, SinkState
 from esper_telemetry.sinks import Place, WandbSink
-from esper_telemetry.testing.bench import alarm, record, run_in
+from esper_telemetry.testing import alarm, record, run_in
 
 RECORDS = 40
 

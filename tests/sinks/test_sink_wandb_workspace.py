@@ -15,16 +15,16 @@ import pytest
 from fake_wandb import ENTITY, KEY, FakeWandb
 from sink_runs import HISTOGRAM, record, run_info
 
-from esper_telemetry.cli import run as run_command
-from esper_telemetry.commands.mistakes import WrongUse
-from esper_telemetry.commands.workspace import keys
+from esper_telemetry.cli.main import run as run_command
+from esper_telemetry.cli.mistakes import WrongUse
+from esper_telemetry.cli.workspace import keys
+from esper_telemetry.core.catalogue import registry
+from esper_telemetry.core.record import MetricInfo, RunInfo, RunStatus
+from esper_telemetry.delivery.cursors import Cursor, Cursors
 from esper_telemetry.journal import Journal, encode_end, encode_record, encode_run, read_run
-from esper_telemetry.record import MetricInfo, RunInfo, RunStatus
-from esper_telemetry.registry import registry
-from esper_telemetry.relay.cursors import Cursor, Cursors
 from esper_telemetry.sinks import WandbSink, protocol
 from esper_telemetry.sinks.readme import safe
-from esper_telemetry.sinks.wandb_workspace import specification, workspace
+from esper_telemetry.sinks.wandb.workspace import specification, workspace
 
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic V1 style `@validator` validators")  # in wandb-workspaces 0.4
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from esper_telemetry.history.critic import advantage_scale
 from esper_telemetry.metrics.advantages import advantage_stats, normalized_advantage_stats
 from esper_telemetry.metrics.episodes import episode_stats
 from esper_telemetry.metrics.integrity import gae_identity, mask_violation
 from esper_telemetry.metrics.losses import ppo_losses
-from esper_telemetry.metrics.normalizer import normalizer_clipping, normalizer_drift
-from esper_telemetry.metrics.returns import return_stats
-from esper_telemetry.metrics.rewards import reward_stats
-from esper_telemetry.metrics.temporal_difference import td_errors
+from esper_telemetry.metrics.observations import normalizer_clipping, normalizer_drift
+from esper_telemetry.metrics.rewards import return_stats, reward_stats
+from esper_telemetry.metrics.values import td_errors
 from esper_telemetry.ppo.rollout import Rollout
 from esper_telemetry.ppo.steps import generalized_advantages
-from esper_telemetry.series.advantages import advantage_scale
 from vector_adapters.inputs import Inputs, Values, floats, mask, masks
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper_telemetry.group import MetricGroup
-from esper_telemetry.metrics.adam import adam_held, adam_state, first_moment_weight
+from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.history.gradients import NoiseAverage
 from esper_telemetry.metrics.gradients import (
     concentration,
     gradient_health,
@@ -26,11 +26,13 @@ from esper_telemetry.metrics.gradients import (
     weighted_pair_cosine,
 )
 from esper_telemetry.metrics.optimizer import (
+    adam_held,
+    adam_state,
     adam_step,
+    first_moment_weight,
     weight_growth,
     weight_norm,
 )
-from esper_telemetry.series.noise import NoiseAverage
 
 Inputs = Mapping[str, Any]
 Values = dict[str, Any]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_telemetry.group import MetricGroup, pack
+from esper_telemetry.core.group import MetricGroup, pack
 
 Inputs = Mapping[str, Any]
 Values = dict[str, Any]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from esper_telemetry.alarms.rules.integrity import ratio_init_grade
+from esper_telemetry.history.critic import entropy_rate, largest_shift
 from esper_telemetry.metrics.actions import action_shift, greedy_agreement, log_prob_stats
-from esper_telemetry.metrics.entropy import entropy_rows, head_entropy, policy_entropy
-from esper_telemetry.metrics.entropy_gradient import entropy_gradient
-from esper_telemetry.metrics.exact_kl import categorical_kl, exact_kl
-from esper_telemetry.metrics.head_ratio import head_ratio_diagnostics, joint_log_ratio
-from esper_telemetry.metrics.ratio import ratio_diagnostics
-from esper_telemetry.series.integrity import ratio_init_grade
-from esper_telemetry.series.policy import entropy_rate, largest_shift
+from esper_telemetry.metrics.entropy import entropy_gradient, entropy_rows, head_entropy, policy_entropy
+from esper_telemetry.metrics.kl import categorical_kl, exact_kl
+from esper_telemetry.metrics.ratio import head_ratio_diagnostics, joint_log_ratio, ratio_diagnostics
 from vector_adapters.inputs import (
     Inputs,
     Values,

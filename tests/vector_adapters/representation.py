@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from esper_telemetry.metrics.masking import keep
+from esper_telemetry.metrics.actions import keep
 from esper_telemetry.metrics.representation import (
+    DORMANT,
+    dormant_scores,
     excess_ratio,
     feature_drift,
     feature_norm,
     feature_rank,
     unit_activity,
 )
-from esper_telemetry.metrics.representation.activity import DORMANT, dormant_scores
 from vector_adapters.inputs import Inputs, Values, floats
 
 

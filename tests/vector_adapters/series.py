@@ -8,17 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from esper_telemetry.derived import Array
-from esper_telemetry.series.change import Cusum, PageHinkley
-from esper_telemetry.series.drift import LogDrift
-from esper_telemetry.series.ema import Ema
-from esper_telemetry.series.health import gradient_condition
-from esper_telemetry.series.pair import PairEvidence, diagnose_pair, pair_intensity
-from esper_telemetry.series.period import acf, goertzel, periods
-from esper_telemetry.series.rank import advantage_gradient, lr_response
-from esper_telemetry.series.robust import decades, robust_z
-from esper_telemetry.series.severity import adaptive_thresholds, explode_severity, vanish_severity
-from esper_telemetry.series.trend import mann_kendall, prewhiten, theil_sen
+from esper_telemetry.core.derived import Array
+from esper_telemetry.history.averages import Ema, LogDrift
+from esper_telemetry.history.change import Cusum, PageHinkley
+from esper_telemetry.history.correlation import advantage_gradient, lr_response
+from esper_telemetry.history.gradients import adaptive_thresholds, explode_severity, gradient_condition, vanish_severity
+from esper_telemetry.history.outliers import decades, robust_z
+from esper_telemetry.history.pairs import PairEvidence, diagnose_pair, pair_intensity
+from esper_telemetry.history.trend import acf, goertzel, mann_kendall, periods, prewhiten, theil_sen
 
 Inputs = Mapping[str, Any]
 Values = dict[str, Any]

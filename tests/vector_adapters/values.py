@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from esper_telemetry.metrics.temporal_difference import monte_carlo_fit, terminal_error
-from esper_telemetry.metrics.values import value_fit, value_movement
-from esper_telemetry.series.critic import BETA, CriticMoments, VarianceAverage, critic_fit
+from esper_telemetry.history.critic import BETA, CriticMoments, VarianceAverage, critic_fit
+from esper_telemetry.metrics.values import monte_carlo_fit, terminal_error, value_fit, value_movement
 from vector_adapters.inputs import Inputs, Values, floats, mask
 
 

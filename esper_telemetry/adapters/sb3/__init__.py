@@ -9,6 +9,6 @@ except ModuleNotFoundError as missing:
         "TelemetryCallback needs stable-baselines3: pip install 'esper-telemetry[sb3]'", name=missing.name
     ) from missing
 
-from esper_telemetry.adapters.sb3.callback import TelemetryCallback
+from esper_telemetry.adapters.sb3.callback import TelemetryCallback as TelemetryCallback
 
 __all__ = ["TelemetryCallback"]

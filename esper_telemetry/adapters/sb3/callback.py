@@ -8,15 +8,14 @@ from typing import Any, Self
 
 from stable_baselines3.common.callbacks import BaseCallback
 
+from esper_telemetry.adapters.attach import attach
 from esper_telemetry.adapters.sb3.candidates import nonfinite_candidates
-from esper_telemetry.adapters.sb3.facts import Progress, config_of, facts_of, progress_of, updates_per_record
+from esper_telemetry.adapters.sb3.facts import ModelProgress, config_of, facts_of, progress_of, updates_per_record
 from esper_telemetry.adapters.sb3.heads import Heads
-from esper_telemetry.adapters.sb3.watch import Watch
-from esper_telemetry.events import MinibatchesEnd, RunStart
-from esper_telemetry.hooks import Hooks
-from esper_telemetry.record import Level
+from esper_telemetry.adapters.sb3.watch import ModelListener
+from esper_telemetry.core.record import Level
+from esper_telemetry.events import Hooks, MinibatchesEnd, RunStart
 from esper_telemetry.telemetry import Telemetry
-from esper_telemetry.wiring import attach
 
 NEEDED = ("rollout_buffer", "normalize_advantage", "max_grad_norm", "n_steps")
 """What a model has whose updates are understood."""
@@ -63,8 +62,8 @@ class TelemetryCallback(BaseCallback):
         self.telemetry = telemetry
         self._updates_per_record = updates_per_record
         self.hooks = Hooks()
-        self._watch: Watch | None = None
-        self._progress: Progress | None = None
+        self._watch: ModelListener | None = None
+        self._progress: ModelProgress | None = None
         self._attached = False
 
     @property
@@ -137,9 +136,9 @@ class TelemetryCallback(BaseCallback):
         before = self._continued(progress_of(model))
         together = self._updates_per_record or updates_per_record(model)
         self.hooks.emit(RunStart(config_of(model), facts_of(model, heads, together), *before))
-        self._watch = Watch(self.telemetry, model, heads, self.hooks, before, updates_per_record=together)
+        self._watch = ModelListener(self.telemetry, model, heads, self.hooks, before, updates_per_record=together)
 
-    def _continued(self, known: Progress) -> Progress:
+    def _continued(self, known: ModelProgress) -> ModelProgress:
         """What was done before: by this callback, or by a model that was loaded. Steps never count backwards."""
         if self._progress is None:
             return known

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from esper_telemetry.adapters.sb3.facts import trainable
-from esper_telemetry.failure import Candidate
+from esper_telemetry.updates.failure import Candidate
 
 COLLECTED = ("observations", "values", "log_probs", "advantages", "returns")
 """Arrays of the buffer, [T, B, ...], in the order in which they are computed."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
-from esper_telemetry import ops
 from esper_telemetry.adapters.sb3.taps import Failed
-from esper_telemetry.hooks import Remover
+from esper_telemetry.core import tensors as ops
+from esper_telemetry.events import Remover
 
 NAME = "clip_grad_norm_"
 
@@ -27,7 +27,7 @@ class Clipped(Protocol):
         """They are about to be clipped together; norms [K] of all that have a gradient, None where they are not known."""
 
 
-class Clipping:
+class ClipObserver:
     """Stands in the place of `torch.nn.utils.clip_grad_norm_`, and does to the last bit what that does.
 
     A clip needs the norm of every gradient, which is what telemetry reports. To take them twice would cost more than all else it does in
@@ -101,11 +101,11 @@ def listen_to_clipping(listener: Clipped, failed: Failed) -> Remover | None:
     """Tells `listener` of clipping by `torch.nn.utils.clip_grad_norm_`; None where something else stands in its place already."""
     owner = vars(nn.utils)
     found = owner[NAME]
-    if not isinstance(found, Clipping):
+    if not isinstance(found, ClipObserver):
         if found is not clip_grad.clip_grad_norm_:
             return None
-        found = owner[NAME] = Clipping(found)
-    clipping: Clipping = found
+        found = owner[NAME] = ClipObserver(found)
+    clipping: ClipObserver = found
     entry = listener, failed
     clipping.listeners = (*clipping.listeners, entry)
 

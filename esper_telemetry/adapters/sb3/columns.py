@@ -10,11 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_telemetry.adapters.sb3.drawn import Drawn, described
+from esper_telemetry.adapters.sb3.drawn import DrawnRecorder, described
 from esper_telemetry.adapters.sb3.heads import Description, Heads
-from esper_telemetry.adapters.sb3.losses import NORMALIZER_EPS, Rows, clip_of, clip_value_of, policy_loss, value_loss
-from esper_telemetry.environments.protocol import Array
+from esper_telemetry.adapters.sb3.losses import (
+    NORMALIZER_EPS,
+    LossRows,
+    clip_of,
+    clip_value_of,
+    policy_loss,
+    value_loss,
+)
 from esper_telemetry.events import MinibatchesEnd, RolloutEnd
+from esper_telemetry.ppo.environments.protocol import Array
 
 MinibatchRow: TypeAlias = tuple[int, int, Array, Tensor | None, tuple[Tensor, ...], Tensor, Tensor, Tensor | None, Any]
 """A minibatch that the policy was asked about: epoch, place of its rollout among those of the record, numbers of its samples in the buffer,
@@ -70,7 +77,7 @@ class Columns:
         drawn: kept what the policy drew from.
     """
 
-    def __init__(self, model: Any, heads: Heads, drawn: Drawn) -> None:
+    def __init__(self, model: Any, heads: Heads, drawn: DrawnRecorder) -> None:
         self._model, self._heads, self._drawn = model, heads, drawn
         self._order = np.arange(model.n_envs * model.n_steps).reshape(model.n_steps, model.n_envs).T.ravel()
 
@@ -99,7 +106,7 @@ class Columns:
             _cat, zip(*each.columns, strict=True)
         )
         segments = Segments(counts, old_log_probs.device)
-        rows = Rows(
+        rows = LossRows(
             log_ratio=now - old_log_probs,
             log_probs=now,
             advantages=self._used(advantages, segments),
@@ -141,7 +148,7 @@ class Columns:
             )  # PPO leaves a single row as it is
         return used
 
-    def _losses(self, rows: Rows, segments: Segments) -> dict[str, Tensor]:
+    def _losses(self, rows: LossRows, segments: Segments) -> dict[str, Tensor]:
         """By name [M]."""
         columns = {
             "policy": policy_loss(rows, clip_of(self._model)),

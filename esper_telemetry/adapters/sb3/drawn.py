@@ -21,7 +21,7 @@ Join = Callable[[tuple[Tensor, ...]], Tensor]
 """`torch.stack`, or `torch.cat`."""
 
 
-class Drawn(Protocol):
+class DrawnRecorder(Protocol):
     """A way to keep what was drawn from."""
 
     def kept(self, policy: Any) -> Any:
@@ -31,29 +31,29 @@ class Drawn(Protocol):
         """What several of them say of the heads."""
 
 
-def drawn_by(policy: Any, heads: Heads) -> Drawn:
+def drawn_by(policy: Any, heads: Heads) -> DrawnRecorder:
     """The cheapest way for this policy."""
     single = not hasattr(policy.action_dist, "distributions")
     if single and heads.gaussian:
-        return Gaussian(heads.names[0])
+        return GaussianColumns(heads.names[0])
     if single and heads.single_choice:
         return MaskedChoice(heads.names[0]) if hasattr(policy.action_dist, "apply_masking") else Choice(heads.names[0])
     return Parts(heads)
 
 
-class Gaussian:
+class GaussianColumns:
     """Of numbers: means and standard deviations."""
 
     def __init__(self, head: str) -> None:
         self._head = head
 
     def kept(self, policy: Any) -> tuple[Tensor, Tensor]:
-        """See `Drawn`."""
+        """See `DrawnRecorder`."""
         drawn = policy.action_dist.distribution
         return drawn.mean.detach(), drawn.stddev.detach()
 
     def joined(self, kept: Sequence[tuple[Tensor, Tensor]], join: Join) -> Description:
-        """See `Drawn`."""
+        """See `DrawnRecorder`."""
         means, stds = (join(column) for column in zip(*kept, strict=True))
         return Description({}, {self._head: means}, {self._head: stds.log()}, {})
 
@@ -65,12 +65,12 @@ class Choice:
         self._head = head
 
     def kept(self, policy: Any) -> Tensor:
-        """See `Drawn`."""
+        """See `DrawnRecorder`."""
         logits: Tensor = policy.action_dist.distribution.logits
         return logits.detach() if logits.requires_grad else logits
 
     def joined(self, kept: Sequence[Tensor], join: Join) -> Description:
-        """See `Drawn`."""
+        """See `DrawnRecorder`."""
         return Description({self._head: join(tuple(kept))}, {}, {}, {})
 
 
@@ -81,12 +81,12 @@ class MaskedChoice:
         self._head = head
 
     def kept(self, policy: Any) -> tuple[Tensor, Tensor | None]:
-        """See `Drawn`."""
+        """See `DrawnRecorder`."""
         drawn = policy.action_dist.distribution
         return drawn.logits.detach(), drawn.masks
 
     def joined(self, kept: Sequence[tuple[Tensor, Tensor | None]], join: Join) -> Description:
-        """See `Drawn`."""
+        """See `DrawnRecorder`."""
         logits, masks = zip(*kept, strict=True)
         known = tuple([mask for mask in masks if mask is not None])
         return Description(
@@ -101,11 +101,11 @@ class Parts:
         self._heads = heads
 
     def kept(self, policy: Any) -> Description:
-        """See `Drawn`."""
+        """See `DrawnRecorder`."""
         return self._heads.describe(drawn_from(policy))
 
     def joined(self, kept: Sequence[Description], join: Join) -> Description:
-        """See `Drawn`."""
+        """See `DrawnRecorder`."""
         return Description(*(_by_name([one[part] for one in kept], join) for part in range(len(Description._fields))))
 
 

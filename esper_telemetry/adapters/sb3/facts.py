@@ -24,7 +24,7 @@ ACTOR = ("policy_net", "pi_features_extractor", "action_net", "log_std", "lstm_a
 CRITIC = ("value_net", "vf_features_extractor", "critic", "lstm_critic")
 
 
-class Progress(NamedTuple):
+class ModelProgress(NamedTuple):
     """What was done before, as `events.RunStart` tells it."""
 
     update: int
@@ -51,11 +51,11 @@ def coefficients_of(model: Any) -> dict[str, float]:
     return {"value": 2 * float(model.vf_coef), "entropy": float(model.ent_coef)}
 
 
-def progress_of(model: Any) -> Progress:
+def progress_of(model: Any) -> ModelProgress:
     """As far as a model knows: updates are counted by their steps, the steps of its optimizer by passes."""
     rollout = model.n_steps * model.n_envs
     minibatches = minibatches_of(model) if hasattr(model, "n_epochs") else 1
-    return Progress(model.num_timesteps // rollout, model.num_timesteps, model._n_updates * minibatches)
+    return ModelProgress(model.num_timesteps // rollout, model.num_timesteps, model._n_updates * minibatches)
 
 
 def minibatches_of(model: Any) -> int:

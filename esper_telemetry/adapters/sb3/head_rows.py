@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from esper_telemetry.adapters.sb3.heads import Heads
 
 
-class HeadRows:
+class HeadColumns:
     """The rows of a policy's last layer, by the part of the action that they score.
 
     Args:

@@ -37,7 +37,7 @@ def clip_value_of(model: Any) -> float | None:
     return None if schedule is None else float(schedule(model._current_progress_remaining))
 
 
-class Rows(NamedTuple):
+class LossRows(NamedTuple):
     """What losses are made of, [N] each, or [M, N] of M minibatches at once.
 
     Attributes:
@@ -55,7 +55,7 @@ class Rows(NamedTuple):
     entropy: Tensor
 
 
-def policy_loss(rows: Rows, clip: float | None) -> Tensor:
+def policy_loss(rows: LossRows, clip: float | None) -> Tensor:
     """Of each row."""
     if clip is None:
         return -rows.advantages * rows.log_probs
@@ -63,7 +63,7 @@ def policy_loss(rows: Rows, clip: float | None) -> Tensor:
     return -torch.min(rows.advantages * ratio, rows.advantages * ratio.clamp(1 - clip, 1 + clip))
 
 
-def value_loss(rows: Rows, clip: float | None) -> Tensor:
+def value_loss(rows: LossRows, clip: float | None) -> Tensor:
     """Half the squared error of each row."""
     values = rows.values
     if clip is not None:
@@ -71,7 +71,7 @@ def value_loss(rows: Rows, clip: float | None) -> Tensor:
     return 0.5 * (rows.returns - values).square()
 
 
-def losses(rows: Rows, valid: Tensor | None, *, clip: float | None, clip_value: float | None) -> dict[str, Tensor]:
+def losses(rows: LossRows, valid: Tensor | None, *, clip: float | None, clip_value: float | None) -> dict[str, Tensor]:
     """`policy`, `value` (half the mean squared error) and `entropy` (its negative mean): means over the last dimension.
 
     Args:
@@ -87,10 +87,10 @@ def losses(rows: Rows, valid: Tensor | None, *, clip: float | None, clip_value: 
     return {name: _mean(column, valid) for name, column in found.items()}
 
 
-def rows_of(samples: Any, found: tuple[Tensor, Tensor, Tensor | None], advantages: Tensor) -> Rows:
+def rows_of(samples: Any, found: tuple[Tensor, Tensor, Tensor | None], advantages: Tensor) -> LossRows:
     """Of a minibatch of a buffer and what `evaluate_actions` returned for it."""
     values, log_probs, entropy = found
-    return Rows(
+    return LossRows(
         log_ratio=log_probs - samples.old_log_prob,
         log_probs=log_probs,
         advantages=advantages,

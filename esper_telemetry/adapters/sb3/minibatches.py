@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper_telemetry import ops
 from esper_telemetry.adapters.sb3.columns import Block, Columns, MinibatchRow
-from esper_telemetry.adapters.sb3.drawn import BLOCK, Drawn
-from esper_telemetry.adapters.sb3.head_rows import HeadRows
+from esper_telemetry.adapters.sb3.drawn import BLOCK, DrawnRecorder
+from esper_telemetry.adapters.sb3.head_rows import HeadColumns
 from esper_telemetry.adapters.sb3.shards import shard_gradients
-from esper_telemetry.environments.protocol import Array
-from esper_telemetry.events import BackwardEnd, MinibatchesEnd, MinibatchStart, OptimizerStep, RolloutEnd
-from esper_telemetry.hooks import Hooks
+from esper_telemetry.core import tensors as ops
+from esper_telemetry.events import BackwardEnd, Hooks, MinibatchesEnd, MinibatchStart, OptimizerStep, RolloutEnd
+from esper_telemetry.ppo.environments.protocol import Array
 
 SAMPLES = ("old_log_prob", "advantages", "old_values", "returns", "actions")
 """What is kept of a buffer's minibatch: all but the observations, which are large, and states."""
@@ -25,7 +24,7 @@ SAMPLES = ("old_log_prob", "advantages", "old_values", "returns", "actions")
 kept_of: Callable[[Any], tuple[Tensor, ...]] = attrgetter(*SAMPLES)
 
 
-class Minibatches:
+class MinibatchListener:
     """Tells of gradients and steps at once, and of all minibatches when the update is over.
 
     Between two minibatches the trainer's own code has filled the caches, and a line of this takes five times as long as it would in a
@@ -37,7 +36,9 @@ class Minibatches:
         hears_clipping: whether the trainer is known to clip where `about_to_clip` hears of it.
     """
 
-    def __init__(self, model: Any, drawn: Drawn, columns: Columns, head_rows: HeadRows, hooks: Hooks) -> None:
+    def __init__(
+        self, model: Any, drawn: DrawnRecorder, columns: Columns, head_rows: HeadColumns, hooks: Hooks
+    ) -> None:
         self._model, self._policy, self._hooks, self._columns = model, model.policy, hooks, columns
         self._kept_of_policy, self._head_rows = drawn.kept, head_rows
         self._padded = hasattr(model.policy, "lstm_actor")

@@ -13,7 +13,7 @@ import torch
 from stable_baselines3.common.utils import obs_as_tensor
 from torch import Tensor
 
-from esper_telemetry.environments.protocol import Array
+from esper_telemetry.ppo.environments.protocol import Array
 
 CHUNK = 1024
 """Rows of a feed-forward pass at once."""
@@ -33,7 +33,7 @@ class Latents(NamedTuple):
     memory: Tensor | None
 
 
-class Stored(NamedTuple):
+class StoredPass(NamedTuple):
     """What the buffer holds of a rollout, before its rows are put in another order.
 
     Attributes:
@@ -49,13 +49,13 @@ class Stored(NamedTuple):
     masks: Array | None
 
 
-def stored(buffer: Any) -> Stored:
+def stored(buffer: Any) -> StoredPass:
     """Of a full buffer from which nothing has been taken yet."""
     observations = dict(buffer.observations) if isinstance(buffer.observations, dict) else buffer.observations
-    return Stored(observations, buffer.actions, buffer.episode_starts, getattr(buffer, "action_masks", None))
+    return StoredPass(observations, buffer.actions, buffer.episode_starts, getattr(buffer, "action_masks", None))
 
 
-def rows_of(kept: Stored, rows: Array, device: torch.device) -> Observations:
+def rows_of(kept: StoredPass, rows: Array, device: torch.device) -> Observations:
     """Observations [n, ...] of these transitions."""
     found: Observations = obs_as_tensor(_each(kept.observations, lambda part: _flat(part)[rows]), device)
     return found
@@ -68,7 +68,7 @@ def features(policy: Any, observations: Observations) -> Tensor:
     return actor
 
 
-def feed_forward(policy: Any, kept: Stored, rows: Array) -> Latents:
+def feed_forward(policy: Any, kept: StoredPass, rows: Array) -> Latents:
     """Latents of these transitions."""
     parts = [
         policy.mlp_extractor.forward_actor(features(policy, rows_of(kept, part, policy.device)))
@@ -77,7 +77,7 @@ def feed_forward(policy: Any, kept: Stored, rows: Array) -> Latents:
     return Latents(torch.cat(parts), None)
 
 
-def recurrent(policy: Any, kept: Stored, first: Tensor) -> Latents:
+def recurrent(policy: Any, kept: StoredPass, first: Tensor) -> Latents:
     """Latents of all transitions; memory runs from the states `first` [layers, 2, B, H] through the whole rollout."""
     steps, envs = kept.starts.shape
     rows = np.arange(steps * envs)
@@ -103,7 +103,7 @@ def alone(policy: Any, observations: Observations) -> Tensor:
     return latents
 
 
-def distribution(policy: Any, latents: Tensor, kept: Stored, rows: Array) -> Any:
+def distribution(policy: Any, latents: Tensor, kept: StoredPass, rows: Array) -> Any:
     """What would be drawn from after these transitions' latents [n, F]; sets the policy's `action_dist`."""
     found = policy._get_action_dist_from_latent(latents)
     if kept.masks is not None:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from esper_telemetry.adapters.sb3.activations import heard
 from esper_telemetry.adapters.sb3.heads import Heads, drawn_from
-from esper_telemetry.adapters.sb3.losses import Rows, clip_of, policy_loss, used_advantages
+from esper_telemetry.adapters.sb3.losses import LossRows, clip_of, policy_loss, used_advantages
 from esper_telemetry.adapters.sb3.passes import (
     Latents,
-    Stored,
+    StoredPass,
     alone,
     distribution,
     features,
@@ -25,9 +25,8 @@ from esper_telemetry.adapters.sb3.passes import (
     rows_of,
 )
 from esper_telemetry.adapters.sb3.untouched import untouched
-from esper_telemetry.environments.protocol import Array
-from esper_telemetry.events import RolloutEnd
-from esper_telemetry.policy_replay import Activations, Copy, Outputs, StateGradients
+from esper_telemetry.events import Activations, Copy, Outputs, RolloutEnd, StateGradients
+from esper_telemetry.ppo.environments.protocol import Array
 
 PART = 512
 """Transitions that are enough to tell how layers respond (Moalla 2024)."""
@@ -36,7 +35,7 @@ MOST_ENVS = 4
 """Environments through whose time gradients are taken."""
 
 
-class RolloutReplay:
+class CallbackReplay:
     """A `Replay` of a model of Stable-Baselines3.
 
     Args:
@@ -47,7 +46,7 @@ class RolloutReplay:
         after: states after each step [T, layers, 2, B, H]; None for a feed-forward policy.
     """
 
-    def __init__(self, model: Any, heads: Heads, rollout: RolloutEnd, kept: Stored, after: Tensor | None) -> None:
+    def __init__(self, model: Any, heads: Heads, rollout: RolloutEnd, kept: StoredPass, after: Tensor | None) -> None:
         self._model, self._heads, self._rollout, self._kept, self._after = model, heads, rollout, kept, after
 
     def stored(self) -> Outputs:
@@ -171,7 +170,7 @@ class RolloutReplay:
         gradients = torch.autograd.grad(loss, [first, state[0]], materialize_grads=True)
         return StateGradients(gradients[0], gradients[1][-1])
 
-    def _of(self, envs: Array) -> Stored:
+    def _of(self, envs: Array) -> StoredPass:
         """The rollout in these environments."""
         kept = self._kept
         observations = (
@@ -180,9 +179,9 @@ class RolloutReplay:
             else kept.observations[:, envs]
         )
         masks = None if kept.masks is None else kept.masks[:, envs]
-        return Stored(observations, kept.actions[:, envs], kept.starts[:, envs], masks)
+        return StoredPass(observations, kept.actions[:, envs], kept.starts[:, envs], masks)
 
-    def _loss(self, latents: Tensor, part: Stored, envs: Tensor) -> Tensor:
+    def _loss(self, latents: Tensor, part: StoredPass, envs: Tensor) -> Tensor:
         """The actor's loss of these environments, 0-d."""
         model, rollout = self._model, self._rollout
         found = distribution(model.policy, latents, part, np.arange(part.starts.size))
@@ -193,7 +192,7 @@ class RolloutReplay:
         advantages = used_advantages(model, rollout.advantages.flatten(), None).view_as(rollout.advantages)
         old, empty = rollout.log_probs[:, envs].flatten(), torch.zeros_like(log_probs)
         used, bonus = advantages[:, envs].flatten(), -log_probs if entropy is None else entropy
-        rows = Rows(log_probs - old, log_probs, used, empty, empty, empty, bonus)
+        rows = LossRows(log_probs - old, log_probs, used, empty, empty, empty, bonus)
         loss: Tensor = policy_loss(rows, clip_of(model)).mean() - model.ent_coef * bonus.mean()
         return loss
 

@@ -14,8 +14,8 @@ from esper_telemetry.adapters.sb3.drawn import described
 from esper_telemetry.adapters.sb3.heads import Description, Heads
 from esper_telemetry.adapters.sb3.steps import Steps
 from esper_telemetry.adapters.sb3.untouched import untouched
-from esper_telemetry.environments.protocol import Array
 from esper_telemetry.events import EpisodeEnd, RecurrentForward, RolloutEnd, Scale
+from esper_telemetry.ppo.environments.protocol import Array
 
 EPS = 1e-8
 """Under the standard deviations of a VecNormalize, whatever its own is."""
@@ -24,7 +24,7 @@ MOST_JOINED = 1 << 20
 """Entries of the observations of several rollouts up to which they are put together."""
 
 
-class Collected(NamedTuple):
+class CollectedRollout(NamedTuple):
     """A rollout as it was collected, before anything takes minibatches from the buffer: its own arrays, which the next one replaces.
 
     Attributes:
@@ -56,10 +56,10 @@ class Collected(NamedTuple):
     episodes: tuple[list[float], list[int], list[int]]
 
 
-def collected(model: Any, steps: Steps, following: Tensor) -> Collected:
+def collected(model: Any, steps: Steps, following: Tensor) -> CollectedRollout:
     """The rollout that the buffer holds."""
     buffer = model.rollout_buffer
-    return Collected(
+    return CollectedRollout(
         values=buffer.values,
         advantages=buffer.advantages,
         returns=buffer.returns,
@@ -77,7 +77,7 @@ def collected(model: Any, steps: Steps, following: Tensor) -> Collected:
     )
 
 
-def episodes_event(parts: Sequence[Collected], env_step: int) -> EpisodeEnd | None:
+def episodes_event(parts: Sequence[CollectedRollout], env_step: int) -> EpisodeEnd | None:
     """The event of the episodes that finished in rollouts that follow one another; None of none."""
     found = [
         (gained, length, time + place * len(part.rewards))
@@ -88,14 +88,14 @@ def episodes_event(parts: Sequence[Collected], env_step: int) -> EpisodeEnd | No
 
 
 def rollout_event(
-    model: Any, parts: Sequence[Collected], heads: Heads, states: Tensor | None, *, update: int, env_step: int
+    model: Any, parts: Sequence[CollectedRollout], heads: Heads, states: Tensor | None, *, update: int, env_step: int
 ) -> RolloutEnd:
     """The event of rollouts that follow one another.
 
     Rewards are those before a time limit's bootstrap was added; its share comes back as the value of the state that followed.
     """
     device = model.device
-    each: Any = Collected._make(zip(*parts, strict=True))  # each field of all of them
+    each: Any = CollectedRollout._make(zip(*parts, strict=True))  # each field of all of them
     known = described(list(chain.from_iterable(each.described)))
     actions = heads.actions(_joined(each.actions, device))
     rewards, ended = _joined(each.rewards, device), _joined(each.ended, device)
@@ -144,7 +144,7 @@ def on(array: Array, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
 
-def next_values(part: Collected, gamma: float) -> Array:
+def next_values(part: CollectedRollout, gamma: float) -> Array:
     """The critic's estimate [T, B] of the state that follows each step, 0 after termination."""
     following = np.concatenate([part.values[1:], part.following.detach().cpu().numpy().reshape(1, -1)])
     added = (part.bootstrapped - part.rewards) / gamma if gamma else np.zeros_like(part.rewards)

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_telemetry.adapters.sb3.drawn import BLOCK, Drawn
+from esper_telemetry.adapters.sb3.drawn import BLOCK, DrawnRecorder
 from esper_telemetry.adapters.sb3.heads import Description
-from esper_telemetry.environments.protocol import Array
+from esper_telemetry.ppo.environments.protocol import Array
 
 NOTHING = b"\0"
 
 
-class Recurrence(NamedTuple):
+class StepRecurrence(NamedTuple):
     """What the actor's LSTM was given and gave in one step.
 
     Attributes:
@@ -46,7 +46,7 @@ class Steps:
         environment_seconds: wall time between an action and its outcome.
     """
 
-    def __init__(self, model: Any, drawn: Drawn) -> None:
+    def __init__(self, model: Any, drawn: DrawnRecorder) -> None:
         self._model, self._policy = model, model.policy
         self._kept, self._joined = drawn.kept, drawn.joined
         scaled = model.get_vec_normalize_env()
@@ -55,7 +55,7 @@ class Steps:
         self._sums = np.zeros(model.n_envs)
         self._lengths = np.zeros(model.n_envs, np.int64)
         self._whole = np.asarray(model._last_episode_starts, bool).copy()
-        self._lstm: Recurrence | None = None
+        self._lstm: StepRecurrence | None = None
         self._acted = 0.0
         self.begin()
 
@@ -68,7 +68,7 @@ class Steps:
         self._ends: list[tuple[int, Array, Array, Sequence[Mapping[str, Any]]]] = []
         self.described: list[Description] = []
         self._drawn: list[Any] = []
-        self.recurrence: list[Recurrence] = []
+        self.recurrence: list[StepRecurrence] = []
         self.returns: list[float] = []
         self.lengths: list[int] = []
         self.times: list[int] = []
@@ -77,7 +77,7 @@ class Steps:
     def lstm(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """The actor's LSTM was called."""
         inputs, states = args
-        self._lstm = Recurrence(inputs[0].detach(), states, result[1])
+        self._lstm = StepRecurrence(inputs[0].detach(), states, result[1])
 
     def acted(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """The policy chose actions."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
-from esper_telemetry.hooks import Remover
+from esper_telemetry.events import Remover
 
 Heard: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any], Any], object]
 """Is told of positional arguments, named arguments and result of a call."""

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.adapters.sb3.facts import groups_of, trainable
-from esper_telemetry.events import TrunkBackward
-from esper_telemetry.hooks import Hooks
+from esper_telemetry.events import Hooks, TrunkBackward
 from esper_telemetry.telemetry import Telemetry
 
 
-class Trunk:
+class CapturedTrunk:
     """Follows one forward pass at a time from the features to the heads and back.
 
     Gradients arrive at the outputs of the two heads first. From there a pass of their own takes each as far as the trunk's output,

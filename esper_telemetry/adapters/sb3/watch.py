@@ -13,36 +13,37 @@ from torch import Tensor
 from esper_telemetry.adapters.sb3.clipping import listen_to_clipping
 from esper_telemetry.adapters.sb3.columns import Columns
 from esper_telemetry.adapters.sb3.drawn import drawn_by
-from esper_telemetry.adapters.sb3.facts import (
-    Progress,
-    coefficients_of,
-    groups_of,
-    optimizer_settings,
-    trainable,
-)
-from esper_telemetry.adapters.sb3.head_rows import HeadRows
+from esper_telemetry.adapters.sb3.facts import ModelProgress, coefficients_of, groups_of, optimizer_settings, trainable
+from esper_telemetry.adapters.sb3.head_rows import HeadColumns
 from esper_telemetry.adapters.sb3.heads import Heads
-from esper_telemetry.adapters.sb3.minibatches import Minibatches
+from esper_telemetry.adapters.sb3.minibatches import MinibatchListener
 from esper_telemetry.adapters.sb3.mirror import Mirror
 from esper_telemetry.adapters.sb3.passes import stored
-from esper_telemetry.adapters.sb3.replay import RolloutReplay
-from esper_telemetry.adapters.sb3.rollouts import Collected, collected, episodes_event, recurrent_event, rollout_event
+from esper_telemetry.adapters.sb3.replay import CallbackReplay
+from esper_telemetry.adapters.sb3.rollouts import (
+    CollectedRollout,
+    collected,
+    episodes_event,
+    recurrent_event,
+    rollout_event,
+)
 from esper_telemetry.adapters.sb3.steps import Steps
 from esper_telemetry.adapters.sb3.taps import Heard, listen
-from esper_telemetry.adapters.sb3.trunk import Trunk
+from esper_telemetry.adapters.sb3.trunk import CapturedTrunk
 from esper_telemetry.events import (
     AfterUpdate,
     BeforeUpdate,
+    Hooks,
     RecurrentForward,
+    Remover,
     RolloutEnd,
     TrunkBackward,
     UpdateEnd,
 )
-from esper_telemetry.hooks import Hooks, Remover
 from esper_telemetry.telemetry import Telemetry
 
 
-class Watch:
+class ModelListener:
     """Follows a model until `leave`.
 
     Args:
@@ -63,7 +64,7 @@ class Watch:
         model: Any,
         heads: Heads,
         hooks: Hooks,
-        before: Progress,
+        before: ModelProgress,
         *,
         updates_per_record: int,
     ) -> None:
@@ -72,17 +73,17 @@ class Watch:
         self._telemetry, self._model, self._heads, self._hooks = telemetry, model, heads, hooks
         self._drawn = drawn_by(model.policy, heads)
         self._steps = Steps(model, self._drawn)
-        self._minibatches = Minibatches(
-            model, self._drawn, Columns(model, heads, self._drawn), HeadRows(model.policy, heads), hooks
+        self._minibatches = MinibatchListener(
+            model, self._drawn, Columns(model, heads, self._drawn), HeadColumns(model.policy, heads), hooks
         )
         self._mirror = Mirror(model.logger)
         self._last_values: Tensor | None = None
         self._updates_per_record, self._updates = updates_per_record, 0
-        self._rollouts: list[Collected] = []
+        self._rollouts: list[CollectedRollout] = []
         self._told: RolloutEnd | None = None
         self._seconds: dict[str, float] = defaultdict(float)
         self._cpu_seconds: dict[str, float] = defaultdict(float)
-        self._replay: RolloutReplay | None = None
+        self._replay: CallbackReplay | None = None
         self._learning = False
         self._began, self._cpu_began = time.perf_counter(), time.process_time()
         self._always: list[Remover] = self._collecting_taps()
@@ -194,7 +195,9 @@ class Watch:
         if len(self._rollouts) > 1:
             places = {"update": last.update, "env_step": last.env_step}
             last = rollout_event(model, self._rollouts[-1:], self._heads, self._steps.states(), **places)
-        self._replay = RolloutReplay(model, self._heads, last, stored(model.rollout_buffer), self._steps.states_after())
+        self._replay = CallbackReplay(
+            model, self._heads, last, stored(model.rollout_buffer), self._steps.states_after()
+        )
         hooks.emit(BeforeUpdate(last.update, self._replay))
 
     def _collecting_taps(self) -> list[Remover]:
@@ -228,7 +231,9 @@ class Watch:
         policy, minibatches = self._model.policy, self._minibatches
         if not self._hooks.wants(TrunkBackward):
             return []
-        trunk = Trunk(policy, self._hooks, lambda: (max(minibatches.epoch, 0), minibatches.step), self._telemetry)
+        trunk = CapturedTrunk(
+            policy, self._hooks, lambda: (max(minibatches.epoch, 0), minibatches.step), self._telemetry
+        )
         heads = {"actor": policy.action_net, "critic": policy.value_net}
         taps = [self._listen(net, "forward", partial(trunk.head, which)) for which, net in heads.items()]
         if groups_of(policy).get("shared"):

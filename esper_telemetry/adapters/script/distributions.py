@@ -14,7 +14,7 @@ LARGEST = 1 << 22
 """Numbers of one rollout that are kept at most."""
 
 
-class Head(NamedTuple):
+class ScriptHead(NamedTuple):
     """What a head says of its distribution: `logits` [N, A], or `mean` and `log_std` [N, D]."""
 
     logits: Tensor | None = None
@@ -32,8 +32,8 @@ class Distributions:
     """Keeps what heads say while a rollout is collected and while it is learned from, told apart by whether gradients are recorded."""
 
     def __init__(self) -> None:
-        self._acted: list[Head] = []
-        self._learned: list[Head] = []
+        self._acted: list[ScriptHead] = []
+        self._learned: list[ScriptHead] = []
         self._size = 0
 
     def see(self, distribution: Any) -> None:
@@ -48,32 +48,32 @@ class Distributions:
         if self._size <= LARGEST:
             self._acted.append(head)
 
-    def learned(self, rows: int) -> dict[str, Head]:
+    def learned(self, rows: int) -> dict[str, ScriptHead]:
         """The heads of a minibatch of so many rows, seen since the last call; empty where they do not fit it."""
         found, self._learned = [head for head in self._learned if head.rows == rows], []
         return named(found)
 
-    def acted(self, steps: int, size: int) -> dict[str, Head]:
+    def acted(self, steps: int, size: int) -> dict[str, ScriptHead]:
         """The heads of a rollout, [T, B, ...] each, seen since the last call; empty where they do not fit it."""
         found, self._acted = self._acted, []
         whole, self._size = self._size <= LARGEST, 0
         at_once = [head for head in found if head.rows == steps * size != size]
         if whole and at_once and len(at_once) == len(found):
-            return named([Head(*(_shaped(part, steps, size) for part in head)) for head in found])
+            return named([ScriptHead(*(_shaped(part, steps, size) for part in head)) for head in found])
         count = len(found) // steps if steps else 0
         if not whole or count == 0 or any(head.rows != size for head in found[: steps * count]):
             return {}
         series = [found[place : steps * count : count] for place in range(count)]
-        return named([Head(*(_stacked(parts) for parts in zip(*heads, strict=True))) for heads in series])
+        return named([ScriptHead(*(_stacked(parts) for parts in zip(*heads, strict=True))) for heads in series])
 
 
-def head_of(distribution: Any) -> Head | None:
+def head_of(distribution: Any) -> ScriptHead | None:
     """What a categorical or normal distribution over rows says; None for others."""
     if hasattr(distribution, "logits"):
         logits = distribution.logits.detach()
-        return Head(logits=_finite(_rows(logits))) if logits.dim() > 1 else None
+        return ScriptHead(logits=_finite(_rows(logits))) if logits.dim() > 1 else None
     mean = distribution.loc.detach()
-    return Head(mean=_rows(mean), log_std=_rows(distribution.scale.detach()).log()) if mean.dim() > 1 else None
+    return ScriptHead(mean=_rows(mean), log_std=_rows(distribution.scale.detach()).log()) if mean.dim() > 1 else None
 
 
 def _rows(parameters: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def _finite(logits: Tensor) -> Tensor:
     return logits.clamp(min=torch.finfo(logits.dtype).min)
 
 
-def named(heads: list[Head]) -> dict[str, Head]:
+def named(heads: list[ScriptHead]) -> dict[str, ScriptHead]:
     """Heads by name: `action`, or with their places where there are several."""
     return {f"action_{place}" if len(heads) > 1 else "action": head for place, head in enumerate(heads)}
 

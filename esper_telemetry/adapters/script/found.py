@@ -86,7 +86,7 @@ def find_rows(names: Names, length: int) -> Tensor | None:
     return names.find(aliases.ROWS, accept)
 
 
-class Rows(NamedTuple):
+class ScriptRows(NamedTuple):
     """Columns of a minibatch, [N] each, as far as they are known."""
 
     advantages: Tensor | None
@@ -96,7 +96,7 @@ class Rows(NamedTuple):
     rows: Tensor | None
 
 
-def find_columns(names: Names, length: int) -> Rows:
+def find_columns(names: Names, length: int) -> ScriptRows:
     """What belongs to the rows of a minibatch, under a name of its own or as rows of the flattened rollout."""
     rows = find_rows(names, length)
 
@@ -106,7 +106,7 @@ def find_columns(names: Names, length: int) -> Rows:
             found = names.find(flat, picked(rows))
         return found
 
-    return Rows(
+    return ScriptRows(
         advantages=find(aliases.ADVANTAGES, aliases.FLAT_ADVANTAGES),
         values=find(aliases.VALUES),
         old_values=find(aliases.OLD_VALUES, aliases.FLAT_VALUES),
@@ -137,7 +137,7 @@ def find_losses(names: Names) -> dict[str, Tensor]:
     return found
 
 
-class Collected(NamedTuple):
+class ScriptRollout(NamedTuple):
     """A rollout, [T, B] each, and the actions, [T, B] or [T, B, D]; copies."""
 
     rewards: Tensor
@@ -150,7 +150,7 @@ class Collected(NamedTuple):
     actions: Tensor | None
 
 
-def find_rollout(names: Names) -> Collected | None:
+def find_rollout(names: Names) -> ScriptRollout | None:
     """The rollout that the script learns from now; None where a part of it is not to be seen.
 
     Where there is a flag of the step after the last, `dones[t]` says that step t begins an episode, and otherwise that it ends one.
@@ -177,7 +177,7 @@ def find_rollout(names: Names) -> Collected | None:
     next_done = names.find(aliases.NEXT_DONE, column(size))
     ended = dones if next_done is None else torch.cat([dones[1:], next_done.reshape(1, size)])
     following = torch.cat([values[1:], last.reshape(1, size).to(values)])
-    return Collected(
+    return ScriptRollout(
         rewards=rewards.clone(),
         values=values.clone(),
         advantages=advantages.clone(),
@@ -290,7 +290,7 @@ def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
     return found if {"actor", "critic"} & found.keys() else {}
 
 
-def half_square(losses: Mapping[str, Tensor], columns: Rows) -> float:
+def half_square(losses: Mapping[str, Tensor], columns: ScriptRows) -> float:
     """By what the script's value loss is to be multiplied to be half the mean square, at weights that have not moved."""
     if "value" not in losses or columns.values is None or columns.returns is None:
         return 1.0

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper_telemetry.ops import gradient_norms
+from esper_telemetry.core.tensors import gradient_norms
 
 
 class Taken(NamedTuple):
@@ -19,7 +19,7 @@ class Taken(NamedTuple):
     max_norm: float | None
 
 
-class Gradients:
+class ScriptGradients:
     """Norms that were taken before the script clipped, until its optimizer takes its step.
 
     Attributes:

@@ -29,7 +29,7 @@ class Remembered(NamedTuple):
     inputs: Tensor
 
 
-class Memory:
+class ScriptMemory:
     """Keeps the steps of the first LSTM that is stepped without gradients."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stable_baselines3.common.callbacks import BaseCallback
 
-    from esper_telemetry.adapters.sb3 import TelemetryCallback
+    from esper_telemetry.adapters.sb3.callback import TelemetryCallback
     from esper_telemetry.telemetry import Telemetry
 
 
@@ -72,7 +72,7 @@ class Models:
             self._open.pop().telemetry.__exit__(type(error) if error else None, error, None)
 
     def _callback_of(self, model: Any, kind: str) -> TelemetryCallback:
-        from esper_telemetry.adapters.sb3 import TelemetryCallback
+        from esper_telemetry.adapters.sb3.callback import TelemetryCallback
 
         for known in self._open:
             if known.model is model:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from esper_telemetry.metric import segment
+from esper_telemetry.core.metric import segment
 
 PREFIX = "script"
 """First segment of the keys."""

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from esper_telemetry.adapters.script import aliases
-from esper_telemetry.adapters.script.distributions import Distributions, Head
+from esper_telemetry.adapters.script.distributions import Distributions, ScriptHead
 from esper_telemetry.adapters.script.episodes import Environments
 from esper_telemetry.adapters.script.found import (
-    Collected,
     Ratio,
-    Rows,
+    ScriptRollout,
+    ScriptRows,
     find_columns,
     find_config,
     find_facts,
@@ -34,12 +34,13 @@ from esper_telemetry.adapters.script.found import (
     integer,
 )
 from esper_telemetry.adapters.script.frames import Names
-from esper_telemetry.adapters.script.gradients import Gradients
-from esper_telemetry.adapters.script.memory import Memory, Remembered
+from esper_telemetry.adapters.script.gradients import ScriptGradients
+from esper_telemetry.adapters.script.memory import Remembered, ScriptMemory
 from esper_telemetry.adapters.script.scalars import EPISODES, Scalars
 from esper_telemetry.events import (
     BackwardEnd,
     EpisodeEnd,
+    Hooks,
     MinibatchEnd,
     OptimizerStep,
     RecurrentForward,
@@ -47,13 +48,12 @@ from esper_telemetry.events import (
     RunStart,
     UpdateEnd,
 )
-from esper_telemetry.hooks import Hooks
 
 GAMMA = 0.99
 """Of scripts that do not say theirs."""
 
 
-class Step(NamedTuple):
+class ScriptStep(NamedTuple):
     """An optimizer step under way."""
 
     optimizer: Optimizer
@@ -61,7 +61,7 @@ class Step(NamedTuple):
     ratio: Ratio | None
 
 
-class Script:
+class ScriptListener:
     """What happens in a script that trains by PPO; emits nothing before it takes a step that looks like one of PPO.
 
     Args:
@@ -74,13 +74,13 @@ class Script:
         updates: that have ended.
     """
 
-    def __init__(self, begin: Callable[[Script], None], log: Callable[[Mapping[str, float]], None]) -> None:
+    def __init__(self, begin: Callable[[ScriptListener], None], log: Callable[[Mapping[str, float]], None]) -> None:
         self.hooks = Hooks()
         self.found: dict[str, None] = {}
         self.updates = 0
-        self.gradients = Gradients()
+        self.gradients = ScriptGradients()
         self.distributions = Distributions()
-        self.memory = Memory()
+        self.memory = ScriptMemory()
         self.environments = Environments()
         self.scalars = Scalars()
         self.memories = 0
@@ -93,7 +93,7 @@ class Script:
         self._env_step = self._gradient_step = self._step = self._epoch = 0
         self._rate = 0.0
         self._factor: float | None = None
-        self._under_way: Step | None = None
+        self._under_way: ScriptStep | None = None
 
     @property
     def open(self) -> bool:
@@ -116,7 +116,7 @@ class Script:
         if not self._open or self._is_new(names):
             self._end_update()
             self._begin_update(names)
-        self._under_way = Step(optimizer, names, ratio)
+        self._under_way = ScriptStep(optimizer, names, ratio)
         self._rate = float(optimizer.param_groups[0]["lr"]) if self._step == 0 else self._rate
         self._epoch = names.find(aliases.EPOCH, integer) or 0
         self._emit_gradients(optimizer)
@@ -183,7 +183,9 @@ class Script:
             self._note("memory")
             self._emit_recurrence(remembered)
 
-    def _rollout(self, found: Collected, heads: Mapping[str, Head], remembered: Remembered | None) -> RolloutEnd:
+    def _rollout(
+        self, found: ScriptRollout, heads: Mapping[str, ScriptHead], remembered: Remembered | None
+    ) -> RolloutEnd:
         return RolloutEnd(
             update=self.updates + 1,
             env_step=self._env_step,
@@ -248,10 +250,10 @@ class Script:
     def _minibatch(
         self,
         log_ratio: Tensor,
-        columns: Rows,
+        columns: ScriptRows,
         advantages: Tensor,
         losses: Mapping[str, Tensor],
-        heads: Mapping[str, Head],
+        heads: Mapping[str, ScriptHead],
     ) -> MinibatchEnd:
         return MinibatchEnd(
             self._epoch,
@@ -268,7 +270,7 @@ class Script:
             rows=columns.rows,
         )
 
-    def _losses(self, names: Names, columns: Rows) -> dict[str, Tensor]:
+    def _losses(self, names: Names, columns: ScriptRows) -> dict[str, Tensor]:
         losses = find_losses(names)
         if losses:
             self._note("losses")
@@ -327,7 +329,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def actions_of(actions: Tensor | None, heads: Mapping[str, Head]) -> dict[str, Tensor]:
+def actions_of(actions: Tensor | None, heads: Mapping[str, ScriptHead]) -> dict[str, Tensor]:
     """Actions [T, B] or [T, B, D] of the heads: whole where there is one, by their last dimension where there are several."""
     if actions is None or not heads:
         return {}

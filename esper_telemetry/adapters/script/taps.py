@@ -15,8 +15,8 @@ from esper_telemetry.adapters.script.imports import AfterImport
 from esper_telemetry.adapters.script.patches import Patches
 
 if TYPE_CHECKING:
-    from esper_telemetry.adapters.script.script import Script
-    from esper_telemetry.clock import Clock
+    from esper_telemetry.adapters.script.script import ScriptListener
+    from esper_telemetry.core.clock import Clock
 
 
 TIMED_EVERY = 17
@@ -36,8 +36,8 @@ class Taps:
         clock: telemetry's, which counts what the taps take; None before there is any.
     """
 
-    def __init__(self, make: Callable[[], Script], join: Callable[[Any, Any], Any]) -> None:
-        self.script: Script | None = None
+    def __init__(self, make: Callable[[], ScriptListener], join: Callable[[Any, Any], Any]) -> None:
+        self.script: ScriptListener | None = None
         self.error: BaseException | None = None
         self.clock: Clock | None = None
         self._calls = 0
@@ -71,16 +71,16 @@ class Taps:
             remove()
         self._removers, self.script = [], None
 
-    def contained(self, function: Callable[[Script], None]) -> None:
+    def contained(self, function: Callable[[ScriptListener], None]) -> None:
         """Tells the script's listener something, if it listens; an exception ends this for good and goes no further."""
         self._call(function, 1)
 
-    def briefly(self, function: Callable[[Script], None]) -> None:
+    def briefly(self, function: Callable[[ScriptListener], None]) -> None:
         """The same for what takes about as long as a look at the clock: one call in several is timed, and counts for all."""
         self._calls += 1
         self._call(function, 0 if self._calls % TIMED_EVERY else TIMED_EVERY)
 
-    def _call(self, function: Callable[[Script], None], weight: int) -> None:
+    def _call(self, function: Callable[[ScriptListener], None], weight: int) -> None:
         script, clock = self.script, self.clock
         if script is None or self.error is not None or not script.listens:
             return
@@ -154,7 +154,7 @@ class Taps:
 
         return made
 
-    def _watch_modules(self, script: Script) -> None:
+    def _watch_modules(self, script: ScriptListener) -> None:
         from torch.nn.modules.module import register_module_forward_pre_hook
 
         script.memories += 1
@@ -251,12 +251,12 @@ class Taps:
         self._contained_install(lambda: self._patches.replace(module.SummaryWriter, "add_scalar", see))
 
 
-def _left(script: Script, began: list[float]) -> None:
+def _left(script: ScriptListener, began: list[float]) -> None:
     for moment in began:
         script.environments.leave(moment)
 
 
-def _took(script: Script, env: Any, result: Any, began: list[float]) -> None:
+def _took(script: ScriptListener, env: Any, result: Any, began: list[float]) -> None:
     """A step of the script's own, not one that an environment around it takes."""
     outermost = [script.environments.leave(moment) for moment in began]
     if all(outermost) and script.environments.knows(env):

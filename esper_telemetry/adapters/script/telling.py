@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from esper_telemetry.adapters.script.script import Script
+    from esper_telemetry.adapters.script.script import ScriptListener
 
 WORDS = {"memory": "recurrent states"}
 """What some of the things that are found are called."""
 
 
-def found_line(script: Script, name: str, run_dir: Path | None) -> str:
+def found_line(script: ScriptListener, name: str, run_dir: Path | None) -> str:
     """What is known of the script, what is not, and where it goes."""
     episodes = (
         "episodes (the script itself misses them: Gymnasium 1.x tells of them elsewhere)"
@@ -28,7 +28,11 @@ def found_line(script: Script, name: str, run_dir: Path | None) -> str:
 
 
 def last_line(
-    script: Script | None, name: str, run_dir: Path | None, error: BaseException | None, updates: int | None = None
+    script: ScriptListener | None,
+    name: str,
+    run_dir: Path | None,
+    error: BaseException | None,
+    updates: int | None = None,
 ) -> str:
     """The last line of a run; `updates` are those of a model, where the script itself was not listened to."""
     if error is not None:

@@ -11,12 +11,18 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry import ops
-from esper_telemetry.conversion import shown
-from esper_telemetry.group import MetricGroup, Postponed
-from esper_telemetry.metrics.gradients.clipping import check_limit
-from esper_telemetry.metrics.gradients.membership import FrozenGroups, Groups, belongs, frozen
-from esper_telemetry.metrics.gradients.norms import GradientNorms, gradient_norms
+from esper_telemetry.core import tensors as ops
+from esper_telemetry.core.arrays import shown
+from esper_telemetry.core.group import MetricGroup, Postponed
+from esper_telemetry.metrics.gradients.norms import (
+    FrozenGroups,
+    GradientNorms,
+    Groups,
+    belongs,
+    check_limit,
+    frozen,
+    gradient_norms,
+)
 
 Parameters = nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 

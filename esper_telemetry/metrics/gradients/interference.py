@@ -1,22 +1,217 @@
-"""Do actor and critic pull the shared network in the same direction, and with what force? (G5; PCGrad 2001.06782)"""
+"""Do actor and critic pull the shared network in the same direction, and with what force? (G5; PCGrad 2001.06782)
+
+How strongly a module learns next to the network that hosts it, and what reaches it (G13).
+
+How the gradients of two losses compare that several ranks have each measured of their own rows.
+
+The gradient of the entropy bonus where it enters the policy: at the logits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from esper_telemetry.conversion import ArrayLike, as_tensor, as_tensors
-from esper_telemetry.group import Mean, Metric, MetricGroup, reports
-from esper_telemetry.metrics.defined import defined, defined_together
-from esper_telemetry.metrics.gradients.clipping import coefficients
+from esper_telemetry.core import tensors as ops
+from esper_telemetry.core.arrays import ArrayLike, as_tensor, as_tensors
+from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.reduction import NAN, Array, Mean, Reduction, Slot, Statistic
+from esper_telemetry.metrics.actions import same_shape
+from esper_telemetry.metrics.entropy import entropy_slope
 from esper_telemetry.metrics.gradients.health import tensor_norms
-from esper_telemetry.metrics.gradients.norms import GradientNorms
-from esper_telemetry.metrics.gradients.pull import Agreement, EffectivePull, Pull, ShareOfCritic, compared
-from esper_telemetry.metrics.masking import same_shape
+from esper_telemetry.metrics.gradients.norms import GradientNorms, coefficients
+from esper_telemetry.metrics.statistics import defined, defined_together
+
+
+@dataclass(frozen=True, slots=True)
+class PairGradients(MetricGroup):
+    """A module beside its host, one value per optimizer step; `series` makes the ratio and its cause of them."""
+
+    pair: str = label()
+    connected: Mean | float | None = reports(
+        Metric(
+            key="grad/pair/{pair}/connected",
+            number=571,
+            unit="fraction",
+            question="Does the loss reach this module at all? Below 1: detached, frozen, or not in use.",
+            low=0.0,
+            high=1.0,
+            healthy="1",
+            critical="0",
+            source="no gradient is no small gradient",
+        )
+    )
+    intensity: Mean | None = reports(
+        Metric(
+            key="grad/pair/{pair}/intensity",
+            number=572,
+            unit="gradient norm/√parameters",
+            question="How large is a typical entry of this module's gradient?",
+            low=0.0,
+            undefined="the module has no gradient, or one that is not finite",
+        )
+    )
+    host_intensity: Mean | None = reports(
+        Metric(
+            key="grad/pair/{pair}/host_intensity",
+            number=573,
+            unit="gradient norm/√parameters",
+            question="How large is a typical entry of the gradient of the network that hosts this module?",
+            low=0.0,
+            undefined="the host has no gradient, or one that is not finite",
+        )
+    )
+    upstream: Mean | None = reports(
+        Metric(
+            key="grad/pair/{pair}/upstream",
+            number=574,
+            unit="gradient norm",
+            question="How strong is the gradient that arrives at this module's output? Exactly 0: it is gated off.",
+            low=0.0,
+            undefined="no gradient arrives there, or one that is not finite",
+        )
+    )
+    zero_frac: Mean | None = reports(
+        Metric(
+            key="grad/pair/{pair}/zero_frac",
+            number=575,
+            unit="fraction",
+            question="What share of this module's gradient is exactly zero?",
+            low=0.0,
+            high=1.0,
+            healthy="< 0.3",
+            warn="> 0.9: the module is saturated",
+            source="heuristic",
+            undefined="the module has no gradient",
+        )
+    )
+
+
+@torch.no_grad()
+def pair_gradients(
+    pair: str,
+    module: Sequence[Tensor],
+    host: Sequence[Tensor],
+    *,
+    norms: tuple[Tensor, Tensor],
+    upstream: Tensor | None,
+) -> PairGradients:
+    """One optimizer step of a module and its host.
+
+    Args:
+        pair: name of the pair.
+        module: gradients of the module's parameters, as far as they exist.
+        host: those of the host's parameters.
+        norms: [K] of the module's gradients and [K'] of the host's.
+        upstream: 0-d, norm of the gradient at the module's output; None where none arrived.
+    """
+    own, hosts = (_intensity(parts, sizes) for parts, sizes in zip(norms, (module, host), strict=True))
+    return PairGradients(
+        pair,
+        connected=float(bool(module) and upstream is not None),
+        intensity=own,
+        host_intensity=hosts,
+        upstream=None if upstream is None else defined(upstream.double()),
+        zero_frac=_zeros(module),
+    )
+
+
+def _intensity(norms: Tensor, gradients: Sequence[Tensor]) -> Mean | None:
+    entries = sum(gradient.numel() for gradient in gradients)
+    return defined(norms.double().norm() / entries**0.5) if entries else None
+
+
+def _zeros(gradients: Sequence[Tensor]) -> Mean | None:
+    if not gradients:
+        return None
+    entries = sum(gradient.numel() for gradient in gradients)
+    filled = torch.stack([torch.count_nonzero(gradient) for gradient in gradients]).sum()
+    return Mean(entries - filled, float(entries))
+
+
+def compared(actor: Tensor, critic: Tensor, coefs: Tensor | float, dots: Tensor | None) -> list[Tensor]:
+    """log10 of critic over actor, the critic's share of the squares, the clipped actor, and the cosine where there are `dots`.
+
+    Args:
+        actor, critic: norms [M], float64.
+        coefs: clip coefficients [M], or one.
+        dots: inner products [M], float64.
+    """
+    square = critic.square()
+    found = [(critic / actor).log10(), square / (square + actor.square()), actor * coefs]
+    return found if dots is None else [*found, (dots / (actor * critic)).clamp(-1.0, 1.0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Pull(Reduction):
+    """A mean over optimizer steps of a number that the two gradients of each step give, here log10 of critic over actor.
+
+    The loss of all rows is the mean of the ranks' losses weighted by their rows, so each rank's gradient of its own rows counts with its
+    share of the rows; the squares of norms of different rows add, and so do the inner products.
+
+    Attributes:
+        total, count: of the number, over steps at which it is defined.
+        actor, critic: norms.
+        dot: inner product.
+        coef: clip coefficient.
+        rows: over which the losses' means are.
+    """
+
+    total: Slot
+    count: Slot
+    actor: Slot
+    critic: Slot
+    dot: Slot
+    coef: Slot
+    rows: Slot
+
+    place: ClassVar[int] = 0
+    statistics: ClassVar[Mapping[str, Statistic]] = {"mean": lambda s: s[0] / s[1] if s[1] else NAN}
+
+    @staticmethod
+    def merge(rows: Array) -> Array:
+        """Totals and counts add over steps; what they were made from has no meaning then."""
+        merged: Array = rows.sum(axis=0)
+        return merged
+
+    @classmethod
+    def join(cls, ranks: Array) -> Array:
+        """The number that the gradients of all ranks' rows give at one step."""
+        _, _, actor, critic, dot, coef, rows = np.moveaxis(ranks, -1, 0)
+        share = rows / rows.sum(axis=0)
+        norms = [np.sqrt(np.square(share * norm).sum(axis=0)) for norm in (actor, critic)]
+        together = [*norms, coef[0], (share**2 * dot).sum(axis=0)]
+        found = compared(*(torch.from_numpy(np.ascontiguousarray(part)) for part in together))[cls.place].numpy()
+        defined = np.isfinite(found)
+        parts = (np.where(defined, found, 0.0), defined, norms[0], norms[1], together[3], coef[0], rows.sum(axis=0))
+        return np.stack(parts, axis=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class ShareOfCritic(Pull):
+    """The critic's share of the squares."""
+
+    place: ClassVar[int] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class EffectivePull(Pull):
+    """The actor's norm after clipping."""
+
+    place: ClassVar[int] = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement(Pull):
+    """The cosine."""
+
+    place: ClassVar[int] = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,3 +428,86 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype.itemsize < 4:
         a, b = a.float(), b.float()
     return torch.dot(a.reshape(-1), b.reshape(-1))
+
+
+@dataclass(frozen=True, slots=True)
+class BonusNorm(Reduction):
+    """A mean over optimizer steps of the norm √(Σ squares) / rows; the squares and the rows of several ranks add.
+
+    Attributes:
+        total, count: of the norm, over steps at which it is defined.
+        squares: summed over the rows, times the square of the bonus's weight.
+        rows: over which the mean entropy is.
+    """
+
+    total: Slot
+    count: Slot
+    squares: Slot
+    rows: Slot
+
+    statistics: ClassVar[Mapping[str, Statistic]] = {"mean": lambda s: s[0] / s[1] if s[1] else NAN}
+
+    @staticmethod
+    def merge(rows: Array) -> Array:
+        """Totals and counts add over steps; what they were made from has no meaning then."""
+        merged: Array = rows.sum(axis=0)
+        return merged
+
+    @classmethod
+    def join(cls, ranks: Array) -> Array:
+        """The norm over the rows of all ranks at one step."""
+        squares, rows = ranks[..., 2].sum(axis=0), ranks[..., 3].sum(axis=0)
+        norm = np.sqrt(squares) / np.maximum(rows, 1)
+        defined = np.isfinite(norm) & (rows > 0)
+        return np.stack([np.where(defined, norm, 0.0), defined, squares, rows], axis=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class BonusGradient(MetricGroup):
+    """The gradient of the entropy bonus, one value per optimizer step."""
+
+    entropy: BonusNorm | None = reports(
+        Metric(
+            key="grad/entropy/norm",
+            number=523,
+            unit="gradient norm",
+            question="How large is the gradient of the entropy bonus, where it enters the policy?",
+            low=0.0,
+            healthy="near its own history",
+            undefined="no entropy bonus, or no categorical head",
+        )
+    )
+
+
+@torch.no_grad()
+def bonus_gradient(
+    logits: Mapping[str, Tensor],
+    *,
+    entropy_coef: float,
+    action_masks: Mapping[str, Tensor] | None = None,
+    relevant: Mapping[str, Tensor] | None = None,
+    valid: Tensor | None = None,
+) -> BonusGradient:
+    """Its norm c ‖∂H/∂z‖ over the logits z of all heads, H the mean over the rows of the heads' entropies.
+
+    Args:
+        logits: per categorical head [M, N, A].
+        entropy_coef: c, weight of the bonus; without one there is no gradient and nothing is reported.
+        action_masks: per restricted head [M, N, A], bool.
+        relevant: per head that is not always relevant [M, N], bool.
+        valid: [M, N], bool; None where every row counts.
+    """
+    if not logits or not entropy_coef > 0:
+        return BonusGradient()
+    masks, matters = action_masks or {}, relevant or {}
+    squares = []
+    for head, scores in logits.items():
+        slope = entropy_slope(ops.mask_logits(scores.double(), masks.get(head)))
+        square = slope.square().sum(-1)
+        flags = [flag for flag in (matters.get(head), valid) if flag is not None]
+        squares.append(torch.where(torch.stack(flags).all(0), square, 0.0) if flags else square)
+    rows = torch.full_like(squares[0][..., 0], squares[0].shape[-1]) if valid is None else valid.sum(-1)
+    total = entropy_coef**2 * torch.stack(squares).sum((0, -1))
+    norm = total.sqrt() / rows
+    defined = torch.isfinite(norm)
+    return BonusGradient(BonusNorm(torch.where(defined, norm, 0.0), defined, total, rows))

@@ -14,8 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from esper_telemetry.group import Mean, Metric, MetricGroup, reports
-from esper_telemetry.metrics.defined import defined
+from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.reduction import Mean
+from esper_telemetry.metrics.statistics import defined
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,29 +1,382 @@
 """How large the gradients are: of the whole network, of declared groups and of every tensor (G1, G2).
 
 Everything follows from the norm of each tensor, which clipping computes anyway: groups are sub-sums of squares.
+
+What clipping the global norm does to the gradients (G3).
+
+What is reported of gradient norms: of the whole network, of declared groups, of heads and of every tensor (G1, G2, G4).
+
+Which gradient belongs to which group: the matrix from squared tensor norms to squared group norms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from esper_telemetry.conversion import ArrayLike, as_tensor
-from esper_telemetry.group import Mean, Sum
-from esper_telemetry.metrics.defined import defined
-from esper_telemetry.metrics.gradients.clipping import Clipping, clip_coefficients, clipping
-from esper_telemetry.metrics.gradients.groups import (
-    GlobalGradient,
-    GroupGradients,
-    HeadGradients,
-    LayerGradients,
-    TermGradients,
-)
-from esper_telemetry.metrics.gradients.membership import Groups, Membership, membership
-from esper_telemetry.metrics.masking import same_shape
+from esper_telemetry.core.arrays import ArrayLike, as_tensor
+from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.metric import Metric, label, reports, segment
+from esper_telemetry.core.record import Level
+from esper_telemetry.core.reduction import Mean, Sum
+from esper_telemetry.core.tensors import CLIP_EPSILON
+from esper_telemetry.metrics.actions import same_shape
+from esper_telemetry.metrics.statistics import defined
+
+
+@dataclass(frozen=True, slots=True)
+class Clipping(MetricGroup):
+    """Clip coefficient, frequency and excess, one value per optimizer step."""
+
+    replicated: ClassVar[bool] = True
+    coef: Mean | None = reports(
+        Metric(
+            key="grad/clip/coef",
+            number=510,
+            unit="fraction",
+            question="By what factor does clipping shrink the gradient? 1 leaves it as it is.",
+            low=0.0,
+            high=1.0,
+            level=Level.MINIMAL,
+            healthy="> 0.3",
+            warn="< 0.1",
+            critical="< 0.01",
+            source="heuristic",
+            undefined="no limit, or a gradient is not finite",
+        ),
+        Metric(
+            key="grad/clip/coef_min",
+            number=511,
+            unit="fraction",
+            question="By what factor did clipping shrink the gradient at worst?",
+            over="min",
+            low=0.0,
+            high=1.0,
+            level=Level.MINIMAL,
+            healthy="> 0.1",
+            warn="< 0.05",
+            critical="< 0.01",
+            source="heuristic",
+            undefined="no limit, or no step with finite gradients",
+        ),
+    )
+    freq: Mean | None = reports(
+        Metric(
+            key="grad/clip/freq",
+            number=512,
+            unit="fraction",
+            question="In what share of the optimizer steps was the gradient clipped? High alone is normal for PPO.",
+            low=0.0,
+            high=1.0,
+            healthy="0.05 to 0.95; healthy runs 0.06 to 0.94",
+            source="measured on a recurrent PPO",
+            undefined="no limit, or no step with finite gradients",
+        )
+    )
+    excess_log10: Mean | None = reports(
+        Metric(
+            key="grad/clip/excess_log10",
+            number=513,
+            unit="decades",
+            question="How many powers of ten is the gradient above the clip limit? 0 is within it.",
+            low=0.0,
+            healthy="< 0.7",
+            warn="> 1 (ten times the limit)",
+            critical="> 2 (a hundred times)",
+            source="heuristic",
+            undefined="no limit, or no step with finite gradients",
+        )
+    )
+
+
+def check_limit(max_norm: float) -> None:
+    """Raises ValueError for a limit of the global norm that is not positive."""
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be positive, got {max_norm}")
+
+
+def clip_coefficients(norms: Tensor, max_norm: float) -> Tensor:
+    """The factor min(1, max_norm / (norm + 1e-6)) of `clip_grad_norm_`, of global norms [..] in float64; NaN of NaN."""
+    check_limit(max_norm)
+    return torch.clamp(max_norm / (norms + CLIP_EPSILON), max=1.0)
+
+
+def coefficients(clip: Clipping) -> Tensor | float:
+    """The clip coefficient of each step, [M], NaN where it is undefined; 1 where nothing is clipped."""
+    if clip.coef is None:
+        return 1.0
+    total, usable = torch.as_tensor(clip.coef.total), torch.as_tensor(clip.coef.count)
+    return torch.where(usable > 0, total, torch.nan)
+
+
+def clipping(norms: Tensor, usable: Tensor, coefs: Tensor, *, max_norm: float | None) -> Clipping:
+    """Statistics of clipping global norms.
+
+    Args:
+        norms: [M] global norms before clipping, float64, finite.
+        usable: [M], 1 where the gradients of the step are all finite; where they are not, 0, the step does not count.
+        coefs: [M] from `clip_coefficients`, 0 where a step does not count.
+        max_norm: the limit; None where nobody knows it, and only what clipping did.
+    """
+    excess = None if max_norm is None else (norms / max_norm).log10().clamp(min=0.0)
+    return Clipping(
+        coef=Mean(coefs, usable),
+        freq=Mean((coefs < 1.0) * usable, usable),
+        excess_log10=None if excess is None else Mean(excess * usable, usable),
+    )
+
+
+NO_GRADIENT = "no parameter has a gradient, or none is finite"
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalGradient(MetricGroup):
+    """The gradient of all parameters, one value per optimizer step."""
+
+    replicated: ClassVar[bool] = True
+    norm_preclip: Mean | None = reports(
+        Metric(
+            key="grad/global/norm_preclip",
+            number=500,
+            unit="gradient norm",
+            question="How large is the gradient of the whole network, before clipping?",
+            low=0.0,
+            level=Level.MINIMAL,
+            healthy="near its own history",
+            warn="robust z of its log10 > 4",
+            critical="robust z of its log10 > 8",
+            source="AutoClip 2007.14469; measured null rates",
+            undefined=NO_GRADIENT,
+        ),
+        Metric(
+            key="grad/global/norm_preclip_max",
+            number=501,
+            unit="gradient norm",
+            question="How large was the gradient of the whole network at its worst step?",
+            over="max",
+            low=0.0,
+            level=Level.MINIMAL,
+            undefined=NO_GRADIENT,
+        ),
+    )
+    rms: Mean | None = reports(
+        Metric(
+            key="grad/global/rms",
+            number=502,
+            unit="gradient norm/√parameters",
+            question="How large is a typical entry of the gradient? Comparable between networks of any size.",
+            low=0.0,
+            undefined=NO_GRADIENT,
+        )
+    )
+    norm_postclip: Mean | None = reports(
+        Metric(
+            key="grad/global/norm_postclip",
+            number=503,
+            unit="gradient norm",
+            question="How large is the gradient that the optimizer gets?",
+            low=0.0,
+            healthy="at most the limit",
+            undefined="nothing is clipped, or a gradient is not finite",
+        )
+    )
+    nonfinite: Sum | None = reports(
+        Metric(
+            key="grad/global/norm_preclip_nonfinite",
+            number=504,
+            unit="count",
+            question="How many entries of the gradients, or whole tensors where only norms are known, were not finite?",
+            low=0.0,
+            level=Level.MINIMAL,
+            healthy="0",
+            critical="> 0",
+            when_positive=True,
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupGradients(MetricGroup):
+    """The gradients of the declared groups that have one."""
+
+    replicated: ClassVar[bool] = True
+    group: tuple[str, ...] = label()
+    norm_preclip: Mean | None = reports(
+        Metric(
+            key="grad/{group}/norm_preclip",
+            number=505,
+            unit="gradient norm",
+            question="How large is the gradient of this part of the network, before clipping?",
+            low=0.0,
+            healthy="near its own history",
+            warn="robust z of its log10 > 4",
+            critical="robust z of its log10 > 8",
+            source="AutoClip 2007.14469; measured null rates",
+            undefined="no parameter of the group has a gradient, or none is finite",
+        ),
+        Metric(
+            key="grad/{group}/norm_preclip_max",
+            number=506,
+            unit="gradient norm",
+            question="How large was the gradient of this part of the network at its worst step?",
+            over="max",
+            low=0.0,
+            undefined="no parameter of the group has a gradient, or none is finite",
+        ),
+    )
+    rms: Mean | None = reports(
+        Metric(
+            key="grad/{group}/rms",
+            number=507,
+            unit="gradient norm/√parameters",
+            question="How large is a typical entry of this group's gradient? Comparable between groups of any size.",
+            low=0.0,
+            undefined="no parameter of the group has a gradient, or none is finite",
+        )
+    )
+    norm_postclip: Mean | None = reports(
+        Metric(
+            key="grad/{group}/norm_postclip",
+            number=508,
+            unit="gradient norm",
+            question="How large is the gradient that the optimizer gets for this part of the network?",
+            low=0.0,
+            undefined="nothing is clipped, or a gradient is not finite",
+        )
+    )
+    nonfinite: Sum | None = reports(
+        Metric(
+            key="grad/{group}/norm_preclip_nonfinite",
+            number=509,
+            unit="count",
+            question="In which part of the network are gradients NaN or infinite?",
+            low=0.0,
+            healthy="0",
+            critical="> 0",
+            when_positive=True,
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGradients(MetricGroup):
+    """The gradient of every parameter tensor that has one."""
+
+    replicated: ClassVar[bool] = True
+    layer: tuple[str, ...] = label()
+    norm: Mean | None = reports(
+        Metric(
+            key="grad/layer/{layer}/norm",
+            number=520,
+            unit="gradient norm",
+            question="How large is the gradient of this parameter tensor, before clipping?",
+            low=0.0,
+            undefined="the tensor has no gradient, or none of its steps is finite",
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGradients(MetricGroup):
+    """The gradients of the policy's heads that have one."""
+
+    replicated: ClassVar[bool] = True
+    head: tuple[str, ...] = label()
+    norm: Mean | None = reports(
+        Metric(
+            key="grad/head/{head}/norm",
+            number=521,
+            unit="gradient norm",
+            question="Which head of the policy learns? Heads that seldom matter have small gradients by nature.",
+            low=0.0,
+            healthy="near its own history",
+            critical="exactly 0 while the head decides in 5 % of the rows",
+            source="heuristic",
+            undefined="the head has no gradient",
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TermGradients(MetricGroup):
+    """The gradient of the value head."""
+
+    replicated: ClassVar[bool] = True
+    value: Mean | None = reports(
+        Metric(
+            key="grad/value/norm",
+            number=522,
+            unit="gradient norm",
+            question="How large is the gradient of the value head?",
+            low=0.0,
+            healthy="near its own history",
+            undefined="the value head has no gradient",
+        )
+    )
+
+
+Groups = Mapping[str, Sequence[str]]
+FrozenGroups = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+class Membership(NamedTuple):
+    """Sums over tensors as one matrix product; column 0 is all of them, the others are the groups that have a gradient.
+
+    Attributes:
+        labels: the G groups, as key segments.
+        layers: the K tensors, as key segments.
+        matrix: [K, 1 + G] of zeros and ones, float64.
+        scale: [1 + G], one over the square root of the number of entries; None where sizes are unknown.
+    """
+
+    labels: tuple[str, ...]
+    layers: tuple[str, ...]
+    matrix: Tensor
+    scale: Tensor | None
+
+
+def membership(names: Sequence[str], groups: Groups, numels: Sequence[int] | None, device: torch.device) -> Membership:
+    """The membership of `names`; computed once per combination.
+
+    Args:
+        names: K tensors that have a gradient.
+        groups: parameter names by group; a module's name stands for its parameters. A group without any gradient is
+            left out.
+        numels: entries per tensor, K.
+        device: where the matrix lives.
+    """
+    return _membership(tuple(names), frozen(groups), tuple(numels) if numels is not None else None, device)
+
+
+@lru_cache(maxsize=64)
+def _membership(
+    names: tuple[str, ...],
+    groups: FrozenGroups,
+    numels: tuple[int, ...] | None,
+    device: torch.device,
+) -> Membership:
+    columns = {segment(group): [belongs(name, members) for name in names] for group, members in groups}
+    present = {label: column for label, column in columns.items() if any(column)}
+    table = [[True] * len(names), *present.values()]
+    matrix = torch.tensor(table, dtype=torch.float64).T.contiguous()
+    scale = None if numels is None else (torch.tensor(numels, dtype=torch.float64) @ matrix).rsqrt().to(device)
+    return Membership(tuple(present), tuple(map(segment, names)), matrix.to(device), scale)
+
+
+def frozen(groups: Groups) -> FrozenGroups:
+    """The groups as something to look up by."""
+    return tuple([(name, tuple(members)) for name, members in groups.items()])
+
+
+def belongs(name: str, members: Sequence[str]) -> bool:
+    """Whether a parameter is named by `members`, itself or by one of its modules."""
+    return any(name == member or name.startswith(f"{member}.") for member in members)
+
 
 UNTOUCHED = 1 - 1e-5
 """Factor above which rounding alone tells a gradient from the one before clipping."""

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.group import Counts, Mean, MetricGroup, label, reports
-from esper_telemetry.metric import Metric
-from esper_telemetry.metrics.distribution import SHARES, histogram
-from esper_telemetry.metrics.masking import Sample, ascending, keep, quantiles
-from esper_telemetry.metrics.quantiles import Quantiles, as_quantiles, levels_for
+from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.reduction import Counts, Mean
+from esper_telemetry.metrics.actions import Sample, ascending, keep, quantiles
+from esper_telemetry.metrics.statistics import SHARES, Quantiles, as_quantiles, histogram, levels_for
 
 GATES = ("i", "f", "o")
 LOW, HIGH, CANDIDATE_HIGH = 0.1, 0.9, 0.99

@@ -1,20 +1,26 @@
-"""How large a recurrent state is: a state that explodes, drifts or stays empty shows here before the return does."""
+"""How large a recurrent state is: a state that explodes, drifts or stays empty shows here before the return does.
+
+How far stored recurrent states are from those that the current weights reach.
+
+Where memory begins anew, and how long it lasts: memory that is never reset leaks from one episode into the next.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import sqrt
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from esper_telemetry.group import Max, Mean, MetricGroup, Sum, label, reports
-from esper_telemetry.metric import Metric
-from esper_telemetry.metrics.masking import keep
-from esper_telemetry.record import Level
-from esper_telemetry.reduction import NAN, Array, Reduction, Slot, Statistic
+from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.record import Level
+from esper_telemetry.core.reduction import NAN, Array, Max, Mean, Reduction, Slot, Statistic, Sum
+from esper_telemetry.metrics.actions import keep, same_shape
 
 PARTS = ("h", "c")
 """Parts of a recurrent state: hidden state and, of an LSTM, cell state."""
@@ -164,4 +170,182 @@ def state_stats(size: StateSize, *, valid: Tensor | None = None) -> StateStats:
         mean=Mean(totals.sum((-1, -2)), count.sum(-1)),
         env_rms=Max(by_env.sqrt()),
         nonfinite=Sum(squares.nonfinite.sum(-1)),
+    )
+
+
+SOURCE = "Kapturowski 2019 (R2D2); sb3-contrib#265; ikostrikov#278"
+NO_STATES = "the stored states are zero, or nobody recomputes them"
+
+
+@dataclass(frozen=True, slots=True)
+class RelativeDistance(Reduction):
+    """Length of a difference over the length of what it is measured against; the slots hold squares."""
+
+    difference: Slot
+    reference: Slot
+
+    statistics: ClassVar[Mapping[str, Statistic]] = {"relative": lambda s: sqrt(s[0] / s[1]) if s[1] else NAN}
+
+    @staticmethod
+    def merge(rows: Array) -> Array:
+        """Squares add."""
+        merged: Array = rows.sum(axis=0)
+        return merged
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness(MetricGroup):
+    """How old the states are from which sequences are trained."""
+
+    distance: RelativeDistance = reports(
+        Metric(
+            key="lstm/staleness",
+            number=731,
+            unit="relative error",
+            question="How far are the stored states from those that the current weights would have reached, after the last step?",
+            low=0.0,
+            cost="sampled",
+            healthy="< 0.1",
+            warn="> 0.3",
+            critical="> 1",
+            source=SOURCE,
+            undefined=NO_STATES,
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStaleness(MetricGroup):
+    """Whether training reaches the states that acting reached, with the same weights."""
+
+    distance: RelativeDistance = reports(
+        Metric(
+            key="lstm/staleness_first",
+            number=735,
+            unit="relative error",
+            question="Does training reach the stored states before the first step of an update? Anything but 0, up to rounding, means"
+            " another first state, other observations or other resets than in acting.",
+            low=0.0,
+            cost="sampled",
+            healthy="about 0",
+            critical="> 1e-4",
+            source=SOURCE,
+            undefined=NO_STATES,
+        )
+    )
+
+
+@torch.inference_mode()
+def state_staleness(stored: Tensor, recomputed: Tensor) -> Staleness:
+    """Length of `recomputed` - `stored` over that of `stored`, all entries together.
+
+    Args:
+        stored: states at the beginnings of sequences, as the collector left them; any shape.
+        recomputed: the same states, unrolled with the current weights from where memory last began anew.
+    """
+    return Staleness(_distance(stored, recomputed))
+
+
+@torch.inference_mode()
+def first_staleness(stored: Tensor, recomputed: Tensor) -> FirstStaleness:
+    """The same before the first step, with the weights that the states were stored under."""
+    return FirstStaleness(_distance(stored, recomputed))
+
+
+def _distance(stored: Tensor, recomputed: Tensor) -> RelativeDistance:
+    same_shape(stored=stored, recomputed=recomputed)
+    norm = torch.linalg.vector_norm
+    reference = stored.double()
+    return RelativeDistance(norm(recomputed.double() - reference).square(), norm(reference).square())
+
+
+NO_VALID_STEP = "no valid step, or a policy without memory"
+
+
+@dataclass(frozen=True, slots=True)
+class ResetStats(MetricGroup):
+    """How often memory begins anew and how old it is."""
+
+    rate: Mean = reports(
+        Metric(
+            key="lstm/reset_rate",
+            number=741,
+            unit="fraction",
+            question="In which share of the steps does memory begin anew? 0 although episodes end: it leaks across episodes.",
+            low=0.0,
+            high=1.0,
+            level=Level.MINIMAL,
+            healthy="1 over the mean length of episodes",
+            critical="0 while episodes end",
+            source="identity",
+            undefined=NO_VALID_STEP,
+        )
+    )
+    unbroken: Mean = reports(
+        Metric(
+            key="lstm/chunk_no_reset_frac",
+            number=742,
+            unit="fraction",
+            question="In which share of the environments did memory never begin anew in this rollout?",
+            low=0.0,
+            high=1.0,
+            undefined=NO_VALID_STEP,
+        )
+    )
+    age: Mean = reports(
+        Metric(
+            key="lstm/age/mean",
+            number=743,
+            unit="steps",
+            question="How many steps does memory reach back on average?",
+            low=0.0,
+            undefined=NO_VALID_STEP,
+        )
+    )
+    oldest: Max = reports(
+        Metric(
+            key="lstm/age/max",
+            number=744,
+            unit="steps",
+            question="How many steps does the oldest memory reach back?",
+            low=0.0,
+            undefined=NO_VALID_STEP,
+        )
+    )
+
+
+@torch.no_grad()
+def state_ages(resets: Tensor, start: Tensor | None = None) -> Tensor:
+    """Steps since memory last began anew, [T, B], 0 where it does.
+
+    Args:
+        resets: [T, B] bool: the step begins without memory.
+        start: [B] age at the first step, where that is not a reset; None counts from the first step on. The ages with which the next
+            rollout starts are the last ones plus 1.
+    """
+    steps = torch.arange(len(resets), device=resets.device).unsqueeze(-1)
+    last = torch.where(resets.bool(), steps, -1).cummax(0).values
+    before = 0 if start is None else start
+    return torch.where(last < 0, steps + before, steps - last)
+
+
+@torch.inference_mode()
+def reset_stats(resets: Tensor, ages: Tensor, *, valid: Tensor | None = None) -> ResetStats:
+    """Rate of resets, environments without one, and ages.
+
+    Args:
+        resets: [T, B] bool: the step begins without memory.
+        ages: [T, B], from `state_ages`.
+        valid: [T, B] bool; None where every step is.
+    """
+    same_shape(resets=resets, ages=ages, valid=valid)
+    counts = torch.ones_like(resets, dtype=torch.bool) if valid is None else valid.bool()
+    steps, resets = counts.sum(), resets.bool() & counts
+    present = counts.any(0)
+    age = torch.where(counts, ages.double(), 0.0)
+    return ResetStats(
+        rate=Mean(resets.sum(), steps),
+        unbroken=Mean((present & ~resets.any(0)).sum(), present.sum()),
+        age=Mean(age.sum(), steps),
+        oldest=Max(torch.where(counts, age, -math.inf).amax()),
     )

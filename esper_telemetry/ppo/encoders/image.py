@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.environments.observations import Image
+from esper_telemetry.ppo.environments.observations import Image
 from esper_telemetry.ppo.heads import orthogonal
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.environments.observations import Layout
 from esper_telemetry.ppo.encoders.image import ImageEncoder
+from esper_telemetry.ppo.environments.observations import ObservationLayout
 from esper_telemetry.ppo.mlp import MLP
 
 NUMBERS_WIDTH = 64
@@ -27,7 +27,7 @@ class ObservationEncoder(nn.Module):
         features: width of what comes out.
     """
 
-    def __init__(self, layout: Layout, activation: str) -> None:
+    def __init__(self, layout: ObservationLayout, activation: str) -> None:
         super().__init__()
         self.layout = layout
         self.numbers = MLP(layout.numbers, (NUMBERS_WIDTH,), activation) if layout.numbers else None
@@ -51,7 +51,7 @@ class Encoded(nn.Module):
         sizes: widths of the hidden layers; none makes the encoder itself.
     """
 
-    def __init__(self, layout: Layout, sizes: Sequence[int], activation: str) -> None:
+    def __init__(self, layout: ObservationLayout, sizes: Sequence[int], activation: str) -> None:
         super().__init__()
         self.encoder = ObservationEncoder(layout, activation)
         self.hidden = MLP(self.encoder.features, sizes, activation)

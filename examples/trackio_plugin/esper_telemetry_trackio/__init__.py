@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from esper_telemetry import PermanentSinkError, Record, RunInfo, RunStatus
-from esper_telemetry.sinks.stored import Shown, Stored
+from esper_telemetry.sinks.protocol import Shown, StoredMetrics
 
 UPDATE = "axis/update"
 
@@ -58,11 +58,11 @@ class TrackioSink:
         if "run" in self._open:
             self._open.pop("run").finish()
 
-    def stored(self, run: RunInfo) -> Stored:
+    def stored(self, run: RunInfo) -> StoredMetrics:
         """What the local database holds of the run."""
         from trackio.sqlite_storage import SQLiteStorage
 
-        found = Stored()
+        found = StoredMetrics()
         for row in SQLiteStorage.get_logs(self.project, run.run_id):
             for key, value in row.items():
                 if UPDATE in row and isinstance(value, int | float) and key not in ("step", "timestamp"):

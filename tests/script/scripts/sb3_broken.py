@@ -7,7 +7,7 @@ from pathlib import Path
 from sb3_contrib import RecurrentPPO
 from stable_baselines3.common.vec_env import DummyVecEnv
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "failures"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "session"))
 from broken_env import Broken
 
 env = DummyVecEnv([partial(Broken, "observation", place) for place in range(8)])

@@ -1,0 +1,109 @@
+"""What the detectors say of a whole run: its incidents, how the task went, and what remains open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from esper_telemetry.alarms.detectors import Detectors
+from esper_telemetry.alarms.rules.endings import Failure
+from esper_telemetry.alarms.thresholds import Thresholds
+from esper_telemetry.core.record import Alarm, AlarmEvent, Record
+
+
+@dataclass(slots=True)
+class Story:
+    """One incident as it is told afterwards.
+
+    Attributes:
+        number: from 1.
+        cause: type that it is put down to, by all that is known now.
+        alarms: of the incident, in order.
+    """
+
+    number: int
+    cause: str = ""
+    alarms: list[Alarm] = field(default_factory=list)
+
+    @property
+    def main(self) -> Alarm:
+        """The alarm of the cause, as it was raised."""
+        raised = [alarm for alarm in self.alarms if alarm.event is AlarmEvent.RAISE]
+        return next((alarm for alarm in raised if alarm.type == self.cause), raised[0])
+
+    @property
+    def since(self) -> int:
+        """Update in which its cause began."""
+        return self.main.since
+
+    def standing(self) -> dict[str, int | None]:
+        """Types that were raised, with the update in which each was over; None for those that last."""
+        found: dict[str, int | None] = {}
+        for alarm in self.alarms:
+            found[alarm.type] = alarm.axes.update if alarm.event is AlarmEvent.CLEAR else None
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What is wrong with a run.
+
+    Attributes:
+        updates: records that were judged.
+        incidents: in order.
+        events: how the task went, (type, data).
+        unanswered: questions that the records leave open, with what is missing.
+        gradients_alone: whether no record has more of training than gradients and steps of the optimizer: then no cause is known.
+    """
+
+    updates: int
+    incidents: tuple[Story, ...]
+    events: tuple[tuple[str, Mapping[str, Any]], ...]
+    unanswered: Mapping[str, str]
+    gradients_alone: bool = False
+
+
+def diagnose(
+    facts: Mapping[str, Any],
+    records: Iterable[Record],
+    *,
+    thresholds: Thresholds | None = None,
+    interventions: Iterable[int] = (),
+    failures: Iterable[Failure] = (),
+) -> Diagnosis:
+    """Judges all records of a run, as they were judged while it was trained.
+
+    Args:
+        facts: of the run.
+        records: in order.
+        thresholds: bounds; those of the run by default.
+        interventions: `seq` of the records after which something was changed on purpose.
+        failures: exceptions that ended the run; one that was resumed may have several.
+    """
+    detectors = Detectors(facts, thresholds)
+    changes, exceptions = sorted(interventions), sorted(failures, key=lambda failure: failure.seq)
+    incidents: dict[int, Story] = {}
+    events: list[tuple[str, Mapping[str, Any]]] = []
+    updates = 0
+
+    def tell(alarms: Iterable[Alarm]) -> None:
+        for alarm in alarms:
+            incident = incidents.setdefault(alarm.incident, Story(alarm.incident))
+            incident.alarms.append(alarm)
+            incident.cause = alarm.cause or incident.cause or alarm.type
+
+    for record in records:
+        while exceptions and exceptions[0].seq < record.seq:
+            tell(detectors.failure(*exceptions.pop(0)).alarms)
+        while changes and changes[0] < record.seq:
+            detectors.intervention()
+            changes.pop(0)
+        verdict = detectors.step(record)
+        updates += 1
+        events += [event for event in verdict.events if event[0].startswith("task/")]
+        tell(verdict.alarms)
+    for failure in exceptions:
+        tell(detectors.failure(*failure).alarms)
+    alone = updates > 0 and detectors.gradients_alone
+    return Diagnosis(updates, tuple(incidents.values()), tuple(events), detectors.unanswered(), alone)

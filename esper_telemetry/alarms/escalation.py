@@ -1,0 +1,89 @@
+"""For how long alarms raise the level to DEBUG (E2): each type for its own number of updates, none of them for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from esper_telemetry.core.derived import Derived
+from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.record import Level
+
+CAP = 20
+"""Updates at DEBUG in a row, at most; the next one is NORMAL by force."""
+
+COOLDOWN_FACTOR = 2
+"""After a window, its type opens no other for so many times its duration."""
+
+
+@dataclass(frozen=True, slots=True)
+class EscalationRemaining(Derived):
+    """How long the level stays raised."""
+
+    remaining: float | None = reports(
+        Metric(
+            key="telemetry/escalation_remaining",
+            number=979,
+            unit="updates",
+            question="For how many more updates do alarms keep the level at DEBUG, this one included?",
+            low=0.0,
+            level=Level.MINIMAL,
+            undefined="nobody raises alarms",
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Escalation:
+    """Where the level stands; `step` returns where it stands next.
+
+    Attributes:
+        durations: per type of alarm, the updates at DEBUG that it asks for.
+        cap, cooldown_factor: limits, see the constants.
+        updates: updates so far.
+        remaining: updates at DEBUG that are still to come.
+        streak: updates at DEBUG in a row so far.
+        ends: per type, the last update of its latest window.
+    """
+
+    durations: Mapping[str, int]
+    cap: int = CAP
+    cooldown_factor: int = COOLDOWN_FACTOR
+    updates: int = 0
+    remaining: int = 0
+    streak: int = 0
+    ends: Mapping[str, int] = field(default_factory=dict)
+
+    def step(self, raised: Collection[str] = ()) -> Outlook:
+        """One update, and the types of alarm that are raised in it; a type without a duration raises no level."""
+        now = self.updates + 1
+        if self.streak >= self.cap:
+            ends = {kind: min(end, now - 1) for kind, end in self.ends.items()}
+            return Outlook(replace(self, updates=now, remaining=0, streak=0, ends=ends), 0)
+        opened = [kind for kind in raised if self.durations.get(kind, 0) > 0 and self._may_open(kind, now)]
+        ends = {**self.ends, **{kind: now + self.durations[kind] - 1 for kind in opened}}
+        remaining = max([self.remaining, *(self.durations[kind] for kind in opened)])
+        state = replace(
+            self,
+            updates=now,
+            remaining=max(0, remaining - 1),
+            streak=self.streak + 1 if remaining else 0,
+            ends=ends,
+        )
+        return Outlook(state, remaining)
+
+    def _may_open(self, kind: str, now: int) -> bool:
+        """Whether no window of that type is open or has been until lately."""
+        return kind not in self.ends or now > self.ends[kind] + self.cooldown_factor * self.durations[kind]
+
+
+class Outlook(NamedTuple):
+    """What one update does: the state after it, and the updates at DEBUG left, this one included; 0 is NORMAL."""
+
+    state: Escalation
+    remaining: int
+
+    def values(self) -> EscalationRemaining:
+        """As a record has it."""
+        return EscalationRemaining(float(self.remaining))

@@ -1,0 +1,292 @@
+"""The command line: `esper-telemetry train | run | replay | doctor | compress | diagnose | metrics | workspace`, or
+`python -m esper_telemetry`.
+
+Exit codes: 0 done, 1 the run failed, 2 wrong use (one sentence on stderr, nothing created or changed); 130 interrupted and 143 ended by
+SIGTERM, after saving a checkpoint from which `train --resume` goes on. Without arguments it prints the help and exits with 0, as pip, cargo
+and docker do: nothing was asked for, so nothing failed.
+
+Only the form of the command that is asked for is built, and a command's implementation is imported when it runs: help, `diagnose` and
+`doctor` start without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from importlib import import_module
+from operator import or_
+from typing import Annotated, Any, Final, Literal
+
+# Read when NumPy is imported: its threads gain nothing on small networks, and spin on the cores of the processes beside us.
+os.environ["OPENBLAS_NUM_THREADS"] = os.environ.get("OPENBLAS_NUM_THREADS", "1")
+
+try:
+    import rich  # noqa: F401  # probed here so that the sentence below comes before any other import error
+    import tyro
+except ModuleNotFoundError as missing:
+    sys.stderr.write(f"the command line needs {missing.name}: pip install 'esper-telemetry[cli]'\n")
+    raise SystemExit(2) from None
+
+from esper_telemetry import __version__
+from esper_telemetry.cli.arguments import PROGRAM, parse_arguments, with_help
+from esper_telemetry.cli.mistakes import WrongUse
+from esper_telemetry.core.suggestion import did_you_mean
+from esper_telemetry.ppo.config import PPOConfig
+from esper_telemetry.ppo.presets import preset
+
+FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
+HELP: Final = ("-h", "--help")
+
+
+@dataclass(frozen=True)
+class Train:
+    """Trains the bundled PPO with telemetry.
+
+    Example: esper-telemetry train --env CartPole-v1 --total-steps 100000 --sink console --sink tensorboard
+    """
+
+    env: str
+    """Gymnasium id, module:Id, cue-recall or morphogenesis; required but with --resume."""
+    resume: str | None = None
+    """Go on with the run in this directory, from its latest checkpoint and with its settings.
+
+    --total-steps and most others may change; sinks are replaced by those given."""
+    task: Literal["synthetic", "digits", "text"] = "synthetic"
+    """What the hosts of morphogenesis learn. There --policy may also be heuristic, oracle or random, which learn nothing."""
+    mask_velocity: bool = False
+    """Hide the velocities of a classic-control task, so that it needs memory: --policy lstm."""
+    preset: Literal["auto", "none"] = "auto"
+    """Settings tuned for the task, where there are some; none for the plain defaults. Explicit options win."""
+    total_steps: int = 100_000
+    """Environment steps to train for, over all environments."""
+    num_envs: int = 8
+    """Environments that step together."""
+    run_dir: str | None = None
+    """Where the journal and the local backends go; runs/<env>-<time> by default."""
+    sink: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """console, tensorboard[:DIR], wandb[:PROJECT][?mode=offline|online&entity=NAME&group=NAME&job_type=NAME],
+    mlflow[:URI][?experiment=NAME&parent=RUN&checkpoints=true], prometheus[:FILE|:PORT], or a plugin's.
+
+    Console by default."""
+    level: str = "normal"
+    """How much is measured: off, minimal, normal or debug."""
+    detect: bool = True
+    """Raise alarms where the numbers show that training goes wrong; --no-detect does not."""
+    threshold: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """NAME=VALUE: another bound of a rule; or a type of alarm, on or off: grad/noise_dominated=on."""
+    telemetry_budget: float = 0.02
+    """Share of the wall time that telemetry may take on the training thread; costly metrics are sampled accordingly."""
+    close_timeout: float = 60.0
+    """Seconds that the end of the run waits at most for backends that still take records; after them a background process goes on."""
+    profile: bool = False
+    """Trace some updates with torch's profiler into RUN_DIR/profile, for Perfetto or TensorBoard."""
+    profile_schedule: tuple[int, int, int] = (3, 1, 2)
+    """Updates that the profiler waits, warms up and traces."""
+    device: str = "cpu"
+    """Where the policy trains: cpu, cuda, cuda:1, ..."""
+    checkpoint_every: int = 50_000
+    """Environment steps between checkpoints in RUN_DIR/checkpoints; 0 for none."""
+    eval_every: int = 0
+    """Environment steps between evaluations, one episode in each of --eval-episodes environments; 0 for none."""
+    eval_episodes: int = 10
+    """Episodes per evaluation, with the likeliest actions."""
+    threads: int | None = None
+    """CPU threads of torch; by default one for networks narrower than 256 without convolutions, where more cost time."""
+    ppo: Annotated[PPOConfig, tyro.conf.arg(name="")] = field(default_factory=PPOConfig)
+    preset_name: tyro.conf.Suppress[str] = "none"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Runs somebody's training script as it is, with telemetry; `esper-telemetry run --help` says more.
+
+    Example: esper-telemetry run --sink tensorboard ppo.py --env-id CartPole-v1
+    """
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Sends a run's journal into a backend, once or as it grows.
+
+    Example: esper-telemetry replay runs/a --to mlflow:http://127.0.0.1:5000
+    """
+
+    run_dir: tyro.conf.Positional[str]
+    """The run directory."""
+    to: str
+    """Sink URI, as for `train --sink`."""
+    follow: bool = False
+    """Wait for more until the run ends."""
+    missing: bool = False
+    """Read the backend first and send what it lacks, whatever it has been sent before."""
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Compares every backend of a run with its journal, number by number, and says what is missing and what repairs it.
+
+    A run whose trainer is gone without ending it is ended as killed.
+
+    Example: esper-telemetry doctor runs/a
+    """
+
+    run_dir: tyro.conf.Positional[str]
+    """The run directory."""
+    sink: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Sink URI, as for train --sink: one that cannot be found by its name, because of a password in it."""
+    json: bool = False
+    """As JSON."""
+
+
+@dataclass(frozen=True)
+class Compress:
+    """Packs the journals of runs that are over, to a fifth or so; every command reads them as they are.
+
+    Example: esper-telemetry compress runs/a runs/b
+    """
+
+    run_dirs: tyro.conf.Positional[tuple[str, ...]]
+    """The run directories."""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Writes a dashboard of the run for W&B: charts by question, what they mean, alarms, runs; --push saves it as a workspace.
+
+    Example: esper-telemetry workspace runs/a --push
+    """
+
+    run_dir: tyro.conf.Positional[str]
+    """The run directory; the workspace shows every run of the project."""
+    push: bool = False
+    """Save it in the project, in place of the one of that name; needs an API key."""
+    project: str = ""
+    """W&B project; the one that the run was sent to by default."""
+    entity: str = ""
+    """User or team; that of the API key by default."""
+    name: str = "esper_telemetry"
+    """What the workspace is called."""
+    output: str = ""
+    """File for the specification; RUN_DIR/wandb_workspace.json by default."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Prints the catalogue: every key, what it means, what is normal, and what to try when it is not.
+
+    Example: esper-telemetry metrics policy/kl
+    """
+
+    key: tyro.conf.Positional[str] = ""
+    """A key, such as grad/actor/rms, the beginning of several, such as policy/ratio, or a part of it, such as kl; everything by default."""
+    json: bool = False
+    """As JSON, one object per metric."""
+
+
+@dataclass(frozen=True)
+class Diagnose:
+    """Says what goes wrong in a run, since when and what to try, from its journal; the run may still be under way.
+
+    Example: esper-telemetry diagnose runs/a --threshold kl_spike_high=0.5
+    """
+
+    run_dir: tyro.conf.Positional[str] = ""
+    """The run directory; or --from."""
+    source: Annotated[str, tyro.conf.arg(name="from", metavar="LOGS")] = ""
+    """Logs of another trainer: tensorboard:DIR, csv:FILE, wandb:PATH (a folder, or entity/project/run), mlflow:URI?run=ID.
+
+    Those of Stable-Baselines3, CleanRL, PufferLib, RSL-RL, RLlib, skrl, Sample Factory, rl_games and TorchRL are understood."""
+    json: bool = False
+    """As JSON: incidents with their alarms, task events, and questions that could not be answered."""
+    threshold: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """NAME=VALUE: another bound of a rule than the run had; or a type of alarm, on or off: grad/noise_dominated=on."""
+
+
+COMMANDS: Final[dict[str, type]] = {
+    "train": Train,
+    "run": Run,
+    "replay": Replay,
+    "doctor": Doctor,
+    "compress": Compress,
+    "diagnose": Diagnose,
+    "workspace": Workspace,
+    "metrics": Metrics,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line and exits."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["run"]:
+        from esper_telemetry.cli.run import main as run_script
+
+        run_script(given[1:])
+    if given[:1] == ["--version"]:
+        print(f"{PROGRAM} {__version__}")
+        raise SystemExit(0)
+    try:
+        raise SystemExit(run(given))
+    except WrongUse as mistake:
+        if os.environ.get("RANK", "0") == "0":  # what several processes find, one says
+            sys.stderr.write(f"esper-telemetry: {mistake}\n")
+        raise SystemExit(WRONG_USE) from None
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush is quiet
+        raise SystemExit(FAILED) from None
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs the command line and returns the exit code; raises WrongUse before anything is created."""
+    command = parse(arguments)
+    name = type(command).__name__.lower()
+    function: Callable[[Any], int] = getattr(import_module(f"esper_telemetry.cli.{name}"), name)
+    return function(command)
+
+
+def parse(arguments: Sequence[str]) -> Any:
+    """The command, with the preset's settings where no option says otherwise; raises WrongUse for arguments that make none."""
+    name, *rest = arguments or HELP
+    if name in HELP:
+        forms = (Annotated[form, tyro.conf.subcommand(command)] for command, form in COMMANDS.items())
+        parse_arguments([name], reduce(or_, forms))
+    if name not in COMMANDS:
+        what = "option" if name.startswith("-") else "command"
+        known = COMMANDS if what == "command" else ("--help", "--version")
+        raise WrongUse(with_help(f"there is no {what} {name!r}{did_you_mean(name, known)}", PROGRAM))
+    run_dir = _resumed(arguments)
+    if run_dir is not None:
+        return _parse_resume(rest, run_dir)
+    program = f"{PROGRAM} {name}"
+    command = parse_arguments(rest, COMMANDS[name], program=program)
+    if not isinstance(command, Train) or command.preset == "none":
+        return command
+    found = preset(command.env, command.ppo.policy, mask_velocity=command.mask_velocity)
+    # sinks are repeatable, and what is repeatable adds to its default
+    tuned = replace(command, sink=(), threshold=(), num_envs=found.num_envs, ppo=found.config())
+    explicit: Train = parse_arguments(rest, Train, default=tuned, program=program)
+    return replace(explicit, preset_name=found.name)
+
+
+def _resumed(arguments: Sequence[str]) -> str | None:
+    """The directory of the run that `train --resume` names: it must be known before other options can be read."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument("--resume", nargs="?")
+    if list(arguments[:1]) != ["train"] or {"-h", "--help"} & set(arguments):
+        return None
+    found: str | None = finder.parse_known_args(list(arguments[1:]))[0].resume
+    return found
+
+
+def _parse_resume(arguments: Sequence[str], run_dir: str) -> Train:
+    """The options of the run in that directory, as far as no argument says otherwise."""
+    from esper_telemetry.cli import resume
+
+    saved = resume.saved_options(Train, run_dir)
+    given: Train = parse_arguments(arguments, Train, default=saved, program=f"{PROGRAM} train")
+    return resume.checked(replace(given, sink=given.sink or resume.saved_sinks(run_dir)), saved)

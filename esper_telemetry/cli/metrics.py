@@ -1,0 +1,67 @@
+"""`esper-telemetry metrics`: the registry in the terminal or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.markdown import Markdown
+from rich.table import Column, Table
+
+from esper_telemetry.cli.mistakes import WrongUse
+from esper_telemetry.core.catalogue import MetricEntry, registry
+from esper_telemetry.core.record import template_of
+from esper_telemetry.core.suggestion import did_you_mean
+from esper_telemetry.sinks.console import make_console
+from esper_telemetry.views.metrics_page import entry_text
+
+if TYPE_CHECKING:
+    from esper_telemetry.cli.main import Metrics
+
+WIDTH = 200
+"""Columns of the table in a pipe or a file, where COLUMNS does not say how many."""
+
+
+def metrics(options: Metrics) -> int:
+    """Prints every declared metric, or those asked for."""
+    found = _asked(options.key)
+    console = make_console(piped_width=WIDTH, markup=False)
+    if options.json:
+        print(json.dumps([entry.as_dict() for entry in found], indent=1))
+    elif len(found) == 1:
+        console.print(Markdown(entry_text(found[0])))
+    else:
+        console.print(_table(found))
+    return 0
+
+
+def _asked(text: str) -> Sequence[MetricEntry]:
+    """Return the entry of a key or of its template, else all that begin with the text, else all that contain it.
+
+    The text is searched for in keys and in names; keys whose last segment it is come first. Raises WrongUse where nothing is found.
+    """
+    entries = {entry.metric.key: entry for entry in registry()}
+    template = template_of(text, entries)
+    if text in entries or template in entries:
+        return [entries.get(text) or entries[template]]
+    beginning = [entry for key, entry in entries.items() if key.startswith(text)]
+    if beginning:
+        return beginning
+    containing = [entry for key, entry in entries.items() if text in key or text.lower() in entry.name.lower()]
+    if not containing:
+        segments = {key.rpartition("/")[2]: key for key in entries}
+        near = did_you_mean(text, entries) or did_you_mean(text, segments)
+        raise WrongUse(f"there is no metric {text!r}{near}")
+    return sorted(containing, key=lambda entry: not entry.metric.key.endswith(f"/{text}"))
+
+
+def _table(entries: Sequence[MetricEntry]) -> Table:
+    shares = {"unit": 2, "what it tells": 5, "normal": 2, "warning": 2, "critical": 2, "what to try": 5}
+    columns = [Column(title, ratio=share) for title, share in shares.items()]
+    table = Table(Column("key", no_wrap=True), *columns, expand=True)
+    for entry in entries:
+        metric = entry.metric
+        texts = (metric.unit, metric.question, metric.healthy, metric.warn, metric.critical, entry.action)
+        table.add_row(metric.key, *texts)
+    return table

@@ -1,0 +1,270 @@
+"""The host side of metric groups: where each slot stands in a packed row, and how rows become values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from esper_telemetry.core.metric import Metric, Rows, declared, label_field
+from esper_telemetry.core.record import Histogram, Level
+from esper_telemetry.core.reduction import Array, Counts, Reduction, Statistic
+
+Index = npt.NDArray[np.intp]
+
+
+class Values(NamedTuple):
+    """What finishing rows yields.
+
+    Attributes:
+        values: finite floats by key.
+        histograms: by key.
+        undefined: how many declared keys had no value.
+        unreported: values of keys that belong to NORMAL and not to the level: derived values that belong to it may need them.
+        copies: how many vectors of numbers were copied from the device for them.
+    """
+
+    values: dict[str, float]
+    histograms: dict[str, Histogram]
+    undefined: int
+    unreported: dict[str, float]
+    copies: int = 0
+
+    def united(self, other: Values) -> Values:
+        """Both; where they share a key, the other's."""
+        return Values(
+            self.values | other.values,
+            self.histograms | other.histograms,
+            self.undefined + other.undefined,
+            self.unreported | other.unreported,
+            self.copies + other.copies,
+        )
+
+
+NO_VALUES: Final = Values({}, {}, 0, {})
+
+
+class Field(NamedTuple):
+    """One field that is present in a group: its reduction, its number of slots, and the edges of a histogram."""
+
+    name: str
+    reduction: type[Reduction]
+    width: int
+    edges: tuple[float, ...] = ()
+
+
+class RowReader(NamedTuple):
+    """One key of a layout: the metric, the columns that hold its slots, and the function from slots to the value."""
+
+    key: str
+    metric: Metric
+    field: Field
+    columns: slice
+    statistic: Statistic
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """The signature of a packed group: rows of the same layout can be merged.
+
+    Attributes:
+        group: the group's type.
+        labels: the labels of a labelled group, () otherwise.
+        fields: the fields that are present, in order.
+        constant: per slot, whether it is a plain number.
+    """
+
+    group: type
+    labels: tuple[str, ...]
+    fields: tuple[Field, ...]
+    constant: tuple[bool, ...]
+
+    def finish(self, rows: Array, steps: Index, epochs: Index, level: Level = Level.DEBUG) -> Values:
+        """Values of a `table` whose rows were taken at optimizer `steps` of `epochs`, as far as they belong to `level`."""
+        window = PackedWindow(self, rows, steps, epochs)
+        result: dict[str, float] = {}
+        unreported: dict[str, float] = {}
+        undefined = 0
+        for reader in self.readers:
+            reported = reader.metric.level <= level
+            if not reported and reader.metric.level > Level.NORMAL:
+                continue
+            value = window.read(reader)
+            if math.isfinite(value) and (value > 0 or not reader.metric.when_positive):
+                (result if reported else unreported)[reader.key] = value
+            else:
+                undefined += reported and not reader.metric.when_positive
+        return Values(result, self._finish_histograms(window, level), undefined, unreported)
+
+    def table(self, tensors: Array, numbers: Sequence[float], rows: int) -> Array:
+        """[rows, labels * slots], every slot in its column, from [tensor slots, rows * labels] and the plain numbers."""
+        labels = max(1, len(self.labels))
+        table = np.empty((rows, labels, len(self.constant)))
+        table[..., self._places[0]] = tensors.reshape(-1, rows, labels).transpose(1, 2, 0)
+        table[..., self._places[1]] = numbers
+        return table.reshape(rows, -1)
+
+    def _finish_histograms(self, window: PackedWindow, level: Level) -> dict[str, Histogram]:
+        """The histograms that belong to `level` and hold anything."""
+        readers = [reader for reader in self.histograms if reader.metric.level <= level]
+        counts = {reader.key: window.slots(reader) for reader in readers}
+        return {
+            reader.key: Histogram(reader.field.edges, tuple(counts[reader.key]))
+            for reader in readers
+            if any(counts[reader.key])
+        }
+
+    @property
+    def replicated(self) -> bool:
+        """Whether all processes of a distributed run measure the same."""
+        return bool(self.group.replicated)  # type: ignore[attr-defined]  # every group is a `MetricGroup`
+
+    @property
+    def name(self) -> str:
+        """Of the group's type."""
+        return f"{self.group.__module__}.{self.group.__qualname__}"
+
+    @cached_property
+    def fields_text(self) -> str:
+        """What the fields are, as text that is the same in every process."""
+        return repr([(name, reduction.__qualname__, width, edges) for name, reduction, width, edges in self.fields])
+
+    @cached_property
+    def readers(self) -> tuple[RowReader, ...]:
+        """Every scalar key of the layout."""
+        return tuple(reader for reader in self._all_readers() if not _is_histogram(reader))
+
+    @cached_property
+    def histograms(self) -> tuple[RowReader, ...]:
+        """Every histogram key of the layout."""
+        return tuple(reader for reader in self._all_readers() if _is_histogram(reader))
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[type[Reduction], Index], ...]:
+        """Per reduction the columns of its fields, [fields, slots]: what can be merged in one call."""
+        found: dict[tuple[type[Reduction], int], list[range]] = {}
+        for field, start in self._starts():
+            for offset in self._label_offsets:
+                columns = range(offset + start, offset + start + field.width)
+                found.setdefault((field.reduction, field.width), []).append(columns)
+        return tuple((reduction, np.array(columns)) for (reduction, _), columns in found.items())
+
+    def _all_readers(self) -> Iterator[RowReader]:
+        present = {field.name: (field, start) for field, start in self._starts()}
+        name = label_field(self.group)
+        for item, metric in declared(self.group):
+            if item.name in present:
+                field, start = present[item.name]
+                for offset, text in zip(self._label_offsets, self.labels or ("",), strict=True):
+                    columns = slice(offset + start, offset + start + field.width)
+                    key = metric.key.replace(f"{{{name}}}", text)
+                    yield RowReader(key, metric, field, columns, _statistic(field.reduction, metric.of))
+
+    def _starts(self) -> Iterator[tuple[Field, int]]:
+        start = 0
+        for field in self.fields:
+            yield field, start
+            start += field.width
+
+    @cached_property
+    def _label_offsets(self) -> range:
+        width = len(self.constant)
+        return range(0, width * max(1, len(self.labels)), width) if width else range(0)
+
+    @cached_property
+    def _places(self) -> tuple[Index, Index]:
+        """The slots that are tensors and those that are plain numbers."""
+        constant = np.array(self.constant, dtype=bool)
+        return np.flatnonzero(~constant), np.flatnonzero(constant)
+
+
+class PackedWindow:
+    """Rows of one layout within one update."""
+
+    def __init__(self, layout: SlotLayout, rows: Array, steps: Index, epochs: Index) -> None:
+        self._rows = rows
+        self._steps = steps
+        self._epochs = epochs
+        self._all = merge(layout, rows)
+        self._selected: dict[Rows, Array] = {Rows.ALL: rows}
+
+    def read(self, reader: RowReader) -> float:
+        """The value of one key; NaN where it is undefined."""
+        metric, columns = reader.metric, reader.columns
+        if metric.over == "merge" and metric.rows is Rows.ALL:
+            return reader.statistic(self._all[columns])
+        slots = self._selection(metric.rows)[:, columns]
+        if metric.over == "merge":
+            return reader.statistic(_merged(reader, slots)) if len(slots) else math.nan
+        if metric.over == "slope":
+            epochs = self._epochs[_select(metric.rows, self._steps, self._epochs)]
+            return _slope([reader.statistic(_merged(reader, slots[epochs == epoch])) for epoch in np.unique(epochs)])
+        return _extreme(metric.over == "max", [reader.statistic(row) for row in slots.tolist()])
+
+    def slots(self, reader: RowReader) -> list[float]:
+        """The slots of one key, merged over all rows."""
+        return self._all[reader.columns]
+
+    def _selection(self, rows: Rows) -> Array:
+        if rows not in self._selected:
+            self._selected[rows] = self._rows[_select(rows, self._steps, self._epochs)]
+        return self._selected[rows]
+
+
+def merge(layout: SlotLayout, rows: Array) -> list[float]:
+    """[rows, columns] merged into one row."""
+    if len(rows) == 1:
+        return list(rows[0].tolist())
+    merged = np.empty(rows.shape[1])
+    for reduction, columns in layout.blocks:
+        merged[columns] = reduction.merge(rows[:, columns])
+    return list(merged.tolist())
+
+
+def _merged(reader: RowReader, slots: Array) -> list[float]:
+    """One key's [rows, slots] merged; a single row is what it is."""
+    merged = slots[0] if len(slots) == 1 else reader.field.reduction.merge(slots[:, None])[0]
+    return list(merged.tolist())
+
+
+def _is_histogram(reader: RowReader) -> bool:
+    return reader.field.reduction is Counts
+
+
+def _statistic(reduction: type[Reduction], name: str) -> Statistic:
+    statistics = reduction.statistics
+    return statistics[name] if name else next(iter(statistics.values()), _undefined)
+
+
+def _undefined(_: Sequence[float]) -> float:
+    return math.nan
+
+
+def _slope(values: Sequence[float]) -> float:
+    """Least-squares slope against the index; undefined for one value."""
+    if len(values) < 2:
+        return math.nan
+    x = np.arange(len(values)) - (len(values) - 1) / 2
+    return float(x @ np.array(values) / (x @ x))
+
+
+def _extreme(largest: bool, values: Sequence[float]) -> float:
+    defined = [value for value in values if not math.isnan(value)]
+    return (max if largest else min)(defined, default=math.nan)
+
+
+def _select(rows: Rows, steps: Index, epochs: Index) -> Any:
+    """Boolean mask of the rows of an update that a metric is read from."""
+    if rows is Rows.ALL:
+        return np.ones(len(steps), dtype=bool)
+    if rows is Rows.FIRST:
+        return steps == 0
+    if rows is Rows.AFTER_STEP:
+        return steps > 0
+    last = epochs == epochs.max()
+    return last if rows is Rows.LAST_EPOCH else last & (steps > 0)

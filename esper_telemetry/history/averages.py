@@ -1,0 +1,180 @@
+"""Level and spread of a series: exponential averages, corrected for their start (T1).
+
+Has a positive series left its usual level, suddenly or slowly? (T2)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from esper_telemetry.core.derived import Array, Derived
+from esper_telemetry.core.metric import Metric, label, reports
+
+FAST = 0.9
+SLOW = 0.99
+WARM = 10.0  # effective samples from which a level may be judged: t = 12 at beta 0.9, t = 11 at 0.99
+
+
+@dataclass(frozen=True, slots=True)
+class Smoothed(Derived):
+    """Where series stand, [keys] each; NaN where undefined."""
+
+    key: tuple[str, ...] = label()
+    ema: Array | None = reports(
+        Metric(
+            key="{key}/ema",
+            number=900,
+            unit="as key",
+            question="Where does this metric stand, noise averaged out?",
+            undefined="before the first value",
+        )
+    )
+    ew_std: Array | None = reports(
+        Metric(
+            key="{key}/ew_std",
+            number=901,
+            unit="as key",
+            question="How much does this metric vary around its average?",
+            low=0.0,
+            undefined="before the first value",
+        )
+    )
+
+
+def n_eff(t: Array, beta: float) -> Array:
+    """Effective number of samples after `t` values: 1 at t = 1, (1+β)/(1-β) in the end."""
+    decay = np.power(beta, t)
+    effective: Array = (1.0 + beta) * (1.0 - decay) / ((1.0 - beta) * (1.0 + decay))
+    return effective
+
+
+class Ema:
+    """Mean and population std of K series under weights that decay by β per value and add up to 1 from the first on.
+
+    A missing value (NaN) changes nothing.
+
+    Attributes:
+        t: [K] values seen.
+        mean: [K], NaN before the first value.
+    """
+
+    def __init__(self, keys: int, beta: float = FAST) -> None:
+        if not 0.0 < beta < 1.0:
+            raise ValueError(f"beta must lie between 0 and 1, got {beta}")
+        self.beta = beta
+        self._state = np.zeros((4, keys))
+
+    @property
+    def t(self) -> Array:
+        """Values seen, [K]."""
+        t: Array = self._state[0]
+        return t
+
+    @property
+    def mean(self) -> Array:
+        """The average, [K]; NaN before the first value."""
+        return np.where(self.t > 0, self._state[2], np.nan)
+
+    @property
+    def std(self) -> Array:
+        """The spread, [K]; NaN before the first value."""
+        _, weight, _, squares = self._state
+        std: Array = np.sqrt(squares / np.where(self.t > 0, weight, np.nan))
+        return std
+
+    @property
+    def n_eff(self) -> Array:
+        """Effective number of samples, [K]."""
+        return n_eff(self.t, self.beta)
+
+    def step(self, x: Array) -> None:
+        """Takes one value of each series, [K]."""
+        known = np.isfinite(x)
+        t, weight, mean, squares = self._state
+        new_weight = np.where(known, self.beta * weight + 1.0 - self.beta, weight)
+        distance = np.where(known, x - mean, 0.0)
+        new_mean = mean + (1.0 - self.beta) / np.where(new_weight > 0, new_weight, 1.0) * distance
+        off = (1.0 - self.beta) * distance * np.where(known, x - new_mean, 0.0)
+        self._state = np.stack([t + known, new_weight, new_mean, np.where(known, self.beta * squares, squares) + off])
+
+    def state(self) -> Array:
+        """All of the state, [4, K], to go into a checkpoint."""
+        return self._state.copy()
+
+    def restore(self, state: Array) -> None:
+        """Continues from `state()` as if nothing had happened."""
+        self._state = np.array(state, dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Drifts(Derived):
+    """Distance of series from their levels, [keys] each; NaN where undefined."""
+
+    key: tuple[str, ...] = label()
+    drift: Array | None = reports(
+        Metric(
+            key="{key}/drift",
+            number=902,
+            unit="ln",
+            question="How far is this metric from its average so far? 0.7 is double, -0.7 half.",
+            warn="4 times its spread",
+            critical="8 times its spread, and more than 0.4",
+            source="measured false alarms of the relative form: 4.6 per 100 updates",
+            undefined="the first value, or one that is not positive",
+        )
+    )
+    macd: Array | None = reports(
+        Metric(
+            key="{key}/macd",
+            number=903,
+            unit="ln",
+            question="Is this metric above (+) or below (-) its long-term average, noise averaged out?",
+            source="difference of a fast and a slow average",
+            undefined="before the first positive value",
+        )
+    )
+
+
+class LogDrift:
+    """Drift of K positive series.
+
+    Attributes:
+        fast: average of the logarithms for the drift and as the fast part of macd.
+        slow: the slow part.
+    """
+
+    def __init__(self, keys: int, beta_fast: float = FAST, beta_slow: float = SLOW) -> None:
+        self.fast = Ema(keys, beta_fast)
+        self.slow = Ema(keys, beta_slow)
+
+    def step(self, x: Array, keys: tuple[str, ...] = ()) -> Drifts:
+        """Takes one value of each series, [K], and compares it with the level before; what is not positive waits."""
+        log = logarithm(x)
+        drift = log - self.fast.mean
+        self.fast.step(log)
+        self.slow.step(log)
+        macd = np.where(np.isnan(log), np.nan, self.fast.mean - self.slow.mean)
+        return Drifts(keys, drift=drift, macd=macd)
+
+    def relative(self, drift: Array) -> Array:
+        """Drift in units of the spread so far, [K]: what thresholds are for. Call it before the next `step`."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio: Array = drift / self.fast.std
+        return ratio
+
+    def state(self) -> Array:
+        """All of the state, [2, 4, K], to go into a checkpoint."""
+        return np.stack([self.fast.state(), self.slow.state()])
+
+    def restore(self, state: Array) -> None:
+        """Continues from `state()`."""
+        self.fast.restore(state[0])
+        self.slow.restore(state[1])
+
+
+def logarithm(x: Array) -> Array:
+    """Natural logarithm; NaN of what is not positive and finite."""
+    positive = np.isfinite(x) & (x > 0)
+    return np.log(np.where(positive, x, np.nan))

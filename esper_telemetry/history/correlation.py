@@ -1,0 +1,99 @@
+"""Do two series move together? Rank correlation, which asks for no particular shape (A5, T7; Spearman 1904)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from esper_telemetry.core.derived import Array, Derived
+from esper_telemetry.core.metric import Metric, label, reports
+
+CORRELATION_WINDOW = 50
+N_MIN = 20
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageGradient(Derived):
+    """Whether the scale of the advantages reaches the actor's gradient."""
+
+    grad_corr: float | None = reports(
+        Metric(
+            key="adv/grad_corr",
+            number=590,
+            unit="Spearman ρ",
+            question="Does the scale of the raw advantages leak into the actor's gradient, past normalisation?",
+            low=-1.0,
+            high=1.0,
+            healthy="-0.6 to 0.6 where advantages are normalised",
+            source="heuristic",
+            undefined="fewer than 20 updates, or either series is constant",
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LearningRateResponse(Derived):
+    """Whether the size of the updates follows the learning rate."""
+
+    key: str = label()
+    lr_response: float | None = reports(
+        Metric(
+            key="{key}/lr_response",
+            number=914,
+            unit="Spearman ρ",
+            question="Do the updates shrink as the learning rate is lowered?",
+            low=-1.0,
+            high=1.0,
+            cost="update",
+            healthy="> 0.5 while the learning rate decays",
+            warn="<= 0: the schedule does not reach the optimizer",
+            source="heuristic",
+            undefined="a constant learning rate, or constant updates",
+        )
+    )
+
+
+def ranks(x: Array) -> Array:
+    """Ranks of x [n] from 1; equal values share the average of theirs."""
+    _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return np.asarray((last - (counts - 1) / 2.0)[inverse.reshape(-1)], dtype=np.float64)
+
+
+def spearman(x: Array, y: Array) -> float | None:
+    """Rank correlation of x and y [n], in which pairs with a NaN do not count; None where either is constant."""
+    known = np.isfinite(x) & np.isfinite(y)
+    a, b = ranks(x[known]), ranks(y[known])
+    if len(a) < 2 or a.max() == a.min() or b.max() == b.min():
+        return None
+    a, b = a - a.mean(), b - b.mean()
+    return min(max(float(a @ b) / math.sqrt(float(a @ a) * float(b @ b)), -1.0), 1.0)
+
+
+def advantage_gradient(
+    adv_std: Array, actor_norm: Array, *, window: int = CORRELATION_WINDOW, n_min: int = N_MIN
+) -> AdvantageGradient:
+    """Rank correlation of the advantages' std with the actor's gradient norm over the last updates.
+
+    Args:
+        adv_std: [n], `adv/raw/std` per update, oldest first.
+        actor_norm: [n], `grad/actor/norm_preclip` of the same updates.
+        window: latest updates that count.
+        n_min: fewest updates with both.
+    """
+    x, y = np.asarray(adv_std)[-window:], np.asarray(actor_norm)[-window:]
+    enough = int((np.isfinite(x) & np.isfinite(y)).sum()) >= n_min
+    return AdvantageGradient(spearman(x, y) if enough else None)
+
+
+def lr_response(lr: Array, update_norm: Array, *, key: str) -> LearningRateResponse:
+    """Rank correlation of the updates' sizes with the learning rate over one segment of its schedule.
+
+    Args:
+        lr: [n] learning rates, oldest first.
+        update_norm: [n] norms of the same updates; as logarithms have the same ranks, they may be either.
+        key: the metric that `update_norm` is.
+    """
+    return LearningRateResponse(key, spearman(np.asarray(update_norm), np.asarray(lr)))

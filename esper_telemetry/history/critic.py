@@ -1,0 +1,295 @@
+"""How much of the returns the critic explains: fractions of a variance that must not be too small to divide by.
+
+The floor under Var(R) is a millionth of its average over earlier updates, so that an update with constant returns yields nothing
+instead of a huge number.
+
+Whether advantages carry a signal that normalisation may blow up to size 1.
+
+What the history of entropies and the heads of one update say of the whole policy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from esper_telemetry.core.derived import Array, Derived
+from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.record import Level
+from esper_telemetry.history.trend import theil_sen
+
+BETA = 0.99
+VARIANCE_FLOOR = 1e-6  # of the average Var(R)
+NO_VARIANCE = "returns do not vary, or by less than a millionth of their average variance"
+
+
+@dataclass(frozen=True, slots=True)
+class CriticFit(Derived):
+    """The critic's errors relative to the returns' spread."""
+
+    explained_variance: float | None = reports(
+        Metric(
+            key="value/explained_variance",
+            number=441,
+            unit="1",
+            question="Which share of the returns' variance does the critic explain? 1 is perfect, 0 a constant, below 0 worse than one."
+            " Blind to a constant error: see value/r2.",
+            high=1.0,
+            level=Level.MINIMAL,
+            healthy="> 0.5 late in training",
+            warn="< 0.1",
+            critical="< 0",
+            source="bounds of esper-lite; noisy in healthy runs (baselines#454, ray#10159)",
+            undefined=NO_VARIANCE,
+        )
+    )
+    r2: float | None = reports(
+        Metric(
+            key="value/r2",
+            number=442,
+            unit="1",
+            question="How well do the critic's estimates match the returns, a constant error included? At most value/explained_variance.",
+            high=1.0,
+            level=Level.MINIMAL,
+            healthy="within 0.05 of value/explained_variance",
+            warn="more than 0.2 below it",
+            critical="< 0 after it was above 0.3",
+            source="R² = 1 - MSE / Var(R)",
+            undefined=NO_VARIANCE,
+        )
+    )
+    bias_over_std: float | None = reports(
+        Metric(
+            key="value/bias_over_std",
+            number=443,
+            unit="σ_R",
+            question="How large is the critic's constant error, in units of the returns' spread?",
+            healthy="|.| < 0.1",
+            warn="|.| > 0.5",
+            critical="|.| > 1",
+            source="heuristic",
+            undefined=NO_VARIANCE,
+        )
+    )
+    corr: float | None = reports(
+        Metric(
+            key="value/corr",
+            number=446,
+            unit="Pearson",
+            question="Does the critic rank states as the returns do?",
+            low=-1.0,
+            high=1.0,
+            healthy="> 0.5",
+            source="heuristic",
+            undefined=f"the critic is constant, or {NO_VARIANCE}",
+        )
+    )
+    nrmse: float | None = reports(
+        Metric(
+            key="value/nrmse",
+            number=444,
+            unit="σ_R",
+            question="How large is the critic's typical error, in units of the returns' spread?",
+            low=0.0,
+            healthy="< 0.7",
+            warn="> 1",
+            critical="> 2",
+            source="RMSE / (σ_R + √floor)",
+            undefined=NO_VARIANCE,
+        )
+    )
+    loss_norm: float | None = reports(
+        Metric(
+            key="value/loss_norm",
+            number=445,
+            unit="1 (0.5 MSE / Var R)",
+            question="How large is the critic's loss, measured against what returns have varied so far? The first place to look when"
+            " the critic goes wrong.",
+            low=0.0,
+            level=Level.MINIMAL,
+            healthy="< 0.5",
+            warn="> 1",
+            critical="> 5",
+            source="critical bound of esper-lite, 400 updates",
+            undefined="returns have never varied",
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class VarianceAverage:
+    """Exponential average of Var(R) over updates, corrected for its start.
+
+    Attributes:
+        total: Σ (1-β) β^(t-i) Var_i.
+        updates: t.
+        beta: β.
+    """
+
+    total: float = 0.0
+    updates: int = 0
+    beta: float = BETA
+
+    @property
+    def mean(self) -> float:
+        """The average; 0 before the first update."""
+        return self.total / (1 - self.beta**self.updates) if self.updates else 0.0
+
+    def after(self, variance: float) -> VarianceAverage:
+        """The average with one more update."""
+        return VarianceAverage(self.beta * self.total + (1 - self.beta) * variance, self.updates + 1, self.beta)
+
+
+@dataclass(frozen=True, slots=True)
+class CriticMoments:
+    """What a rollout says of the critic, over the same rows; None where it was not measured.
+
+    Attributes:
+        bias: mean of V - R.
+        error_std, value_std, return_std: standard deviations of V - R, V and R.
+    """
+
+    bias: float | None
+    error_std: float | None
+    value_std: float | None
+    return_std: float | None
+
+
+def critic_fit(measured: CriticMoments, earlier: VarianceAverage) -> tuple[CriticFit, VarianceAverage]:
+    """Explained variance and its relatives, and the average of Var(R) with this update.
+
+    EV = 1 - Var(R-V) / Var(R); R² = 1 - MSE / Var(R) = EV - bias² / Var(R); absent where Var(R) <= 1e-6 of its earlier average.
+    """
+    bias, error_std, return_std = measured.bias, measured.error_std, measured.return_std
+    if bias is None or error_std is None or return_std is None:
+        return CriticFit(), earlier
+    variance, mse = return_std**2, error_std**2 + bias**2
+    average = earlier.after(variance)
+    loss_norm = mse / 2 / average.mean if average.mean > 0 else None
+    floor = VARIANCE_FLOOR * earlier.mean
+    if variance <= floor:
+        return CriticFit(loss_norm=loss_norm), average
+    fit = CriticFit(
+        explained_variance=1 - error_std**2 / variance,
+        r2=1 - mse / variance,
+        bias_over_std=bias / return_std,
+        corr=_correlation(error_std, measured.value_std, return_std),
+        nrmse=math.sqrt(mse) / (return_std + math.sqrt(floor)),
+        loss_norm=loss_norm,
+    )
+    return fit, average
+
+
+def _correlation(error_std: float, value_std: float | None, return_std: float) -> float | None:
+    """Pearson's r of V and R, from Var(V - R) = Var V + Var R - 2 r σ_V σ_R."""
+    if not value_std:
+        return None
+    r = (value_std**2 + return_std**2 - error_std**2) / (2 * value_std * return_std)
+    return max(-1.0, min(1.0, r))
+
+
+MAGNITUDE_FLOOR = 1e-6  # of the largest magnitude: rounding noise of float32
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageScale(Derived):
+    """Extremes of the raw advantages against their spread."""
+
+    absmax_over_std: float | None = reports(
+        Metric(
+            key="adv/raw/absmax_over_std",
+            number=216,
+            unit="σ",
+            question="How far out is the most surprising single step? It alone may decide the update.",
+            low=0.0,
+            healthy="< 6",
+            warn="> 10",
+            critical="> 20",
+            source="about √(2 ln N) for a Gaussian; heuristic",
+            undefined="advantages do not vary",
+        )
+    )
+    std_floored: float | None = reports(
+        Metric(
+            key="adv/std_floored",
+            number=217,
+            unit="flag",
+            question="Are advantages all the same, so that normalising them amplifies rounding noise? 1 where it is so.",
+            low=0.0,
+            high=1.0,
+            healthy="0",
+            warn="1",
+            source="std <= 1e-6 max|A|",
+            undefined="no valid advantage",
+        )
+    )
+
+
+def advantage_scale(
+    mean: float | None, std: float | None, smallest: float | None, largest: float | None
+) -> AdvantageScale:
+    """max|A - mean A| / std A, and whether the spread is lost in rounding, from a rollout's raw advantages."""
+    if mean is None or std is None or smallest is None or largest is None:
+        return AdvantageScale()
+    floored = std <= MAGNITUDE_FLOOR * max(abs(smallest), abs(largest))
+    far = max(largest - mean, mean - smallest)
+    return AdvantageScale(absmax_over_std=far / std if std > 0 else None, std_floored=float(floored))
+
+
+ENTROPY_WINDOW = 20
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTrend(Derived):
+    """How fast the policy makes up its mind."""
+
+    entropy_rate: float | None = reports(
+        Metric(
+            key="policy/entropy_rate",
+            number=127,
+            unit="1/update",
+            question="How fast does entropy fall, as a fraction per update? An early warning of premature collapse.",
+            healthy="> -0.1",
+            warn="< -0.1 in the first quarter of training",
+            critical="< -0.3 in the first quarter of training",
+            source="Theil-Sen slope of ln entropy over 20 updates; heuristic",
+            undefined="fewer than 2 updates, or an entropy that is not positive",
+        )
+    )
+
+
+def entropy_rate(entropies: Sequence[float] | Array, *, window: int = ENTROPY_WINDOW) -> PolicyTrend:
+    """Theil-Sen slope of ln entropy over the last `window` updates, oldest first."""
+    latest = np.asarray(entropies, dtype=np.float64)[-window:]
+    if len(latest) < 2 or not (latest > 0).all():
+        return PolicyTrend()
+    return PolicyTrend(float(theil_sen(np.log(latest))))
+
+
+@dataclass(frozen=True, slots=True)
+class LargestShift(Derived):
+    """The head whose actions changed most."""
+
+    action_shift_js: float | None = reports(
+        Metric(
+            key="policy/action_shift_js",
+            number=128,
+            unit="fraction of ln 2",
+            question="How much did the mix of actions change since the last rollout, in the head where it changed most?",
+            low=0.0,
+            high=1.0,
+            healthy="< 0.02",
+            warn="> 0.10",
+            critical="> 0.25",
+            source="measured on healthy and broken runs",
+            undefined="the first rollout, or no categorical head",
+        )
+    )
+
+
+def largest_shift(shifts: Iterable[float]) -> LargestShift:
+    """The largest of the heads' shifts."""
+    return LargestShift(max(shifts, default=None))

@@ -1,0 +1,494 @@
+"""What a record's gradient norms say in the light of the records before it.
+
+One number for the health of all gradients, and what spoils it (G12).
+
+The gradient noise scale: the batch size at which noise and signal would be equal (G9; McCandlish 2018).
+
+How badly gradients explode or vanish, on a scale without steps, against thresholds that know the run (G10, G11).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from esper_telemetry.core.derived import Array, Derived
+from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.record import Level
+from esper_telemetry.history.averages import FAST, Ema
+from esper_telemetry.history.correlation import CORRELATION_WINDOW, advantage_gradient
+from esper_telemetry.history.outliers import N_MIN, OUTLIER_WINDOW, SCALE_MIN, RobustHistory, decades, spread
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseScale(Derived):
+    """The noise scale and whether noise drowns the gradient."""
+
+    b_simple: float | None = reports(
+        Metric(
+            key="grad/gns/b_simple",
+            number=562,
+            unit="samples (sequences)",
+            question="How large a batch would the gradient need for its noise to equal its signal?",
+            low=0.0,
+            cost="sampled",
+            healthy="0.1 to 10 batch sizes",
+            warn="> 10 batch sizes: noise; < 0.1: the batch could shrink",
+            source="McCandlish 2018, 1812.06162",
+            undefined="the average estimate of the true gradient is not positive",
+        )
+    )
+    noise_dominated: float | None = reports(
+        Metric(
+            key="grad/gns/noise_dominated",
+            number=563,
+            unit="flag",
+            question="Is this update's gradient indistinguishable from noise?",
+            low=0.0,
+            high=1.0,
+            cost="sampled",
+            source="McCandlish 2018, 1812.06162",
+            undefined="the noise was not measured",
+        )
+    )
+
+
+class NoiseAverage:
+    """Averages signal and noise separately; their ratio is far less biased than an average of ratios.
+
+    Negative single estimates enter the averages: to drop them would bias the signal upwards.
+    """
+
+    def __init__(self, beta: float = FAST) -> None:
+        self._ema = Ema(2, beta)
+
+    def step(self, g2: float | None, tr_sigma: float | None) -> NoiseScale:
+        """Takes the estimates of one update; None where they were not measured."""
+        if g2 is None or tr_sigma is None or not math.isfinite(g2 + tr_sigma):
+            return NoiseScale()
+        self._ema.step(np.array([g2, tr_sigma]))
+        signal, noise = self._ema.mean.tolist()
+        return NoiseScale(noise / signal if signal > 0 else None, float(g2 <= 0))
+
+    def state(self) -> Array:
+        """All of the state, to go into a checkpoint."""
+        return self._ema.state()
+
+    def restore(self, state: Array) -> None:
+        """Continues from `state()`."""
+        self._ema.restore(state)
+
+
+DECADES_EXPLODE = 2.0
+DECADES_VANISH = 4.0
+SPREADS = 6.0
+CLAMP_EXPLODE = (2.0, 200.0)
+CLAMP_VANISH = (1e-8, 1e-2)
+EXPLODE_AT_START = 10.0  # times the clip limit, while the history is short
+VANISH_AT_START = 1e-7
+HEALTHY_BELOW = 0.5  # only updates below this severity enter the history
+REBASELINE_AFTER = 50
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSeverity(Derived):
+    """Severities and their thresholds per group, [groups] each; NaN where undefined."""
+
+    group: tuple[str, ...] = label()
+    severity_explode: Array | None = reports(
+        Metric(
+            key="grad/{group}/severity_explode",
+            number=514,
+            unit="severity",
+            question="Does this part of the network have exploding gradients? 0 no, 1 a hundred times the threshold.",
+            low=0.0,
+            high=1.0,
+            healthy="0",
+            warn="> 0.25",
+            critical=">= 0.75",
+            source="ramp of two decades above the adaptive threshold",
+            undefined="the group has no gradient",
+        )
+    )
+    severity_vanish: Array | None = reports(
+        Metric(
+            key="grad/{group}/severity_vanish",
+            number=515,
+            unit="severity",
+            question="Does this part of the network have vanishing gradients? 0 no, 1 exactly zero or nearly so.",
+            low=0.0,
+            high=1.0,
+            healthy="0",
+            warn="> 0.25",
+            critical=">= 0.75",
+            source="ramp of four decades below the adaptive threshold",
+            undefined="the group has no gradient",
+        )
+    )
+    threshold_explode: Array | None = reports(
+        Metric(
+            key="grad/{group}/threshold_explode",
+            number=516,
+            unit="gradient norm",
+            question="Above which norm do this group's gradients count as exploding?",
+            low=0.0,
+            source="median + 6 robust standard deviations of its log10 norms, 2 to 200 clip limits",
+            undefined="the group has no gradient",
+        )
+    )
+    threshold_vanish: Array | None = reports(
+        Metric(
+            key="grad/{group}/threshold_vanish",
+            number=517,
+            unit="gradient norm",
+            question="Below which norm do this group's gradients count as vanishing?",
+            low=0.0,
+            source="median - 6 robust standard deviations of its log10 norms, 1e-8 to 1e-2 clip limits",
+            undefined="the group has no gradient",
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSeverity(Derived):
+    """Severities per parameter tensor, [layers] each; NaN where undefined."""
+
+    layer: tuple[str, ...] = label()
+    severity_explode: Array | None = reports(
+        Metric(
+            key="grad/layer/{layer}/severity_explode",
+            number=524,
+            unit="severity",
+            question="Does this parameter tensor have exploding gradients? 0 no, 1 a hundred times its own threshold.",
+            low=0.0,
+            high=1.0,
+            level=Level.DEBUG,
+            cost="debug",
+            healthy="0",
+            warn="> 0.25",
+            critical=">= 0.75",
+            source="as grad/{group}/severity_explode, with a history of its own",
+            undefined="the tensor has no gradient",
+        )
+    )
+    severity_vanish: Array | None = reports(
+        Metric(
+            key="grad/layer/{layer}/severity_vanish",
+            number=525,
+            unit="severity",
+            question="Does this parameter tensor have vanishing gradients? 0 no, 1 exactly zero or nearly so.",
+            low=0.0,
+            high=1.0,
+            level=Level.DEBUG,
+            cost="debug",
+            healthy="0",
+            warn="> 0.25",
+            critical=">= 0.75",
+            source="as grad/{group}/severity_vanish, with a history of its own",
+            undefined="the tensor has no gradient",
+        )
+    )
+
+
+class SeverityThresholds(NamedTuple):
+    """Norms from which on gradients explode or vanish; median and scale of log10 norms, NaN of too few; [K] each."""
+
+    explode: Array
+    vanish: Array
+    median: Array
+    scale: Array
+
+
+def explode_severity(norms: Array, threshold: Array | float, *, decades_wide: float = DECADES_EXPLODE) -> Array:
+    """0 up to the threshold, 1 from `decades_wide` above it and for what is not finite; linear in log10 between."""
+    norms = np.asarray(norms, dtype=np.float64)
+    ramp = np.clip((_log10(norms) - np.log10(threshold)) / decades_wide, 0.0, 1.0)
+    return np.where(np.isfinite(norms), ramp, 1.0)
+
+
+def vanish_severity(norms: Array, threshold: Array | float, *, decades_wide: float = DECADES_VANISH) -> Array:
+    """0 down to the threshold and for what is not finite, 1 from `decades_wide` below it; linear in log10 between."""
+    norms = np.asarray(norms, dtype=np.float64)
+    ramp = np.clip((np.log10(threshold) - _log10(norms)) / decades_wide, 0.0, 1.0)
+    return np.where(np.isfinite(norms), ramp, 0.0)
+
+
+def _log10(norms: Array) -> Array:
+    """Logarithm of finite norms; -inf of zero, 0 in place of what is not finite."""
+    finite = np.where(np.isfinite(norms), norms, 1.0)
+    return np.log10(finite, out=np.full_like(finite, -np.inf), where=finite > 0)
+
+
+def adaptive_thresholds(
+    history: Array,
+    max_grad_norm: float,
+    *,
+    n_min: int = N_MIN,
+    scale_min: float = SCALE_MIN,
+    k: float = SPREADS,
+    clamp_explode: tuple[float, float] = CLAMP_EXPLODE,
+    clamp_vanish: tuple[float, float] = CLAMP_VANISH,
+) -> SeverityThresholds:
+    """Thresholds from the history of each group: its median ± k robust standard deviations, within absolute bounds.
+
+    Args:
+        history: [K, W], log10 of norms, NaN where there is none yet.
+        max_grad_norm: the clip limit, which sets the scale of the bounds.
+        n_min: fewest norms; below it the thresholds are 10 clip limits and 1e-7. 0 asks for none.
+        scale_min: smallest standard deviation, in decades.
+        k: how many of them.
+        clamp_explode: bounds in clip limits: a slow boil must not become normal.
+        clamp_vanish: likewise.
+    """
+    median, scale = spread(history, scale_min=scale_min, n_min=n_min)
+    explode = _clamp(10.0 ** (median + k * scale), clamp_explode, max_grad_norm)
+    vanish = _clamp(10.0 ** (median - k * scale), clamp_vanish, max_grad_norm)
+    early = np.isnan(median)
+    return SeverityThresholds(
+        np.where(early, EXPLODE_AT_START * max_grad_norm, explode),
+        np.where(early, VANISH_AT_START, vanish),
+        median,
+        scale,
+    )
+
+
+def _clamp(thresholds: Array, bounds: tuple[float, float], unit: float) -> Array:
+    return np.clip(thresholds, bounds[0] * unit, bounds[1] * unit)
+
+
+class NormBaseline:
+    """What gradient norms of K groups usually are: thresholds from healthy updates only.
+
+    An update whose severity is 0.5 or more does not enter the history, because anomalies must not train their own
+    baseline; after 50 such updates in a row the group starts a new one.
+
+    Attributes:
+        max_grad_norm: the clip limit.
+        rejected: [K] unhealthy updates in a row.
+    """
+
+    def __init__(self, groups: tuple[str, ...], max_grad_norm: float, window: int = OUTLIER_WINDOW) -> None:
+        self.groups = groups
+        self.max_grad_norm = max_grad_norm
+        self.rejected = np.zeros(len(groups), dtype=np.int64)
+        self._history = RobustHistory(len(groups), window)
+
+    def step(self, mean: Array, peak: Array) -> tuple[GroupSeverity, npt.NDArray[np.bool_]]:
+        """Judges one update by the updates before it.
+
+        Args:
+            mean: [K] mean norm of each group over the update's steps; NaN where it has no gradient.
+            peak: [K] its largest norm; infinite where a gradient was not finite.
+
+        Returns:
+            Severities and thresholds; and the groups, [K] bool, whose baseline starts anew with this update.
+        """
+        thresholds = adaptive_thresholds(self._history.values, self.max_grad_norm)
+        present = ~np.isnan(mean) | np.isinf(peak)
+        explode = np.where(present, explode_severity(peak, thresholds.explode), np.nan)
+        vanish = np.where(present, vanish_severity(mean, thresholds.vanish), np.nan)
+        anew = self._learn(mean, np.fmax(explode, vanish), present)
+        limits = (np.where(present, limit, np.nan) for limit in (thresholds.explode, thresholds.vanish))
+        return GroupSeverity(self.groups, explode, vanish, *limits), anew
+
+    def _learn(self, mean: Array, severity: Array, present: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        healthy = present & (severity < HEALTHY_BELOW)
+        self.rejected = np.where(healthy, 0, self.rejected + (present & ~healthy))
+        anew = self.rejected >= REBASELINE_AFTER
+        self._history.clear(anew)
+        self.rejected[anew] = 0
+        self._history.push(decades(mean), where=healthy | anew)
+        return anew
+
+    def state(self) -> dict[str, Array]:
+        """All of the state, to go into a checkpoint."""
+        return {**self._history.state(), "rejected": self.rejected.astype(np.float64)}
+
+    def restore(self, state: dict[str, Array]) -> None:
+        """Continues from `state()`."""
+        self._history.restore(state)
+        self.rejected = np.array(state["rejected"], dtype=np.int64)
+
+
+Cause = Literal["nonfinite", "vanish", "explode", "imbalance", "zero"]
+
+FACTOR_WEIGHTS = (1.0, 1.0, 0.5, 0.5)  # vanish, explode, imbalance, zero: the last two are hints, not faults
+IMBALANCE = (3.0, 6.0)  # decades between the largest and the smallest norm: from 0 to 1
+IMBALANCE_FLOOR = 1e-12  # of the largest norm: an exact zero is no worse than nearly zero
+ZEROS_FROM = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class GradientCondition(Derived):
+    """Health of the gradients; None where there are none.
+
+    Attributes:
+        health: product of one factor per fault.
+        nonfinite: whether any norm is not finite.
+        vanish, explode, imbalance, zero: severities of the faults, 0 to 1.
+        cause: the fault that takes most from the health; None if nothing does.
+    """
+
+    health: float | None = reports(
+        Metric(
+            key="grad/health",
+            number=518,
+            unit="fraction",
+            question="Are the gradients fit to learn from? 1 is perfect, 0 broken; alarms name the cause.",
+            low=0.0,
+            high=1.0,
+            level=Level.MINIMAL,
+            healthy="> 0.75",
+            warn="< 0.5",
+            critical="< 0.25",
+            source="product of the severities of non-finite, vanishing, exploding, unbalanced and zero gradients",
+            undefined="no parameter has a gradient",
+        )
+    )
+    nonfinite: bool = False
+    vanish: float = 0.0
+    explode: float = 0.0
+    imbalance: float = 0.0
+    zero: float = 0.0
+    cause: Cause | None = None
+
+
+def gradient_condition(
+    norms: Array,
+    *,
+    tau_vanish: Array | float,
+    tau_explode: Array | float,
+    zero_frac: float | None = None,
+    layer_weights: Array | None = None,
+    factor_weights: tuple[float, float, float, float] = FACTOR_WEIGHTS,
+) -> GradientCondition:
+    """Health (1-F)(1-φ_V V)(1-φ_E E)(1-φ_I I)(1-φ_Z Z) of the gradients of L layers.
+
+    Args:
+        norms: [L], not finite where any entry is not.
+        tau_vanish: norms below which a layer vanishes, [L] or one for all.
+        tau_explode: norms above which a layer explodes.
+        zero_frac: share of exactly zero entries; None where it was not measured.
+        layer_weights: [L] weights of the layers in V, which sum to 1; equal by default.
+        factor_weights: φ of vanish, explode, imbalance and zero.
+    """
+    norms = np.asarray(norms, dtype=np.float64)
+    if norms.size == 0:
+        return GradientCondition()
+    if not np.isfinite(norms).all():
+        return GradientCondition(health=0.0, nonfinite=True, cause="nonfinite")
+    weights = np.full(norms.size, 1.0 / norms.size) if layer_weights is None else np.asarray(layer_weights)
+    severities = {
+        "vanish": float(weights @ vanish_severity(norms, tau_vanish)),
+        "explode": float(explode_severity(norms, tau_explode).max()),
+        "imbalance": _imbalance(norms),
+        "zero": 0.0 if zero_frac is None else _ramp(zero_frac, ZEROS_FROM, 1.0),
+    }
+    factors = [
+        1.0 - phi * min(severity, 1.0) for phi, severity in zip(factor_weights, severities.values(), strict=True)
+    ]
+    return GradientCondition(health=math.prod(factors), cause=_cause(factors), **severities)  # type: ignore[arg-type]  # four floats
+
+
+def _cause(factors: list[float]) -> Cause | None:
+    """The fault with the smallest factor, the first of equals."""
+    names: tuple[Cause, ...] = ("vanish", "explode", "imbalance", "zero")
+    smallest = min(factors)
+    return names[factors.index(smallest)] if smallest < 1.0 else None
+
+
+def _imbalance(norms: Array) -> float:
+    largest = float(norms.max())
+    if largest == 0.0:
+        return 0.0
+    smallest = max(float(norms.min()), IMBALANCE_FLOOR * largest)
+    return _ramp(math.log10(largest) - math.log10(smallest), *IMBALANCE)
+
+
+def _ramp(x: float, start: float, end: float) -> float:
+    return min(max((x - start) / (end - start), 0.0), 1.0)
+
+
+LAYER = ("grad/layer/", "/norm")
+"""How the keys of single layers' norms begin and end."""
+
+UNCLIPPED = 1.0
+"""Stands for the clip limit where nothing is clipped: thresholds need a scale."""
+
+
+class GradientHistory:
+    """Severity per group, health over layers, and whether the scale of the advantages leaks into the gradients.
+
+    Args:
+        groups: parameter groups, as the run declares them.
+        max_grad_norm: the clip limit; None where nothing is clipped.
+
+    Attributes:
+        condition: health of the gradients in the last record, and what spoils it most.
+        rebaselined: groups whose thresholds start anew with the last record, because their norms had been out of range for long.
+    """
+
+    def __init__(self, groups: Sequence[str], max_grad_norm: float | None) -> None:
+        self.condition = GradientCondition()
+        self.rebaselined: tuple[str, ...] = ()
+        self._groups = tuple(groups)
+        self._limit = max_grad_norm or UNCLIPPED
+        self._baseline = NormBaseline(self._groups, self._limit)
+        self._layers = NormBaseline((), self._limit)
+        self._noise = NoiseAverage()
+        self._pairs: deque[tuple[float, float]] = deque(maxlen=CORRELATION_WINDOW)
+
+    def derive(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
+        """The derived values of a record with these measured ones."""
+        return {
+            **self._severity(values, level),
+            **self._health(values, level),
+            **self._noise.step(values.get("grad/gns/g2"), values.get("grad/gns/tr_sigma")).values(level),
+            **self._scale_leak(values, level),
+        }
+
+    def _severity(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
+        if not self._groups:
+            return {}
+        means = [values.get(f"grad/{group}/norm_preclip", np.nan) for group in self._groups]
+        peaks = [self._peak(values, group) for group in self._groups]
+        severity, anew = self._baseline.step(np.array(means), np.array(peaks))
+        self.rebaselined = tuple(group for group, new in zip(self._groups, anew.tolist(), strict=True) if new)
+        return severity.values(level)
+
+    def _peak(self, values: Mapping[str, float], group: str) -> float:
+        flawed = f"grad/{group}/norm_preclip_nonfinite" in values
+        return np.inf if flawed else values.get(f"grad/{group}/norm_preclip_max", np.nan)
+
+    def _health(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
+        """Health over layers, each judged by its own history: a naturally small gradient is no fault."""
+        found = {
+            key[len(LAYER[0]) : -len(LAYER[1])]: value
+            for key, value in values.items()
+            if key.startswith(LAYER[0]) and key.endswith(LAYER[1])
+        }
+        if tuple(found) != self._layers.groups:
+            self._layers = NormBaseline(tuple(found), self._limit)
+        norms = np.array(list(found.values()))
+        severity, _ = self._layers.step(norms, norms)
+        flawed = "grad/global/norm_preclip_nonfinite" in values
+        self.condition = gradient_condition(
+            np.append(norms, np.inf) if flawed else norms,
+            tau_vanish=np.asarray(severity.threshold_vanish),
+            tau_explode=np.asarray(severity.threshold_explode),
+            zero_frac=values.get("grad/zero_frac"),
+        )
+        layers = LayerSeverity(tuple(found), severity.severity_explode, severity.severity_vanish)
+        return {**self.condition.values(level), **layers.values(level)}
+
+    def _scale_leak(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
+        names = ("adv/raw/std", "grad/actor/norm_preclip")
+        self._pairs.append((values.get(names[0], np.nan), values.get(names[1], np.nan)))
+        spread, norm = np.array(self._pairs).T
+        return advantage_gradient(spread, norm).values(level)

@@ -1,0 +1,18 @@
+"""Logs that other trainers have left, read as records: without torch, and with nothing known but what was logged."""
+
+from typing import TYPE_CHECKING
+
+from esper_telemetry.core.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from esper_telemetry.importers.records import Foreign as Foreign
+    from esper_telemetry.importers.records import read_foreign as read_foreign
+    from esper_telemetry.importers.source import read_source as read_source
+
+__all__, __getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "esper_telemetry.importers.records": ("Foreign", "read_foreign"),
+        "esper_telemetry.importers.source": ("read_source",),
+    },
+)

@@ -1,0 +1,233 @@
+"""Logs by address: `tensorboard:DIR`, `csv:FILE`, `wandb:PATH`, `mlflow:URI?run=ID`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from esper_telemetry.core.redaction import masked
+from esper_telemetry.importers.rows import LoggedPoint, LoggedRow
+from esper_telemetry.sinks.mlflow.sink import check_tracking_uri
+from esper_telemetry.sinks.protocol import unreachable
+
+X_NAMES = (
+    "time/total_timesteps",
+    "num_env_steps_sampled_lifetime",
+    "global_step",
+    "agent_steps",
+    "frame",
+    "env_step",
+    "timesteps_total",
+    "training_iteration",
+    "_step",
+    "step",
+)
+"""Columns that say where a row stands, the best first."""
+
+
+def read_source(address: str) -> LoggedRow:
+    """The run at an address.
+
+    Raises:
+        ValueError: for an unknown kind, an address that names no run or several, and a file that is no log.
+        FileNotFoundError: where there is none.
+        ModuleNotFoundError: where the backend's package is missing.
+    """
+    kind, _, rest = address.partition(":")
+    if kind not in READERS:
+        raise ValueError(f"--from takes {', '.join(f'{name}:...' for name in READERS)}, got {address!r}")
+    if not rest:
+        raise ValueError(f"--from {kind}: needs what to read, such as {EXAMPLES[kind]}")
+    return READERS[kind](rest)
+
+
+def read_tensorboard(directory: str) -> LoggedRow:
+    """The event files of one run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    path = Path(directory)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no {directory}")
+    run = one_run(path)
+    accumulator = EventAccumulator(str(run), size_guidance={"scalars": 0, "tensors": 0})
+    accumulator.Reload()
+    tags = accumulator.Tags()
+    points = {
+        tag: [LoggedPoint(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in tags["scalars"]
+    }
+    for tag in tags["tensors"]:
+        numbers = [(event.step, make_ndarray(event.tensor_proto)) for event in accumulator.Tensors(tag)]
+        if all(number.size == 1 and number.dtype.kind in "fiu" for _, number in numbers):
+            points[tag] = [LoggedPoint(step, float(number.reshape(()))) for step, number in numbers]
+    return LoggedRow(run.name or str(run.absolute()), points)
+
+
+def one_run(path: Path) -> Path:
+    """The directory below `path` with event files; a file of events is a run itself.
+
+    Raises ValueError where there are several, with their names, and where there is none.
+    """
+    if path.is_file():
+        return path
+    runs = sorted({file.parent for file in path.rglob("*tfevents*")})
+    if not runs:
+        raise ValueError(f"{path} holds no event files of TensorBoard")
+    if len(runs) > 1 and path not in runs:
+        names = ", ".join(str(run) for run in runs[:5])
+        raise ValueError(f"{path} holds {len(runs)} runs: name one of {names}{' and others' if len(runs) > 5 else ''}")
+    return path if path in runs else runs[0]
+
+
+def read_csv(file: str) -> LoggedRow:
+    """A table with a row per update, such as SB3's and RLlib's `progress.csv`."""
+    path = Path(file)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {file}")
+    with path.open(newline="", encoding="utf-8") as text:
+        rows = list(csv.DictReader(text))
+    if not rows:
+        raise ValueError(f"{file} has no rows")
+    table = [
+        {name: number for name, cell in row.items() if name and (number := _number(cell)) is not None} for row in rows
+    ]
+    return LoggedRow(path.stem if path.stem != "progress" else path.absolute().parent.name, points_of(table))
+
+
+def points_of(rows: Iterable[Mapping[str, float]]) -> dict[str, list[LoggedPoint]]:
+    """Points by column, at what the row itself says of where it stands, else its number.
+
+    Rows of one place may be spread: W&B has one per call.
+    """
+    rows = list(rows)
+    axis = next((name for name in X_NAMES if any(name in row for row in rows)), None)
+    points: dict[str, list[LoggedPoint]] = {}
+    x = 0.0
+    for place, row in enumerate(rows):
+        x = float(place) if axis is None else row.get(axis, x)
+        for name, value in row.items():
+            if name != axis:
+                points.setdefault(name, []).append(LoggedPoint(x, value))
+    return points
+
+
+def _number(cell: str | None) -> float | None:
+    try:
+        return None if cell is None or not cell.strip() else float(cell)
+    except ValueError:
+        return None
+
+
+def read_wandb(path: str) -> LoggedRow:
+    """A run of W&B: a folder or file that it has written here, else entity/project/run on the server."""
+    local = Path(path)
+    if local.exists():
+        return _local_wandb(local)
+    if path.count("/") not in (1, 2):
+        raise ValueError(f"wandb: needs a folder of a run, or entity/project/run, got {path!r}")
+    import wandb
+
+    if not wandb.login(prompt=False):  # it would be asked for
+        raise ValueError("W&B has no key here: wandb login, or set WANDB_API_KEY")
+    try:
+        run = wandb.Api(timeout=30).run(path)
+        rows = [_plain(row) for row in run.scan_history()]
+    except Exception as error:  # W&B has many, down to those of its HTTP client
+        if dead := unreachable(error):
+            raise ValueError(f"W&B cannot be read: {dead}") from None
+        raise ValueError(
+            f"W&B has no run {path} to read: {str(error).splitlines()[0] if str(error) else error!r}"
+        ) from None
+    return LoggedRow(run.name, points_of(rows), dict(run.config))
+
+
+def _local_wandb(path: Path) -> LoggedRow:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    from esper_telemetry.sinks.wandb.run import records
+
+    files = [path] if path.is_file() else sorted(path.rglob("run-*.wandb"))
+    if len(files) != 1:
+        raise ValueError(f"{path} holds {len(files) or 'no'} runs of W&B{': name one of them' if files else ''}")
+    name, config, rows = files[0].stem, {}, []
+    for data in records(files[0].read_bytes()):
+        record = Record.FromString(data)
+        kind = record.WhichOneof("record_type")
+        if kind == "history":
+            rows.append(_plain(_json_items(record.history.item)))
+        elif kind == "run":
+            name = record.run.display_name or name
+            config.update(_json_items(record.run.config.update))
+        elif kind == "config":
+            config.update(_json_items(record.config.update))
+    return LoggedRow(name, points_of(rows), config)
+
+
+def _json_items(items: Iterable[Any]) -> dict[str, Any]:
+    found = {}
+    for item in items:
+        value = json.loads(item.value_json)
+        found["/".join(item.nested_key) or item.key] = (
+            value.get("value") if isinstance(value, dict) and "value" in value else value
+        )
+    return found
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a row; W&B writes those that are not finite as words."""
+    words = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+    found = {name: words.get(value, value) if isinstance(value, str) else value for name, value in row.items()}
+    return {
+        name: float(value)
+        for name, value in found.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def read_mlflow(address: str) -> LoggedRow:
+    """A run of MLflow: `URI?run=ID`, with the default store where the URI is empty."""
+    uri, mark, query = address.rpartition("?run=")
+    if not mark or not query:
+        raise ValueError(f"mlflow: needs the run, such as {EXAMPLES['mlflow']}, got mlflow:{address}")
+    if uri:
+        check_tracking_uri(uri)
+    database = Path(uri.removeprefix("sqlite:///"))
+    if uri.startswith("sqlite:///") and not database.is_file():  # MLflow would make one
+        raise FileNotFoundError(f"there is no {database}")
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    client = MlflowClient(tracking_uri=uri or None)
+    try:
+        run = client.get_run(query)
+        history = {key: client.get_metric_history(query, key) for key in run.data.metrics}
+    except MlflowException as error:
+        where = masked(uri) or "its default store"
+        if dead := unreachable(error):
+            raise ValueError(f"MLflow at {where} cannot be read: {dead}") from None
+        raise ValueError(f"MLflow at {where} has no run {query} to read: {error.message}") from None
+    points = {
+        key: [LoggedPoint(metric.step, metric.value) for metric in sorted(metrics, key=lambda m: (m.step, m.timestamp))]
+        for key, metrics in history.items()
+    }
+    return LoggedRow(run.info.run_name or query, points, dict(run.data.params))
+
+
+READERS: Mapping[str, Callable[[str], LoggedRow]] = {
+    "tensorboard": read_tensorboard,
+    "wandb": read_wandb,
+    "csv": read_csv,
+    "mlflow": read_mlflow,
+}
+
+EXAMPLES = {
+    "tensorboard": "tensorboard:runs/PPO_1",
+    "wandb": "wandb:entity/project/run",
+    "csv": "csv:logs/progress.csv",
+    "mlflow": "mlflow:sqlite:///mlflow.db?run=0123456789abcdef",
+}
+"""An address of each kind."""

@@ -1,0 +1,258 @@
+"""What a journal holds already when its run goes on.
+
+A journal as a whole, for notebooks, views and tests.
+
+The end line of a run whose trainer was killed, written by a process that outlives it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Record, RunInfo, RunStatus
+from esper_telemetry.journal.file import LOST, JournalReader, end_if_open, journal_path
+from esper_telemetry.journal.lines import Entry, JournalEvent, encode_axes, end_status, merge_head
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+CHUNK_LINES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class JournalContents:
+    """The state of a journal.
+
+    Attributes:
+        info: the run, as its last `run` line and the descriptions of keys say.
+        axes: of the last record; None before the first.
+        records: how many there are.
+        seq: the last number of a line.
+        status: how the run ended; None where nothing says so.
+        lost: lines that could not be written, as the disk was full for too long.
+        failure: the event of the last exception that ended a part of the run; None without one.
+        damaged: numbers of the lines that could not be understood.
+    """
+
+    info: RunInfo
+    axes: Axes | None
+    records: int
+    seq: int
+    status: RunStatus | None
+    lost: int = 0
+    failure: JournalEvent | None = None
+    damaged: tuple[int, ...] = ()
+
+    @property
+    def recorded(self) -> int:
+        """The last update that is recorded; 0 before the first."""
+        return self.axes.update if self.axes else 0
+
+    def covers(self, axes: Axes) -> bool:
+        """Whether an update of these axes was recorded before the run went on: what is recorded stands."""
+        return self.axes is not None and axes.within(self.axes)
+
+
+def run_info(run_dir: str | os.PathLike[str]) -> RunInfo:
+    """The run in a directory, without reading its records; raises as `held`."""
+    path = journal_path(run_dir)
+    reader = JournalReader(path)
+    reader.offset = reader.size
+    info = reader.head()
+    reader.close()
+    return _required(info, path)
+
+
+def held(run_dir: str | os.PathLike[str]) -> JournalContents:
+    """What the journal in a run directory holds.
+
+    Raises FileNotFoundError where there is none, ValueError where it does not say which run it is.
+    """
+    info, axes, records, seq, status, lost, failure = None, None, 0, 0, None, 0, None
+    reader = JournalReader(journal_path(run_dir))
+    while chunk := reader.read(CHUNK_LINES):
+        info, status = merge_head(info, chunk), end_status(chunk)
+        seq = max([seq, *(entry.seq for entry in chunk if not isinstance(entry, RunInfo))])
+        found = [entry.axes for entry in chunk if isinstance(entry, Record)]
+        records += len(found)
+        lost += sum(
+            entry.data.get("lines", 0) for entry in chunk if isinstance(entry, JournalEvent) and entry.type == LOST
+        )
+        failures = [entry for entry in chunk if isinstance(entry, JournalEvent) and entry.type == "failure"]
+        failure = failures[-1] if failures else failure
+        axes = max([*found, *([axes] if axes else [])], key=lambda known: known.update, default=None)
+    damaged = reader.damaged_lines()
+    reader.close()
+    return JournalContents(_required(info, journal_path(run_dir)), axes, records, seq, status, lost, failure, damaged)
+
+
+def entries(run_dir: str | os.PathLike[str]) -> Iterator[Entry]:
+    """Everything in a journal, line by line."""
+    reader = JournalReader(journal_path(run_dir))
+    try:
+        while chunk := reader.read(CHUNK_LINES):
+            yield from chunk
+    finally:
+        reader.close()
+
+
+def damaged_lines(run_dir: str | os.PathLike[str]) -> tuple[int, ...]:
+    """Numbers of the lines of a journal that cannot be understood, from 1; raises FileNotFoundError where there is no journal."""
+    reader = JournalReader(journal_path(run_dir))
+    while reader.read(CHUNK_LINES):
+        pass
+    damaged = reader.damaged_lines()
+    reader.close()
+    return damaged
+
+
+class Following:
+    """Everything in a journal that grows, each line once, however often it is asked for.
+
+    Args:
+        run_dir: where the journal is.
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+        self._run_dir = run_dir
+        self._offset = 0
+
+    def __iter__(self) -> Iterator[Entry]:
+        reader = JournalReader(journal_path(self._run_dir), self._offset)
+        try:
+            while chunk := reader.read(CHUNK_LINES):
+                self._offset = reader.offset
+                yield from chunk
+        finally:
+            reader.close()
+
+
+def alarms(run_dir: str | os.PathLike[str]) -> tuple[Alarm, ...]:
+    """The alarms of a journal in the order of its lines; records are passed over unread."""
+    reader = JournalReader(journal_path(run_dir))
+    try:
+        return reader.alarms()
+    finally:
+        reader.close()
+
+
+def _required(info: RunInfo | None, path: Path) -> RunInfo:
+    if info is None:
+        raise ValueError(f"{path} has no line that describes the run")
+    return info
+
+
+SHOWN_ALARMS: Final = 5
+"""Types of alarm that a run shows of itself, the most frequent first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Everything a journal holds.
+
+    Attributes:
+        info: its last `run` line, with all descriptions of keys.
+        records: one per update, in order; were one there twice, the first counts, as in backends, which take nothing back.
+        alarms: what went wrong: when it began, got worse and ended, in order.
+        events: everything else that happened, descriptions of keys excepted.
+        status: how the run ended; None if it goes on, or was killed together with everything around it.
+        damaged: numbers of the lines, from 1, that were left out because they could not be understood.
+    """
+
+    info: RunInfo
+    records: tuple[Record, ...]
+    events: tuple[JournalEvent, ...] = ()
+    status: RunStatus | None = None
+    damaged: tuple[int, ...] = ()
+    alarms: tuple[Alarm, ...] = ()
+
+    @property
+    def skipped(self) -> int:
+        """Number of `damaged` lines."""
+        return len(self.damaged)
+
+    def __repr__(self) -> str:
+        """A few lines, whatever it holds."""
+        keys = len({key for record in self.records for key in record.values})
+        lines = [f"Run {self.info.name!r} in {self.info.run_dir}", f"  status   {self.status or 'no end yet'}"]
+        if self.records:
+            first, last = self.records[0].axes, self.records[-1].axes
+            reach = f": update {first.update} to {last.update}, env_step {first.env_step} to {last.env_step}"
+        else:
+            reach = ""
+        lines.append(f"  records  {len(self.records)} of {keys} keys{reach}")
+        raised = Counter(alarm.type for alarm in self.alarms if alarm.event is AlarmEvent.RAISE)
+        named = ", ".join(f"{kind} ({count})" for kind, count in raised.most_common(SHOWN_ALARMS))
+        more = f" and {len(raised) - SHOWN_ALARMS} types more" if len(raised) > SHOWN_ALARMS else ""
+        lines.append(f"  alarms   {named or 'none'}{more}")
+        if self.skipped:
+            lines.append(f"  skipped  {self.skipped} lines that could not be understood")
+        return "\n".join([*lines, "  .to_pandas() makes a table of the records"])
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A frame indexed by update, with one column per axis and per key; NaN where a key is absent.
+
+        Raises ImportError without pandas.
+        """
+        try:
+            import pandas as pd
+        except ImportError:
+            raise ImportError("Run.to_pandas needs pandas: pip install pandas") from None
+        index = pd.Index([record.axes.update for record in self.records], name="update")
+        return pd.DataFrame([_row(record) for record in self.records], index=index)
+
+
+def _row(record: Record) -> dict[str, Any]:
+    """Axes come first, and win over a key that is spelled like one of them."""
+    axes = encode_axes(record.axes)
+    del axes["update"]
+    return {**axes, **record.values, **axes}
+
+
+def read_run(run_dir: str | os.PathLike[str]) -> Run:
+    """Everything the journal in a run directory holds so far; a warning is logged where lines of it are damaged.
+
+    Raises FileNotFoundError where there is no journal, ValueError where it does not say which run it is.
+    """
+    reader = JournalReader(journal_path(run_dir))
+    entries, damaged = reader.read(), reader.damaged_lines()
+    reader.close()
+    info = merge_head(None, entries)
+    if info is None:
+        raise ValueError(f"{reader.path} has no line that describes the run")
+    records: dict[int, Record] = {}
+    for entry in entries:
+        if isinstance(entry, Record):
+            records.setdefault(entry.axes.update, entry)
+    ordered = tuple(records[update] for update in sorted(records))
+    events = tuple(entry for entry in entries if isinstance(entry, JournalEvent) and entry.type != "metrics")
+    alarms = tuple(entry for entry in entries if isinstance(entry, Alarm))
+    return Run(info, ordered, events, end_status(entries), damaged, alarms)
+
+
+GONE_SECONDS: Final = 1.0
+"""A process that ends closes its pipes a moment before it is gone."""
+
+
+def end_after(parent: int, run_dir: Path) -> bool:
+    """Ends the run as killed if the trainer with that number is gone, whose child this process is; says whether it did.
+
+    A trainer that closes the pipe and lives has taken the run over.
+    """
+    deadline = time.monotonic() + GONE_SECONDS
+    while os.getppid() == parent and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if os.getppid() == parent:
+        return False
+    with suppress(
+        OSError, ValueError
+    ):  # a full disk, or a run line that never came: the journal stays without the line
+        return end_if_open(run_dir, RunStatus.KILLED)
+    return False

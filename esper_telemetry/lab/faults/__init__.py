@@ -1,0 +1,30 @@
+"""Ways to break a training run on purpose, and the score of who noticed.
+
+    with inject(trainer, "lr_x100"):
+        trainer.learn(total_steps=50_000)
+
+    schedule(trainer, "lr", dose=30, at_update=25)
+
+`python -m esper_telemetry.lab.faults list` says what there is, `score` runs faults on several environments and judges the detectors.
+"""
+
+from typing import TYPE_CHECKING
+
+from esper_telemetry.core.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from esper_telemetry.lab.faults.catalogue import FAULTS as FAULTS
+    from esper_telemetry.lab.faults.catalogue import find as find
+    from esper_telemetry.lab.faults.fault import Fault as Fault
+    from esper_telemetry.lab.faults.fault import NotApplicableError as NotApplicableError
+    from esper_telemetry.lab.faults.injection import inject as inject
+    from esper_telemetry.lab.faults.injection import schedule as schedule
+
+__all__, __getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "esper_telemetry.lab.faults.catalogue": ("FAULTS", "find"),
+        "esper_telemetry.lab.faults.fault": ("Fault", "NotApplicableError"),
+        "esper_telemetry.lab.faults.injection": ("inject", "schedule"),
+    },
+)

@@ -1,0 +1,221 @@
+"""Faults of the optimizer, the losses and their weights."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.lab.faults import changes, needs
+from esper_telemetry.lab.faults.fault import Fault, Undo
+from esper_telemetry.ppo.rollout import Batch
+from esper_telemetry.ppo.trainer import PPO
+
+PERIOD = 6
+"""Updates in which an oscillating learning rate comes back."""
+
+ENTROPY_COEF = 0.01
+"""Of an entropy bonus where the settings have none."""
+
+
+def scaled_rate(trainer: PPO, dose: float) -> Undo:
+    """Multiplies the learning rate."""
+    return changes.steps(trainer, learning_rate=lambda rate: rate * dose)
+
+
+def oscillating_rate(trainer: PPO, dose: float) -> Undo:
+    """Multiplies the learning rate by powers of the dose between -1 and 1 that come back."""
+    count = itertools.count(1)
+
+    def rate(planned: float) -> float:
+        return float(planned * dose ** math.sin(2 * math.pi * next(count) / PERIOD))
+
+    return changes.steps(trainer, learning_rate=rate)
+
+
+def leaking_rate(trainer: PPO, dose: float) -> Undo:
+    """Multiplies the learning rate by the dose once more in every update."""
+    count = itertools.count(1)
+    return changes.steps(trainer, learning_rate=lambda rate: rate * dose ** next(count))
+
+
+def more_epochs(trainer: PPO, dose: float) -> Undo:
+    """Multiplies the passes over a rollout."""
+    return changes.config(trainer, num_epochs=round(trainer.config.num_epochs * dose))
+
+
+def heavy_value_loss(trainer: PPO, dose: float) -> Undo:
+    """Multiplies the weight of the value loss."""
+    return changes.config(trainer, value_coef=trainer.config.value_coef * dose)
+
+
+def flipped_loss(trainer: PPO, dose: float) -> Undo:
+    """Gives the policy loss advantages of the wrong sign."""
+    loss = trainer.steps.policy_loss
+    return changes.steps(trainer, policy_loss=lambda log_ratio, advantages, clip: loss(log_ratio, -advantages, clip))
+
+
+def flipped_entropy(trainer: PPO, dose: float) -> Undo:
+    """Punishes entropy instead of rewarding it, `dose` times as much."""
+    coefficient = (trainer.config.entropy_coef or ENTROPY_COEF) * dose
+    weight = changes.config(trainer, entropy_coef=coefficient, final_entropy_coef=None)
+    return changes.together(weight, changes.steps(trainer, entropy_loss=lambda entropy: entropy))
+
+
+def sparse_rewards_short_memory(trainer: PPO, dose: float) -> Undo:
+    """Shortens Adam's memory of squares to ten steps and lets rewards through in one update of `dose` only."""
+    count = itertools.count(1)
+
+    def rewards(given: Tensor) -> Tensor:
+        return given if next(count) % round(dose) == 0 else torch.zeros_like(given)
+
+    first, _ = trainer.optimizer.param_groups[0]["betas"]
+    return changes.together(changes.optimizer(trainer, betas=(first, 0.9)), changes.steps(trainer, rewards=rewards))
+
+
+def repeated_minibatches(trainer: PPO, dose: float) -> Undo:
+    """Every minibatch of a pass holds the rows of the first."""
+    split: Callable[..., Iterable[Batch]] = trainer.steps.minibatches
+
+    def minibatches(batch: Batch, count: int, generator: torch.Generator) -> Iterable[Batch]:
+        parts = list(split(batch, count, generator))
+        return [parts[0]] * len(parts)
+
+    return changes.steps(trainer, minibatches=minibatches)
+
+
+def rounded_log_probs(trainer: PPO, dose: float) -> Undo:
+    """Accumulates log-probabilities in bfloat16 in training, and not in acting."""
+
+    def log_probs(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: part.bfloat16().to(part.dtype) for name, part in parts.items()}
+
+    return changes.steps(trainer, log_probs=log_probs)
+
+
+KL_SPIKE, TOO_LARGE, SATURATED = "policy/kl_spike", "opt/update_too_large", "policy/clip_saturation"
+RATE = (needs.scheduled_rate,)
+
+OPTIMISATION = (
+    Fault(
+        "lr_x100",
+        "The learning rate is 100 times what it should be.",
+        scaled_rate,
+        (KL_SPIKE, TOO_LARGE),
+        bound=1,
+        family="lr",
+        dose=100,
+        doses=(2, 1e4),
+        needs=RATE,
+    ),
+    Fault(
+        "lr_x10",
+        "The learning rate is 10 times what it should be.",
+        scaled_rate,
+        (KL_SPIKE, TOO_LARGE, SATURATED),
+        bound=3,
+        family="lr",
+        dose=10,
+        doses=(2, 1e4),
+        needs=RATE,
+    ),
+    Fault(
+        "lr_zero",
+        "The learning rate is 0.",
+        scaled_rate,
+        ("policy/kl_stall", "opt/stalled_weights"),
+        bound=3,
+        dose=0,
+        doses=(0, 0),
+        needs=RATE,
+    ),
+    Fault(
+        "lr_period6",
+        "The learning rate swings between a tenth and ten times its value, every six updates.",
+        oscillating_rate,
+        ("grad/oscillation",),
+        bound=20,
+        dose=10,
+        doses=(1.5, 100),
+        needs=RATE,
+        core=False,
+    ),
+    Fault(
+        "lr_leak",
+        "The learning rate grows by 3 % in every update.",
+        leaking_rate,
+        ("grad/drift",),
+        bound=20,
+        dose=1.03,
+        doses=(1.001, 1.5),
+        needs=RATE,
+        core=False,
+    ),
+    Fault(
+        "epochs_x5",
+        "Five times as many passes are made over every rollout.",
+        more_epochs,
+        (KL_SPIKE, SATURATED),
+        bound=20,  # so many passes are not pathological at once: measured on CueRecall, KL passes 0.1 after 9 to 12 updates
+        family="epochs",
+        dose=5,
+        doses=(1.5, 50),
+    ),
+    Fault(
+        "vf_x1000",
+        "The value loss weighs 1000 times as much.",
+        heavy_value_loss,
+        ("grad/actor_starved", "grad/explode"),
+        bound=3,
+        family="value_coef",
+        dose=1000,
+        doses=(2, 1e6),
+    ),
+    Fault(
+        "loss_sign",
+        "The policy loss uses advantages of the wrong sign; what is logged is right.",
+        flipped_loss,
+        ("policy/wrong_direction",),
+        bound=1,
+    ),
+    Fault(
+        "entropy_sign",
+        "Entropy is punished instead of rewarded, a hundred times as much.",
+        flipped_entropy,
+        ("policy/entropy_crash", "policy/entropy_collapse"),
+        bound=20,
+        dose=100,  # ten times as much does no harm in 20 updates, on any of the five environments
+        doses=(1, 1000),
+        core=False,
+    ),
+    Fault(
+        "adam_beta2",
+        "Adam's beta2 is 0.9, and rewards come in one update of eight.",
+        sparse_rewards_short_memory,
+        ("opt/rms_spike",),
+        bound=20,
+        dose=8,
+        doses=(2, 20),
+        core=False,
+    ),
+    Fault(
+        "repeated_minibatches",
+        "All minibatches of a pass hold the same rows.",
+        repeated_minibatches,
+        ("integrity/rows_repeated", "integrity/adv_norm"),
+        bound=20,  # the second where nobody says which rows a minibatch has: those left out show in the moments of advantages
+        needs=(needs.several_minibatches,),
+        core=False,
+    ),
+    Fault(
+        "bf16_log_probs",
+        "Log-probabilities are accumulated in bfloat16 in training, in float32 in acting.",
+        rounded_log_probs,
+        ("integrity/ratio_init",),
+        bound=0,
+        core=False,
+    ),
+)

@@ -1,0 +1,265 @@
+"""The tensor environment: one step is an operation on seeds and an epoch of training, in all environments at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.events import GrowthStep, Hooks
+from esper_telemetry.lab.morphogenesis import contributions, rewards
+from esper_telemetry.lab.morphogenesis.actions import ActionOutcome, act, action_masks, advanceable, specs
+from esper_telemetry.lab.morphogenesis.causes import CauseHistory, diagnose
+from esper_telemetry.lab.morphogenesis.colony import Colony, ColonyResult
+from esper_telemetry.lab.morphogenesis.gates import TransitionGates
+from esper_telemetry.lab.morphogenesis.lifecycle import ALIVE, FELT, LEARNING, Op, Stage, among
+from esper_telemetry.lab.morphogenesis.observation import VERSION, HostState, feature_names, observe
+from esper_telemetry.lab.morphogenesis.optimizers import OPTIMIZERS
+from esper_telemetry.lab.morphogenesis.report import Report, report
+from esper_telemetry.lab.morphogenesis.severity import INTENSITY_DECAY, exploding, intensity_ratio, vanishing
+from esper_telemetry.lab.morphogenesis.slots import Slots
+from esper_telemetry.lab.morphogenesis.tasks import make_task
+from esper_telemetry.lab.morphogenesis.watchdog import EVERY
+from esper_telemetry.ppo.environments.protocol import TensorStep
+
+
+class Morphogenesis:
+    """B hosts that learn a task while a controller grows seeds into them, as tensors with a leading environment axis.
+
+    An episode is `horizon` epochs of training of a new host. It ends in a terminal state, since the observation tells the time. What
+    counts in the end is `score`: validation accuracy less what the seeds' parameters are priced at.
+
+    Args:
+        num_envs: B.
+        task: `synthetic`, `digits` or `text`.
+        slots: places for seeds, S, one behind each hidden layer; four at most.
+        horizon: epochs of an episode.
+        reward: `shaped`, `basic` or `sparse`.
+        strict: gates ask for more.
+        optimizer: of hosts and seeds, `adam` or `sgd`.
+        gamma: discount factor of the shaping; that of the controller.
+        seed: makes everything repeatable.
+        device: where its tensors are.
+
+    Attributes:
+        hooks: told of every step, see `events.GrowthStep`.
+        score: [B], of the last episodes that ended; NaN before.
+
+    Raises:
+        ValueError: for a setting that is none.
+        ImportError: where the task's data are not installed.
+    """
+
+    name = "morphogenesis"
+    _epoch: int
+    _slots: Slots
+    _host: HostState
+    _history: CauseHistory
+
+    def __init__(
+        self,
+        num_envs: int = 16,
+        *,
+        task: str = "synthetic",
+        slots: int = 2,
+        horizon: int = 32,
+        reward: str = "shaped",
+        strict: bool = False,
+        optimizer: str = "adam",
+        gamma: float = 0.99,
+        seed: int | None = None,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        for name, value, least in (("num_envs", num_envs, 1), ("slots", slots, 1), ("horizon", horizon, 2)):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if slots > contributions.MOST_SLOTS:
+            raise ValueError(f"slots must be at most {contributions.MOST_SLOTS}, got {slots}")
+        for name, chosen, known in (("reward", reward, rewards.REWARDS), ("optimizer", optimizer, OPTIMIZERS)):
+            if chosen not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {chosen!r}")
+        self.num_envs, self.device, self.horizon, self.slot_count = num_envs, torch.device(device), horizon, slots
+        self.hooks = Hooks()
+        self.action_specs = specs(slots)
+        self.observation_names = feature_names(slots)
+        self.observation_shape = (len(self.observation_names),)
+        self._seed, self._reward, self._gamma, self._gates = seed, reward, gamma, TransitionGates(strict=strict)
+        self._generator = torch.Generator(self.device).manual_seed(0 if seed is None else seed)
+        self.colony = Colony(make_task(task), num_envs, slots, optimizer=optimizer, generator=self._generator)
+        self.score = torch.full((num_envs,), torch.nan, device=self.device)
+        self._begin()
+
+    @property
+    def slots(self) -> Slots:
+        """The state of the slots, as it is before the next step."""
+        return self._slots
+
+    @property
+    def host(self) -> HostState:
+        """How the hosts do, before the next step."""
+        return self._host
+
+    def reset(self, seed: int | None = None) -> Tensor:
+        """Begins episodes everywhere; returns the observations [B, features]."""
+        seed = seed if self._seed is None else self._seed
+        if seed is not None:
+            self._generator.manual_seed(seed)
+        self._begin()
+        return self._observe(torch.zeros_like(self._slots.alpha))
+
+    def action_masks(self) -> dict[str, Tensor]:
+        """What the next action may be; WAIT always."""
+        return action_masks(self._slots, tokens=self.colony.task.tokens)
+
+    def would_advance(self) -> Tensor:
+        """Whether the gate in front of each seed would open, [B, S]."""
+        return advanceable(self._slots, self._gates, self._host.val_accuracy)
+
+    @torch.no_grad()
+    def step(self, actions: Mapping[str, Tensor]) -> TensorStep:
+        """Takes one action per head, [B] each; what is not possible is WAIT."""
+        slots, before = self._slots, rewards.potentials(self._slots)
+        masks = self.action_masks() if self.hooks.wants(GrowthStep) else {}
+        weights = slots.alpha
+        outcome = act(slots, actions, self._gates, self._host.val_accuracy)
+        self.colony.drop(outcome.pruned)
+        self.colony.plant(slots, outcome.born)
+        slots.move_weights()
+        velocity = slots.alpha - weights
+        result = self.colony.train(slots)
+        cause = self._measure(result)
+        pruned = self._guard(result, outcome)
+        self._epoch += 1
+        last = self._epoch == self.horizon
+        self._host = self._look(result, outcome)
+        paid = self._pay(result, outcome, velocity)
+        faded = slots.tick(self._host.val_accuracy)
+        self.colony.drop(faded)
+        paid["shaping"] = rewards.shaping(before, rewards.potentials(slots), self._gamma, last=last)
+        paid["final"] = self._final(last)
+        earned = rewards.total(paid, self._reward)
+        if self.hooks.wants(GrowthStep):
+            gone = outcome.pruned | pruned | faded
+            found = Report(slots, self._host, result, outcome, gone, cause, self.colony, self.horizon)
+            self.hooks.emit(report(found, paid, masks, mode=self._reward, last=last))
+        if last:
+            self._begin()
+        ended = torch.full((self.num_envs,), last, device=self.device)
+        return TensorStep(self._observe(velocity * (not last)), earned, ended, torch.zeros_like(ended))
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Networks, optimizers, slots, histories and the random generator."""
+        return {
+            "colony": self.colony.state_dict(),
+            "slots": self._slots.tensors(),
+            "host": self._host._asdict(),
+            "history": list(self._history),
+            "epoch": self._epoch,
+            "layout": VERSION,
+            "score": self.score,
+            "generator": self._generator.get_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a saved state; raises ValueError where its observations mean something else."""
+        if state["layout"] != VERSION:
+            raise ValueError(
+                f"observations are laid out by version {VERSION}, got a state of version {state['layout']}"
+            )
+        self.colony.load_state_dict(state["colony"])
+        self._slots = Slots(**{name: tensor.to(self.device) for name, tensor in state["slots"].items()})
+        host = {name: part if name == "epoch" else part.to(self.device) for name, part in state["host"].items()}
+        self._host = HostState(**host)
+        self._history = CauseHistory(*(tensor.to(self.device) for tensor in state["history"]))
+        self._epoch, self.score = state["epoch"], state["score"].to(self.device)
+        self._generator.set_state(state["generator"])
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """New hosts, dormant slots."""
+        self._epoch = 0
+        self._slots = Slots.empty(self.num_envs, self.slot_count, self.device)
+        self._history = CauseHistory.fresh(self.num_envs, self.slot_count, self.device)
+        self.colony.reset()
+        loss, accuracy = (part[:, 0] for part in self.colony.validate(self._slots))
+        zero = torch.zeros_like(loss)
+        op = zero.long() + Op.WAIT
+        self._host = HostState(0.0, loss, accuracy, loss, accuracy, accuracy, zero, zero, zero, zero, op)
+
+    def _measure(self, result: ColonyResult) -> Tensor:
+        """Writes what the epoch showed of the seeds to their slots; returns why weak gradients are weak, [B, S]."""
+        slots, epoch = self._slots, result.epoch
+        learning = among(slots.stage, LEARNING) & ~slots.leaving
+        entries, host_entries = self.colony.parameters(slots), self.colony.network.host.size
+        ratio = intensity_ratio(epoch.seed_norm, entries, epoch.host_norm, host_entries)
+        smooth = torch.where(slots.ratio < 0, ratio, torch.lerp(ratio, slots.ratio, INTENSITY_DECAY))
+        worth = contributions.contributions(result.accuracy)
+        felt = among(slots.stage, FELT) & (slots.alpha > 0)
+        severities = {"exploding": exploding(epoch.seed_peak), "vanishing": vanishing(epoch.seed_norm)}
+        slots.set(learning, norm=epoch.seed_norm, ratio=smooth, **severities)
+        slots.set(torch.ones_like(felt), contribution=torch.where(felt, worth, -1.0))
+        seed = epoch.seed_norm / entries.clamp(min=1).sqrt()
+        host = (epoch.host_norm / host_entries**0.5).unsqueeze(1).expand_as(seed)
+        self._history, cause = diagnose(
+            self._history, ratio, seed, host, epoch.upstream, counted=learning, alpha=slots.alpha
+        )
+        return cause
+
+    def _guard(self, result: ColonyResult, outcome: ActionOutcome) -> Tensor:
+        """Keeps what is well and goes back where something broke; returns the seeds [B, S] that this costs."""
+        slots, panic = self._slots, result.verdict.panic
+        well = result.loss[:, 0].isfinite() & ~panic
+        due = torch.full_like(well, self._epoch % EVERY == 0)
+        self.colony.keep(well & (due | outcome.fossilized.any(1)))
+        lost = panic.unsqueeze(1) & among(slots.stage, ALIVE[:-1])
+        if panic.any():
+            self.colony.roll_back(panic, lost)
+        slots.enter(lost, Stage.PRUNED, self._host.val_accuracy)
+        slots.empty_out(lost)
+        return lost
+
+    def _look(self, result: ColonyResult, outcome: ActionOutcome) -> HostState:
+        """How the hosts do after the epoch."""
+        old, accuracy = self._host, result.accuracy[:, 0]
+        best = torch.maximum(old.best, accuracy)
+        return HostState(
+            epoch=self._epoch / self.horizon,
+            train_loss=result.epoch.loss,
+            train_accuracy=result.epoch.accuracy,
+            val_loss=result.loss[:, 0],
+            val_accuracy=accuracy,
+            best=best,
+            delta=accuracy - old.val_accuracy,
+            stale=torch.where(accuracy > old.best, 0.0, old.stale + 1),
+            norm=result.epoch.host_norm,
+            parameters=self.colony.parameters(self._slots).sum(1) / self.colony.network.host.size,
+            op=outcome.op,
+        )
+
+    def _pay(self, result: ColonyResult, outcome: ActionOutcome, velocity: Tensor) -> dict[str, Tensor]:
+        """The components of the reward that do not depend on whether the episode ends."""
+        slots, host = self._slots, self._host
+        return {
+            "accuracy_delta": host.delta,
+            "attribution": rewards.attribution(slots, host.val_accuracy),
+            "rent": rewards.rent(host.parameters),
+            "alpha_shock": velocity.square().sum(1),
+            "op_cost": rewards.op_cost(outcome.op),
+            "fossil_bonus": (outcome.fossilized * slots.contribution.clamp(min=0)).sum(1),
+            "rollback": result.verdict.panic.float(),
+        }
+
+    def _final(self, last: bool) -> Tensor:
+        """What the episode was worth, when it is over."""
+        worth = self._host.val_accuracy - self.colony.task.price * self._host.parameters
+        if last:
+            self.score = worth
+        return worth if last else torch.zeros_like(worth)
+
+    def _observe(self, velocity: Tensor) -> Tensor:
+        return observe(self._host, self._slots, velocity, self.horizon)

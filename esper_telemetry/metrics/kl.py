@@ -1,0 +1,186 @@
+"""How far the policy moved, computed from whole distributions instead of the sampled actions: no Monte-Carlo noise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.metric import Metric, label, reports, segment
+from esper_telemetry.core.record import Level
+from esper_telemetry.core.reduction import Mean, Sum
+from esper_telemetry.metrics.actions import keep, rows_of, same_shape, sample
+
+NO_ROWS = "no valid, finite row, or the trainer keeps no old distributions"
+
+
+@dataclass(frozen=True, slots=True)
+class ExactKl(MetricGroup):
+    """KL(old‖new) of the joint policy."""
+
+    kl: Mean = reports(
+        Metric(
+            key="policy/kl_exact",
+            number=161,
+            unit="nats",
+            question="How far did the update move the policy, over all actions and not only the ones taken?",
+            low=0.0,
+            cost="sampled",
+            healthy="0.002 to 0.02",
+            warn="> 0.03",
+            critical="> 0.1",
+            source="as policy/kl",
+            undefined=NO_ROWS,
+        )
+    )
+    nonfinite: Sum = reports(
+        Metric(
+            key="policy/kl_exact_nonfinite",
+            number=162,
+            unit="count",
+            question="In how many valid rows was the exact KL NaN or infinite?",
+            low=0.0,
+            level=Level.MINIMAL,
+            cost="sampled",
+            healthy="absent",
+            critical="> 0",
+            undefined="in none",
+            when_positive=True,
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HeadExactKl(MetricGroup):
+    """KL(old‖new) of every head, on the rows where it takes part."""
+
+    head: tuple[str, ...] = label()
+    kl: Mean = reports(
+        Metric(
+            key="policy/head/{head}/kl_exact",
+            number=163,
+            unit="nats",
+            question="How far did the update move this head, over all its actions?",
+            low=0.0,
+            cost="sampled",
+            healthy="0.002 to 0.02",
+            warn="> 0.03",
+            critical="> 0.1",
+            source="as policy/kl",
+            undefined=NO_ROWS,
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class KlAfterUpdate(MetricGroup):
+    """KL(old‖new) after the last optimizer step."""
+
+    kl: Mean = reports(
+        Metric(
+            key="policy/kl_post",
+            number=164,
+            unit="nats",
+            question="How far did the whole update move the policy in the end?",
+            low=0.0,
+            cost="sampled",
+            healthy="0.002 to 0.02",
+            warn="> 0.03",
+            critical="> 0.1",
+            source="as policy/kl",
+            undefined=NO_ROWS,
+        )
+    )
+
+
+@torch.no_grad()
+def categorical_kl(old_logits: Tensor, logits: Tensor, action_mask: Tensor | None = None) -> Tensor:
+    """Σ_a p_old (ln p_old - ln p_new), [..] nats; an action that was impossible adds nothing.
+
+    Args:
+        old_logits, logits: [.., A] at collection and now; log-probabilities will do.
+        action_mask: [.., A] bool, True where an action is valid; None where all are.
+    """
+    same_shape(old_logits=old_logits, logits=logits, action_mask=action_mask)
+    old, new = (_log_probs(x.detach(), action_mask) for x in (old_logits, logits))
+    p = old.exp()
+    return torch.where(p > 0, p * (old - new), 0.0).sum(-1)
+
+
+def _log_probs(logits: Tensor, action_mask: Tensor | None) -> Tensor:
+    x = logits.double()
+    return torch.log_softmax(x if action_mask is None else x.masked_fill(~action_mask.bool(), -torch.inf), -1)
+
+
+@torch.no_grad()
+def gaussian_kl(old_mean: Tensor, old_log_std: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
+    """Closed form per dimension, summed: ln(σ'/σ) + (σ² + (μ - μ')²) / 2σ'² - ½, [..] nats. All [.., D]."""
+    ratio = (old_log_std.detach().double() - log_std.detach().double()).exp()
+    shift = (old_mean.detach().double() - mean.detach().double()) / log_std.detach().double().exp()
+    return ((ratio.square() + shift.square() - 1) / 2 - ratio.log()).sum(-1)
+
+
+@torch.inference_mode()
+def exact_kl(
+    rows: Mapping[str, Tensor],
+    *,
+    relevant: Mapping[str, Tensor] | None = None,
+    valid: Tensor | None = None,
+    dim: int | None = None,
+) -> ExactKl:
+    """Exact KL of the joint policy: the sum over the heads that take part.
+
+    Args:
+        rows: per head [N] or [M, N], from `categorical_kl` or `gaussian_kl`.
+        relevant: per head, bool, same shape; heads left out always take part.
+        valid: bool, same shape; None where every row is.
+        dim: axis to reduce; None reduces all axes to one row, -1 keeps the leading axis as optimizer steps.
+    """
+    mean, nonfinite = _joint(rows, relevant, valid, dim)
+    return ExactKl(mean, nonfinite)
+
+
+@torch.inference_mode()
+def kl_after_update(
+    rows: Mapping[str, Tensor], *, relevant: Mapping[str, Tensor] | None = None, valid: Tensor | None = None
+) -> KlAfterUpdate:
+    """The same from a forward pass after the last optimizer step."""
+    return KlAfterUpdate(_joint(rows, relevant, valid, None)[0])
+
+
+@torch.inference_mode()
+def joint_kl(rows: Mapping[str, Tensor], relevant: Mapping[str, Tensor] | None = None) -> Mean:
+    """Mean over rows of the joint policy's KL; arguments as for `exact_kl`."""
+    return _joint(rows, relevant, None, None)[0]
+
+
+def _joint(
+    rows: Mapping[str, Tensor], relevant: Mapping[str, Tensor] | None, valid: Tensor | None, dim: int | None
+) -> tuple[Mean, Sum]:
+    relevant = relevant or {}
+    parts = [torch.where(relevant[h].bool(), x, 0.0) if h in relevant else x for h, x in rows.items()]
+    s = sample(torch.stack(parts).sum(0), valid, dim=dim)
+    return s.mean(s.values), Sum(s.nonfinite)
+
+
+@torch.inference_mode()
+def head_exact_kl(
+    rows: Mapping[str, Tensor],
+    *,
+    relevant: Mapping[str, Tensor] | None = None,
+    valid: Tensor | None = None,
+    dim: int | None = None,
+) -> HeadExactKl:
+    """Exact KL of every head on the rows where it takes part; arguments as for `exact_kl`."""
+    parts = [_head_mean(x, (relevant or {}).get(head), valid, dim) for head, x in rows.items()]
+    totals, counts = zip(*parts, strict=True)
+    return HeadExactKl(tuple(map(segment, rows)), Mean(torch.stack(totals, -1), torch.stack(counts, -1)))
+
+
+def _head_mean(x: Tensor, relevant: Tensor | None, valid: Tensor | None, dim: int | None) -> tuple[Tensor, Tensor]:
+    masks = [rows_of(mask, dim).bool() for mask in (relevant, valid) if mask is not None]
+    s = keep(rows_of(x, dim).double(), torch.stack(masks).all(0) if masks else None)
+    return s.values.sum(-1), s.count

@@ -1,0 +1,201 @@
+"""How gradients travel through time: whether what is learned at the end of a sequence reaches its beginning.
+
+Whether memory keeps growing while an episode lasts: a cell that only adds ends in saturation.
+
+Whether memory is used at all: what the policy would do without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.record import Level
+from esper_telemetry.core.reduction import NAN, Array, Mean, Reduction, Slot, Statistic
+from esper_telemetry.metrics.actions import keep, rows_of, same_shape
+from esper_telemetry.metrics.kl import joint_kl
+
+PASCANU = "Pascanu 2013, 1211.5063"
+NO_MEMORY = "no recurrent policy, or every environment began anew"
+
+
+@dataclass(frozen=True, slots=True)
+class BpttStats(MetricGroup):
+    """Gradients of the loss at the recurrent state h."""
+
+    first: Mean = reports(
+        Metric(
+            key="lstm/bptt/h0_grad_norm",
+            number=732,
+            unit="gradient norm",
+            question="How much of the loss's gradient reaches the state in which sequences begin?",
+            low=0.0,
+            cost="sampled",
+            healthy="1e-4 to 10",
+            critical="> 100: gradients explode through time",
+            source=PASCANU,
+            undefined=NO_MEMORY,
+        )
+    )
+    profile: Mean = reports(
+        Metric(
+            key="lstm/bptt/profile_ratio",
+            number=733,
+            unit="ratio",
+            question="How much larger is the gradient at the beginning of a sequence than at its end? Far above 1: it explodes on the"
+            " way, near 0: it vanishes.",
+            low=0.0,
+            level=Level.DEBUG,
+            cost="debug",
+            source=PASCANU,
+            undefined=f"{NO_MEMORY}, or the last step has no gradient",
+        )
+    )
+
+
+@torch.inference_mode()
+def bptt_stats(first: Tensor, last: Tensor) -> BpttStats:
+    """Norm of the gradient before the first step, and of its last layer's over that after the last step.
+
+    Args:
+        first: ∂L/∂h before the first step, [layers, envs, H].
+        last: ∂L/∂h of the last layer after the last step, [envs, H].
+    """
+    norm = torch.linalg.vector_norm
+    end = norm(last.double())
+    ratio = norm(first[-1].double()) / end
+    defined = torch.isfinite(ratio)
+    begin = norm(first.double())
+    return BpttStats(
+        first=Mean(begin.nan_to_num(0.0, 0.0), torch.isfinite(begin)),
+        profile=Mean(torch.where(defined, ratio, 0.0), defined),
+    )
+
+
+BUCKETS = 64
+"""Ages are told apart in so many steps; older states count in the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgeProfile(Reduction):
+    """Size of the cell state by age.
+
+    Attributes:
+        count: [K] states of each bucket of ages.
+        age: [K] sum of their ages.
+        size: [K] sum of their sizes.
+    """
+
+    count: Tensor
+    age: Tensor
+    size: Tensor
+
+    statistics: ClassVar[Mapping[str, Statistic]] = {"growth": lambda s: _growth(np.array(s).reshape(3, -1))}
+
+    def slots(self) -> tuple[Slot, ...]:
+        """All counts, then all ages, then all sizes."""
+        return (*self.count.unbind(-1), *self.age.unbind(-1), *self.size.unbind(-1))
+
+    @staticmethod
+    def merge(rows: Array) -> Array:
+        """Counts and sums add."""
+        merged: Array = rows.sum(axis=0)
+        return merged
+
+
+def _growth(profile: Array) -> float:
+    count, *sums = profile[:, profile[0] > 0]
+    if len(count) < 2:
+        return NAN
+    age, size = sums[0] / count, sums[1] / count
+    typical = float(np.median(size))
+    return theil_sen_slope(age, size) * float(age.max()) / typical if typical else NAN
+
+
+def theil_sen_slope(x: Array, y: Array) -> float:
+    """Median slope over all pairs of points (Sen 1968); all x differ, and there are at least two."""
+    i, j = np.triu_indices(len(x), 1)
+    return float(np.median((y[j] - y[i]) / (x[j] - x[i])))
+
+
+@dataclass(frozen=True, slots=True)
+class CellGrowth(MetricGroup):
+    """How the cell state depends on its age."""
+
+    growth: AgeProfile = reports(
+        Metric(
+            key="lstm/c_growth",
+            number=745,
+            unit="ratio",
+            question="By how many times its median does the cell state grow from a fresh memory to the oldest?",
+            healthy="< 2",
+            warn="> 2",
+            critical="> 5",
+            source="Theil-Sen slope of mean |c| against age, times the largest age, over the median; heuristic",
+            undefined="memory of fewer than two ages, or a cell state of zero",
+        )
+    )
+
+
+@torch.inference_mode()
+def cell_growth(sizes: Tensor, ages: Tensor, *, width: int = 1, valid: Tensor | None = None) -> CellGrowth:
+    """Profile of the cell state's size over its age.
+
+    Args:
+        sizes: mean |c| of each state, [T, B] or [N].
+        ages: steps since memory began anew, same shape.
+        width: how many neighbouring ages count as one.
+        valid: bool, same shape; None where every state counts.
+    """
+    if width < 1:
+        raise ValueError(f"width must be at least 1, got {width}")
+    same_shape(sizes=sizes, ages=ages, valid=valid)
+    s = keep(rows_of(sizes, None).double(), None if valid is None else rows_of(valid, None).bool())
+    age = rows_of(ages, None)
+    bucket = (age.long() // width).clamp(0, BUCKETS - 1)
+    columns = torch.stack([s.weight, age * s.weight, s.values])
+    profile = columns.new_zeros(3, BUCKETS).index_add_(1, bucket, columns)
+    return CellGrowth(AgeProfile(*profile))
+
+
+def bucket_width(steps: int) -> int:
+    """Ages that count as one, so that the buckets reach four rollouts of `steps` back."""
+    return max(1, -(-4 * steps // BUCKETS))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse(MetricGroup):
+    """What memory changes in the policy."""
+
+    kl: Mean = reports(
+        Metric(
+            key="lstm/ablate_kl",
+            number=734,
+            unit="nats",
+            question="How differently would the policy act if it remembered nothing? Near 0: memory is ignored.",
+            low=0.0,
+            level=Level.DEBUG,
+            cost="debug",
+            healthy="> 1e-3 where the task needs memory",
+            source="KL(π(·|x,h)‖π(·|x,0)); heuristic",
+            undefined="no recurrent policy, or no valid row",
+        )
+    )
+
+
+@torch.inference_mode()
+def memory_use(rows: Mapping[str, Tensor], *, relevant: Mapping[str, Tensor] | None = None) -> MemoryUse:
+    """Mean KL between the policy with memory and without.
+
+    Args:
+        rows: per head [n], from `categorical_kl` or `gaussian_kl`, of the same weights with memory and without.
+        relevant: per head [n] bool; heads left out always take part.
+    """
+    return MemoryUse(joint_kl(rows, relevant))

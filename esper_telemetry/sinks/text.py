@@ -1,0 +1,105 @@
+"""A progress bar for terminals: how far, how long still, and the numbers of the latest update, as many as fit.
+
+Settings in forms that every backend takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from numbers import Integral, Real
+from typing import Any, Final
+
+from esper_telemetry.core.record import Record
+
+GAP: Final = 2
+"""Columns between two numbers."""
+WIDEST_BAR, NARROWEST_BAR, WIDE_TERMINAL = 24, 8, 100
+"""Columns of the bar on a terminal of at least the last, and on a narrower one."""
+LONGEST_TIME: Final = len("0:00:00")
+
+
+class ProgressBar:
+    """One live line at the bottom of the terminal; rich redraws it from a thread of its own a few times a second.
+
+    Args:
+        console: rich's console.
+        total_steps: environment steps of the whole run.
+    """
+
+    def __init__(self, console: Any, total_steps: int) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._console = console
+        self._bar_width = WIDEST_BAR if console.width >= WIDE_TERMINAL else NARROWEST_BAR
+        self._steps_width = len(f"{total_steps:,}/{total_steps:,} steps")
+        columns = (
+            BarColumn(bar_width=self._bar_width),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f} steps"),
+            TimeRemainingColumn(compact=True),
+            TextColumn("{task.description}"),
+        )
+        self._progress = Progress(*columns, console=console, refresh_per_second=4)
+        self._task = self._progress.add_task("", total=total_steps)
+        self._progress.start()
+
+    def show(self, record: Record, numbers: Sequence[str]) -> None:
+        """Moves the bar to the record's step and writes the numbers beside it that fit."""
+        space = self._console.width - self._bar_width - self._steps_width - LONGEST_TIME - 3
+        shown = (" " * GAP).join(fitting(numbers, space + GAP))
+        self._progress.update(self._task, completed=record.axes.env_step, description=shown)
+
+    def end(self) -> None:
+        """Leaves the bar as it stands."""
+        self._progress.stop()
+
+
+def fitting(numbers: Sequence[str], space: int | None) -> Iterator[str]:
+    """Yield the first numbers, in rich's markup, that fit into that many columns, a gap before each; all where it is None."""
+    for number in numbers:
+        if space is not None:
+            space -= GAP + plain_length(number)
+            if space < 0:
+                return
+        yield number
+
+
+def plain_length(markup: str) -> int:
+    """Return the columns that a text in rich's markup takes."""
+    from rich.text import Text
+
+    return Text.from_markup(markup).cell_len
+
+
+def plain(value: Any) -> Any:
+    """The value as None, bool, int, float, str, list and dict; whatever else it holds, as its text."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    return _plain_container(value)
+
+
+def _plain_container(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [plain(item) for item in value]
+    return str(value)
+
+
+def flattened(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of nested settings by dotted path; lists become text."""
+    return dict(_leaves("", plain(config)))
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _leaves(f"{path}.{key}" if path else key, item)
+    elif path:
+        yield path, str(value) if isinstance(value, list | dict) else value

@@ -1,0 +1,171 @@
+"""Runs that an exception ends, or the interpreter: their status, and the first tensor that is not finite.
+
+Candidates for the first non-finite tensor when training raises.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain
+from traceback import walk_tb
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper_telemetry.core.record import RunStatus
+from esper_telemetry.events import BackwardsEnd, MinibatchesEnd, RolloutEnd
+
+logger = logging.getLogger("esper_telemetry")
+
+ARITHMETIC = (ValueError, ArithmeticError, RuntimeError, AssertionError)
+"""Exceptions that a number may raise which is not finite; others say nothing about the tensors of their frames."""
+DATA = re.compile(r"(?i)(^|_)(obs|observations?|rewards?|rews?)(\b|_|\d)")
+"""Names of what comes from the environment, before everything that is computed from it."""
+MAX_PARTS = 64
+MAX_ENVIRONMENTS = 64
+
+
+class Closes(Protocol):
+    """A context whose end is an exception or nothing."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        """Ends it; once more does nothing."""
+
+
+class Candidate(NamedTuple):
+    """A tensor in which a NaN or an infinity would explain an exception; `environments` is the dimension that counts these, if one does."""
+
+    name: str
+    tensor: Tensor
+    environments: int | None = None
+
+
+Candidates = Callable[[], Iterable[Candidate]]
+
+
+def status_of(error: BaseException | None) -> RunStatus:
+    """How a run ended that was left with this exception."""
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return RunStatus.FINISHED
+    return RunStatus.INTERRUPTED if isinstance(error, KeyboardInterrupt) else RunStatus.FAILED
+
+
+def failure_data(error: BaseException, *sources: Candidates) -> dict[str, Any]:
+    """The data of a run's `failure` event: the exception and the first non-finite tensor, which is also logged.
+
+    Args:
+        error: what training raised.
+        sources: yield tensors in forward order; the first one that is not finite counts. After them come the local variables of the
+            frames that the exception left.
+    """
+    data: dict[str, Any] = {"exception": type(error).__name__, "message": str(error)[:1000], "first_nonfinite": ""}
+    last: Candidates = partial(local_tensors, error)
+    found = first_nonfinite(chain.from_iterable(map(_contained, (*sources, last))))
+    if found is not None:
+        logger.warning("training raised %s; first non-finite tensor: %s", data["exception"], found["first_nonfinite"])
+    return data | (found or {})
+
+
+def _contained(source: Candidates) -> Iterator[Candidate]:
+    """The candidates of a source up to the first that cannot be had: after an exception anything may be in any state."""
+    try:
+        yield from source()
+    except Exception as error:  # whatever it is, training's own exception is what matters
+        logger.warning("a search for non-finite tensors ended early: %s: %s", type(error).__name__, error)
+
+
+def first_nonfinite(candidates: Iterable[Candidate]) -> dict[str, Any] | None:
+    """Name, index and number of the non-finite entries of the first tensor that has some; None if all are finite.
+
+    `first_nonfinite` is its first entry, such as `rewards[3, 2] = nan`.
+    """
+    for name, tensor, environments in candidates:
+        if tensor.layout is not torch.strided or not len(bad := (~torch.isfinite(tensor)).nonzero()):
+            continue
+        index = bad[0].tolist()
+        counts: dict[str, Any] = {"tensor": name, "count": len(bad), "size": tensor.numel()}
+        if environments is not None:
+            counts["environments"] = bad[:, environments].unique().tolist()[:MAX_ENVIRONMENTS]
+        return {"first_nonfinite": f"{name}{index or ''} = {tensor[tuple(index)].item()}", "nonfinite": counts}
+    return None
+
+
+def local_data(error: BaseException) -> Iterator[Candidate]:
+    """Observations and rewards among the `local_tensors`, by their names."""
+    return (candidate for candidate in local_tensors(error) if DATA.search(candidate.name))
+
+
+def local_tensors(error: BaseException) -> Iterator[Candidate]:
+    """Floating tensors and arrays among the local variables of the frames that an arithmetic exception left, outermost first.
+
+    Also those in tuples, lists and dictionaries. Negative infinity is left alone: masks are made of it.
+    """
+    if not isinstance(error, ARITHMETIC):
+        return
+    for frame, _ in walk_tb(error.__traceback__):
+        for name, value in list(frame.f_locals.items()):
+            yield from named_tensors(name, value)
+
+
+def named_tensors(name: str, value: object) -> Iterator[Candidate]:
+    """A variable's floating tensors, each with the expression that gives it."""
+    if isinstance(value, dict):
+        parts = {f"{name}[{key!r}]": part for key, part in list(value.items())[:MAX_PARTS]}
+    elif isinstance(value, list | tuple):
+        parts = {f"{name}[{place}]": part for place, part in enumerate(value[:MAX_PARTS])}
+    else:
+        parts = {name: value}
+    for part_name, part in parts.items():
+        if isinstance(part, np.ndarray) and part.dtype.kind == "f":
+            part = torch.as_tensor(part)
+        if isinstance(part, Tensor) and part.is_floating_point() and part.layout is torch.strided:
+            yield Candidate(part_name, part.detach().clamp(min=torch.finfo(part.dtype).min))
+
+
+def at_exit(telemetry: Closes) -> Callable[[], None]:
+    """Close a telemetry that nobody closed, at interpreter exit; unregister what is returned when it is closed.
+
+    It is kept alive until then: a function that makes one and returns has not ended the run. A script that an exception ended has left it
+    in `sys.last_value`.
+    """
+
+    def close() -> None:
+        error = getattr(sys, "last_value", None)
+        telemetry.__exit__(type(error) if error else None, error, None)
+
+    atexit.register(close)
+    return close
+
+
+def of_rollout(event: RolloutEnd) -> Iterator[Candidate]:
+    """The rollout, collected and computed before the update."""
+    if event.observations is not None:
+        yield Candidate("observations", event.observations, environments=1)
+    for name in ("rewards", "values", "log_probs", "next_values", "advantages", "returns"):
+        yield Candidate(name, getattr(event, name), environments=1)
+    if event.states is not None:
+        yield Candidate("states", event.states)
+
+
+def of_minibatches(event: MinibatchesEnd) -> Iterator[Candidate]:
+    """Results of the forward passes, and the losses."""
+    for name, scores in event.logits.items():
+        yield Candidate(f"logits of {name}", scores)
+    yield Candidate("log_ratio", event.log_ratio)
+    yield from (Candidate(f"loss/{name}", loss) for name, loss in event.losses.items())
+
+
+def of_backward(event: BackwardsEnd) -> Iterator[Candidate]:
+    """Gradients of the last pass, by their norms, and the parameters as they are now."""
+    yield from (
+        Candidate(f"gradient of {name}", norm) for name, norm in zip(event.names[-1], event.norms[-1], strict=True)
+    )
+    yield from (Candidate(name, parameter) for name, parameter in event.parameters.items())

@@ -1,0 +1,282 @@
+"""Gradients of a model before and after clipping, taken where autograd ends and where the optimizer begins: no line in the loop.
+
+What lies between, one clip call, two, by norm or by value, is measured by what it does. Hooks stand on parameters and on the optimizer:
+they fire for compiled modules too, whenever they were compiled.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.optim import Optimizer
+
+from esper_telemetry.core.tensors import gradient_norms, total_norm
+
+logger = logging.getLogger("esper_telemetry")
+
+Members: TypeAlias = nn.Module | Tensor | str | Iterable[nn.Module | Tensor | str]
+"""What belongs to a group: modules, parameters, or names of either."""
+
+GROWN = 1.001
+"""Factor above which gradients were larger at the step than after backward; rounding stays below."""
+
+OUTWARD = 8
+"""Calls around an optimizer's step among which a gradient scaler is looked for."""
+
+BY_HAND = (
+    "ranks train a model that is not wrapped in DistributedDataParallel: if you average its gradients by hand, their norms before clipping "
+    "are those of this rank alone; after clipping they are right"
+)
+UNSEEN = (
+    "the optimizer took a step that no backward pass came before: its gradients are left out (graphs that are replayed, and gradients that "
+    "are set by hand, pass autograd by)"
+)
+SILENT = (
+    "no step of the watched optimizer was seen in this update, so it has no gradients (a step inside a CUDA graph calls no hooks, and a "
+    "gradient scaler skips steps whose gradients overflow)"
+)
+SCALED = "clip_grad_norm_ was given gradients that a GradScaler had scaled: call scaler.unscale_(optimizer) before it"
+LARGER = (
+    "the gradients that the optimizer used were larger than those that backward left: something else than clipping changes them (averaging "
+    "over ranks by hand, gradients that are set), so their norms before clipping are not those of the step"
+)
+
+
+class Stepped(NamedTuple):
+    """One optimizer step: parameters with a gradient, and its norms [K] before and after clipping.
+
+    Attributes:
+        names: of the K parameters.
+        numels: their numbers of entries.
+        before, after: [K].
+        found_inf: 0-d, above 0 where a fused optimizer passes over the step; None where there is nobody to tell.
+    """
+
+    names: tuple[str, ...]
+    numels: tuple[int, ...]
+    before: Tensor
+    after: Tensor
+    found_inf: Tensor | None
+
+
+class GradientTap:
+    """Watches the gradients of the parameters that one optimizer changes.
+
+    Args:
+        model: gives the parameters their names; one that is wrapped or compiled gives them those of the module inside.
+        optimizer: whose steps are watched.
+        clock: on which the time counts that this takes.
+
+    Raises:
+        ValueError: the optimizer changes no parameter of the model, or its parameters are sharded over ranks.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, clock: AbstractContextManager[None]) -> None:
+        self.model = model
+        self.names = {id(parameter): inner_name(name) for name, parameter in model.named_parameters()}
+        self._optimizer = optimizer
+        self._clock = clock
+        self._pid = os.getpid()
+        self._steps: list[Stepped] = []
+        self._before: dict[int, Tensor] | None = None
+        self._seen = self._missed = False
+        self._told: set[str] = set()
+        mine = [parameter for parameter in self._parameters() if id(parameter) in self.names]
+        if not mine:
+            raise ValueError("the optimizer changes no parameter of the model: watch the model that it was made for")
+        if any(hasattr(parameter, "full_tensor") for parameter in mine):
+            raise ValueError("parameters that are sharded over ranks cannot be watched: no rank has a whole gradient")
+        self._trained = [parameter for parameter in mine if parameter.requires_grad]
+        self._removers: list[Callable[[], None]] = [optimizer.register_step_pre_hook(self._before_step).remove]
+        if self._trained:
+            self._removers.append(register_multi_grad_hook(self._trained, self._in_backward, mode="any").remove)
+        if averaged_by_hand(model):
+            self.warn(BY_HAND)
+
+    def remove(self) -> None:
+        """Ends it."""
+        for remove in self._removers:
+            remove()
+        self._removers = []
+
+    def trained(self) -> dict[str, Tensor]:
+        """The parameters of the model that the optimizer trains, by name."""
+        return {self.names[id(parameter)]: parameter for parameter in self._trained}
+
+    def take(self, *, whole: bool) -> list[Stepped]:
+        """The steps since the last call, without those that were passed over; `whole` updates have at least one."""
+        found, self._steps = self._steps, []
+        if self._missed:
+            self.warn(UNSEEN)
+        elif whole and not self._seen:
+            self.warn(SILENT)
+        self._seen = self._missed = False
+        if any(
+            step.found_inf is not None for step in found
+        ):  # to ask waits for the device: only where it must be known
+            found = [step for step in found if step.found_inf is None or not float(step.found_inf)]
+        if any(step.before.is_cpu and grown(step) for step in found):
+            self.warn(LARGER)
+        return found
+
+    def warn(self, sentence: str) -> None:
+        """Once."""
+        if sentence not in self._told:
+            self._told.add(sentence)
+            logger.warning("%s", sentence)
+
+    def _in_backward(self, _: Tensor) -> None:
+        """The first gradient is computed. All are added to those that there are, and averaged over ranks, when backward ends."""
+        if os.getpid() == self._pid:
+            marks = self._marks()
+            _when_backward_ends(lambda: _when_backward_ends(lambda: self._after_backward(marks)))
+
+    def _marks(self) -> list[tuple[int, int]]:
+        """Changes with every gradient that is added or set."""
+        return [(id(p.grad), p.grad._version) for p in self._trained if p.grad is not None]
+
+    @torch.no_grad()
+    def _after_backward(self, marks: list[tuple[int, int]]) -> None:
+        if marks == self._marks():  # `torch.autograd.grad` adds to nothing
+            return
+        with self._clock, self._contained():
+            present = self._present()
+            norms = norms_of([gradient for _, gradient in present]).unbind() if present else ()
+            self._before = dict(zip([id(parameter) for parameter, _ in present], norms, strict=True))
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if os.getpid() != self._pid:
+            return
+        self._seen = True
+        before, self._before = self._before, None
+        with self._clock, self._contained():
+            present = self._present()
+            if not present:
+                return
+            if before is None or any(id(parameter) not in before for parameter, _ in present):
+                self._missed = True
+                return
+            self._steps.append(self._stepped(present, before))
+
+    def _stepped(self, present: Sequence[tuple[Tensor, Tensor]], before: dict[int, Tensor]) -> Stepped:
+        first = torch.stack([before[id(parameter)] for parameter, _ in present])
+        after = norms_of([gradient for _, gradient in present])
+        left = getattr(self._optimizer, "grad_scale", None)  # a fused optimizer divides by it itself
+        found_inf = getattr(self._optimizer, "found_inf", None)
+        scale = scale_around()
+        if isinstance(left, Tensor):
+            if after.is_cpu and bool((total_norm(after) * GROWN < total_norm(first)).all()):
+                self.warn(SCALED)
+            after = after / left.to(after.device)
+        if scale is not None:
+            first = first / scale.to(first.device)
+        names = tuple(
+            self.names.get(id(parameter), f"parameter_{place}") for place, (parameter, _) in enumerate(present)
+        )
+        numels = tuple(parameter.numel() for parameter, _ in present)
+        return Stepped(names, numels, first, after, found_inf if isinstance(found_inf, Tensor) else None)
+
+    @contextmanager
+    def _contained(self) -> Iterator[None]:
+        """What goes wrong in it is told once, and goes no further."""
+        try:
+            yield
+        except Exception as error:  # whatever it is, training goes on
+            self.warn(f"gradients of a step could not be measured: {type(error).__name__}: {error}")
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+
+    def _present(self) -> list[tuple[Tensor, Tensor]]:
+        """Parameters with their gradients, as they are now, dense."""
+        return [(p, _dense(p.grad)) for p in self._parameters() if p.grad is not None]
+
+
+def _when_backward_ends(function: Callable[[], None]) -> None:
+    """Calls it when the backward pass under way is over, after what was queued before it, such as the averaging over ranks."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # as torch's own wrappers do
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    dense = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
+    return torch.view_as_real(dense) if dense.is_complex() else dense
+
+
+def norms_of(gradients: Sequence[Tensor]) -> Tensor:
+    """L2 norm of each gradient, [K], on the first one's device; types and devices may differ."""
+    first = gradients[0]
+    if all(gradient.dtype is first.dtype and gradient.device == first.device for gradient in gradients):
+        return gradient_norms(gradients)
+    return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).to(first.device) for g in gradients])
+
+
+def scale_around() -> Tensor | None:
+    """The scale of the gradient scaler that takes the step under way, 0-d; None where none does."""
+    frame: Any = sys._getframe(1)
+    for _ in range(OUTWARD):
+        frame = frame.f_back
+        if frame is None:
+            return None
+        if frame.f_code.co_name == "step" and frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+            scale: Tensor | None = frame.f_locals["self"]._scale
+            return scale
+    return None
+
+
+def averaged_by_hand(model: nn.Module) -> bool:
+    """Whether several ranks train a model that nothing averages for them."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return False
+    wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
+    inner = isinstance(getattr(model, "_orig_mod", None), nn.parallel.DistributedDataParallel)
+    return torch.distributed.get_world_size() > 1 and not wrapped and not inner
+
+
+def inner_name(name: str) -> str:
+    """A parameter's name without those of wrappers."""
+    return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
+
+
+def grown(step: Stepped) -> bool:
+    """Whether the gradients were larger at the step than after backward."""
+    return bool(total_norm(step.after.double()) > GROWN * total_norm(step.before.double()))
+
+
+def group_names(model: nn.Module, members: Members) -> list[str]:
+    """Names of the parameters that are meant.
+
+    Raises ValueError for a name that the model does not have, and for something that is no part of it.
+    """
+    named = {inner_name(name): parameter for name, parameter in model.named_parameters()}
+    listed = [members] if isinstance(members, nn.Module | Tensor | str) else list(members)
+    found: dict[str, None] = {}
+    for member in listed:
+        names = list(_names_of(named, member))
+        if not names:
+            raise ValueError(
+                f"{_shown(member)} is no part of the model, which has {', '.join(named) or 'no parameters'}"
+            )
+        found.update(dict.fromkeys(names))
+    return list(found)
+
+
+def _names_of(named: dict[str, nn.Parameter], member: nn.Module | Tensor | str) -> Iterator[str]:
+    if isinstance(member, str):
+        yield from (name for name in named if name == member or name.startswith(f"{member}."))
+        return
+    wanted = {id(p) for p in member.parameters()} if isinstance(member, nn.Module) else {id(member)}
+    yield from (name for name, parameter in named.items() if id(parameter) in wanted)
+
+
+def _shown(member: object) -> str:
+    return repr(member) if isinstance(member, str) else f"a {type(member).__name__}"

@@ -1,0 +1,120 @@
+"""Journals of real runs that were broken on purpose, kept small: what rules read, four digits, columns.
+
+`python tests/alarms/recorded_runs.py JOURNALS NAME...` makes them anew from what
+`python -m esper_telemetry.lab.faults score --keep JOURNALS` has left, NAME being a directory in it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from esper_telemetry.alarms import Detectors
+from esper_telemetry.core.record import AlarmEvent, Axes, Record
+
+HERE = Path(__file__).parent / "recorded"
+ENDINGS = (
+    "/ema",
+    "/ew_std",
+    "/macd",
+    "/acf1",
+    "/page_hinkley",
+    "/robust_z",
+    "/mk_z",
+    "/slope",
+    "/goertzel",
+    "/zero_frac",
+    "/g",
+)
+MIDDLES = (
+    "/threshold_",
+    "/severity_",
+    "/err/",
+    "alarm/",
+    "opt/weight_norm",
+    "/norm_preclip/drift",
+    "histogram",
+    "/norm_postclip",
+)
+"""What no rule reads, and what takes half of the space."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One run.
+
+    Attributes:
+        name: of its file.
+        facts: of the run.
+        broken: the first broken update.
+        records: of all updates.
+    """
+
+    name: str
+    facts: Mapping[str, Any]
+    broken: int
+    records: tuple[Record, ...]
+
+    def raised(self) -> dict[str, int]:
+        """Types of alarms that come up once it is broken, with the update; those before are told as `before`."""
+        detectors, found = Detectors(self.facts), dict[str, int]()
+        for record in self.records:
+            for alarm in detectors.step(record).alarms:
+                if alarm.event is AlarmEvent.RAISE and not alarm.type.startswith("telemetry/"):
+                    found.setdefault(alarm.type if record.axes.update >= self.broken else "before", record.axes.update)
+        return found
+
+
+def names() -> list[str]:
+    """All that are there."""
+    return sorted(path.name.removesuffix(".json.gz") for path in HERE.glob("*.json.gz"))
+
+
+def load(name: str) -> Recorded:
+    """One of them."""
+    told = json.loads(gzip.decompress((HERE / f"{name}.json.gz").read_bytes()))
+    columns, records = told["values"], []
+    for row, (update, env_step, gradient_step, partial) in enumerate(told["axes"]):
+        values = {key: float(column[row]) for key, column in columns.items() if column[row] is not None}
+        axes = Axes(update, env_step, gradient_step, 1e9 + update)
+        records.append(Record(update, axes, values, partial=bool(partial)))
+    return Recorded(name, told["facts"], told["broken"], tuple(records))
+
+
+def store(name: str, facts: Mapping[str, Any], broken: int, records: Iterable[Record]) -> None:
+    """Keeps a run."""
+    kept = list(records)
+    keys = sorted({key for record in kept for key in record.values if wanted(key)})
+    axes = [[r.axes.update, r.axes.env_step, r.axes.gradient_step, int(r.partial)] for r in kept]
+    values = {key: [_short(record.values.get(key)) for record in kept] for key in keys}
+    told = {"facts": dict(facts), "broken": broken, "axes": axes, "values": values}
+    text = json.dumps(told, separators=(",", ":")).encode()
+    HERE.mkdir(exist_ok=True)
+    (HERE / f"{name}.json.gz").write_bytes(gzip.compress(text, 9, mtime=0))
+
+
+def wanted(key: str) -> bool:
+    """Whether some rule may read it."""
+    return not key.endswith(ENDINGS) and not any(part in key for part in MIDDLES)
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+def main(journals: str, *chosen: str) -> None:
+    """Makes them from kept journals."""
+    from esper_telemetry.lab.faults.judging import kept
+
+    for name in chosen:
+        run = kept(Path(journals) / name)
+        store(name, run.facts, run.course.at_update, run.records)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,401 @@
+"""From findings to alarms: when they begin, get worse and end; what belongs together; what is never told twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from healthy_run import FACTS, Values, alarms, judged, multiplied, raised, record, run, set_to, values
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from esper_telemetry.alarms import Detectors, Thresholds, diagnose
+from esper_telemetry.alarms.escalation import CAP
+from esper_telemetry.alarms.rule import power
+from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Record
+
+
+def during(updates: range, changes: dict[str, float]) -> list[Record]:
+    """Sixty records, of which some are spoiled."""
+    made = []
+    for update in range(1, 61):
+        found = values(update)
+        if update in updates:
+            found.update(changes)
+        made.append(record(update, found))
+    return made
+
+
+def test_an_alarm_is_raised_once_and_cleared_with_its_duration() -> None:
+    """KL is high in updates 30 to 34; two calm updates end it at 36."""
+    told = alarms(judged(during(range(30, 35), {"policy/kl": 2.0})))
+
+    assert [(alarm.event, alarm.axes.update) for alarm in told] == [(AlarmEvent.RAISE, 30), (AlarmEvent.CLEAR, 36)]
+    assert told[1].text == "Over since update 36, after 6 updates: One update moved the policy much further than usual."
+    assert told[1].level is told[0].level and told[1].severity == 0
+    assert (told[0].since, told[0].streak, told[1].since) == (30, 1, 30)
+
+
+def test_it_is_told_again_when_it_is_a_quarter_worse() -> None:
+    """0.35, 0.4 and 0.9 nats on a ramp from 0.1 to 1: severities 0.54, 0.6 and 0.95."""
+
+    def worse(found: Values, ago: int) -> None:
+        found.update({"policy/kl": (0.35, 0.4, 0.9)[min(ago, 2)], "policy/clip_frac": 0.3})
+
+    told = [alarm for alarm in alarms(judged(run(34, worse))) if alarm.type == "policy/kl_spike"]
+
+    assert [(alarm.event, alarm.axes.update) for alarm in told] == [(AlarmEvent.RAISE, 30), (AlarmEvent.UPDATE, 31)]
+    assert told[1].text.startswith("Worse: since update 30, ")
+
+
+def test_the_beginning_is_the_first_update_of_the_streak() -> None:
+    (alarm,) = alarms(judged(run(40, set_to({"policy/kl_max": 0.0}))))
+
+    assert (alarm.type, alarm.axes.update, alarm.since, alarm.streak) == ("policy/kl_stall", 32, 30, 3)
+
+
+def test_missing_values_hold_an_alarm() -> None:
+    """No KL is no recovery: high in updates 30 and 31, absent for four, and calm from 36 on."""
+
+    def goes(found: Values, ago: int) -> None:
+        if ago < 2:
+            found["policy/kl"] = 2.0
+        elif ago < 6:
+            found.pop("policy/kl")
+
+    told = alarms(judged(run(45, goes)))
+
+    assert [(alarm.event, alarm.axes.update) for alarm in told] == [(AlarmEvent.RAISE, 30), (AlarmEvent.CLEAR, 37)]
+
+
+def test_layers_that_fail_together_are_one_alarm() -> None:
+    """Two layers without gradient: one event, which names both."""
+    dead = set_to({"grad/layer/encoder_weight/norm": 0.0, "grad/layer/core_weight/norm": 0.0})
+
+    (alarm,) = [alarm for alarm in alarms(judged(run(40, dead))) if alarm.type == "grad/vanish"]
+
+    assert "(and 1 more)" in alarm.text
+    assert alarm.evidence["where"] == {"encoder_weight": 1.0, "core_weight": 1.0}
+
+
+def test_alarms_are_numbers_too() -> None:
+    """The severity while it is raised, 0 in the update that ends it, nothing after."""
+    verdicts = judged(during(range(30, 35), {"policy/kl": 4.0}))
+    shown = [(verdict.values["alarm/active"], verdict.values.get("alarm/policy/kl_spike")) for verdict in verdicts]
+
+    assert shown[28] == (0.0, None)
+    assert shown[29][0] == 1.0 and shown[29][1] == 1.0
+    assert shown[35:37] == [(0.0, 0.0), (0.0, None)]
+
+
+def test_what_comes_together_is_one_incident_with_one_cause() -> None:
+    """Rewards a ten thousand times as large spoil the critic, the gradient and the policy in the same update."""
+    large = multiplied(
+        dict.fromkeys(
+            ("reward/absmax", "reward/mean", "ret/std", "loss/value", "grad/global/norm_preclip_max"), 10000.0
+        )
+    )
+
+    told = alarms(judged(run(32, large)), AlarmEvent.RAISE)
+
+    assert [alarm.type for alarm in told] == ["value/scale_shift", "value/loss_jump", "grad/explode"]
+    assert {alarm.incident for alarm in told} == {1}
+    assert {alarm.cause for alarm in told} == {"value/scale_shift"}
+
+
+def test_a_mistake_for_certain_is_the_cause_though_it_shows_later() -> None:
+    """KL jumps in update 30; two later it turns out that advantages are not what they should be."""
+
+    def late(found: Values, ago: int) -> None:
+        found.update({"policy/kl": 0.5, "policy/clip_frac": 0.3})
+        if ago >= 2:
+            found["integrity/gae_identity"] = 0.5
+
+    told = alarms(judged(run(40, late)), AlarmEvent.RAISE)
+
+    assert [(alarm.type, alarm.cause) for alarm in told] == [
+        ("policy/kl_spike", "policy/kl_spike"),
+        ("integrity/gae_identity", "integrity/gae_identity"),
+    ]
+
+
+def test_what_comes_more_than_three_updates_later_is_another_incident() -> None:
+    def apart(found: Values, ago: int) -> None:
+        found.update({"policy/kl": 0.5, "policy/clip_frac": 0.3})
+        if ago >= 4:
+            found["integrity/gae_identity"] = 0.5
+
+    told = alarms(judged(run(40, apart)), AlarmEvent.RAISE)
+
+    assert [alarm.incident for alarm in told] == [1, 2]
+
+
+def test_telemetry_is_never_the_cause() -> None:
+    """It is slow from update 21 on, told in the 25th, and the policy breaks in the 27th: one incident, put down to the policy."""
+
+    def slow(found: Values, ago: int) -> None:
+        found["perf/telemetry_frac"] = 0.5
+        if ago >= 26:
+            found["policy/kl"] = 2.0
+
+    told = alarms(judged(run(30, slow, since=1)), AlarmEvent.RAISE)
+
+    assert [(alarm.type, alarm.incident, alarm.cause) for alarm in told] == [
+        ("telemetry/overhead", 1, "telemetry/overhead"),
+        ("policy/kl_spike", 1, "policy/kl_spike"),
+    ]
+
+
+def flickering(count: int) -> list[Record]:
+    """An identity that is broken in every second update, which raises an alarm each time."""
+    return [
+        record(update, {**values(update), "integrity/gae_identity": 0.5 * (update % 2)})
+        for update in range(1, count + 1)
+    ]
+
+
+def test_a_storm_is_one_alarm_instead_of_many() -> None:
+    """The twenty-first alarm in a hundred updates is that of the storm; what it hides is not cleared either."""
+    told = alarms(judged(flickering(100)))
+    beginnings = [alarm.type for alarm in told if alarm.event is AlarmEvent.RAISE]
+
+    assert beginnings == ["integrity/gae_identity"] * 20 + ["telemetry/storm"]
+    assert told[-1].type == "telemetry/storm"
+    assert told[-1].evidence["counts"] == {"integrity/gae_identity": 21}
+
+
+def test_a_storm_ends_when_it_has_been_calm() -> None:
+    calm = [record(update, values(update)) for update in range(101, 260)]
+    spoiled = [record(update, {**values(update), "integrity/gae_identity": 0.5}) for update in range(260, 263)]
+
+    told = alarms(judged([*flickering(100), *calm, *spoiled]))
+    last = [(alarm.type, alarm.event) for alarm in told[-2:]]
+
+    stories = diagnose(FACTS, [*flickering(100), *calm, *spoiled]).incidents
+    assert [story.standing().get("telemetry/storm", 0) for story in stories] == [*[0] * (len(stories) - 2), 178, 0]
+    assert last == [("telemetry/storm", AlarmEvent.CLEAR), ("integrity/gae_identity", AlarmEvent.RAISE)]
+
+
+def test_critical_alarms_raise_the_level_for_their_number_of_updates() -> None:
+    """Ten updates for an identity that is broken once."""
+    verdicts = judged(during(range(30, 31), {"integrity/gae_identity": 0.5}))
+
+    assert [verdict.remaining for verdict in verdicts[28:41]] == [0, *range(10, 0, -1), 0, 0]
+    assert [verdict.values["telemetry/escalation_remaining"] for verdict in verdicts[28:31]] == [0.0, 10.0, 9.0]
+
+
+def test_warnings_raise_no_level_until_they_are_critical() -> None:
+    """A loss of 17 times the usual is 8 scores away, a warning in the second update; one of a hundred times is critical in its second."""
+
+    def worse(found: Values, ago: int) -> None:
+        found["loss/value"] *= 17 if ago < 4 else 100
+
+    verdicts = judged(run(40, worse))
+
+    assert [verdict.remaining for verdict in verdicts[29:35]] == [0, 0, 0, 0, 0, 5]
+
+
+def test_the_level_is_never_raised_for_ever() -> None:
+    remaining = [verdict.remaining > 0 for verdict in judged(flickering(200))]
+
+    assert "".join("1" if on else "0" for on in remaining).find("1" * (CAP + 1)) == -1
+
+
+def test_after_an_intervention_what_is_new_becomes_the_rule() -> None:
+    """Rewards are scaled by a thousand on purpose: silence, where the same without notice is an alarm."""
+    large = multiplied(dict.fromkeys(("reward/absmax", "reward/mean", "ret/std", "loss/value"), 1000.0))
+    records = run(120, large, since=50)
+
+    detectors = Detectors(FACTS)
+    announced = []
+    for found in records:
+        if found.axes.update == 50:
+            detectors.intervention()
+        announced.append(detectors.step(found))
+
+    assert alarms(announced) == []
+    assert set(raised(judged(records))) == {"value/scale_shift", "value/loss_jump"}
+
+
+def test_an_intervention_ends_what_was_raised_by_history() -> None:
+    detectors = Detectors(FACTS)
+    told: list[Alarm] = []
+    for found in run(40, multiplied({"loss/value": 1e4})):
+        if found.axes.update == 35:
+            detectors.intervention()
+        told += detectors.step(found).alarms
+
+    assert [(alarm.event, alarm.axes.update) for alarm in told] == [(AlarmEvent.RAISE, 30), (AlarmEvent.CLEAR, 35)]
+
+
+def test_an_intervention_silences_no_identity() -> None:
+    detectors = Detectors(FACTS)
+    for found in run(29):
+        detectors.step(found)
+    detectors.intervention()
+
+    assert [
+        alarm.type for alarm in detectors.step(record(30, {**values(30), "integrity/gae_identity": 1.0})).alarms
+    ] == ["integrity/gae_identity"]
+
+
+def test_anomalies_do_not_train_their_own_baseline() -> None:
+    """The loss is a thousandfold for forty updates: the alarm lasts as long."""
+    told = alarms(judged(run(80, lambda found, ago: found.update({"loss/value": 500.0 if ago < 40 else 0.5}))))
+
+    assert [(alarm.type, alarm.event, alarm.axes.update) for alarm in told] == [
+        ("value/loss_jump", AlarmEvent.RAISE, 30),
+        ("value/loss_jump", AlarmEvent.CLEAR, 72),
+    ]
+
+
+def test_what_lasts_for_fifty_updates_becomes_the_rule() -> None:
+    told = alarms(judged(run(140, multiplied({"loss/value": 1e3}))))
+
+    assert [alarm.event for alarm in told] == [AlarmEvent.RAISE, AlarmEvent.CLEAR]
+    assert told[1].axes.update > 30 + 50
+
+
+def test_a_record_that_was_cut_short_is_judged_by_what_is_wrong_for_certain_only() -> None:
+    """Half an update has other numbers; a NaN in it is a NaN."""
+    cut = record(30, {"numerics/nonfinite": 2.0, "policy/kl": 3.0, "loss/value": 1e9}, partial=True)
+
+    assert set(raised(judged([*run(29), cut]))) == {"numerics/nonfinite"}
+
+
+def test_the_same_records_give_the_same_alarms() -> None:
+    records = run(80, multiplied({"loss/value": 1e4, "grad/global/norm_preclip_max": 1e3}))
+
+    assert judged(records) == judged(records)
+
+
+def test_without_facts_questions_stay_open_instead_of_being_guessed() -> None:
+    """Who does not know the precision cannot tell rounding from a bug."""
+    verdicts = judged(run(40, set_to({"integrity/ratio_init": 0.4})), facts={})
+    events = [event for verdict in verdicts for event in verdict.events if event[0] == "detectors/unanswered"]
+
+    assert alarms(verdicts) == []
+    ((_, data),) = events
+    assert data["questions"]["integrity/ratio_init"] == "the run does not say its precision"
+    assert data["questions"]["policy/entropy_crash"] == "the run does not say its total_steps"
+
+
+def test_without_values_questions_stay_open_once() -> None:
+    bare = [record(update, {"policy/kl": 0.5}) for update in range(1, 60)]
+    detectors = Detectors(FACTS)
+    events = [event for found in bare for event in detectors.step(found).events]
+
+    assert [name for name, _ in events] == ["detectors/unanswered"]
+    assert events[0][1]["questions"]["value/loss_jump"] == "no record has loss/value"
+    assert detectors.unanswered()["lstm/forget_open"] == "no record has lstm/gate/f/sat_hi"
+    assert "policy/kl_spike" not in detectors.unanswered()
+
+
+def test_a_policy_without_memory_is_not_asked_about_it() -> None:
+    detectors = Detectors({**FACTS, "policy": "mlp"})
+    detectors.step(record(1, values(1)))
+
+    assert not {rule.type for rule in detectors.rules} & {"lstm/forget_open", "lstm/reset_missing"}
+    assert detectors.unanswered() == {}
+
+
+def test_evidence_is_bounded() -> None:
+    many = {f"grad/layer/layer_{i}/norm": 0.1 for i in range(500)}
+    records = [record(update, {**values(update), **many}) for update in range(1, 31)]
+    dead = record(31, {**values(31), **dict.fromkeys(many, 0.0)})
+
+    (alarm,) = [alarm for alarm in alarms(judged([*records, dead])) if alarm.type == "grad/vanish"]
+
+    assert len(alarm.evidence["values"]) == 24
+    assert len(alarm.evidence["where"]) == 8
+
+
+def test_usual_ranges_are_told() -> None:
+    (alarm,) = alarms(judged(run(35, multiplied({"loss/value": 1e4}))))
+
+    low, high = alarm.evidence["usual"]["loss/value"]
+    assert 0.46 < low < high < 0.54
+    assert "(usually 0.4" in alarm.text or "(usually 0.5" in alarm.text
+
+
+def test_a_usual_value_may_be_the_largest_number_there_is() -> None:
+    assert power(308.3) == power(1e300) == 1e308
+    assert power(-1e300) == 0.0
+    assert power(2.0) == 100.0
+
+
+@given(
+    st.lists(
+        st.dictionaries(
+            st.sampled_from(
+                [*values(1), "policy/kl/period/p", "policy/kl/period/length", "my/number", "loss/value_nonfinite"]
+            ),
+            st.one_of(
+                st.floats(allow_nan=True, allow_infinity=True),
+                st.sampled_from([0.0, -1.0, 1e300, -1e300, 1e-320, float("nan"), float("inf")]),
+            ),
+        ),
+        max_size=8,
+    ),
+    st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_no_value_makes_it_raise(spoiled: list[dict[str, float]], known: bool) -> None:
+    """Whatever the numbers are, and whatever is missing; an intervention on the way changes nothing about that."""
+    detectors = Detectors(FACTS if known else {})
+    for found in run(25):
+        detectors.step(found)
+    for update, changes in enumerate(spoiled, 26):
+        verdict = detectors.step(record(update, {**values(update), **changes}))
+        assert verdict.remaining >= 0
+        detectors.step(record(update, dict(changes)))
+        if update == 28:
+            detectors.intervention()
+
+
+def test_odd_facts_make_it_raise_nothing() -> None:
+    odd: dict[str, Any] = {
+        "heads": None,
+        "groups": {},
+        "total_steps": 0,
+        "horizon": None,
+        "num_steps": 0,
+        "max_grad_norm": None,
+        "precision": "fp8",
+    }
+
+    assert alarms(judged(run(60), odd)) == []
+
+
+def test_records_out_of_order_and_twice_make_it_raise_nothing() -> None:
+    records = run(40)
+    again = [replace(found, axes=Axes(1, 0, 0, 0.0)) for found in records[:20]]
+
+    assert alarms(judged([*records, *again, *records])) == []
+
+
+def test_an_alarm_that_is_off_is_not_raised() -> None:
+    records = run(40, set_to({"policy/kl": 0.5, "policy/clip_frac": 0.3}))
+
+    assert alarms(judged(records, thresholds=Thresholds().with_changes({"policy/kl_spike": "off"}))) == []
+
+
+def test_levels_follow_severities() -> None:
+    assert [AlarmLevel.of(x) for x in (0.2, 0.25, 0.74, 0.75)] == ["info", "warn", "warn", "critical"]
+
+
+def test_a_storm_without_anything_told_is_a_story_too() -> None:
+    """Three alarms at once, of which one may be told: the first, and the storm."""
+
+    def at_once(found: Values, _: int) -> None:
+        found.update({"integrity/gae_identity": 1.0, "integrity/mask_violation": 1.0, "buffer/age_updates": 9.0})
+
+    limits = Thresholds().with_changes({"storm": 1})
+    (story,) = diagnose(FACTS, run(35, at_once), thresholds=limits).incidents
+
+    assert [alarm.type for alarm in story.alarms] == ["integrity/mask_violation", "telemetry/storm"]
+    assert story.cause == "integrity/mask_violation"
+
+    (nothing_else,) = diagnose(FACTS, run(35, at_once), thresholds=limits.with_changes({"storm": 0})).incidents
+    assert [alarm.type for alarm in nothing_else.alarms] == ["telemetry/storm"]
+    assert nothing_else.main.text.startswith("Since update 30, more than 0 alarms")

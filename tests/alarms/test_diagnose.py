@@ -1,0 +1,131 @@
+"""`esper-telemetry diagnose`: the same detectors over a journal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from healthy_run import FACTS, multiplied, run
+
+from esper_telemetry.alarms import diagnose
+from esper_telemetry.cli.main import main
+from esper_telemetry.core.record import Record, RunInfo, RunStatus
+from esper_telemetry.journal import Journal, JournalEvent, encode_end, encode_event, encode_record, encode_run
+
+SPOILED = multiplied({"loss/value": 1e4, "grad/global/norm_preclip_max": 1e3})
+
+
+def journal(
+    directory: Path, records: list[Record], *, status: RunStatus | None = RunStatus.FINISHED, announced: int = 0
+) -> Path:
+    """A run directory with these records; `announced` is the record after which something was changed on purpose."""
+    path = directory / "run"
+    book = Journal.create(path)
+    book.write(encode_run(RunInfo("r1", "run", path, 1e9, facts=FACTS)))
+    for found in records:
+        book.write(encode_record(found))
+        if found.seq == announced:
+            book.write(encode_event(JournalEvent("intervention", {}, seq=found.seq, axes=found.axes)))
+    if status is not None:
+        book.write(encode_end(status, seq=len(records)))
+    book.close()
+    return path
+
+
+def said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    captured = capsys.readouterr()
+    return int(stop.value.code or 0), captured.out, captured.err
+
+
+def test_it_names_the_incident_since_when_and_what_to_try(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = journal(tmp_path, run(40, SPOILED))
+
+    code, out, _ = said(["diagnose", str(path)], capsys)
+
+    assert code == 0
+    assert "incident 1, update 30: value/loss_jump" in out
+    assert "Since update 30, the critic's loss has jumped to" in " ".join(out.split())
+    assert "grad/explode (still on)" in out
+
+
+def test_nothing_is_wrong_with_a_healthy_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(["diagnose", str(journal(tmp_path, run(60)))], capsys)
+
+    assert code == 0
+    assert out.splitlines()[:2] == ["run: 60 updates, finished", "Nothing is wrong."]
+
+
+def test_a_run_that_goes_on_or_was_killed_is_diagnosed_as_far_as_it_went(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = journal(tmp_path, run(40, SPOILED), status=None)
+    with (path / "journal.jsonl").open("ab") as file:
+        file.write(b'{"kind":"record","seq":41,"axes":{"upd')
+
+    code, out, _ = said(["diagnose", str(path)], capsys)
+
+    assert code == 0
+    assert "40 updates, not ended" in out and "value/loss_jump" in out
+
+
+def test_json_has_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = said(["diagnose", str(journal(tmp_path, run(40, SPOILED))), "--json"], capsys)
+    found: dict[str, Any] = json.loads(out)
+
+    (incident,) = found["incidents"]
+    assert (incident["cause"], incident["since"]) == ("value/loss_jump", 30)
+    assert incident["standing"] == {"value/loss_jump": None, "grad/explode": None}
+    assert incident["alarms"][0]["evidence"]["values"]["loss/value"] > 1000
+    assert found["unanswered"] == {}
+
+
+def test_bounds_are_changed_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = journal(tmp_path, run(40, SPOILED))
+    off = ["--threshold", "value/loss_jump=off", "--threshold", "grad/explode=off"]
+
+    _, out, _ = said(["diagnose", str(path), *off], capsys)
+
+    assert "Nothing is wrong." in out
+
+
+def test_an_intervention_in_the_journal_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = said(["diagnose", str(journal(tmp_path, run(60, SPOILED), announced=29))], capsys)
+
+    assert "Nothing is wrong." in out
+
+
+def test_an_empty_journal_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(["diagnose", str(journal(tmp_path, []))], capsys)
+
+    assert code == 0
+    assert "The journal has no records yet." in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nowhere"], "there is no run directory nowhere"),
+        (["HERE", "--threshold", "kl=1"], "there is no threshold 'kl'"),
+        (["HERE", "--threshold", "storm=many"], "threshold storm must be a finite number, got 'many'"),
+    ],
+)
+def test_wrong_use_is_one_sentence(
+    arguments: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(journal(tmp_path, run(3)))
+
+    code, out, err = said(["diagnose", *[path if text == "HERE" else text for text in arguments]], capsys)
+
+    assert (code, out) == (2, "")
+    assert err.startswith("esper-telemetry: ") and sentence in err and err.count("\n") == 1
+
+
+def test_the_story_of_an_incident_knows_how_it_ended() -> None:
+    found = diagnose(FACTS, run(60, lambda values, ago: values.update({"policy/kl": 2.0 if ago < 5 else 0.008})))
+
+    (story,) = found.incidents
+    assert (story.cause, story.since, story.standing()) == ("policy/kl_spike", 30, {"policy/kl_spike": 36})

@@ -1,0 +1,221 @@
+"""Every type of alarm is raised by a fault of a real run: from journals that were recorded, or trained here and now."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from healthy_run import raised
+from recorded_runs import load, names
+
+from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
+from esper_telemetry.alarms import Detectors, Thresholds
+from esper_telemetry.alarms.kinds import ALARMS
+from esper_telemetry.core.record import RUN_FAILED
+from esper_telemetry.events import Hooks, MinibatchesEnd, RolloutEnd, UpdateEnd
+from esper_telemetry.lab.faults.boundary import Altered
+from esper_telemetry.lab.faults.changes import environment
+from esper_telemetry.lab.faults.injection import schedule
+from esper_telemetry.ppo.environments.protocol import Step
+from esper_telemetry.testing import FailingSink
+
+RAISED = {name: load(name).raised() for name in names()}
+
+
+class Lying(Hooks):
+    """Hooks of a trainer that tells something else than what it did."""
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._change = change
+
+    def emit(self, event: object) -> None:
+        """Hands on another event."""
+        super().emit(self._change(event))
+
+
+def cartpole(**settings: Any) -> PPO:
+    """Small and quick."""
+    common: dict[str, Any] = {"num_steps": 16, "num_epochs": 1, "num_minibatches": 1, "hidden_sizes": (8,), "seed": 1}
+    return PPO(make_env("CartPole-v1", num_envs=4, seed=1), PPOConfig(**{**common, **settings}))
+
+
+def recall() -> PPO:
+    """Restricted choices."""
+    return PPO(
+        make_env("cue-recall", num_envs=4, seed=1), PPOConfig(num_steps=16, num_epochs=1, hidden_sizes=(8,), seed=1)
+    )
+
+
+def breaking(trainer: PPO, at_update: int, harm: Callable[[PPO], object]) -> PPO:
+    """The trainer, harmed once that update is next."""
+
+    def act(event: UpdateEnd) -> None:
+        if event.update == at_update - 1:
+            harm(trainer)
+
+    trainer.hooks.on(UpdateEnd, act, last=True)
+    return trainer
+
+
+def lying(trainer: PPO, kind: type, at_update: int, change: Callable[[Any], Any]) -> PPO:
+    """The trainer, whose events of a kind are others from that update on."""
+    told = [0]
+
+    def altered(event: Any) -> Any:
+        told[0] += isinstance(event, RolloutEnd)
+        return change(event) if isinstance(event, kind) and told[0] >= at_update else event
+
+    trainer.hooks = Lying(altered)
+    return trainer
+
+
+def shifted_masks(event: RolloutEnd) -> RolloutEnd:
+    """Masks that are stored a step late."""
+    return replace(event, action_masks={head: mask.roll(1, 0) for head, mask in event.action_masks.items()})
+
+
+def old_data(event: RolloutEnd) -> RolloutEnd:
+    """Data that were collected for the update before."""
+    return replace(event, update=event.update - 1)
+
+
+def no_entropy(event: MinibatchesEnd) -> MinibatchesEnd:
+    """Minibatches without their distributions and losses."""
+    return event._replace(logits={}, losses={})
+
+
+def same_rows(event: MinibatchesEnd) -> MinibatchesEnd:
+    """Minibatches that all have the rows of the first."""
+    return event._replace(rows=torch.arange(len(event.log_ratio)) % event.counts[0])
+
+
+def endless(trainer: PPO) -> None:
+    """Nobody passes on that episodes are over."""
+
+    def change(step: Step, _: Any) -> Step:
+        return step._replace(terminated=step.terminated & False, truncated=step.truncated & False)
+
+    environment(trainer, partial(Altered, change))
+
+
+def equal_advantages(trainer: PPO) -> None:
+    """Advantages that are the same for every step."""
+    trainer.steps = replace(trainer.steps, advantages=lambda rollout, gamma, lam: torch.ones_like(rollout.values))
+
+
+def new_optimizer(trainer: PPO) -> None:
+    """The optimizer's moments are lost, as when it is built anew."""
+    for state in trainer.optimizer.state.values():
+        for moment in ("step", "exp_avg", "exp_avg_sq"):
+            state[moment].zero_()
+
+
+LIVE: dict[str, tuple[Callable[[], PPO], int]] = {
+    "integrity/mask_violation": (lambda: lying(recall(), RolloutEnd, 4, shifted_masks), 6),
+    "integrity/buffer_age": (lambda: lying(cartpole(), RolloutEnd, 4, old_data), 6),
+    "integrity/rows_repeated": (lambda: lying(cartpole(num_minibatches=4), MinibatchesEnd, 4, same_rows), 6),
+    "telemetry/missing_metric": (lambda: lying(cartpole(), MinibatchesEnd, 8, no_entropy), 14),
+    "opt/state_lost": (lambda: breaking(cartpole(), 5, new_optimizer), 8),
+    "adv/degenerate": (lambda: breaking(cartpole(), 6, equal_advantages), 12),
+    "task/no_episodes": (lambda: breaking(cartpole(num_steps=64), 6, endless), 50),
+}
+"""By type: a trainer that goes wrong, and after how many updates it should have been told."""
+
+SLOW: dict[str, tuple[Callable[[], PPO], str, float, int, int]] = {
+    "grad/interference": (lambda: cartpole(shared_trunk=True, hidden_sizes=(1,), seed=4), "ent0_strong", 1e4, 25, 45),
+    "grad/noise_dominated": (lambda: cartpole(num_epochs=4), "lr", 1e4, 45, 85),
+    "opt/rms_spike": (lambda: cartpole(num_epochs=4, num_minibatches=4), "adam_beta2", 8, 25, 40),
+}
+"""By type: a trainer, what breaks it, the dose, the first broken update, and after how many updates it should have been told.
+
+Rewards of ten thousand for one action: critic and actor pull the one unit that they share in opposite directions. A learning rate of ten
+thousand times what it should be: weights are thrown about, and every gradient contradicts the last.
+"""
+
+EVERYTHING = Thresholds().with_changes({"grad/noise_dominated": "on"})
+"""Also what is off by default."""
+
+
+def watched(run_dir: Path, trainer: PPO, updates: int, **settings: Any) -> dict[str, int]:
+    """Types that are raised, with the update, while so many updates are trained."""
+    with Telemetry(run_dir=run_dir, level="debug", offload=False, **settings) as telemetry:
+        attach(telemetry, trainer)
+        trainer.learn(trainer.config.num_steps * trainer.env.num_envs * updates)
+    run = read_run(run_dir)
+    detectors = Detectors(run.info.facts, EVERYTHING)
+    return raised([detectors.step(record) for record in run.records])
+
+
+@pytest.mark.parametrize("kind", LIVE)
+def test_a_fault_that_is_trained_here_is_told(kind: str, tmp_path: Path) -> None:
+    make, updates = LIVE[kind]
+
+    assert kind in watched(tmp_path / "run", make(), updates)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SLOW)
+def test_a_fault_of_gradients_is_told_once_it_has_lasted(kind: str, tmp_path: Path) -> None:
+    make, fault, dose, breaks, updates = SLOW[kind]
+    trainer = make()
+    schedule(trainer, fault, dose, at_update=breaks)
+
+    assert watched(tmp_path / "run", trainer, updates)[kind] >= breaks
+
+
+def test_backends_that_fail_for_long_are_told() -> None:
+    """Retried after one second, two, four: the third failure comes after three seconds or so."""
+    trainer, found = cartpole(), set[str]()
+    ends = time.monotonic() + 60
+
+    def act(event: UpdateEnd) -> None:
+        if "telemetry/delivery" in found or time.monotonic() > ends:
+            trainer.stop()
+
+    with Telemetry([FailingSink(fail_in={"write"})], run_dir=None, offload=False, close_timeout=0.1) as telemetry:
+        telemetry.on_alarm(lambda alarm: found.add(alarm.type))
+        attach(telemetry, trainer)
+        trainer.hooks.on(UpdateEnd, act, last=True)
+        trainer.learn(10**9)
+
+    assert "telemetry/delivery" in found
+
+
+def test_a_budget_that_is_not_kept_is_told(tmp_path: Path) -> None:
+    """At NORMAL, with every update looked at closely, telemetry takes longer than so small an update."""
+    with Telemetry(run_dir=tmp_path / "run", budget=1.0, offload=False) as telemetry:
+        attach(telemetry, trainer := cartpole())
+        trainer.learn(16 * 4 * 45)
+    run = read_run(tmp_path / "run")
+    detectors = Detectors(run.info.facts)
+
+    assert "telemetry/overhead" in raised([detectors.step(record) for record in run.records])
+
+
+def test_a_storm_of_a_real_run_is_one_alarm() -> None:
+    """A learning rate of a hundred times what it should be raises more than ten types."""
+    run = load("acrobot-lr_x100-100-s3")
+    detectors = Detectors(run.facts, Thresholds().with_changes({"storm": 10.0}))
+
+    assert "telemetry/storm" in raised([detectors.step(record) for record in run.records])
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_recorded_run_is_silent_until_it_breaks(name: str) -> None:
+    assert RAISED[name]
+    assert "before" not in RAISED[name]
+
+
+def test_every_type_is_raised_by_a_real_fault() -> None:
+    recorded = {kind for found in RAISED.values() for kind in found}
+    seeds = {alarm.type for alarm in ALARMS if alarm.type.startswith("seed/")}  # tests/lab/morphogenesis
+    elsewhere = {*LIVE, *SLOW, *seeds, "telemetry/delivery", "telemetry/overhead", "telemetry/storm", RUN_FAILED}
+
+    assert {alarm.type for alarm in ALARMS} - recorded - elsewhere == set()

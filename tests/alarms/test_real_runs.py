@@ -1,0 +1,104 @@
+"""Real runs: every rule's inputs are measured, healthy training is silent, and a journal says what was said live."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from healthy_run import alarms, judged, raised
+from torch import Tensor
+
+from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
+from esper_telemetry.alarms import Detectors, diagnose
+from esper_telemetry.core.record import Alarm
+from esper_telemetry.events import UpdateEnd
+from esper_telemetry.journal import Run
+from esper_telemetry.ppo.environments import CueRecall
+
+BREAKS = 24
+
+
+def trained(run_dir: Path, trainer: PPO, updates: int) -> Run:
+    """The journal of so many updates at NORMAL."""
+    with Telemetry(run_dir=run_dir, offload=False) as telemetry:
+        attach(telemetry, trainer)
+        while trainer.updates < updates:
+            trainer.learn(trainer.env_steps + 1)
+    return read_run(run_dir)
+
+
+def recall(**settings: Any) -> PPO:
+    """The memory task, small."""
+    common: dict[str, Any] = {
+        "num_steps": 32,
+        "num_epochs": 4,
+        "num_minibatches": 4,
+        "entropy_coef": 0.01,
+        "gamma": 0.95,
+    }
+    sizes: dict[str, Any] = {
+        "policy": "lstm",
+        "lstm_size": 16,
+        "encoder_sizes": (16,),
+        "hidden_sizes": (),
+        "shared_trunk": True,
+    }
+    return PPO(CueRecall(16, seed=0), PPOConfig(**{**common, **sizes, "anneal_learning_rate": False, **settings}))
+
+
+def pole() -> PPO:
+    """CartPole without memory."""
+    return PPO(make_env("CartPole-v1", num_envs=4, seed=0), PPOConfig(num_steps=32, num_epochs=2, hidden_sizes=(8,)))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "open_questions"), [(recall, {"repr/norm_growth"}), (pole, set())], ids=["recall", "pole"]
+)
+def test_a_run_at_normal_answers_every_question(trainer: Any, open_questions: set[str], tmp_path: Path) -> None:
+    """Nine updates hold two close looks. The norm of features is not measured behind a memory."""
+    run = trained(tmp_path / "run", trainer(), 9)
+    detectors = Detectors(run.info.facts)
+    for record in run.records:
+        detectors.step(record)
+
+    assert set(detectors.unanswered()) <= open_questions
+
+
+def test_a_healthy_run_is_silent_and_a_broken_one_is_not(tmp_path: Path) -> None:
+    """From update 24 on, the policy loss has the wrong sign: told in that update or the next, and nothing before."""
+    trainer = recall(learning_rate=2.5e-3)
+    right = trainer.steps.policy_loss
+
+    def wrong(log_ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
+        return right(log_ratio, -advantages, clip)
+
+    def swap(event: UpdateEnd) -> None:
+        if event.update == BREAKS - 1:
+            trainer.steps = replace(trainer.steps, policy_loss=wrong)
+
+    trainer.hooks.on(UpdateEnd, swap)
+    run = trained(tmp_path / "run", trainer, 28)
+    found = {
+        kind: update for kind, update in raised(judged(run.records, run.info.facts)).items() if "telemetry/" not in kind
+    }
+
+    assert BREAKS <= found["policy/wrong_direction"] <= BREAKS + 1
+    assert min(found.values()) >= BREAKS
+
+
+def test_a_journal_says_what_was_said_live(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", recall(learning_rate=0.5), 12)
+    live = alarms(judged(run.records, run.info.facts))
+
+    stories = diagnose(run.info.facts, read_run(tmp_path / "run").records).incidents
+    again = [alarm for story in stories for alarm in story.alarms]
+
+    assert live
+    assert sorted(again, key=when) == sorted(live, key=when)
+
+
+def when(alarm: Alarm) -> tuple[int, str]:
+    """Stories put alarms together by incident, and not in time."""
+    return alarm.seq, alarm.type

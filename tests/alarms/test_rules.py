@@ -1,0 +1,182 @@
+"""Every rule is raised by what it is about, in time, and by nothing else; a healthy run raises none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+from healthy_run import FACTS, Spoil, Values, alarms, both, judged, multiplied, raised, run, set_to
+
+from esper_telemetry.alarms import Thresholds
+from esper_telemetry.alarms.kinds import ALARMS
+from esper_telemetry.alarms.rules import RULES
+from esper_telemetry.core.record import RUN_FAILED, AlarmEvent, AlarmLevel
+
+SINCE = 30
+
+
+class Case(NamedTuple):
+    """One way to go wrong, and for how many updates it may pass unnoticed."""
+
+    spoil: Spoil
+    lag: int = 0
+    facts: Mapping[str, Any] = FACTS
+    thresholds: Thresholds = Thresholds()
+    updates: int = 70
+
+
+def growing(key: str, factor: float) -> Spoil:
+    """A value grows by a factor per update."""
+
+    def spoil(found: Values, ago: int) -> None:
+        found[key] *= factor ** (ago + 1)
+
+    return spoil
+
+
+def swinging(found: Values, ago: int) -> None:
+    """The test for periods, every tenth update, finds the same period."""
+    if ago % 10 == 0:
+        found.update({"policy/kl/period/p": 1e-9, "policy/kl/period/length": 6.0})
+
+
+def without(found: Values, _: int) -> None:
+    """The whole actor has no gradient any more."""
+    for key in ("grad/actor/norm_preclip", "grad/layer/heads_op_weight/norm", "grad/head/op/norm"):
+        found.pop(key)
+
+
+def errors(found: Values, ago: int) -> None:
+    """A backend fails once per update."""
+    found["telemetry/errors"] = ago + 1.0
+
+
+CASES: dict[str, Case] = {
+    "numerics/nonfinite": Case(set_to({"numerics/nonfinite": 3.0})),
+    "integrity/ratio_init": Case(set_to({"integrity/ratio_init": 0.4})),
+    "integrity/gae_identity": Case(set_to({"integrity/gae_identity": 0.01})),
+    "integrity/adv_norm": Case(set_to({"integrity/adv_norm": 50.0, "adv/norm/std": 100.0})),
+    "integrity/mask_violation": Case(set_to({"integrity/mask_violation": 1.0})),
+    "integrity/rows_repeated": Case(set_to({"integrity/rows_repeated": 0.75})),
+    "integrity/buffer_age": Case(set_to({"buffer/age_updates": 1.0})),
+    "value/scale_shift": Case(multiplied({"reward/absmax": 100, "reward/mean": 100, "reward/std": 100})),
+    "reward/constant": Case(set_to({"reward/std": 0.0, "reward/mean": 0.0, "reward/absmax": 0.0}), 9),
+    "obs/constant": Case(set_to({"obs/constant_frac": 0.0625}), 3),
+    "norm/drift": Case(set_to({"norm/obs/drift": 2.0}), 20),
+    "adv/degenerate": Case(set_to({"adv/participation": 0.01, "adv/raw/absmax_over_std": 60.0}), 4),
+    "opt/stalled_weights": Case(set_to({"opt/lr": 0.0})),
+    "opt/state_lost": Case(set_to({"opt/state_reset": 1.0})),
+    "opt/update_too_large": Case(set_to({"opt/update_to_weight": 0.4})),
+    "opt/rms_spike": Case(set_to({"opt/stable_rms": 30.0})),
+    "grad/missing_group": Case(without),
+    "grad/vanish": Case(set_to({"grad/layer/encoder_weight/norm": 0.0})),
+    "grad/actor_starved": Case(
+        set_to({"grad/interference/log_ratio": 2.5, "grad/interference/critic_share": 0.9999}), 1
+    ),
+    "grad/explode": Case(multiplied({"grad/global/norm_preclip_max": 1000})),
+    "grad/interference": Case(set_to({"grad/interference/cos": -0.9}), 10),
+    "grad/clip_saturated": Case(set_to({"grad/clip/coef": 1e-4}), 1),
+    "grad/oscillation": Case(swinging, 30),
+    "grad/noise_dominated": Case(
+        set_to({"opt/snr_share": -0.01}),
+        40,
+        thresholds=Thresholds().with_changes({"grad/noise_dominated": "on"}),
+        updates=90,
+    ),
+    "grad/drift": Case(multiplied({"grad/global/norm_preclip": 300}), 4),
+    "grad/concentration": Case(set_to({"grad/concentration/entropy": 0.1}), 2),
+    "repr/dormant": Case(set_to({"repr/dormant_frac": 0.9})),
+    "repr/rank_collapse": Case(set_to({"repr/effective_rank": 2.0}), 1),
+    "repr/norm_growth": Case(growing("repr/feature_norm", 1.5), 12),
+    "lstm/forget_closed": Case(set_to({"lstm/gate/f/sat_lo": 0.95, "lstm/timescale/median": 1.0})),
+    "lstm/forget_open": Case(set_to({"lstm/gate/f/sat_hi": 0.99})),
+    "lstm/cell_drift": Case(multiplied({"lstm/c/rms": 10})),
+    "lstm/stale_state": Case(set_to({"lstm/staleness_first": 1.0})),
+    "lstm/reset_missing": Case(set_to({"lstm/reset_rate": 0.0})),
+    "policy/kl_spike": Case(set_to({"policy/kl": 0.5, "policy/clip_frac": 0.3})),
+    "policy/ratio_explosion": Case(set_to({"policy/ess_frac_min": 0.05, "policy/ratio/max": 40.0})),
+    "policy/ratio_collapse": Case(set_to({"policy/ratio/p01": 0.01}), 2),
+    "policy/clip_saturation": Case(set_to({"policy/clip_frac": 0.6}), 1),
+    "policy/kl_stall": Case(set_to({"policy/kl_max": 0.0}), 2),
+    "policy/entropy_collapse": Case(set_to({"policy/entropy_norm": 0.03, "policy/entropy_marginal_norm": 0.05}), 2),
+    "policy/entropy_crash": Case(
+        set_to({"policy/entropy_rate": -0.4, "policy/entropy_norm": 0.2}), 1, facts={**FACTS, "total_steps": 1000 * 512}
+    ),
+    "policy/entropy_explosion": Case(set_to({"policy/entropy_norm": 0.999, "policy/kl": 1e-6}), 9),
+    "policy/action_shift": Case(set_to({"policy/action_shift_js": 0.4})),
+    "policy/wrong_direction": Case(set_to({"policy/surrogate_gain": -0.03})),
+    "policy/dead_head": Case(set_to({"grad/head/op/norm": 0.0}), 2),
+    "value/fit_collapse": Case(
+        both(set_to({"value/r2": -1.0, "value/explained_variance": -0.9}), multiplied({"loss/value": 5})), 1
+    ),
+    "value/loss_jump": Case(multiplied({"loss/value": 1000})),
+    "value/bias": Case(set_to({"value/bias": 6.0, "value/bias_over_std": 3.0}), 9),
+    "seed/explode": Case(set_to({"seed/exploding": 0.9})),
+    "seed/vanish": Case(set_to({"seed/vanishing": 0.9}), 1),
+    "seed/dormant": Case(set_to({"seed/cause/dormant": 0.5, "seed/cause/disconnected": 0.4}), 2),
+    "seed/stalled": Case(set_to({"seed/gate/g2/pass_frac": None}), 4),
+    "seed/reward_hacking": Case(set_to({"env/score": 0.5, "episode/return_mean": 6.0}), 4),
+    "task/no_episodes": Case(set_to({"episode/count": 0.0}), 25),
+    "task/return_drop": Case(set_to({"episode/return_mean_100": -4.0}), 9),
+    "telemetry/missing_metric": Case(set_to({"policy/kl": None}), 4),
+    "telemetry/overhead": Case(set_to({"perf/telemetry_frac": 0.9}), 10),
+    "telemetry/delivery": Case(errors, 4),
+}
+
+
+def case_records(kind: str) -> list[Any]:
+    """Records of a case; what is to be lost must have been learned before."""
+    case = CASES[kind]
+    made = run(case.updates, case.spoil, since=SINCE)
+    if kind == "task/return_drop":
+        key = "episode/return_mean_100"
+        for update in range(SINCE - 1):
+            made[update] = replace(made[update], values={**made[update].values, key: 0.1 * update})
+    return made
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_what_goes_wrong_is_told_in_time(kind: str) -> None:
+    case = CASES[kind]
+
+    found = raised(judged(case_records(kind), case.facts, case.thresholds))
+
+    assert kind in found
+    assert SINCE <= found[kind] <= SINCE + case.lag
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_it_is_told_with_numbers_evidence_and_what_to_try(kind: str) -> None:
+    case = CASES[kind]
+    (first, *_) = [
+        alarm for alarm in alarms(judged(case_records(kind), case.facts, case.thresholds)) if alarm.type == kind
+    ]
+
+    assert first.event is AlarmEvent.RAISE
+    assert first.text.startswith(f"Since update {first.since}, ") and "Try: " in first.text
+    assert first.incident >= 1 and first.cause
+    assert 0 < len(first.evidence["values"]) <= 24 or kind == "telemetry/missing_metric"
+    assert first.level is AlarmLevel.of(first.severity)
+
+
+def test_every_rule_has_a_case_and_every_type_a_rule() -> None:
+    """Storms are no rule: they are what becomes of many alarms. An exception is no record: `test_failures.py`."""
+    types = {rule.type for rule in RULES}
+
+    assert types == set(CASES) | {RUN_FAILED}
+    assert {alarm.type for alarm in ALARMS} - types == {"telemetry/storm"}
+
+
+def test_a_healthy_run_raises_nothing_and_leaves_no_question_open() -> None:
+    verdicts = judged(run(200))
+
+    assert alarms(verdicts) == []
+    assert {name for verdict in verdicts for name, _ in verdict.events} <= {"task/plateau"}
+    assert {verdict.values["alarm/active"] for verdict in verdicts} == {0.0}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.type)
+def test_every_rule_says_who_says_so(rule: Any) -> None:
+    assert rule.source and (rule.inputs or rule.type in ("telemetry/missing_metric", RUN_FAILED))

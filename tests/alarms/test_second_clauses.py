@@ -1,0 +1,205 @@
+"""What tells a fault where the first sign of it is missing, and what must not be taken for it."""
+
+from __future__ import annotations
+
+from healthy_run import FACTS, Values, alarms, both, judged, multiplied, raised, run, set_to
+
+from esper_telemetry.alarms import Detectors
+from esper_telemetry.core.record import AlarmEvent
+
+SINCE = 30
+
+
+def test_returns_of_another_scale_tell_what_rewards_do_not() -> None:
+    """A factor behind the place where rewards are measured."""
+    behind = multiplied({"ret/mean": 1e4, "ret/std": 1e4})
+
+    assert raised(judged(run(40, behind))) == {"value/scale_shift": SINCE}
+
+
+def test_a_spread_of_returns_alone_is_no_change_of_scale() -> None:
+    """A policy that fails again after long has returns that differ, with nearly the same mean."""
+    assert "value/scale_shift" not in raised(judged(run(40, multiplied({"ret/std": 1e3}))))
+
+
+def test_rewards_that_shrink_because_the_worst_are_avoided_are_no_change_of_scale() -> None:
+    assert "value/scale_shift" not in raised(judged(run(40, multiplied({"reward/absmax": 0.2, "reward/mean": 0.1}))))
+
+
+def test_a_normaliser_that_cuts_is_told_at_once() -> None:
+    assert raised(judged(run(40, set_to({"norm/obs/clip_frac": 0.15})))) == {"norm/drift": SINCE}
+
+
+def test_an_actor_that_epsilon_swallows_is_starved_from_the_start() -> None:
+    """Its clipped gradient is below Adam's epsilon: there is no history in which it was not."""
+    starved = {"grad/interference/actor_effective": 1e-6, "grad/interference/critic_share": 0.9999}
+
+    assert raised(judged(run(5, set_to(starved), since=1)))["grad/actor_starved"] == 2
+    assert raised(judged(run(5, set_to({**starved, "grad/interference/actor_effective": 1e-4}), since=1))) == {}
+
+
+def test_a_learning_rate_that_swings_is_an_oscillation() -> None:
+    """Between a tenth and ten times its value, every six updates: at the third swing."""
+
+    def swing(found: Values, ago: int) -> None:
+        found["opt/lr"] *= (10, 10, 1, 0.1, 0.1, 1)[ago % 6]
+
+    assert SINCE + 6 <= raised(judged(run(60, swing)))["grad/oscillation"] <= SINCE + 10
+
+
+def test_a_learning_rate_that_restarts_is_a_schedule() -> None:
+    """A cosine of twenty updates, again and again."""
+
+    def restart(found: Values, ago: int) -> None:
+        found["opt/lr"] *= 0.05 + 0.95 * (1 - ago % 20 / 20)
+
+    assert alarms(judged(run(150, restart, since=1))) == []
+
+
+def test_a_learning_rate_that_creeps_up_is_a_drift() -> None:
+    """By 3 % per update, from the rate that was set: 1.16 times as much after five."""
+
+    def creep(found: Values, ago: int) -> None:
+        found["opt/lr"] *= 1.03 ** (ago + 1)
+
+    verdicts = judged(run(60, creep), {**FACTS, "learning_rate": 2.5e-3})
+
+    assert raised(verdicts) == {"grad/drift": SINCE + 8}
+    assert raised(judged(run(60, creep), {**FACTS, "learning_rate": 2.5e-3, "desired_kl": 0.01})) == {}
+
+
+def test_a_critic_that_learned_fast_is_judged_by_its_last_losses_when_rewards_grow() -> None:
+    """Its losses span three decades, so that 40 is not unusual; but 0.1 is what they are lately, and rewards are four times as large."""
+
+    def fast(found: Values, ago: int) -> None:
+        found["loss/value"] = max(0.1, 100 * 0.7**ago)
+        if ago >= 29:
+            found.update({"loss/value": 40.0, "reward/absmax": 5.2})
+
+    assert raised(judged(run(40, fast, since=1))) == {"value/loss_jump": 30}
+
+
+def test_a_policy_that_a_dominant_critic_carries_along_goes_in_no_direction_of_its_own() -> None:
+    carried = set_to({"policy/surrogate_gain": -0.02, "grad/interference/critic_share": 0.9999})
+
+    assert "policy/wrong_direction" not in raised(judged(run(40, carried)))
+
+
+def test_a_schedule_may_begin_at_nothing() -> None:
+    """The first update of a linear warm-up; a rate that stays 0 is a mistake."""
+
+    def warm(found: Values, ago: int) -> None:
+        found["opt/lr"] *= min(1.0, ago / 10)
+
+    assert alarms(judged(run(40, warm, since=1))) == []
+    assert raised(judged(run(40, set_to({"opt/lr": 0.0}), since=1))) == {"opt/stalled_weights": 6}
+
+
+def test_what_is_not_finite_is_named_where_it_came_from() -> None:
+    spoiled = set_to({"numerics/nonfinite": 9.0, "grad/global/norm_preclip_nonfinite": 4.0, "reward/nonfinite": 1.0})
+
+    (alarm,) = alarms(judged(run(30, spoiled)))
+
+    assert alarm.text.startswith(
+        "Since update 30, 9 numbers are NaN or infinite, among them in reward/nonfinite, grad/global"
+    )
+
+
+def test_unlikely_actions_round_more() -> None:
+    """At a log-probability of -20, rounding of 4e-5 is to be expected."""
+    unlikely = set_to({"integrity/ratio_init": 3e-5, "policy/logp/min": -20.0})
+
+    assert alarms(judged(run(40, unlikely))) == []
+
+
+def test_advantages_that_are_a_little_off_for_long_are_told() -> None:
+    """As where rows are left out of the update: 0.03 for five updates, where rounding leaves 0.0005."""
+    off = set_to({"integrity/adv_norm": 0.03})
+
+    assert raised(judged(run(40, off), {**FACTS, "normalize_minibatches": False})) == {"integrity/adv_norm": SINCE + 1}
+    assert raised(judged(run(40, off), {**FACTS, "normalize_minibatches": True})) == {}
+
+
+def test_gates_that_were_found_open_stay_so_until_they_are_looked_at_again() -> None:
+    """Looked at in every tenth update: open at the first look, as usual at the second."""
+
+    def sometimes(found: Values, ago: int) -> None:
+        found["lstm/gate/f/sat_hi"] = 0.99 if ago < 10 else 0.2
+        if ago % 10:
+            del found["lstm/gate/f/sat_hi"]
+
+    told = [(alarm.event, alarm.axes.update) for alarm in alarms(judged(run(60, sometimes)))]
+
+    assert told == [(AlarmEvent.RAISE, SINCE), (AlarmEvent.CLEAR, SINCE + 12)]
+
+
+def test_a_small_cell_state_is_no_shut_gate_where_gates_were_just_seen_open() -> None:
+    """Cell states that are never larger than one step can write: without a look at the gates they say so, with one they do not."""
+
+    def small(found: Values, ago: int) -> None:
+        found.update({"lstm/c/absmax": 0.9, "lstm/c/rms": 0.8, "lstm/gate/f/sat_lo": 0.0, "lstm/timescale/median": 4.0})
+
+    def unseen(found: Values, ago: int) -> None:
+        small(found, ago)
+        del found["lstm/gate/f/sat_lo"], found["lstm/timescale/median"]
+
+    def never(found: Values, _: int) -> None:
+        found.pop("lstm/gate/f/sat_lo", None)
+
+    assert "lstm/forget_closed" not in raised(judged(run(40, small)))
+    blind = [*run(SINCE - 1, never, since=1), *run(40, unseen)[SINCE - 1 :]]
+    assert raised(judged(blind))["lstm/forget_closed"] == SINCE + 1
+
+
+def test_a_forget_gate_that_stays_open_shows_in_the_cell_state_before_gates_are_looked_at() -> None:
+    """Twice as large within an update, and growing with age; the same growth reached slowly is learning."""
+    opened = both(multiplied({"lstm/c/rms": 2}), set_to({"lstm/c_growth": 1.6, "lstm/gate/f/sat_hi": None}))
+
+    def slowly(found: Values, ago: int) -> None:
+        found["lstm/c/rms"] *= min(2.0, 1.05**ago)
+        found["lstm/c_growth"] = 1.6
+        found.pop("lstm/gate/f/sat_hi")
+
+    assert raised(judged(run(40, opened)))["lstm/forget_open"] == SINCE
+    assert "lstm/forget_open" not in raised(judged(run(60, slowly)))
+
+
+def test_what_a_look_at_the_gates_has_refuted_is_not_inferred_again() -> None:
+    """Cell states that double now and then over long episodes, with gates that are found in use at every tenth update."""
+
+    def bursts(found: Values, ago: int) -> None:
+        if ago % 10:
+            del found["lstm/gate/f/sat_hi"]
+        if ago % 10 in (5, 6):
+            found["lstm/c/rms"] *= 2 + ago / 10
+            found["lstm/c_growth"] = 1.6
+
+    told = [alarm for alarm in alarms(judged(run(90, bursts))) if alarm.type == "lstm/forget_open"]
+
+    assert [(alarm.event, alarm.axes.update) for alarm in told if alarm.event is AlarmEvent.RAISE] == [
+        (AlarmEvent.RAISE, SINCE + 5)
+    ]
+
+
+def test_a_cell_state_about_its_bound_is_one_alarm() -> None:
+    """Between 40 and 60, where 50 is the bound: it is on until the state has become much smaller."""
+
+    def swing(found: Values, ago: int) -> None:
+        found["lstm/c/absmax"] = 40.0 + 20.0 * (ago % 2)
+
+    told = [alarm for alarm in alarms(judged(run(60, swing))) if alarm.type == "lstm/cell_drift"]
+
+    assert [alarm.event for alarm in told] == [AlarmEvent.RAISE]
+
+
+def test_a_normaliser_settles_again_after_what_was_changed_on_purpose() -> None:
+    """Rewards that were rescaled at update 50 move their normaliser for thirty updates more."""
+    detectors = Detectors({**FACTS, "total_steps": None})
+    found = []
+    for record in run(85, set_to({"norm/ret/drift": 1.0}), since=51):
+        if record.seq == 51:
+            detectors.intervention()
+        found.append(detectors.step(record))
+
+    assert "norm/drift" not in raised(found)
+    assert raised(judged(run(85, set_to({"norm/ret/drift": 1.0}), since=51)))["norm/drift"] == 60

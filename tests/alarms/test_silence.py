@@ -1,0 +1,244 @@
+"""What looks wrong and is not: each rule beside the healthy run that it must not misjudge."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from healthy_run import FACTS, Values, alarms, both, judged, multiplied, raised, run, set_to
+
+from esper_telemetry.core.record import AlarmLevel
+
+SINCE = 30
+
+
+def test_a_learning_rate_that_is_annealed_to_nothing_is_no_stall() -> None:
+    """KL falls with the square of the rate, to 1e-8 in the last updates."""
+
+    def anneal(found: Values, ago: int) -> None:
+        share = max(0.0, 1 - ago / 69)
+        found["opt/lr"] *= share
+        found["opt/update_to_weight"] *= share
+        found["opt/update_to_weight/encoder_weight"] *= share
+        found["policy/kl"] *= share**2
+        found["policy/kl_max"] *= share**2
+
+    assert alarms(judged(run(100, anneal))) == []
+
+
+def test_a_solved_task_with_little_entropy_is_no_collapse() -> None:
+    """The policy is sure in every state, and does different things in different states."""
+    solved = set_to({"policy/entropy_norm": 0.04, "policy/entropy_marginal_norm": 0.97})
+
+    assert alarms(judged(run(100, solved))) == []
+
+
+def test_a_constant_reward_per_step_is_no_fault() -> None:
+    """As in tasks that are about surviving: 1 per step from the first step on."""
+    lives = set_to({"reward/std": 0.0, "reward/mean": 1.0, "reward/absmax": 1.0})
+
+    assert alarms(judged(run(100, lives, since=1))) == []
+
+
+def test_a_rare_reward_may_stay_away_for_as_long_as_it_did_before() -> None:
+    def rare(found: Values, ago: int) -> None:
+        if ago % 8:
+            found.update({"reward/std": 0.0, "reward/mean": 0.0, "reward/absmax": 0.0})
+
+    assert "reward/constant" not in raised(judged(run(100, rare, since=1)))
+
+
+def test_a_first_success_is_no_change_of_scale() -> None:
+    """Where a cost of 0.1 per step was all there was, a reward of 100 turns the mean's sign."""
+
+    def success(found: Values, ago: int) -> None:
+        paid = ago >= 50
+        found.update({"reward/absmax": 100.0 if paid else 0.1, "reward/mean": 0.3 if paid else -0.03})
+
+    assert "value/scale_shift" not in raised(judged(run(100, success, since=1)))
+
+
+def test_an_explained_variance_that_falls_because_returns_became_equal_is_no_fault() -> None:
+    equal = both(
+        set_to({"value/r2": -2.0, "value/explained_variance": -1.0}), multiplied({"ret/std": 0.1, "loss/value": 0.05})
+    )
+
+    assert "value/fit_collapse" not in raised(judged(run(100, equal)))
+
+
+@pytest.mark.parametrize(("precision", "told"), [("fp32", True), ("bf16", False)])
+def test_the_precision_decides_what_is_rounding(precision: str, told: bool) -> None:
+    mismatch = set_to({"integrity/ratio_init": 5e-3})
+
+    assert ("integrity/ratio_init" in raised(judged(run(40, mismatch), {**FACTS, "precision": precision}))) is told
+
+
+def test_a_mismatch_between_the_bounds_warns_and_raises_no_level() -> None:
+    verdicts = judged(run(40, set_to({"integrity/ratio_init": 1e-4})))
+
+    (alarm,) = alarms(verdicts)
+    assert alarm.level is AlarmLevel.WARN
+    assert {verdict.remaining for verdict in verdicts} == {0}
+
+
+def test_narrow_gaussians_round_more() -> None:
+    narrow = set_to({"integrity/ratio_init": 5e-4, "policy/head/op/std/min": 0.01})
+
+    assert alarms(judged(run(40, narrow))) == []
+
+
+def test_an_episode_that_ends_with_the_rollout_is_reset_in_the_next() -> None:
+    """Every second rollout all episodes end at its last step, and the next one begins with zeros."""
+
+    def together(found: Values, ago: int) -> None:
+        found.update({"episode/count": 16.0 * (ago % 2), "lstm/reset_rate": 0.5 - 0.5 * (ago % 2)})
+
+    assert alarms(judged(run(60, together, since=1))) == []
+
+
+def test_resets_that_are_missing_for_two_rollouts_are_a_fault() -> None:
+    few = set_to({"episode/count": 2.0, "lstm/reset_rate": 0.0})
+
+    assert raised(judged(run(60, few)))["lstm/reset_missing"] == SINCE + 1
+
+
+def test_a_forget_gate_that_shuts_shows_in_the_cell_state_before_gates_are_looked_at() -> None:
+    """A cell that keeps nothing holds what one step writes, at most 1."""
+    shut = both(
+        multiplied({"lstm/c/rms": 0.2}),
+        set_to({"lstm/c/absmax": 0.98, "lstm/c_growth": -0.4, "lstm/gate/f/sat_lo": None}),
+    )
+
+    assert raised(judged(run(40, shut)))["lstm/forget_closed"] == SINCE
+
+
+def test_a_learning_rate_that_was_raised_shows_before_weights_are_looked_at() -> None:
+    sampled = set_to({"opt/update_to_weight": None, "opt/lr": 0.25})
+
+    assert raised(judged(run(40, sampled)))["opt/update_too_large"] == SINCE
+
+
+@pytest.mark.parametrize(("rate", "told"), [(0.025, True), (0.0025, False)])
+def test_a_learning_rate_that_jumps_above_what_was_set_is_no_schedule(rate: float, told: bool) -> None:
+    """Small networks bear a raised rate for a while; restarts of a schedule come back to the rate that was set."""
+    jump = set_to({"opt/update_to_weight": None, "opt/lr": rate})
+    found = judged(run(40, jump), {**FACTS, "learning_rate": 0.0025})
+
+    assert ("opt/update_too_large" in raised(found)) == told
+
+
+def test_a_critic_that_was_never_right_learns_slowly_and_is_not_biased() -> None:
+    wrong = set_to({"value/bias_over_std": 3.0, "value/bias": 30.0, "ret/mean": 10.0, "ret/std": 10.0})
+
+    assert "value/bias" not in raised(judged(run(90, wrong)[SINCE:]))
+    assert "value/bias" in raised(judged(run(60, wrong)))
+
+
+@pytest.mark.parametrize(("moved", "told"), [(0.3, True), (0.1, False)])
+def test_a_kl_that_a_few_rare_actions_make_up_is_no_spike(moved: float, told: bool) -> None:
+    """0.15 nats twice: with a third of the samples outside of the trust region, or with a tenth."""
+    far = set_to({"policy/kl": 0.15, "policy/clip_frac": moved})
+
+    assert ("policy/kl_spike" in raised(judged(run(40, far)))) is told
+
+
+def test_a_kl_that_is_large_enough_is_a_spike_whoever_makes_it_up() -> None:
+    assert raised(judged(run(40, set_to({"policy/kl": 1.5}))))["policy/kl_spike"] == SINCE
+
+
+@pytest.mark.parametrize(("spread", "told"), [(4.0, True), (1.7, False)])
+def test_one_sample_that_owns_a_minibatch_is_no_explosion(spread: float, told: bool) -> None:
+    """Five per cent of a minibatch's samples are left: one ratio of 40 does that, and the 99th percentile knows of no other."""
+    owned = set_to({"policy/ess_frac_min": 0.05, "policy/ratio/max": 40.0, "policy/ratio/p99": spread})
+
+    assert ("policy/ratio_explosion" in raised(judged(run(40, owned)))) is told
+
+
+@pytest.mark.parametrize(("age", "told"), [(499.0, False), (99.0, True)])
+def test_a_unit_that_counts_the_steps_of_long_episodes_is_no_drift(age: float, told: bool) -> None:
+    """A cell state of 60 in episodes of 500 steps, and of 100, where it can hardly become larger."""
+    counting = set_to({"lstm/c/absmax": 60.0, "lstm/age/max": age})
+
+    assert ("lstm/cell_drift" in raised(judged(run(40, counting)))) is told
+
+
+def test_a_memory_that_is_used_less_and_less_is_no_shut_gate() -> None:
+    """Cell states that shrink by a twentieth per update, to less than a step can write, without a look at the gates."""
+
+    def fade(found: Values, ago: int) -> None:
+        found["lstm/c/rms"] *= 0.95**ago
+        found["lstm/c/absmax"] = max(0.7, 6.0 * 0.95**ago)
+        del found["lstm/gate/f/sat_lo"], found["lstm/timescale/median"]
+
+    assert "lstm/forget_closed" not in raised(judged(run(100, fade, since=1)))
+
+
+@pytest.mark.parametrize(("spread", "told"), [(0.02, True), (0.3, False)])
+def test_a_cell_state_that_comes_and_goes_in_bursts_does_not_add_up(spread: float, told: bool) -> None:
+    """Twice as large from one update to the next, growing with age: news for a steady state, and none for one that varies as much."""
+
+    def vary(found: Values, update: int) -> None:
+        found["lstm/c/rms"] = 2.0 * 10 ** (spread * ((update % 5) / 2 - 1))
+        del found["lstm/gate/f/sat_hi"]
+
+    def opened(found: Values, ago: int) -> None:
+        vary(found, ago)
+        found.update({"lstm/c/rms": 2.1 * 10**spread * 1.6, "lstm/c_growth": 1.6})
+
+    records = [*run(SINCE, vary, since=1), *run(40, opened, since=SINCE + 1)[SINCE:]]
+    assert ("lstm/forget_open" in raised(judged(records))) is told
+
+
+@pytest.mark.parametrize(("looks", "told"), [(1, False), (2, True)])
+def test_gradients_that_outgrow_their_memory_once_are_no_spike(looks: int, told: bool) -> None:
+    def outgrow(found: Values, ago: int) -> None:
+        found["opt/stable_rms"] = 12.0 if ago < looks else 1.2
+
+    assert ("opt/rms_spike" in raised(judged(run(40, outgrow)))) is told
+
+
+def test_a_critic_that_has_nothing_left_to_learn_may_lose_its_gradient() -> None:
+    """Its error falls by a fifth of a decade per update, to a millionth of a millionth, and its gradient with the root of it, and a bit."""
+
+    def solved(found: Values, ago: int) -> None:
+        found["loss/value"] *= 10 ** (-0.2 * min(ago, 60))
+        found["grad/layer/value_weight/norm"] *= 10 ** (-0.13 * min(ago, 60))
+
+    assert "grad/vanish" not in raised(judged(run(160, solved)))
+
+
+def test_records_that_are_missing_make_no_further_passes() -> None:
+    """Of a journal that holds every sixteenth update only from update 40 on, between two records lie sixteen times the steps."""
+    sparse = [
+        found for found in run(200, multiplied({"policy/kl": 4}), since=40) if found.seq < 40 or found.seq % 16 == 0
+    ]
+
+    assert "policy/kl_spike" not in raised(judged(sparse))
+
+
+@pytest.mark.parametrize(("rows", "told"), [(8, False), (512, True)])
+def test_few_rows_are_normalised_as_well_as_they_can_be(rows: int, told: bool) -> None:
+    """Divided by the unbiased standard deviation, eight rows keep one of 0.935."""
+    few = [
+        replace(found, axes=replace(found.axes, env_step=found.seq * rows))
+        for found in run(40, set_to({"integrity/adv_norm": 0.0323, "adv/norm/std": 0.935}), since=1)
+    ]
+
+    assert ("integrity/adv_norm" in raised(judged(few, {**FACTS, "normalize_minibatches": False}))) is told
+
+
+@pytest.mark.parametrize(("steps", "told"), [(1, False), (2, True)])
+def test_a_rollout_of_one_step_shows_a_reset_one_rollout_later(steps: int, told: bool) -> None:
+    """An episode ends in update 30, 31 is the step in which its environment begins anew, and in 32 its memory does."""
+
+    def one(found: Values, ago: int) -> None:
+        found.update({"episode/count": float(ago == 0), "lstm/reset_rate": 0.125 * (ago == 2)})
+
+    assert ("lstm/reset_missing" in raised(judged(run(40, one), {**FACTS, "num_steps": steps}))) is told
+
+
+def test_updates_that_hardly_move_the_policy_have_no_direction() -> None:
+    """Ratios spread by 0.005: whatever sign the gain has, nothing becomes rarer."""
+    still = set_to({"policy/surrogate_gain": -0.0015, "policy/ratio/std": 0.005})
+
+    assert "policy/wrong_direction" not in raised(judged(run(40, still)))

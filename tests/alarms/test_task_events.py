@@ -1,0 +1,51 @@
+"""How the task goes: information, told once, not before there is something to tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from healthy_run import BATCH, FACTS, judged, record, values
+
+from esper_telemetry.alarms import Verdict
+
+
+def returns(curve: Callable[[int], float], updates: int = 200) -> list[Verdict]:
+    """Verdicts of a run of 200 updates with this return per update."""
+    made = [
+        record(update, {**values(update), "episode/return_mean": curve(update), "episode/return_mean_100": 5.0})
+        for update in range(1, updates + 1)
+    ]
+    return judged(made, {**FACTS, "total_steps": 200 * BATCH})
+
+
+def told(verdicts: Iterable[Verdict]) -> list[tuple[str, Mapping[str, Any]]]:
+    return [event for verdict in verdicts for event in verdict.events]
+
+
+def test_a_return_that_rises_and_then_stands_still() -> None:
+    """From 0 to 100 in the first half."""
+    found = told(returns(lambda update: float(min(update, 100))))
+
+    assert [(name, data["update"]) for name, data in found] == [("task/improvement", 20), ("task/plateau", 150)]
+    assert found[1][1]["text"] == (
+        "the return has stood still at 100 for about 50 updates, 100 % of the way from its lowest to its highest"
+    )
+
+
+def test_a_return_that_falls() -> None:
+    found = told(returns(lambda update: 50.0 if update < 100 else 10.0))
+
+    assert [name for name, _ in found] == ["task/plateau", "task/degradation", "task/plateau"]
+    assert found[1][1]["text"] == "the return falls: 10 after 46"
+
+
+def test_nothing_in_the_first_tenth_of_a_run() -> None:
+    """Twenty updates of two hundred."""
+    assert told(returns(lambda update: float(update), 19)) == []
+
+
+def test_noise_is_neither() -> None:
+    found = told(returns(lambda update: 5.0 + (update * 7919 % 13) / 13))
+
+    assert {name for name, _ in found} == {"task/plateau"}

@@ -1,0 +1,107 @@
+"""Bounds are data: each can be named, changed and scaled, and a wrong name is a sentence."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from healthy_run import FACTS, alarms, judged, raised, run, set_to
+
+from esper_telemetry import Telemetry, read_run
+from esper_telemetry.alarms import Thresholds, diagnose
+from esper_telemetry.alarms.thresholds import MEANINGS, NAMES
+
+
+def test_a_bound_is_changed_by_name() -> None:
+    changed = Thresholds.parse(["kl_spike_high=0.5", "storm = 3"])
+
+    assert (changed.kl_spike_high, changed.storm) == (0.5, 3.0)
+    assert changed.kl_spike_low == Thresholds().kl_spike_low
+
+
+def test_changed_bounds_decide() -> None:
+    records = run(40, set_to({"policy/kl": 0.05, "policy/clip_frac": 0.3}))
+
+    assert alarms(judged(records)) == []
+    assert raised(judged(records, thresholds=Thresholds.parse(["kl_spike_high=0.05"]))) == {"policy/kl_spike": 31}
+
+
+def test_types_are_switched_by_name() -> None:
+    changed = Thresholds.parse(["grad/noise_dominated=on", "policy/kl_spike=off"])
+
+    assert changed.off == {"policy/kl_spike"}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("kl_spke_high=1", "there is no threshold 'kl_spke_high'; did you mean kl_spike_high"),
+        ("kl_spike_high", "a threshold is given as NAME=VALUE, got 'kl_spike_high'"),
+        ("kl_spike_high=much", "threshold kl_spike_high must be a finite number, got 'much'"),
+        ("kl_spike_high=nan", "threshold kl_spike_high must be a finite number, got 'nan'"),
+        ("policy/kl_spike=1", "alarm policy/kl_spike can be set to on or off, got '1'"),
+        ("zzz=1", "there is no threshold 'zzz'"),
+    ],
+)
+def test_a_mistake_is_one_sentence_with_the_offending_text(text: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        Thresholds.parse([text])
+
+
+def test_a_multiplier_makes_all_bounds_more_lenient_or_stricter() -> None:
+    """Twice as lenient: upper bounds double, lower bounds halve, counts stay."""
+    lenient = Thresholds().scaled(2.0)
+
+    assert (lenient.kl_spike_low, lenient.entropy_collapse, lenient.storm) == (0.06, 0.05, 20)
+    assert lenient.scaled(0.5) == Thresholds()
+
+
+@pytest.mark.parametrize("kappa", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_multiplier_is_positive(kappa: float) -> None:
+    with pytest.raises(ValueError, match=f"kappa must be positive and finite, got {kappa}"):
+        Thresholds().scaled(kappa)
+
+
+def test_the_multiplier_moves_detectors_between_silence_and_alarm() -> None:
+    records = run(40, set_to({"policy/kl": 0.2, "policy/clip_frac": 0.4}))
+    found = [len(raised(judged(records, thresholds=Thresholds().scaled(kappa)))) for kappa in (4.0, 1.0, 0.25)]
+
+    assert found[0] == 0 and found[0] < found[1] <= found[2]
+
+
+def test_every_bound_has_a_meaning() -> None:
+    assert set(MEANINGS) == set(NAMES)
+    assert all(MEANINGS.values())
+
+
+def test_a_run_tells_its_own_thresholds_and_is_judged_by_them() -> None:
+    """What differs travels as plain data; a name of another version is passed over."""
+    strict = Thresholds.parse(["kl_spike_high=0.05", "grad/noise_dominated=on", "policy/kl_stall=off"])
+    told = {"thresholds": {**strict.changes(), "of_another_version": 3.0, "storm": "many"}}
+
+    assert strict.changes() == {"kl_spike_high": 0.05, "grad/noise_dominated": "on", "policy/kl_stall": "off"}
+    assert Thresholds.of(told) == strict
+    assert Thresholds.of({}) == Thresholds.of({"thresholds": 7}) == Thresholds()
+    assert Thresholds.parse(["storm=3"], strict).kl_spike_high == 0.05
+
+
+def test_diagnosis_says_what_was_said_live_under_thresholds_of_the_run(tmp_path: Path) -> None:
+    """The journal carries the bound; without it a KL of 0.05 is nothing."""
+    strict = Thresholds.parse(["kl_spike_low=1e-9", "kl_spike_high=1e-8"])
+    records = run(40, set_to({"policy/kl": 0.05}))
+    with Telemetry(run_dir=tmp_path / "run", detect=strict, offload=False) as telemetry:
+        telemetry.start(facts=FACTS)
+        telemetry.flush(env_step=1)
+    facts = read_run(tmp_path / "run").info.facts
+
+    assert facts["thresholds"] == {"kl_spike_low": 1e-9, "kl_spike_high": 1e-8}
+    assert {story.cause for story in diagnose(facts, records).incidents} == {"policy/kl_spike"}
+    assert diagnose(FACTS, records).incidents == ()
+
+
+def test_usual_thresholds_need_no_fact(tmp_path: Path) -> None:
+    with Telemetry(run_dir=tmp_path / "run", offload=False) as telemetry:
+        telemetry.flush(env_step=1)
+
+    assert "thresholds" not in read_run(tmp_path / "run").info.facts

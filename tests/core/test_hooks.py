@@ -1,0 +1,72 @@
+"""Hooks are keyed by the type of the event."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from esper_telemetry.events import Hooks
+
+
+@dataclass(frozen=True)
+class Ping:
+    number: int
+
+
+@dataclass(frozen=True)
+class LoudPing(Ping):
+    pass
+
+
+def test_hooks_receive_events_of_exactly_their_type_in_order() -> None:
+    hooks = Hooks()
+    heard: list[str] = []
+    hooks.on(Ping, lambda event: heard.append(f"first {event.number}"))
+    hooks.on(Ping, lambda event: heard.append(f"second {event.number}"))
+    hooks.on(LoudPing, lambda event: heard.append("loud"))
+
+    hooks.emit(Ping(1))
+
+    assert heard == ["first 1", "second 1"]
+
+
+def test_a_removed_hook_hears_nothing_and_may_be_removed_twice() -> None:
+    hooks = Hooks()
+    heard: list[Ping] = []
+    remove = hooks.on(Ping, heard.append)
+    remove()
+    remove()
+
+    hooks.emit(Ping(1))
+
+    assert heard == []
+    assert not hooks.wants(Ping)
+
+
+def test_a_hook_may_remove_itself_while_it_runs() -> None:
+    hooks = Hooks()
+    heard: list[int] = []
+
+    def once(event: Ping) -> None:
+        heard.append(event.number)
+        remove()
+
+    remove = hooks.on(Ping, once)
+    hooks.on(Ping, lambda event: heard.append(-event.number))
+    hooks.emit(Ping(1))
+    hooks.emit(Ping(2))
+
+    assert heard == [1, -1, -2]
+
+
+def test_hooks_that_ask_to_be_last_are_called_after_those_that_come_later() -> None:
+    hooks = Hooks()
+    heard: list[str] = []
+    remove = hooks.on(Ping, lambda event: heard.append("last"), last=True)
+    assert hooks.wants(Ping)
+    hooks.on(Ping, lambda event: heard.append("first"))
+
+    hooks.emit(Ping(1))
+    remove()
+    hooks.emit(Ping(2))
+
+    assert heard == ["first", "last", "first"]

@@ -1,0 +1,126 @@
+"""Masks, entropy, gradient norms and clipping, against torch's own and against numbers worked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from esper_telemetry.core import tensors as ops
+
+
+def gradients(scale: float, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [(scale * torch.randn(*shape, generator=generator)).to(dtype) for shape in ((64, 4), (64,), (64, 64), (1,))]
+
+
+def clipped_by_torch(tensors: list[Tensor], max_norm: float) -> list[Tensor]:
+    parameters = [torch.nn.Parameter(torch.zeros_like(tensor)) for tensor in tensors]
+    for parameter, tensor in zip(parameters, tensors, strict=True):
+        parameter.grad = tensor.clone()
+    torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def clipped_by_ops(tensors: list[Tensor], max_norm: float) -> list[Tensor]:
+    tensors = [tensor.clone() for tensor in tensors]
+    ops.clip_gradients(tensors, ops.gradient_norms(tensors), max_norm)
+    return tensors
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-3, 0.008, 1.0, 1e6])
+@pytest.mark.parametrize("zero", [False, True])
+def test_clipping_equals_torch_bit_for_bit(scale: float, zero: bool) -> None:
+    """Below and above the limit of 0.5, and where one gradient is exactly zero."""
+    tensors = gradients(scale)
+    if zero:
+        tensors[1].zero_()
+
+    ours, theirs = clipped_by_ops(tensors, 0.5), clipped_by_torch(tensors, 0.5)
+
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_norm_at_the_limit_still_clips() -> None:
+    """3-4-5: the coefficient is 5 / (5 + 1e-6), which float32 rounds to 1 - 2.4e-7 or so."""
+    assert ops.clip_coefficient(torch.tensor(5.0), 5.0) < 1
+
+
+@given(norm=st.floats(0, width=32), limit=st.floats(0, 1e300) | st.just(math.inf))
+@example(norm=math.nan, limit=0.5)
+@example(norm=math.inf, limit=math.inf)
+def test_the_factor_on_the_host_is_that_of_torch_to_the_last_bit(norm: float, limit: float) -> None:
+    found, wanted = ops.clip_factor(norm, limit), ops.clip_coefficient(torch.tensor(norm), limit).item()
+
+    assert found == wanted or (math.isnan(found) and math.isnan(wanted))
+
+
+def test_norms_neither_overflow_nor_underflow() -> None:
+    """(1e20, 1e20) has norm 1.414e20 though its squares leave float32; 1e-25 squared leaves it at the other end."""
+    norms = ops.gradient_norms([torch.tensor([1e20, 1e20]), torch.tensor([1e-25]), torch.tensor([0.0])])
+
+    assert norms.dtype == torch.float64
+    assert torch.allclose(norms, torch.tensor([2**0.5 * 1e20, 1e-25, 0.0], dtype=torch.float64), rtol=1e-6, atol=0)
+
+
+def test_gradients_that_overflow_float32_are_scaled_and_not_erased() -> None:
+    clipped = clipped_by_ops([torch.tensor([3e20, 4e20])], 5.0)
+
+    assert torch.allclose(clipped[0], torch.tensor([3.0, 4.0]))
+
+
+def test_norms_of_half_precision_are_taken_in_single() -> None:
+    """Four entries of 60000 overflow float16 when squared; their norm is 120000."""
+    norms = ops.gradient_norms([torch.full((4,), 60000.0, dtype=torch.float16)])
+
+    assert norms.dtype == torch.float32 and norms.item() == 120000
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_gradients_are_clipped_in_place(dtype: torch.dtype) -> None:
+    tensors = gradients(1.0, dtype)
+
+    ops.clip_gradients(tensors, ops.gradient_norms(tensors), 0.5)
+
+    assert tensors[0].dtype == dtype
+    assert ops.total_norm(ops.gradient_norms(tensors)).item() == pytest.approx(0.5, rel=1e-2)
+
+
+def test_non_finite_entries_show_in_the_norm_of_their_tensor_alone() -> None:
+    norms = ops.gradient_norms([torch.tensor([1.0, math.nan]), torch.tensor([3.0, 4.0]), torch.tensor([math.inf])])
+
+    assert math.isnan(norms[0]) and norms[1] == 5 and math.isinf(norms[2])
+
+
+def test_fused_norms_are_used_where_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    ops.choose_norms.cache_clear()
+    assert ops.choose_norms(device) is ops.fused_norms
+
+    ops.choose_norms.cache_clear()
+    monkeypatch.setattr(torch, "_foreach_norm", lambda tensors, order, dtype: [torch.zeros(()) for _ in tensors])
+    assert ops.choose_norms(device) is ops.public_norms
+    ops.choose_norms.cache_clear()
+
+
+def test_masked_entries_have_no_influence() -> None:
+    values = torch.tensor([1.0, math.nan, 3.0])
+
+    assert ops.masked_mean(values, torch.tensor([True, False, True])) == 2
+    assert ops.masked_mean(torch.tensor([1.0, 3.0])) == 2
+
+
+def test_entropy_is_over_the_allowed_actions() -> None:
+    """Three equal logits, one forbidden: ln 2. A forced choice: 0. Neither gives NaN in the gradient."""
+    logits = torch.zeros(2, 3, requires_grad=True)
+    mask = torch.tensor([[True, True, False], [False, True, False]])
+
+    entropy = ops.masked_entropy(logits, mask)
+    entropy.sum().backward()
+
+    assert torch.allclose(entropy, torch.tensor([math.log(2), 0.0]))
+    assert logits.grad is not None and torch.isfinite(logits.grad).all()

@@ -1,0 +1,283 @@
+"""The registry: complete, true to the code, and readable; the page made from it is up to date."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from verification import EMITTED, by_case, named_in
+
+from esper_telemetry.alarms.kinds import ALARMS, alarms_reading
+from esper_telemetry.cli.main import main
+from esper_telemetry.core.catalogue import ADVICE, PRIORITIES, MetricEntry, catalogue, registry
+from esper_telemetry.core.families import CHAPTERS
+from esper_telemetry.core.metric_names import NAMES, name_of
+from esper_telemetry.core.record import Level, MetricInfo, RunInfo, template_of
+from esper_telemetry.history.derive import followed
+from esper_telemetry.sinks.layout import FAMILIES
+from esper_telemetry.sinks.readme import glossary, metric_description
+from esper_telemetry.views.metrics_page import entry_text, page
+
+ENTRIES = {entry.metric.key: entry for entry in registry()}
+DOCS = Path(__file__).parents[2] / "docs"
+CASES = by_case(ENTRIES)
+EXPLODES = "grad/{group}/severity_explode"
+
+
+@cache
+def keys_in(test: str) -> set[str]:
+    """Of a test file."""
+    return named_in(DOCS.parent / test, ENTRIES)
+
+
+def test_every_declared_metric_has_an_entry() -> None:
+    assert [entry.metric for entry in registry()] == list(catalogue())
+
+
+def test_number_514_is_still_the_explosion_of_gradients() -> None:
+    """Numbers never change their meaning: dashboards and reports refer to them."""
+    (entry,) = [entry for entry in registry() if entry.metric.number == 514]
+
+    assert entry.metric.key == EXPLODES
+    assert (entry.metric.low, entry.metric.high) == (0.0, 1.0)
+    assert entry.info().id == "TELE-514"
+
+
+@pytest.mark.parametrize("entry", registry(), ids=lambda entry: entry.metric.key)
+def test_every_entry_is_complete(entry: MetricEntry) -> None:
+    metric = entry.metric
+
+    assert entry.name and entry.name == entry.name.strip() and "_" not in entry.name
+    assert entry.category in {chapter.title for chapter in CHAPTERS.values()}
+    assert entry.priority in PRIORITIES
+    assert entry.reduction
+    assert entry.sinks["journal"]
+    assert (
+        not (metric.warn or metric.critical)
+        or metric.source
+        or entry.alarms
+        or "nonfinite" in metric.key
+        or metric.healthy
+    )
+
+
+def test_names_are_told_apart() -> None:
+    names = [entry.name for entry in registry()]
+
+    assert sorted(set(names)) == sorted(names)
+
+
+def test_names_are_of_keys_that_there_are() -> None:
+    assert NAMES.keys() <= ENTRIES.keys()
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("policy/clip_frac", "clip fraction"),
+        ("adv/raw/p95", "95 % quantile of raw advantages"),
+        ("ret/p50", "median of returns"),
+        ("loss/policy_nonfinite", "non-finite inputs of policy loss"),
+        ("curiosity/bonus_size", "bonus size"),
+    ],
+)
+def test_a_key_is_called_by_words(key: str, name: str) -> None:
+    assert name_of(key) == name
+
+
+@pytest.mark.parametrize("alarm", ALARMS, ids=lambda alarm: alarm.type)
+def test_every_alarm_reads_metrics_that_there_are(alarm: object) -> None:
+    assert set(alarm.reads) <= ENTRIES.keys()  # type: ignore[attr-defined]  # an AlarmType
+    assert alarm.meaning.endswith(".") and alarm.action.endswith(".")  # type: ignore[attr-defined]
+
+
+def test_types_of_alarms_are_unique() -> None:
+    types = [alarm.type for alarm in ALARMS]
+
+    assert len(set(types)) == len(types)
+
+
+def test_the_alarm_that_a_metric_decides_comes_first() -> None:
+    assert [alarm.type for alarm in alarms_reading("policy/entropy_norm")] == [
+        "policy/entropy_collapse",
+        "policy/entropy_explosion",
+        "policy/entropy_crash",
+    ]
+    assert [alarm.type for alarm in alarms_reading("grad/global/norm_preclip_nonfinite")] == ["numerics/nonfinite"]
+
+
+def test_priority_says_what_to_look_at_first() -> None:
+    assert ENTRIES["integrity/ratio_init"].priority == "critical"
+    assert ENTRIES["policy/kl"].priority == ENTRIES[EXPLODES].priority == "high"
+    assert ENTRIES["policy/head/{head}/blame"].priority == "normal"
+    assert ENTRIES["adv/raw/skew"].priority == "detail"
+
+
+def test_headlines_are_measured_at_every_level() -> None:
+    """What decides whether a run is wrong for certain, and needs no close look, is there at the level minimal too."""
+    late = {
+        entry.metric.key
+        for entry in registry()
+        if entry.priority == "critical" and entry.metric.cost == "free" and entry.metric.level > Level.MINIMAL
+    }
+
+    assert late <= {"reward/std", "grad/{group}/norm_preclip", "grad/head/{head}/norm"}
+
+
+@pytest.mark.parametrize(
+    ("key", "reduction"),
+    [
+        ("policy/kl_max", "mean, max over minibatches, after at least one step"),
+        ("adv/raw/std", "std"),
+        ("grad/decades", "histogram"),
+        ("opt/stable_rms", "maximum"),
+        ("grad/health", "from other values"),
+    ],
+)
+def test_the_reduction_is_that_of_the_field(key: str, reduction: str) -> None:
+    assert ENTRIES[key].reduction == reduction
+
+
+def test_an_entry_names_the_histories_that_follow_it() -> None:
+    """All that a run follows, and nothing else."""
+    found = {entry.metric.key: set(entry.series) for entry in registry() if entry.series}
+    rows = followed(["actor"])
+
+    assert found["policy/kl"] >= {"ema", "drift", "trend/mk_z", "period/p", "cusum"}
+    assert found["grad/interference/cos"] == {"ema", "ew_std"}
+    assert found["opt/update_to_weight"] == {"lr_response"}
+    assert found["grad/{group}/norm_preclip"] >= {"ema", "robust_z"}
+    assert {template_of(row.key, found) for row in rows} == found.keys() - {"opt/update_to_weight"}
+    assert {f"{{key}}/{name}" for names in found.values() for name in names} == {
+        entry.metric.key for entry in registry() if entry.metric.key.startswith("{key}/")
+    }
+
+
+def test_whoever_leaves_its_bounds_is_told_what_to_try() -> None:
+    bounded = [entry for entry in registry() if entry.metric.warn or entry.metric.critical]
+
+    assert [entry.metric.key for entry in bounded if not entry.action] == []
+    assert set(ADVICE) <= {entry.metric.key for entry in bounded if not entry.alarms}
+
+
+def test_an_entry_tells_what_it_decides_from_what_it_is_only_a_sign_of() -> None:
+    text = entry_text(ENTRIES["policy/kl"])
+
+    assert (
+        "when it is not (`policy/kl_spike`): One update moved the policy much further than usual. **What to try:**"
+        in text
+    )
+    assert "also a sign of: `policy/entropy_explosion` (The policy stays random" in text
+
+
+def test_sinks_say_how_they_carry_it() -> None:
+    assert ENTRIES["policy/kl"].sinks == {
+        **dict.fromkeys(("journal", "tensorboard", "wandb", "mlflow"), "scalar"),
+        "console": "column",
+    }
+    assert ENTRIES["grad/decades"].sinks["mlflow"] == "quantiles p05, p50 and p95"
+    assert "details" in ENTRIES["grad/layer/{layer}/norm"].sinks["wandb"]
+
+
+@pytest.mark.parametrize("entry", registry(), ids=lambda entry: entry.metric.key)
+def test_every_entry_names_tests_that_look_at_it(entry: MetricEntry) -> None:
+    """A run that reports it, where none names it."""
+    key = entry.metric.key
+
+    assert entry.verified
+    for test in entry.verified:
+        assert test in CASES.get(key, ()) if "[" in test else test == EMITTED or key in keys_in(test), test
+
+
+def test_the_page_is_up_to_date() -> None:
+    written = (DOCS / "metrics.md").read_text(encoding="utf-8")
+
+    assert written == page(), "run: python docs/glossary.py"
+
+
+def test_the_page_explains_every_metric_and_its_links_lead_somewhere() -> None:
+    text = page()
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    anchors = {"".join(c for c in h.lower() if c.isalnum() or c in " -_").replace(" ", "-") for h in headings}
+
+    assert all(f"### `{key}`" in text for key in ENTRIES)
+    assert set(re.findall(r"\]\(#([^)]*)\)", text)) <= anchors
+
+
+def test_families_of_the_dashboards_have_a_chapter() -> None:
+    """Except those of environments and of users, which are not in the catalogue."""
+    assert set(FAMILIES) - CHAPTERS.keys() <= {"task"}
+
+
+def test_an_entry_leads_from_the_chart_to_what_to_try() -> None:
+    text = entry_text(ENTRIES["policy/clip_frac"])
+
+    assert "Which share of the samples left the trust region" in text
+    assert "**normal** 0.02 to 0.2; **warning** > 0.3; **critical** > 0.5" in text
+    assert "- when it is not (`policy/clip_saturation`): Much of the batch has left the trust region" in text
+    assert "**What to try:** Fewer epochs or a lower learning rate" in text
+    assert "TELE-119" in text
+
+
+def said(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> tuple[object, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main(["metrics", *arguments])
+    return (stop.value.code or 0, *capfd.readouterr())
+
+
+def test_the_command_explains_one_metric_by_its_key(capfd: pytest.CaptureFixture[str]) -> None:
+    """Also by the key of a chart, in which the head has its name."""
+    code, out, _ = said(["policy/head/op/kl"], capfd)
+
+    assert code == 0
+    assert "policy/head/{head}/kl" in out and "How far did the update move this head" in out
+
+
+def test_the_command_lists_what_begins_alike(capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(["policy/ratio/", "--json"], capfd)
+
+    found = json.loads(out)
+    assert code == 0
+    assert [entry["key"] for entry in found] == [key for key in ENTRIES if key.startswith("policy/ratio/")]
+    assert {"name", "category", "priority", "reduction", "alarms", "action", "sinks", "source", "id"} <= set(found[0])
+
+
+def test_a_part_of_a_key_or_of_a_name_finds_it(capfd: pytest.CaptureFixture[str]) -> None:
+    """Keys whose last segment it is come first; one match alone is explained."""
+    found = [entry["key"] for entry in json.loads(said(["kl", "--json"], capfd)[1])]
+
+    assert found[0] == "policy/kl"
+    assert all("kl" in key.lower() or "kl" in ENTRIES[key].name.lower() for key in found) and len(found) > 1
+    assert "policy/entropy_norm" in said(["tropy_norm"], capfd)[1]
+    assert said(["klx"], capfd)[2].startswith("esper-telemetry: there is no metric 'klx'; did you mean kl")
+
+
+def test_a_key_that_is_not_there_is_one_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, err = said(["policy/clip_fraction"], capfd)
+
+    assert (code, out) == (2, "")
+    assert err.startswith("esper-telemetry: there is no metric 'policy/clip_fraction'; did you mean policy/clip_frac")
+
+
+def test_a_tooltip_says_what_to_try() -> None:
+    text = metric_description(ENTRIES["policy/clip_frac"].info())
+
+    assert text.startswith("**Clip fraction.** Which share of the samples left the trust region")
+    assert "Not healthy? Fewer epochs or a lower learning rate" in text and text.endswith("TELE-119")
+
+
+def test_a_tooltip_of_a_users_metric_says_what_there_is() -> None:
+    assert metric_description(MetricInfo(unit="reward", question="How much?")) == "How much? Unit: reward."
+
+
+def test_the_glossary_has_a_text_for_every_family() -> None:
+    run = RunInfo("a", "a", None, 0.0, metrics={key: entry.info() for key, entry in ENTRIES.items()})
+
+    found = glossary(run)
+
+    assert sum(len(text.splitlines()) for text in found.values()) == len(ENTRIES)
+    assert "policy/kl [nats]: How far did this update move the policy" in found["policy"]
+    assert set(found) <= {*FAMILIES, "key"}

@@ -1,0 +1,51 @@
+"""Small journals, and patience."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from esper_telemetry.core.record import Axes, MetricInfo, Record, RunInfo, RunStatus
+from esper_telemetry.journal import Journal, MemoryJournal, encode_end, encode_record, encode_run
+
+
+def info() -> RunInfo:
+    return RunInfo("id-1", "walker", None, 1.0, metrics={"policy/kl": MetricInfo("nats", "Is the policy moving?")})
+
+
+def record(seq: int) -> Record:
+    return Record(seq, Axes(seq, seq * 8, seq * 4, 1.0 + seq), {"policy/kl": seq / 1000})
+
+
+def begun(run_dir: Path, records: int = 0) -> Journal:
+    """A journal of a run that goes on."""
+    journal = Journal.create(run_dir)
+    journal.write(encode_run(info()))
+    add(journal, range(1, records + 1))
+    return journal
+
+
+def ended(run_dir: Path, records: int) -> Path:
+    """The directory of a run that is over."""
+    journal = begun(run_dir, records)
+    end(journal)
+    journal.close()
+    return run_dir
+
+
+def add(journal: Journal | MemoryJournal, seqs: range) -> None:
+    for seq in seqs:
+        journal.write(encode_record(record(seq)))
+
+
+def end(journal: Journal | MemoryJournal) -> None:
+    journal.write(encode_end(RunStatus.FINISHED, seq=journal.records + 1))
+
+
+def eventually(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Waits until the condition holds; fails the test if it does not in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)

@@ -1,0 +1,186 @@
+"""Alarms reach a sink once, in the order of the journal, and no record is lost or held back for them for good."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from journals import add, begun, end, eventually, info, record
+
+from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunStatus
+from esper_telemetry.delivery import Cursors, Delivery, Relay, SinkState, replay
+from esper_telemetry.journal import Journal, JournalReader, MemoryJournal, encode_alarm, encode_run
+from esper_telemetry.testing import FailingSink, MemorySink
+
+
+def alarm(seq: int, kind: str = "policy/kl_spike") -> Alarm:
+    """One of the record of that number."""
+    return Alarm(seq, record(seq).axes, kind, AlarmEvent.RAISE, 0.9, AlarmLevel.CRITICAL, "policy/kl", since=seq)
+
+
+def written(run_dir: Path, records: int, alarms: Sequence[int]) -> Journal:
+    """A journal with alarms behind the records of these numbers."""
+    journal = begun(run_dir)
+    go_on(journal, range(1, records + 1), alarms)
+    return journal
+
+
+def go_on(journal: Journal | MemoryJournal, seqs: range, alarms: Sequence[int]) -> None:
+    for seq in seqs:
+        add(journal, range(seq, seq + 1))
+        if seq in alarms:
+            journal.write(encode_alarm(alarm(seq)))
+
+
+@dataclass
+class Told(MemorySink):
+    """Keeps what it is told in one list."""
+
+    name: str = "told"
+    order: list[int | str] = field(default_factory=list)
+    recalled: list[int] = field(default_factory=list)
+
+    def write(self, records: Sequence[Record]) -> None:
+        super().write(records)
+        self.order.extend(entry.seq for entry in records)
+
+    def alarm(self, alarm: Alarm) -> None:
+        super().alarm(alarm)
+        self.order.append(f"alarm {alarm.seq}")
+
+    def recall(self, alarms: Sequence[Alarm]) -> None:
+        self.recalled.extend(entry.seq for entry in alarms)
+
+
+EXPECTED = [1, 2, "alarm 2", 3, "alarm 3", 4]
+
+
+def test_alarms_come_between_the_records(tmp_path: Path) -> None:
+    end(written(tmp_path, 4, [2, 3]))
+    sink = Told()
+
+    report = replay(tmp_path, sink)
+
+    assert sink.order == EXPECTED
+    assert sink.alarms == [alarm(2), alarm(3)]
+    assert sink.recalled == []
+    assert report.complete and report.sinks[0].sent == 4
+
+
+def test_replayed_again_nothing_is_sent_twice_and_what_is_new_comes_after_what_was(tmp_path: Path) -> None:
+    journal = written(tmp_path, 4, [2, 3])
+    first, second = Told(), Told()
+
+    replay(tmp_path, first)
+    go_on(journal, range(5, 7), [5])
+    end(journal)
+    replay(tmp_path, second)
+
+    assert first.order == EXPECTED
+    assert second.order == [5, "alarm 5", 6]
+    assert second.recalled == [2, 3]
+
+
+def test_a_sink_without_the_method_gets_its_records(tmp_path: Path) -> None:
+    end(written(tmp_path, 3, [1, 3]))
+    found: list[int] = []
+
+    class Plain:
+        def open(self, run: object) -> None: ...
+
+        def write(self, records: Sequence[Record]) -> None:
+            found.extend(entry.seq for entry in records)
+
+        def close(self, status: RunStatus) -> None: ...
+
+    assert replay(tmp_path, Plain()).complete
+    assert found == [1, 2, 3]
+
+
+@pytest.mark.parametrize("method", ["alarm", "write"])
+def test_a_failure_is_tried_again_and_nothing_comes_twice(tmp_path: Path, method: str) -> None:
+    end(written(tmp_path, 4, [2, 3]))
+    sink = FailingSink(fail_in={method}, times=2)
+    delivery = Delivery(sink, JournalReader(tmp_path / "journal.jsonl"), cursors=Cursors(tmp_path))
+
+    delivery.run()
+
+    assert delivery.status.state is SinkState.CLOSED
+    assert [entry.seq for entry in sink.records] == [1, 2, 3, 4]
+    assert [entry.seq for entry in sink.alarms] == [2, 3]
+    assert delivery.cursor.records == 4
+    assert sink.failures == 2
+
+
+def test_a_delivery_that_goes_on_after_it_was_stopped_counts_every_record_once(tmp_path: Path) -> None:
+    """Stopped while an alarm fails: its batch is sent again, and so is the record before it."""
+    end(written(tmp_path, 4, [2]))
+    stopped = Delivery(
+        FailingSink(fail_in={"alarm"}),
+        JournalReader(tmp_path / "journal.jsonl"),
+        name="x",
+        cursors=Cursors(tmp_path),
+        patience=1,
+    )
+    stopped.run()
+    assert stopped.cursor.records == 0
+    sink = Told()
+
+    Delivery(sink, JournalReader(tmp_path / "journal.jsonl"), name="x", cursors=Cursors(tmp_path)).run()
+
+    assert sink.order == [1, 2, "alarm 2", 3, 4]
+    assert Cursors(tmp_path).load("x").records == 4
+
+
+@dataclass
+class Backend(Told):
+    """Knows that it holds the first three updates."""
+
+    def held(self, run: object) -> int:
+        return 3
+
+
+def test_a_backend_that_holds_some_updates_is_not_told_of_their_alarms_again(tmp_path: Path) -> None:
+    end(written(tmp_path, 5, [2, 3, 5]))
+    sink = Backend()
+
+    assert replay(tmp_path, sink).complete
+
+    assert sink.order == [4, 5, "alarm 5"]
+    assert sink.recalled == [2, 3]
+
+
+def test_a_run_without_a_directory_tells_its_alarms_too() -> None:
+    journal, sink = MemoryJournal(), Told()
+    journal.write(encode_run(info()))
+    relay = Relay(journal, [sink])
+    go_on(journal, range(1, 4), [2])
+    end(journal)
+    relay.close()
+
+    assert sink.order == [1, 2, "alarm 2", 3]
+
+
+def test_alarms_up_to_a_place_are_read_without_the_records(tmp_path: Path) -> None:
+    written(tmp_path, 4, [2, 3])
+    reader = JournalReader(tmp_path / "journal.jsonl")
+    reader.read(4)  # the run line, two records and an alarm
+
+    assert [entry.seq for entry in reader.alarms(reader.offset)] == [2]
+    assert [entry.seq for entry in reader.alarms()] == [2, 3]
+    assert reader.read(1) == [record(3)]
+    reader.close()
+
+
+def test_a_live_sink_hears_of_an_alarm_while_the_run_goes_on(tmp_path: Path) -> None:
+    sink = Told()
+    journal = begun(tmp_path)
+    relay = Relay(journal, [sink])
+    go_on(journal, range(1, 3), [2])
+    eventually(lambda: sink.alarms)
+    end(journal)
+    relay.close()
+
+    assert sink.order == [1, 2, "alarm 2"]

@@ -1,0 +1,118 @@
+"""Clients are imported one after the other, before any delivery has a thread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from journals import add, begun, end
+from recording import ImportingSink, LateImportingSink, LocalSink, RecordingSink, calls, seqs
+
+from esper_telemetry.delivery import Relay, SinkState
+from esper_telemetry.journal import Journal
+
+
+class LocalImportingSink(ImportingSink, LocalSink):
+    """The same in the training process."""
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    journal = begun(tmp_path / "run", 3)
+    yield journal
+    journal.close()
+
+
+@pytest.mark.parametrize("kind", [ImportingSink, LocalImportingSink])
+def test_the_main_thread_imports_all_clients_before_any_sink_is_opened(
+    tmp_path: Path, journal: Journal, kind: type[ImportingSink]
+) -> None:
+    """All sinks write into one file, which shows the order."""
+    relay = Relay(journal, [kind(tmp_path / "a", name) for name in ("one", "two", "three")])
+    end(journal)
+
+    assert relay.close().complete
+
+    noted = calls(tmp_path / "a")
+    assert [call["call"] for call in noted[:3]] == ["import", "import", "import"]
+    assert all(call["thread"] for call in noted[:3])
+    assert sum(call["call"] == "import" for call in noted) == 3
+
+
+def test_an_import_that_breaks_is_tried_again_in_a_fresh_process(tmp_path: Path, journal: Journal) -> None:
+    sink, good = ImportingSink(tmp_path / "a", "broken", failures=1), RecordingSink(tmp_path / "good", "good")
+    relay = Relay(journal, [sink, good])
+    end(journal)
+
+    assert relay.close().complete
+
+    assert seqs(sink.file) == seqs(good.file) == [1, 2, 3]
+    assert len({call["pid"] for call in calls(sink.file)}) == 2
+    assert len({call["pid"] for call in calls(good.file)}) == 1, "a process with a broken import opens nothing"
+
+
+def test_a_client_that_cannot_be_imported_is_given_up_and_the_others_go_on(
+    tmp_path: Path, journal: Journal, caplog: pytest.LogCaptureFixture
+) -> None:
+    relay = Relay(
+        journal,
+        [
+            ImportingSink(tmp_path / "a", "first", failures=100),
+            ImportingSink(tmp_path / "b", "second", failures=100),
+            RecordingSink(tmp_path / "good", "good"),
+        ],
+    )
+    end(journal)
+
+    with caplog.at_level(logging.ERROR):
+        first, second, good = relay.close().sinks
+
+    assert (first.state, second.state, good.state) == (SinkState.DISABLED, SinkState.DISABLED, SinkState.CLOSED)
+    assert seqs(tmp_path / "good") == [1, 2, 3]
+    assert len(calls(tmp_path / "a")) == 3
+    assert "sink first is DISABLED for this run: DeadClientError: its client cannot be imported" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "sink",
+    [
+        ImportingSink(Path("a"), "absent", failures=100, error=ModuleNotFoundError),
+        LocalImportingSink(Path("a"), "absent", failures=100, error=ModuleNotFoundError),
+        LateImportingSink(Path("a"), "absent"),
+    ],
+)
+def test_a_client_that_is_not_installed_is_one_warning(
+    tmp_path: Path,
+    journal: Journal,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    sink: RecordingSink,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    good = RecordingSink(tmp_path / "good", "good")
+    with caplog.at_level(logging.WARNING):
+        relay = Relay(journal, [sink, good])
+        add(journal, range(4, 6))
+        end(journal)
+        absent, _ = relay.close().sinks
+
+    assert (absent.state, absent.pending) == (SinkState.DISABLED, 5)
+    assert seqs(good.file) == [1, 2, 3, 4, 5]
+    assert len({call["pid"] for call in calls(good.file)}) == 1
+    (warning,) = [entry.getMessage() for entry in caplog.records]
+    assert (
+        "sink absent is DISABLED for this run: PermanentSinkError: it needs a module that is not installed" in warning
+    )
+
+
+def test_an_import_that_breaks_in_the_training_process_gives_the_sink_up(tmp_path: Path, journal: Journal) -> None:
+    """A fresh process is not to be had there, and trying again has never helped."""
+    relay = Relay(journal, [LocalImportingSink(tmp_path / "a", failures=1)])
+    end(journal)
+
+    (sink,) = relay.close().sinks
+
+    assert (sink.state, sink.pending) == (SinkState.DISABLED, 3)
+    assert "its client cannot be imported: RecursionError" in sink.last_error

@@ -1,0 +1,58 @@
+"""On the command line clients are set up to give up soon, as in the child process of a run; in the user's process they are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from journals import ended
+
+from esper_telemetry.cli.main import run as run_command
+from esper_telemetry.delivery import replay
+from esper_telemetry.delivery.cursors import Cursor, Cursors
+from esper_telemetry.sinks import register_sink
+from esper_telemetry.sinks import registry as uri
+from esper_telemetry.testing import MemorySink
+
+calls: list[str] = []
+
+
+class NotedSink(MemorySink):
+    """Notes what is called."""
+
+    def prepare_child(self) -> None:
+        calls.append("prepare_child")
+
+    def open(self, run: Any) -> None:
+        calls.append("open")
+        super().open(run)
+
+
+@pytest.fixture(autouse=True)
+def noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uri, "_registered", {})
+    register_sink("noted", lambda rest, options: NotedSink(name="noted"))
+    calls.clear()
+
+
+def test_replay_on_the_command_line_prepares_the_client_first(tmp_path: Path) -> None:
+    run_command(["replay", str(ended(tmp_path / "run", 2)), "--to", "noted"])
+
+    assert calls == ["prepare_child", "open"]
+
+
+def test_doctor_prepares_the_clients_of_all_backends(tmp_path: Path) -> None:
+    run_dir = ended(tmp_path / "run", 2)
+    Cursors(run_dir).save("noted", Cursor())
+    Cursors(run_dir).save("gone:long ago", Cursor())
+
+    run_command(["doctor", str(run_dir)])
+
+    assert calls == ["prepare_child"]
+
+
+def test_replay_in_the_users_process_changes_nothing_of_theirs(tmp_path: Path) -> None:
+    replay(ended(tmp_path / "run", 2), NotedSink(name="noted"))
+
+    assert calls == ["open"]

@@ -1,0 +1,363 @@
+"""The end of a run whose backends have not taken everything: it is as safe as the end of a trainer that is killed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from journals import add, begun, end, eventually
+from recording import GatedSink, LocalSink, RecordingSink, calls, gate, seqs, statuses
+
+from esper_telemetry import Telemetry
+from esper_telemetry.cli.main import run as run_command
+from esper_telemetry.cli.mistakes import WrongUse
+from esper_telemetry.core.record import RunStatus
+from esper_telemetry.delivery import Relay, SinkState, SinkStatus, doctor, replay
+from esper_telemetry.delivery import live as waiting
+from esper_telemetry.delivery.live import Wait
+from esper_telemetry.delivery.status import read_status
+from esper_telemetry.journal import Role, is_held
+from esper_telemetry.journal.lease import claim_again
+
+SCRIPT = textwrap.dedent("""
+    import sys
+    from pathlib import Path
+    from journals import begun, end
+    from recording import GatedSink
+    from esper_telemetry.relay import Relay
+
+    tmp_path = Path(sys.argv[1])
+    journal = begun(tmp_path / "run", 3)
+    relay = Relay(journal, [GatedSink(tmp_path / "slow", "slow")])
+    end(journal)
+""")
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Iterator[Path]:
+    """The directory of a run that has ended while its backend was still opening; the process that goes on is waited for."""
+    journal = begun(tmp_path / "run", 3)
+    relay = Relay(journal, [GatedSink(tmp_path / "slow", "slow"), RecordingSink(tmp_path / "good", "good")])
+    eventually(lambda: seqs(tmp_path / "good"))
+    end(journal)
+    report = relay.close(0.5)
+    journal.close()
+    assert [(sink.name, sink.pending, sink.goes_on) for sink in report.sinks] == [
+        ("slow", 3, True),
+        ("good", 0, False),
+    ]
+    assert str(report.sinks[0]) == "slow: opening, 0 records sent, 3 pending; a background process goes on"
+    yield tmp_path / "run"
+    open_gate(tmp_path)
+
+
+def open_gate(tmp_path: Path) -> None:
+    gate(tmp_path / "slow").touch()
+    eventually(lambda: not is_held(tmp_path / "run", Role.RELAY))
+
+
+def script(tmp_path: Path, last_lines: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-c", SCRIPT + textwrap.dedent(last_lines), str(tmp_path)]
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True)
+
+
+def delivered(tmp_path: Path) -> None:
+    assert seqs(tmp_path / "slow") == [1, 2, 3]
+    assert statuses(tmp_path / "slow") == ["finished"]
+
+
+def test_a_backend_that_opens_late_gets_everything_after_the_end(tmp_path: Path, left: Path) -> None:
+    status = read_status(left)
+    assert status["slow"]["under_way"]
+    assert (status["good"]["under_way"], status["good"]["state"]) == (False, "closed")
+
+    open_gate(tmp_path)
+
+    delivered(tmp_path)
+    assert seqs(tmp_path / "good") == [1, 2, 3]
+    slow = read_status(left)["slow"]
+    assert (slow["under_way"], slow["state"], slow["sent"], slow["pending"]) == (False, "closed", 3, 0)
+    assert len({call["pid"] for call in calls(tmp_path / "slow")}) == 1
+
+
+def test_a_forked_worker_keeps_nothing_from_going_on(tmp_path: Path) -> None:
+    """It holds the pipe open that the sink process listens to."""
+    last_lines = """
+        import os, signal
+        if os.fork() == 0:
+            signal.pause()
+        relay.close(0.1)
+        print("closed", flush=True)
+        signal.pause()
+    """
+    process = script(tmp_path, last_lines)
+    assert process.stdout is not None
+    process.stdout.readline()
+    try:
+        eventually(lambda: read_status(tmp_path / "run")["slow"].get("pending") == 3)  # an orphan has noted that
+        open_gate(tmp_path)
+    finally:
+        os.killpg(os.getpgid(process.pid), 0)
+        for pid in (*children_of(process.pid), process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.communicate()
+    delivered(tmp_path)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_an_interrupt_ends_the_wait_and_leaves_the_process(tmp_path: Path) -> None:
+    last_lines = """
+        import signal
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+        try:
+            print("closing", flush=True)
+            relay.close(600.0)
+        except KeyboardInterrupt:
+            assert [sink.goes_on for sink in relay.close().sinks] == [True]
+            print("interrupted", flush=True)
+    """
+    process = script(tmp_path, last_lines)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "closing\n"
+    process.send_signal(signal.SIGINT)
+
+    assert process.communicate()[0] == "interrupted\n"
+    assert process.returncode == 0
+    open_gate(tmp_path)
+    delivered(tmp_path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_trainer_that_is_killed_while_it_waits_leaves_the_end_as_it_is(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    process = script(tmp_path, "print('closing', flush=True)\nrelay.close(600.0)\n")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(number)
+    process.communicate()
+
+    open_gate(tmp_path)
+    delivered(tmp_path)
+
+
+def test_closing_again_does_not_end_what_goes_on(tmp_path: Path) -> None:
+    journal = begun(tmp_path / "run", 3)
+    relay = Relay(journal, [GatedSink(tmp_path / "slow", "slow")])
+    end(journal)
+    report = relay.close(0.1)
+
+    assert relay.close(60.0) is report
+    assert is_held(tmp_path / "run", Role.RELAY)
+    open_gate(tmp_path)
+    delivered(tmp_path)
+    journal.close()
+
+
+def test_an_end_line_that_the_disk_refused_is_what_the_trainer_said(tmp_path: Path) -> None:
+    journal = begun(tmp_path / "run", 3)
+    relay = Relay(journal, [GatedSink(tmp_path / "slow", "slow")])
+    relay.close(0.1, status=RunStatus.PREEMPTED)
+    journal.close()
+
+    open_gate(tmp_path)
+
+    assert statuses(tmp_path / "slow") == ["preempted"]
+
+
+def test_telemetry_that_nobody_closes_says_in_one_line_what_goes_on(tmp_path: Path) -> None:
+    code = """
+        import sys
+        from pathlib import Path
+        from recording import GatedSink
+        from esper_telemetry import Telemetry
+
+        tmp_path = Path(sys.argv[1])
+        telemetry = Telemetry([GatedSink(tmp_path / "slow", "slow")], run_dir=tmp_path / "run", close_timeout=0.5)
+        for update in range(1, 4):
+            telemetry.log({"my/number": 1.0})
+            telemetry.flush(env_step=update)
+    """
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True)
+
+    assert done.stderr.splitlines() == [
+        "esper-telemetry: not everything is delivered yet: slow (3 records). A background process goes on for 5 minutes at most; "
+        f"`esper-telemetry doctor {tmp_path}/run` tells when it is done, and how to send the rest if the machine or container "
+        "stops before."
+    ]
+    open_gate(tmp_path)
+    delivered(tmp_path)
+
+
+def test_an_interrupted_close_has_closed_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run can be resumed, and the interrupt reaches whoever called."""
+    telemetry = Telemetry([LocalSink(tmp_path / "local")], run_dir=tmp_path / "run")
+    telemetry.flush(env_step=1)
+
+    def interrupted(*_: Any) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Wait, "goes_on", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        telemetry.close()
+
+    assert telemetry.close() is None
+    assert not is_held(tmp_path / "run", Role.TRAINER)
+
+
+def test_doctor_tells_that_it_goes_on_and_when_it_is_done(
+    tmp_path: Path, left: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor(left).under_way
+    run_command(["doctor", str(left)])
+    said = capsys.readouterr().out
+    assert "ended as finished, and a background process still delivers it" in said
+    assert "still being delivered" in said
+    open_gate(tmp_path)
+
+    run_command(["doctor", str(left)])
+    said = capsys.readouterr().out
+    assert "the run ended as finished\n" in said
+    assert "still" not in said
+
+
+def test_a_replay_waits_for_the_process_that_goes_on(
+    tmp_path: Path, left: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reports: list[Any] = []
+    sink = RecordingSink(tmp_path / "slow", "slow")
+    thread = threading.Thread(target=lambda: reports.append(replay(left, sink)))
+    with caplog.at_level(logging.WARNING):
+        thread.start()
+        eventually(lambda: "waiting for the background process that delivers" in caplog.text)
+        assert replay(left, RecordingSink(tmp_path / "another", "another")).complete, "nobody else delivers to that one"
+        assert not reports
+        open_gate(tmp_path)
+        thread.join()
+
+    delivered(tmp_path)
+    assert (reports[0].complete, reports[0].sinks[0].sent) == (True, 0)
+
+
+def test_a_replay_into_what_the_trainer_itself_delivers_is_refused(tmp_path: Path) -> None:
+    with Telemetry([GatedSink(tmp_path / "slow", "slow")], run_dir=tmp_path / "run") as telemetry:
+        telemetry.flush(env_step=1)
+        with pytest.raises(
+            BlockingIOError, match=f"{tmp_path}/run is still being trained, and delivers to slow itself"
+        ):
+            replay(tmp_path / "run", RecordingSink(tmp_path / "slow", "slow"))
+        gate(tmp_path / "slow").touch()
+
+
+def test_a_run_that_is_being_delivered_is_neither_resumed_nor_compressed(
+    tmp_path: Path, left: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("esper_telemetry.journal.lease.HELPER_SECONDS", 0.1)
+    with pytest.raises(BlockingIOError, match="still delivers what was measured before the run stopped"):
+        claim_again(left)
+    with pytest.raises(WrongUse, match="is still being trained, or delivered"):
+        run_command(["compress", str(left)])
+    open_gate(tmp_path)
+
+    assert run_command(["compress", str(left)]) == 0
+    claim_again(left).release()
+
+
+def test_a_resumed_run_begins_where_the_process_that_went_on_has_ended(tmp_path: Path, left: Path) -> None:
+    gate(tmp_path / "slow").touch()
+    claim = claim_again(left)
+    sink = RecordingSink(tmp_path / "slow", "slow")
+    relay = Relay(claim.journal, [sink])
+    add(claim.journal, range(4, 6))
+    end(claim.journal)
+
+    assert relay.close().complete
+
+    claim.release()
+    assert seqs(sink.file) == [1, 2, 3, 4, 5]
+
+
+class Clock:
+    """Stands still until it is moved."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+
+def test_the_wait_goes_on_while_records_are_taken_up_to_its_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record every 10 s: the wait ends at 60 s; the last at 20 s: at 35 s."""
+    clock = Clock(monkeypatch)
+
+    def waited(last_record: float) -> float:
+        clock.now = 0.0
+        wait = Wait(60.0)
+        while wait.goes_on([SinkStatus("slow", SinkState.DELIVERING, int(min(clock.now, last_record) // 10))]):
+            clock.now += 1.0
+        return clock.now
+
+    assert waited(last_record=1000.0) == 60.0
+    assert waited(last_record=20.0) == 35.0
+
+
+def test_a_backend_that_opens_is_waited_for_and_one_that_fails_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
+    def waited(status: SinkStatus) -> float:
+        clock.now = 0.0
+        wait = Wait(60.0)
+        while wait.goes_on([status]):
+            clock.now += 1.0
+        return clock.now
+
+    assert waited(SinkStatus("slow", SinkState.OPENING)) == 60.0
+    assert waited(SinkStatus("away", SinkState.RETRYING, errors=3)) == 15.0
+
+
+def test_a_wait_says_for_what_once_it_is_longer_than_some_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A terminal gets a line that counts and goes away, a log a line."""
+    clock = Clock(monkeypatch)
+    opening = [SinkStatus("mlflow", SinkState.OPENING), SinkStatus("wandb", SinkState.CLOSED)]
+    for terminal in (False, True):
+        monkeypatch.setattr(waiting, "_on_terminal", lambda terminal=terminal: terminal)
+        clock.now = 0.0
+        wait = Wait(60.0)
+        for clock.now in (0.0, 3.0, 12.0, 12.1, 13.0):
+            wait.goes_on(opening)
+        wait.end()
+
+    log, _, shown = capsys.readouterr().err.partition("\n")
+    assert log == "esper-telemetry: delivering to mlflow (12 s)... Ctrl-C leaves it to a background process"
+    erase, hint = "\r\x1b[2K", "... Ctrl-C leaves it to a background process"
+    assert shown == f"{erase}delivering to mlflow (12 s){hint}{erase}delivering to mlflow (13 s){hint}{erase}"
+
+
+def test_status_says_of_every_sink_from_the_beginning_that_it_is_under_way(tmp_path: Path) -> None:
+    journal = begun(tmp_path / "run", 1)
+    relay = Relay(journal, [LocalSink(tmp_path / "a")])
+    sinks = json.loads((tmp_path / "run" / "status.json").read_text())["sinks"]
+    assert sinks["recording"]["under_way"]
+    end(journal)
+    relay.close()
+
+    assert not read_status(tmp_path / "run")["recording"]["under_way"]
+    journal.close()

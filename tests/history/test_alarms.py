@@ -1,0 +1,127 @@
+"""Hysteresis and escalation: what holds for every sequence of severities and of raised alarms."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from esper_telemetry.alarms.escalation import Escalation
+from esper_telemetry.alarms.hysteresis import Change, Hysteresis, Patience
+
+SEVERITIES = st.lists(st.sampled_from([None, math.nan, 0.0, 0.24, 0.25, 0.49, 0.5, 0.9, 1.0]), max_size=60)
+PATIENCES = st.builds(Patience, n_on=st.integers(1, 3), n_off=st.integers(1, 4), warmup=st.integers(0, 5))
+KINDS = ("policy/kl_spike", "grad/drift", "numerics/nonfinite")
+RAISED = st.lists(st.sets(st.sampled_from(KINDS)), max_size=80)
+DURATIONS = st.fixed_dictionaries({kind: st.integers(1, 12) for kind in KINDS})
+
+
+def changes(patience: Patience, severities: list[float | None]) -> list[Change]:
+    state, found = Hysteresis(patience), []
+    for severity in severities:
+        state, change = state.step(severity)
+        found += [change] if change else []
+    return found
+
+
+def remaining(state: Escalation, raised: list[set[str]]) -> list[int]:
+    found = []
+    for kinds in raised:
+        state, left = state.step(kinds)
+        found.append(left)
+    return found
+
+
+@given(PATIENCES, SEVERITIES)
+def test_raises_and_clears_alternate_and_begin_with_a_raise(patience: Patience, severities: list[float | None]) -> None:
+    found = changes(patience, severities)
+
+    assert found[:1] in ([], ["RAISE"])
+    assert all(a != b for a, b in pairwise(found))
+
+
+@given(PATIENCES, SEVERITIES)
+def test_missing_severities_change_nothing(patience: Patience, severities: list[float | None]) -> None:
+    """After the warm-up, in which they count as updates."""
+    warm = Hysteresis(patience, updates=patience.warmup)
+    known, state = warm, warm
+    for severity in severities:
+        state = state.step(severity).state
+        if severity is not None and not math.isnan(severity):
+            known = known.step(severity).state
+
+    assert (state.active, state.streak) == (known.active, known.streak)
+    assert state.updates == patience.warmup + len(severities)
+
+
+@given(PATIENCES, SEVERITIES)
+def test_nothing_is_raised_during_the_warm_up(patience: Patience, severities: list[float | None]) -> None:
+    assert changes(patience, severities[: patience.warmup]) == []
+
+
+def test_a_step_leaves_the_state_it_started_from() -> None:
+    state = Hysteresis(Patience(n_on=2))
+
+    assert state.step(0.9) == state.step(0.9)
+    assert state == Hysteresis(Patience(n_on=2))
+
+
+def test_patience_must_make_sense() -> None:
+    with pytest.raises(ValueError, match=r"off 0\.6 and on 0\.5"):
+        Patience(off=0.6)
+    with pytest.raises(ValueError, match="got 0 and 3"):
+        Patience(n_on=0)
+
+
+@given(DURATIONS, RAISED, st.integers(1, 8))
+def test_the_level_is_never_raised_for_longer_than_the_cap(
+    durations: dict[str, int], raised: list[set[str]], cap: int
+) -> None:
+    found = remaining(Escalation(durations, cap=cap), raised)
+
+    longest = streak = 0
+    for left in found:
+        streak = streak + 1 if left else 0
+        longest = max(longest, streak)
+    assert longest <= cap
+
+
+@given(DURATIONS, st.integers(1, 150))
+def test_a_type_that_never_stops_opens_one_window_in_three_durations(durations: dict[str, int], updates: int) -> None:
+    """A duration of d: DEBUG for d updates, then none for 2d."""
+    kind, d = KINDS[0], durations[KINDS[0]]
+
+    found = remaining(Escalation(durations), [{kind}] * updates)
+
+    assert found == [max(0, d - t % (3 * d)) for t in range(updates)]
+
+
+@given(DURATIONS)
+def test_types_raised_together_keep_the_level_for_the_longest_of_them(durations: dict[str, int]) -> None:
+    assert remaining(Escalation(durations), [set(KINDS)]) == [max(durations.values())]
+
+
+@given(DURATIONS, RAISED, st.data())
+def test_going_on_from_a_state_is_going_on(
+    durations: dict[str, int], raised: list[set[str]], data: st.DataObject
+) -> None:
+    cut = data.draw(st.integers(0, len(raised)))
+    state = Escalation(durations)
+    for kinds in raised[:cut]:
+        state = state.step(kinds).state
+
+    assert remaining(state, raised[cut:]) == remaining(Escalation(durations), raised)[cut:]
+    assert remaining(state, raised[cut:]) == remaining(state, raised[cut:])
+
+
+def test_a_type_without_a_duration_raises_no_level() -> None:
+    assert remaining(Escalation({}), [{"telemetry/storm"}]) == [0]
+
+
+def test_what_is_left_is_a_value_of_the_record() -> None:
+    outlook = Escalation({"grad/drift": 2}).step(["grad/drift"])
+
+    assert outlook.values().values() == {"telemetry/escalation_remaining": 2.0}

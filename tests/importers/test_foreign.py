@@ -1,0 +1,224 @@
+"""Logs of other trainers, read through every backend and judged."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import pytest
+from foreign_logs import SB3, STEPS, TRAINERS, UPDATES, logged, written
+
+from esper_telemetry.cli.main import main
+from esper_telemetry.importers import read_foreign, read_source
+from esper_telemetry.importers.records import number_of_actions
+from esper_telemetry.importers.rows import LoggedPoint, LoggedRow
+
+
+@pytest.mark.parametrize("family", sorted(TRAINERS))
+def test_every_trainer_is_understood(family: str, tmp_path: Path) -> None:
+    """Signs and factors are ours: a value loss is half the mean square, an entropy positive, several mini-epochs one share."""
+    name, columns, expected = TRAINERS[family]
+
+    found = read_foreign(read_source(f"tensorboard:{written(tmp_path / 'run', columns)}"))
+
+    assert found.trainer == name
+    assert [record.axes.env_step for record in found.records] == STEPS
+    for record in found.records:
+        assert {key: record.values[key] for key in expected} == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_sb3_logs_late_belongs_to_the_update_before() -> None:
+    """SB3 collects, logs and then trains: what it logs of training at step 512 was learned from the steps up to 256."""
+    kl = [float(place) for place in range(UPDATES)]
+
+    found = read_foreign(logged({**SB3, "train/approx_kl": kl}))
+
+    by_step = {record.axes.env_step: record.values for record in found.records}
+    assert by_step[256]["policy/kl"] == 1.0
+    assert by_step[512]["policy/kl"] == 2.0
+    assert by_step[256]["episode/return_mean_100"] == 0.0
+    assert "policy/kl" not in by_step[256 * UPDATES]
+    assert by_step[256]["loss/value"] == 4.0
+    assert by_step[256]["policy/entropy"] == 1.09
+
+
+def test_episodes_belong_to_the_update_that_follows() -> None:
+    """Three in the first update, none in the second, one in the third."""
+    run = logged(TRAINERS["cleanrl"][1])
+    points = {
+        **run.points,
+        "charts/episodic_return": [
+            LoggedPoint(10, 1.0),
+            LoggedPoint(20, 2.0),
+            LoggedPoint(256, 6.0),
+            LoggedPoint(600, 11.0),
+        ],
+    }
+
+    first, second, third = read_foreign(LoggedRow("run", points)).records[:3]
+
+    assert [first.values["episode/count"], second.values["episode/count"], third.values["episode/count"]] == [3, 0, 1]
+    assert first.values["episode/return_mean"] == 3.0
+    assert "episode/return_mean" not in second.values
+    assert third.values["episode/return_mean_100"] == 5.0
+
+
+def test_an_even_choice_tells_the_number_of_actions() -> None:
+    """A policy that has hardly learned chooses evenly: log 3 nats are three actions; 1.25 nats are none, nor is what a Gaussian has."""
+    assert [number_of_actions(entropy) for entropy in (math.log(2), math.log(3) - 0.005, math.log(6))] == [2, 3, 6]
+    assert [number_of_actions(entropy) for entropy in (1.25, 1.4189, -0.3, 0.2, 6.0)] == [None] * 5
+    assert read_foreign(logged(SB3)).records[0].values["policy/entropy_norm"] == pytest.approx(1.09 / math.log(3))
+
+
+def test_losses_that_are_not_finite_are_counted_and_an_undefined_fit_is_not() -> None:
+    columns = {
+        **SB3,
+        "train/value_loss": [8.0] * 20 + [math.nan] * 10,
+        "train/explained_variance": [math.nan] * UPDATES,
+    }
+
+    records = read_foreign(logged(columns)).records
+
+    assert [record.values["numerics/nonfinite"] for record in records[17:21]] == [0, 0, 1, 1]
+    assert "value/explained_variance" not in records[0].values
+
+
+def test_settings_become_facts() -> None:
+    """Numbers that were logged as text too; what is no number is left out."""
+    config = {
+        "learning_rate": "0.0003",
+        "n_steps": 256,
+        "args/total_timesteps": 7680,
+        "clip_range": "<function>",
+        "n_envs": True,
+    }
+
+    assert read_foreign(logged(SB3, config)).facts == {"learning_rate": 0.0003, "num_steps": 256, "total_steps": 7680}
+
+
+def test_the_same_run_from_every_backend(tmp_path: Path) -> None:
+    """An event file, a table, an offline run of W&B and MLflow's database say the same."""
+    import wandb
+    from mlflow import MlflowClient
+
+    columns = TRAINERS["cleanrl"][1]
+    written(tmp_path / "tb", columns)
+    rows = [{"global_step": step, **{tag: columns[tag][place] for tag in columns}} for place, step in enumerate(STEPS)]
+    with (tmp_path / "progress.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, list(rows[0]))
+        table.writeheader()
+        table.writerows(rows)
+    with wandb.init(mode="offline", dir=tmp_path, project="p", config={"learning_rate": 0.01}) as run:
+        for row in rows:
+            run.log(row)
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    run_id = client.create_run("0").info.run_id
+    for row in rows[:5]:
+        for tag in columns:
+            client.log_metric(run_id, tag, row[tag], step=int(row["global_step"]))
+    client.log_param(run_id, "learning_rate", 0.01)
+
+    first = read_foreign(read_source(f"tensorboard:{tmp_path}/tb"))
+    table_of, offline, database = (
+        read_foreign(read_source(address))
+        for address in (
+            f"csv:{tmp_path}/progress.csv",
+            f"wandb:{tmp_path}/wandb",
+            f"mlflow:sqlite:///{tmp_path}/mlflow.db?run={run_id}",
+        )
+    )
+    assert len(first.records) == len(table_of.records) == len(offline.records) == UPDATES
+    assert len(database.records) == 5
+    for found in (table_of, offline, database):
+        for one, other in zip(first.records, found.records, strict=False):
+            assert one.axes == other.axes
+            assert one.values == pytest.approx(other.values, rel=1e-6)
+    assert offline.facts == database.facts == {"learning_rate": 0.01}
+
+
+def diagnosed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as left:
+        main(["diagnose", *arguments])
+    assert left.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_what_went_wrong_and_what_nobody_can_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The policy jumps at the 20th update. Gradients were never logged, so what they did stays open."""
+    columns = {**SB3, "train/approx_kl": [0.01] * 20 + [3.0] * 10, "train/clip_fraction": [0.1] * 20 + [0.8] * 10}
+    directory = written(tmp_path / "PPO_1", columns)
+
+    found = json.loads(diagnosed(capsys, "--from", f"tensorboard:{directory}", "--json"))
+    text = diagnosed(capsys, "--from", f"tensorboard:{directory}")
+
+    (incident,) = found["incidents"]
+    assert (incident["cause"], incident["since"]) == ("policy/kl_spike", 20)
+    assert found["unanswered"]["grad/explode"] == "not logged: grad/global/norm_preclip_max"
+    assert found["unanswered"]["policy/entropy_crash"] == "setting not logged: total_steps"
+    assert not [kind for kind in found["unanswered"] if kind.startswith("telemetry/")]
+    assert found["read"]["loss/value"] == "train/value_loss times 0.5"
+    assert "PPO_1: 30 updates of Stable-Baselines3, up to 7,680 environment steps" in text
+    assert "incident 1, update 20: policy/kl_spike" in text
+    assert "policy/kl: train/approx_kl (mean over the last epoch)" in text
+
+
+def test_a_policy_that_does_not_move(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Dead units leave no gradient to the policy: its KL divergence is zero."""
+    directory = written(
+        tmp_path / "run", {**SB3, "train/approx_kl": [0.0] * UPDATES, "train/clip_fraction": [0.0] * UPDATES}
+    )
+
+    (incident,) = json.loads(diagnosed(capsys, "--from", f"tensorboard:{directory}", "--json"))["incidents"]
+
+    assert incident["cause"] == "policy/kl_stall"
+
+
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [
+        ("runs/a", "--from takes tensorboard:..., wandb:..., csv:..., mlflow:..., got 'runs/a'"),
+        ("tensorboard:", "--from tensorboard: needs what to read, such as tensorboard:runs/PPO_1"),
+        ("tensorboard:nowhere", "there is no nowhere"),
+        ("tensorboard:.", ". holds no event files of TensorBoard"),
+        ("csv:nowhere.csv", "there is no file nowhere.csv"),
+        ("csv:empty.csv", "empty.csv has no rows"),
+        ("csv:other.csv", "these are not the tags of Stable-Baselines3"),
+        ("wandb:nothing", "wandb: needs a folder of a run, or entity/project/run, got 'nothing'"),
+        ("mlflow:sqlite:///x.db?run=a", "there is no x.db"),
+        ("mlflow:sqlite:///x.db", "mlflow: needs the run, such as mlflow:sqlite:///mlflow.db?run=0123456789abcdef"),
+    ],
+)
+def test_what_cannot_be_read(
+    address: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One sentence, exit code 2, nothing created."""
+    monkeypatch.chdir(tmp_path)
+    Path("empty.csv").write_text("")
+    Path("other.csv").write_text("epoch,accuracy\n1,0.5\n")
+
+    with pytest.raises(SystemExit) as left:
+        main(["diagnose", "--from", address])
+
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("esper-telemetry: ") and sentence in said
+    assert said.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.csv", "other.csv"]
+
+
+def test_several_runs_have_to_be_told_apart(tmp_path: Path) -> None:
+    for name in ("PPO_1", "PPO_2"):
+        written(tmp_path / name, {"train/approx_kl": [0.0] * UPDATES})
+
+    with pytest.raises(ValueError, match=r"holds 2 runs: name one of .*PPO_1, .*PPO_2"):
+        read_source(f"tensorboard:{tmp_path}")
+
+
+def test_a_directory_or_logs_and_not_both(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["runs/a", "--from", "csv:x"]):
+        with pytest.raises(SystemExit) as left:
+            main(["diagnose", *words])
+        assert left.value.code == 2
+        assert "needs either a run directory or --from" in capsys.readouterr().err

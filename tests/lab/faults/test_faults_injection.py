@@ -1,0 +1,280 @@
+"""Every fault really breaks training, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+
+import pytest
+import torch
+from faults_builders import cartpole, equal, learn, pendulum, recall, recorded, weights
+
+from esper_telemetry.events import MinibatchEnd
+from esper_telemetry.lab.faults import FAULTS, NotApplicableError, find, inject, schedule
+from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo.environments import make_env
+
+Values = Mapping[str, float]
+Effect = Callable[[Values, Values], bool]
+"""What shows a fault: the values of the first broken update, and those of the same update of a healthy run."""
+
+
+def rises(key: str, bound: float) -> Effect:
+    return lambda now, usual: now[key] > bound > usual[key]
+
+
+def becomes(key: str, value: float) -> Effect:
+    return lambda now, usual: now[key] == value != usual[key]
+
+
+def multiplies(key: str, factor: float, tolerance: float = 1e-6) -> Effect:
+    return lambda now, usual: now[key] == pytest.approx(factor * usual[key], rel=tolerance)
+
+
+def loses(key: str) -> Effect:
+    return lambda now, usual: key not in now and key in usual
+
+
+EFFECTS: dict[str, Effect] = {
+    "lr_x100": multiplies("opt/lr", 100),
+    "lr_x10": multiplies("opt/lr", 10),
+    "lr_zero": becomes("opt/update_to_weight", 0),
+    "lr_period6": multiplies("opt/lr", 10 ** (3**0.5 / 2)),  # sin(2π/6) = √3/2
+    "lr_leak": multiplies("opt/lr", 1.03),
+    "epochs_x5": multiplies("gradient_steps", 5),
+    "vf_x1000": rises("grad/global/norm_preclip_max", 100),
+    "loss_sign": lambda now, usual: now["policy/surrogate_gain"] < 0 < usual["policy/surrogate_gain"],
+    "entropy_sign": lambda now, usual: now["loss/entropy"] > 0 > usual["loss/entropy"],
+    "adam_beta2": becomes("reward/absmax", 0),
+    "bf16_log_probs": rises("integrity/ratio_init", 1e-3),
+    "reward_1e4": multiplies("reward/absmax", 1e4),
+    "nan_reward": rises("numerics/nonfinite", 0.5),
+    "adv_x100": rises("integrity/adv_norm", 1),
+    "adv_sign": rises("integrity/gae_identity", 1e-3),
+    "stale_adv": rises("integrity/gae_identity", 1e-3),
+    "returns_shuffled": rises("integrity/gae_identity", 1e-3),
+    "obs_mismatch": rises("integrity/ratio_init", 1e-3),
+    "h0_zero": rises("integrity/ratio_init", 1e-5),
+    "mask_bug": rises("integrity/ratio_init", 1e-3),
+    "no_reset": lambda now, usual: (
+        now["lstm/reset_rate"] < usual["lstm/reset_rate"] / 2
+    ),  # the ends before it still count
+    "ent0_strong": becomes("reward/absmax", 5),
+    "stuck_normalizer": rises("norm/obs/clip_frac", 0.1),
+    "dead_relu": becomes("grad/layer/actor_encoder_layers_0_weight/norm", 0),
+    "forget_m10": becomes("lstm/gate/f/sat_lo", 1),
+    "forget_p10": becomes("lstm/gate/f/sat_hi", 1),
+    "frozen_trunk": loses("grad/shared/norm_preclip"),
+    "detached_head": loses("grad/head_arg/norm_preclip"),
+    "saturated_head": lambda now, usual: (
+        now["policy/head/arg/entropy_norm"] < 0.01 < usual["policy/head/arg/entropy_norm"]
+    ),
+}
+BY_EVENTS = {"repeated_minibatches", "constant_observations", "swapped_ends"}
+
+
+def make(fault: str) -> PPO:
+    return cartpole(normalize_observations=True) if fault == "stuck_normalizer" else recall()
+
+
+@cache
+def usual(*, normalized: bool) -> Values:
+    return second(cartpole(normalize_observations=True) if normalized else recall(), None)
+
+
+def second(trainer: PPO, fault: str | None) -> Values:
+    """The values of the second update, the first broken one."""
+    records = recorded(trainer, fault, updates=2)
+    steps = records[1].axes.gradient_step - records[0].axes.gradient_step
+    return {**records[1].values, "gradient_steps": steps}
+
+
+def test_every_fault_has_its_effect_tested() -> None:
+    assert {fault.name for fault in FAULTS} == set(EFFECTS) | BY_EVENTS
+
+
+@pytest.mark.parametrize("fault", EFFECTS)
+def test_a_fault_shows_in_the_first_broken_update(fault: str) -> None:
+    now = second(make(fault), fault)
+
+    assert EFFECTS[fault](now, usual(normalized=fault == "stuck_normalizer"))
+
+
+@pytest.mark.parametrize("fault", [fault.name for fault in FAULTS])
+def test_what_a_fault_changed_is_put_back_bit_for_bit(fault: str) -> None:
+    healthy, mended = make(fault), make(fault)
+    learn(healthy, 1)
+    learn(mended, 1)
+
+    with inject(mended, fault):
+        pass
+    learn(healthy, 1)
+    learn(mended, 1)
+
+    assert equal(weights(healthy), weights(mended))
+
+
+@pytest.mark.parametrize("fault", [fault.name for fault in FAULTS if not fault.noisy])
+def test_broken_updates_change_training_and_leave_only_what_they_taught(fault: str) -> None:
+    healthy, broken = make(fault), make(fault)
+    before = surroundings(broken)
+    learn(healthy, 2)
+
+    with inject(broken, fault):
+        learn(broken, 2)
+
+    assert not equal(weights(healthy), weights(broken))
+    assert surroundings(broken) == before
+
+
+def surroundings(trainer: PPO) -> list[object]:
+    """Everything about a trainer that is not learned."""
+    groups = [
+        {name: group[name] for name in ("betas", "eps", "weight_decay")} for group in trainer.optimizer.param_groups
+    ]
+    trained = [parameter.requires_grad for parameter in trainer.policy.parameters()]
+    return [trainer.steps, trainer.config, groups, trained, trainer.collector.env, trainer.normalizers.observations]
+
+
+def test_repeated_minibatches_hold_the_same_rows() -> None:
+    trainer, rows = recall(num_epochs=1), []
+    trainer.hooks.on(MinibatchEnd, lambda event: rows.append(event.rows))
+
+    with inject(trainer, "repeated_minibatches"):
+        learn(trainer, 1)
+
+    assert len(rows) == 2
+    assert torch.equal(rows[0], rows[1])
+
+
+def test_one_environment_gives_constant_observations() -> None:
+    trainer = cartpole()
+
+    with inject(trainer, "constant_observations"):
+        observations = trainer.collector.collect().observations
+
+    assert bool((observations[1:, 0] == 1).all())
+    assert not bool((observations[1:, 1:] == 1).all())
+
+
+def test_termination_and_time_limit_change_places() -> None:
+    """CueRecall ends all episodes by termination."""
+    trainer = recall()
+
+    with inject(trainer, "swapped_ends"):
+        swapped = trainer.collector.collect()
+        assert bool(swapped.ended.any())
+        assert not bool(swapped.terminated.any())
+
+    right = trainer.collector.collect()
+    assert bool(right.ended.any())
+    assert bool((right.terminated == right.ended).all())
+
+
+def test_a_scheduled_fault_comes_with_its_update_and_goes() -> None:
+    trainer, rates = recall(), []
+    schedule(trainer, "lr", dose=4, at_update=2, until=4)
+
+    for _ in range(4):
+        learn(trainer, 1)
+        rates.append(round(trainer.optimizer.param_groups[0]["lr"] / trainer.config.learning_rate))
+
+    assert rates == [1, 4, 4, 1]
+
+
+def test_a_scheduled_fault_can_be_taken_back_before_it_comes() -> None:
+    trainer, healthy = recall(), recall()
+
+    schedule(trainer, "dead_relu", at_update=2)()
+    learn(trainer, 2)
+    learn(healthy, 2)
+
+    assert equal(weights(trainer), weights(healthy))
+
+
+def test_faults_may_be_taken_back_in_any_order() -> None:
+    trainer = recall()
+    before = surroundings(trainer)
+
+    first = schedule(trainer, "vf_x1000", at_update=1)
+    second = schedule(trainer, "h0_zero", at_update=1)
+    first()
+    second()
+
+    assert surroundings(trainer) == before
+
+
+def test_a_family_knows_its_doses() -> None:
+    """Between 10 and 100, a dose of 30 is nearer to 10 by a hair: log 3 against log 3.3."""
+    assert find("lr", 30).name == "lr_x10"
+    assert find("lr", 300).name == "lr_x100"
+    assert find("forget", -2).name == "forget_m10"
+    assert find("forget", 4).name == "forget_p10"
+
+
+@pytest.mark.parametrize(
+    ("fault", "trainer", "sentence"),
+    [
+        ("h0_zero", cartpole, "h0_zero does not apply to CartPole-v1: its policy has no memory"),
+        ("dead_relu", cartpole, "dead_relu does not apply to CartPole-v1: no layer with ReLU reads its observations"),
+        ("mask_bug", cartpole, "mask_bug does not apply to CartPole-v1: it has no action masks"),
+        ("detached_head", cartpole, "detached_head does not apply to CartPole-v1: its actions have one part"),
+        ("ent0_strong", pendulum, "ent0_strong does not apply to Pendulum-v1: its actions are continuous"),
+        (
+            "stuck_normalizer",
+            recall,
+            "stuck_normalizer does not apply to cue-recall: its observations are not normalised",
+        ),
+    ],
+)
+def test_a_fault_says_in_a_sentence_why_it_does_not_apply(
+    fault: str, trainer: Callable[[], PPO], sentence: str
+) -> None:
+    broken = trainer()
+    before = surroundings(broken)
+
+    with pytest.raises(NotApplicableError) as refusal, inject(broken, fault):
+        pass
+
+    assert str(refusal.value) == sentence
+    assert surroundings(broken) == before
+
+
+def test_a_gru_has_no_forget_gate() -> None:
+    trainer = PPO(make_env("cue-recall", num_envs=4), PPOConfig(policy="gru", num_steps=8, lstm_size=8))
+
+    with pytest.raises(NotApplicableError, match="its policy has no LSTM"), inject(trainer, "forget_m10"):
+        pass
+
+
+def test_a_rate_that_follows_the_kl_is_not_scaled() -> None:
+    with pytest.raises(NotApplicableError, match="its learning rate follows the KL"):
+        schedule(recall(desired_kl=0.01), "lr_x10", at_update=1)
+
+
+def test_an_unknown_fault_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"there is no fault 'lr_x1000'; did you mean lr_x100, lr_x10"):
+        find("lr_x1000")
+
+
+def test_a_dose_out_of_range_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"the dose of vf_x1000 must be from 2 to 1e\+06, got 1"):
+        schedule(recall(), "vf_x1000", dose=1, at_update=1)
+
+
+def test_an_update_that_has_passed_is_refused() -> None:
+    trainer = recall()
+    learn(trainer, 1)
+
+    with pytest.raises(ValueError, match="at_update must come after the 1 updates already made, got 1"):
+        schedule(trainer, "lr_x10", at_update=1)
+
+
+@pytest.mark.parametrize("fault", ["frozen_trunk", "dead_relu"])
+def test_separate_networks_can_be_broken_too(fault: str) -> None:
+    trainer = cartpole(activation="relu")
+
+    values = second(trainer, fault)
+
+    assert values.get("grad/layer/actor_layers_0_weight/norm", 0) == 0
+    assert values["grad/layer/heads_action_linear_bias/norm"] > 0

@@ -1,0 +1,63 @@
+"""Runs of the fault bed, and the demo, as their journals tell of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from esper_telemetry.journal import read_run
+from esper_telemetry.lab.faults.__main__ import run
+from esper_telemetry.lab.faults.course import TrainingCourse, read_course
+from esper_telemetry.lab.faults.healthy import HEALTHY, rewards_x3
+from esper_telemetry.lab.faults.plan import courses, healthy_run
+
+
+def test_a_healthy_run_keeps_which_updates_were_announced(tmp_path: Path) -> None:
+    course = healthy_run(TrainingCourse("cue-recall", 1, healthy="rewards_x3", last=2), tmp_path, "normal")
+
+    assert course == read_course(tmp_path / "cue-recall-healthy-rewards_x3-s1")
+    assert (course.status, course.interventions) == ("done", (31,))
+    assert len(read_run(tmp_path / course.name).records) == 2
+
+
+def test_announced_rewards_are_three_times_as_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The largest reward of CueRecall is 1.3, and 3.9 from the second update on."""
+    monkeypatch.setattr("esper_telemetry.lab.faults.healthy.CHANGE", 2)
+    monkeypatch.setitem(
+        HEALTHY,
+        "soon",
+        replace(HEALTHY["rewards_x3"], prepare=rewards_x3),
+    )
+
+    healthy_run(TrainingCourse("cue-recall", 1, healthy="soon", last=2), tmp_path, "normal")
+
+    first, second = read_run(tmp_path / "cue-recall-healthy-soon-s1").records
+    assert first.values["reward/absmax"] == pytest.approx(1.3)
+    assert second.values["reward/absmax"] == pytest.approx(3.9)
+
+
+def test_the_plan_holds_every_fault_and_every_healthy_run_of_its_environments() -> None:
+    """Pendulum knows four kinds of healthy runs; two faults, two seeds."""
+    plan = courses([("lr_x10", 10), ("lr_zero", 0)], ["pendulum"], [1, 2])
+
+    assert len([course for course in plan if course.fault is not None]) == 4
+    assert {course.healthy for course in plan if course.fault is None} == {
+        "plain",
+        "annealed",
+        "slow",
+        "rewards_x3",
+    }
+    assert len({course.name for course in plan}) == len(plan) == 12
+
+
+def test_the_demo_breaks_half_way(tmp_path: Path) -> None:
+    """Half of 4096 steps are two updates of 8 x 128, so the third is the first broken one."""
+    settings = ("--policy", "mlp", "--no-mask-velocity", "--total-steps", "4096")
+
+    assert run(["demo", *settings, "--run-dir", str(tmp_path / "run")]) == 0
+
+    rates = [record.values["opt/lr"] for record in read_run(tmp_path / "run").records]
+    assert rates[1] < rates[0] == 2.5e-3
+    assert rates[2] > 50 * rates[1]

@@ -1,0 +1,70 @@
+"""Shared by the tests of morphogenesis: random play, and networks one at a time."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from esper_telemetry.lab.morphogenesis.policies import Random
+from esper_telemetry.ppo.environments import Morphogenesis
+
+
+def tiny(num_envs: int = 8, **settings: object) -> Morphogenesis:
+    """An environment with next to no data, so that a step takes a millisecond or two."""
+    env = Morphogenesis(num_envs, seed=0, **settings)  # type: ignore[arg-type]  # as they are named
+    task = env.colony.task
+    rows = 16 * task.tokens
+    small = {"batch": 8, "train_batches": 1}
+    for name, value in small.items():
+        object.__setattr__(task, name, value)
+    for data in (task.train, task.validation):
+        object.__setattr__(data, "inputs", data.inputs[:rows])
+        object.__setattr__(data, "targets", data.targets[:rows])
+    env.reset()
+    return env
+
+
+def play(env: Morphogenesis, steps: int, seed: int = 0) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Random possible actions; per step the stages before and after it, [B, S], and the rewards [B]."""
+    choose, found = Random(seed), []
+    for _ in range(steps):
+        before = env.slots.stage
+        step = env.step(choose(env))
+        found.append((before, env.slots.stage, step.rewards))
+    return found
+
+
+def plain_loss(host: dict[str, Tensor], seeds: list[dict[str, Tensor]], plan: dict[str, object]) -> Tensor:
+    """Loss of one network, written down layer by layer without any batching; `plan` says what the seeds are and do."""
+    x = plan["inputs"]
+    assert isinstance(x, Tensor)
+    for slot, seed in enumerate(seeds):
+        h = x @ host[f"weight_{slot}"].T + host[f"bias_{slot}"]
+        h = h.relu() if plan["relu"] else h
+        style, isolated, alpha = plan["styles"][slot], plan["isolated"][slot], plan["alphas"][slot]  # type: ignore[index]
+        features = h.detach() if isolated else h
+        normed = F.layer_norm(features, features.shape[-1:])
+        effect = normed * seed["gain"] + seed["shift"]
+        effect = effect + (features @ seed["enter"] + seed["enter_bias"]).relu() @ seed["leave"].T
+        if plan["tokens"] != 1:
+            effect = effect + plain_attention(normed, seed, int(plan["tokens"]))  # type: ignore[call-overload]
+        if style == "multiply":
+            effect = features * effect.tanh()
+        if style == "gated":
+            effect = torch.sigmoid(features @ seed["gate"] + seed["gate_bias"]) * effect
+        x = h + (effect - effect.detach()) if isolated else h + alpha * effect
+    last = len(seeds)
+    targets = plan["targets"]
+    assert isinstance(targets, Tensor)
+    return F.cross_entropy(x @ host[f"weight_{last}"].T + host[f"bias_{last}"], targets)
+
+
+def plain_attention(x: Tensor, seed: dict[str, Tensor], tokens: int) -> Tensor:
+    """Causal attention window by window, by its definition."""
+    out = []
+    for window in x.split(tokens):
+        scores = (window @ seed["query"].T) @ (window @ seed["key"].T).T / x.shape[-1] ** 0.5
+        future = torch.ones(tokens, tokens).triu(1).bool()
+        out.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ (window @ seed["value"].T))
+    return torch.cat(out) @ seed["out"].T

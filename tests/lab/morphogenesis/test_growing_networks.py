@@ -1,0 +1,214 @@
+"""Batched networks do what plain ones do, one at a time, and optimizers do what torch's do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from growing import plain_loss
+from torch import Tensor
+
+from esper_telemetry.lab.morphogenesis.blueprints import ANATOMY, BLUEPRINTS, STYLES, anatomy, newborn, presence
+from esper_telemetry.lab.morphogenesis.contributions import contributions, shapley_values
+from esper_telemetry.lab.morphogenesis.effects import INERT, Who
+from esper_telemetry.lab.morphogenesis.learning import gradients, scores, validate
+from esper_telemetry.lab.morphogenesis.network import Mixing, Network
+from esper_telemetry.lab.morphogenesis.optimizers import AdamMoments, adam, clip, sgd
+from esper_telemetry.lab.morphogenesis.packing import Packing
+from esper_telemetry.lab.morphogenesis.tasks import Data
+
+ENVS, SLOTS = 8, 2
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def together(network: Network, hosts: Tensor, seeds: Tensor) -> Tensor:
+    """Rows of hosts and seeds [N, 1 + S, size]."""
+    rows = torch.zeros(len(hosts), 1 + network.slots, network.size)
+    rows[:, 0, : network.host.size], rows[:, 1:, : network.seed.size] = hosts, seeds
+    return rows
+
+
+def who(style: Tensor, kind: Tensor, tokens: int) -> list[Who]:
+    """By slot, which networks have what, from styles and blueprints [N, S]."""
+    has = anatomy()[style, kind]
+    names = [name for name in ANATOMY if tokens > 1 or name != "attends"]
+    return [
+        {name: has[:, slot, ANATOMY.index(name)].nonzero().squeeze(1) for name in names}
+        for slot in range(style.shape[1])
+    ]
+
+
+@pytest.mark.parametrize("inert", [False, True])
+@pytest.mark.parametrize(("tokens", "linear"), [(1, False), (1, True), (4, False)])
+def test_gradients_are_those_of_each_network_alone(tokens: int, linear: bool, inert: bool) -> None:
+    """Every style, blueprint and weight, isolated or not, against a plain implementation, to 1e-5.
+
+    Parts that do nothing where they are not may be computed for all.
+    """
+    network = Network(inputs=5, width=6, classes=3, slots=SLOTS, tokens=tokens, linear=linear)
+    g = generator()
+    style = torch.arange(ENVS * SLOTS).view(ENVS, SLOTS) % len(STYLES)
+    kind = (torch.arange(ENVS * SLOTS).view(ENVS, SLOTS) // 3) % (len(BLUEPRINTS) - (tokens == 1))
+    isolated = torch.rand(ENVS, SLOTS, generator=g) < 0.4
+    alpha = torch.where(isolated, 0.0, torch.rand(ENVS, SLOTS, generator=g))
+    present = presence(network.seed)[style, kind]
+    hosts, seeds = network.hosts(ENVS, g), torch.randn(ENVS, SLOTS, network.seed.size, generator=g) / 3 * present
+    data = Data(torch.randn(12, 5, generator=g), torch.randint(3, (12,), generator=g))
+    rows = together(network, hosts, seeds)
+    found = torch.zeros_like(rows)
+
+    has = [{**one, **dict.fromkeys(INERT)} if inert else one for one in who(style, kind, tokens)]
+    mixing = Mixing(alpha, isolated, has)
+    logs, _ = gradients(network, network.views(rows), data, mixing, network.views(found))
+    losses = scores(logs, data.targets)[0].mean(1)
+
+    for env in range(ENVS):
+        host = {name: part.clone().requires_grad_() for name, part in network.host.unpack(hosts[env]).items()}
+        alone = [seeds[env, slot].clone().requires_grad_() for slot in range(SLOTS)]
+        plan = {
+            "inputs": data.inputs,
+            "targets": data.targets,
+            "tokens": tokens,
+            "relu": not linear,
+            "styles": [STYLES[int(i)] for i in style[env]],
+            "isolated": isolated[env].tolist(),
+            "alphas": alpha[env].tolist(),
+        }
+        loss = plain_loss(host, [network.seed.unpack(row) for row in alone], plan)
+        loss.backward()
+        assert torch.allclose(losses[env], loss.detach(), atol=1e-5)
+        expected = network.host.pack({name: part.grad for name, part in host.items() if part.grad is not None})
+        assert torch.allclose(found[env, 0, : network.host.size], expected, atol=1e-5)
+        for slot, row in enumerate(alone):
+            assert row.grad is not None
+            assert torch.allclose(found[env, 1 + slot, : network.seed.size], row.grad * present[env, slot], atol=1e-5)
+
+
+def test_a_seed_that_trains_alone_neither_changes_its_host_nor_is_felt_by_it() -> None:
+    network = Network(inputs=5, width=6, classes=3, slots=1)
+    g = generator()
+    rows = together(network, network.hosts(2, g), torch.randn(2, 1, network.seed.size, generator=g))
+    data = Data(torch.randn(12, 5, generator=g), torch.randint(3, (12,), generator=g))
+    zero, everyone = torch.zeros(2, 1), [dict.fromkeys(("units", "scales"))]
+
+    def found(*, isolated: bool, weights: Sequence[Who]) -> tuple[Tensor, Tensor]:
+        slopes = torch.zeros_like(rows)
+        mixing = Mixing(zero, torch.full((2, 1), isolated), weights)
+        return gradients(network, network.views(rows), data, mixing, network.views(slopes))[0], slopes
+
+    alone, slopes = found(isolated=True, weights=everyone)
+    without, host_slopes = found(isolated=False, weights=[{}])
+
+    assert torch.equal(alone, without) and torch.allclose(slopes[:, 0], host_slopes[:, 0], atol=1e-7)
+    assert (slopes[:, 1].norm(dim=-1) > 0).all() and (host_slopes[:, 1] == 0).all()
+
+
+def test_seeds_are_the_identity_at_birth() -> None:
+    network = Network(inputs=5, width=6, classes=3, slots=SLOTS, tokens=4)
+    g = generator()
+    rows = together(network, network.hosts(2, g), newborn(network.seed, (2, SLOTS), g))
+    x, everyone = torch.randn(8, 5, generator=g), [dict.fromkeys(("scales", "units", "attends"))] * SLOTS
+
+    def logits(alpha: float) -> Tensor:
+        weights = torch.full((2, SLOTS), alpha)
+        return network.forward(network.views(rows), x, Mixing(weights, weights < 0, everyone)).logits
+
+    assert torch.equal(logits(1.0), logits(0.0))
+
+
+def test_all_subsets_of_seeds_are_switched_off_in_one_pass() -> None:
+    network = Network(inputs=5, width=6, classes=3, slots=3)
+    g = generator()
+    weights = network.views(together(network, network.hosts(2, g), torch.randn(2, 3, network.seed.size, generator=g)))
+    x, everyone = torch.randn(4, 5, generator=g), [dict.fromkeys(("scales", "units"))] * 3
+    alpha = torch.rand(2, 3, generator=g)
+
+    found = network.forward(weights, x, Mixing(alpha, alpha < 0, everyone), subsets=True).logits.unflatten(2, (8, 4))
+
+    for subset in range(8):
+        off = torch.tensor([subset >> slot & 1 for slot in range(3)]).bool()
+        one = network.forward(weights, x, Mixing(alpha.masked_fill(off, 0.0), alpha < 0, everyone)).logits
+        assert torch.allclose(found[:, :, subset], one, atol=1e-5)
+
+
+def test_subsets_of_seeds_that_are_not_there_are_those_without_them() -> None:
+    """Three slots, of which the second is empty: subset 2 is subset 0, 6 is 4."""
+    network = Network(inputs=5, width=6, classes=3, slots=3)
+    g = generator()
+    rows = together(network, network.hosts(2, g), torch.randn(2, 3, network.seed.size, generator=g))
+    data = Data(torch.randn(40, 5, generator=g), torch.randint(3, (40,), generator=g))
+    alpha, one = torch.tensor([[1.0, 0.0, 0.5]] * 2), {"units": None}
+
+    loss, accuracy = validate(network, rows, data, Mixing(alpha, alpha < 0, [one, {}, one]))
+    full, _ = validate(network, rows, data, Mixing(alpha, alpha < 0, [one, one, one]))
+
+    assert loss.shape == accuracy.shape == (2, 8) and torch.allclose(loss, full, atol=1e-5)
+    assert torch.equal(loss[:, [2, 3, 6, 7]], loss[:, [0, 1, 4, 5]]) and not torch.equal(loss[:, 0], loss[:, 1])
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_optimizers_are_torchs_row_by_row(name: str) -> None:
+    """Row 1 rests in the second of three steps and goes on with what it remembered."""
+    g = generator()
+    rows, steps = torch.randn(2, 4, generator=g), torch.randn(3, 2, 4, generator=g)
+    step, moments, found = (adam if name == "adam" else sgd), AdamMoments.of(rows), rows.clone()
+    for number, gradient in enumerate(steps):
+        step(found, gradient, moments, 0.1, torch.tensor([True, number != 1]))
+
+    for row, numbers in ((0, (0, 1, 2)), (1, (0, 2))):
+        parameter = torch.nn.Parameter(rows[row].clone())
+        options = {"lr": 0.1} if name == "adam" else {"lr": 0.1, "momentum": 0.9}
+        optimizer = (torch.optim.Adam if name == "adam" else torch.optim.SGD)([parameter], **options)  # type: ignore[arg-type]
+        for number in numbers:
+            parameter.grad = steps[number, row]
+            optimizer.step()
+        assert torch.allclose(found[row], parameter.detach(), atol=1e-5)
+        assert moments.steps[row] == len(numbers)
+
+
+def test_moments_of_a_dead_seed_are_gone_and_those_of_others_stay() -> None:
+    rows = torch.ones(2, 3)
+    moments = AdamMoments(rows, rows * 2, torch.tensor([5.0, 7.0]))
+    moments.clear(torch.tensor([True, False]))
+
+    assert [part[0].sum().item() for part in moments] == [0, 0, 0]
+    assert [part[1].sum().item() for part in moments] == [3, 6, 7]
+
+
+def test_each_row_is_clipped_by_its_own_norm() -> None:
+    """Norms 5 and 0.5; only the first exceeds 1."""
+    found = torch.tensor([[3.0, 4.0], [0.3, 0.4]])
+    norms = clip(found, 1.0)
+
+    assert norms.tolist() == pytest.approx([5.0, 0.5])
+    assert found.norm(dim=-1).tolist() == pytest.approx([1.0, 0.5], abs=1e-5)
+
+
+def test_contributions_and_shapley_values_of_two_seeds() -> None:
+    """Accuracies 0.9 with both, 0.7 without seed 0, 0.6 without seed 1, 0.5 without any.
+
+    Alone off: 0.2 and 0.3. Shapley: seed 0 adds 0.1 first and 0.2 last, so 0.15; seed 1 adds 0.2 first and 0.3 last, so 0.25.
+    """
+    accuracy = torch.tensor([[0.9, 0.7, 0.6, 0.5]])
+
+    assert contributions(accuracy)[0].tolist() == pytest.approx([0.2, 0.3])
+    assert shapley_values(accuracy)[0].tolist() == pytest.approx([0.15, 0.25])
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+def test_shapley_values_add_up(slots: int) -> None:
+    accuracy = torch.rand(16, 2**slots, generator=generator(slots))
+
+    assert torch.allclose(shapley_values(accuracy).sum(1), accuracy[:, 0] - accuracy[:, -1], atol=1e-6)
+
+
+def test_what_is_packed_is_unpacked() -> None:
+    packing = Packing({"a": (2, 3), "b": (4,)})
+    rows = torch.arange(20.0).view(2, 10)
+
+    assert {name: part.shape for name, part in packing.unpack(rows).items()} == {"a": (2, 2, 3), "b": (2, 4)}
+    assert torch.equal(packing.pack(packing.unpack(rows)), rows)

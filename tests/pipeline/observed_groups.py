@@ -1,0 +1,76 @@
+"""Groups that no half of an update holds, of the rows of one rank or of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from esper_telemetry import gradient_health
+from esper_telemetry.core.group import MetricGroup, Postponed
+from esper_telemetry.metrics.actions import greedy_agreement
+from esper_telemetry.metrics.episodes import episode_ends, evaluation_stats
+from esper_telemetry.metrics.kl import exact_kl, head_exact_kl, kl_after_update
+from esper_telemetry.metrics.lstm import first_staleness, memory_use, state_staleness
+from esper_telemetry.metrics.observations import normalizer_clipping, normalizer_drift
+from esper_telemetry.metrics.representation import excess_ratio, feature_drift, feature_norm
+from esper_telemetry.metrics.values import ending_bias, value_movement
+
+ROWS, FIRST = 96, 31
+"""Of both ranks, and of rank 0."""
+WHOLE = slice(None)
+HALVES = (slice(FIRST), slice(FIRST, None))
+OF_ITS_OWN = {
+    "repr/capacity_loss": "of a copy of the network on a rank's own rows: the last rank's",
+    "repr/dormant_frac/{layer}": "of a sample that each rank takes",
+    "repr/response/{layer}/p05": "as above: the last rank's",
+    "repr/response/{layer}/p50": "as above",
+    "repr/response/{layer}/p95": "as above",
+    "lstm/bptt/h0_grad_norm": "of a minibatch of each rank: their mean",
+    "lstm/bptt/profile_ratio": "of a minibatch of each rank: their mean",
+    "grad/pair/{pair}/connected": "the same everywhere, or of the rows that each rank has seen: their mean",
+    "grad/pair/{pair}/intensity": "as above",
+    "grad/pair/{pair}/host_intensity": "as above",
+    "grad/pair/{pair}/upstream": "as above",
+    "grad/pair/{pair}/zero_frac": "as above",
+}
+"""Keys that are measured on what a rank has for itself, and why that is enough."""
+
+
+def columns(*shape: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(ROWS, *shape, generator=generator, dtype=torch.float64) * (1 + seed)
+
+
+def observed(part: slice) -> Iterator[MetricGroup | Postponed]:
+    """Of the rows of a part."""
+    a, b, c = (columns(seed=seed)[part] for seed in range(3))
+    wide, other = (columns(5, seed=seed)[part] for seed in (3, 4))
+    flags, others = a > 0.5, b > 0
+    rows = {"op": a.square(), "arg": b.square()}
+    yield exact_kl(rows, relevant={"arg": flags})
+    yield head_exact_kl(rows, relevant={"arg": flags})
+    yield kl_after_update(rows, relevant={"arg": flags})
+    yield memory_use(rows, relevant={"arg": flags})
+    yield greedy_agreement({"op": wide}, {"op": wide + other / 4}, relevant={"op": others})
+    yield evaluation_stats(c.tolist(), a.abs().int().tolist())
+    yield state_staleness(wide, other)
+    yield first_staleness(wide, wide + other / 100)
+    yield normalizer_drift("obs", *(torch.full((4,), x) for x in (1.0, 2.0, 3.0, 4.0)))
+    yield normalizer_clipping("obs", wide, clip=1.5, valid=others.unsqueeze(-1).expand_as(wide))
+    yield excess_ratio(a / 3, clip=0.2, valid=others)
+    yield feature_norm(wide, valid=others)
+    yield feature_drift(wide, other)
+    yield value_movement(a, b, c, clip=0.2, valid=others)
+    yield ending_bias(a[None], b[None], (flags | others)[None], flags[None], valid=(c < 2)[None])
+    over = flags | others
+    yield episode_ends(over[None], flags[None], (10 * c[over].abs()).int().tolist())
+    yield gradient_health([with_gradient()], max_norm=0.5)
+
+
+def with_gradient() -> Tensor:
+    """A parameter whose gradients have been summed over the ranks."""
+    weight = torch.nn.Parameter(torch.zeros(3))
+    weight.grad = torch.tensor([3.0, 4.0, 12.0])
+    return weight

@@ -1,0 +1,191 @@
+"""`Telemetry` in somebody's own loop over two ranks: they report as one, differ where they may, and never wait for nobody."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from two_ranks import run_together
+
+from esper_telemetry import Telemetry, read_run
+from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.reduction import Counts, Last, Max, Mean, Moments, Sum
+from esper_telemetry.metrics.advantages import advantage_stats
+from esper_telemetry.pipeline import ranks as peers
+
+
+@dataclass(frozen=True, slots=True)
+class Bonus(MetricGroup):
+    """What each rank measures of its own data."""
+
+    bonus: Mean | None = reports(
+        Metric(key="my/bonus", unit="1", question="?"), Metric(key="my/bonus_max", unit="1", question="?", over="max")
+    )
+    seen: Sum | None = reports(Metric(key="my/seen", unit="1", question="?"))
+    largest: Max | None = reports(Metric(key="my/largest", unit="1", question="?"))
+    spread: Moments | None = reports(Metric(key="my/std", unit="1", question="?", of="std"))
+
+
+@dataclass(frozen=True, slots=True)
+class Norm(MetricGroup):
+    """What is the same on every rank."""
+
+    replicated: ClassVar[bool] = True
+    norm: Sum = reports(Metric(key="my/norm", unit="1", question="?"))
+
+
+@dataclass(frozen=True, slots=True)
+class Episode(MetricGroup):
+    """What happens on one rank only."""
+
+    name: str = label()
+    length: Mean = reports(Metric(key="my/{name}/length", unit="1", question="?"))
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram(MetricGroup):
+    """What ranks may disagree about."""
+
+    counts: Counts = reports(Metric(key="my/counts", unit="1", question="?"))
+    last: Last | None = reports(Metric(key="my/last", unit="1", question="?"))
+
+
+def loop(rank: int, run_dir: str) -> dict[str, Any]:
+    """Three updates of a loop of one's own; what this rank knows of the run."""
+    telemetry = Telemetry(run_dir=run_dir, name="mine")
+    for update in range(1, 4):
+        for value in (1.0, 3.0) if rank == 0 else (5.0, 7.0):
+            telemetry.observe(Bonus(Mean(value, 1.0 + rank), Sum(1.0), Max(value)))
+        telemetry.observe(Norm(Sum(4.0)))
+        telemetry.observe(advantage_stats(torch.arange(100.0) + 100 * rank))
+        if update == 2 and rank == 1:
+            telemetry.observe(Episode("short", Mean(12.0, 2.0)))
+            telemetry.observe(Histogram(Counts(torch.ones(2000), tuple(float(edge) for edge in range(2001)))))
+        telemetry.log({"my/schedule": 10.0 * update + rank})
+        telemetry.flush(env_step=100 * update)
+    telemetry.close()
+    return {"run_dir": str(telemetry.run_dir), "ranks": telemetry.ranks, "run": telemetry.run is not None}
+
+
+def test_ranks_of_a_loop_of_ones_own_report_as_one(tmp_path: Path) -> None:
+    """Minibatch 1 is (1 + 2·5) / 3 over both ranks, minibatch 2 is (3 + 2·7) / 3; an episode of one rank is reported as it is."""
+    first, second = run_together(loop, tmp_path, str(tmp_path / "run"))
+
+    assert first == {"run_dir": str(tmp_path / "run"), "ranks": 2, "run": True}
+    assert second == first | {"run": False}
+    run = read_run(tmp_path / "run")
+    assert [record.axes.env_step for record in run.records] == [100, 200, 300]
+    for update, record in enumerate(run.records, 1):
+        values = record.values
+        assert values["my/bonus"] == pytest.approx((1 + 3 + 5 * 1 + 7 * 1) / (2 + 2 * 2))
+        assert values["my/bonus_max"] == pytest.approx(max((1 + 5) / 3, (3 + 7) / 3))
+        assert (values["my/seen"], values["my/largest"], values["my/norm"]) == (4.0, 7.0, 4.0)
+        assert values["my/schedule"] == 10.0 * update
+        assert values["adv/raw/mean"] == 99.5 and values["adv/raw/max"] == 199.0
+        assert values["adv/raw/p95"] == pytest.approx(0.95 * 199, abs=200 / 64)
+        assert values.get("my/short/length") == (6.0 if update == 2 else None)
+        assert ("my/counts" in record.histograms) == (update == 2)
+
+
+def disagree(rank: int, run_dir: str) -> str:
+    """Two ranks whose histograms have different edges."""
+    edges = (0.0, 1.0, 2.0 + rank)
+    telemetry = Telemetry(run_dir=run_dir)
+    telemetry.observe(Histogram(Counts(torch.ones(2), edges)))
+    try:
+        telemetry.flush(env_step=1)
+    except RuntimeError as error:
+        telemetry.close("failed")
+        return str(error)
+    return ""
+
+
+def test_ranks_that_measure_differently_end_with_a_sentence_on_both(tmp_path: Path) -> None:
+    first, second = run_together(disagree, tmp_path, str(tmp_path / "run"))
+
+    assert first == second
+    assert "ranks 0 and 1 measure my/counts in different ways" in first
+    assert "the edges (0.0, 1.0, 2.0)" in first and "the edges (0.0, 1.0, 3.0)" in first
+
+
+def partly(rank: int, run_dir: str) -> None:
+    """Some fields, and some rows, on one rank only."""
+    with Telemetry(run_dir=run_dir) as telemetry:
+        for update in range(1, 3):
+            telemetry.observe(Bonus(seen=Sum(1.0), bonus=Mean(2.0, 1.0)) if rank else Bonus(seen=Sum(1.0)))
+            if rank:
+                telemetry.observe(Bonus(seen=Sum(5.0), bonus=Mean(8.0, 1.0)))
+            telemetry.flush(env_step=update)
+
+
+def test_fields_and_rows_of_one_rank_only_are_merged_with_what_there_is(tmp_path: Path) -> None:
+    assert run_together(partly, tmp_path, str(tmp_path / "run")) == [None, None]
+
+    first, second = read_run(tmp_path / "run").records
+    assert {key: first.values[key] for key in ("my/seen", "my/bonus", "my/bonus_max")} == {
+        "my/seen": 7.0,
+        "my/bonus": 5.0,
+        "my/bonus_max": 8.0,
+    }
+    assert second.values["my/seen"] == 7.0
+
+
+def taken(rank: int, run_dir: str) -> str:
+    """A run directory that holds a journal, which rank 0 alone looks at."""
+    try:
+        Telemetry(run_dir=run_dir)
+    except FileExistsError as error:
+        return str(error)
+    return ""
+
+
+def test_a_mistake_that_rank_0_finds_is_raised_on_all(tmp_path: Path) -> None:
+    Telemetry(run_dir=tmp_path / "run").close()
+
+    first, second = run_together(taken, tmp_path, str(tmp_path / "run"))
+
+    assert first == second != ""
+
+
+def alone(rank: int, run_dir: str) -> int:
+    """Telemetry on rank 0 only, which says so; the other rank is not waited for."""
+    if rank:
+        return 0
+    with Telemetry(run_dir=run_dir, ranks="alone") as telemetry:
+        telemetry.observe(Bonus(seen=Sum(1.0)))
+        telemetry.flush(env_step=1)
+        return telemetry.ranks
+
+
+def test_one_rank_may_report_alone(tmp_path: Path) -> None:
+    assert run_together(alone, tmp_path, str(tmp_path / "run")) == [1, 0]
+    assert read_run(tmp_path / "run").records[0].values["my/seen"] == 1.0
+
+
+def without_the_other(rank: int) -> str:
+    """Rank 1 makes no Telemetry; nobody wants to wait a minute for it here."""
+    if rank:
+        return ""
+    peers.MEETING = timedelta(seconds=2)  # type: ignore[misc]  # in this process, which ends with this function
+    try:
+        Telemetry(run_dir=None)
+    except RuntimeError as error:
+        return str(error)
+    return "made"
+
+
+def test_a_rank_without_telemetry_is_missed_and_named(tmp_path: Path) -> None:
+    first, _ = run_together(without_the_other, tmp_path)
+
+    assert "not all 2 ranks made a Telemetry within 2 s" in first and "ranks='alone'" in first
+
+
+def test_without_a_process_group_nobody_is_met() -> None:
+    assert peers.Peers.meet() is None
+    with Telemetry(run_dir=None) as telemetry:
+        assert telemetry.ranks == 1

@@ -1,0 +1,58 @@
+"""What ranks agree on besides numbers: how often they look closely, and whose transitions the evidence shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from two_ranks import run_together
+
+from esper_telemetry import Telemetry, read_run
+from esper_telemetry.updates import Minibatches, Snapshot
+
+EXPLODED = torch.tensor([0.0, 5.0, -0.1, 0.1])
+
+
+def jumping(log_ratio: torch.Tensor) -> Snapshot:
+    """An update of one minibatch."""
+    return Snapshot(
+        minibatches=Minibatches(
+            epochs=(0,),
+            counts=(len(log_ratio),),
+            log_ratio=log_ratio,
+            advantages=torch.ones(len(log_ratio)),
+            valid=None,
+            losses={},
+            logits={},
+            action_masks={},
+            log_std={},
+        )
+    )
+
+
+def update(rank: int, run_dir: str) -> list[int]:
+    """One update whose ratios explode in different places; how often the rank looks closely, before and after."""
+    telemetry = Telemetry(run_dir=run_dir)
+    telemetry.start(facts={"ranks": 2, "clip": 0.2})
+    found = [telemetry.sampling.every]
+    telemetry.sampling.proposed = 4 if rank == 0 else 32
+    telemetry.submit(jumping(EXPLODED + rank))
+    telemetry.flush(env_step=4)
+    telemetry.close()
+    return [*found, telemetry.sampling.every]
+
+
+def test_ranks_look_closely_as_often_as_the_first_one_can_afford(tmp_path: Path) -> None:
+    assert run_together(update, tmp_path, str(tmp_path / "run")) == [[8, 4], [8, 4]]
+
+
+def test_evidence_is_of_the_first_rank_and_says_so(tmp_path: Path) -> None:
+    """Rank 1 has a log-ratio of 6: the record knows, the transitions shown are rank 0's own."""
+    run_together(update, tmp_path, str(tmp_path / "run"))
+    run = read_run(tmp_path / "run")
+    (alarm,) = [alarm for alarm in run.alarms if alarm.type == "policy/kl_spike"]
+
+    assert run.records[0].values["policy/logratio/absmax"] == 6.0
+    assert alarm.evidence["rank"] == 0
+    assert [row["log_ratio"] for row in alarm.evidence["worst"]] == pytest.approx([5.0, 0.1, -0.1, 0.0])

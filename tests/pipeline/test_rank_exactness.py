@@ -1,0 +1,110 @@
+"""What two ranks report of an update is what one process reports of all of it."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from halves import half, recorded, updates
+from observed_groups import HALVES, OF_ITS_OWN, WHOLE, observed
+from two_ranks import run_together
+
+from esper_telemetry import Telemetry, read_run
+from esper_telemetry.core.catalogue import catalogue, groups
+from esper_telemetry.core.derived import Derived
+from esper_telemetry.core.metric import declared
+from esper_telemetry.core.record import template_of
+
+TIMED = ("perf/telemetry", "telemetry/queue_depth", "telemetry/errors")
+SAMPLED = ("repr/dormant", "repr/dead", "repr/effective", "repr/srank", "repr/pca99", "repr/feature_rank")
+"""Measured on rows that each rank samples for itself."""
+PAIRED = {"adv/sign_flip_frac", "telemetry/undefined"}
+"""Pairs the rows of minibatches with those of the rollout, which are not the same rows in these halves; and the count of such."""
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "discrete": ("CartPole-v1", {}),
+    "continuous": ("Pendulum-v1", {}),
+    "recurrent": ("CartPole-v1", {"policy": "lstm", "lstm_size": 16}),
+    "shared": ("CartPole-v1", {"shared_trunk": True, "entropy_coef": 0.01}),
+    "masked": ("cue-recall", {}),
+    "growing": ("morphogenesis", {}),
+}
+
+
+def record_halves(rank: int, directory: str) -> bool:
+    """Records a rank's halves of every run that lies in the directory."""
+    for name in RUNS:
+        snapshots, facts = pickle.loads((Path(directory) / f"{name}.pickle").read_bytes())
+        recorded(Path(directory) / name, [half(snapshot, rank) for snapshot in snapshots], facts | {"ranks": 2})
+    return True
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the updates of every run, and a journal of each that two ranks have recorded."""
+    directory = tmp_path_factory.mktemp("together")
+    for name, (env, settings) in RUNS.items():
+        (directory / f"{name}.pickle").write_bytes(pickle.dumps(updates(env, **settings)))
+    assert run_together(record_halves, directory, str(directory)) == [True, True]
+    return directory
+
+
+def is_quantile(key: str) -> bool:
+    """Quantiles of several ranks are known to one bin."""
+    return key.rpartition("/")[2] in {"p01", "p05", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "median"}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_ranks_report_what_one_process_reports(together: Path, tmp_path: Path, name: str) -> None:
+    recorded(tmp_path, *pickle.loads((together / f"{name}.pickle").read_bytes()))
+    ours, alone = read_run(together / name).records, read_run(tmp_path).records
+
+    assert len(ours) == len(alone) >= 4
+    for record, expected in zip(ours, alone, strict=True):
+        assert replace(record.axes, wall_time=0.0) == replace(expected.axes, wall_time=0.0)
+        assert record.values.keys() - PAIRED == expected.values.keys() - PAIRED
+        assert record.histograms == expected.histograms
+        exact = {
+            k: v
+            for k, v in expected.values.items()
+            if not (k.startswith(TIMED + SAMPLED) or is_quantile(k) or "/lag_" in k)
+        }
+        exact = {key: value for key, value in exact.items() if key not in PAIRED}
+        assert len(exact) > 80
+        found = {key: record.values[key] for key in exact}
+        assert found == pytest.approx(exact, rel=1e-9, abs=1e-12)
+
+
+def record_part(run_dir: Path, part: slice) -> None:
+    with Telemetry(run_dir=run_dir, detect=False, level="debug") as telemetry:
+        telemetry.observe(*observed(part))
+        telemetry.flush(env_step=1)
+
+
+def record_half(rank: int, directory: str) -> bool:
+    record_part(Path(directory), HALVES[rank])
+    return True
+
+
+def test_two_ranks_report_what_one_process_observes_of_their_rows(tmp_path: Path) -> None:
+    assert run_together(record_half, tmp_path, str(tmp_path / "together")) == [True, True]
+    record_part(tmp_path / "alone", WHOLE)
+    (ours,), (alone,) = read_run(tmp_path / "together").records, read_run(tmp_path / "alone").records
+
+    expected = {key: value for key, value in alone.values.items() if not key.startswith(("perf/", "telemetry/"))}
+    assert len(expected) > 25
+    assert expected.items() >= {"grad/global/norm_preclip": 13.0, "grad/clip/freq": 1.0}.items()
+    assert {key: ours.values.get(key) for key in expected} == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_whatever_ranks_merge_is_compared_or_says_why_not(together: Path, tmp_path: Path) -> None:
+    record_part(tmp_path, WHOLE)
+    known = {metric.key: metric for metric in catalogue()}
+    records = [record for run in (*map(together.joinpath, RUNS), tmp_path) for record in read_run(run).records]
+    compared = {template_of(key, known) for record in records for key in (*record.values, *record.histograms)}
+    merged = [kind for kind in groups() if not issubclass(kind, Derived) and not getattr(kind, "replicated", False)]
+    keys = {metric.key for kind in merged for _, metric in declared(kind) if not metric.when_positive}
+
+    assert keys - compared == OF_ITS_OWN.keys()

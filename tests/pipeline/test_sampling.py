@@ -1,0 +1,79 @@
+"""Which updates are looked at closely: as many as the budget allows, and never none."""
+
+from __future__ import annotations
+
+import pytest
+
+from esper_telemetry.core.record import Level
+from esper_telemetry.pipeline.sampling import FIRST, MOST, Sampling
+
+
+def looked_at(sampling: Sampling, updates: int, *, plain: float = 0.0, close: float = 0.0) -> list[int]:
+    """The updates, from 1, that are sampled, where each takes a second and telemetry so much of it."""
+    found = []
+    for update in range(1, updates + 1):
+        sampled = sampling.begin()
+        sampling.learn(close if sampled else plain, 1.0)
+        sampling.adopt(sampling.proposed)
+        if sampled:
+            found.append(update)
+    return found
+
+
+def test_normal_looks_at_the_first_update_and_the_ninth_and_then_as_its_costs_allow() -> None:
+    assert looked_at(Sampling(Level.NORMAL), 12) == [1, 9, 10, 11, 12]
+    assert looked_at(Sampling(Level.NORMAL), 100, plain=0.015, close=0.5) == [1, 9, 9 + MOST]
+
+
+def test_debug_looks_at_every_update_and_minimal_at_none() -> None:
+    assert looked_at(Sampling(Level.DEBUG), 5, plain=9.0, close=9.0) == [1, 2, 3, 4, 5]
+    assert looked_at(Sampling(Level.MINIMAL), 50) == []
+    assert Sampling(Level.MINIMAL).period is None
+
+
+@pytest.mark.parametrize(
+    ("plain", "close", "every"),
+    [
+        (0.005, 0.015, 1),  # 5 ms count twice; 10 ms more each time: 2 % is exactly what is allowed
+        (0.005, 0.045, 4),  # 40 ms more every 4th time are 10 ms
+        (0.005, 0.055, 8),  # 50 ms more need every 5th; powers of two make it 8
+        (0.005, 0.900, MOST),  # 895 ms more would need every 90th
+        (0.015, 0.175, 32),  # over the budget already: a quarter of it is for close looks, 160 ms every 32nd time
+        (0.015, 0.016, 1),
+        (0.001, 0.001, 1),
+    ],
+)
+def test_the_period_is_the_shortest_that_the_budget_allows(plain: float, close: float, every: int) -> None:
+    sampling = Sampling(Level.NORMAL, 0.02)
+
+    looked_at(sampling, 1000, plain=plain, close=close)
+
+    assert sampling.every == every
+
+
+def test_a_larger_budget_looks_more_often() -> None:
+    narrow, wide = Sampling(Level.NORMAL, 0.02), Sampling(Level.NORMAL, 0.1)
+    for sampling in (narrow, wide):
+        looked_at(sampling, 400, plain=0.005, close=0.09)
+
+    assert (narrow.every, wide.every) == (16, 1)
+
+
+def test_the_first_update_warms_up_and_does_not_count() -> None:
+    """A first update that takes telemetry ten seconds says nothing of the others."""
+    sampling = Sampling(Level.NORMAL)
+    sampling.begin()
+    sampling.learn(10.0, 20.0)
+    for _ in range(100):
+        sampled = sampling.begin()
+        sampling.learn(0.015 if sampled else 0.005, 1.0)
+
+    assert sampling.every == FIRST
+    assert sampling.proposed == 1
+    assert FIRST == 8
+
+
+@pytest.mark.parametrize("budget", [0.0, -0.1, 1.5, float("nan")])
+def test_a_budget_is_a_share(budget: float) -> None:
+    with pytest.raises(ValueError, match="budget must be a share of the wall time over 0 and at most 1, got"):
+        Sampling(Level.NORMAL, budget)

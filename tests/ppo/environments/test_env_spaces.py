@@ -1,0 +1,279 @@
+"""Spaces of Gymnasium: what the trainer makes of them, and what it says of those it cannot use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from seeing_env import spotlights
+
+from esper_telemetry.ppo.environments import ActionSpec, GymnasiumEnvironment, Image, Structured, make_env
+from esper_telemetry.ppo.environments.action_spaces import described
+from esper_telemetry.ppo.environments.observation_spaces import as_image, observed
+from esper_telemetry.ppo.environments.observations import ObservationLayout, layout_of
+
+FLOATS = spaces.Box(-1, 1, (2, 3), np.float32)
+PIXELS = spaces.Box(0, 255, (9, 8, 3), np.uint8)
+DEPTH = spaces.Box(0, 1, (1, 8, 8), np.float32)
+
+
+def samples(space: spaces.Space[Any], count: int) -> tuple[list[Any], Any]:
+    """Single observations, and the same as a vector environment gives them."""
+    space.seed(0)
+    single = [space.sample() for _ in range(count)]
+    batch = gymnasium.vector.utils.create_empty_array(space, count)
+    return single, gymnasium.vector.utils.concatenate(space, single, batch)  # type: ignore[arg-type] # theirs is wider
+
+
+@pytest.mark.parametrize(
+    ("space", "shape", "layout"),
+    [
+        (FLOATS, (2, 3), ObservationLayout(6)),
+        (spaces.Box(-1, 1, ()), (1,), ObservationLayout(1)),
+        (PIXELS, (9, 8, 3), ObservationLayout(0, 0, (Image((9, 8, 3), True),))),
+        (DEPTH, (1, 8, 8), ObservationLayout(0, 0, (Image((1, 8, 8), False, "float32", 0.0, 1.0),))),
+        (spaces.Box(0, 255, (8, 9), np.uint8), (1, 8, 9), ObservationLayout(0, 0, (Image((1, 8, 9)),))),
+        (spaces.Box(0, 255, (7, 7, 3), np.uint8), (7, 7, 3), ObservationLayout(147)),
+        (spaces.Discrete(5), (5,), ObservationLayout(0, 5)),
+        (spaces.MultiBinary([2, 2]), (4,), ObservationLayout(0, 4)),
+        (spaces.MultiDiscrete(np.array([[2, 3], [4, 5]])), (14,), ObservationLayout(0, 14)),
+        (spaces.Dict(b=spaces.Discrete(5), a=FLOATS), (11,), ObservationLayout(6, 5)),
+        (spaces.Tuple((spaces.Discrete(2), spaces.Tuple((FLOATS, FLOATS)))), (14,), ObservationLayout(12, 2)),
+        # 6 + 5 floats of 4 bytes and 216 pixels
+        (
+            spaces.Dict(x=FLOATS, d=spaces.Discrete(5), p=PIXELS),
+            (260,),
+            ObservationLayout(6, 5, (Image((9, 8, 3), True),)),
+        ),
+    ],
+)
+def test_observations_have_a_layout(
+    space: spaces.Space[Any], shape: tuple[int, ...], layout: ObservationLayout
+) -> None:
+    found = observed(space, "it")
+
+    assert (found.shape, found.layout) == (shape, layout)
+    assert found.pack is None or found.layout.shape == shape
+
+
+def test_vectors_and_single_images_are_passed_on_untouched() -> None:
+    assert observed(FLOATS, "it").pack is None
+    assert observed(PIXELS, "it").pack is None
+
+
+def test_one_hot_choices_stand_behind_the_vectors() -> None:
+    """3 of Discrete(3, start=2) is its second choice; [1, 0] of MultiDiscrete([2, 3]) lights the second and third number."""
+    space = spaces.Dict(
+        a=spaces.Discrete(3, start=2), b=spaces.MultiDiscrete([2, 3]), c=spaces.Box(0, 9, (2,)), d=spaces.MultiBinary(2)
+    )
+    pack = observed(space, "it").pack
+    assert pack is not None
+
+    row = pack.one({"a": 3, "b": np.array([1, 0]), "c": np.array([7.0, 8.0]), "d": np.array([0, 1])})
+
+    assert row.tolist() == [7, 8, 0, 1, 0, 0, 1, 1, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_every_part_comes_back_out_of_a_row_in_numpy_and_in_torch(batch: int) -> None:
+    """Bytes and floats share rows of 2 x 6 + 5 floats, 64 floats of depth and two images of 216 and 75 bytes."""
+    odd = spaces.Box(0, 255, (8, 9, 1), np.uint8)
+    space = spaces.Dict(p=PIXELS, z=DEPTH, q=odd, x=FLOATS, y=FLOATS, n=spaces.Discrete(5))
+    found = observed(space, "it")
+    single, together = samples(space, batch)
+    assert found.pack is not None and found.layout.dtype == "uint8"
+
+    rows = found.pack(together)
+
+    assert rows.shape == (batch, *found.shape) and rows.dtype == np.uint8
+    assert np.array_equal(rows, np.stack([found.pack.one(observation) for observation in single]))
+    kept: Any
+    for kept in (rows, torch.from_numpy(rows)):
+        numbers, images = found.layout.numbers_of(kept), found.layout.images_of(kept)
+        assert np.array_equal(np.asarray(numbers[:, :6]).reshape(-1, 2, 3), together["x"])
+        assert np.array_equal(np.asarray(numbers[:, 12:]).argmax(-1), together["n"])
+        for image, name in zip(images, ("p", "z", "q"), strict=True):
+            assert np.array_equal(np.asarray(image), together[name])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=3, max_size=3), st.sampled_from(["uint8", "float32"]))
+def test_a_box_is_an_image_where_height_and_width_are_long(shape: list[int], dtype: str) -> None:
+    """The channels are the shortest axis if that is the first, else the last one."""
+    image = as_image(spaces.Box(0, 1, tuple(shape), np.dtype(dtype).type))
+    sides = shape[1:] if shape[0] == min(shape) else shape[:2]
+
+    assert (image is not None) == (min(sides) >= 8)
+    assert image is None or image.channels_first[1:] == tuple(sides)
+
+
+@pytest.mark.parametrize(
+    ("space", "sentence"),
+    [
+        (spaces.Text(5), "observation space of it must be Box, Discrete, .*, got Text"),
+        (
+            spaces.Dict(image=PIXELS, mission=spaces.Text(5)),
+            r"observation space of it, part 'mission', must be .*Dict or Tuple of these, got Text",
+        ),
+        (spaces.Box(0, 1, (0,)), r"observation space of it holds nothing to observe, got Box\(.*, \(0,\)"),
+        (spaces.Dict(), r"observation space of it holds nothing to observe, got Dict\(\)"),
+        (spaces.Tuple((FLOATS, spaces.Sequence(FLOATS))), "observation space of it, part 1, must be .* got Sequence"),
+    ],
+)
+def test_an_observation_that_cannot_be_used_is_named(space: spaces.Space[Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        observed(space, "it")
+
+
+@pytest.mark.parametrize(
+    ("space", "specs", "chosen", "taken"),
+    [
+        (
+            spaces.MultiBinary(2),
+            {"action_0": 2, "action_1": 2},
+            {"action_0": [1, 0], "action_1": [0, 1]},
+            [[1, 0], [0, 1]],
+        ),
+        (
+            spaces.MultiDiscrete(np.array([[2, 3]]), start=np.array([[1, 0]])),
+            {"action_0": 2, "action_1": 3},
+            {"action_0": [1, 0], "action_1": [2, 1]},
+            [[[2, 2]], [[1, 1]]],
+        ),
+    ],
+)
+def test_choices_are_factored(
+    space: spaces.Space[Any], specs: dict[str, int], chosen: dict[str, Any], taken: Any
+) -> None:
+    found = described(space, "it")
+
+    joined = found.join({name: np.array(part) for name, part in chosen.items()})
+
+    assert found.specs == {name: ActionSpec("categorical", size) for name, size in specs.items()}
+    assert joined.tolist() == taken and all(row in space for row in joined)
+
+
+def test_parts_of_a_dict_bear_its_keys() -> None:
+    space = spaces.Dict(
+        {
+            "Move!": spaces.Discrete(3),
+            "aim": spaces.Box(-1, np.inf, (2,), np.float32),
+            "tools": spaces.Tuple((spaces.Discrete(2), spaces.MultiBinary(1))),
+            "values": spaces.Discrete(2),
+        }
+    )
+    found = described(space, "it")
+    actions = {
+        "move_": np.array([2]),
+        "aim": np.array([[-3.0, 7.0]], np.float32),
+        "tools_0": np.array([1]),
+        "tools_1_0": np.array([1]),
+        "action_values": np.array([1]),
+    }
+
+    joined = found.join(actions)
+
+    assert found.specs == {
+        "move_": ActionSpec("categorical", 3),
+        "aim": ActionSpec("continuous", 2, low=(-1.0, -1.0), high=(np.inf, np.inf)),
+        "tools_0": ActionSpec("categorical", 2),
+        "tools_1_0": ActionSpec("categorical", 2),
+        "action_values": ActionSpec("categorical", 2),
+    }
+    assert joined["aim"].tolist() == [[-1, 7]] and joined["tools"][1].tolist() == [[1]]
+    assert next(iter(gymnasium.vector.utils.iterate(gymnasium.vector.utils.batch_space(space), joined))) in space
+
+
+@pytest.mark.parametrize(
+    ("space", "sentence"),
+    [
+        (spaces.Box(0, 5, (2,), np.int64), r"action space of it must be Discrete, .*Box of floats.*, got Box"),
+        (spaces.Box(0, 1, (0,)), r"action space of it holds a part with nothing to choose, got Box\("),
+        (spaces.Tuple(()), r"action space of it holds a part with nothing to choose, got Tuple\(\)"),
+        (spaces.Dict(say=spaces.Text(5)), r"action space of it, part 'say', must be .*, got Text"),
+        (
+            spaces.Dict({"a": spaces.MultiBinary(1), "a_0": spaces.Discrete(2)}),
+            "two parts of the action space of it would both be named 'a_0'",
+        ),
+    ],
+)
+def test_an_action_that_cannot_be_used_is_named(space: spaces.Space[Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        described(space, "it")
+
+
+def transitions(mode: AutoresetMode, steps: int, *, parts: bool) -> list[list[list[float]]]:
+    """Per environment, its valid transitions: observation, reward, truncated and what followed, in one row."""
+    env = GymnasiumEnvironment(spotlights(mode, parts=parts), seed=5)
+    observations = env.reset().copy()
+    found: list[list[list[float]]] = [[], []]
+    for _ in range(steps):
+        step = env.step({"action": np.zeros(2, np.int64)})
+        for index in np.flatnonzero(np.ones(2) if step.valid is None else step.valid):
+            following = step.observations[index]
+            if step.truncated[index]:
+                assert step.final_observations is not None
+                following = step.final_observations[index]
+            outcome = [step.rewards[index], float(step.truncated[index])]
+            found[index].append([*observations[index].ravel(), *outcome, *following.ravel()])
+        observations = step.observations.copy()
+    return found
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_every_autoreset_mode_gives_the_same_transitions(parts: bool) -> None:
+    """Also of images and of rows of several parts: episodes of 3 and 5 steps; NEXT_STEP needs more calls for them."""
+    next_step, same_step, disabled = (transitions(mode, 24, parts=parts) for mode in AutoresetMode)
+
+    assert same_step == disabled
+    for index in range(2):
+        assert next_step[index] == same_step[index][: len(next_step[index])] and len(next_step[index]) >= 17
+
+
+def test_the_state_of_an_environment_of_parts_can_be_saved() -> None:
+    ahead, behind = (GymnasiumEnvironment(spotlights(AutoresetMode.SAME_STEP, parts=True), seed=1) for _ in range(2))
+    ahead.reset()
+    for _ in range(4):
+        ahead.step({"action": np.zeros(2, np.int64)})
+    state = ahead.state_dict()
+    assert state is not None
+
+    behind.load_state_dict(state)
+
+    left, right = (env.step({"action": np.ones(2, np.int64)}) for env in (ahead, behind))
+    assert np.array_equal(left.observations, right.observations) and np.array_equal(left.rewards, right.rewards)
+
+
+def test_an_environment_may_say_what_it_observes() -> None:
+    plain, choices = make_env("CartPole-v1", num_envs=2), make_env("FrozenLake-v1", num_envs=2)
+
+    assert layout_of(plain) == ObservationLayout(4)
+    assert isinstance(choices, Structured) and layout_of(choices) == ObservationLayout(0, 16)
+    assert np.asarray(choices.reset(0)).tolist() == [[1.0, *[0.0] * 15]] * 2
+
+
+def test_gymnasium_takes_what_a_dict_of_actions_becomes() -> None:
+    class Acting(gymnasium.Env[Any, Any]):
+        observation_space = spaces.Box(0, 1, (1,))
+        action_space = spaces.Dict(go=spaces.Discrete(3, start=1), push=spaces.Box(-1, 1, (2,), np.float32))
+
+        def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
+            return np.zeros(1, np.float32), {}
+
+        def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+            assert action in self.action_space
+            return np.zeros(1, np.float32), float(action["go"]), False, False, {}
+
+    env = GymnasiumEnvironment(SyncVectorEnv([Acting, Acting]))
+    env.reset()
+
+    step = env.step({"go": np.array([0, 2]), "push": np.full((2, 2), 3.0, np.float32)})
+
+    assert step.rewards.tolist() == [1, 3]

@@ -1,0 +1,36 @@
+"""Hidden velocities: zeros in their place, everywhere the policy or the critic looks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+from esper_telemetry.ppo.environments import make_env
+from esper_telemetry.ppo.environments.velocity import VELOCITIES
+
+
+@pytest.mark.parametrize("env_id", [env_id for env_id in VELOCITIES if env_id in gymnasium.registry])
+def test_velocities_are_zero_and_the_rest_is_as_it_was(env_id: str) -> None:
+    hidden: Any = make_env(env_id, num_envs=2, seed=0, mask_velocity=True)
+    plain: Any = make_env(env_id, num_envs=2, seed=0)
+    shown = [index for index in range(plain.observation_shape[0]) if index not in VELOCITIES[env_id]]
+    observations, expected = hidden.reset(), plain.reset()
+    kind = plain.action_specs["action"]
+    action = np.ones((2, 1), np.float32) if kind.kind == "continuous" else np.ones(2, np.int64)
+    for _ in range(250):
+        assert (observations[:, list(VELOCITIES[env_id])] == 0).all()
+        assert np.array_equal(observations[:, shown], expected[:, shown])
+        left, right = hidden.step({"action": action}), plain.step({"action": action})
+        if left.final_observations is not None:
+            assert (left.final_observations[:, list(VELOCITIES[env_id])] == 0).all()
+            assert np.array_equal(left.final_observations[:, shown], right.final_observations[:, shown])
+        observations, expected = left.observations, right.observations
+
+
+def test_the_name_says_so_and_other_tasks_are_refused() -> None:
+    assert make_env("CartPole-v1", mask_velocity=True).name == "CartPole-v1 without velocities"
+    with pytest.raises(ValueError, match=r"mask_velocity knows CartPole-v0, .*, got 'Blackjack-v1'"):
+        make_env("Blackjack-v1", mask_velocity=True)

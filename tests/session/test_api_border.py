@@ -1,0 +1,733 @@
+"""The border of the Python API: what is meant is taken, what is wrong is refused in one sentence, what is lost is told once."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import enum
+import gc
+import io
+import json
+import math
+import pickle
+import subprocess
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from esper_telemetry import Metric, MetricGroup, Record, RunStatus, Telemetry, attach, read_run, reports, value_fit
+from esper_telemetry.alarms import Thresholds
+from esper_telemetry.core.group import Postponed
+from esper_telemetry.testing import MemorySink
+
+
+@dataclass(frozen=True, slots=True)
+class Curiosity(MetricGroup):
+    bonus: Any = reports(Metric(key="curiosity/bonus", unit="reward", question="How much does novelty pay?"))
+
+
+@pytest.fixture
+def telemetry(tmp_path: Path) -> Iterator[Telemetry]:
+    """Telemetry that is open, in `tmp_path / "run"`."""
+    with Telemetry(run_dir=tmp_path / "run") as made:
+        yield made
+
+
+def journal(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "journal.jsonl").read_text().splitlines()]
+
+
+def warned(caplog: pytest.LogCaptureFixture, text: str) -> int:
+    return sum(text in record.getMessage() for record in caplog.records)
+
+
+# --- the constructor
+
+
+def one_record(sinks: Any, run_dir: Path) -> None:
+    with Telemetry(sinks, run_dir=run_dir) as telemetry:
+        telemetry.log({"a/b": 1.0})
+        telemetry.flush(env_step=1)
+
+
+def test_a_single_sink_is_a_list_of_one(tmp_path: Path) -> None:
+    memory, seen = MemorySink(), list[Record]()
+    one_record(memory, tmp_path / "object")
+    one_record(seen.append, tmp_path / "callable")
+    one_record("prometheus", tmp_path / "uri")
+
+    assert [record.values["a/b"] for record in (*memory.records, *seen)] == [1.0, 1.0]
+    assert (tmp_path / "uri" / "metrics.prom").exists()
+
+
+@pytest.mark.parametrize("sinks", [None, [], (), iter(())])
+def test_no_sinks_are_no_sinks(tmp_path: Path, sinks: Any) -> None:
+    one_record(sinks, tmp_path / "run")
+
+    assert len(read_run(tmp_path / "run").records) == 1
+
+
+WRONG_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"sinks": "tensorbord"}, ValueError, "'tensorbord'"),
+    ({"sinks": 3}, TypeError, "got 3"),
+    ({"sinks": {"tensorboard": True}}, TypeError, "got {'tensorboard': True}"),
+    ({"sinks": MemorySink}, TypeError, r"write MemorySink\(\)"),
+    ({"sinks": ["console", None]}, TypeError, "got None"),
+    ({"level": "debgu"}, ValueError, "level must be one of off, minimal, normal, debug, got 'debgu'"),
+    ({"level": 7}, ValueError, "got 7"),
+    ({"level": None}, ValueError, "got None"),
+    ({"budget": -1}, ValueError, "budget must be .* got -1"),
+    ({"budget": math.nan}, ValueError, "got nan"),
+    ({"budget": "2 %"}, TypeError, "budget must be one number, got '2 %'"),
+    ({"close_timeout": 0}, ValueError, "got 0"),
+    ({"close_timeout": None}, TypeError, "close_timeout must be one number, got None"),
+    ({"detect": "strict"}, TypeError, "detect takes True, False or Thresholds.*got 'strict'"),
+    ({"detect": Thresholds}, TypeError, "detect takes True, False or Thresholds"),
+    ({"ranks": "one"}, ValueError, "ranks must be 'all' or 'alone', got 'one'"),
+    ({"offload": "no"}, ValueError, "offload must be True or False, got 'no'"),
+    ({"resume": "runs/a"}, ValueError, "resume must be True or False, got 'runs/a'"),
+    ({"config": 3}, TypeError, "config must be a mapping, a dataclass or an argparse.Namespace, got 3"),
+    ({"facts": ["clip"]}, TypeError, r"facts must be a mapping.*got \['clip'\]"),
+    ({"name": 3}, TypeError, "name must be a text, got 3"),
+    ({"run_dir": ""}, ValueError, "run_dir must name a directory, got ''"),
+    ({"run_dir": 3}, TypeError, "run_dir must be a path, 'auto' or None, got 3"),
+    ({"rundir": "x"}, TypeError, "no argument 'rundir': did you mean 'run_dir'?"),
+    ({"sink": "x"}, TypeError, "no argument 'sink': did you mean 'sinks'?"),
+    ({"xyzzy": 1}, TypeError, "no argument 'xyzzy': it takes sinks, run_dir"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "text"), WRONG_ARGUMENTS)
+def test_a_wrong_argument_is_quoted_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(error, match=text):
+        Telemetry(**arguments)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("level", ["debug", "DEBUG", "Debug"])
+def test_a_level_has_any_case(tmp_path: Path, level: str) -> None:
+    with Telemetry(run_dir=None, level=level) as telemetry:
+        assert telemetry.level.name == "DEBUG"
+
+
+def test_a_run_directory_is_a_path_or_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for run_dir in (tmp_path / "a", str(tmp_path / "b"), "~/c"):
+        one_record((), run_dir)  # type: ignore[arg-type]  # a text is taken, too
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
+    assert len(read_run("~/c").records) == 1
+
+
+def test_a_file_is_no_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    with pytest.raises(NotADirectoryError, match="file' is a file: pass the path of a directory"):
+        Telemetry(run_dir=tmp_path / "file")
+
+
+def test_one_directory_holds_one_run(tmp_path: Path, telemetry: Telemetry) -> None:
+    with pytest.raises(FileExistsError, match="already holds a run: pass another run directory"):
+        Telemetry(run_dir=tmp_path / "run")
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+@dataclass
+class Settings:
+    lr: float = 0.1
+    path: Path = Path("data")
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (Settings(), {"lr": 0.1, "path": "data"}),
+        (argparse.Namespace(lr=0.1), {"lr": 0.1}),
+        (None, {}),
+        (
+            {
+                "numpy": np.float32(0.5),
+                "count": np.int64(3),
+                "switch": np.bool_(True),
+                "array": np.arange(2),
+                "tensor": torch.tensor(2),
+                "path": Path("a/b"),
+                "settings": Settings(),
+                "enum": Color.RED,
+                "type": torch.float32,
+                "function": math.sqrt,
+                1: math.nan,
+            },
+            {
+                "numpy": 0.5,
+                "count": 3,
+                "switch": True,
+                "array": [0, 1],
+                "tensor": 2,
+                "path": "a/b",
+                "settings": {"lr": 0.1, "path": "data"},
+                "enum": "RED",
+                "type": "torch.float32",
+                "function": "math.sqrt",
+                "1": "nan",
+            },
+        ),
+    ],
+)
+def test_settings_are_written_as_json(tmp_path: Path, config: object, expected: dict[str, object]) -> None:
+    with Telemetry(run_dir=tmp_path / "run", config=config) as telemetry:
+        telemetry.flush(env_step=1)
+
+    assert journal(tmp_path / "run")[0]["config"] == expected
+
+
+def test_one_tag_is_a_list_of_one(tmp_path: Path) -> None:
+    with Telemetry(run_dir=tmp_path / "run", tags="baseline", notes=None) as telemetry:
+        telemetry.flush(env_step=1)
+
+    assert read_run(tmp_path / "run").info.tags == ("baseline",)
+
+
+# --- numbers
+
+
+STEPS: list[Any] = [
+    5,
+    np.int64(5),
+    np.uint8(5),
+    np.array(5),
+    np.array([5]),
+    torch.tensor(5),
+    torch.tensor([5.0]),
+    5.0,
+    np.float32(5),
+]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=repr)
+def test_steps_are_whole_numbers_of_any_type(tmp_path: Path, step: Any) -> None:
+    with Telemetry(run_dir=tmp_path / "run") as telemetry:
+        telemetry.observe(Curiosity(torch.tensor(1.0)), epoch=step, step=step)
+        telemetry.flush(env_step=step, update=step, gradient_step=step)
+
+    axes = read_run(tmp_path / "run").records[0].axes
+    assert (axes.env_step, axes.update, axes.gradient_step) == (5, 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "text"),
+    [
+        (2.5, ValueError, "must be a whole number, got 2.5"),
+        (math.nan, ValueError, "must be a whole number, got nan"),
+        (math.inf, ValueError, "must be a whole number, got inf"),
+        (-1, ValueError, "must be at least 0, got -1"),
+        ("5", TypeError, "must be one number, got '5'"),
+        (None, TypeError, "must be one number, got None"),
+        (np.arange(3), TypeError, r"must be one number, got a NumPy array of shape \[3\]"),
+        (torch.zeros(2), TypeError, r"must be one number, got a tensor of shape \[2\]"),
+        (torch.tensor(1.5), ValueError, r"must be a whole number, got tensor\(1.5"),
+    ],
+)
+def test_what_is_no_step_is_quoted(telemetry: Telemetry, step: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=f"env_step {text}"):
+        telemetry.flush(env_step=step)
+    if step is not None:
+        with pytest.raises(error, match=f"update {text}"):
+            telemetry.flush(env_step=1, update=step)
+        with pytest.raises(error, match=f"step {text}"):
+            telemetry.observe(Curiosity(1.0), step=step)
+    if np.ndim(step) == 0:
+        with pytest.raises(error, match=f"epoch {text}"):
+            telemetry.observe(Curiosity(1.0), epoch=step)
+
+
+def test_logged_numbers_are_of_any_type(tmp_path: Path) -> None:
+    numbers: dict[str, Any] = {
+        "python": 1,
+        "truth": True,
+        "numpy": np.float32(1),
+        "half": np.float16(1),
+        "array": np.array(1.0),
+        "one": np.array([1.0]),
+        "tensor": torch.tensor(1.0),
+        "tracked": torch.tensor([1.0], requires_grad=True),
+    }
+    with warnings.catch_warnings(), Telemetry(run_dir=tmp_path / "run") as telemetry:
+        warnings.simplefilter("error")
+        for update in range(2):
+            telemetry.log({f"a/{name}": number for name, number in numbers.items()})
+            telemetry.flush(env_step=update)
+
+    for record in read_run(tmp_path / "run").records:
+        assert {key: value for key, value in record.values.items() if key.startswith("a/")} == {
+            f"a/{name}": 1.0 for name in numbers
+        }
+
+
+def test_a_number_that_is_too_large_is_not_finite(tmp_path: Path, telemetry: Telemetry) -> None:
+    telemetry.log({"a/b": 10**400, "a/c": -(10**400)})
+    telemetry.flush(env_step=1)
+
+    values = read_run(tmp_path / "run").records[0].values
+    assert (values["a/b_nonfinite"], values["a/c_nonfinite"]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("0.3", "a/b must be one number, got '0.3'"),
+        (None, "a/b must be one number, got None"),
+        ([1.0], r"a/b must be one number, got \[1.0\]"),
+        ({"c": 1.0}, "a/b must be one number, got {'c': 1.0}"),
+        (np.zeros(3), r"a/b must be one number, got a NumPy array of shape \[3\]"),
+        (torch.zeros(2, 2), r"a/b must be one number, got a tensor of shape \[2, 2\]"),
+        (1j, "a/b must be one number, got 1j"),
+    ],
+)
+def test_what_is_no_number_is_quoted_and_nothing_is_logged(tmp_path: Path, value: Any, text: str) -> None:
+    with Telemetry(run_dir=tmp_path / "run") as telemetry:
+        with pytest.raises(TypeError, match=text):
+            telemetry.log({"a/a": 1.0, "a/b": value})
+        telemetry.flush(env_step=1)
+
+    assert "a/a" not in read_run(tmp_path / "run").records[0].values
+
+
+@pytest.mark.parametrize("values", [3.0, None, "a/b", [("a/b", 1.0)]])
+def test_log_takes_a_mapping(telemetry: Telemetry, values: Any) -> None:
+    with pytest.raises(TypeError, match="log takes a mapping from keys to numbers"):
+        telemetry.log(values)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("Loss/Policy Loss", "got 'Loss/Policy Loss': write 'loss/policy_loss'"),
+        ("charts/episodic-return", "write 'charts/episodic_return'"),
+        ("", "got ''"),
+        (3, "got 3"),
+    ],
+)
+def test_a_key_that_backends_refuse_comes_back_with_one_that_they_take(
+    telemetry: Telemetry, key: Any, text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        telemetry.log({key: 1.0})
+
+
+@pytest.mark.parametrize("number", [2, np.float32(2), np.array(2.0), np.array([2.0]), torch.tensor(2.0)])
+def test_groups_hold_numbers_of_any_type(number: Any) -> None:
+    assert Curiosity(number).values() == {"curiosity/bonus": 2.0}
+
+
+# --- observe
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"a": 1},
+        {"a": torch.ones(1)},
+        3,
+        None,
+        "a",
+        b"a",
+        torch.ones(2),
+        np.ones(2),
+        torch.tensor(1.0),
+        [1.0],
+        Curiosity,
+    ],
+)
+def test_observe_says_where_plain_numbers_go(telemetry: Telemetry, wrong: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"observe takes what metric functions return, got .*: plain numbers go to telemetry.log"
+    ):
+        telemetry.observe(Curiosity(1.0), wrong)
+    telemetry.flush(env_step=1)
+
+    assert telemetry.run_dir is not None
+    assert "curiosity/bonus" not in read_run(telemetry.run_dir).records[0].values
+
+
+def test_groups_come_alone_and_in_lists_tuples_and_generators(tmp_path: Path, telemetry: Telemetry) -> None:
+    telemetry.observe()
+    telemetry.observe(Curiosity(1.0), [Curiosity(2.0)], (Curiosity(3.0) for _ in range(1)), epoch=np.int64(2))
+    telemetry.flush(env_step=1)
+
+    assert read_run(tmp_path / "run").records[0].values["curiosity/bonus"] == 2.0
+
+
+def test_a_flush_without_anything_is_a_record(tmp_path: Path, telemetry: Telemetry) -> None:
+    telemetry.flush(env_step=1)
+
+    assert [record.axes.update for record in read_run(tmp_path / "run").records] == [1]
+
+
+# --- what is lost is told
+
+
+LATE: dict[str, Callable[[Telemetry], object]] = {
+    "observe": lambda telemetry: telemetry.observe(Curiosity(1.0)),
+    "log": lambda telemetry: telemetry.log({"a/b": 1.0}),
+    "flush": lambda telemetry: telemetry.flush(env_step=1),
+    "watch": lambda telemetry: telemetry.watch(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters(), 0.1)),
+    "on_alarm": lambda telemetry: telemetry.on_alarm(print),
+    "notify_intervention": lambda telemetry: telemetry.notify_intervention("learning rate"),
+}
+
+
+@pytest.mark.parametrize("call", LATE)
+def test_a_call_after_close_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture, call: str) -> None:
+    telemetry = Telemetry(run_dir=tmp_path / "run")
+    telemetry.close()
+
+    LATE[call](telemetry)
+    LATE[call](telemetry)
+    LATE["log"](telemetry)
+
+    assert warned(caplog, f"{call} was called after close") == 1
+    assert warned(caplog, "after close") == 1
+
+
+def test_closing_twice_and_entering_again_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    telemetry = Telemetry(run_dir=tmp_path / "run")
+    with telemetry:
+        telemetry.close()
+    telemetry.close()
+
+    assert caplog.records == []
+
+
+def test_at_off_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with Telemetry(level="off") as telemetry:
+        pass
+    for call in LATE.values():
+        call(telemetry)
+
+    assert caplog.records == []
+
+
+def test_a_flush_that_was_forgotten_is_told_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Telemetry(run_dir=tmp_path / "run") as telemetry:
+        for _ in range(3):
+            telemetry.observe(Curiosity(1.0))
+
+    assert warned(caplog, "flush was never called") == 1
+    assert [record.partial for record in read_run(tmp_path / "run").records] == [True]
+
+
+def test_what_follows_the_last_flush_is_no_mistake(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Telemetry(run_dir=tmp_path / "run") as telemetry:
+        telemetry.flush(env_step=1)
+        telemetry.observe(Curiosity(1.0))
+    with pytest.raises(RuntimeError), Telemetry(run_dir=tmp_path / "failed") as telemetry:
+        telemetry.observe(Curiosity(1.0))
+        raise RuntimeError
+
+    assert warned(caplog, "flush") == 0
+
+
+def test_updates_that_pile_up_are_told_while_training_goes_on(
+    tmp_path: Path, telemetry: Telemetry, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Twelve updates of two epochs each."""
+    for _ in range(12):
+        for epoch in range(2):
+            telemetry.observe(Curiosity(1.0), epoch=epoch)
+
+    assert warned(caplog, "several updates seem to have been observed since the last flush") == 1
+    telemetry.flush(env_step=1)
+
+
+def test_a_long_update_is_no_mistake(telemetry: Telemetry, caplog: pytest.LogCaptureFixture) -> None:
+    for update in range(20):
+        for epoch in range(3):
+            for _ in range(4):
+                telemetry.observe(Curiosity(1.0), epoch=epoch)
+        telemetry.flush(env_step=update)
+
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("axes", "text"),
+    [
+        ({"env_step": 50}, "env_step=50 after 100"),
+        ({"env_step": 200, "gradient_step": 3}, "gradient_step=3 after 8"),
+        ({"env_step": 200, "update": 4}, "update=4 after 4"),
+        ({"env_step": 200, "update": 2}, "update=2 after 4"),
+    ],
+)
+def test_axes_that_go_back_are_told_once(
+    telemetry: Telemetry, caplog: pytest.LogCaptureFixture, axes: dict[str, int], text: str
+) -> None:
+    telemetry.flush(env_step=100, update=4, gradient_step=8)
+    telemetry.flush(**axes)
+    telemetry.flush(**axes)
+
+    assert warned(caplog, text) == 1
+    assert warned(caplog, "esper-telemetry: flush was given") <= 2
+
+
+def test_updates_may_be_counted_from_nought(telemetry: Telemetry, caplog: pytest.LogCaptureFixture) -> None:
+    for update in range(3):
+        telemetry.flush(env_step=update * 8, update=update)
+
+    assert caplog.records == []
+
+
+# --- watch, attach, on_alarm
+
+
+def test_watch_takes_a_module_and_an_optimizer(telemetry: Telemetry) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    pairs: list[tuple[Any, Any]] = [
+        (None, optimizer),
+        (model, None),
+        (optimizer, model),
+        (model, model.parameters()),
+        (nn.Linear, optimizer),
+    ]
+    for wrong in pairs:
+        with pytest.raises(TypeError, match="watch takes a torch module and its optimizer, got"):
+            telemetry.watch(*wrong)
+
+
+def test_a_model_that_is_watched_twice_is_measured_once(tmp_path: Path, telemetry: Telemetry) -> None:
+    """Gradients (3, 4): a norm of 5."""
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    telemetry.watch(model, optimizer)
+    stop = telemetry.watch(model, optimizer)
+    for update in range(2):
+        optimizer.zero_grad()
+        model(torch.tensor([[3.0, 4.0]])).sum().backward()
+        optimizer.step()
+        telemetry.flush(env_step=update)
+        stop()
+
+    values = [record.values for record in read_run(tmp_path / "run").records]
+    assert values[0]["grad/global/norm_preclip"] == 5.0
+    assert "grad/global/norm_preclip" not in values[1]
+
+
+def test_an_optimizer_is_watched_with_one_model(telemetry: Telemetry) -> None:
+    both = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(both.parameters(), 0.1)
+    telemetry.watch(both[0], optimizer)
+
+    with pytest.raises(ValueError, match="this optimizer is watched already: watch it once"):
+        telemetry.watch(both[1], optimizer)
+
+
+@pytest.mark.parametrize("source", [None, nn.Linear(2, 2), object()])
+def test_attach_says_what_it_takes(telemetry: Telemetry, source: Any) -> None:
+    with pytest.raises(TypeError, match="attach takes a Telemetry and a trainer with hooks, got"):
+        attach(telemetry, source)
+    with pytest.raises(TypeError, match="attach takes a Telemetry and a trainer with hooks, got"):
+        attach(source, source)
+
+
+@pytest.mark.parametrize("callback", [None, "print", 3])
+def test_on_alarm_takes_a_function(telemetry: Telemetry, callback: Any) -> None:
+    with pytest.raises(TypeError, match="on_alarm takes a function of one alarm, got"):
+        telemetry.on_alarm(callback)
+
+
+# --- copies, other processes, threads
+
+
+class Agent(nn.Module):
+    def __init__(self, telemetry: Telemetry | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.telemetry = telemetry
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+@pytest.mark.parametrize("write", [pickle.dumps, lambda thing: torch.save(thing, io.BytesIO())])
+def test_what_holds_telemetry_cannot_be_pickled_and_says_what_to_do(
+    telemetry: Telemetry, write: Callable[[object], object]
+) -> None:
+    for thing in (telemetry, [telemetry], Agent(telemetry)):
+        with pytest.raises(
+            TypeError, match=r"a Telemetry belongs to the process that made it .*: leave it out of what is saved"
+        ):
+            write(thing)
+
+
+def test_a_copy_of_what_holds_telemetry_holds_the_same(telemetry: Telemetry) -> None:
+    agent = copy.deepcopy(Agent(telemetry))
+
+    assert agent.telemetry is telemetry
+    assert copy.copy(telemetry) is telemetry
+
+
+def test_a_spawned_process_is_refused_with_the_same_sentence(tmp_path: Path) -> None:
+    script = tmp_path / "spawns.py"
+    script.write_text(
+        "import multiprocessing\n"
+        "from esper_telemetry import Telemetry\n"
+        "if __name__ == '__main__':\n"
+        "    with Telemetry(run_dir=None) as telemetry:\n"
+        "        multiprocessing.get_context('spawn').Process(target=print, args=(telemetry,)).start()\n"
+    )
+
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+
+    assert "TypeError: a Telemetry belongs to the process that made it" in ended.stderr
+
+
+def test_a_watched_model_is_copied_saved_and_compiled_as_ever(telemetry: Telemetry) -> None:
+    agent = Agent()
+    optimizer = torch.optim.Adam(agent.parameters())
+    telemetry.watch(agent, optimizer)
+    agent(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        file = io.BytesIO()
+        torch.save((agent, optimizer, agent.state_dict(), optimizer.state_dict()), file)
+        file.seek(0)
+        loaded, its_optimizer, *_ = torch.load(file, weights_only=False)
+        copies = [copy.deepcopy(agent), pickle.loads(pickle.dumps(agent)), loaded]
+        copied, copied_optimizer = copy.deepcopy((agent, optimizer))
+        pickle.dumps(optimizer)
+    compiled = torch.compile(agent, backend="eager")
+
+    for other in (*copies, copied, compiled):
+        assert torch.equal(other(torch.ones(1, 2)), agent(torch.ones(1, 2)))
+    for other in copies:
+        other(torch.ones(1, 2)).sum().backward()
+    copied_optimizer.step()
+    its_optimizer.step()
+    telemetry.flush(env_step=1)
+
+    assert telemetry.run_dir is not None
+    assert read_run(telemetry.run_dir).records[0].axes.gradient_step <= 1
+
+
+class FlushedMeanwhile(Postponed):
+    """A measurement during whose `observe` another thread flushes; that thread is given a second to do so."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self.thread = threading.Thread(target=lambda: telemetry.flush(env_step=1))
+
+    @property
+    def kind(self) -> str:
+        if self.thread.ident is None:
+            self.thread.start()
+            self.thread.join(1.0)
+        return "curiosity"
+
+    @classmethod
+    def together(cls, measured: Sequence[Self]) -> Iterable[MetricGroup]:
+        return [Curiosity(1.0)]
+
+
+def test_threads_are_served_one_at_a_time(tmp_path: Path) -> None:
+    """What one thread observes while another one flushes belongs to that update or to the next, and is not lost."""
+    with Telemetry(run_dir=tmp_path / "run") as telemetry:
+        measured = FlushedMeanwhile(telemetry)
+        telemetry.observe(measured)
+        measured.thread.join()
+        telemetry.flush(env_step=2)
+
+    assert [record.values.get("curiosity/bonus") for record in read_run(tmp_path / "run").records] == [1.0, None]
+
+
+def test_a_callback_may_call_it_back(tmp_path: Path) -> None:
+    """An alarm's callback runs within `flush`, and logs."""
+    with Telemetry(run_dir=tmp_path / "run") as telemetry:
+        telemetry.on_alarm(lambda alarm: telemetry.log({"seen/alarms": 1.0}))
+        telemetry.log({"numerics/nonfinite": 3.0})
+        telemetry.flush(env_step=1)
+        telemetry.flush(env_step=2)
+
+    assert any("seen/alarms" in record.values for record in read_run(tmp_path / "run").records)
+
+
+def test_a_function_that_returns_has_not_killed_the_run(tmp_path: Path) -> None:
+    """Nothing refers to its telemetry when the interpreter ends."""
+    code = (
+        "import gc\n"
+        "from esper_telemetry import Telemetry\n"
+        "def train():\n"
+        "    telemetry = Telemetry(run_dir='run')\n"
+        "    telemetry.flush(env_step=1)\n"
+        "train()\n"
+        "gc.collect()\n"
+    )
+
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=False)
+
+    assert read_run(tmp_path / "run").status is RunStatus.FINISHED
+
+
+def test_what_is_closed_is_not_kept(tmp_path: Path) -> None:
+    telemetry = Telemetry(run_dir=tmp_path / "run")
+    telemetry.close()
+    reference = weakref.ref(telemetry)
+    del telemetry
+    gc.collect()
+
+    assert reference() is None
+
+
+# --- what is shown
+
+
+def test_a_run_is_shown_in_a_few_lines(tmp_path: Path) -> None:
+    with Telemetry(run_dir=tmp_path / "run", name="walker") as telemetry:
+        for update in range(30):
+            telemetry.observe(value_fit(torch.randn(64), torch.randn(64)))
+            telemetry.log({"numerics/nonfinite": 3.0})
+            telemetry.flush(env_step=update * 64)
+
+    run = read_run(tmp_path / "run")
+    shown = repr(run).splitlines()
+    assert str(run) == repr(run)
+    assert len(shown) <= 8
+    assert max(map(len, shown)) < 200
+    assert shown[0].startswith("Run 'walker' in ")
+    assert "finished" in shown[1]
+    assert "30 of " in shown[2] and "update 1 to 30, env_step 0 to 1856" in shown[2]
+    assert "numerics/nonfinite (1)" in shown[3]
+
+
+def test_parts_of_a_run_are_shown_on_a_line(tmp_path: Path) -> None:
+    with Telemetry(run_dir=tmp_path / "run") as telemetry:
+        telemetry.log({f"many/n{number}": number for number in range(500)})
+        telemetry.log({"numerics/nonfinite": 3.0})
+        telemetry.flush(env_step=64)
+        shown = repr(telemetry)
+
+    run = read_run(tmp_path / "run")
+    assert "run_dir" in shown and "update 1" in shown and "open" in shown
+    assert all(len(repr(part)) < 1000 for part in (run.records[0], run.info, *run.alarms))
+    assert repr(run.records[0]).startswith("Record(update=1, env_step=64, gradient_step=0, values={'many/n0': 0, ")

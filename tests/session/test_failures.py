@@ -1,0 +1,267 @@
+"""A run that an exception ended names it, and the first tensor that is not finite, before everything else in every view."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from broken_env import Broken
+from torch import nn
+
+from esper_telemetry import RunStatus, Telemetry, read_run
+from esper_telemetry.alarms import Detectors
+from esper_telemetry.cli.main import main
+from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Record, RunInfo
+from esper_telemetry.journal import Journal, JournalEvent, encode_end, encode_event, encode_record, encode_run
+from esper_telemetry.sinks.incidents import IncidentCards
+from esper_telemetry.testing import MemorySink
+from esper_telemetry.updates.failure import failure_data
+
+AXES = Axes(update=6, env_step=600, gradient_step=60, wall_time=1e9)
+NAN_OBSERVATIONS = {
+    "exception": "ValueError",
+    "message": "Expected parameter logits:\ntensor([[nan]])",
+    "first_nonfinite": "observations[2, 0] = nan",
+    "nonfinite": {"tensor": "observations", "count": 3, "size": 32, "environments": [2]},
+}
+SENTENCE = (
+    "The run failed at update 7: ValueError: Expected parameter logits:; "
+    "the first tensor that is not finite: observations (3 of 32 values, environments 2)"
+)
+
+
+def output(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """A command's stdout, lines joined by spaces."""
+    with pytest.raises(SystemExit):
+        main(arguments)
+    return " ".join(capsys.readouterr().out.split())
+
+
+def journal(directory: Path, status: RunStatus | None, failure: dict[str, Any] | None = None) -> Path:
+    """A run of six healthy updates that ended so."""
+    path = directory / "run"
+    book = Journal.create(path)
+    book.write(encode_run(RunInfo("r1", "run", path, 1e9)))
+    for update in range(1, 7):
+        axes = Axes(update=update, env_step=100 * update, gradient_step=10 * update, wall_time=1e9)
+        book.write(encode_record(Record(update, axes, {"policy/kl": 0.01, "loss/value": 1.0})))
+    if failure is not None:
+        book.write(encode_event(JournalEvent("failure", failure, seq=7, axes=AXES)))
+    if status is not None:
+        book.write(encode_end(status, seq=8))
+    book.close()
+    return path
+
+
+def test_a_failure_raises_the_alarm_that_fits_and_one_of_its_own() -> None:
+    """The cause of the incident is the tensor; without one it is the exception alone."""
+    numeric = Detectors().failure(7, AXES, NAN_OBSERVATIONS).alarms
+    other = (
+        Detectors().failure(7, AXES, {"exception": "KeyError", "message": "'joint 7'", "first_nonfinite": ""}).alarms
+    )
+
+    assert [(alarm.type, alarm.cause) for alarm in numeric] == [
+        ("numerics/nonfinite", "numerics/nonfinite"),
+        ("run/failed", "numerics/nonfinite"),
+    ]
+    assert numeric[0].value == 3
+    assert numeric[1].text.startswith(SENTENCE + ". Try: ")
+    assert [(alarm.type, alarm.cause) for alarm in other] == [("run/failed", "run/failed")]
+    assert other[0].text.startswith("The run failed at update 7: KeyError: 'joint 7'. Try: ")
+
+
+def test_a_run_that_goes_on_after_its_failure_clears_the_alarms() -> None:
+    detectors = Detectors()
+    detectors.failure(7, AXES, NAN_OBSERVATIONS)
+    record = Record(8, AXES, {"numerics/nonfinite": 0.0})
+
+    over = {alarm.type for alarm in detectors.step(record).alarms if alarm.event is AlarmEvent.CLEAR}
+
+    assert over == {"run/failed", "numerics/nonfinite"}
+
+
+def test_diagnose_begins_with_the_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = journal(tmp_path, RunStatus.FAILED, NAN_OBSERVATIONS)
+
+    text = output(["diagnose", str(path)], capsys)
+    found = json.loads(output(["diagnose", str(path), "--json"], capsys))
+
+    assert text.startswith(f"run: 6 updates, failed {SENTENCE}.")
+    assert "incident 1, update 6: numerics/nonfinite" in text
+    assert "Nothing is wrong" not in text
+    assert found["ending"] == f"{SENTENCE}."
+    assert found["failure"]["nonfinite"]["environments"] == [2]
+    assert [incident["cause"] for incident in found["incidents"]] == ["numerics/nonfinite"]
+    assert SENTENCE in output(["doctor", str(path)], capsys)
+
+
+@pytest.mark.parametrize(
+    ("status", "failure", "said"),
+    [
+        (RunStatus.FAILED, None, "The run ended as failed after update 6, and its journal names no exception"),
+        (RunStatus.KILLED, None, "The run was killed after update 6"),
+        (RunStatus.FAILED, {"exception": "KeyError", "message": ""}, "The run failed at update 7: KeyError."),
+        (RunStatus.FINISHED, None, "Nothing is wrong"),
+    ],
+)
+def test_no_failed_run_is_called_healthy(
+    status: RunStatus, failure: dict[str, Any] | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = journal(tmp_path, status, failure)
+
+    text = output(["diagnose", str(path)], capsys)
+
+    assert text.startswith(f"run: 6 updates, {status} {said}")
+    assert ("Nothing is wrong" in text) == (status is RunStatus.FINISHED)
+
+
+def test_pages_of_sinks_begin_with_the_failure() -> None:
+    earlier = Alarm(
+        3,
+        AXES,
+        "policy/kl_spike",
+        AlarmEvent.RAISE,
+        1.0,
+        AlarmLevel.CRITICAL,
+        "policy/kl",
+        incident=1,
+        text="KL.",
+    )
+    incidents = IncidentCards([earlier, *Detectors().failure(7, AXES, NAN_OBSERVATIONS).alarms])
+
+    assert incidents.page().splitlines()[2].startswith("**The run failed at update 7: ValueError")
+
+
+def test_an_exception_in_the_search_leaves_the_users_own() -> None:
+    def broken() -> Any:
+        raise RuntimeError("the device is lost")
+
+    assert failure_data(ValueError("nan"), broken) == {
+        "exception": "ValueError",
+        "message": "nan",
+        "first_nonfinite": "",
+    }
+
+
+def test_masks_are_not_taken_for_the_fault() -> None:
+    """Negative infinity stands for forbidden actions; a KeyError says nothing about tensors."""
+
+    def masked() -> None:
+        logits = torch.tensor([0.0, -torch.inf])
+        raise ValueError(f"{len(logits)}")
+
+    def unrelated() -> None:
+        unused = torch.tensor([torch.nan])
+        raise KeyError(len(unused))
+
+    for function, error in ((masked, ValueError), (unrelated, KeyError)):
+        with pytest.raises(error) as raised:
+            function()
+        assert failure_data(raised.value)["first_nonfinite"] == ""
+
+
+def own_loop(run_dir: Path, poison: str) -> None:
+    """A loop with `watch` that fails in its third update."""
+    actor = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(actor.parameters(), lr=0.1)
+    with Telemetry(run_dir=run_dir, offload=False) as telemetry:
+        telemetry.watch(actor, optimizer)
+        for update in range(5):
+            obs = torch.rand(8, 4)
+            if update == 2 and poison == "obs":
+                obs[2, :3] = torch.nan
+            if update == 2 and poison == "parameters":
+                with torch.no_grad():
+                    actor.weight[0, 0] = torch.nan
+            if update == 2 and poison == "crash":
+                raise OSError("the simulator is gone")
+            torch.distributions.Categorical(logits=actor(obs)).log_prob(torch.zeros(8)).sum().backward()
+            optimizer.step()
+            telemetry.flush(env_step=8 * (update + 1))
+
+
+@pytest.mark.parametrize(
+    ("poison", "error", "named"),
+    [
+        ("obs", ValueError, "obs (3 of 32 values)"),
+        ("parameters", ValueError, "weight (1 of 8 values)"),
+        ("crash", OSError, "OSError: the simulator is gone."),
+    ],
+)
+def test_an_own_loop_names_its_tensor(
+    poison: str, error: type[Exception], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(error):
+        own_loop(tmp_path / "run", poison)
+
+    text = output(["diagnose", str(tmp_path / "run")], capsys)
+
+    assert text.startswith(f"run: 2 updates, failed The run failed at update 3: {error.__name__}")
+    assert named in text.partition("Could not be")[0]
+    assert "Nothing is wrong" not in text
+    raised = [alarm.type for alarm in read_run(tmp_path / "run").alarms if alarm.event is AlarmEvent.RAISE]
+    assert raised == (["run/failed"] if poison == "crash" else ["numerics/nonfinite", "run/failed"])
+
+
+@pytest.mark.sb3
+@pytest.mark.parametrize("fault", ["observation", "reward", "crash"])
+def test_stable_baselines3_names_its_tensor(fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The third of eight environments breaks in the third rollout."""
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.vec_env import DummyVecEnv
+
+    from esper_telemetry.adapters.sb3 import TelemetryCallback
+
+    env = DummyVecEnv([partial(Broken, fault, place) for place in range(8)])
+    model = PPO("MlpPolicy", env, n_steps=16, batch_size=64, n_epochs=1, device="cpu", seed=3)
+    memory = MemorySink()
+    with (
+        pytest.raises(KeyError if fault == "crash" else ValueError),
+        Telemetry([memory], run_dir=tmp_path / "run") as telemetry,
+    ):
+        model.learn(8 * 16 * 8, callback=TelemetryCallback(telemetry))
+
+    text = output(["diagnose", str(tmp_path / "run")], capsys)
+
+    assert "Nothing is wrong" not in text
+    if fault == "observation":
+        assert "The run failed at update 3: ValueError: Expected parameter logits" in text
+        assert "the first tensor that is not finite: observations (3 of 32 values, environments 2)." in text
+        assert [alarm.type for alarm in memory.alarms] == ["numerics/nonfinite", "run/failed"]
+    elif fault == "reward":
+        assert "failed The run failed at update" in text
+        assert "numerics/nonfinite" in text
+    else:
+        assert text.startswith(
+            "run: 2 updates, failed The run failed at update 3: KeyError: 'the simulator lost joint 7'."
+        )
+        assert [alarm.type for alarm in memory.alarms][-1:] == ["run/failed"]
+
+
+def test_gradients_alone_name_no_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Gradients that explode are a symptom: what to try for it would be a guess. With losses beside them it is not."""
+    for name, more in (("alone", {}), ("explained", {"policy/kl": 0.01, "loss/value": 1.0})):
+        path = tmp_path / name
+        book = Journal.create(path)
+        book.write(encode_run(RunInfo("r1", "run", path, 1e9, facts={"max_grad_norm": 0.5})))
+        for update in range(1, 41):
+            norm = 1.0 + 0.01 * (update % 5) if update < 35 else 1e4 * update
+            axes = Axes(update=update, env_step=100 * update, gradient_step=10 * update, wall_time=1e9)
+            keys = ("grad/global/norm_preclip", "grad/global/norm_preclip_max")
+            book.write(encode_record(Record(update, axes, {**dict.fromkeys(keys, norm), **more})))
+        book.write(encode_end(RunStatus.FINISHED, seq=41))
+        book.close()
+
+    alone = output(["diagnose", str(tmp_path / "alone")], capsys)
+    found = json.loads(output(["diagnose", str(tmp_path / "alone"), "--json"], capsys))
+
+    assert "Only gradients were seen, so the cause is not known" in alone
+    assert "Nothing is wrong" not in alone
+    assert "Try:" not in alone
+    assert found["gradients_alone"]
+    assert found["incidents"] and {incident["cause"] for incident in found["incidents"]} == {None}
+    assert "Only gradients" not in output(["diagnose", str(tmp_path / "explained")], capsys)

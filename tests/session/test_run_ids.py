@@ -1,0 +1,60 @@
+"""Run ids stand in names of files, so none may lead out of the run directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from esper_telemetry import read_run
+from esper_telemetry.cli.main import run as run_command
+from esper_telemetry.cli.mistakes import WrongUse
+from esper_telemetry.core.record import RunInfo
+from esper_telemetry.delivery import replay
+from esper_telemetry.sinks import TensorBoardSink
+
+HOSTILE = ["../../evil", "/tmp/evil", "a/b", "..", ".hidden", "", "x'y\"*", "two words", "a\nb", "a" * 129]
+
+
+@pytest.mark.parametrize("run_id", HOSTILE)
+def test_an_id_that_could_be_a_path_is_refused(run_id: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        RunInfo(run_id, name="a", run_dir=None, started=0.0)
+
+    assert str(refused.value).endswith(f"got {run_id!r}")
+
+
+@pytest.mark.parametrize("run_id", ["4b4768a3c75a", "abc_1-2.3", "-x", "a" * 128])
+def test_what_ids_look_like_is_taken(run_id: str) -> None:
+    assert RunInfo(run_id, name="a", run_dir=None, started=0.0).run_id == run_id
+
+
+def test_a_journal_that_says_so_is_refused_and_nothing_is_made(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "a"
+    run_dir.mkdir(parents=True)
+    lines = [
+        {"kind": "run", "schema": 1, "run_id": "../../evil", "name": "a", "started": 1.0},
+        {
+            "kind": "record",
+            "seq": 1,
+            "axes": {"update": 1, "env_step": 8, "gradient_step": 1, "wall_time": 1.0},
+            "values": {"a": 1.0},
+        },
+        {"kind": "end", "seq": 2, "status": "finished"},
+    ]
+    (run_dir / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    with pytest.raises(ValueError, match="no line that describes the run"):
+        read_run(run_dir)
+    for command in (
+        ["workspace", str(run_dir), "--project", "p"],
+        ["diagnose", str(run_dir)],
+        ["doctor", str(run_dir)],
+    ):
+        with pytest.raises(WrongUse, match="no line that describes the run"):
+            run_command(command)
+    with pytest.raises(ValueError, match="no line that describes the run"):
+        replay(run_dir, TensorBoardSink())
+
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs", "a", "journal.jsonl"]

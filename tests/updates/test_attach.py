@@ -1,0 +1,210 @@
+"""Attaching: what the trainer does becomes records, wherever it is summarised, and detaching ends it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from esper_telemetry import PPO, Level, PPOConfig, Telemetry, attach, make_env, read_run
+from esper_telemetry.events import Hooks, RolloutEnd
+from esper_telemetry.ppo.replay import TrainerReplay
+
+TIMED = ("perf/", "train/env_steps_per_second", "telemetry/")
+
+
+def trainer(env: str = "CartPole-v1", **settings: Any) -> PPO:
+    config = PPOConfig(num_steps=32, num_epochs=2, num_minibatches=2, **settings)
+    return PPO(make_env(env, num_envs=4), config)
+
+
+def values_of(run_dir: Path, *, offload: bool, level: str = "normal", **settings: Any) -> list[dict[str, float]]:
+    """The records' values of some updates, without those that depend on the clock."""
+    with Telemetry(run_dir=run_dir, offload=offload, level=level) as telemetry:
+        source = trainer(**settings)
+        attach(telemetry, source)
+        source.learn(3 * 128)
+    return [
+        {key: value for key, value in record.values.items() if not key.startswith(TIMED)}
+        for record in read_run(run_dir).records
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"shared_trunk": True, "entropy_coef": 0.01}, {"max_grad_norm": None, "policy": "lstm"}]
+)
+def test_a_process_beside_the_trainer_measures_what_the_trainer_would(tmp_path: Path, settings: dict[str, Any]) -> None:
+    beside = values_of(tmp_path / "beside", offload=True, **settings)
+    here = values_of(tmp_path / "here", offload=False, **settings)
+
+    assert beside == here
+    assert len(here) >= 3
+
+
+@pytest.mark.parametrize("method", ["outputs", "activations", "state_gradients"])
+def test_a_bug_in_a_close_look_leaves_training_alone(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise IndexError("a bug")
+
+    monkeypatch.setattr(TrainerReplay, method, broken)
+    found = values_of(tmp_path, offload=False, level="debug", policy="lstm")
+
+    assert len(found) >= 3
+    assert all("policy/kl" in values for values in found)
+    assert read_run(tmp_path).records[0].values["telemetry/metric_errors"] >= 1
+    assert any("IndexError: a bug" in record.getMessage() for record in caplog.records)
+
+
+def test_details_travel_to_the_process_beside_the_trainer(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "policy": "lstm",
+        "lstm_size": 8,
+        "env": "cue-recall",
+        "level": "debug",
+        "normalize_observations": True,
+    }
+    beside = values_of(tmp_path / "beside", offload=True, **settings)
+    here = values_of(tmp_path / "here", offload=False, **settings)
+
+    assert beside == here
+    assert {"policy/kl_exact", "policy/kl_post", "policy/entropy_grad_ratio", "norm/obs/clip_frac"} <= set(here[-1])
+
+
+def test_normal_reports_the_families_of_a_discrete_policy(tmp_path: Path) -> None:
+    last = values_of(tmp_path, offload=False)[-1]
+
+    for key in (
+        "policy/kl",
+        "policy/kl_max",
+        "policy/clip_frac",
+        "policy/ess_frac_min",
+        "policy/entropy_norm",
+        "policy/entropy_marginal_norm",
+        "policy/surrogate_gain",
+        "adv/raw/std",
+        "adv/norm/mean",
+        "ret/std",
+        "value/explained_variance",
+        "value/r2",
+        "value/bias",
+        "loss/policy",
+        "loss/value",
+        "loss/entropy",
+        "loss/total",
+        "grad/global/norm_preclip",
+        "grad/actor/norm_preclip",
+        "grad/critic/norm_postclip",
+        "grad/clip/coef",
+        "grad/clip/freq",
+        "grad/interference/critic_share",
+        "integrity/ratio_init",
+        "integrity/gae_identity",
+        "integrity/adv_norm",
+        "opt/lr",
+        "episode/return_mean_100",
+        "episode/count",
+        "train/update",
+    ):
+        assert key in last, key
+    assert last["integrity/ratio_init"] < 1e-5
+    assert last["integrity/gae_identity"] < 1e-5
+
+
+def test_a_shared_trunk_has_a_gradient_of_its_own(tmp_path: Path) -> None:
+    last = values_of(tmp_path, offload=False, shared_trunk=True)[-1]
+
+    assert last["grad/shared/norm_preclip"] > 0
+    assert -1 <= last["grad/interference/cos_feat"] <= 1
+
+
+def test_learning_in_two_parts_is_one_run(tmp_path: Path) -> None:
+    with Telemetry(run_dir=tmp_path, offload=False) as telemetry:
+        source = trainer(shared_trunk=True)
+        attach(telemetry, source)
+        source.learn(1)
+        source.learn(200)
+
+    records = read_run(tmp_path).records
+    assert [record.axes.update for record in records] == [1, 2]
+    assert all("grad/interference/cos_feat" in record.values for record in records)
+
+
+def test_a_continuous_policy_is_measured_too(tmp_path: Path) -> None:
+    last = values_of(tmp_path, offload=False, env="Pendulum-v1")[-1]
+
+    assert "policy/kl" in last
+    assert "policy/entropy" in last
+    assert "policy/entropy_norm" not in last
+
+
+@pytest.mark.parametrize(
+    ("settings", "offload"),
+    [({}, False), ({"squash": True}, False), ({"squash": True}, True), ({"state_dependent_std": True}, False)],
+    ids=str,
+)
+def test_spread_and_bounds_of_a_continuous_policy_are_those_of_its_rollouts(
+    tmp_path: Path, settings: dict[str, Any], offload: bool
+) -> None:
+    """Pendulum's bounds are ±2; a squashed action counts as at them from 99 % of the way. σ of e is wide enough for both."""
+    rollouts: list[tuple[Tensor, Tensor]] = []
+    with Telemetry([], run_dir=tmp_path / "run", offload=offload) as telemetry:
+        source = trainer("Pendulum-v1", log_std=1.0, **settings)
+        source.hooks.on(
+            RolloutEnd, lambda event: rollouts.append((event.actions["action"].clone(), event.log_std["action"].exp()))
+        )
+        attach(telemetry, source)
+        source.learn(300)
+
+    first, last = (record.values for record in (read_run(tmp_path / "run").records[index] for index in (0, -1)))
+    (before, _), (actions, std) = rollouts[-2:]
+    beyond = 2 * actions.tanh() if "squash" in settings else actions
+    bound = 1.98 if "squash" in settings else 2.0
+    share = float((beyond.abs() >= bound).double().mean())
+    moved = float((actions.mean() - before.mean()).abs() / std.mean())
+    assert 0.05 < share < 0.9
+    assert last["policy/head/action/bound_frac"] == pytest.approx(share, abs=1e-9)
+    assert last["policy/head/action/action_shift"] == pytest.approx(moved, rel=1e-4)
+    assert "policy/head/action/action_shift" not in first
+    assert 0 < last["policy/head/action/std/min"] <= last["policy/head/action/std/mean"] < 4
+    assert ("state_dependent_std" in settings) == (
+        last["policy/head/action/std/min"] < 0.999 * last["policy/head/action/std/mean"]
+    )
+
+
+def test_minimal_reports_a_headline_per_family_and_integrity(tmp_path: Path) -> None:
+    last = values_of(tmp_path, offload=False, level="minimal")[-1]
+
+    assert {"policy/kl", "value/explained_variance", "grad/global/norm_preclip", "integrity/ratio_init"} <= set(last)
+    assert "policy/kl_k1" not in last
+
+
+def test_off_registers_nothing() -> None:
+    source = trainer()
+
+    attach(Telemetry(level=Level.OFF), source)
+
+    assert source.hooks.__dict__ == Hooks().__dict__
+
+
+def test_detaching_ends_the_records_and_the_hooks(tmp_path: Path) -> None:
+    with Telemetry(run_dir=tmp_path, offload=False) as telemetry:
+        source = trainer()
+        detach = attach(telemetry, source)
+        source.learn(1)
+        detach()
+        source.learn(256)
+
+    assert len(read_run(tmp_path).records) == 1
+
+
+def test_the_run_carries_the_trainers_config_and_facts(tmp_path: Path) -> None:
+    values_of(tmp_path, offload=False)
+    info = read_run(tmp_path).info
+
+    assert info.config["num_epochs"] == 2
+    assert info.facts["max_grad_norm"] == 0.5
+    assert info.facts["groups"]["critic"]

@@ -1,0 +1,148 @@
+"""What telemetry reads from the device: one packed vector per record, and no single number, which would wait for the device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from esper_telemetry import (
+    PPO,
+    PPOConfig,
+    Telemetry,
+    advantage_stats,
+    attach,
+    gradient_health,
+    make_env,
+    ratio_diagnostics,
+    read_run,
+    value_fit,
+)
+from esper_telemetry.core.tensors import gradient_norms
+
+UPDATES, MINIBATCHES = 3, 4
+SINGLE_NUMBERS = ("aten::item", "aten::_local_scalar_dense")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations by name: a tenth of the profiler's time, but on this side of the device only."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's is not annotated
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[function._schema.name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def operations(work: Callable[[], object], *kinds: ProfilerActivity) -> dict[str, int]:
+    """How often each operation was called, copies of the device included, by the profiler."""
+    with profile(activities=[ProfilerActivity.CPU, *kinds]) as found:
+        work()
+    return {event.key: event.count for event in found.key_averages()}
+
+
+def single_numbers(found: dict[str, int]) -> int:
+    return sum(found.get(name, 0) for name in SINGLE_NUMBERS)
+
+
+def own_loop(telemetry: Telemetry, device: str) -> Callable[[], None]:
+    """What a hand-written loop asks telemetry to do in some updates; its tensors are there already."""
+    agent = nn.Linear(8, 3, device=device)
+    rows = torch.randn(64, device=device)
+    agent(torch.randn(64, 8, device=device)).square().mean().backward()
+
+    def work() -> None:
+        for update in range(1, UPDATES + 1):
+            telemetry.observe(advantage_stats(rows), value_fit(rows, rows * 2))
+            for epoch in range(MINIBATCHES):
+                health = gradient_health(agent, groups={"actor": ["weight"]}, max_norm=0.5)
+                telemetry.observe(health, ratio_diagnostics(rows / 10, rows, clip=0.2), epoch=epoch)
+            telemetry.flush(env_step=64 * update)
+
+    return work
+
+
+def trained(run_dir: Path, level: str, **settings: Any) -> Counter[str]:
+    """The operations of a short training on the training thread."""
+    with Telemetry(run_dir=run_dir, level=level, offload=False, detect=False) as telemetry:
+        config = PPOConfig(num_steps=16, num_epochs=2, num_minibatches=2, hidden_sizes=(8,), **settings)
+        trainer = PPO(make_env("CartPole-v1", num_envs=4, seed=0), config)
+        attach(telemetry, trainer)
+        with Counted() as counted:
+            trainer.learn(10 * 4 * 16)
+    return Counter(counted.calls)
+
+
+def copies_of(run_dir: Path) -> list[float]:
+    return [record.values["perf/d2h_copies"] for record in read_run(run_dir).records]
+
+
+def test_a_loop_of_ones_own_reads_no_single_number(tmp_path: Path) -> None:
+    """Once the fused norms have been tried, which happens at the first call of a process."""
+    gradient_norms([torch.ones(1)])
+    with Telemetry(run_dir=tmp_path / "run") as telemetry:
+        found = operations(own_loop(telemetry, "cpu"))
+
+    assert found["aten::linalg_vector_norm"] >= 1, "the profiler saw nothing"
+    assert single_numbers(found) == 0
+    assert copies_of(tmp_path / "run") == [0.0] * UPDATES
+
+
+@pytest.mark.parametrize("settings", [{}, {"policy": "lstm", "lstm_size": 8}], ids=["mlp", "lstm"])
+def test_beside_a_trainer_no_single_number_is_read_that_it_does_not_read_itself(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """Updates that are looked at closely are among them."""
+    off, on = trained(tmp_path / "off", "off", **settings), trained(tmp_path / "on", "normal", **settings)
+
+    assert sum(on.values()) > 2 * sum(off.values()), "nothing was measured"
+    assert single_numbers(on) == single_numbers(off) > 0
+
+
+def test_reading_a_number_would_be_noticed() -> None:
+    assert single_numbers(operations(lambda: float(torch.ones(3).sum()))) == 2
+
+
+@needs_cuda
+def test_on_a_gpu_a_flush_is_one_copy_and_nothing_waits(tmp_path: Path) -> None:
+    """Whatever waits raises: reading the last copy, when the next update ends, only waits for an event that has passed."""
+    with Telemetry(run_dir=tmp_path / "run") as telemetry:
+        work = own_loop(telemetry, "cuda")
+        work()  # compiles and allocates what waits once
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = operations(work, ProfilerActivity.CUDA)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    assert sum(count for name, count in found.items() if name.startswith("Memcpy DtoH")) == UPDATES
+    assert single_numbers(found) == 0
+    assert copies_of(tmp_path / "run")[UPDATES:] == [1.0] * UPDATES
+
+
+@needs_cuda
+def test_on_a_gpu_an_attached_trainer_copies_once_per_update(tmp_path: Path) -> None:
+    def copied(level: str) -> tuple[int, int]:
+        with Telemetry(run_dir=tmp_path / level, level=level, detect=False) as telemetry:
+            config = PPOConfig(num_steps=16, num_epochs=2, num_minibatches=2, hidden_sizes=(8,))
+            trainer = PPO(make_env("CartPole-v1", num_envs=4, seed=0), config, device="cuda")
+            attach(telemetry, trainer)
+            found = operations(lambda: trainer.learn(UPDATES * 64), ProfilerActivity.CUDA)
+        copies = sum(count for name, count in found.items() if name.startswith("Memcpy DtoH"))
+        return copies, single_numbers(found)
+
+    (copies_off, numbers_off), (copies_on, numbers_on) = copied("off"), copied("normal")
+
+    assert copies_on - copies_off == UPDATES
+    assert numbers_on == numbers_off

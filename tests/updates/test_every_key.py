@@ -1,0 +1,83 @@
+"""Every key of the catalogue comes out of a real run, and nothing else does: what is declared is wired.
+
+`ELSEWHERE` names every key that does not apply to these three runs, with the reason.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run, watch_pair
+from esper_telemetry.core.catalogue import catalogue
+from esper_telemetry.core.metric import Metric
+from esper_telemetry.core.record import template_of
+from esper_telemetry.testing import MemorySink
+
+LATER = "needs 50 updates: tests/history/test_temporal.py"
+ELSEWHERE = {
+    "{key}/cusum": LATER,
+    "{key}/lr_response": "needs 20 updates whose size is measured: tests/history/test_temporal.py",
+}
+"""Keys that no run here can report, and why."""
+
+KEYS = {metric.key: metric for metric in catalogue()}
+
+
+def measured(run_dir: Path, env: str, *, num_steps: int, **settings: Any) -> set[str]:
+    """The keys of a short run at DEBUG: values and histograms of all its records."""
+    config = PPOConfig(num_steps=num_steps, num_epochs=2, num_minibatches=2, hidden_sizes=(8,), **settings)
+    with Telemetry([MemorySink()], run_dir=run_dir, offload=False, level="debug") as telemetry:
+        trainer = PPO(make_env(env, num_envs=4, seed=0), config)
+        attach(telemetry, trainer)
+        watch_pair(telemetry, trainer, "critic", module=trainer.policy.value, host=trainer.policy.actor)
+        trainer.learn(10 * 4 * num_steps)
+        trainer.evaluate(make_env(env, num_envs=1, seed=1))
+        trainer.learn(22 * 4 * num_steps)
+    records = read_run(run_dir).records
+    return {key for record in records for key in {**record.values, **record.histograms}}
+
+
+@pytest.fixture(scope="module")
+def emitted(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """Of a policy with memory and several heads, one that grows networks, and a continuous one whose critic shares the actor's network."""
+    directory = tmp_path_factory.mktemp("runs")
+    recall = measured(
+        directory / "recall",
+        "cue-recall",
+        num_steps=5,  # the time limit is two rollouts
+        policy="lstm",
+        lstm_size=8,
+        encoder_sizes=(8,),
+        learning_rate=0.03,
+        entropy_coef=0.01,
+        clip=0.05,
+        clip_value=0.2,
+        normalize_observations=True,
+        normalize_rewards=True,
+    )
+    pendulum = measured(directory / "pendulum", "Pendulum-v1", num_steps=10, shared_trunk=True)  # past the limit of 200
+    grown = measured(directory / "growth", "morphogenesis", num_steps=8)
+    return recall | pendulum | grown
+
+
+def counts_what_went_wrong(metric: Metric) -> bool:
+    """Whether a key appears only when something does; other tests break the data for each."""
+    return metric.when_positive
+
+
+def test_everything_that_is_emitted_is_registered(emitted: set[str]) -> None:
+    assert {key for key in emitted if template_of(key, KEYS) not in KEYS} == set()
+
+
+def test_everything_that_is_registered_is_emitted_or_has_a_reason(emitted: set[str]) -> None:
+    found = {template_of(key, KEYS) for key in emitted}
+    expected = {key for key in KEYS if not counts_what_went_wrong(KEYS[key])}
+
+    assert expected - found == set(ELSEWHERE)
+
+
+def test_reasons_are_for_registered_keys() -> None:
+    assert set(ELSEWHERE) <= set(KEYS)

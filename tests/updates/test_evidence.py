@@ -1,0 +1,342 @@
+"""The evidence behind a record: the steps and the worst transitions of an update, what was not finite, every layer's gradient."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
+from esper_telemetry.adapters import attach as wiring_update
+from esper_telemetry.alarms.kinds import ALARMS
+from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Histogram, Record
+from esper_telemetry.events import BackwardEnd, MinibatchEnd, RolloutEnd
+from esper_telemetry.journal import plain
+from esper_telemetry.metrics.gradients import gradient_norms
+from esper_telemetry.ppo.environments import CueRecall
+from esper_telemetry.updates import GradientSample, Minibatches, Snapshot
+from esper_telemetry.updates.data import BackwardGradients, RolloutData
+from esper_telemetry.updates.evidence import Scene, evidence_of, layer_table, stability_report
+from esper_telemetry.updates.flight_recorder import flight_of
+from esper_telemetry.updates.groups import nonfinite_in
+
+
+def minibatches(log_ratio: list[float], **named: Any) -> Minibatches:
+    rows = len(log_ratio)
+    return Minibatches(
+        epochs=(0, 0),
+        counts=(2, rows - 2),
+        log_ratio=torch.tensor(log_ratio),
+        advantages=torch.arange(float(rows)),
+        valid=named.pop("valid", None),
+        losses={},
+        logits={},
+        action_masks={},
+        log_std={},
+        **named,
+    )
+
+
+def rollout(log_probs: Tensor, **named: Any) -> RolloutData:
+    """Of T steps in B environments; what is not given is zero."""
+    zeros = torch.zeros_like(log_probs)
+    flags = zeros.bool()
+    given = {name: named.pop(name, zeros) for name in ("rewards", "values", "advantages", "returns", "next_values")}
+    return RolloutData(**given, log_probs=log_probs, ended=flags, terminated=flags, gamma=0.99, valid=None, **named)
+
+
+def test_the_worst_rows_lead_and_masked_ones_never_do() -> None:
+    """Rows 0 and 1 are of step 0, the others of step 1; row 2, the largest, does not count."""
+    valid = torch.tensor([True, True, False, True, True])
+    snapshot = Snapshot(minibatches=minibatches([0.1, -3.0, 9.0, 0.5, -0.2], valid=valid))
+
+    worst = flight_of(snapshot, {}, rows=3).worst
+
+    assert [(row.log_ratio, row.step, row.advantage) for row in worst] == [
+        (-3.0, 0, 1.0),
+        (0.5, 1, 3.0),
+        (pytest.approx(-0.2), 1, 4.0),
+    ]
+    assert worst[0].time is None and worst[0].heads == {}
+
+
+def test_a_ratio_that_is_no_number_is_worse_than_any() -> None:
+    worst = flight_of(Snapshot(minibatches=minibatches([0.1, 5.0, math.nan])), {}).worst
+
+    assert math.isnan(worst[0].log_ratio) and worst[1].log_ratio == 5.0
+
+
+def test_a_row_knows_its_place_its_actions_and_its_log_probabilities() -> None:
+    """Transition 5 of three environments is step 1 of environment 2; -1.5 then, -1.5 + 2 now, of which 1.75 is the slot's."""
+    snapshot = Snapshot(
+        rollout=rollout(
+            torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, -1.5]]),
+            acted={"op": torch.tensor([[0, 0, 0], [0, 0, 3]]), "slot": torch.tensor([[0, 0, 0], [0, 0, 7]])},
+            head_log_probs={"op": torch.full((2, 3), -0.5), "slot": torch.full((2, 3), -1.0)},
+        ),
+        minibatches=minibatches(
+            [0.0, 2.0, 0.0],
+            rows=torch.tensor([0, 5, 3]),
+            head_log_ratios={"op": torch.tensor([0.0, 0.25, 0.0]), "slot": torch.tensor([0.0, 1.75, 0.0])},
+        ),
+    )
+
+    row = flight_of(snapshot, {}, rows=1).worst[0]
+
+    assert (row.time, row.env, row.old_log_prob, row.new_log_prob) == (1, 2, -1.5, 0.5)
+    assert {name: (h.action, h.old_log_prob, h.new_log_prob) for name, h in row.heads.items()} == {
+        "op": (3, -0.5, -0.25),
+        "slot": (7, -1.0, 0.75),
+    }
+
+
+def test_the_report_names_the_first_tensor_in_forward_order() -> None:
+    """Two values are not finite; the losses behind them are not either, and come later."""
+    values = torch.tensor([[1.0, math.nan], [-4.0, math.inf]])
+    losses = {"value": torch.tensor([math.nan, 2.0])}
+    snapshot = Snapshot(rollout=rollout(torch.zeros(2, 2), values=values), minibatches=minibatches([0.0, 0.0, 0.0]))
+    snapshot.minibatches.losses.update(losses)  # type: ignore[union-attr]  # a plain dictionary here
+
+    report = stability_report(snapshot)
+
+    assert report.first == "values"
+    assert [(o.name, o.nan, o.infinite, o.indices) for o in report.offenders] == [
+        ("values", 1, 1, ((0, 1), (1, 1))),
+        ("loss value", 1, 0, ((0,),)),
+    ]
+    assert report.largest["values"] == 4.0 and report.largest["loss value"] == 2.0
+
+
+def test_a_healthy_update_has_no_offender() -> None:
+    report = stability_report(Snapshot(rollout=rollout(torch.zeros(2, 2))))
+
+    assert (report.first, report.offenders) == ("", ())
+
+
+def test_what_is_not_finite_counts_wherever_it_is() -> None:
+    """A reward, two log-ratios of which one does not count, a loss and two norms: five."""
+    snapshot = Snapshot(
+        rollout=rollout(torch.zeros(2, 2), rewards=torch.tensor([[0.0, math.nan], [0.0, 0.0]])),
+        minibatches=minibatches([math.inf, 0.0, math.nan], valid=torch.tensor([True, True, False])),
+        gradients=(BackwardGradients((0, 0), ("w",), (3,), torch.tensor([[math.nan], [math.inf]]), None, None),),
+    )
+    snapshot.minibatches.losses["value"] = torch.tensor([math.nan, 1.0])  # type: ignore[union-attr, index]  # a dictionary here
+
+    assert nonfinite_in(snapshot).values() == {"numerics/nonfinite": 5.0}
+    assert nonfinite_in(Snapshot(rollout=rollout(torch.zeros(2, 2)))).values() == {"numerics/nonfinite": 0.0}
+
+
+def test_every_layer_has_a_line() -> None:
+    """Entries 3, -4, 0 and NaN: norm 5, mean -1/3, a quarter zero, one in each of three bins and one not finite."""
+    sample = GradientSample(
+        names=("w", "b"),
+        numels=(4, 2),
+        minibatches=(torch.tensor([3.0, -4.0, 0.0, math.nan, 1e-7, 20.0]),),
+    )
+
+    w, b = layer_table(Snapshot(sample=sample))
+
+    assert (w.norm, w.min, w.max, w.zero_frac, w.nan) == (5.0, -4.0, 3.0, 0.25, 1)
+    assert w.mean == pytest.approx(-1 / 3)
+    assert (w.decades[0], w.decades[13], w.decades[17]) == (1, 2, 1)
+    assert (b.small_frac, b.large_frac, b.nan, b.infinite) == (0.5, 0.5, 0, 0)
+    assert layer_table(Snapshot()) == ()
+
+
+AXES = Axes(update=7, env_step=700, gradient_step=14, wall_time=1.0)
+HISTOGRAM = Histogram((0.0, 0.5, 1.0), (3.0, 1.0))
+
+
+def alarm(kind: str, key: str = "policy/kl") -> Alarm:
+    return Alarm(7, AXES, kind, AlarmEvent.RAISE, 0.9, AlarmLevel.CRITICAL, key, since=7)
+
+
+def evidence(kind: str, snapshot: Snapshot | None = None, key: str = "policy/kl", **named: Any) -> dict[str, Any]:
+    """What an alarm of that type is raised with in update 7; JSON."""
+    values = named.pop("values", {"policy/kl": 0.3, "policy/ratio/max": 11.0, "value/bias": 0.1})
+    record = Record(7, AXES, values, named.pop("histograms", {}))
+    snapshots = () if snapshot is None else (snapshot,)
+    found = evidence_of(alarm(kind, key), Scene(record, snapshots, {}, named.pop("pairs", {}), **named))
+    loaded: dict[str, Any] = json.loads(json.dumps(plain(found)))
+    return loaded
+
+
+def test_an_alarm_brings_the_metrics_that_it_reads_the_deciding_one_first() -> None:
+    found = evidence(
+        "policy/ratio_explosion",
+        key="policy/ratio/max",
+        values={"policy/ess_frac_min": 0.5, "policy/ratio/max": 11.0, "my/number": 1.0},
+    )
+
+    assert list(found["values"].items()) == [("policy/ratio/max", 11.0), ("policy/ess_frac_min", 0.5)]
+    assert found.keys() == {"values"}
+
+
+def test_an_alarm_of_the_policy_brings_the_steps_and_the_worst_transitions() -> None:
+    found = evidence("policy/kl_spike", Snapshot(minibatches=minibatches([0.1, -3.0, math.nan, 0.5])))
+
+    assert [row["log_ratio"] for row in found["worst"]] == ["nan", -3.0, 0.5, pytest.approx(0.1)]
+    assert [step["step"] for step in found["steps"]] == [0, 1]
+
+
+def test_an_alarm_of_the_numbers_brings_the_first_tensor_that_is_not_finite() -> None:
+    values = torch.tensor([[1.0, math.nan]])
+    found = evidence("numerics/nonfinite", Snapshot(rollout=rollout(torch.zeros(1, 2), values=values)))
+
+    assert found["stability"]["first"] == "values"
+    assert found["stability"]["offenders"][0]["indices"] == [[0, 1]]
+
+
+def test_an_alarm_of_the_gradient_says_what_spoils_its_health() -> None:
+    """Other alarms have other causes."""
+    assert evidence("grad/vanish", health_cause="vanish")["health_cause"] == "vanish"
+    assert "health_cause" not in evidence("grad/vanish")
+    assert "health_cause" not in evidence("policy/kl_spike", health_cause="vanish")
+
+
+def test_a_run_whose_gradients_explode_says_so_with_the_alarm(tmp_path: Path) -> None:
+    """Norms of 1 for thirty updates, then one of 1e6."""
+    with Telemetry(run_dir=tmp_path / "run", facts={"max_grad_norm": 0.5}) as telemetry:
+        for update in range(1, 33):
+            norm = torch.tensor([1.0 if update < 31 else 1e6])
+            telemetry.observe(gradient_norms(norm, ["w"], max_norm=0.5))
+            telemetry.flush(env_step=update)
+
+    raised = [alarm for alarm in read_run(tmp_path / "run").alarms if alarm.type == "grad/explode"]
+    assert raised and raised[0].evidence["health_cause"] == "explode"
+
+
+def test_an_alarm_of_the_gradient_brings_a_line_for_each_tensor_in_every_update() -> None:
+    """Norms 1 and 3 of w over two steps; of b one is not finite."""
+    part = BackwardGradients((0, 0), ("w", "b"), (3, 1), torch.tensor([[1.0, math.inf], [3.0, 2.0]]), None, None)
+    found = evidence(
+        "grad/explode", Snapshot(gradients=(part,)), pairs={"a": {"cause": "starved"}, "b": {"cause": "ok"}}
+    )
+
+    assert found["layers"] == [
+        {"name": "w", "entries": 3, "norm_first": 1.0, "norm_mean": 2.0, "norm_max": 3.0},
+        {"name": "b", "entries": 1, "norm_first": None, "norm_mean": 2.0, "norm_max": 2.0},
+    ]
+    assert found["pairs"] == {"a": {"cause": "starved"}}
+
+
+def test_an_alarm_of_the_memory_brings_the_histograms_of_the_gates() -> None:
+    histograms = {"lstm/gate/f/hist": HISTOGRAM, "adv/raw/hist": HISTOGRAM}
+    found = evidence("lstm/forget_closed", histograms=histograms)
+
+    assert found["histograms"] == {"lstm/gate/f/hist": {"edges": [0.0, 0.5, 1.0], "counts": [3.0, 1.0]}}
+
+
+@pytest.mark.parametrize("kind", [kind.type for kind in ALARMS])
+def test_evidence_stays_small_however_large_the_update(kind: str) -> None:
+    """2000 steps of 300 tensors and 16000 rows, none of it finite: some tens of kilobytes, for every type of alarm."""
+    steps, names = 2000, tuple(f"encoder.block.{index}.weight" for index in range(300))
+    part = BackwardGradients((0,) * steps, names, (1000,) * 300, torch.full((steps, 300), math.nan), None, None)
+    rows = torch.full((16_000,), math.nan)
+    batch = minibatches([0.0, 0.0, 0.0])._replace(
+        epochs=(0,) * steps, counts=(8,) * steps, log_ratio=rows, advantages=rows
+    )
+    spoilt = torch.full((2000, 8), math.nan)
+    snapshot = Snapshot(rollout=rollout(spoilt, rewards=spoilt, values=spoilt), minibatches=batch, gradients=(part,))
+    values = {f"grad/layer/encoder_block_{index}_weight/zero_frac": 1.0 for index in range(300)}
+
+    found = evidence(kind, snapshot, values=values, histograms={f"lstm/gate/{n}/hist": HISTOGRAM for n in range(50)})
+
+    assert len(json.dumps(found)) < 50_000
+
+
+def cartpole(**settings: Any) -> PPO:
+    return PPO(make_env("CartPole-v1", num_envs=4), PPOConfig(num_steps=32, num_epochs=2, **settings))
+
+
+def recall(**settings: Any) -> PPO:
+    config = PPOConfig(policy="lstm", num_steps=32, num_epochs=2, num_minibatches=2, lstm_size=8, **settings)
+    return PPO(CueRecall(8, seed=0), config)
+
+
+def pendulum(**settings: Any) -> PPO:
+    return PPO(make_env("Pendulum-v1", num_envs=4), PPOConfig(num_steps=32, num_epochs=2, **settings))
+
+
+@pytest.mark.parametrize(("make", "offload"), [(cartpole, False), (recall, False), (pendulum, False), (recall, True)])
+def test_a_real_run_finds_its_worst_transitions_again(tmp_path: Path, make: Any, offload: bool) -> None:
+    """The recorder's rows against what the trainer's own events say of the same transitions."""
+    source = make()
+    rollouts: list[RolloutEnd] = []
+    found: list[MinibatchEnd] = []
+    norms: list[float] = []
+    source.hooks.on(RolloutEnd, rollouts.append)
+    source.hooks.on(MinibatchEnd, found.append)
+    source.hooks.on(BackwardEnd, lambda event: norms.append(float(event.norms.double().norm())))
+
+    with Telemetry(run_dir=tmp_path, offload=offload, level="debug") as telemetry:
+        attach(telemetry, source)
+        source.learn(1)
+
+    (flight,) = (event.data for event in read_run(tmp_path).events if event.type == "evidence/flight")
+    largest = max(float(event.log_ratio.abs().max()) for event in found)
+    row = flight["worst"][0]
+    place = row["time"], row["env"]
+    assert abs(row["log_ratio"]) == pytest.approx(largest)
+    assert row["old_log_prob"] == pytest.approx(float(rollouts[0].log_probs[place]))
+    assert {head: shift["action"] for head, shift in row["heads"].items()} == {
+        head: actions[place].tolist() for head, actions in rollouts[0].actions.items()
+    }
+    assert [step["norm"] for step in flight["steps"]] == pytest.approx(norms, rel=1e-5)
+    assert row["step"] in range(len(flight["steps"])) and len(flight["worst"]) == 16
+
+
+def test_debug_writes_the_table_and_the_histograms_of_gradients(tmp_path: Path) -> None:
+    source = cartpole()
+    with Telemetry(run_dir=tmp_path, offload=False, level="debug") as telemetry:
+        attach(telemetry, source)
+        source.learn(1)
+
+    run = read_run(tmp_path)
+    (table,) = (event.data["layers"] for event in run.events if event.type == "evidence/gradients")
+    parameters = dict(source.policy.named_parameters())
+    assert {line["name"]: line["entries"] for line in table} == {name: p.numel() for name, p in parameters.items()}
+    histograms = run.records[0].histograms
+    assert sum(histograms["grad/decades"].counts) == sum(p.numel() for p in parameters.values())
+    assert sum(histograms["grad/layer/value_weight/decades"].counts) == parameters["value.weight"].numel()
+
+
+@pytest.mark.parametrize("most", [1 << 20, 10])
+def test_large_networks_have_a_table_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """What is too large to travel is measured where it is, once, and only its first gradient goes on."""
+    monkeypatch.setattr(wiring_update, "MOST_TRAVELLING", most)
+    source = cartpole()
+    with Telemetry(run_dir=tmp_path, level="debug", offload=False) as telemetry:
+        attach(telemetry, source)
+        source.learn(1)
+    run = read_run(tmp_path)
+    (table,) = [event.data["layers"] for event in run.events if event.type == "evidence/gradients"]
+
+    assert [line["name"] for line in table] == list(dict(source.policy.named_parameters()))
+    assert sum(line["zero_frac"] * line["entries"] for line in table) == pytest.approx(
+        run.records[0].values["grad/zero_frac"] * sum(line["entries"] for line in table)
+    )
+
+
+def test_a_reward_that_is_no_number_leaves_its_place_in_the_journal(tmp_path: Path) -> None:
+    source = cartpole(watchdog=True)
+    spoilt = source.steps.rewards
+
+    def spoil(rewards: Tensor) -> Tensor:
+        rewards = spoilt(rewards).clone()
+        rewards[5, 2] = math.nan
+        return rewards
+
+    object.__setattr__(source.steps, "rewards", spoil)
+    with Telemetry(run_dir=tmp_path, offload=False, level="debug") as telemetry:
+        attach(telemetry, source)
+        source.learn(1)
+
+    reports = [event.data for event in read_run(tmp_path).events if event.type == "evidence/stability"]
+    assert reports[0]["first"] == "rewards"
+    assert reports[0]["offenders"][0]["indices"] == [[5, 2]]

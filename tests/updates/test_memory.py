@@ -1,0 +1,299 @@
+"""A recurrent or factored policy, attached: memory, heads and masks are measured on the rows that count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from esper_telemetry import PPO, Level, PPOConfig, Telemetry, attach, make_env, read_run
+from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.events import MinibatchEnd, RecurrentForward, RolloutEnd
+from esper_telemetry.metrics.integrity import MaskViolation
+from esper_telemetry.metrics.lstm import gates_between, lstm_weights
+from esper_telemetry.pipeline.sampling import FIRST
+from esper_telemetry.ppo.environments import CueRecall, Environment
+from esper_telemetry.updates import Containment, Minibatches, Snapshot, summarize
+from esper_telemetry.updates.columns import Joining, Rollouts
+from esper_telemetry.updates.data import in_grid
+
+STATES = {f"lstm/{part}/{name}" for part in "hc" for name in ("rms", "absmax", "mean", "env_rms/max")}
+RESETS = {"lstm/reset_rate", "lstm/chunk_no_reset_frac", "lstm/age/mean", "lstm/age/max", "lstm/c_growth"}
+GATES = {f"lstm/gate/{gate}/{name}" for gate in "ifo" for name in ("mean", "sat_lo", "sat_hi")}
+CELL = {"lstm/cand/sat", "lstm/cell_log_gain", *(f"lstm/timescale/{n}" for n in ("median", "p90", "frac_beyond_bptt"))}
+THROUGH_TIME = {"lstm/bptt/h0_grad_norm"}
+"""Absent where no sequence began with memory."""
+REPLAYED = {"lstm/staleness", "lstm/staleness_first"}
+
+
+def masked_cartpole() -> Environment:
+    return make_env("CartPole-v1", num_envs=4, seed=0, mask_velocity=True)
+
+
+def cue_recall() -> Environment:
+    return CueRecall(8, seed=0)
+
+
+def trainer(make: Callable[[], Environment], **settings: Any) -> PPO:
+    config = PPOConfig(num_steps=32, num_epochs=2, num_minibatches=2, lstm_size=8, hidden_sizes=(8,), **settings)
+    return PPO(make(), config)
+
+
+def records_of(run_dir: Path, source: PPO, *, level: str = "normal", updates: int = 3) -> list[dict[str, float]]:
+    with Telemetry(run_dir=run_dir, offload=False, level=level) as telemetry:
+        attach(telemetry, source)
+        source.learn(updates * 32 * source.env.num_envs)
+    return [dict(record.values) for record in read_run(run_dir).records]
+
+
+def starting(values: dict[str, float], prefix: str) -> set[str]:
+    return {key for key in values if key.startswith(prefix)}
+
+
+@pytest.mark.parametrize("make", [masked_cartpole, cue_recall])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_an_lstm_reports_its_memory(tmp_path: Path, make: Callable[[], Environment], layers: int) -> None:
+    records = records_of(tmp_path, trainer(make, policy="lstm", lstm_layers=layers), updates=1 + FIRST)
+
+    for values in records[::FIRST]:
+        assert starting(values, "lstm/") - THROUGH_TIME == STATES | RESETS | GATES | CELL | REPLAYED
+        assert 0 < values["lstm/h/rms"] < 1
+        assert 0 < values["lstm/gate/f/mean"] < 1
+        assert values["lstm/timescale/median"] > 1
+    for values in records[1:FIRST]:
+        assert not (GATES | REPLAYED) & values.keys()
+        assert values["integrity/ratio_init"] < 1e-5
+
+
+def test_a_gru_has_one_part_and_no_gates_of_that_kind(tmp_path: Path) -> None:
+    last = records_of(tmp_path, trainer(masked_cartpole, policy="gru"))[-1]
+
+    assert starting(last, "lstm/") == {key for key in STATES if "/h/" in key} | RESETS - {"lstm/c_growth"}
+
+
+def test_a_policy_without_memory_reports_none(tmp_path: Path) -> None:
+    assert not starting(records_of(tmp_path, trainer(masked_cartpole))[-1], "lstm/")
+
+
+def test_minimal_reports_the_reset_rate_and_never_computes_gates(tmp_path: Path) -> None:
+    source = trainer(cue_recall, policy="lstm")
+
+    last = records_of(tmp_path, source, level="minimal")[-1]
+
+    assert starting(last, "lstm/") == {"lstm/reset_rate"}
+
+
+def test_the_reset_rate_is_that_of_the_task(tmp_path: Path) -> None:
+    """Episodes of ten steps: 32 steps hold three beginnings, some four; memory is at most nine steps old.
+
+    The first rollout begins in the midst of episodes, without memory.
+    """
+    _, *records = records_of(tmp_path, trainer(cue_recall, policy="lstm"))
+
+    for values in records:
+        assert 3 / 32 <= values["lstm/reset_rate"] <= 4 / 32
+        assert values["lstm/chunk_no_reset_frac"] == 0
+        assert values["lstm/age/max"] == 9
+
+
+def test_memory_that_is_never_reset_shows_at_once(tmp_path: Path) -> None:
+    """The first rollout begins without memory, in each environment once: 1 of 32; then never again, and ages go on."""
+    source = trainer(cue_recall, policy="lstm")
+    source.steps = replace(source.steps, resets=lambda ended: ended & False)
+
+    records = records_of(tmp_path, source)
+
+    assert [values["lstm/reset_rate"] for values in records] == [1 / 32, 0, 0]
+    assert [values["lstm/age/max"] for values in records] == [31, 63, 95]
+
+
+def test_gates_are_those_of_the_weights_that_collected() -> None:
+    """Read at the event, the gates lead from each stored state to the next."""
+    source = trainer(masked_cartpole, policy="lstm", lstm_layers=2)
+    worst: list[float] = []
+
+    def check(event: RecurrentForward) -> None:
+        for cell, inputs, states in zip(event.cells, event.inputs, event.states, strict=True):
+            found = gates_between(lstm_weights(cell), inputs, states[:, 0], states[:, 1])
+            goes_on = states[1:, 1].any(-1, keepdim=True)
+            worst.append(float(((found.c[:-1] - states[1:, 1]) * goes_on).abs().max()))
+
+    source.hooks.on(RecurrentForward, check)
+    source.learn(3 * 128)
+
+    assert len(worst) >= 6
+    assert max(worst) < 1e-5
+
+
+def test_a_factored_policy_reports_its_heads(tmp_path: Path) -> None:
+    first, *_, last = records_of(tmp_path, trainer(cue_recall, policy="lstm"))
+
+    for head in ("op", "arg"):
+        for name in ("kl", "logratio/std", "ratio/min", "ratio/max", "clip_frac", "blame", "entropy", "decision_frac"):
+            assert f"policy/head/{head}/{name}" in last
+        assert f"policy/head/{head}/action_shift_js" not in first
+        assert 0 <= last[f"policy/head/{head}/action_shift_js"] <= 1
+    assert last["policy/head/op/blame"] + last["policy/head/arg/blame"] == pytest.approx(1)
+    assert last["policy/head/arg/decision_frac"] < last["policy/head/op/decision_frac"] == 1
+    shifts = [last[f"policy/head/{head}/action_shift_js"] for head in ("op", "arg")]
+    assert last["policy/action_shift_js"] == max(shifts)
+
+
+def test_one_head_is_not_reported_twice(tmp_path: Path) -> None:
+    assert "policy/head/action/kl" not in records_of(tmp_path, trainer(masked_cartpole))[-1]
+
+
+def test_the_joint_entropy_leaves_out_irrelevant_rows(tmp_path: Path) -> None:
+    """A row's entropy is that of `op`, plus that of `arg` where it matters: weighted by the share of such rows."""
+    last = records_of(tmp_path, trainer(cue_recall, policy="lstm"))[-1]
+    op, arg = (last[f"policy/head/{head}/entropy"] for head in ("op", "arg"))
+
+    assert last["policy/entropy"] == pytest.approx(op + last["policy/head/arg/decision_frac"] * arg, rel=1e-6)
+
+
+def test_forbidden_actions_are_counted_where_they_matter() -> None:
+    """Masks that allow nothing forbid every action of a valid row; `arg` matters in every second one."""
+    rollouts: list[RolloutEnd] = []
+    source = trainer(cue_recall)
+    source.hooks.on(RolloutEnd, rollouts.append)
+    source.learn(1)
+    second = (torch.arange(32) % 2 == 1).unsqueeze(-1).expand(32, 8)
+    event = replace(
+        rollouts[0],
+        action_masks={"arg": torch.zeros(32, 8, 3, dtype=torch.bool)},
+        relevance={"arg": second},
+        valid=torch.arange(8).expand(32, 8) < 5,
+    )
+
+    rollout = Rollouts().take(event, sizes={"arg": 3}, layers=())
+    groups: list[MetricGroup] = []
+    for part in summarize(Snapshot(rollout=rollout), {}, Level.NORMAL):
+        Containment().measure(part.measurements, groups.append)
+    (found,) = [group.values() for group in groups if isinstance(group, MaskViolation)]
+
+    assert found == {"integrity/mask_violation": 16 * 5}
+    assert rollout.actions is not None
+    counted = rollout.actions.chosen["arg"].counted
+    assert counted is not None and counted.sum() == 16 * 5
+
+
+def test_a_policy_whose_choice_is_free_violates_no_mask(tmp_path: Path) -> None:
+    assert "integrity/mask_violation" not in records_of(tmp_path, trainer(masked_cartpole))[-1]
+
+
+def test_rewards_are_reported_as_the_environment_gives_them(tmp_path: Path) -> None:
+    last = records_of(tmp_path, trainer(masked_cartpole, policy="lstm", normalize_rewards=True))[-1]
+
+    assert last["reward/mean"] == 1
+    assert last["reward/std"] == 0
+
+
+def minibatch(rows: int, generator: torch.Generator) -> MinibatchEnd:
+    """A minibatch of two heads, one of which is masked and not always relevant."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    masks = torch.ones(rows, 3, dtype=torch.bool)
+    masks[::2, 0] = False
+    logits = {"a": normal(rows, 3).masked_fill(~masks, -1e9), "b": normal(rows, 2)}
+    parts = {"a": normal(rows), "b": normal(rows)}
+    return MinibatchEnd(
+        epoch=0,
+        step=1,
+        log_ratio=parts["a"] + parts["b"],
+        advantages=normal(rows),
+        values=normal(rows),
+        old_values=normal(rows),
+        returns=normal(rows),
+        losses={},
+        logits=logits,
+        action_masks={"a": masks},
+        head_log_ratios=parts,
+        relevance={"a": torch.arange(rows) % 3 > 0},
+    )
+
+
+def test_minibatches_of_several_sizes_are_padded_in_every_part() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    joining = Joining()
+    for size in (5, 4):
+        joining.add(minibatch(size, generator))
+    rows = joining.take()
+    assert rows is not None and rows.valid is None
+    found = in_grid(Minibatches(**{name: getattr(rows, name) for name in rows._fields if name in Minibatches._fields}))
+
+    assert found.valid is not None
+    assert found.valid.sum(-1).tolist() == [5, 4]
+    for part in (found.head_log_ratios["a"], found.head_log_ratios["b"], found.relevance["a"]):
+        assert part.shape == (2, 5)
+    assert found.action_masks["a"].shape == (2, 5, 3)
+
+
+@pytest.mark.parametrize("level", ["minimal", "normal", "debug"])
+def test_nothing_is_reported_that_is_not_finite(tmp_path: Path, level: str) -> None:
+    last = records_of(tmp_path, trainer(cue_recall, policy="lstm"), level=level)[-1]
+
+    assert all(torch.isfinite(torch.tensor(value)) for value in last.values())
+
+
+def test_being_measured_changes_no_weight(tmp_path: Path) -> None:
+    plain, measured = trainer(cue_recall, policy="lstm"), trainer(cue_recall, policy="lstm")
+
+    records_of(tmp_path, measured)
+    plain.learn(measured.env_steps)
+
+    assert all(torch.equal(a, b) for a, b in zip(plain.policy.parameters(), measured.policy.parameters(), strict=True))
+
+
+def test_states_travel_with_the_rollout() -> None:
+    source = trainer(masked_cartpole, policy="lstm")
+    rollouts: list[RolloutEnd] = []
+    forwards: list[RecurrentForward] = []
+    source.hooks.on(RolloutEnd, rollouts.append)
+    source.hooks.on(RecurrentForward, forwards.append)
+    source.learn(1)
+
+    (rollout,), (forward,) = rollouts, forwards
+    assert rollout.states is not None
+    assert rollout.states.shape == (32, 1, 2, 4, 8)
+    assert torch.equal(forward.states[0], rollout.states[:, 0, :, :2])
+    assert forward.inputs[0].shape == (32, 2, 4)
+
+
+RANKS = {f"repr/{name}" for name in ("effective_rank", "srank", "pca99", "feature_rank")}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_features_before_the_first_step_are_measured(tmp_path: Path, shared: bool) -> None:
+    """Eight units: at most eight dimensions, none dead in a fresh tanh layer."""
+    first, second, *_ = records_of(tmp_path, trainer(masked_cartpole, policy="lstm", shared_trunk=shared))
+
+    assert starting(first, "repr/") >= RANKS | {"repr/dormant_frac", "repr/dead_frac"}
+    assert all(1 <= first[key] <= 8 for key in RANKS - {"repr/feature_rank"})
+    assert first["repr/dead_frac"] == 0
+    assert not RANKS & second.keys()
+
+
+def test_a_trunk_of_dead_units_shows_at_once(tmp_path: Path) -> None:
+    source = trainer(masked_cartpole, activation="relu")
+    with torch.no_grad():
+        for name, parameter in source.policy.actor.named_parameters():
+            parameter.fill_(-10.0) if "bias" in name else parameter.zero_()
+
+    first = records_of(tmp_path, source, updates=1)[0]
+
+    assert first["repr/dormant_frac"] == first["repr/dead_frac"] == 1
+
+
+def test_ratios_that_left_the_clip_range_are_measured(tmp_path: Path) -> None:
+    first = records_of(tmp_path, trainer(masked_cartpole, learning_rate=0.1))[0]
+
+    assert first["repr/excess_ratio/high"] > 0
+    assert 0 < first["repr/excess_ratio/low"] < 0.8
