@@ -281,18 +281,10 @@ class AlarmCount(Derived):
     """How many alarms are on."""
 
     active: float | None = reports(
-        Metric(
-            key="alarm/active",
-            number=990,
-            unit="count",
-            question="How many kinds of alarm are raised at the moment?",
-            low=0.0,
-            level=Level.MINIMAL,
-            healthy="0",
-            warn="> 0",
-            source="the rules in esper_telemetry.alarms",
-            undefined="nobody raises alarms",
-        )
+        Metric.count("alarm/active", 990, "alarms raised", level=Level.MINIMAL)
+        .asks("How many kinds of alarm are raised at the moment?")
+        .bounds(healthy="0", warn="> 0", source="the rules in esper_telemetry.alarms")
+        .absent("nobody raises alarms")
     )
 
 
@@ -302,19 +294,10 @@ class AlarmSeverity(Derived):
 
     key: tuple[str, ...] = label()
     severity: Array | None = reports(
-        Metric(
-            key="alarm/{key}",
-            number=991,
-            unit="severity",
-            question="How serious is this alarm while it is raised? 0 where it ends.",
-            low=0.0,
-            high=1.0,
-            level=Level.MINIMAL,
-            warn=">= 0.25",
-            critical=">= 0.75",
-            source="severity of its rule",
-            undefined="it is not raised",
-        )
+        Metric.severity("alarm/{key}", 991, "severity of an alarm", level=Level.MINIMAL)
+        .asks("How serious is this alarm while it is raised? 0 where it ends.")
+        .bounds(warn=">= 0.25", critical=">= 0.75", source="severity of its rule")
+        .absent("it is not raised")
     )
 
 
