@@ -22,11 +22,22 @@ from esper_telemetry.alarms.hysteresis import Hysteresis, Patience
 from esper_telemetry.alarms.incidents import Incident
 from esper_telemetry.alarms.rule import Finding, Rule, number, percent
 from esper_telemetry.core.derived import Array, Derived
-from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import AlarmEvent, Level
 
 WORSE = 0.25
 """Severity that an alarm has to gain before it is told again."""
+
+
+ALARMS_FAMILY = MetricFamily(
+    "alarm",
+    "Alarms",
+    "Verdicts of the detectors: one number per kind of alarm while it is raised. The alarm itself says in words what "
+    "happened, since when, and what to try.",
+    place=10,
+    question="Is anything wrong?",
+    first=("alarm/active",),
+)
 
 
 class News(NamedTuple):

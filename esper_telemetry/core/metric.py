@@ -201,6 +201,29 @@ class Metric:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class MetricFamily:
+    """The metrics whose keys begin with one segment, declared as a module constant beside them.
+
+    Attributes:
+        name: that segment.
+        title: heading in documentation and dashboards.
+        about: explanation for readers who meet the family for the first time.
+        place: order among the families, smallest first.
+        question: the question that its section of a dashboard answers.
+        axis: x-axis of its charts.
+        first: keys to look at first.
+    """
+
+    name: str
+    title: str
+    about: str
+    place: int
+    question: str = ""
+    axis: str = "axis/update"
+    first: tuple[str, ...] = ()
+
+
 def reports(*metrics: Metric) -> Any:
     """A dataclass field whose value is reported under the keys of `metrics`; it may be left out (None)."""
     return dataclasses.field(default=None, metadata={"metrics": metrics})

@@ -10,11 +10,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from esper_telemetry.core.derived import Array, Derived
-from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 
 FAST = 0.9
 SLOW = 0.99
 WARM = 10.0  # effective samples from which a level may be judged: t = 12 at beta 0.9, t = 11 at 0.99
+
+
+HISTORIES_FAMILY = MetricFamily(
+    "{key}",
+    "Histories",
+    "The headline metrics, gradient norms and what alarms read also exist with these endings, which compare a value "
+    "with those of earlier updates: `policy/kl/ema` is the running average of `policy/kl`. Positive quantities are "
+    "compared as logarithms, so that a fall to a tenth counts as much as a rise to the tenfold.",
+    place=900,
+)
 
 
 @dataclass(frozen=True, slots=True)

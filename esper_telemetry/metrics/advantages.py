@@ -11,11 +11,21 @@ from torch import Tensor
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, Array, Counts, Max, Mean, Min, Moments, Reduction, Slot, Statistic, Sum
 from esper_telemetry.metrics.actions import ascending, moments, quantiles, rows_of, same_shape, sample, spread
 from esper_telemetry.metrics.statistics import REWARDS, Quantiles, as_quantiles, histogram, levels_for
+
+ADVANTAGES_FAMILY = MetricFamily(
+    "adv",
+    "Advantages",
+    "An advantage says how much better an action turned out than the critic expected: it is the learning signal of "
+    "the policy. `adv/raw` is what was estimated, `adv/norm` what multiplies the ratio after normalisation.",
+    place=80,
+    question="Do the advantages carry a signal?",
+    first=("adv/raw/std", "adv/participation"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,34 @@ from torch import Tensor
 
 from esper_telemetry.core.arrays import ArrayLike, as_tensor
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, Array, Max, Mean, Min, Moments, Reduction, Slot, Statistic, Sum
 from esper_telemetry.metrics.actions import moments, same_shape, sample
 
 RECENT = 100
 """Episodes over which `episode/return_mean_100` is the mean."""
+
+
+EPISODES_FAMILY = MetricFamily(
+    "episode",
+    "Episodes",
+    "Returns of the episodes that the policy finished while training: the only numbers that say whether the task is "
+    "being solved. They come late: most faults show in the other families many updates before the return falls.",
+    place=20,
+    question="Is it learning?",
+    axis="axis/env_step",
+    first=("episode/return_mean_100", "episode/length_mean"),
+)
+EVALUATION_FAMILY = MetricFamily(
+    "eval",
+    "Evaluation",
+    "Whole episodes with the likeliest actions, between updates.",
+    place=30,
+    question="How good is it without exploring?",
+    axis="axis/env_step",
+    first=("eval/return_mean",),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,35 @@ from torch import Tensor
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor, as_tensors, by_head, masks_by_head
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Array, Max, Mean, Reduction, Slot, Statistic, Sum
 from esper_telemetry.metrics.actions import keep, rows_of, same_shape, sample, where_any
+
+INTEGRITY_FAMILY = MetricFamily(
+    "integrity",
+    "Integrity",
+    "Identities that hold exactly in a correct trainer, whatever the task. They need no history and give no false "
+    "alarms: anything but about 0 is a bug, even while the return still rises.",
+    place=70,
+    question="Does the update compute what it should?",
+    first=("integrity/ratio_init", "integrity/gae_identity", "integrity/adv_norm"),
+)
+NUMERICS_FAMILY = MetricFamily(
+    "numerics",
+    "Numerics",
+    "NaN and infinite numbers, wherever they appear.",
+    place=100,
+    question="Are all numbers finite?",
+    first=("numerics/nonfinite",),
+)
+BUFFER_FAMILY = MetricFamily(
+    "buffer",
+    "Buffer",
+    "Age of the data: how many updates ago the policy that collected a batch was replaced.",
+    place=210,
+    question="How old is the data?",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,21 @@ from torch import Tensor
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Mean, Sum
 from esper_telemetry.metrics.actions import same_shape, sample
 from esper_telemetry.metrics.ratio import EXP_LIMIT
+
+LOSSES_FAMILY = MetricFamily(
+    "loss",
+    "Losses",
+    "Quantities that the optimizer minimises. In PPO losses say little by themselves: the policy loss hovers around "
+    "0 by construction and the value loss scales with the returns. Read `policy/surrogate_gain` and "
+    "`value/loss_norm` instead.",
+    place=90,
+    question="What is being minimised?",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, label, reports, segment
+from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, segment
 from esper_telemetry.core.reduction import Last, Mean
 from esper_telemetry.metrics.actions import rows_of, sample
 
@@ -20,6 +20,22 @@ MOST_ENTRIES = 1024
 
 FEW = 6
 """Steps that are looked at first: where all environments have changed by then, there is nothing more to look for."""
+
+
+OBSERVATIONS_FAMILY = MetricFamily(
+    "obs",
+    "Observations",
+    "Change in what the policy sees.",
+    place=150,
+    question="Does the policy see anything change?",
+)
+NORMALIZERS_FAMILY = MetricFamily(
+    "norm",
+    "Normalisers",
+    "Running statistics that scale observations and returns, and whether they have settled.",
+    place=200,
+    question="Do the normalisers keep up?",
+)
 
 
 @dataclass(frozen=True, slots=True)

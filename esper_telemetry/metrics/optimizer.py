@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, label, reports, segment
+from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Last, Max, Mean, Sum
 from esper_telemetry.core.tensors import choose_norms
@@ -23,6 +23,17 @@ from esper_telemetry.metrics.statistics import defined
 
 MOST_TOGETHER = 1 << 18
 """Numbers whose step is reckoned in one piece, if a parameter has no more: what that takes in memory is this many, not a network's."""
+
+
+OPTIMIZER_FAMILY = MetricFamily(
+    "opt",
+    "Optimizer",
+    "Effect of the optimizer on the gradients: size of its steps next to the weights, and fit of its memory of past "
+    "gradients. Measured at one optimizer step of a sampled update.",
+    place=120,
+    question="Are the optimizer's steps the right size?",
+    first=("opt/update_to_weight", "opt/stable_rms", "opt/lr"),
+)
 
 
 class ParameterState(NamedTuple):

@@ -10,9 +10,36 @@ import numpy as np
 
 from esper_telemetry.core.derived import Array, Derived
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level, SinkLag
 from esper_telemetry.core.reduction import Max
+
+PROGRESS_FAMILY = MetricFamily(
+    "train",
+    "Progress",
+    "Progress and speed of training.",
+    place=220,
+    question="How fast is it?",
+    axis="axis/env_step",
+    first=("train/env_steps_per_second",),
+)
+TIME_FAMILY = MetricFamily(
+    "perf",
+    "Time",
+    "Time of an update by phase, and the part of it that telemetry takes.",
+    place=230,
+    question="Where does the time go?",
+    axis="axis/env_step",
+    first=("perf/telemetry_frac",),
+)
+TELEMETRY_FAMILY = MetricFamily(
+    "telemetry",
+    "Telemetry",
+    "Health of the measuring itself.",
+    place=240,
+    question="How is telemetry itself?",
+    first=("telemetry/errors", "telemetry/dropped"),
+)
 
 
 @dataclass(frozen=True, slots=True)

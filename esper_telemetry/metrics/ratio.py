@@ -18,7 +18,7 @@ from torch import Tensor
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, Rows, label, reports, segment
+from esper_telemetry.core.metric import Metric, MetricFamily, Rows, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import (
     NAN,
@@ -52,6 +52,19 @@ EXP_LIMIT = 20.0
 """Log-ratios are clamped to this only where they are the argument of exp or expm1."""
 
 SCHULMAN = "Schulman 2020, joschu.net/blog/kl-approx.html"
+
+
+POLICY_FAMILY = MetricFamily(
+    "policy",
+    "Policy",
+    "PPO collects a rollout with one policy and then takes many small steps away from it. The probability ratio of "
+    "an action is how likely it is now over how likely it was when it was taken; its logarithm is the log-ratio. As "
+    "long as ratios stay near 1 the data still describe the policy; clipping stops samples whose ratio leaves 1 ± "
+    "clip. KL divergence sums up how far the policy moved, entropy how undecided it still is.",
+    place=40,
+    question="Is the policy moving too far?",
+    first=("policy/kl", "policy/clip_frac", "policy/ess_frac_min", "policy/entropy_norm", "policy/surrogate_gain"),
+)
 
 
 @dataclass(frozen=True, slots=True)

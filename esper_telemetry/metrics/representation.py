@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, label, reports, segment
+from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Last, Mean
 from esper_telemetry.metrics.actions import Sample, ascending, deviations, keep, quantiles, same_shape, sample
@@ -34,6 +34,17 @@ SPREAD = 0.001
 """Standard deviation below which a saturated unit is dead (code of Moalla 2024)."""
 
 SOKAR = "Sokar 2023, 2302.12902"
+
+
+REPRESENTATION_FAMILY = MetricFamily(
+    "repr",
+    "Representation",
+    "Ability of the features that the heads read to tell states apart. Growing norms, then falling rank, then "
+    "dormant units precede many collapses of the policy (Moalla 2024).",
+    place=160,
+    question="Can the network still learn?",
+    first=("repr/dormant_frac", "repr/effective_rank"),
+)
 
 
 @dataclass(frozen=True, slots=True)

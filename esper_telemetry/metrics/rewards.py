@@ -11,11 +11,29 @@ import torch
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Counts, Max, Mean, Min, Moments, Sum
 from esper_telemetry.metrics.actions import ascending, moments, quantiles, sample, spread, where_any
 from esper_telemetry.metrics.statistics import REWARDS, Quantiles, as_quantiles, histogram, levels_for
+
+RETURNS_FAMILY = MetricFamily(
+    "ret",
+    "Returns",
+    "The targets of the critic: advantages plus values.",
+    place=130,
+    question="What must the critic predict?",
+    first=("ret/mean", "ret/std"),
+)
+REWARDS_FAMILY = MetricFamily(
+    "reward",
+    "Rewards",
+    "Rewards per step as the environment pays them, before any normaliser.",
+    place=140,
+    question="What does the environment pay?",
+    axis="axis/env_step",
+    first=("reward/mean", "reward/std"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, Array, Counts, Max, Mean, Moments, Reduction, Slot, Statistic, Sum
 from esper_telemetry.metrics.actions import (
@@ -33,6 +33,18 @@ from esper_telemetry.metrics.actions import (
 from esper_telemetry.metrics.statistics import REWARDS, Quantiles, as_quantiles, histogram, levels_for
 
 _std = Moments.statistics["std"]
+
+
+CRITIC_FAMILY = MetricFamily(
+    "value",
+    "Critic",
+    "The critic predicts the return from each state. Explained variance compares its errors with the variation of "
+    "the returns: 1 is perfect, 0 no better than a constant, below 0 worse. A critic that is wrong by a constant "
+    "still explains all variance: read R² and the bias beside it.",
+    place=50,
+    question="Is the critic useful?",
+    first=("value/explained_variance", "value/r2", "value/bias_over_std", "value/loss_norm"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,23 @@ from torch import Tensor
 
 from esper_telemetry.core.arrays import ArrayLike, as_tensor
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, label, reports, segment
+from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Mean, Sum
 from esper_telemetry.core.tensors import CLIP_EPSILON
 from esper_telemetry.metrics.actions import same_shape
 from esper_telemetry.metrics.statistics import defined
+
+GRADIENTS_FAMILY = MetricFamily(
+    "grad",
+    "Gradients",
+    "Size and direction of the gradients that the losses send into the network. Norms are taken before and after "
+    "clipping; groups are the parts that the trainer declares: actor, critic, what both share, single heads. Numbers "
+    "that need whole gradients are measured in one update of several (`telemetry/sample_every`).",
+    place=60,
+    question="Who owns the gradient?",
+    first=("grad/interference/critic_share", "grad/{group}/norm_preclip", "grad/clip/coef", "grad/health"),
+)
 
 
 @dataclass(frozen=True, slots=True)

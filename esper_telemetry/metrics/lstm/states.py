@@ -17,13 +17,24 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, Array, Max, Mean, Reduction, Slot, Statistic, Sum
 from esper_telemetry.metrics.actions import keep, same_shape
 
 PARTS = ("h", "c")
 """Parts of a recurrent state: hidden state and, of an LSTM, cell state."""
+
+
+MEMORY_FAMILY = MetricFamily(
+    "lstm",
+    "Memory",
+    "Memory of a recurrent policy: sizes of its hidden state h and cell state c, openness of its gates i (write), f "
+    "(keep) and o (read), how long it remembers, and whether memory begins anew where episodes do.",
+    place=110,
+    question="Does memory work?",
+    first=("lstm/reset_rate", "lstm/timescale/median", "lstm/{part}/rms"),
+)
 
 
 @dataclass(frozen=True, slots=True)

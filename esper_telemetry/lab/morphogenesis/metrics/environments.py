@@ -9,13 +9,24 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Max, Mean, Moments, Sum
 from esper_telemetry.metrics.actions import sample, spread, where_any
 
 REASONS = ("nonfinite", "lobotomy", "divergence")
 """Why a watchdog puts older weights back."""
+
+
+GROWTH_FAMILY = MetricFamily(
+    "env",
+    "Growing",
+    "Rewards of environments in which networks grow, the controller's actions, and the final worth of hosts.",
+    place=170,
+    question="What are the grown networks worth?",
+    axis="axis/env_step",
+    first=("env/score", "env/final_accuracy"),
+)
 
 
 @dataclass(frozen=True, slots=True)

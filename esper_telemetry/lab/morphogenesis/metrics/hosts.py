@@ -9,10 +9,19 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Max, Mean, Moments
 from esper_telemetry.metrics.actions import Sample, sample, spread, where_any
+
+HOSTS_FAMILY = MetricFamily(
+    "host",
+    "Hosts",
+    "Networks that seeds grow into: their accuracy, and how much larger they have become.",
+    place=190,
+    question="How well do the hosts learn?",
+    first=("host/accuracy", "host/growth_ratio"),
+)
 
 
 @dataclass(frozen=True, slots=True)

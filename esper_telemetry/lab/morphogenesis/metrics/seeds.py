@@ -12,10 +12,21 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Max, Mean, Min, Moments, Sum
 from esper_telemetry.metrics.actions import sample, spread, where_any
+
+SEEDS_FAMILY = MetricFamily(
+    "seed",
+    "Seeds",
+    "Modules that a controller grows into networks while these are trained (`docs/morphogenesis.md`): the stages of "
+    "their lives, the pull of the loss at them, the decisions of gates, and the accuracy they are worth, measured by "
+    "switching them off.",
+    place=180,
+    question="Do seeds take root?",
+    first=("seed/active", "seed/exploding", "seed/contribution"),
+)
 
 
 @dataclass(frozen=True, slots=True)
