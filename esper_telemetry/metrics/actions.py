@@ -19,7 +19,6 @@ from torch import Tensor
 
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.metric import Metric, label, reports, segment
-from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, Array, Mean, Min, Moments, Reduction, Slot, Statistic, Sum
 
 
@@ -162,38 +161,27 @@ def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 
-NO_ROWS = "no valid row"
-
-
 @dataclass(frozen=True, slots=True)
 class LogProbStats(MetricGroup):
     """Log-probabilities of the chosen actions at collection."""
 
     smallest: Min = reports(
-        Metric(
-            key="policy/logp/min",
-            number=171,
-            unit="nats (log-probability)",
-            question="How unlikely was the unlikeliest action taken? Very unlikely ones make the next update's ratios explode.",
-            healthy="> -10",
-            warn="< -13 (p < 2e-6)",
-            source="heuristic; ray#21297",
-            undefined=NO_ROWS,
+        Metric.quantity(
+            "policy/logp/min", 171, "log-probability of the unlikeliest action", unit="nats (log-probability)"
+        )
+        .asks(
+            "How unlikely was the unlikeliest action taken? Very unlikely ones make the next update's ratios explode."
+        )
+        .bounds(healthy="> -10", warn="< -13 (p < 2e-6)", source="heuristic; ray#21297")
+        .absent("no valid row")
+        .advises(
+            "Rare actions make extreme ratios: judge beside `policy/ess_frac`, and keep action probabilities away from 0 (entropy_coef)."
         )
     )
     nonfinite: Sum = reports(
-        Metric(
-            key="policy/logp/min_nonfinite",
-            number=172,
-            unit="count",
-            question="How many valid log-probabilities were NaN or infinite?",
-            low=0.0,
-            level=Level.MINIMAL,
-            healthy="absent",
-            critical="> 0",
-            undefined="none was",
-            when_positive=True,
-        )
+        Metric.nonfinite(
+            "policy/logp/min_nonfinite", 172, "non-finite inputs of log-probability of the unlikeliest action"
+        ).asks("How many valid log-probabilities were NaN or infinite?")
     )
 
 
@@ -214,19 +202,13 @@ class GreedyAgreement(MetricGroup):
     """Whether the favourite actions stayed the same."""
 
     agreement: Mean = reports(
-        Metric(
-            key="policy/greedy_agreement",
-            number=173,
-            unit="fraction",
-            question="In which share of the states does the policy still prefer the action it preferred before the update?",
-            low=0.0,
-            high=1.0,
-            cost="sampled",
-            healthy="> 0.9",
-            warn="< 0.9",
-            critical="< 0.7",
-            source="heuristic; policy churn",
-            undefined="no valid row, or a continuous head",
+        Metric.fraction("policy/greedy_agreement", 173, "agreement on the preferred action", cost="sampled")
+        .asks("In which share of the states does the policy still prefer the action it preferred before the update?")
+        .bounds(healthy="> 0.9", warn="< 0.9", critical="< 0.7", source="heuristic; policy churn")
+        .absent("no valid row, or a continuous head")
+        .advises(
+            "Lower the learning rate or the number of epochs; set target_kl. The head with the largest "
+            "`policy/head/{head}/blame` moved most."
         )
     )
 
@@ -304,19 +286,17 @@ class ActionShift(MetricGroup):
 
     head: str = label()
     shift: HistogramShift = reports(
-        Metric(
-            key="policy/head/{head}/action_shift_js",
-            number=174,
+        Metric.quantity(
+            "policy/head/{head}/action_shift_js",
+            174,
+            "shift of a head's mix of actions",
             unit="fraction of ln 2",
-            question="How much did the mix of this head's actions change since the last rollout?",
             low=0.0,
             high=1.0,
-            healthy="< 0.02",
-            warn="> 0.10",
-            critical="> 0.25",
-            source="measured on healthy and broken runs",
-            undefined="the first rollout, or no action taken",
         )
+        .asks("How much did the mix of this head's actions change since the last rollout?")
+        .bounds(healthy="< 0.02", warn="> 0.10", critical="> 0.25", source="measured on healthy and broken runs")
+        .absent("the first rollout, or no action taken")
     )
 
 
@@ -391,15 +371,10 @@ class GaussianShift(MetricGroup):
 
     head: str = label()
     shift: StandardizedShift = reports(
-        Metric(
-            key="policy/head/{head}/action_shift",
-            number=175,
-            unit="σ",
-            question="How far did this head's mean action move since the last rollout, in its own standard deviations?",
-            low=0.0,
-            source="heuristic",
-            undefined="the first rollout, or no action taken",
-        )
+        Metric.quantity("policy/head/{head}/action_shift", 175, "shift of a head's mean action", unit="σ", low=0.0)
+        .asks("How far did this head's mean action move since the last rollout, in its own standard deviations?")
+        .bounds(source="heuristic")
+        .absent("the first rollout, or no action taken")
     )
 
 
@@ -464,42 +439,26 @@ class GaussianStats(MetricGroup):
 
     head: str = label()
     std: Mean | None = reports(
-        Metric(
-            key="policy/head/{head}/std/mean",
-            number=181,
-            unit="action units",
-            question="How widely does this head explore on average?",
-            low=0.0,
-            source="Andrychowicz 2021",
-            undefined="no valid row",
-        )
+        Metric.quantity("policy/head/{head}/std/mean", 181, "mean of a head's spread", unit="action units", low=0.0)
+        .asks("How widely does this head explore on average?")
+        .bounds(source="Andrychowicz 2021")
+        .absent("no valid row")
     )
     smallest: Min | None = reports(
-        Metric(
-            key="policy/head/{head}/std/min",
-            number=182,
-            unit="action units",
-            question="How narrow is its exploration in the narrowest dimension or state?",
-            low=0.0,
-            critical="< 0.05 of its initial value while the return does not improve",
-            source="heuristic",
-            undefined="no valid row",
-        )
+        Metric.quantity("policy/head/{head}/std/min", 182, "smallest of a head's spread", unit="action units", low=0.0)
+        .asks("How narrow is its exploration in the narrowest dimension or state?")
+        .bounds(critical="< 0.05 of its initial value while the return does not improve", source="heuristic")
+        .absent("no valid row")
+        .advises("Raise entropy_coef or bound log standard deviations from below; check that rewards reward variety.")
     )
     bound: Mean | None = reports(
-        Metric(
-            key="policy/head/{head}/bound_frac",
-            number=183,
-            unit="fraction",
-            question="Which share of the action components lies at or beyond the bounds of the action space (squashed: within 1 %)?",
-            low=0.0,
-            high=1.0,
-            healthy="< 0.1",
-            warn="> 0.3",
-            critical="> 0.6",
-            source="heuristic",
-            undefined="the action space has no bounds",
+        Metric.fraction("policy/head/{head}/bound_frac", 183, "share of actions at their bounds")
+        .asks(
+            "Which share of the action components lies at or beyond the bounds of the action space (squashed: within 1 %)?"
         )
+        .bounds(healthy="< 0.1", warn="> 0.3", critical="> 0.6", source="heuristic")
+        .absent("the action space has no bounds")
+        .advises("Scale actions to their bounds, squash them (squash=True), or lower the initial standard deviation.")
     )
 
 

@@ -14,42 +14,33 @@ from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Mean, Sum
 from esper_telemetry.metrics.actions import keep, rows_of, same_shape, sample
 
-NO_ROWS = "no valid, finite row, or the trainer keeps no old distributions"
-
 
 @dataclass(frozen=True, slots=True)
 class ExactKl(MetricGroup):
     """KL(old‖new) of the joint policy."""
 
     kl: Mean = reports(
-        Metric(
-            key="policy/kl_exact",
-            number=161,
-            unit="nats",
-            question="How far did the update move the policy, over all actions and not only the ones taken?",
-            low=0.0,
-            cost="sampled",
-            healthy="0.002 to 0.02",
-            warn="> 0.03",
-            critical="> 0.1",
-            source="as policy/kl",
-            undefined=NO_ROWS,
+        Metric.nats("policy/kl_exact", 161, "KL divergence over all actions", cost="sampled")
+        .asks("How far did the update move the policy, over all actions and not only the ones taken?")
+        .bounds(healthy="0.002 to 0.02", warn="> 0.03", critical="> 0.1", source="as policy/kl")
+        .absent("no valid, finite row, or the trainer keeps no old distributions")
+        .advises(
+            "Lower the learning rate or the number of epochs; set target_kl. The head with the largest "
+            "`policy/head/{head}/blame` moved most."
         )
     )
     nonfinite: Sum = reports(
-        Metric(
-            key="policy/kl_exact_nonfinite",
-            number=162,
-            unit="count",
-            question="In how many valid rows was the exact KL NaN or infinite?",
-            low=0.0,
+        Metric.count(
+            "policy/kl_exact_nonfinite",
+            162,
+            "non-finite inputs of KL divergence over all actions",
             level=Level.MINIMAL,
             cost="sampled",
-            healthy="absent",
-            critical="> 0",
-            undefined="in none",
             when_positive=True,
         )
+        .asks("In how many valid rows was the exact KL NaN or infinite?")
+        .bounds(healthy="absent", critical="> 0")
+        .absent("in none")
     )
 
 
@@ -59,18 +50,13 @@ class HeadExactKl(MetricGroup):
 
     head: tuple[str, ...] = label()
     kl: Mean = reports(
-        Metric(
-            key="policy/head/{head}/kl_exact",
-            number=163,
-            unit="nats",
-            question="How far did the update move this head, over all its actions?",
-            low=0.0,
-            cost="sampled",
-            healthy="0.002 to 0.02",
-            warn="> 0.03",
-            critical="> 0.1",
-            source="as policy/kl",
-            undefined=NO_ROWS,
+        Metric.nats("policy/head/{head}/kl_exact", 163, "KL divergence of a head over all its actions", cost="sampled")
+        .asks("How far did the update move this head, over all its actions?")
+        .bounds(healthy="0.002 to 0.02", warn="> 0.03", critical="> 0.1", source="as policy/kl")
+        .absent("no valid, finite row, or the trainer keeps no old distributions")
+        .advises(
+            "Lower the learning rate or the number of epochs; set target_kl. The head with the largest "
+            "`policy/head/{head}/blame` moved most."
         )
     )
 
@@ -80,18 +66,13 @@ class KlAfterUpdate(MetricGroup):
     """KL(old‖new) after the last optimizer step."""
 
     kl: Mean = reports(
-        Metric(
-            key="policy/kl_post",
-            number=164,
-            unit="nats",
-            question="How far did the whole update move the policy in the end?",
-            low=0.0,
-            cost="sampled",
-            healthy="0.002 to 0.02",
-            warn="> 0.03",
-            critical="> 0.1",
-            source="as policy/kl",
-            undefined=NO_ROWS,
+        Metric.nats("policy/kl_post", 164, "KL divergence after the update", cost="sampled")
+        .asks("How far did the whole update move the policy in the end?")
+        .bounds(healthy="0.002 to 0.02", warn="> 0.03", critical="> 0.1", source="as policy/kl")
+        .absent("no valid, finite row, or the trainer keeps no old distributions")
+        .advises(
+            "Lower the learning rate or the number of epochs; set target_kl. The head with the largest "
+            "`policy/head/{head}/blame` moved most."
         )
     )
 

@@ -26,26 +26,18 @@ class GradientNoise(MetricGroup):
 
     replicated: ClassVar[bool] = True
     g2: Mean | None = reports(
-        Metric(
-            key="grad/gns/g2",
-            number=560,
-            unit="gradient norm²",
-            question="How large is the true gradient, squared, noise removed? Single estimates may be negative.",
-            cost="sampled",
-            source="McCandlish 2018, 1812.06162",
-            undefined="fewer than two shards, or a gradient is not finite",
-        )
+        Metric.quantity("grad/gns/g2", 560, "squared norm of the true gradient", unit="gradient norm²", cost="sampled")
+        .asks("How large is the true gradient, squared, noise removed? Single estimates may be negative.")
+        .bounds(source="McCandlish 2018, 1812.06162")
+        .absent("fewer than two shards, or a gradient is not finite")
     )
     tr_sigma: Mean | None = reports(
-        Metric(
-            key="grad/gns/tr_sigma",
-            number=561,
-            unit="gradient norm²",
-            question="How large is the noise in the gradient of a single sample, squared?",
-            cost="sampled",
-            source="McCandlish 2018, 1812.06162",
-            undefined="fewer than two shards, or a gradient is not finite",
+        Metric.quantity(
+            "grad/gns/tr_sigma", 561, "noise of a single sample's gradient", unit="gradient norm²", cost="sampled"
         )
+        .asks("How large is the noise in the gradient of a single sample, squared?")
+        .bounds(source="McCandlish 2018, 1812.06162")
+        .absent("fewer than two shards, or a gradient is not finite")
     )
 
 

@@ -23,7 +23,6 @@ from esper_telemetry.metrics.actions import keep, rows_of, same_shape
 from esper_telemetry.metrics.kl import joint_kl
 
 PASCANU = "Pascanu 2013, 1211.5063"
-NO_MEMORY = "no recurrent policy, or every environment began anew"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,32 +30,22 @@ class BpttStats(MetricGroup):
     """Gradients of the loss at the recurrent state h."""
 
     first: Mean = reports(
-        Metric(
-            key="lstm/bptt/h0_grad_norm",
-            number=732,
-            unit="gradient norm",
-            question="How much of the loss's gradient reaches the state in which sequences begin?",
-            low=0.0,
-            cost="sampled",
-            healthy="1e-4 to 10",
-            critical="> 100: gradients explode through time",
-            source=PASCANU,
-            undefined=NO_MEMORY,
+        Metric.gradient_norm("lstm/bptt/h0_grad_norm", 732, "h0 grad norm of bptt", cost="sampled")
+        .asks("How much of the loss's gradient reaches the state in which sequences begin?")
+        .bounds(healthy="1e-4 to 10", critical="> 100: gradients explode through time", source=PASCANU)
+        .absent("no recurrent policy, or every environment began anew")
+        .advises(
+            "Open the forget gate (bias 1), train on shorter sequences, or give the policy what it has to remember."
         )
     )
     profile: Mean = reports(
-        Metric(
-            key="lstm/bptt/profile_ratio",
-            number=733,
-            unit="ratio",
-            question="How much larger is the gradient at the beginning of a sequence than at its end? Far above 1: it explodes on the"
-            " way, near 0: it vanishes.",
-            low=0.0,
-            level=Level.DEBUG,
-            cost="debug",
-            source=PASCANU,
-            undefined=f"{NO_MEMORY}, or the last step has no gradient",
+        Metric.ratio("lstm/bptt/profile_ratio", 733, "profile ratio of bptt", level=Level.DEBUG, cost="debug")
+        .asks(
+            "How much larger is the gradient at the beginning of a sequence than at its end? Far above 1: it "
+            "explodes on the way, near 0: it vanishes."
         )
+        .bounds(source=PASCANU)
+        .absent("no recurrent policy, or every environment began anew, or the last step has no gradient")
     )
 
 
@@ -130,17 +119,15 @@ class CellGrowth(MetricGroup):
     """How the cell state depends on its age."""
 
     growth: AgeProfile = reports(
-        Metric(
-            key="lstm/c_growth",
-            number=745,
-            unit="ratio",
-            question="By how many times its median does the cell state grow from a fresh memory to the oldest?",
+        Metric.ratio("lstm/c_growth", 745, "growth of the cell state with age", low=None)
+        .asks("By how many times its median does the cell state grow from a fresh memory to the oldest?")
+        .bounds(
             healthy="< 2",
             warn="> 2",
             critical="> 5",
             source="Theil-Sen slope of mean |c| against age, times the largest age, over the median; heuristic",
-            undefined="memory of fewer than two ages, or a cell state of zero",
         )
+        .absent("memory of fewer than two ages, or a cell state of zero")
     )
 
 
@@ -175,18 +162,10 @@ class MemoryUse(MetricGroup):
     """What memory changes in the policy."""
 
     kl: Mean = reports(
-        Metric(
-            key="lstm/ablate_kl",
-            number=734,
-            unit="nats",
-            question="How differently would the policy act if it remembered nothing? Near 0: memory is ignored.",
-            low=0.0,
-            level=Level.DEBUG,
-            cost="debug",
-            healthy="> 1e-3 where the task needs memory",
-            source="KL(π(·|x,h)‖π(·|x,0)); heuristic",
-            undefined="no recurrent policy, or no valid row",
-        )
+        Metric.nats("lstm/ablate_kl", 734, "ablate kl", level=Level.DEBUG, cost="debug")
+        .asks("How differently would the policy act if it remembered nothing? Near 0: memory is ignored.")
+        .bounds(healthy="> 1e-3 where the task needs memory", source="KL(π(·|x,h)‖π(·|x,0)); heuristic")
+        .absent("no recurrent policy, or no valid row")
     )
 
 
