@@ -21,8 +21,7 @@ import tyro
 from esper_telemetry import Telemetry, attach, read_run
 from esper_telemetry.alarms import Detectors
 from esper_telemetry.journal import Run
-from esper_telemetry.lab.faults.course import train
-from esper_telemetry.lab.faults.environments import bed
+from esper_telemetry.lab.faults.runs import bed, train
 
 WARM = 25
 """Updates after which every history is there: those before cost less."""

@@ -19,10 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper_telemetry.lab.morphogenesis.blueprints import UNITS
-from esper_telemetry.lab.morphogenesis.learning import MAX_NORM, minibatches
-from esper_telemetry.lab.morphogenesis.policies import SCRIPTS
-from esper_telemetry.lab.morphogenesis.tasks import LearningTask
+from esper_telemetry.lab.morphogenesis.controllers import SCRIPTS
+from esper_telemetry.lab.morphogenesis.network import UNITS
+from esper_telemetry.lab.morphogenesis.training import MAX_NORM, LearningTask, minibatches
 from esper_telemetry.ppo.environments import Morphogenesis
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.adapters.listener import TimedListener
-from esper_telemetry.adapters.pairs import watch_pair as watch_pair
+from esper_telemetry.adapters.pairs import watch_pair
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import (
     AfterUpdate,
@@ -29,20 +29,20 @@ from esper_telemetry.events import (
     EpisodeEnd,
     EvaluationEnd,
     GrowthStep,
+    Hooks,
     MinibatchEnd,
     MinibatchesEnd,
     MinibatchStart,
     OptimizerStep,
     Outputs,
     RecurrentForward,
+    Remover,
     Rollback,
     RolloutEnd,
     RunStart,
     TrunkBackward,
     UpdateEnd,
 )
-from esper_telemetry.events import Hooks as Hooks
-from esper_telemetry.events import Remover as Remover
 from esper_telemetry.metrics.episodes import evaluation_stats
 from esper_telemetry.metrics.gradients.health import gradients_of
 from esper_telemetry.metrics.optimizer import AdamState, adam_held, adam_state, flat, weight_norm

@@ -7,7 +7,7 @@ together and names the cause; `Thresholds` holds all bounds. What cannot be answ
 
 from typing import TYPE_CHECKING
 
-from esper_telemetry.core.lazy import lazy_names
+from esper_telemetry.core.lazy import lazy_names as lazy_names
 
 if TYPE_CHECKING:
     from esper_telemetry.alarms.detectors import Detectors as Detectors

@@ -11,7 +11,7 @@ last second before it was killed, and could not note any more, is sent again.
 
 from typing import TYPE_CHECKING
 
-from esper_telemetry.core.lazy import lazy_names
+from esper_telemetry.core.lazy import lazy_names as lazy_names
 
 if TYPE_CHECKING:
     from esper_telemetry.delivery.catch_up import replay as replay

@@ -11,7 +11,7 @@ raises: what could not be written waits in memory, and goes out first when there
 
 from typing import TYPE_CHECKING
 
-from esper_telemetry.core.lazy import lazy_names
+from esper_telemetry.core.lazy import lazy_names as lazy_names
 
 if TYPE_CHECKING:
     from esper_telemetry.journal.file import JOURNAL_NAME as JOURNAL_NAME

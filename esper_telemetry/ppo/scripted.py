@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from esper_telemetry.events import EpisodeEnd, RunStart, UpdateEnd
+from esper_telemetry.lab.morphogenesis.controllers import SCRIPTS, ScriptedController
 from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
-from esper_telemetry.lab.morphogenesis.policies import SCRIPTS, ScriptedController
 from esper_telemetry.ppo import checkpoint
 from esper_telemetry.ppo.companions import Companions
 from esper_telemetry.ppo.config import PPOConfig, require

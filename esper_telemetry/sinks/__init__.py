@@ -15,7 +15,7 @@ opened.
 
 from typing import TYPE_CHECKING
 
-from esper_telemetry.core.lazy import lazy_names
+from esper_telemetry.core.lazy import lazy_names as lazy_names
 
 if TYPE_CHECKING:
     from esper_telemetry.sinks.console import ConsoleSink as ConsoleSink

@@ -26,9 +26,8 @@ from esper_telemetry.core.metric import declared, label_field, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Mean, Sum
 from esper_telemetry.events import Activations, Copy, Outputs, PolicyReplay
-from esper_telemetry.lab.morphogenesis.metrics.each import each_stats
 from esper_telemetry.lab.morphogenesis.metrics.environments import environment_stats
-from esper_telemetry.lab.morphogenesis.metrics.hosts import host_stats
+from esper_telemetry.lab.morphogenesis.metrics.hosts import each_stats, host_stats
 from esper_telemetry.lab.morphogenesis.metrics.seeds import gate_stats as growth_gates
 from esper_telemetry.lab.morphogenesis.metrics.seeds import seed_stats
 from esper_telemetry.metrics.actions import (

@@ -19,9 +19,9 @@ from esper_telemetry.alarms import Detectors, Thresholds
 from esper_telemetry.alarms.kinds import ALARMS
 from esper_telemetry.core.record import RUN_FAILED
 from esper_telemetry.events import Hooks, MinibatchesEnd, RolloutEnd, UpdateEnd
-from esper_telemetry.lab.faults.boundary import Altered
-from esper_telemetry.lab.faults.changes import environment
-from esper_telemetry.lab.faults.injection import schedule
+from esper_telemetry.lab.faults.catalogue import schedule
+from esper_telemetry.lab.faults.data import Altered
+from esper_telemetry.lab.faults.fault import environment
 from esper_telemetry.ppo.environments.protocol import Step
 from esper_telemetry.testing import FailingSink
 

@@ -1,32 +1,32 @@
-"""What `list`, `score` and `demo` do; each returns the exit code."""
+"""What `list`, `score` and `demo` do; each returns the exit code.
+
+Faults and scores as tables.
+"""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 from esper_telemetry.adapters.attach import attach
 from esper_telemetry.cli.mistakes import wrong_use
 from esper_telemetry.cli.outcome import Summary
 from esper_telemetry.core.record import Level
-from esper_telemetry.lab.faults.baseline_verdicts import Opinions, all_opinions, kept_runs
-from esper_telemetry.lab.faults.catalogue import FAULTS, find
-from esper_telemetry.lab.faults.course import TrainingCourse
-from esper_telemetry.lab.faults.curves import FACTORS
-from esper_telemetry.lab.faults.environments import BEDS, bed
-from esper_telemetry.lab.faults.injection import schedule
-from esper_telemetry.lab.faults.plan import cost, courses, processes, train_all
-from esper_telemetry.lab.faults.result import halves, result
-from esper_telemetry.lab.faults.tables import fault_entries, fault_table, result_tables
+from esper_telemetry.lab.faults.catalogue import FAULTS, find, schedule
+from esper_telemetry.lab.faults.judging import Opinions, all_opinions, kept_runs
+from esper_telemetry.lab.faults.runs import BEDS, TrainingCourse, bed, cost, courses, processes, train_all
+from esper_telemetry.lab.faults.score import FACTORS, halves, result
 from esper_telemetry.ppo.environments.make import make_env
 from esper_telemetry.ppo.presets import preset
 from esper_telemetry.ppo.trainer import PPO
@@ -36,6 +36,145 @@ from esper_telemetry.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from esper_telemetry.lab.faults.__main__ import Demo, List, Score
+
+Result = Mapping[str, Any]
+
+
+def fault_entries() -> list[dict[str, Any]]:
+    """All faults as plain data."""
+    return [
+        {
+            "name": fault.name,
+            "family": fault.family or fault.name,
+            "what": fault.what,
+            "dose": fault.dose,
+            "doses": list(fault.doses),
+            "needs": [(need.__doc__ or "").rstrip(".") for need in fault.needs],
+            "alarms": list(fault.accepts),
+            "bound": fault.bound,
+        }
+        for fault in FAULTS
+    ]
+
+
+def fault_table() -> Table:
+    """All faults."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("fault", "what it does", "dose", "needs", "alarms that name it", "within"):
+        table.add_column(name, overflow="fold", no_wrap=name in ("fault", "dose"))
+    for entry in fault_entries():
+        low, high = entry["doses"]
+        dose = f"{entry['dose']:g} ({low:g} to {high:g})" if low < high else ""
+        table.add_row(
+            entry["name"],
+            entry["what"],
+            dose,
+            "; ".join(entry["needs"]),
+            ", ".join(entry["alarms"]),
+            str(entry["bound"]),
+        )
+    return table
+
+
+def result_tables(result: Result, title: str) -> list[Table]:
+    """A score: by fault, then as a whole beside the baselines."""
+    tables = [judges_table(result, title)]
+    if result["per_fault"]:
+        tables.insert(0, per_fault_table(result))
+    return tables
+
+
+def per_fault_table(result: Result) -> Table:
+    """Recall, lag and causes by fault."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in (
+        "fault",
+        "runs",
+        "in time",
+        "in 20",
+        "any",
+        "lag",
+        "lead",
+        "cause",
+        "alarms that named it",
+        "put down to",
+    ):
+        table.add_column(name, overflow="fold", justify="right" if name in NUMERIC else "left")
+    for name, row in result["per_fault"].items():
+        table.add_row(
+            name,
+            str(row["runs"]),
+            *(percent(row[key]) for key in ("strict_recall", "recall", "lenient_recall")),
+            number(row["median_lag"]),
+            number(row["median_lead"]),
+            percent(row["root_cause_accuracy"]),
+            listed(row["hits"]),
+            listed(row["causes"]),
+        )
+    return table
+
+
+NUMERIC = ("runs", "in time", "in 20", "any", "lag", "lead", "cause")
+
+
+def judges_table(result: Result, title: str) -> Table:
+    """The detectors beside the baselines."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    heads = ("", "runs", "in time", "in 20", "any", "lag", "cause", "false", "healthy updates", "false per 100", "area")
+    for name in heads:
+        table.add_column(name, justify="left" if not name else "right")
+    for name, row in {"detectors": result, **result["baselines"]}.items():
+        table.add_row(
+            name,
+            str(row["runs"]),
+            *(percent(row[key]) for key in ("strict_recall", "recall", "lenient_recall")),
+            number(row["median_lag"]),
+            percent(row["root_cause_accuracy"]),
+            str(row["false_alarms"]),
+            str(row["healthy_updates"]),
+            number(row["false_alarms_per_100"]),
+            number(row.get("partial_auc")),
+        )
+    table.caption = caption(result)
+    table.caption_justify = "left"
+    return table
+
+
+def caption(result: Result) -> str:
+    """What the intervals are, and which alarms were false."""
+    names = {"strict_recall": "in time", "false_alarms_per_100": "false per 100"}
+    parts = [f"{names[key]} {low:.3f} to {high:.3f} (95 %)" for key, (low, high) in result["intervals"].items()]
+    if result["false_by_type"]:
+        parts.append(f"false: {listed(result['false_by_type'])}")
+    return "; ".join(parts)
+
+
+def percent(value: float | None) -> str:
+    """A share."""
+    return "" if value is None else f"{100 * value:.0f} %"
+
+
+def number(value: float | None) -> str:
+    """A number with as many digits as matter."""
+    return "" if value is None else f"{value:.3g}"
+
+
+def listed(counts: Mapping[str, int]) -> str:
+    """Types and how often."""
+    return ", ".join(f"{kind or '?'} {count}" for kind, count in counts.items())
+
+
+def fault_markdown() -> str:
+    """All faults as a table for the documentation."""
+    rows = ["| fault | what it does | dose | needs | alarms that name it | within |", "|---|---|---|---|---|---|"]
+    for entry in fault_entries():
+        low, high = entry["doses"]
+        dose = f"{entry['dose']:g} ({low:g} to {high:g}, as `{entry['family']}`)" if low < high else ""
+        alarms = ", ".join(f"`{alarm}`" for alarm in entry["alarms"])
+        needs = "; ".join(entry["needs"])
+        rows.append(f"| `{entry['name']}` | {entry['what']} | {dose} | {needs} | {alarms} | {entry['bound']} |")
+    return "\n".join(rows) + "\n"
+
 
 DOSES = {"lr": (3, 10, 30, 100), "forget": (-2, -4, -10), "reward": (10, 100, 1e4)}
 """Faults whose dose matters, from mild to plain."""
@@ -88,8 +227,8 @@ def planned(options: Score) -> list[TrainingCourse]:
 def planned_for_sb3(options: Score) -> list[TrainingCourse]:
     """The same for Stable-Baselines3; raises ValueError where it is not installed, too."""
     try:
-        from esper_telemetry.lab.faults.sb3 import courses as sb3_courses
-        from esper_telemetry.lab.faults.sb3 import environments as sb3_beds
+        from esper_telemetry.lab.faults.sb3 import models as sb3_beds
+        from esper_telemetry.lab.faults.sb3 import runs as sb3_courses
     except ModuleNotFoundError as missing:
         raise ValueError(f"--trainer sb3 needs {missing.name}: pip install 'esper-telemetry[sb3]'") from missing
     for env in options.envs:
@@ -168,7 +307,7 @@ def trainer_of(work: Sequence[TrainingCourse]) -> Callable[..., Iterator[Trainin
     """What trains these runs: all of one trainer."""
     if not work or not work[0].env.startswith("sb3-"):
         return train_all
-    from esper_telemetry.lab.faults.sb3.courses import train_all as train_sb3
+    from esper_telemetry.lab.faults.sb3.runs import train_all as train_sb3
 
     return train_sb3
 

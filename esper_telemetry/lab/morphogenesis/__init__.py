@@ -2,16 +2,16 @@
 
 from typing import TYPE_CHECKING
 
-from esper_telemetry.core.lazy import lazy_names
+from esper_telemetry.core.lazy import lazy_names as lazy_names
 
 if TYPE_CHECKING:
+    from esper_telemetry.lab.morphogenesis.controllers import SCRIPTS as SCRIPTS
     from esper_telemetry.lab.morphogenesis.environment import Morphogenesis as Morphogenesis
-    from esper_telemetry.lab.morphogenesis.policies import SCRIPTS as SCRIPTS
 
 __all__, __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "esper_telemetry.lab.morphogenesis.environment": ("Morphogenesis",),
-        "esper_telemetry.lab.morphogenesis.policies": ("SCRIPTS",),
+        "esper_telemetry.lab.morphogenesis.controllers": ("SCRIPTS",),
     },
 )

@@ -9,20 +9,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from esper_telemetry.lab.morphogenesis.alpha import CURVES, SPEEDS, TARGETS, TEMPOS
-from esper_telemetry.lab.morphogenesis.blueprints import BLUEPRINTS, STYLES
-from esper_telemetry.lab.morphogenesis.gates import GATES, TransitionGates
 from esper_telemetry.lab.morphogenesis.lifecycle import (
     ADVANCES,
     BUSY,
+    CURVES,
     MIN_PRUNE_AGE,
     OPEN_TO,
+    SPEEDS,
+    TARGETS,
+    TEMPOS,
     Op,
     Stage,
     among,
     look_up,
 )
-from esper_telemetry.lab.morphogenesis.slots import Slots
+from esper_telemetry.lab.morphogenesis.network import BLUEPRINTS, STYLES
+from esper_telemetry.lab.morphogenesis.slots import GATES, Slots, TransitionGates
 from esper_telemetry.ppo.environments.protocol import ActionSpec
 
 UNASKED, REFUSED, PASSED = -1, 0, 1

@@ -8,15 +8,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper_telemetry.lab.morphogenesis import watchdog
-from esper_telemetry.lab.morphogenesis.blueprints import ANATOMY, anatomy, newborn, presence
+from esper_telemetry.lab.morphogenesis import training as watchdog
 from esper_telemetry.lab.morphogenesis.effects import INERT, Who
-from esper_telemetry.lab.morphogenesis.learning import Epoch, Weights, minibatches, train_epoch, validate
 from esper_telemetry.lab.morphogenesis.lifecycle import ALIVE, LEARNING, Stage, among
-from esper_telemetry.lab.morphogenesis.network import Mixing, Network
-from esper_telemetry.lab.morphogenesis.optimizers import OPTIMIZERS, AdamMoments
+from esper_telemetry.lab.morphogenesis.network import ANATOMY, Mixing, Network, anatomy, newborn, presence
 from esper_telemetry.lab.morphogenesis.slots import Slots
-from esper_telemetry.lab.morphogenesis.tasks import LearningTask
+from esper_telemetry.lab.morphogenesis.training import (
+    OPTIMIZERS,
+    AdamMoments,
+    Epoch,
+    LearningTask,
+    Weights,
+    minibatches,
+    train_epoch,
+    validate,
+)
 
 
 class ColonyResult(NamedTuple):

@@ -9,19 +9,23 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.events import GrowthStep, Hooks
-from esper_telemetry.lab.morphogenesis import contributions, rewards
+from esper_telemetry.lab.morphogenesis import rewards
+from esper_telemetry.lab.morphogenesis import rewards as contributions
 from esper_telemetry.lab.morphogenesis.actions import ActionOutcome, act, action_masks, advanceable, specs
-from esper_telemetry.lab.morphogenesis.causes import CauseHistory, diagnose
 from esper_telemetry.lab.morphogenesis.colony import Colony, ColonyResult
-from esper_telemetry.lab.morphogenesis.gates import TransitionGates
+from esper_telemetry.lab.morphogenesis.gradient_health import (
+    INTENSITY_DECAY,
+    CauseHistory,
+    diagnose,
+    exploding,
+    intensity_ratio,
+    vanishing,
+)
 from esper_telemetry.lab.morphogenesis.lifecycle import ALIVE, FELT, LEARNING, Op, Stage, among
 from esper_telemetry.lab.morphogenesis.observation import VERSION, HostState, feature_names, observe
-from esper_telemetry.lab.morphogenesis.optimizers import OPTIMIZERS
-from esper_telemetry.lab.morphogenesis.report import Report, report
-from esper_telemetry.lab.morphogenesis.severity import INTENSITY_DECAY, exploding, intensity_ratio, vanishing
-from esper_telemetry.lab.morphogenesis.slots import Slots
-from esper_telemetry.lab.morphogenesis.tasks import make_task
-from esper_telemetry.lab.morphogenesis.watchdog import EVERY
+from esper_telemetry.lab.morphogenesis.slots import Slots, TransitionGates
+from esper_telemetry.lab.morphogenesis.step_report import Report, report
+from esper_telemetry.lab.morphogenesis.training import EVERY, OPTIMIZERS, make_task
 from esper_telemetry.ppo.environments.protocol import TensorStep
 
 

@@ -1,10 +1,14 @@
-"""What a seed goes through, as data: stages, the transitions between them, and what a controller may do in each."""
+"""What a seed goes through, as data: stages, the transitions between them, and what a controller may do in each.
+
+How a seed's weight moves from one value to another: curves over a number of epochs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
 from functools import cache
+from math import exp
 
 import torch
 from torch import Tensor
@@ -113,3 +117,28 @@ def look_up(values: tuple[float, ...], index: Tensor) -> Tensor:
 def _table(values: tuple[float, ...], _: str, device: torch.device) -> Tensor:
     """As a tensor; the name of their type tells 1 from True."""
     return torch.tensor(values, device=device)
+
+
+CURVES = ("linear", "cosine", "sigmoid_soft", "sigmoid", "sigmoid_steep")
+STEEPNESS = (6.0, 12.0, 24.0)
+"""Of the three sigmoid curves."""
+
+TARGETS = (0.5, 0.7, 1.0)
+TEMPOS = (2, 3, 5)
+SPEEDS = (0, 2, 3, 5)
+"""Epochs that blending takes, and that a change of it takes; 0 is at once."""
+
+
+def progress(done: Tensor, total: Tensor, curve: Tensor) -> Tensor:
+    """How much of the way is behind, 0 to 1, after `done` of `total` epochs along a curve (an index into `CURVES`).
+
+    Every curve begins at 0, ends at 1 and never turns back; sigmoids are stretched so that they do.
+    """
+    t = torch.where(total > 0, (done / total.clamp(min=1)).clamp(0, 1), 1.0)
+    shapes = [t, (1 - torch.cos(torch.pi * t)) / 2, *(_sigmoid(t, steepness) for steepness in STEEPNESS)]
+    return torch.stack(shapes, -1).gather(-1, curve.unsqueeze(-1)).squeeze(-1)
+
+
+def _sigmoid(t: Tensor, steepness: float) -> Tensor:
+    low, high = (1 / (1 + exp(-end * steepness / 2)) for end in (-1.0, 1.0))
+    return (torch.sigmoid(steepness * (t - 0.5)) - low) / (high - low)

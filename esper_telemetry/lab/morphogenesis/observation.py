@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from esper_telemetry.lab.morphogenesis.blueprints import BLUEPRINTS
+from esper_telemetry.lab.morphogenesis.gradient_health import exploding
 from esper_telemetry.lab.morphogenesis.lifecycle import FELT, LEARNING, Op, Stage, among
-from esper_telemetry.lab.morphogenesis.severity import exploding
+from esper_telemetry.lab.morphogenesis.network import BLUEPRINTS
 from esper_telemetry.lab.morphogenesis.slots import Slots
 
 VERSION = 1

@@ -13,7 +13,7 @@ from esper_telemetry.alarms.kinds import ALARMS
 from esper_telemetry.cli.mistakes import WrongUse
 from esper_telemetry.lab.faults import FAULTS
 from esper_telemetry.lab.faults.__main__ import run
-from esper_telemetry.lab.faults.tables import fault_markdown
+from esper_telemetry.lab.faults.commands import fault_markdown
 
 FIELDS = {
     "strict_recall",

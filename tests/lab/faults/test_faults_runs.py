@@ -9,9 +9,7 @@ import pytest
 
 from esper_telemetry.journal import read_run
 from esper_telemetry.lab.faults.__main__ import run
-from esper_telemetry.lab.faults.course import TrainingCourse, read_course
-from esper_telemetry.lab.faults.healthy import HEALTHY, rewards_x3
-from esper_telemetry.lab.faults.plan import courses, healthy_run
+from esper_telemetry.lab.faults.runs import HEALTHY, TrainingCourse, courses, healthy_run, read_course, rewards_x3
 
 
 def test_a_healthy_run_keeps_which_updates_were_announced(tmp_path: Path) -> None:
@@ -24,7 +22,7 @@ def test_a_healthy_run_keeps_which_updates_were_announced(tmp_path: Path) -> Non
 
 def test_announced_rewards_are_three_times_as_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The largest reward of CueRecall is 1.3, and 3.9 from the second update on."""
-    monkeypatch.setattr("esper_telemetry.lab.faults.healthy.CHANGE", 2)
+    monkeypatch.setattr("esper_telemetry.lab.faults.runs.CHANGE", 2)
     monkeypatch.setitem(
         HEALTHY,
         "soon",

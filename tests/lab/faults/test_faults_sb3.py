@@ -14,13 +14,12 @@ from esper_telemetry.cli.mistakes import WrongUse
 from esper_telemetry.lab.faults.__main__ import run as command
 from esper_telemetry.lab.faults.catalogue import FAULTS as CATALOGUE
 from esper_telemetry.lab.faults.catalogue import find
-from esper_telemetry.lab.faults.course import TrainingCourse
 from esper_telemetry.lab.faults.judging import ByDetectors, judged, kept
+from esper_telemetry.lab.faults.runs import TrainingCourse
 from esper_telemetry.lab.faults.sb3.breaks import BREAKS
-from esper_telemetry.lab.faults.sb3.courses import courses, faults_among, run
-from esper_telemetry.lab.faults.sb3.environments import BEDS, Breakable
-from esper_telemetry.lab.faults.sb3.replacing import NotForThisModelError
-from esper_telemetry.lab.faults.scoring import case
+from esper_telemetry.lab.faults.sb3.models import BEDS, Breakable, NotForThisModelError
+from esper_telemetry.lab.faults.sb3.runs import courses, faults_among, run
+from esper_telemetry.lab.faults.score import case
 
 pytestmark = pytest.mark.sb3
 

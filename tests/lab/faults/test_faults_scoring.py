@@ -7,12 +7,32 @@ from collections.abc import Mapping
 import pytest
 
 from esper_telemetry.core.record import Axes, Record
-from esper_telemetry.lab.faults.baselines import PlainBaseline, ReturnDrop, beyond_bounds, nonfinite
-from esper_telemetry.lab.faults.course import TrainingCourse
-from esper_telemetry.lab.faults.curves import CurvePoint, alone, intervals, partial_area
-from esper_telemetry.lab.faults.judging import Judged, JudgedRun, Raised, judged, symptom
-from esper_telemetry.lab.faults.result import grouped, label, summary
-from esper_telemetry.lab.faults.scoring import case, cases_of, quantile, quiet, score
+from esper_telemetry.lab.faults.judging import (
+    Judged,
+    JudgedRun,
+    PlainBaseline,
+    Raised,
+    ReturnDrop,
+    beyond_bounds,
+    judged,
+    nonfinite,
+    symptom,
+)
+from esper_telemetry.lab.faults.runs import TrainingCourse
+from esper_telemetry.lab.faults.score import (
+    CurvePoint,
+    alone,
+    case,
+    cases_of,
+    grouped,
+    intervals,
+    label,
+    partial_area,
+    quantile,
+    quiet,
+    score,
+    summary,
+)
 
 
 def broken(fault: str, *raised: tuple[int, str], cause: str = "", dose: float = 100, **settings: object) -> Judged:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from esper_telemetry.lab.morphogenesis.policies import Random
+from esper_telemetry.lab.morphogenesis.controllers import Random
 from esper_telemetry.ppo.environments import Morphogenesis
 
 

@@ -9,14 +9,20 @@ import torch
 from growing import plain_loss
 from torch import Tensor
 
-from esper_telemetry.lab.morphogenesis.blueprints import ANATOMY, BLUEPRINTS, STYLES, anatomy, newborn, presence
-from esper_telemetry.lab.morphogenesis.contributions import contributions, shapley_values
 from esper_telemetry.lab.morphogenesis.effects import INERT, Who
-from esper_telemetry.lab.morphogenesis.learning import gradients, scores, validate
-from esper_telemetry.lab.morphogenesis.network import Mixing, Network
-from esper_telemetry.lab.morphogenesis.optimizers import AdamMoments, adam, clip, sgd
-from esper_telemetry.lab.morphogenesis.packing import Packing
-from esper_telemetry.lab.morphogenesis.tasks import Data
+from esper_telemetry.lab.morphogenesis.network import (
+    ANATOMY,
+    BLUEPRINTS,
+    STYLES,
+    Mixing,
+    Network,
+    Packing,
+    anatomy,
+    newborn,
+    presence,
+)
+from esper_telemetry.lab.morphogenesis.rewards import contributions, shapley_values
+from esper_telemetry.lab.morphogenesis.training import AdamMoments, Data, adam, clip, gradients, scores, sgd, validate
 
 ENVS, SLOTS = 8, 2
 

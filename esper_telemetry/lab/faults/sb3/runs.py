@@ -11,12 +11,10 @@ from typing import Any
 from stable_baselines3.common.callbacks import BaseCallback
 
 from esper_telemetry.adapters.sb3.callback import TelemetryCallback
-from esper_telemetry.lab.faults.course import TrainingCourse, attempted, read_course, recorded
 from esper_telemetry.lab.faults.fault import Undo
-from esper_telemetry.lab.faults.plan import whole
+from esper_telemetry.lab.faults.runs import TrainingCourse, attempted, read_course, recorded, whole
 from esper_telemetry.lab.faults.sb3.breaks import BREAKS
-from esper_telemetry.lab.faults.sb3.environments import bed
-from esper_telemetry.lab.faults.sb3.replacing import NotForThisModelError
+from esper_telemetry.lab.faults.sb3.models import NotForThisModelError, bed
 
 
 def courses(

@@ -1,4 +1,7 @@
-"""Models of Stable-Baselines3 on which faults are tried; what comes from their environments can be changed on its way."""
+"""Models of Stable-Baselines3 on which faults are tried; what comes from their environments can be changed on its way.
+
+What is replaced to break a model of Stable-Baselines3: attributes of single objects, and what environments answer.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from stable_baselines3 import PPO
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecEnvWrapper, VecNormalize
 from torch import nn
+
+from esper_telemetry.lab.faults.fault import Undo
 
 NUM_ENVS = 8
 SETTINGS: Mapping[str, Any] = {"n_steps": 128, "batch_size": 128, "n_epochs": 4, "device": "cpu"}
@@ -166,3 +171,34 @@ def bed(name: str) -> Callable[[int], Any]:
     if found is None:
         raise ValueError(f"there is no environment {name!r} for sb3; there are {', '.join(BEDS)}")
     return found
+
+
+class NotForThisModelError(ValueError):
+    """A fault needs what this model does not have; the message says what."""
+
+
+def require(there: bool, lacks: str) -> None:
+    """Raises NotForThisModelError with what is lacking."""
+    if not there:
+        raise NotForThisModelError(lacks)
+
+
+def attribute(owner: Any, **values: Any) -> Undo:
+    """Replaces attributes of one object, not those of its class."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    vars(owner).update(values)
+
+    def undo() -> None:
+        for name in values:
+            vars(owner).pop(name, None)
+        vars(owner).update(before)
+
+    return undo
+
+
+def answers(model: Any, change: Change) -> Undo:
+    """Changes what the environments answer."""
+    env: Any = model.env
+    while not isinstance(env, Breakable):
+        env = env.venv
+    return attribute(env, change=change)

@@ -10,14 +10,12 @@ from torch import Tensor
 
 from esper_telemetry.events import GrowthStep
 from esper_telemetry.lab.morphogenesis.actions import ActionOutcome
-from esper_telemetry.lab.morphogenesis.causes import CAUSES
 from esper_telemetry.lab.morphogenesis.colony import Colony, ColonyResult
-from esper_telemetry.lab.morphogenesis.contributions import shapley_values
-from esper_telemetry.lab.morphogenesis.gates import GATES
+from esper_telemetry.lab.morphogenesis.gradient_health import CAUSES
 from esper_telemetry.lab.morphogenesis.lifecycle import FELT, Op, Stage, among
 from esper_telemetry.lab.morphogenesis.observation import HostState
-from esper_telemetry.lab.morphogenesis.rewards import REWARDS
-from esper_telemetry.lab.morphogenesis.slots import Slots
+from esper_telemetry.lab.morphogenesis.rewards import REWARDS, shapley_values
+from esper_telemetry.lab.morphogenesis.slots import GATES, Slots
 
 LABELS = {
     "stage": tuple(stage.name.lower() for stage in Stage),

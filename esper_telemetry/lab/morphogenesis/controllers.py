@@ -8,10 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from esper_telemetry.lab.morphogenesis.alpha import TARGETS, TEMPOS
-from esper_telemetry.lab.morphogenesis.blueprints import BLUEPRINTS
 from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
-from esper_telemetry.lab.morphogenesis.lifecycle import ADVANCES, LEARNING, Op, Stage, among
+from esper_telemetry.lab.morphogenesis.lifecycle import ADVANCES, LEARNING, TARGETS, TEMPOS, Op, Stage, among
+from esper_telemetry.lab.morphogenesis.network import BLUEPRINTS
 
 NAMES = [kind.name for kind in BLUEPRINTS]
 
