@@ -6,10 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, label, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Last, Sum
@@ -74,7 +72,7 @@ class EachSeed(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def each_stats(
     hosts: Mapping[str, Tensor], seeds: Mapping[str, Tensor], rewards: Mapping[str, Tensor]
 ) -> Iterator[MetricGroup]:

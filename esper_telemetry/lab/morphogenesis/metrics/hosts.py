@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, inference_mode
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Max, Mean, Moments
@@ -83,7 +81,7 @@ class HostStats(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def host_stats(hosts: Mapping[str, Tensor]) -> HostStats:
     """How hosts do; [T, B] each, see `events.GrowthStep`."""
     found = {name: sample(x) for name, x in hosts.items()}
