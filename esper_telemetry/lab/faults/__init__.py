@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 __all__, __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "esper_telemetry.lab.faults.catalogue": ("FAULTS", "find"),
+        "esper_telemetry.lab.faults.catalogue": ("FAULTS", "find", "inject", "schedule"),
         "esper_telemetry.lab.faults.fault": ("Fault", "NotApplicableError"),
-        "esper_telemetry.lab.faults.catalogue": ("inject", "schedule"),
     },
 )

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 __all__, __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "esper_telemetry.lab.morphogenesis.metrics.hosts": ("each_stats",),
+        "esper_telemetry.lab.morphogenesis.metrics.hosts": ("each_stats", "host_stats"),
         "esper_telemetry.lab.morphogenesis.metrics.environments": ("environment_stats",),
-        "esper_telemetry.lab.morphogenesis.metrics.hosts": ("host_stats",),
         "esper_telemetry.lab.morphogenesis.metrics.seeds": ("gate_stats", "seed_stats"),
     },
 )
