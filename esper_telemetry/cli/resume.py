@@ -11,9 +11,9 @@ from esper_telemetry.cli.mistakes import WrongUse, wrong_use
 from esper_telemetry.core.redaction import MASKED, masked
 from esper_telemetry.journal.lock import HELPERS, Role, is_held
 from esper_telemetry.journal.read import run_info
+from esper_telemetry.lab.morphogenesis.scripted import ScriptedRun
 from esper_telemetry.ppo.checkpoint import read
 from esper_telemetry.ppo.config import PPOConfig
-from esper_telemetry.ppo.scripted import ScriptedRun
 from esper_telemetry.ppo.trainer import PPO
 
 if TYPE_CHECKING:

@@ -27,13 +27,12 @@ from esper_telemetry.core.metric import segment
 from esper_telemetry.core.record import Level, RunStatus
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
+from esper_telemetry.lab.morphogenesis.scripted import ScriptedRun
 from esper_telemetry.ppo.checkpoint import Checkpoints
 from esper_telemetry.ppo.config import SCRIPTED, PPOConfig
-from esper_telemetry.ppo.environments.make import make_env
-from esper_telemetry.ppo.environments.observations import ObservationLayout, layout_of
-from esper_telemetry.ppo.environments.protocol import Environment
+from esper_telemetry.ppo.environments.protocol import Environment, ObservationLayout, layout_of
+from esper_telemetry.ppo.environments.registry import make_env
 from esper_telemetry.ppo.ranks import Ranks
-from esper_telemetry.ppo.scripted import ScriptedRun
 from esper_telemetry.ppo.trainer import PPO
 from esper_telemetry.sinks.protocol import Sink
 from esper_telemetry.sinks.registry import SinkLike, as_sink

@@ -8,7 +8,7 @@ from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
 from esper_telemetry.ppo.environments.cue_recall import CueRecall
 from esper_telemetry.ppo.environments.gymnasium import make_vector
 from esper_telemetry.ppo.environments.protocol import Environment
-from esper_telemetry.ppo.environments.velocity import HiddenVelocity, velocities
+from esper_telemetry.ppo.environments.wrappers import HiddenVelocity, velocities
 
 
 def make_env(
