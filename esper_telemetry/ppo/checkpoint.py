@@ -130,13 +130,23 @@ OWN = ("normalizers", "generator", "collector", "generators", "companions")
 _logger = logging.getLogger("esper_telemetry")
 
 
-class RunState(Protocol):
-    """What has checkpoints: a trainer, or a policy that does not learn at work."""
+class TrainingRun(Protocol):
+    """A run that emits events and has checkpoints: a trainer, or a controller that learns nothing."""
 
     hooks: Hooks
     companions: Companions
     ranks: Ranks
     env_steps: int
+    updates: int
+
+    def learn(self, total_steps: int) -> None:
+        """Go on until that many environment steps are taken."""
+
+    def stop(self) -> None:
+        """Make `learn` return after the update in progress."""
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
         """All that it goes on from; `made_of` says what must be the same for it to fit, `counts` how far it has come."""
@@ -154,7 +164,7 @@ class Checkpoints:
         every: environment steps between two.
     """
 
-    def __init__(self, trainer: RunState, directory: str | Path, *, every: int) -> None:
+    def __init__(self, trainer: TrainingRun, directory: str | Path, *, every: int) -> None:
         self.latest, self.best = Path(directory) / "latest.pt", Path(directory) / "best.pt"
         self._trainer, self._every = trainer, every
         self._due, self._highest = trainer.env_steps + every, -math.inf
@@ -224,7 +234,7 @@ def state_of(trainer: PPO) -> dict[str, Any]:
     }
 
 
-def save(trainer: RunState, path: str | Path) -> Path:
+def save(trainer: TrainingRun, path: str | Path) -> Path:
     """Writes a checkpoint; a reader finds the old file or the new one, never a part.
 
     Every rank calls it, and the first one writes.
@@ -235,7 +245,7 @@ def save(trainer: RunState, path: str | Path) -> Path:
     return Path(path)
 
 
-def gathered(trainer: RunState) -> dict[str, Any] | None:
+def gathered(trainer: TrainingRun) -> dict[str, Any] | None:
     """The state of a trainer with what the other ranks have for themselves; None on all ranks but the first."""
     state = trainer.state_dict()
     found = trainer.ranks.gather({name: state[name] for name in OWN if name in state} if trainer.ranks.rank else {})

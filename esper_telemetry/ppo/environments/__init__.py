@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from esper_telemetry.core.lazy import lazy_names as lazy_names
+from esper_telemetry.core.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from esper_telemetry.lab.morphogenesis.environment import Morphogenesis as Morphogenesis
     from esper_telemetry.ppo.environments.cue_recall import CueRecall as CueRecall
     from esper_telemetry.ppo.environments.gymnasium import GymnasiumEnvironment as GymnasiumEnvironment
     from esper_telemetry.ppo.environments.protocol import ActionSpec as ActionSpec
@@ -17,15 +16,15 @@ if TYPE_CHECKING:
     from esper_telemetry.ppo.environments.protocol import TensorEnvironment as TensorEnvironment
     from esper_telemetry.ppo.environments.protocol import TensorStep as TensorStep
     from esper_telemetry.ppo.environments.protocol import VectorEnvironment as VectorEnvironment
+    from esper_telemetry.ppo.environments.registry import RegisteredEnvironment as RegisteredEnvironment
     from esper_telemetry.ppo.environments.registry import make_env as make_env
 
 __all__, __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "esper_telemetry.lab.morphogenesis.environment": ("Morphogenesis",),
         "esper_telemetry.ppo.environments.cue_recall": ("CueRecall",),
         "esper_telemetry.ppo.environments.gymnasium": ("GymnasiumEnvironment",),
-        "esper_telemetry.ppo.environments.registry": ("make_env",),
+        "esper_telemetry.ppo.environments.registry": ("RegisteredEnvironment", "make_env"),
         "esper_telemetry.ppo.environments.protocol": (
             "ActionSpec",
             "Environment",
