@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from esper_telemetry.lab.morphogenesis import Morphogenesis
 from esper_telemetry.lab.morphogenesis.controllers import SCRIPTS
 from esper_telemetry.lab.morphogenesis.network import UNITS
 from esper_telemetry.lab.morphogenesis.training import MAX_NORM, LearningTask, minibatches
-from esper_telemetry.ppo.environments import Morphogenesis
 
 
 class Seed(nn.Module):

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from esper_telemetry.core.reduction import Moments as Moments
     from esper_telemetry.core.reduction import Sum as Sum
     from esper_telemetry.delivery.catch_up import replay as replay
-    from esper_telemetry.delivery.doctor import doctor as doctor
+    from esper_telemetry.delivery.health import doctor as doctor
     from esper_telemetry.events import Hooks as Hooks
     from esper_telemetry.journal.read import read_run as read_run
     from esper_telemetry.metrics.advantages import advantage_stats as advantage_stats
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from esper_telemetry.metrics.ratio import ratio_diagnostics as ratio_diagnostics
     from esper_telemetry.metrics.values import value_fit as value_fit
     from esper_telemetry.ppo.config import PPOConfig as PPOConfig
-    from esper_telemetry.ppo.environments.make import make_env as make_env
+    from esper_telemetry.ppo.environments.registry import make_env as make_env
     from esper_telemetry.ppo.trainer import PPO as PPO
     from esper_telemetry.sinks.console import ConsoleSink as ConsoleSink
     from esper_telemetry.sinks.mlflow.sink import MLflowSink as MLflowSink
@@ -77,7 +77,7 @@ __all__, __getattr__, __dir__ = lazy_names(
         "esper_telemetry.core.record": ("Alarm", "Axes", "Level", "Record", "RunInfo", "RunStatus"),
         "esper_telemetry.core.reduction": ("Counts", "Ess", "Last", "Max", "Mean", "Min", "Moments", "Sum"),
         "esper_telemetry.delivery.catch_up": ("replay",),
-        "esper_telemetry.delivery.doctor": ("doctor",),
+        "esper_telemetry.delivery.health": ("doctor",),
         "esper_telemetry.events": ("Hooks",),
         "esper_telemetry.journal.read": ("read_run",),
         "esper_telemetry.metrics.advantages": ("advantage_stats",),
@@ -85,7 +85,7 @@ __all__, __getattr__, __dir__ = lazy_names(
         "esper_telemetry.metrics.ratio": ("ratio_diagnostics",),
         "esper_telemetry.metrics.values": ("value_fit",),
         "esper_telemetry.ppo.config": ("PPOConfig",),
-        "esper_telemetry.ppo.environments.make": ("make_env",),
+        "esper_telemetry.ppo.environments.registry": ("make_env",),
         "esper_telemetry.ppo.trainer": ("PPO",),
         "esper_telemetry.sinks.console": ("ConsoleSink",),
         "esper_telemetry.sinks.mlflow.sink": ("MLflowSink",),

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from esper_telemetry.core.arrays import as_tensor
+from esper_telemetry.core.lazy_torch import Tensor
 
 Slot = Tensor | float
 Array = npt.NDArray[np.float64]

@@ -14,10 +14,9 @@ from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
 from esper_telemetry.core.reduction import NAN, Array, Mean, Min, Moments, Reduction, Slot, Statistic, Sum
 
@@ -185,7 +184,7 @@ class LogProbStats(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def log_prob_stats(log_probs: Tensor, *, valid: Tensor | None = None) -> LogProbStats:
     """The smallest log-probability of a chosen action.
 
@@ -213,7 +212,7 @@ class GreedyAgreement(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def greedy_agreement(
     old_logits: Mapping[str, Tensor],
     logits: Mapping[str, Tensor],
@@ -300,7 +299,7 @@ class ActionShift(MetricGroup):
     )
 
 
-@torch.no_grad()
+@no_grad
 def action_counts(actions: Tensor, num_actions: int, *, valid: Tensor | None = None) -> Tensor:
     """How often each action was taken, [num_actions] float64.
 
@@ -390,7 +389,7 @@ class ActionTotal(NamedTuple):
     number: Tensor
 
 
-@torch.inference_mode()
+@inference_mode
 def gaussian_action_shift(
     head: str,
     actions: Tensor,
@@ -417,7 +416,7 @@ def gaussian_action_shift(
     return GaussianShift(segment(head), StandardizedShift(count, previous_count, total, previous, spread))
 
 
-@torch.no_grad()
+@no_grad
 def mean_action(actions: Tensor, *, valid: Tensor | None = None) -> ActionTotal:
     """Mean of the valid, finite rows of actions [.., D], and their number."""
     total, count = _total_action(actions, valid)
@@ -462,7 +461,7 @@ class GaussianStats(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def gaussian_stats(
     head: str,
     log_std: Tensor | None = None,

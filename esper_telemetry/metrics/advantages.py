@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, Array, Counts, Max, Mean, Min, Moments, Reduction, Slot, Statistic, Sum
@@ -97,7 +95,7 @@ class AdvantageStats(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def advantage_stats(advantages: ArrayLike, *, valid: ArrayLike | None = None) -> AdvantageStats:
     """Population moments, extremes and quantiles of the advantages before normalisation.
 
@@ -207,7 +205,7 @@ class NormalizedAdvantageStats(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def normalized_advantage_stats(
     normalized: ArrayLike,
     advantages: ArrayLike | None = None,
@@ -238,7 +236,7 @@ def normalized_advantage_stats(
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def flips_in_order(
     normalized: Tensor, advantages: Tensor, *, counted: Tensor | None = None, valid: Tensor | None = None
 ) -> Mean:

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, by_head, masks_by_head
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, Array, Mean, Reduction, Slot, Statistic, Sum
@@ -42,7 +41,7 @@ class HeadRows:
     relevant: Tensor | None = None
 
 
-@torch.no_grad()
+@no_grad
 def categorical_rows(logits: Tensor, action_mask: Tensor | None = None, *, relevant: Tensor | None = None) -> HeadRows:
     """Entropy -Σ p ln p over the valid actions of every row.
 
@@ -77,7 +76,7 @@ _LOWEST = -1e30
 """Stands for ln 0, so that 0 ln 0 is 0; e^-1e30 is 0 in every precision."""
 
 
-@torch.no_grad()
+@no_grad
 def gaussian_rows(log_std: Tensor, *, relevant: Tensor | None = None) -> HeadRows:
     """Differential entropy Σ_d (ln σ_d + ½ ln 2πe) of a diagonal Gaussian head, in nats; it may be negative.
 
@@ -88,7 +87,7 @@ def gaussian_rows(log_std: Tensor, *, relevant: Tensor | None = None) -> HeadRow
     return HeadRows((log_std.detach().double() + 0.5 * math.log(2 * math.pi * math.e)).sum(-1), relevant=relevant)
 
 
-@torch.inference_mode()
+@inference_mode
 def entropy_rows(
     logits: Mapping[str, ArrayLike],
     action_masks: Mapping[str, ArrayLike] | None = None,
@@ -335,7 +334,7 @@ def entropy_stats(
     return policy_entropy(rows, valid=valid, dim=dim)
 
 
-@torch.inference_mode()
+@inference_mode
 def policy_entropy(
     heads: Mapping[str, HeadRows], *, valid: ArrayLike | None = None, dim: int | None = None
 ) -> PolicyEntropy:
@@ -362,7 +361,7 @@ def policy_entropy(
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def head_entropy(
     heads: Mapping[str, HeadRows], *, valid: ArrayLike | None = None, dim: int | None = None
 ) -> HeadEntropy:
@@ -521,7 +520,7 @@ class EntropyGradient(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def entropy_gradient(
     logits: Tensor,
     policy_gradient: Tensor,
@@ -557,7 +556,7 @@ def norm_ratio(above: Tensor, below: Tensor) -> NormRatio:
     return NormRatio(torch.where(defined, ratio, 0.0), defined, above, below)
 
 
-@torch.inference_mode()
+@inference_mode
 def entropy_gradients(
     logits: Mapping[str, Tensor],
     actions: Mapping[str, Tensor],

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from esper_telemetry.core.arrays import ArrayLike, as_tensor
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, Array, Max, Mean, Min, Moments, Reduction, Slot, Statistic, Sum
@@ -226,7 +225,7 @@ class EvaluationStats(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def evaluation_stats(returns: Sequence[float], lengths: Sequence[int]) -> EvaluationStats:
     """Mean, population std and extremes of the returns, and the mean length.
 
@@ -281,7 +280,7 @@ class EpisodeEnds(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def episode_ends(
     ended: Tensor, terminated: Tensor, lengths: Sequence[int], *, valid: Tensor | None = None
 ) -> EpisodeEnds:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor, as_tensors, by_head, masks_by_head
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Array, Max, Mean, Reduction, Slot, Statistic, Sum
@@ -87,7 +86,7 @@ class GaeIdentity(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def gae_identity(
     advantages: ArrayLike, values: ArrayLike, returns: ArrayLike, *, valid: ArrayLike | None = None
 ) -> GaeIdentity:
@@ -120,7 +119,7 @@ class MaskViolation(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def mask_violation(
     actions: Mapping[str, ArrayLike],
     action_masks: Mapping[str, ArrayLike],
@@ -207,7 +206,7 @@ class RowsRepeated(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def rows_repeated(rows: ArrayLike, *, valid: ArrayLike | None = None) -> RowsRepeated:
     """Share of the rows of a pass whose transition had been in it before: 0 where each comes once.
 
@@ -238,7 +237,7 @@ class Numerics(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def nonfinite_count(tensors: Iterable[ArrayLike], *, valid: ArrayLike | None = None) -> Numerics:
     """Number of NaN and infinite entries in all of `tensors` together; masked entries do not count.
 

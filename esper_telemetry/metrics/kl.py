@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Mean, Sum
@@ -77,7 +75,7 @@ class KlAfterUpdate(MetricGroup):
     )
 
 
-@torch.no_grad()
+@no_grad
 def categorical_kl(old_logits: Tensor, logits: Tensor, action_mask: Tensor | None = None) -> Tensor:
     """Σ_a p_old (ln p_old - ln p_new), [..] nats; an action that was impossible adds nothing.
 
@@ -96,7 +94,7 @@ def _log_probs(logits: Tensor, action_mask: Tensor | None) -> Tensor:
     return torch.log_softmax(x if action_mask is None else x.masked_fill(~action_mask.bool(), -torch.inf), -1)
 
 
-@torch.no_grad()
+@no_grad
 def gaussian_kl(old_mean: Tensor, old_log_std: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
     """Closed form per dimension, summed: ln(σ'/σ) + (σ² + (μ - μ')²) / 2σ'² - ½, [..] nats. All [.., D]."""
     ratio = (old_log_std.detach().double() - log_std.detach().double()).exp()
@@ -104,7 +102,7 @@ def gaussian_kl(old_mean: Tensor, old_log_std: Tensor, mean: Tensor, log_std: Te
     return ((ratio.square() + shift.square() - 1) / 2 - ratio.log()).sum(-1)
 
 
-@torch.inference_mode()
+@inference_mode
 def exact_kl(
     rows: Mapping[str, Tensor],
     *,
@@ -124,7 +122,7 @@ def exact_kl(
     return ExactKl(mean, nonfinite)
 
 
-@torch.inference_mode()
+@inference_mode
 def kl_after_update(
     rows: Mapping[str, Tensor], *, relevant: Mapping[str, Tensor] | None = None, valid: Tensor | None = None
 ) -> KlAfterUpdate:
@@ -132,7 +130,7 @@ def kl_after_update(
     return KlAfterUpdate(_joint(rows, relevant, valid, None)[0])
 
 
-@torch.inference_mode()
+@inference_mode
 def joint_kl(rows: Mapping[str, Tensor], relevant: Mapping[str, Tensor] | None = None) -> Mean:
     """Mean over rows of the joint policy's KL; arguments as for `exact_kl`."""
     return _joint(rows, relevant, None, None)[0]
@@ -147,7 +145,7 @@ def _joint(
     return s.mean(s.values), Sum(s.nonfinite)
 
 
-@torch.inference_mode()
+@inference_mode
 def head_exact_kl(
     rows: Mapping[str, Tensor],
     *,

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Mean, Sum
@@ -83,7 +81,7 @@ def loss_weights(coefficients: Mapping[str, float]) -> LossWeights:
     return LossWeights(coefficients.get("value"), coefficients.get("entropy"))
 
 
-@torch.inference_mode()
+@inference_mode
 def loss_terms(
     policy: ArrayLike,
     value: ArrayLike,
@@ -113,7 +111,7 @@ def loss_terms(
     return LossTerms(**dict(zip(given, means, strict=True)), nonfinite=Sum(len(given) - finite.sum(0)))
 
 
-@torch.inference_mode()
+@inference_mode
 def ppo_losses(
     log_ratio: ArrayLike,
     advantages: ArrayLike,

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, segment
 from esper_telemetry.core.reduction import Last, Mean
 from esper_telemetry.metrics.actions import rows_of, sample
@@ -54,7 +52,7 @@ class ConstantObservations(MetricGroup):
     )
 
 
-@torch.no_grad()
+@no_grad
 def constant_rows(observations: Tensor, *, valid: Tensor | None = None) -> Tensor:
     """Which environments gave one observation in all of their steps, [B] bool.
 
@@ -92,7 +90,7 @@ def _changed(rows: Tensor, valid: Tensor | None) -> Tensor:
     return (changed if valid is None else changed & valid[1:].bool() & valid[:-1].bool()).any(0)
 
 
-@torch.inference_mode()
+@inference_mode
 def constant_observations(constant: Tensor) -> ConstantObservations:
     """Share of the environments that are constant, [B] bool; see `constant_rows`."""
     return ConstantObservations(Mean(constant.sum().double(), float(constant.numel())))
@@ -113,7 +111,7 @@ class NormalizerDrift(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def normalizer_drift(
     normalizer: str, mean: Tensor, std: Tensor, previous_mean: Tensor, previous_std: Tensor
 ) -> NormalizerDrift:
@@ -131,7 +129,7 @@ def normalizer_drift(
     return NormalizerDrift(segment(normalizer), Last(rms.amax()))
 
 
-@torch.no_grad()
+@no_grad
 def cut_entries(normalized: Tensor, limit: float, *, valid: Tensor | None = None) -> tuple[Tensor, Tensor | int]:
     """How many entries stand at the limit at which they were cut, 0-d, and how many there are.
 
@@ -161,7 +159,7 @@ class NormalizerClipping(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def normalizer_clipping(
     normalizer: str, normalized: Tensor, *, clip: float, valid: Tensor | None = None
 ) -> NormalizerClipping:

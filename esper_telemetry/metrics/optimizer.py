@@ -8,18 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
-
-import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, no_grad, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Last, Max, Mean, Sum
-from esper_telemetry.core.tensors import choose_norms
 from esper_telemetry.metrics.statistics import defined
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
 
 MOST_TOGETHER = 1 << 18
 """Numbers whose step is reckoned in one piece, if a parameter has no more: what that takes in memory is this many, not a network's."""
@@ -316,7 +316,7 @@ def learning_rate(optimizer: Optimizer) -> LearningRate:
     return LearningRate(rates[0] if rates else None)
 
 
-@torch.no_grad()
+@no_grad
 def adam_step(state: Optimizer | AdamState) -> AdamStep:
     """The step that Adam, or a relative of it, has just taken.
 
@@ -329,7 +329,7 @@ def adam_step(state: Optimizer | AdamState) -> AdamStep:
     return _whole(_sums(state))
 
 
-@torch.no_grad()
+@no_grad
 def layer_steps(state: Optimizer | AdamState, names: Sequence[str]) -> LayerSteps:
     """The step that Adam has just taken, parameter by parameter.
 
@@ -340,7 +340,7 @@ def layer_steps(state: Optimizer | AdamState, names: Sequence[str]) -> LayerStep
     return _by_layer(_sums(state), names)
 
 
-@torch.no_grad()
+@no_grad
 def adam_steps(state: Optimizer | AdamState, names: Sequence[str]) -> tuple[AdamStep, LayerSteps]:
     """Both of them from one pass; arguments as for `layer_steps`."""
     sums = _sums(state)
@@ -381,6 +381,8 @@ def _sums(state: Optimizer | AdamState) -> _Sums | None:
 
 def _sums_of_piece(piece: AdamState) -> _Sums:
     """Entry by entry in the state's own type, as Adam takes its step; summed in float64."""
+    from esper_telemetry.core.tensors import choose_norms  # here, because that module imports torch
+
     update = piece.update()
     root, floor = piece.denominator()
     stable = root * torch.nan if piece.gradient is None else piece.gradient / torch.maximum(root, floor)
@@ -419,14 +421,14 @@ def _by_layer(sums: _Sums | None, names: Sequence[str]) -> LayerSteps:
     )
 
 
-@torch.no_grad()
+@no_grad
 def weight_growth(weights: Sequence[Tensor], initial_norm: Tensor) -> WeightGrowth:
     """Logarithm of the weights' norm over `initial_norm` (0-d, from `weight_norm` at the start)."""
     growth = (weight_norm(weights) / initial_norm).log()
     return WeightGrowth(Last(torch.where(torch.isfinite(growth), growth, torch.nan)))
 
 
-@torch.no_grad()
+@no_grad
 def weight_norm(weights: Sequence[Tensor]) -> Tensor:
     """L2 norm of all weights together, 0-d float64."""
     norms = [torch.linalg.vector_norm(weight, dtype=torch.float64) for weight in weights]

@@ -13,11 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, Rows, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import (
@@ -306,7 +304,7 @@ class RatioDiagnostics(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def ratio_diagnostics(
     log_ratio: ArrayLike,
     advantages: ArrayLike | None = None,
@@ -492,7 +490,7 @@ class HeadRatio(MetricGroup):
     )
 
 
-@torch.no_grad()
+@no_grad
 def joint_log_ratio(log_ratios: Mapping[str, Tensor], relevant: Mapping[str, Tensor] | None = None) -> Tensor:
     """Log-ratio [..] of the whole action: the sum over the heads that take part.
 
@@ -505,7 +503,7 @@ def joint_log_ratio(log_ratios: Mapping[str, Tensor], relevant: Mapping[str, Ten
     return torch.stack(parts).sum(0)
 
 
-@torch.inference_mode()
+@inference_mode
 def head_ratio_diagnostics(
     log_ratios: Mapping[str, Tensor],
     *,

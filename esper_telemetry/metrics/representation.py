@@ -17,10 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Last, Mean
@@ -85,7 +83,7 @@ class ActivityGroups(NamedTuple):
     layers: LayerActivity
 
 
-@torch.inference_mode()
+@inference_mode
 def unit_activity(
     activations: Mapping[str, Tensor],
     *,
@@ -246,7 +244,7 @@ class ExcessRatio(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def excess_ratio(log_ratio: Tensor, *, clip: float, valid: Tensor | None = None, dim: int | None = None) -> ExcessRatio:
     """Mean of r - 1 - ε where r > 1 + ε, and of 1 - ε - r where r < 1 - ε.
 
@@ -279,7 +277,7 @@ class FeatureNorm(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def feature_norm(preactivations: Tensor, *, valid: Tensor | None = None) -> FeatureNorm:
     """Mean Euclidean length of rows [N, D] before the last nonlinearity; `valid` [N] bool, None where every row is."""
     s = sample(torch.linalg.vector_norm(preactivations.detach().double(), dim=-1), valid)
@@ -301,7 +299,7 @@ class FeatureDrift(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def feature_drift(old: Tensor, new: Tensor, *, valid: Tensor | None = None) -> FeatureDrift:
     """Mean cosine between features before and after.
 
@@ -358,7 +356,7 @@ class FeatureRank(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def feature_rank(features: Tensor, *, delta: float = 0.01, valid: Tensor | None = None) -> FeatureRank:
     """Ranks from the singular values of the features, which are not centred.
 
@@ -453,7 +451,7 @@ class LayerResponses(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def layer_responses(activations: Mapping[str, Tensor]) -> LayerResponses:
     """5 %, 50 % and 95 % quantiles over rows and units of each layer [N, D], after its nonlinearity; of finite ones."""
     if not activations:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import inference_mode
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Counts, Max, Mean, Min, Moments, Sum
@@ -67,7 +66,7 @@ class RewardStats(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def reward_stats(rewards: ArrayLike, *, valid: ArrayLike | None = None) -> RewardStats:
     """Mean, spread and largest magnitude of the raw rewards; zeros are counted exactly.
 
@@ -137,7 +136,7 @@ class ReturnStats(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def return_stats(returns: ArrayLike, *, valid: ArrayLike | None = None) -> ReturnStats:
     """Population moments, extremes and quantiles of the returns.
 

@@ -13,9 +13,8 @@ from functools import partial
 from typing import ClassVar, Final
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from esper_telemetry.core.lazy_torch import Tensor, torch
 from esper_telemetry.core.reduction import NAN, Array, Counts, Mean, Reduction, Slot, Statistic
 from esper_telemetry.metrics.actions import Sample, constant
 

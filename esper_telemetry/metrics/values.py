@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, Array, Counts, Max, Mean, Moments, Reduction, Slot, Statistic, Sum
@@ -141,7 +140,7 @@ class ValueFit(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def value_fit(values: ArrayLike, returns: ArrayLike, *, valid: ArrayLike | None = None) -> ValueFit:
     """Errors of the critic: moments and quantiles, and how much its estimates and the returns vary.
 
@@ -235,7 +234,7 @@ class ValueMovement(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def value_movement(
     values: ArrayLike,
     old_values: ArrayLike,
@@ -297,7 +296,7 @@ class TdErrors(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def td_errors(
     rewards: Tensor, values: Tensor, next_values: Tensor, *, gamma: float, valid: Tensor | None = None
 ) -> TdErrors:
@@ -326,7 +325,7 @@ class TerminalError(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def terminal_error(
     values: Tensor, rewards: Tensor, terminated: Tensor, *, valid: Tensor | None = None
 ) -> TerminalError:
@@ -381,7 +380,7 @@ class EndingBias(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def ending_bias(
     values: Tensor, returns: Tensor, ended: Tensor, terminated: Tensor, *, valid: Tensor | None = None
 ) -> EndingBias:
@@ -439,7 +438,7 @@ class MonteCarloFit(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def monte_carlo_fit(
     values: Tensor,
     rewards: Tensor,

@@ -106,7 +106,7 @@ def test_what_a_full_disk_has_cost_stands_where_it_is_missing(
         from esper_telemetry.journal import Journal, encode_record, encode_run
         from esper_telemetry.journal import file
         from esper_telemetry.core.record import Axes, Record, RunInfo
-        file.BACKLOG_BYTES = 400
+        file.MAX_BACKLOG_BYTES = 400
         journal = Journal.create(sys.argv[1])
         journal.write(encode_run(RunInfo("id-1", "walker", None, 1.0)))
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -138,7 +138,7 @@ def test_a_handler_that_listened_for_sigterm_before_still_does() -> None:
     trainer = SimpleNamespace(stop=lambda: stopped.append(1), ranks=SimpleNamespace(alone=True))
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:
-        with _stopped_by_signals(trainer) as came:  # type: ignore[arg-type]  # all that it uses of a trainer
+        with _stopped_by_signals(trainer) as came:  # all that it uses of a trainer
             os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
     finally:

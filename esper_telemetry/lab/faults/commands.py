@@ -27,8 +27,8 @@ from esper_telemetry.lab.faults.catalogue import FAULTS, find, schedule
 from esper_telemetry.lab.faults.judging import Opinions, all_opinions, kept_runs
 from esper_telemetry.lab.faults.runs import BEDS, TrainingCourse, bed, cost, courses, processes, train_all
 from esper_telemetry.lab.faults.score import FACTORS, halves, result
-from esper_telemetry.ppo.environments.make import make_env
-from esper_telemetry.ppo.presets import preset
+from esper_telemetry.ppo.config import preset
+from esper_telemetry.ppo.environments.registry import make_env
 from esper_telemetry.ppo.trainer import PPO
 from esper_telemetry.sinks.console import is_live, make_console
 from esper_telemetry.sinks.registry import as_sink

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from esper_telemetry.ppo.mlp import MLP
-from esper_telemetry.ppo.recurrent import RecurrentTrunk
+from esper_telemetry.ppo.networks.mlp import MLP
+from esper_telemetry.ppo.networks.recurrent import RecurrentTrunk
 from esper_telemetry.ppo.trainer import PPO
 
 Undo: TypeAlias = Callable[[], None]

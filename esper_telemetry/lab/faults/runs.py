@@ -31,9 +31,9 @@ from esper_telemetry.events import UpdateEnd
 from esper_telemetry.lab.faults.catalogue import find, schedule
 from esper_telemetry.lab.faults.data import Altered
 from esper_telemetry.lab.faults.fault import environment
-from esper_telemetry.ppo.environments.make import make_env
+from esper_telemetry.ppo.config import preset
 from esper_telemetry.ppo.environments.protocol import Array, Step
-from esper_telemetry.ppo.presets import preset
+from esper_telemetry.ppo.environments.registry import make_env
 from esper_telemetry.ppo.trainer import PPO
 from esper_telemetry.telemetry import Telemetry
 

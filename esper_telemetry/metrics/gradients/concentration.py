@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Counts, Mean
@@ -60,7 +58,7 @@ class LayerConcentration(MetricGroup):
     )
 
 
-@torch.no_grad()
+@no_grad
 def concentration(gradients: Sequence[Tensor]) -> Concentration:
     """How the squared entries p = g²/Σg² of all tensors are spread: entropy/ln n, 1/(n Σp²) and Hoyer's sparsity.
 
@@ -155,7 +153,7 @@ class LayerDecades(MetricGroup):
     )
 
 
-@torch.no_grad()
+@no_grad
 def gradient_decades(gradients: Sequence[Tensor], names: Sequence[str]) -> tuple[GradientDecades, LayerDecades]:
     """Histograms of log10 |entry|, overall and per tensor.
 

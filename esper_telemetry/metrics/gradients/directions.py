@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.arrays import ArrayLike, as_tensors
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
 from esper_telemetry.core.reduction import Mean
 from esper_telemetry.metrics.gradients.interference import cosine
@@ -56,7 +54,7 @@ class MinibatchAlignment(MetricGroup):
     )
 
 
-@torch.no_grad()
+@no_grad
 def successive_alignment(gradient: Tensor, previous: Tensor | None) -> SuccessiveAlignment:
     """Cosine of an update's gradient with the one before.
 
@@ -69,7 +67,7 @@ def successive_alignment(gradient: Tensor, previous: Tensor | None) -> Successiv
     return SuccessiveAlignment(defined(cosine(gradient.double(), previous.double())))
 
 
-@torch.no_grad()
+@no_grad
 def minibatch_alignment(gradients: Tensor) -> MinibatchAlignment:
     """Agreement of K gradients, taken at the same parameters.
 
@@ -91,7 +89,7 @@ def minibatch_alignment(gradients: Tensor) -> MinibatchAlignment:
     )
 
 
-@torch.no_grad()
+@no_grad
 def weighted_pair_cosine(gradients: Tensor) -> Tensor:
     """Σ g_i·g_j / Σ |g_i||g_j| over the pairs of K gradients [K, d], 0-d: long ones count more."""
     gradients = gradients.double()
@@ -147,7 +145,7 @@ class GradientSigns(MetricGroup):
     )
 
 
-@torch.no_grad()
+@no_grad
 def gradient_zeros(gradients: Sequence[ArrayLike], names: Sequence[str]) -> tuple[GradientZeros, LayerZeros]:
     """Shares of exact zeros, overall and per tensor; one cheap pass, meant for once per update at most.
 
@@ -168,7 +166,7 @@ def gradient_zeros(gradients: Sequence[ArrayLike], names: Sequence[str]) -> tupl
     return GradientZeros(Mean(zeros.sum(), float(sum(numels)))), layers
 
 
-@torch.no_grad()
+@no_grad
 def gradient_signs(gradients: Sequence[Tensor]) -> GradientSigns:
     """Share of positive entries among the non-zero, non-NaN ones of all tensors."""
     if not gradients:

@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from esper_telemetry.core import tensors as ops
 from esper_telemetry.core.arrays import ArrayLike, as_tensor, as_tensors
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports
 from esper_telemetry.core.reduction import NAN, Array, Mean, Reduction, Slot, Statistic
 from esper_telemetry.metrics.actions import same_shape
@@ -76,7 +74,7 @@ class PairGradients(MetricGroup):
     )
 
 
-@torch.no_grad()
+@no_grad
 def pair_gradients(
     pair: str,
     module: Sequence[Tensor],
@@ -301,7 +299,7 @@ def interference(
     return Interference(*(kind(mean.total, mean.count, *parts) for kind, mean in kinds))
 
 
-@torch.no_grad()
+@no_grad
 def leaf_gradients(actors: Sequence[Tensor], critics: Sequence[Tensor]) -> LeafGradients:
     """Sizes of the gradients at the trunk's outputs at M optimizer steps; each [N, F] of its minibatch."""
     norms = tensor_norms([*actors, *critics])
@@ -346,7 +344,7 @@ def group_interference(norms: GradientNorms, *, actor: str = "actor", critic: st
     return interference(of[actor], of[critic], coefs=coefficients(norms.clip))
 
 
-@torch.no_grad()
+@no_grad
 def parameter_interference(actor: Sequence[Tensor], critic: Sequence[Tensor]) -> ParameterInterference:
     """Cosine and cancellation of two gradients of the same parameters.
 
@@ -421,7 +419,7 @@ class BonusGradient(MetricGroup):
     )
 
 
-@torch.no_grad()
+@no_grad
 def bonus_gradient(
     logits: Mapping[str, Tensor],
     *,
@@ -439,12 +437,14 @@ def bonus_gradient(
         relevant: per head that is not always relevant [M, N], bool.
         valid: [M, N], bool; None where every row counts.
     """
+    from esper_telemetry.core.tensors import mask_logits  # here, because that module imports torch
+
     if not logits or not entropy_coef > 0:
         return BonusGradient()
     masks, matters = action_masks or {}, relevant or {}
     squares = []
     for head, scores in logits.items():
-        slope = entropy_slope(ops.mask_logits(scores.double(), masks.get(head)))
+        slope = entropy_slope(mask_logits(scores.double(), masks.get(head)))
         square = slope.square().sum(-1)
         flags = [flag for flag in (matters.get(head), valid) if flag is not None]
         squares.append(torch.where(torch.stack(flags).all(0), square, 0.0) if flags else square)

@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, no_grad, torch
 from esper_telemetry.core.metric import Metric, reports
 from esper_telemetry.core.reduction import Mean
 from esper_telemetry.metrics.statistics import defined
@@ -41,7 +39,7 @@ class GradientNoise(MetricGroup):
     )
 
 
-@torch.no_grad()
+@no_grad
 def shard_noise(gradients: Tensor, batches: Sequence[int]) -> GradientNoise:
     """Noise from the gradients of K shards of one batch, taken at the same parameters, not clipped.
 

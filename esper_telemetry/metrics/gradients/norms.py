@@ -16,15 +16,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.arrays import ArrayLike, as_tensor
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Mean, Sum
-from esper_telemetry.core.tensors import CLIP_EPSILON
 from esper_telemetry.metrics.actions import same_shape
 from esper_telemetry.metrics.statistics import defined
 
@@ -77,8 +74,10 @@ def check_limit(max_norm: float) -> None:
 
 def clip_coefficients(norms: Tensor, max_norm: float) -> Tensor:
     """The factor min(1, max_norm / (norm + 1e-6)) of `clip_grad_norm_`, of global norms [..] in float64; NaN of NaN."""
+    from esper_telemetry.core.tensors import clip_coefficient  # here, because that module imports torch
+
     check_limit(max_norm)
-    return torch.clamp(max_norm / (norms + CLIP_EPSILON), max=1.0)
+    return clip_coefficient(norms, max_norm)
 
 
 def coefficients(clip: Clipping) -> Tensor | float:

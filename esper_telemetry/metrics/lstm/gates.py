@@ -7,16 +7,18 @@ one matrix product; only c = f c + i g needs a pass over time. Inverting h = o t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, NamedTuple
 
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports
 from esper_telemetry.core.reduction import Counts, Mean
 from esper_telemetry.metrics.actions import Sample, ascending, keep, quantiles
 from esper_telemetry.metrics.statistics import SHARES, Quantiles, as_quantiles, histogram, levels_for
+
+if TYPE_CHECKING:
+    from torch import nn
+
 
 GATES = ("i", "f", "o")
 LOW, HIGH, CANDIDATE_HIGH = 0.1, 0.9, 0.99
@@ -138,7 +140,7 @@ class Gates(NamedTuple):
     c: Tensor
 
 
-@torch.no_grad()
+@no_grad
 def lstm_weights(cell: nn.LSTM) -> LSTMWeights:
     """Copies of a cell's weights, as they are now.
 
@@ -154,7 +156,7 @@ def lstm_weights(cell: nn.LSTM) -> LSTMWeights:
     return LSTMWeights(cell.get_parameter("weight_ih_l0").clone(), hidden, bias)
 
 
-@torch.inference_mode()
+@inference_mode
 def gates_between(weights: LSTMWeights, inputs: Tensor, hidden: Tensor, memory: Tensor) -> Gates:
     """Gates where the state before every step is known: no pass over time at all.
 
@@ -168,7 +170,7 @@ def gates_between(weights: LSTMWeights, inputs: Tensor, hidden: Tensor, memory: 
     return Gates(i, f, o, g, o * c.tanh(), c)
 
 
-@torch.inference_mode()
+@inference_mode
 def lstm_gates(
     weights: LSTMWeights, inputs: Tensor, outputs: Tensor, state: tuple[Tensor, Tensor], resets: Tensor
 ) -> Gates:
@@ -191,7 +193,7 @@ def lstm_gates(
 def _activations(weights: LSTMWeights, inputs: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
     """i, f, g and o, [T, B, H] each."""
     matrix = torch.cat([weights.inputs, weights.hidden], 1)
-    i, f, g, o = nn.functional.linear(torch.cat([inputs, hidden], -1), matrix, weights.bias).chunk(4, -1)
+    i, f, g, o = torch.nn.functional.linear(torch.cat([inputs, hidden], -1), matrix, weights.bias).chunk(4, -1)
     return i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
 
 
@@ -210,7 +212,7 @@ class GateGroups(NamedTuple):
     cell: CellStats
 
 
-@torch.inference_mode()
+@inference_mode
 def gate_stats(
     gates: Gates, resets: Tensor, *, bptt_length: int | None = None, valid: Tensor | None = None
 ) -> GateGroups:
@@ -263,7 +265,7 @@ def _log(f: Tensor) -> Tensor:
     return f.clamp(min=torch.finfo(f.dtype).tiny).double().log()
 
 
-@torch.inference_mode()
+@inference_mode
 def timescales(forget: Tensor, *, valid: Tensor | None = None) -> Sample:
     """Steps for which each of the H units remembers, T = 1 / (1 - mean f), as a sample of units.
 

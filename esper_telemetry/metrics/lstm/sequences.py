@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, Array, Mean, Reduction, Slot, Statistic
@@ -49,7 +48,7 @@ class BpttStats(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def bptt_stats(first: Tensor, last: Tensor) -> BpttStats:
     """Norm of the gradient before the first step, and of its last layer's over that after the last step.
 
@@ -131,7 +130,7 @@ class CellGrowth(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def cell_growth(sizes: Tensor, ages: Tensor, *, width: int = 1, valid: Tensor | None = None) -> CellGrowth:
     """Profile of the cell state's size over its age.
 
@@ -169,7 +168,7 @@ class MemoryUse(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def memory_use(rows: Mapping[str, Tensor], *, relevant: Mapping[str, Tensor] | None = None) -> MemoryUse:
     """Mean KL between the policy with memory and without.
 

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import ClassVar, NamedTuple
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, Array, Max, Mean, Reduction, Slot, Statistic, Sum
@@ -124,7 +122,7 @@ class StateSize(NamedTuple):
         return (self.largest == 0).all(0)
 
 
-@torch.no_grad()
+@no_grad
 def state_size(states: Tensor) -> StateSize:
     """Sums over layers and units of states [T, layers, parts, B, H]."""
     magnitudes = states.abs()  # its sum and maximum take a tenth of the time that the norms of order 1 and ∞ take
@@ -137,7 +135,7 @@ def state_size(states: Tensor) -> StateSize:
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def state_stats(size: StateSize, *, valid: Tensor | None = None) -> StateStats:
     """Root mean square, largest magnitude and signed mean of each part of the state.
 
@@ -215,7 +213,7 @@ class FirstStaleness(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def state_staleness(stored: Tensor, recomputed: Tensor) -> Staleness:
     """Length of `recomputed` - `stored` over that of `stored`, all entries together.
 
@@ -226,7 +224,7 @@ def state_staleness(stored: Tensor, recomputed: Tensor) -> Staleness:
     return Staleness(_distance(stored, recomputed))
 
 
-@torch.inference_mode()
+@inference_mode
 def first_staleness(stored: Tensor, recomputed: Tensor) -> FirstStaleness:
     """The same before the first step, with the weights that the states were stored under."""
     return FirstStaleness(_distance(stored, recomputed))
@@ -266,7 +264,7 @@ class ResetStats(MetricGroup):
     )
 
 
-@torch.no_grad()
+@no_grad
 def state_ages(resets: Tensor, start: Tensor | None = None) -> Tensor:
     """Steps since memory last began anew, [T, B], 0 where it does.
 
@@ -281,7 +279,7 @@ def state_ages(resets: Tensor, start: Tensor | None = None) -> Tensor:
     return torch.where(last < 0, steps + before, steps - last)
 
 
-@torch.inference_mode()
+@inference_mode
 def reset_stats(resets: Tensor, ages: Tensor, *, valid: Tensor | None = None) -> ResetStats:
     """Rate of resets, environments without one, and ages.
 

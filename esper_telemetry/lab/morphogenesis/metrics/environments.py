@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Max, Mean, Moments, Sum
@@ -131,7 +129,7 @@ FOSSILIZED = 6
 """Index of the stage."""
 
 
-@torch.inference_mode()
+@inference_mode
 def environment_stats(
     hosts: Mapping[str, Tensor],
     rewards: Mapping[str, Tensor],

@@ -9,10 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Last, Max, Mean, Moments, Sum
@@ -87,7 +85,7 @@ class HostStats(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def host_stats(hosts: Mapping[str, Tensor]) -> HostStats:
     """How hosts do; [T, B] each, see `events.GrowthStep`."""
     found = {name: sample(x) for name, x in hosts.items()}
@@ -174,7 +172,7 @@ class EachSeed(MetricGroup):
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def each_stats(
     hosts: Mapping[str, Tensor], seeds: Mapping[str, Tensor], rewards: Mapping[str, Tensor]
 ) -> Iterator[MetricGroup]:

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy_torch import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Max, Mean, Min, Moments, Sum
@@ -191,7 +189,7 @@ ALIVE = slice(2, 7)
 """Stages, by index, in which a seed is alive: germinated to fossilised."""
 
 
-@torch.inference_mode()
+@inference_mode
 def seed_stats(
     seeds: Mapping[str, Tensor], labels: Mapping[str, Sequence[str]], *, horizon: int
 ) -> Iterator[MetricGroup]:
@@ -245,7 +243,7 @@ def _gradients(seeds: Mapping[str, Tensor]) -> SeedGradients:
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def gate_stats(gates: Mapping[str, Tensor]) -> SeedGateStats:
     """How often each gate was asked and opened; [T, B] per gate: -1 not asked, 0 refused, 1 passed."""
     answers = torch.stack([found.flatten() for found in gates.values()], -1)
