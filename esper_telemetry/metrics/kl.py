@@ -10,7 +10,7 @@ from esper_telemetry.core.lazy_torch import Tensor, inference_mode, no_grad, tor
 from esper_telemetry.core.metric import Metric, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Mean, Sum
-from esper_telemetry.metrics.actions import keep, rows_of, same_shape, sample
+from esper_telemetry.metrics.statistics import keep, rows_of, same_shape, sample
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from esper_telemetry.core.lazy_torch import Tensor, inference_mode
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Max, Mean, Moments
-from esper_telemetry.metrics.actions import Sample, sample, spread, where_any
+from esper_telemetry.metrics.statistics import Sample, sample, spread, where_any
 
 HOSTS_FAMILY = MetricFamily(
     "host",
