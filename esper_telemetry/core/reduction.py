@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esper_telemetry.core.arrays import as_tensor
-from esper_telemetry.core.lazy_torch import Tensor
+from esper_telemetry.core.lazy import Tensor
 
 Slot = Tensor | float
 Array = npt.NDArray[np.float64]

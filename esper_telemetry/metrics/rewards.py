@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.lazy_torch import inference_mode
+from esper_telemetry.core.lazy import inference_mode
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Counts, Max, Mean, Min, Moments, Sum

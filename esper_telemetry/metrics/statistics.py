@@ -14,7 +14,7 @@ from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 
-from esper_telemetry.core.lazy_torch import Tensor, torch
+from esper_telemetry.core.lazy import Tensor, torch
 from esper_telemetry.core.reduction import NAN, Array, Counts, Mean, Moments, Reduction, Slot, Statistic
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from esper_telemetry.core.arrays import ArrayLike, as_tensor, as_tensors
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.lazy_torch import Tensor, no_grad, torch
+from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports
 from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Mean, Slot, Statistic
 from esper_telemetry.metrics.entropy import entropy_slope

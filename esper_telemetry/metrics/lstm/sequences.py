@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.lazy_torch import Tensor, inference_mode, torch
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Mean, Slot, Statistic

@@ -14,7 +14,7 @@ from math import sqrt
 from typing import ClassVar, NamedTuple
 
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.lazy_torch import Tensor, inference_mode, no_grad, torch
+from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, AdditiveReduction, Max, Mean, Slot, Statistic, Sum

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.lazy_torch import Tensor, inference_mode, torch
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, label, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Last, Sum
