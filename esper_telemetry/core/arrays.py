@@ -17,7 +17,7 @@ from typing import Any, Final, SupportsFloat, SupportsIndex, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from esper_telemetry.core.lazy_torch import Tensor, torch
+from esper_telemetry.core.lazy import Tensor, torch
 
 IntegerLike: TypeAlias = SupportsIndex | SupportsFloat
 """A whole number of Python, NumPy or torch."""

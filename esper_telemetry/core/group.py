@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 
-from esper_telemetry.core.lazy_torch import Tensor, no_grad, torch
+from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.metric import Metric, Rows, label, label_field, reports
 from esper_telemetry.core.packing import Field, SlotLayout, Values
 from esper_telemetry.core.reduction import (

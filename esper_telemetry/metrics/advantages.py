@@ -8,12 +8,35 @@ from typing import ClassVar
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.lazy_torch import Tensor, inference_mode, torch
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
-from esper_telemetry.core.reduction import NAN, Array, Counts, Max, Mean, Min, Moments, Reduction, Slot, Statistic, Sum
-from esper_telemetry.metrics.actions import ascending, moments, quantiles, rows_of, same_shape, sample, spread
-from esper_telemetry.metrics.statistics import REWARDS, Quantiles, as_quantiles, histogram, levels_for
+from esper_telemetry.core.reduction import (
+    NAN,
+    AdditiveReduction,
+    Counts,
+    Max,
+    Mean,
+    Min,
+    Moments,
+    Slot,
+    Statistic,
+    Sum,
+)
+from esper_telemetry.metrics.statistics import (
+    REWARDS,
+    Quantiles,
+    as_quantiles,
+    ascending,
+    histogram,
+    levels_for,
+    moments,
+    quantiles,
+    rows_of,
+    same_shape,
+    sample,
+    spread,
+)
 
 ADVANTAGES_FAMILY = MetricFamily(
     "adv",
@@ -130,7 +153,7 @@ class StandardMoments(Moments):
 
 
 @dataclass(frozen=True, slots=True)
-class Participation(Reduction):
+class Participation(AdditiveReduction):
     """How evenly magnitudes are spread: (Σ|x|)² / (n Σx²), 1 where all are equal, 1/n where one is alone."""
 
     count: Slot
@@ -140,12 +163,6 @@ class Participation(Reduction):
     statistics: ClassVar[Mapping[str, Statistic]] = {
         "participation": lambda s: s[1] ** 2 / (s[0] * s[2]) if s[0] and s[2] else NAN
     }
-
-    @staticmethod
-    def merge(rows: Array) -> Array:
-        """Counts and sums add."""
-        merged: Array = rows.sum(axis=0)
-        return merged
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ import numpy as np
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, by_head, masks_by_head
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.lazy_torch import Tensor, inference_mode, no_grad, torch
+from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
 from esper_telemetry.core.record import Level
-from esper_telemetry.core.reduction import NAN, Array, Mean, Reduction, Slot, Statistic, Sum
-from esper_telemetry.metrics.actions import Sample, keep, rows_of, same_shape, sample
+from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Mean, Reduction, Slot, Statistic, Sum
 from esper_telemetry.metrics.ratio import EXP_LIMIT
+from esper_telemetry.metrics.statistics import Sample, keep, rows_of, same_shape, sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def _check_relevance(head: str, logits: Tensor, relevant: Tensor | None) -> None
 
 
 @dataclass(frozen=True, slots=True)
-class MeanEntropy(Reduction):
+class MeanEntropy(AdditiveReduction):
     """A mean entropy; `perplexity` is e to it, the effective number of actions, where all heads are categorical."""
 
     total: Slot
@@ -133,12 +133,6 @@ class MeanEntropy(Reduction):
         "mean": lambda s: s[0] / s[1] if s[1] else NAN,
         "perplexity": lambda s: math.exp(s[0] / s[1]) if s[1] and not s[2] else NAN,
     }
-
-    @staticmethod
-    def merge(rows: Array) -> Array:
-        """Totals and counts add."""
-        merged: Array = rows.sum(axis=0)
-        return merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,7 +469,7 @@ def _over_rows(x: Tensor | None, kept: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class NormRatio(Reduction):
+class NormRatio(AdditiveReduction):
     """A mean over optimizer steps of the ratio of two norms; the squares of several ranks add.
 
     Attributes:
@@ -489,12 +483,6 @@ class NormRatio(Reduction):
     below: Slot
 
     statistics: ClassVar[Mapping[str, Statistic]] = {"mean": lambda s: s[0] / s[1] if s[1] else NAN}
-
-    @staticmethod
-    def merge(rows: Array) -> Array:
-        """Totals and counts add over steps; what they were made from has no meaning then."""
-        merged: Array = rows.sum(axis=0)
-        return merged
 
     @classmethod
     def join(cls, ranks: Array) -> Array:

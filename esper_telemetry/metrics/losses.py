@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.lazy_torch import Tensor, inference_mode, torch
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Mean, Sum
-from esper_telemetry.metrics.actions import same_shape, sample
 from esper_telemetry.metrics.ratio import EXP_LIMIT
+from esper_telemetry.metrics.statistics import same_shape, sample
 
 LOSSES_FAMILY = MetricFamily(
     "loss",

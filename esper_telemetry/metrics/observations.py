@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.lazy_torch import Tensor, inference_mode, no_grad, torch
+from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, segment
 from esper_telemetry.core.reduction import Last, Mean
-from esper_telemetry.metrics.actions import rows_of, sample
+from esper_telemetry.metrics.statistics import rows_of, sample
 
 MOST_ENTRIES = 1024
 """Entries of an observation that are compared: of larger ones every k-th."""

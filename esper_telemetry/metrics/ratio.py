@@ -15,27 +15,31 @@ from typing import ClassVar, NamedTuple
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.lazy_torch import Tensor, inference_mode, no_grad, torch
+from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, Rows, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import (
     NAN,
-    Array,
+    AdditiveReduction,
     Counts,
     Ess,
     Max,
     Mean,
     Min,
     Moments,
-    Reduction,
     Slot,
     Statistic,
     Sum,
 )
-from esper_telemetry.metrics.actions import (
+from esper_telemetry.metrics.statistics import (
+    LOG_RATIOS,
+    Quantiles,
     Sample,
+    as_quantiles,
     ascending,
+    histogram,
     keep,
+    levels_for,
     neighbours,
     per_row,
     rows_of,
@@ -44,7 +48,6 @@ from esper_telemetry.metrics.actions import (
     spread,
     where_any,
 )
-from esper_telemetry.metrics.statistics import LOG_RATIOS, Quantiles, as_quantiles, histogram, levels_for
 
 EXP_LIMIT = 20.0
 """Log-ratios are clamped to this only where they are the argument of exp or expm1."""
@@ -413,7 +416,7 @@ def effective_sample_size(s: Sample) -> Ess:
 
 
 @dataclass(frozen=True, slots=True)
-class Share(Reduction):
+class Share(AdditiveReduction):
     """A part of a whole, where `count` is above zero."""
 
     part: Slot
@@ -421,12 +424,6 @@ class Share(Reduction):
     count: Slot
 
     statistics: ClassVar[Mapping[str, Statistic]] = {"share": lambda s: s[0] / s[1] if s[1] and s[2] else NAN}
-
-    @staticmethod
-    def merge(rows: Array) -> Array:
-        """Parts, wholes and counts add."""
-        merged: Array = rows.sum(axis=0)
-        return merged
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,21 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.lazy_torch import Tensor, inference_mode, torch
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Last, Mean
-from esper_telemetry.metrics.actions import Sample, ascending, deviations, keep, quantiles, same_shape, sample
 from esper_telemetry.metrics.ratio import EXP_LIMIT
-from esper_telemetry.metrics.statistics import defined_together
+from esper_telemetry.metrics.statistics import (
+    Sample,
+    ascending,
+    defined_together,
+    deviations,
+    keep,
+    quantiles,
+    same_shape,
+    sample,
+)
 
 DORMANT = 0.025
 """Share of its layer's mean response up to which a unit is dormant (Sokar 2023; 0.1 in their looser setting)."""

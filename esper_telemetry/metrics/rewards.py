@@ -9,12 +9,23 @@ from dataclasses import dataclass
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.lazy_torch import inference_mode
+from esper_telemetry.core.lazy import inference_mode
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Counts, Max, Mean, Min, Moments, Sum
-from esper_telemetry.metrics.actions import ascending, moments, quantiles, sample, spread, where_any
-from esper_telemetry.metrics.statistics import REWARDS, Quantiles, as_quantiles, histogram, levels_for
+from esper_telemetry.metrics.statistics import (
+    REWARDS,
+    Quantiles,
+    as_quantiles,
+    ascending,
+    histogram,
+    levels_for,
+    moments,
+    quantiles,
+    sample,
+    spread,
+    where_any,
+)
 
 RETURNS_FAMILY = MetricFamily(
     "ret",

@@ -14,14 +14,19 @@ import numpy as np
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.lazy_torch import Tensor, inference_mode, torch
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, Array, Counts, Max, Mean, Moments, Reduction, Slot, Statistic, Sum
-from esper_telemetry.metrics.actions import (
+from esper_telemetry.metrics.statistics import (
+    REWARDS,
+    Quantiles,
+    as_quantiles,
     ascending,
     deviations,
+    histogram,
     keep,
+    levels_for,
     moments,
     quantiles,
     rows_of,
@@ -29,7 +34,6 @@ from esper_telemetry.metrics.actions import (
     sample,
     spread,
 )
-from esper_telemetry.metrics.statistics import REWARDS, Quantiles, as_quantiles, histogram, levels_for
 
 _std = Moments.statistics["std"]
 

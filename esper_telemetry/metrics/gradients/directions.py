@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from esper_telemetry.core.arrays import ArrayLike, as_tensors
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.lazy_torch import Tensor, no_grad, torch
+from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
 from esper_telemetry.core.reduction import Mean
 from esper_telemetry.metrics.gradients.interference import cosine

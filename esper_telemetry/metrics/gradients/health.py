@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self, TypeAlias
 
 from esper_telemetry.core.arrays import shown
 from esper_telemetry.core.group import MetricGroup, Postponed
-from esper_telemetry.core.lazy_torch import Tensor, no_grad, torch
+from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.metrics.gradients.norms import (
     FrozenGroups,
     GradientNorms,

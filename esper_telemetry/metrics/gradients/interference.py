@@ -17,14 +17,13 @@ import numpy as np
 
 from esper_telemetry.core.arrays import ArrayLike, as_tensor, as_tensors
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.lazy_torch import Tensor, no_grad, torch
+from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports
-from esper_telemetry.core.reduction import NAN, Array, Mean, Reduction, Slot, Statistic
-from esper_telemetry.metrics.actions import same_shape
+from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Mean, Slot, Statistic
 from esper_telemetry.metrics.entropy import entropy_slope
 from esper_telemetry.metrics.gradients.health import tensor_norms
 from esper_telemetry.metrics.gradients.norms import GradientNorms, coefficients
-from esper_telemetry.metrics.statistics import defined, defined_together
+from esper_telemetry.metrics.statistics import defined, defined_together, same_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,7 @@ def compared(actor: Tensor, critic: Tensor, coefs: Tensor | float, dots: Tensor 
 
 
 @dataclass(frozen=True, slots=True)
-class Pull(Reduction):
+class Pull(AdditiveReduction):
     """A mean over optimizer steps of a number that the two gradients of each step give, here log10 of critic over actor.
 
     The loss of all rows is the mean of the ranks' losses weighted by their rows, so each rank's gradient of its own rows counts with its
@@ -154,12 +153,6 @@ class Pull(Reduction):
 
     place: ClassVar[int] = 0
     statistics: ClassVar[Mapping[str, Statistic]] = {"mean": lambda s: s[0] / s[1] if s[1] else NAN}
-
-    @staticmethod
-    def merge(rows: Array) -> Array:
-        """Totals and counts add over steps; what they were made from has no meaning then."""
-        merged: Array = rows.sum(axis=0)
-        return merged
 
     @classmethod
     def join(cls, ranks: Array) -> Array:
@@ -376,7 +369,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class BonusNorm(Reduction):
+class BonusNorm(AdditiveReduction):
     """A mean over optimizer steps of the norm √(Σ squares) / rows; the squares and the rows of several ranks add.
 
     Attributes:
@@ -391,12 +384,6 @@ class BonusNorm(Reduction):
     rows: Slot
 
     statistics: ClassVar[Mapping[str, Statistic]] = {"mean": lambda s: s[0] / s[1] if s[1] else NAN}
-
-    @staticmethod
-    def merge(rows: Array) -> Array:
-        """Totals and counts add over steps; what they were made from has no meaning then."""
-        merged: Array = rows.sum(axis=0)
-        return merged
 
     @classmethod
     def join(cls, ranks: Array) -> Array:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.lazy_torch import Tensor, no_grad, torch
+from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.metric import Metric, reports
 from esper_telemetry.core.reduction import Mean
 from esper_telemetry.metrics.statistics import defined

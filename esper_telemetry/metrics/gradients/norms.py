@@ -18,12 +18,11 @@ from typing import ClassVar, NamedTuple
 
 from esper_telemetry.core.arrays import ArrayLike, as_tensor
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.lazy_torch import Tensor, torch
+from esper_telemetry.core.lazy import Tensor, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Mean, Sum
-from esper_telemetry.metrics.actions import same_shape
-from esper_telemetry.metrics.statistics import defined
+from esper_telemetry.metrics.statistics import defined, same_shape
 
 GRADIENTS_FAMILY = MetricFamily(
     "grad",

@@ -10,11 +10,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.lazy_torch import Tensor, inference_mode, no_grad, torch
+from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports
 from esper_telemetry.core.reduction import Counts, Mean
-from esper_telemetry.metrics.actions import Sample, ascending, keep, quantiles
-from esper_telemetry.metrics.statistics import SHARES, Quantiles, as_quantiles, histogram, levels_for
+from esper_telemetry.metrics.statistics import (
+    SHARES,
+    Quantiles,
+    Sample,
+    as_quantiles,
+    ascending,
+    histogram,
+    keep,
+    levels_for,
+    quantiles,
+)
 
 if TYPE_CHECKING:
     from torch import nn

@@ -14,12 +14,12 @@ from typing import ClassVar
 import numpy as np
 
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.lazy_torch import Tensor, inference_mode, torch
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, reports
 from esper_telemetry.core.record import Level
-from esper_telemetry.core.reduction import NAN, Array, Mean, Reduction, Slot, Statistic
-from esper_telemetry.metrics.actions import keep, rows_of, same_shape
+from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Mean, Slot, Statistic
 from esper_telemetry.metrics.kl import joint_kl
+from esper_telemetry.metrics.statistics import keep, rows_of, same_shape
 
 PASCANU = "Pascanu 2013, 1211.5063"
 
@@ -72,7 +72,7 @@ BUCKETS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class AgeProfile(Reduction):
+class AgeProfile(AdditiveReduction):
     """Size of the cell state by age.
 
     Attributes:
@@ -90,12 +90,6 @@ class AgeProfile(Reduction):
     def slots(self) -> tuple[Slot, ...]:
         """All counts, then all ages, then all sizes."""
         return (*self.count.unbind(-1), *self.age.unbind(-1), *self.size.unbind(-1))
-
-    @staticmethod
-    def merge(rows: Array) -> Array:
-        """Counts and sums add."""
-        merged: Array = rows.sum(axis=0)
-        return merged
 
 
 def _growth(profile: Array) -> float:

@@ -14,11 +14,11 @@ from math import sqrt
 from typing import ClassVar, NamedTuple
 
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.lazy_torch import Tensor, inference_mode, no_grad, torch
+from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level
-from esper_telemetry.core.reduction import NAN, Array, Max, Mean, Reduction, Slot, Statistic, Sum
-from esper_telemetry.metrics.actions import keep, same_shape
+from esper_telemetry.core.reduction import NAN, AdditiveReduction, Max, Mean, Slot, Statistic, Sum
+from esper_telemetry.metrics.statistics import keep, same_shape
 
 PARTS = ("h", "c")
 """Parts of a recurrent state: hidden state and, of an LSTM, cell state."""
@@ -36,19 +36,13 @@ MEMORY_FAMILY = MetricFamily(
 
 
 @dataclass(frozen=True, slots=True)
-class RootMeanSquare(Reduction):
+class RootMeanSquare(AdditiveReduction):
     """The root of a mean of squares: their sum and how many they are."""
 
     squares: Slot
     count: Slot
 
     statistics: ClassVar[Mapping[str, Statistic]] = {"rms": lambda s: math.sqrt(s[0] / s[1]) if s[1] else NAN}
-
-    @staticmethod
-    def merge(rows: Array) -> Array:
-        """Sums and counts add."""
-        merged: Array = rows.sum(axis=0)
-        return merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,19 +158,13 @@ SOURCE = "Kapturowski 2019 (R2D2); sb3-contrib#265; ikostrikov#278"
 
 
 @dataclass(frozen=True, slots=True)
-class RelativeDistance(Reduction):
+class RelativeDistance(AdditiveReduction):
     """Length of a difference over the length of what it is measured against; the slots hold squares."""
 
     difference: Slot
     reference: Slot
 
     statistics: ClassVar[Mapping[str, Statistic]] = {"relative": lambda s: sqrt(s[0] / s[1]) if s[1] else NAN}
-
-    @staticmethod
-    def merge(rows: Array) -> Array:
-        """Squares add."""
-        merged: Array = rows.sum(axis=0)
-        return merged
 
 
 @dataclass(frozen=True, slots=True)

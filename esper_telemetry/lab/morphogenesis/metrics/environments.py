@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.lazy_torch import Tensor, inference_mode, torch
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Max, Mean, Moments, Sum
-from esper_telemetry.metrics.actions import sample, spread, where_any
+from esper_telemetry.metrics.statistics import sample, spread, where_any
 
 REASONS = ("nonfinite", "lobotomy", "divergence")
 """Why a watchdog puts older weights back."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.lazy_torch import Tensor, inference_mode, torch
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Last, Max, Mean, Moments, Sum
-from esper_telemetry.metrics.actions import Sample, sample, spread, where_any
+from esper_telemetry.metrics.statistics import Sample, sample, spread, where_any
 
 HOSTS_FAMILY = MetricFamily(
     "host",
