@@ -7,23 +7,18 @@ What a backend holds of a run, read back from it, to be compared with the journa
 
 from __future__ import annotations
 
-import errno
 import logging
-import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar, Final, NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from esper_telemetry.core.record import Record, RunInfo, RunStatus
 from esper_telemetry.core.suggestion import did_you_mean
 
 logger = logging.getLogger("esper_telemetry.sinks")
-
-UNREACHABLE: Final = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-"""Errors of the system that mean that a server was not reached."""
 
 
 @runtime_checkable
@@ -90,18 +85,6 @@ class Place(NamedTuple):
 
     where: str
     command: str
-
-
-def unreachable(error: BaseException) -> str:
-    """Return the sentence for a server that did not answer, from the cause of a client's exception; empty for any other error."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and (cause.errno in UNREACHABLE or isinstance(cause, socket.gaierror)):
-            return f"the server does not answer ({cause.strerror})"
-        if isinstance(cause, TimeoutError) and str(cause) == "timed out":  # the socket's own
-            return "the server does not answer (no answer in time)"
-        cause = cause.__cause__ or cause.__context__
-    return ""
 
 
 def require_package(package: str, sink: str) -> None:

@@ -18,7 +18,7 @@ from esper_telemetry.core.metric_names import NAMES, name_of
 from esper_telemetry.core.record import Level, MetricInfo, RunInfo, template_of
 from esper_telemetry.history.derive import followed
 from esper_telemetry.sinks.layout import FAMILIES
-from esper_telemetry.sinks.readme import glossary, metric_description
+from esper_telemetry.sinks.pages import glossary, metric_description
 from esper_telemetry.views.metrics_page import entry_text, page
 
 ENTRIES = {entry.metric.key: entry for entry in registry()}
