@@ -166,3 +166,7 @@ class StoredMetrics:
             self.repeated[key] += 1
         else:
             row[key] = value
+
+
+Stored = StoredMetrics
+"""The name of `StoredMetrics` in earlier releases."""
