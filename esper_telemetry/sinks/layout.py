@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from importlib.metadata import entry_points
 from typing import Final, NamedTuple
 
 from esper_telemetry.core.record import Level, MetricInfo, Record, RunInfo, template_of
@@ -32,42 +34,59 @@ RESERVED_SHARE: Final = 5
 
 
 class Family(NamedTuple):
-    """The question that a family of metrics answers in a dashboard, and the axis that its charts are drawn over."""
+    """The metrics whose keys begin with one segment.
+
+    Attributes:
+        question: that their section of a dashboard answers.
+        axis: that their charts are drawn over.
+        place: order among the families, smallest first; 0 for a user's own family, which was added on purpose.
+    """
 
     question: str
     axis: str = "axis/update"
+    place: int = 0
 
 
-FAMILIES = {
-    "alarm": Family("Is anything wrong?"),
-    "episode": Family("Is it learning?", axis="axis/env_step"),
-    "eval": Family("How good is it without exploring?", axis="axis/env_step"),
-    "policy": Family("Is the policy moving too far?"),
-    "value": Family("Is the critic useful?"),
-    "grad": Family("Who owns the gradient?"),
-    "integrity": Family("Does the update compute what it should?"),
-    "adv": Family("Do the advantages carry a signal?"),
-    "loss": Family("What is being minimised?"),
-    "numerics": Family("Are all numbers finite?"),
-    "lstm": Family("Does memory work?"),
-    "opt": Family("Are the optimizer's steps the right size?"),
-    "ret": Family("What must the critic predict?"),
-    "reward": Family("What does the environment pay?", axis="axis/env_step"),
-    "obs": Family("Does the policy see anything change?"),
-    "repr": Family("Can the network still learn?"),
-    "env": Family("What are the grown networks worth?", axis="axis/env_step"),
-    "seed": Family("Do seeds take root?"),
-    "host": Family("How well do the hosts learn?"),
-    "norm": Family("Do the normalisers keep up?"),
-    "buffer": Family("How old is the data?"),
-    "task": Family("How does the task go?", axis="axis/env_step"),
-    "train": Family("How fast is it?", axis="axis/env_step"),
-    "perf": Family("Where does the time go?", axis="axis/env_step"),
-    "telemetry": Family("How is telemetry itself?"),
+FAMILIES: Final = {
+    "alarm": Family("Is anything wrong?", place=10),
+    "episode": Family("Is it learning?", axis="axis/env_step", place=20),
+    "eval": Family("How good is it without exploring?", axis="axis/env_step", place=30),
+    "policy": Family("Is the policy moving too far?", place=40),
+    "value": Family("Is the critic useful?", place=50),
+    "grad": Family("Who owns the gradient?", place=60),
+    "integrity": Family("Does the update compute what it should?", place=70),
+    "adv": Family("Do the advantages carry a signal?", place=80),
+    "loss": Family("What is being minimised?", place=90),
+    "numerics": Family("Are all numbers finite?", place=100),
+    "lstm": Family("Does memory work?", place=110),
+    "opt": Family("Are the optimizer's steps the right size?", place=120),
+    "ret": Family("What must the critic predict?", place=130),
+    "reward": Family("What does the environment pay?", axis="axis/env_step", place=140),
+    "obs": Family("Does the policy see anything change?", place=150),
+    "repr": Family("Can the network still learn?", place=160),
+    "norm": Family("Do the normalisers keep up?", place=200),
+    "buffer": Family("How old is the data?", place=210),
+    "task": Family("How does the task go?", axis="axis/env_step", place=220),
+    "train": Family("How fast is it?", axis="axis/env_step", place=230),
+    "perf": Family("Where does the time go?", axis="axis/env_step", place=240),
+    "telemetry": Family("How is telemetry itself?", place=250),
 }
 """The bundled families by the first segment of their keys, most important first."""
 
-RANKS = {name: rank for rank, name in enumerate(FAMILIES, start=1)}
+FAMILY_GROUP: Final = "esper_telemetry.families"
+"""Group of the entry points under which a package declares a dictionary like the one above; the module must not import torch."""
+
+
+@lru_cache(maxsize=1)
+def families() -> dict[str, Family]:
+    """Return the bundled families and those that installed packages declare, by place."""
+    declared = dict(FAMILIES)
+    for entry in entry_points(group=FAMILY_GROUP):
+        try:
+            declared |= {name: family for name, family in entry.load().items() if name not in FAMILIES}
+        except Exception as error:  # a broken plugin costs the titles of its charts, not the sink
+            logger.warning("the families of %s (%s) cannot be loaded: %s", entry.name, entry.value, error)
+    return dict(sorted(declared.items(), key=lambda item: item[1].place))
 
 
 def family_name(key: str) -> str:
@@ -76,14 +95,14 @@ def family_name(key: str) -> str:
 
 
 def family_of(key: str) -> Family:
-    """Return the family of a key; one named after the key where it is not a bundled one."""
+    """Return the family of a key; one named after the key where nobody declares it."""
     name = family_name(key)
-    return FAMILIES.get(name) or Family(f"Your own: {name}")
+    return FAMILIES.get(name) or families().get(name) or Family(f"Your own: {name}")
 
 
 def importance(key: str) -> int:
-    """Return the rank of the key's family; 0, the first, for a user's own family, which was added on purpose."""
-    return RANKS.get(family_name(key), 0)
+    """Return the place of the key's family; 0, the first, for a family that nobody declares."""
+    return family_of(key).place
 
 
 class Chart(NamedTuple):
@@ -118,12 +137,13 @@ class ChartGroup(NamedTuple):
 
 
 def sections(keys: Iterable[str], run: RunInfo) -> list[Section]:
-    """Return the dashboard: one section per family, bundled ones by importance and then the user's."""
-    families: dict[str, list[str]] = defaultdict(list)
+    """Return the dashboard: one section per family, declared ones by place and then the user's."""
+    keys_by_family: dict[str, list[str]] = defaultdict(list)
     for key in sorted(keys):
-        families[family_name(key)].append(key)
-    ordered = sorted(families, key=lambda name: (name not in FAMILIES, importance(name), name))
-    return [Section(name, family_of(name).question, tuple(_charts(families[name], run))) for name in ordered]
+        keys_by_family[family_name(key)].append(key)
+    declared = families()
+    ordered = sorted(keys_by_family, key=lambda name: (name not in declared, importance(name), name))
+    return [Section(name, family_of(name).question, tuple(_charts(keys_by_family[name], run))) for name in ordered]
 
 
 def described(key: str, run: RunInfo) -> MetricInfo:

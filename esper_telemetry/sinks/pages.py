@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, MetricInfo, RunInfo, template_of
-from esper_telemetry.sinks.layout import FAMILIES, family_name, family_of
+from esper_telemetry.sinks.layout import families, family_name
 from esper_telemetry.sinks.values import flattened
 
 MAX_ALARMS: Final = 1000
@@ -31,7 +31,7 @@ def run_readme(run: RunInfo) -> str:
         facts.append(f"- directory: `{run.run_dir}`; `journal.jsonl` in it holds every number of the run")
     facts.append("- x-axis: environment steps; `axis/update` and `axis/gradient_step` say where each lies")
     declared = {family_name(key) for key in run.metrics}
-    questions = {name: family_of(name).question for name in FAMILIES if name in declared}
+    questions = {name: family.question for name, family in families().items() if name in declared}
     parts = [f"# {safe(run.name)}", "\n".join(facts), safe(run.notes)]
     parts += [_table("Settings", flattened(run.config)), _table("Facts", flattened(run.facts))]
     parts += [_table("Versions", run.versions), _table("What the charts answer", questions)]
