@@ -1,6 +1,6 @@
 """`python -m esper_telemetry` and `esper-telemetry`: the command line.
 
-`run` is told apart here, before anything is imported that a script should import, or set up, itself.
+`run` is recognised here, before anything is imported that a script should import, or set up, itself.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line and exits."""
+    """Run the command line and exit."""
     if sys.argv[1:2] == ["run"]:
         from esper_telemetry.cli.run import main as run_script
 

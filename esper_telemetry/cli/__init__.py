@@ -1,4 +1,4 @@
-"""What the commands of the command line do, one file each, with a function of its name that returns the exit code.
+"""The commands, one file each, with a function of the command's name that returns the exit code.
 
 Nothing is imported here: `run` must not import torch before the script does.
 """

@@ -1,4 +1,4 @@
-"""Parse the words of a command line into a form, or say in one sentence what is wrong with them."""
+"""Parse a command line into a dataclass, or raise one sentence that says what is wrong with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTION: Final = re.compile(r"--[\w-]+")
 
 
 def parse_arguments(arguments: Sequence[str], form: Any, *, program: str = PROGRAM, **settings: Any) -> Any:
-    """Return the arguments as that form; raises WrongUse for those that make none, and SystemExit after showing help.
+    """Return the arguments as an instance of that form; raises WrongUse for wrong ones, and SystemExit after showing help.
 
     Args:
         arguments: the words after the program.
@@ -30,9 +30,7 @@ def parse_arguments(arguments: Sequence[str], form: Any, *, program: str = PROGR
         settings: passed on to `tyro.cli`.
     """
     complaint, shown = io.StringIO(), io.StringIO()
-    no_color = bool(
-        os.environ.get("NO_COLOR")
-    )  # which tyro does not know: it writes escape sequences to every terminal
+    no_color = bool(os.environ.get("NO_COLOR"))  # tyro ignores it and writes escape sequences to every terminal
     try:
         with redirect_stderr(complaint), redirect_stdout(shown) if no_color else nullcontext():
             return tyro.cli(form, args=list(arguments), prog=program, config=(tyro.conf.OmitArgPrefixes,), **settings)

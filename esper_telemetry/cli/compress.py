@@ -1,4 +1,4 @@
-"""`esper-telemetry compress`: the journals of finished runs, packed."""
+"""`esper-telemetry compress`: pack the journals of finished runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def compress(options: Compress) -> int:
-    """Packs each journal and says how much that saves; all directories are looked at before anything is changed."""
+    """Pack each journal and print how much that saves; all directories are checked before anything is changed."""
     for run_dir in options.run_dirs:
         with wrong_use():
             journal_path(run_dir)

@@ -1,12 +1,11 @@
-"""The command line: `esper-telemetry train | run | replay | doctor | compress | diagnose | metrics | workspace`, or
-`python -m esper_telemetry`.
+"""The command line: the arguments of every command, and the dispatch to the module that implements it.
 
 Exit codes: 0 done, 1 the run failed, 2 wrong use (one sentence on stderr, nothing created or changed); 130 interrupted and 143 ended by
 SIGTERM, after saving a checkpoint from which `train --resume` goes on. Without arguments it prints the help and exits with 0, as pip, cargo
-and docker do: nothing was asked for, so nothing failed.
+and docker do.
 
-Only the form of the command that is asked for is built, and a command's implementation is imported when it runs: help, `diagnose` and
-`doctor` start without torch.
+Only the parser of the given command is built, and a command's implementation is imported when it runs: help, `diagnose` and `doctor`
+start without torch.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from importlib import import_module
 from operator import or_
 from typing import Annotated, Any, Final, Literal
 
-# Read when NumPy is imported: its threads gain nothing on small networks, and spin on the cores of the processes beside us.
+# Read when NumPy is imported: its threads gain nothing on small networks, and spin on cores that other processes need.
 os.environ["OPENBLAS_NUM_THREADS"] = os.environ.get("OPENBLAS_NUM_THREADS", "1")
 
 try:
-    import rich  # noqa: F401  # probed here so that the sentence below comes before any other import error
+    import rich  # noqa: F401  # here, so that a missing package ends in the sentence below
     import tyro
 except ModuleNotFoundError as missing:
     sys.stderr.write(f"the command line needs {missing.name}: pip install 'esper-telemetry[cli]'\n")
@@ -43,7 +42,7 @@ HELP: Final = ("-h", "--help")
 
 @dataclass(frozen=True)
 class Train:
-    """Trains the bundled PPO with telemetry.
+    """Train the bundled PPO with telemetry.
 
     Example: esper-telemetry train --env CartPole-v1 --total-steps 100000 --sink console --sink tensorboard
     """
@@ -101,7 +100,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Run:
-    """Runs somebody's training script as it is, with telemetry; `esper-telemetry run --help` says more.
+    """Run an unchanged training script with telemetry; `esper-telemetry run --help` says more.
 
     Example: esper-telemetry run --sink tensorboard ppo.py --env-id CartPole-v1
     """
@@ -109,7 +108,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Replay:
-    """Sends a run's journal into a backend, once or as it grows.
+    """Send a run's journal to a backend, once or as it grows.
 
     Example: esper-telemetry replay runs/a --to mlflow:http://127.0.0.1:5000
     """
@@ -126,7 +125,7 @@ class Replay:
 
 @dataclass(frozen=True)
 class Doctor:
-    """Compares every backend of a run with its journal, number by number, and says what is missing and what repairs it.
+    """Compare every backend of a run with its journal, number by number, and print what is missing and what repairs it.
 
     A run whose trainer is gone without ending it is ended as killed.
 
@@ -143,7 +142,7 @@ class Doctor:
 
 @dataclass(frozen=True)
 class Compress:
-    """Packs the journals of runs that are over, to a fifth or so; every command reads them as they are.
+    """Pack the journals of runs that are over, to about a fifth; every command reads packed journals.
 
     Example: esper-telemetry compress runs/a runs/b
     """
@@ -154,7 +153,7 @@ class Compress:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Writes a dashboard of the run for W&B: charts by question, what they mean, alarms, runs; --push saves it as a workspace.
+    """Write a dashboard of the run for W&B: charts by question, their meaning, alarms, runs; --push saves it as a workspace.
 
     Example: esper-telemetry workspace runs/a --push
     """
@@ -175,7 +174,7 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Prints the catalogue: every key, what it means, what is normal, and what to try when it is not.
+    """Print the catalogue: every key, what it means, what is normal, and what to try when it is not.
 
     Example: esper-telemetry metrics policy/kl
     """
@@ -188,7 +187,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Diagnose:
-    """Says what goes wrong in a run, since when and what to try, from its journal; the run may still be under way.
+    """Print what goes wrong in a run, since when and what to try, from its journal; the run may still be under way.
 
     Example: esper-telemetry diagnose runs/a --threshold kl_spike_high=0.5
     """
@@ -218,7 +217,7 @@ COMMANDS: Final[dict[str, type]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line and exits."""
+    """Run the command line and exit."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["run"]:
         from esper_telemetry.cli.run import main as run_script
@@ -230,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         raise SystemExit(run(given))
     except WrongUse as mistake:
-        if os.environ.get("RANK", "0") == "0":  # what several processes find, one says
+        if os.environ.get("RANK", "0") == "0":  # one of several processes prints what all of them found
             sys.stderr.write(f"esper-telemetry: {mistake}\n")
         raise SystemExit(WRONG_USE) from None
     except KeyboardInterrupt:
@@ -241,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs the command line and returns the exit code; raises WrongUse before anything is created."""
+    """Run the command line and return the exit code; raises WrongUse before anything is created."""
     command = parse(arguments)
     name = type(command).__name__.lower()
     function: Callable[[Any], int] = getattr(import_module(f"esper_telemetry.cli.{name}"), name)
@@ -249,7 +248,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> Any:
-    """The command, with the preset's settings where no option says otherwise; raises WrongUse for arguments that make none."""
+    """Return the command's arguments, with the preset's settings unless an option replaces them; raises WrongUse for wrong arguments."""
     name, *rest = arguments or HELP
     if name in HELP:
         forms = (Annotated[form, tyro.conf.subcommand(command)] for command, form in COMMANDS.items())
@@ -258,34 +257,29 @@ def parse(arguments: Sequence[str]) -> Any:
         what = "option" if name.startswith("-") else "command"
         known = COMMANDS if what == "command" else ("--help", "--version")
         raise WrongUse(with_help(f"there is no {what} {name!r}{did_you_mean(name, known)}", PROGRAM))
-    run_dir = _resumed(arguments)
+    run_dir = _resumed_run(arguments)
     if run_dir is not None:
-        return _parse_resume(rest, run_dir)
+        from esper_telemetry.cli import resume
+
+        saved = resume.saved_options(Train, run_dir)
+        given: Train = parse_arguments(rest, Train, default=saved, program=f"{PROGRAM} train")
+        return resume.checked(replace(given, sink=given.sink or resume.saved_sinks(run_dir)), saved)
     program = f"{PROGRAM} {name}"
     command = parse_arguments(rest, COMMANDS[name], program=program)
     if not isinstance(command, Train) or command.preset == "none":
         return command
-    found = preset(command.env, command.ppo.policy, mask_velocity=command.mask_velocity)
-    # sinks are repeatable, and what is repeatable adds to its default
-    tuned = replace(command, sink=(), threshold=(), num_envs=found.num_envs, ppo=found.config())
+    chosen = preset(command.env, command.ppo.policy, mask_velocity=command.mask_velocity)
+    # options that may be repeated add to their defaults, so the second parsing begins without them
+    tuned = replace(command, sink=(), threshold=(), num_envs=chosen.num_envs, ppo=chosen.config())
     explicit: Train = parse_arguments(rest, Train, default=tuned, program=program)
-    return replace(explicit, preset_name=found.name)
+    return replace(explicit, preset_name=chosen.name)
 
 
-def _resumed(arguments: Sequence[str]) -> str | None:
-    """The directory of the run that `train --resume` names: it must be known before other options can be read."""
+def _resumed_run(arguments: Sequence[str]) -> str | None:
+    """Return the directory that `train --resume` names, whose settings are the defaults of the other options."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument("--resume", nargs="?")
     if list(arguments[:1]) != ["train"] or {"-h", "--help"} & set(arguments):
         return None
-    found: str | None = finder.parse_known_args(list(arguments[1:]))[0].resume
-    return found
-
-
-def _parse_resume(arguments: Sequence[str], run_dir: str) -> Train:
-    """The options of the run in that directory, as far as no argument says otherwise."""
-    from esper_telemetry.cli import resume
-
-    saved = resume.saved_options(Train, run_dir)
-    given: Train = parse_arguments(arguments, Train, default=saved, program=f"{PROGRAM} train")
-    return resume.checked(replace(given, sink=given.sink or resume.saved_sinks(run_dir)), saved)
+    resume: str | None = finder.parse_known_args(list(arguments[1:]))[0].resume
+    return resume

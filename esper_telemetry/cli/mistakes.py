@@ -1,4 +1,4 @@
-"""From an exception that a wrong argument causes to the one sentence that the user reads."""
+"""Mistakes of the user: the exceptions that wrong arguments cause, as one sentence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class WrongUse(Exception):  # noqa: N818  # it is the user's mistake, not an err
 
 @contextmanager
 def wrong_use() -> Iterator[None]:
-    """Turns the exceptions with which our constructors refuse their arguments into `WrongUse`."""
+    """Turn the exceptions with which constructors refuse their arguments into `WrongUse`."""
     try:
         yield
     except (ValueError, TypeError, FileExistsError, FileNotFoundError, ImportError) as error:
@@ -25,7 +25,7 @@ def wrong_use() -> Iterator[None]:
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Silences what sinks and journals warn of, which is a part of the command's answer."""
+    """Silence the warnings of sinks and journals, which are a part of the command's output."""
     logger = logging.getLogger("esper_telemetry")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""A trace of a few updates, operation by operation, by torch's profiler: where the time goes, on a line for each thread.
+"""A trace of some updates by torch's profiler: every operation, on a line for each thread.
 
     profiler = UpdateProfiler("runs/a/profile")
     with profiler.around(trainer.hooks, lambda: attach(telemetry, trainer)):
@@ -17,33 +17,33 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
 
-from esper_telemetry.events import Hooks, MinibatchEnd, Remover, RolloutEnd, UpdateEnd
+from esper_telemetry.events import Hooks, MinibatchEnd, RolloutEnd, UpdateEnd
 
 WAIT, WARM_UP, ACTIVE = 3, 1, 2
 
 
 class Range:
-    """A named stretch of time in the trace, one at a time."""
+    """A named range of time in the trace, one at a time."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._open: record_function | None = None
 
     def begin(self, _: object = None) -> None:
-        """Begins a new stretch; the one before ends."""
+        """End the open range and begin a new one."""
         self.end()
         self._open = record_function(self._name)
         self._open.__enter__()
 
     def end(self, _: object = None) -> None:
-        """Ends the stretch, if there is one."""
+        """End the open range, if there is one."""
         if self._open is not None:
             self._open.__exit__(None, None, None)
             self._open = None
 
 
 class UpdateProfiler:
-    """Traces `active` updates into `directory`, after `wait` that it ignores and `warm_up` that it throws away.
+    """Traces `active` updates into `directory`, after `wait` that it ignores and `warm_up` that it discards.
 
     Raises:
         ValueError: for numbers of updates that are negative, or none to trace.
@@ -63,16 +63,16 @@ class UpdateProfiler:
 
     @property
     def traces(self) -> list[Path]:
-        """The files that were written."""
+        """The files written so far."""
         return sorted(self.directory.glob("*.pt.trace.json.gz"))
 
     @contextmanager
     def around(self, hooks: Hooks, attach: Callable[[], object]) -> Iterator[None]:
-        """Traces what happens inside.
+        """Trace what happens inside.
 
         Args:
             hooks: of the trainer.
-            attach: what registers telemetry, so that its hooks stand between ours and can be told from the trainer's work.
+            attach: registers telemetry; its hooks then run between those of the profiler, as a range of their own.
         """
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         ranges = {name: Range(name) for name in ("rollout", "update", "minibatch", "telemetry")}
@@ -80,39 +80,29 @@ class UpdateProfiler:
         with profile(
             activities=activities, schedule=self._schedule, on_trace_ready=handler, record_shapes=True
         ) as profiler:
-            removers = _before(hooks, ranges)
+            removers = [
+                hooks.on(RolloutEnd, ranges["rollout"].end),
+                hooks.on(RolloutEnd, ranges["telemetry"].begin),
+                hooks.on(MinibatchEnd, ranges["minibatch"].end),
+                hooks.on(UpdateEnd, ranges["minibatch"].end),
+                hooks.on(UpdateEnd, ranges["update"].end),
+                hooks.on(UpdateEnd, ranges["telemetry"].begin),
+            ]
             attach()
-            removers += _after(hooks, ranges, profiler)
+            removers += [
+                hooks.on(RolloutEnd, ranges["telemetry"].end),
+                hooks.on(RolloutEnd, ranges["update"].begin),
+                hooks.on(RolloutEnd, ranges["minibatch"].begin),
+                hooks.on(MinibatchEnd, ranges["minibatch"].begin),
+                hooks.on(UpdateEnd, ranges["telemetry"].end),
+                hooks.on(UpdateEnd, lambda _: profiler.step()),
+                hooks.on(UpdateEnd, ranges["rollout"].begin),
+            ]
             ranges["rollout"].begin()
             try:
                 yield
             finally:
                 for remove in removers:
                     remove()
-                for stretch in reversed(ranges.values()):
-                    stretch.end()
-
-
-def _before(hooks: Hooks, ranges: dict[str, Range]) -> list[Remover]:
-    """What happens before telemetry hears of an event."""
-    return [
-        hooks.on(RolloutEnd, ranges["rollout"].end),
-        hooks.on(RolloutEnd, ranges["telemetry"].begin),
-        hooks.on(MinibatchEnd, ranges["minibatch"].end),
-        hooks.on(UpdateEnd, ranges["minibatch"].end),
-        hooks.on(UpdateEnd, ranges["update"].end),
-        hooks.on(UpdateEnd, ranges["telemetry"].begin),
-    ]
-
-
-def _after(hooks: Hooks, ranges: dict[str, Range], profiler: profile) -> list[Remover]:
-    """What happens after it."""
-    return [
-        hooks.on(RolloutEnd, ranges["telemetry"].end),
-        hooks.on(RolloutEnd, ranges["update"].begin),
-        hooks.on(RolloutEnd, ranges["minibatch"].begin),
-        hooks.on(MinibatchEnd, ranges["minibatch"].begin),
-        hooks.on(UpdateEnd, ranges["telemetry"].end),
-        hooks.on(UpdateEnd, lambda _: profiler.step()),
-        hooks.on(UpdateEnd, ranges["rollout"].begin),
-    ]
+                for named_range in reversed(ranges.values()):
+                    named_range.end()

@@ -1,7 +1,7 @@
-"""What the processes of one `torchrun` agree on, and how one is told of the death of another.
+"""Agreement between the processes of one `torchrun`, and the detection of a rank that has ended.
 
-Every rank checks its own arguments, so a mistake of one is raised on all of them before anything is created. A signal to one rank stops
-all of them after the same update. A rank that is gone makes the others' next exchange fail: they look who it was and say so.
+Every rank checks its own arguments, so a mistake on one is raised on all of them before anything is created. A signal to one rank stops
+all of them after the same update. A rank that has ended makes the others' next exchange fail, and they report which one it was.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import torch.distributed as dist
 
 from esper_telemetry.cli.mistakes import WrongUse, wrong_use
 
-Prepared = TypeVar("Prepared")
+T = TypeVar("T")
 
-PATIENCE: Final = timedelta(minutes=10)
-"""How long a rank waits for another one that lives but says nothing, evaluations and checkpoints of rank 0 included."""
+EXCHANGE_TIMEOUT: Final = timedelta(minutes=10)
+"""Longest wait for another rank that is alive but does not answer, evaluations and checkpoints of rank 0 included."""
 SEARCH_SECONDS: Final = 3.0
-"""How long the ranks that are left look for the one that has gone."""
-LOOK_SECONDS: Final = 0.05
+"""Longest search for the rank that made an exchange fail."""
+SEARCH_POLL_SECONDS: Final = 0.05
 WATCH_SECONDS: Final = 1.0
-"""How often a rank looks after the others."""
+"""Time between two checks of the other ranks."""
 GRACE_SECONDS: Final = 5.0
-"""How long the training thread has to notice by itself that a rank has gone."""
+"""Time in which the training thread itself should notice that a rank has ended."""
 FAILED: Final = 1
 
 
@@ -39,39 +39,41 @@ class RankLostError(RuntimeError):
     """Another process of the run has ended, and this one cannot go on without it."""
 
 
-class RankPlace(NamedTuple):
-    """Where a rank runs."""
+class RankProcess(NamedTuple):
+    """The process of a rank."""
 
     host: str
     pid: int
 
 
-def first() -> bool:
-    """Whether this process is the one that speaks: the only one, or rank 0 of those that `torchrun` started."""
+def is_first_rank() -> bool:
+    """Return whether this process is the only one, or rank 0 of those that `torchrun` started."""
     return os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
 def process_group(device: str) -> Iterator[None]:
-    """Joins the processes that `torchrun` started, if it did."""
+    """Join the processes that `torchrun` started, if it did."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield
         return
-    place = int(os.environ["LOCAL_RANK"])
-    if device == "cuda" and place < torch.cuda.device_count():  # a missing one is refused with the other arguments
-        torch.cuda.set_device(place)
-    dist.init_process_group(backends(device), timeout=PATIENCE)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if (
+        device == "cuda" and local_rank < torch.cuda.device_count()
+    ):  # a missing device is refused with the other arguments
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group(backends(device), timeout=EXCHANGE_TIMEOUT)
     try:
         yield
     finally:
-        with suppress(RuntimeError):  # where a rank is gone the group cannot be left in order
+        with suppress(RuntimeError):  # raised if a rank has ended
             dist.destroy_process_group()
 
 
 def backends(device: str) -> str:
-    """What exchanges tensors, by where they are: counts and plain values on the host, gradients on the device.
+    """Return torch's backends: counts and plain values are exchanged on the host, gradients on the device.
 
-    NCCL wants an accelerator for each rank; a named one is shared by all.
+    NCCL needs an accelerator for each rank; `cuda:1` and the like are shared by all ranks.
     """
     if not (device.startswith("cuda") and torch.cuda.is_available()):
         return "gloo"
@@ -79,99 +81,96 @@ def backends(device: str) -> str:
 
 
 def own_device(device: str) -> str:
-    """`cuda` as the accelerator of this process: each has its own."""
-    return f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" and _together() else device
+    """Return the device, with `cuda` resolved to the accelerator of this process."""
+    return f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" and _is_group() else device
 
 
-def agreed(prepare: Callable[[], Prepared]) -> Prepared:
-    """What `prepare` gives, on every rank; WrongUse on all of them where it finds a mistake on one."""
-    found: Prepared | None = None
+def agreed(prepare: Callable[[], T]) -> T:
+    """Return the result of `prepare`; raises WrongUse on all ranks if it finds a mistake on one."""
+    result: T | None = None
     mistake: str | None = None
     try:
         with wrong_use():
-            found = prepare()
+            result = prepare()
     except WrongUse as error:
         mistake = str(error)
     mistakes = _from_all(mistake)
     for rank, text in enumerate(mistakes):
         if text is not None:
             raise WrongUse(text if mistakes[0] is not None else f"on rank {rank}: {text}")
-    assert found is not None
-    return found
+    assert result is not None
+    return result
 
 
-def strongest(number: int) -> int:
-    """The largest of the ranks' numbers, such as the signals that came."""
+def largest_over_ranks(number: int) -> int:
+    """Return the largest of the ranks' numbers."""
     return int(max(_from_all(number)))
 
 
 @contextmanager
 def watching_ranks(give_up: Callable[[RankLostError], None]) -> Iterator[None]:
-    """Within it, an exchange that fails because a rank has gone raises RankLostError with its number.
+    """Raise RankLostError, with the rank's number, for an exchange that fails because a rank has ended.
 
-    An exchange over NCCL does not fail where a peer is gone, and a thread that waits for it cannot be called back. Another thread
-    therefore looks after the ranks of this host: if one is gone and nothing has been raised, it calls `give_up` and ends the process.
+    An exchange over NCCL does not fail if a peer has ended, and a thread that waits for it cannot be interrupted. Another thread
+    therefore watches the ranks of this host: if one has ended and nothing was raised, it calls `give_up` and ends the process.
     """
-    places = [RankPlace(*place) for place in _from_all((socket.gethostname(), os.getpid()))]
-    left = threading.Event()
-    if len(places) > 1:
-        threading.Thread(target=_watch, args=(places, left, give_up), daemon=True).start()
+    processes = [RankProcess(*values) for values in _from_all((socket.gethostname(), os.getpid()))]
+    done = threading.Event()
+    if len(processes) > 1:
+        threading.Thread(target=_watch, args=(processes, done, give_up), daemon=True).start()
     try:
         yield
     except RuntimeError as error:
-        lost = (
-            _lost_within(places, SEARCH_SECONDS)
-            if len(places) > 1 and not isinstance(error, FloatingPointError)
-            else []
-        )
+        may_be_lost = len(processes) > 1 and not isinstance(error, FloatingPointError)
+        lost = _lost_within(processes, SEARCH_SECONDS) if may_be_lost else []
         if not lost:
             raise
-        raise _lost_error(places, lost) from error
+        raise _lost_error(processes, lost) from error
     finally:
-        left.set()
+        done.set()
 
 
-def _watch(places: list[RankPlace], left: threading.Event, give_up: Callable[[RankLostError], None]) -> None:
-    while not left.wait(WATCH_SECONDS):
-        lost = _lost_within(places, 0.0)
+def _watch(processes: list[RankProcess], done: threading.Event, give_up: Callable[[RankLostError], None]) -> None:
+    while not done.wait(WATCH_SECONDS):
+        lost = _lost_within(processes, 0.0)
         if lost:
-            if not left.wait(GRACE_SECONDS):
-                give_up(_lost_error(places, lost))
+            if not done.wait(GRACE_SECONDS):
+                give_up(_lost_error(processes, lost))
                 os._exit(FAILED)
             return
 
 
-def _lost_error(places: list[RankPlace], lost: list[int]) -> RankLostError:
-    names = " and ".join(f"rank {rank} (process {places[rank].pid} on {places[rank].host})" for rank in lost)
-    return RankLostError(f"{names} of {len(places)} ended before its time: the run cannot go on")
+def _lost_error(processes: list[RankProcess], lost: list[int]) -> RankLostError:
+    names = " and ".join(f"rank {rank} (process {processes[rank].pid} on {processes[rank].host})" for rank in lost)
+    return RankLostError(f"{names} of {len(processes)} ended before its time: the run cannot go on")
 
 
-def _together() -> bool:
+def _is_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
 def _from_all(value: Any) -> list[Any]:
-    """Every rank's value."""
-    if not _together():
+    """Return every rank's value."""
+    if not _is_group():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def _lost_within(places: list[RankPlace], seconds: float) -> list[int]:
-    """Ranks of this host whose process has ended; a process that is killed may take a moment to be seen so."""
+def _lost_within(processes: list[RankProcess], seconds: float) -> list[int]:
+    """Return the ranks of this host whose process has ended; the end of a killed process may take a moment to show."""
     deadline = time.monotonic() + seconds
-    here = [rank for rank, place in enumerate(places) if place.host == socket.gethostname()]
+    here = [rank for rank, process in enumerate(processes) if process.host == socket.gethostname()]
     while True:
-        lost = [rank for rank in here if not _lives(places[rank].pid)]
+        lost = [rank for rank in here if not _is_running(processes[rank].pid)]
         if lost or time.monotonic() >= deadline:
             return lost
-        time.sleep(LOOK_SECONDS)
+        time.sleep(SEARCH_POLL_SECONDS)
 
 
-def _lives(pid: int) -> bool:
-    """Whether the process runs; one that has ended and that nobody has asked about yet does not."""
+def _is_running(pid: int) -> bool:
+    """Return whether the process runs; a zombie does not."""
     status = Path(f"/proc/{pid}/stat")
     if Path("/proc/self/stat").exists():
         with suppress(OSError):

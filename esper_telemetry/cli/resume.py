@@ -1,4 +1,4 @@
-"""`esper-telemetry train --resume DIR`: the settings of the run that goes on, what of them may change, and its checkpoint."""
+"""`esper-telemetry train --resume DIR`: the settings of the resumed run, which of them may change, and its checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from esper_telemetry.ppo.config import PPOConfig
 if TYPE_CHECKING:
     from esper_telemetry.cli.main import Train
 
-KEPT: Final = (
+STORED_OPTIONS: Final = (
     "total_steps",
     "env",
     "task",
@@ -29,7 +29,7 @@ KEPT: Final = (
     "eval_episodes",
     "threads",
 )
-"""Options, besides those of `PPOConfig`, that a run keeps with itself as they are."""
+"""Options, besides those of `PPOConfig`, that a run stores in its settings."""
 
 FIXED: Final = ("env", "task", "mask_velocity", "num_envs")
 FIXED_PPO: Final = (
@@ -47,33 +47,45 @@ FIXED_PPO: Final = (
     "normalize_rewards",
     "seed",
 )
-"""What weights, statistics and episodes of a checkpoint were made with: to change it is to begin another run."""
+"""Options that the weights, statistics and episodes of a checkpoint depend on: a change makes another run."""
 
 
-def kept_config(options: Train) -> dict[str, Any]:
-    """What a run keeps of its options; the trainer adds its own settings, and telemetry the level."""
+def config_of(options: Train) -> dict[str, Any]:
+    """Return the settings that a run stores; the trainer adds its own, and telemetry the level."""
     sinks = [masked(sink) for sink in options.sink]
-    return {**{name: getattr(options, name) for name in KEPT}, "preset": options.preset_name, "sinks": sinks}
+    return {**{name: getattr(options, name) for name in STORED_OPTIONS}, "preset": options.preset_name, "sinks": sinks}
 
 
 def saved_options(form: Callable[..., Train], run_dir: str) -> Train:
-    """The options of the run in that directory; sinks apart, which an option would add to.
+    """Return the options of the run in that directory, without its sinks, to which the option --sink would add.
 
-    Raises WrongUse where it holds no run of ours.
+    Raises WrongUse unless the directory holds a run of `esper-telemetry train`.
     """
-    config, facts = _kept(run_dir)
-    settings = {name: config[name] for name in KEPT if name in config}
-    level = facts.get("level", "normal")
-    return form(**settings, resume=run_dir, level=level, ppo=_ppo(config), preset_name=config["preset"], sink=())
+    config, facts = _config_and_facts(run_dir)
+    settings = {name: config[name] for name in STORED_OPTIONS if name in config}
+    # JSON has lists for tuples.
+    ppo = {field.name: config[field.name] for field in fields(PPOConfig)}
+    ppo |= {name: tuple(value) for name, value in ppo.items() if isinstance(value, list)}
+    return form(
+        **settings,
+        resume=run_dir,
+        level=facts.get("level", "normal"),
+        ppo=PPOConfig(**ppo),
+        preset_name=config["preset"],
+        sink=(),
+    )
 
 
 def checked(given: Train, saved: Train) -> Train:
-    """The options with which the run goes on; raises WrongUse for one that cannot change."""
+    """Return the options of the resumed run; raises WrongUse for one that cannot change."""
     assert given.resume is not None
-    for name in FIXED:
-        _refuse_change(name, getattr(saved, name), getattr(given, name), given.resume)
-    for name in FIXED_PPO:
-        _refuse_change(name, getattr(saved.ppo, name), getattr(given.ppo, name), given.resume)
+    for before, now, names in ((saved, given, FIXED), (saved.ppo, given.ppo, FIXED_PPO)):
+        for name in names:
+            if getattr(before, name) != getattr(now, name):
+                raise WrongUse(
+                    f"--{name.replace('_', '-')} cannot change when a run is resumed: {given.resume} was trained with "
+                    f"{getattr(before, name)}, got {getattr(now, name)}"
+                )
     for name in ("run_dir", "preset"):
         if getattr(given, name) != getattr(saved, name):
             raise WrongUse(f"--{name.replace('_', '-')} goes with a new run: --resume takes it from {given.resume}")
@@ -83,8 +95,8 @@ def checked(given: Train, saved: Train) -> Train:
 
 
 def saved_sinks(run_dir: str) -> tuple[str, ...]:
-    """The sinks of the run; raises WrongUse where an address is not complete without its password."""
-    config, _ = _kept(run_dir)
+    """Return the sinks of the run; raises WrongUse for an address whose password was not stored."""
+    config, _ = _config_and_facts(run_dir)
     for sink in config["sinks"]:
         if MASKED in sink:
             raise WrongUse(f"the password in sink {sink} was not kept: name the sinks again with --sink")
@@ -92,17 +104,17 @@ def saved_sinks(run_dir: str) -> tuple[str, ...]:
 
 
 def check_ranks(run_dir: str, ranks: int) -> None:
-    """Raises WrongUse unless the run has been trained by as many processes: each goes on with its own episodes."""
-    before = _kept(run_dir)[0].get("ranks", 1)
+    """Raise WrongUse unless the run was trained by as many processes: each goes on with its own episodes."""
+    before = _config_and_facts(run_dir)[0].get("ranks", 1)
     if before != ranks:
         noun = "process" if before == 1 else "processes"
         raise WrongUse(f"{run_dir} was trained by {before} {noun}, here {'is' if ranks == 1 else 'are'} {ranks}")
 
 
 def load_checkpoint(trainer: TrainingRun, options: Train) -> str:
-    """Makes a trainer go on from the run's latest checkpoint; returns a sentence that says from where.
+    """Load the run's latest checkpoint into a trainer; returns a sentence that says from where it goes on.
 
-    Raises WrongUse where there is none, it does not fit, nothing is left to do, or the run is still being trained.
+    Raises WrongUse if there is none, it does not fit, no steps are left, or the run is still being trained.
     """
     assert options.resume is not None
     run_dir = Path(options.resume)
@@ -118,45 +130,27 @@ def load_checkpoint(trainer: TrainingRun, options: Train) -> str:
             f"{run_dir} has trained {steps:,} steps of {options.total_steps:,}: more need a larger --total-steps"
         )
     trainer.load(path)
-    anew = (
-        ""
-        if state["collector"]["environment"]
-        else "; the state of this environment cannot be saved, so new episodes begin"
-    )
-    return f"{run_dir} goes on after update {trainer.updates:,}, step {trainer.env_steps:,}{anew}"
+    has_episodes = state["collector"]["environment"]
+    note = "" if has_episodes else "; the state of this environment cannot be saved, so new episodes begin"
+    return f"{run_dir} goes on after update {trainer.updates:,}, step {trainer.env_steps:,}{note}"
 
 
 def latest_checkpoint(run_dir: Path) -> Path:
-    """Return the checkpoint that a run goes on from, where it has one."""
+    """Return the path of the checkpoint that a run goes on from."""
     return run_dir / "checkpoints" / "latest.pt"
 
 
-def say_what_is_waited_for(run_dir: str) -> None:
-    """Prints a line where helpers of a killed trainer are at work."""
+def print_wait_for_helpers(run_dir: str) -> None:
+    """Print a line if helper processes of a killed trainer still work."""
     if any(is_held(Path(run_dir), helper) for helper in HELPER_ROLES):
         print("waiting until the backends have what was measured before the run stopped", flush=True)
 
 
-def _kept(run_dir: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def _config_and_facts(run_dir: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     with wrong_use():
         info = run_info(run_dir)
-    needed = {*KEPT, "preset", "sinks", *(field.name for field in fields(PPOConfig))}
+    needed = {*STORED_OPTIONS, "preset", "sinks", *(field.name for field in fields(PPOConfig))}
     missing = sorted(needed - info.config.keys())
     if missing:
         raise WrongUse(f"{run_dir} is not a run of esper-telemetry train: its settings say nothing of {missing[0]}")
     return info.config, info.facts
-
-
-def _ppo(config: Mapping[str, Any]) -> PPOConfig:
-    """The trainer's settings; JSON has lists for tuples."""
-    settings: dict[str, Any] = {field.name: config[field.name] for field in fields(PPOConfig)}
-    tuples = {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
-    return PPOConfig(**{**settings, **tuples})
-
-
-def _refuse_change(name: str, before: object, now: object, run_dir: str) -> None:
-    if before != now:
-        option = name.replace("_", "-")
-        raise WrongUse(
-            f"--{option} cannot change when a run is resumed: {run_dir} was trained with {before}, got {now}"
-        )

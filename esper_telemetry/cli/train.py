@@ -1,4 +1,4 @@
-"""`esper-telemetry train`: the bundled trainer with telemetry, and what is left to say at its end."""
+"""`esper-telemetry train`: the bundled trainer with telemetry, checkpoints, evaluations and a profile."""
 
 from __future__ import annotations
 
@@ -20,9 +20,16 @@ from esper_telemetry.adapters.attach import attach
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.cli import resume
 from esper_telemetry.cli.mistakes import WrongUse, wrong_use
-from esper_telemetry.cli.outcome import Summary
 from esper_telemetry.cli.profiling import UpdateProfiler
-from esper_telemetry.cli.ranks import RankLostError, agreed, first, own_device, process_group, strongest, watching_ranks
+from esper_telemetry.cli.ranks import (
+    RankLostError,
+    agreed,
+    is_first_rank,
+    largest_over_ranks,
+    own_device,
+    process_group,
+    watching_ranks,
+)
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.record import Level, RunStatus
 from esper_telemetry.events import RolloutEnd
@@ -35,17 +42,18 @@ from esper_telemetry.ppo.trainer import PPO
 from esper_telemetry.sinks.protocol import Sink
 from esper_telemetry.sinks.registry import SinkLike, as_sink
 from esper_telemetry.telemetry import Telemetry
+from esper_telemetry.views.outcome import Summary
 
 if TYPE_CHECKING:
     from esper_telemetry.cli.main import Train
 
-SMALL = 256  # width from which a second thread pays: measured for LSTMs of 64 and 256
+MIN_THREADED_WIDTH = 256  # of a network; measured for LSTMs of 64 and 256
 DONE, FAILED, INTERRUPTED, TERMINATED = 0, 1, 130, 143
 STATUSES = {DONE: RunStatus.FINISHED, INTERRUPTED: RunStatus.INTERRUPTED, TERMINATED: RunStatus.PREEMPTED}
 
 
 class Prepared(NamedTuple):
-    """What was made of the arguments before anything is created."""
+    """The objects made from the arguments before anything is created on disk."""
 
     env: Environment
     device: torch.device
@@ -53,7 +61,7 @@ class Prepared(NamedTuple):
 
 
 def train(options: Train) -> int:
-    """Trains; every argument is checked before anything is created.
+    """Train; every argument is checked before anything is created.
 
     Under `torchrun` every process trains on its share of the environments; the first has the journal, the sinks, the evaluations, the
     checkpoints and the terminal.
@@ -62,27 +70,22 @@ def train(options: Train) -> int:
         prepared = agreed(partial(_prepared, options))
         with wrong_use():
             trainer = _trainer(prepared, options)
-            beginning = (
-                agreed(partial(resume.load_checkpoint, trainer, options)) if options.resume else _preset(options)
-            )
+            load = partial(resume.load_checkpoint, trainer, options)
+            beginning = agreed(load) if options.resume else _preset_sentence(options)
             summary = Summary(prepared.sinks)
             telemetry = _telemetry([*prepared.sinks, summary.observe], options)
-        if first() and beginning:
+        if is_first_rank() and beginning:
             print(beginning)
         code = _run(trainer, telemetry, options)
-        if first():
-            summary.show(telemetry)
+        if is_first_rank():
+            summary.show(telemetry.run_dir, telemetry.run)
             if code in (INTERRUPTED, TERMINATED):
-                _print_resume_command(telemetry.run_dir)
+                run_dir = telemetry.run_dir
+                if run_dir is not None and resume.latest_checkpoint(run_dir).is_file():
+                    print(f"go on with: {shlex.join(['esper-telemetry', 'train', '--resume', str(run_dir)])}")
+                else:
+                    print("the run cannot go on, as it has no checkpoint")
         return code
-
-
-def _print_resume_command(run_dir: Path | None) -> None:
-    """Print the command that goes on with a run that was stopped, or why there is none."""
-    if run_dir is not None and resume.latest_checkpoint(run_dir).is_file():
-        print(f"go on with: {shlex.join(['esper-telemetry', 'train', '--resume', str(run_dir)])}")
-    else:
-        print("the run cannot go on, as it has no checkpoint")
 
 
 def _trainer(prepared: Prepared, options: Train) -> TrainingRun:
@@ -116,16 +119,11 @@ def _make_env(options: Train, num_envs: int, device: torch.device) -> Environmen
     return make_env(options.env, num_envs=num_envs, mask_velocity=options.mask_velocity, **arguments)
 
 
-def _check_profile(options: Train) -> None:
-    """Refuses a profile that could not be written."""
+def _prepared(options: Train) -> Prepared:
+    _check_numbers(options)
     _profiler(options, Path())
     if options.profile and Level.parse(options.level) is Level.OFF:
         raise WrongUse("--profile writes into the run directory, and at level off there is none")
-
-
-def _prepared(options: Train) -> Prepared:
-    _check_numbers(options)
-    _check_profile(options)
     _check_task(options)
     _thresholds(options)
     device = _device(own_device(options.device))
@@ -136,23 +134,23 @@ def _prepared(options: Train) -> Prepared:
         raise WrongUse(f"num_envs must be a multiple of the {size} processes, got {options.num_envs}")
     env = _make_env(options, options.num_envs // size, device)
     _choose_threads(options, layout_of(env))
-    return Prepared(env, device, [as_sink(sink) for sink in options.sink or ("console",)] if first() else [])
+    return Prepared(env, device, [as_sink(sink) for sink in options.sink or ("console",)] if is_first_rank() else [])
 
 
 def _check_numbers(options: Train) -> None:
-    """Refuses sizes that are none, and an empty directory, which an unset variable of the shell leaves."""
-    least = {"total_steps": 1, "threads": 1, "eval_episodes": 1, "eval_every": 0, "checkpoint_every": 0}
-    for name, smallest in least.items():
+    """Refuse sizes that are too small, and an empty run directory, which an unset shell variable leaves."""
+    minima = {"total_steps": 1, "threads": 1, "eval_episodes": 1, "eval_every": 0, "checkpoint_every": 0}
+    for name, minimum in minima.items():
         number = getattr(options, name)
-        if number is not None and number < smallest:
-            raise WrongUse(f"{name} must be at least {smallest}, got {number}")
+        if number is not None and number < minimum:
+            raise WrongUse(f"{name} must be at least {minimum}, got {number}")
     if options.run_dir is not None and not options.run_dir.strip():
         raise WrongUse(f"run_dir must name a directory, got {options.run_dir!r}")
 
 
 def _telemetry(sinks: Sequence[SinkLike], options: Train) -> Telemetry:
-    if options.resume and first():
-        resume.say_what_is_waited_for(options.resume)
+    if options.resume and is_first_rank():
+        resume.print_wait_for_helpers(options.resume)
     return Telemetry(
         sinks,
         run_dir=options.resume or options.run_dir or "auto",
@@ -161,13 +159,13 @@ def _telemetry(sinks: Sequence[SinkLike], options: Train) -> Telemetry:
         budget=options.telemetry_budget,
         close_timeout=options.close_timeout,
         detect=options.detect and _thresholds(options),
-        config={**resume.kept_config(options), "ranks": Ranks.current().size},
+        config={**resume.config_of(options), "ranks": Ranks.current().size},
         resume=options.resume is not None,
     )
 
 
 def _thresholds(options: Train) -> Thresholds:
-    """The bounds of the detectors; raises WrongUse for one that does not exist, or that nobody would look at."""
+    """Return the bounds of the detectors; raises WrongUse for an unknown one, or if there are no detectors."""
     if options.threshold and not options.detect:
         raise WrongUse(f"--threshold {options.threshold[0]} is for alarms, which --no-detect switches off")
     try:
@@ -176,8 +174,8 @@ def _thresholds(options: Train) -> Thresholds:
         raise WrongUse(str(error)) from error
 
 
-def _preset(options: Train) -> str:
-    """What the preset and the options changed of the defaults; empty where there is no preset."""
+def _preset_sentence(options: Train) -> str:
+    """Return the settings that the preset and the options changed; empty without a preset."""
     if options.preset_name == "none":
         return ""
     plain = asdict(PPOConfig())
@@ -187,9 +185,9 @@ def _preset(options: Train) -> str:
 
 
 def _choose_threads(options: Train, layout: ObservationLayout) -> None:
-    """One thread for small networks without convolutions: waiting for a second one costs more than it computes."""
+    """Choose one thread for small networks without convolutions: waiting for a second one costs more than it computes."""
     widest = max((*options.ppo.hidden_sizes, *options.ppo.encoder_sizes, options.ppo.lstm_size))
-    if options.threads is not None or (widest < SMALL and not layout.images):
+    if options.threads is not None or (widest < MIN_THREADED_WIDTH and not layout.images):
         torch.set_num_threads(options.threads or 1)
 
 
@@ -202,22 +200,21 @@ def _device(name: str) -> torch.device:
 
 def _run(trainer: TrainingRun, telemetry: Telemetry, options: Train) -> int:
     try:
-        with _stopped_by_signals(trainer) as came, telemetry, watching_ranks(partial(_give_up, telemetry)):
-            if first() and isinstance(trainer, PPO):
+        with _stopped_by_signals(trainer) as signals, telemetry, watching_ranks(partial(_give_up, telemetry)):
+            if is_first_rank() and isinstance(trainer, PPO):
                 _evaluate(trainer, options)
             with _profiled(trainer, telemetry, options):
                 checkpoints = _checkpoints(trainer, telemetry, options)
                 trainer.learn(options.total_steps)
             saved = checkpoints is None or checkpoints.save()
-            code = _code(trainer, options, strongest(max(came, default=0)))
-            signal.signal(
-                signal.SIGINT, signal.default_int_handler
-            )  # there is no training to stop: Ctrl-C ends the wait for backends
+            code = _exit_code(trainer, options, largest_over_ranks(max(signals, default=0)))
+            # There is no training to stop any more: Ctrl-C ends the wait for backends.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             telemetry.close(STATUSES[code])
     except KeyboardInterrupt:
         return INTERRUPTED
     except RankLostError as lost:
-        _say(lost)
+        _report(lost)
         return FAILED
     except Exception:
         traceback.print_exc()
@@ -225,28 +222,28 @@ def _run(trainer: TrainingRun, telemetry: Telemetry, options: Train) -> int:
     return code if saved else code or FAILED
 
 
-def _code(trainer: TrainingRun, options: Train, number: int) -> int:
-    """The exit code of training that returned after that signal, 0 for none; one that has all its steps is done all the same."""
+def _exit_code(trainer: TrainingRun, options: Train, number: int) -> int:
+    """Return the exit code of training that returned after that signal, 0 for none; training with all its steps is done anyway."""
     if not number or trainer.env_steps >= options.total_steps:
         return DONE
     return TERMINATED if number == signal.SIGTERM else INTERRUPTED
 
 
 def _give_up(telemetry: Telemetry, lost: RankLostError) -> None:
-    """Ends the run while the training thread waits for a rank that has gone."""
-    _say(lost)
+    """End the run while the training thread waits for a rank that has ended."""
+    _report(lost)
     telemetry.abandon(lost)
 
 
-def _say(lost: RankLostError) -> None:
-    if first():
+def _report(lost: RankLostError) -> None:
+    if is_first_rank():
         sys.stderr.write(f"esper-telemetry: {lost}\n")
 
 
 @contextmanager
 def _profiled(trainer: TrainingRun, telemetry: Telemetry, options: Train) -> Iterator[None]:
-    """Attaches telemetry; within, some updates are traced if that was asked for."""
-    if not options.profile or telemetry.run_dir is None or not first():
+    """Attach telemetry, and trace some updates if --profile says so."""
+    if not options.profile or telemetry.run_dir is None or not is_first_rank():
         attach(telemetry, trainer)
         yield
         return
@@ -271,7 +268,7 @@ def _checkpoints(trainer: TrainingRun, telemetry: Telemetry, options: Train) -> 
 
 
 def _evaluate(trainer: PPO, options: Train) -> None:
-    """Evaluates whenever training passes a multiple of so many steps; what is found joins the record of the update it precedes."""
+    """Evaluate whenever training passes a multiple of --eval-every steps; the result joins the record of the next update."""
     if options.eval_every <= 0:
         return
     env = _make_env(options, options.eval_episodes, _device(own_device(options.device)))
@@ -288,27 +285,27 @@ def _evaluate(trainer: PPO, options: Train) -> None:
 
 @contextmanager
 def _stopped_by_signals(trainer: TrainingRun) -> Iterator[list[int]]:
-    """Within it SIGTERM and Ctrl-C end training after the update in progress; yields the signals that came.
+    """End training on SIGTERM and Ctrl-C after the update in progress; yields the list of received signals.
 
-    A second Ctrl-C ends one process at once. Where several train, each gets the signal at another moment, and all have to stop after the
+    A second Ctrl-C ends a single process at once. Several ranks get the signal at different moments, and all have to stop after the
     same update.
     """
-    came: list[int] = []
+    received: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and number in came and trainer.ranks.alone:
+        if number == signal.SIGINT and number in received and trainer.ranks.alone:
             raise KeyboardInterrupt
-        came.append(number)
+        received.append(number)
         trainer.stop()
         earlier = before[number]
         if callable(earlier) and earlier is not signal.default_int_handler:
-            earlier(number, frame)  # whoever listened before us still does
+            earlier(number, frame)  # a handler that was installed before is called as well
 
     before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     for number in before:
         signal.signal(number, stop)
     try:
-        yield came
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,11 +1,10 @@
-"""`esper-telemetry workspace`: the dashboard of a run as a W&B workspace, written down, and saved where it is asked for."""
+"""`esper-telemetry workspace`: write the dashboard of a run as a W&B workspace, and save it there on request."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -28,12 +27,12 @@ if TYPE_CHECKING:
     from esper_telemetry.cli.main import Workspace
 
 FILE: Final = "wandb_workspace.json"
-SINK, JOINED, AXIS = "wandb:", "run/", "axis/"
+SINK, JOINED_RUN = "wandb:", "wandb:run/"
 FAILED: Final = 1
 
 
 def workspace(options: Workspace) -> int:
-    """Writes the specification and saves the workspace where that was asked for; 1 where the server does not take it."""
+    """Write the specification and, with --push, save the workspace; 1 if the server does not accept it."""
     os.environ.setdefault("WANDB_SILENT", "true")
     with wrong_use():
         require_workspaces()
@@ -59,27 +58,20 @@ def workspace(options: Workspace) -> int:
 
 
 def keys(run: Run, sink: WandbSink) -> set[str]:
-    """The keys that the sink shows of a run; of one without records those that are declared."""
+    """Return the keys that the sink shows of a run; of a run without records, those that are declared."""
     shown = sink.shown(run.info)
-    records = run.records or [_of_all_declared(run)]
-    return {key for record in records for key in shown(record) if not key.startswith(AXIS)}
-
-
-def _of_all_declared(run: Run) -> Record:
     declared = {key: 0.0 for key in run.info.metrics if "{" not in key}
-    return Record(0, Axes(update=0, env_step=0, gradient_step=0, wall_time=run.info.started), declared)
+    axes = Axes(update=0, env_step=0, gradient_step=0, wall_time=run.info.started)
+    records = run.records or [Record(0, axes, declared)]
+    return {key for record in records for key in shown(record) if not key.startswith("axis/")}
 
 
 def _project(run_dir: str) -> str:
-    """The W&B project that the run has been sent to; raises WrongUse where there is not exactly one."""
-    found = sorted(set(_projects(run_dir)))
-    if len(found) == 1:
-        return found[0]
-    said = f"has gone to several projects of W&B, {', '.join(found)}" if found else "has not gone to any project of W&B"
-    raise WrongUse(f"{run_dir} {said}: say with --project which one the workspace is for")
-
-
-def _projects(run_dir: str) -> Iterator[str]:
-    for name in Cursors(Path(run_dir)).names():
-        if name.startswith(SINK) and not name.startswith(SINK + JOINED):
-            yield name.removeprefix(SINK)
+    """Return the W&B project that the run was sent to; raises WrongUse unless there is exactly one."""
+    names = Cursors(Path(run_dir)).names()
+    projects = {name.removeprefix(SINK) for name in names if name.startswith(SINK) and not name.startswith(JOINED_RUN)}
+    if len(projects) == 1:
+        return projects.pop()
+    several = f"has gone to several projects of W&B, {', '.join(sorted(projects))}"
+    state = several if projects else "has not gone to any project of W&B"
+    raise WrongUse(f"{run_dir} {state}: say with --project which one the workspace is for")

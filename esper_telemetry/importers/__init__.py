@@ -1,4 +1,4 @@
-"""Logs that other trainers have left, read as records: without torch, and with nothing known but what was logged."""
+"""Logs of other trainers, read as records: without torch, from nothing but what was logged."""
 
 from typing import TYPE_CHECKING
 

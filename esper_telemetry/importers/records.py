@@ -1,23 +1,22 @@
-"""From rows to records, with everything that can be derived from them."""
+"""Records made from what another trainer logged, with the histories that can be derived from them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from esper_telemetry.core.record import Axes, Level, Record
 from esper_telemetry.history.derive import Series
-from esper_telemetry.importers.rows import LoggedRow, Row, read_rows
+from esper_telemetry.importers.rows import LoggedRun, UpdateRow, read_rows
 from esper_telemetry.importers.trainers import ENTROPY, FIT, KL, STD, trainer_of
 
-MOST_ACTIONS = 64
-"""Choices of a policy whose number is guessed from its first entropy."""
+MAX_ACTIONS: Final = 64
+"""Largest number of actions that is inferred from a policy's first entropy."""
+UNIFORM_NATS: Final = 0.03
+"""Entropy by which a policy that has hardly learned may fall short of the uniform one."""
 
-UNIFORM = 0.03
-"""How far, in nats, a policy that has hardly learned may be from choosing evenly."""
-
-FACTS = {
+FACTS: Final = {
     "learning_rate": ("learning_rate", "lr"),
     "total_steps": ("total_timesteps", "total_steps", "train_for_env_steps"),
     "clip": ("clip_coef", "clip_range", "clip_param", "e_clip", "ppo_clip_ratio"),
@@ -27,19 +26,25 @@ FACTS = {
     "target_kl": ("target_kl",),
     "desired_kl": ("desired_kl",),
 }
-"""Settings that detectors read, by the names that trainers have for them."""
+"""Settings that detectors read, with the names that trainers have for them."""
+
+STAND_INS: Final = {
+    "policy/kl_max": (KL, "the mean in place of the largest"),
+    "value/r2": (FIT, "blind to a constant error"),
+}
+"""Keys that detectors read, with a related key that trainers log and what it misses."""
 
 
-class Foreign(NamedTuple):
-    """A run that somebody else has logged.
+class ImportedRun(NamedTuple):
+    """A run that another trainer logged.
 
     Attributes:
         name: of the run.
-        trainer: who wrote it.
-        x: what its axis counts; `env_step` of the records is that.
-        facts: what detectors need to know, as far as settings were logged.
+        trainer: that logged it.
+        x: unit of its x-axis; `env_step` of the records counts it.
+        facts: settings that detectors read, as far as they were logged.
         records: one per update.
-        used: where the values of each key come from, in words.
+        used: the source of each key's values, in words.
         unused: tags that were not read.
     """
 
@@ -52,34 +57,44 @@ class Foreign(NamedTuple):
     unused: tuple[str, ...]
 
 
-def read_foreign(logged: LoggedRow) -> Foreign:
-    """The run as records.
+Foreign = ImportedRun
+"""The name of `ImportedRun` in earlier releases."""
+
+
+def read_foreign(logged: LoggedRun) -> ImportedRun:
+    """Return the run as records.
 
     Raises ValueError where the tags are those of no known trainer, or hold no update.
     """
     trainer = trainer_of(logged.points)
-    read = read_rows(logged, trainer)
-    if not read.rows:
+    table = read_rows(logged, trainer)
+    if not table.rows:
         raise ValueError(f"{logged.name} holds no update of {trainer.name}")
-    used = dict(read.used)
+    sources = dict(table.sources)
     facts = facts_of(logged.config)
-    rows = [_completed(row, used) for row in read.rows]
-    rows = _normalized(rows, used)
+    rows = _with_normalized_entropy([_with_stand_ins(row, sources) for row in table.rows], sources)
     series = Series(facts)
-    records = tuple(_record(place, row, series) for place, row in enumerate(rows, 1))
-    unused = tuple(tag for tag in sorted(logged.points) if tag not in read.tags)
-    return Foreign(logged.name, trainer.name, trainer.x, facts, records, used, unused)
+    records = tuple(
+        Record(
+            seq=place,
+            axes=Axes(update=place, env_step=int(row.x), gradient_step=0, wall_time=0.0),
+            values={**row.values, **series.derive(row.values, Level.NORMAL)},
+        )
+        for place, row in enumerate(rows, 1)
+    )
+    unused = tuple(tag for tag in sorted(logged.points) if tag not in table.tags)
+    return ImportedRun(logged.name, trainer.name, trainer.x, facts, records, sources, unused)
 
 
 def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by our names; numbers that were logged as text are numbers."""
-    known = {str(name).rpartition("/")[2]: value for name, value in config.items()}
-    found = {}
+    """Return the settings under this package's names; numbers that were logged as text become numbers."""
+    settings = {str(name).rpartition("/")[2]: value for name, value in config.items()}
+    facts = {}
     for fact, names in FACTS.items():
-        values = [number for name in names if (number := _number(known.get(name))) is not None]
+        values = [number for name in names if (number := _number(settings.get(name))) is not None]
         if values:
-            found[fact] = values[0]
-    return found
+            facts[fact] = values[0]
+    return facts
 
 
 def _number(value: object) -> float | int | None:
@@ -93,33 +108,27 @@ def _number(value: object) -> float | int | None:
         return None
 
 
-def _completed(row: Row, used: dict[str, str]) -> Row:
-    """What rules ask for and others log under a near name."""
+def _with_stand_ins(row: UpdateRow, sources: dict[str, str]) -> UpdateRow:
     values = dict(row.values)
-    stand_ins = {
-        "policy/kl_max": (KL, "the mean in place of the largest"),
-        "value/r2": (FIT, "blind to a constant error"),
-    }
-    for key, (source, what) in stand_ins.items():
+    for key, (source, note) in STAND_INS.items():
         if source in values and key not in values:
             values[key] = values[source]
-            used[key] = f"{used[source].partition(' (')[0]} ({what})"
+            sources[key] = f"{sources[source].partition(' (')[0]} ({note})"
     values["numerics/nonfinite"] = float(row.nonfinite)
     return row._replace(values=values)
 
 
-def _normalized(rows: Sequence[Row], used: dict[str, str]) -> list[Row]:
-    """With the entropy as a share of that of an even choice, where the first one tells of how many."""
+def _with_normalized_entropy(rows: Sequence[UpdateRow], sources: dict[str, str]) -> list[UpdateRow]:
+    """Return the rows with entropy over that of a uniform policy, if the first entropy shows the number of actions."""
     first = next((row.values[ENTROPY] for row in rows if ENTROPY in row.values), None)
-    actions = None if first is None or STD in used else number_of_actions(first)
+    actions = None if first is None or STD in sources else number_of_actions(first)
     if actions is None:
         return list(rows)
-    most = math.log(actions)
-    used["policy/entropy_norm"] = (
-        f"{used[ENTROPY].partition(' (')[0]} over {most:.3f}, an even choice among {actions} actions"
-    )
+    largest = math.log(actions)
+    source = sources[ENTROPY].partition(" (")[0]
+    sources["policy/entropy_norm"] = f"{source} over {largest:.3f}, an even choice among {actions} actions"
     return [
-        row._replace(values={**row.values, "policy/entropy_norm": row.values[ENTROPY] / most})
+        row._replace(values={**row.values, "policy/entropy_norm": row.values[ENTROPY] / largest})
         if ENTROPY in row.values
         else row
         for row in rows
@@ -127,14 +136,9 @@ def _normalized(rows: Sequence[Row], used: dict[str, str]) -> list[Row]:
 
 
 def number_of_actions(entropy: float) -> int | None:
-    """Of how many choices an even one has this entropy, in nats; None where that is no whole number."""
-    if not 0.5 < entropy < math.log(MOST_ACTIONS):
+    """Return the number of actions whose uniform policy has this entropy, in nats; None where that is no whole number."""
+    if not 0.5 < entropy < math.log(MAX_ACTIONS):
         return None
-    count = round(math.exp(entropy + UNIFORM / 2))
-    return count if count > 1 and 0 <= math.log(count) - entropy + 1e-3 < min(UNIFORM, 0.5 / count) else None
-
-
-def _record(place: int, row: Row, series: Series) -> Record:
-    values = {**row.values, **series.derive(row.values, Level.NORMAL)}
-    axes = Axes(update=place, env_step=int(row.x), gradient_step=0, wall_time=0.0)
-    return Record(seq=place, axes=axes, values=values)
+    count = round(math.exp(entropy + UNIFORM_NATS / 2))
+    is_whole = count > 1 and 0 <= math.log(count) - entropy + 1e-3 < min(UNIFORM_NATS, 0.5 / count)
+    return count if is_whole else None

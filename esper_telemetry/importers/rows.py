@@ -1,7 +1,4 @@
-"""From points to one row of our own keys per update.
-
-What a backend holds of a run, whoever trained it.
-"""
+"""Points that a trainer logged, arranged as one row of this package's keys per update."""
 
 from __future__ import annotations
 
@@ -10,25 +7,31 @@ import re
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from esper_telemetry.importers.trainers import RETURN, RETURN_100, VALUE_LOSS, Alias, Trainer
 
+RECENT_EPISODES: Final = 100
+"""Episodes over which `episode/return_mean_100` is the mean."""
+
+MAY_BE_UNDEFINED: Final = {"value/explained_variance"}
+"""Keys that trainers log as NaN where they are undefined."""
+
 
 class LoggedPoint(NamedTuple):
-    """A value and where it stands on the x-axis that it was logged against."""
+    """A value and its position on the x-axis that it was logged against."""
 
     x: float
     value: float
 
 
-class LoggedRow(NamedTuple):
-    """A run as it was logged.
+class LoggedRun(NamedTuple):
+    """A run as a backend holds it.
 
     Attributes:
         name: of the run.
         points: by tag, in the order in which they were written; values may be NaN.
-        config: settings, as far as the backend knows them.
+        config: settings, as far as the backend has them.
     """
 
     name: str
@@ -36,120 +39,110 @@ class LoggedRow(NamedTuple):
     config: Mapping[str, Any] = {}
 
 
-RECENT = 100
-"""Episodes over which `episode/return_mean_100` is the mean."""
-
-MAY_BE_UNDEFINED = {"value/explained_variance"}
-"""Keys that trainers log as NaN where there is nothing to say."""
-
-
-class Row(NamedTuple):
-    """An update: where it stands, its values, and how many logged numbers were not finite."""
+class UpdateRow(NamedTuple):
+    """An update: its position, its values, and the number of logged values that were not finite."""
 
     x: float
     values: dict[str, float]
     nonfinite: int
 
 
-class Read(NamedTuple):
-    """Everything that was understood of a run.
+class UpdateTable(NamedTuple):
+    """The updates of a run.
 
     Attributes:
         rows: in order.
-        used: by key, which tag it is, with what is to be known of it.
+        sources: by key, the tag it comes from, with notes.
         tags: all that were read.
     """
 
-    rows: list[Row]
-    used: dict[str, str]
+    rows: list[UpdateRow]
+    sources: dict[str, str]
     tags: frozenset[str]
 
 
-def read_rows(logged: LoggedRow, trainer: Trainer) -> Read:
-    """The updates of a run. What every episode logs belongs to the update that comes next; what is logged late, to the one before."""
-    found = {alias: _matching(logged.points, alias) for alias in trainer.aliases}
-    found = {alias: tags for alias, tags in found.items() if tags}
-    places = _places(logged, found)
-    table: dict[float, dict[str, float]] = {x: {} for x in places}
-    bad: dict[float, int] = dict.fromkeys(places, 0)
-    for alias, tags in found.items():
-        if not alias.episodes:
-            for x, value in _placed(alias, [logged.points[tag] for tag in tags], places):
-                _enter(table[x], bad, x, alias.key, value * alias.factor)
-    for alias, tags in found.items():
+def read_rows(logged: LoggedRun, trainer: Trainer) -> UpdateTable:
+    """Return the updates of a run. Values of episodes belong to the next update; values logged late belong to the one before."""
+    tags_by_alias: dict[Alias, list[str]] = {}
+    for alias in trainer.aliases:
+        pattern = re.compile(alias.tag)
+        tags = sorted(tag for tag in logged.points if pattern.fullmatch(tag))
+        if tags:
+            tags_by_alias[alias] = tags
+    positions = _positions(logged, tags_by_alias)
+    table: dict[float, dict[str, float]] = {x: {} for x in positions}
+    nonfinite: dict[float, int] = dict.fromkeys(positions, 0)
+    for alias, tags in tags_by_alias.items():
         if alias.episodes:
-            _enter_episodes(table, places, alias, [point for tag in tags for point in logged.points[tag]])
-    used = {alias.key: _described(alias, tags) for alias, tags in found.items()}
-    rows = [Row(x, table[x], bad[x]) for x in places if table[x] or bad[x]]
-    return Read(rows, used, frozenset(tag for tags in found.values() for tag in tags))
+            continue
+        for x, value in _values_at(alias, [logged.points[tag] for tag in tags], positions):
+            scaled = value * alias.factor
+            if math.isfinite(scaled):
+                table[x][alias.key] = scaled
+            elif alias.key not in MAY_BE_UNDEFINED:
+                nonfinite[x] += 1
+    for alias, tags in tags_by_alias.items():
+        if alias.episodes:
+            _add_episodes(table, positions, alias, [point for tag in tags for point in logged.points[tag]])
+    sources = {alias.key: _source(alias, tags) for alias, tags in tags_by_alias.items()}
+    rows = [UpdateRow(x, table[x], nonfinite[x]) for x in positions if table[x] or nonfinite[x]]
+    return UpdateTable(rows, sources, frozenset(tag for tags in tags_by_alias.values() for tag in tags))
 
 
-def _matching(tags: Iterable[str], alias: Alias) -> list[str]:
-    pattern = re.compile(alias.tag)
-    return sorted(tag for tag in tags if pattern.fullmatch(tag))
-
-
-def _described(alias: Alias, tags: Sequence[str]) -> str:
+def _source(alias: Alias, tags: Sequence[str]) -> str:
     scaled = "" if alias.factor == 1 else f" times {alias.factor:g}"
     several = f" and {len(tags) - 1} more" if len(tags) > 1 else ""
     return f"{tags[0]}{several}{scaled}" + (f" ({alias.note})" if alias.note else "")
 
 
-def _places(logged: LoggedRow, found: Mapping[Alias, Sequence[str]]) -> list[float]:
-    """Where updates stand: where losses, or whatever is logged once per update, were logged."""
-    once = [tag for alias, tags in found.items() if not alias.episodes for tag in tags]
-    main = max(once, key=lambda tag: (_is_main(found, tag), len(logged.points[tag])), default=None)
-    if main is None:
+def _positions(logged: LoggedRun, tags_by_alias: Mapping[Alias, Sequence[str]]) -> list[float]:
+    """Return the positions of updates: those at which losses, or other values of whole updates, were logged."""
+    main_tags = {
+        tag for alias, tags in tags_by_alias.items() if alias.key in (VALUE_LOSS, "loss/policy") for tag in tags
+    }
+    per_update = [tag for alias, tags in tags_by_alias.items() if not alias.episodes for tag in tags]
+    if not per_update:
         return []
-    late = any(alias.late for alias in found)
-    tags = once if late else [main]
+    main = max(per_update, key=lambda tag: (tag in main_tags, len(logged.points[tag])))
+    is_late = any(alias.late for alias in tags_by_alias)
+    tags = per_update if is_late else [main]
     return sorted({point.x for tag in tags for point in logged.points[tag] if math.isfinite(point.x)})
 
 
-def _is_main(found: Mapping[Alias, Sequence[str]], tag: str) -> bool:
-    return any(tag in tags and alias.key in (VALUE_LOSS, "loss/policy") for alias, tags in found.items())
-
-
-def _placed(
-    alias: Alias, series: Sequence[Sequence[LoggedPoint]], places: Sequence[float]
+def _values_at(
+    alias: Alias, series: Sequence[Sequence[LoggedPoint]], positions: Sequence[float]
 ) -> Iterable[tuple[float, float]]:
-    """Values at the places of updates. Those on another axis, with as many points, are taken in order; several tags are averaged."""
-    sums: dict[float, list[float]] = {}
-    known = set(places)
+    """Return values at the positions of updates, averaged over several tags; equally many points on another axis are taken in order."""
+    by_position: dict[float, list[float]] = {}
+    known = set(positions)
     for points in series:
-        own = dict(points) if {x for x, _ in points} & known else _in_order(points, places)
+        if {x for x, _ in points} & known:
+            own = dict(points)
+        elif len(points) == len(positions):
+            own = dict(zip(positions, (point.value for point in points), strict=True))
+        else:
+            own = {}
         for x, value in own.items():
             if x in known:
-                sums.setdefault(x, []).append(value)
+                by_position.setdefault(x, []).append(value)
     if not alias.late:
-        return [(x, sum(values) / len(values)) for x, values in sums.items()]
-    before = dict(zip(places[1:], places, strict=False))
-    return [(before[x], sum(values) / len(values)) for x, values in sums.items() if x in before]
+        return [(x, sum(values) / len(values)) for x, values in by_position.items()]
+    before = dict(zip(positions[1:], positions, strict=False))
+    return [(before[x], sum(values) / len(values)) for x, values in by_position.items() if x in before]
 
 
-def _in_order(points: Sequence[LoggedPoint], places: Sequence[float]) -> dict[float, float]:
-    return dict(zip(places, (point.value for point in points), strict=False)) if len(points) == len(places) else {}
-
-
-def _enter(values: dict[str, float], bad: dict[float, int], x: float, key: str, value: float) -> None:
-    if math.isfinite(value):
-        values[key] = value
-    elif key not in MAY_BE_UNDEFINED:
-        bad[x] += 1
-
-
-def _enter_episodes(
-    table: dict[float, dict[str, float]], places: Sequence[float], alias: Alias, points: Sequence[LoggedPoint]
+def _add_episodes(
+    table: dict[float, dict[str, float]], positions: Sequence[float], alias: Alias, points: Sequence[LoggedPoint]
 ) -> None:
-    """Means over the episodes of each update, their number, and the mean of the last hundred."""
-    by_place: dict[float, list[float]] = {}
+    """Add, per update, the mean over its episodes; for returns also their number and the mean of the last hundred."""
+    by_position: dict[float, list[float]] = {}
     for point in sorted(points):
-        place = bisect_left(places, point.x)
-        if place < len(places) and math.isfinite(point.value):
-            by_place.setdefault(places[place], []).append(point.value)
-    recent: deque[float] = deque(maxlen=RECENT)
-    for x in places:
-        episodes = by_place.get(x, [])
+        place = bisect_left(positions, point.x)
+        if place < len(positions) and math.isfinite(point.value):
+            by_position.setdefault(positions[place], []).append(point.value)
+    recent: deque[float] = deque(maxlen=RECENT_EPISODES)
+    for x in positions:
+        episodes = by_position.get(x, [])
         recent.extend(episodes)
         if episodes:
             table[x][alias.key] = sum(episodes) / len(episodes)

@@ -1,4 +1,4 @@
-"""Logs by address: `tensorboard:DIR`, `csv:FILE`, `wandb:PATH`, `mlflow:URI?run=ID`."""
+"""Read logs by address: `tensorboard:DIR`, `csv:FILE`, `wandb:PATH`, `mlflow:URI?run=ID`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from esper_telemetry.core.backends import SQLITE, check_tracking_uri, unreachable, wandb_records
 from esper_telemetry.core.redaction import masked
-from esper_telemetry.importers.rows import LoggedPoint, LoggedRow
-from esper_telemetry.sinks.mlflow.sink import check_tracking_uri
-from esper_telemetry.sinks.protocol import unreachable
+from esper_telemetry.importers.rows import LoggedPoint, LoggedRun
 
-X_NAMES = (
+X_NAMES: Final = (
     "time/total_timesteps",
     "num_env_steps_sampled_lifetime",
     "global_step",
@@ -26,16 +25,16 @@ X_NAMES = (
     "_step",
     "step",
 )
-"""Columns that say where a row stands, the best first."""
+"""Columns that hold the position of a row, the best first."""
 
 
-def read_source(address: str) -> LoggedRow:
-    """The run at an address.
+def read_source(address: str) -> LoggedRun:
+    """Return the run at an address.
 
     Raises:
-        ValueError: for an unknown kind, an address that names no run or several, and a file that is no log.
-        FileNotFoundError: where there is none.
-        ModuleNotFoundError: where the backend's package is missing.
+        ValueError: for an unknown kind, an address of no run or of several, and a file that is no log.
+        FileNotFoundError: for a missing file.
+        ModuleNotFoundError: if the backend's package is missing.
     """
     kind, _, rest = address.partition(":")
     if kind not in READERS:
@@ -45,8 +44,8 @@ def read_source(address: str) -> LoggedRow:
     return READERS[kind](rest)
 
 
-def read_tensorboard(directory: str) -> LoggedRow:
-    """The event files of one run."""
+def read_tensorboard(directory: str) -> LoggedRun:
+    """Return the run in a directory of event files."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray
 
@@ -64,13 +63,13 @@ def read_tensorboard(directory: str) -> LoggedRow:
         numbers = [(event.step, make_ndarray(event.tensor_proto)) for event in accumulator.Tensors(tag)]
         if all(number.size == 1 and number.dtype.kind in "fiu" for _, number in numbers):
             points[tag] = [LoggedPoint(step, float(number.reshape(()))) for step, number in numbers]
-    return LoggedRow(run.name or str(run.absolute()), points)
+    return LoggedRun(run.name or str(run.absolute()), points)
 
 
 def one_run(path: Path) -> Path:
-    """The directory below `path` with event files; a file of events is a run itself.
+    """Return the directory below `path` that has event files; a file of events is a run itself.
 
-    Raises ValueError where there are several, with their names, and where there is none.
+    Raises ValueError if there are several, with their names, and if there is none.
     """
     if path.is_file():
         return path
@@ -83,8 +82,8 @@ def one_run(path: Path) -> Path:
     return path if path in runs else runs[0]
 
 
-def read_csv(file: str) -> LoggedRow:
-    """A table with a row per update, such as SB3's and RLlib's `progress.csv`."""
+def read_csv(file: str) -> LoggedRun:
+    """Return the run in a table with a row per update, such as SB3's and RLlib's `progress.csv`."""
     path = Path(file)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {file}")
@@ -95,13 +94,13 @@ def read_csv(file: str) -> LoggedRow:
     table = [
         {name: number for name, cell in row.items() if name and (number := _number(cell)) is not None} for row in rows
     ]
-    return LoggedRow(path.stem if path.stem != "progress" else path.absolute().parent.name, points_of(table))
+    return LoggedRun(path.stem if path.stem != "progress" else path.absolute().parent.name, points_of(table))
 
 
 def points_of(rows: Iterable[Mapping[str, float]]) -> dict[str, list[LoggedPoint]]:
-    """Points by column, at what the row itself says of where it stands, else its number.
+    """Return the points of each column, at the position that the row holds, else at the row's number.
 
-    Rows of one place may be spread: W&B has one per call.
+    Several rows may have one position: W&B has a row per call.
     """
     rows = list(rows)
     axis = next((name for name in X_NAMES if any(name in row for row in rows)), None)
@@ -122,8 +121,8 @@ def _number(cell: str | None) -> float | None:
         return None
 
 
-def read_wandb(path: str) -> LoggedRow:
-    """A run of W&B: a folder or file that it has written here, else entity/project/run on the server."""
+def read_wandb(path: str) -> LoggedRun:
+    """Return a run of W&B: a folder or file of this machine, else entity/project/run on the server."""
     local = Path(path)
     if local.exists():
         return _local_wandb(local)
@@ -131,72 +130,69 @@ def read_wandb(path: str) -> LoggedRow:
         raise ValueError(f"wandb: needs a folder of a run, or entity/project/run, got {path!r}")
     import wandb
 
-    if not wandb.login(prompt=False):  # it would be asked for
+    if not wandb.login(prompt=False):  # without a key, the API would ask for one
         raise ValueError("W&B has no key here: wandb login, or set WANDB_API_KEY")
     try:
         run = wandb.Api(timeout=30).run(path)
-        rows = [_plain(row) for row in run.scan_history()]
+        rows = [_numbers_of(row) for row in run.scan_history()]
     except Exception as error:  # W&B has many, down to those of its HTTP client
-        if dead := unreachable(error):
-            raise ValueError(f"W&B cannot be read: {dead}") from None
-        raise ValueError(
-            f"W&B has no run {path} to read: {str(error).splitlines()[0] if str(error) else error!r}"
-        ) from None
-    return LoggedRow(run.name, points_of(rows), dict(run.config))
+        if reason := unreachable(error):
+            raise ValueError(f"W&B cannot be read: {reason}") from None
+        message = str(error).splitlines()[0] if str(error) else repr(error)
+        raise ValueError(f"W&B has no run {path} to read: {message}") from None
+    return LoggedRun(run.name, points_of(rows), dict(run.config))
 
 
-def _local_wandb(path: Path) -> LoggedRow:
+def _local_wandb(path: Path) -> LoggedRun:
     from wandb.proto.wandb_internal_pb2 import Record
-
-    from esper_telemetry.sinks.wandb.run import records
 
     files = [path] if path.is_file() else sorted(path.rglob("run-*.wandb"))
     if len(files) != 1:
         raise ValueError(f"{path} holds {len(files) or 'no'} runs of W&B{': name one of them' if files else ''}")
     name, config, rows = files[0].stem, {}, []
-    for data in records(files[0].read_bytes()):
+    for data in wandb_records(files[0].read_bytes()):
         record = Record.FromString(data)
         kind = record.WhichOneof("record_type")
         if kind == "history":
-            rows.append(_plain(_json_items(record.history.item)))
+            rows.append(_numbers_of(_json_items(record.history.item)))
         elif kind == "run":
             name = record.run.display_name or name
             config.update(_json_items(record.run.config.update))
         elif kind == "config":
             config.update(_json_items(record.config.update))
-    return LoggedRow(name, points_of(rows), config)
+    return LoggedRun(name, points_of(rows), config)
 
 
 def _json_items(items: Iterable[Any]) -> dict[str, Any]:
-    found = {}
+    values = {}
     for item in items:
         value = json.loads(item.value_json)
-        found["/".join(item.nested_key) or item.key] = (
+        values["/".join(item.nested_key) or item.key] = (
             value.get("value") if isinstance(value, dict) and "value" in value else value
         )
-    return found
+    return values
 
 
-def _plain(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a row; W&B writes those that are not finite as words."""
+def _numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a row; W&B writes those that are not finite as words."""
     words = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-    found = {name: words.get(value, value) if isinstance(value, str) else value for name, value in row.items()}
+    cells = {name: words.get(value, value) if isinstance(value, str) else value for name, value in row.items()}
     return {
         name: float(value)
-        for name, value in found.items()
+        for name, value in cells.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
 
 
-def read_mlflow(address: str) -> LoggedRow:
-    """A run of MLflow: `URI?run=ID`, with the default store where the URI is empty."""
+def read_mlflow(address: str) -> LoggedRun:
+    """Return a run of MLflow: `URI?run=ID`, in the default store where the URI is empty."""
     uri, mark, query = address.rpartition("?run=")
     if not mark or not query:
         raise ValueError(f"mlflow: needs the run, such as {EXAMPLES['mlflow']}, got mlflow:{address}")
     if uri:
         check_tracking_uri(uri)
-    database = Path(uri.removeprefix("sqlite:///"))
-    if uri.startswith("sqlite:///") and not database.is_file():  # MLflow would make one
+    database = Path(uri.removeprefix(SQLITE))
+    if uri.startswith(SQLITE) and not database.is_file():  # MLflow would create one
         raise FileNotFoundError(f"there is no {database}")
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
@@ -207,17 +203,17 @@ def read_mlflow(address: str) -> LoggedRow:
         history = {key: client.get_metric_history(query, key) for key in run.data.metrics}
     except MlflowException as error:
         where = masked(uri) or "its default store"
-        if dead := unreachable(error):
-            raise ValueError(f"MLflow at {where} cannot be read: {dead}") from None
+        if reason := unreachable(error):
+            raise ValueError(f"MLflow at {where} cannot be read: {reason}") from None
         raise ValueError(f"MLflow at {where} has no run {query} to read: {error.message}") from None
     points = {
         key: [LoggedPoint(metric.step, metric.value) for metric in sorted(metrics, key=lambda m: (m.step, m.timestamp))]
         for key, metrics in history.items()
     }
-    return LoggedRow(run.info.run_name or query, points, dict(run.data.params))
+    return LoggedRun(run.info.run_name or query, points, dict(run.data.params))
 
 
-READERS: Mapping[str, Callable[[str], LoggedRow]] = {
+READERS: Mapping[str, Callable[[str], LoggedRun]] = {
     "tensorboard": read_tensorboard,
     "wandb": read_wandb,
     "csv": read_csv,

@@ -1,7 +1,7 @@
-"""What trainers call things, how what they log differs from ours, and what their x-axes count.
+"""The tags of other trainers, how their values differ from this package's, and what their x-axes count.
 
-Sources: the trainers' code, versions in brackets. A value loss of ours is half the mean square, an entropy is positive, a KL divergence is
-Schulman's k3 where nothing else is said.
+The source is each trainer's code. In this package a value loss is half the mean square, an entropy is positive, and a KL divergence is
+Schulman's k3 unless a note says otherwise.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ RATIO_MIN, RATIO_MAX, SPEED = "policy/ratio/min", "policy/ratio/max", "train/env
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A tag of a trainer's.
+    """A tag of a trainer, and the key that it stands for.
 
     Attributes:
-        tag: regular expression for the whole tag; what several tags match in one place is averaged.
-        key: ours.
+        tag: regular expression for the whole tag; values of several matching tags at one position are averaged.
+        key: of this package.
         factor: by which its values are multiplied.
-        episodes: it is written for every episode, and not for every update.
-        late: it is written one rollout after the one that it belongs to.
-        note: what is to be known of it besides.
+        episodes: written for every episode, and not for every update.
+        late: written one rollout after the one that it belongs to.
+        note: how its values differ besides.
     """
 
     tag: str
@@ -42,13 +42,13 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """A family of logs.
+    """A trainer's way of logging.
 
     Attributes:
         name: of the trainer.
-        signs: regular expressions, one of which its tags match and no other trainer's do.
+        signs: regular expressions for tags that only this trainer writes; one of them suffices.
         aliases: of its tags.
-        x: what its x-axis counts.
+        x: unit of its x-axis.
         steps: tags that hold the environment steps, in backends whose x is only a counter.
     """
 
@@ -215,10 +215,7 @@ TRAINERS = (SB3, SAMPLE_FACTORY, RL_GAMES, RSL_RL, RLLIB, SKRL, CLEANRL, TORCHRL
 
 
 def trainer_of(tags: Iterable[str]) -> Trainer:
-    """Who wrote these tags.
-
-    Raises ValueError where nobody is known to.
-    """
+    """Return the trainer that wrote these tags; raises ValueError if none of the known ones did."""
     known = sorted(tags)
     for trainer in TRAINERS:
         if any(re.fullmatch(sign, tag) for sign in trainer.signs for tag in known):

@@ -36,6 +36,14 @@ EPISODES_FAMILY = MetricFamily(
     axis="axis/env_step",
     first=("episode/return_mean_100", "episode/length_mean"),
 )
+TASK_FAMILY = MetricFamily(
+    "task",
+    "Task",
+    "Numbers of the task itself, which you log under keys that begin with task/.",
+    place=220,
+    question="How does the task go?",
+    axis="axis/env_step",
+)
 EVALUATION_FAMILY = MetricFamily(
     "eval",
     "Evaluation",

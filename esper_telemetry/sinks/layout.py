@@ -1,6 +1,8 @@
-"""A dashboard from the keys that were seen: sections by question, charts of numbers that share an axis, headlines first.
+"""A dashboard made from the keys of a run, and the limit on how many keys it shows.
 
-Families of metrics, by the first segment of their keys: what each is for, its x-axis, and who goes first.
+A section answers the question of one family of metrics. A chart holds numbers that share an axis: a headline alone, then keys about the
+same thing in one unit, then single keys of one bounded scale. Every key stands in exactly one chart. A backend with a browser behind it
+gets at most a few hundred keys: TensorBoard needs minutes to list thousands of tags.
 """
 
 from __future__ import annotations
@@ -9,144 +11,107 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from esper_telemetry.core.record import MetricInfo, RunInfo, template_of
+from esper_telemetry.core.catalogue import families, family_name
+from esper_telemetry.core.metric import MetricFamily
+from esper_telemetry.core.record import Level, MetricInfo, Record, RunInfo, template_of
+from esper_telemetry.sinks.protocol import logger
 
-
-class Family(NamedTuple):
-    """One family: the question it answers in a dashboard, and the axis its charts are drawn over."""
-
-    question: str
-    axis: str = "axis/update"
-
-
-FAMILIES = {
-    "alarm": Family("Is anything wrong?"),
-    "episode": Family("Is it learning?", axis="axis/env_step"),
-    "eval": Family("How good is it without exploring?", axis="axis/env_step"),
-    "policy": Family("Is the policy moving too far?"),
-    "value": Family("Is the critic useful?"),
-    "grad": Family("Who owns the gradient?"),
-    "integrity": Family("Does the update compute what it should?"),
-    "adv": Family("Do the advantages carry a signal?"),
-    "loss": Family("What is being minimised?"),
-    "numerics": Family("Are all numbers finite?"),
-    "lstm": Family("Does memory work?"),
-    "opt": Family("Are the optimizer's steps the right size?"),
-    "ret": Family("What must the critic predict?"),
-    "reward": Family("What does the environment pay?", axis="axis/env_step"),
-    "obs": Family("Does the policy see anything change?"),
-    "repr": Family("Can the network still learn?"),
-    "env": Family("What are the grown networks worth?", axis="axis/env_step"),
-    "seed": Family("Do seeds take root?"),
-    "host": Family("How well do the hosts learn?"),
-    "norm": Family("Do the normalisers keep up?"),
-    "buffer": Family("How old is the data?"),
-    "task": Family("How does the task go?", axis="axis/env_step"),
-    "train": Family("How fast is it?", axis="axis/env_step"),
-    "perf": Family("Where does the time go?", axis="axis/env_step"),
-    "telemetry": Family("How is telemetry itself?"),
-}
-"""The bundled families, most important first."""
-
-
-def family_name(key: str) -> str:
-    """The first segment of a key."""
-    return key.partition("/")[0]
-
-
-def family_of(key: str) -> Family:
-    """The family of a key; one made for it where the name is not ours."""
-    name = family_name(key)
-    return FAMILIES.get(name) or Family(f"Your own: {name}")
-
-
-def importance(key: str) -> int:
-    """Rank of the key's family, 0 first; a family that is not ours was added on purpose, so it leads."""
-    return RANKS.get(family_name(key), 0)
-
-
-RANKS = {name: rank for rank, name in enumerate(FAMILIES, start=1)}
-
-
-STATISTICS = frozenset(
+STATISTICS: Final = frozenset(
     ["mean", "std", "min", "max", "first", "last", "absmax", "absmean", "median", "rms", "skew", "kurtosis"]
     + [f"p{percent:02d}" for percent in range(1, 100)]
 )
-"""Names that say which statistic of the thing before them a key is."""
+"""Last segments of keys that name a statistic of the segment before them."""
 
 PRIORITIES: Final = ("critical", "high", "normal", "", "detail")
-"""How much a key matters, most first; what nobody has judged stands before details."""
+"""Priorities of metrics, most important first; a metric without one stands before details."""
 UNDESCRIBED: Final = MetricInfo(unit="", question="")
+
+LAYER_LABEL: Final = "{layer}"
+HISTORY_LABEL: Final = "{key}/"
+DEBUG_LEVELS: Final = {Level.DEBUG.name.lower(), str(Level.DEBUG.value)}
+RESERVED_SHARE: Final = 5
+"""One key in this many, at most, is reserved for expected keys that have not appeared yet."""
+
+
+def family_of(key: str) -> MetricFamily:
+    """Return the family of a key; one that is named after the key and stands first where nobody declares it."""
+    name = family_name(key)
+    return families().get(name) or MetricFamily(name, name, "", place=0, question=f"Your own: {name}")
+
+
+def importance(key: str) -> int:
+    """Return the place of the key's family; 0, the first, for a family that nobody declares."""
+    return family_of(key).place
 
 
 class Chart(NamedTuple):
-    """One chart: its title and the keys drawn in it, all in one unit."""
+    """A chart's title and the keys drawn in it, all in one unit."""
 
     title: str
     keys: tuple[str, ...]
 
 
 class Section(NamedTuple):
-    """The charts that answer one question, what one looks at first in front."""
+    """The charts that answer one question, headlines first."""
 
     family: str
     question: str
     charts: tuple[Chart, ...]
 
 
-class PanelPlace(NamedTuple):
-    """Keys with the same one share a chart: what they are about, and what they must have in common to share an axis.
+class ChartGroup(NamedTuple):
+    """Keys with equal groups share a chart.
 
     Attributes:
-        headline: the key itself where it is one, as it has a chart of its own.
-        about: what the numbers are about; empty for leftovers.
-        unit, low, high: how they are measured.
+        headline: template of the key if it is a headline, which has a chart of its own.
+        subject: what the numbers are about; empty for a chart of leftovers.
+        unit, low, high: the scale that the keys share.
     """
 
     headline: str
-    about: str
+    subject: str
     unit: str
     low: float | None
     high: float | None
 
 
 def sections(keys: Iterable[str], run: RunInfo) -> list[Section]:
-    """The dashboard: a section per family, ours by importance and then yours; each key stands in exactly one chart."""
-    families: dict[str, list[str]] = defaultdict(list)
+    """Return the dashboard: one section per family, declared ones by place and then the user's."""
+    keys_by_family: dict[str, list[str]] = defaultdict(list)
     for key in sorted(keys):
-        families[family_name(key)].append(key)
-    ordered = sorted(families, key=lambda name: (name not in FAMILIES, importance(name), name))
-    return [Section(name, family_of(name).question, tuple(charts(families[name], run))) for name in ordered]
-
-
-def charts(keys: Sequence[str], run: RunInfo) -> list[Chart]:
-    """The charts of one family: each headline by itself, keys about the same thing together, leftovers of one bounded scale together."""
-    groups: dict[PanelPlace, list[str]] = defaultdict(list)
-    for key in keys:
-        groups[_place(key, run)].append(key)
-    ranks = {key: rank for rank, key in enumerate(run.metrics)}
-    drawn = [(min(_rank(key, run, ranks) for key in members), place, members) for place, members in _gathered(groups)]
-    return [Chart(_title(place, members, run), tuple(members)) for _, place, members in sorted(drawn, key=_order)]
-
-
-def _order(drawn: tuple[tuple[int, int, int], PanelPlace, list[str]]) -> tuple[tuple[int, int, int], list[str]]:
-    return drawn[0], drawn[2]
-
-
-def _place(key: str, run: RunInfo) -> PanelPlace:
-    info = described(key, run)
-    headline = template_of(key, run.metrics) if info.headline else ""
-    return PanelPlace(headline, headline or subject(key, run.metrics), info.unit, info.low, info.high)
+        keys_by_family[family_name(key)].append(key)
+    declared = families()
+    ordered = sorted(keys_by_family, key=lambda name: (name not in declared, importance(name), name))
+    return [Section(name, family_of(name).question, tuple(_charts(keys_by_family[name], run))) for name in ordered]
 
 
 def described(key: str, run: RunInfo) -> MetricInfo:
-    """What the run says of a key; nothing where it does not know it."""
+    """Return the run's description of a key; an empty one where it has none."""
     return run.describe(key) or UNDESCRIBED
 
 
-def subject(key: str, templates: Mapping[str, object]) -> str:
-    """What a key is about: `policy/kl` of `policy/kl_max`, `ret` of `ret/std`, the template of a labelled key."""
-    template = template_of(key, templates)
+def _charts(keys: Sequence[str], run: RunInfo) -> list[Chart]:
+    groups: dict[ChartGroup, list[str]] = defaultdict(list)
+    for key in keys:
+        info, template = described(key, run), template_of(key, run.metrics)
+        headline = template if info.headline else ""
+        groups[ChartGroup(headline, headline or _subject(key, template), info.unit, info.low, info.high)].append(key)
+    declared = {key: place for place, key in enumerate(run.metrics)}
+
+    def rank(key: str) -> tuple[int, int, int]:
+        """Return headlines in their order first, then other keys by priority, then in the order of their declarations."""
+        info = described(key, run)
+        priority = PRIORITIES.index(info.priority) if info.priority in PRIORITIES else PRIORITIES.index("")
+        place = declared.get(template_of(key, run.metrics), len(declared))
+        return info.headline or len(declared) + 1, priority, place
+
+    merged = list(_with_leftovers_merged(groups))
+    merged.sort(key=lambda item: (min(map(rank, item[1])), item[1]))
+    return [Chart(_title(group, members, run), tuple(members)) for group, members in merged]
+
+
+def _subject(key: str, template: str) -> str:
+    """Return what a key is about: `policy/kl` of `policy/kl_max`, `ret` of `ret/std`, the template of a labelled key."""
     if template != key:
         return template
     path, _, last = key.rpartition("/")
@@ -154,43 +119,87 @@ def subject(key: str, templates: Mapping[str, object]) -> str:
     return path if path and (stem in STATISTICS or path.count("/")) else f"{path}/{stem}".lstrip("/")
 
 
-def _rank(key: str, run: RunInfo, ranks: Mapping[str, int]) -> tuple[int, int, int]:
-    """Headlines in their order, then by priority, then as the registry has them."""
-    info = described(key, run)
-    priority = PRIORITIES.index(info.priority) if info.priority in PRIORITIES else PRIORITIES.index("")
-    place = ranks.get(template_of(key, run.metrics), len(ranks))
-    return info.headline or len(ranks) + 1, priority, place
-
-
-def _gathered(groups: Mapping[PanelPlace, list[str]]) -> Iterator[tuple[PanelPlace, list[str]]]:
-    """The groups, with those of a single key joined when they have the same scale from one bound to another; headlines stay alone."""
-    leftovers: dict[PanelPlace, list[str]] = defaultdict(list)
-    for place, members in groups.items():
-        if len(members) == 1 and not place.headline and None not in (place.low, place.high):
-            leftovers[place._replace(about="")].extend(members)
+def _with_leftovers_merged(groups: Mapping[ChartGroup, list[str]]) -> Iterator[tuple[ChartGroup, list[str]]]:
+    """Yield the groups, with groups of a single key merged where both bounds of their scale are the same; headlines stay alone."""
+    leftovers: dict[ChartGroup, list[str]] = defaultdict(list)
+    for group, members in groups.items():
+        if len(members) == 1 and not group.headline and None not in (group.low, group.high):
+            leftovers[group._replace(subject="")].extend(members)
         else:
-            yield place, members
+            yield group, members
     yield from leftovers.items()
 
 
-def _title(place: PanelPlace, keys: Sequence[str], run: RunInfo) -> str:
-    """What is drawn, in words where they are short, and the unit."""
-    words = _words(place.about, keys, run)
-    return f"{words} [{place.unit}]" if place.unit.strip("1") else words
-
-
-def _words(about: str, keys: Sequence[str], run: RunInfo) -> str:
-    """One metric by name and key, labelled ones by the name of their template, others by what they are about or by all their keys."""
+def _title(group: ChartGroup, keys: Sequence[str], run: RunInfo) -> str:
+    """Return a title: the metric's name and key for one metric, the subject for several, all keys for leftovers; then the unit."""
     names = {described(key, run).name for key in keys}
+    name = next(iter(names)) if len(names) == 1 else ""
+    name = name[:1].upper() + name[1:]
+    subject = group.subject
     if len(keys) == 1:
-        return f"{_capital(*names)} ({keys[0]})" if names != {""} else keys[0]
-    if about in run.metrics and len(names) == 1 and names != {""}:
-        return f"{_capital(*names)} ({about})"
-    if about:
-        left_over = about in run.metrics and about not in keys and "{" not in about
-        return f"More of {about}" if left_over else about
-    return f"{family_name(keys[0])}: {', '.join(key.partition('/')[2] for key in keys)}"
+        words = f"{name} ({keys[0]})" if name else keys[0]
+    elif subject in run.metrics and name:
+        words = f"{name} ({subject})"
+    elif subject:
+        has_own_chart = subject in run.metrics and subject not in keys and "{" not in subject
+        words = f"More of {subject}" if has_own_chart else subject
+    else:
+        words = f"{family_name(keys[0])}: {', '.join(key.partition('/')[2] for key in keys)}"
+    return f"{words} [{group.unit}]" if group.unit.strip("1") else words
 
 
-def _capital(name: str) -> str:
-    return name[:1].upper() + name[1:]
+class KeyBudget:
+    """Admit keys up to a limit, most important families first, for the rest of the run; other keys stay in the journal only.
+
+    Numbers of single layers and histories of other keys are details: shown in runs at DEBUG or with `details`, and never counted as
+    refused. Some room is reserved for keys that are measured at the minimal level but appear late, as returns do.
+    """
+
+    def __init__(self, run: RunInfo, sink: str, *, max_keys: int, details: bool, quiet: bool = False) -> None:
+        if max_keys < 1:
+            raise ValueError(f"max_keys must be positive, got {max_keys}")
+        self.run = run
+        self._sink = sink
+        self._quiet = quiet
+        self._max_keys = max_keys
+        self._with_details = details or str(run.facts.get("level")).lower() in DEBUG_LEVELS
+        self._admitted: set[str] = set()
+        self._refused: set[str] = set()
+        self._details: set[str] = set()
+        self._expected = {key for key, info in run.metrics.items() if info.level == "minimal" and "{" not in key}
+
+    def select(self, record: Record) -> Record:
+        """Return the record with the admitted keys only."""
+        new = {*record.values, *record.histograms} - self._admitted - self._refused - self._details
+        if new:
+            self._decide(new)
+        values = {key: value for key, value in record.values.items() if key in self._admitted}
+        histograms = {key: value for key, value in record.histograms.items() if key in self._admitted}
+        return Record(record.seq, record.axes, values, histograms, record.partial)
+
+    def _decide(self, new: set[str]) -> None:
+        if not self._with_details:
+            self._details |= {key for key in new if self._is_detail(key)}
+        refused = []
+        for key in sorted(new - self._details, key=self._rank):
+            missing = self._expected - self._admitted
+            reserved = 0 if key in self._expected else min(len(missing), self._max_keys // RESERVED_SHARE)
+            if len(self._admitted) + reserved < self._max_keys:
+                self._admitted.add(key)
+            else:
+                refused.append(key)
+        if refused and not self._quiet and not self._refused:
+            families = ", ".join(sorted({family_name(key) for key in refused}))
+            message = "%s shows %d keys and leaves %d others (of %s) to the journal; max_keys= raises that limit"
+            logger.warning(message, self._sink, len(self._admitted), len(refused), families)
+        self._refused.update(refused)
+
+    def _rank(self, key: str) -> tuple[bool, bool, int, str]:
+        """Return keys of every level first, histories of other keys last."""
+        info = self.run.describe(key)
+        is_history = template_of(key, self.run.metrics).startswith(HISTORY_LABEL)
+        return (info is not None and info.level != "minimal", is_history, importance(key), key)
+
+    def _is_detail(self, key: str) -> bool:
+        template = template_of(key, self.run.metrics)
+        return "/layer/" in key or LAYER_LABEL in template or template.startswith(HISTORY_LABEL)

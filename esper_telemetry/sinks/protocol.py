@@ -5,23 +5,18 @@ Delivery finds an optional member by `isinstance` with its `Supports...` protoco
 
 from __future__ import annotations
 
-import errno
 import logging
-import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar, Final, NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from esper_telemetry.core.record import Alarm, Record, RunInfo, RunStatus
 from esper_telemetry.core.suggestion import did_you_mean
 
 logger = logging.getLogger("esper_telemetry.sinks")
-
-UNREACHABLE: Final = (errno.ECONNREFUSED, errno.ECONNRESET, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-"""Errors of the system that mean that a server was not reached."""
 
 
 @runtime_checkable
@@ -199,18 +194,6 @@ class Place(NamedTuple):
     command: str
 
 
-def unreachable(error: BaseException) -> str:
-    """Return the sentence for a server that did not answer, from the cause of a client's exception; empty for any other error."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and (cause.errno in UNREACHABLE or isinstance(cause, socket.gaierror)):
-            return f"the server does not answer ({cause.strerror})"
-        if isinstance(cause, TimeoutError) and str(cause) == "timed out":  # the socket's own
-            return "the server does not answer (no answer in time)"
-        cause = cause.__cause__ or cause.__context__
-    return ""
-
-
 def require_package(package: str, sink: str) -> None:
     """Raise ModuleNotFoundError with the install command unless the package is there; imports nothing."""
     if find_spec(package) is None:
@@ -290,3 +273,7 @@ class StoredMetrics:
             self.repeated[key] += 1
         else:
             row[key] = value
+
+
+Stored = StoredMetrics
+"""The name of `StoredMetrics` in earlier releases."""

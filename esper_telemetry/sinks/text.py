@@ -1,13 +1,8 @@
-"""A progress bar for terminals: how far, how long still, and the numbers of the latest update, as many as fit.
-
-Settings in forms that every backend takes.
-"""
+"""A progress bar for terminals: steps, remaining time, and as many numbers of the latest update as fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
-from numbers import Integral, Real
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from esper_telemetry.core.record import Record
@@ -69,37 +64,3 @@ def plain_length(markup: str) -> int:
     from rich.text import Text
 
     return Text.from_markup(markup).cell_len
-
-
-def plain(value: Any) -> Any:
-    """The value as None, bool, int, float, str, list and dict; whatever else it holds, as its text."""
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        return float(value)
-    return _plain_container(value)
-
-
-def _plain_container(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value))
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, bytes):
-        return [plain(item) for item in value]
-    return str(value)
-
-
-def flattened(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of nested settings by dotted path; lists become text."""
-    return dict(_leaves("", plain(config)))
-
-
-def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _leaves(f"{path}.{key}" if path else key, item)
-    elif path:
-        yield path, str(value) if isinstance(value, list | dict) else value

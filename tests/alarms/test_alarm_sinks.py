@@ -18,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Record, RunInfo, RunStatus
 from esper_telemetry.sinks import ConsoleSink, MLflowSink, TensorBoardSink, WandbSink
-from esper_telemetry.sinks.incidents import MOST_ALARMS, IncidentCards
+from esper_telemetry.sinks.pages import MAX_ALARMS, IncidentCards
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 
@@ -271,9 +271,9 @@ def test_a_store_without_artifacts_costs_a_warning_and_no_number(
 
 def test_the_page_is_bounded_and_what_it_says_is_not_taken_for_markup() -> None:
     storm = IncidentCards()
-    storm.add(*(an_alarm(update, text="a | b <b>") for update in range(2 * MOST_ALARMS)))
+    storm.add(*(an_alarm(update, text="a | b <b>") for update in range(2 * MAX_ALARMS)))
 
-    assert len(storm.alarms) == MOST_ALARMS
+    assert len(storm.alarms) == MAX_ALARMS
     assert "a \\| b &lt;b&gt;" in storm.page()
 
 

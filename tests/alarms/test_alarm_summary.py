@@ -8,8 +8,8 @@ import pytest
 from scripted import Said, scripted
 
 from esper_telemetry import Telemetry
-from esper_telemetry.cli.outcome import Summary
 from esper_telemetry.core.record import AlarmEvent
+from esper_telemetry.views.outcome import Summary
 
 SCRIPT = {
     2: Said("policy/kl_spike"),
@@ -22,7 +22,7 @@ def said(run_dir: Path, script: dict[int, Said], capsys: pytest.CaptureFixture[s
     with Telemetry(run_dir=run_dir, detect=scripted(script), offload=False) as telemetry:
         for update in range(1, 6):
             telemetry.flush(env_step=update)
-    Summary([]).show(telemetry)
+    Summary([]).show(telemetry.run_dir, telemetry.run)
     return capsys.readouterr().out
 
 

@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from esper_telemetry import Record, read_run
 from esper_telemetry.core.catalogue import catalogue
 from esper_telemetry.core.record import Histogram, template_of
-from esper_telemetry.sinks.histogram import by_tag
+from esper_telemetry.sinks.values import by_tag
 
 AXES = ("axis/update", "axis/env_step", "axis/gradient_step", "axis/wall_time")
 BACKENDS = ("tensorboard", "wandb:walker", "mlflow")

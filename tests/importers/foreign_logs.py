@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from esper_telemetry.importers.rows import LoggedPoint, LoggedRow
+from esper_telemetry.importers.rows import LoggedPoint, LoggedRun
 
 UPDATES = 30
 STEPS = [256.0 * place for place in range(1, UPDATES + 1)]
@@ -82,10 +82,10 @@ TRAINERS: Mapping[str, tuple[str, Columns, Mapping[str, float]]] = {
 """By family: the trainer's name, what it logs, and what that is in our keys."""
 
 
-def logged(columns: Columns, config: Mapping[str, object] | None = None) -> LoggedRow:
+def logged(columns: Columns, config: Mapping[str, object] | None = None) -> LoggedRun:
     """A run whose columns stand at `STEPS`."""
     points = {tag: [LoggedPoint(*pair) for pair in zip(STEPS, values, strict=True)] for tag, values in columns.items()}
-    return LoggedRow("run", points, dict(config or {}))
+    return LoggedRun("run", points, dict(config or {}))
 
 
 def written(directory: Path, columns: Columns) -> Path:

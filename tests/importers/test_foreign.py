@@ -13,7 +13,7 @@ from foreign_logs import SB3, STEPS, TRAINERS, UPDATES, logged, written
 from esper_telemetry.cli.main import main
 from esper_telemetry.importers import read_foreign, read_source
 from esper_telemetry.importers.records import number_of_actions
-from esper_telemetry.importers.rows import LoggedPoint, LoggedRow
+from esper_telemetry.importers.rows import LoggedPoint, LoggedRun
 
 
 @pytest.mark.parametrize("family", sorted(TRAINERS))
@@ -57,7 +57,7 @@ def test_episodes_belong_to_the_update_that_follows() -> None:
         ],
     }
 
-    first, second, third = read_foreign(LoggedRow("run", points)).records[:3]
+    first, second, third = read_foreign(LoggedRun("run", points)).records[:3]
 
     assert [first.values["episode/count"], second.values["episode/count"], third.values["episode/count"]] == [3, 0, 1]
     assert first.values["episode/return_mean"] == 3.0

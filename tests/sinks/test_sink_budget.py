@@ -7,7 +7,7 @@ import pytest
 from sink_runs import HISTOGRAM, METRICS, record, run_info
 
 from esper_telemetry.core.record import MetricInfo, RunInfo
-from esper_telemetry.sinks.budget import KeyBudget
+from esper_telemetry.sinks.layout import KeyBudget
 
 
 def budget(max_keys: int = 300, run: RunInfo | None = None, **settings: Any) -> KeyBudget:

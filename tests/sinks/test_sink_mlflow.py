@@ -29,7 +29,7 @@ from esper_telemetry.core.record import Record, RunInfo, RunStatus
 from esper_telemetry.sinks import MLflowSink, PermanentSinkError
 from esper_telemetry.sinks.mlflow import database as mlflow_rows
 from esper_telemetry.sinks.mlflow import stored as mlflow_stored
-from esper_telemetry.sinks.mlflow.database import ensure_database, metric_rows
+from esper_telemetry.sinks.mlflow.database import ensure_database, metric_table
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 
@@ -76,7 +76,7 @@ def test_a_request_holds_few_keys_of_many_records(store: Path, monkeypatch: pyte
     """Three records of 400 keys and two axes, as a server gets them: the first request ends within its 334th key."""
     sink = opened(run_info(store, run_id="ordered", metrics={}), MLflowSink(max_keys=400))
     assert sink._open is not None
-    sink._open.rows = None
+    sink._open.table = None
     requests: list[list[str]] = []
     monkeypatch.setattr(
         sink._open.client, "log_batch", lambda run, metrics, **_: requests.append([metric.key for metric in metrics])
@@ -116,8 +116,8 @@ def test_history_and_latest_numbers_are_what_the_client_alone_makes_of_them(
     """`perf/once` is in the first record only, and step 2000 comes again after 3000."""
     name = request.node.callspec.id
     fast, plain = (opened(run_info(store, run_id=f"{name}-{way}", metrics={})) for way in ("fast", "plain"))
-    assert fast._open is not None and plain._open is not None and fast._open.rows is not None
-    plain._open.rows = None
+    assert fast._open is not None and plain._open is not None and fast._open.table is not None
+    plain._open.table = None
 
     for sink in (fast, plain):
         sink.write(records)
@@ -146,7 +146,7 @@ def test_only_the_latest_number_of_each_key_goes_through_the_client(
 
 def test_nan_and_infinity_are_stored_as_mlflow_stores_them(store: Path, client: Any) -> None:
     run_id = opened(run_info(store, run_id="nonfinite"))._open.run_id  # type: ignore[union-attr]
-    rows = metric_rows(client)
+    rows = metric_table(client)
     assert rows is not None
 
     for step, value in enumerate((math.nan, math.inf, -math.inf)):
@@ -158,7 +158,7 @@ def test_nan_and_infinity_are_stored_as_mlflow_stores_them(store: Path, client: 
 
 
 def test_rows_of_several_transactions_are_all_there(store: Path, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mlflow_rows, "MOST_ROWS", 7)
+    monkeypatch.setattr(mlflow_rows, "MAX_ROWS", 7)
     sink = opened(run_info(store, run_id="transactions", metrics={}))
     sink.write([record(update, {"perf/a": float(update)}) for update in range(1, 20)])
 
@@ -167,7 +167,7 @@ def test_rows_of_several_transactions_are_all_there(store: Path, client: Any, mo
 
 
 def test_rows_of_no_run_are_refused(client: Any) -> None:
-    rows = metric_rows(client)
+    rows = metric_table(client)
     assert rows is not None
     with pytest.raises(MlflowException, match="FOREIGN KEY"):
         rows.add("0" * 32, [Metric("a", 1.0, 1, 1)])
@@ -176,9 +176,9 @@ def test_rows_of_no_run_are_refused(client: Any) -> None:
 def test_a_server_and_an_unknown_table_take_everything_through_the_client(
     client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert metric_rows(MlflowClient("http://127.0.0.1:9")) is None
-    monkeypatch.setattr(mlflow_rows, "COLUMNS", {"key", "value"})
-    assert metric_rows(client) is None
+    assert metric_table(MlflowClient("http://127.0.0.1:9")) is None
+    monkeypatch.setattr(mlflow_rows, "METRIC_COLUMNS", {"key", "value"})
+    assert metric_table(client) is None
 
 
 def test_sending_the_same_records_again_stores_them_once(store: Path, client: Any) -> None:

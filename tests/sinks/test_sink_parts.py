@@ -11,15 +11,15 @@ import pytest
 from sink_runs import HISTOGRAM, METRICS, record, run_info
 
 from esper_telemetry.alarms.registry import registry
+from esper_telemetry.core.catalogue import family_name
 from esper_telemetry.core.record import Histogram, MetricInfo
 from esper_telemetry.core.redaction import masked
 from esper_telemetry.delivery.status import replay_command
 from esper_telemetry.sinks import MLflowSink, Sink, TensorBoardSink, WandbSink, as_sink
-from esper_telemetry.sinks.histogram import by_tag, midpoints, trimmed, with_at_most
-from esper_telemetry.sinks.layout import Chart, family_name, sections
-from esper_telemetry.sinks.mlflow.artifacts import LegalNames, legal
-from esper_telemetry.sinks.readme import metric_description, run_readme
-from esper_telemetry.sinks.text import flattened, plain
+from esper_telemetry.sinks.layout import Chart, sections
+from esper_telemetry.sinks.mlflow.run import LegalNames, legal
+from esper_telemetry.sinks.pages import metric_description, run_readme
+from esper_telemetry.sinks.values import by_tag, flattened, midpoints, plain, trimmed, with_at_most
 
 
 @pytest.mark.parametrize(("share", "value"), [(0.0, 0.0), (0.25, 1.0), (0.5, 1.5), (0.75, 2.0), (1.0, 3.0)])
@@ -119,6 +119,17 @@ def test_leftovers_share_a_chart_only_from_one_bound_to_another() -> None:
 
     assert [chart.keys for chart in section.charts] == [("my/a", "my/b"), ("my/c",), ("my/d",)]
     assert section.charts[0].title == "my: a, b [fraction]"
+
+
+def test_declared_families_stand_at_their_places_and_a_users_own_last() -> None:
+    keys = ["my/key", "perf/a", "seed/active", "obs/b"]
+
+    assert [section.question for section in sections(keys, run_info())] == [
+        "Does the policy see anything change?",
+        "Do seeds take root?",
+        "Where does the time go?",
+        "Your own: my",
+    ]
 
 
 def test_every_key_stands_in_exactly_one_chart() -> None:

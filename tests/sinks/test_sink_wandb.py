@@ -16,7 +16,7 @@ from sink_runs import HISTOGRAM, record, run_info
 
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.sinks import PermanentSinkError, WandbSink
-from esper_telemetry.sinks.wandb.run import PATIENCE
+from esper_telemetry.sinks.wandb.run import MAX_WAITING_ROWS
 
 AXES = ("axis/update", "axis/env_step", "axis/gradient_step", "axis/wall_time")
 
@@ -192,12 +192,12 @@ def test_steps_are_seen_through_the_module_too(theirs: Any, tmp_path: Path) -> N
 
 def test_an_owner_who_never_logs_gets_a_row_per_record(theirs: Any, tmp_path: Path) -> None:
     sink = joined(theirs)
-    for update in range(1, PATIENCE + 4):
+    for update in range(1, MAX_WAITING_ROWS + 4):
         sink.write([record(update)])
     sink.close(RunStatus.FINISHED)
     theirs.finish()
 
-    assert [update for _, update in shown(inspect(tmp_path))] == list(range(1, PATIENCE + 4))
+    assert [update for _, update in shown(inspect(tmp_path))] == list(range(1, MAX_WAITING_ROWS + 4))
 
 
 def test_the_first_step_of_an_owner_who_comes_late_is_kept(theirs: Any, tmp_path: Path) -> None:

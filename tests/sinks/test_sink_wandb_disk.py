@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from esper_telemetry.sinks.wandb import disk as wandb_disk
-from esper_telemetry.sinks.wandb.disk import Disk
+from esper_telemetry.sinks.wandb import run as wandb_run
+from esper_telemetry.sinks.wandb.run import DiskWatch
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_is_an_error_that_is_over_when_there_is_room_again(small: Path) -> None:
-    disk = Disk(small)
+    disk = DiskWatch(small)
     disk.check()
 
     (small / "ballast").write_bytes(bytes(1_500_000))
@@ -36,11 +36,11 @@ def test_a_full_disk_is_an_error_that_is_over_when_there_is_room_again(small: Pa
 
 
 def test_what_the_client_says_to_its_log_only_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wandb_disk, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(wandb_run, "LOG_CHECK_SECONDS", 0.0)
     log = tmp_path / "logs" / "debug-internal.log"
     log.parent.mkdir()
     log.write_text('{"level":"INFO","msg":"all is well"}\n')
-    disk = Disk(tmp_path)
+    disk = DiskWatch(tmp_path)
     disk.check()
 
     with log.open("a") as file:

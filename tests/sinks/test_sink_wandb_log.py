@@ -13,19 +13,20 @@ import pytest
 import wandb
 from sink_runs import record, run_info
 
+from esper_telemetry.core.backends import WANDB_BLOCK_BYTES
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.delivery import Cursor, Cursors, Delivery
 from esper_telemetry.journal import Journal, encode_end, encode_record, encode_run
 from esper_telemetry.sinks import WandbSink
-from esper_telemetry.sinks.wandb import run as wandb_log
-from esper_telemetry.sinks.wandb.run import _read, last_update
+from esper_telemetry.sinks.wandb import stored as wandb_stored
+from esper_telemetry.sinks.wandb.stored import last_update, summary_of
 
 PROJECT = "walker"
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wandb_log, "SETTLE_SECONDS", 0.01)
+    monkeypatch.setattr(wandb_stored, "SETTLE_SECONDS", 0.01)
     monkeypatch.delenv("WANDB_MODE", raising=False)
 
 
@@ -64,8 +65,8 @@ def rows(file: Path) -> list[int]:
 def test_the_last_update_on_disk_is_found_across_blocks(first_part: Path) -> None:
     (file,) = files(first_part)
 
-    assert file.stat().st_size > wandb_log.BLOCK
-    assert _read(file) == (PROJECT, 5, True)
+    assert file.stat().st_size > WANDB_BLOCK_BYTES
+    assert summary_of(file) == (PROJECT, 5, True)
 
 
 def test_a_file_that_is_cut_off_holds_what_is_whole(first_part: Path, tmp_path: Path) -> None:
@@ -74,7 +75,7 @@ def test_a_file_that_is_cut_off_holds_what_is_whole(first_part: Path, tmp_path: 
     found = []
     for length in range(len(data), 0, -997):
         cut.write_bytes(data[:length])
-        found.append(_read(cut).update)
+        found.append(summary_of(cut).update)
 
     assert found == sorted(found, reverse=True)
     assert {0, 1, 2, 3, 4, 5} == set(found)
@@ -96,7 +97,7 @@ def test_a_run_goes_on_behind_the_last_row_on_disk(first_part: Path, noted: int,
     shutil.copytree(first_part, run_dir, symlinks=True)
     (file,) = files(run_dir)
     data = file.read_bytes()
-    while _read(file).update > 3:
+    while summary_of(file).update > 3:
         data = data[:-50]
         file.write_bytes(data)
     journal = Journal.create(run_dir)

@@ -23,7 +23,7 @@ from esper_telemetry.core.record import MetricInfo, RunInfo, RunStatus
 from esper_telemetry.delivery.cursors import Cursor, Cursors
 from esper_telemetry.journal import Journal, encode_end, encode_record, encode_run, read_run
 from esper_telemetry.sinks import WandbSink, protocol
-from esper_telemetry.sinks.readme import safe
+from esper_telemetry.sinks.pages import safe
 from esper_telemetry.sinks.wandb.workspace import specification, workspace
 
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic V1 style `@validator` validators")  # in wandb-workspaces 0.4

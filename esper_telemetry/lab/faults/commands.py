@@ -21,7 +21,6 @@ from rich.table import Table
 
 from esper_telemetry.adapters.attach import attach
 from esper_telemetry.cli.mistakes import wrong_use
-from esper_telemetry.cli.outcome import Summary
 from esper_telemetry.core.record import Level
 from esper_telemetry.lab.faults.catalogue import FAULTS, find, schedule
 from esper_telemetry.lab.faults.judging import Opinions, all_opinions, kept_runs
@@ -33,6 +32,7 @@ from esper_telemetry.ppo.trainer import PPO
 from esper_telemetry.sinks.console import is_live, make_console
 from esper_telemetry.sinks.registry import as_sink
 from esper_telemetry.telemetry import Telemetry
+from esper_telemetry.views.outcome import Summary
 
 if TYPE_CHECKING:
     from esper_telemetry.lab.faults.__main__ import Demo, List, Score
@@ -361,5 +361,5 @@ def demo(options: Demo) -> int:
         print(f"training ended: {error}")
         return 1
     finally:
-        summary.show(telemetry)
+        summary.show(telemetry.run_dir, telemetry.run)
     return 0

@@ -1,113 +1,134 @@
-"""A run in MLflow that is open: found or made, written in batches, ended with a status."""
+"""An open run in MLflow: found or created, written in batches, with its files, ended with a status.
+
+Everything goes through `MlflowClient`, so no global state of MLflow changes. One `log_batch` of up to a thousand metrics is twenty times
+as fast as `log_metric`.
+"""
 
 from __future__ import annotations
 
 import getpass
 import json
 import logging
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from posixpath import normpath
+from typing import Any, Final
 
+from esper_telemetry.core.backends import SQLITE
 from esper_telemetry.core.record import Alarm, AlarmEvent, Record, RunInfo, RunStatus
 from esper_telemetry.core.redaction import masked
-from esper_telemetry.sinks.budget import KeyBudget
-from esper_telemetry.sinks.histogram import by_tag
-from esper_telemetry.sinks.incidents import IncidentCards, alarm_text
-from esper_telemetry.sinks.mlflow.artifacts import Artifacts, LegalNames
-from esper_telemetry.sinks.mlflow.database import SQLITE, ensure_database, metric_rows, split
-from esper_telemetry.sinks.protocol import PermanentSinkError, PoisonRecordError
-from esper_telemetry.sinks.readme import glossary
-from esper_telemetry.sinks.text import flattened
+from esper_telemetry.sinks.layout import KeyBudget
+from esper_telemetry.sinks.mlflow.database import ensure_database, metric_table, split_latest
+from esper_telemetry.sinks.pages import IncidentCards, alarm_text, glossary, run_readme
+from esper_telemetry.sinks.protocol import PermanentSinkError, PoisonRecordError, logger
+from esper_telemetry.sinks.values import by_tag, flattened
 
-MAX_METRICS = 1000
-MAX_PARAMS = 100
-MAX_PARAM_LENGTH = 6000
-MAX_TAG_LENGTH = 8000
-QUANTILES = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
-RUN_TAG = "esper.run_id"
-KEYMAP_TAG = "esper.keymap"
-CHANGED_TAG = "esper.changed."
-ALARM_TAG = "esper.alarm."
-"""Before the type of an alarm: what became of it."""
-MAX_ALARM_LENGTH = 500
-PARENT_TAG = "mlflow.parentRunId"
-"""Under which run MLflow's pages show a run."""
-METRICS_TAG = "esper.metrics"
-"""Before the name of a family: what its metrics mean."""
-EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
+MAX_METRICS: Final = 1000
+MAX_PARAMS: Final = 100
+MAX_PARAM_LENGTH: Final = 6000
+MAX_TAG_LENGTH: Final = 8000
+MAX_ALARM_LENGTH: Final = 500
+MAX_NAME_LENGTH: Final = 250
+FORBIDDEN_IN_NAME: Final = re.compile(r"[^\w\-. :/]")
+QUANTILES: Final = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
+
+RUN_TAG: Final = "esper.run_id"
+KEYMAP_TAG: Final = "esper.keymap"
+CHANGED_TAG: Final = "esper.changed."
+ALARM_TAG: Final = "esper.alarm."
+"""Prefix of the tag that holds the state of an alarm; its type follows."""
+METRICS_TAG: Final = "esper.metrics"
+"""Prefix of the tag that holds the meaning of a family's metrics; the family's name follows."""
+PARENT_TAG: Final = "mlflow.parentRunId"
+"""MLflow's pages show a run beneath the run of this id."""
+EXPERIMENT_TAGS: Final = {"mlflow.experimentKind": "custom_model_development"}
 """Without it MLflow's pages take a training run for an evaluation of a language model."""
 
-HOPELESS = {401, 403, 404}
-"""HTTP statuses that stay what they are however often one asks."""
-REFUSED = 400
-"""One number that MLflow does not like has a whole batch refused."""
+PERMANENT_STATUSES: Final = {401, 403, 404}
+"""HTTP statuses that a repeated request would get again."""
+BAD_REQUEST: Final = 400
+"""HTTP status of a batch with one number that MLflow does not accept."""
+FINAL_STATUSES: Final = {RunStatus.FINISHED: "FINISHED", RunStatus.FAILED: "FAILED"}
+"""Other statuses are KILLED in MLflow."""
 
-STATUSES = {RunStatus.FINISHED: "FINISHED", RunStatus.FAILED: "FAILED"}
-"""The others are KILLED."""
+CONFIG: Final = "config.json"
+CHECKPOINTS: Final = "checkpoints"
+"""Folder of that name, in the run directory and among the artifacts."""
+README: Final = "run.md"
+INCIDENTS: Final = "incidents"
+"""Name, without its ending, of the artifacts about incidents."""
 
 
 class MlflowRun:
-    """The open run; `ours` says whether to end it, `checkpoints` whether to store them then."""
+    """The open run; `is_own` says whether to end it, `checkpoints` whether to store them then."""
 
-    def __init__(self, client: Any, run_id: str, budget: KeyBudget, *, ours: bool, checkpoints: bool = False) -> None:
-        self.client = client
+    def __init__(self, client: Any, run_id: str, budget: KeyBudget, *, is_own: bool, checkpoints: bool = False) -> None:
         self.run_id = run_id
-        self.budget = budget
-        self.ours = ours
-        self.names = LegalNames()
-        self.mapped: dict[str, str] = {}
         self.incidents = IncidentCards()
-        self.artifacts = Artifacts(client, run_id)
-        self.rows = metric_rows(client)
-        self.checkpoints = checkpoints
+        self.client = client
+        self._budget = budget
+        self._is_own = is_own
+        self._checkpoints = checkpoints
+        self._names = LegalNames()
+        self._keymap: dict[str, str] = {}
+        self._artifacts = Artifacts(client, run_id)
+        self.table = metric_table(client)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Sends all records in as few requests as MLflow's limit allows; what is history by then goes into its table at once, if it can.
+        """Send all records in as few requests as MLflow's limit allows; history goes straight into the table where that is possible.
 
-        Key by key, because so does MLflow's table lie on the disk: a request then writes a few pages instead of one for each key.
+        Metrics are sorted by key, as MLflow's table is on the disk: a request then writes a few pages instead of one for each key.
         """
-        metrics = [metric for record in records for metric in self._metrics(self.budget.select(record))]
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(self._names[key], value, round(record.axes.wall_time * 1000), record.axes.env_step)
+            for record in records
+            for key, value in numbers_of(self._budget.select(record)).items()
+        ]
         metrics.sort(key=attrgetter("key"))
         with _classified():
-            if self.rows is not None:
-                history, metrics = split(metrics)
-                self.rows.add(self.run_id, history)
+            if self.table is not None:
+                history, metrics = split_latest(metrics)
+                self.table.add(self.run_id, history)
             for batch in _batches(metrics, MAX_METRICS):
                 self.client.log_batch(self.run_id, metrics=batch, synchronous=True)
-            self._tell_names()
+            self._write_keymap()
 
     def alarm(self, alarm: Alarm) -> None:
-        """Says in a tag what became of the alarm; stores the incidents where it is raised."""
+        """Set the tag of the alarm's type; store the incidents when an alarm is raised."""
         with _classified():
-            text = f"{alarm.level} since update {alarm.since}: {alarm_text(alarm)}"
-            text = text if alarm.event is not AlarmEvent.CLEAR else alarm_text(alarm)
+            text = alarm_text(alarm)
+            if alarm.event is not AlarmEvent.CLEAR:
+                text = f"{alarm.level} since update {alarm.since}: {text}"
             self.client.set_tag(self.run_id, f"{ALARM_TAG}{alarm.type}", text[:MAX_ALARM_LENGTH])
         self.incidents.add(alarm)
         if alarm.event is AlarmEvent.RAISE:
-            self.artifacts.incidents(self.incidents)
+            self._artifacts.store_incidents(self.incidents)
 
     def close(self, status: RunStatus) -> None:
-        """Stores the files of the run, as it is known by then, and sets the status of a run of ours."""
-        run = self.budget.run
+        """Store the files of the run, and set the status of an own run."""
+        run = self._budget.run
         if self.incidents.alarms:
-            self.artifacts.incidents(self.incidents)
-        if self.ours:
-            self.artifacts.description(run)
-        if self.checkpoints:
-            self.artifacts.checkpoints(run)
-        if self.ours:
+            self._artifacts.store_incidents(self.incidents)
+        if self._is_own:
+            self._artifacts.store_description(run)
+        if self._checkpoints:
+            self._artifacts.store_checkpoints(run)
+        if self._is_own:
             with _classified():
-                self.client.set_terminated(self.run_id, STATUSES.get(status, "KILLED"))
+                self.client.set_terminated(self.run_id, FINAL_STATUSES.get(status, "KILLED"))
 
     def describe(self, run: RunInfo, known: Mapping[str, str]) -> None:
-        """Logs the settings that are not there yet; MLflow refuses to change a parameter, so what a resumed run changes is a tag."""
+        """Log the settings that MLflow does not have yet. MLflow refuses to change a parameter, so a resumed run's changes are tags."""
         from mlflow.entities import Param, RunTag
 
-        settings = {self.names[name]: str(value)[:MAX_PARAM_LENGTH] for name, value in flattened(run.config).items()}
+        settings = {self._names[name]: str(value)[:MAX_PARAM_LENGTH] for name, value in flattened(run.config).items()}
         params = [Param(name, value) for name, value in settings.items() if name not in known]
         for batch in _batches(params, MAX_PARAMS):
             self.client.log_batch(self.run_id, params=batch, synchronous=True)
@@ -115,29 +136,22 @@ class MlflowRun:
         tags = [RunTag(f"{CHANGED_TAG}{name}", value[:MAX_TAG_LENGTH]) for name, value in changed.items()]
         for batch in _batches(tags, MAX_PARAMS):
             self.client.log_batch(self.run_id, tags=batch, synchronous=True)
-        self._tell_names()
+        self._write_keymap()
 
-    def _metrics(self, record: Record) -> Iterator[Any]:
-        from mlflow.entities import Metric
-
-        milliseconds = round(record.axes.wall_time * 1000)
-        for key, value in numbers_of(record).items():
-            yield Metric(self.names[key], value, milliseconds, record.axes.env_step)
-
-    def _tell_names(self) -> None:
-        """Keeps the way back from names that had to be changed in a tag."""
-        changed = self.names.changed
-        if changed != self.mapped:
+    def _write_keymap(self) -> None:
+        """Set the tag that maps changed names to the original ones."""
+        changed = self._names.changed
+        if changed != self._keymap:
             self.client.set_tag(self.run_id, KEYMAP_TAG, json.dumps(changed)[:MAX_TAG_LENGTH])
-            self.mapped = changed
+            self._keymap = changed
 
 
 def joined_run(store: str | None, run_id: str, budget: KeyBudget, *, checkpoints: bool) -> MlflowRun:
-    """A run that somebody else has open."""
+    """Return a run that the user has open."""
     client = client_of(store)
     with _classified():
         client.get_run(run_id)
-    return MlflowRun(client, run_id, budget, ours=False, checkpoints=checkpoints)
+    return MlflowRun(client, run_id, budget, is_own=False, checkpoints=checkpoints)
 
 
 def own_run(
@@ -149,25 +163,34 @@ def own_run(
     parent: str | None,
     checkpoints: bool,
 ) -> MlflowRun:
-    """Our run of that id, running again, or a new one; beneath its parent, where it has one."""
+    """Return the MLflow run of the budget's run, marked as running again, or a new one; beneath its parent, if it has one."""
     run = budget.run
-    with _quiet(), _classified():
+    with _without_migration_lines(), _classified():
         client = client_of(store)
-        experiment_id = _experiment_id(client, experiment, artifacts)
-        above = {} if parent is None else {PARENT_TAG: _run_of(client, experiment_id, parent)}
-        found = _of_ours(client, experiment_id, run.run_id)
-        if found:
-            client.update_run(found[0].info.run_id, status="RUNNING")
-            for tag, value in above.items():
-                client.set_tag(found[0].info.run_id, tag, value)
-        entity = found[0] if found else _created(client, experiment_id, run, above)
-        opened = MlflowRun(client, entity.info.run_id, budget, ours=True, checkpoints=checkpoints)
+        known = client.get_experiment_by_name(experiment)
+        if known is not None:
+            experiment_id = str(known.experiment_id)
+        else:
+            location = artifacts.as_uri() if artifacts else None
+            experiment_id = str(client.create_experiment(experiment, artifact_location=location, tags=EXPERIMENT_TAGS))
+        parent_tags = {}
+        if parent is not None:  # the id of an MLflow run, or of a run of this package
+            above = find_run(client, experiment_id, parent) or client.get_run(parent)
+            parent_tags[PARENT_TAG] = str(above.info.run_id)
+        entity = find_run(client, experiment_id, run.run_id)
+        if entity is not None:
+            client.update_run(entity.info.run_id, status="RUNNING")
+            for tag, value in parent_tags.items():
+                client.set_tag(entity.info.run_id, tag, value)
+        else:
+            entity = _create_run(client, experiment_id, run, parent_tags)
+        opened = MlflowRun(client, entity.info.run_id, budget, is_own=True, checkpoints=checkpoints)
         opened.describe(run, entity.data.params)
     return opened
 
 
 def client_of(store: str | None) -> Any:
-    """A client for the store; one in SQLite is made where there is none."""
+    """Return a client for the store; a missing SQLite database is created."""
     from mlflow.tracking import MlflowClient
 
     if store is not None and store.startswith(SQLITE):
@@ -175,41 +198,36 @@ def client_of(store: str | None) -> Any:
     client = MlflowClient(store)
     inner = getattr(client, "_tracking_client", None)
     if inner is not None:
-        inner._log_url = lambda run_id: None  # prints where a run is when it ends, with the password of the address
+        inner._log_url = lambda run_id: None  # prints the address of a run that ends, with the password in it
     return client
 
 
-def _of_ours(client: Any, experiment_id: str, run_id: str) -> list[Any]:
-    """The MLflow run of a run of ours, if there is one."""
-    found = client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{quoted(run_id)}'", max_results=1)
-    return list(found)
+def find_run(client: Any, experiment_id: str, run_id: str) -> Any | None:
+    """Return the MLflow run of this package's run with that id; None if there is none."""
+    quoted = run_id.replace("\\", "\\\\").replace("'", "\\'")
+    runs = client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{quoted}'", max_results=1)
+    return runs[0] if runs else None
 
 
-def _run_of(client: Any, experiment_id: str, run_id: str) -> str:
-    """The id of an MLflow run that is given by it, or by the id of a run of ours."""
-    found = _of_ours(client, experiment_id, run_id)
-    return str((found[0] if found else client.get_run(run_id)).info.run_id)
-
-
-def _experiment_id(client: Any, name: str, artifacts: Path | None) -> str:
-    found = client.get_experiment_by_name(name)
-    if found is not None:
-        return str(found.experiment_id)
-    location = artifacts.as_uri() if artifacts else None
-    return str(client.create_experiment(name, artifact_location=location, tags=EXPERIMENT_TAGS))
-
-
-def _created(client: Any, experiment_id: str, run: RunInfo, above: Mapping[str, str]) -> Any:
-    """A new run with the tags that MLflow's own functions would set."""
+def _create_run(client: Any, experiment_id: str, run: RunInfo, parent_tags: Mapping[str, str]) -> Any:
+    """Create a run with the tags that MLflow's fluent functions would set."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = "unknown"  # a container's user without an entry in the password file
+    meanings = {
+        family: text if len(text) <= MAX_TAG_LENGTH else text[:MAX_TAG_LENGTH].rpartition("\n")[0]  # whole lines
+        for family, text in glossary(run).items()
+    }
     tags = {
-        **above,
+        **parent_tags,
         RUN_TAG: run.run_id,
-        "mlflow.user": _user(),
+        "mlflow.user": user,
         "mlflow.source.name": sys.argv[0] or "python",
         "mlflow.source.type": "LOCAL",
         "mlflow.runName": run.name,
         **{f"esper.tag.{tag}": "true" for tag in run.tags},
-        **{f"{METRICS_TAG}.{family}": _cut(text) for family, text in glossary(run).items()},
+        **{f"{METRICS_TAG}.{family}": text for family, text in meanings.items()},
     }
     if run.notes:
         tags["mlflow.note.content"] = run.notes[:MAX_TAG_LENGTH]
@@ -217,7 +235,7 @@ def _created(client: Any, experiment_id: str, run: RunInfo, above: Mapping[str, 
 
 
 def numbers_of(record: Record) -> dict[str, float]:
-    """What is stored of a record: the values, the axes that are not MLflow's own, and three quantiles for each histogram."""
+    """Return the numbers that are stored of a record: values, axes without a field in MLflow, three quantiles of each histogram."""
     numbers = {**record.values}
     numbers["axis/update"] = record.axes.update
     numbers["axis/gradient_step"] = record.axes.gradient_step
@@ -232,43 +250,24 @@ def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
         yield items[start : start + size]
 
 
-def _cut(text: str) -> str:
-    """As many whole lines as a tag holds."""
-    if len(text) <= MAX_TAG_LENGTH:
-        return text
-    return text[:MAX_TAG_LENGTH].rpartition("\n")[0]
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return "unknown"  # a container's user without an entry in the password file
-
-
-def quoted(text: str) -> str:
-    """The text within quotation marks of a search."""
-    return text.replace("\\", "\\\\").replace("'", "\\'")
-
-
 @contextmanager
 def _classified() -> Iterator[None]:
-    """Turns refusals that stay refusals into permanent errors, with addresses masked."""
+    """Turn MLflow's refusals into the errors of a sink, with passwords masked."""
     from mlflow.exceptions import MlflowException
 
     try:
         yield
     except MlflowException as error:
-        if error.get_http_status_code() in HOPELESS:
+        if error.get_http_status_code() in PERMANENT_STATUSES:
             raise PermanentSinkError(f"MLflow refuses: {masked(str(error))}") from error
-        if error.get_http_status_code() == REFUSED:
+        if error.get_http_status_code() == BAD_REQUEST:
             raise PoisonRecordError(f"MLflow refuses a batch: {masked(str(error))}") from error
         raise
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps quiet about the tables that a new database gets: dozens of lines about nothing."""
+def _without_migration_lines() -> Iterator[None]:
+    """Silence the dozens of lines about the tables of a new database."""
     loggers = [logging.getLogger(name) for name in ("alembic", "mlflow.store.db.utils")]
     levels = [one.level for one in loggers]
     for one in loggers:
@@ -278,3 +277,76 @@ def _quiet() -> Iterator[None]:
     finally:
         for one, level in zip(loggers, levels, strict=True):
             one.setLevel(level)
+
+
+class Artifacts:
+    """Stores the files of a run. A store that refuses files, as many do, costs one warning and no number."""
+
+    def __init__(self, client: Any, run_id: str) -> None:
+        self._client = client
+        self._run_id = run_id
+        self._accepted = True
+
+    def store_incidents(self, incidents: IncidentCards) -> None:
+        """Store the incidents, as a page and as JSON."""
+        self._try(INCIDENTS, lambda: self._client.log_text(self._run_id, incidents.page(), f"{INCIDENTS}.md"))
+        self._try(INCIDENTS, lambda: self._client.log_text(self._run_id, incidents.to_json(), f"{INCIDENTS}.json"))
+
+    def store_description(self, run: RunInfo) -> None:
+        """Store the page about the run, and its settings from the run directory, where secrets are masked."""
+        self._try(README, lambda: self._client.log_text(self._run_id, run_readme(run) + "\n", README))
+        if run.run_dir is not None and (path := Path(run.run_dir) / CONFIG).is_file():
+            self._try(CONFIG, lambda: self._client.log_artifact(self._run_id, str(path)))
+
+    def store_checkpoints(self, run: RunInfo) -> None:
+        """Store the files in the run directory's folder of checkpoints; warn if there are none."""
+        folder = None if run.run_dir is None else Path(run.run_dir) / CHECKPOINTS
+        files = [] if folder is None else sorted(path for path in folder.glob("*") if path.is_file())
+        if not files:
+            logger.warning("MLflow gets no checkpoints of run %s: there are none in %s", run.name, folder)
+        for path in files:
+            self._try(path.name, partial(self._client.log_artifact, self._run_id, str(path), CHECKPOINTS))
+
+    def _try(self, name: str, store: Callable[[], object]) -> None:
+        if not self._accepted:
+            return
+        try:
+            store()
+        except Exception as error:  # depends on the store of artifacts: boto3, requests, OSError
+            self._accepted = False
+            logger.warning("MLflow does not store %s (%s); the run directory has it", name, masked(str(error)))
+
+
+class LegalNames:
+    """Maps each name to one that MLflow accepts, two names never to the same one: a single bad name would have a whole batch refused."""
+
+    def __init__(self) -> None:
+        self._legal: dict[str, str] = {}
+        self._used: set[str] = set()
+
+    def __getitem__(self, name: str) -> str:
+        """Return the legal name."""
+        if name not in self._legal:
+            candidate = unused = legal(name)
+            number = 1
+            while unused in self._used:
+                number += 1
+                suffix = f"_{number}"
+                unused = candidate[: MAX_NAME_LENGTH - len(suffix)] + suffix
+            self._legal[name] = unused
+            self._used.add(unused)
+        return self._legal[name]
+
+    @property
+    def changed(self) -> dict[str, str]:
+        """The original of every legal name that differs from it."""
+        return {legal_name: name for name, legal_name in self._legal.items() if legal_name != name}
+
+
+def legal(name: str) -> str:
+    """Return the name if MLflow accepts it, else the nearest that it accepts."""
+    allowed = FORBIDDEN_IN_NAME.sub("_", name)[:MAX_NAME_LENGTH]
+    # MLflow treats names as paths: no empty segment, no `.` or `..`, nothing before the first `/`.
+    if allowed and normpath(allowed) == allowed and allowed[0] not in "/.":
+        return allowed
+    return "_".join(part for part in re.split(r"[/.]+", allowed) if part) or "_"

@@ -1,8 +1,8 @@
-"""The numbers of one run that an MLflow store holds.
+"""Read the numbers of one run from an MLflow store.
 
 An SQLite file is read with one query and without MLflow: importing MLflow takes three seconds of processor time, and its client reads one
-metric per call. The query reads what the client would show: active runs, and metrics that MLflow lists for the run. A file with other
-tables than these goes through the client, as every other store does.
+metric per call. The query returns what the client would: active runs, and metrics that MLflow lists for the run. A file with other
+tables, and every other store, is read through the client.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from esper_telemetry.core.backends import SQLITE
 from esper_telemetry.core.record import RunInfo
-from esper_telemetry.sinks.mlflow.database import SQLITE
-from esper_telemetry.sinks.mlflow.run import RUN_TAG, client_of, quoted
+from esper_telemetry.sinks.mlflow.run import RUN_TAG, client_of, find_run
 from esper_telemetry.sinks.protocol import StoredMetrics
 
 UPDATE: Final = "axis/update"
@@ -45,12 +45,12 @@ class MetricPoint(NamedTuple):
 
 
 def stored_run(store: str | None, run: RunInfo, experiment: str) -> StoredMetrics:
-    """Return the whole history of every metric of the run; nothing where the store has no such run, and no store is made."""
+    """Return the whole history of every metric of the run; empty if the store has no such run. No store is created."""
     if store is not None and store.startswith(SQLITE):
         path = Path(store.removeprefix(SQLITE))
         if not path.exists():
             return StoredMetrics()
-        with suppress(sqlite3.Error):  # other tables than ours: MLflow says what is in them
+        with suppress(sqlite3.Error):  # other tables: the client knows how to read them
             return _in_database(path, run, experiment)
     return _through_client(client_of(store), run, experiment)
 
@@ -58,10 +58,10 @@ def stored_run(store: str | None, run: RunInfo, experiment: str) -> StoredMetric
 def _in_database(path: Path, run: RunInfo, experiment: str) -> StoredMetrics:
     """Raise sqlite3.Error where the file does not have MLflow's tables, or is locked for too long."""
     with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=LOCK_SECONDS)) as database:
-        found = database.execute(FIND_RUN, (experiment, RUN_TAG, run.run_id)).fetchone()
-        if found is None:
+        row = database.execute(FIND_RUN, (experiment, RUN_TAG, run.run_id)).fetchone()
+        if row is None:
             return StoredMetrics()
-        run_uuid, status = found
+        run_uuid, status = row
         rows = database.execute(READ_METRICS, (run_uuid,)).fetchall()
     points = [MetricPoint(key, step, time, math.nan if is_nan else value) for key, step, time, value, is_nan in rows]
     return _by_update(points, ended=status != RUNNING)
@@ -69,23 +69,19 @@ def _in_database(path: Path, run: RunInfo, experiment: str) -> StoredMetrics:
 
 def _through_client(client: Any, run: RunInfo, experiment: str) -> StoredMetrics:
     known = client.get_experiment_by_name(experiment)
-    if known is None:
+    entity = None if known is None else find_run(client, known.experiment_id, run.run_id)
+    if entity is None:
         return StoredMetrics()
-    runs = client.search_runs([known.experiment_id], f"tags.`{RUN_TAG}` = '{quoted(run.run_id)}'", max_results=1)
-    if not runs:
-        return StoredMetrics()
-    (found,) = runs
-    histories = (client.get_metric_history(found.info.run_id, key) for key in found.data.metrics)
     points = [
         MetricPoint(metric.key, metric.step, metric.timestamp, metric.value)
-        for history in histories
-        for metric in history
+        for key in entity.data.metrics
+        for metric in client.get_metric_history(entity.info.run_id, key)
     ]
-    return _by_update(points, ended=found.info.status != RUNNING)
+    return _by_update(points, ended=entity.info.status != RUNNING)
 
 
 def _by_update(points: Sequence[MetricPoint], *, ended: bool) -> StoredMetrics:
-    """Return the points as rows: numbers belong to one update where step and time are those of its `axis/update`."""
+    """Return the points as rows: a number belongs to the update whose `axis/update` has the same step and time."""
     stored = StoredMetrics(ended=ended)
     updates = {(point.step, point.timestamp): int(point.value) for point in points if point.key == UPDATE}
     for point in points:

@@ -1,4 +1,4 @@
-"""Records and run descriptions as TensorBoard's protocol buffers; imported only where tensorboard is there."""
+"""Records and run descriptions as TensorBoard's protocol buffers; imported only where TensorBoard is installed."""
 
 from __future__ import annotations
 
@@ -19,46 +19,45 @@ from tensorboard.plugins.scalar import metadata as scalars
 from tensorboard.plugins.text import metadata as text
 
 from esper_telemetry.core.record import Axes, Histogram, MetricInfo, RunInfo, RunStatus
-from esper_telemetry.sinks.histogram import midpoints
 from esper_telemetry.sinks.layout import Section
-from esper_telemetry.sinks.readme import metric_description
-from esper_telemetry.sinks.text import flattened
+from esper_telemetry.sinks.pages import metric_description
+from esper_telemetry.sinks.values import flattened, midpoints
 
 STATUSES = {RunStatus.FINISHED: api_pb2.STATUS_SUCCESS}
 
 COMPARED = frozenset(["env", "env_id", "learning_rate", "lr", "policy", "seed", "total_steps", "total_timesteps"])
-"""Settings in which runs differ as a rule: TensorBoard's table begins with them and shows the others when asked to."""
+"""Settings in which runs usually differ: TensorBoard's table shows these first and the others on request."""
 
 
 def event(axes: Axes, values: Iterable[Any]) -> Any:
-    """One event at the environment step of the axes, with all the values."""
+    """Return one event at the environment step of the axes, with all the values."""
     return Event(wall_time=axes.wall_time, step=axes.env_step, summary=Summary(value=list(values)))
 
 
 def note(wall_time: float, value: Any) -> Any:
-    """One event outside of any step."""
+    """Return one event without a step."""
     return Event(wall_time=wall_time, summary=Summary(value=[value]))
 
 
 def restart(axes: Axes) -> Any:
-    """Tells readers that this file goes on from here: what older files hold at or after this step is void."""
+    """Return the event that voids what older files hold at or after this step."""
     return Event(wall_time=axes.wall_time, step=axes.env_step, session_log=SessionLog(status=SessionLog.START))
 
 
 def scalar(tag: str, number: float, info: SummaryMetadata | None = None) -> Any:
-    """A scalar, with its description where this is the first of its tag."""
+    """Return a scalar, with its description for the first of its tag."""
     return Summary.Value(tag=tag, simple_value=number, metadata=info)
 
 
 def scalar_info(tag: str, described: MetricInfo | None) -> Any:
-    """What the dashboard shows about a scalar; without the class, TensorBoard's default loader drops it."""
+    """Return the description of a scalar; without the data class, TensorBoard's default loader drops the scalar."""
     info = scalars.create_summary_metadata(tag, metric_description(described) if described else "")
     info.data_class = DATA_CLASS_SCALAR
     return info
 
 
 def histogram(tag: str, counted: Histogram) -> Any:
-    """A histogram with our own bins; moments are those of the bins' midpoints."""
+    """Return a histogram with the record's bins; its moments are those of the bins' midpoints."""
     middles = midpoints(counted)
     weighted = list(zip(middles, counted.counts, strict=True))
     proto = HistogramProto(
@@ -74,17 +73,24 @@ def histogram(tag: str, counted: Histogram) -> Any:
 
 
 def markdown(tag: str, content: str) -> Any:
-    """A page of text."""
+    """Return a page of text."""
     return Summary.Value(tag=tag, metadata=text.create_summary_metadata(tag, ""), tensor=_string(content.encode()))
 
 
 def layout(sections: Iterable[Section]) -> Any:
-    """The custom-scalars dashboard; all sections but the first two start closed."""
+    """Return the custom-scalars dashboard; all sections but the first two start closed."""
     categories = [
         layout_pb2.Category(
             title=section.question,
             closed=position > 1,
-            chart=[_chart(title, keys) for title, keys in section.charts],
+            chart=[
+                layout_pb2.Chart(
+                    title=title,
+                    # The plugin reads tags as regular expressions; keys hold no special character.
+                    multiline=layout_pb2.MultilineChartContent(tag=[f"^{key}$" for key in keys]),
+                )
+                for title, keys in section.charts
+            ],
         )
         for position, section in enumerate(sections)
     ]
@@ -94,16 +100,22 @@ def layout(sections: Iterable[Section]) -> Any:
 
 
 def session_start(run: RunInfo) -> Any:
-    """The settings of the run, for the table that compares runs."""
+    """Return the settings of the run, for the table that compares runs."""
     start = plugin_data_pb2.SessionStartInfo(group_name=run.run_id, start_time_secs=run.started)
     for name, value in flattened(run.config).items():
-        _set_parameter(start.hparams[name], value)
+        slot = start.hparams[name]
+        if isinstance(value, bool):
+            slot.bool_value = value
+        elif isinstance(value, int | float):
+            slot.number_value = value
+        else:
+            slot.string_value = str(value)
     data = plugin_data_pb2.HParamsPluginData(session_start_info=start)
     return _hparams(hparams.SESSION_START_INFO_TAG, data)
 
 
 def session_end(status: RunStatus, wall_time: float) -> Any:
-    """How the run ended, for the table that compares runs."""
+    """Return the status of a run that has ended, for the table that compares runs."""
     end = plugin_data_pb2.SessionEndInfo(
         status=STATUSES.get(status, api_pb2.STATUS_FAILURE),
         end_time_secs=wall_time,
@@ -112,17 +124,23 @@ def session_end(status: RunStatus, wall_time: float) -> Any:
 
 
 def experiment(run: RunInfo, outcomes: Iterable[str]) -> Any:
-    """Which settings and which outcomes are columns of the table that compares runs."""
-    columns = [_parameter_column(name, value) for name, value in flattened(run.config).items()]
+    """Return the columns of the table that compares runs: settings and outcomes."""
+    kinds: Mapping[type, Any] = {
+        bool: api_pb2.DATA_TYPE_BOOL,
+        int: api_pb2.DATA_TYPE_FLOAT64,
+        float: api_pb2.DATA_TYPE_FLOAT64,
+    }
+    columns = [
+        api_pb2.HParamInfo(
+            name=name,
+            type=kinds.get(type(value), api_pb2.DATA_TYPE_STRING),
+            differs=name.rpartition(".")[2] in COMPARED,
+        )
+        for name, value in flattened(run.config).items()
+    ]
     metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in outcomes]
     data = api_pb2.Experiment(hparam_infos=columns, metric_infos=metrics, time_created_secs=run.started)
     return _hparams(hparams.EXPERIMENT_TAG, plugin_data_pb2.HParamsPluginData(experiment=data))
-
-
-def _chart(title: str, keys: Iterable[str]) -> Any:
-    # The plugin takes tags as regular expressions; keys hold no special character.
-    lines = layout_pb2.MultilineChartContent(tag=[f"^{key}$" for key in keys])
-    return layout_pb2.Chart(title=title, multiline=lines)
 
 
 def _string(content: bytes) -> Any:
@@ -131,22 +149,3 @@ def _string(content: bytes) -> Any:
 
 def _hparams(tag: str, data: Any) -> Any:
     return Summary.Value(tag=tag, metadata=hparams.create_summary_metadata(data), tensor=hparams.NULL_TENSOR)
-
-
-def _set_parameter(slot: Any, value: object) -> None:
-    if isinstance(value, bool):
-        slot.bool_value = value
-    elif isinstance(value, int | float):
-        slot.number_value = value
-    else:
-        slot.string_value = str(value)
-
-
-def _parameter_column(name: str, value: object) -> Any:
-    kinds: Mapping[type, Any] = {
-        bool: api_pb2.DATA_TYPE_BOOL,
-        int: api_pb2.DATA_TYPE_FLOAT64,
-        float: api_pb2.DATA_TYPE_FLOAT64,
-    }
-    kind = kinds.get(type(value), api_pb2.DATA_TYPE_STRING)
-    return api_pb2.HParamInfo(name=name, type=kind, differs=name.rpartition(".")[2] in COMPARED)

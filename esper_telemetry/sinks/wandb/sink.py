@@ -1,6 +1,7 @@
-"""Weights & Biases: one row per record, the axes among its values, offline where there is no key.
+"""Weights & Biases: one row per record, the axes among its values; offline where there is no key.
 
-Alarms in a W&B run: alerts for people, a table and a few lines in the summary; none of it is a row, so no step moves.
+Alarms are alerts, lines in the run's summary and a table at its end; none of them is a row, so no step moves. Rows never pass `step=`:
+W&B drops rows whose step lies behind its counter.
 """
 
 from __future__ import annotations
@@ -18,10 +19,8 @@ from urllib.parse import urlencode
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
 from esper_telemetry.core.redaction import masked
 from esper_telemetry.core.suggestion import did_you_mean
-from esper_telemetry.sinks.budget import KeyBudget
-from esper_telemetry.sinks.histogram import by_tag, with_at_most
-from esper_telemetry.sinks.incidents import COLUMNS, IncidentCards, alarm_text, cause_of
-from esper_telemetry.sinks.layout import family_of
+from esper_telemetry.sinks.layout import KeyBudget, family_of
+from esper_telemetry.sinks.pages import ALARM_COLUMNS, IncidentCards, alarm_text, cause_of
 from esper_telemetry.sinks.protocol import (
     DeadClientError,
     PermanentSinkError,
@@ -33,87 +32,36 @@ from esper_telemetry.sinks.protocol import (
     require_package,
     require_run_dir,
 )
-from esper_telemetry.sinks.text import plain
-from esper_telemetry.sinks.wandb.disk import Disk
-from esper_telemetry.sinks.wandb.run import MODES, JoinedRun, OwnRun, last_update, start, stored_in
-from esper_telemetry.sinks.wandb.server import stored_on_server
+from esper_telemetry.sinks.values import by_tag, plain, with_at_most
+from esper_telemetry.sinks.wandb.run import MODES, DiskWatch, JoinedRun, OwnRun, start
+from esper_telemetry.sinks.wandb.stored import last_update, stored_in, stored_on_server
 
-WAIT: Final = timedelta(minutes=5)
+ALERT_INTERVAL: Final = timedelta(minutes=5)
 """W&B sends no second alert of one title, which is the alarm's type, within this time."""
+ALERT_LEVELS: Final = {AlarmLevel.CRITICAL: "ERROR", AlarmLevel.WARN: "WARN", AlarmLevel.INFO: "INFO"}
 
-LEVELS: Final = {AlarmLevel.CRITICAL: "ERROR", AlarmLevel.WARN: "WARN", AlarmLevel.INFO: "INFO"}
-
-
-class WandbAlarms:
-    """What is said of alarms in a run that is open."""
-
-    def __init__(self, run: Any) -> None:
-        self.run = run
-        self.incidents = IncidentCards()
-
-    def tell(self, alarm: Alarm) -> None:
-        """Alerts where it is raised or has become critical; the summary names what is wrong now, what was first, and why a run failed."""
-        known = IncidentCards([*self.incidents.alarms, alarm])
-        critical = alarm.event is AlarmEvent.UPDATE and alarm.level is AlarmLevel.CRITICAL
-        if alarm.event is AlarmEvent.RAISE or critical:
-            text = f"{alarm_text(alarm)}\n{alarm.key} at update {alarm.axes.update}, step {alarm.axes.env_step}"
-            self.run.alert(title=alarm.type, text=text, level=LEVELS[alarm.level], wait_duration=WAIT)
-        first = cause_of(known.of(known.alarms[0].incident))
-        self.run.summary.update(
-            {
-                "alarms/raised": len(known.raised),
-                "alarms/active": ", ".join(sorted(known.active)),
-                "alarms/first": "" if first is None else f"{first.type}: {alarm_text(first)}",
-                **({"alarms/failure": known.failure} if known.failure or self.incidents.failure else {}),
-            }
-        )
-        self.incidents.add(alarm)
-
-    def close(self) -> None:
-        """Adds the table of all alarms to the summary, if there were any; where no table can be stored, the run ends all the same."""
-        if not self.incidents.alarms:
-            return
-        import wandb
-
-        table = wandb.Table(columns=list(COLUMNS), data=self.incidents.rows())
-        try:
-            self.run.summary.update({"alarms/table": table})
-        except (ConnectionResetError, BrokenPipeError):
-            raise
-        except (
-            Exception
-        ) as error:  # what storing an artifact raises depends on the server: pydantic, requests, W&B's own
-            logger.warning("W&B does not store the table of alarms (%s); the journal has them", one_line_of(error))
+MAX_BINS: Final = 512
+MAX_PROJECT_LENGTH: Final = 128
+FORBIDDEN_IN_PROJECT: Final = r"/\#?%:"
+NAME_OPTIONS: Final = ("entity", "group", "job_type")
 
 
-def one_line_of(error: Exception) -> str:
-    """The first line of an error, with passwords masked."""
-    return masked(f"{type(error).__name__}: {error}".splitlines()[0])
-
-
-MAX_BINS = 512
-MAX_PROJECT_LENGTH = 128
-NAMES = ("entity", "group", "job_type")
-NOT_IN_PROJECTS = r"/\#?%:"
-"""W&B refuses a project that has one of these in its name."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class WandbSink:
     """Logs the run to Weights & Biases; without an API key it is kept offline, and nothing ever asks for one.
 
-    `WandbSink(run=wandb.run)` writes into a run that is open in this process instead: it is never ended, and rows
-    that its owner logs with `step=` are never pushed aside.
+    `WandbSink(run=wandb.run)` writes into a run that is open in this process instead: the sink never ends it, and never displaces
+    rows that its owner logs with `step=`.
 
     Attributes:
         project: the project's name.
         mode: `online`, `offline`, or `auto`: online where a key is found.
         entity: user or team; the account's default when not given.
-        group, job_type: what ties runs of one experiment together, and what each does in it, such as `train` or `rank3`. Ranks that
+        group, job_type: name of the experiment that the run is part of, and its task there, such as `train` or `rank3`. Ranks that
             report as one are one run and need neither.
         directory: the folder in which a folder `wandb` is made; the run's directory when not given.
         run: an open run to join.
-        max_keys: how many keys at most.
+        max_keys: largest number of keys.
         details: also show the numbers of single layers and the histories of other keys.
     """
 
@@ -126,24 +74,24 @@ class WandbSink:
     run: Any = None
     max_keys: int = 300
     details: bool = False
-    _open: _Rows | None = field(default=None, init=False, repr=False, compare=False)
+    _open: _OpenRun | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         require_package("wandb", "WandbSink")
-        if not 0 < len(self.project) <= MAX_PROJECT_LENGTH or set(self.project) & set(NOT_IN_PROJECTS):
-            rule = f"1 to {MAX_PROJECT_LENGTH} characters, none of {' '.join(NOT_IN_PROJECTS)}"
+        if not 0 < len(self.project) <= MAX_PROJECT_LENGTH or set(self.project) & set(FORBIDDEN_IN_PROJECT):
+            rule = f"1 to {MAX_PROJECT_LENGTH} characters, none of {' '.join(FORBIDDEN_IN_PROJECT)}"
             raise ValueError(f"a W&B project must have {rule}, got {self.project!r}")
         if self.mode not in MODES:
             near = did_you_mean(self.mode, MODES)
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}{near}")
-        for name in NAMES:
-            if getattr(self, name) is not None and not getattr(self, name).strip():
-                raise ValueError(f"{name} of a W&B run must not be empty, got {getattr(self, name)!r}")
+        for name, value in self._names().items():
+            if value is not None and not value.strip():
+                raise ValueError(f"{name} of a W&B run must not be empty, got {value!r}")
 
     @classmethod
     def from_uri(cls, rest: str, options: Mapping[str, str]) -> WandbSink:
-        """`wandb[:PROJECT][?mode=offline|online&entity=NAME&group=NAME&job_type=NAME]`."""
-        check_options("wandb", options, ["mode", *NAMES])
+        """Return the sink of `wandb[:PROJECT][?mode=offline|online&entity=NAME&group=NAME&job_type=NAME]`."""
+        check_options("wandb", options, ["mode", *NAME_OPTIONS])
         return cls(
             project=rest or cls.project,
             mode=options.get("mode", cls.mode),
@@ -164,7 +112,7 @@ class WandbSink:
 
     @property
     def uri(self) -> str:
-        """What `replay --to` takes; nothing for a joined run."""
+        """The address for `replay --to`; empty for a joined run."""
         if self.run is not None:
             return ""
         given = {"mode": None if self.mode == "auto" else self.mode, **self._names()}
@@ -172,7 +120,7 @@ class WandbSink:
         return f"wandb:{self.project}" + (f"?{urlencode(options)}" if options else "")
 
     def place(self, run: RunInfo) -> Place:
-        """The folder of an offline run, and the command that uploads it; of one that is on a server, which one it is there."""
+        """Return the folder of an offline run and the command that uploads it, or the id of a run on a server."""
         if self.run is not None:
             return Place("the W&B run that was open", "")
         folder = self._parent(run) / "wandb"
@@ -181,25 +129,32 @@ class WandbSink:
         return Place(str(folder), f"wandb sync {shlex.quote(str(folder))}/offline-run-*-{run.run_id}")
 
     def prepare_child(self) -> None:
-        """Takes a W&B client process of our own, and silences the login.
+        """Use a W&B client process of its own, and silence the login.
 
-        A run that the user opened leaves the address of its client process in the environment; one shared with it would
-        die with the training process. With a key, the login asks the server for the account's name, only to print it.
+        A run that the user opened leaves the address of its client process in the environment; a shared client process would
+        end with the training process. With a key, the login asks the server for the account's name only to print it.
         """
         os.environ.pop("WANDB_SERVICE", None)
         os.environ.setdefault("WANDB_SILENT", "true")
 
     def import_client(self) -> None:
-        """Imports W&B's client and the messages that it stores."""
+        """Import W&B's client and the messages that it stores."""
         import wandb.errors
         import wandb.proto.wandb_internal_pb2  # noqa: F401 - for its effect
 
     def open(self, run: RunInfo) -> None:
-        """Starts the run, or goes on with the one of that id; without a server it is offline after a minute."""
-        object.__setattr__(self, "_open", _Rows(self._target(run), run, self._budget(run)))
+        """Start the run, or resume the one of that id; offline after a minute without a server."""
+        target: OwnRun | JoinedRun
+        if self.run is not None:
+            self.run.config.update({"esper_telemetry": {"run_id": run.run_id, "config": plain(run.config)}})
+            target = JoinedRun(self.run)
+        else:
+            settings = {"project": self.project, **self._names()}
+            target = OwnRun(start(run, self._parent(run), mode=self.mode, settings=settings))
+        self._open = _OpenRun(target, self._budget(run))
 
     def held(self, run: RunInfo) -> int | None:
-        """What earlier parts of an offline run hold on disk: a client that was killed has lost its last rows."""
+        """Return the last update of earlier parts of an offline run on disk: a client that was killed has lost its last rows."""
         if self._open is None or self.run is not None or not self._open.target.run.offline:
             return None
         folder = self._parent(run) / "wandb"
@@ -207,7 +162,7 @@ class WandbSink:
         return last_update(folder, self._open.target.run.id, self.project, besides=this)
 
     def stored(self, run: RunInfo) -> StoredMetrics | None:
-        """What an offline run holds on disk, or an online one on the server; None for a joined run."""
+        """Return the numbers of an offline run on disk, or of an online one on the server; None for a joined run."""
         if self.run is not None:
             return None
         folder = self._parent(run) / "wandb"
@@ -218,7 +173,7 @@ class WandbSink:
         return StoredMetrics()
 
     def shown(self, run: RunInfo) -> Shown:
-        """What they should hold of a record."""
+        """Return the function that gives the numbers W&B should hold of a record."""
         budget = self._budget(run, quiet=True)
 
         def numbers(record: Record) -> dict[str, float]:
@@ -229,41 +184,32 @@ class WandbSink:
         return numbers
 
     def write(self, records: Sequence[Record]) -> None:
-        """Hands one row per record to the client, which stores it within a second."""
+        """Give one row per record to the client, which stores it within a second."""
         if self._open is None:
             raise ValueError("WandbSink.write needs open first")
         with _classified():
             self._open.write(records)
 
     def alarm(self, alarm: Alarm) -> None:
-        """Alerts, at most once in five minutes for each type, and notes in the run's summary what went wrong."""
+        """Send an alert, at most one in five minutes for each type, and update the run's summary."""
         if self._open is not None:
             with _classified():
-                self._open.alarms.tell(alarm)
+                self._open.alarm(alarm)
 
     def recall(self, alarms: Sequence[Alarm]) -> None:
-        """Knows the alarms of earlier parts of the run, for its table."""
+        """Add the alarms of earlier parts of the run to its table."""
         if self._open is not None:
-            self._open.alarms.incidents.add(*alarms)
+            self._open.incidents.add(*alarms)
 
     def close(self, status: RunStatus) -> None:
-        """Adds the table of alarms and ends the run with an exit code that says how; leaves a joined run open."""
+        """Add the table of alarms and end the run with the exit code of its status; a joined run stays open."""
         if self._open is not None:
-            opened = self._open
-            object.__setattr__(self, "_open", None)
+            opened, self._open = self._open, None
             with _classified():
-                opened.alarms.close()
-                opened.target.close(status)
-
-    def _target(self, run: RunInfo) -> OwnRun | JoinedRun:
-        if self.run is not None:
-            self.run.config.update({"esper_telemetry": {"run_id": run.run_id, "config": plain(run.config)}})
-            return JoinedRun(self.run)
-        settings = {"project": self.project, **self._names()}
-        return OwnRun(start(run, self._parent(run), mode=self.mode, settings=settings))
+                opened.close(status)
 
     def _names(self) -> dict[str, str | None]:
-        return {name: getattr(self, name) for name in NAMES}
+        return {"entity": self.entity, "group": self.group, "job_type": self.job_type}
 
     def _parent(self, run: RunInfo) -> Path:
         if self.directory is not None:
@@ -276,7 +222,7 @@ class WandbSink:
 
 @contextmanager
 def _classified() -> Iterator[None]:
-    """Turns what W&B raises when its process is dead, or its run ended, into errors that say so."""
+    """Turn W&B's exceptions for a dead client process, or a run that has ended, into the errors of a sink."""
     from wandb.errors import UsageError
 
     try:
@@ -287,34 +233,64 @@ def _classified() -> Iterator[None]:
         raise PermanentSinkError(f"the W&B run takes no more rows: {error}") from error
 
 
-class _Rows:
-    """The rows of a run that is open."""
+class _OpenRun:
+    """The rows and alarms of an open run."""
 
-    def __init__(self, target: OwnRun | JoinedRun, run: RunInfo, budget: KeyBudget) -> None:
+    def __init__(self, target: OwnRun | JoinedRun, budget: KeyBudget) -> None:
         self.target = target
-        self.budget = budget
-        self.defined: set[str] = set()
-        self.alarms = WandbAlarms(target.run)
-        self.disk = Disk(Path(target.run.settings.sync_dir)) if isinstance(target, OwnRun) else None
+        self.incidents = IncidentCards()
+        self._budget = budget
+        self._defined: set[str] = set()
+        self._disk = DiskWatch(Path(target.run.settings.sync_dir)) if isinstance(target, OwnRun) else None
 
     def write(self, records: Sequence[Record]) -> None:
-        if self.disk is not None:
-            self.disk.check()
+        if self._disk is not None:
+            self._disk.check()
         for record in records:
-            row = row_of(self.budget.select(record))
-            self._define(row)
+            row = row_of(self._budget.select(record))
+            names = {self.target.chart_name(key): key for key in row if not key.startswith("axis/")}
+            for name in names.keys() - self._defined:  # draw each name over the axis of its family
+                self.target.run.define_metric(name, step_metric=family_of(names[name]).axis)
+                self._defined.add(name)
             self.target.log(row)
 
-    def _define(self, row: Mapping[str, object]) -> None:
-        """Tells W&B, once per name, over which axis to draw it."""
-        names = {self.target.chart_name(key): key for key in row if not key.startswith("axis/")}
-        for name in names.keys() - self.defined:
-            self.target.define(name, step_metric=family_of(names[name]).axis)
-            self.defined.add(name)
+    def alarm(self, alarm: Alarm) -> None:
+        """Alert if the alarm is raised or becomes critical; update the summary: alarms now active, the first cause, the failure."""
+        known = IncidentCards([*self.incidents.alarms, alarm])
+        run = self.target.run
+        is_critical_now = alarm.event is AlarmEvent.UPDATE and alarm.level is AlarmLevel.CRITICAL
+        if alarm.event is AlarmEvent.RAISE or is_critical_now:
+            text = f"{alarm_text(alarm)}\n{alarm.key} at update {alarm.axes.update}, step {alarm.axes.env_step}"
+            run.alert(title=alarm.type, text=text, level=ALERT_LEVELS[alarm.level], wait_duration=ALERT_INTERVAL)
+        first = cause_of(known.of(known.alarms[0].incident))
+        run.summary.update(
+            {
+                "alarms/raised": len(known.raised),
+                "alarms/active": ", ".join(sorted(known.active)),
+                "alarms/first": "" if first is None else f"{first.type}: {alarm_text(first)}",
+                **({"alarms/failure": known.failure} if known.failure or self.incidents.failure else {}),
+            }
+        )
+        self.incidents.add(alarm)
+
+    def close(self, status: RunStatus) -> None:
+        """Add the table of alarms, if there were any, and end the run; a table that cannot be stored costs a warning."""
+        if self.incidents.alarms:
+            import wandb
+
+            table = wandb.Table(columns=list(ALARM_COLUMNS), data=self.incidents.rows())
+            try:
+                self.target.run.summary.update({"alarms/table": table})
+            except (ConnectionResetError, BrokenPipeError):
+                raise
+            except Exception as error:  # storing an artifact raises errors of pydantic, requests and W&B
+                line = masked(f"{type(error).__name__}: {error}".splitlines()[0])
+                logger.warning("W&B does not store the table of alarms (%s); the journal has them", line)
+        self.target.close(status)
 
 
 def row_of(record: Record) -> dict[str, Any]:
-    """One row: all axes, all values, histograms in at most as many bins as W&B takes."""
+    """Return one row: all axes, all values, histograms in at most as many bins as W&B takes."""
     import wandb
 
     row: dict[str, Any] = {**record.values, **axes_of(record)}
@@ -325,7 +301,7 @@ def row_of(record: Record) -> dict[str, Any]:
 
 
 def axes_of(record: Record) -> dict[str, float]:
-    """The axes among the values of a row."""
+    """Return the axes as values of a row."""
     axes = record.axes
     return {
         "axis/update": axes.update,
