@@ -95,6 +95,16 @@ def test_custom_metric(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFix
     assert "'surprise/mean': " in capfd.readouterr().out
 
 
+def test_custom_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics of every part of the update are there; tests/adapters compares their numbers."""
+    run("custom_adapter", monkeypatch)
+
+    found = read_run("run")
+    assert [record.axes.env_step for record in found.records] == [512, 1024, 1536, 2048]
+    keys = {"adv/raw/std", "policy/entropy", "grad/actor/norm_preclip", "episode/return_mean_100", "opt/lr"}
+    assert all(keys <= record.values.keys() for record in found.records)
+
+
 def test_memory(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Both policies are trained and compared; nothing is left behind."""
     monkeypatch.setattr(sys, "argv", ["memory.py", "--total-steps", "2000"])

@@ -14,14 +14,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from esper_telemetry.adapters.script.models import Models
-from esper_telemetry.adapters.script.program import compiled, hide_own_frames, run_as_main
+from esper_telemetry.adapters.script.models import ScriptModels
+from esper_telemetry.adapters.script.program import (
+    compiled,
+    findings_line,
+    hide_own_frames,
+    last_line,
+    log_to_stderr,
+    run_as_main,
+    say,
+)
 from esper_telemetry.adapters.script.taps import Taps
-from esper_telemetry.adapters.script.telling import found_line, last_line, own_log, say
 from esper_telemetry.cli.mistakes import WrongUse, wrong_use
 
 if TYPE_CHECKING:
-    from esper_telemetry.adapters.script.script import ScriptListener
+    from esper_telemetry.adapters.script.listener import ScriptListener
     from esper_telemetry.telemetry import Telemetry
 
 LEVELS = ("minimal", "normal", "debug")
@@ -127,7 +134,7 @@ class ScriptTelemetry:
     _pid: int = field(default_factory=os.getpid)
 
     def __post_init__(self) -> None:
-        self._models = Models(self._made, self._say, self._leave_script)
+        self._models = ScriptModels(self._made, self._say, self._leave_script)
         self._taps = Taps(self._listener, self._joined)
         self._directory = None if self.options.run_dir is None else Path(self.options.run_dir).absolute()
         self._errors = 0
@@ -135,7 +142,7 @@ class ScriptTelemetry:
     def begin(self) -> None:
         """Listens from now on; only in the first of several ranks, which would have to wait for each other."""
         if os.environ.get("RANK", "0") == "0":
-            own_log()
+            log_to_stderr()
             self._taps.install()
 
     def end(self, error: BaseException | None) -> None:
@@ -143,7 +150,8 @@ class ScriptTelemetry:
         if os.getpid() != self._pid:
             return
         whole = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
-        self._taps.contained(lambda script: script.end(whole=whole))
+        if whole:  # an update that the script left by an exception is not complete
+            self._taps.call(lambda script: script.end_update())
         script = self._taps.script
         self._taps.remove()
         try:
@@ -155,7 +163,7 @@ class ScriptTelemetry:
         self._tell_end(script)
 
     def _listener(self) -> ScriptListener:
-        from esper_telemetry.adapters.script.script import ScriptListener
+        from esper_telemetry.adapters.script.listener import ScriptListener
         from esper_telemetry.events import UpdateEnd
 
         script = ScriptListener(self._found, self._log)
@@ -202,7 +210,11 @@ class ScriptTelemetry:
     def _tell_found(self, script: ScriptListener) -> None:
         if not self._told:
             self._told = True
-            say(found_line(script, Path(self.options.script).name, self.telemetry.run_dir if self.telemetry else None))
+            say(
+                findings_line(
+                    script, Path(self.options.script).name, self.telemetry.run_dir if self.telemetry else None
+                )
+            )
 
     def _tell_end(self, script: ScriptListener | None) -> None:
         """What went wrong in telemetry itself, or that there was nothing to find."""

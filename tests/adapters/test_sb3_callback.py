@@ -52,7 +52,7 @@ def taps_of(model: Any) -> list[str]:
     outputs = [
         type(output).__name__
         for output in getattr(model, "_logger", Nothing).output_formats
-        if type(output).__name__ == "Mirror"
+        if type(output).__name__ == "LogCopy"
     ]
     return found + outputs + ["optimizer"] * len(model.policy.optimizer._optimizer_step_post_hooks)
 
@@ -301,12 +301,12 @@ def test_their_logger_tensorboard_and_callbacks_see_what_they_saw(tmp_path: Path
 @pytest.mark.parametrize(
     "place",
     [
-        "columns.policy_loss",
-        "minibatches.kept_of",
-        "minibatches.Minibatches.about_to_clip",
+        "minibatches.loss_columns",
+        "minibatches.sample_columns",
+        "minibatches.MinibatchListener.before_clip",
         "minibatches.ops.checked_norms",
-        "steps.Steps.acted",
-        "steps.Steps.stepped",
+        "rollouts.RolloutRecorder.after_action",
+        "rollouts.RolloutRecorder.after_step",
     ],
 )
 def test_a_bug_in_it_costs_what_it_would_have_told(

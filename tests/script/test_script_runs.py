@@ -8,13 +8,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from waiting import wait_until
 
 from esper_telemetry import RunStatus, read_run
 from esper_telemetry.journal import Run
@@ -253,16 +253,18 @@ def traceback_of(done: Done) -> list[str]:
 
 
 def recorded(run_dir: Path, *, updates: int) -> Run:
-    """The run with so many whole updates and its end, which another process may still write."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+    """The run with so many complete updates and its end, which another process may still write."""
+
+    def complete() -> Run | None:
         with suppress(ValueError):  # nothing is written yet
-            found = read_run(run_dir)
-            whole = [record for record in found.records if not record.partial]
-            if len(whole) >= updates and found.status is not None:
-                return found
-        time.sleep(0.1)
-    raise TimeoutError(f"the run in {run_dir} has no {updates} updates")
+            run = read_run(run_dir)
+            records = [record for record in run.records if not record.partial]
+            return run if len(records) >= updates and run.status is not None else None
+        return None
+
+    run = wait_until(complete, f"{updates} updates and the end of the run in {run_dir}")
+    assert run is not None
+    return run
 
 
 @pytest.mark.skipif(CLEANRL is None, reason="ESPER_CLEANRL names no directory with CleanRL's scripts")

@@ -1,15 +1,17 @@
-"""What a model of Stable-Baselines3 says of itself: settings, facts for detectors, groups of parameters."""
+"""Settings, facts for the alarms, progress and parameter groups of a Stable-Baselines3 model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from esper_telemetry.adapters.sb3.heads import Heads
+from esper_telemetry.adapters.sb3.distributions import ActionHeads
+from esper_telemetry.updates.failure import Candidate
 
-PLAIN = (bool, int, float, str, type(None))
+PLAIN_TYPES = (bool, int, float, str, type(None))
 
 SETTINGS = (
     *("n_steps", "batch_size", "n_epochs", "n_envs", "gamma", "gae_lambda", "ent_coef", "vf_coef", "max_grad_norm"),
@@ -17,73 +19,60 @@ SETTINGS = (
     "seed",
 )
 
-TRANSITIONS = 2048
-"""Of which A2C has a record: what PPO collects for one by default."""
+A2C_RECORD_TRANSITIONS = 2048
+"""Transitions of a record of A2C: as many as PPO collects for one by default."""
 
 ACTOR = ("policy_net", "pi_features_extractor", "action_net", "log_std", "lstm_actor")
 CRITIC = ("value_net", "vf_features_extractor", "critic", "lstm_critic")
 
+ROLLOUT_ARRAYS = ("observations", "values", "log_probs", "advantages", "returns")
+"""Arrays of the buffer, [T, B, ...], in the order in which they are computed."""
+
 
 class ModelProgress(NamedTuple):
-    """What was done before, as `events.RunStart` tells it."""
+    """Updates, environment steps and optimizer steps so far, as `events.RunStart` has them."""
 
     update: int
     env_step: int
     gradient_step: int
 
 
-class OptimizerSettings(NamedTuple):
-    """What an optimizer works with; `beta2` is None where it is not Adam."""
-
-    learning_rate: float
-    beta2: float | None
-
-
-def optimizer_settings(optimizer: Any) -> OptimizerSettings:
-    """As it was used last."""
-    group = optimizer.param_groups[0]
-    betas = group.get("betas")
-    return OptimizerSettings(float(group["lr"]), None if betas is None else float(betas[1]))
-
-
-def coefficients_of(model: Any) -> dict[str, float]:
-    """Weights of the losses as they are now: their value loss is the mean squared error, ours half of it."""
-    return {"value": 2 * float(model.vf_coef), "entropy": float(model.ent_coef)}
-
-
 def progress_of(model: Any) -> ModelProgress:
-    """As far as a model knows: updates are counted by their steps, the steps of its optimizer by passes."""
-    rollout = model.n_steps * model.n_envs
+    """Return a model's progress: updates follow from its environment steps, optimizer steps from its passes over rollouts."""
     minibatches = minibatches_of(model) if hasattr(model, "n_epochs") else 1
-    return ModelProgress(model.num_timesteps // rollout, model.num_timesteps, model._n_updates * minibatches)
+    updates = model.num_timesteps // (model.n_steps * model.n_envs)
+    return ModelProgress(updates, model.num_timesteps, model._n_updates * minibatches)
 
 
 def minibatches_of(model: Any) -> int:
-    """In one pass over a rollout."""
+    """Number of minibatches in one pass over a rollout."""
     rollout = int(model.n_steps * model.n_envs)
     return -(-rollout // int(getattr(model, "batch_size", rollout)))
 
 
+def default_updates_per_record(model: Any) -> int:
+    """1 where a rollout is learned from in several passes; for A2C, whose updates are single steps, those of 2048 transitions."""
+    return 1 if hasattr(model, "n_epochs") else -(-A2C_RECORD_TRANSITIONS // int(model.n_steps * model.n_envs))
+
+
 def config_of(model: Any) -> dict[str, Any]:
-    """The settings of a model that are plain, a schedule by what it begins with."""
-    found = {name: _plain(getattr(model, name)) for name in SETTINGS if hasattr(model, name)}
+    """Return a model's settings as plain values; a schedule by its first value."""
     return {
         "algorithm": type(model).__name__,
         "policy": type(model.policy).__name__,
-        **found,
+        **{name: _plain(getattr(model, name)) for name in SETTINGS if hasattr(model, name)},
         "policy_kwargs": {name: str(value) for name, value in model.policy_kwargs.items()},
     }
 
 
-def updates_per_record(model: Any) -> int:
-    """One where a rollout is learned from in passes; of A2C, whose updates are single steps, as many as collect enough transitions."""
-    return 1 if hasattr(model, "n_epochs") else -(-TRANSITIONS // int(model.n_steps * model.n_envs))
-
-
-def facts_of(model: Any, heads: Heads, updates: int) -> dict[str, Any]:
-    """What detectors need to know of this run, whose records tell of so many updates each; plain Python."""
-    policy, spec, scaled = model.policy, _spec(model), model.get_vec_normalize_env()
-    lstm = getattr(policy, "lstm_actor", None)
+def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
+    """Return what alarms need to know of a run whose records have that many updates each, as plain values."""
+    policy, scaled = model.policy, model.get_vec_normalize_env()
+    lstm, activation = getattr(policy, "lstm_actor", None), getattr(policy, "activation_fn", None)
+    try:
+        spec = model.get_env().get_attr("spec")[0]
+    except Exception:  # whatever an environment raises where it has no such attribute
+        spec = None
     return {
         "trainer": f"stable-baselines3 {type(model).__name__}",
         "env": "" if spec is None else str(spec.id),
@@ -108,11 +97,11 @@ def facts_of(model: Any, heads: Heads, updates: int) -> dict[str, Any]:
         "num_epochs": getattr(model, "n_epochs", 1),
         "num_minibatches": updates * minibatches_of(model),
         "learning_rate": float(model.lr_schedule(1.0)),
-        "value_coef": 2 * model.vf_coef,  # their loss is the mean squared error, ours half of it
+        "value_coef": 2 * model.vf_coef,  # their value loss is the mean squared error, ours half of it
         "entropy_coef": model.ent_coef,
         "policy": "mlp" if lstm is None else "lstm",
         "lstm_size": None if lstm is None else lstm.hidden_size,
-        "activation": _activation(policy),
+        "activation": "tanh" if activation is nn.Tanh else "relu" if activation is nn.ReLU else None,
         "normalize_observations": bool(scaled is not None and scaled.norm_obs),
         "normalize_rewards": bool(scaled is not None and scaled.norm_reward),
         "target_kl": getattr(model, "target_kl", None),
@@ -121,22 +110,18 @@ def facts_of(model: Any, heads: Heads, updates: int) -> dict[str, Any]:
 
 
 def groups_of(policy: nn.Module) -> dict[str, list[str]]:
-    """Names of the parameters that serve the actor, the critic or both, and again of the memory's."""
-    names = list(trainable(policy))
-    owners = {name: _owner(policy, name) for name in names}
-    found = {group: [name for name in names if owners[name] == group] for group in ("actor", "shared", "critic")}
-    found["lstm"] = [name for name in names if name.split(".")[0] in ("lstm_actor", "lstm_critic")]
-    return {group: members for group, members in found.items() if members}
+    """Names of the parameters that serve the `actor`, the `critic` or both (`shared`), and of those of memory (`lstm`)."""
+    owners = {name: _owner(policy, name) for name in parameters_by_name(policy)}
+    groups = {
+        group: [name for name, owner in owners.items() if owner == group] for group in ("actor", "shared", "critic")
+    }
+    groups["lstm"] = [name for name in owners if name.split(".")[0] in ("lstm_actor", "lstm_critic")]
+    return {group: members for group, members in groups.items() if members}
 
 
-def trainable(policy: nn.Module) -> dict[str, Tensor]:
-    """Parameters by name, a tensor with several names by its first one."""
+def parameters_by_name(policy: nn.Module) -> dict[str, Tensor]:
+    """Parameters by name; a tensor with several names by its first one."""
     return dict(policy.named_parameters())
-
-
-def shares_trunk(policy: nn.Module) -> bool:
-    """Whether parameters serve both losses."""
-    return any(_owner(policy, name) == "shared" for name in trainable(policy))
 
 
 def _owner(policy: nn.Module, name: str) -> str:
@@ -145,33 +130,18 @@ def _owner(policy: nn.Module, name: str) -> str:
         return "critic"
     if any(part in ACTOR for part in parts):
         return "actor"
-    alone = getattr(policy, "share_features_extractor", True) is False
-    if alone and parts[0] == "features_extractor":
+    if getattr(policy, "share_features_extractor", True) is False and parts[0] == "features_extractor":
         return "actor"  # the same object as `pi_features_extractor`
     return "actor" if getattr(policy, "shared_lstm", False) else "shared"
 
 
-def _activation(policy: nn.Module) -> str | None:
-    """That of the hidden layers, where metrics know it."""
-    kind = getattr(policy, "activation_fn", None)
-    return "tanh" if kind is nn.Tanh else "relu" if kind is nn.ReLU else None
-
-
-def _spec(model: Any) -> Any:
-    """Of the first environment; None where there is none to be had."""
-    try:
-        return model.get_env().get_attr("spec")[0]
-    except Exception:  # whatever an environment raises where it has no such attribute
-        return None
-
-
-def _initial(value: Any) -> float | None:
-    """The value that a schedule begins with."""
-    return None if value is None else float(value(1.0) if callable(value) else value)
+def _initial(schedule: Any) -> float | None:
+    """First value of a schedule or of a constant."""
+    return None if schedule is None else float(schedule(1.0) if callable(schedule) else schedule)
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, PLAIN):
+    if isinstance(value, PLAIN_TYPES):
         return value
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
@@ -179,3 +149,25 @@ def _plain(value: Any) -> Any:
         return float(value(1.0)) if callable(value) else str(value)
     except Exception:  # not a schedule
         return str(value)
+
+
+def nonfinite_candidates(model: Any) -> Iterator[Candidate]:
+    """Candidates for the first non-finite tensor, in forward order: the latest observations, the buffer, parameters and gradients."""
+    yield from _arrays("observations", model._last_obs, environments=0)
+    buffer = model.rollout_buffer
+    steps = buffer.buffer_size if buffer.full else buffer.pos
+    yield from _arrays("rewards", buffer.rewards[:steps], environments=1)
+    flat = buffer.generator_ready  # then the rows of all environments follow one another
+    for name in ROLLOUT_ARRAYS:
+        yield from _arrays(name, getattr(buffer, name), environments=None if flat else 1, steps=None if flat else steps)
+    parameters = parameters_by_name(model.policy)
+    yield from (Candidate(name, parameter.detach()) for name, parameter in parameters.items())
+    yield from (Candidate(f"gradient of {name}", p.grad) for name, p in parameters.items() if p.grad is not None)
+
+
+def _arrays(name: str, value: Any, *, environments: int | None, steps: int | None = None) -> Iterator[Candidate]:
+    """One array, or those of observations with several parts."""
+    parts = {f"{name}[{key!r}]": part for key, part in value.items()} if isinstance(value, Mapping) else {name: value}
+    for part_name, part in parts.items():
+        if part is not None:
+            yield Candidate(part_name, torch.as_tensor(part[:steps]), environments)

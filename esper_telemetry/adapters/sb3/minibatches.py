@@ -1,165 +1,293 @@
-"""The minibatches of an update as they pass: what the buffer gave, what the policy said of it, what became of the gradients."""
+"""Minibatches of a Stable-Baselines3 update: references between the trainer's steps, joined columns when it is over.
+
+**The minibatches of an update come as one event**, `MinibatchesEnd`: three hundred of 64 rows in an update cost a seventh of the
+trainer's time when each was an event. Between two minibatches the trainer's own code has filled the caches, and a line takes five times as
+long as in a loop: so only references are kept there, nothing is computed but the norms of gradients, and sixteen minibatches are joined at
+a time. A tuple of references is one object for Python's garbage collector, whose passes cost as much as all the rest.
+
+Shapes: N rows of a minibatch, padding included; R rows of all minibatches, without padding; M minibatches; H heads.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from esper_telemetry.adapters.sb3.columns import Block, Columns, MinibatchRow
-from esper_telemetry.adapters.sb3.drawn import BLOCK, DrawnRecorder
-from esper_telemetry.adapters.sb3.head_rows import HeadColumns
-from esper_telemetry.adapters.sb3.shards import shard_gradients
+from esper_telemetry.adapters.columns import ADVANTAGE_EPS, Array, HeadColumns, LossColumns, join_columns, loss_columns
+from esper_telemetry.adapters.sb3.distributions import MAX_CAPTURES, ActionHeads, DistributionRecorder
+from esper_telemetry.adapters.sb3.gradients import HeadNorms, clip_of, shard_gradients
 from esper_telemetry.core import tensors as ops
 from esper_telemetry.events import BackwardEnd, Hooks, MinibatchesEnd, MinibatchStart, OptimizerStep, RolloutEnd
-from esper_telemetry.ppo.environments.protocol import Array
 
-SAMPLES = ("old_log_prob", "advantages", "old_values", "returns", "actions")
-"""What is kept of a buffer's minibatch: all but the observations, which are large, and states."""
+sample_columns: Callable[[Any], tuple[Tensor, ...]] = attrgetter(
+    "old_log_prob", "advantages", "old_values", "returns", "actions"
+)
+"""The columns of a buffer's minibatch that are kept: all but the observations, which are large, and states."""
 
-kept_of: Callable[[Any], tuple[Tensor, ...]] = attrgetter(*SAMPLES)
+MinibatchRow: TypeAlias = tuple[int, int, Array, Tensor | None, tuple[Tensor, ...], Tensor, Tensor, Tensor | None, Any]
+"""An evaluated minibatch: epoch, place of its rollout among those of the record, numbers of its samples in the buffer, padding mask,
+`sample_columns`, then values, log-probabilities and entropy of `evaluate_actions`, and what the recorder captured."""
+
+
+class Block(NamedTuple):
+    """Some minibatches, one after the other, without padding.
+
+    Attributes:
+        epochs, counts: epoch and rows of each.
+        rows: [R], which transitions of the record's rollouts they are, counted time by time.
+        columns: [R] each: `sample_columns`, then values and log-probabilities now.
+        entropy: [R]; None where the policy returns none.
+        heads: columns of the distributions.
+    """
+
+    epochs: tuple[int, ...]
+    counts: tuple[int, ...]
+    rows: Array
+    columns: tuple[Tensor, ...]
+    entropy: Tensor | None
+    heads: HeadColumns
+
+
+class MinibatchJoiner:
+    """Joins the minibatches of an update.
+
+    Args:
+        model: its settings say how advantages are normalised and losses are clipped.
+        heads: of its actions.
+        recorder: captured the policy's distributions.
+    """
+
+    def __init__(self, model: Any, heads: ActionHeads, recorder: DistributionRecorder) -> None:
+        self._model, self._heads, self._recorder = model, heads, recorder
+        self._order = np.arange(model.n_envs * model.n_steps).reshape(model.n_steps, model.n_envs).T.ravel()
+
+    @torch.no_grad()
+    def block(self, minibatches: Sequence[MinibatchRow]) -> Block:
+        """Join some minibatches and leave out their padding."""
+        epochs, places, numbers, masks, samples, values, log_probs, entropies, captures = zip(*minibatches, strict=True)
+        present = [mask for mask in masks if mask is not None]
+        valid = (torch.cat(present) > 1e-8).nonzero().flatten() if present else None
+
+        def without_padding(column: Tensor) -> Tensor:
+            return column if valid is None else column[valid]
+
+        rows = [self._order[own] + place * len(self._order) for place, own in zip(places, numbers, strict=True)]
+        columns = (*zip(*samples, strict=True), values, log_probs)
+        return Block(
+            epochs=epochs,
+            counts=tuple([len(own) for own in numbers]),
+            rows=np.concatenate(rows),
+            columns=tuple([without_padding(_cat(column)) for column in columns]),
+            entropy=None if entropies[0] is None else without_padding(_cat(entropies)),
+            heads=self._recorder.join(captures, torch.cat).map(without_padding),
+        )
+
+    @torch.no_grad()
+    def event(self, blocks: Sequence[Block], rollout: RolloutEnd | None) -> MinibatchesEnd:
+        """Return the event of all blocks; `rollout` is the event of their rollouts."""
+        fields: Any = Block._make(zip(*blocks, strict=True))  # each field of all blocks
+        counts = tuple(chain.from_iterable(fields.counts))
+        joined = map(_cat, zip(*fields.columns, strict=True))
+        old_log_probs, advantages, old_values, returns, actions, values, log_probs = joined
+        count = torch.tensor(counts, device=log_probs.device)
+        minibatch = torch.repeat_interleave(torch.arange(len(counts), device=log_probs.device), count)
+
+        def means(column: Tensor) -> Tensor:
+            empty = torch.zeros(len(count), dtype=torch.float64, device=column.device)
+            return empty.index_add_(0, minibatch, column.double()) / count
+
+        columns = LossColumns(
+            log_ratio=log_probs - old_log_probs,
+            log_probs=log_probs,
+            advantages=self._as_used(advantages, count, minibatch, means),
+            values=values.flatten(),
+            old_values=old_values,
+            returns=returns,
+            entropy=-log_probs if blocks[0].entropy is None else _cat(fields.entropy),
+        )
+        losses = loss_columns(columns, clip_of(self._model), clip_of(self._model, "clip_range_vf"))
+        heads = join_columns(fields.heads, torch.cat)
+        rows = torch.from_numpy(np.concatenate(fields.rows)).to(log_probs.device)
+        return MinibatchesEnd(
+            epochs=tuple(chain.from_iterable(fields.epochs)),
+            valid=None,
+            counts=counts,
+            log_ratio=columns.log_ratio,
+            advantages=columns.advantages,
+            values=columns.values,
+            old_values=old_values,
+            returns=returns,
+            losses={name: means(column).to(column.dtype) for name, column in losses.items()},
+            head_log_ratios=self._head_log_ratios(heads, actions, rows, rollout),
+            rows=rows,
+            **heads._asdict(),
+        )
+
+    def _as_used(
+        self, advantages: Tensor, count: Tensor, minibatch: Tensor, means: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """The values [R] that multiply the ratio: normalised over each minibatch where the model does so."""
+        model = self._model
+        if not model.normalize_advantage:
+            return advantages
+        centred = advantages.double() - means(advantages)[minibatch]
+        std = (means(centred.square()) * count / (count - 1)).sqrt()
+        used = (centred / (std[minibatch] + ADVANTAGE_EPS)).to(advantages.dtype)
+        if hasattr(model, "clip_range") and not hasattr(model.policy, "lstm_actor"):
+            used = torch.where(count[minibatch] < 2, advantages, used)  # PPO leaves a single row as it is
+        return used
+
+    def _head_log_ratios(
+        self, columns: HeadColumns, actions: Tensor, rows: Tensor, rollout: RolloutEnd | None
+    ) -> dict[str, Tensor]:
+        if len(self._heads.names) < 2 or rollout is None:
+            return {}
+        now = self._heads.log_probs(columns, self._heads.actions(actions))
+        return {name: now[name] - rollout.head_log_probs[name].flatten()[rows] for name in self._heads.names}
 
 
 class MinibatchListener:
-    """Tells of gradients and steps at once, and of all minibatches when the update is over.
-
-    Between two minibatches the trainer's own code has filled the caches, and a line of this takes five times as long as it would in a
-    loop. So references are kept there, nothing is computed but the norms of gradients, and sixteen minibatches are joined at a time.
+    """Emits gradients and steps at once, and all minibatches when the update is over.
 
     Attributes:
         epoch: pass over the rollout, from 0; -1 before the first.
         step: optimizer steps taken in this update.
-        hears_clipping: whether the trainer is known to clip where `about_to_clip` hears of it.
+        sees_clipping: the trainer is known to clip where `before_clip` is called.
     """
 
-    def __init__(
-        self, model: Any, drawn: DrawnRecorder, columns: Columns, head_rows: HeadColumns, hooks: Hooks
-    ) -> None:
-        self._model, self._policy, self._hooks, self._columns = model, model.policy, hooks, columns
-        self._kept_of_policy, self._head_rows = drawn.kept, head_rows
+    def __init__(self, model: Any, heads: ActionHeads, recorder: DistributionRecorder, hooks: Hooks) -> None:
+        self._model, self._policy, self._hooks = model, model.policy, hooks
+        self._joiner, self._head_norms = MinibatchJoiner(model, heads, recorder), HeadNorms(model.policy, heads)
+        self._capture = recorder.capture
         self._padded = hasattr(model.policy, "lstm_actor")
-        self.hears_clipping = False
+        self.sees_clipping = False
         self._clear()
         self.begin(0, {})
 
     def begin(self, place: int, named: Mapping[str, Tensor]) -> None:
         """An update of these parameters begins; `place` is that of its rollout among those of the record."""
-        parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         self.epoch, self.step = -1, 0
         self._place = place
-        self._parameters = parameters
-        self._names = tuple(parameters)
-        self._everything = [*map(id, named.values())]
+        self._parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        self._names = tuple(self._parameters)
+        self._parameter_ids = [*map(id, named.values())]
         self._samples: Any = None
         self._numbers: Array | None = None
         self._open: MinibatchRow | None = None
-        self._told = False
+        self._emitted = False
         self._wants_norms, self._wants_steps = self._hooks.wants(BackwardEnd), self._hooks.wants(OptimizerStep)
 
-    def passed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    def after_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """The buffer was asked for a pass over its rows."""
         self.epoch += 1
 
-    def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], samples: Any) -> None:
-        """The buffer gave a minibatch; one before it that led to no step, because training stops, is done."""
+    def after_samples(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], samples: Any) -> None:
+        """The buffer returned a minibatch; one before it that led to no step, because training stops, is done."""
         self.finish()
         if self.step == 0 and self.epoch == 0 and self._hooks.wants(MinibatchStart):
             self._hooks.emit(MinibatchStart(0, 0, partial(shard_gradients, self._model, samples)))
         self._samples, self._numbers = samples, args[0]
 
-    def evaluated(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """The policy was asked about it."""
+    def after_evaluation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """The policy evaluated the minibatch."""
         samples, numbers = self._samples, self._numbers
         if numbers is None:
             return
         values, log_probs, entropy = result
         self._samples = self._numbers = None
-        self._told = False
+        self._emitted = False
         self._open = (
             max(self.epoch, 0),
             self._place,
             numbers,
             samples.mask if self._padded else None,
-            kept_of(samples),
+            sample_columns(samples),
             values.detach(),
             log_probs.detach(),
             None if entropy is None else entropy.detach(),
-            self._kept_of_policy(self._policy),
+            self._capture(self._policy),
         )
 
     def owns(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether these are the parameters of the policy, and a minibatch is open."""
-        return self._open is not None and [*map(id, parameters)] == self._everything
+        """Return True for the parameters of the policy while a minibatch is open."""
+        return self._open is not None and [*map(id, parameters)] == self._parameter_ids
 
-    def about_to_clip(self, max_norm: float, raw: Tensor | None) -> None:
-        """The policy's gradients are about to be clipped; `raw` norms of all there are, where they are known."""
-        self.hears_clipping = True
-        if not self._told:
-            self._tell_gradients(max_norm, raw)
+    def before_clip(self, max_norm: float, norms: Tensor | None) -> None:
+        """The policy's gradients are about to be clipped; `norms` [K] of all there are, where they are known."""
+        self.sees_clipping = True
+        if not self._emitted:
+            self._emit_gradients(max_norm, norms)
 
-    def asked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    def after_parameters(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """The policy was asked for its parameters, which happens between the backward pass and clipping."""
-        if self._open is not None and not (self._told or self.hears_clipping):
-            self._tell_gradients(self._model.max_grad_norm, None)
+        if self._open is not None and not (self._emitted or self.sees_clipping):
+            self._emit_gradients(self._model.max_grad_norm, None)
 
-    def stepped(self, optimizer: Any) -> None:
+    def after_optimizer_step(self, optimizer: Any) -> None:
         """The optimizer took a step; norms of a minibatch that was not clipped are those applied."""
         if self._open is None:
             return
-        if not self._told:
-            self._tell_gradients(None, None)
+        if not self._emitted:
+            self._emit_gradients(None, None)
         if self._wants_steps:
             self._hooks.emit(OptimizerStep(max(self.epoch, 0), self.step, optimizer, self._parameters))
         self.finish()
         self.step += 1
 
     def finish(self) -> None:
-        """The minibatch that is open, if there is one, is done."""
+        """The open minibatch, if there is one, is done."""
         if self._open is not None:
-            self._done.append(self._open)
+            self._minibatches.append(self._open)
             self._open = None
-            if len(self._done) == BLOCK:
+            if len(self._minibatches) == MAX_CAPTURES:
                 self._join()
 
-    def tell(self, rollout: RolloutEnd | None) -> None:
-        """Tells of all minibatches that are done; `rollout` is what was told of what they are taken from."""
+    def emit(self, rollout: RolloutEnd | None) -> None:
+        """Emit all minibatches that are done; `rollout` is the event of the rollouts they are taken from."""
         self.finish()
-        if self._done:
+        if self._minibatches:
             self._join()
         blocks = self._blocks
         self._clear()
         if blocks and self._hooks.wants(MinibatchesEnd):
-            self._hooks.emit(self._columns.joined(blocks, rollout))
+            self._hooks.emit(self._joiner.event(blocks, rollout))
 
     def _clear(self) -> None:
-        self._done: list[MinibatchRow] = []
+        self._minibatches: list[MinibatchRow] = []
         self._blocks: list[Block] = []
 
     def _join(self) -> None:
-        done, self._done = self._done, []
-        self._blocks.append(self._columns.block(done))
+        minibatches, self._minibatches = self._minibatches, []
+        self._blocks.append(self._joiner.block(minibatches))
 
-    def _tell_gradients(self, max_norm: float | None, raw: Tensor | None) -> None:
-        self._told = True
+    def _emit_gradients(self, max_norm: float | None, raw: Tensor | None) -> None:
+        self._emitted = True
         if not self._wants_norms:
             return
         names, norms = self._names, raw
-        if norms is None or not len(norms) == len(names) == len(self._everything) or ops.doubtful_norms(norms):
+        if norms is None or not len(norms) == len(names) == len(self._parameter_ids) or ops.doubtful_norms(norms):
             gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
             if not gradients:
                 return
             names, norms = tuple(gradients), _norms(list(gradients.values()), raw)
-        heads = self._head_rows.norms()
+        heads = self._head_norms.norms()
         self._hooks.emit(BackwardEnd(max(self.epoch, 0), self.step, self._parameters, names, norms, max_norm, heads))
+
+
+def _cat(columns: Sequence[Tensor]) -> Tensor:
+    return columns[0] if len(columns) == 1 else torch.cat(tuple(columns))
 
 
 @torch.no_grad()
 def _norms(gradients: Sequence[Tensor], raw: Tensor | None) -> Tensor:
-    """[K] of gradients that may have a graph of their own; from `raw`, unless parameters are frozen whose gradient is still there."""
+    """Norms [K] of gradients that may have a graph of their own; from `raw`, unless frozen parameters still have a gradient."""
     if raw is not None and len(raw) == len(gradients):
         return ops.checked_norms(gradients, raw)
     return ops.gradient_norms(gradients)

@@ -1,105 +1,148 @@
-"""The rollout, shown to a policy of Stable-Baselines3 once more; see `replay.Replay`."""
+"""The rollout, passed through a Stable-Baselines3 policy once more; see `events.PolicyReplay`.
+
+Shapes: T steps, B environments, N = T B transitions counted time by time, H width of a recurrent state, F width of latents.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from stable_baselines3.common.utils import obs_as_tensor
+from torch import Tensor, nn
 
-from esper_telemetry.adapters.sb3.activations import heard
-from esper_telemetry.adapters.sb3.heads import Heads, drawn_from
-from esper_telemetry.adapters.sb3.losses import LossRows, clip_of, policy_loss, used_advantages
-from esper_telemetry.adapters.sb3.passes import (
-    Latents,
-    StoredPass,
-    alone,
-    distribution,
-    features,
-    feed_forward,
-    recurrent,
-    rows_of,
-)
-from esper_telemetry.adapters.sb3.untouched import untouched
+from esper_telemetry.adapters.columns import Array, LossColumns, policy_loss
+from esper_telemetry.adapters.sb3.distributions import ActionHeads, last_distribution
+from esper_telemetry.adapters.sb3.gradients import advantages_as_used, clip_of
+from esper_telemetry.adapters.sb3.taps import listen, without_trace
 from esper_telemetry.events import Activations, Copy, Outputs, RolloutEnd, StateGradients
-from esper_telemetry.ppo.environments.protocol import Array
 
-PART = 512
-"""Transitions that are enough to tell how layers respond (Moalla 2024)."""
+CHUNK_ROWS = 1024
+"""Rows of a feed-forward pass at once."""
 
-MOST_ENVS = 4
+PART_ROWS = 512
+"""Transitions that are enough to say how layers respond (Moalla 2024)."""
+
+MAX_GRADIENT_ENVS = 4
 """Environments through whose time gradients are taken."""
+
+NONLINEAR = (nn.ReLU, nn.Tanh, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Mish, nn.Softplus)
+
+Observations: TypeAlias = "Tensor | dict[str, Tensor]"
+
+
+class StoredRollout(NamedTuple):
+    """Inputs of a rollout from the buffer, before its rows are put in another order.
+
+    Attributes:
+        observations: [T, B, ...], or several by name.
+        actions: [T, B, D].
+        starts: [T, B], 1 where a step began an episode.
+        masks: of actions, [T, B, A]; None without any.
+    """
+
+    observations: Any
+    actions: Array
+    starts: Array
+    masks: Array | None
+
+    def rows(self, rows: Array, device: torch.device) -> Observations:
+        """Observations [n, ...] of these transitions."""
+        observations: Observations = obs_as_tensor(_each(self.observations, lambda part: _flat(part)[rows]), device)
+        return observations
+
+    def envs(self, envs: Array) -> StoredRollout:
+        """The rollout in these environments."""
+        observations = _each(self.observations, lambda part: part[:, envs])
+        masks = None if self.masks is None else self.masks[:, envs]
+        return StoredRollout(observations, self.actions[:, envs], self.starts[:, envs], masks)
+
+
+def stored_rollout(buffer: Any) -> StoredRollout:
+    """Return the inputs in a full buffer from which no minibatch has been taken yet."""
+    observations = dict(buffer.observations) if isinstance(buffer.observations, dict) else buffer.observations
+    return StoredRollout(observations, buffer.actions, buffer.episode_starts, getattr(buffer, "action_masks", None))
 
 
 class CallbackReplay:
-    """A `Replay` of a model of Stable-Baselines3.
+    """A `PolicyReplay` of a model of Stable-Baselines3.
 
     Args:
         model: its policy is asked as it is when a method is called.
         heads: of its actions.
-        rollout: what was told of the rollout.
-        kept: what the buffer held of it.
+        rollout: the event of the rollout.
+        stored: its inputs.
         after: states after each step [T, layers, 2, B, H]; None for a feed-forward policy.
     """
 
-    def __init__(self, model: Any, heads: Heads, rollout: RolloutEnd, kept: StoredPass, after: Tensor | None) -> None:
-        self._model, self._heads, self._rollout, self._kept, self._after = model, heads, rollout, kept, after
+    def __init__(
+        self, model: Any, heads: ActionHeads, rollout: RolloutEnd, stored: StoredRollout, after: Tensor | None
+    ) -> None:
+        self._model, self._heads, self._rollout, self._inputs, self._after = model, heads, rollout, stored, after
 
     def stored(self) -> Outputs:
-        """See `Replay`."""
+        """See `PolicyReplay`."""
         return self._stored(self._rows)
 
     def stored_part(self) -> Outputs:
-        """See `Replay`."""
-        return self._stored(self._some)
+        """See `PolicyReplay`."""
+        return self._stored(self._part)
 
     @torch.no_grad()
     def outputs(self) -> Outputs:
-        """See `Replay`."""
-        with untouched(self._policy):
-            latents = self._latents()
-            found = self._described(latents.actor, self._rows)
-        return found._replace(memory=latents.memory, features=latents.actor)
+        """See `PolicyReplay`."""
+        states, memory = self._rollout.states, None
+        with without_trace(self._policy):
+            if states is None:
+                chunks = [self._policy.mlp_extractor.forward_actor(part) for part in self._feature_chunks(self._rows)]
+                latents = torch.cat(chunks)
+            else:
+                latents, memory = self._recurrent_latents(states[0])
+            outputs = self._outputs_of(latents, self._rows)
+        return outputs._replace(memory=memory, features=latents)
 
     @torch.no_grad()
     def without_memory(self) -> Outputs | None:
-        """See `Replay`."""
+        """See `PolicyReplay`."""
         if self._after is None:
             return None
-        with untouched(self._policy):
-            return self._described(alone(self._policy, self._observations), self._some)
+        with without_trace(self._policy):
+            return self._outputs_of(_memoryless_latents(self._policy, self._observations), self._part)
 
     @torch.no_grad()
     def activations(self) -> Activations:
-        """See `Replay`; layers of a recurrent policy respond to memory as it was stored."""
+        """See `PolicyReplay`; layers of a recurrent policy respond to memory as it was stored."""
         policy = self._policy
-        with untouched(policy), heard(policy) as found:
-            given = features(policy, self._observations)
-            memory = self._memory(self._some)
-            policy.mlp_extractor.forward_actor(given if memory is None else memory)
-        layers = found.layers if memory is None else {**found.layers, "core": memory}
-        return Activations(layers, found.last)
+        with without_trace(policy), _nonlinearities(policy) as recorded:
+            features = _features(policy, self._observations)
+            memory = self._memory(self._part)
+            policy.mlp_extractor.forward_actor(features if memory is None else memory)
+        layers = recorded.layers if memory is None else {**recorded.layers, "core": memory}
+        return Activations(layers, recorded.last)
 
     def state_gradients(self) -> StateGradients | None:
-        """See `Replay`."""
+        """See `PolicyReplay`."""
         states = self._rollout.states
         if states is None or self._after is None:
             return None
-        known = states[0].abs().amax((0, 1, 3)).nonzero().flatten()[:MOST_ENVS]
-        if not len(known):
+        envs = states[0].abs().amax((0, 1, 3)).nonzero().flatten()[:MAX_GRADIENT_ENVS]
+        if not len(envs):
             return None
-        with untouched(self._policy), torch.enable_grad():
-            return self._through_time(known)
+        with without_trace(self._policy), torch.enable_grad():
+            return self._through_time(states[0], envs)
 
     def copy(self) -> Copy:
-        """See `Replay`."""
-        policy = copied_trunk(self._policy)
+        """See `PolicyReplay`."""
+        if not isinstance(self._observations, Tensor):
+            raise TypeError("a copy of the network is trained on observations that are one array each")
+        policy = _copied_trunk(self._policy)
         parameters = {id(p): p for part in policy.children() for p in part.parameters() if p.requires_grad}
-        return Copy(lambda rows: alone(policy, rows), list(parameters.values()), self._tensor_observations())
+        return Copy(lambda rows: _memoryless_latents(policy, rows), list(parameters.values()), self._observations)
 
     @property
     def _policy(self) -> Any:
@@ -108,103 +151,157 @@ class CallbackReplay:
     @cached_property
     def _rows(self) -> Array:
         """Numbers of all transitions, [N]."""
-        return np.arange(self._kept.starts.size)
+        return np.arange(self._inputs.starts.size)
 
     @cached_property
-    def _some(self) -> Array:
+    def _part(self) -> Array:
         """Numbers of some transitions, evenly spread, [n]."""
         count = len(self._rows)
-        found: Array = np.linspace(0, count - 1, min(count, PART)).round().astype(np.int64)
-        return found
+        rows: Array = np.linspace(0, count - 1, min(count, PART_ROWS)).round().astype(np.int64)
+        return rows
 
     @property
     def _observations(self) -> Any:
-        """Of some transitions."""
-        return rows_of(self._kept, self._some, self._policy.device)
+        """Observations of some transitions."""
+        return self._inputs.rows(self._part, self._policy.device)
 
-    def _tensor_observations(self) -> Tensor:
-        found = self._observations
-        if not isinstance(found, Tensor):
-            raise TypeError("a copy of the network is trained on observations that are one array each")
-        return found
+    def _feature_chunks(self, rows: Array) -> Iterator[Tensor]:
+        for start in range(0, len(rows), CHUNK_ROWS):
+            observations = self._inputs.rows(rows[start : start + CHUNK_ROWS], self._policy.device)
+            yield _features(self._policy, observations)
 
-    def _latents(self) -> Latents:
-        states = self._rollout.states
-        if states is None:
-            return feed_forward(self._policy, self._kept, self._rows)
-        return recurrent(self._policy, self._kept, states[0])
+    def _recurrent_latents(self, first: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents [N, F] and memory [N, H]; memory runs from the states `first` [layers, 2, B, H] through the whole rollout."""
+        policy, (steps, envs) = self._policy, self._inputs.starts.shape
+        features = torch.cat(list(self._feature_chunks(self._rows)))
+        outputs, state = [], (first[:, 0].contiguous(), first[:, 1].contiguous())
+        starts = torch.as_tensor(self._inputs.starts, dtype=torch.float32, device=policy.device)
+        for inputs, begins in zip(features.unflatten(0, (steps, envs)), starts, strict=True):
+            output, state = policy._process_sequence(inputs, state, begins, policy.lstm_actor)
+            outputs.append(output)
+        memory = torch.cat(outputs)
+        return policy.mlp_extractor.forward_actor(memory), memory
 
-    def _described(self, latents: Tensor, rows: Array) -> Outputs:
-        distribution(self._policy, latents, self._kept, rows)
-        described = self._heads.describe(drawn_from(self._policy))
-        return Outputs(described.logits, described.means, described.log_std, {}, None)
+    def _outputs_of(self, latents: Tensor, rows: Array) -> Outputs:
+        _distribution(self._policy, latents, self._inputs, rows)
+        columns = self._heads.columns(last_distribution(self._policy))
+        return Outputs(columns.logits, columns.means, columns.log_std, {}, None)
 
     def _stored(self, rows: Array) -> Outputs:
         at = torch.from_numpy(rows).to(self._policy.device)
         rollout = self._rollout
-        logits, means, log_std = (_taken(columns, at) for columns in (rollout.logits, rollout.means, rollout.log_std))
+        logits, means, log_std = (
+            {name: column.flatten(0, 1)[at] for name, column in columns.items()}
+            for columns in (rollout.logits, rollout.means, rollout.log_std)
+        )
         return Outputs(logits, means, log_std, {}, self._memory(rows))
 
     def _memory(self, rows: Array) -> Tensor | None:
-        """What the LSTM gave when the rollout was collected, [n, H]."""
+        """Outputs [n, H] of the LSTM when the rollout was collected."""
         if self._after is None:
             return None
         return self._after[:, -1, 0].flatten(0, 1)[torch.from_numpy(rows).to(self._after.device)]
 
-    def _through_time(self, envs: Tensor) -> StateGradients:
+    def _through_time(self, states: Tensor, envs: Tensor) -> StateGradients:
         """Gradients of the actor's loss at h before the first step and after the last of these environments."""
-        policy, rollout = self._policy, self._rollout
-        assert rollout.states is not None
-        part = self._of(envs.cpu().numpy())
-        first = rollout.states[0][:, 0, envs].clone().requires_grad_()
-        memory = rollout.states[0][:, 1, envs].contiguous()
-        starts = torch.as_tensor(part.starts, dtype=torch.float32, device=policy.device)
-        count = len(envs)
-        rows = np.arange(part.starts.size)
-        known = features(policy, rows_of(part, rows, policy.device)).unflatten(0, (-1, count))
-        outputs, state = [], (first, memory)
-        for given, begins in zip(known, starts, strict=True):
-            _, state = policy._process_sequence(given, state, begins, policy.lstm_actor)
-            outputs.append(state[0][-1])  # and not the output beside it: so its gradient holds that of its own step
-        loss = self._loss(policy.mlp_extractor.forward_actor(torch.cat(outputs)), part, envs)
+        policy, inputs = self._policy, self._inputs.envs(envs.cpu().numpy())
+        first = states[:, 0, envs].clone().requires_grad_()
+        starts = torch.as_tensor(inputs.starts, dtype=torch.float32, device=policy.device)
+        observations = inputs.rows(np.arange(inputs.starts.size), policy.device)
+        features = _features(policy, observations).unflatten(0, (-1, len(envs)))
+        outputs, state = [], (first, states[:, 1, envs].contiguous())
+        for row, begins in zip(features, starts, strict=True):
+            _, state = policy._process_sequence(row, state, begins, policy.lstm_actor)
+            outputs.append(state[0][-1])  # and not the output beside it: so its gradient includes that of its own step
+        loss = self._loss(policy.mlp_extractor.forward_actor(torch.cat(outputs)), inputs, envs)
         gradients = torch.autograd.grad(loss, [first, state[0]], materialize_grads=True)
         return StateGradients(gradients[0], gradients[1][-1])
 
-    def _of(self, envs: Array) -> StoredPass:
-        """The rollout in these environments."""
-        kept = self._kept
-        observations = (
-            {name: part[:, envs] for name, part in kept.observations.items()}
-            if isinstance(kept.observations, dict)
-            else kept.observations[:, envs]
-        )
-        masks = None if kept.masks is None else kept.masks[:, envs]
-        return StoredPass(observations, kept.actions[:, envs], kept.starts[:, envs], masks)
-
-    def _loss(self, latents: Tensor, part: StoredPass, envs: Tensor) -> Tensor:
+    def _loss(self, latents: Tensor, inputs: StoredRollout, envs: Tensor) -> Tensor:
         """The actor's loss of these environments, 0-d."""
         model, rollout = self._model, self._rollout
-        found = distribution(model.policy, latents, part, np.arange(part.starts.size))
-        actions = torch.as_tensor(part.actions, device=latents.device).flatten(0, 1)
+        distribution = _distribution(model.policy, latents, inputs, np.arange(inputs.starts.size))
+        actions = torch.as_tensor(inputs.actions, device=latents.device).flatten(0, 1)
         discrete = list(self._heads.kinds.values()) == ["categorical"]
-        log_probs = found.log_prob(actions.long().flatten() if discrete else actions)
-        entropy = found.entropy()
-        advantages = used_advantages(model, rollout.advantages.flatten(), None).view_as(rollout.advantages)
+        log_probs = distribution.log_prob(actions.long().flatten() if discrete else actions)
+        entropy = distribution.entropy()
+        advantages = advantages_as_used(model, rollout.advantages.flatten(), None).view_as(rollout.advantages)
         old, empty = rollout.log_probs[:, envs].flatten(), torch.zeros_like(log_probs)
         used, bonus = advantages[:, envs].flatten(), -log_probs if entropy is None else entropy
-        rows = LossRows(log_probs - old, log_probs, used, empty, empty, empty, bonus)
-        loss: Tensor = policy_loss(rows, clip_of(model)).mean() - model.ent_coef * bonus.mean()
+        columns = LossColumns(log_probs - old, log_probs, used, empty, empty, empty, bonus)
+        loss: Tensor = policy_loss(columns, clip_of(model)).mean() - model.ent_coef * bonus.mean()
         return loss
 
 
-def _taken(columns: Mapping[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
-    return {name: column.flatten(0, 1)[rows] for name, column in columns.items()}
+class _Recorded:
+    """Responses of nonlinearities, in order: `layers` [n, D] by name, and the input `last` [n, F] of the last one."""
+
+    def __init__(self) -> None:
+        self.layers: dict[str, Tensor] = {}
+        self.last: Tensor | None = None
 
 
-def copied_trunk(policy: Any) -> Any:
+@contextmanager
+def _nonlinearities(policy: Any) -> Iterator[_Recorded]:
+    """Record the actor's nonlinearities; those of convolutions are left out, as their responses are maps and not units."""
+    recorded = _Recorded()
+
+    def recorder(name: str) -> Any:
+        def record(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
+            if result.dim() == 2:
+                recorded.layers[name], recorded.last = result, args[0].flatten(1)
+
+        return record
+
+    parts = {"features": policy.features_extractor, "actor": policy.mlp_extractor.policy_net}
+    with ExitStack() as stack:
+        for part, network in parts.items():
+            for name, module in network.named_modules():
+                if isinstance(module, NONLINEAR):
+                    stack.callback(listen(module, "forward", recorder(f"{part}_{name}".replace(".", "_"))))
+        yield recorded
+
+
+def _features(policy: Any, observations: Observations) -> Tensor:
+    """Outputs [n, F] of the actor's features extractor."""
+    features = policy.extract_features(observations)
+    actor: Tensor = features[0] if isinstance(features, tuple) else features
+    return actor
+
+
+def _memoryless_latents(policy: Any, observations: Observations) -> Tensor:
+    """Latents [n, F] of observations, each as the first of an episode."""
+    features = _features(policy, observations)
+    if hasattr(policy, "lstm_actor"):
+        lstm = policy.lstm_actor
+        zero = torch.zeros(lstm.num_layers, len(features), lstm.hidden_size, device=features.device)
+        features, _ = lstm(features.unsqueeze(0), (zero, zero))
+        features = features.squeeze(0)
+    latents: Tensor = policy.mlp_extractor.forward_actor(features)
+    return latents
+
+
+def _distribution(policy: Any, latents: Tensor, inputs: StoredRollout, rows: Array) -> Any:
+    """Distribution of these transitions, from their latents [n, F]; sets the policy's `action_dist`."""
+    distribution = policy._get_action_dist_from_latent(latents)
+    if inputs.masks is not None:
+        distribution.apply_masking(_flat(inputs.masks)[rows])
+    return distribution
+
+
+def _copied_trunk(policy: Any) -> Any:
     """The policy with copies of the networks between observations and the actor's latents, and no others."""
     names = ("features_extractor", "pi_features_extractor", "mlp_extractor", "lstm_actor")
     parts = {name: getattr(policy, name) for name in names if hasattr(policy, name)}
-    found = copy.copy(policy)
-    vars(found)["_modules"] = copy.deepcopy(parts)
-    return found
+    trunk = copy.copy(policy)
+    vars(trunk)["_modules"] = copy.deepcopy(parts)
+    return trunk
+
+
+def _flat(array: Array) -> Array:
+    """[N, ...] of [T, B, ...]."""
+    return array.reshape(-1, *array.shape[2:])
+
+
+def _each(value: Any, change: Any) -> Any:
+    return {name: change(part) for name, part in value.items()} if isinstance(value, Mapping) else change(value)

@@ -1,31 +1,57 @@
-"""Rollouts of Stable-Baselines3 as an event."""
+"""Rollouts of Stable-Baselines3: their steps as they are taken, and the events of a record's rollouts.
+
+What the buffer holds when the rollout is complete, rewards among it, is read there; between two steps only the rest is recorded.
+
+Shapes: T steps, B environments, D action dimensions, I inputs and H width of an LSTM.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.adapters.sb3.drawn import described
-from esper_telemetry.adapters.sb3.heads import Description, Heads
-from esper_telemetry.adapters.sb3.steps import Steps
-from esper_telemetry.adapters.sb3.untouched import untouched
+from esper_telemetry.adapters.columns import (
+    Array,
+    FinishedEpisode,
+    HeadColumns,
+    episodes_event,
+    join_columns,
+    next_values,
+)
+from esper_telemetry.adapters.sb3.distributions import MAX_CAPTURES, ActionHeads, DistributionRecorder
+from esper_telemetry.adapters.sb3.taps import without_trace
 from esper_telemetry.events import EpisodeEnd, RecurrentForward, RolloutEnd, Scale
-from esper_telemetry.ppo.environments.protocol import Array
 
-EPS = 1e-8
-"""Under the standard deviations of a VecNormalize, whatever its own is."""
+NORMALIZER_EPS = 1e-8
+"""Added to the variances of a VecNormalize, whatever its own setting is."""
 
-MOST_JOINED = 1 << 20
-"""Entries of the observations of several rollouts up to which they are put together."""
+MAX_JOINED_ENTRIES = 1 << 20
+"""Entries of the observations of several rollouts up to which they are joined."""
+
+ZERO_BYTE = b"\0"
+
+
+class RecurrentStep(NamedTuple):
+    """One step of the actor's LSTM.
+
+    Attributes:
+        inputs: [B, I].
+        before, after: h and c, [layers, B, H] each; zero before a step that begins an episode.
+    """
+
+    inputs: Tensor
+    before: tuple[Tensor, Tensor]
+    after: tuple[Tensor, Tensor]
 
 
 class CollectedRollout(NamedTuple):
-    """A rollout as it was collected, before anything takes minibatches from the buffer: its own arrays, which the next one replaces.
+    """A rollout before minibatches are taken from the buffer; its arrays are the buffer's own, which the next rollout replaces.
 
     Attributes:
         values, advantages, returns, log_probs: [T, B].
@@ -34,10 +60,10 @@ class CollectedRollout(NamedTuple):
         rewards: [T, B] without it.
         raw_rewards: [B] of each step; empty where rewards are not scaled.
         ended, time_limits: [T, B], bool.
-        following: [B], the critic's estimates of the state after the last step.
-        described: what was drawn from.
-        observations: [T, B, ...], as the policy was given them; None where they have several parts.
-        episodes: returns, lengths and times of those that finished.
+        last_values: [B], the critic's estimates of the states after the last step.
+        heads: columns of the distributions that were sampled from, some steps after the others.
+        observations: [T, B, ...], as the policy received them; None where they have several parts.
+        episodes: that finished.
     """
 
     values: Array
@@ -50,152 +76,246 @@ class CollectedRollout(NamedTuple):
     raw_rewards: list[Array]
     ended: Array
     time_limits: Array
-    following: Tensor
-    described: list[Description]
+    last_values: Tensor
+    heads: list[HeadColumns]
     observations: Array | None
-    episodes: tuple[list[float], list[int], list[int]]
+    episodes: list[FinishedEpisode]
 
 
-def collected(model: Any, steps: Steps, following: Tensor) -> CollectedRollout:
-    """The rollout that the buffer holds."""
-    buffer = model.rollout_buffer
-    return CollectedRollout(
-        values=buffer.values,
-        advantages=buffer.advantages,
-        returns=buffer.returns,
-        log_probs=buffer.log_probs,
-        actions=buffer.actions,
-        bootstrapped=buffer.rewards,
-        rewards=steps.rewards,
-        raw_rewards=steps.raw_rewards,
-        ended=steps.ended,
-        time_limits=steps.time_limits,
-        following=following,
-        described=steps.described,
-        observations=buffer.observations if isinstance(buffer.observations, np.ndarray) else None,
-        episodes=(steps.returns, steps.lengths, steps.times),
-    )
+class RolloutRecorder:
+    """Records the T steps of B environments of one rollout after another.
 
+    Attributes:
+        recurrent_steps: of this rollout; empty for a feed-forward policy.
+        environment_seconds: wall time between actions and their outcomes in this rollout.
+    """
 
-def episodes_event(parts: Sequence[CollectedRollout], env_step: int) -> EpisodeEnd | None:
-    """The event of the episodes that finished in rollouts that follow one another; None of none."""
-    found = [
-        (gained, length, time + place * len(part.rewards))
-        for place, part in enumerate(parts)
-        for gained, length, time in zip(*part.episodes, strict=True)
-    ]
-    return EpisodeEnd(env_step, *map(list, zip(*found, strict=True))) if found else None
+    def __init__(self, model: Any, recorder: DistributionRecorder) -> None:
+        self._model, self._policy = model, model.policy
+        self._capture, self._join = recorder.capture, recorder.join
+        scaled = model.get_vec_normalize_env()
+        self._scaled = scaled if scaled is not None and scaled.norm_reward else None
+        self._recurrent = hasattr(model.policy, "lstm_actor")
+        self._sums = np.zeros(model.n_envs)
+        self._lengths = np.zeros(model.n_envs, np.int64)
+        self._complete = np.asarray(model._last_episode_starts, bool).copy()
+        self._lstm_step: RecurrentStep | None = None
+        self._acted_at = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget all steps: a rollout begins."""
+        self._raw_rewards: list[Array] = []
+        self._ends: list[tuple[int, Array, Array, Sequence[Mapping[str, Any]]]] = []
+        self._heads: list[HeadColumns] = []
+        self._captures: list[Any] = []
+        self.recurrent_steps: list[RecurrentStep] = []
+        self.environment_seconds = 0.0
+
+    def after_lstm(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """The actor's LSTM was called."""
+        inputs, states = args
+        self._lstm_step = RecurrentStep(inputs[0].detach(), states, result[1])
+
+    def after_action(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """The policy chose actions."""
+        captures = self._captures
+        captures.append(self._capture(self._policy))
+        if len(captures) == MAX_CAPTURES:
+            self._join_captures()
+        if self._recurrent and self._lstm_step is not None:
+            self.recurrent_steps.append(self._lstm_step)
+        self._acted_at = perf_counter()
+
+    def after_step(self, variables: Mapping[str, Any]) -> None:
+        """The environments answered; `variables` are the local ones of the collecting loop."""
+        self.environment_seconds += perf_counter() - self._acted_at
+        dones = variables["dones"]
+        if dones.tobytes().strip(ZERO_BYTE):  # takes a sixth of the time of `dones.any()`
+            rewards = variables["rewards"].copy()  # a time limit's bootstrap will be added in place
+            self._ends.append((variables["n_steps"], dones.copy(), rewards, variables["infos"]))
+        if self._scaled is not None:
+            self._raw_rewards.append(self._scaled.get_original_reward())
+
+    def finish(self, last_values: Tensor) -> CollectedRollout:
+        """Return the rollout, which is complete in the buffer; `last_values` [B] of the states after it."""
+        if self._captures:
+            self._join_captures()
+        buffer = self._model.rollout_buffer
+        rewards = buffer.rewards.copy()
+        ended = np.zeros(rewards.shape, bool)
+        for step, dones, paid, _ in self._ends:
+            ended[step], rewards[step] = dones, paid
+        time_limits = np.zeros_like(ended)
+        return CollectedRollout(
+            values=buffer.values,
+            advantages=buffer.advantages,
+            returns=buffer.returns,
+            log_probs=buffer.log_probs,
+            actions=buffer.actions,
+            bootstrapped=buffer.rewards,
+            rewards=rewards,
+            raw_rewards=self._raw_rewards,
+            ended=ended,
+            episodes=self._episodes(rewards, time_limits),
+            time_limits=time_limits,
+            last_values=last_values,
+            heads=self._heads,
+            observations=buffer.observations if isinstance(buffer.observations, np.ndarray) else None,
+        )
+
+    def states(self, *, after: bool = False) -> Tensor | None:
+        """States in which each step began, or ended, [T, layers, 2, B, H]; None for a feed-forward policy."""
+        if not self.recurrent_steps:
+            return None
+        pairs = [step.after if after else step.before for step in self.recurrent_steps]
+        hidden, cell = (torch.stack([pair[part] for pair in pairs]).detach() for part in (0, 1))
+        return torch.stack([hidden, cell], 2)
+
+    def _join_captures(self) -> None:
+        captures, self._captures = self._captures, []
+        self._heads.append(self._join(captures, torch.stack))
+
+    def _episodes(self, rewards: Array, time_limits: Array) -> list[FinishedEpisode]:
+        """Return the episodes that finished, and mark in `time_limits` those that a time limit ended."""
+        episodes: list[FinishedEpisode] = []
+        raw = (np.stack(self._raw_rewards) if self._raw_rewards else rewards).astype(np.float64)
+        since = np.zeros(len(self._sums), np.int64)
+        for step, dones, _, infos in self._ends:
+            for index in map(int, np.flatnonzero(dones)):
+                info, monitored = infos[index], infos[index].get("episode")  # a Monitor's numbers win over our own
+                if monitored is not None or self._complete[index]:
+                    total = self._sums[index] + raw[since[index] : step + 1, index].sum()
+                    length = self._lengths[index] + step + 1 - since[index]
+                    own = (monitored["r"], monitored["l"]) if monitored else (total, length)
+                    episodes.append(FinishedEpisode(float(own[0]), int(own[1]), step))
+                self._sums[index], self._lengths[index], self._complete[index] = 0.0, 0, True
+                limited = info.get("TimeLimit.truncated", False) and info.get("terminal_observation") is not None
+                time_limits[step, index] = bool(limited)
+                since[index] = step + 1
+        self._sums += [raw[first:, index].sum() for index, first in enumerate(since)]
+        self._lengths += len(raw) - since
+        return episodes
 
 
 def rollout_event(
-    model: Any, parts: Sequence[CollectedRollout], heads: Heads, states: Tensor | None, *, update: int, env_step: int
+    model: Any,
+    rollouts: Sequence[CollectedRollout],
+    heads: ActionHeads,
+    states: Tensor | None,
+    *,
+    update: int,
+    env_step: int,
 ) -> RolloutEnd:
-    """The event of rollouts that follow one another.
+    """Return the event of rollouts that follow one another.
 
     Rewards are those before a time limit's bootstrap was added; its share comes back as the value of the state that followed.
     """
     device = model.device
-    each: Any = CollectedRollout._make(zip(*parts, strict=True))  # each field of all of them
-    known = described(list(chain.from_iterable(each.described)))
-    actions = heads.actions(_joined(each.actions, device))
-    rewards, ended = _joined(each.rewards, device), _joined(each.ended, device)
-    raw = list(chain.from_iterable(each.raw_rewards))
+    fields: Any = CollectedRollout._make(zip(*rollouts, strict=True))  # each field of all rollouts
+    columns = join_columns(list(chain.from_iterable(fields.heads)), torch.cat)
+    actions = heads.actions(_joined(fields.actions, device))
+    rewards, ended = _joined(fields.rewards, device), _joined(fields.ended, device)
+    raw = list(chain.from_iterable(fields.raw_rewards))
     return RolloutEnd(
         update=update,
         env_step=env_step,
         rewards=rewards,
-        values=_joined(each.values, device),
-        advantages=_joined(each.advantages, device),
-        returns=_joined(each.returns, device),
-        log_probs=_joined(each.log_probs, device),
+        values=_joined(fields.values, device),
+        advantages=_joined(fields.advantages, device),
+        returns=_joined(fields.returns, device),
+        log_probs=_joined(fields.log_probs, device),
         ended=ended,
-        terminated=ended & ~_joined(each.time_limits, device),
-        next_values=_joined([next_values(part, model.gamma) for part in parts], device),
+        terminated=ended & ~_joined(fields.time_limits, device),
+        next_values=torch.cat([_next_values(rollout, model.gamma) for rollout in rollouts]).to(device),
         actions=actions,
         gamma=model.gamma,
-        raw_rewards=on(np.stack(raw).astype(np.float32), device) if raw else None,
-        head_log_probs=heads.log_probs(known.logits, actions),
-        action_masks=known.masks,
-        logits=known.logits,
-        means=known.means,
-        log_std=known.log_std,
+        raw_rewards=_on_device(np.stack(raw).astype(np.float32), device) if raw else None,
+        head_log_probs=heads.log_probs(columns, actions),
         bounds=heads.bounds(device),
         states=states,
-        scales=scales_of(model, rewards, each.observations),
-        observations=_observed(each.observations),
+        scales=_scales(model, rewards, fields.observations),
+        observations=_observations(fields.observations),
+        **columns._asdict(),
     )
 
 
-def _observed(arrays: Sequence[Array | None]) -> Tensor | None:
-    """Observations in place, on the host; None of several rollouts whose observations would be much to copy."""
-    known = [array for array in arrays if array is not None]
-    if not known or (len(known) > 1 and sum(array.size for array in known) > MOST_JOINED):
+def rollout_episodes(rollouts: Sequence[CollectedRollout], env_step: int) -> EpisodeEnd | None:
+    """Return the event of the episodes that finished in rollouts that follow one another; None where none did."""
+    episodes = [
+        episode._replace(time=episode.time + place * len(rollout.rewards))
+        for place, rollout in enumerate(rollouts)
+        for episode in rollout.episodes
+    ]
+    return episodes_event(episodes, env_step)
+
+
+def recurrent_event(policy: Any, recorder: RolloutRecorder, envs: int) -> RecurrentForward | None:
+    """Return the event of the actor's LSTM in the first `envs` environments; None without one."""
+    before, after = recorder.states(), recorder.states(after=True)
+    if before is None or after is None:
         return None
-    return torch.from_numpy(known[0] if len(known) == 1 else np.concatenate(known))
+    lstm: nn.LSTM = policy.lstm_actor
+    cells = [lstm]
+    if lstm.num_layers > 1:
+        with without_trace(policy):
+            cells = [_single_layer(lstm, layer) for layer in range(lstm.num_layers)]
+    first = torch.stack([step.inputs[:envs] for step in recorder.recurrent_steps])
+    above = [after[:, layer, 0, :envs] for layer in range(lstm.num_layers - 1)]
+    return RecurrentForward(cells, [first, *above], before[:, :, :, :envs].unbind(1))
+
+
+def _single_layer(lstm: nn.LSTM, layer: int) -> nn.LSTM:
+    """An LSTM of one layer with the weights of that layer."""
+    width = lstm.input_size if layer == 0 else lstm.hidden_size
+    single = nn.LSTM(width, lstm.hidden_size, bias=lstm.bias).to(lstm.get_parameter("weight_ih_l0").device)
+    with torch.no_grad():
+        for name, parameter in single.named_parameters():
+            parameter.copy_(lstm.get_parameter(name.replace("_l0", f"_l{layer}")))
+    return single
+
+
+def _next_values(rollout: CollectedRollout, gamma: float) -> Tensor:
+    """The critic's estimate [T, B] of the state that follows each step, 0 after termination."""
+    added = (rollout.bootstrapped - rollout.rewards) / gamma if gamma else np.zeros_like(rollout.rewards)
+    bootstrap = torch.from_numpy(np.where(rollout.time_limits, added, 0.0).astype(np.float32))
+    last = rollout.last_values.detach().cpu()
+    return next_values(torch.from_numpy(rollout.values), last, torch.from_numpy(rollout.ended), bootstrap)
+
+
+def _observations(arrays: Sequence[Array | None]) -> Tensor | None:
+    """Observations in place, on the host; None of several rollouts whose observations would be much to copy."""
+    present = [array for array in arrays if array is not None]
+    if not present or (len(present) > 1 and sum(array.size for array in present) > MAX_JOINED_ENTRIES):
+        return None
+    return torch.from_numpy(present[0] if len(present) == 1 else np.concatenate(present))
+
+
+def _scales(model: Any, rewards: Tensor, observations: Sequence[Array | None]) -> dict[str, Scale]:
+    """State of a VecNormalize after the rollouts, and its outputs."""
+    scaled = model.get_vec_normalize_env()
+    scales: dict[str, Scale] = {}
+    if scaled is None:
+        return scales
+    present = [part for part in observations if part is not None and scaled.norm_obs]
+    if present:
+        scales["obs"] = _scale(scaled.obs_rms, scaled.clip_obs, _joined(present, model.device))
+    if scaled.norm_reward:
+        scales["ret"] = _scale(scaled.ret_rms, scaled.clip_reward, rewards)
+    return scales
+
+
+def _scale(moments: Any, limit: float, normalized: Tensor) -> Scale:
+    mean, std = np.asarray(moments.mean, np.float64), np.sqrt(np.asarray(moments.var, np.float64) + NORMALIZER_EPS)
+    device = normalized.device
+    return Scale(_on_device(np.atleast_1d(mean), device), _on_device(np.atleast_1d(std), device), limit, normalized)
 
 
 def _joined(arrays: Sequence[Array], device: torch.device) -> Tensor:
     """Arrays [T, ...] one after the other."""
-    return on(arrays[0] if len(arrays) == 1 else np.concatenate(arrays), device)
+    return _on_device(arrays[0] if len(arrays) == 1 else np.concatenate(arrays), device)
 
 
-def on(array: Array, device: torch.device) -> Tensor:
+def _on_device(array: Array, device: torch.device) -> Tensor:
     """The same numbers on the model's device; in place where that is the host."""
     return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
-
-def next_values(part: CollectedRollout, gamma: float) -> Array:
-    """The critic's estimate [T, B] of the state that follows each step, 0 after termination."""
-    following = np.concatenate([part.values[1:], part.following.detach().cpu().numpy().reshape(1, -1)])
-    added = (part.bootstrapped - part.rewards) / gamma if gamma else np.zeros_like(part.rewards)
-    found: Array = np.where(part.ended, np.where(part.time_limits, added, 0.0), following).astype(np.float32)
-    return found
-
-
-def scales_of(model: Any, rewards: Tensor, observations: Sequence[Array | None]) -> dict[str, Scale]:
-    """Where a VecNormalize stands after rollouts, and what it gave."""
-    scaled = model.get_vec_normalize_env()
-    found: dict[str, Scale] = {}
-    if scaled is None:
-        return found
-    known = [part for part in observations if part is not None and scaled.norm_obs]
-    if known:
-        found["obs"] = _scale(scaled.obs_rms, scaled.clip_obs, _joined(known, model.device))
-    if scaled.norm_reward:
-        found["ret"] = _scale(scaled.ret_rms, scaled.clip_reward, rewards)
-    return found
-
-
-def _scale(moments: Any, limit: float, normalized: Tensor) -> Scale:
-    mean, std = np.asarray(moments.mean, np.float64), np.sqrt(np.asarray(moments.var, np.float64) + EPS)
-    device = normalized.device
-    return Scale(on(np.atleast_1d(mean), device), on(np.atleast_1d(std), device), limit, normalized)
-
-
-def recurrent_event(policy: Any, steps: Steps, envs: int) -> RecurrentForward | None:
-    """What went through the actor's LSTM in the first `envs` environments; None without one."""
-    before, after = steps.states(), steps.states_after()
-    if before is None or after is None:
-        return None
-    first = torch.stack([step.inputs[:envs] for step in steps.recurrence])
-    above = [after[:, layer, 0, :envs] for layer in range(policy.lstm_actor.num_layers - 1)]
-    cells = layers_of(policy)
-    return RecurrentForward(cells, [first, *above], before[:, :, :, :envs].unbind(1))
-
-
-def layers_of(policy: Any) -> Sequence[nn.LSTM]:
-    """The layers of the actor's LSTM, one by one, with its weights."""
-    lstm: nn.LSTM = policy.lstm_actor
-    if lstm.num_layers == 1:
-        return [lstm]
-    with untouched(policy):
-        return [_layer(lstm, layer) for layer in range(lstm.num_layers)]
-
-
-def _layer(lstm: nn.LSTM, layer: int) -> nn.LSTM:
-    width = lstm.input_size if layer == 0 else lstm.hidden_size
-    found = nn.LSTM(width, lstm.hidden_size, bias=lstm.bias).to(lstm.get_parameter("weight_ih_l0").device)
-    with torch.no_grad():
-        for name, parameter in found.named_parameters():
-            parameter.copy_(lstm.get_parameter(name.replace("_l0", f"_l{layer}")))
-    return found

@@ -1,98 +1,111 @@
-"""Listening to the methods of single objects: what they were given and what they returned.
+"""Listeners on the methods of single objects.
 
-Nothing of a class is touched. An object with a tap can be pickled and copied, and comes out without it.
+A foreign trainer is observed on the objects that it holds, never on classes: a tap stands in an object's attributes before one of its
+methods. An object with a tap can be pickled and copied, and comes out without it, so that what is saved during training is clean. Taps are
+silent while the adapter itself passes rows through the policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
+import torch
+from torch import nn
+
 from esper_telemetry.events import Remover
 
-Heard: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any], Any], object]
-"""Is told of positional arguments, named arguments and result of a call."""
+Listener: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any], Any], object]
+"""Receives positional arguments, keyword arguments and result of a call."""
 
-Failed: TypeAlias = Callable[[Callable[..., object], Exception], object]
-"""Is told of a listener and what it has raised."""
+ErrorHandler: TypeAlias = Callable[[Callable[..., object], Exception], object]
+"""Receives a listener and the exception that it raised."""
 
 Value = TypeVar("Value")
 
 
-def raised(heard: Callable[..., object], error: Exception) -> NoReturn:
-    """What a listener raises goes on to whoever called the method."""
+def reraise(listener: Callable[..., object], error: Exception) -> NoReturn:
+    """Raise a listener's exception in whoever called the method."""
     raise error
 
 
 class Tap:
-    """Stands in an object's attributes before one of its methods, tells listeners of every call and changes nothing."""
+    """Stands in an object's attributes before one of its methods and calls listeners after every call."""
 
     def __init__(self, owner: object, name: str) -> None:
         self._owner, self._name = owner, name
         self._method = getattr(owner, name)
-        self._before = vars(owner).get(name)
-        self.listeners: tuple[tuple[Heard, Failed], ...] = ()
+        self._previous = vars(owner).get(name)
+        self.listeners: tuple[tuple[Listener, ErrorHandler], ...] = ()
         self.muted = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The method's result."""
         result = self._method(*args, **kwargs)
         if not self.muted:
-            for heard, failed in self.listeners:
+            for listener, on_error in self.listeners:
                 try:
-                    heard(args, kwargs, result)
-                except Exception as error:  # whatever a bug raises
-                    failed(heard, error)
+                    listener(args, kwargs, result)
+                except Exception as error:  # a bug of ours must not reach the trainer
+                    on_error(listener, error)
         return result
 
     def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        return _itself, (self._method,)
+        return _identity, (self._method,)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_method" not in vars(self):
             raise AttributeError(name)
         return getattr(self._method, name)
 
-    def leave(self) -> None:
-        """Puts back what was there, unless something else stands in its place by now: then it stays, and is silent."""
+    def remove(self) -> None:
+        """Put back what was there; a tap that something else has replaced stays in its place and is silent."""
         if vars(self._owner).get(self._name) is not self:
             return
-        if self._before is None:
+        if self._previous is None:
             del vars(self._owner)[self._name]
         else:
-            vars(self._owner)[self._name] = self._before
+            vars(self._owner)[self._name] = self._previous
 
 
-def listen(owner: object, name: str, heard: Heard, failed: Failed = raised) -> Remover:
-    """Calls `heard` after every call of that method of that object; returns the function that ends this, in any order."""
-    found = vars(owner).get(name)
-    tap = found if isinstance(found, Tap) else Tap(owner, name)
+def listen(owner: object, name: str, listener: Listener, on_error: ErrorHandler = reraise) -> Remover:
+    """Call `listener` after every call of that method of that object; return the function that ends this."""
+    current = vars(owner).get(name)
+    tap = current if isinstance(current, Tap) else Tap(owner, name)
     vars(owner)[name] = tap
-    entry = heard, failed
+    entry = listener, on_error
     tap.listeners = (*tap.listeners, entry)
 
     def remove() -> None:
         if any(one is entry for one in tap.listeners):
             tap.listeners = tuple(one for one in tap.listeners if one is not entry)
             if not tap.listeners:
-                tap.leave()
+                tap.remove()
 
     return remove
 
 
 @contextmanager
-def silence(owners: Iterable[object]) -> Iterator[None]:
-    """Within it the taps that these objects have tell nothing: what is called is not what its owner is doing."""
-    taps = [value for owner in owners for value in vars(owner).values() if isinstance(value, Tap)]
+def without_trace(policy: nn.Module) -> Iterator[None]:
+    """Within it passes through `policy` reach no listener, and random numbers come from copies of the generators; after it the policy's
+    buffers are what they were.
+    """
+    taps = [value for module in policy.modules() for value in vars(module).values() if isinstance(value, Tap)]
+    buffers = [(buffer, buffer.clone()) for buffer in policy.buffers()]
+    devices = {parameter.device for parameter in policy.parameters() if parameter.is_cuda}
     for tap in taps:
         tap.muted += 1
     try:
-        yield
+        with torch.random.fork_rng(devices=[device.index or 0 for device in devices]):
+            yield
     finally:
         for tap in taps:
             tap.muted -= 1
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
-def _itself(value: Value) -> Value:
+def _identity(value: Value) -> Value:
     return value

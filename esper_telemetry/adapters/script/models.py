@@ -1,4 +1,4 @@
-"""Models of Stable-Baselines3 that a script trains: each that is understood gets a `TelemetryCallback` and a run of its own."""
+"""`TelemetryCallback` for the Stable-Baselines3 models that a script trains, each with a run of its own."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ if TYPE_CHECKING:
     from esper_telemetry.telemetry import Telemetry
 
 
-class Models:
-    """Joins a `TelemetryCallback` to the callbacks of every `learn`, unless the script has one there itself.
+class ScriptModels:
+    """Adds a `TelemetryCallback` to the callbacks of every `learn`, unless the script has one there itself.
 
-    A model that learns again goes on in its run. Another model gets a run of its own, and ends the runs of models that do not learn
+    A model that learns again continues its run. Another model gets a run of its own, which ends the runs of models that do not learn
     at that moment.
 
     Args:
         make: makes the telemetry of the model with that number, from 1.
-        say: takes a line for people.
-        attached: called before a model is first attached, or left to a callback of the script's own.
+        say: writes a line for people.
+        before_attach: called before a callback is attached to a model, or the model is left to a callback of the script's own.
 
     Attributes:
         last: the callback that was attached last; None before the first.
-        own: whether the script has a `TelemetryCallback` of its own.
+        own: the script has a `TelemetryCallback` of its own.
     """
 
     def __init__(
-        self, make: Callable[[int], Telemetry], say: Callable[[str], None], attached: Callable[[], None]
+        self, make: Callable[[int], Telemetry], say: Callable[[str], None], before_attach: Callable[[], None]
     ) -> None:
         self.last: TelemetryCallback | None = None
         self.own = False
-        self._make, self._say, self._attached = make, say, attached
+        self._make, self._say, self._before_attach = make, say, before_attach
         self._open: list[TelemetryCallback] = []
         self._count = 0
         self._refused: set[str] = set()
         self._pid = os.getpid()
 
     def joined(self, model: Any, callback: BaseCallback) -> BaseCallback:
-        """The callback that `learn` goes on with: the script's, which is initialised already, and ours."""
+        """Return the callback that `learn` continues with: the script's, which is initialised already, and ours."""
         from stable_baselines3.common.callbacks import CallbackList
 
-        from esper_telemetry.adapters.sb3.callback import NEEDED, TelemetryCallback
+        from esper_telemetry.adapters.sb3.callback import REQUIRED_ATTRIBUTES, TelemetryCallback
 
         if os.getpid() != self._pid:
             return callback
-        if any(isinstance(part, TelemetryCallback) for part in parts_of(callback)):
+        if any(isinstance(part, TelemetryCallback) for part in callbacks_in(callback)):
             self.own = True
-            self._attached()
+            self._before_attach()
             return callback
         kind = type(model).__name__
-        if not all(hasattr(model, name) for name in NEEDED):
+        if not all(hasattr(model, name) for name in REQUIRED_ATTRIBUTES):
             if kind not in self._refused:
                 self._refused.add(kind)
                 self._say(
@@ -67,20 +67,20 @@ class Models:
         return both
 
     def close(self, error: BaseException | None) -> None:
-        """Ends all runs, by that exception or without one."""
+        """End all runs, by that exception or without one."""
         while self._open:
             self._open.pop().telemetry.__exit__(type(error) if error else None, error, None)
 
     def _callback_of(self, model: Any, kind: str) -> TelemetryCallback:
         from esper_telemetry.adapters.sb3.callback import TelemetryCallback
 
-        for known in self._open:
-            if known.model is model:
-                return known
-        for known in [known for known in self._open if not known.learning]:
-            self._open.remove(known)
-            known.telemetry.close()
-        self._attached()
+        for callback in self._open:
+            if callback.model is model:
+                return callback
+        for idle in [callback for callback in self._open if not callback.learning]:
+            self._open.remove(idle)
+            idle.telemetry.close()
+        self._before_attach()
         self._count += 1
         ours = self.last = TelemetryCallback(self._make(self._count))
         self._open.append(ours)
@@ -88,16 +88,16 @@ class Models:
         return ours
 
 
-def parts_of(callback: object) -> Iterator[object]:
-    """A callback and all that it holds, alone or in lists."""
+def callbacks_in(callback: object) -> Iterator[object]:
+    """All callbacks in a callback, alone or in lists."""
     from stable_baselines3.common.callbacks import BaseCallback
 
-    waiting, known = [callback], set[int]()
+    waiting, visited = [callback], set[int]()
     while waiting:
         part = waiting.pop()
-        if id(part) in known:
+        if id(part) in visited:
             continue
-        known.add(id(part))
+        visited.add(id(part))
         if isinstance(part, list | tuple):
             waiting += part
         elif isinstance(part, BaseCallback):

@@ -1,17 +1,22 @@
-"""Runs a script as `python SCRIPT ARGS...` would, in this process."""
+"""Runs a script as `python SCRIPT ARGS...` would, in this process, and writes telemetry's lines on stderr. Nothing here needs torch."""
 
 from __future__ import annotations
 
 import io
+import logging
 import sys
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from esper_telemetry.adapters.script.listener import ScriptListener
 
 
 def compiled(script: str) -> CodeType:
-    """The script's code; raises OSError where it cannot be read. A SyntaxError is left to who runs it."""
+    """The script's code; raises OSError where it cannot be read. A SyntaxError is left to the caller."""
     path = Path(script)
     with io.open_code(str(path.absolute())) as file:
         source = file.read()
@@ -19,10 +24,10 @@ def compiled(script: str) -> CodeType:
 
 
 def run_as_main(code: CodeType, script: str, arguments: Sequence[str]) -> None:
-    """Executes the code as the module `__main__`, with the script's arguments and its directory first on the path.
+    """Execute the code as the module `__main__`, with the script's arguments and its directory first on the path.
 
-    What the script raises is raised, SystemExit and KeyboardInterrupt too. The module stays `__main__` afterwards: what was pickled in
-    it, started from it or registered for the interpreter's exit still finds it.
+    What the script raises is raised, SystemExit and KeyboardInterrupt too. The module stays `__main__` afterwards, for what was pickled in
+    it, started from it or registered for the interpreter's exit.
     """
     path = str(Path(script).absolute())
     main = ModuleType("__main__")
@@ -36,19 +41,59 @@ def run_as_main(code: CodeType, script: str, arguments: Sequence[str]) -> None:
 
 
 def hide_own_frames(path: str) -> None:
-    """Tracebacks that nobody catches begin in the script, as without us."""
-    shown = sys.excepthook
+    """Let uncaught tracebacks begin in the script, as without telemetry."""
+    previous = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        own = since(path, trace)
-        shown(kind, error.with_traceback(own), own)
+        step = trace
+        while step is not None and step.tb_frame.f_code.co_filename != path:
+            step = step.tb_next
+        previous(kind, error.with_traceback(step or trace), step or trace)
 
     sys.excepthook = show
 
 
-def since(path: str, trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback from the first frame in that file on; all of it where there is none."""
-    step = trace
-    while step is not None and step.tb_frame.f_code.co_filename != path:
-        step = step.tb_next
-    return step or trace
+def findings_line(script: ScriptListener, name: str, run_dir: Path | None) -> str:
+    """The line after the first update: what is measured, what is missing, and where the journal is."""
+    labels = {"memory": "recurrent states", "episodes": "episodes"}
+    if script.hides_episodes:
+        labels["episodes"] += " (the script itself misses them: Gymnasium 1.x tells of them elsewhere)"
+    measured = [labels.get(what, what) for what in script.findings]
+    missing = [labels.get(what, what) if what != "episodes" else what for what in script.missing]
+    lacking = f"; not found: {', '.join(missing)}" if missing else ""
+    return f"{name}: found {', '.join(measured)}{lacking}; journal in {run_dir}"
+
+
+def last_line(
+    script: ScriptListener | None,
+    name: str,
+    run_dir: Path | None,
+    error: BaseException | None,
+    updates: int | None = None,
+) -> str:
+    """The last line of a run; `updates` are those of a model, where the script itself was not listened to."""
+    if error is not None:
+        return f"{name}: telemetry stopped and the script went on: {type(error).__name__}: {error}"
+    if run_dir is None:
+        reason = "torch was not imported" if script is None else "no optimizer step with a probability ratio was seen"
+        return f"{name}: found nothing to measure: {reason}"
+    count = updates if updates is not None else script.updates if script else 0
+    return f"{name}: {count} update{'' if count == 1 else 's'}; what went wrong in them: esper-telemetry diagnose {run_dir}"
+
+
+def log_to_stderr() -> None:
+    """Send telemetry's log to stderr, with a prefix, and not where the script sends its own log."""
+    logger = logging.getLogger("esper_telemetry")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("esper-telemetry: %(message)s"))
+    logger.addHandler(handler)
+    logger.propagate = False
+
+
+def say(sentence: str) -> None:
+    """Write a line on stderr; a stream that is closed or gone is no error."""
+    try:
+        sys.stderr.write(f"esper-telemetry: {sentence}\n")
+        sys.stderr.flush()
+    except (OSError, ValueError, AttributeError):
+        return

@@ -1,37 +1,110 @@
-"""Where a script is listened to: functions of torch, Gymnasium and TensorBoard that it calls.
+"""Taps on the functions of torch, Gymnasium and TensorBoard that a script calls, while it runs.
 
-Every tap calls what it stands for with what the script gave it, and returns what that returns. What goes wrong in a tap ends all of them.
+Every tap calls what it replaces with the script's arguments, and returns what that returns. An exception in a tap ends all of them. Nothing
+here imports torch or NumPy before the script does: it may set what they read.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import GeneratorType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from esper_telemetry.adapters.script.frames import names_here
-from esper_telemetry.adapters.script.imports import AfterImport
-from esper_telemetry.adapters.script.patches import Patches
-
 if TYPE_CHECKING:
-    from esper_telemetry.adapters.script.script import ScriptListener
+    from esper_telemetry.adapters.script.listener import ScriptListener
     from esper_telemetry.core.clock import Clock
 
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 TIMED_EVERY = 17
-"""Brief calls come in rhythms: a prime meets all of them."""
+"""One brief call in so many is timed. Brief calls come in rhythms: a prime meets all of them."""
+
+
+class AfterImport(MetaPathFinder):
+    """Finds modules as all other finders would, and calls back when one of them has been loaded, whoever imports it.
+
+    Args:
+        callbacks: by the full name of the module.
+    """
+
+    def __init__(self, callbacks: dict[str, Callable[[ModuleType], None]]) -> None:
+        self._callbacks = callbacks
+
+    def install(self) -> None:
+        """Begin; modules that are loaded already are called back for at once."""
+        for name in [name for name in self._callbacks if name in sys.modules]:
+            self._callbacks.pop(name)(sys.modules[name])
+        sys.meta_path.insert(0, self)
+
+    def remove(self) -> None:
+        """End; harmless when repeated."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Another finder's, with a loader that calls back."""
+        callback = self._callbacks.pop(fullname, None)
+        if callback is None:
+            return None
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            _call_after(spec.loader, callback)
+        return spec
+
+
+def _call_after(loader: Loader, callback: Callable[[ModuleType], None]) -> None:
+    load = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        load(module)
+        callback(module)
+
+    loader.exec_module = exec_module  # type: ignore[method-assign]  # this loader is of this module alone
+
+
+class Patches:
+    """Functions of other libraries that are replaced, and put back in reverse order."""
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[object, str, Any, bool]] = []
+
+    def replace(self, owner: object, name: str, wrap: Wrap) -> None:
+        """Wrap the function `owner.name`; nothing happens where there is none, or where it is wrapped already."""
+        original = getattr(owner, name, None)
+        if original is None or getattr(original, "tapped", False):
+            return
+        own = name in vars(owner)
+        wrapped = wrap(original)
+        wrapped.tapped = True  # type: ignore[attr-defined]  # so that nothing is wrapped twice
+        self._replaced.append((owner, name, original, own))
+        setattr(owner, name, wrapped)
+
+    def undo(self) -> None:
+        """Put everything back."""
+        while self._replaced:
+            owner, name, original, own = self._replaced.pop()
+            if own:
+                setattr(owner, name, original)
+            else:
+                delattr(owner, name)
 
 
 class Taps:
-    """Installs the taps as what they listen to is imported.
+    """Installs the taps as the libraries are imported.
 
     Args:
         make: makes the script's listener, when torch is there.
         join: returns the callback with which a model of Stable-Baselines3 learns, for the one that the script gave it.
 
     Attributes:
-        script: what listens; None before torch is there.
+        script: the listener; None before torch is there.
         error: what went wrong in a tap, after which all are off.
         clock: telemetry's, which counts what the taps take; None before there is any.
     """
@@ -44,43 +117,38 @@ class Taps:
         self._make, self._join = make, join
         self._patches, self._model_patches = Patches(), Patches()
         self._removers: list[Callable[[], None]] = []
-        self._imports = AfterImport(
-            {
-                "torch": self._torch,
-                "gymnasium": self._gymnasium,
-                "torch.utils.tensorboard.writer": self._writer,
-                "tensorboardX.writer": self._writer,
-                "stable_baselines3.common.base_class": self._stable_baselines3,
-            }
-        )
+        installers: dict[str, Callable[[Any], None]] = {
+            "torch": self._tap_torch,
+            "gymnasium": self._tap_gymnasium,
+            "torch.utils.tensorboard.writer": self._tap_writer,
+            "tensorboardX.writer": self._tap_writer,
+            "stable_baselines3.common.base_class": self._tap_stable_baselines3,
+        }
+        self._imports = AfterImport({name: self._contained(tap) for name, tap in installers.items()})
 
     def install(self) -> None:
-        """Begins to listen."""
+        """Begin to listen."""
         self._imports.install()
 
     def remove(self) -> None:
-        """Everything is as it was."""
+        """Put everything back."""
         self.leave_script()
         self._model_patches.undo()
 
     def leave_script(self) -> None:
-        """Listens to the `learn` of models alone: a library trains, not the script."""
+        """Listen to the `learn` of models alone: a library trains, not the script."""
         self._imports.remove()
         self._patches.undo()
         for remove in self._removers:
             remove()
         self._removers, self.script = [], None
 
-    def contained(self, function: Callable[[ScriptListener], None]) -> None:
-        """Tells the script's listener something, if it listens; an exception ends this for good and goes no further."""
-        self._call(function, 1)
+    def call(self, function: Callable[[ScriptListener], object], weight: int = 1) -> None:
+        """Call a function with the listener, if it listens; an exception ends all taps and goes no further.
 
-    def briefly(self, function: Callable[[ScriptListener], None]) -> None:
-        """The same for what takes about as long as a look at the clock: one call in several is timed, and counts for all."""
-        self._calls += 1
-        self._call(function, 0 if self._calls % TIMED_EVERY else TIMED_EVERY)
-
-    def _call(self, function: Callable[[ScriptListener], None], weight: int) -> None:
+        Args:
+            weight: how many calls the time of this one counts for; 0 to count none.
+        """
         script, clock = self.script, self.clock
         if script is None or self.error is not None or not script.listens:
             return
@@ -93,45 +161,54 @@ class Taps:
         except Exception as error:  # whatever it is, the script goes on
             self.error = error
 
-    def _contained_install(self, install: Callable[[], None]) -> None:
-        try:
-            install()
-        except Exception as error:  # an unusual version of the library: the script goes on
-            self.error = self.error or error
+    def _call_briefly(self, function: Callable[[ScriptListener], object]) -> None:
+        """The same for what takes about as long as reading the clock: one call in several is timed, and counts for all."""
+        self._calls += 1
+        self.call(function, 0 if self._calls % TIMED_EVERY else TIMED_EVERY)
 
-    def _torch(self, torch: ModuleType) -> None:
-        def install() -> None:
-            from torch.optim import optimizer
+    def _contained(self, install: Callable[[Any], None]) -> Callable[[Any], None]:
+        """`install` without its exceptions: the version of a library may be an unusual one, and the script goes on."""
 
-            self.script = self._make()
-            for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
-                for name in ("clip_grad_norm_", "clip_grad_value_"):
-                    self._patches.replace(owner, name, functools.partial(self._clip, by_norm="norm" in name))
-            for kind in (torch.distributions.Categorical, torch.distributions.Normal):
-                self._patches.replace(kind, "log_prob", self._log_prob)
-            self._patches.replace(torch.nn.LSTM, "__init__", self._lstm)
-            before = optimizer.register_optimizer_step_pre_hook(self._before_step)
-            after = optimizer.register_optimizer_step_post_hook(self._after_step)
-            self._removers += [before.remove, after.remove]
+        def contained(subject: Any) -> None:
+            try:
+                install(subject)
+            except Exception as error:
+                self.error = self.error or error
 
-        self._contained_install(install)
+        return contained
 
-    def _before_step(self, optimizer: Any, *_: Any) -> None:
-        self.contained(lambda script: script.before_step(optimizer, names_here()))
+    def _tap_torch(self, torch: Any) -> None:
+        from torch.optim import optimizer
 
-    def _after_step(self, optimizer: Any, *_: Any) -> None:
-        self.contained(lambda script: script.after_step(optimizer))
+        from esper_telemetry.adapters.script.variables import calling_variables
+
+        def before_step(optimizer: Any, *_: Any) -> None:
+            self.call(lambda script: script.before_step(optimizer, calling_variables()))
+
+        def after_step(optimizer: Any, *_: Any) -> None:
+            self.call(lambda script: script.after_step(optimizer))
+
+        self.script = self._make()
+        for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
+            for name in ("clip_grad_norm_", "clip_grad_value_"):
+                self._patches.replace(owner, name, functools.partial(self._clip, by_norm="norm" in name))
+        for kind in (torch.distributions.Categorical, torch.distributions.Normal):
+            self._patches.replace(kind, "log_prob", self._log_prob)
+        self._patches.replace(torch.nn.LSTM, "__init__", self._lstm)
+        before = optimizer.register_optimizer_step_pre_hook(before_step)
+        after = optimizer.register_optimizer_step_post_hook(after_step)
+        self._removers += [before.remove, after.remove]
 
     def _clip(self, clip: Callable[..., Any], *, by_norm: bool) -> Callable[..., Any]:
         @functools.wraps(clip)
         def clipped(parameters: Any, *args: Any, **options: Any) -> Any:
             if _compiling():
                 return clip(parameters, *args, **options)
-            listed, given = _listed(parameters)
+            listed, again = _listed(parameters)
             limit = args[0] if args else options.get("max_norm")
             max_norm = float(limit) if by_norm and isinstance(limit, int | float) and limit > 0 else None
-            self.contained(lambda script: script.gradients.before_clip(listed, max_norm))
-            return clip(given, *args, **options)
+            self.call(lambda script: script.clips.before_clip(listed, max_norm))
+            return clip(again, *args, **options)
 
         return clipped
 
@@ -139,58 +216,54 @@ class Taps:
         @functools.wraps(log_prob)
         def tapped(distribution: Any, *args: Any, **options: Any) -> Any:
             if not _compiling():
-                self.briefly(lambda script: script.distributions.see(distribution))
+                self._call_briefly(lambda script: script.distributions.add(distribution))
             return log_prob(distribution, *args, **options)
 
         return tapped
 
     def _lstm(self, make: Callable[..., None]) -> Callable[..., None]:
-        """Modules are watched from the first LSTM on, so that scripts without one pay nothing."""
+        """Calls of modules are tapped from the first LSTM on, so that scripts without one pay nothing."""
 
         @functools.wraps(make)
         def made(module: Any, *args: Any, **options: Any) -> None:
             make(module, *args, **options)
-            self.contained(self._watch_modules)
+            self.call(self._tap_modules)
 
         return made
 
-    def _watch_modules(self, script: ScriptListener) -> None:
+    def _tap_modules(self, script: ScriptListener) -> None:
         from torch.nn.modules.module import register_module_forward_pre_hook
 
-        script.memories += 1
-        if script.memories == 1:
-            hook = register_module_forward_pre_hook(self._before_forward)
-            self._removers.append(hook.remove)
+        def before_forward(module: Any, arguments: tuple[Any, ...]) -> None:
+            if not _compiling():
+                self._call_briefly(lambda script: script.lstm.add(module, arguments))
 
-    def _before_forward(self, module: Any, arguments: tuple[Any, ...]) -> None:
-        if not _compiling():
-            self.briefly(lambda script: script.memory.see(module, arguments))
+        script.lstm_count += 1
+        if script.lstm_count == 1:
+            self._removers.append(register_module_forward_pre_hook(before_forward).remove)
 
-    def _gymnasium(self, gymnasium: ModuleType) -> None:
-        def install() -> None:
-            from gymnasium import vector
-            from gymnasium.wrappers import OrderEnforcing, TimeLimit
+    def _tap_gymnasium(self, gymnasium: Any) -> None:
+        from gymnasium import vector
+        from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
-            for kind in (*_below(vector.VectorEnv), TimeLimit, OrderEnforcing):
-                self._watch_environment(kind)
-            self._patches.replace(
-                vector.VectorEnv, "__init_subclass__", functools.partial(self._subclass, vector.VectorEnv)
-            )
+        # environments of `gymnasium.make` have both wrappers around them
+        for kind in (*_subclasses(vector.VectorEnv), TimeLimit, OrderEnforcing):
+            self._tap_environment(kind)
+        self._patches.replace(
+            vector.VectorEnv, "__init_subclass__", functools.partial(self._subclass, vector.VectorEnv)
+        )
 
-        self._contained_install(install)
-
-    def _watch_environment(self, kind: type) -> None:
-        """Those of `gymnasium.make` are known by what it puts around every one of them."""
+    def _tap_environment(self, kind: type) -> None:
         for name, wrap in (("step", self._step), ("reset", self._reset)):
             if name in vars(kind):
                 self._patches.replace(kind, name, wrap)
 
     def _subclass(self, base: type, _: Callable[..., None]) -> Any:
-        """Vector environments that are defined or imported later."""
+        """Tap vector environments that are defined or imported later."""
 
         def begun(kind: type[Any], /, **options: Any) -> None:
             super(base, kind).__init_subclass__(**options)  # type: ignore[arg-type]  # as in a class body
-            self._contained_install(lambda: self._watch_environment(kind))
+            self._contained(self._tap_environment)(kind)
 
         return classmethod(begun)
 
@@ -199,14 +272,14 @@ class Taps:
         def stepped(env: Any, *args: Any, **options: Any) -> Any:
             began: list[float] = []
             if self.script is not None and self.script.open:
-                self.contained(lambda script: script.between_steps())
-            self.briefly(lambda script: began.append(script.environments.enter()))
+                self.call(lambda script: script.end_update())
+            self._call_briefly(lambda script: began.append(script.environments.enter()))
             try:
                 result = step(env, *args, **options)
             except BaseException:
-                self.briefly(lambda script: _left(script, began))
+                self._call_briefly(lambda script: [script.environments.leave(moment) for moment in began])
                 raise
-            self.briefly(lambda script: _took(script, env, result, began))
+            self._call_briefly(lambda script: _after_step(script, env, result, began))
             return result
 
         return stepped
@@ -215,71 +288,65 @@ class Taps:
         @functools.wraps(reset)
         def began(env: Any, *args: Any, **options: Any) -> Any:
             result = reset(env, *args, **options)
-            self.briefly(lambda script: script.environments.reset(env))
+            self._call_briefly(lambda script: script.environments.reset(env))
             return result
 
         return began
 
-    def _stable_baselines3(self, module: ModuleType) -> None:
+    def _tap_stable_baselines3(self, module: Any) -> None:
         """Every `learn` of every algorithm prepares its callbacks there, those of sb3-contrib too."""
-        self._contained_install(
-            lambda: self._model_patches.replace(module.BaseAlgorithm, "_init_callback", self._with_telemetry)
-        )
 
-    def _with_telemetry(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(prepare)
-        def prepared(model: Any, *args: Any, **options: Any) -> Any:
-            callback = prepare(model, *args, **options)
-            if self.error is None:
-                try:
-                    return self._join(model, callback)
-                except Exception as error:  # whatever it is, the script goes on
-                    self.error = error
-            return callback
+        def wrap(prepare: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(prepare)
+            def prepared(model: Any, *args: Any, **options: Any) -> Any:
+                callback = prepare(model, *args, **options)
+                if self.error is None:
+                    try:
+                        return self._join(model, callback)
+                    except Exception as error:  # whatever it is, the script goes on
+                        self.error = error
+                return callback
 
-        return prepared
+            return prepared
 
-    def _writer(self, module: ModuleType) -> None:
-        def see(add: Callable[..., Any]) -> Callable[..., Any]:
+        self._model_patches.replace(module.BaseAlgorithm, "_init_callback", wrap)
+
+    def _tap_writer(self, module: Any) -> None:
+        def wrap(add: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(add)
             def added(writer: Any, tag: Any, scalar_value: Any, *args: Any, **options: Any) -> Any:
-                self.briefly(lambda script: script.scalars.see(tag, scalar_value))
+                self._call_briefly(lambda script: script.scalars.add(tag, scalar_value))
                 return add(writer, tag, scalar_value, *args, **options)
 
             return added
 
-        self._contained_install(lambda: self._patches.replace(module.SummaryWriter, "add_scalar", see))
+        self._patches.replace(module.SummaryWriter, "add_scalar", wrap)
 
 
-def _left(script: ScriptListener, began: list[float]) -> None:
-    for moment in began:
-        script.environments.leave(moment)
-
-
-def _took(script: ScriptListener, env: Any, result: Any, began: list[float]) -> None:
+def _after_step(script: ScriptListener, env: Any, result: Any, began: list[float]) -> None:
     """A step of the script's own, not one that an environment around it takes."""
     outermost = [script.environments.leave(moment) for moment in began]
-    if all(outermost) and script.environments.knows(env):
-        script.environments.stepped(env, result)
+    if all(outermost) and script.environments.includes(env):
+        script.environments.after_step(env, result)
 
 
 def _listed(parameters: Any) -> tuple[list[Any], Any]:
-    """The parameters as a list, and as what the script gave: a generator can be read once."""
+    """The parameters as a list, and as what the script passed: a generator can be read once."""
     if not isinstance(parameters, Iterable) or hasattr(parameters, "grad_fn"):
         return [parameters], parameters
     listed = list(parameters)
     return listed, (item for item in listed) if isinstance(parameters, GeneratorType) else parameters
 
 
-def _below(kind: type[Any]) -> Iterable[type[Any]]:
+def _subclasses(kind: type[Any]) -> Iterable[type[Any]]:
     """All classes that derive from it."""
     for derived in kind.__subclasses__():
         yield derived
-        yield from _below(derived)
+        yield from _subclasses(derived)
 
 
 def _compiling() -> bool:
-    """Whether torch traces what calls us: it must see the plain function."""
+    """True while torch traces the caller: it must see the plain function."""
     import torch
 
     return torch.compiler.is_compiling()

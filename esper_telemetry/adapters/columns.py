@@ -1,0 +1,181 @@
+"""Columns that adapters share: tensors of another trainer in the terms of `events`.
+
+An adapter reads values, actions, distributions and episode ends from a trainer that it does not own. The functions here turn them into the
+columns of `RolloutEnd`, `MinibatchEnd`, `MinibatchesEnd` and `EpisodeEnd`; `docs/writing_an_adapter.md` says which columns there are.
+
+Shapes: T steps, B environments, N rows, A actions, D action dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from esper_telemetry.events import NONE, EpisodeEnd
+
+Array: TypeAlias = npt.NDArray[Any]
+
+Join: TypeAlias = Callable[[tuple[Tensor, ...]], Tensor]
+"""`torch.cat` or `torch.stack`."""
+
+ADVANTAGE_EPS = 1e-8
+"""Added to the standard deviation by which advantages are divided, as in Stable-Baselines3 and CleanRL."""
+
+
+class HeadColumns(NamedTuple):
+    """Parameters of a policy's distributions by head, named as the events name them: `MinibatchEnd(..., **columns._asdict())`.
+
+    Attributes:
+        logits: per categorical head [N, A] or [T, B, A].
+        means, log_std: per Gaussian head [N, D] or [T, B, D].
+        action_masks: per categorical head with masks, of the shape of its logits, bool.
+    """
+
+    logits: Mapping[str, Tensor] = NONE
+    means: Mapping[str, Tensor] = NONE
+    log_std: Mapping[str, Tensor] = NONE
+    action_masks: Mapping[str, Tensor] = NONE
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> HeadColumns:
+        """Apply `change` to every column."""
+        return HeadColumns(*({name: change(column) for name, column in part.items()} for part in self))
+
+
+def head_names(count: int) -> tuple[str, ...]:
+    """Return the names of a policy's heads: `action`, or `action_0`, `action_1`, ... where there are several."""
+    return ("action",) if count == 1 else tuple(f"action_{index}" for index in range(count))
+
+
+def head_columns(parts: Mapping[str, Any]) -> HeadColumns:
+    """Return the detached columns of a policy's distributions.
+
+    Args:
+        parts: by head a distribution with `logits` (categorical; its `masks` too, where it has some), one with `mean` and `stddev`
+            (Gaussian), or the log-odds [...] of a choice between 0 and 1.
+    """
+    logits: dict[str, Tensor] = {}
+    means: dict[str, Tensor] = {}
+    log_std: dict[str, Tensor] = {}
+    masks: dict[str, Tensor] = {}
+    for name, part in parts.items():
+        if isinstance(part, Tensor):
+            odds = part.detach()
+            logits[name] = torch.stack([torch.zeros_like(odds), odds], -1)
+        elif hasattr(part, "logits"):
+            logits[name] = part.logits.detach()
+            if getattr(part, "masks", None) is not None:
+                masks[name] = part.masks
+        else:
+            means[name], log_std[name] = part.mean.detach(), part.stddev.detach().log()
+    return HeadColumns(logits, means, log_std, masks)
+
+
+def join_columns(columns: Sequence[HeadColumns], join: Join) -> HeadColumns:
+    """Join each column of several `HeadColumns`; a kind of column that some of them lack is left out."""
+    if len(columns) == 1 and join is torch.cat:
+        return columns[0]
+    return HeadColumns(*(_join_by_name(parts, join) for parts in zip(*columns, strict=True)))
+
+
+def _join_by_name(parts: Sequence[Mapping[str, Tensor]], join: Join) -> dict[str, Tensor]:
+    names = parts[0] if all(len(part) == len(parts[0]) for part in parts) else ()
+    return {name: join(tuple([part[name] for part in parts])) for name in names}
+
+
+def head_actions(actions: Tensor, names: Sequence[str], continuous: Collection[str]) -> dict[str, Tensor]:
+    """Split actions [..., D] by head: [..., D] of a continuous head, [...] in int64 of a categorical one.
+
+    One head has all of the last dimension; of several heads each has one entry, in the order of `names`.
+    """
+    parts = (actions,) if len(names) == 1 else actions.split(1, -1)
+    return {
+        name: part if name in continuous else part.squeeze(-1).long() for name, part in zip(names, parts, strict=False)
+    }
+
+
+def chosen_log_probs(logits: Tensor, actions: Tensor) -> Tensor:
+    """Log-probabilities [...] of actions [...] under unnormalised logits [..., A]."""
+    return logits.log_softmax(-1).gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+
+
+class LossColumns(NamedTuple):
+    """Columns of PPO's losses, [N] each.
+
+    Attributes:
+        log_ratio, log_probs: of the chosen actions now.
+        advantages: as they multiply the ratio.
+        values, old_values, returns: the critic's estimates now and at collection, and its targets.
+        entropy: of the policy.
+    """
+
+    log_ratio: Tensor
+    log_probs: Tensor
+    advantages: Tensor
+    values: Tensor
+    old_values: Tensor
+    returns: Tensor
+    entropy: Tensor
+
+
+def policy_loss(columns: LossColumns, clip: float | None) -> Tensor:
+    """Clipped surrogate loss [N] of each row (Schulman 2017, equation 7); of a policy gradient without a ratio where `clip` is None."""
+    if clip is None:
+        return -columns.advantages * columns.log_probs
+    ratio = columns.log_ratio.exp()
+    return -torch.min(columns.advantages * ratio, columns.advantages * ratio.clamp(1 - clip, 1 + clip))
+
+
+def value_loss(columns: LossColumns, clip: float | None) -> Tensor:
+    """Half the squared error [N] of each row, of values that moved by at most `clip` since collection."""
+    values = columns.values
+    if clip is not None:
+        values = columns.old_values + (values - columns.old_values).clamp(-clip, clip)
+    return 0.5 * (columns.returns - values).square()
+
+
+def loss_columns(columns: LossColumns, clip: float | None, clip_value: float | None) -> dict[str, Tensor]:
+    """Losses of each row [N] by the names of `MinibatchEnd`: `policy`, `value` (half the squared error), `entropy` (negative)."""
+    return {
+        "policy": policy_loss(columns, clip),
+        "value": value_loss(columns, clip_value),
+        "entropy": -columns.entropy,
+    }
+
+
+def normalized_advantages(advantages: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Advantages [N] less their mean, over their standard deviation; both of the valid rows."""
+    counted = advantages if valid is None else advantages[valid]
+    normalized: Tensor = (advantages - counted.mean()) / (counted.std() + ADVANTAGE_EPS)
+    return normalized
+
+
+def next_values(values: Tensor, last: Tensor, ended: Tensor, bootstrap: Tensor | None = None) -> Tensor:
+    """Estimates [T, B] of the state that follows each step.
+
+    Args:
+        values: [T, B], estimates of the states that were acted in.
+        last: [B], estimates of the states after the last step.
+        ended: [T, B], bool: the step ended its episode.
+        bootstrap: [T, B], estimates of the last states of episodes that a time limit ended, 0 elsewhere; None where no
+            episode has one.
+    """
+    following = torch.cat([values[1:], last.reshape(1, -1).to(values)])
+    return torch.where(ended, torch.zeros_like(following) if bootstrap is None else bootstrap, following)
+
+
+class FinishedEpisode(NamedTuple):
+    """Undiscounted return and steps of an episode, and the step of the rollout, from 0, with which it ended."""
+
+    returned: float
+    length: int
+    time: int
+
+
+def episodes_event(episodes: Iterable[FinishedEpisode], env_step: int) -> EpisodeEnd | None:
+    """The event of a rollout's episodes; None where none finished."""
+    columns = [list(column) for column in zip(*episodes, strict=True)]
+    return EpisodeEnd(env_step, *columns) if columns else None

@@ -1,0 +1,188 @@
+"""Actions and action distributions of a Stable-Baselines3 policy, by head.
+
+The recorders are called between the trainer's own steps, where every line counts: `capture` keeps references to as few tensors as
+possible, and `join` turns many captures into columns at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+from esper_telemetry.adapters.columns import (
+    HeadColumns,
+    Join,
+    chosen_log_probs,
+    head_actions,
+    head_columns,
+    head_names,
+    join_columns,
+)
+
+SQUASH_BOUND = math.atanh(0.99)
+"""A squashed action counts as at its bound from 99 % of the way, in units before the squash."""
+
+MAX_CAPTURES = 16
+"""Captures that are joined at once. References to a few tensors of every call of an update would wake Python's garbage collector, whose
+full collection takes a fifth of a second in a process that has loaded torch, more than everything else that telemetry does."""
+
+
+def last_distribution(policy: Any) -> Any:
+    """The torch distribution, or the list of them, that `policy` sampled from or evaluated last; it makes new ones for every call."""
+    return getattr(policy.action_dist, "distributions", None) or policy.action_dist.distribution
+
+
+class ActionHeads:
+    """The parts of an action under the names that the bundled trainer would give them.
+
+    Args:
+        space: of actions: Discrete, MultiDiscrete, MultiBinary or Box.
+        squash: a Box's actions go through a tanh.
+
+    Attributes:
+        names: of the heads.
+        continuous: there is one head, and its actions are real numbers.
+    """
+
+    def __init__(self, space: spaces.Space[Any], *, squash: bool = False) -> None:
+        self._space, self._squash = space, squash
+        self.continuous = isinstance(space, spaces.Box)
+        several = isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary)
+        count = int(np.prod(space.shape)) if several and space.shape is not None else 1
+        self.names = ("action_0",) if several and count == 1 else head_names(count)
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """`categorical` or `continuous`, by head."""
+        return dict.fromkeys(self.names, "continuous" if self.continuous else "categorical")
+
+    def recorder(self, policy: Any) -> DistributionRecorder:
+        """Return the cheapest recorder for this policy."""
+        (name, *more) = self.names
+        if not hasattr(policy.action_dist, "distributions") and not more:
+            if self.continuous:
+                return GaussianRecorder(name)
+            if isinstance(self._space, spaces.Discrete):
+                masked = hasattr(policy.action_dist, "apply_masking")
+                return MaskedRecorder(name) if masked else CategoricalRecorder(name)
+        return SeveralRecorder(self)
+
+    def columns(self, distribution: Any) -> HeadColumns:
+        """Columns of N rows, from what `last_distribution` returns."""
+        parts: Sequence[Any] = (distribution,)
+        if isinstance(distribution, list | tuple):
+            parts = distribution
+        elif isinstance(distribution, torch.distributions.Bernoulli):
+            parts = distribution.logits.unbind(-1)
+        return head_columns(dict(zip(self.names, parts, strict=True)))
+
+    def actions(self, stored: Tensor) -> dict[str, Tensor]:
+        """Per head [...] (categorical) or [..., D] (continuous, before a squash), from a buffer's [..., D]."""
+        if self.continuous and self._squash:
+            stored = torch.atanh(stored.clamp(-1 + 1e-6, 1 - 1e-6))
+        return head_actions(stored, self.names, self.names if self.continuous else ())
+
+    def bounds(self, device: torch.device) -> dict[str, Tensor]:
+        """Per bounded Gaussian head [2, D]."""
+        if not isinstance(self._space, spaces.Box):
+            return {}
+        low, high = self._space.low.ravel(), self._space.high.ravel()
+        both = torch.tensor(np.stack([low, high]), dtype=torch.float32, device=device)
+        if self._squash:
+            both = torch.tensor([[-SQUASH_BOUND], [SQUASH_BOUND]], device=device).expand(2, len(low))
+        return {self.names[0]: both} if bool(both.isfinite().any()) else {}
+
+    def log_probs(self, columns: HeadColumns, actions: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Log-probabilities [...] of each categorical head, where there are several; empty otherwise."""
+        if len(self.names) < 2:
+            return {}
+        return {name: chosen_log_probs(columns.logits[name], actions[name]) for name in self.names}
+
+    def score_counts(self, scores: int) -> list[int]:
+        """Return how many of a layer's scores each head has; empty where the space does not say."""
+        heads = len(self.names)
+        sizes = self._space.nvec.ravel().tolist() if isinstance(self._space, spaces.MultiDiscrete) else []
+        return sizes if sum(sizes) == scores else [] if sizes or scores % heads else [scores // heads] * heads
+
+
+class DistributionRecorder(Protocol):
+    """A way to keep a policy's last distribution until its columns are wanted."""
+
+    def capture(self, policy: Any) -> Any:
+        """Return what is needed of the distribution that `policy` sampled from or evaluated last."""
+
+    def join(self, captures: Sequence[Any], join: Join) -> HeadColumns:
+        """Return the columns of several captures."""
+
+
+class GaussianRecorder:
+    """Captures means and standard deviations of one Gaussian head."""
+
+    def __init__(self, head: str) -> None:
+        self._head = head
+
+    def capture(self, policy: Any) -> tuple[Tensor, Tensor]:
+        """See `DistributionRecorder`."""
+        distribution = policy.action_dist.distribution
+        return distribution.mean.detach(), distribution.stddev.detach()
+
+    def join(self, captures: Sequence[tuple[Tensor, Tensor]], join: Join) -> HeadColumns:
+        """See `DistributionRecorder`."""
+        means, stds = (join(column) for column in zip(*captures, strict=True))
+        return HeadColumns(means={self._head: means}, log_std={self._head: stds.log()})
+
+
+class CategoricalRecorder:
+    """Captures the logits of one categorical head."""
+
+    def __init__(self, head: str) -> None:
+        self._head = head
+
+    def capture(self, policy: Any) -> Tensor:
+        """See `DistributionRecorder`."""
+        logits: Tensor = policy.action_dist.distribution.logits
+        return logits.detach() if logits.requires_grad else logits
+
+    def join(self, captures: Sequence[Tensor], join: Join) -> HeadColumns:
+        """See `DistributionRecorder`."""
+        return HeadColumns(logits={self._head: join(tuple(captures))})
+
+
+class MaskedRecorder:
+    """Captures logits and masks of one categorical head of sb3-contrib's MaskablePPO."""
+
+    def __init__(self, head: str) -> None:
+        self._head = head
+
+    def capture(self, policy: Any) -> tuple[Tensor, Tensor | None]:
+        """See `DistributionRecorder`."""
+        distribution = policy.action_dist.distribution
+        return distribution.logits.detach(), distribution.masks
+
+    def join(self, captures: Sequence[tuple[Tensor, Tensor | None]], join: Join) -> HeadColumns:
+        """See `DistributionRecorder`."""
+        logits, masks = zip(*captures, strict=True)
+        present = tuple([mask for mask in masks if mask is not None])
+        action_masks = {self._head: join(present)} if len(present) == len(captures) else {}
+        return HeadColumns(logits={self._head: join(logits)}, action_masks=action_masks)
+
+
+class SeveralRecorder:
+    """Captures the columns of several heads."""
+
+    def __init__(self, heads: ActionHeads) -> None:
+        self._heads = heads
+
+    def capture(self, policy: Any) -> HeadColumns:
+        """See `DistributionRecorder`."""
+        return self._heads.columns(last_distribution(policy))
+
+    def join(self, captures: Sequence[HeadColumns], join: Join) -> HeadColumns:
+        """See `DistributionRecorder`."""
+        return join_columns(captures, join)

@@ -1,0 +1,310 @@
+"""Losses and gradients of a Stable-Baselines3 model: norms at the clip, norms of heads, gradients at the trunk and of parts of a minibatch.
+
+**Norms before clipping** are taken where `clip_grad_norm_` receives the policy's parameters: the one moment at which every `.grad` is
+there and none is clipped. A hook on each parameter costs a call per tensor and sees gradients that are not stored yet. A clip needs the
+norms first, so it is made from them, bit for bit as torch makes it, in half of torch's time. It is the one function of a module that is
+replaced while a model learns. Trainers that call it in another way are observed at `policy.parameters`.
+
+**The two losses are told apart inside the backward pass**: gradients arrive at the outputs of the two heads first, and from there a pass
+of its own takes each to the trunk's output while the graph below is untouched. A loss that is computed elsewhere stays as it is.
+
+The losses are those of Stable-Baselines3 2.9, whose `train` keeps them to itself. Shapes: N rows of a minibatch, padding included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from types import GeneratorType
+from typing import Any, Protocol
+
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+
+from esper_telemetry.adapters.columns import LossColumns, loss_columns, normalized_advantages
+from esper_telemetry.adapters.sb3.distributions import ActionHeads
+from esper_telemetry.adapters.sb3.facts import groups_of, parameters_by_name
+from esper_telemetry.adapters.sb3.taps import ErrorHandler, without_trace
+from esper_telemetry.core import tensors as ops
+from esper_telemetry.events import Hooks, Remover, Shard, TrunkBackward
+
+CLIP_FUNCTION = "clip_grad_norm_"
+
+
+class ClipListener(Protocol):
+    """Receives the gradients of its parameters before they are clipped."""
+
+    def owns(self, parameters: Sequence[Tensor]) -> bool:
+        """Return True for the parameters that it observes."""
+
+    def before_clip(self, max_norm: float, norms: Tensor | None) -> None:
+        """They are about to be clipped together; norms [K] of all that have a gradient, None where they were not computed."""
+
+
+class ClipFunction:
+    """Replaces `torch.nn.utils.clip_grad_norm_` with the same result to the last bit, and shares the norms that it computes.
+
+    Taken a second time for telemetry, norms would cost more than everything else that it does in a minibatch. Parameters that no
+    listener owns, devices and types where bits could differ, and everything but a plain call are left to torch.
+    """
+
+    def __init__(self, clip: Callable[..., Tensor]) -> None:
+        self._clip = clip
+        self._verified: bool | None = None
+        self.listeners: tuple[tuple[ClipListener, ErrorHandler], ...] = ()
+
+    def __call__(self, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
+        """The norm of all gradients before clipping, 0-d."""
+        if isinstance(parameters, Tensor):
+            return self._clip(parameters, max_norm, *args, **kwargs)
+        listed = list(parameters)
+        owners = [entry for entry in self.listeners if entry[0].owns(listed)]
+        if not owners:
+            again: Iterable[Tensor] = (p for p in listed) if isinstance(parameters, GeneratorType) else listed
+            return self._clip(again, max_norm, *args, **kwargs)
+        gradients = [p.grad for p in listed if p.grad is not None]
+        if args or kwargs or not self._reproduces_torch(gradients, max_norm):
+            _report(owners, max_norm, None)
+            return self._clip(listed, max_norm, *args, **kwargs)
+        norms = ops.raw_norms(gradients)
+        _report(owners, max_norm, norms)
+        return ops.clip_by_norms(gradients, norms, float(max_norm))
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return getattr, (clip_grad, CLIP_FUNCTION)
+
+    def _reproduces_torch(self, gradients: Sequence[Tensor], max_norm: float) -> bool:
+        """Compare with torch once, at the first gradients."""
+        plain = all(g.dtype is torch.float32 and g.is_cpu and not (g.is_sparse or g.requires_grad) for g in gradients)
+        if plain and gradients and self._verified is None:
+            self._verified = equals_torch(gradients, max_norm)
+        return plain and bool(self._verified)
+
+
+def _report(owners: Sequence[tuple[ClipListener, ErrorHandler]], max_norm: float, norms: Tensor | None) -> None:
+    for owner, on_error in owners:
+        try:
+            owner.before_clip(max_norm, norms)
+        except Exception as error:  # a bug of ours must not reach the trainer
+            on_error(owner.before_clip, error)
+
+
+@torch.no_grad()
+def equals_torch(gradients: Sequence[Tensor], max_norm: float) -> bool:
+    """Clip copies of these gradients, at `max_norm` and at half their norm, and return True where torch gives the same bits."""
+
+    def equal(limit: float) -> bool:
+        ours, theirs = [g.clone() for g in gradients], [nn.Parameter(torch.empty_like(g)) for g in gradients]
+        for parameter, gradient in zip(theirs, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        norm = ops.clip_by_norms(ours, ops.raw_norms(ours), limit)
+        expected = clip_grad.clip_grad_norm_(theirs, limit)
+        pairs = [
+            (norm, expected),
+            *((mine, p.grad) for mine, p in zip(ours, theirs, strict=True) if p.grad is not None),
+        ]
+        return all(torch.equal(mine, other) for mine, other in pairs)
+
+    return all(map(equal, (float(max_norm), 0.5 * float(ops.total_norm(ops.raw_norms(gradients))))))
+
+
+def listen_to_clipping(listener: ClipListener, on_error: ErrorHandler) -> Remover | None:
+    """Call `listener` before `torch.nn.utils.clip_grad_norm_` clips; None where something else has replaced that function already."""
+    owner = vars(nn.utils)
+    current = owner[CLIP_FUNCTION]
+    if not isinstance(current, ClipFunction):
+        if current is not clip_grad.clip_grad_norm_:
+            return None
+        current = owner[CLIP_FUNCTION] = ClipFunction(current)
+    clipping: ClipFunction = current
+    entry = listener, on_error
+    clipping.listeners = (*clipping.listeners, entry)
+
+    def remove() -> None:
+        clipping.listeners = tuple(one for one in clipping.listeners if one is not entry)
+        if not clipping.listeners and owner[CLIP_FUNCTION] is clipping:
+            owner[CLIP_FUNCTION] = clip_grad.clip_grad_norm_
+
+    return remove
+
+
+class HeadNorms:
+    """Gradient norms of the heads of a policy, each of which has rows of its last layer.
+
+    Args:
+        policy: has `action_net`.
+        heads: of its actions.
+    """
+
+    def __init__(self, policy: Any, heads: ActionHeads) -> None:
+        layer, self._count = getattr(policy, "action_net", None), len(heads.names)
+        counts = heads.score_counts(layer.out_features) if isinstance(layer, nn.Linear) and self._count > 1 else []
+        self._layer: nn.Linear | None = layer if counts else None
+        self._head_of_row = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts, dtype=torch.long))
+
+    def norms(self) -> Tensor | None:
+        """L2 norm of each head's gradient, [H] in float64; None where there is one head, or the layer has no gradient."""
+        layer = self._layer
+        if layer is None or layer.weight.grad is None:
+            return None
+        with torch.no_grad():
+            squares = layer.weight.grad.double().square().sum(1)
+            if layer.bias is not None and layer.bias.grad is not None:
+                squares += layer.bias.grad.double().square()
+            empty = torch.zeros(self._count, dtype=torch.float64, device=squares.device)
+            return empty.index_add_(0, self._head_of_row.to(squares.device), squares).sqrt_()
+
+
+class TrunkListener:
+    """Emits `TrunkBackward` for one forward pass at a time, from the features to the heads and back.
+
+    Args:
+        place: epoch and step of the minibatch.
+        attempt: calls a function with an argument and handles what it raises.
+    """
+
+    def __init__(
+        self, policy: Any, hooks: Hooks, place: Callable[[], tuple[int, int]], attempt: Callable[..., object]
+    ) -> None:
+        self._policy, self._hooks, self._place, self._attempt = policy, hooks, place, attempt
+        self._shared = groups_of(policy).get("shared", [])
+        self._clear()
+
+    def after_features(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """The shared features were computed."""
+        self._clear(result)
+
+    def after_head(self, head: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
+        """A head, `actor` or `critic`, read the trunk's output."""
+        # The first minibatch is enough where nothing is shared, and where such a pass goes through time.
+        first_only = not self._shared or hasattr(self._policy, "lstm_actor")
+        skipped = not torch.is_grad_enabled() or (first_only and self._place()[1] > 0)
+        if skipped or not self._hooks.wants(TrunkBackward) or not result.requires_grad:
+            return
+        output = self._features if self._shared and self._features is not None else args[0]
+        self._outputs[head] = self._awaited[head] = output
+        result.register_hook(lambda gradient: self._attempt(partial(self._receive, head, result), gradient))
+
+    def _clear(self, features: Tensor | None = None) -> None:
+        self._features = features
+        self._outputs: dict[str, Tensor] = {}
+        self._awaited: dict[str, Tensor] = {}
+        self._gradients: dict[str, Tensor] = {}
+
+    def _receive(self, head: str, scores: Tensor, gradient: Tensor) -> None:
+        """Take the gradient of a head's scores to the trunk's output."""
+        output = self._awaited.pop(head, None)
+        if output is None:  # the pass below comes by here again
+            return
+        if output.requires_grad:
+            options: dict[str, bool] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+            (at_output,) = torch.autograd.grad(scores, output, gradient, **options)
+        else:
+            at_output = torch.zeros_like(output)
+        self._gradients[head] = at_output.detach()
+        if len(self._gradients) == 2:
+            self._emit()
+
+    def _emit(self) -> None:
+        actor, critic = self._outputs["actor"], self._outputs["critic"]
+        outputs = (actor,) if actor is critic else (actor, critic)
+        named = parameters_by_name(self._policy)
+        shared = [named[name] for name in self._shared]
+        gradients, (epoch, step) = self._gradients, self._place()
+        self._clear()
+        self._hooks.emit(TrunkBackward(epoch, step, outputs, gradients["actor"], gradients["critic"], shared))
+
+
+def advantages_as_used(model: Any, advantages: Tensor, valid: Tensor | None) -> Tensor:
+    """The values [N] that multiply the ratio: normalised over the minibatch where the model does so."""
+    single_row = len(advantages) < 2 and hasattr(model, "clip_range") and valid is None
+    if not model.normalize_advantage or single_row:
+        return advantages
+    return normalized_advantages(advantages, valid)
+
+
+def clip_of(model: Any, name: str = "clip_range") -> float | None:
+    """Range of the ratio, or of the critic's estimates (`clip_range_vf`), at this point of training; None where there is none."""
+    schedule = getattr(model, name, None)
+    return None if schedule is None else float(schedule(model._current_progress_remaining))
+
+
+def shard_gradients(model: Any, samples: Any, count: int) -> list[Shard]:
+    """Gradient of the loss of each of `count` parts of a minibatch; fewer where it has fewer samples. Leaves no trace."""
+    whole = advantages_as_used(model, samples.advantages, _valid_rows(samples))
+    with without_trace(model.policy):
+        return [Shard(size, _gradient(model, part, used)) for size, part, used in _parts(samples, whole, count)]
+
+
+def _parts(samples: Any, advantages: Tensor, count: int) -> Iterator[tuple[int, Any, Tensor]]:
+    """Parts with the number of independent samples in each, rows or whole sequences, and their advantages."""
+    recurrent = "lstm_states" in samples._fields
+    sample_count = samples.lstm_states.pi[0].shape[1] if recurrent else len(advantages)
+    length = len(advantages) // sample_count
+    count = max(1, min(count, sample_count))
+    for start, stop in pairwise([sample_count * part // count for part in range(count + 1)]):
+        rows, sequences = slice(start * length, stop * length), slice(start, stop)
+        part = type(samples)(
+            *(_cut(name, value, rows, sequences) for name, value in zip(samples._fields, samples, strict=True))
+        )
+        yield stop - start, part, advantages[rows]
+
+
+def _cut(name: str, value: Any, rows: slice, sequences: slice) -> Any:
+    """Rows of a column of a minibatch; of recurrent states, [layers, sequences, H] each, the sequences."""
+    if name == "lstm_states":
+        return type(value)(*(tuple(state[:, sequences].contiguous() for state in pair) for pair in value))
+    return {key: entry[rows] for key, entry in value.items()} if isinstance(value, dict) else value[rows]
+
+
+def _gradient(model: Any, samples: Any, advantages: Tensor) -> Tensor:
+    """[d]: all gradients of the loss one after the other, zero of what is frozen or not reached."""
+    values, log_probs, entropy = _evaluate(model, samples)
+    columns = LossColumns(
+        log_ratio=log_probs - samples.old_log_prob,
+        log_probs=log_probs,
+        advantages=advantages,
+        values=values.flatten(),
+        old_values=samples.old_values,
+        returns=samples.returns,
+        entropy=-log_probs if entropy is None else entropy,
+    )
+    valid = _valid_rows(samples)
+    losses = {
+        name: _mean(column, valid)
+        for name, column in loss_columns(columns, clip_of(model), clip_of(model, "clip_range_vf")).items()
+    }
+    loss: Tensor = losses["policy"] + 2 * model.vf_coef * losses["value"] + model.ent_coef * losses["entropy"]
+    parameters = list(model.policy.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    gradients = iter(torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True))
+    return torch.cat([(next(gradients) if p.requires_grad else torch.zeros_like(p)).flatten() for p in parameters])
+
+
+def _evaluate(model: Any, samples: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Values [N, 1], log-probabilities [N] and entropies [N] of a minibatch, as `train` asks for them."""
+    actions, fields = samples.actions, samples._fields
+    if isinstance(model.action_space, spaces.Discrete):
+        actions = actions.long().flatten()
+    memory = [samples.lstm_states, samples.episode_starts] if "lstm_states" in fields else []
+    masks = {"action_masks": samples.action_masks} if "action_masks" in fields else {}
+    evaluated: tuple[Tensor, Tensor, Tensor | None] = model.policy.evaluate_actions(
+        samples.observations, actions, *memory, **masks
+    )
+    return evaluated
+
+
+def _valid_rows(samples: Any) -> Tensor | None:
+    """[N], bool; None where there is no padding."""
+    mask = getattr(samples, "mask", None)
+    return None if mask is None else mask > 1e-8
+
+
+def _mean(column: Tensor, valid: Tensor | None) -> Tensor:
+    """Mean of valid rows; what the others hold has no part in it, nor in its gradient."""
+    if valid is None:
+        return column.mean(-1)
+    return torch.where(valid, column, 0.0).sum(-1) / valid.sum(-1)

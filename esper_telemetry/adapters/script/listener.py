@@ -1,0 +1,262 @@
+"""A script as a source of events.
+
+A script is listened to, never rewritten. An update begins with the first optimizer step after environment steps, and ends with the next
+environment step or with the script. It is read from the script's variables when its optimizer takes a step, where all of them exist.
+Telemetry begins with the first step that has a probability ratio, so that other scripts leave no trace.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from esper_telemetry.adapters.columns import HeadColumns, episodes_event, head_actions, head_names
+from esper_telemetry.adapters.script import variables as names
+from esper_telemetry.adapters.script.recorders import (
+    EPISODE_TAGS,
+    ClipLog,
+    DistributionLog,
+    EpisodeLog,
+    LstmLog,
+    RecordedLstm,
+    ScalarLog,
+)
+from esper_telemetry.adapters.script.variables import MinibatchVariables, Ratio, RolloutVariables, Variables
+from esper_telemetry.events import (
+    BackwardEnd,
+    Hooks,
+    MinibatchEnd,
+    OptimizerStep,
+    RecurrentForward,
+    RolloutEnd,
+    RunStart,
+    UpdateEnd,
+)
+
+DEFAULT_GAMMA = 0.99
+"""Discount factor of scripts that do not say theirs."""
+
+GRADIENTS = "gradients"
+CLIPPED_GRADIENTS = "gradients before and after clipping"
+RATIOS = "probability ratios"
+ROLLOUTS, DISTRIBUTIONS, LOSSES, EPISODES, MEMORY = "rollouts", "distributions", "losses", "episodes", "memory"
+SCALARS = "scalars"
+
+
+class OptimizerCall(NamedTuple):
+    """An optimizer step under way."""
+
+    optimizer: Optimizer
+    variables: Variables
+    ratio: Ratio | None
+
+
+class ScriptListener:
+    """Emits the events of a script that trains by PPO; nothing before its first step that looks like one of PPO.
+
+    Args:
+        begin: called once, before the first event.
+        log: receives numbers for the record of the update under way.
+
+    Attributes:
+        hooks: where to listen.
+        findings: what is measured so far, in words and in order.
+        updates: that have ended.
+        lstm_count: modules of that type that the script has made.
+        open: an update is under way.
+    """
+
+    def __init__(self, begin: Callable[[ScriptListener], None], log: Callable[[Mapping[str, float]], None]) -> None:
+        self.hooks = Hooks()
+        self.findings: dict[str, None] = {}
+        self.updates = 0
+        self.lstm_count = 0
+        self.open = False
+        self.clips, self.distributions, self.lstm = ClipLog(), DistributionLog(), LstmLog()
+        self.environments, self.scalars = EpisodeLog(), ScalarLog()
+        self._begin, self._log = begin, log
+        self._pid, self._thread = os.getpid(), threading.get_ident()
+        self._started = False
+        self._gamma = DEFAULT_GAMMA
+        self._parameters: dict[int, str] = {}
+        self._ratio: object = None
+        self._collected_at: object = None
+        self._env_step = self._gradient_step = self._step = self._epoch = 0
+        self._learning_rate = self._seconds = 0.0
+        self._value_factor: float | None = None
+        self._call: OptimizerCall | None = None
+
+    @property
+    def listens(self) -> bool:
+        """True in the script's own process and thread, False in copies of the process and in other threads."""
+        return os.getpid() == self._pid and threading.get_ident() == self._thread
+
+    @property
+    def missing(self) -> list[str]:
+        """What is looked for and not measured, in words."""
+        wanted = [GRADIENTS, RATIOS, ROLLOUTS, DISTRIBUTIONS, LOSSES, EPISODES, *([MEMORY] if self.lstm_count else [])]
+        return [what for what in wanted if not any(finding.startswith(what) for finding in self.findings)]
+
+    @property
+    def hides_episodes(self) -> bool:
+        """True where the script itself misses the episodes."""
+        return self.environments.hidden and not self.scalars.tags & EPISODE_TAGS
+
+    def before_step(self, optimizer: Optimizer, variables: Variables) -> None:
+        """An optimizer is about to take a step with the gradients that are there."""
+        ratio = names.find_ratio(variables)
+        if not self._started:
+            if ratio is None:
+                self.clips.clear()
+                return
+            self._start(optimizer, variables)
+        if not self.open or self._data_of(variables) != self._collected_at:
+            self.end_update()
+            self._begin_update(variables)
+        self._call = OptimizerCall(optimizer, variables, ratio)
+        if self._step == 0:
+            self._learning_rate = float(optimizer.param_groups[0]["lr"])
+        self._epoch = variables.find(names.EPOCH, names.as_integer) or 0
+        parameters = self._named_parameters(optimizer)
+        gradients = self.clips.take(parameters)
+        if gradients is not None:
+            self.findings[CLIPPED_GRADIENTS if gradients.max_norm else GRADIENTS] = None
+            self.hooks.emit(BackwardEnd(self._epoch, self._step, parameters=parameters, **gradients._asdict()))
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """It has taken the step."""
+        call, self._call = self._call, None
+        if call is None or call.optimizer is not optimizer:
+            return
+        self.hooks.emit(OptimizerStep(self._epoch, self._step, optimizer, self._named_parameters(optimizer)))
+        if call.ratio is not None and call.ratio.source is not self._ratio:
+            self._ratio = call.ratio.source
+            self._emit_minibatch(call.variables, call.ratio.log_ratio)
+        self._step += 1
+        self._gradient_step += 1
+
+    def end_update(self) -> None:
+        """The environments go on, or the script is over; nothing happens between updates."""
+        if not self.open:
+            return
+        self.open = False
+        self.updates += 1
+        scalars = self.scalars.take()
+        if scalars:
+            self.findings[SCALARS] = None
+            self._log(scalars)
+        self.hooks.emit(
+            UpdateEnd(
+                update=self.updates,
+                env_step=self._env_step,
+                gradient_step=self._gradient_step,
+                learning_rate=self._learning_rate,
+                seconds={"environment": self._seconds} if self._seconds else {},
+                epochs=self._epoch + 1,
+            )
+        )
+
+    def _start(self, optimizer: Optimizer, variables: Variables) -> None:
+        self._started = self.environments.closed = True
+        self._begin(self)
+        self._parameters = names.parameter_names(variables, _parameters_of(optimizer))
+        facts = names.find_facts(variables, self.clips.max_norm)
+        facts["optimizer"] = type(optimizer).__name__
+        facts["policy"] = "lstm" if self.lstm_count else "mlp"
+        groups = names.groups_of(self._parameters.values())
+        if groups:
+            facts["groups"] = groups
+        self.hooks.emit(RunStart(names.find_config(variables), facts, update=0, env_step=0, gradient_step=0))
+        self._gamma = float(facts.get("gamma", DEFAULT_GAMMA))
+
+    def _data_of(self, variables: Variables) -> object:
+        """Identify the data that are learned from, where no environment step came between: by the steps, else the script's counter."""
+        return self.environments.steps or variables.find(names.GLOBAL_STEP, names.as_integer)
+
+    def _begin_update(self, variables: Variables) -> None:
+        self.open, self._step = True, 0
+        self._collected_at = self._data_of(variables)
+        rollout = names.find_rollout(variables)
+        collected = 0 if rollout is None else rollout.rewards.numel()
+        counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
+        self._env_step = counted if counted > self._env_step else self._env_step + collected
+        finished, self._seconds = self.environments.take()
+        episodes = episodes_event(finished, self._env_step)
+        if episodes is not None:
+            self.findings[EPISODES] = None
+            self.hooks.emit(episodes)
+        if rollout is not None:
+            self._emit_rollout(rollout)
+
+    def _emit_rollout(self, rollout: RolloutVariables) -> None:
+        steps, envs = rollout.rewards.shape
+        heads, lstm = self.distributions.take_rollout(steps, envs), self.lstm.take(steps, envs)
+        columns = rollout._asdict() | {"actions": _actions_by_head(rollout.actions, heads)}
+        self.hooks.emit(
+            RolloutEnd(
+                update=self.updates + 1,
+                env_step=self._env_step,
+                terminated=rollout.ended,
+                gamma=self._gamma,
+                states=None if lstm is None else lstm.states,
+                **columns,
+                **heads._asdict(),
+            )
+        )
+        self.findings[ROLLOUTS] = None
+        if lstm is not None:
+            self.findings[MEMORY] = None
+            self._emit_recurrence(lstm)
+
+    def _emit_recurrence(self, lstm: RecordedLstm) -> None:
+        if self.hooks.wants(RecurrentForward) and lstm.module.num_layers == 1:
+            states = lstm.states[:, 0, :, : lstm.inputs.shape[1]]
+            self.hooks.emit(RecurrentForward([lstm.module], [lstm.inputs], [states]))
+
+    def _emit_minibatch(self, variables: Variables, log_ratio: Tensor) -> None:
+        rows = log_ratio.numel()
+        minibatch, heads = names.find_minibatch(variables, rows), self.distributions.take_minibatch(rows)
+        if minibatch.advantages is None:
+            return
+        self.findings[RATIOS] = None
+        if heads.logits or heads.means:
+            self.findings[DISTRIBUTIONS] = None
+        losses = self._losses(variables, minibatch)
+        self.hooks.emit(
+            MinibatchEnd(self._epoch, self._step, log_ratio, losses=losses, **minibatch._asdict(), **heads._asdict())
+        )
+
+    def _losses(self, variables: Variables, minibatch: MinibatchVariables) -> dict[str, Tensor]:
+        losses = names.find_losses(variables)
+        if losses:
+            self.findings[LOSSES] = None
+        if self._value_factor is None:
+            self._value_factor = names.half_square_factor(losses, minibatch)
+        if "value" in losses:
+            losses["value"] = losses["value"] * self._value_factor
+        return losses
+
+    def _named_parameters(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """The optimizer's parameters by name; those that were not there in the beginning by their number."""
+        known = self._parameters
+        return {
+            known.get(id(parameter), f"parameter_{len(known) + place}"): parameter
+            for place, parameter in enumerate(_parameters_of(optimizer))
+        }
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _actions_by_head(actions: Tensor | None, heads: HeadColumns) -> dict[str, Tensor]:
+    """Actions [T, B, D] by head; empty where there are fewer than heads."""
+    count = len(heads.logits) + len(heads.means)
+    if actions is None or not count or actions.shape[-1] < count > 1:
+        return {}
+    return head_actions(actions, head_names(count), heads.means)

@@ -1,0 +1,327 @@
+"""What the taps record of a script between two of its optimizer steps: distributions, recurrent states, gradients, episodes, scalars.
+
+Shapes: T steps, B environments, N rows, K parameters.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from esper_telemetry.adapters.columns import FinishedEpisode, HeadColumns, head_columns, head_names, join_columns
+from esper_telemetry.core.metric import segment
+from esper_telemetry.core.tensors import gradient_norms
+
+MAX_DISTRIBUTIONS = 64
+"""Distributions of one minibatch that are kept: more of them are no heads."""
+
+MAX_DISTRIBUTION_ENTRIES = 1 << 22
+"""Entries of the distributions of one rollout that are kept."""
+
+MAX_GATE_ENVS = 4
+"""Environments whose LSTM inputs are kept, for the gates."""
+
+MAX_STATE_ENTRIES = 1 << 24
+"""Entries of the recurrent states of one rollout that are kept."""
+
+MAX_TAGS = 256
+"""Different tags of a script's scalars that are copied."""
+
+EPISODE_TAGS = {"charts/episodic_return", "episodic_return", "charts/episode_reward"}
+"""Tags of single episodes' returns."""
+
+
+class DistributionLog:
+    """Records the script's distributions; those of a rollout are made without gradients, those of a minibatch with them."""
+
+    def __init__(self) -> None:
+        self._rollout: list[HeadColumns] = []
+        self._minibatch: list[HeadColumns] = []
+        self._entries = 0
+
+    def add(self, distribution: Any) -> None:
+        """Record a distribution over rows that is asked for a log-probability; others are passed over."""
+        columns = head_columns({"": distribution})
+        parameters = [*columns.logits.values(), *columns.means.values(), *columns.log_std.values()]
+        if parameters[0].dim() < 2:
+            return
+        columns = columns.map(lambda column: column.reshape(-1, column.shape[-1]))  # [N, A] of [T, b, A] too
+        if columns.logits:  # masked actions have a large negative finite logit
+            columns = columns.map(lambda logits: logits.clamp(min=torch.finfo(logits.dtype).min))
+        if torch.is_grad_enabled():
+            self._minibatch = [*self._minibatch[-MAX_DISTRIBUTIONS:], columns]
+            return
+        self._entries += sum(part.numel() for part in parameters)
+        if self._entries <= MAX_DISTRIBUTION_ENTRIES:
+            self._rollout.append(columns)
+
+    def take_minibatch(self, rows: int) -> HeadColumns:
+        """Return the heads of a minibatch of so many rows, recorded since the last call; empty where they do not fit it."""
+        columns, self._minibatch = [head for head in self._minibatch if _rows(head) == rows], []
+        return _merge(columns)
+
+    def take_rollout(self, steps: int, envs: int) -> HeadColumns:
+        """Return the heads of a rollout, [T, B, ...] each, recorded since the last call; empty where they do not fit it."""
+        heads, self._rollout = self._rollout, []
+        complete, self._entries = self._entries <= MAX_DISTRIBUTION_ENTRIES, 0
+        if complete and heads and all(_rows(head) == steps * envs != envs for head in heads):  # in one call each
+            return _merge([head.map(lambda column: column.reshape(steps, envs, -1)) for head in heads])
+        count = len(heads) // steps if steps else 0
+        series = [heads[place : steps * count : count] for place in range(count)]
+        shapes = [{tuple(column.shape) for part in head for column in part.values()} for head in heads[: steps * count]]
+        regular = all(shape == shapes[place % count] for place, shape in enumerate(shapes)) if count else False
+        if not complete or not regular or any(_rows(head) != envs for head in heads[: steps * count]):
+            return HeadColumns()
+        return _merge([join_columns(columns, torch.stack) for columns in series])
+
+
+def _rows(columns: HeadColumns) -> int:
+    """N of the columns of one head."""
+    return len(next(iter((columns.logits or columns.means).values())))
+
+
+def _merge(heads: Sequence[HeadColumns]) -> HeadColumns:
+    """Heads in the order in which they were recorded, under the names of `head_names`."""
+    merged: tuple[dict[str, Tensor], ...] = ({}, {}, {}, {})
+    for name, columns in zip(head_names(len(heads)), heads, strict=True):
+        for part, own in zip(merged, columns, strict=True):
+            for column in own.values():
+                part[name] = column
+    return HeadColumns(*merged)
+
+
+class RecordedLstm(NamedTuple):
+    """A rollout of an LSTM: states before each step [T, layers, 2, B, H] and inputs [T, b, I] in the first b environments."""
+
+    module: nn.LSTM
+    states: Tensor
+    inputs: Tensor
+
+
+class LstmLog:
+    """Records the steps of the first LSTM that is stepped without gradients."""
+
+    def __init__(self) -> None:
+        self._module: nn.LSTM | None = None
+        self._steps: list[tuple[Tensor, Tensor]] = []
+        self._entries = 0
+
+    def add(self, module: nn.Module, arguments: tuple[object, ...]) -> None:
+        """Record the arguments of a call of one step of an LSTM; other calls are passed over."""
+        if not isinstance(module, nn.LSTM) or torch.is_grad_enabled() or len(arguments) < 2:
+            return
+        inputs, states = arguments[0], arguments[1]
+        if not isinstance(inputs, Tensor) or not isinstance(states, tuple) or inputs.dim() != 3:
+            return
+        steps = inputs.shape[1 if module.batch_first else 0]
+        if steps != 1 or module.bidirectional or self._module not in (None, module):
+            return
+        self._module = module
+        entries = 2 * states[0].numel()
+        if self._entries + entries <= MAX_STATE_ENTRIES:
+            self._entries += entries
+            rows = inputs.reshape(-1, inputs.shape[-1])[:MAX_GATE_ENVS]
+            self._steps.append((torch.stack([part.detach() for part in states], 1), rows.detach().clone()))
+
+    def take(self, steps: int, envs: int) -> RecordedLstm | None:
+        """Return what was recorded since the last call of a rollout's T steps; None where that does not fit it."""
+        recorded, self._steps, self._entries = self._steps[:steps], [], 0
+        if self._module is None or len(recorded) < steps or any(states.shape[2] != envs for states, _ in recorded):
+            return None
+        states, inputs = (torch.stack(column) for column in zip(*recorded, strict=True))
+        return RecordedLstm(self._module, states, inputs)
+
+
+class GradientNorms(NamedTuple):
+    """Norms [K] of the gradients of one optimizer step before clipping, names of their parameters, and the limit."""
+
+    names: tuple[str, ...]
+    norms: Tensor
+    max_norm: float | None
+
+
+class ClipLog:
+    """Records gradient norms before the script clips, until its optimizer takes its step.
+
+    Attributes:
+        max_norm: to which the script clipped last; None where it has not.
+    """
+
+    def __init__(self) -> None:
+        self.max_norm: float | None = None
+        self._norms: dict[int, Tensor] = {}
+        self._limits: list[float] = []
+
+    @torch.no_grad()
+    def before_clip(self, parameters: Sequence[Tensor], max_norm: float | None) -> None:
+        """Gradients are about to be clipped together; those that were clipped in this step before keep their norms."""
+        self._add(parameters)
+        if max_norm is not None:
+            self._limits.append(max_norm)
+            self.max_norm = max_norm
+
+    def clear(self) -> None:
+        """Forget the norms: the step is not one of PPO."""
+        self._norms, self._limits = {}, []
+
+    @torch.no_grad()
+    def take(self, parameters: Mapping[str, Tensor]) -> GradientNorms | None:
+        """Return the norms of these parameters; None where none has a gradient. Clipped in several parts, they have no one limit."""
+        present = {name: p for name, p in parameters.items() if p.grad is not None}
+        unclipped = self._add(present.values())
+        norms, limits = self._norms, self._limits
+        self.clear()
+        if not present:
+            return None
+        stacked = torch.stack([norms[id(p)] for p in present.values()])
+        return GradientNorms(tuple(present), stacked, limits[0] if len(limits) == 1 and not unclipped else None)
+
+    def _add(self, parameters: Any) -> bool:
+        """Add the norms that are missing; return True where any was."""
+        gradients = {id(p): p.grad for p in parameters if p.grad is not None and id(p) not in self._norms}
+        if gradients:
+            self._norms.update(zip(gradients, gradient_norms(list(gradients.values())).unbind(), strict=True))
+        return bool(gradients)
+
+
+class _Running:
+    """Return and length of the episodes under way in one environment, or in several that step together."""
+
+    def __init__(self, size: int) -> None:
+        self.returns = np.zeros(size)
+        self.lengths = np.zeros(size, dtype=int)
+        self.over = np.zeros(size, dtype=bool)
+
+    def step(self, rewards: Any, done: Any, *, next_step: bool) -> list[tuple[float, int]]:
+        """Add a step and return the episodes that ended; with `next_step` the one after an episode's end is its reset."""
+        counted = ~self.over if next_step else np.ones_like(self.over)
+        self.returns += np.where(counted, rewards, 0.0)
+        self.lengths += counted
+        ended = np.asarray(done, dtype=bool) & counted
+        finished = [(float(self.returns[i]), int(self.lengths[i])) for i in np.flatnonzero(ended)]
+        self.returns[ended], self.lengths[ended] = 0.0, 0
+        self.over = ended
+        return finished
+
+    def reset(self) -> None:
+        """All begin anew."""
+        self.returns[:], self.lengths[:], self.over[:] = 0.0, 0, False
+
+
+class EpisodeLog:
+    """Counts episodes at the environments themselves: scripts written for Gymnasium 0.29 see none under 1.x.
+
+    Its environments are those that the script has stepped before it takes its first optimizer step.
+
+    Attributes:
+        steps: environment steps so far.
+        hidden: episodes ended, and the environments report them in a way that scripts for Gymnasium 0.29 do not read.
+        closed: no further environments join.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.hidden = False
+        self.closed = False
+        self._seconds = 0.0
+        self._running: weakref.WeakKeyDictionary[Any, _Running] = weakref.WeakKeyDictionary()
+        self._finished: list[FinishedEpisode] = []
+        self._calls = 0
+        self._depth = 0
+        self._reported = False
+
+    def enter(self) -> float:
+        """A call into an environment begins; return the time."""
+        self._depth += 1
+        return time.perf_counter()
+
+    def leave(self, began: float) -> bool:
+        """It ends; return True for the script's own call, False for that of an environment around it."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._seconds += time.perf_counter() - began
+        return self._depth == 0
+
+    def includes(self, env: Any) -> bool:
+        """Return True for an environment of training; one that is stepped before training begins becomes one."""
+        if env not in self._running and not self.closed:
+            self._running[env] = _Running(getattr(env, "num_envs", 1))
+        return env in self._running
+
+    def after_step(self, env: Any, result: Any) -> None:
+        """A step returned observations, rewards, terminations, truncations and infos."""
+        _, rewards, terminated, truncated, infos = result
+        running = self._running[env]
+        mode = str(getattr(env, "metadata", {}).get("autoreset_mode", "")).upper()
+        self.steps += len(running.returns)
+        self._calls += 1
+        next_step = "NEXT_STEP" in mode or "NEXTSTEP" in mode
+        counted = running.step(rewards, np.logical_or(terminated, truncated), next_step=next_step)
+        reported = _reported_episodes(infos)
+        self._reported = self._reported or reported is not None
+        self.hidden = self.hidden or (bool(counted) and "final_info" not in infos)
+        episodes = (reported or []) if self._reported else counted
+        self._finished += [FinishedEpisode(*episode, self._calls - 1) for episode in episodes]
+
+    def reset(self, env: Any) -> None:
+        """All episodes of an environment begin anew."""
+        running = self._running.get(env)
+        if running is not None:
+            running.reset()
+
+    def take(self) -> tuple[list[FinishedEpisode], float]:
+        """Return the episodes that ended since the last call, and the seconds that were spent in environments."""
+        episodes, seconds = self._finished, self._seconds
+        self._finished, self._seconds, self._calls = [], 0.0, 0
+        return episodes, seconds
+
+
+def _reported_episodes(infos: Any) -> list[tuple[float, int]] | None:
+    """Episodes that `RecordEpisodeStatistics` reports, whose rewards are those before other wrappers; None without it."""
+    if not isinstance(infos, Mapping):
+        return None
+    if "episode" not in infos and isinstance(infos.get("final_info"), Mapping):
+        infos = infos["final_info"]
+    episode = infos.get("episode")
+    if not isinstance(episode, Mapping) or "r" not in episode or "l" not in episode:
+        return None
+    returns, lengths = np.atleast_1d(episode["r"]), np.atleast_1d(episode["l"])
+    which = np.atleast_1d(infos.get("_episode", np.ones(len(returns), dtype=bool)))
+    return [(float(returns[i]), int(lengths[i])) for i in np.flatnonzero(which)]
+
+
+class ScalarLog:
+    """Means of the values of each tag that a script has written to its SummaryWriter since the last record.
+
+    Attributes:
+        tags: that the script has written.
+    """
+
+    def __init__(self) -> None:
+        self.tags: set[str] = set()
+        self._sums: dict[str, tuple[float, int]] = {}
+
+    def add(self, tag: Any, value: Any) -> None:
+        """Record a scalar; what is no finite number is passed over."""
+        if not isinstance(tag, str) or (tag not in self.tags and len(self.tags) >= MAX_TAGS):
+            return
+        self.tags.add(tag)
+        number = float(value)
+        if math.isfinite(number):
+            total, count = self._sums.get(tag, (0.0, 0))
+            self._sums[tag] = (total + number, count + 1)
+
+    def take(self) -> dict[str, float]:
+        """Return means by key, `script/losses/value_loss` for `losses/value_loss`, and begin anew."""
+        sums, self._sums = self._sums, {}
+        return {
+            "/".join(["script", *(segment(part) for part in tag.split("/") if part)]): total / count
+            for tag, (total, count) in sums.items()
+        }

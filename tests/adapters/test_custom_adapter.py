@@ -1,0 +1,113 @@
+"""The adapter of examples/custom_adapter.py: its numbers against the same loop observed call by call, and no trace in training."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from esper_telemetry import Telemetry, advantage_stats, attach, ratio_diagnostics, value_fit
+from esper_telemetry.core.record import Record
+from esper_telemetry.testing import MemorySink
+
+UPDATES = 3
+EXAMPLE: Mapping[str, Any] = runpy.run_path(str(Path(__file__).parents[2] / "examples/custom_adapter.py"))
+Trainer: Any = EXAMPLE["Trainer"]
+CHANGING = ("perf/", "telemetry/", "train/env_steps_per_second")
+OF_EVENTS_ALONE = {
+    *(
+        "policy/ratio/p01",
+        "policy/ratio/p99",
+    ),  # over all rows of the update; a loop that observes has those of minibatches
+    *("grad/actor/threshold_explode", "grad/critic/threshold_explode"),  # from the fact `max_grad_norm`
+}
+
+
+class OwnLoop(Trainer):  # type: ignore[misc]  # a class from a script
+    """The example's trainer as its author would observe it: the second computation."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        super().__init__()
+        self._telemetry, self._minibatch, self._env_step = telemetry, 0, 0
+        model = nn.ModuleDict({"actor": self.actor, "critic": self.critic})
+        telemetry.watch(model, self.optimizer, actor=self.actor, critic=self.critic)
+
+    def learn(self, updates: int) -> None:
+        super().learn(updates)
+        self._telemetry.flush(env_step=self._env_step)
+
+    def collect(self) -> Any:
+        if self._env_step:
+            self._telemetry.flush(env_step=self._env_step)
+        rollout = super().collect()
+        self._env_step += rollout.rewards.numel()
+        self._minibatch = 0
+        returns = rollout.advantages + rollout.values
+        self._telemetry.observe(advantage_stats(rollout.advantages), value_fit(rollout.values, returns))
+        return rollout
+
+    def learn_from(self, rollout: Any, rows: torch.Tensor) -> Any:
+        minibatch = super().learn_from(rollout, rows)
+        epoch, self._minibatch = self._minibatch // 4, self._minibatch + 1
+        group = ratio_diagnostics(minibatch.log_ratio, minibatch.advantages, clip=EXAMPLE["CLIP"])
+        self._telemetry.observe(group, epoch=epoch)
+        return minibatch
+
+
+def adapted(level: str = "normal") -> tuple[list[Record], Any]:
+    """The records of an adapter's run, and its trainer."""
+    sink, trainer = MemorySink(), Trainer()
+    with Telemetry([sink], run_dir=None, level=level) as telemetry:
+        adapter = EXAMPLE["Adapter"](trainer)
+        attach(telemetry, adapter)
+        adapter.learn(UPDATES)
+    return list(sink.records), trainer
+
+
+def test_numbers_are_those_of_the_loop_itself() -> None:
+    """Advantages, critic, ratios, clipping and gradients by group: every key that both runs have."""
+    records, _ = adapted()
+    sink = MemorySink()
+    with Telemetry([sink], run_dir=None) as telemetry:
+        OwnLoop(telemetry).learn(UPDATES)
+
+    assert len(records) == len(sink.records) == UPDATES
+    for ours, own in zip(records, sink.records, strict=True):
+        both = ours.values.keys() & own.values.keys() - OF_EVENTS_ALONE
+        shared = [key for key in both if not key.startswith(CHANGING)]
+        assert {"adv/raw/std", "value/explained_variance", "policy/kl", "grad/actor/norm_preclip"} <= set(shared)
+        assert {"grad/clip/coef", "policy/clip_frac", "policy/kl_last"} <= set(shared)
+        assert {key: ours.values[key] for key in shared} == pytest.approx(
+            {key: own.values[key] for key in shared}, rel=1e-5, abs=1e-7
+        )
+        assert ours.axes.env_step == own.axes.env_step
+        assert ours.axes.gradient_step == own.axes.gradient_step
+
+
+def test_the_rollout_and_its_minibatches_agree() -> None:
+    """The checks that need no second computation: probabilities of collection, GAE's identity, every row once in a pass."""
+    records, _ = adapted("debug")
+
+    for record in records:
+        assert record.values["integrity/ratio_init"] <= 1e-6
+        assert record.values["integrity/gae_identity"] <= 1e-6
+        assert record.values["integrity/rows_repeated"] == 0
+        assert "telemetry/metric_errors" not in record.values
+
+
+@pytest.mark.parametrize("level", ["off", "normal", "debug"])
+def test_weights_are_those_without_telemetry_and_the_trainer_is_left_alone(level: str) -> None:
+    bare = Trainer()
+    bare.learn(UPDATES)
+
+    _, trainer = adapted(level)
+
+    pairs = zip(bare.parameters, trainer.parameters, strict=True)
+    assert all(torch.equal(expected, actual) for expected, actual in pairs)
+    assert vars(trainer).keys() == vars(bare).keys()
+    assert not trainer.actor._forward_hooks
