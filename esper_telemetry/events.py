@@ -528,31 +528,3 @@ class Rollback:
     update: int
     env_step: int
     rollbacks: int
-
-
-@dataclass(frozen=True, slots=True)
-class GrowthStep:
-    """One step of B environments in which networks grow: an epoch of training of every host, with S slots for seeds in each.
-
-    Attributes:
-        last: whether episodes end with it.
-        horizon: steps of an episode.
-        hosts: [B] each: `train_loss`, `train_accuracy`, `val_loss`, `val_accuracy`, `best` (accuracy so far), `stale` (epochs since then),
-            `norm` (gradient before clipping), `growth` (parameters over those of the host alone), `score` (accuracy less the price of the
-            parameters), `seeds_gain` (accuracy that all seeds add), `synergy` (what they add beyond the sum of each alone), `op` (an
-            index), `decides` (whether there was a choice), and the watchdog's `nonfinite`, `lobotomy` and `divergence`.
-        seeds: [B, S] each: `stage` (an index), `life` (epochs), `alpha`, `blueprint`, `born`, `pruned`, `fossilized` (bool, in this step),
-            and NaN where unknown: gradient `norm`, severities `exploding` and `vanishing`, `ratio` (gradient intensity over the host's),
-            `contribution`, `shapley`; `cause` (an index, -1 where there is no seed that learns).
-        rewards: [B] per component, weighted: they add up to the reward.
-        gates: [B] per gate: -1 not asked, 0 refused, 1 passed.
-        labels: names of the values of `stage`, `op` and `cause`.
-    """
-
-    last: bool
-    horizon: int
-    hosts: Mapping[str, Tensor]
-    seeds: Mapping[str, Tensor]
-    rewards: Mapping[str, Tensor]
-    gates: Mapping[str, Tensor]
-    labels: Mapping[str, tuple[str, ...]]

@@ -21,7 +21,6 @@ from esper_telemetry.events import (
     BeforeUpdate,
     EpisodeEnd,
     EvaluationEnd,
-    GrowthStep,
     MinibatchEnd,
     MinibatchesEnd,
     MinibatchStart,
@@ -340,4 +339,4 @@ def test_every_documented_event_is_emitted() -> None:
         value for value in vars(events).values() if isinstance(value, type) and value.__module__ == events.__name__
     }
 
-    assert documented == {*EVENTS, EvaluationEnd, GrowthStep, RecurrentForward, Rollback, Scale, Shard}
+    assert documented == {*EVENTS, EvaluationEnd, RecurrentForward, Rollback, Scale, Shard}

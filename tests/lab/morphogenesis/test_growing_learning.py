@@ -10,8 +10,9 @@ import torch
 from growing import tiny
 
 from esper_telemetry import PPO, PPOConfig
-from esper_telemetry.events import EpisodeEnd, GrowthStep
+from esper_telemetry.events import EpisodeEnd
 from esper_telemetry.lab.morphogenesis import SCRIPTS
+from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
 from esper_telemetry.ppo.environments import Morphogenesis
 from esper_telemetry.ppo.presets import preset
 from esper_telemetry.ppo.scripted import ScriptedRun
