@@ -16,10 +16,9 @@ from collections.abc import Sequence
 import torch
 
 from esper_telemetry import PPO
-from esper_telemetry.lab.morphogenesis import SCRIPTS
+from esper_telemetry.lab.morphogenesis import SCRIPTS, Morphogenesis
 from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
-from esper_telemetry.ppo.environments import Morphogenesis
-from esper_telemetry.ppo.presets import preset
+from esper_telemetry.ppo.config import preset
 
 LAST, BLOCK = 4, 5
 """Episodes that count at the end of a run, and updates of PPO that stand together in its curve."""

@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from esper_telemetry.lab.morphogenesis import Morphogenesis
 from esper_telemetry.lab.morphogenesis.blueprints import UNITS
 from esper_telemetry.lab.morphogenesis.learning import MAX_NORM, minibatches
 from esper_telemetry.lab.morphogenesis.policies import SCRIPTS
 from esper_telemetry.lab.morphogenesis.tasks import LearningTask
-from esper_telemetry.ppo.environments import Morphogenesis
 
 
 class Seed(nn.Module):

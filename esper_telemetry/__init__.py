@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from esper_telemetry.metrics.ratio import ratio_diagnostics as ratio_diagnostics
     from esper_telemetry.metrics.values import value_fit as value_fit
     from esper_telemetry.ppo.config import PPOConfig as PPOConfig
-    from esper_telemetry.ppo.environments.make import make_env as make_env
+    from esper_telemetry.ppo.environments.registry import make_env as make_env
     from esper_telemetry.ppo.trainer import PPO as PPO
     from esper_telemetry.sinks.console import ConsoleSink as ConsoleSink
     from esper_telemetry.sinks.mlflow.sink import MLflowSink as MLflowSink
@@ -84,7 +84,7 @@ __all__, __getattr__, __dir__ = lazy_names(
         "esper_telemetry.metrics.ratio": ("ratio_diagnostics",),
         "esper_telemetry.metrics.values": ("value_fit",),
         "esper_telemetry.ppo.config": ("PPOConfig",),
-        "esper_telemetry.ppo.environments.make": ("make_env",),
+        "esper_telemetry.ppo.environments.registry": ("make_env",),
         "esper_telemetry.ppo.trainer": ("PPO",),
         "esper_telemetry.sinks.console": ("ConsoleSink",),
         "esper_telemetry.sinks.mlflow.sink": ("MLflowSink",),

@@ -35,8 +35,7 @@ from esper_telemetry import __version__
 from esper_telemetry.cli.arguments import PROGRAM, parse_arguments, with_help
 from esper_telemetry.cli.mistakes import WrongUse
 from esper_telemetry.core.suggestion import did_you_mean
-from esper_telemetry.ppo.config import PPOConfig
-from esper_telemetry.ppo.presets import preset
+from esper_telemetry.ppo.config import PPOConfig, preset
 
 FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
 HELP: Final = ("-h", "--help")

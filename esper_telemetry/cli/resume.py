@@ -11,10 +11,8 @@ from esper_telemetry.cli.mistakes import WrongUse, wrong_use
 from esper_telemetry.core.redaction import MASKED, masked
 from esper_telemetry.journal.lock import HELPERS, Role, is_held
 from esper_telemetry.journal.read import run_info
-from esper_telemetry.ppo.checkpoint import read
+from esper_telemetry.ppo.checkpoint import TrainingRun, read
 from esper_telemetry.ppo.config import PPOConfig
-from esper_telemetry.ppo.scripted import ScriptedRun
-from esper_telemetry.ppo.trainer import PPO
 
 if TYPE_CHECKING:
     from esper_telemetry.cli.main import Train
@@ -101,7 +99,7 @@ def check_ranks(run_dir: str, ranks: int) -> None:
         raise WrongUse(f"{run_dir} was trained by {before} {noun}, here {'is' if ranks == 1 else 'are'} {ranks}")
 
 
-def load_checkpoint(trainer: PPO | ScriptedRun, options: Train) -> str:
+def load_checkpoint(trainer: TrainingRun, options: Train) -> str:
     """Makes a trainer go on from the run's latest checkpoint; returns a sentence that says from where.
 
     Raises WrongUse where there is none, it does not fit, nothing is left to do, or the run is still being trained.

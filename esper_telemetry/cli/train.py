@@ -26,14 +26,11 @@ from esper_telemetry.cli.ranks import RankLostError, agreed, first, own_device, 
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.record import Level, RunStatus
 from esper_telemetry.events import RolloutEnd
-from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
-from esper_telemetry.ppo.checkpoint import Checkpoints
-from esper_telemetry.ppo.config import SCRIPTED, PPOConfig
-from esper_telemetry.ppo.environments.make import make_env
-from esper_telemetry.ppo.environments.observations import ObservationLayout, layout_of
-from esper_telemetry.ppo.environments.protocol import Environment
+from esper_telemetry.ppo.checkpoint import Checkpoints, TrainingRun
+from esper_telemetry.ppo.config import POLICIES, PPOConfig
+from esper_telemetry.ppo.environments.protocol import Environment, ObservationLayout, layout_of
+from esper_telemetry.ppo.environments.registry import environment_names, make_env, registered
 from esper_telemetry.ppo.ranks import Ranks
-from esper_telemetry.ppo.scripted import ScriptedRun
 from esper_telemetry.ppo.trainer import PPO
 from esper_telemetry.sinks.protocol import Sink
 from esper_telemetry.sinks.registry import SinkLike, as_sink
@@ -88,30 +85,35 @@ def _print_resume_command(run_dir: Path | None) -> None:
         print("the run cannot go on, as it has no checkpoint")
 
 
-def _trainer(prepared: Prepared, options: Train) -> PPO | ScriptedRun:
-    """What acts in the environments, and learns unless its policy is a script."""
-    if options.ppo.policy in SCRIPTED:
-        assert isinstance(prepared.env, Morphogenesis)
-        return ScriptedRun(prepared.env, options.ppo)
+def _trainer(prepared: Prepared, options: Train) -> TrainingRun:
+    """Return what acts in the environments: PPO, or a controller of the environment that learns nothing."""
+    environment = registered(options.env)
+    if environment and environment.control and options.ppo.policy in environment.controllers:
+        return environment.control(prepared.env, options.ppo)
     return PPO(prepared.env, options.ppo, device=prepared.device)
 
 
 def _check_task(options: Train) -> None:
-    """Refuses what belongs to morphogenesis where the environment is another, and what a script cannot do."""
-    grows, scripted = options.env == Morphogenesis.name, options.ppo.policy in SCRIPTED
-    if options.task != "synthetic" and not grows:
-        raise WrongUse(f"--task {options.task} is for --env morphogenesis, got --env {options.env}")
-    if scripted and not grows:
-        raise WrongUse(f"--policy {options.ppo.policy} is for --env morphogenesis, got --env {options.env}")
-    if scripted and options.eval_every > 0:
-        raise WrongUse(f"--policy {options.ppo.policy} does not learn, so --eval-every has nothing to evaluate")
+    """Refuse a task or a controller of another environment, and an evaluation of a controller."""
+    known, policy = {name: registered(name) for name in environment_names()}, options.ppo.policy
+    with_task = [name for name, environment in known.items() if environment and "task" in environment.train_options]
+    if options.task != "synthetic" and options.env not in with_task:
+        raise WrongUse(f"--task {options.task} is for --env {' or '.join(with_task)}, got --env {options.env}")
+    if policy in POLICIES:
+        return
+    with_policy = [name for name, environment in known.items() if environment and policy in environment.controllers]
+    if options.env not in with_policy:
+        raise WrongUse(f"--policy {policy} is for --env {' or '.join(with_policy)}, got --env {options.env}")
+    if options.eval_every > 0:
+        raise WrongUse(f"--policy {policy} does not learn, so --eval-every has nothing to evaluate")
 
 
 def _make_env(options: Train, num_envs: int, device: torch.device) -> Environment:
-    """The environments; what morphogenesis needs besides goes to it alone."""
-    grown: dict[str, Any] = {"task": options.task, "gamma": options.ppo.gamma, "device": device}
-    extra = grown if options.env == Morphogenesis.name else {}
-    return make_env(options.env, num_envs=num_envs, mask_velocity=options.mask_velocity, **extra)
+    """Return the environments; a registered one gets the options that it takes."""
+    environment = registered(options.env)
+    values: dict[str, Any] = {"task": options.task, "gamma": options.ppo.gamma, "device": device}
+    arguments = {name: values[name] for name in environment.train_options} if environment else {}
+    return make_env(options.env, num_envs=num_envs, mask_velocity=options.mask_velocity, **arguments)
 
 
 def _check_profile(options: Train) -> None:
@@ -198,7 +200,7 @@ def _device(name: str) -> torch.device:
         raise WrongUse(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
-def _run(trainer: PPO | ScriptedRun, telemetry: Telemetry, options: Train) -> int:
+def _run(trainer: TrainingRun, telemetry: Telemetry, options: Train) -> int:
     try:
         with _stopped_by_signals(trainer) as came, telemetry, watching_ranks(partial(_give_up, telemetry)):
             if first() and isinstance(trainer, PPO):
@@ -223,7 +225,7 @@ def _run(trainer: PPO | ScriptedRun, telemetry: Telemetry, options: Train) -> in
     return code if saved else code or FAILED
 
 
-def _code(trainer: PPO | ScriptedRun, options: Train, number: int) -> int:
+def _code(trainer: TrainingRun, options: Train, number: int) -> int:
     """The exit code of training that returned after that signal, 0 for none; one that has all its steps is done all the same."""
     if not number or trainer.env_steps >= options.total_steps:
         return DONE
@@ -242,7 +244,7 @@ def _say(lost: RankLostError) -> None:
 
 
 @contextmanager
-def _profiled(trainer: PPO | ScriptedRun, telemetry: Telemetry, options: Train) -> Iterator[None]:
+def _profiled(trainer: TrainingRun, telemetry: Telemetry, options: Train) -> Iterator[None]:
     """Attaches telemetry; within, some updates are traced if that was asked for."""
     if not options.profile or telemetry.run_dir is None or not first():
         attach(telemetry, trainer)
@@ -262,7 +264,7 @@ def _profiler(options: Train, run_dir: Path) -> UpdateProfiler:
     return UpdateProfiler(run_dir / "profile", wait=wait, warm_up=warm_up, active=active)
 
 
-def _checkpoints(trainer: PPO | ScriptedRun, telemetry: Telemetry, options: Train) -> Checkpoints | None:
+def _checkpoints(trainer: TrainingRun, telemetry: Telemetry, options: Train) -> Checkpoints | None:
     if options.checkpoint_every <= 0 or telemetry.run_dir is None:
         return None
     return Checkpoints(trainer, telemetry.run_dir / "checkpoints", every=options.checkpoint_every)
@@ -285,7 +287,7 @@ def _evaluate(trainer: PPO, options: Train) -> None:
 
 
 @contextmanager
-def _stopped_by_signals(trainer: PPO | ScriptedRun) -> Iterator[list[int]]:
+def _stopped_by_signals(trainer: TrainingRun) -> Iterator[list[int]]:
     """Within it SIGTERM and Ctrl-C end training after the update in progress; yields the signals that came.
 
     A second Ctrl-C ends one process at once. Where several train, each gets the signal at another moment, and all have to stop after the

@@ -4,6 +4,10 @@ A file holds tensors and plain data only, so `torch.load` reads it with `weights
 
 Several ranks have one file too, which the first one writes: whatever differs between ranks is gathered at each checkpoint, so no kill
 can leave the states of different updates side by side.
+
+A watchdog: the last good weights are kept, and come back where an update leaves weights that are not finite.
+
+The global random generators of Python, NumPy and torch: the trainer draws from its own, an environment may draw from these.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import logging
 import math
 import os
 import pickle
+import random
 import statistics
 from collections import deque
 from collections.abc import Mapping
@@ -19,15 +24,102 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from esper_telemetry.events import EpisodeEnd, Hooks, UpdateEnd
-from esper_telemetry.ppo.chance import generator_states, restore_generators
 from esper_telemetry.ppo.companions import Companions
 from esper_telemetry.ppo.ranks import Ranks
 
 if TYPE_CHECKING:
     from esper_telemetry.ppo.trainer import PPO
+
+PATIENCE = 3
+"""Rollbacks in a row after which training gives up."""
+
+
+class Watchdog:
+    """Looks at the weights once per update, which waits for the device.
+
+    Attributes:
+        rollbacks: how often the weights were put back, over the run.
+    """
+
+    def __init__(self, modules: nn.Module, optimizer: Optimizer) -> None:
+        self.rollbacks = 0
+        self._modules, self._optimizer = modules, optimizer
+        self._in_a_row = 0
+        self._good: dict[str, Tensor] = {}
+        self.remember()
+
+    def remember(self) -> None:
+        """Takes the weights and statistics as they are for good."""
+        self._good = {name: tensor.clone() for name, tensor in self._modules.state_dict().items()}
+
+    def state_dict(self) -> dict[str, int]:
+        """How often the weights were put back; good are those that are saved with it."""
+        return {"rollbacks": self.rollbacks, "in_a_row": self._in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes on counting, and takes the weights as they are for good."""
+        self.rollbacks, self._in_a_row = state.get("rollbacks", 0), state.get("in_a_row", 0)
+        self.remember()
+
+    def look(self) -> bool:
+        """Whether everything is finite; if not, the good state is back and the optimizer's moments are gone.
+
+        Raises:
+            FloatingPointError: for the third time in a row.
+        """
+        if self._finite():
+            self._in_a_row = 0
+            self.remember()
+            return True
+        self.rollbacks += 1
+        self._in_a_row += 1
+        if self._in_a_row >= PATIENCE:
+            raise FloatingPointError(
+                f"weights were not finite after {PATIENCE} updates in a row; rolled back each time"
+            )
+        self._modules.load_state_dict(self._good)
+        self._optimizer.state.clear()
+        return False
+
+    def _finite(self) -> bool:
+        tensors = [tensor for tensor in self._modules.state_dict().values() if tensor.is_floating_point()]
+        return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
+
+
+NEW_SEED_BOUND = 2**31
+
+
+def new_seed(generator: torch.Generator) -> int:
+    """A seed drawn from the generator."""
+    return int(torch.randint(NEW_SEED_BOUND, (), generator=generator))
+
+
+def generator_states() -> dict[str, Any]:
+    """The states of all of them, as tensors and plain data."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+    }
+
+
+def restore_generators(states: Mapping[str, Any]) -> None:
+    """Makes all of them go on from there; those of devices that are not here are left out."""
+    name, keys, *rest = states["numpy"]
+    random.setstate(states["python"])
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(state, device)
+
 
 FORMAT = 1
 RECENT = 100
@@ -38,13 +130,23 @@ OWN = ("normalizers", "generator", "collector", "generators", "companions")
 _logger = logging.getLogger("esper_telemetry")
 
 
-class RunState(Protocol):
-    """What has checkpoints: a trainer, or a policy that does not learn at work."""
+class TrainingRun(Protocol):
+    """A run that emits events and has checkpoints: a trainer, or a controller that learns nothing."""
 
     hooks: Hooks
     companions: Companions
     ranks: Ranks
     env_steps: int
+    updates: int
+
+    def learn(self, total_steps: int) -> None:
+        """Go on until that many environment steps are taken."""
+
+    def stop(self) -> None:
+        """Make `learn` return after the update in progress."""
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
         """All that it goes on from; `made_of` says what must be the same for it to fit, `counts` how far it has come."""
@@ -62,7 +164,7 @@ class Checkpoints:
         every: environment steps between two.
     """
 
-    def __init__(self, trainer: RunState, directory: str | Path, *, every: int) -> None:
+    def __init__(self, trainer: TrainingRun, directory: str | Path, *, every: int) -> None:
         self.latest, self.best = Path(directory) / "latest.pt", Path(directory) / "best.pt"
         self._trainer, self._every = trainer, every
         self._due, self._highest = trainer.env_steps + every, -math.inf
@@ -132,7 +234,7 @@ def state_of(trainer: PPO) -> dict[str, Any]:
     }
 
 
-def save(trainer: RunState, path: str | Path) -> Path:
+def save(trainer: TrainingRun, path: str | Path) -> Path:
     """Writes a checkpoint; a reader finds the old file or the new one, never a part.
 
     Every rank calls it, and the first one writes.
@@ -143,7 +245,7 @@ def save(trainer: RunState, path: str | Path) -> Path:
     return Path(path)
 
 
-def gathered(trainer: RunState) -> dict[str, Any] | None:
+def gathered(trainer: TrainingRun) -> dict[str, Any] | None:
     """The state of a trainer with what the other ranks have for themselves; None on all ranks but the first."""
     state = trainer.state_dict()
     found = trainer.ranks.gather({name: state[name] for name in OWN if name in state} if trainer.ranks.rank else {})

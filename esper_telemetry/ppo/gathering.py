@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from esper_telemetry.events import Hooks
-from esper_telemetry.ppo.collector import Collector
+from esper_telemetry.ppo.collectors.host import Collector
+from esper_telemetry.ppo.collectors.tensors import TensorCollector
 from esper_telemetry.ppo.environments.protocol import Environment, TensorEnvironment
-from esper_telemetry.ppo.environments.tensor import on_host
+from esper_telemetry.ppo.environments.wrappers import on_host
 from esper_telemetry.ppo.normalizer import Normalizers
 from esper_telemetry.ppo.policy import ActorCritic
-from esper_telemetry.ppo.tensor_collector import TensorCollector
 
 
 def collector_for(

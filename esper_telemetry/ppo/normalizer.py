@@ -9,22 +9,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from esper_telemetry.events import Scale
 from esper_telemetry.ppo.config import PPOConfig
-from esper_telemetry.ppo.environments.observations import ObservationLayout, Rows, layout_of
-from esper_telemetry.ppo.environments.protocol import Task
+from esper_telemetry.ppo.environments.protocol import Array, ObservationLayout, Rows, Task, layout_of
 from esper_telemetry.ppo.ranks import ALONE, Ranks
-from esper_telemetry.ppo.rollout import Rollout
-from esper_telemetry.ppo.scan import running_sums
-
-Array = npt.NDArray[Any]
+from esper_telemetry.ppo.rollout import Rollout, running_sums
 
 EPSILON, LIMIT = 1e-8, 10.0  # as in Stable-Baselines3 and Gymnasium
 

@@ -1,15 +1,184 @@
-"""The losses of a minibatch, from the trunk outputs on."""
+"""The steps of the update, as functions that the trainer holds.
+
+`UpdateSteps` is the seam for variants of the algorithm and for breaking it on purpose:
+
+    trainer.steps = replace(trainer.steps, normalize=lambda advantages: advantages)
+
+The losses of a minibatch, from the trunk outputs on.
+
+Backward through detached trunk outputs: the gradients of actor and critic, apart, for the price of one pass.
+
+Gradients of parts of a minibatch, at the same parameters: what tells the noise of a gradient from its signal.
+
+What changes over a run: learning rate, entropy bonus, and when an update has gone far enough.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from esper_telemetry.events import Shard
+from esper_telemetry.ppo.config import PPOConfig
+from esper_telemetry.ppo.environments.protocol import Array
 from esper_telemetry.ppo.policy import ActorCritic, add
-from esper_telemetry.ppo.rollout import Batch
-from esper_telemetry.ppo.steps import UpdateSteps
+from esper_telemetry.ppo.ranks import ALONE, Ranks
+from esper_telemetry.ppo.rollout import Batch, Rollout, remaining_sums
+
+STD_FLOOR = 1e-8  # keeps equal advantages finite; as in Stable-Baselines3 and CleanRL
+
+
+def generalized_advantages(rollout: Rollout, gamma: float, gae_lambda: float) -> Tensor:
+    """Generalised advantage estimates [T, B] (arXiv:1506.02438, eq. 16); 0 in invalid rows.
+
+    δ_t = r_t + γ V(s_{t+1}) - V(s_t) and A_t = δ_t + γλ A_{t+1}, where the trace is cut at every end of an episode and
+    V(s_{t+1}) is 0 only after termination. The recurrence is solved in float64.
+    """
+    advantages = (rollout.rewards + gamma * rollout.next_values - rollout.values).double()
+    goes_on = ~rollout.ended
+    if rollout.valid is not None:
+        advantages = torch.where(rollout.valid, advantages, 0.0)
+        goes_on &= rollout.valid
+    decay = (gamma * gae_lambda) * goes_on.double()
+    return remaining_sums(advantages, decay).to(rollout.values.dtype)
+
+
+def standardize(advantages: Tensor, floor: float = 0.0) -> Tensor:
+    """Advantages [N] less their mean, divided by their standard deviation (unbiased); a single one stays as it is.
+
+    Args:
+        floor: smallest standard deviation to divide by.
+    """
+    if len(advantages) < 2:
+        return advantages
+    std, mean = torch.std_mean(advantages, correction=1)
+    return (advantages - mean) / (std.clamp(min=floor) + STD_FLOOR)
+
+
+def standardize_globally(advantages: Tensor, floor: float, ranks: Ranks) -> Tensor:
+    """The same with mean and deviation over the advantages of all ranks."""
+    count, mean, squares = ranks.moments(advantages, advantages.new_zeros((), dtype=torch.float64))
+    std = (squares / (count - 1)).sqrt().clamp(min=floor)
+    return ((advantages - mean) / (std + STD_FLOOR)).to(advantages.dtype)
+
+
+def shuffled_minibatches(batch: Batch, count: int, generator: torch.Generator) -> Iterable[Batch]:
+    """All rows in random order, in `count` parts whose sizes differ by one at most.
+
+    Where the rows have an order in time, all environments in random order: each part holds whole sequences.
+    """
+    if batch.sequences is not None:
+        return shuffled_sequences(batch, count, generator)
+    rows = torch.randperm(len(batch), generator=generator).to(batch.log_probs.device, non_blocking=True)
+    return batch.take(rows).split(count)
+
+
+def shuffled_sequences(batch: Batch, count: int, generator: torch.Generator) -> Iterable[Batch]:
+    """All environments in random order, in `count` parts whose sizes differ by one environment at most."""
+    assert batch.sequences is not None
+    envs = batch.sequences.environments()
+    order = torch.randperm(len(envs), generator=generator)
+    parts = [part.tolist() for part in order.tensor_split(max(1, min(count, len(envs))))]
+    return (batch.whole([envs[env] for env in part]) for part in parts)
+
+
+def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
+    """Mean of max(-A r, -A clip(r, 1-ε, 1+ε)), 0-d (arXiv:1707.06347, eq. 7, as a loss). Shapes: [N] both."""
+    ratio = log_ratio.exp()
+    return -torch.minimum(advantages * ratio, advantages * ratio.clamp(1 - clip, 1 + clip)).mean()
+
+
+def squared_error(values: Tensor, returns: Tensor, old_values: Tensor | None = None) -> Tensor:
+    """Half the mean squared error, 0-d. Shapes: [N] all; the estimates at collection play no part."""
+    return 0.5 * torch.nn.functional.mse_loss(values, returns)
+
+
+def clipped_squared_error(values: Tensor, returns: Tensor, old_values: Tensor, *, clip: float) -> Tensor:
+    """Half the mean of the larger squared error of the value and of the value clipped to the old one ± clip, 0-d."""
+    near = torch.clamp(values, old_values - clip, old_values + clip)
+    return 0.5 * torch.maximum((values - returns).square(), (near - returns).square()).mean()
+
+
+def same(value: Any) -> Any:
+    """The value as it is."""
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSteps:
+    """What an update is made of; replace a field to change that step.
+
+    The first six decide what an update sees of a rollout; by default all of it, as it was.
+
+    Attributes:
+        rewards: [T, B] -> [T, B].
+        observations: [T, B, ...] acted on -> the same shape, to train on.
+        action_masks: per restricted head [T, B, A] -> the masks to train under.
+        relevance: per head that is not always relevant [T, B], bool -> where it matters in training.
+        initial_state: per trunk [layers, parts, B, H], stored -> the state in which training begins each rollout.
+        resets: [B], bool: where an episode ended -> where memory begins anew, in acting and in training; arrays on the host,
+            tensors for tensor environments on a device.
+        advantages: (rollout, gamma, gae_lambda) -> [T, B].
+        returns: (advantages [T, B], values [T, B]) -> the critic's targets [T, B].
+        normalize: advantages [N] -> [N]: of all transitions, or of a minibatch; called where `normalize_advantages` is on.
+        minibatches: (batch, count, generator) -> one pass over the batch.
+        scores: per head [N, width] -> the scores that the losses are computed from.
+        log_probs: per head [N], of the actions taken -> the same, for the ratio.
+        policy_loss: (log_ratio [N], advantages [N], clip) -> 0-d.
+        value_loss: (values [N], returns [N], values at collection [N]) -> 0-d, without its coefficient.
+        entropy_loss: mean entropy, 0-d -> 0-d, without its coefficient; called where there is a bonus.
+        learning_rate: rate of the next update by the schedule -> the one to use; where the rate follows the KL nothing asks.
+    """
+
+    rewards: Callable[[Tensor], Tensor] = same
+    observations: Callable[[Tensor], Tensor] = same
+    action_masks: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = same
+    relevance: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = same
+    initial_state: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = same
+    resets: Callable[[Array], Array] = same
+    advantages: Callable[[Rollout, float, float], Tensor] = generalized_advantages
+    returns: Callable[[Tensor, Tensor], Tensor] = operator.add
+    normalize: Callable[[Tensor], Tensor] = standardize
+    minibatches: Callable[[Batch, int, torch.Generator], Iterable[Batch]] = shuffled_minibatches
+    scores: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = same
+    log_probs: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = same
+    policy_loss: Callable[[Tensor, Tensor, float], Tensor] = clipped_surrogate
+    value_loss: Callable[[Tensor, Tensor, Tensor], Tensor] = squared_error
+    entropy_loss: Callable[[Tensor], Tensor] = torch.neg
+    learning_rate: Callable[[float], float] = same
+
+    def seen(self, rollout: Rollout) -> Rollout:
+        """The rollout as the update sees it."""
+        memory = rollout.recurrence
+        if memory is not None:
+            memory = replace(memory, states=self.initial_state(memory.states))
+        return replace(
+            rollout,
+            rewards=self.rewards(rollout.rewards),
+            observations=self.observations(rollout.observations),
+            action_masks=self.action_masks(rollout.action_masks),
+            relevance=self.relevance(rollout.relevance),
+            recurrence=memory,
+        )
+
+
+def steps_for(config: PPOConfig, ranks: Ranks = ALONE) -> UpdateSteps:
+    """The steps that the settings ask for."""
+    steps = UpdateSteps()
+    if not ranks.alone:
+        steps = replace(steps, normalize=partial(standardize_globally, floor=config.advantage_std_floor, ranks=ranks))
+    elif config.advantage_std_floor:
+        steps = replace(steps, normalize=partial(standardize, floor=config.advantage_std_floor))
+    if config.clip_value is not None:
+        steps = replace(steps, value_loss=partial(clipped_squared_error, clip=config.clip_value))
+    return steps
 
 
 class ObjectiveResult(NamedTuple):
@@ -52,3 +221,102 @@ def objective(
     if bonus:
         losses["entropy"] = steps.entropy_loss(policy.entropy(normalized, batch.relevance))
     return ObjectiveResult(log_ratio, values, scores, log_probs, losses)
+
+
+def leaf(output: Tensor) -> Tensor:
+    """A trunk output, cut off from the trunk: what is computed from it leaves its gradient in `.grad`."""
+    return output.detach().requires_grad_()
+
+
+def gradient(tensor: Tensor) -> Tensor:
+    """Gradient of a leaf; zero where no loss reached it."""
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def backward_losses(losses: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Backs up the weighted sum of the losses, as far as they have a graph, without building the sum."""
+    names = [name for name, loss in losses.items() if loss.requires_grad]
+    torch.autograd.backward([losses[name] for name in names], [weights[name] for name in names])
+
+
+def backward_trunks(outputs: Sequence[Tensor], actor: Tensor, critic: Tensor) -> None:
+    """Takes the gradients at the trunk outputs on to the parameters: their sum where both read the same output.
+
+    A trunk whose parameters are all frozen has no graph and is passed over.
+    """
+    gradients = [actor + critic] if len(outputs) == 1 else [actor, critic]
+    reached = [(output, grad) for output, grad in zip(outputs, gradients, strict=True) if output.requires_grad]
+    if reached:
+        torch.autograd.backward([output for output, _ in reached], [grad for _, grad in reached])
+
+
+def shard_gradients(
+    batch: Batch, count: int, loss: Callable[[Batch], Tensor], parameters: Sequence[Tensor]
+) -> list[Shard]:
+    """Gradient of the mean loss of each of `count` parts; `.grad` fields stay as they are.
+
+    Args:
+        batch: the minibatch.
+        count: how many parts, fewer where it has fewer samples.
+        loss: 0-d, of a part.
+        parameters: K tensors.
+    """
+    return [Shard(samples, flat_gradient(loss(part), parameters)) for samples, part in _parts(batch, count)]
+
+
+def _parts(batch: Batch, count: int) -> list[tuple[int, Batch]]:
+    """Parts with the number of independent samples in each: rows, or for sequences the environments."""
+    if batch.sequences is None:
+        return [(len(part), part) for part in batch.split(count)]
+    envs = batch.sequences.environments()
+    count = max(1, min(count, len(envs)))
+    cuts = [len(envs) * part // count for part in range(count + 1)]
+    return [(stop - start, batch.whole(envs[start:stop])) for start, stop in pairwise(cuts)]
+
+
+def flat_gradient(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """[d]: all gradients one after the other, zero of what is frozen or not reached."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad] if loss.requires_grad else []
+    found = torch.autograd.grad(loss, trained, allow_unused=True) if trained else ()
+    by_parameter = {id(parameter): gradient for parameter, gradient in zip(trained, found, strict=True)}
+    gradients = (by_parameter.get(id(parameter)) for parameter in parameters)
+    return torch.cat(
+        [
+            (torch.zeros_like(parameter) if gradient is None else gradient).reshape(-1)
+            for parameter, gradient in zip(parameters, gradients, strict=True)
+        ]
+    )
+
+
+STOP_FACTOR = 1.5  # of `target_kl`: Stable-Baselines3 and Spinning Up
+RATE_FACTOR, KL_BAND, RATE_BOUNDS = 1.5, 2.0, (1e-5, 1e-2)  # RSL-RL's adaptive schedule
+
+
+def learning_rate(config: PPOConfig, current: float, remaining: float) -> float:
+    """The rate of the next update, where `remaining` of the run, 1 to 0, is left."""
+    if config.desired_kl is not None:
+        return current
+    return config.learning_rate * remaining if config.anneal_learning_rate else config.learning_rate
+
+
+def adapted_rate(rate: float, kl: float, desired: float) -> float:
+    """The rate after an update whose last pass moved the policy by `kl`."""
+    lowest, highest = RATE_BOUNDS
+    if kl > KL_BAND * desired:
+        return max(lowest, rate / RATE_FACTOR)
+    return min(highest, rate * RATE_FACTOR) if 0 < kl < desired / KL_BAND else rate
+
+
+def entropy_coef(config: PPOConfig, remaining: float) -> float:
+    """The weight of the entropy bonus, where `remaining` of the run, 1 to 0, is left."""
+    if config.final_entropy_coef is None:
+        return config.entropy_coef
+    return config.final_entropy_coef + (config.entropy_coef - config.final_entropy_coef) * remaining
+
+
+def mean_kl(log_ratios: Sequence[Tensor], ranks: Ranks = ALONE) -> float:
+    """Mean of exp(l) - 1 - l over all rows of a pass, of all ranks (Schulman's k3 estimator); waits for the device."""
+    log_ratio = torch.cat(list(log_ratios))
+    terms = (log_ratio.expm1() - log_ratio).double()
+    total, count = ranks.sum(torch.stack([terms.sum(), terms.new_tensor(len(terms))])).tolist()
+    return float(total / count)

@@ -1,26 +1,55 @@
-"""The policy: one or two trunks, a head per part of the action, and a value."""
+"""The policy: one or two trunks, a head per part of the action, and a value.
+
+Compiling the passes of an update with `torch.compile`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.ppo.compiled import compiled
 from esper_telemetry.ppo.config import PPOConfig
-from esper_telemetry.ppo.encoders.observation import Encoded
-from esper_telemetry.ppo.environments.observations import ObservationLayout
-from esper_telemetry.ppo.environments.protocol import ActionSpec
-from esper_telemetry.ppo.gaussian import Gaussian, make_gaussian
-from esper_telemetry.ppo.heads import Categorical, PolicyHead, orthogonal
-from esper_telemetry.ppo.mlp import MLP
-from esper_telemetry.ppo.recurrent import Core, RecurrentTrunk
-from esper_telemetry.ppo.sequences import Grid
+from esper_telemetry.ppo.distributions import Categorical, Gaussian, PolicyHead, make_gaussian, orthogonal
+from esper_telemetry.ppo.environments.protocol import ActionSpec, ObservationLayout
+from esper_telemetry.ppo.networks.encoders import Encoded
+from esper_telemetry.ppo.networks.mlp import MLP
+from esper_telemetry.ppo.networks.recurrent import Core, RecurrentTrunk
+from esper_telemetry.ppo.rollout import Grid
+
+Arguments = ParamSpec("Arguments")
+Outcome = TypeVar("Outcome")
+
+COMPILERS = ("g++", "clang++")
+
+
+def compiled(function: Callable[Arguments, Outcome]) -> Callable[Arguments, Outcome]:
+    """The function, compiled when it is first called; a second backward pass through what it returns stays possible.
+
+    Compiled backward passes reuse the memory of what they read unless the process tells them not to, and then fail where a
+    hook has looked at gradients on their way.
+    """
+    import torch._functorch.config as functorch
+
+    functorch.donated_buffer = False
+    return torch.compile(function)
+
+
+def require_compiler(device: torch.device) -> None:
+    """Raises ValueError where nothing on this machine can compile for that device; on the CPU that takes a C++ compiler."""
+    candidates = (os.environ.get("CXX"), *COMPILERS)
+    if device.type == "cpu" and not any(name and shutil.which(name) for name in candidates):
+        raise ValueError(
+            f"compile needs a C++ compiler on the CPU: neither $CXX nor {' nor '.join(COMPILERS)} is found"
+        )
+
 
 Trunk: TypeAlias = MLP | Encoded | RecurrentTrunk
 Tensors: TypeAlias = Mapping[str, Tensor]

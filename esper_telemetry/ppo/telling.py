@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.events import MinibatchEnd, RecurrentForward, RolloutEnd
+from esper_telemetry.ppo.networks.recurrent import RecurrentTrunk
 from esper_telemetry.ppo.objective import ObjectiveResult
 from esper_telemetry.ppo.policy import ActorCritic
-from esper_telemetry.ppo.recurrent import RecurrentTrunk
 from esper_telemetry.ppo.rollout import Batch, Rollout
 
 

@@ -1,12 +1,16 @@
-"""Proximal policy optimisation for vector environments, with an event for everything worth watching."""
+"""Proximal policy optimisation for vector environments, with an event for everything worth watching.
+
+Freed memory stays with the process, where the next minibatch finds it.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import time
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -32,27 +36,53 @@ from esper_telemetry.events import (
     UpdateEnd,
 )
 from esper_telemetry.ppo import checkpoint
-from esper_telemetry.ppo.backward import backward_losses, backward_trunks, gradient, leaf
+from esper_telemetry.ppo.checkpoint import Watchdog
 from esper_telemetry.ppo.companions import Companions
-from esper_telemetry.ppo.compiled import compiled, require_compiler
 from esper_telemetry.ppo.config import POLICIES, PPOConfig, require
-from esper_telemetry.ppo.environments.observations import layout_of
-from esper_telemetry.ppo.environments.protocol import Environment, Task
+from esper_telemetry.ppo.environments.protocol import Environment, Task, layout_of
 from esper_telemetry.ppo.evaluation import Evaluation, evaluate
-from esper_telemetry.ppo.freed_memory import keep_freed_memory
 from esper_telemetry.ppo.gathering import collector_for, hooks_of
 from esper_telemetry.ppo.normalizer import normalizers_for
-from esper_telemetry.ppo.objective import ObjectiveLeaves, ObjectiveResult, objective
-from esper_telemetry.ppo.policy import ActorCritic, add
+from esper_telemetry.ppo.objective import (
+    STOP_FACTOR,
+    ObjectiveLeaves,
+    ObjectiveResult,
+    adapted_rate,
+    backward_losses,
+    backward_trunks,
+    entropy_coef,
+    gradient,
+    leaf,
+    learning_rate,
+    mean_kl,
+    objective,
+    shard_gradients,
+    steps_for,
+)
+from esper_telemetry.ppo.policy import ActorCritic, add, compiled, require_compiler
 from esper_telemetry.ppo.ranks import Ranks
 from esper_telemetry.ppo.replay import TrainerReplay
 from esper_telemetry.ppo.rollout import Batch, Rollout, flatten
-from esper_telemetry.ppo.schedules import STOP_FACTOR, adapted_rate, entropy_coef, learning_rate, mean_kl
-from esper_telemetry.ppo.shards import shard_gradients
-from esper_telemetry.ppo.steps import steps_for
 from esper_telemetry.ppo.tape import Tape
 from esper_telemetry.ppo.telling import minibatch_event, recurrent_event, rollout_event
-from esper_telemetry.ppo.watchdog import Watchdog
+
+M_TRIM_THRESHOLD: Final = -1
+M_MMAP_THRESHOLD: Final = -3
+"""As `malloc.h` of the GNU C library has them."""
+KEPT_BYTES: Final = 256 << 20
+"""Of freed memory at the end of the heap, at most."""
+LARGEST_BYTES: Final = 32 << 20
+"""Of a block that is kept, which is the most that the library allows."""
+
+
+def keep_freed_memory() -> bool:
+    """Asks the C library to; whether it does. Others than GNU's are left as they are."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    trimmed, mapped = mallopt(M_TRIM_THRESHOLD, KEPT_BYTES), mallopt(M_MMAP_THRESHOLD, LARGEST_BYTES)
+    return bool(trimmed and mapped)
+
 
 FACTS = (
     "max_grad_norm",

@@ -138,7 +138,7 @@ def test_a_handler_that_listened_for_sigterm_before_still_does() -> None:
     trainer = SimpleNamespace(stop=lambda: stopped.append(1), ranks=SimpleNamespace(alone=True))
     before = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:
-        with _stopped_by_signals(trainer) as came:  # type: ignore[arg-type]  # all that it uses of a trainer
+        with _stopped_by_signals(trainer) as came:  # all that it uses of a trainer
             os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
     finally:

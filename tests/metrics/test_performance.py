@@ -10,7 +10,7 @@ import pytest
 from esper_telemetry.core.clock import Clock
 from esper_telemetry.core.record import Level, SinkLag
 from esper_telemetry.metrics.performance import telemetry_health, update_performance
-from esper_telemetry.ppo.processor_clock import EVERY, FIRST, ProcessorClock
+from esper_telemetry.ppo.collectors.base import EVERY, FIRST, ProcessorClock
 
 
 @dataclass

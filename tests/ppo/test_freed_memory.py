@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from esper_telemetry.ppo.freed_memory import LARGEST_BYTES
+from esper_telemetry.ppo.trainer import LARGEST_BYTES
 
 pytestmark = pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library gives memory back as it likes"
@@ -20,7 +20,7 @@ SCRIPT = """
 import ctypes, resource
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: pages are small ones, wherever this runs
 import torch
-from esper_telemetry.ppo.freed_memory import keep_freed_memory
+from esper_telemetry.ppo.trainer import keep_freed_memory
 {first}
 def minibatch():
     return [torch.ones({numbers}) for _ in range(4)]

@@ -13,11 +13,12 @@ from ppo_builders import Seen, cartpole, pendulum
 from torch import Tensor
 
 from esper_telemetry.events import TrunkBackward
-from esper_telemetry.ppo import PPO, PPOConfig, mlp
-from esper_telemetry.ppo.backward import backward_losses, backward_trunks, gradient, leaf
+from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo.collectors.inference import in_numpy, in_torch
 from esper_telemetry.ppo.environments import make_env
-from esper_telemetry.ppo.inference import in_numpy, in_torch
-from esper_telemetry.ppo.mlp import MLP
+from esper_telemetry.ppo.networks import mlp
+from esper_telemetry.ppo.networks.mlp import MLP
+from esper_telemetry.ppo.objective import backward_losses, backward_trunks, gradient, leaf
 from esper_telemetry.ppo.rollout import Batch, flatten
 
 Make = Callable[..., PPO]

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 
 from esper_telemetry.events import BackwardEnd, EpisodeEnd, MinibatchEnd, RecurrentForward, RolloutEnd, TrunkBackward
 from esper_telemetry.ppo import PPO, PPOConfig
-from esper_telemetry.ppo.encoders.image import ImageEncoder
-from esper_telemetry.ppo.encoders.observation import Encoded
+from esper_telemetry.ppo.collectors.inference import acting, torch_network
+from esper_telemetry.ppo.collectors.tensors import TensorCollector
 from esper_telemetry.ppo.environments import ActionSpec, GymnasiumEnvironment, Image, TensorStep, make_env
-from esper_telemetry.ppo.environments.observations import ObservationLayout
-from esper_telemetry.ppo.inference import acting, torch_network
+from esper_telemetry.ppo.environments.protocol import ObservationLayout
+from esper_telemetry.ppo.networks.encoders import Encoded, ImageEncoder
 from esper_telemetry.ppo.normalizer import VectorNormalizer
 from esper_telemetry.ppo.policy import ActorCritic
-from esper_telemetry.ppo.tensor_collector import TensorCollector
 
 SETTINGS: dict[str, Any] = {"num_steps": 16, "num_epochs": 2, "hidden_sizes": (16,), "lstm_size": 16, "seed": 3}
 ENVS = ["Spotlight-v0", "SpotlightParts-v0"]
@@ -223,7 +222,7 @@ def test_a_cut_episode_is_valued_by_its_last_observation(parts: bool, policy: st
 @pytest.mark.parametrize("rows", [1, 7, 64])
 def test_many_rows_go_through_in_parts(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten images of 64 bytes at a time."""
-    monkeypatch.setattr("esper_telemetry.ppo.inference.MOST_BYTES", 640)
+    monkeypatch.setattr("esper_telemetry.ppo.collectors.inference.MOST_BYTES", 640)
     encoder = ImageEncoder(Image((1, 8, 8)))
     pixels = np.random.default_rng(0).integers(256, size=(rows, 1, 8, 8), dtype=np.uint8)
 

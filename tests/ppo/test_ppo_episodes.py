@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from esper_telemetry.ppo.episodes import EpisodeCounter
+from esper_telemetry.ppo.collectors.base import EpisodeCounter
 
 
 def test_episodes_are_counted_over_rollouts_and_in_order() -> None:

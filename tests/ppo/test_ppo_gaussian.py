@@ -17,10 +17,9 @@ from torch.distributions import AffineTransform, Independent, Normal, TanhTransf
 
 from esper_telemetry.events import BackwardEnd, MinibatchEnd, RolloutEnd, TrunkBackward
 from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo.collectors.tensors import TensorCollector
+from esper_telemetry.ppo.distributions import Gaussian, Squash, StateDependentGaussian, make_gaussian
 from esper_telemetry.ppo.environments import ActionSpec, Step, TensorStep, make_env
-from esper_telemetry.ppo.gaussian import Gaussian, StateDependentGaussian, make_gaussian
-from esper_telemetry.ppo.squash import Squash
-from esper_telemetry.ppo.tensor_collector import TensorCollector
 
 ROWS, D, FEATURES = 64, 3, 5
 SPEC = ActionSpec("continuous", D, low=(-2.0, 0.0, -1.0), high=(2.0, 1.0, 5.0))
@@ -184,7 +183,7 @@ def test_an_environment_cuts_what_is_stored_uncut(actions: np.ndarray[Any, Any])
     import gymnasium
     from gymnasium.spaces import Box
 
-    from esper_telemetry.ppo.environments.action_spaces import described
+    from esper_telemetry.ppo.environments.spaces import described
 
     space = Box(np.array([-1, 0], np.float32), np.array([1, np.inf], np.float32))
     before = actions.copy()

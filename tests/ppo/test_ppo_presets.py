@@ -6,8 +6,8 @@ import pytest
 
 from esper_telemetry.cli.main import Train, parse
 from esper_telemetry.ppo import PPOConfig, preset
+from esper_telemetry.ppo.config import PRESETS
 from esper_telemetry.ppo.environments import make_env
-from esper_telemetry.ppo.presets import PRESETS
 
 
 def train(*options: str) -> Train:

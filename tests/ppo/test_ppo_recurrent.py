@@ -16,10 +16,9 @@ from torch import Tensor
 
 from esper_telemetry.events import MinibatchEnd, RolloutEnd
 from esper_telemetry.ppo import PPO
-from esper_telemetry.ppo.mlp import MLP
-from esper_telemetry.ppo.recurrent import Core, RecurrentTrunk
-from esper_telemetry.ppo.rollout import RolloutRecurrence, flatten
-from esper_telemetry.ppo.sequences import pack
+from esper_telemetry.ppo.networks.mlp import MLP
+from esper_telemetry.ppo.networks.recurrent import Core, RecurrentTrunk
+from esper_telemetry.ppo.rollout import RolloutRecurrence, flatten, pack
 
 KINDS = ("lstm", "gru")
 

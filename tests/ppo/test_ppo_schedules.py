@@ -10,8 +10,14 @@ from ppo_builders import Seen, cartpole, pendulum
 
 from esper_telemetry.events import MinibatchEnd, UpdateEnd
 from esper_telemetry.ppo import PPOConfig
-from esper_telemetry.ppo.schedules import adapted_rate, entropy_coef, mean_kl
-from esper_telemetry.ppo.steps import clipped_squared_error, standardize, steps_for
+from esper_telemetry.ppo.objective import (
+    adapted_rate,
+    clipped_squared_error,
+    entropy_coef,
+    mean_kl,
+    standardize,
+    steps_for,
+)
 
 
 def test_a_constant_rate_stays() -> None:

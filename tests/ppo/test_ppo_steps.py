@@ -7,14 +7,14 @@ import torch
 from ppo_builders import random_rollout
 from torch import Tensor
 
-from esper_telemetry.ppo.rollout import Rollout, flatten
-from esper_telemetry.ppo.steps import (
+from esper_telemetry.ppo.objective import (
     clipped_surrogate,
     generalized_advantages,
     shuffled_minibatches,
     squared_error,
     standardize,
 )
+from esper_telemetry.ppo.rollout import Rollout, flatten
 
 
 def brute_force(rollout: Rollout, gamma: float, gae_lambda: float) -> Tensor:

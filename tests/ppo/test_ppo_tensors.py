@@ -12,11 +12,11 @@ from torch import Tensor
 
 from esper_telemetry.events import MinibatchEnd
 from esper_telemetry.ppo import PPO, PPOConfig
-from esper_telemetry.ppo.collector import Collector
+from esper_telemetry.ppo.collectors.host import Collector
+from esper_telemetry.ppo.collectors.tensors import TensorCollector
 from esper_telemetry.ppo.environments import ActionSpec, CueRecall, TensorStep
-from esper_telemetry.ppo.environments.tensor import on_host
+from esper_telemetry.ppo.environments.wrappers import on_host
 from esper_telemetry.ppo.normalizer import normalizers_for
-from esper_telemetry.ppo.tensor_collector import TensorCollector
 from esper_telemetry.ppo.trainer import build_policy
 
 COLUMNS = ("observations", "log_probs", "rewards", "values", "next_values", "ended", "terminated")

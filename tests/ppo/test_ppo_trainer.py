@@ -36,8 +36,8 @@ from esper_telemetry.events import (
 )
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.environments import ActionSpec, CueRecall, Step
+from esper_telemetry.ppo.objective import generalized_advantages
 from esper_telemetry.ppo.rollout import Rollout
-from esper_telemetry.ppo.steps import generalized_advantages
 
 MINIBATCH = (MinibatchStart, TrunkBackward, BackwardEnd, OptimizerStep, MinibatchEnd)
 EVENTS = (

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from esper_telemetry.ppo.mlp import MLP
-from esper_telemetry.ppo.recurrent import Core, RecurrentTrunk
-from esper_telemetry.ppo.unrolling import unrolled
+from esper_telemetry.ppo.networks.mlp import MLP
+from esper_telemetry.ppo.networks.recurrent import Core, RecurrentTrunk
+from esper_telemetry.ppo.replay import unrolled
 
 STEPS, ENVS, SIZE = 6, 3, 5
 

@@ -13,8 +13,8 @@ from esper_telemetry.metrics.losses import ppo_losses
 from esper_telemetry.metrics.observations import normalizer_clipping, normalizer_drift
 from esper_telemetry.metrics.rewards import return_stats, reward_stats
 from esper_telemetry.metrics.values import td_errors
+from esper_telemetry.ppo.objective import generalized_advantages
 from esper_telemetry.ppo.rollout import Rollout
-from esper_telemetry.ppo.steps import generalized_advantages
 from vector_adapters.inputs import Inputs, Values, floats, mask, masks
 
 

@@ -27,8 +27,8 @@ from esper_telemetry.lab.faults.injection import schedule
 from esper_telemetry.lab.faults.plan import cost, courses, processes, train_all
 from esper_telemetry.lab.faults.result import halves, result
 from esper_telemetry.lab.faults.tables import fault_entries, fault_table, result_tables
-from esper_telemetry.ppo.environments.make import make_env
-from esper_telemetry.ppo.presets import preset
+from esper_telemetry.ppo.config import preset
+from esper_telemetry.ppo.environments.registry import make_env
 from esper_telemetry.ppo.trainer import PPO
 from esper_telemetry.sinks.console import is_live, make_console
 from esper_telemetry.sinks.registry import as_sink

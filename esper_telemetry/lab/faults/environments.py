@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from esper_telemetry.ppo.environments.make import make_env
-from esper_telemetry.ppo.presets import preset
+from esper_telemetry.ppo.config import preset
+from esper_telemetry.ppo.environments.registry import make_env
 from esper_telemetry.ppo.trainer import PPO
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from esper_telemetry.ppo.mlp import MLP
-from esper_telemetry.ppo.recurrent import RecurrentTrunk
+from esper_telemetry.ppo.networks.mlp import MLP
+from esper_telemetry.ppo.networks.recurrent import RecurrentTrunk
 from esper_telemetry.ppo.trainer import PPO
 
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from esper_telemetry.core.suggestion import did_you_mean
-from esper_telemetry.ppo.environments.action_spaces import described
-from esper_telemetry.ppo.environments.observation_spaces import ObservationPacker, observed
 from esper_telemetry.ppo.environments.protocol import Array, Bools, Step
+from esper_telemetry.ppo.environments.spaces import ObservationPacker, described, observed
 from esper_telemetry.ppo.environments.state import capture, packed, restore, unpacked
 
 if TYPE_CHECKING:

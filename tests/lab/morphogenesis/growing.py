@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from esper_telemetry.lab.morphogenesis import Morphogenesis
 from esper_telemetry.lab.morphogenesis.policies import Random
-from esper_telemetry.ppo.environments import Morphogenesis
 
 
 def tiny(num_envs: int = 8, **settings: object) -> Morphogenesis:

@@ -11,11 +11,10 @@ from growing import tiny
 
 from esper_telemetry import PPO, PPOConfig
 from esper_telemetry.events import EpisodeEnd
-from esper_telemetry.lab.morphogenesis import SCRIPTS
+from esper_telemetry.lab.morphogenesis import SCRIPTS, Morphogenesis
+from esper_telemetry.lab.morphogenesis.scripted import ScriptedRun
 from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
-from esper_telemetry.ppo.environments import Morphogenesis
-from esper_telemetry.ppo.presets import preset
-from esper_telemetry.ppo.scripted import ScriptedRun
+from esper_telemetry.ppo.config import preset
 
 UPDATES, LAST = 25, 4
 """Updates of a run, each an episode of 16 environments, and how many of its last episodes count."""

@@ -8,7 +8,7 @@ from growing import play, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper_telemetry.lab.morphogenesis import rewards, watchdog
+from esper_telemetry.lab.morphogenesis import Morphogenesis, rewards, watchdog
 from esper_telemetry.lab.morphogenesis.alpha import CURVES, progress
 from esper_telemetry.lab.morphogenesis.causes import CAUSES, CauseHistory, diagnose
 from esper_telemetry.lab.morphogenesis.gates import GATES, TransitionGates
@@ -17,7 +17,6 @@ from esper_telemetry.lab.morphogenesis.policies import SCRIPTS, Random
 from esper_telemetry.lab.morphogenesis.severity import exploding, vanishing
 from esper_telemetry.lab.morphogenesis.slots import Slots
 from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
-from esper_telemetry.ppo.environments import Morphogenesis
 
 LEGAL = {(a, b) for a, after in TRANSITIONS.items() for b in after} | {(stage, stage) for stage in Stage}
 

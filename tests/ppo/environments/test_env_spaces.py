@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from seeing_env import spotlights
 
 from esper_telemetry.ppo.environments import ActionSpec, GymnasiumEnvironment, Image, Structured, make_env
-from esper_telemetry.ppo.environments.action_spaces import described
-from esper_telemetry.ppo.environments.observation_spaces import as_image, observed
-from esper_telemetry.ppo.environments.observations import ObservationLayout, layout_of
+from esper_telemetry.ppo.environments.protocol import ObservationLayout, layout_of
+from esper_telemetry.ppo.environments.spaces import as_image, described, observed
 
 FLOATS = spaces.Box(-1, 1, (2, 3), np.float32)
 PIXELS = spaces.Box(0, 255, (9, 8, 3), np.uint8)

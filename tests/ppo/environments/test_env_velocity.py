@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from esper_telemetry.ppo.environments import make_env
-from esper_telemetry.ppo.environments.velocity import VELOCITIES
+from esper_telemetry.ppo.environments.wrappers import VELOCITIES
 
 
 @pytest.mark.parametrize("env_id", [env_id for env_id in VELOCITIES if env_id in gymnasium.registry])

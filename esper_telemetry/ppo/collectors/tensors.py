@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core.tensors import mask_logits
-from esper_telemetry.ppo.chance import new_seed
-from esper_telemetry.ppo.choices import Chosen, chosen
+from esper_telemetry.ppo.checkpoint import new_seed
+from esper_telemetry.ppo.collectors.base import EVERY, FIRST, EpisodeCounter, ProcessorClock
+from esper_telemetry.ppo.collectors.choices import Chosen, chosen, on_device, restrictors
 from esper_telemetry.ppo.environments.protocol import Masked, Saveable, TensorEnvironment, TensorStep
-from esper_telemetry.ppo.episodes import EpisodeCounter
+from esper_telemetry.ppo.networks.recurrent import RecurrentTrunk
 from esper_telemetry.ppo.normalizer import PLAIN, Normalizers
 from esper_telemetry.ppo.policy import ActorCritic
-from esper_telemetry.ppo.processor_clock import EVERY, FIRST, ProcessorClock
-from esper_telemetry.ppo.recurrent import RecurrentTrunk
-from esper_telemetry.ppo.restrictions import on_device, restrictors
 from esper_telemetry.ppo.rollout import Rollout, RolloutRecurrence
 
 Resets = Callable[[Any], Any]

@@ -8,18 +8,17 @@ hidden state of a GRU.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.ppo.encoders.observation import Encoded
-from esper_telemetry.ppo.mlp import MLP
-from esper_telemetry.ppo.sequences import PARTS, Grid
+from esper_telemetry.ppo.environments.protocol import Array
+from esper_telemetry.ppo.networks.encoders import Encoded
+from esper_telemetry.ppo.networks.mlp import MLP
+from esper_telemetry.ppo.rollout import PARTS, Grid
 
-Array = npt.NDArray[Any]
 Advance = Callable[[Array, Array], Array]
 
 CLOSED = -1e4  # added to a gate, it closes it: σ(-1e4) is 0 in float32

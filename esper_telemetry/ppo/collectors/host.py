@@ -11,23 +11,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from esper_telemetry.ppo.chance import new_seed
-from esper_telemetry.ppo.choices import Choices
-from esper_telemetry.ppo.environments.observations import layout_of
-from esper_telemetry.ppo.environments.protocol import Masked, Saveable, Step, VectorEnvironment
-from esper_telemetry.ppo.episodes import EpisodeCounter
-from esper_telemetry.ppo.estimates import Final, estimate, remember
-from esper_telemetry.ppo.inference import Acting, acting, tensor
-from esper_telemetry.ppo.memory import LSTMMemory
+from esper_telemetry.ppo.checkpoint import new_seed
+from esper_telemetry.ppo.collectors.base import EVERY, FIRST, EpisodeCounter, ProcessorClock
+from esper_telemetry.ppo.collectors.choices import Choices
+from esper_telemetry.ppo.collectors.inference import Acting, Final, LSTMMemory, acting, estimate, remember, tensor
+from esper_telemetry.ppo.environments.protocol import Array, Masked, Saveable, Step, VectorEnvironment, layout_of
 from esper_telemetry.ppo.normalizer import PLAIN, Normalizers
 from esper_telemetry.ppo.policy import ActorCritic
-from esper_telemetry.ppo.processor_clock import EVERY, FIRST, ProcessorClock
 from esper_telemetry.ppo.rollout import Rollout, RolloutRecurrence
 
-Array = npt.NDArray[Any]
 Resets = Callable[[Array], Array]
 
 

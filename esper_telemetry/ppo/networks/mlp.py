@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.ppo.heads import orthogonal
+from esper_telemetry.ppo.distributions import orthogonal
+from esper_telemetry.ppo.environments.protocol import Array
 
-Array = npt.NDArray[Any]
 Network = Callable[[Array], Array]
 
 TILE = 2048

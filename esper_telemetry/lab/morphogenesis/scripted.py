@@ -14,10 +14,10 @@ from esper_telemetry.events import EpisodeEnd, RunStart, UpdateEnd
 from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
 from esper_telemetry.lab.morphogenesis.policies import SCRIPTS, ScriptedController
 from esper_telemetry.ppo import checkpoint
+from esper_telemetry.ppo.collectors.base import EpisodeCounter
 from esper_telemetry.ppo.companions import Companions
 from esper_telemetry.ppo.config import PPOConfig, require
 from esper_telemetry.ppo.environments.protocol import TensorStep
-from esper_telemetry.ppo.episodes import EpisodeCounter
 from esper_telemetry.ppo.ranks import Ranks
 
 

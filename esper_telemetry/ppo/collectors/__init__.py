@@ -1,0 +1,1 @@
+"""Collecting rollouts from environments on the host and on a device."""

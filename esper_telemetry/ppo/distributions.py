@@ -1,0 +1,314 @@
+"""Heads of the policy: each chooses one part of an action and knows the log-probability of what it chose.
+
+A head's linear layer gives its *scores*: logits of a categorical, means of a Gaussian (`ppo/gaussian.py`). The rollout keeps the scores
+that were acted on, so the log-probability at collection belongs to the distribution that was really sampled.
+
+Real numbers squashed into the bounds of an action space.
+
+Heads that choose real numbers: diagonal Gaussians, as they are or squashed into the bounds of the action space.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from esper_telemetry.core.tensors import mask_logits
+from esper_telemetry.ppo.config import LOG_STD_RANGE
+from esper_telemetry.ppo.environments.protocol import ActionSpec, Array
+
+LOG_TWO = math.log(2.0)
+
+
+class Squash(nn.Module):
+    """From real numbers into bounds: tanh, then an affine map onto [low, high].
+
+    Raises:
+        ValueError: a bound is not finite.
+    """
+
+    bounds: Tensor
+
+    def __init__(self, part: str, spec: ActionSpec) -> None:
+        super().__init__()
+        low, high = (np.array(bounds, np.float64) for bounds in bounds_of(spec))
+        if not np.isfinite([low, high]).all():
+            raise ValueError(
+                f"squash needs finite bounds, but the action part {part!r} has low={low.tolist()} and high={high.tolist()}"
+            )
+        self._low, self._high = low.astype(np.float32), high.astype(np.float32)
+        self._middle, self._reach = ((part / 2).astype(np.float32) for part in (low + high, high - low))
+        rows = np.stack([self._low, self._high, self._middle, self._reach])
+        self.register_buffer("bounds", torch.from_numpy(rows), persistent=False)
+
+    def forward(self, drawn: Tensor) -> Tensor:
+        """Actions within the bounds [..., D], from what was drawn [..., D]."""
+        low, high, middle, reach = self.bounds
+        actions: Tensor = (middle + reach * drawn.tanh()).clamp(low, high)
+        return actions
+
+    def as_numpy(self, drawn: Array) -> Array:
+        """The same in NumPy."""
+        actions: Array = np.clip(self._middle + self._reach * np.tanh(drawn), self._low, self._high)
+        return actions
+
+    def log_slope(self, drawn: Tensor) -> Tensor:
+        """Log derivative of the tanh, [...] summed over dimensions: log(1 - tanh²u) = 2 (log 2 - u - softplus(-2u)).
+
+        This form does not underflow for large |u| (Haarnoja et al. 2018, arXiv:1812.05905, appendix C).
+        """
+        slope: Tensor = 2.0 * (LOG_TWO - drawn - F.softplus(-2.0 * drawn)).sum(-1)
+        return slope
+
+
+def bounds_of(spec: ActionSpec) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Lower and upper bounds of a continuous part, infinite where it has none."""
+    unbounded = (math.inf,) * spec.size
+    return spec.low or tuple(-bound for bound in unbounded), spec.high or unbounded
+
+
+Sampler: TypeAlias = Callable[[Array, Array], Array]
+Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
+
+
+class PolicyHead(nn.Module):
+    """A linear layer from trunk features to scores, and the distribution over actions that the scores stand for.
+
+    Args:
+        features: width of the trunk's output.
+        size: number of choices or of dimensions.
+        width: number of scores; `size` unless said otherwise.
+
+    Attributes:
+        squash: from what was chosen to what the environment takes; None where these are the same.
+    """
+
+    kind: str
+    squash: Squash | None
+
+    def __init__(self, features: int, size: int, *, width: int | None = None) -> None:
+        super().__init__()
+        self.size, self.width = size, width or size
+        self.squash = None
+        self.linear = orthogonal(nn.Linear(features, self.width), gain=0.01)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Scores [N, width] from trunk features [N, F]."""
+        scores: Tensor = self.linear(features)
+        return scores
+
+    def normalize(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
+        """What `log_prob` and `entropy` read, from the scores [N, width] and the choices allowed [N, size]."""
+        return scores
+
+    def log_prob(self, normalized: Tensor, actions: Tensor) -> Tensor:
+        """Log-probability [N] of actions [N] or [N, size]."""
+        raise NotImplementedError
+
+    def entropy(self, normalized: Tensor, relevance: Tensor | None = None) -> Tensor:
+        """Entropy in nats, mean over the rows, 0-d; rows [N] where the head is irrelevant have none."""
+        raise NotImplementedError
+
+    def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Noise [*shape, size] that `sampler` turns into actions."""
+        raise NotImplementedError
+
+    def sampler(self) -> Sampler:
+        """A function of scores [B, width] and noise [B, size], in NumPy, that returns actions; holds until weights change."""
+        raise NotImplementedError
+
+    def sample(self, scores: Tensor, noise: Tensor) -> Tensor:
+        """The same in tensors."""
+        raise NotImplementedError
+
+    def action_buffer(self, shape: tuple[int, ...]) -> Array:
+        """Room for actions, `shape` of them."""
+        raise NotImplementedError
+
+    def description(self, scores: Tensor, mask: Tensor | None = None) -> Mapping[str, Tensor]:
+        """What events tell of the distribution: `logits`, or `log_std` and `means`, detached."""
+        raise NotImplementedError
+
+
+class Categorical(PolicyHead):
+    """One of `size` choices; scores are logits."""
+
+    kind = "categorical"
+
+    def normalize(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Log-probabilities [N, size] of all choices; a large negative finite number where one is forbidden."""
+        return torch.log_softmax(mask_logits(scores, mask), -1)
+
+    def log_prob(self, normalized: Tensor, actions: Tensor) -> Tensor:
+        """Log-probability [N] of actions [N]; half the autograd nodes of a gather."""
+        return -F.nll_loss(normalized, actions, reduction="none")
+
+    def entropy(self, normalized: Tensor, relevance: Tensor | None = None) -> Tensor:
+        """Mean over rows of the sum of -p log p, as one dot product; a forced choice has 1 log 1 = 0."""
+        probabilities = normalized.exp()
+        if relevance is not None:
+            probabilities = probabilities * relevance.unsqueeze(-1)
+        return torch.dot(probabilities.flatten(), normalized.flatten()) / -len(normalized)
+
+    def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Gumbel noise: the largest score plus noise is a sample (Maddison et al. 2014)."""
+        return torch.empty(*shape, self.size).exponential_(generator=generator).log_().neg_()
+
+    def sampler(self) -> Sampler:
+        """The index of the largest sum."""
+        return sample_categorical
+
+    def sample(self, scores: Tensor, noise: Tensor) -> Tensor:
+        """The index of the largest sum."""
+        return (scores + noise).argmax(-1)
+
+    def action_buffer(self, shape: tuple[int, ...]) -> Array:
+        """Indices."""
+        return np.zeros(shape, np.int64)
+
+    def description(self, scores: Tensor, mask: Tensor | None = None) -> Mapping[str, Tensor]:
+        """The logits [N, size]."""
+        return {"logits": mask_logits(scores.detach(), mask)}
+
+
+def sample_categorical(scores: Array, noise: Array) -> Array:
+    """The index of the largest sum, [B]."""
+    indices: Array = (scores + noise).argmax(-1)
+    return indices
+
+
+def orthogonal(layer: Layer, gain: float) -> Layer:
+    """The layer with orthogonal weights of that gain and zero bias."""
+    nn.init.orthogonal_(layer.weight, gain)
+    assert layer.bias is not None
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
+NEAR_BOUND = math.atanh(0.99)
+"""A squashed action never reaches its bounds; from 99 % of the way it counts as if it did."""
+
+
+class Gaussian(PolicyHead):
+    """`size` real numbers, independent; scores are means, the standard deviation does not depend on the state.
+
+    Squashed, its log-probability is that of tanh(u) in (-1, 1). Its entropy is always that of the Gaussian itself, before
+    any squash: that of a squashed one has no closed form.
+
+    Args:
+        features: width of what it reads.
+        spec: of the part, with its bounds.
+        log_std: where the log standard deviation begins.
+        squash: how to keep actions within bounds; None leaves this to the environment.
+
+    Attributes:
+        bounds: [2, D], lower and upper: from where an action, as it is stored, counts as at the bounds; None without any.
+    """
+
+    kind = "continuous"
+    bounds: Tensor | None
+
+    def __init__(self, features: int, spec: ActionSpec, log_std: float, squash: Squash | None = None) -> None:
+        super().__init__(features, spec.size)
+        self.log_std = nn.Parameter(torch.full((spec.size,), log_std))
+        self._bound(spec, squash)
+
+    def _bound(self, spec: ActionSpec, squash: Squash | None) -> None:
+        self.squash = squash
+        bounds = torch.tensor(bounds_of(spec))
+        if squash is not None:
+            bounds = torch.tensor([[-NEAR_BOUND], [NEAR_BOUND]]).expand(2, self.size).clone()
+        self.register_buffer("bounds", bounds if bounds.isfinite().any() else None, persistent=False)
+
+    def log_prob(self, normalized: Tensor, actions: Tensor) -> Tensor:
+        """Log-probability [N] of actions [N, size], summed over dimensions."""
+        z = (actions - normalized) * torch.exp(-self.log_std)
+        log_prob = -0.5 * z.square().sum(-1) - (self.log_std.sum() + self.size * HALF_LOG_TWO_PI)
+        return log_prob if self.squash is None else log_prob - self.squash.log_slope(actions)
+
+    def entropy(self, normalized: Tensor, relevance: Tensor | None = None) -> Tensor:
+        """It depends on the standard deviation alone."""
+        entropy = self.log_std.sum() + self.size * (HALF_LOG_TWO_PI + 0.5)
+        return entropy if relevance is None else entropy * relevance.to(entropy.dtype).mean()
+
+    def noise(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Standard normal noise."""
+        return torch.randn(*shape, self.size, generator=generator)
+
+    def sampler(self) -> Sampler:
+        """Mean plus standard deviation times noise."""
+        std = self.log_std.detach().exp().cpu().numpy()
+        return lambda scores, noise: scores + std * noise
+
+    def sample(self, scores: Tensor, noise: Tensor) -> Tensor:
+        """Mean plus standard deviation times noise."""
+        return scores + self.log_std.detach().exp() * noise
+
+    def action_buffer(self, shape: tuple[int, ...]) -> Array:
+        """Vectors."""
+        return np.zeros((*shape, self.size), np.float32)
+
+    def description(self, scores: Tensor, mask: Tensor | None = None) -> Mapping[str, Tensor]:
+        """The log standard deviation [size] and the means [N, size]."""
+        return {"log_std": self.log_std.detach().clone(), "means": scores.detach()}
+
+
+class StateDependentGaussian(Gaussian):
+    """The same with a standard deviation for every state; scores are means, then log standard deviations, [N, 2 size]."""
+
+    def __init__(self, features: int, spec: ActionSpec, log_std: float, squash: Squash | None = None) -> None:
+        PolicyHead.__init__(self, features, spec.size, width=2 * spec.size)
+        nn.init.constant_(self.linear.bias[spec.size :], log_std)
+        self._bound(spec, squash)
+
+    def split(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Means and log standard deviations [..., size]."""
+        means, log_std = scores.split(self.size, -1)
+        return means, log_std.clamp(*LOG_STD_RANGE)
+
+    def log_prob(self, normalized: Tensor, actions: Tensor) -> Tensor:
+        """Log-probability [N] of actions [N, size], summed over dimensions."""
+        means, log_std = self.split(normalized)
+        z = (actions - means) * torch.exp(-log_std)
+        log_prob = -(0.5 * z.square() + log_std).sum(-1) - self.size * HALF_LOG_TWO_PI
+        return log_prob if self.squash is None else log_prob - self.squash.log_slope(actions)
+
+    def entropy(self, normalized: Tensor, relevance: Tensor | None = None) -> Tensor:
+        """Mean over the rows."""
+        rows = self.split(normalized)[1].sum(-1) + self.size * (HALF_LOG_TWO_PI + 0.5)
+        return rows.mean() if relevance is None else torch.where(relevance, rows, 0.0).mean()
+
+    def sampler(self) -> Sampler:
+        """Mean plus standard deviation times noise."""
+
+        def sample(scores: Array, noise: Array) -> Array:
+            log_std = np.clip(scores[:, self.size :], *LOG_STD_RANGE)
+            actions: Array = scores[:, : self.size] + np.exp(log_std) * noise
+            return actions
+
+        return sample
+
+    def sample(self, scores: Tensor, noise: Tensor) -> Tensor:
+        """Mean plus standard deviation times noise."""
+        means, log_std = self.split(scores)
+        return means + log_std.exp() * noise
+
+    def description(self, scores: Tensor, mask: Tensor | None = None) -> Mapping[str, Tensor]:
+        """The log standard deviations and the means, [N, size] both."""
+        means, log_std = self.split(scores.detach())
+        return {"log_std": log_std, "means": means}
+
+
+def make_gaussian(
+    part: str, spec: ActionSpec, features: int, log_std: float, *, state_dependent: bool, squashed: bool
+) -> Gaussian:
+    """The head of a continuous part; raises ValueError where it cannot be squashed."""
+    kind = StateDependentGaussian if state_dependent else Gaussian
+    return kind(features, spec, log_std, Squash(part, spec) if squashed else None)

@@ -1,0 +1,96 @@
+"""Environments by name: bundled ones, entry points of other packages, and every id that Gymnasium knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from esper_telemetry.ppo.environments.protocol import Environment
+
+if TYPE_CHECKING:
+    from esper_telemetry.ppo.checkpoint import TrainingRun
+
+GROUP: Final = "esper_telemetry.environments"
+BUNDLED: Final = {"cue-recall": "esper_telemetry.ppo.environments.cue_recall:CueRecall"}
+"""The environments of this package; an installed entry point of the same name takes precedence."""
+
+PresetSettings: TypeAlias = tuple[int, Mapping[str, Any]]
+"""Number of environments that step together, and the settings of `PPOConfig` that differ from the defaults."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredEnvironment:
+    """An environment that `make_env` knows by name, and what runs it well.
+
+    An entry point of the group `esper_telemetry.environments` holds one, or its `make` alone. Its module should import torch no earlier
+    than `make` does: the command line reads the presets without torch.
+
+    Attributes:
+        make: (num_envs, *, seed, **arguments) -> the environments.
+        train_options: options of `esper-telemetry train` that `make` takes as arguments: `task`, `gamma`, `device`.
+        presets: settings per policy.
+        controllers: names of the policies that act by rules and learn nothing.
+        control: (environments, settings) -> a run of the controller that `settings.policy` names.
+    """
+
+    make: Callable[..., Environment]
+    train_options: tuple[str, ...] = ()
+    presets: Mapping[str, PresetSettings] = field(default_factory=dict)
+    controllers: tuple[str, ...] = ()
+    control: Callable[[Any, Any], TrainingRun] | None = None
+
+
+def environment_names() -> tuple[str, ...]:
+    """Names of all registered environments."""
+    return tuple(_registered())
+
+
+def registered(name: str) -> RegisteredEnvironment | None:
+    """Return the registered environment of that name; None where the name is one of Gymnasium's, or of nobody's."""
+    entry = _registered().get(name)
+    if entry is None:
+        return None
+    loaded = entry.load()
+    return loaded if isinstance(loaded, RegisteredEnvironment) else RegisteredEnvironment(loaded)
+
+
+def controllers() -> tuple[str, ...]:
+    """Names of the policies of all registered environments that learn nothing."""
+    environments = (registered(name) for name in environment_names())
+    return tuple(name for environment in environments if environment for name in environment.controllers)
+
+
+def make_env(
+    env_id: str, *, num_envs: int = 8, seed: int | None = None, mask_velocity: bool = False, **kwargs: Any
+) -> Environment:
+    """Return `num_envs` copies of a task: a Gymnasium id or a registered name, such as `cue-recall` or `morphogenesis`.
+
+    Args:
+        env_id: the id or name; `module:Id` imports the module that registers a Gymnasium id first.
+        num_envs: how many run side by side.
+        seed: makes the episodes repeatable.
+        mask_velocity: hides the velocities of a classic-control task, so that it needs memory.
+        kwargs: handed to the environment's constructor.
+
+    Raises:
+        ValueError: unknown id, unsupported space, no environments, no velocities to hide, or a wrong argument.
+        ImportError: gymnasium, or what a task's data come with, is missing.
+    """
+    from esper_telemetry.ppo.environments.gymnasium import make_vector
+    from esper_telemetry.ppo.environments.wrappers import HiddenVelocity, velocities
+
+    if num_envs < 1:
+        raise ValueError(f"num_envs must be at least 1, got {num_envs}")
+    hidden = velocities(env_id) if mask_velocity else ()
+    environment = registered(env_id)
+    if environment is not None:
+        return environment.make(num_envs, seed=seed, **kwargs)
+    env = make_vector(env_id, num_envs, seed, kwargs)
+    return HiddenVelocity(env, hidden) if mask_velocity else env
+
+
+def _registered() -> dict[str, EntryPoint]:
+    bundled = {name: EntryPoint(name, target, GROUP) for name, target in BUNDLED.items()}
+    return bundled | {entry.name: entry for entry in entry_points(group=GROUP)}

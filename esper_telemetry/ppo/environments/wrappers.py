@@ -1,0 +1,139 @@
+"""Tensor environments on the host, stepped as arrays that share their memory.
+
+Classic-control tasks without their velocities: one observation no longer says what to do, a memory of several does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper_telemetry.ppo.environments.protocol import (
+    Array,
+    Masked,
+    Saveable,
+    Step,
+    TensorEnvironment,
+    VectorEnvironment,
+    layout_of,
+)
+
+
+class OnHost:
+    """A tensor environment as a `VectorEnvironment`; nothing is copied."""
+
+    def __init__(self, env: TensorEnvironment) -> None:
+        self._env = env
+        self.name, self.num_envs = env.name, env.num_envs
+        self.observation_shape, self.action_specs = env.observation_shape, env.action_specs
+        self.observation_layout = layout_of(env)
+
+    def reset(self, seed: int | None = None) -> Array:
+        """Begins episodes everywhere."""
+        observations: Array = self._env.reset(seed).numpy()
+        return observations
+
+    def step(self, actions: Mapping[str, Array]) -> Step:
+        """Takes one action everywhere."""
+        step = self._env.step({name: torch.from_numpy(action) for name, action in actions.items()})
+        final = step.final_observations
+        return Step(
+            step.observations.numpy(),
+            step.rewards.numpy(),
+            step.terminated.numpy(),
+            step.truncated.numpy(),
+            None,
+            None if final is None else final.numpy(),
+        )
+
+    def close(self) -> None:
+        """Closes the environments."""
+        self._env.close()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """State of the environment; None where it cannot be saved."""
+        return self._env.state_dict() if isinstance(self._env, Saveable) else None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the environment go on from a saved state."""
+        assert isinstance(self._env, Saveable)
+        self._env.load_state_dict(state)
+
+
+class MaskedOnHost(OnHost):
+    """The same for an environment with action masks."""
+
+    _env: TensorEnvironment
+
+    def action_masks(self) -> dict[str, Array]:
+        """The masks as arrays."""
+        assert isinstance(self._env, Masked)
+        masks: Mapping[str, Tensor] = self._env.action_masks()
+        return {name: mask.numpy() for name, mask in masks.items()}
+
+
+def on_host(env: TensorEnvironment) -> VectorEnvironment:
+    """The environment, whose tensors are on the host, as one of arrays."""
+    return MaskedOnHost(env) if isinstance(env, Masked) else OnHost(env)
+
+
+VELOCITIES = {
+    "CartPole-v0": (1, 3),
+    "CartPole-v1": (1, 3),
+    "Acrobot-v1": (4, 5),
+    "Pendulum-v1": (2,),
+    "MountainCar-v0": (1,),
+    "MountainCarContinuous-v0": (1,),
+}
+"""Indices of the velocities in an observation."""
+
+
+def velocities(env_id: str) -> tuple[int, ...]:
+    """Where that task's observations hold velocities; raises ValueError for a task of which nobody has said it."""
+    if env_id not in VELOCITIES:
+        raise ValueError(f"mask_velocity knows {', '.join(VELOCITIES)}, got {env_id!r}")
+    return VELOCITIES[env_id]
+
+
+class HiddenVelocity:
+    """An environment whose observations hold zeros in place of the components `hidden`; their shape stays."""
+
+    def __init__(self, env: VectorEnvironment, hidden: tuple[int, ...]) -> None:
+        self._env = env
+        self._shown = np.ones(env.observation_shape, np.float32)
+        self._shown[list(hidden)] = 0
+        self.name = f"{env.name} without velocities"
+        self.num_envs, self.observation_shape = env.num_envs, env.observation_shape
+        self.action_specs = env.action_specs
+        self.horizon: int | None = getattr(env, "horizon", None)
+
+    def reset(self, seed: int | None = None) -> Array:
+        """Begins episodes everywhere."""
+        observations: Array = self._env.reset(seed) * self._shown
+        return observations
+
+    def step(self, actions: Mapping[str, Array]) -> Step:
+        """Takes one action everywhere."""
+        step = self._env.step(actions)
+        final = step.final_observations
+        return step._replace(
+            observations=step.observations * self._shown,
+            final_observations=None if final is None else final * self._shown,
+        )
+
+    def close(self) -> None:
+        """Closes the environments."""
+        self._env.close()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """State of the environment; None where it cannot be saved."""
+        return self._env.state_dict() if isinstance(self._env, Saveable) else None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the environment go on from a saved state."""
+        assert isinstance(self._env, Saveable)
+        self._env.load_state_dict(state)

@@ -1,0 +1,1 @@
+"""Networks of the policy: hidden layers, recurrent cores and encoders of observations."""
