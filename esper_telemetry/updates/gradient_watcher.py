@@ -1,7 +1,9 @@
-"""Gradients of a model before and after clipping, taken where autograd ends and where the optimizer begins: no line in the loop.
+"""Gradients of models in a loop of one's own, before and after clipping, without a line in the loop.
 
-What lies between, one clip call, two, by norm or by value, is measured by what it does. Hooks stand on parameters and on the optimizer:
-they fire for compiled modules too, whenever they were compiled.
+Gradients are read where backward ends and where the optimizer begins; clipping is what happens between, so no clip function is patched, and
+two clip calls, or clipping by value, are measured alike. Hooks are registered on parameters and on the optimizer: they fire for compiled
+modules too. A hook that waits for all gradients would make `torch.autograd.grad` on watched parameters fail, so the first gradient of a
+pass asks to be called when the pass is over, twice in a row, because averaging over ranks ends there too.
 """
 
 from __future__ import annotations
@@ -29,13 +31,13 @@ from esper_telemetry.updates.failure import Candidate
 logger = logging.getLogger("esper_telemetry")
 
 Members: TypeAlias = nn.Module | Tensor | str | Iterable[nn.Module | Tensor | str]
-"""What belongs to a group: modules, parameters, or names of either."""
+"""Members of a parameter group: modules, parameters, or names of either."""
 
-GROWN = 1.001
+GROWTH_TOLERANCE = 1.001
 """Factor above which gradients were larger at the step than after backward; rounding stays below."""
 
-OUTWARD = 8
-"""Calls around an optimizer's step among which a gradient scaler is looked for."""
+MAX_SCALER_DEPTH = 8
+"""Calls around an optimizer's step among which a gradient scaler is searched for."""
 
 BY_HAND = (
     "ranks train a model that is not wrapped in DistributedDataParallel: if you average its gradients by hand, their norms before clipping "
@@ -56,14 +58,14 @@ LARGER = (
 )
 
 
-class Stepped(NamedTuple):
-    """One optimizer step: parameters with a gradient, and its norms [K] before and after clipping.
+class StepNorms(NamedTuple):
+    """One optimizer step: the parameters with a gradient, and its norms [K] before and after clipping.
 
     Attributes:
         names: of the K parameters.
         numels: their numbers of entries.
         before, after: [K].
-        found_inf: 0-d, above 0 where a fused optimizer passes over the step; None where there is nobody to tell.
+        found_inf: 0-d, above 0 where a fused optimizer skips the step; None for other optimizers.
     """
 
     names: tuple[str, ...]
@@ -74,12 +76,12 @@ class Stepped(NamedTuple):
 
 
 class GradientTap:
-    """Watches the gradients of the parameters that one optimizer changes.
+    """Records the gradients of the parameters that one optimizer changes.
 
     Args:
         model: gives the parameters their names; one that is wrapped or compiled gives them those of the module inside.
         optimizer: whose steps are watched.
-        clock: on which the time counts that this takes.
+        clock: counts the time that this takes.
 
     Raises:
         ValueError: the optimizer changes no parameter of the model, or its parameters are sharded over ranks.
@@ -91,10 +93,10 @@ class GradientTap:
         self._optimizer = optimizer
         self._clock = clock
         self._pid = os.getpid()
-        self._steps: list[Stepped] = []
+        self._steps: list[StepNorms] = []
         self._before: dict[int, Tensor] | None = None
-        self._seen = self._missed = False
-        self._told: set[str] = set()
+        self._stepped = self._missed = False
+        self._warned: set[str] = set()
         mine = [parameter for parameter in self._parameters() if id(parameter) in self.names]
         if not mine:
             raise ValueError("the optimizer changes no parameter of the model: watch the model that it was made for")
@@ -108,45 +110,46 @@ class GradientTap:
             self.warn(BY_HAND)
 
     def remove(self) -> None:
-        """Ends it."""
+        """Remove all hooks."""
         for remove in self._removers:
             remove()
         self._removers = []
 
     def trained(self) -> dict[str, Tensor]:
-        """The parameters of the model that the optimizer trains, by name."""
+        """Return the parameters of the model that the optimizer trains, by name."""
         return {self.names[id(parameter)]: parameter for parameter in self._trained}
 
-    def take(self, *, whole: bool) -> list[Stepped]:
-        """The steps since the last call, without those that were passed over; `whole` updates have at least one."""
-        found, self._steps = self._steps, []
+    def take(self, *, whole: bool) -> list[StepNorms]:
+        """Return the steps since the last call, without skipped ones; `whole` updates have at least one."""
+        steps, self._steps = self._steps, []
         if self._missed:
             self.warn(UNSEEN)
-        elif whole and not self._seen:
+        elif whole and not self._stepped:
             self.warn(SILENT)
-        self._seen = self._missed = False
-        if any(
-            step.found_inf is not None for step in found
-        ):  # to ask waits for the device: only where it must be known
-            found = [step for step in found if step.found_inf is None or not float(step.found_inf)]
-        if any(step.before.is_cpu and grown(step) for step in found):
+        self._stepped = self._missed = False
+        if any(step.found_inf is not None for step in steps):  # reading it waits for the device
+            steps = [step for step in steps if step.found_inf is None or not float(step.found_inf)]
+        if any(step.before.is_cpu and grown(step) for step in steps):
             self.warn(LARGER)
-        return found
+        return steps
 
     def warn(self, sentence: str) -> None:
-        """Once."""
-        if sentence not in self._told:
-            self._told.add(sentence)
+        """Log a warning once."""
+        if sentence not in self._warned:
+            self._warned.add(sentence)
             logger.warning("%s", sentence)
 
     def _in_backward(self, _: Tensor) -> None:
-        """The first gradient is computed. All are added to those that there are, and averaged over ranks, when backward ends."""
+        """Ask for a call when backward ends, after whatever was queued before, such as the averaging over ranks."""
         if os.getpid() == self._pid:
-            marks = self._marks()
-            _when_backward_ends(lambda: _when_backward_ends(lambda: self._after_backward(marks)))
+            marks, queue = (
+                self._marks(),
+                torch.autograd.Variable._execution_engine.queue_callback,
+            )  # as torch's wrappers do
+            queue(lambda: queue(lambda: self._after_backward(marks)))
 
     def _marks(self) -> list[tuple[int, int]]:
-        """Changes with every gradient that is added or set."""
+        """Return marks that change with every gradient that is added or set."""
         return [(id(p.grad), p.grad._version) for p in self._trained if p.grad is not None]
 
     @torch.no_grad()
@@ -162,7 +165,7 @@ class GradientTap:
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if os.getpid() != self._pid:
             return
-        self._seen = True
+        self._stepped = True
         before, self._before = self._before, None
         with self._clock, self._contained():
             present = self._present()
@@ -171,16 +174,16 @@ class GradientTap:
             if before is None or any(id(parameter) not in before for parameter, _ in present):
                 self._missed = True
                 return
-            self._steps.append(self._stepped(present, before))
+            self._steps.append(self._norms(present, before))
 
-    def _stepped(self, present: Sequence[tuple[Tensor, Tensor]], before: dict[int, Tensor]) -> Stepped:
+    def _norms(self, present: Sequence[tuple[Tensor, Tensor]], before: dict[int, Tensor]) -> StepNorms:
         first = torch.stack([before[id(parameter)] for parameter, _ in present])
         after = norms_of([gradient for _, gradient in present])
         left = getattr(self._optimizer, "grad_scale", None)  # a fused optimizer divides by it itself
         found_inf = getattr(self._optimizer, "found_inf", None)
         scale = scale_around()
         if isinstance(left, Tensor):
-            if after.is_cpu and bool((total_norm(after) * GROWN < total_norm(first)).all()):
+            if after.is_cpu and bool((total_norm(after) * GROWTH_TOLERANCE < total_norm(first)).all()):
                 self.warn(SCALED)
             after = after / left.to(after.device)
         if scale is not None:
@@ -189,11 +192,11 @@ class GradientTap:
             self.names.get(id(parameter), f"parameter_{place}") for place, (parameter, _) in enumerate(present)
         )
         numels = tuple(parameter.numel() for parameter, _ in present)
-        return Stepped(names, numels, first, after, found_inf if isinstance(found_inf, Tensor) else None)
+        return StepNorms(names, numels, first, after, found_inf if isinstance(found_inf, Tensor) else None)
 
     @contextmanager
     def _contained(self) -> Iterator[None]:
-        """What goes wrong in it is told once, and goes no further."""
+        """Contain exceptions; each is logged once."""
         try:
             yield
         except Exception as error:  # whatever it is, training goes on
@@ -204,13 +207,8 @@ class GradientTap:
             yield from group["params"]
 
     def _present(self) -> list[tuple[Tensor, Tensor]]:
-        """Parameters with their gradients, as they are now, dense."""
+        """Return parameters with their gradients, as they are now, dense."""
         return [(p, _dense(p.grad)) for p in self._parameters() if p.grad is not None]
-
-
-def _when_backward_ends(function: Callable[[], None]) -> None:
-    """Calls it when the backward pass under way is over, after what was queued before it, such as the averaging over ranks."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)  # as torch's own wrappers do
 
 
 def _dense(gradient: Tensor) -> Tensor:
@@ -219,7 +217,7 @@ def _dense(gradient: Tensor) -> Tensor:
 
 
 def norms_of(gradients: Sequence[Tensor]) -> Tensor:
-    """L2 norm of each gradient, [K], on the first one's device; types and devices may differ."""
+    """Return the L2 norm of each gradient, [K], on the first one's device; types and devices may differ."""
     first = gradients[0]
     if all(gradient.dtype is first.dtype and gradient.device == first.device for gradient in gradients):
         return gradient_norms(gradients)
@@ -227,9 +225,9 @@ def norms_of(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def scale_around() -> Tensor | None:
-    """The scale of the gradient scaler that takes the step under way, 0-d; None where none does."""
+    """Return the scale of the gradient scaler that takes the step under way, 0-d; None where none does."""
     frame: Any = sys._getframe(1)
-    for _ in range(OUTWARD):
+    for _ in range(MAX_SCALER_DEPTH):
         frame = frame.f_back
         if frame is None:
             return None
@@ -240,7 +238,7 @@ def scale_around() -> Tensor | None:
 
 
 def averaged_by_hand(model: nn.Module) -> bool:
-    """Whether several ranks train a model that nothing averages for them."""
+    """Return whether several ranks train a model that is not wrapped for averaging."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False
     wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
@@ -249,61 +247,56 @@ def averaged_by_hand(model: nn.Module) -> bool:
 
 
 def inner_name(name: str) -> str:
-    """A parameter's name without those of wrappers."""
+    """Return a parameter's name without those of wrappers."""
     return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
 
 
-def grown(step: Stepped) -> bool:
-    """Whether the gradients were larger at the step than after backward."""
-    return bool(total_norm(step.after.double()) > GROWN * total_norm(step.before.double()))
+def grown(step: StepNorms) -> bool:
+    """Return whether the gradients were larger at the step than after backward."""
+    return bool(total_norm(step.after.double()) > GROWTH_TOLERANCE * total_norm(step.before.double()))
 
 
 def group_names(model: nn.Module, members: Members) -> list[str]:
-    """Names of the parameters that are meant.
+    """Return the names of the members' parameters.
 
     Raises ValueError for a name that the model does not have, and for something that is no part of it.
     """
     named = {inner_name(name): parameter for name, parameter in model.named_parameters()}
-    listed = [members] if isinstance(members, nn.Module | Tensor | str) else list(members)
-    found: dict[str, None] = {}
-    for member in listed:
-        names = list(_names_of(named, member))
+    group: dict[str, None] = {}
+    for member in [members] if isinstance(members, nn.Module | Tensor | str) else list(members):
+        if isinstance(member, str):
+            shown = repr(member)
+            names = [name for name in named if name == member or name.startswith(f"{member}.")]
+        else:
+            shown = f"a {type(member).__name__}"
+            wanted = {id(p) for p in member.parameters()} if isinstance(member, nn.Module) else {id(member)}
+            names = [name for name, parameter in named.items() if id(parameter) in wanted]
         if not names:
-            raise ValueError(
-                f"{_shown(member)} is no part of the model, which has {', '.join(named) or 'no parameters'}"
-            )
-        found.update(dict.fromkeys(names))
-    return list(found)
-
-
-def _names_of(named: dict[str, nn.Parameter], member: nn.Module | Tensor | str) -> Iterator[str]:
-    if isinstance(member, str):
-        yield from (name for name in named if name == member or name.startswith(f"{member}."))
-        return
-    wanted = {id(p) for p in member.parameters()} if isinstance(member, nn.Module) else {id(member)}
-    yield from (name for name, parameter in named.items() if id(parameter) in wanted)
-
-
-def _shown(member: object) -> str:
-    return repr(member) if isinstance(member, str) else f"a {type(member).__name__}"
+            raise ValueError(f"{shown} is no part of the model, which has {', '.join(named) or 'no parameters'}")
+        group.update(dict.fromkeys(names))
+    return list(group)
 
 
 class WatchedModels:
-    """Taps, one per optimizer, whose steps are put side by side where there are equally many."""
+    """Taps, one per optimizer, whose steps are put side by side where there are equally many.
+
+    Args:
+        clock: counts the time that this takes.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._taps: list[tuple[GradientTap, Optimizer]] = []
 
     def __bool__(self) -> bool:
-        """Whether anything is watched."""
+        """Return whether anything is watched."""
         return bool(self._taps)
 
     def add(self, model: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
-        """One more; returns the function that ends this. An optimizer that is watched already with this model is not watched twice.
+        """Watch a model and its optimizer; returns the function that ends this. The same pair is not watched twice.
 
         Raises:
-            ValueError: where it is watched with another model.
+            ValueError: where the optimizer is watched with another model.
         """
         for known, of in self._taps:
             if of is optimizer:
@@ -323,23 +316,23 @@ class WatchedModels:
             self._taps.remove(entry)
 
     def stop(self) -> None:
-        """Ends all."""
+        """Watch nothing any more."""
         for tap, _ in self._taps:
             tap.remove()
         self._taps = []
 
     def take(self, *, whole: bool) -> UpdateData:
-        """The gradients of all steps since the last call, which are those of a whole update or of what there is of it."""
+        """Return the gradients of all steps since the last call: a `whole` update or what there is of it."""
         return UpdateData(gradients=tuple(stacked([tap.take(whole=whole) for tap, _ in self._taps])))
 
     def nonfinite_candidates(self) -> Iterator[Candidate]:
-        """The parameters that optimizers train, as they are, then their gradients."""
+        """Yield the parameters that optimizers train, as they are, then their gradients."""
         trained = [item for tap, _ in self._taps for item in tap.trained().items()]
         yield from (Candidate(name, parameter.detach()) for name, parameter in trained)
         yield from (Candidate(f"gradient of {name}", p.grad) for name, p in trained if p.grad is not None)
 
     def rates(self) -> list[Measurement]:
-        """The learning rate, of the first optimizer."""
+        """Return the measurement of the first optimizer's learning rate."""
         rates = [
             group["lr"] for _, optimizer in self._taps[:1] for group in optimizer.param_groups[:1] if "lr" in group
         ]
@@ -349,37 +342,34 @@ class WatchedModels:
         ]
 
 
-def stacked(taps: Iterable[Sequence[Stepped]]) -> list[BackwardGradients]:
-    """Steps with gradients in the same parameters together; those of several optimizers that step alike as one."""
+def stacked(taps: Iterable[Sequence[StepNorms]]) -> list[BackwardGradients]:
+    """Return steps with gradients in the same parameters together; those of several optimizers that step equally often as one."""
     parts = [steps for steps in taps if steps]
     if len({len(steps) for steps in parts}) == 1:
         parts = [[joined(at_once) for at_once in zip(*parts, strict=True)]]
-    found: dict[tuple[str, ...], list[Stepped]] = {}
+    groups: dict[tuple[str, ...], list[StepNorms]] = {}
     for step in (step for steps in parts for step in steps):
-        found.setdefault(step.names, []).append(step)
-    return [_gradients(steps) for steps in found.values()]
+        groups.setdefault(step.names, []).append(step)
+    return [
+        BackwardGradients(
+            epochs=(0,) * len(steps),
+            names=names,
+            numels=steps[0].numels,
+            norms=torch.stack([step.before.double() for step in steps]),
+            max_norm=None,
+            applied=torch.stack([step.after.double() for step in steps]),
+        )
+        for names, steps in groups.items()
+    ]
 
 
-def joined(steps: Sequence[Stepped]) -> Stepped:
-    """Steps of several optimizers as one."""
+def joined(steps: Sequence[StepNorms]) -> StepNorms:
+    """Return steps of several optimizers as one."""
     device = steps[0].before.device
-    return Stepped(
+    return StepNorms(
         names=tuple(name for step in steps for name in step.names),
         numels=tuple(count for step in steps for count in step.numels),
         before=torch.cat([step.before.double().to(device) for step in steps]),
         after=torch.cat([step.after.double().to(device) for step in steps]),
         found_inf=None,
-    )
-
-
-def _gradients(steps: Sequence[Stepped]) -> BackwardGradients:
-    first = steps[0]
-    return BackwardGradients(
-        epochs=(0,) * len(steps),
-        names=first.names,
-        numels=first.numels,
-        norms=torch.stack([step.before.double() for step in steps]),
-        max_norm=None,
-        leaves=None,
-        applied=torch.stack([step.after.double() for step in steps]),
     )
