@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper_telemetry.events import GrowthStep, Hooks
+from esper_telemetry.events import Hooks
 from esper_telemetry.lab.morphogenesis import rewards
 from esper_telemetry.lab.morphogenesis import rewards as contributions
 from esper_telemetry.lab.morphogenesis.actions import ActionOutcome, act, action_masks, advanceable, specs
@@ -25,6 +25,7 @@ from esper_telemetry.lab.morphogenesis.lifecycle import ALIVE, FELT, LEARNING, O
 from esper_telemetry.lab.morphogenesis.observation import VERSION, HostState, feature_names, observe
 from esper_telemetry.lab.morphogenesis.slots import Slots, TransitionGates
 from esper_telemetry.lab.morphogenesis.step_report import Report, report
+from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
 from esper_telemetry.lab.morphogenesis.training import EVERY, OPTIMIZERS, make_task
 from esper_telemetry.ppo.environments.protocol import TensorStep
 
@@ -48,7 +49,7 @@ class Morphogenesis:
         device: where its tensors are.
 
     Attributes:
-        hooks: told of every step, see `events.GrowthStep`.
+        hooks: told of every step, see `telemetry.GrowthStep`.
         score: [B], of the last episodes that ended; NaN before.
 
     Raises:

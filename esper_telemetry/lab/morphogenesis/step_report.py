@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper_telemetry.events import GrowthStep
 from esper_telemetry.lab.morphogenesis.actions import ActionOutcome
 from esper_telemetry.lab.morphogenesis.colony import Colony, ColonyResult
 from esper_telemetry.lab.morphogenesis.gradient_health import CAUSES
@@ -16,6 +15,7 @@ from esper_telemetry.lab.morphogenesis.lifecycle import FELT, Op, Stage, among
 from esper_telemetry.lab.morphogenesis.observation import HostState
 from esper_telemetry.lab.morphogenesis.rewards import REWARDS, shapley_values
 from esper_telemetry.lab.morphogenesis.slots import GATES, Slots
+from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
 
 LABELS = {
     "stage": tuple(stage.name.lower() for stage in Stage),

@@ -8,13 +8,13 @@ from growing import play, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper_telemetry.events import GrowthStep
 from esper_telemetry.lab.morphogenesis import Morphogenesis, rewards
 from esper_telemetry.lab.morphogenesis import training as watchdog
 from esper_telemetry.lab.morphogenesis.controllers import SCRIPTS, Random
 from esper_telemetry.lab.morphogenesis.gradient_health import CAUSES, CauseHistory, diagnose, exploding, vanishing
 from esper_telemetry.lab.morphogenesis.lifecycle import CURVES, TRANSITIONS, Op, Stage, progress
 from esper_telemetry.lab.morphogenesis.slots import GATES, Slots, TransitionGates
+from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
 
 LEGAL = {(a, b) for a, after in TRANSITIONS.items() for b in after} | {(stage, stage) for stage in Stage}
 
