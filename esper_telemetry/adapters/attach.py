@@ -46,7 +46,8 @@ from esper_telemetry.events import Remover as Remover
 from esper_telemetry.metrics.episodes import evaluation_stats
 from esper_telemetry.metrics.gradients.health import gradients_of
 from esper_telemetry.metrics.optimizer import AdamState, adam_held, adam_state, flat, weight_norm
-from esper_telemetry.telemetry import Telemetry
+from esper_telemetry.session import TelemetrySession
+from esper_telemetry.telemetry import Telemetry, session_of
 from esper_telemetry.updates import groups as replayed
 from esper_telemetry.updates.columns import (
     DetailJoining,
@@ -236,7 +237,7 @@ class Replays:
         looks: how many there were; a checkpoint keeps it.
     """
 
-    def __init__(self, telemetry: Telemetry, listener: TimedListener) -> None:
+    def __init__(self, telemetry: TelemetrySession, listener: TimedListener) -> None:
         self._telemetry = telemetry
         self._listener = listener
         self.looks = 0
@@ -290,7 +291,7 @@ class Update:
     """
 
     def __init__(
-        self, telemetry: Telemetry, replays: Replays, close_look: CloseLook, for_this_update: TimedListener
+        self, telemetry: TelemetrySession, replays: Replays, close_look: CloseLook, for_this_update: TimedListener
     ) -> None:
         self._telemetry = telemetry
         self._replays = replays
@@ -552,14 +553,15 @@ def attach(telemetry: Telemetry, source: EventSource) -> Remover:
         )
     if telemetry.level is Level.OFF:
         return lambda: None
-    contained = partial(TimedListener, telemetry.clock, source.hooks, telemetry.attempt)
-    replays = Replays(telemetry, contained())
+    session = session_of(telemetry)
+    contained = partial(TimedListener, session.clock, source.hooks, session.attempt)
+    replays = Replays(session, contained())
     close_look = CloseLook(contained())
     for_this_update = contained()
-    update = Update(telemetry, replays, close_look, for_this_update)
-    listener = TimedListener(telemetry.clock, source.hooks)
+    update = Update(session, replays, close_look, for_this_update)
+    listener = TimedListener(session.clock, source.hooks)
     update.listen(listener, joined=getattr(source, "joins", ()))
-    telemetry.expect_updates(candidates=update.nonfinite_candidates, open_update=update.take)
+    session.expect_updates(candidates=update.nonfinite_candidates, open_update=update.take)
     companions: CheckpointJoin | None = getattr(source, "companions", None)
     leave = None if companions is None else companions.join("telemetry", update)
 

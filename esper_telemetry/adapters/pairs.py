@@ -13,7 +13,7 @@ from esper_telemetry.core.metric import segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import BackwardEnd, Hooks, Remover
 from esper_telemetry.metrics.gradients.interference import pair_gradients
-from esper_telemetry.telemetry import Telemetry
+from esper_telemetry.telemetry import Telemetry, session_of
 
 
 class PairSource(Protocol):
@@ -37,7 +37,7 @@ def watch_pair(telemetry: Telemetry, source: PairSource, name: str, *, module: n
     if telemetry.level < Level.NORMAL:
         return lambda: None
     watch = _Watch(telemetry, segment(name), module, host)
-    listener = TimedListener(telemetry.clock, source.hooks)
+    listener = TimedListener(session_of(telemetry).clock, source.hooks)
     listener.on(BackwardEnd, watch.observe)
     handle = module.register_forward_hook(watch.follow)
 

@@ -37,7 +37,7 @@ from esper_telemetry.ppo.scripted import ScriptedRun
 from esper_telemetry.ppo.trainer import PPO
 from esper_telemetry.sinks.protocol import Sink
 from esper_telemetry.sinks.registry import SinkLike, as_sink
-from esper_telemetry.telemetry import Telemetry
+from esper_telemetry.telemetry import Telemetry, session_of
 
 if TYPE_CHECKING:
     from esper_telemetry.cli.main import Train
@@ -233,7 +233,7 @@ def _code(trainer: PPO | ScriptedRun, options: Train, number: int) -> int:
 def _give_up(telemetry: Telemetry, lost: RankLostError) -> None:
     """Ends the run while the training thread waits for a rank that has gone."""
     _say(lost)
-    telemetry.abandon(lost)
+    session_of(telemetry).abandon(lost)
 
 
 def _say(lost: RankLostError) -> None:

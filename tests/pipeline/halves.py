@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
+from esper_telemetry.telemetry import session_of
 from esper_telemetry.updates import Details, Episodes, Growth, Layer, Minibatches, Snapshot
 from esper_telemetry.updates.data import ActionChoices, BackwardGradients, LeafGradients, RecurrentState, RolloutData
 
@@ -21,24 +22,23 @@ FIRST = 1
 SMALL = {"num_steps": 48, "num_epochs": 2, "num_minibatches": 2, "hidden_sizes": (16,)}
 
 
-class Keeper(Telemetry):
-    """Keeps every update instead of recording it; losses and logits in float64, so that parts of them add up."""
-
-    def submit(self, snapshot: Snapshot) -> None:
-        if snapshot and snapshot.minibatches:
-            losses = {name: loss.double() for name, loss in snapshot.minibatches.losses.items()}
-            logits = {head: scores.double() for head, scores in snapshot.minibatches.logits.items()}
-            precise = snapshot._replace(minibatches=snapshot.minibatches._replace(losses=losses, logits=logits))
-            self.kept: list[Snapshot] = [*getattr(self, "kept", []), copy.deepcopy(precise)]
-
-
 def updates(env: str, **settings: Any) -> tuple[list[Snapshot], dict[str, Any]]:
-    """Some updates of one process, and the facts of its run."""
+    """Return some updates of one process, and the facts of its run; losses and logits in float64, so that parts of them add up."""
     trainer = PPO(make_env(env, num_envs=ENVS), PPOConfig(**{**SMALL, **settings}))
-    with Keeper(run_dir=None) as telemetry:
+    submitted: list[Snapshot] = []
+
+    def keep(update: Snapshot) -> None:
+        if update and update.minibatches:
+            losses = {name: loss.double() for name, loss in update.minibatches.losses.items()}
+            logits = {head: scores.double() for head, scores in update.minibatches.logits.items()}
+            precise = update._replace(minibatches=update.minibatches._replace(losses=losses, logits=logits))
+            submitted.append(copy.deepcopy(precise))
+
+    with Telemetry(run_dir=None) as telemetry:
+        session_of(telemetry).submit = keep  # type: ignore[method-assign]  # instead of recording it
         attach(telemetry, trainer)
         trainer.learn(4 * 48 * ENVS)
-    return telemetry.kept, trainer.facts(4 * 48 * ENVS)
+    return submitted, trainer.facts(4 * 48 * ENVS)
 
 
 def half(snapshot: Snapshot, rank: int) -> Snapshot:
@@ -173,7 +173,7 @@ def _growth(growth: Growth, rank: int) -> Growth:
 def recorded(run_dir: Path, snapshots: list[Snapshot], facts: Mapping[str, Any]) -> None:
     """Writes a run of these updates, summarised where the trainer is."""
     with Telemetry(run_dir=run_dir) as telemetry:
-        telemetry.start(facts=facts)
+        session_of(telemetry).start(facts=facts)
         for update, snapshot in enumerate(snapshots, 1):
-            telemetry.submit(snapshot)
+            session_of(telemetry).submit(snapshot)
             telemetry.flush(env_step=192 * update, update=update, gradient_step=4 * update)

@@ -15,7 +15,7 @@ from esper_telemetry.adapters.sb3.heads import Heads
 from esper_telemetry.adapters.sb3.watch import ModelListener
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import Hooks, MinibatchesEnd, RunStart
-from esper_telemetry.telemetry import Telemetry
+from esper_telemetry.telemetry import Telemetry, session_of
 
 NEEDED = ("rollout_buffer", "normalize_advantage", "max_grad_norm", "n_steps")
 """What a model has whose updates are understood."""
@@ -113,7 +113,7 @@ class TelemetryCallback(BaseCallback):
             try:
                 watch.stepped(self.locals)
             except Exception as error:  # whatever a bug raises
-                self.telemetry.failed(watch.stepped, error)
+                session_of(self.telemetry).failed(watch.stepped, error)
         return True
 
     def _on_rollout_end(self) -> None:
@@ -129,14 +129,16 @@ class TelemetryCallback(BaseCallback):
         model: Any = self.model
         if not self._attached:
             attach(self.telemetry, self)
-            self.telemetry.on_close(self.detach)
-            self.telemetry.search_on_failure(lambda: nonfinite_candidates(self.model))
+            session_of(self.telemetry).on_close(self.detach)
+            session_of(self.telemetry).search_on_failure(lambda: nonfinite_candidates(self.model))
             self._attached = True
         heads = Heads(model.action_space, squash=bool(getattr(model.policy, "squash_output", False)))
         before = self._continued(progress_of(model))
         together = self._updates_per_record or updates_per_record(model)
         self.hooks.emit(RunStart(config_of(model), facts_of(model, heads, together), *before))
-        self._watch = ModelListener(self.telemetry, model, heads, self.hooks, before, updates_per_record=together)
+        self._watch = ModelListener(
+            session_of(self.telemetry), model, heads, self.hooks, before, updates_per_record=together
+        )
 
     def _continued(self, known: ModelProgress) -> ModelProgress:
         """What was done before: by this callback, or by a model that was loaded. Steps never count backwards."""
@@ -146,5 +148,6 @@ class TelemetryCallback(BaseCallback):
 
     def _attempt(self, function: Callable[[], None]) -> None:
         """Calls it on telemetry's clock; what it raises costs what it would have told, and a warning."""
-        with self.telemetry.clock:
-            self.telemetry.attempt(lambda call: call(), function)
+        session = session_of(self.telemetry)
+        with session.clock:
+            session.attempt(lambda call: call(), function)

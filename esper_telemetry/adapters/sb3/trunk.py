@@ -11,7 +11,7 @@ from torch import Tensor
 
 from esper_telemetry.adapters.sb3.facts import groups_of, trainable
 from esper_telemetry.events import Hooks, TrunkBackward
-from esper_telemetry.telemetry import Telemetry
+from esper_telemetry.session import TelemetrySession
 
 
 class CapturedTrunk:
@@ -21,7 +21,9 @@ class CapturedTrunk:
     while the graph below is still untouched.
     """
 
-    def __init__(self, policy: Any, hooks: Hooks, place: Callable[[], tuple[int, int]], telemetry: Telemetry) -> None:
+    def __init__(
+        self, policy: Any, hooks: Hooks, place: Callable[[], tuple[int, int]], telemetry: TelemetrySession
+    ) -> None:
         self._policy, self._hooks, self._place, self._telemetry = policy, hooks, place, telemetry
         self._shared = groups_of(policy).get("shared", [])
         self._features: Tensor | None = None

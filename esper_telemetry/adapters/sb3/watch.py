@@ -40,7 +40,7 @@ from esper_telemetry.events import (
     TrunkBackward,
     UpdateEnd,
 )
-from esper_telemetry.telemetry import Telemetry
+from esper_telemetry.session import TelemetrySession
 
 
 class ModelListener:
@@ -60,7 +60,7 @@ class ModelListener:
 
     def __init__(
         self,
-        telemetry: Telemetry,
+        telemetry: TelemetrySession,
         model: Any,
         heads: Heads,
         hooks: Hooks,
