@@ -105,7 +105,7 @@ import json
 from trainings import TRAININGS, nothing
 import torch
 from esper_telemetry import read_run, value_fit
-from esper_telemetry.cli import main
+from esper_telemetry.cli.main import main
 value_fit(torch.zeros(4), torch.ones(4))
 said = {"weights": TRAININGS["bundled"](None, nothing), "records": len(read_run("run").records)}
 print(json.dumps(said))
