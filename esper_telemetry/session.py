@@ -38,14 +38,14 @@ from torch.optim import Optimizer
 
 from esper_telemetry.alarms.detectors import Detectors
 from esper_telemetry.alarms.thresholds import Thresholds
-from esper_telemetry.core import processes as forks
 from esper_telemetry.core.arrays import IntegerLike, as_integer, shown
 from esper_telemetry.core.clock import Clock
 from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.core.packing import NO_VALUES, Values
 from esper_telemetry.core.record import Axes, Level, RunInfo, RunStatus
-from esper_telemetry.delivery.child import ORPHAN_SECONDS
-from esper_telemetry.delivery.live import Relay
+from esper_telemetry.core.supervisor import fork_generation
+from esper_telemetry.delivery.child import MAX_DETACHED_SECONDS
+from esper_telemetry.delivery.live import Deliveries
 from esper_telemetry.delivery.status import CloseReport, SinkState
 from esper_telemetry.metrics.performance import telemetry_health
 from esper_telemetry.pipeline.ranks import Peers, RankZeroDecision, portable
@@ -194,7 +194,7 @@ class TelemetrySession:
         self._options = options
         self._config, self._facts = dict(options.config), dict(options.facts)
         self._lock = threading.RLock()
-        self._generation = forks.generation()
+        self._generation = fork_generation()
         self._containment = Containment()
         self._watched = WatchedModels(self.clock)
         self._open = OpenUpdate()
@@ -210,7 +210,7 @@ class TelemetrySession:
         self._records, self._record_seconds, self._records_elapsed = 0, 0.0, 0.0
         self._peers: Peers | None = None
         self._recorder: RunRecorder | None = None
-        self._relay: Relay | None = None
+        self._deliveries: Deliveries | None = None
         self._journal_position = RunPosition()
         if self.level > Level.OFF:
             self._claim_run(sinks)
@@ -243,7 +243,7 @@ class TelemetrySession:
         settings = PipelineSettings(self.level, self._options.detector_factory, telemetry_health)
         recorder = RunRecorder(self._options.run, settings)
         if recorder.earlier is None:
-            self._relay = Relay(recorder.journal, self._sinks)
+            self._deliveries = Deliveries(recorder.journal, self._sinks)
         self._recorder = recorder
         return RunPosition(recorder.run_dir, recorder.earlier.axes if recorder.earlier else None)
 
@@ -309,9 +309,9 @@ class TelemetrySession:
         if self._recorder is not None and self._recorder.run is None:
             self._recorder.start(self._config, self._facts, self._axes, worker=self._wants_worker())
             if (
-                self._relay is None
+                self._deliveries is None
             ):  # sinks of a resumed run begin behind its run line: they open what an earlier part has closed
-                self._relay = Relay(self._recorder.journal, self._sinks)
+                self._deliveries = Deliveries(self._recorder.journal, self._sinks)
                 self._recorder.report_changed_settings()
 
     def _wants_worker(self) -> bool:
@@ -503,13 +503,13 @@ class TelemetrySession:
     @property
     def _active(self) -> bool:
         """Whether this session records: not at OFF, not after close, never in a forked copy of the process."""
-        return self.level > Level.OFF and not self._closed and forks.generation() == self._generation
+        return self.level > Level.OFF and not self._closed and fork_generation() == self._generation
 
     def _accepts(self, call: str) -> bool:
         """Return whether a user's call is recorded; the first one after `close` costs a warning."""
         if self._active:
             return True
-        if self._closed and forks.generation() == self._generation:
+        if self._closed and fork_generation() == self._generation:
             self._warn_once(CLOSED, call)
         return False
 
@@ -563,7 +563,7 @@ class TelemetrySession:
                 tables, decision = self._peers.join(tables, decision)
                 self._response.agree(decision.debug_updates)
             self.sampling.adopt(decision.sample_every)
-            if self._recorder is None or self._relay is None:
+            if self._recorder is None or self._deliveries is None:
                 return
             self._recorder.describe(tables)
             results = [NO_VALUES]
@@ -574,7 +574,7 @@ class TelemetrySession:
             elapsed, self._flushed_at = now - self._flushed_at, now
             seconds, cpu_seconds = self.clock.take()
             self.sampling.learn(cpu_seconds if self._peers else seconds, elapsed)  # to wait for other ranks is no cost
-            stats = self._relay.stats()
+            stats = self._deliveries.stats()
             cost = FlushCost(seconds, cpu_seconds, elapsed, self._containment.take())
             backlog = SinkBacklog(stats.queue_depth, stats.errors, stats.lags)
             begun = time.perf_counter()
@@ -603,14 +603,14 @@ class TelemetrySession:
 
     def _end_journal(self, recorder: RunRecorder, status: RunStatus) -> CloseReport:
         """Append the end line and wait for the sinks, `close_timeout` seconds in all, half of them at most for the journal."""
-        assert self._relay is not None
+        assert self._deliveries is not None
         timeout = self._options.close_timeout
         deadline = time.monotonic() + timeout
         try:
             recorder.end(status, timeout / 2)
-            self._relay.close(max(0.1, deadline - time.monotonic()), status=status)
+            self._deliveries.close(max(0.1, deadline - time.monotonic()), status=status)
         finally:  # an interrupt ends the wait, and the run is closed all the same
-            report = self._relay.close(0.0, status=status)
+            report = self._deliveries.close(0.0, status=status)
             recorder.release()
             _report_undelivered(report, recorder.run_dir)
         return report
@@ -624,7 +624,7 @@ def _report_undelivered(report: CloseReport, run_dir: Path | None) -> None:
             _logger.warning("esper-telemetry: %s", sink)
     if going_on:
         names = [f"{sink.name} ({sink.pending:,} records)" if sink.pending else sink.name for sink in going_on]
-        _logger.warning(GOING_ON, ", ".join(names), ORPHAN_SECONDS / 60, run_dir)
+        _logger.warning(GOING_ON, ", ".join(names), MAX_DETACHED_SECONDS / 60, run_dir)
 
 
 def _flattened(groups: Iterable[object]) -> Iterable[MetricGroup | Postponed]:

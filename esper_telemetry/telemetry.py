@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from esper_telemetry.core.arrays import IntegerLike, as_number, as_settings, shown
 from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.core.record import Level, RunInfo, RunStatus
-from esper_telemetry.delivery.live import CLOSE_SECONDS
+from esper_telemetry.delivery.live import MAX_CLOSE_SECONDS
 from esper_telemetry.delivery.status import CloseReport
 from esper_telemetry.pipeline.response import AlarmCallback
 from esper_telemetry.pipeline.run import RunOptions
@@ -108,7 +108,7 @@ class Telemetry:
         tags: str | Sequence[str] | None = (),
         notes: str | None = "",
         facts: Mapping[str, Any] | None = None,
-        close_timeout: float = CLOSE_SECONDS,
+        close_timeout: float = MAX_CLOSE_SECONDS,
         budget: float = BUDGET,
         detect: Detect = True,
         offload: bool | None = None,

@@ -22,7 +22,7 @@ from esper_telemetry.cli.mistakes import WrongUse, without_warnings, wrong_use
 from esper_telemetry.core.record import RUN_FAILED, RunStatus
 from esper_telemetry.journal.file import damage_sentence, journal_path
 from esper_telemetry.journal.lines import encode_alarm, plain
-from esper_telemetry.journal.read import JournalContents, Run, held, read_run
+from esper_telemetry.journal.read import JournalContents, Run, read_contents, read_run
 from esper_telemetry.sinks.console import make_console
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def runs_within(directory: Path) -> dict[str, JournalContents]:
     for path in directory.iterdir() if directory.is_dir() and not _is_run(directory) else ():
         if _is_run(path):
             with suppress(ValueError):  # a journal that does not say which run it is
-                found[str(path)] = held(path)
+                found[str(path)] = read_contents(path)
     return dict(sorted(found.items(), key=lambda item: item[1].info.started))
 
 

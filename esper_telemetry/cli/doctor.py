@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from esper_telemetry.alarms.rules.endings import Failure, bad_ending
 from esper_telemetry.cli.mistakes import without_warnings, wrong_use
 from esper_telemetry.cli.own_process import prepare_for, prepared
-from esper_telemetry.delivery.doctor import Health, SinkCheck, examined
-from esper_telemetry.delivery.doctor import doctor as examine
-from esper_telemetry.delivery.status import sink_name
+from esper_telemetry.delivery.health import RunHealth, SinkCheck, check_backend
+from esper_telemetry.delivery.health import doctor as examine
 from esper_telemetry.journal.file import damage_sentence, journal_path
 from esper_telemetry.sinks.console import is_live, make_console
+from esper_telemetry.sinks.protocol import sink_name
 from esper_telemetry.sinks.registry import as_sink
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def doctor(options: Doctor) -> int:
         with _progress() as progress:
             health = examine(options.run_dir, progress=progress)
         directory = Path(options.run_dir).absolute()
-        others = {sink_name(sink): examined(directory, sink, name=sink_name(sink), ended=False) for sink in asked}
+        others = {sink_name(sink): check_backend(directory, sink, name=sink_name(sink), ended=False) for sink in asked}
     sinks = [*(sink for sink in health.sinks if sink.name not in others), *others.values()]
     if options.json:
         print(json.dumps(_as_dict(health, sinks), indent=1))
@@ -50,7 +50,7 @@ def _progress() -> Iterator[Callable[[str], object]]:
         yield lambda name: status.update(f"comparing {name}")
 
 
-def _page(run_dir: str, health: Health, sinks: list[SinkCheck]) -> str:
+def _page(run_dir: str, health: RunHealth, sinks: list[SinkCheck]) -> str:
     lines = [f"{run_dir}: {health.records:,} records, the run {_state(health)}"]
     ending = _ending(health)
     if ending:
@@ -64,21 +64,21 @@ def _page(run_dir: str, health: Health, sinks: list[SinkCheck]) -> str:
     return "\n".join([*lines, *map(str, sinks)])
 
 
-def _state(health: Health) -> str:
+def _state(health: RunHealth) -> str:
     if health.status is None:
         return "goes on" if health.under_way else "has no end yet"
     delivered = ", and a background process still delivers it" if health.under_way else ""
     return f"ended as {health.status}{delivered}"
 
 
-def _ending(health: Health) -> str:
+def _ending(health: RunHealth) -> str:
     """The sentence on a run that failed or was killed; empty for others."""
     event = health.failure
     failures = [] if event is None or event.axes is None else [Failure(event.seq, event.axes, event.data)]
     return bad_ending(health.status, health.last_update, failures)
 
 
-def _as_dict(health: Health, sinks: list[SinkCheck]) -> dict[str, object]:
+def _as_dict(health: RunHealth, sinks: list[SinkCheck]) -> dict[str, object]:
     return {
         "records": health.records,
         "status": health.status,

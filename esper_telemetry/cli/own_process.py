@@ -6,15 +6,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from esper_telemetry.delivery.cursors import Cursors
-from esper_telemetry.sinks.protocol import Sink
+from esper_telemetry.sinks.protocol import Sink, SupportsChildPreparation
 from esper_telemetry.sinks.registry import as_sink
 
 
 def prepared(sink: Sink) -> Sink:
     """The sink, whose client gives up soon on a server that hangs, and says nothing of itself."""
-    prepare = getattr(sink, "prepare_child", None)
-    if prepare is not None:
-        prepare()
+    if isinstance(sink, SupportsChildPreparation):
+        sink.prepare_child()
     return sink
 
 

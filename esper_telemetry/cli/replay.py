@@ -12,10 +12,9 @@ from esper_telemetry.cli.own_process import prepared
 from esper_telemetry.core.record import Record
 from esper_telemetry.delivery.catch_up import replay as replay_into
 from esper_telemetry.delivery.cursors import Cursors
-from esper_telemetry.delivery.status import sink_name
-from esper_telemetry.journal.read import held
+from esper_telemetry.journal.read import read_contents
 from esper_telemetry.sinks.console import is_live, make_console
-from esper_telemetry.sinks.protocol import Sink
+from esper_telemetry.sinks.protocol import Sink, sink_name
 from esper_telemetry.sinks.registry import as_sink
 
 if TYPE_CHECKING:
@@ -73,4 +72,4 @@ def _progress(options: Replay, sink: Sink) -> Iterator[Callable[[int], object]]:
 
 def _outstanding(run_dir: str, sink: Sink) -> int:
     """Return how many records of the journal the sink has not been sent yet."""
-    return max(0, held(run_dir).records - Cursors(Path(run_dir)).load(sink_name(sink)).records)
+    return max(0, read_contents(run_dir).records - Cursors(Path(run_dir)).load(sink_name(sink)).records)

@@ -25,7 +25,7 @@ LOCKED: Final = ("journal.jsonl", "journal.jsonl.gz")
 
 
 @contextlib.contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
+def run_dir_lock(run_dir: Path) -> Iterator[None]:
     """One process and thread at a time, as far as the file system knows locks; raises OSError where there is no journal."""
     path = next((run_dir / name for name in LOCKED if (run_dir / name).exists()), run_dir / LOCKED[0])
     with path.open("rb") as journal:
@@ -34,7 +34,7 @@ def locked(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def replaced(path: Path, content: str) -> None:
+def replace_file(path: Path, content: str) -> None:
     """Gives a file a new content, as a whole or not at all; raises OSError where that cannot be written."""
     draft = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
@@ -71,7 +71,7 @@ class Cursor:
     quarantined: int = 0
 
 
-def records_after(run_dir: Path, cursor: Cursor) -> int:
+def count_records_after(run_dir: Path, cursor: Cursor) -> int:
     """Records of the journal that the cursor has not passed."""
     reader = JournalReader(journal_path(run_dir), cursor.offset)
     count = 0
@@ -113,8 +113,8 @@ class Cursors:
     def save(self, name: str, cursor: Cursor) -> None:
         """Replaces the cursor of a sink and leaves all others."""
         try:
-            with locked(self.path.parent):
-                replaced(self.path, json.dumps({**self._read(), name: asdict(cursor)}, indent=1) + "\n")
+            with run_dir_lock(self.path.parent):
+                replace_file(self.path, json.dumps({**self._read(), name: asdict(cursor)}, indent=1) + "\n")
         except OSError as error:
             self._warn(error)
 

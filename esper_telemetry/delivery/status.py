@@ -20,9 +20,9 @@ from typing import Any, Final
 
 from esper_telemetry.core.record import SinkLag
 from esper_telemetry.core.redaction import masked
-from esper_telemetry.delivery.cursors import locked, replaced
+from esper_telemetry.delivery.cursors import replace_file, run_dir_lock
 from esper_telemetry.journal.lock import Role, is_held
-from esper_telemetry.sinks.protocol import Sink, unreachable
+from esper_telemetry.sinks.protocol import Sink, sink_name, sink_uri, unreachable
 from esper_telemetry.sinks.registry import BUNDLED, known_sinks
 
 NOT_IN_SEGMENTS = re.compile("[^a-z0-9]+")
@@ -80,17 +80,17 @@ class SinkStatus:
         """How it stands, of so many records, at a time; `begun` is when the relay was. A clock may jump back."""
         behind = self.lag(records)
         since = begun if self.wall_time is None else self.wall_time
-        return SinkLag(segment_of(self.name), behind, max(0.0, now - since) if behind else 0.0, self.errors)
+        return SinkLag(key_segment(self.name), behind, max(0.0, now - since) if behind else 0.0, self.errors)
 
 
 @cache
-def segment_of(name: str) -> str:
+def key_segment(name: str) -> str:
     """A sink's name as a segment of a key: `wandb_walker`."""
     return NOT_IN_SEGMENTS.sub("_", name.lower()).strip("_") or "sink"
 
 
 @dataclass(frozen=True, slots=True)
-class RelayStats:
+class DeliveryStats:
     """All deliveries of a run at one moment.
 
     Attributes:
@@ -196,17 +196,7 @@ def replay_command(run_dir: Path | None, sink: Sink) -> str:
     return shlex.join(["esper-telemetry", "replay", str(run_dir), "--to", uri])
 
 
-def sink_uri(sink: Sink) -> str:
-    """How a sink is spelled on the command line: its `uri`, else its name."""
-    return str(getattr(sink, "uri", sink_name(sink)))
-
-
-def sink_name(sink: Sink) -> str:
-    """The identity of a sink: its `name`, or its class's."""
-    return str(getattr(sink, "name", None) or type(sink).__name__)
-
-
-def by_name(sinks: Sequence[Sink]) -> dict[str, Sink]:
+def sinks_by_name(sinks: Sequence[Sink]) -> dict[str, Sink]:
     """Sinks by name; the second and third of a name are numbered."""
     named: dict[str, Sink] = {}
     for sink in sinks:
@@ -222,13 +212,13 @@ STATUS_NAME: Final = "status.json"
 _logger = logging.getLogger("esper_telemetry")
 
 
-def note_uris(run_dir: Path, uris: Mapping[str, str]) -> None:
+def write_uris(run_dir: Path, uris: Mapping[str, str]) -> None:
     """Says that deliveries begin, and how each sink is spelled, so that it can be found again; leaves what else is known of the run."""
     begun = {"state": str(SinkState.OPENING), "under_way": True}
     _update(run_dir, {name: {"uri": uri, **begun} for name, uri in uris.items()})
 
 
-def note_statuses(run_dir: Path, statuses: Iterable[SinkStatus]) -> None:
+def write_statuses(run_dir: Path, statuses: Iterable[SinkStatus]) -> None:
     """Says how deliveries stand at this moment."""
     entries: dict[str, dict[str, Any]] = {}
     for status in statuses:
@@ -242,7 +232,7 @@ def note_statuses(run_dir: Path, statuses: Iterable[SinkStatus]) -> None:
     _update(run_dir, entries)
 
 
-def note_reports(run_dir: Path, reports: Iterable[SinkReport], *, under_way: bool) -> None:
+def write_reports(run_dir: Path, reports: Iterable[SinkReport], *, under_way: bool) -> None:
     """Says what has become of deliveries, and whether the process that feeds these sinks goes on."""
     entries: dict[str, dict[str, Any]] = {}
     for report in reports:
@@ -270,7 +260,7 @@ def read_status(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 def deliveries_under_way(run_dir: Path) -> dict[str, SinkState]:
     """The sinks that a process of the run feeds at this moment, by name, and how that stands; needs a file system with locks."""
-    if not any(is_held(run_dir, role) for role in (Role.TRAINER, Role.RELAY)):
+    if not any(is_held(run_dir, role) for role in (Role.TRAINER, Role.SINKS)):
         return {}
     under_way = {name: entry for name, entry in read_status(run_dir).items() if entry.get("under_way")}
     states = {name: SinkState(entry["state"]) for name, entry in under_way.items()}
@@ -279,9 +269,9 @@ def deliveries_under_way(run_dir: Path) -> dict[str, SinkState]:
 
 def _update(run_dir: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
     """A disk that is full or read-only costs the note: the journal and the cursors have everything."""
-    with suppress(OSError), locked(run_dir):
+    with suppress(OSError), run_dir_lock(run_dir):
         sinks = read_status(run_dir)
         for name, entry in entries.items():
             sinks[name] = {**sinks.get(name, {}), **entry}
         content = json.dumps({"written": time.time(), "sinks": sinks}, indent=1, ensure_ascii=False)
-        replaced(run_dir / STATUS_NAME, content + "\n")
+        replace_file(run_dir / STATUS_NAME, content + "\n")

@@ -20,7 +20,7 @@ from esper_telemetry.core.packing import SlotLayout
 from esper_telemetry.core.record import Axes, MetricInfo, RunInfo, RunStatus
 from esper_telemetry.core.redaction import redacted
 from esper_telemetry.journal.file import Journal
-from esper_telemetry.journal.lease import claim, claim_again
+from esper_telemetry.journal.lease import lease_existing_run, lease_new_run
 from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_run, plain
 from esper_telemetry.journal.memory import MemoryJournal
 from esper_telemetry.journal.read import JournalContents
@@ -81,7 +81,7 @@ class RunRecorder:
         settings: of its pipeline.
         pipeline: appends to the journal.
 
-    Raises as `journal.lease.claim`.
+    Raises as `journal.lease.lease_new_run` and `lease_existing_run`.
     """
 
     def __init__(self, options: RunOptions, settings: PipelineSettings) -> None:
@@ -89,12 +89,12 @@ class RunRecorder:
             raise ValueError("resume needs the run directory to go on in: pass run_dir")
         if options.resume:
             assert options.run_dir is not None
-            self._claim = claim_again(options.run_dir)
+            self._lease = lease_existing_run(options.run_dir)
         else:
-            self._claim = claim(options.run_dir, options.name)
-        self.journal: Journal | MemoryJournal = self._claim.journal
+            self._lease = lease_new_run(options.run_dir, options.name)
+        self.journal: Journal | MemoryJournal = self._lease.journal
         self.run: RunInfo | None = None
-        self.earlier: JournalContents | None = self._claim.held
+        self.earlier: JournalContents | None = self._lease.earlier
         self.settings = settings
         self.pipeline: InProcessPipeline | WorkerPipeline = InProcessPipeline(self.journal, settings)
         self._options = options
@@ -185,7 +185,7 @@ class RunRecorder:
 
     def release(self) -> None:
         """Close the journal and let others resume the run."""
-        self._claim.release()
+        self._lease.release()
 
     def _use_worker(self) -> None:
         """Make the records in a worker; a warning where the system refuses what it needs."""

@@ -12,8 +12,6 @@ import logging
 import os
 import pickle
 import select
-import signal
-import subprocess
 import sys
 import time
 from collections import deque
@@ -25,12 +23,12 @@ from typing import Any, Final
 import torch
 
 from esper_telemetry.core.packing import Values
-from esper_telemetry.core.processes import collect_rarely, step_back
 from esper_telemetry.core.record import Axes, Level, MetricInfo, RunInfo, RunStatus, SinkLag
+from esper_telemetry.core.supervisor import ProcessSupervisor, become_helper_process
 from esper_telemetry.journal.file import Journal
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.journal.lock import Role, lock_for, remove_lock
-from esper_telemetry.journal.read import alarms, end_after, held
+from esper_telemetry.journal.read import alarms, end_after_parent, read_contents
 from esper_telemetry.pipeline.channel import (
     Message,
     MessagePacker,
@@ -60,12 +58,12 @@ PIPE_BYTES: Final = 1 << 20
 """Size of the pipe: the descriptions of all metrics, and several updates besides their tensors."""
 MAX_WAITING_BYTES: Final = 64 << 20
 """What may wait for a worker that is not fast enough; beyond it updates are recorded without what is still to be measured."""
-MAX_REPLY_BYTES: Final = 1 << 16
-"""Bytes of one read from the pipe of replies."""
 MAX_PARTS: Final = 256
 """Parts that one call writes; systems take 1024."""
 POLL_SECONDS: Final = 0.01
 """How often `sync` and `end` look at the worker's counter: not every answer comes through the pipe."""
+KILL_POLL_SECONDS: Final = 0.001
+"""How often the trainer looks whether a worker that it has killed is gone."""
 EXIT_SECONDS: Final = 5.0
 """How long the worker may take to exit when everything is done."""
 NICENESS: Final = 10
@@ -116,26 +114,36 @@ class WorkerPipeline:
         self._answers = self._replies_read = 0
         self._reports: list[AlarmReport] = []
         self._warned = self._closed = False
-        with ExitStack() as lent, ExitStack() as owned:
-            self._reply_pipe, replies = os.pipe()
-            owned.callback(os.close, self._reply_pipe)
-            lent.callback(os.close, replies)
-            os.set_blocking(self._reply_pipe, False)
+        with ExitStack() as lent:
             shared = shared_file(RING_BYTES)
             lent.callback(os.close, shared)
             self._ring = Ring(shared, RING_BYTES)
             self._packer = MessagePacker(self._ring, PAYLOAD)
             self._outbox = deque(self._packer.pack(settings).parts())
-            owned.callback(remove_lock, self._run_dir, Role.WRITER)
-            self._process = _start_process(self._run_dir, replies, shared)
-            owned.callback(_kill, self._process)
-            self._pipe = _private_pipe(self._process)
-            owned.pop_all()
+            lock = lock_for(self._run_dir, Role.WRITER)
+            lent.callback(os.close, lock)
+            self._supervisor = ProcessSupervisor(
+                ENTRY,
+                self._run_dir / LOG_NAME,
+                arguments=(str(shared), str(os.getpid()), str(self._run_dir)),
+                environment={"OMP_NUM_THREADS": "1"},
+            )
+            try:
+                self._supervisor.start([shared, lock])
+            except BaseException:
+                remove_lock(self._run_dir, Role.WRITER)
+                raise
+        os.set_blocking(self._supervisor.input, False)
+        with suppress(
+            OSError, AttributeError
+        ):  # where the system allows less, or has no such call, more waits in memory
+            fcntl.fcntl(self._supervisor.input, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
     @property
     def pid(self) -> int:
         """Number of the worker process."""
-        return self._process.pid
+        assert self._supervisor.pid is not None
+        return self._supervisor.pid
 
     def start(self, info: RunInfo) -> None:
         """Append the head of the journal."""
@@ -191,13 +199,9 @@ class WorkerPipeline:
         if self._unanswered and self._fallback is None:
             self._take_over("is too slow")
         self._closed = True
-        os.close(self._pipe)
-        os.close(self._reply_pipe)
-        try:
-            self._process.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:  # it has written everything, and only exits slowly
-            _kill(self._process)
-        remove_lock(self._run_dir, Role.WRITER)
+        if self._fallback is None:
+            self._supervisor.stop(EXIT_SECONDS)  # it has written everything, and only exits slowly
+            remove_lock(self._run_dir, Role.WRITER)
 
     def idle(self) -> bool:
         """Return whether everything is done that was asked for, here if the worker is gone; never waits for it."""
@@ -219,7 +223,7 @@ class WorkerPipeline:
         try:
             with suppress(BlockingIOError):
                 while self._outbox:
-                    count = os.writev(self._pipe, [*itertools.islice(self._outbox, MAX_PARTS)])
+                    count = os.writev(self._supervisor.input, [*itertools.islice(self._outbox, MAX_PARTS)])
                     while count:
                         part = self._outbox.popleft()
                         if len(part) > count:
@@ -238,19 +242,18 @@ class WorkerPipeline:
 
     def _poll(self) -> None:
         """Read what has come back by now, or notice that nothing more will."""
-        if not self._read() and self._unanswered:
+        has_ended = self._supervisor.has_ended  # before reading: what it wrote comes before its end
+        self._read()
+        if has_ended and self._unanswered:
             self._take_over("has died")
 
-    def _read(self) -> bool:
-        """Take in what has come back by now; return whether more may come."""
-        received: bytes | None = b""
-        try:
-            received = os.read(self._reply_pipe, MAX_REPLY_BYTES)
-        except BlockingIOError:
-            received = None
-        except OSError:  # nothing can be read any more
-            pass
-        for items in self._replies.take(received or b""):
+    def _read(self) -> None:
+        """Take in what has come back by now."""
+        received = b""
+        with suppress(OSError):  # a pipe that cannot be read: the worker's counter says what is answered
+            while piece := self._supervisor.read():
+                received += piece
+        for items in self._replies.take(received):
             self._replies_read += 1
             for item in items:  # warnings of the worker, whose log nobody sees, and alarms
                 if isinstance(item, str):
@@ -258,16 +261,15 @@ class WorkerPipeline:
                 else:
                     self._reports.append(item)
         self._release_answered()
-        return received != b""
 
     def _await_answers(self, timeout: float) -> None:
         """Wait until everything is answered, at most for that time."""
         deadline = time.monotonic() + timeout
         while self._fallback is None and self._unanswered and time.monotonic() < deadline:
             poll = select.poll()  # select takes no descriptor above 1023
-            poll.register(self._reply_pipe, select.POLLIN)
+            poll.register(self._supervisor.replies, select.POLLIN)
             if self._outbox:
-                poll.register(self._pipe, select.POLLOUT)
+                poll.register(self._supervisor.input, select.POLLOUT)
             poll.poll(1000 * max(0.0, min(deadline - time.monotonic(), POLL_SECONDS)))
             self._write()
             if self._fallback is None:
@@ -276,8 +278,12 @@ class WorkerPipeline:
     def _take_over(self, reason: str) -> None:
         """Do in this process what the worker did not do, and everything from now on."""
         self._warn(f"the process that summarises updates {reason}: training goes on and does it itself")
-        _kill(self._process)
+        self._supervisor.kill()
+        while not self._supervisor.has_ended:  # two processes must not append to one journal
+            time.sleep(KILL_POLL_SECONDS)
         self._read()
+        self._supervisor.reap()
+        remove_lock(self._run_dir, Role.WRITER)
         waiting = [message.load() for message in self._unanswered]
         self._unanswered.clear()
         self._outbox.clear()
@@ -299,7 +305,7 @@ class WorkerPipeline:
         the first.
         """
         try:
-            return held(self._run_dir).seq
+            return read_contents(self._run_dir).seq
         except ValueError:
             return -1
         except OSError:
@@ -329,42 +335,6 @@ def _seq(method: str, arguments: tuple[Any, ...]) -> int:
     return 0
 
 
-def _start_process(run_dir: Path, replies: int, shared: int) -> subprocess.Popen[bytes]:
-    """Start the worker: it replies through one descriptor, and shares the memory behind the other."""
-    path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
-    lock = lock_for(run_dir, Role.WRITER)
-    try:
-        with (run_dir / LOG_NAME).open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-c", ENTRY, str(run_dir), *map(str, (os.getpid(), replies, shared))],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                pass_fds=[replies, shared, lock],
-                start_new_session=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-            )
-    finally:
-        os.close(lock)
-
-
-def _private_pipe(process: subprocess.Popen[bytes]) -> int:
-    """Return this process's end of the worker's input: large, and never blocking."""
-    assert process.stdin is not None
-    with process.stdin:
-        pipe = os.dup(process.stdin.fileno())
-    os.set_blocking(pipe, False)
-    with suppress(OSError, AttributeError):  # where the system allows less, or has no such call, more waits in memory
-        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    return pipe
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and wait until it is gone."""
-    process.kill()
-    process.wait()
-
-
 class WarningCollector(logging.Handler):
     """Keeps the warnings of the worker, for the training process to log."""
 
@@ -384,12 +354,9 @@ class WarningCollector(logging.Handler):
 
 def main() -> None:
     """Run the worker: make the calls that come in, in order, and answer each with warnings and alarms, until the input ends."""
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ignored, signal.SIG_IGN)
-    run_dir = Path(sys.argv[1])
-    parent, replies, shared = map(int, sys.argv[2:])
-    step_back(NICENESS)
-    collect_rarely()
+    replies, shared, parent = map(int, sys.argv[1:4])
+    run_dir = Path(sys.argv[4])
+    become_helper_process(NICENESS)
     torch.set_num_threads(1)
     logging.basicConfig(format="%(asctime)s %(message)s")
     warnings = WarningCollector()
@@ -413,4 +380,4 @@ def main() -> None:
                 reply(replies, items, parent)
         ring.answer(replied=replied)
     if method not in ("", "end"):
-        end_after(parent, run_dir)
+        end_after_parent(parent, run_dir)

@@ -12,7 +12,7 @@ import pytest
 from backends_read import eventually
 
 from esper_telemetry import PPO, PPOConfig, Record, Telemetry, attach, make_env, read_run
-from esper_telemetry.delivery.live import LOOK_SECONDS
+from esper_telemetry.delivery.live import POLL_SECONDS
 from esper_telemetry.testing import FailingSink, MemorySink
 
 DEADLINE_SECONDS = 2.0
@@ -79,7 +79,7 @@ def test_a_sink_that_hangs_stops_neither_training_nor_the_other_sinks_nor_the_en
     attach(telemetry, ppo)
 
     learn_until(ppo, 4)
-    time.sleep(LOOK_SECONDS)
+    time.sleep(POLL_SECONDS)
     learn_until(ppo, 5)
     closing = time.monotonic()
     report = telemetry.close()

@@ -5,7 +5,7 @@ What telemetry asks the system for, and the test that refuses it:
 | call | for | refused in |
 |---|---|---|
 | `os.memfd_create`, `os.truncate`, `mmap.mmap` | memory shared with the worker | MONKEY, `file size` |
-| `os.pipe`, `os.dup`, `select.poll` | the worker's and the sink process's messages | MONKEY, `descriptors` |
+| `os.pipe`, `select.poll` | the worker's and the sink process's messages | MONKEY, `descriptors` |
 | `subprocess.Popen` | both processes | MONKEY, `processes` |
 | `os.open` of `*.lock`, `fcntl.flock` | who trains, who delivers | MONKEY |
 | `fcntl.fcntl(F_SETPIPE_SZ)` | a larger pipe | MONKEY, `test_platforms.py` |
@@ -104,15 +104,14 @@ MONKEY: dict[str, tuple[Patch, tuple[str, ...]]] = {
     "size of the memory file": (refuse(os, "truncate", errno.ENOSPC), (WORKER,)),
     "mapping": (refuse(mmap, "mmap", errno.ENOMEM), (WORKER,)),
     "pipe": (refuse(os, "pipe", errno.EMFILE), (WORKER, SINKS)),
-    "descriptor": (refuse(os, "dup", errno.EMFILE), (WORKER,)),
     "process": (refuse(subprocess, "Popen", errno.EAGAIN), (WORKER, SINKS)),
     "larger pipe": (refuse(fcntl, "fcntl", errno.EPERM), ()),
     "lock": (refuse(fcntl, "flock", errno.ENOLCK), ()),
     "lock of the trainer": (refuse(os, "open", errno.EACCES, names("trainer.lock")), ("cannot lock run directory",)),
     "lock of the worker": (refuse(os, "open", errno.ENOSPC, names("writer.lock")), (WORKER,)),
-    "lock of the sink process": (refuse(os, "open", errno.ENOSPC, names("relay.lock")), (SINKS,)),
+    "lock of the sink process": (refuse(os, "open", errno.ENOSPC, names("sinks.lock")), (SINKS,)),
     "log of the worker": (refuse(Path, "open", errno.ENOSPC, names("summary.log")), (WORKER,)),
-    "log of the sink process": (refuse(Path, "open", errno.ENOSPC, names("relay.log")), (SINKS,)),
+    "log of the sink process": (refuse(Path, "open", errno.ENOSPC, names("sinks.log")), (SINKS,)),
     "directory": (refuse(Path, "mkdir", errno.EROFS), (JOURNAL,)),
     "journal, read-only": (refuse(os, "open", errno.EACCES, names("journal.jsonl")), (JOURNAL,)),
     "journal, full disk": (refuse(os, "open", errno.ENOSPC, names("journal.jsonl")), (JOURNAL,)),
@@ -209,7 +208,7 @@ def test_a_sink_process_that_dies_and_cannot_be_started_again_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def middle() -> None:
-        pid = session_of(telemetry)._relay.child_pid  # type: ignore[union-attr]
+        pid = session_of(telemetry)._deliveries.child_pid  # type: ignore[union-attr]
         assert pid is not None
         refuse(os, "pipe", errno.EMFILE)(monkeypatch)
         os.kill(pid, signal.SIGKILL)

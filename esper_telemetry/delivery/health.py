@@ -11,14 +11,13 @@ from typing import Any, Final
 
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.core.redaction import MASKED
-from esper_telemetry.delivery.audit import Audit, audit, ranges
-from esper_telemetry.delivery.catch_up import replay
+from esper_telemetry.delivery.catch_up import BackendAudit, audit, format_ranges, replay
 from esper_telemetry.delivery.cursors import Cursors
 from esper_telemetry.delivery.status import deliveries_under_way, one_line, read_status, replay_command
 from esper_telemetry.journal.file import end_if_open, journal_path
 from esper_telemetry.journal.lines import JournalEvent
-from esper_telemetry.journal.lock import HELPERS, Role, is_held
-from esper_telemetry.journal.read import held
+from esper_telemetry.journal.lock import HELPER_ROLES, Role, is_held
+from esper_telemetry.journal.read import read_contents
 from esper_telemetry.sinks.protocol import Sink
 from esper_telemetry.sinks.registry import as_sink
 
@@ -41,7 +40,7 @@ class SinkCheck:
     """
 
     name: str
-    audit: Audit | None = None
+    audit: BackendAudit | None = None
     reason: str = ""
     command: str = ""
     note: str = ""
@@ -72,12 +71,12 @@ class SinkCheck:
             else {
                 "updates": found.updates,
                 "numbers": found.numbers,
-                "missing_updates": list(ranges(sorted(found.absent))),
-                "incomplete_updates": list(ranges(sorted(found.incomplete))),
+                "missing_updates": list(format_ranges(sorted(found.absent))),
+                "incomplete_updates": list(format_ranges(sorted(found.incomplete))),
                 "missing": dict(found.missing),
                 "different": dict(found.different),
                 "repeated": dict(found.repeated),
-                "unknown_updates": list(ranges(found.unknown)),
+                "unknown_updates": list(format_ranges(found.unknown)),
                 "ended": found.ended,
             }
         )
@@ -93,7 +92,7 @@ class SinkCheck:
 
 
 @dataclass(frozen=True, slots=True)
-class Health:
+class RunHealth:
     """A run and its backends.
 
     Attributes:
@@ -124,7 +123,7 @@ class Health:
         return not self.lost and all(sink.equal is not False for sink in self.sinks)
 
 
-def doctor(run_dir: str | os.PathLike[str], *, progress: Callable[[str], object] = lambda name: None) -> Health:
+def doctor(run_dir: str | os.PathLike[str], *, progress: Callable[[str], object] = lambda name: None) -> RunHealth:
     """Compares every backend of a run with its journal; a run whose trainer is gone is ended as killed, in the backends too.
 
     `progress` is called with the name of each backend before it is read, and how many there are.
@@ -132,10 +131,10 @@ def doctor(run_dir: str | os.PathLike[str], *, progress: Callable[[str], object]
     Raises FileNotFoundError where there is no journal, ValueError where it does not say which run it is.
     """
     directory = journal_path(run_dir).parent.absolute()
-    held(directory)
-    under_way = any(is_held(directory, role) for role in (Role.TRAINER, *HELPERS))
+    read_contents(directory)
+    under_way = any(is_held(directory, role) for role in (Role.TRAINER, *HELPER_ROLES))
     closed = not under_way and _abandoned(directory) and end_if_open(directory, RunStatus.KILLED)
-    known = held(directory)
+    known = read_contents(directory)
     ended = known.status is not None and not under_way
     delivered = deliveries_under_way(directory)
     uris = sorted(_uris(directory).items())
@@ -143,7 +142,7 @@ def doctor(run_dir: str | os.PathLike[str], *, progress: Callable[[str], object]
     for place, (name, uri) in enumerate(uris, 1):
         progress(f"{name} ({place} of {len(uris)})")
         sinks.append(_marked(_examined(directory, name, uri, ended=ended), name in delivered))
-    return Health(
+    return RunHealth(
         *(known.records, known.status, under_way, closed, known.lost, tuple(sinks)),
         *(known.recorded, known.failure, known.damaged),
     )
@@ -174,10 +173,10 @@ def _examined(directory: Path, name: str, uri: str, *, ended: bool) -> SinkCheck
         sink = as_sink(uri)
     except (ValueError, TypeError, ImportError) as error:
         return SinkCheck(name, reason=f"cannot be made from its name here ({one_line(error)})")
-    return examined(directory, sink, name=name, ended=ended)
+    return check_backend(directory, sink, name=name, ended=ended)
 
 
-def examined(directory: Path, sink: Sink, *, name: str, ended: bool) -> SinkCheck:
+def check_backend(directory: Path, sink: Sink, *, name: str, ended: bool) -> SinkCheck:
     """One backend compared with the journal; a run that is over is ended there too, where nothing else is wrong."""
     try:
         found = audit(directory, sink)
@@ -193,13 +192,13 @@ def examined(directory: Path, sink: Sink, *, name: str, ended: bool) -> SinkChec
     return SinkCheck(name, found)
 
 
-def _findings(found: Audit) -> Iterator[str]:
+def _findings(found: BackendAudit) -> Iterator[str]:
     if found.missing:
-        updates = ", ".join(ranges(found.lacking))
+        updates = ", ".join(format_ranges(found.lacking))
         yield f"{found.missing.total():,} of {found.numbers:,} numbers are missing, in updates {updates}"
     for what, counted in (("differ", found.different), ("stand there more than once", found.repeated)):
         if counted:
             keys = ", ".join(key for key, _ in counted.most_common(MOST_KEYS))
             yield f"{counted.total():,} numbers {what}, of {keys}{' and others' if len(counted) > MOST_KEYS else ''}"
     if found.unknown:
-        yield f"updates {', '.join(ranges(found.unknown))} are not in the journal"
+        yield f"updates {', '.join(format_ranges(found.unknown))} are not in the journal"
