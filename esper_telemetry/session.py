@@ -1,22 +1,142 @@
-"""From what a user says of detection to what watches the records."""
+"""`TelemetrySession`: one run in this process, as trainers, adapters and commands use it.
+
+It gathers what one update observes, hands it to the pipeline when the update is flushed, and feeds the sinks from the journal. `Telemetry`
+is its face for users; `telemetry.session_of` returns the session behind it.
+
+`observe` packs groups into rows on the device without synchronising; `flush` starts one copy to the host. On a CPU the record is made
+inside `flush`; on CUDA at the first call after it, when the copy has long arrived. The journal has the record before anything else, and
+sinks read the journal, so nothing here waits for a backend.
+
+A run chooses its pipeline once, when it starts (`TelemetrySession.start`):
+
+| updates come from | `offload=None` | `offload=True` | `offload=False` |
+|---|---|---|---|
+| an attached trainer or an adapter, on a CPU | worker | worker | in process |
+| a loop of the user's own | in process | worker | in process |
+| several ranks, one core, no run directory, CUDA in use, no memory files | in process | in process | in process |
+
+On CUDA the tensors of an update are measured where they are, and several ranks exchange what they measured: a worker has neither.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import atexit
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, NamedTuple, SupportsFloat, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from esper_telemetry.alarms.detectors import Detectors
 from esper_telemetry.alarms.thresholds import Thresholds
-from esper_telemetry.pipeline.watch import Watches
+from esper_telemetry.core.arrays import IntegerLike, as_integer, shown
+from esper_telemetry.core.clock import Clock
+from esper_telemetry.core.group import MetricGroup, Postponed
+from esper_telemetry.core.packing import NO_VALUES, Values
+from esper_telemetry.core.record import Axes, Level, RunInfo, RunStatus
+from esper_telemetry.core.supervisor import fork_generation
+from esper_telemetry.delivery.child import MAX_DETACHED_SECONDS
+from esper_telemetry.delivery.live import Deliveries
+from esper_telemetry.delivery.status import CloseReport, SinkState
+from esper_telemetry.metrics.performance import telemetry_health
+from esper_telemetry.pipeline.ranks import Peers, RankZeroDecision, portable
+from esper_telemetry.pipeline.record import (
+    FAILURE,
+    INTERVENTION,
+    DetectorFactory,
+    FlushCost,
+    FlushedUpdate,
+    InProcessPipeline,
+    OpenUpdate,
+    PipelineSettings,
+    SinkBacklog,
+)
+from esper_telemetry.pipeline.response import AlarmCallback, AlarmResponse
+from esper_telemetry.pipeline.run import RunOptions, RunRecorder
+from esper_telemetry.pipeline.sampling import Sampling
+from esper_telemetry.pipeline.window import Transfer, finish
+from esper_telemetry.pipeline.worker import can_use_worker
+from esper_telemetry.sinks.registry import SinkLike, as_sinks
+from esper_telemetry.updates.containment import Containment, Measurement
+from esper_telemetry.updates.data import UpdateData
+from esper_telemetry.updates.failure import Candidates, at_exit, failure_data, local_data, status_of
+from esper_telemetry.updates.gradient_watcher import Members, WatchedModels, group_names
+from esper_telemetry.updates.groups import measure
 
-Detect = bool | Thresholds | Watches
-"""Whether alarms are raised, or by which thresholds; or something else that watches, made from a run's facts."""
+Event = TypeVar("Event")
+
+Detect = bool | Thresholds | DetectorFactory
+"""The `detect=` argument: whether alarms are raised, or by which thresholds; or what makes another detector from a run's facts."""
+
+CLOSED: Final = (
+    "esper-telemetry: %s was called after close, and what is measured from here on is not recorded: close telemetry when training is over, "
+    "or make another Telemetry"
+)
+NEVER_FLUSHED: Final = (
+    "esper-telemetry: flush was never called, so everything that was observed and logged is one record, marked as partial: call "
+    "telemetry.flush(env_step=...) at the end of every update"
+)
+OVERDUE: Final = (
+    "esper-telemetry: several updates seem to have been observed since the last flush, and they will be one record: call "
+    "telemetry.flush(env_step=...) at the end of every update"
+)
+BACKWARDS: Final = "esper-telemetry: flush was given %s=%d after %d, so curves over it run backwards: pass the number since the run began"
+REPEATED: Final = (
+    "esper-telemetry: flush was given update=%d after %d, and of an update that comes twice only the first record is shown: leave out "
+    "update, or count on"
+)
+RECOMMENDATION: Final = (
+    "esper-telemetry: records take %.1f %% of the time of this loop, more than the budget of %.1f %%: Telemetry(offload=True) makes them in"
+    " a worker process"
+)
+GOING_ON: Final = (
+    "esper-telemetry: not everything is delivered yet: %s. A background process goes on for %.0f minutes at most; "
+    "`esper-telemetry doctor %s` tells when it is done, and how to send the rest if the machine or container stops before."
+)
+
+RECOMMENDATION_RECORDS: Final = 100
+RECOMMENDATION_SECONDS: Final = 10.0
+"""Records and wall time after which the cost of records in process is compared with the budget."""
+
+_logger = logging.getLogger("esper_telemetry")
 
 
-def watches(detect: Detect) -> Watches | None:
-    """What makes the watch of a run; None where nobody watches.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOptions:
+    """The arguments of a `Telemetry` that are no sinks, checked.
 
-    Raises:
-        TypeError: for anything else.
+    Attributes:
+        run: what the journal needs.
+        level, budget, close_timeout, offload: as for `Telemetry`.
+        config, facts: of the run.
+        detector_factory: None where no alarms are raised.
+        all_ranks: whether the ranks of a distributed run report as one.
+    """
+
+    run: RunOptions
+    level: Level
+    budget: float
+    close_timeout: float
+    offload: bool | None
+    config: dict[str, Any]
+    facts: dict[str, Any]
+    detector_factory: DetectorFactory | None
+    all_ranks: bool
+
+
+def detector_factory(detect: Detect) -> DetectorFactory | None:
+    """Resolve the `detect=` argument to what makes a run's detector; None where no alarms are raised.
+
+    Raises TypeError for anything else.
     """
     if isinstance(detect, bool):
         return Detectors if detect else None
@@ -28,6 +148,506 @@ def watches(detect: Detect) -> Watches | None:
     return detect
 
 
-def facts_of(detect: Detect) -> dict[str, Any]:
-    """What the run tells of its thresholds: those that differ from the usual ones, so that whoever reads it judges as it was judged."""
+def threshold_facts(detect: Detect) -> dict[str, Any]:
+    """Return the facts about thresholds that differ from the usual ones, so that readers of the journal judge as the run was judged."""
     return {"thresholds": detect.changes()} if isinstance(detect, Thresholds) else {}
+
+
+class RunPosition(NamedTuple):
+    """What every rank knows of the run's journal.
+
+    Attributes:
+        run_dir: where it lives; None without one.
+        axes: of its last record when the run was resumed; None for a new run.
+    """
+
+    run_dir: Path | None = None
+    axes: Axes | None = None
+
+    def covers(self, axes: Axes) -> bool:
+        """Return whether an earlier part of the run has recorded this update."""
+        return self.axes is not None and axes.within(self.axes)
+
+
+class TelemetrySession:
+    """One run: the update under way, the pipeline, the sinks.
+
+    Threads may share a session: one call at a time is served. In a forked copy of the process, at OFF and after `close` calls do nothing.
+
+    Args:
+        sinks: as for `Telemetry`.
+        options: its other arguments.
+
+    Attributes:
+        level: at which the run is measured while nothing is wrong.
+        clock: the time that telemetry takes on the training thread.
+        sampling: which updates are sampled.
+
+    Raises as `Telemetry`.
+    """
+
+    def __init__(self, sinks: SinkLike | Iterable[SinkLike] | None, options: SessionOptions) -> None:
+        self.level = options.level
+        self.sampling = Sampling(options.level, options.budget)
+        self.clock = Clock()
+        self._options = options
+        self._config, self._facts = dict(options.config), dict(options.facts)
+        self._lock = threading.RLock()
+        self._generation = fork_generation()
+        self._containment = Containment()
+        self._watched = WatchedModels(self.clock)
+        self._open = OpenUpdate()
+        self._pending: tuple[FlushedUpdate, Transfer] | None = None
+        self._axes = Axes(update=0, env_step=0, gradient_step=0, wall_time=time.time())
+        self._collected = self._flushes = 0
+        self._flushed_at = time.perf_counter()
+        self._candidates: list[Candidates] = []
+        self._take_open_update: Callable[[], UpdateData] = UpdateData
+        self._close_callbacks: list[Callable[[], None]] = []
+        self._attached = self._closed = False
+        self._warnings: set[str] = set()
+        self._records, self._record_seconds, self._records_elapsed = 0, 0.0, 0.0
+        self._peers: Peers | None = None
+        self._recorder: RunRecorder | None = None
+        self._deliveries: Deliveries | None = None
+        self._journal_position = RunPosition()
+        if self.level > Level.OFF:
+            self._claim_run(sinks)
+        self._response = AlarmResponse(self.level, self.clock, together=self._peers is not None)
+
+    def _claim_run(self, sinks: SinkLike | Iterable[SinkLike] | None) -> None:
+        """Claim the run directory and start the delivery, on rank 0; what rank 0 raises is raised on all ranks."""
+        self._peers = Peers.meet() if self._options.all_ranks else None
+        outcome: RunPosition | Exception | None = None
+        if self._peers is None or self._peers.rank == 0:
+            try:
+                outcome = self._open_journal(sinks)
+            except Exception as error:  # whatever it is, the other ranks wait to hear of it
+                if self._peers is None:
+                    raise
+                outcome = error
+        if self._peers is not None:
+            shared = self._peers.broadcast(portable(outcome) if isinstance(outcome, Exception) else outcome)
+            if isinstance(shared, Exception):
+                self._peers.leave()
+                raise outcome if isinstance(outcome, Exception) else shared
+            outcome = RunPosition(*shared)
+        assert isinstance(outcome, RunPosition)
+        self._journal_position = outcome
+        self._axes = outcome.axes or self._axes
+        self._at_exit = at_exit(self)
+
+    def _open_journal(self, sinks: SinkLike | Iterable[SinkLike] | None) -> RunPosition:
+        self._sinks = as_sinks(sinks)
+        settings = PipelineSettings(self.level, self._options.detector_factory, telemetry_health)
+        recorder = RunRecorder(self._options.run, settings)
+        if recorder.earlier is None:
+            self._deliveries = Deliveries(recorder.journal, self._sinks)
+        self._recorder = recorder
+        return RunPosition(recorder.run_dir, recorder.earlier.axes if recorder.earlier else None)
+
+    @property
+    def run_dir(self) -> Path | None:
+        """Where the journal lives, on every rank; None without one."""
+        return self._journal_position.run_dir
+
+    @property
+    def run(self) -> RunInfo | None:
+        """What the sinks know of the run; None at OFF, before it has started and on all ranks but rank 0."""
+        return self._recorder.run if self._recorder else None
+
+    @property
+    def ranks(self) -> int:
+        """How many processes report together."""
+        return self._peers.size if self._peers else 1
+
+    @property
+    def update_level(self) -> Level:
+        """Level of the update under way: DEBUG where an alarm asks for it, else `level`."""
+        return self._response.level
+
+    @property
+    def escalated(self) -> bool:
+        """Whether an alarm has raised the level of the update under way."""
+        return self._response.escalated
+
+    def __repr__(self) -> str:
+        state = "off" if self.level is Level.OFF else "closed" if self._closed else "open"
+        return f"{state}, level {self.level.name.lower()}, run_dir {self.run_dir}, update {self._axes.update}"
+
+    # What trainers and adapters call.
+
+    def expect_updates(self, *, candidates: Candidates, open_update: Callable[[], UpdateData]) -> None:
+        """Prepare for a trainer that submits whole updates; called when one is attached.
+
+        Args:
+            candidates: as for `search_on_failure`.
+            open_update: takes what has happened in an update that will not end.
+        """
+        self.search_on_failure(candidates)
+        self._take_open_update, self._attached = open_update, True
+        self._accepts("attach")
+
+    def search_on_failure(self, candidates: Candidates) -> None:
+        """Search these tensors, in forward order, for the first non-finite one when training raises; the latest caller's come first."""
+        self._candidates.insert(0, candidates)
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Call `callback()` when the run ends, before its open update is taken."""
+        self._close_callbacks.append(callback)
+
+    def start(self, *, config: Mapping[str, Any] | None = None, facts: Mapping[str, Any] | None = None) -> None:
+        """Add to the config and the facts of the run and announce it to the sinks; the first `flush` does so otherwise.
+
+        Time that passes before a trainer says that it starts is no update's.
+        """
+        if facts is not None:
+            self._flushed_at = time.perf_counter()
+        self._config.update(config or {})
+        self._facts.update(facts or {})
+        if self._recorder is not None and self._recorder.run is None:
+            self._recorder.start(self._config, self._facts, self._axes, worker=self._wants_worker())
+            if (
+                self._deliveries is None
+            ):  # sinks of a resumed run begin behind its run line: they open what an earlier part has closed
+                self._deliveries = Deliveries(self._recorder.journal, self._sinks)
+                self._recorder.report_changed_settings()
+
+    def _wants_worker(self) -> bool:
+        offload = self._attached if self._options.offload is None else self._options.offload
+        return offload and self._peers is None and not torch.cuda.is_initialized()
+
+    def begin_update(self, env_step: int) -> None:
+        """Begin an update, with data collected so far: its level is what alarms have asked for by now.
+
+        If the update never ends, its record stands at `env_step`.
+        """
+        if self._active:
+            self._collected = env_step
+            self._record_pending()
+            self._receive_reports()
+            self._response.begin_update()
+
+    def submit(self, update: UpdateData) -> None:
+        """Add a whole update, to be measured when it is flushed, by the pipeline.
+
+        Its tensors must stay as they are until `flush` returns. Tensors on a device, and those of several ranks, are measured at once.
+        """
+        if not self._active:
+            return
+        with self._lock, self.clock:
+            if not update.on_device and not self._peers:
+                self._open.updates.append(update)
+                return
+            self._measure_update(update)
+            if self.level >= Level.NORMAL and self._recorder is not None and self.run_dir is not None:
+                self._open.evidence_updates.append(update)
+
+    def measure(self, measurements: Iterable[Measurement], *, epoch: int | Sequence[int] = 0) -> None:
+        """Observe the results of metric functions that are called on a trainer's behalf: one that raises costs its group and a warning."""
+        if self._active:
+            with self._lock, self.clock:
+                self._containment.measure(measurements, partial(self._open.window.add, epoch=epoch, step=None))
+
+    def _measure_update(self, update: UpdateData) -> None:
+        for measurements, epochs in self._containment.steps(measure(update, self._facts, self.update_level)):
+            self.measure(measurements, epoch=epochs)
+
+    def attempt(self, function: Callable[[Event], None], event: Event) -> None:
+        """Call a hook of telemetry's own; one that raises costs what it would have measured, and a warning."""
+        self._containment.attempt(partial(function, event), lambda _: None)
+
+    def failed(self, function: Callable[..., object], error: Exception) -> None:
+        """Count and report a function of telemetry's own that was called already, and has raised."""
+        self._containment.note(function, error)
+
+    def abandon(self, error: BaseException) -> None:
+        """End the run as failed from another thread, where the training thread is stuck for good; the open update is given up."""
+        if self._active:
+            self.start()
+            self._closed = True
+            if self._recorder is not None:
+                self._recorder.event(FAILURE, self._axes, failure_data(error))
+                self._end_journal(self._recorder, RunStatus.FAILED)
+
+    # What users call, through `Telemetry`.
+
+    def observe(
+        self,
+        groups: Iterable[object],
+        epoch: IntegerLike | Sequence[IntegerLike] = 0,
+        step: IntegerLike | None = None,
+    ) -> None:
+        """Add groups to the update's record; see `Telemetry.observe`."""
+        if not self._accepts("observe"):
+            return
+        with self._lock, self.clock:
+            epochs = _epochs(epoch)
+            place = None if step is None else as_integer(step, "step")
+            for group in list(_flattened(groups)):
+                if isinstance(group, Postponed):
+                    self._open.window.postpone(group, epochs, place)
+                else:
+                    self._open.window.add(group, epochs, place)
+            if self._open.window.overdue:
+                self._warn_once(OVERDUE)
+
+    def watch(
+        self, model: nn.Module, optimizer: Optimizer, *, actor: Members | None, critic: Members | None
+    ) -> Callable[[], None]:
+        """Measure the model's gradients at every step of the optimizer; see `Telemetry.watch`."""
+        if not isinstance(model, nn.Module) or not hasattr(optimizer, "register_step_pre_hook"):
+            kinds = f"{_kind_text(model)} and {_kind_text(optimizer)}"
+            raise TypeError(f"watch takes a torch module and its optimizer, got {kinds}")
+        parts = {"actor": actor, "critic": critic}
+        groups = {name: group_names(model, members) for name, members in parts.items() if members is not None}
+        if not self._accepts("watch"):
+            return lambda: None
+        remove = self._watched.add(model, optimizer)
+        if groups:
+            self._facts["groups"] = {**self._facts.get("groups", {}), **groups}
+        return remove
+
+    def log(self, values: Mapping[str, SupportsFloat]) -> None:
+        """Add plain numbers to the update's record; see `Telemetry.log`."""
+        if self._accepts("log"):
+            with self._lock, self.clock:
+                self._open.logged.add(values)
+
+    def flush(
+        self, *, env_step: IntegerLike, update: IntegerLike | None = None, gradient_step: IntegerLike | None = None
+    ) -> None:
+        """End an update; see `Telemetry.flush`."""
+        if not self._accepts("flush"):
+            return
+        with self._lock, self.clock:
+            env_step = as_integer(env_step, "env_step")
+            update = None if update is None else as_integer(update, "update")
+            gradient_step = None if gradient_step is None else as_integer(gradient_step, "gradient_step")
+            if self._watched:
+                self._containment.attempt(partial(self._take_watched, whole=True), lambda _: None)
+            self._record_pending()
+            self.start()
+            self._response.begin_update()
+            self._end_update(self._next_axes(env_step, update, gradient_step), partial=False)
+            self._response.end_update(recorded=self._pending is not None)
+            if self._pending and (self._peers or not self._pending[1].pending):
+                self._record_pending()  # ranks end their updates together: the device has nothing left to do
+            if self._pending:
+                flushed, transfer = self._pending
+                self._pending = flushed.with_copies(), transfer
+            self._receive_reports()
+
+    def on_alarm(self, callback: AlarmCallback) -> Callable[[], None]:
+        """Call `callback(alarm)` with every alarm; see `Telemetry.on_alarm`."""
+        self._accepts("on_alarm")
+        return self._response.on_alarm(callback)
+
+    def notify_intervention(self, reason: str = "", **details: Any) -> None:
+        """Note that training was changed on purpose; see `Telemetry.notify_intervention`."""
+        if self._accepts("notify_intervention") and self._recorder is not None and self._recorder.run is not None:
+            with self._lock, self.clock:
+                self._record_pending()
+                self._recorder.event(INTERVENTION, self._axes, {"reason": reason, **details})
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the counts of the run for a checkpoint; waits until the journal holds everything so far, so that no gap can follow it."""
+        self._record_pending()
+        if self._active and self._recorder is not None and self._recorder.run is not None:
+            self._recorder.sync()
+        return {name: getattr(self._axes, name) for name in ("update", "env_step", "gradient_step")}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on counting where a checkpoint was taken; before the first `flush`."""
+        self._axes = Axes(state["update"], state["env_step"], state["gradient_step"], time.time())
+        self._flushes = 0
+
+    def close(self, status: RunStatus, failure: Mapping[str, Any] | None = None) -> CloseReport | None:
+        """End the run; see `Telemetry.close`. The event of a failure comes behind the record of the open update."""
+        with self._lock:
+            if not self._active:
+                return None
+            self._record_pending()
+            self.start()
+            if status is RunStatus.FINISHED and self._open and not self._flushes and not self._attached:
+                self._warn_once(NEVER_FLUSHED)
+            last_axes = self._axes
+            for callback in self._close_callbacks:
+                self._containment.attempt(callback, lambda _: None)
+            self._containment.attempt(self._take_open_update, self.submit)
+            self._containment.attempt(partial(self._take_watched, whole=False), lambda _: self._watched.stop())
+            if self._open:
+                self._end_update(self._next_axes(max(self._collected, last_axes.env_step), None, None), partial=True)
+                self._record_pending()
+            if failure is not None and self._recorder is not None:
+                self._recorder.event(FAILURE, last_axes, failure)
+            self._closed = True
+            atexit.unregister(self._at_exit)
+            if self._peers:
+                self._peers.leave()
+            if self._recorder is None:
+                return None
+            report = self._end_journal(self._recorder, status)
+            self._receive_reports()
+            return report
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        status = status_of(error)
+        failure = None
+        if error is not None and status is RunStatus.FAILED and self._active:
+            data: Candidates = partial(local_data, error)
+            failure = failure_data(error, *self._candidates, data, self._watched.nonfinite_candidates)
+        self.close(status, failure)
+
+    @property
+    def _active(self) -> bool:
+        """Whether this session records: not at OFF, not after close, never in a forked copy of the process."""
+        return self.level > Level.OFF and not self._closed and fork_generation() == self._generation
+
+    def _accepts(self, call: str) -> bool:
+        """Return whether a user's call is recorded; the first one after `close` costs a warning."""
+        if self._active:
+            return True
+        if self._closed and fork_generation() == self._generation:
+            self._warn_once(CLOSED, call)
+        return False
+
+    def _warn_once(self, message: str, *args: object) -> None:
+        if message not in self._warnings:
+            self._warnings.add(message)
+            _logger.warning(message, *args)
+
+    def _take_watched(self, *, whole: bool) -> None:
+        """Measure what watched models did in the update."""
+        update = self._watched.take(whole=whole)
+        if update:
+            self._measure_update(update)
+            self.measure(self._watched.rates())
+
+    def _next_axes(self, env_step: int, update: int | None, gradient_step: int | None) -> Axes:
+        """Return the axes of the update under way, as given or counted."""
+        last = self._axes
+        if gradient_step is None:
+            gradient_step = last.gradient_step + self._open.gradient_steps
+        return Axes(last.update + 1 if update is None else update, env_step, gradient_step, time.time())
+
+    def _end_update(self, axes: Axes, *, partial: bool) -> None:
+        """Start the copy of the update's numbers to the host; nothing of it is recorded that an earlier part of the run has recorded."""
+        flushed = self._open.flush(axes, self.update_level, partial=partial)
+        transfer = self._open.window.send()
+        earlier, last = self._journal_position, self._axes
+        is_new = not earlier.covers(axes)
+        if is_new and self._flushes:
+            if axes.update <= last.update:
+                self._warn_once(REPEATED, axes.update, last.update)
+            if axes.env_step < last.env_step:
+                self._warn_once(BACKWARDS, "env_step", axes.env_step, last.env_step)
+            elif axes.gradient_step < last.gradient_step:
+                self._warn_once(BACKWARDS, "gradient_step", axes.gradient_step, last.gradient_step)
+        self._flushes += 1
+        if is_new or (earlier.axes is not None and axes.update <= earlier.axes.update):
+            self._axes = axes
+        if is_new:
+            self._pending = flushed, transfer
+
+    def _record_pending(self) -> None:
+        """Hand the last update to the pipeline, if its numbers were still on their way from the device."""
+        if not self._active or self._pending is None:
+            return
+        with self._lock, self.clock:
+            (flushed, transfer), self._pending = self._pending, None
+            tables = transfer.tables()
+            decision = RankZeroDecision(self.sampling.proposed, self._response.requested)
+            if self._peers and not flushed.partial:
+                tables, decision = self._peers.join(tables, decision)
+                self._response.agree(decision.debug_updates)
+            self.sampling.adopt(decision.sample_every)
+            if self._recorder is None or self._deliveries is None:
+                return
+            self._recorder.describe(tables)
+            results = [NO_VALUES]
+            if tables:
+                read: Callable[[], Values] = partial(finish, tables, flushed.level, copies=int(transfer.pending))
+                self._containment.attempt(read, results.append)
+            now = time.perf_counter()
+            elapsed, self._flushed_at = now - self._flushed_at, now
+            seconds, cpu_seconds = self.clock.take()
+            self.sampling.learn(cpu_seconds if self._peers else seconds, elapsed)  # to wait for other ranks is no cost
+            stats = self._deliveries.stats()
+            cost = FlushCost(seconds, cpu_seconds, elapsed, self._containment.take())
+            backlog = SinkBacklog(stats.queue_depth, stats.errors, stats.lags)
+            begun = time.perf_counter()
+            self._recorder.record(flushed._replace(measured=results[-1], cost=cost, backlog=backlog))
+            self._recommend_worker(self._recorder, time.perf_counter() - begun, elapsed)
+
+    def _recommend_worker(self, recorder: RunRecorder, seconds: float, elapsed: float) -> None:
+        """Warn where the records of the user's own loop take more than the budget, and a worker could make them."""
+        self._records += 1
+        self._record_seconds += seconds
+        self._records_elapsed += elapsed
+        if self._records < RECOMMENDATION_RECORDS or self._records_elapsed < RECOMMENDATION_SECONDS:
+            return
+        share, budget = self._record_seconds / self._records_elapsed, self._options.budget
+        if share <= budget or self._attached or self._options.offload is not None or RECOMMENDATION in self._warnings:
+            return
+        possible = recorder.run_dir is not None and self._peers is None and not torch.cuda.is_initialized()
+        if possible and isinstance(recorder.pipeline, InProcessPipeline) and can_use_worker(recorder.settings):
+            self._warn_once(RECOMMENDATION, 100 * share, 100 * budget)
+
+    def _receive_reports(self) -> None:
+        """Take in the alarms of records made by now, and call the user's callbacks; between records, so that nothing can interleave."""
+        if self._recorder is not None:
+            self._response.receive(self._recorder.take_reports())
+            self._response.call()
+
+    def _end_journal(self, recorder: RunRecorder, status: RunStatus) -> CloseReport:
+        """Append the end line and wait for the sinks, `close_timeout` seconds in all, half of them at most for the journal."""
+        assert self._deliveries is not None
+        timeout = self._options.close_timeout
+        deadline = time.monotonic() + timeout
+        try:
+            recorder.end(status, timeout / 2)
+            self._deliveries.close(max(0.1, deadline - time.monotonic()), status=status)
+        finally:  # an interrupt ends the wait, and the run is closed all the same
+            report = self._deliveries.close(0.0, status=status)
+            recorder.release()
+            _report_undelivered(report, recorder.run_dir)
+        return report
+
+
+def _report_undelivered(report: CloseReport, run_dir: Path | None) -> None:
+    """Log one line for each sink that needs help, and one for all that a background process feeds."""
+    going_on = [sink for sink in report.sinks if sink.goes_on]
+    for sink in report.sinks:
+        if sink not in going_on and (sink.state is not SinkState.CLOSED or sink.pending):
+            _logger.warning("esper-telemetry: %s", sink)
+    if going_on:
+        names = [f"{sink.name} ({sink.pending:,} records)" if sink.pending else sink.name for sink in going_on]
+        _logger.warning(GOING_ON, ", ".join(names), MAX_DETACHED_SECONDS / 60, run_dir)
+
+
+def _flattened(groups: Iterable[object]) -> Iterable[MetricGroup | Postponed]:
+    """Yield the groups one by one, those in tuples, lists and generators too; what is postponed as a whole."""
+    for group in groups:
+        if isinstance(group, MetricGroup | Postponed):
+            yield group
+        elif isinstance(group, Iterable) and not isinstance(group, Mapping | str | bytes | Tensor | np.ndarray):
+            yield from _flattened(group)
+        else:
+            raise TypeError(
+                f"observe takes what metric functions return, got {shown(group)}: plain numbers go to telemetry.log({{'my/key': 0.3}})"
+            )
+
+
+def _epochs(epoch: object) -> int | list[int]:
+    """Return the epoch, or one per row."""
+    several = isinstance(epoch, Sequence) and not isinstance(epoch, str)
+    if several or (isinstance(epoch, Tensor | np.ndarray) and epoch.ndim == 1):
+        return [as_integer(one, "epoch") for one in epoch]  # type: ignore[attr-defined]  # mypy forgets the check above
+    return as_integer(epoch, "epoch")
+
+
+def _kind_text(value: object) -> str:
+    if value is None:
+        return "None"
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

@@ -35,7 +35,8 @@ from esper_telemetry.events import (
 )
 from esper_telemetry.metrics.episodes import evaluation_stats
 from esper_telemetry.metrics.gradients.interference import pair_gradients
-from esper_telemetry.telemetry import Telemetry
+from esper_telemetry.session import TelemetrySession
+from esper_telemetry.telemetry import Telemetry, session_of
 from esper_telemetry.updates.data import (
     CollectedRows,
     Episodes,
@@ -122,7 +123,7 @@ class UpdateCollector:
         source: emits the events; at once, everything but what a run turns out to have is listened to.
     """
 
-    def __init__(self, telemetry: Telemetry, source: EventSource) -> None:
+    def __init__(self, telemetry: TelemetrySession, source: EventSource) -> None:
         self._telemetry = telemetry
         contained = partial(TimedListener, telemetry.clock, source.hooks, telemetry.attempt)
         self._replay_probe = ReplayProbe(telemetry, contained())
@@ -361,8 +362,9 @@ def attach(telemetry: Telemetry, source: EventSource) -> Remover:
         )
     if telemetry.level is Level.OFF:
         return lambda: None
-    collector = UpdateCollector(telemetry, source)
-    telemetry.expect_updates(candidates=collector.nonfinite_candidates, open_update=collector.take)
+    session = session_of(telemetry)
+    collector = UpdateCollector(session, source)
+    session.expect_updates(candidates=collector.nonfinite_candidates, open_update=collector.take)
     leave = source.companions.join("telemetry", collector) if isinstance(source, CheckpointedSource) else lambda: None
 
     def stop() -> None:
@@ -389,7 +391,7 @@ def watch_pair(telemetry: Telemetry, source: EventSource, name: str, *, module: 
     if telemetry.level < Level.NORMAL:
         return lambda: None
     probe = PairProbe(telemetry, segment(name), module, host)
-    listener = TimedListener(telemetry.clock, source.hooks)
+    listener = TimedListener(session_of(telemetry).clock, source.hooks)
     listener.on(BackwardEnd, probe.observe)
     handle = module.register_forward_hook(probe.follow)
 

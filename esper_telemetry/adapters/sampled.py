@@ -43,7 +43,7 @@ from esper_telemetry.metrics.representation import (
     layer_responses,
     unit_activity,
 )
-from esper_telemetry.telemetry import Telemetry
+from esper_telemetry.session import TelemetrySession
 from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.data import GradientSample
 
@@ -261,7 +261,7 @@ class ReplayProbe:
         samples: number of sampled updates so far; a checkpoint keeps it.
     """
 
-    def __init__(self, telemetry: Telemetry, listener: TimedListener) -> None:
+    def __init__(self, telemetry: TelemetrySession, listener: TimedListener) -> None:
         self._telemetry = telemetry
         self._listener = listener
         self.samples = 0

@@ -173,10 +173,11 @@ class ScriptTelemetry:
     def _found(self, script: ScriptListener) -> None:
         """The first step of PPO: now there is something to measure."""
         from esper_telemetry.adapters.attach import attach
+        from esper_telemetry.telemetry import session_of
 
         self.telemetry = self._made()
         attach(self.telemetry, script)
-        self._taps.clock = self.telemetry.clock
+        self._taps.clock = session_of(self.telemetry).clock
 
     def _made(self, number: int = 1) -> Telemetry:
         """The telemetry of the script, or of the model with that number, which has a directory of its own."""

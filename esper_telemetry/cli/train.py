@@ -41,7 +41,7 @@ from esper_telemetry.ppo.ranks import Ranks
 from esper_telemetry.ppo.trainer import PPO
 from esper_telemetry.sinks.protocol import Sink
 from esper_telemetry.sinks.registry import SinkLike, as_sink
-from esper_telemetry.telemetry import Telemetry
+from esper_telemetry.telemetry import Telemetry, session_of
 from esper_telemetry.views.outcome import Summary
 
 if TYPE_CHECKING:
@@ -230,9 +230,9 @@ def _exit_code(trainer: TrainingRun, options: Train, number: int) -> int:
 
 
 def _give_up(telemetry: Telemetry, lost: RankLostError) -> None:
-    """End the run while the training thread waits for a rank that has ended."""
+    """Ends the run while the training thread waits for a rank that has gone."""
     _report(lost)
-    telemetry.abandon(lost)
+    session_of(telemetry).abandon(lost)
 
 
 def _report(lost: RankLostError) -> None:

@@ -1,13 +1,13 @@
 """The ranks of a distributed run as telemetry sees them: what each measured becomes what one process would have measured.
 
-One all-gather of one packed vector per update, over a gloo group of telemetry's own, so that nothing mixes with the trainer's messages.
-A vector begins with a hash of its layout. Where all hashes agree that is all; otherwise the ranks exchange what their vectors hold, once
-per combination, and share every field that several measure. An update that no longer fits raises the length that all ranks allot, and
-all gather once more.
+At every flush the ranks make one all-gather of one packed vector. They do so where their numbers have reached the host, over a gloo group
+of telemetry's own: nothing mixes with the trainer's collectives, NCCL's streams included, and inside `flush` ranks have just agreed on a
+gradient, so whoever waits there would wait a moment later.
 
-What several processes measured of one update, as if one had measured it.
-
-What a rank's packed vector holds, so that ranks can tell whether they measure the same, and say what differs.
+A vector begins with a hash of its layout. Where all hashes agree that is all; otherwise the ranks exchange the layouts, once per
+combination, and share every field that several measure. A rank that lacks a group is no mistake, because an episode may end on one rank
+only; ranks that measure one key in different ways are (`LayoutMismatch`). A vector longer than the length that all ranks allot raises that
+length, and all gather once more.
 """
 
 from __future__ import annotations
@@ -23,28 +23,27 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from esper_telemetry.core.packing import SlotLayout
 from esper_telemetry.core.reduction import Array
 from esper_telemetry.pipeline.window import Table, Tables
 
-Key = tuple[int, int, int]
-"""Where a row belongs: its epoch, its optimizer step, and how many rows of that step came before it."""
+RowKey = tuple[int, int, int]
+"""Place of a row: its epoch, its optimizer step, and how many rows of that step came before it."""
 
 
 def comparable(tables: Tables) -> Tables:
-    """The same by layouts that are equal on all ranks that measure the same: which slots are plain numbers does not matter."""
-    found: Tables = {}
+    """Return the tables by layouts that are equal on all ranks that measure the same: which slots are plain numbers does not matter."""
+    result: Tables = {}
     for layout, table in tables.items():
         plain = replace(layout, constant=(False,) * len(layout.constant))
-        found[plain] = _stacked(found[plain], table) if plain in found else table
-    return found
+        result[plain] = _stacked(result[plain], table) if plain in result else table
+    return result
 
 
 def by_field(tables: Tables) -> Tables:
-    """The same with a layout for every field under every label: ranks then share what they both measure, and lack the rest."""
-    found: Tables = {}
+    """Return the tables with a layout for every field under every label: ranks then share what they both measure, and lack the rest."""
+    result: Tables = {}
     for layout, table in tables.items():
         width = len(layout.constant)
         for place, label in enumerate(layout.labels or ("",)):
@@ -52,13 +51,13 @@ def by_field(tables: Tables) -> Tables:
             for item in layout.fields:
                 part = SlotLayout(layout.group, (label,) if layout.labels else (), (item,), (False,) * item.width)
                 own = table._replace(rows=table.rows[:, start : start + item.width])
-                found[part] = _stacked(found[part], own) if part in found else own
+                result[part] = _stacked(result[part], own) if part in result else own
                 start += item.width
-    return found
+    return result
 
 
 def merged(parts: Sequence[Tables]) -> Tables:
-    """One update from what each rank measured of it, in the order of the ranks; a layout may be missing on some."""
+    """Merge what each rank measured of one update, in the order of the ranks; a layout may be missing on some."""
     layouts = dict.fromkeys(layout for part in parts for layout in part)
     return {layout: _merged(layout, [part[layout] for part in parts if layout in part]) for layout in layouts}
 
@@ -66,14 +65,19 @@ def merged(parts: Sequence[Tables]) -> Tables:
 def _merged(layout: SlotLayout, tables: Sequence[Table]) -> Table:
     if layout.replicated or len(tables) == 1:
         return tables[0]
-    keys = [_keys(table) for table in tables]
+    keys = [_row_keys(table) for table in tables]
     if all(key == keys[0] for key in keys):
         return tables[0]._replace(rows=_over_ranks(layout, np.stack([table.rows for table in tables])))
-    return _row_by_row(layout, tables, keys)
+    # ranks measured at different steps: each row merges those that belong to it
+    by_key = [dict(zip(key, table.rows, strict=True)) for key, table in zip(keys, tables, strict=True)]
+    every = sorted({key for rows in by_key for key in rows})
+    rows = [_over_ranks(layout, np.stack([rank[key] for rank in by_key if key in rank])[:, None])[0] for key in every]
+    epochs, steps, _ = zip(*every, strict=True)
+    return Table(np.stack(rows), np.array(steps), np.array(epochs))
 
 
 def _over_ranks(layout: SlotLayout, rows: Array) -> Array:
-    """[ranks, R, columns] merged into [R, columns]."""
+    """Merge [ranks, R, columns] into [R, columns]."""
     result = np.empty(rows.shape[1:])
     for reduction, columns in layout.blocks:
         block = rows[:, :, columns]
@@ -82,16 +86,7 @@ def _over_ranks(layout: SlotLayout, rows: Array) -> Array:
     return result
 
 
-def _row_by_row(layout: SlotLayout, tables: Sequence[Table], keys: Sequence[list[Key]]) -> Table:
-    """Where ranks measured at different steps: each row merges those that belong to it."""
-    found = [dict(zip(key, table.rows, strict=True)) for key, table in zip(keys, tables, strict=True)]
-    every = sorted({key for rows in found for key in rows})
-    rows = [_over_ranks(layout, np.stack([rank[key] for rank in found if key in rank])[:, None])[0] for key in every]
-    epochs, steps, _ = zip(*every, strict=True)
-    return Table(np.stack(rows), np.array(steps), np.array(epochs))
-
-
-def _keys(table: Table) -> list[Key]:
+def _row_keys(table: Table) -> list[RowKey]:
     counts: dict[tuple[int, int], int] = {}
     keys = []
     for place in zip(table.epochs.tolist(), table.steps.tolist(), strict=True):
@@ -120,14 +115,14 @@ Signature = tuple[SignatureEntry, ...]
 
 
 def packed(tables: Tables) -> tuple[Signature, Array]:
-    """The tables as one vector, and what is in it; in an order that does not depend on who was observed first."""
+    """Return the tables as one vector, and what is in it, in an order that does not depend on which group was observed first."""
     items = sorted(tables.items(), key=lambda item: (item[0].name, item[0].labels, item[0].fields_text))
     signature = tuple(SignatureEntry(layout, tuple(t.steps.tolist()), tuple(t.epochs.tolist())) for layout, t in items)
     return signature, np.concatenate([np.empty(0), *(table.rows.reshape(-1) for _, table in items)])
 
 
 def unpacked(signature: Signature, vector: Array) -> Tables:
-    """The tables of a rank from its vector; what stands behind them is passed over."""
+    """Return the tables of a rank from its vector; what stands behind them is padding."""
     tables: Tables = {}
     for layout, steps, epochs in signature:
         columns = len(layout.constant) * max(1, len(layout.labels))
@@ -137,7 +132,7 @@ def unpacked(signature: Signature, vector: Array) -> Tables:
 
 
 def digest(signature: Signature) -> float:
-    """A hash of 52 bits, the same in every process; a float64 holds it exactly."""
+    """Return a hash of 52 bits, the same in every process; a float64 holds it exactly."""
     hashed = hashlib.blake2b(digest_size=8)
     for layout, steps, epochs in signature:
         hashed.update(f"{layout.name}{layout.labels}{layout.fields_text}{steps}{epochs}".encode())
@@ -145,29 +140,26 @@ def digest(signature: Signature) -> float:
 
 
 def dumped(signature: Signature) -> bytes:
-    """The signature for other processes of the same program."""
-    plain = [
-        SignatureEntry(replace(layout), steps, epochs) for layout, steps, epochs in signature
-    ]  # without what is cached
+    """Return the signature as bytes, without what its layouts have cached; the reason where it cannot be pickled."""
     try:
-        return pickle.dumps(tuple(plain))
+        return pickle.dumps(tuple(SignatureEntry(replace(layout), *rest) for layout, *rest in signature))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         return pickle.dumps(str(error))
 
 
 def loaded(message: bytes, rank: int) -> Signature:
-    """A rank's signature from its bytes; raises LayoutMismatch for a group that exists on that rank only."""
+    """Return a rank's signature from its bytes; raises LayoutMismatch for a group that exists on that rank only."""
     try:
-        found = pickle.loads(message)
+        content = pickle.loads(message)
     except (AttributeError, ImportError) as error:
-        found = str(error)
-    if isinstance(found, str):
-        raise LayoutMismatch(f"rank {rank} measures a group that other ranks cannot know: {found}")
-    return tuple(SignatureEntry(*entry) for entry in found)
+        content = str(error)
+    if isinstance(content, str):
+        raise LayoutMismatch(f"rank {rank} measures a group that other ranks cannot know: {content}")
+    return tuple(SignatureEntry(*entry) for entry in content)
 
 
-def check(parts: Sequence[Tables]) -> None:
-    """Raises LayoutMismatch, naming the ranks and what differs, where two of them measure one key in different ways.
+def check_layouts(parts: Sequence[Tables]) -> None:
+    """Raise LayoutMismatch, naming the ranks and what differs, where two of them measure one key in different ways.
 
     Args:
         parts: what each rank measured, field by field. What is missing on a rank is no mismatch: an episode may end on one only.
@@ -179,35 +171,35 @@ def check(parts: Sequence[Tables]) -> None:
                 other, known = first.setdefault(reader.key, (rank, layout))
                 if known != layout:
                     raise LayoutMismatch(
-                        f"ranks {other} and {rank} measure {reader.key} in different ways, {_kind(known)} and {_kind(layout)}: "
-                        "all ranks have to run the same program with the same settings"
+                        f"ranks {other} and {rank} measure {reader.key} in different ways, {_layout_text(known)} and "
+                        f"{_layout_text(layout)}: all ranks have to run the same program with the same settings"
                     )
 
 
-def _kind(layout: SlotLayout) -> str:
+def _layout_text(layout: SlotLayout) -> str:
     (field,) = layout.fields
     edges = f" between the edges {field.edges}" if field.edges else ""
     return f"as {field.width} slots of {field.reduction.__name__}{edges} in {layout.name}.{field.name}"
 
 
-MEETING: Final = timedelta(seconds=60)
-"""How long a rank waits for the others to make their `Telemetry` too."""
-HEADER: Final = 4
+MEETING_TIMEOUT: Final = timedelta(seconds=60)
+"""How long a rank waits for the others to make their `Telemetry`."""
+HEADER_NUMBERS: Final = 4
 """Numbers before the packed ones: the hash of the layout, how many follow, and the rank's note."""
-MOST_KNOWN: Final = 256
-"""Combinations of layouts that are remembered."""
+MAX_KNOWN_SIGNATURES: Final = 256
+"""Layouts that are remembered."""
 
 
-class Note(NamedTuple):
-    """What the first rank decides for all.
+class RankZeroDecision(NamedTuple):
+    """What rank 0 decides for all ranks.
 
     Attributes:
-        every: one update in so many is looked at closely.
-        raised: updates at DEBUG that alarms ask for.
+        sample_every: one update in so many is sampled.
+        debug_updates: updates at DEBUG that alarms ask for.
     """
 
-    every: int
-    raised: int
+    sample_every: int
+    debug_updates: int
 
 
 @dataclass(slots=True)
@@ -227,7 +219,7 @@ class Peers:
 
     @classmethod
     def meet(cls) -> Peers | None:
-        """Those of the process group that is initialised; None where there is none, or one process.
+        """Return the ranks of the process group that is initialised; None where there is none, or one process.
 
         Raises:
             RuntimeError: a rank did not come within a minute.
@@ -235,28 +227,28 @@ class Peers:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return None
         try:
-            meeting = dist.new_group(backend="gloo", timeout=MEETING)
+            meeting = dist.new_group(backend="gloo", timeout=MEETING_TIMEOUT)
             group = dist.new_group(backend="gloo")  # waits for half an hour, as training does
         except RuntimeError as error:
             raise RuntimeError(
-                f"not all {dist.get_world_size()} ranks made a Telemetry within {MEETING.seconds} s: make one on every rank, "
+                f"not all {dist.get_world_size()} ranks made a Telemetry within {MEETING_TIMEOUT.seconds} s: make one on every rank, "
                 "or pass ranks='alone' to the one that is to report its own numbers only"
             ) from error
         dist.destroy_process_group(meeting)
         return cls(dist.get_rank(), dist.get_world_size(), group)
 
-    def tell(self, value: Any) -> Any:
-        """Rank 0's value, which can be pickled, on every rank."""
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value, which can be pickled, on every rank."""
         box = [value]
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
-    def join(self, tables: Tables, note: Note) -> tuple[Tables, Note]:
-        """What all ranks measured of one update, and rank 0's note; to be called by all of them.
+    def join(self, tables: Tables, decision: RankZeroDecision) -> tuple[Tables, RankZeroDecision]:
+        """Return what all ranks measured of one update, and rank 0's decision; all of them must call it.
 
         Args:
             tables: what this one measured.
-            note: all ranks know rank 0's afterwards.
+            decision: of this rank; rank 0's counts.
 
         Raises:
             LayoutMismatch: they do not measure the same; on every rank.
@@ -264,60 +256,54 @@ class Peers:
         """
         own = comparable(tables)
         signature, vector = packed({layout: table for layout, table in own.items() if not layout.replicated})
-        found = self._gather(np.concatenate([[digest(signature), len(vector), *note], vector]))
-        signatures = self._signatures(signature, [row[0] for row in found])
-        parts = [unpacked(known, row[HEADER:]) for known, row in zip(signatures, found, strict=True)]
+        gathered = self._gather(np.concatenate([[digest(signature), len(vector), *decision], vector]))
+        signatures = self._signatures(signature, [row[0] for row in gathered])
+        parts = [unpacked(known, row[HEADER_NUMBERS:]) for known, row in zip(signatures, gathered, strict=True)]
         if any(other is not signature for other in signatures):
             parts = [by_field(part) for part in parts]
-            check(parts)
+            check_layouts(parts)
         joined = merged(parts) | {layout: table for layout, table in own.items() if layout.replicated}
-        return joined, Note(*map(int, found[0][2:HEADER]))
+        return joined, RankZeroDecision(*map(int, gathered[0][2:HEADER_NUMBERS]))
 
     def leave(self) -> None:
-        """Ends the group; nothing is exchanged."""
+        """End the group; nothing is exchanged, because a rank that has failed calls it, and the others may be gone."""
         group, self.group = self.group, None
         if group is not None and dist.is_initialized():
             with suppress(RuntimeError, ValueError):  # where the whole process group is gone already
                 dist.destroy_process_group(group)
 
     def _gather(self, vector: Array) -> Sequence[Array]:
-        """Every rank's vector, [at least its length] each."""
-        found = self._exchange(vector[: self._length])
-        longest = HEADER + int(max(row[1] for row in found))
+        """Return every rank's vector, [at least its length] each."""
+        gathered = self._exchange(vector[: self._length])
+        longest = HEADER_NUMBERS + int(max(row[1] for row in gathered))
         if longest > self._length:
             self._length = longest + longest // 4
-            found = self._exchange(vector)
-        return found
+            gathered = self._exchange(vector)
+        return gathered
 
     def _exchange(self, vector: Array) -> list[Array]:
         padded = torch.zeros(self._length, dtype=torch.float64)
         padded[: len(vector)] = torch.from_numpy(vector)
-        return [row.numpy() for row in self._all(padded)]
-
-    def _all(self, tensor: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(found, tensor, group=self.group)
-        return found
+        gathered = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(gathered, padded, group=self.group)
+        return [row.numpy() for row in gathered]
 
     def _signatures(self, own: Signature, digests: Sequence[float]) -> list[Signature]:
-        """What every rank's vector holds. All ranks know the same signatures, so all or none exchange them."""
+        """Return what every rank's vector holds. All ranks know the same signatures, so all or none exchange them."""
         if len(set(digests)) == 1:
             return [own] * self.size
         if not self._known.keys() >= set(digests):
-            self._learn(own, digests)
+            messages: list[Any] = [None] * self.size
+            dist.all_gather_object(messages, dumped(own), group=self.group)
+            signatures = [loaded(message, rank) for rank, message in enumerate(messages)]
+            if len(self._known) > MAX_KNOWN_SIGNATURES:
+                self._known.clear()
+            self._known.update(zip(digests, signatures, strict=True))
         return [self._known[value] for value in digests]
-
-    def _learn(self, own: Signature, digests: Sequence[float]) -> None:
-        messages: list[Any] = [None] * self.size
-        dist.all_gather_object(messages, dumped(own), group=self.group)
-        signatures = [loaded(message, rank) for rank, message in enumerate(messages)]
-        if len(self._known) > MOST_KNOWN:
-            self._known.clear()
-        self._known.update(zip(digests, signatures, strict=True))
 
 
 def portable(error: Exception) -> Exception:
-    """The exception itself if it can go to another process, else its text."""
+    """Return the exception itself if it can go to another process, else one with its text."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # an exception's own pickling may raise anything

@@ -1,13 +1,18 @@
-"""From measurements to journal lines: the last step before anything leaves, in this process or in one beside it.
+"""From one flushed update to the journal: measure, derive, detect, append.
 
-What one update has gathered so far, and what becomes of it when it is flushed.
+`InProcessPipeline` does so in the process that calls it. `WorkerPipeline` (`worker.py`) hands the same calls to an `InProcessPipeline` in
+a process of its own, and takes them back where that process dies.
+
+Detectors get exactly what the journal holds, at the place where the record is made: so reading a journal raises the same alarms again, and
+a run that is resumed, or a training process that replaces its worker, feeds them the journal first. A record, its alarms and its events
+are one append, so no reader sees a record without its alarms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +22,6 @@ from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Level, MetricIn
 from esper_telemetry.history.derive import Series
 from esper_telemetry.journal.file import Journal
 from esper_telemetry.journal.lines import (
-    Entry,
     JournalEvent,
     Line,
     encode_alarm,
@@ -29,325 +33,323 @@ from esper_telemetry.journal.lines import (
     plain,
 )
 from esper_telemetry.journal.memory import MemoryJournal
-from esper_telemetry.journal.read import JournalFollower
-from esper_telemetry.metrics.performance import telemetry_health
-from esper_telemetry.pipeline.watch import Detector, Found, Judgement, Watches
-from esper_telemetry.pipeline.window import NO_NUMBERS, Logged, Numbers, Transfer, Window
+from esper_telemetry.journal.read import entries
+from esper_telemetry.pipeline.window import LoggedValues, Window
 from esper_telemetry.updates.containment import Containment
 from esper_telemetry.updates.data import UpdateData, copied
 from esper_telemetry.updates.evidence import Scene, captures, evidence_of, weak
 from esper_telemetry.updates.extensions import Capture
 from esper_telemetry.updates.groups import measure, without_many_layers
 
-ALARM_VALUES, ESCALATION = "alarm/", "telemetry/escalation_remaining"
-"""How the keys begin that the watch adds to a record."""
+DETECTOR_PREFIXES = ("alarm/", "telemetry/escalation_remaining")
+"""How the keys begin that the detector adds to a record."""
 FAILURE = "failure"
 """The type of the event that names the exception which ended the run."""
 INTERVENTION = "intervention"
 """The type of the event that says that someone has changed the run on purpose."""
 
 
-class JournalOutput(NamedTuple):
+class Judgement(Protocol):
+    """The result of one record; see `alarms.detectors.Verdict`."""
+
+    @property
+    def alarms(self) -> tuple[Alarm, ...]:
+        """Alarms that begin, get worse or end with the record."""
+
+    @property
+    def remaining(self) -> int:
+        """Updates for which the level is to be DEBUG; 0 for none."""
+
+    @property
+    def values(self) -> Mapping[str, float]:
+        """Values that join the record."""
+
+    @property
+    def events(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+        """Other events, by type."""
+
+
+class Detector(Protocol):
+    """Judges the records of a run in order; see `alarms.detectors.Detectors`."""
+
+    def step(self, record: Record) -> Judgement:
+        """Judge the next record."""
+
+    def intervention(self) -> None:
+        """Note that someone has changed the run on purpose."""
+
+    def failure(self, seq: int, axes: Axes, data: Mapping[str, Any]) -> Judgement:
+        """Judge the exception that ended the run, by the data of its `failure` event; records follow where the run is resumed."""
+
+
+DetectorFactory = Callable[[Mapping[str, Any]], Detector]
+"""Makes the detector of a run from its facts; it can be pickled, because the process that writes the journal calls it."""
+
+
+class AlarmReport(NamedTuple):
+    """What the training thread gets back of one record: its alarms, and for how many updates the level is to be DEBUG."""
+
+    alarms: tuple[Alarm, ...]
+    remaining: int
+
+
+class SinkBacklog(NamedTuple):
     """How far the sinks are behind, and how often they have failed: all together, and each."""
 
-    queue_depth: int
-    errors: int
+    queue_depth: int = 0
+    errors: int = 0
     sinks: tuple[SinkLag, ...] = ()
 
 
-class Measured(NamedTuple):
-    """What one flush hands over.
+class FlushCost(NamedTuple):
+    """What telemetry took since the last record.
 
     Attributes:
-        seq, axes, partial: of the record.
-        level: at which this update is measured.
-        measured: values that are finished already.
-        snapshots: what is still to be summarised.
-        seconds: time that telemetry took on the training thread since the last record.
-        elapsed: time since the last record.
-        delivery: where the sinks stand.
-        metric_errors: metric functions that raised where `measured` comes from.
-        cpu_seconds: processor time that telemetry took on the training thread since the last record.
-        witnesses: updates that are summarised already, and are kept for evidence: of several ranks the first one's.
-        numbers: what was logged; it stands where it shares a key.
+        seconds, cpu_seconds: wall and processor time on the training thread; the latter is None where nobody has measured it.
+        elapsed: wall time since the last record.
+        metric_errors: metric functions that raised on the training thread.
     """
 
-    seq: int
-    axes: Axes
-    partial: bool
-    level: Level
-    measured: Values
-    snapshots: tuple[UpdateData, ...]
-    seconds: float
-    elapsed: float
-    delivery: JournalOutput
-    metric_errors: int = 0
+    seconds: float = 0.0
     cpu_seconds: float | None = None
-    witnesses: tuple[UpdateData, ...] = ()
-    numbers: Numbers = NO_NUMBERS
-
-    @property
-    def plain(self) -> bool:
-        """Whether logged numbers are all there is."""
-        return self.measured is NO_VALUES and not (self.partial or self.snapshots or self.witnesses)
-
-    @property
-    def seen(self) -> tuple[UpdateData, ...]:
-        """What evidence is taken from."""
-        return self.snapshots + self.witnesses
+    elapsed: float = 0.0
+    metric_errors: int = 0
 
 
-class Writer(Protocol):
-    """Takes what belongs into the journal, in order."""
+class FlushedUpdate(NamedTuple):
+    """One update on its way through the pipeline.
 
-    def run(self, info: RunInfo) -> None:
-        """The head of the journal."""
+    Attributes:
+        axes, partial: of the record.
+        level: at which this update is measured.
+        logged: plain numbers; they stand where they share a key with a measured value.
+        updates: what is still to be measured.
+        evidence_updates: updates that are measured already and from which evidence is taken; of several ranks rank 0's.
+        seq: number of the journal line.
+        measured: values of the groups that were observed.
+        cost: of telemetry on the training thread.
+        backlog: of the sinks.
+    """
 
-    def go_on(self, info: RunInfo) -> None:
-        """Instead of `run`, where the journal holds this head and the records of earlier parts of the run."""
+    axes: Axes
+    level: Level
+    partial: bool = False
+    logged: Mapping[str, float] = {}
+    updates: tuple[UpdateData, ...] = ()
+    evidence_updates: tuple[UpdateData, ...] = ()
+    seq: int = 0
+    measured: Values = NO_VALUES
+    cost: FlushCost = FlushCost()
+    backlog: SinkBacklog = SinkBacklog()
 
-    def describe(self, metrics: Mapping[str, MetricInfo], seq: int) -> None:
-        """Descriptions of keys that the head did not have."""
-
-    def record(self, measured: Measured) -> None:
-        """One record."""
-
-    def event(self, event: JournalEvent) -> None:
-        """Something that happened besides records."""
-
-    def found(self) -> Sequence[Found]:
-        """What the watch has found since the last call, as far as is known here by now; never waits."""
-
-    def sync(self, timeout: float) -> None:
-        """All lines so far are in the journal, and on the disk, when it returns, if the timeout allows."""
-
-    def end(self, status: RunStatus, seq: int, timeout: float) -> None:
-        """The last line; all lines are in the journal when it returns, if the timeout allows."""
+    def with_copies(self) -> FlushedUpdate:
+        """Return the same with copies of the tensors that the trainer writes to when it goes on."""
+        return self._replace(updates=copied(self.updates), evidence_updates=copied(self.evidence_updates))
 
 
-class JournalWriter:
-    """Summarises, derives and appends, here and now.
+@dataclass(frozen=True, slots=True)
+class PipelineSettings:
+    """What a pipeline is made with; it can be pickled.
+
+    Attributes:
+        level: at which the run is measured while nothing is wrong.
+        detector_factory: makes what judges the records; None where no alarms are raised.
+        health: telemetry's numbers about itself, as `metrics.performance.telemetry_health`.
+    """
+
+    level: Level
+    detector_factory: DetectorFactory | None
+    health: Callable[..., Mapping[str, float]]
+
+
+class InProcessPipeline:
+    """Measures, derives, detects and appends in the process that calls it.
 
     Args:
-        journal: where to.
-        level: at which the run is measured while nothing is wrong.
-        watches: makes what looks at the records for alarms; None where nobody does.
+        journal: where records are appended.
+        settings: as for `WorkerPipeline`.
     """
 
-    def __init__(self, journal: Journal | MemoryJournal, level: Level, watches: Watches | None = None) -> None:
+    def __init__(self, journal: Journal | MemoryJournal, settings: PipelineSettings) -> None:
         self._journal = journal
-        self._level = level
-        self._watches = watches
-        self._found: list[Found] = []
+        self._settings = settings
+        self._reports: list[AlarmReport] = []
         self._remaining = 0
         self._causes: dict[str, str] = {}
         self._containment = Containment()
-        self._earlier: Iterable[Entry] = ()
-        self._know({})
+        self._begin({})
 
-    def run(self, info: RunInfo) -> None:
-        """See `Writer`."""
-        self._know(info.facts)
+    def start(self, info: RunInfo) -> None:
+        """Append the head of the journal."""
+        self._begin(info.facts)
         self._journal.write(encode_run(info))
 
-    def go_on(self, info: RunInfo) -> None:
-        """See `Writer`; from the journal derived values and the watch learn again what they knew."""
-        self._know(info.facts)
-        self._earlier = JournalFollower(info.run_dir) if info.run_dir else ()
-        self.catch_up()
+    def resume(self, info: RunInfo) -> None:
+        """Continue a run whose journal holds this head and the records of earlier parts of the run: history and detector read them."""
+        self._begin(info.facts)
+        if info.run_dir:
+            with suppress(OSError):  # a journal that cannot be read costs the history, never the run
+                self._read_back(info)
 
-    def catch_up(self) -> None:
-        """Learns from what was written into the journal since `go_on`, by somebody else; nothing where it cannot be read."""
-        with suppress(OSError):
-            self._learn()
+    def describe(self, metrics: Mapping[str, MetricInfo], seq: int) -> None:
+        """Append descriptions of keys that the head did not have."""
+        self._journal.write(encode_metrics(metrics, seq=seq))
 
-    def _learn(self) -> None:
-        for entry in self._earlier:
+    def record(self, update: FlushedUpdate) -> None:
+        """Append the record of an update, with its alarms, events and evidence."""
+        measured = self._measure(update).united(update.measured)
+        values = {**measured.values, **update.logged}
+        derive = partial(self._series.derive, measured.unreported | values, update.level)
+        self._containment.attempt(derive, values.update)
+        if update.level < Level.DEBUG:
+            values = without_many_layers(values)
+        cost = update.cost
+        values.update(
+            self._settings.health(
+                seconds=cost.seconds,
+                elapsed=cost.elapsed,
+                undefined=measured.undefined,
+                copies=measured.copies,
+                level=update.level,
+                stats=update.backlog,
+                metric_errors=cost.metric_errors + self._containment.take(),
+                cpu_seconds=cost.cpu_seconds,
+            )
+        )
+        record = Record(update.seq, update.axes, values, measured.histograms, update.partial)
+        self._journal.write(*self._judged(record, update))
+        groups = self._series.gradients.rebaselined
+        if groups:  # what was out of range has become the rule: the thresholds of gradients start anew
+            self._append_event("rebaseline", {"keys": [f"grad/{group}/norm_preclip" for group in groups]}, update)
+        self._capture(update)
+
+    def event(self, event: JournalEvent) -> None:
+        """Append something that happened besides records, and the alarms that it raises."""
+        alarms = self._heed(event)
+        self._report(alarms, self._remaining)
+        self._journal.write(encode_event(event), *map(encode_alarm, alarms))
+
+    def take_reports(self) -> Sequence[AlarmReport]:
+        """Return what the detector has reported since the last call."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    def sync(self, timeout: float) -> None:
+        """Make all lines so far durable."""
+        self._journal.sync()
+
+    def end(self, status: RunStatus, seq: int, timeout: float) -> None:
+        """Append the last line."""
+        self._journal.write(encode_end(status, seq=seq))
+
+    def _begin(self, facts: Mapping[str, Any]) -> None:
+        self._facts = facts
+        self._series = Series(facts)
+        factory = self._settings.detector_factory
+        self._detector: Detector | None = None if factory is None else factory(facts)
+
+    def _read_back(self, info: RunInfo) -> None:
+        assert info.run_dir is not None
+        for entry in entries(info.run_dir):
             if isinstance(entry, Record):
-                self._containment.attempt(partial(self._series.derive, entry.values, self._level), dict)
-                for verdict in self._verdict(_unjudged(entry)):
+                derive = partial(self._series.derive, entry.values, self._settings.level)
+                self._containment.attempt(derive, lambda _: None)
+                own = {key: value for key, value in entry.values.items() if not key.startswith(DETECTOR_PREFIXES)}
+                for verdict in self._judge(replace(entry, values=own)):  # as the detector saw it when it was new
                     self._remaining = verdict.remaining
-                    self._found = [Found((), verdict.remaining)]
+                    self._reports = [AlarmReport((), verdict.remaining)]
             elif isinstance(entry, JournalEvent):
                 self._heed(entry)
 
-    def describe(self, metrics: Mapping[str, MetricInfo], seq: int) -> None:
-        """See `Writer`."""
-        self._journal.write(encode_metrics(metrics, seq=seq))
+    def _measure(self, update: FlushedUpdate) -> Values:
+        """Return the values of the updates that are still to be measured; of what raises nothing."""
+        window, results = Window(), list[Values]()
+        for snapshot in update.updates:
+            for measurements, epochs in self._containment.steps(measure(snapshot, self._facts, update.level)):
+                self._containment.measure(measurements, partial(window.add, epoch=epochs, step=None))
+        if window:
+            self._containment.attempt(lambda: window.send().finish(update.level), results.append)
+        return results[0] if results else NO_VALUES
 
-    def record(self, measured: Measured) -> None:
-        """See `Writer`."""
-        found = self._summarized(measured.snapshots, measured.level).united(measured.measured)
-        values = found.values | measured.numbers.by_key()
-        self._containment.attempt(
-            partial(self._series.derive, found.unreported | values, measured.level), values.update
-        )
-        if measured.level < Level.DEBUG:
-            values = without_many_layers(values)
-        values.update(
-            telemetry_health(
-                seconds=measured.seconds,
-                elapsed=measured.elapsed,
-                undefined=found.undefined,
-                copies=found.copies,
-                level=measured.level,
-                stats=measured.delivery,
-                metric_errors=measured.metric_errors + self._containment.take(),
-                cpu_seconds=measured.cpu_seconds,
-            )
-        )
-        record = Record(measured.seq, measured.axes, values, found.histograms, measured.partial)
-        self._journal.write(*self._judged(record, measured))
-        self._tell_baselines(measured)
-        self._capture(measured)
+    def _judge(self, record: Record) -> Sequence[Judgement]:
+        """Return the detector's verdict on a record; nothing without a detector, or where it raises."""
+        verdicts: list[Judgement] = []
+        if self._detector is not None:
+            self._containment.attempt(partial(self._detector.step, record), verdicts.append)
+        return verdicts
 
-    def _judged(self, record: Record, measured: Measured) -> Iterator[Line]:
-        """The record with what the watch makes of it, and behind it, in the same piece, its alarms and events."""
-        verdict = next(iter(self._verdict(record)), None)
+    def _judged(self, record: Record, update: FlushedUpdate) -> Iterator[Line]:
+        """Yield the record with the detector's values, and behind it its alarms and events."""
+        verdict = next(iter(self._judge(record)), None)
         if verdict is None:
             yield encode_record(record)
             return
-        scene = Scene(record, measured.seen, self._facts, self._pairs(), self._series.gradients.condition.cause)
-        alarms = tuple(self._proven(alarm, scene) for alarm in verdict.alarms)
-        self._find(alarms, verdict.remaining)
+        alarms = verdict.alarms
+        if alarms:
+            sources = update.updates + update.evidence_updates
+            scene = Scene(record, sources, self._facts, self._pairs(), self._series.gradients.condition.cause)
+            alarms = tuple(self._with_evidence(alarm, scene) for alarm in alarms)
+        self._report(alarms, verdict.remaining)
         yield encode_record(replace(record, values={**record.values, **verdict.values}))
         yield from map(encode_alarm, alarms)
         for kind, data in verdict.events:
             yield encode_event(JournalEvent(kind, data, seq=record.seq, axes=record.axes))
 
-    def _find(self, alarms: tuple[Alarm, ...], remaining: int) -> None:
-        """Keeps what is new to the trainer: of a record in which all is as it was it need not hear."""
+    def _with_evidence(self, alarm: Alarm, scene: Scene) -> Alarm:
+        """Return an alarm with the evidence of the update that raised it; without where that raises, or it is not raised now."""
+        if alarm.event is not AlarmEvent.RAISE:
+            return alarm
+        reads = [key for kind in ALARMS if kind.type == alarm.type for key in kind.reads]
+        evidence = [alarm.evidence]
+        self._containment.attempt(
+            lambda: plain({**alarm.evidence, **evidence_of(alarm, scene, reads=reads)}), evidence.append
+        )
+        return replace(alarm, evidence=evidence[-1])
+
+    def _report(self, alarms: tuple[Alarm, ...], remaining: int) -> None:
+        """Keep what is new to the training thread: it need not hear of a record in which all is as it was."""
         if alarms or remaining != self._remaining:
-            self._found.append(Found(alarms, remaining))
+            self._reports.append(AlarmReport(alarms, remaining))
             self._remaining = remaining
 
-    def _verdict(self, record: Record) -> Sequence[Judgement]:
-        """What the watch says of a record; nothing where there is none, or where it fails."""
-        said: list[Judgement] = []
-        if self._watch is not None:
-            self._containment.attempt(partial(self._watch.step, record), said.append)
-        return said
+    def _heed(self, event: JournalEvent) -> tuple[Alarm, ...]:
+        """Pass an event to the detector; return the alarms that a failure raises."""
+        verdicts: list[Judgement] = []
+        if self._detector is not None and event.type == INTERVENTION:
+            self._detector.intervention()
+        elif self._detector is not None and event.type == FAILURE and event.axes is not None:
+            failure = partial(self._detector.failure, event.seq, event.axes, event.data)
+            self._containment.attempt(failure, verdicts.append)
+        return tuple(alarm for verdict in verdicts for alarm in verdict.alarms)
 
-    def _proven(self, alarm: Alarm, scene: Scene) -> Alarm:
-        """The alarm with its evidence; without it where there is a mistake in that."""
-        proven: list[Alarm] = []
-        self._containment.attempt(partial(_proven, alarm, scene), proven.append)
-        return proven[0] if proven else alarm
+    def _capture(self, update: FlushedUpdate) -> None:
+        """Append the evidence of an update at DEBUG; at NORMAL only why modules learn badly, when that changes.
 
-    def _summarized(self, snapshots: Iterable[UpdateData], level: Level) -> Values:
-        window = Window()
-        for snapshot in snapshots:
-            for measurements, epochs in self._containment.steps(measure(snapshot, self._facts, level)):
-                self._containment.measure(measurements, partial(window.add, epoch=epochs, step=None))
-        finished: list[Values] = []
-        self._containment.attempt(partial(_finished, window, level), finished.append)
-        return finished[0] if finished else NO_VALUES
-
-    def _tell_baselines(self, measured: Measured) -> None:
-        """Says where the thresholds of gradients start anew: what was out of range has become the rule."""
-        groups = self._series.gradients.rebaselined
-        if groups:
-            data = {"keys": [f"grad/{group}/norm_preclip" for group in groups]}
-            self._journal.write(encode_event(JournalEvent("rebaseline", data, seq=measured.seq, axes=measured.axes)))
-
-    def _capture(self, measured: Measured) -> None:
-        """Appends what an update at DEBUG leaves behind; at NORMAL only why modules learn badly, when that changes.
-
-        Without a journal to keep it there is no reader for it. Of several ranks it is what the first one saw.
+        Without a run directory there is no reader for it.
         """
         if self._journal.run_dir is None:
             return
         pairs = self._pairs()
         causes = {name: why["cause"] for name, why in weak(pairs).items()}
-        if measured.level is Level.NORMAL and causes and causes != self._causes:
-            self._show(Capture("pairs", weak(pairs)), measured)
+        if update.level is Level.NORMAL and causes and causes != self._causes:
+            self._append_evidence(Capture("pairs", weak(pairs)), update)
         self._causes = causes
-        if measured.level >= Level.DEBUG:
-            for snapshot in measured.seen:
+        if update.level >= Level.DEBUG:
+            for snapshot in update.updates + update.evidence_updates:
                 for capture in self._containment.steps(captures(snapshot, self._facts, pairs)):
-                    self._show(capture, measured)
+                    self._append_evidence(capture, update)
 
-    def _show(self, capture: Capture, measured: Measured) -> None:
-        data = {**capture.data, **self._whose()}
-        event = JournalEvent(f"evidence/{capture.type}", data, seq=measured.seq, axes=measured.axes)
-        self._journal.write(encode_event(event))
+    def _append_evidence(self, capture: Capture, update: FlushedUpdate) -> None:
+        """Append evidence; of several ranks it shows rank 0's rows."""
+        rank = {"rank": 0} if self._facts.get("ranks", 1) > 1 else {}
+        self._append_event(f"evidence/{capture.type}", {**capture.data, **rank}, update)
 
-    def _whose(self) -> dict[str, int]:
-        """Which rank's rows evidence shows, where there are several."""
-        return {"rank": 0} if self._facts.get("ranks", 1) > 1 else {}
+    def _append_event(self, kind: str, data: Mapping[str, Any], update: FlushedUpdate) -> None:
+        self._journal.write(encode_event(JournalEvent(kind, data, seq=update.seq, axes=update.axes)))
 
     def _pairs(self) -> dict[str, dict[str, Any]]:
-        """Why modules learn as they do next to their hosts, by name."""
+        """Return why modules learn as they do next to their hosts, by name."""
         return {name: asdict(diagnosis) for name, diagnosis in self._series.pairs.diagnoses.items()}
-
-    def _know(self, facts: Mapping[str, Any]) -> None:
-        self._facts = facts
-        self._series = Series(facts)
-        self._watch: Detector | None = None if self._watches is None else self._watches(facts)
-
-    def _heed(self, event: JournalEvent) -> tuple[Alarm, ...]:
-        """Tells the watch of an event; the alarms that a failure raises."""
-        verdicts: list[Judgement] = []
-        if self._watch is not None and event.type == INTERVENTION:
-            self._watch.intervention()
-        elif self._watch is not None and event.type == FAILURE and event.axes is not None:
-            failure = partial(self._watch.failure, event.seq, event.axes, event.data)
-            self._containment.attempt(failure, verdicts.append)
-        return tuple(alarm for verdict in verdicts for alarm in verdict.alarms)
-
-    def event(self, event: JournalEvent) -> None:
-        """See `Writer`."""
-        alarms = self._heed(event)
-        self._find(alarms, self._remaining)
-        self._journal.write(encode_event(event), *map(encode_alarm, alarms))
-
-    def found(self) -> Sequence[Found]:
-        """See `Writer`."""
-        found, self._found = self._found, []
-        return found
-
-    def sync(self, timeout: float) -> None:
-        """See `Writer`."""
-        self._journal.sync()
-
-    def end(self, status: RunStatus, seq: int, timeout: float) -> None:
-        """See `Writer`."""
-        self._journal.write(encode_end(status, seq=seq))
-
-
-def _finished(window: Window, level: Level) -> Values:
-    """The values of all rows of a window."""
-    return window.send().finish(level)
-
-
-def _unjudged(record: Record) -> Record:
-    """A record as the watch has seen it when it was new: without what it said itself."""
-    own = (ALARM_VALUES, ESCALATION)
-    return replace(record, values={key: value for key, value in record.values.items() if not key.startswith(own)})
-
-
-def _proven(alarm: Alarm, scene: Scene) -> Alarm:
-    """An alarm that is raised, with the evidence of the update that raised it."""
-    if alarm.event is not AlarmEvent.RAISE:
-        return alarm
-    reads = [key for kind in ALARMS if kind.type == alarm.type for key in kind.reads]
-    return replace(alarm, evidence=plain({**alarm.evidence, **evidence_of(alarm, scene, reads=reads)}))
-
-
-class Flush(NamedTuple):
-    """A record whose numbers may still be on their way from the device; `witnesses` are kept for evidence alone."""
-
-    axes: Axes
-    level: Level
-    transfer: Transfer
-    numbers: Numbers
-    snapshots: tuple[UpdateData, ...]
-    witnesses: tuple[UpdateData, ...]
-    partial: bool
-
-    def lasting(self) -> Flush:
-        """The same with copies of what the trainer may write to when it goes on."""
-        return self._replace(snapshots=copied(self.snapshots), witnesses=copied(self.witnesses))
 
 
 class OpenUpdate:
@@ -356,38 +358,27 @@ class OpenUpdate:
     Attributes:
         window: groups that were observed.
         logged: plain numbers.
-        snapshots: whole updates of a trainer, still to be summarised.
-        witnesses: those that are summarised already.
+        updates: whole updates of a trainer, still to be measured.
+        evidence_updates: those that are measured already.
     """
 
     def __init__(self) -> None:
         self.window = Window()
-        self.logged = Logged()
-        self.snapshots: list[UpdateData] = []
-        self.witnesses: list[UpdateData] = []
+        self.logged = LoggedValues()
+        self.updates: list[UpdateData] = []
+        self.evidence_updates: list[UpdateData] = []
 
     def __bool__(self) -> bool:
-        return bool(self.window or self.logged or any(self.snapshots))
-
-    @property
-    def travels(self) -> bool:
-        """Whether there are only numbers that were logged, and what is still to be summarised, if anything."""
-        return not (self.witnesses or self.window)
+        return bool(self.window or self.logged or any(self.updates))
 
     @property
     def gradient_steps(self) -> int:
         """Optimizer steps that it has seen."""
-        return self.window.gradient_steps + sum(snapshot.gradient_steps for snapshot in self.snapshots)
+        return self.window.gradient_steps + sum(update.gradient_steps for update in self.updates)
 
-    def send(self, axes: Axes, level: Level, *, partial: bool) -> Flush:
-        """Starts the copy of its numbers to the host; the next update begins with nothing."""
-        numbers, snapshots = self.take()
-        witnesses = tuple(self.witnesses)
-        self.witnesses.clear()
-        return Flush(axes, level, self.window.send(), numbers, snapshots, witnesses, partial)
-
-    def take(self) -> tuple[Numbers, tuple[UpdateData, ...]]:
-        """What `travels`; the next update begins without it."""
-        numbers, snapshots = self.logged.take(), tuple(self.snapshots)
-        self.snapshots.clear()
-        return numbers, snapshots
+    def flush(self, axes: Axes, level: Level, *, partial: bool) -> FlushedUpdate:
+        """Return all but the observed groups, which `window.send` has; the next update begins with nothing."""
+        updates, evidence_updates = tuple(self.updates), tuple(self.evidence_updates)
+        self.updates.clear()
+        self.evidence_updates.clear()
+        return FlushedUpdate(axes, level, partial, self.logged.take(), updates, evidence_updates)

@@ -1,4 +1,4 @@
-"""One run's way out of the training process: the journal's lines in order, and the relay that reads them."""
+"""The journal of one run: its run directory, its run line, the numbers of its lines, and the pipeline that appends to it."""
 
 from __future__ import annotations
 
@@ -9,308 +9,231 @@ import secrets
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from esper_telemetry.alarms.registry import registry
 from esper_telemetry.core.metric import declared
-from esper_telemetry.core.packing import SlotLayout, Values
-from esper_telemetry.core.record import Axes, Level, MetricInfo, RunInfo, RunStatus
+from esper_telemetry.core.packing import SlotLayout
+from esper_telemetry.core.record import Axes, MetricInfo, RunInfo, RunStatus
 from esper_telemetry.core.redaction import redacted
-from esper_telemetry.delivery.child import MAX_DETACHED_SECONDS
-from esper_telemetry.delivery.live import Deliveries
-from esper_telemetry.delivery.status import CloseReport, DeliveryStats, SinkReport, SinkState
 from esper_telemetry.journal.file import Journal
-from esper_telemetry.journal.lease import RunLease, lease_existing_run, lease_new_run
+from esper_telemetry.journal.lease import lease_existing_run, lease_new_run
 from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_run, plain
+from esper_telemetry.journal.memory import MemoryJournal
 from esper_telemetry.journal.read import JournalContents
-from esper_telemetry.pipeline.record import INTERVENTION, JournalOutput, JournalWriter, Measured, Writer
-from esper_telemetry.pipeline.watch import Found, Watches
-from esper_telemetry.pipeline.window import NO_NUMBERS, Numbers
-from esper_telemetry.pipeline.worker import HandOver, OffloadedWriter, worth_offloading
-from esper_telemetry.sinks.registry import SinkLike, as_sinks
-from esper_telemetry.updates.data import UpdateData
+from esper_telemetry.pipeline.record import (
+    INTERVENTION,
+    AlarmReport,
+    FlushedUpdate,
+    InProcessPipeline,
+    PipelineSettings,
+)
+from esper_telemetry.pipeline.worker import WorkerPipeline, can_use_worker
 
-SYNC_SECONDS = 20.0
+SYNC_SECONDS: Final = 20.0
 """How long a checkpoint waits for the journal."""
 
-PACKAGES = ("esper-telemetry", "torch", "numpy", "gymnasium", "wandb", "tensorboard", "mlflow")
+PACKAGES: Final = ("esper-telemetry", "torch", "numpy", "gymnasium", "wandb", "tensorboard", "mlflow")
+"""Packages whose versions the run line tells."""
 
-
-GOING_ON = (
-    "esper-telemetry: not everything is delivered yet: %s. A background process goes on for %.0f minutes at most; "
-    "`esper-telemetry doctor %s` tells when it is done, and how to send the rest if the machine or container stops before."
+NO_WORKER: Final = (
+    "esper-telemetry: cannot start the process that summarises updates (%s): training goes on and does it itself, which takes more of its"
+    " time"
 )
 
 _logger = logging.getLogger("esper_telemetry")
 
 
-class Recorder:
-    """Writes a run's journal and keeps its sinks fed.
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What the user says of a run.
 
-    The run directory is claimed at once, so that a mistake shows before training starts; the journal's first line waits for `start`,
-    when the trainer's facts are known.
-
-    A resumed run goes on in its journal, after a `run` line of its own. Backends cannot take back what they were sent, so the first
-    record of an update stands: what is trained again, from the checkpoint to where the journal stops, is not recorded again.
+    Attributes:
+        run_dir: where its journal lives; `auto` for a new directory, None for none.
+        name: what people call the run; by default the name of the directory.
+        tags, notes: for the sinks.
+        resume: whether the run that `run_dir` holds goes on.
     """
 
-    def __init__(
-        self,
-        sinks: SinkLike | Iterable[SinkLike] | None,
-        *,
-        run_dir: str | Path | Literal["auto"] | None,
-        name: str | None,
-        tags: tuple[str, ...],
-        notes: str,
-        level: Level,
-        watches: Watches | None = None,
-        resume: bool = False,
-        hand_over: bool = False,
-    ) -> None:
-        resolved = as_sinks(sinks)
-        self._claim = _claimed(run_dir, name, resume=resume)
-        self._journal = self._claim.journal
-        self.run_dir = self._journal.run_dir
+    run_dir: str | Path | Literal["auto"] | None = "auto"
+    name: str | None = None
+    tags: tuple[str, ...] = ()
+    notes: str = ""
+    resume: bool = False
+
+
+class RunRecorder:
+    """Writes the journal of a run.
+
+    The run directory is claimed at once, so that a mistake shows before training starts; the journal's first line waits for `start`, when
+    the trainer's facts are known. There a run chooses its pipeline, in this process or in a worker.
+
+    A resumed run goes on in its journal, after a `run` line of its own. Backends cannot take back what they were sent, so the first record
+    of an update stands: what is trained again, from the checkpoint to where the journal stops, is not recorded again.
+
+    Attributes:
+        journal: of the run; sinks read it.
+        run: what the sinks know of the run; None before `start`.
+        earlier: what the journal held when the run was resumed; None for a new run.
+        settings: of its pipeline.
+        pipeline: appends to the journal.
+
+    Raises as `journal.lease.lease_new_run` and `lease_existing_run`.
+    """
+
+    def __init__(self, options: RunOptions, settings: PipelineSettings) -> None:
+        if options.resume and options.run_dir in ("auto", None):
+            raise ValueError("resume needs the run directory to go on in: pass run_dir")
+        if options.resume:
+            assert options.run_dir is not None
+            self._lease = lease_existing_run(options.run_dir)
+        else:
+            self._lease = lease_new_run(options.run_dir, options.name)
+        self.journal: Journal | MemoryJournal = self._lease.journal
         self.run: RunInfo | None = None
-        self.offloaded = False
-        self._held = self._claim.earlier
-        self._seq = 0 if self._held is None else self._held.seq
-        self._level = level
-        self._watches = watches
-        self._sinks = resolved
-        self._name = _name(name, self.run_dir, default=run_dir == "auto")
-        self._tags = tags
-        self._notes = notes
+        self.earlier: JournalContents | None = self._lease.earlier
+        self.settings = settings
+        self.pipeline: InProcessPipeline | WorkerPipeline = InProcessPipeline(self.journal, settings)
+        self._options = options
+        self._seq = 0 if self.earlier is None else self.earlier.seq
         self._described: set[str] = set()
-        self._known_layouts: set[SlotLayout] = set()
-        self._writer: Writer = JournalWriter(self._journal, level, watches)
-        self._hand_over = HandOver(self._offloaded_writer) if hand_over and self.run_dir is not None else None
-        self._relay: Deliveries | None = None
-        self._stats: DeliveryStats | None = None
-        self._delivery = JournalOutput(0, 0)
-        if self._held is None:
-            self._relay = Deliveries(self._journal, resolved)
+        self._described_layouts: set[SlotLayout] = set()
 
     @property
-    def axes(self) -> Axes | None:
-        """Of the last record of earlier parts of the run; None where there is none."""
-        return None if self._held is None else self._held.axes
+    def run_dir(self) -> Path | None:
+        """Where the journal lives; None without one."""
+        return self.journal.run_dir
 
-    @property
-    def recorded(self) -> int:
-        """The last update that earlier parts of the run have recorded."""
-        return 0 if self._held is None else self._held.recorded
+    def start(self, config: Mapping[str, Any], facts: Mapping[str, Any], axes: Axes, *, worker: bool) -> None:
+        """Write the run line, which is what sinks open with, and `config.json`; a resumed run goes on from `axes`.
 
-    def covers(self, axes: Axes) -> bool:
-        """Whether an earlier part of the run has recorded this update: what is recorded stands."""
-        return self._held is not None and self._held.covers(axes)
-
-    def offload(self) -> None:
-        """Leaves summaries to a process beside this one, where there is a core for it; before `start` only."""
-        if self.run_dir is not None and self.run is None and worth_offloading():
-            self._change_hands(self._offloaded_writer())
-            self._hand_over = None
-
-    def _offloaded_writer(self) -> OffloadedWriter | None:
-        """The writer whose work is done by a process beside this one; None, and a warning, where the system refuses what that needs."""
-        assert isinstance(self._journal, Journal)
-        try:
-            return OffloadedWriter(self._journal, self._level, self._watches)
-        except (OSError, MemoryError) as error:
-            message = (
-                "esper-telemetry: cannot start the process that summarises updates (%s): training goes on and does it"
-                " itself, which takes more of its time"
-            )
-            _logger.warning(message, error if isinstance(error, OSError) else "no memory")
-            return None
-
-    def start(self, config: Mapping[str, Any], facts: Mapping[str, Any], axes: Axes) -> None:
-        """Writes the run line, which is what sinks open with, and `config.json`; a resumed run goes on from `axes`."""
+        Args:
+            worker: whether a worker process makes the records, where this system can run one.
+        """
+        if worker:
+            self._use_worker()
         metrics = {entry.metric.key: entry.info() for entry in registry()}
+        self._described.update(metrics)
+        options = self._options
         run = RunInfo(
             run_id=secrets.token_hex(6),
-            name=self._name,
+            name=_display_name(options, self.run_dir),
             run_dir=self.run_dir,
             started=time.time(),
             config=redacted(plain(config)),
-            tags=self._tags,
-            notes=self._notes,
+            tags=options.tags,
+            notes=options.notes,
             versions=_versions(),
-            facts={"level": self._level.name.lower(), **facts},
+            facts={"level": self.settings.level.name.lower(), **facts},
             metrics=metrics,
         )
-        self._described.update(metrics)
-        if self._held is None:
+        if self.earlier is None:
             self.run = run
-            self._writer.run(run)
+            self.pipeline.start(run)
         else:
-            self.run = _resumed(run, self._held, axes)
-            self._go_on(self.run, self._held)
+            self.run = _resumed(run, self.earlier, axes)
+            end = [] if self.earlier.status else [encode_end(RunStatus.KILLED, seq=self._next_seq())]
+            self.journal.write(*end, encode_run(self.run))
+            self.pipeline.resume(self.run)
         if self.run_dir:
             _write_config(self.run_dir, self.run)
 
-    def _go_on(self, run: RunInfo, held: JournalContents) -> None:
-        """The sinks start behind the new run line, so that they open what an earlier part of the run has closed."""
-        end = [] if held.status else [encode_end(RunStatus.KILLED, seq=self._next_seq())]
-        self._journal.write(*end, encode_run(run))
-        self._writer.go_on(run)
-        self._relay = Deliveries(self._journal, self._sinks)
-        changed = sorted(name for name in run.config if plain(run.config[name]) != held.info.config.get(name))
-        if changed and held.axes is not None:
-            self.event(INTERVENTION, held.axes, {"reason": "the run goes on with other settings", "changed": changed})
+    def report_changed_settings(self) -> None:
+        """Append an intervention where a resumed run goes on with other settings."""
+        if self.run is None or self.earlier is None or self.earlier.axes is None:
+            return
+        before = self.earlier.info.config
+        changed = sorted(name for name in self.run.config if plain(self.run.config[name]) != before.get(name))
+        if changed:
+            reason = "the run goes on with other settings"
+            self.event(INTERVENTION, self.earlier.axes, {"reason": reason, "changed": changed})
 
     def describe(self, layouts: Iterable[SlotLayout]) -> None:
-        """Writes the descriptions of keys that the run line did not have: those of user-made groups."""
-        new: dict[str, MetricInfo] = {}
+        """Write the descriptions of keys that the run line did not have: those of user-made groups."""
+        infos: dict[str, MetricInfo] = {}
         for layout in layouts:
-            if layout not in self._known_layouts:
-                self._known_layouts.add(layout)
-                new.update(metric_infos(layout.group))
-        new = {key: info for key, info in new.items() if key not in self._described}
-        self._described.update(new)
-        if new:
-            self._writer.describe(new, self._next_seq())
+            if layout not in self._described_layouts:
+                self._described_layouts.add(layout)
+                infos.update({metric.key: metric.info() for _, metric in declared(layout.group)})
+        infos = {key: info for key, info in infos.items() if key not in self._described}
+        self._described.update(infos)
+        if infos:
+            self.pipeline.describe(infos, self._next_seq())
 
-    def record(
-        self,
-        axes: Axes,
-        measured: Values,
-        snapshots: tuple[UpdateData, ...],
-        *,
-        numbers: Numbers = NO_NUMBERS,
-        level: Level,
-        witnesses: tuple[UpdateData, ...] = (),
-        partial: bool,
-        seconds: float,
-        cpu_seconds: float | None = None,
-        elapsed: float,
-        metric_errors: int,
-    ) -> None:
-        """Appends a record; the sinks find it in the journal. Arguments as in `writer.Measured`."""
-        assert self._relay is not None
-        delivery = self._where_sinks_stand(self._relay.stats())
-        begun = time.perf_counter()
-        self._writer.record(
-            Measured(
-                *(self._next_seq(), axes, partial, level, measured, snapshots),
-                *(seconds, elapsed, delivery, metric_errors, cpu_seconds),
-                witnesses,
-                numbers,
-            )
-        )
-        if self._hand_over is not None:
-            self._hand_over.weigh(time.perf_counter() - begun, elapsed)
-
-    def _where_sinks_stand(self, stats: DeliveryStats) -> JournalOutput:
-        """The same object as long as the relay has not looked again."""
-        if stats is not self._stats:
-            self._stats, self._delivery = stats, JournalOutput(stats.queue_depth, stats.errors, stats.lags)
-        return self._delivery
-
-    def found(self) -> Sequence[Found]:
-        """What was found in the records since the last call, as far as is known here by now; never waits."""
-        found = self._writer.found()
-        if self._hand_over is not None and self.run is not None and self._journal.settled:
-            self._change_hands(self._hand_over.writer(self.run))
-        return found
-
-    def _change_hands(self, writer: OffloadedWriter | None) -> None:
-        """From now on that one makes the records; nobody does so far where there is none."""
-        if writer is not None:
-            self._writer, self._hand_over = writer, None
-            self.offloaded = True
+    def record(self, update: FlushedUpdate) -> None:
+        """Append the record of an update; the sinks find it in the journal."""
+        self.pipeline.record(update._replace(seq=self._next_seq()))
 
     def event(self, kind: str, axes: Axes, data: Mapping[str, Any]) -> None:
-        """Appends something that happened besides records."""
-        self._writer.event(JournalEvent(kind, data, seq=self._next_seq(), axes=axes))
+        """Append something that happened besides records."""
+        self.pipeline.event(JournalEvent(kind, data, seq=self._next_seq(), axes=axes))
+
+    def take_reports(self) -> Sequence[AlarmReport]:
+        """Return what the detector has reported since the last call, as far as this process knows by now; never waits."""
+        return self.pipeline.take_reports()
 
     def sync(self) -> None:
-        """Returns when the journal holds everything so far, on the disk; at the latest after `SYNC_SECONDS`."""
-        self._writer.sync(SYNC_SECONDS)
+        """Return when the journal holds everything so far, on the disk; at the latest after `SYNC_SECONDS`."""
+        self.pipeline.sync(SYNC_SECONDS)
 
-    def close(self, status: RunStatus, timeout: float) -> CloseReport:
-        """Appends the end line and waits for the sinks, `timeout` seconds in all, half of them at most for the journal."""
-        assert self._relay is not None
-        deadline = time.monotonic() + timeout
-        if self._hand_over is not None:
-            self._hand_over.give_up()
-            self._hand_over = None
+    def end(self, status: RunStatus, timeout: float) -> None:
+        """Append the end line; the journal holds everything when this returns, if `timeout` seconds allow."""
+        self.pipeline.end(status, self._next_seq(), timeout)
+
+    def release(self) -> None:
+        """Close the journal and let others resume the run."""
+        self._lease.release()
+
+    def _use_worker(self) -> None:
+        """Make the records in a worker; a warning where the system refuses what it needs."""
+        if not isinstance(self.journal, Journal) or not can_use_worker(self.settings):
+            return
         try:
-            self._writer.end(status, self._next_seq(), timeout / 2)
-            self._relay.close(max(0.1, deadline - time.monotonic()), status=status)
-        finally:  # an interrupt ends the wait, and the run is closed all the same
-            report = self._relay.close(0.0, status=status)
-            self._claim.release()
-            self._tell(report)
-        return report
-
-    def _tell(self, report: CloseReport) -> None:
-        """Says what is not delivered: one line for each sink that needs help, one for all that are fed by a process that goes on."""
-        going_on = [sink for sink in report.sinks if sink.goes_on]
-        for sink in report.sinks:
-            if sink not in going_on and (sink.state is not SinkState.CLOSED or sink.pending):
-                _logger.warning("esper-telemetry: %s", sink)
-        if going_on:
-            _logger.warning(GOING_ON, _left_to_do(going_on), MAX_DETACHED_SECONDS / 60, self.run_dir)
+            self.pipeline = WorkerPipeline(self.journal, self.settings)
+        except (OSError, MemoryError) as error:
+            _logger.warning(NO_WORKER, error if isinstance(error, OSError) else "no memory")
 
     def _next_seq(self) -> int:
         self._seq += 1
         return self._seq
 
 
-def _left_to_do(sinks: Sequence[SinkReport]) -> str:
-    return ", ".join(f"{sink.name} ({sink.pending:,} records)" if sink.pending else sink.name for sink in sinks)
-
-
-def metric_infos(group: type) -> dict[str, MetricInfo]:
-    """The descriptions of every key, or key template, that a group type declares."""
-    return {metric.key: metric.info() for _, metric in declared(group)}
-
-
-def _claimed(run_dir: str | Path | Literal["auto"] | None, name: str | None, *, resume: bool) -> RunLease:
-    if not resume:
-        return lease_new_run(run_dir, name)
-    if run_dir in ("auto", None):
-        raise ValueError("resume needs the run directory to go on in: pass run_dir")
-    return lease_existing_run(run_dir)
-
-
-def _resumed(run: RunInfo, held: JournalContents, axes: Axes) -> RunInfo:
-    """The run as it goes on: whatever identifies it is as it was, settings and facts that are given now win."""
-    earlier = held.info
+def _resumed(run: RunInfo, earlier: JournalContents, axes: Axes) -> RunInfo:
+    """Return the run as it goes on: what identifies it is as it was, settings and facts that are given now win."""
+    info = earlier.info
     resumed_from = {"update": axes.update, "env_step": axes.env_step, "gradient_step": axes.gradient_step}
     return replace(
         run,
-        run_id=earlier.run_id,
-        name=earlier.name,
-        started=earlier.started,
-        config={**earlier.config, **run.config},
-        tags=run.tags or earlier.tags,
-        notes=run.notes or earlier.notes,
-        facts={**earlier.facts, **run.facts},
-        metrics={**earlier.metrics, **run.metrics},
-        resumed_from={**resumed_from, "recorded": held.recorded, "seq": held.seq},
+        run_id=info.run_id,
+        name=info.name,
+        started=info.started,
+        config={**info.config, **run.config},
+        tags=run.tags or info.tags,
+        notes=run.notes or info.notes,
+        facts={**info.facts, **run.facts},
+        metrics={**info.metrics, **run.metrics},
+        resumed_from={**resumed_from, "recorded": earlier.recorded, "seq": earlier.seq},
     )
 
 
-def _name(name: str | None, run_dir: Path | None, *, default: bool) -> str:
-    """What people call the run: the given name, but with the time where the directory has it too."""
-    if run_dir is not None and (default or name is None):
+def _display_name(options: RunOptions, run_dir: Path | None) -> str:
+    """Return what people call the run: the given name, but that of the directory, which has the time in it, where that is new too."""
+    if run_dir is not None and (options.run_dir == "auto" or options.name is None):
         return run_dir.name
-    return name or "run"
+    return options.name or "run"
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except (PackageNotFoundError, OSError):
             continue
-    return found
+    return versions
 
 
 def _write_config(run_dir: Path, run: RunInfo) -> None:

@@ -13,6 +13,7 @@ from esper_telemetry.alarms import Thresholds
 from esper_telemetry.cli.main import run
 from esper_telemetry.cli.mistakes import WrongUse
 from esper_telemetry.core.record import Level
+from esper_telemetry.telemetry import session_of
 
 SHORT = ("train", "--env", "CartPole-v1", "--total-steps", "3072", "--run-dir", "run", "--preset", "none")
 
@@ -74,7 +75,7 @@ def together(rank: int, run_dir: str) -> list[int]:
     with Telemetry(run_dir=run_dir, detect=scripted({2: Said("policy/kl_spike", remaining=2)})) as telemetry:
         for update in range(1, 7):
             telemetry.flush(env_step=update)
-            levels.append(int(telemetry.update_level))
+            levels.append(int(session_of(telemetry).update_level))
     return levels
 
 

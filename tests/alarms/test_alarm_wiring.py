@@ -19,11 +19,12 @@ from scripted import Said, Script, scripted
 from esper_telemetry import PPO, PPOConfig, RunStatus, Telemetry, attach, make_env, read_run
 from esper_telemetry.core.record import Alarm, AlarmEvent
 from esper_telemetry.events import Rollback, RolloutEnd, UpdateEnd
-from esper_telemetry.pipeline.record import JournalWriter
-from esper_telemetry.pipeline.watch import Found
+from esper_telemetry.pipeline.record import AlarmReport, InProcessPipeline
+from esper_telemetry.pipeline.worker import WorkerPipeline
 from esper_telemetry.ppo.environments import CueRecall
+from esper_telemetry.telemetry import session_of
 from esper_telemetry.testing import MemorySink
-from esper_telemetry.updates import UpdateData
+from esper_telemetry.updates.data import UpdateData
 
 SPIKE = Said("policy/kl_spike", remaining=3)
 CLEAR = Said("policy/kl_spike", AlarmEvent.CLEAR, 0.0)
@@ -81,14 +82,14 @@ def test_the_trainer_hears_only_of_records_that_change_something(
 ) -> None:
     """Alarms, and how many updates at DEBUG are still to come; the other records say nothing new."""
     heard: list[tuple[int, int]] = []
-    found = JournalWriter.found
+    take_reports = InProcessPipeline.take_reports
 
-    def overheard(writer: JournalWriter) -> Sequence[Found]:
-        told = found(writer)
-        heard.extend((len(one.alarms), one.remaining) for one in told)
-        return told
+    def overheard(pipeline: InProcessPipeline) -> Sequence[AlarmReport]:
+        reports = take_reports(pipeline)
+        heard.extend((len(one.alarms), one.remaining) for one in reports)
+        return reports
 
-    monkeypatch.setattr(JournalWriter, "found", overheard)
+    monkeypatch.setattr(InProcessPipeline, "take_reports", overheard)
     trained(tmp_path, {2: SPIKE, 4: CLEAR}, updates=8, offload=False)
 
     assert heard == [(1, 3), (0, 2), (1, 1), (0, 0)]
@@ -162,14 +163,17 @@ def test_alarms_of_a_process_that_died_are_heard_all_the_same(tmp_path: Path) ->
     heard: list[Alarm] = []
     telemetry = Telemetry(run_dir=tmp_path, detect=scripted({2: SPIKE, 3: Said("grad/explode"), 5: CLEAR}))
     telemetry.on_alarm(heard.append)
-    telemetry.expect_updates(candidates=tuple, open_update=UpdateData)
-    telemetry.start()
-    if not telemetry._recorder.offloaded:  # type: ignore[union-attr]
-        pytest.skip("one core: nothing is offloaded")
+    session = session_of(telemetry)
+    session.expect_updates(candidates=tuple, open_update=UpdateData)
+    session.start()
+    assert session._recorder is not None
+    worker = session._recorder.pipeline
+    if not isinstance(worker, WorkerPipeline):
+        pytest.skip("one core: no worker")
     for update in range(1, 4):
         telemetry.flush(env_step=update)
     wait_until(lambda: '"kind":"alarm"' in (tmp_path / "journal.jsonl").read_text())
-    os.kill(telemetry._recorder._writer.pid, signal.SIGKILL)  # type: ignore[union-attr]
+    os.kill(worker.pid, signal.SIGKILL)
     for update in range(4, 7):
         telemetry.flush(env_step=update)
     telemetry.close()

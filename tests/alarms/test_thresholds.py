@@ -11,6 +11,7 @@ from healthy_run import FACTS, alarms, judged, raised, run, set_to
 from esper_telemetry import Telemetry, read_run
 from esper_telemetry.alarms import Thresholds, diagnose
 from esper_telemetry.alarms.thresholds import MEANINGS, NAMES
+from esper_telemetry.telemetry import session_of
 
 
 def test_a_bound_is_changed_by_name() -> None:
@@ -91,7 +92,7 @@ def test_diagnosis_says_what_was_said_live_under_thresholds_of_the_run(tmp_path:
     strict = Thresholds.parse(["kl_spike_low=1e-9", "kl_spike_high=1e-8"])
     records = run(40, set_to({"policy/kl": 0.05}))
     with Telemetry(run_dir=tmp_path / "run", detect=strict, offload=False) as telemetry:
-        telemetry.start(facts=FACTS)
+        session_of(telemetry).start(facts=FACTS)
         telemetry.flush(env_step=1)
     facts = read_run(tmp_path / "run").info.facts
 

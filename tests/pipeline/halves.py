@@ -16,6 +16,7 @@ from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
 from esper_telemetry.events import MinibatchesEnd, RolloutEnd
 from esper_telemetry.lab.morphogenesis.telemetry import GrowthUpdate
 from esper_telemetry.metrics.gradients.interference import LeafGradients
+from esper_telemetry.telemetry import session_of
 from esper_telemetry.updates.data import (
     ActionChoices,
     BackwardGradients,
@@ -33,24 +34,23 @@ FIRST = 1
 SMALL = {"num_steps": 48, "num_epochs": 2, "num_minibatches": 2, "hidden_sizes": (16,)}
 
 
-class Keeper(Telemetry):
-    """Keeps every update instead of recording it; losses and logits in float64, so that parts of them add up."""
+def updates(env: str, **settings: Any) -> tuple[list[UpdateData], dict[str, Any]]:
+    """Return some updates of one process, and the facts of its run; losses and logits in float64, so that parts of them add up."""
+    trainer = PPO(make_env(env, num_envs=ENVS), PPOConfig(**{**SMALL, **settings}))
+    submitted: list[UpdateData] = []
 
-    def submit(self, update: UpdateData) -> None:
+    def keep(update: UpdateData) -> None:
         if update and update.minibatches:
             losses = {name: loss.double() for name, loss in update.minibatches.losses.items()}
             logits = {head: scores.double() for head, scores in update.minibatches.logits.items()}
             precise = update._replace(minibatches=update.minibatches._replace(losses=losses, logits=logits))
-            self.kept: list[UpdateData] = [*getattr(self, "kept", []), copy.deepcopy(precise)]
+            submitted.append(copy.deepcopy(precise))
 
-
-def updates(env: str, **settings: Any) -> tuple[list[UpdateData], dict[str, Any]]:
-    """Some updates of one process, and the facts of its run."""
-    trainer = PPO(make_env(env, num_envs=ENVS), PPOConfig(**{**SMALL, **settings}))
-    with Keeper(run_dir=None) as telemetry:
+    with Telemetry(run_dir=None) as telemetry:
+        session_of(telemetry).submit = keep  # type: ignore[method-assign]  # instead of recording it
         attach(telemetry, trainer)
         trainer.learn(4 * 48 * ENVS)
-    return telemetry.kept, trainer.facts(4 * 48 * ENVS)
+    return submitted, trainer.facts(4 * 48 * ENVS)
 
 
 def half(update: UpdateData, rank: int) -> UpdateData:
@@ -183,7 +183,7 @@ def _growth(growth: GrowthUpdate, rank: int) -> GrowthUpdate:
 def recorded(run_dir: Path, updates: list[UpdateData], facts: Mapping[str, Any]) -> None:
     """Writes a run of these updates, summarised where the trainer is."""
     with Telemetry(run_dir=run_dir) as telemetry:
-        telemetry.start(facts=facts)
+        session_of(telemetry).start(facts=facts)
         for number, update in enumerate(updates, 1):
-            telemetry.submit(update)
+            session_of(telemetry).submit(update)
             telemetry.flush(env_step=192 * number, update=number, gradient_step=4 * number)

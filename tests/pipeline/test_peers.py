@@ -17,6 +17,7 @@ from esper_telemetry.core.metric import Metric, label, reports
 from esper_telemetry.core.reduction import Counts, Last, Max, Mean, Moments, Sum
 from esper_telemetry.metrics.advantages import advantage_stats
 from esper_telemetry.pipeline import ranks as peers
+from esper_telemetry.telemetry import session_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def loop(rank: int, run_dir: str) -> dict[str, Any]:
         telemetry.log({"my/schedule": 10.0 * update + rank})
         telemetry.flush(env_step=100 * update)
     telemetry.close()
-    return {"run_dir": str(telemetry.run_dir), "ranks": telemetry.ranks, "run": telemetry.run is not None}
+    return {"run_dir": str(telemetry.run_dir), "ranks": session_of(telemetry).ranks, "run": telemetry.run is not None}
 
 
 def test_ranks_of_a_loop_of_ones_own_report_as_one(tmp_path: Path) -> None:
@@ -159,7 +160,7 @@ def alone(rank: int, run_dir: str) -> int:
     with Telemetry(run_dir=run_dir, ranks="alone") as telemetry:
         telemetry.observe(Bonus(seen=Sum(1.0)))
         telemetry.flush(env_step=1)
-        return telemetry.ranks
+        return session_of(telemetry).ranks
 
 
 def test_one_rank_may_report_alone(tmp_path: Path) -> None:
@@ -171,7 +172,7 @@ def without_the_other(rank: int) -> str:
     """Rank 1 makes no Telemetry; nobody wants to wait a minute for it here."""
     if rank:
         return ""
-    peers.MEETING = timedelta(seconds=2)  # type: ignore[misc]  # in this process, which ends with this function
+    peers.MEETING_TIMEOUT = timedelta(seconds=2)  # type: ignore[misc]  # in this process, which ends with this function
     try:
         Telemetry(run_dir=None)
     except RuntimeError as error:
@@ -188,4 +189,4 @@ def test_a_rank_without_telemetry_is_missed_and_named(tmp_path: Path) -> None:
 def test_without_a_process_group_nobody_is_met() -> None:
     assert peers.Peers.meet() is None
     with Telemetry(run_dir=None) as telemetry:
-        assert telemetry.ranks == 1
+        assert session_of(telemetry).ranks == 1

@@ -10,6 +10,7 @@ from two_ranks import run_together
 
 from esper_telemetry import Telemetry, read_run
 from esper_telemetry.events import MinibatchesEnd
+from esper_telemetry.telemetry import session_of
 from esper_telemetry.updates import UpdateData
 
 EXPLODED = torch.tensor([0.0, 5.0, -0.1, 0.1])
@@ -32,13 +33,13 @@ def jumping(log_ratio: torch.Tensor) -> UpdateData:
 def update(rank: int, run_dir: str) -> list[int]:
     """One update whose ratios explode in different places; how often the rank looks closely, before and after."""
     telemetry = Telemetry(run_dir=run_dir)
-    telemetry.start(facts={"ranks": 2, "clip": 0.2})
-    found = [telemetry.sampling.every]
-    telemetry.sampling.proposed = 4 if rank == 0 else 32
-    telemetry.submit(jumping(EXPLODED + rank))
+    session_of(telemetry).start(facts={"ranks": 2, "clip": 0.2})
+    found = [session_of(telemetry).sampling.every]
+    session_of(telemetry).sampling.proposed = 4 if rank == 0 else 32
+    session_of(telemetry).submit(jumping(EXPLODED + rank))
     telemetry.flush(env_step=4)
     telemetry.close()
-    return [*found, telemetry.sampling.every]
+    return [*found, session_of(telemetry).sampling.every]
 
 
 def test_ranks_look_closely_as_often_as_the_first_one_can_afford(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 from trainings import TRAININGS, Middle, nothing
 
 from esper_telemetry import Record, Telemetry
-from esper_telemetry.pipeline import worker as handover
-from esper_telemetry.pipeline.worker import OffloadedWriter
+from esper_telemetry.pipeline.worker import WorkerPipeline
+from esper_telemetry.telemetry import session_of
 
 FILE_BYTES = 60 << 10
 USER = 54321
@@ -46,9 +46,9 @@ def file_size(run_dir: Path, telemetry: Telemetry | None) -> None:
         while b'"record"' not in journal.read_bytes():
             time.sleep(0.02)
         limit = journal.stat().st_size
-        writer = telemetry._recorder._writer  # type: ignore[union-attr]
-        if isinstance(writer, OffloadedWriter):
-            resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (limit, limit))
+        pipeline = session_of(telemetry)._recorder.pipeline  # type: ignore[union-attr]
+        if isinstance(pipeline, WorkerPipeline):
+            resource.prlimit(pipeline.pid, resource.RLIMIT_FSIZE, (limit, limit))
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
 
@@ -82,7 +82,6 @@ LIMITS: dict[str, Callable[[Path, Telemetry | None], None]] = {
 def main(training: str, name: str, moment: str) -> None:
     """Train once for the imports, which open files too, then under the limit."""
     os.sched_getaffinity = lambda pid: {0, 1}  # a worker is started on any machine
-    handover.WORTH_SECONDS, handover.WORTH_RECORDS, handover.WORTH_SHARE = 0.0, 4, 0.0  # type: ignore[misc]
     warnings = Warnings()
     train, limit = TRAININGS[training], LIMITS[name]
     place = Path(tempfile.mkdtemp(prefix="refused-run-"))
@@ -94,7 +93,7 @@ def main(training: str, name: str, moment: str) -> None:
         run_dir = place / "run"
         if moment == "start":
             limit(run_dir, None)
-        with Telemetry([ignore], run_dir=run_dir, close_timeout=120.0) as telemetry:
+        with Telemetry([ignore], run_dir=run_dir, offload=True, close_timeout=120.0) as telemetry:
             middle: Middle = nothing if moment == "start" else lambda: limit(run_dir, telemetry)
             weights = train(telemetry, middle)
     finally:

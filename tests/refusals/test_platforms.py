@@ -13,7 +13,6 @@ import pytest
 from trainings import TRAININGS, nothing
 
 from esper_telemetry import Telemetry, read_run
-from esper_telemetry.pipeline import worker as handover
 
 HERE = Path(__file__).parent
 
@@ -63,11 +62,8 @@ def test_a_linux_whose_python_cannot_size_pipes_uses_the_worker_all_the_same(
     training: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(handover, "WORTH_SECONDS", 0.0)
-    monkeypatch.setattr(handover, "WORTH_RECORDS", 4)
-    monkeypatch.setattr(handover, "WORTH_SHARE", 0.0)
     monkeypatch.delattr(fcntl, "F_SETPIPE_SZ")
-    with Telemetry([], run_dir=tmp_path / "run", close_timeout=120.0) as telemetry:
+    with Telemetry([], run_dir=tmp_path / "run", offload=True, close_timeout=120.0) as telemetry:
         weights = TRAININGS[training](telemetry, nothing)
 
     assert (tmp_path / "run" / "summary.log").exists(), "the worker was started"
@@ -80,9 +76,7 @@ def test_macos_measures_in_process_and_feeds_sinks_from_a_process(training: str,
     program = f"""
 import esper_telemetry as et
 from trainings import TRAININGS, nothing
-from esper_telemetry.pipeline import worker as handover
-handover.WORTH_SECONDS, handover.WORTH_RECORDS, handover.WORTH_SHARE = 0.0, 4, 0.0
-with et.Telemetry([et.PrometheusSink("metrics.prom")], run_dir="run", close_timeout=120.0) as telemetry:
+with et.Telemetry([et.PrometheusSink("metrics.prom")], run_dir="run", offload=True, close_timeout=120.0) as telemetry:
     weights = TRAININGS["{training}"](telemetry, nothing)
 print(weights)
 """

@@ -43,7 +43,7 @@ def bundled(telemetry: Telemetry | None, middle: Middle) -> str:
 
 
 def own_loop(telemetry: Telemetry | None, middle: Middle) -> str:
-    """Train in a loop of one's own, with more updates: its process starts in the middle."""
+    """Train in a loop of the user's own."""
     torch.manual_seed(3)
     model = nn.Linear(8, 2)
     optimizer = torch.optim.Adam(model.parameters())

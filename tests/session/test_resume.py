@@ -17,6 +17,7 @@ from esper_telemetry.journal import Role, TrainerLock, await_release, is_held, l
 from esper_telemetry.journal.lock import HELPER_ROLES
 from esper_telemetry.journal.read import read_contents
 from esper_telemetry.ppo import Checkpoints
+from esper_telemetry.telemetry import session_of
 from esper_telemetry.testing import MemorySink
 
 TIMED = ("perf/", "train/env_steps_per_second", "telemetry/")
@@ -113,7 +114,7 @@ def test_a_killed_run_without_an_end_gets_one_before_it_goes_on(tmp_path: Path) 
 
 def test_a_run_that_is_still_trained_is_left_alone(tmp_path: Path) -> None:
     with Telemetry(run_dir=tmp_path) as telemetry:
-        telemetry.start()
+        session_of(telemetry).start()
         before = (tmp_path / "journal.jsonl").read_bytes()
         with pytest.raises(BlockingIOError, match=f"{tmp_path} is still being trained"):
             Telemetry(run_dir=tmp_path, resume=True)
@@ -155,7 +156,7 @@ def test_resume_needs_a_directory(run_dir: Any) -> None:
         Telemetry(run_dir=run_dir, resume=True)
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nothing is offloaded")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker")
 def test_a_checkpoint_waits_until_the_journal_has_all_before_it(tmp_path: Path) -> None:
     """So whoever dies after it, the process beside the trainer included, leaves no gap."""
     counts = []

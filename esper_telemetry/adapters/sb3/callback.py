@@ -24,7 +24,7 @@ from esper_telemetry.adapters.sb3.facts import (
 from esper_telemetry.adapters.sb3.model_listener import ModelListener
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import Hooks, MinibatchesEnd, RunStart, UpdateEnd
-from esper_telemetry.telemetry import Telemetry
+from esper_telemetry.telemetry import Telemetry, session_of
 
 REQUIRED_ATTRIBUTES = ("rollout_buffer", "normalize_advantage", "max_grad_norm", "n_steps")
 """Attributes of a model whose updates the callback understands."""
@@ -68,7 +68,8 @@ class TelemetryCallback(BaseCallback):
             raise TypeError(f"TelemetryCallback takes a Telemetry, got {type(telemetry).__name__}")
         if updates_per_record is not None and updates_per_record < 1:
             raise ValueError(f"updates_per_record must be 1 or more, got {updates_per_record}")
-        self.telemetry = self._session = telemetry
+        self.telemetry = telemetry
+        self._session = session_of(telemetry)
         self._updates_per_record = updates_per_record
         self.hooks = Hooks()
         self._listener: ModelListener | None = None

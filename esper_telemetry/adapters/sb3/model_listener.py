@@ -33,7 +33,7 @@ from esper_telemetry.events import (
     TrunkBackward,
     UpdateEnd,
 )
-from esper_telemetry.telemetry import Telemetry
+from esper_telemetry.session import TelemetrySession
 
 
 class ModelListener:
@@ -53,7 +53,7 @@ class ModelListener:
 
     def __init__(
         self,
-        session: Telemetry,
+        session: TelemetrySession,
         model: Any,
         heads: ActionHeads,
         hooks: Hooks,

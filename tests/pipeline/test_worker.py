@@ -1,0 +1,353 @@
+"""The worker: nothing is lost when it dies, when it hangs, or when the trainer dies."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from waiting import wait_until
+
+from esper_telemetry import RunStatus, Telemetry, attach, read_run, session, value_fit
+from esper_telemetry.events import MinibatchesEnd, RolloutEnd, RunStart, UpdateEnd
+from esper_telemetry.pipeline.record import InProcessPipeline
+from esper_telemetry.pipeline.worker import WorkerPipeline
+from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo.environments import CueRecall
+from esper_telemetry.telemetry import session_of
+from esper_telemetry.updates.data import TrainingProgress, UpdateData
+
+pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: no worker")
+
+
+def submit(telemetry: Telemetry, update: int) -> None:
+    progress = TrainingProgress(UpdateEnd(update, update, update, float(update), {}), env_steps=1, elapsed=1.0)
+    session_of(telemetry).submit(UpdateData(progress=progress))
+    telemetry.flush(env_step=update)
+
+
+def offloaded(run_dir: Path) -> tuple[Telemetry, int]:
+    """Return a telemetry whose updates a worker measures, and the worker's process."""
+    telemetry = Telemetry(run_dir=run_dir, close_timeout=10.0)
+    session_of(telemetry).expect_updates(candidates=tuple, open_update=UpdateData)
+    session_of(telemetry).start()
+    return telemetry, worker_of(telemetry).pid
+
+
+def worker_of(telemetry: Telemetry) -> WorkerPipeline:
+    recorder = session_of(telemetry)._recorder
+    assert recorder is not None and isinstance(recorder.pipeline, WorkerPipeline)
+    return recorder.pipeline
+
+
+def journal(run_dir: Path) -> str:
+    return (run_dir / "journal.jsonl").read_text()
+
+
+def rates(run_dir: Path) -> list[float]:
+    return [record.values["opt/lr"] for record in read_run(run_dir).records]
+
+
+def test_every_update_arrives_in_order(tmp_path: Path) -> None:
+    telemetry, _ = offloaded(tmp_path)
+    for update in range(1, 51):
+        submit(telemetry, update)
+    telemetry.close()
+
+    assert rates(tmp_path) == [float(update) for update in range(1, 51)]
+    assert read_run(tmp_path).status is RunStatus.FINISHED
+    assert not (tmp_path / "writer.lock").exists()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_dies_or_hangs_costs_a_warning(
+    tmp_path: Path, how: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    telemetry, pid = offloaded(tmp_path)
+    submit(telemetry, 1)
+    wait_until(lambda: '"record"' in journal(tmp_path), "the first record")
+    os.kill(pid, how)
+    with caplog.at_level(logging.WARNING, "esper_telemetry"):
+        for update in range(2, 21):
+            submit(telemetry, update)
+        telemetry.close()
+
+    assert rates(tmp_path) == [float(update) for update in range(1, 21)]
+    assert read_run(tmp_path).status is RunStatus.FINISHED
+    assert len([record for record in caplog.records if "summarises updates" in record.message]) == 1
+
+
+def broken(update: int) -> UpdateData:
+    """An update whose returns do not fit its values, as a bug would leave them."""
+    steps = torch.zeros(4, 2)
+    flags = torch.zeros(4, 2, dtype=torch.bool)
+    rollout = RolloutEnd(
+        update=update,
+        env_step=update,
+        actions={},
+        rewards=steps,
+        values=steps,
+        advantages=torch.randn(4, 2),
+        returns=torch.zeros(5, 3),
+        log_probs=steps,
+        next_values=steps,
+        ended=flags,
+        terminated=flags,
+        gamma=0.9,
+        valid=None,
+    )
+    progress = TrainingProgress(UpdateEnd(update, update, update, float(update), {}), env_steps=1, elapsed=1.0)
+    return UpdateData(rollout=rollout, progress=progress)
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_bug_in_a_metric_costs_what_it_measures_and_one_warning(
+    tmp_path: Path, offload: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    telemetry = Telemetry(run_dir=tmp_path, offload=offload)
+    session_of(telemetry).expect_updates(candidates=tuple, open_update=UpdateData)
+    with caplog.at_level(logging.WARNING, "esper_telemetry"):
+        for update in range(1, 4):
+            session_of(telemetry).submit(broken(update))
+            telemetry.flush(env_step=update)
+        telemetry.close()
+
+    for record in read_run(tmp_path).records:
+        assert "value/explained_variance" not in record.values
+        assert {"adv/raw/std", "reward/mean", "value/td/mean"} <= record.values.keys()
+        assert record.values["telemetry/metric_errors"] >= 1
+    assert rates(tmp_path) == [1.0, 2.0, 3.0]
+    (warned,) = [record.getMessage() for record in caplog.records if "value_fit" in record.getMessage()]
+    assert "missing from the records" in warned
+
+
+def test_a_wrong_call_of_the_user_raises_at_once() -> None:
+    with Telemetry(run_dir=None) as telemetry, pytest.raises((ValueError, RuntimeError)):
+        telemetry.observe(value_fit(torch.zeros(4), torch.zeros(5)))
+
+
+def trained(run_dir: Path, *, offload: bool, stop: bool = False) -> list[dict[str, float]]:
+    """Return the records of three updates of an LSTM policy, times aside."""
+    telemetry = Telemetry(run_dir=run_dir, offload=offload, level="debug")
+    config = PPOConfig(num_steps=16, num_epochs=1, num_minibatches=2, lstm_size=8, hidden_sizes=(8,), policy="lstm")
+    trainer = PPO(CueRecall(8, seed=0), config)
+    attach(telemetry, trainer)
+    if stop:
+        trainer.hooks.on(RunStart, lambda _: os.kill(worker_of(telemetry).pid, signal.SIGSTOP), last=True)
+    trainer.learn(3 * 16 * 8)
+    if stop:
+        os.kill(worker_of(telemetry).pid, signal.SIGKILL)
+    telemetry.close()
+    timed = ("perf/", "telemetry/", "train/env_steps_per_second")
+    return [{k: v for k, v in record.values.items() if not k.startswith(timed)} for record in read_run(run_dir).records]
+
+
+def test_later_rollouts_do_not_change_what_still_waits(tmp_path: Path) -> None:
+    """The trainer collects in the same memory every time; the worker is stopped until all is over, then the trainer does its work."""
+    waited = trained(tmp_path / "waited", offload=True, stop=True)
+
+    at_once = trained(tmp_path / "at_once", offload=False)
+    for a, b in zip(waited, at_once, strict=True):
+        assert {k: (a.get(k), b.get(k)) for k in a.keys() | b.keys() if a.get(k) != b.get(k)} == {}
+
+
+def wide(update: int) -> UpdateData:
+    """An update of six megabytes."""
+    rows = torch.full((750_000,), 0.01)
+    minibatches = MinibatchesEnd((0,), (len(rows),), rows, torch.zeros(1).expand(len(rows)), None, {})
+    return UpdateData(
+        minibatches=minibatches, progress=TrainingProgress(UpdateEnd(update, update, 1, 1e-3, {}), 1, 1.0)
+    )
+
+
+def test_large_updates_that_waited_are_measured_as_soon_as_the_worker_goes_on(tmp_path: Path) -> None:
+    """While it is stopped, 40 times what a pipe holds is sent; then nothing more has to be sent for all of it to arrive."""
+    telemetry, pid = offloaded(tmp_path)
+    os.kill(pid, signal.SIGSTOP)
+    for update in range(1, 8):
+        session_of(telemetry).submit(wide(update))
+        telemetry.flush(env_step=update)
+    os.kill(pid, signal.SIGCONT)
+
+    wait_until(worker_of(telemetry).idle, "the worker to measure all updates")
+    telemetry.close()
+
+    assert ["policy/kl" in record.values for record in read_run(tmp_path).records] == [True] * 7
+
+
+def test_a_message_larger_than_the_pipe_is_sent_piece_by_piece(tmp_path: Path) -> None:
+    telemetry, _ = offloaded(tmp_path)
+    submit(telemetry, 1)
+    telemetry.notify_intervention("a" * 5_000_000)
+    worker = worker_of(telemetry)
+
+    wait_until(lambda: not worker.take_reports() and worker.idle(), "the worker to read the message")
+    telemetry.close()
+
+    assert "a" * 5_000_000 in journal(tmp_path)
+
+
+def test_a_message_left_in_the_pipe_of_a_dead_worker_is_written_in_process(tmp_path: Path) -> None:
+    telemetry, pid = offloaded(tmp_path)
+    submit(telemetry, 1)
+    wait_until(lambda: '"record"' in journal(tmp_path), "the first record")
+    os.kill(pid, signal.SIGSTOP)
+    telemetry.notify_intervention("a" * 5_000_000)
+    os.kill(pid, signal.SIGKILL)
+
+    worker = worker_of(telemetry)
+    wait_until(lambda: not worker.take_reports() and "a" * 5_000_000 in journal(tmp_path), "the message")
+    telemetry.close()
+
+    assert rates(tmp_path) == [1.0]
+
+
+KILLED = """
+import os, signal, sys
+from esper_telemetry import Telemetry
+from esper_telemetry.telemetry import session_of
+from esper_telemetry.events import UpdateEnd
+from esper_telemetry.updates.data import TrainingProgress, UpdateData
+telemetry = Telemetry(["tensorboard"], run_dir=sys.argv[1])
+session_of(telemetry).expect_updates(candidates=tuple, open_update=UpdateData)
+session_of(telemetry).start()
+if os.fork() == 0:  # a process that holds every pipe open
+    signal.pause()
+for update in range(1, 31):
+    progress = TrainingProgress(UpdateEnd(update, update, update, float(update), {}), env_steps=1, elapsed=1.0)
+    session_of(telemetry).submit(UpdateData(progress=progress))
+    telemetry.flush(env_step=update)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_trainer_loses_no_finished_update(tmp_path: Path) -> None:
+    """The worker still finds the updates in the pipe, and the run ends as killed after the last of them."""
+    run_dir = tmp_path / "run"
+    trainer = subprocess.Popen([sys.executable, "-c", KILLED, str(run_dir)], start_new_session=True)
+    try:
+        assert trainer.wait(60) == -signal.SIGKILL
+        wait_until(lambda: '"end"' in journal(run_dir), "the worker to end the run")
+    finally:
+        os.killpg(trainer.pid, signal.SIGKILL)
+
+    assert rates(run_dir) == [float(update) for update in range(1, 31)]
+    assert read_run(run_dir).status is RunStatus.KILLED
+
+
+def test_a_trainer_that_replaces_its_worker_knows_the_journal_and_its_history(tmp_path: Path) -> None:
+    """The worker dies after five updates, before its answer to the last is read: no update twice, and averages go on."""
+    telemetry, pid = offloaded(tmp_path)
+    for update in range(1, 6):
+        telemetry.log({"policy/entropy": 2.0**-update})
+        submit(telemetry, update)
+    wait_until(lambda: journal(tmp_path).count('{"kind":"record"') == 5, "five records")
+    os.kill(pid, signal.SIGKILL)
+    for update in range(6, 9):
+        telemetry.log({"policy/entropy": 2.0**-update})
+        submit(telemetry, update)
+    telemetry.close()
+
+    assert rates(tmp_path) == [float(update) for update in range(1, 9)]
+    assert journal(tmp_path).count('{"kind":"record"') == 8
+    rate = read_run(tmp_path).records[-1].values["policy/entropy_rate"]
+    assert rate == pytest.approx(-math.log(2))
+    assert all("policy/entropy_rate" in record.values for record in read_run(tmp_path).records[1:])
+
+
+def logged(telemetry: Telemetry, updates: range) -> None:
+    """Log and flush as a loop of the user's own, which takes no time itself."""
+    for update in updates:
+        telemetry.log({"my/number": float(update), "policy/kl": 0.01 + 0.005 * math.sin(update)})
+        telemetry.flush(env_step=update)
+
+
+def own_values(values: Mapping[str, float]) -> dict[str, float]:
+    """Leave out what depends on the machine: times, and alarms about them."""
+    return {key: value for key, value in values.items() if key.startswith(("my/", "policy/"))}
+
+
+def test_records_of_a_users_loop_are_the_same_in_process_and_in_a_worker(tmp_path: Path) -> None:
+    records = []
+    for offload in (True, False):
+        with Telemetry(run_dir=tmp_path / str(offload), offload=offload) as telemetry:
+            logged(telemetry, range(1, 41))
+        assert (tmp_path / str(offload) / "summary.log").exists() is offload
+        records.append(read_run(tmp_path / str(offload)).records)
+
+    assert {"policy/kl/ema", "policy/kl/ew_std"} <= records[0][-1].values.keys()
+    assert [own_values(record.values) for record in records[0]] == [own_values(record.values) for record in records[1]]
+
+
+def test_sinks_get_every_record_of_a_worker_once(tmp_path: Path) -> None:
+    got: list[float] = []
+    sink = [lambda record: got.append(record.values["my/number"])]
+    with Telemetry(sink, run_dir=tmp_path, offload=True, close_timeout=60.0) as telemetry:
+        logged(telemetry, range(1, 31))
+
+    assert got == [float(update) for update in range(1, 31)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"offload": False}, {"offload": True, "run_dir": None}])
+def test_a_users_loop_has_a_worker_only_where_it_asks_for_one(tmp_path: Path, settings: dict[str, Any]) -> None:
+    with Telemetry(**{"run_dir": tmp_path / "run", **settings}) as telemetry:
+        logged(telemetry, range(1, 3))
+        recorder = session_of(telemetry)._recorder
+        assert recorder is not None and isinstance(recorder.pipeline, InProcessPipeline)
+
+
+def test_a_detector_of_the_script_itself_is_kept_in_process(tmp_path: Path) -> None:
+    """The worker could not import it."""
+    script = """
+from esper_telemetry import Telemetry
+from esper_telemetry.alarms import Detectors
+class Mine(Detectors):
+    pass
+with Telemetry(run_dir="run", detect=Mine, offload=True) as telemetry:
+    telemetry.flush(env_step=1)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not (tmp_path / "run" / "summary.log").exists()
+    assert len(read_run(tmp_path / "run").records) == 1
+
+
+@pytest.mark.parametrize(("budget", "warnings"), [(1e-6, 1), (1.0, 0)])
+def test_a_loop_that_records_slow_down_is_told_once_that_a_worker_could_make_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, budget: float, warnings: int
+) -> None:
+    monkeypatch.setattr(session, "RECOMMENDATION_SECONDS", 0.0)
+    monkeypatch.setattr(session, "RECOMMENDATION_RECORDS", 5)
+    with Telemetry(run_dir=tmp_path, budget=budget) as telemetry:
+        logged(telemetry, range(1, 11))
+
+    assert len([record for record in caplog.records if "offload=True" in record.message]) == warnings
+
+
+def test_a_count_of_more_than_64_bits_is_recorded(tmp_path: Path) -> None:
+    with Telemetry(run_dir=tmp_path, offload=True) as telemetry:
+        for step in (1, 1 << 70):
+            telemetry.log({"my/number": 1.0})
+            telemetry.flush(env_step=step)
+
+    assert [record.axes.env_step for record in read_run(tmp_path).records] == [1, 1 << 70]
+
+
+def test_the_run_is_announced_before_its_first_numbers(tmp_path: Path) -> None:
+    """Also where the run goes on."""
+    for resume in (False, True):
+        with Telemetry(run_dir=tmp_path, resume=resume, offload=True) as telemetry:
+            logged(telemetry, range(1 + 2 * resume, 3 + 2 * resume))
+
+    lines = journal(tmp_path).splitlines()
+    assert [json.loads(line)["kind"] for line in lines] == ["run", "record", "record", "end"] * 2
