@@ -37,7 +37,7 @@ TRAINER = textwrap.dedent("""
     from pathlib import Path
     from journals import add, begun, end, eventually
     from recording import RecordingSink
-    from esper_telemetry.relay import Relay
+    from esper_telemetry.delivery import Relay
 
     tmp_path = Path(sys.argv[1])
     journal = begun(tmp_path / "run")

@@ -35,7 +35,7 @@ SCRIPT = textwrap.dedent("""
     from pathlib import Path
     from journals import begun, end
     from recording import GatedSink
-    from esper_telemetry.relay import Relay
+    from esper_telemetry.delivery import Relay
 
     tmp_path = Path(sys.argv[1])
     journal = begun(tmp_path / "run", 3)

@@ -220,7 +220,7 @@ def test_a_forked_process_writes_nothing(tmp_path: Path) -> None:
     script = textwrap.dedent("""
         import os, sys
         from esper_telemetry.journal import Journal, encode_record
-        from esper_telemetry.record import Axes, Record
+        from esper_telemetry.core.record import Axes, Record
         journal = Journal.create(sys.argv[1])
         line = encode_record(Record(1, Axes(1, 8, 4, 2.0), {}))
         if os.fork() == 0:
@@ -242,7 +242,7 @@ def test_a_full_disk_costs_nothing_once_there_is_space_again(tmp_path: Path) -> 
     script = textwrap.dedent("""
         import resource, signal, sys
         from esper_telemetry.journal import Journal, encode_record
-        from esper_telemetry.record import Axes, Record
+        from esper_telemetry.core.record import Axes, Record
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         journal = Journal.create(sys.argv[1])
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)
