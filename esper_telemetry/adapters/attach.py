@@ -45,7 +45,7 @@ from esper_telemetry.events import Hooks as Hooks
 from esper_telemetry.events import Remover as Remover
 from esper_telemetry.metrics.episodes import evaluation_stats
 from esper_telemetry.metrics.gradients.health import gradients_of
-from esper_telemetry.metrics.optimizer import AdamState, adam_held, adam_state, flat, weight_norm
+from esper_telemetry.metrics.optimizer import AdamState, adam_parameters, adam_state, flat, weight_norm
 from esper_telemetry.telemetry import Telemetry
 from esper_telemetry.updates import groups as replayed
 from esper_telemetry.updates.columns import (
@@ -198,7 +198,7 @@ class CloseLook:
     def _keep_state(self, event: OptimizerStep) -> None:
         if not self._due(event.step):
             return
-        held = adam_held(event.optimizer)
+        held = adam_parameters(event.optimizer)
         if held and not self._states:
             named = {id(parameter): name for name, parameter in event.parameters.items()}
             names = [named.get(id(entry.parameter), f"parameter_{place}") for place, entry in enumerate(held)]
