@@ -35,7 +35,7 @@ from esper_telemetry.metrics.gradients.health import gradients_of
 from esper_telemetry.metrics.kl import categorical_kl, gaussian_kl, kl_after_update
 from esper_telemetry.metrics.lstm.sequences import bptt_stats, memory_use
 from esper_telemetry.metrics.lstm.states import first_staleness, state_staleness
-from esper_telemetry.metrics.optimizer import AdamState, adam_held, adam_state, flat, weight_norm
+from esper_telemetry.metrics.optimizer import AdamState, adam_parameters, adam_state, flat, weight_norm
 from esper_telemetry.metrics.representation import (
     capacity_loss,
     feature_drift,
@@ -242,7 +242,7 @@ class GradientProbe:
             due = event.step % self._stride == 0
         if not due:
             return
-        states = adam_held(event.optimizer)
+        states = adam_parameters(event.optimizer)
         if states and not self._states:
             named = {id(parameter): name for name, parameter in event.parameters.items()}
             names = [named.get(id(entry.parameter), f"parameter_{index}") for index, entry in enumerate(states)]

@@ -1,4 +1,4 @@
-"""What users pass, as what the package computes with: arrays and lists as tensors, NumPy and 0-d numbers as Python's.
+"""Conversion of arguments: arrays and lists to tensors, NumPy scalars and 0-d tensors to Python numbers.
 
 A value that has the right type already is returned as it is, without a copy.
 """
@@ -30,7 +30,7 @@ NUMBERS: Final = "biuf"
 
 
 def as_tensor(value: ArrayLike, like: Tensor | None = None) -> Tensor:
-    """The numbers as a tensor, which shares their memory where it can.
+    """Return the numbers as a tensor, which shares their memory where it can.
 
     Args:
         value: Python's floats become float64, its integers int64; arrays keep their type where torch has it.
@@ -42,12 +42,13 @@ def as_tensor(value: ArrayLike, like: Tensor | None = None) -> Tensor:
     """
     if isinstance(value, Tensor):
         return value
-    tensor = _stacked(value) if _holds_tensors(value) else torch.from_numpy(_array(value))
+    holds_tensors = isinstance(value, Sequence) and any(isinstance(item, Tensor) for item in value)
+    tensor = _stacked(value) if holds_tensors else torch.from_numpy(_array(value))
     return tensor if like is None else tensor.to(like.device)
 
 
 def as_mask(value: ArrayLike | None, like: Tensor | None = None) -> Tensor | None:
-    """Booleans as `as_tensor` makes them of what is True, or not 0; None where there are none."""
+    """Return a mask as a tensor of booleans, True where the value is not 0; None for None."""
     if value is None:
         return None
     mask = as_tensor(value, like)
@@ -55,19 +56,19 @@ def as_mask(value: ArrayLike | None, like: Tensor | None = None) -> Tensor | Non
 
 
 def as_tensors(values: Iterable[ArrayLike]) -> list[Tensor]:
-    """Each of the values as `as_tensor` makes it; raises TypeError for what is no list of them."""
+    """Return each value as a tensor; raise TypeError for anything but a list of values."""
     if isinstance(values, Mapping | str) or not isinstance(values, Iterable):
         raise TypeError(f"expected a list of tensors or arrays, got {shown(values)}")
     return [as_tensor(value) for value in values]
 
 
 def by_head(values: Mapping[str, ArrayLike] | None) -> dict[str, Tensor]:
-    """What is given per head as `as_tensor` makes it; nothing for None. Raises TypeError for what is no mapping."""
+    """Return a mapping from heads to values with the values as tensors, empty for None; raise TypeError for anything else."""
     return {head: as_tensor(value) for head, value in _heads(values).items()}
 
 
 def masks_by_head(values: Mapping[str, ArrayLike] | None) -> dict[str, Tensor]:
-    """What is given per head as `as_mask` makes it."""
+    """Return a mapping from heads to masks, without the heads that have none."""
     masks = {head: as_mask(value) for head, value in _heads(values).items()}
     return {head: mask for head, mask in masks.items() if mask is not None}
 
@@ -83,7 +84,7 @@ def _heads(values: Mapping[str, ArrayLike] | None) -> Mapping[str, ArrayLike]:
 
 
 def as_integer(value: object, name: str, *, smallest: int = 0) -> int:
-    """The whole number: an integer or float of Python or NumPy, or an array or tensor of one entry.
+    """Return the whole number of a Python or NumPy number, or of an array or tensor with one entry.
 
     Raises:
         TypeError: for what is no number.
@@ -108,7 +109,7 @@ def _integer(value: object, name: str) -> int:
 
 
 def as_number(value: object, name: str) -> float:
-    """The number as a float, infinite where it is too large; an array or tensor must have one entry.
+    """Return the number as a float, infinite where it is too large; an array or tensor must have one entry.
 
     Raises:
         TypeError: for everything else.
@@ -126,7 +127,7 @@ def as_number(value: object, name: str) -> float:
 
 
 def as_settings(value: object, name: str) -> dict[str, Any]:
-    """Settings by name, of a mapping, a dataclass, or the result of an argument parser; empty for None.
+    """Return the settings of a mapping, a dataclass or an argument parser's namespace by name; empty for None.
 
     Raises:
         TypeError: for anything else.
@@ -143,14 +144,10 @@ def as_settings(value: object, name: str) -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """The value in a message, short."""
+    """Return a short text of the value for a message."""
     if isinstance(value, Tensor | np.ndarray) and value.ndim:
         return f"a {'tensor' if isinstance(value, Tensor) else 'NumPy array'} of shape {list(value.shape)}"
     return reprlib.repr(value)
-
-
-def _holds_tensors(value: object) -> bool:
-    return isinstance(value, Sequence) and any(isinstance(item, Tensor) for item in value)
 
 
 def _stacked(values: Any) -> Tensor:
@@ -162,7 +159,7 @@ def _stacked(values: Any) -> Tensor:
 
 
 def _array(value: Any) -> npt.NDArray[Any]:
-    """The array that torch can share memory with."""
+    """Return an array that torch can share memory with."""
     try:
         array = np.asarray(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Time that telemetry itself takes on the training thread."""
+"""Time spent in telemetry on the training thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Accumulates the time spent inside `with clock:`, on the wall and of the processor; nested blocks count once."""
+    """Accumulator of the wall and processor time spent inside `with clock:`; nested blocks count once."""
 
     def __init__(self) -> None:
         self.seconds = self.cpu_seconds = 0.0
@@ -27,7 +27,7 @@ class Clock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it the time is somebody else's, also where a block is running."""
+        """Context that counts no time, also inside a running block."""
         if self._depth:
             self._add()
         try:
@@ -38,7 +38,7 @@ class Clock:
 
     @contextmanager
     def weighing(self, times: int) -> Iterator[None]:
-        """Counts the time within it that many times: for one call of so many, where timing all would cost more than they do."""
+        """Context whose time counts `times` times: it stands for that many calls, which are too short to be timed each."""
         seconds, cpu_seconds = self.seconds, self.cpu_seconds
         with self:
             yield
@@ -46,15 +46,15 @@ class Clock:
         self.cpu_seconds += (times - 1) * (self.cpu_seconds - cpu_seconds)
 
     def take(self) -> tuple[float, float]:
-        """Seconds since the last call, of the wall and of the processor, the running block included."""
+        """Return wall and processor seconds since the last call, the running block included."""
         if self._depth:
             self._add()
-        taken = self.seconds, self.cpu_seconds
+        elapsed = self.seconds, self.cpu_seconds
         self.seconds = self.cpu_seconds = 0.0
-        return taken
+        return elapsed
 
     def _add(self) -> None:
-        """Adds the running block so far."""
+        """Add the running block so far."""
         now, busy = time.perf_counter(), time.thread_time()
         self.seconds += now - self._since
         self.cpu_seconds += busy - self._busy_since

@@ -1,4 +1,4 @@
-"""Groups of plain numbers: what is computed on the host, from history or by telemetry itself. No torch.
+"""Groups of plain numbers, computed on the host from history or by telemetry itself.
 
 They are frozen dataclasses declared like metric groups, but hold `float | None`, or under a label one array per field:
 
@@ -30,13 +30,13 @@ class Derived:
     __slots__ = ()
 
     def values(self, level: Level = Level.DEBUG) -> dict[str, float]:
-        """The defined numbers that belong to `level`, by key; None, NaN and infinities are absent."""
+        """Return the defined numbers of `level` by key; None, NaN and infinities are absent."""
         kind: type = type(self)
         return dict(_items(self, _declaration(kind), level))
 
 
 class _Declaration(NamedTuple):
-    """What a type declares: its label and its fields with their metrics."""
+    """A type's label and its fields with their metrics."""
 
     label: str | None
     fields: tuple[tuple[str, Metric], ...]
@@ -60,7 +60,7 @@ def _items(group: Derived, declaration: _Declaration, level: Level) -> Iterator[
 def _labelled(
     group: Derived, name: str | None, key: str, value: float | Sequence[float] | Array
 ) -> Iterator[tuple[str, float]]:
-    """The keys of one field with their numbers: one for a plain number, one per label otherwise."""
+    """Yield the keys of one field with their numbers: one for a plain number, one per label otherwise."""
     if name is None:
         yield key, float(value)  # type: ignore[arg-type]  # fields of groups without a label are plain numbers
         return

@@ -1,4 +1,4 @@
-"""Metric groups: what a metric function returns, and how rows of them become values.
+"""Metric groups: the return values of metric functions, and their packing for the host.
 
     @dataclass(frozen=True, slots=True)
     class Curiosity(MetricGroup):
@@ -57,43 +57,42 @@ __all__ = [
 
 
 class MetricGroup:
-    """Base of all groups; subclasses are frozen, slotted dataclasses whose fields say what they report.
+    """Base of all groups; subclasses are frozen, slotted dataclasses whose fields declare the metrics they report.
 
     Attributes:
-        replicated: whether all processes of a distributed run measure the same, such as norms of summed gradients: rank 0's count.
-            What each measures of its own data is merged.
+        replicated: True where all ranks measure the same, such as norms of summed gradients: rank 0 reports. Otherwise ranks are merged.
     """
 
     __slots__ = ()
     replicated: ClassVar[bool] = False
 
     def values(self) -> dict[str, float]:
-        """This group alone, finished on the host: for tests and notebooks (reads the device)."""
+        """Return this group's values, for tests and notebooks; reads the device."""
         packed = pack(self)
         steps = np.arange(packed.rows)
         return packed.layout.finish(packed.table(), steps, np.zeros_like(steps)).values
 
 
 class Postponed:
-    """What is measured at every minibatch, and cheaper to summarise for all of them at once when the update ends.
+    """A measurement of one minibatch that is summarised with those of the other minibatches when the update ends.
 
-    It holds its own copies, so nothing that happens later changes it; whatever is wrong with it was said when it was made.
+    It holds copies and was validated when it was made: nothing later changes it or raises.
     """
 
     __slots__ = ()
 
     def __iter__(self) -> Iterator[MetricGroup]:
-        """The groups of this measurement alone."""
+        """Iterate over the groups of this measurement alone."""
         return iter(self.together([self]))
 
     @property
     def kind(self) -> Hashable:
-        """Measurements of equal kinds are summarised together."""
+        """Key of the measurements that are summarised together."""
         raise NotImplementedError
 
     @classmethod
-    def together(cls, measured: Sequence[Self]) -> Iterable[MetricGroup]:
-        """The groups of measurements of one kind, with a row each."""
+    def together(cls, measurements: Sequence[Self]) -> Iterable[MetricGroup]:
+        """Return the groups of measurements of one kind, with a row for each measurement."""
         raise NotImplementedError
 
 
@@ -105,17 +104,17 @@ def _field_names(group: type) -> tuple[str, ...]:
 
 
 Kind = tuple[type[Reduction], int, tuple[float, ...]]
-"""What a field holds: its reduction, the number of its slots, the edges of a histogram."""
+"""A field's reduction, its number of slots and the edges of its histogram."""
 
 
 class Packed(NamedTuple):
-    """One group, ready for the way to the host.
+    """One group in a form that is copied to the host in one piece.
 
     Attributes:
-        layout: where each slot stands.
+        layout: places of the slots.
         tensors: [tensor slots, rows * labels] float64, on the device; a copy.
         numbers: the slots that are plain numbers.
-        rows: how many optimizer steps the group was measured at.
+        rows: number of optimizer steps at which the group was measured.
     """
 
     layout: SlotLayout
@@ -124,13 +123,13 @@ class Packed(NamedTuple):
     rows: int
 
     def table(self) -> Array:
-        """[rows, labels * slots] on the host; waits for the device."""
+        """Return the slots as [rows, labels * slots] on the host; waits for the device."""
         return self.layout.table(self.tensors.cpu().numpy(), self.numbers, self.rows)
 
 
 @no_grad
 def pack(group: MetricGroup) -> Packed:
-    """The group's slots in one tensor on their device; copies, never synchronises.
+    """Return the group's slots in one tensor on their device; copies, never synchronises.
 
     Raises:
         TypeError: for a group that is no dataclass or a field that is no number, tensor or reduction.
@@ -146,7 +145,9 @@ def pack(group: MetricGroup) -> Packed:
         kinds.append((type(reduction), len(columns), getattr(reduction, "edges", ())))
         slots.extend(columns)
     constant = tuple([not isinstance(slot, Tensor) for slot in slots])
-    layout = _layout(kind, _labels(group), tuple(kinds), constant)
+    label = label_field(kind)
+    names = getattr(group, label) if label else ()
+    layout = _layout(kind, (names,) if isinstance(names, str) else tuple(names), tuple(kinds), constant)
     tensors = [slot for slot in slots if isinstance(slot, Tensor)]
     stacked, rows = _stacked(tensors, layout.labels)
     return Packed(layout, stacked, tuple([float(slot) for slot in slots if not isinstance(slot, Tensor)]), rows)
@@ -163,14 +164,8 @@ def _layout(group: type, labels: tuple[str, ...], kinds: tuple[Kind, ...], const
     return SlotLayout(group, labels, tuple(present), constant)
 
 
-def _labels(group: MetricGroup) -> tuple[str, ...]:
-    name = label_field(type(group))
-    value = getattr(group, name) if name else ()
-    return (value,) if isinstance(value, str) else tuple(value)
-
-
 def _stacked(tensors: list[Tensor], labels: tuple[str, ...]) -> tuple[Tensor, int]:
-    """Tensors of [], [rows] or, under labels, [labels] and [rows, labels] as [tensors, rows * labels]; and the rows."""
+    """Return tensors of [], [rows] or, under labels, [labels] and [rows, labels] as [tensors, rows * labels], and the number of rows."""
     if not tensors:
         return torch.empty(0, 1, dtype=torch.float64), 1
     shape = _shape([tensor.shape for tensor in tensors], labels)
@@ -180,12 +175,12 @@ def _stacked(tensors: list[Tensor], labels: tuple[str, ...]) -> tuple[Tensor, in
 
 
 def _shape(shapes: list[torch.Size], labels: tuple[str, ...]) -> torch.Size:
-    """What all shapes broadcast to, with the labels as last axis. Torch's own function would import SymPy, which takes half a second."""
-    known = set(shapes) | ({torch.Size([len(labels)])} if labels else set())
+    """Return the common shape, with the labels as last axis. torch.broadcast_shapes would import SymPy, which takes 0.5 s."""
+    distinct = set(shapes) | ({torch.Size([len(labels)])} if labels else set())
     try:
-        shape = known.pop() if len(known) == 1 else torch.Size(np.broadcast_shapes(*known))
+        shape = distinct.pop() if len(distinct) == 1 else torch.Size(np.broadcast_shapes(*distinct))
     except ValueError:
-        raise ValueError(f"the slots of a group must have one shape, got {sorted(map(list, known))}") from None
+        raise ValueError(f"the slots of a group must have one shape, got {sorted(map(list, distinct))}") from None
     if len(shape) > (2 if labels else 1) or (labels and shape[-1] != len(labels)):
         raise ValueError(f"slots must be 0-d or [rows]{' of [labels]' if labels else ''}, got shape {list(shape)}")
     return shape

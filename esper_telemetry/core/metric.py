@@ -26,7 +26,7 @@ Over = Literal["merge", "max", "min", "slope"]
 
 
 class Rows(Enum):
-    """Which optimizer steps of an update a metric is read from."""
+    """Optimizer steps of an update from which a metric is read."""
 
     ALL = "all"
     FIRST = "before the first step"
@@ -36,7 +36,7 @@ class Rows(Enum):
 
 
 class Reading(TypedDict, total=False):
-    """How a metric is read off its field: the attributes of `Metric` that its constructors take by keyword."""
+    """Attributes of `Metric` that its constructors take by keyword."""
 
     unit: str
     of: str
@@ -175,11 +175,11 @@ class Metric:
 
     @property
     def id(self) -> str:
-        """`TELE-<number>`, or nothing for metrics of user code."""
+        """`TELE-<number>`; empty for metrics of user code."""
         return f"TELE-{self.number:03d}" if self.number else ""
 
     def info(self, reduction: str = "") -> MetricInfo:
-        """The description that travels in the journal."""
+        """Return the description that travels in the journal."""
         rows = "" if self.rows is Rows.ALL else f", {self.rows.value}"
         over = "" if self.over == "merge" else f", {self.over} over minibatches"
         return MetricInfo(
@@ -225,28 +225,28 @@ class MetricFamily:
 
 
 def reports(*metrics: Metric) -> Any:
-    """A dataclass field whose value is reported under the keys of `metrics`; it may be left out (None)."""
+    """Return a dataclass field whose value is reported under the keys of `metrics`; its default is None, which reports nothing."""
     return dataclasses.field(default=None, metadata={"metrics": metrics})
 
 
 def label() -> Any:
-    """A dataclass field holding the label, or the tuple of labels, that fills `{field name}` in the group's keys."""
+    """Return a dataclass field for the label, or the tuple of labels, that replaces `{field name}` in the group's keys."""
     return dataclasses.field(metadata={"label": True})
 
 
 def declared(group: type) -> Iterator[tuple[dataclasses.Field[Any], Metric]]:
-    """Every metric that a group type declares, with the field that holds it, in order."""
+    """Yield every metric that a group type declares, with the field that holds it, in order."""
     for item in dataclasses.fields(group):
         for metric in item.metadata.get("metrics", ()):
             yield item, metric
 
 
 def label_field(group: type) -> str | None:
-    """Name of the field that labels a group type, if it has one."""
+    """Return the name of the field that labels a group type; None without one."""
     names = [item.name for item in dataclasses.fields(group) if item.metadata.get("label")]
     return names[0] if names else None
 
 
 def segment(name: str) -> str:
-    """`name` as a legal segment of a key: `trunk.0.weight` becomes `trunk_0_weight`."""
+    """Return `name` as a legal segment of a key: `trunk.0.weight` becomes `trunk_0_weight`."""
     return re.sub(r"[^a-z0-9_]+", "_", name.lower()).strip("_") or "_"

@@ -1,4 +1,4 @@
-"""The host side of metric groups: where each slot stands in a packed row, and how rows become values."""
+"""Host side of metric groups: the layout of slots in packed rows, and the values of rows."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Index = npt.NDArray[np.intp]
 
 
 class Values(NamedTuple):
-    """What finishing rows yields.
+    """Values of the rows of one update.
 
     Attributes:
         values: finite floats by key.
         histograms: by key.
-        undefined: how many declared keys had no value.
-        unreported: values of keys that belong to NORMAL and not to the level: derived values that belong to it may need them.
-        copies: how many vectors of numbers were copied from the device for them.
+        undefined: number of declared keys without a value.
+        unreported: values of keys of NORMAL above the level of the run; derived values of that level may need them.
+        copies: number of vectors copied from the device.
     """
 
     values: dict[str, float]
@@ -36,7 +36,7 @@ class Values(NamedTuple):
     copies: int = 0
 
     def united(self, other: Values) -> Values:
-        """Both; where they share a key, the other's."""
+        """Return both; of a key in both the other's value."""
         return Values(
             self.values | other.values,
             self.histograms | other.histograms,
@@ -85,7 +85,7 @@ class SlotLayout:
     constant: tuple[bool, ...]
 
     def finish(self, rows: Array, steps: Index, epochs: Index, level: Level = Level.DEBUG) -> Values:
-        """Values of a `table` whose rows were taken at optimizer `steps` of `epochs`, as far as they belong to `level`."""
+        """Return the values of `level` of a `table` whose rows were measured at optimizer `steps` of `epochs`."""
         window = PackedWindow(self, rows, steps, epochs)
         result: dict[str, float] = {}
         unreported: dict[str, float] = {}
@@ -102,7 +102,7 @@ class SlotLayout:
         return Values(result, self._finish_histograms(window, level), undefined, unreported)
 
     def table(self, tensors: Array, numbers: Sequence[float], rows: int) -> Array:
-        """[rows, labels * slots], every slot in its column, from [tensor slots, rows * labels] and the plain numbers."""
+        """Return [rows, labels * slots], every slot in its column, from [tensor slots, rows * labels] and the plain numbers."""
         labels = max(1, len(self.labels))
         table = np.empty((rows, labels, len(self.constant)))
         table[..., self._places[0]] = tensors.reshape(-1, rows, labels).transpose(1, 2, 0)
@@ -110,7 +110,7 @@ class SlotLayout:
         return table.reshape(rows, -1)
 
     def _finish_histograms(self, window: PackedWindow, level: Level) -> dict[str, Histogram]:
-        """The histograms that belong to `level` and hold anything."""
+        """Return the histograms of `level` that are not empty."""
         readers = [reader for reader in self.histograms if reader.metric.level <= level]
         counts = {reader.key: window.slots(reader) for reader in readers}
         return {
@@ -121,17 +121,17 @@ class SlotLayout:
 
     @property
     def replicated(self) -> bool:
-        """Whether all processes of a distributed run measure the same."""
+        """True where all ranks measure the same."""
         return bool(self.group.replicated)  # type: ignore[attr-defined]  # every group is a `MetricGroup`
 
     @property
     def name(self) -> str:
-        """Of the group's type."""
+        """Module and name of the group's type."""
         return f"{self.group.__module__}.{self.group.__qualname__}"
 
     @cached_property
     def fields_text(self) -> str:
-        """What the fields are, as text that is the same in every process."""
+        """Text of the fields that is the same in every process."""
         return repr([(name, reduction.__qualname__, width, edges) for name, reduction, width, edges in self.fields])
 
     @cached_property
@@ -146,13 +146,13 @@ class SlotLayout:
 
     @cached_property
     def blocks(self) -> tuple[tuple[type[Reduction], Index], ...]:
-        """Per reduction the columns of its fields, [fields, slots]: what can be merged in one call."""
-        found: dict[tuple[type[Reduction], int], list[range]] = {}
+        """Columns of the fields by reduction, [fields, slots]: each block is merged in one call."""
+        columns_of: dict[tuple[type[Reduction], int], list[range]] = {}
         for field, start in self._starts():
             for offset in self._label_offsets:
                 columns = range(offset + start, offset + start + field.width)
-                found.setdefault((field.reduction, field.width), []).append(columns)
-        return tuple((reduction, np.array(columns)) for (reduction, _), columns in found.items())
+                columns_of.setdefault((field.reduction, field.width), []).append(columns)
+        return tuple((reduction, np.array(columns)) for (reduction, _), columns in columns_of.items())
 
     def _all_readers(self) -> Iterator[RowReader]:
         present = {field.name: (field, start) for field, start in self._starts()}
@@ -163,7 +163,10 @@ class SlotLayout:
                 for offset, text in zip(self._label_offsets, self.labels or ("",), strict=True):
                     columns = slice(offset + start, offset + start + field.width)
                     key = metric.key.replace(f"{{{name}}}", text)
-                    yield RowReader(key, metric, field, columns, _statistic(field.reduction, metric.of))
+                    statistics = field.reduction.statistics
+                    # a histogram has no statistic: it is read as a whole
+                    statistic = statistics[metric.of] if metric.of else next(iter(statistics.values()), _undefined)
+                    yield RowReader(key, metric, field, columns, statistic)
 
     def _starts(self) -> Iterator[tuple[Field, int]]:
         start = 0
@@ -178,7 +181,7 @@ class SlotLayout:
 
     @cached_property
     def _places(self) -> tuple[Index, Index]:
-        """The slots that are tensors and those that are plain numbers."""
+        """Places of the slots that are tensors, and of those that are plain numbers."""
         constant = np.array(self.constant, dtype=bool)
         return np.flatnonzero(~constant), np.flatnonzero(constant)
 
@@ -194,7 +197,7 @@ class PackedWindow:
         self._selected: dict[Rows, Array] = {Rows.ALL: rows}
 
     def read(self, reader: RowReader) -> float:
-        """The value of one key; NaN where it is undefined."""
+        """Return the value of one key; NaN where it is undefined."""
         metric, columns = reader.metric, reader.columns
         if metric.over == "merge" and metric.rows is Rows.ALL:
             return reader.statistic(self._all[columns])
@@ -204,10 +207,11 @@ class PackedWindow:
         if metric.over == "slope":
             epochs = self._epochs[_select(metric.rows, self._steps, self._epochs)]
             return _slope([reader.statistic(_merged(reader, slots[epochs == epoch])) for epoch in np.unique(epochs)])
-        return _extreme(metric.over == "max", [reader.statistic(row) for row in slots.tolist()])
+        defined = [value for row in slots.tolist() if not math.isnan(value := reader.statistic(row))]
+        return (max if metric.over == "max" else min)(defined, default=math.nan)
 
     def slots(self, reader: RowReader) -> list[float]:
-        """The slots of one key, merged over all rows."""
+        """Return the slots of one key, merged over all rows."""
         return self._all[reader.columns]
 
     def _selection(self, rows: Rows) -> Array:
@@ -217,7 +221,7 @@ class PackedWindow:
 
 
 def merge(layout: SlotLayout, rows: Array) -> list[float]:
-    """[rows, columns] merged into one row."""
+    """Merge [rows, columns] into one row."""
     if len(rows) == 1:
         return list(rows[0].tolist())
     merged = np.empty(rows.shape[1])
@@ -227,18 +231,13 @@ def merge(layout: SlotLayout, rows: Array) -> list[float]:
 
 
 def _merged(reader: RowReader, slots: Array) -> list[float]:
-    """One key's [rows, slots] merged; a single row is what it is."""
+    """Merge one key's [rows, slots]; a single row is returned as it is."""
     merged = slots[0] if len(slots) == 1 else reader.field.reduction.merge(slots[:, None])[0]
     return list(merged.tolist())
 
 
 def _is_histogram(reader: RowReader) -> bool:
     return reader.field.reduction is Counts
-
-
-def _statistic(reduction: type[Reduction], name: str) -> Statistic:
-    statistics = reduction.statistics
-    return statistics[name] if name else next(iter(statistics.values()), _undefined)
 
 
 def _undefined(_: Sequence[float]) -> float:
@@ -253,13 +252,8 @@ def _slope(values: Sequence[float]) -> float:
     return float(x @ np.array(values) / (x @ x))
 
 
-def _extreme(largest: bool, values: Sequence[float]) -> float:
-    defined = [value for value in values if not math.isnan(value)]
-    return (max if largest else min)(defined, default=math.nan)
-
-
 def _select(rows: Rows, steps: Index, epochs: Index) -> Any:
-    """Boolean mask of the rows of an update that a metric is read from."""
+    """Return the mask of the rows of an update from which a metric is read."""
     if rows is Rows.ALL:
         return np.ones(len(steps), dtype=bool)
     if rows is Rows.FIRST:

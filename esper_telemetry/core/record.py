@@ -1,9 +1,9 @@
-"""What leaves the process: plain Python values that every sink, detector and view can read without torch."""
+"""Plain values that leave the training thread: records, alarms, and the descriptions of runs and metrics."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from itertools import accumulate, islice
@@ -16,12 +16,12 @@ RUN_FAILED = "run/failed"
 """Type of the alarm that an exception raises which ends the run; views show it before all others."""
 
 
-SHOWN_VALUES = 8
-"""How many values a record shows of itself."""
+MAX_SHOWN_VALUES = 8
+"""Values in the `repr` of a record."""
 
 
 class Level(IntEnum):
-    """How much is measured; each level includes the ones below it."""
+    """Amount of measurement; each level includes the ones below it."""
 
     OFF = 0
     MINIMAL = 1
@@ -30,7 +30,7 @@ class Level(IntEnum):
 
     @classmethod
     def parse(cls, text: str | Level) -> Level:
-        """The level of that name, in any case; raises ValueError for an unknown one."""
+        """Return the level of a name in any case; raise ValueError for an unknown one."""
         if isinstance(text, Level):
             return text
         try:
@@ -41,7 +41,7 @@ class Level(IntEnum):
 
 
 class RunStatus(StrEnum):
-    """How a run ended; the value of the journal's `end` line."""
+    """Ending of a run; the value of the journal's `end` line."""
 
     FINISHED = "finished"
     FAILED = "failed"
@@ -52,7 +52,7 @@ class RunStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """Where a record stands: sinks choose their x-axis from these, none is ever inferred.
+    """Position of a record: sinks choose their x-axis from these, none is ever inferred.
 
     Attributes:
         update: index of the policy update, from 1.
@@ -67,7 +67,7 @@ class Axes:
     wall_time: float
 
     def within(self, last: Axes) -> bool:
-        """Whether a run whose last record stands there has got as far, by updates or by environment steps."""
+        """Return True where these axes are not beyond `last`, by updates or by environment steps."""
         return self.update <= last.update or self.env_step <= last.env_step
 
 
@@ -84,7 +84,7 @@ class Histogram:
     counts: tuple[float, ...]
 
     def quantile(self, share: float) -> float | None:
-        """The value below which that share of the counts lies, linear within a bin; None without counts."""
+        """Return the value below which that share of the counts lies, linear within a bin; None without counts."""
         total = sum(self.counts)
         if total <= 0:
             return None
@@ -99,7 +99,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Everything measured in one update: finite floats by key; what is undefined is absent."""
+    """Values of one update: finite floats by key; undefined values are absent."""
 
     seq: int
     axes: Axes
@@ -108,16 +108,16 @@ class Record:
     partial: bool = False
 
     def __repr__(self) -> str:
-        """One line: where it stands, some of its values, and how many there are."""
+        """Return one line with the axes, some values and their number."""
         axes = f"update={self.axes.update}, env_step={self.axes.env_step}, gradient_step={self.axes.gradient_step}"
-        some = ", ".join(f"{key!r}: {value:.6g}" for key, value in islice(self.values.items(), SHOWN_VALUES))
-        more = f", ... {len(self.values) - SHOWN_VALUES} more" if len(self.values) > SHOWN_VALUES else ""
+        some = ", ".join(f"{key!r}: {value:.6g}" for key, value in islice(self.values.items(), MAX_SHOWN_VALUES))
+        more = f", ... {len(self.values) - MAX_SHOWN_VALUES} more" if len(self.values) > MAX_SHOWN_VALUES else ""
         partial = ", partial" if self.partial else ""
         return f"Record({axes}, values={{{some}{more}}}, {len(self.histograms)} histograms{partial})"
 
 
 class AlarmLevel(StrEnum):
-    """How serious an alarm is, by its severity: below 0.25, below 0.75, or from there on."""
+    """Level of an alarm by its severity: below 0.25, below 0.75, or from there on."""
 
     INFO = "info"
     WARN = "warn"
@@ -125,16 +125,16 @@ class AlarmLevel(StrEnum):
 
     @classmethod
     def of(cls, severity: float) -> AlarmLevel:
-        """The level of a severity, 0 to 1."""
+        """Return the level of a severity, 0 to 1."""
         return cls.CRITICAL if severity >= CRITICAL_FROM else cls.WARN if severity >= WARN_FROM else cls.INFO
 
 
 WARN_FROM, CRITICAL_FROM = 0.25, 0.75
-"""Severities from which on an alarm is a warning, and critical."""
+"""Smallest severities of a warning and of a critical alarm."""
 
 
 class AlarmEvent(StrEnum):
-    """What has become of an alarm."""
+    """Change of an alarm."""
 
     RAISE = "raise"
     UPDATE = "update"
@@ -143,25 +143,25 @@ class AlarmEvent(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """Something goes wrong in the run: written when it begins, when it gets worse and when it is over.
+    """A problem of the run: written when it begins, when it gets worse and when it is over.
 
     Attributes:
         seq, axes: of the record that shows it.
         type: its name, `family/what`, as in `alarms`.
-        event: whether it begins, gets worse or ends.
+        event: it begins, gets worse or ends.
         severity: 0 to 1.
-        level: how serious that is.
+        level: level of that severity.
         key: the metric that decided.
         value: of that metric; None where the end has none.
         threshold: value of that metric from which on the alarm is raised; None where no single number says so.
-        adaptive: whether the threshold follows the run's own history.
+        adaptive: True where the threshold follows the run's own history.
         z: robust standard scores that the value is away from its history, where the rule has one.
         since: update in which it was raised.
         streak: updates in a row that spoke for this event.
         incident: number of the incident that it belongs to, from 1.
         cause: type of the alarm that this incident is put down to, as far as is known yet.
-        text: what has happened, since when, and what to try, in plain words.
-        evidence: what shows it, as plain values, bounded in size.
+        text: what happened, since when, and what to try, in plain words.
+        evidence: plain values that show it, bounded in size.
     """
 
     seq: int
@@ -185,18 +185,18 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True)
 class MetricInfo:
-    """What a key means, in words that a dashboard can show.
+    """Description of a key, in words that a dashboard can show.
 
     Attributes:
-        unit, question: what is counted, and what a reader learns from it.
+        unit, question: unit of the value, and the question that its chart answers.
         id: stable name of the catalogue entry, `TELE-<number>`.
         low, high: range; None where it has no bound.
-        healthy, warn, critical, source: what is normal and what is not, and who says so.
-        undefined: when the key is absent.
-        reduction, level, cost: how it is made of an update's rows, from which level on, at what cost.
-        name, category, priority: what people call it, its family, and how much it matters.
-        headline: its place among the first that one looks at in its family, from 1; 0 where it is none of them.
-        alarms, action: which ways of going wrong read it, and what to try then.
+        healthy, warn, critical, source: bounds and where they come from.
+        undefined: condition under which the key is absent.
+        reduction, level, cost: reduction of an update's rows, lowest level, class of cost.
+        name, category, priority: display name, title of the family, importance.
+        headline: its place among the first metrics of its family, from 1; 0 where it is none of them.
+        alarms, action: alarms that read it, and what to try when it is not normal.
         series: endings of the keys that follow its history.
     """
 
@@ -224,19 +224,18 @@ class MetricInfo:
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """The head of a journal: what a sink knows of the run before its first record.
+    """Head of a journal: facts about the run before its first record.
 
     Attributes:
         run_id: unique and constant over resumes; letters, digits, `.`, `_` and `-`, so that it can stand in names of files.
-        name: what people call the run.
-        run_dir: where the journal and the local backends live; None for a run without journal.
+        name: display name.
+        run_dir: directory of the journal and of local backends; None for a run without journal.
         started: seconds since the epoch.
         config: settings of the run, as given.
-        facts: what detectors need: precision, max_grad_norm, normalisation, declared groups, total steps.
+        facts: inputs of detectors: precision, max_grad_norm, normalisation, declared groups, total steps.
         metrics: description by key; keys of labelled families also appear as templates such as `grad/{group}/rms`.
-        resumed_from: where training goes on, in a part of a run that was resumed; None in its first part. `update`, `env_step` and
-            `gradient_step` are those of the checkpoint, `recorded` is the last update that the journal held already: what is
-            trained again up to there is not recorded again.
+        resumed_from: position at which a resumed run continues; None in its first part. `update`, `env_step` and `gradient_step` are
+            those of the checkpoint, `recorded` is the last update in the journal: updates up to it are not recorded again.
 
     Raises ValueError for a run id that is not made of these.
     """
@@ -258,18 +257,18 @@ class RunInfo:
             raise ValueError(f"a run id is made of up to 128 letters, digits, '.', '_' and '-', got {self.run_id!r}")
 
     def describe(self, key: str) -> MetricInfo | None:
-        """The description of a key, directly or through the template it was made from."""
+        """Return the description of a key or of its template; None for an unknown key."""
         return self.metrics.get(key) or self.metrics.get(template_of(key, self.metrics))
 
 
 class SinkLag(NamedTuple):
-    """How the delivery to one sink stands.
+    """State of the delivery to one sink.
 
     Attributes:
         sink: its name as a segment of a key.
-        records: how many it has still to take.
-        seconds: age of the last one that it took, while there are others; else 0.
-        errors: how often it has failed.
+        records: number of records that are still to be delivered.
+        seconds: age of the last delivered record while others wait; else 0.
+        errors: number of failures so far.
     """
 
     sink: str
@@ -279,23 +278,19 @@ class SinkLag(NamedTuple):
 
 
 def template_of(key: str, templates: Mapping[str, object]) -> str:
-    """The template in `templates` that `key` is an instance of, or the key itself."""
+    """Return the template in `templates` of which `key` is an instance, or the key itself."""
     if key in templates:
         return key
     segments = key.split("/")
-    for start, length in _places(len(segments)):
+    # a label is one segment anywhere, or a whole key of several segments at either end
+    places = [(start, 1) for start in range(len(segments))]
+    places += [(start, n) for n in range(len(segments) - 1, 1, -1) for start in (0, len(segments) - n)]
+    for start, length in places:
         for name in LABELS if length == 1 else WHOLE_KEYS:
             candidate = "/".join([*segments[:start], f"{{{name}}}", *segments[start + length :]])
             if candidate in templates:
                 return candidate
     return key
-
-
-def _places(segments: int) -> Iterator[tuple[int, int]]:
-    """Where a label may stand, (first segment, number of segments): one segment anywhere, or several at either end."""
-    yield from ((start, 1) for start in range(segments))
-    for length in range(segments - 1, 1, -1):
-        yield from ((start, length) for start in (0, segments - length))
 
 
 LABELS = (
@@ -322,7 +317,7 @@ WHOLE_KEYS = ("key",)
 
 
 def check_key(key: str) -> str:
-    """The key itself; raises ValueError unless every backend accepts it."""
+    """Return the key; raise ValueError unless every backend accepts it."""
     if not isinstance(key, str) or not KEY_PATTERN.fullmatch(key):
         likely = "/".join(part.strip("_") for part in re.sub("[^a-z0-9_/]+", "_", str(key).lower()).split("/"))
         instead = f": write {likely!r}" if KEY_PATTERN.fullmatch(likely) else ""

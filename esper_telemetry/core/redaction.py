@@ -1,4 +1,4 @@
-"""Secrets in settings, addresses and messages, before any of it is written down or sent."""
+"""Removal of secrets from settings, addresses and messages before they are written or sent."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 PASSWORD = re.compile(r"(?<=://)([^/:@\s]*):([^/@\s]+)@")
 MASKED = ":***@"
-"""Stands in an address that holds a password."""
+"""Replacement of a password in an address."""
 HIDDEN = "***"
-"""Stands for a setting that is not shown."""
+"""Replacement of a secret setting."""
 
 SECRET_WORDS = frozenset(
     [
@@ -20,25 +20,25 @@ SECRET_WORDS = frozenset(
     ]
 )
 SECRET_PAIRS = frozenset([("api", "key"), ("access", "key"), ("private", "key"), ("secret", "key"), ("auth", "key")])
-"""Words, and words in a row, in the name of a setting whose text is nobody's business."""
+"""Words, and pairs of words, in the names of settings that hold secrets."""
 KEY_SHAPES = re.compile(r"\b(?:sk-|hf_|ghp_|gho_|github_pat_|xox[abp]-|AKIA|wandb_v1_)[A-Za-z0-9_-]{16,}")
-"""Keys that give themselves away by how they begin, wherever they stand."""
+"""API keys that are recognised by their prefix."""
 WORDS = re.compile("[A-Z]?[a-z0-9]+|[A-Z0-9]+(?![a-z])")
 
 
 def masked(text: str) -> str:
-    """The text with passwords in addresses, and keys that give themselves away, replaced by stars."""
+    """Return the text with stars for passwords in addresses and for keys of a known form."""
     return KEY_SHAPES.sub(HIDDEN, PASSWORD.sub(rf"\1{MASKED}", text))
 
 
 def redacted(settings: Any, *, show: Collection[str] = ()) -> Any:
-    """Settings whose texts hold no secret: those under a name like `api_key` or `token` are stars, others are `masked`.
+    """Return settings without secrets: texts under a name like `api_key` or `token` become stars, others are `masked`.
 
-    Numbers and switches stay, so `max_tokens=512` does. Mappings, lists and tuples are gone through.
+    Numbers and booleans stay, so `max_tokens=512` does. Mappings, lists and tuples are redacted recursively.
 
     Args:
         settings: any value.
-        show: names that are shown all the same.
+        show: names whose values are kept.
     """
     if isinstance(settings, str):
         return masked(settings)
@@ -53,13 +53,13 @@ def redacted(settings: Any, *, show: Collection[str] = ()) -> Any:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting of that name is likely to hold a secret: `wandb_api_key`, `accessToken`."""
+    """Return True where a setting of that name is likely to hold a secret: `wandb_api_key`, `accessToken`."""
     words = [word.lower() for word in WORDS.findall(name)]
     return not SECRET_WORDS.isdisjoint(words) or not SECRET_PAIRS.isdisjoint(pairwise(words))
 
 
 def _hidden(value: Any) -> Any:
-    """Stars for a text, and for every text within."""
+    """Return the value with stars for every text in it."""
     if isinstance(value, str | bytes):
         return HIDDEN if value else value
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""How measurements combine: the field types of metric groups, each with fixed slots, an associative merge and its statistics.
+"""Reductions: the field types of metric groups, each with fixed slots, an associative merge and named statistics.
 
 A reduction holds tensors (or plain numbers) on the device, one per slot; a leading axis, if any, runs over optimizer steps. On the host
 its slots are the last axis of a float64 array: `merge` combines the rows of `[rows, fields, slots]`, `statistics` read numbers from
@@ -33,18 +33,18 @@ class Reduction:
     statistics: ClassVar[Mapping[str, Statistic]]
 
     def slots(self) -> tuple[Slot, ...]:
-        """The slot values, in the order in which the statistics read them."""
+        """Return the slot values in the order in which the statistics read them."""
         kind: type = type(self)
         return tuple([getattr(self, name) for name in _slot_names(kind)])
 
     @staticmethod
     def merge(rows: Array) -> Array:
-        """Combines [rows, fields, slots] into [fields, slots]."""
+        """Merge [rows, fields, slots] into [fields, slots]."""
         raise NotImplementedError
 
     @classmethod
     def join(cls, ranks: Array) -> Array:
-        """As `merge`, of what several ranks [ranks, fields, slots] have each measured of one and the same optimizer step."""
+        """Merge the measurements of one optimizer step by several ranks, [ranks, fields, slots]."""
         return cls.merge(ranks)
 
 
@@ -98,7 +98,7 @@ class Min(Reduction):
 
     @staticmethod
     def merge(rows: Array) -> Array:
-        """The smallest."""
+        """Return the smallest."""
         merged: Array = np.fmin.reduce(rows, axis=0)
         return merged
 
@@ -113,7 +113,7 @@ class Max(Reduction):
 
     @staticmethod
     def merge(rows: Array) -> Array:
-        """The largest."""
+        """Return the largest."""
         merged: Array = np.fmax.reduce(rows, axis=0)
         return merged
 
@@ -128,7 +128,7 @@ class Last(Reduction):
 
     @staticmethod
     def merge(rows: Array) -> Array:
-        """The last row's."""
+        """Return the last row."""
         last: Array = rows[-1]
         return last
 
@@ -142,7 +142,7 @@ def _std(s: Sequence[float]) -> float:
 
 
 def _rounding(mean: float) -> float:
-    """Variance below which values that differ from their mean differ by rounding only: seven times 0.1 has std 1.4e-17."""
+    """Return the variance below which values differ from their mean by rounding only: seven times 0.1 has std 1.4e-17."""
     return float((8 * np.finfo(np.float64).eps * mean) ** 2)
 
 
@@ -178,7 +178,7 @@ class Moments(Reduction):
 
     @staticmethod
     def merge(rows: Array) -> Array:
-        """Centred merge of all rows at once; empty rows change nothing."""
+        """Merge all rows around their common mean; empty rows change nothing."""
         n, m2, m3, m4 = rows[..., 0], rows[..., 2], rows[..., 3], rows[..., 4]
         mean = np.where(n > 0, rows[..., 1], 0.0)
         total = n.sum(axis=0)
@@ -204,7 +204,7 @@ class Ess(Reduction):
 
     @staticmethod
     def merge(rows: Array) -> Array:
-        """Sums rescaled to the common maximum."""
+        """Rescale the sums to the common maximum and add them."""
         n, top, s1, s2 = np.moveaxis(rows, -1, 0)
         peak = top.max(axis=0)
         shift = np.subtract(top, peak, out=np.zeros_like(top), where=n > 0)
@@ -242,7 +242,7 @@ ABSENT = Absent()
 
 
 def as_reduction(value: Any, *, where: str) -> Reduction:
-    """The reduction itself; a bare 0-d tensor or number is a `Mean` of count 1, None is `Absent`."""
+    """Return a field's reduction: itself, a `Mean` of count 1 for a tensor or number, `Absent` for None."""
     if value is None:
         return ABSENT
     if isinstance(value, Reduction):

@@ -9,29 +9,26 @@ from functools import cache
 import torch
 from torch import Tensor
 
-TINY_NORM, HUGE_NORM = (
-    1e-18,
-    1e18,
-)  # beyond these, squares leave the range of float32: the norm is taken again in float64
+TINY_NORM, HUGE_NORM = 1e-18, 1e18  # beyond these, squares leave float32: the norm is computed again in float64
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6
 
 Norms = Callable[[Sequence[Tensor], torch.dtype], Tensor]
 
 
 def masked_mean(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Mean over the entries where `mask` holds, 0-d; NaN where there are none. Masked entries, even NaN, do nothing."""
+    """Return the mean over the entries where `mask` holds, 0-d; NaN without any. Masked entries, even NaN, have no influence."""
     if mask is None:
         return values.mean()
     return torch.where(mask, values, values.new_zeros(())).sum() / mask.sum()
 
 
 def mask_logits(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """Logits whose forbidden actions hold the most negative finite number. Shapes: [..., A] both, mask bool."""
+    """Return logits with the most negative finite number for forbidden actions. Shapes: [..., A] both, mask bool."""
     return logits if mask is None else logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
 
 
 def masked_entropy(logits: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Entropy [...] in nats of the categorical over the allowed actions, without NaN in value or gradient.
+    """Return the entropy [...] in nats of the categorical over the allowed actions, without NaN in value or gradient.
 
     Args:
         logits: [..., A], unnormalised.
@@ -45,18 +42,18 @@ def masked_entropy(logits: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def public_norms(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """L2 norm of each tensor, [K], accumulated in `dtype`, by public torch calls."""
+    """Return the L2 norm of each tensor, [K], accumulated in `dtype`, by public torch calls."""
     return torch.stack([torch.linalg.vector_norm(gradient, dtype=dtype) for gradient in gradients])
 
 
 def fused_norms(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The same in one fused call that is private to torch: use what `choose_norms` returns."""
+    """Return the same in one fused call that is private to torch: see `choose_norms`."""
     return torch.stack(torch._foreach_norm(list(gradients), 2.0, dtype=dtype))
 
 
 @cache
 def choose_norms(device: torch.device) -> Norms:
-    """`fused_norms` if this torch has it and it agrees with `public_norms` on a probe, else `public_norms`."""
+    """Return `fused_norms` if this torch has it and it agrees with `public_norms` on a probe, else `public_norms`."""
     probe = [torch.tensor(entries, device=device) for entries in ([3.0, 4.0], [[0.0]], [1e20, 1e20], [1e-25])]
     try:
         agree = all(
@@ -74,7 +71,7 @@ def choose_norms(device: torch.device) -> Norms:
 
 
 def gradient_norms(gradients: Sequence[Tensor]) -> Tensor:
-    """L2 norm of each gradient, [K], which neither overflows nor underflows; non-finite where an entry is.
+    """Return the L2 norm of each gradient, [K], without overflow or underflow; non-finite where an entry is.
 
     On CUDA float64, accumulated in float64 and without synchronisation. On the CPU float32 with the rounding of
     `clip_grad_norm_`; float64 where a norm leaves the range that float32 can square.
@@ -85,66 +82,60 @@ def gradient_norms(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def raw_norms(gradients: Sequence[Tensor]) -> Tensor:
-    """L2 norm of each gradient on the CPU, [K], with the rounding of `clip_grad_norm_`, and its overflows."""
+    """Return the L2 norm of each gradient on the CPU, [K], with the rounding and the overflows of `clip_grad_norm_`."""
     norms = choose_norms(gradients[0].device)
     return norms(gradients, torch.promote_types(gradients[0].dtype, torch.float32))
 
 
 def checked_norms(gradients: Sequence[Tensor], raw: Tensor) -> Tensor:
-    """The same without overflows and underflows, from the `raw_norms`."""
+    """Return the norms without overflows and underflows, from the `raw_norms`."""
     doubtful = doubtful_norms(raw)
     return repair_norms(raw, gradients, doubtful) if doubtful else raw
 
 
 def doubtful_norms(raw: Tensor) -> list[int]:
-    """Places of those of the `raw_norms` that float32 cannot hold the square of."""
+    """Return the places of the `raw_norms` whose squares float32 cannot hold."""
     return [place for place, norm in enumerate(raw.tolist()) if not TINY_NORM < norm < HUGE_NORM]
 
 
 def repair_norms(norms: Tensor, gradients: Sequence[Tensor], doubtful: Sequence[int]) -> Tensor:
-    """The norms with the doubtful ones taken again in float64; all float64 where one is too large for float32."""
+    """Return the norms with the doubtful ones computed again in float64; all float64 where one is too large for float32."""
     exact = norms.double()
     exact[list(doubtful)] = public_norms([gradients[index] for index in doubtful], torch.float64)
     return exact.to(norms.dtype) if float(exact.max()) < HUGE_NORM else exact
 
 
 def total_norm(norms: Tensor) -> Tensor:
-    """L2 norm of all gradients together, 0-d, from the norms [K] of each."""
+    """Return the L2 norm of all gradients together, 0-d, from the norms [K] of each."""
     norm: Tensor = torch.linalg.vector_norm(norms)
     return norm
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor min(1, max_norm / (norm + 1e-6)) of `clip_grad_norm_`, 0-d."""
+    """Return the factor min(1, max_norm / (norm + 1e-6)) of `clip_grad_norm_`, of the shape of `norm`."""
     return torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0)
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """The same of a norm in float32 that the host knows, rounded as torch rounds it, at a tenth of the price of its four operators."""
+    """Return the factor of a float32 norm on the host, rounded as torch rounds it: ten times faster than torch's four operators."""
     factor = _float32(_float32(1.0 / _float32(norm + _float32(CLIP_EPSILON))) * _float32(max_norm))
     return 1.0 if factor > 1.0 else factor
 
 
 def _float32(number: float) -> float:
-    """The nearest number in float32: of a sum, product or quotient of two such numbers the one that float32 arithmetic finds."""
+    """Return the nearest float32 number: for a sum, product or quotient of two float32 numbers the result of float32 arithmetic."""
     return c_float(number).value
 
 
-def _rounded(norms: Tensor, dtype: torch.dtype) -> Tensor:
-    """The norms in a shorter type, as torch takes them, unless their sum leaves its range."""
-    rounded = norms.to(dtype)
-    return rounded if torch.isfinite(total_norm(rounded)) else norms
-
-
 def clip_by_norms(gradients: Sequence[Tensor], raw: Tensor, max_norm: float) -> Tensor:
-    """What `clip_grad_norm_` does to gradients in float32 on the CPU and returns, 0-d, from their `raw_norms`: to the last bit."""
+    """Clip float32 gradients on the CPU from their `raw_norms` and return the norm, 0-d: bit for bit as `clip_grad_norm_` does."""
     norm = total_norm(raw)
     _scale(gradients, norm, max_norm)
     return norm
 
 
 def clip_gradients(gradients: Sequence[Tensor], norms: Tensor, max_norm: float) -> None:
-    """Scales the gradients in place to a global norm of at most `max_norm`, bit for bit as `clip_grad_norm_` does.
+    """Scale the gradients in place to a global norm of at most `max_norm`, bit for bit as `clip_grad_norm_` does.
 
     Args:
         gradients: K tensors of one dtype on one device.
@@ -154,15 +145,16 @@ def clip_gradients(gradients: Sequence[Tensor], norms: Tensor, max_norm: float) 
     Non-finite gradients stay non-finite. Norms that the gradients' type cannot hold are not rounded to it: torch erases such gradients.
     """
     if norms.is_cpu and gradients[0].dtype.itemsize < norms.dtype.itemsize < torch.float64.itemsize:
-        norms = _rounded(norms, gradients[0].dtype)
+        rounded = norms.to(gradients[0].dtype)  # as torch computes them, unless their sum leaves its range
+        norms = rounded if torch.isfinite(total_norm(rounded)) else norms
     _scale(gradients, total_norm(norms), max_norm)
 
 
 def _scale(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scales gradients whose global norm this is, 0-d.
+    """Scale gradients with this global norm, 0-d.
 
-    On the CPU nothing is multiplied where nothing exceeds the limit; on CUDA everything always is, because looking would synchronise.
-    The last gradients are scaled first, because the cache still has them.
+    On the CPU nothing is multiplied below the limit; on CUDA everything is, because comparing would synchronise. The last gradients are
+    scaled first, because the cache still has them.
     """
     if norm.is_cpu and norm.dtype is torch.float32:
         factor = clip_factor(float(norm), max_norm)

@@ -1,9 +1,4 @@
-"""The actions themselves: how likely the chosen ones were, whether the policy still prefers them, and how their mix shifts.
-
-Continuous (Gaussian) heads: how wide they explore and how often they hit the bounds of the action space.
-
-Masked statistics, shared by the metric functions: torch only, float64, never a read of the device.
-"""
+"""Actions: probability of the chosen ones, change of the preferred ones, shift of their mix, and exploration of continuous heads."""
 
 from __future__ import annotations
 
@@ -47,7 +42,7 @@ class LogProbStats(MetricGroup):
 
 @inference_mode
 def log_prob_stats(log_probs: Tensor, *, valid: Tensor | None = None) -> LogProbStats:
-    """The smallest log-probability of a chosen action.
+    """Return the smallest log-probability of a chosen action.
 
     Args:
         log_probs: at collection, summed over heads, [T, B] or [N].
@@ -59,7 +54,7 @@ def log_prob_stats(log_probs: Tensor, *, valid: Tensor | None = None) -> LogProb
 
 @dataclass(frozen=True, slots=True)
 class GreedyAgreement(MetricGroup):
-    """Whether the favourite actions stayed the same."""
+    """Agreement of the preferred actions before and after the update."""
 
     agreement: Mean = reports(
         Metric.fraction("policy/greedy_agreement", 173, "agreement on the preferred action", cost="sampled")
@@ -82,7 +77,7 @@ def greedy_agreement(
     relevant: Mapping[str, Tensor] | None = None,
     valid: Tensor | None = None,
 ) -> GreedyAgreement:
-    """Share of rows on which every head that takes part has the same favourite before and after.
+    """Return the share of rows on which every relevant head prefers the same action before and after.
 
     Args:
         old_logits, logits: per categorical head [.., A], before and after the update, same rows.
@@ -117,7 +112,7 @@ class HistogramShift(AdditiveReduction):
     statistics: ClassVar[Mapping[str, Statistic]] = {"shift": lambda s: _divergence(np.array(s).reshape(2, -1))}
 
     def slots(self) -> tuple[Slot, ...]:
-        """All counts, then all previous counts."""
+        """Return all counts, then all previous counts."""
         return (*self.counts.unbind(-1), *self.previous.unbind(-1))
 
 
@@ -136,7 +131,7 @@ def _entropy(p: Array) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ActionShift(MetricGroup):
-    """How the mix of one head's actions changed since the last rollout."""
+    """Change of the mix of one head's actions since the last rollout."""
 
     head: str = label()
     shift: HistogramShift = reports(
@@ -156,7 +151,7 @@ class ActionShift(MetricGroup):
 
 @no_grad
 def action_counts(actions: Tensor, num_actions: int, *, valid: Tensor | None = None) -> Tensor:
-    """How often each action was taken, [num_actions] float64.
+    """Return the number of times that each action was taken, [num_actions] float64.
 
     Args:
         actions: indices [..].
@@ -173,7 +168,7 @@ def action_counts(actions: Tensor, num_actions: int, *, valid: Tensor | None = N
 
 
 def action_shift(head: str, counts: Tensor, previous: Tensor) -> ActionShift:
-    """Divergence of this rollout's actions from the last one's; both [A], from `action_counts`."""
+    """Return the divergence of this rollout's actions from the last one's; both [A], from `action_counts`."""
     return ActionShift(segment(head), HistogramShift(counts.detach(), previous.detach()))
 
 
@@ -200,7 +195,7 @@ class StandardizedShift(AdditiveReduction):
     }
 
     def slots(self) -> tuple[Slot, ...]:
-        """Both counts, then all three sums."""
+        """Return both counts, then all three sums."""
         return (
             self.count, self.previous_count, *self.total.unbind(-1), *self.previous.unbind(-1), *self.spread.unbind(-1)
         )  # fmt: skip
@@ -215,7 +210,7 @@ def _distance(count: float, previous_count: float, parts: Array) -> float:
 
 @dataclass(frozen=True, slots=True)
 class GaussianShift(MetricGroup):
-    """How far one continuous head's mean action moved since the last rollout."""
+    """Movement of one continuous head's mean action since the last rollout."""
 
     head: str = label()
     shift: StandardizedShift = reports(
@@ -248,7 +243,7 @@ def gaussian_action_shift(
     previous_count: Slot = 1.0,
     valid: Tensor | None = None,
 ) -> GaussianShift:
-    """Distance of the mean action from the last rollout's.
+    """Return the distance of the mean action from the last rollout's.
 
     Args:
         head: name of the head.
@@ -267,23 +262,23 @@ def gaussian_action_shift(
 
 @no_grad
 def mean_action(actions: Tensor, *, valid: Tensor | None = None) -> ActionTotal:
-    """Mean of the valid, finite rows of actions [.., D], and their number."""
+    """Return the mean of the valid, finite rows of actions [.., D], and their number."""
     total, count = _total_action(actions, valid)
     return ActionTotal(total / count.clamp(min=1), count)
 
 
 def _total_action(actions: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Sum [D] and number of the valid, finite rows."""
+    """Return the sum [D] and the number of the valid, finite rows."""
     rows = actions.detach().double().reshape(-1, actions.shape[-1])
-    kept = (rows.abs() < math.inf).all(-1)
+    mask = (rows.abs() < math.inf).all(-1)
     if valid is not None:
-        kept &= rows_of(valid, None).bool()
-    return torch.where(kept.unsqueeze(-1), rows, 0.0).sum(0), kept.sum()
+        mask &= rows_of(valid, None).bool()
+    return torch.where(mask.unsqueeze(-1), rows, 0.0).sum(0), mask.sum()
 
 
 @dataclass(frozen=True, slots=True)
 class GaussianStats(MetricGroup):
-    """Standard deviations and saturation of one continuous head, as far as they are known."""
+    """Standard deviations and saturation of one continuous head."""
 
     head: str = label()
     std: Mean | None = reports(
@@ -320,7 +315,7 @@ def gaussian_stats(
     high: Tensor | float | None = None,
     valid: Tensor | None = None,
 ) -> GaussianStats:
-    """Mean and smallest σ over rows and dimensions, and the share of components at or beyond the bounds.
+    """Return the mean and smallest σ over rows and dimensions, and the share of components at or beyond the bounds.
 
     Args:
         head: name of the head.
@@ -354,5 +349,5 @@ def _at_bounds(actions: Tensor, low: Tensor | float | None, high: Tensor | float
 
 
 def _columns(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """All components of [.., D] on one axis, and which of them are valid."""
+    """Return all components of [.., D] on one axis, and the mask of the valid ones."""
     return x.reshape(-1), None if valid is None else valid.bool().unsqueeze(-1).expand_as(x).reshape(-1)

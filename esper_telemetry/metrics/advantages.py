@@ -1,4 +1,4 @@
-"""Advantages: as they come out of GAE, and as they multiply the ratio."""
+"""Advantages as GAE estimates them, and as they multiply the ratio."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class AdvantageStats(MetricGroup):
         .absent("no valid, finite advantage"),
     )
     histogram: Counts = reports(
-        Metric.quantity("adv/raw/hist", 225, "hist of raw advantages", unit="advantage")
+        Metric.quantity("adv/raw/hist", 225, "histogram of raw advantages", unit="advantage")
         .asks("How are the advantages distributed?")
         .absent("no valid, finite advantage")
     )
@@ -120,7 +120,7 @@ class AdvantageStats(MetricGroup):
 
 @inference_mode
 def advantage_stats(advantages: ArrayLike, *, valid: ArrayLike | None = None) -> AdvantageStats:
-    """Population moments, extremes and quantiles of the advantages before normalisation.
+    """Return population moments, extremes and quantiles of the advantages before normalisation.
 
     Args:
         advantages: [T, B] or [N].
@@ -128,13 +128,13 @@ def advantage_stats(advantages: ArrayLike, *, valid: ArrayLike | None = None) ->
     """
     advantages = as_tensor(advantages)
     s = sample(advantages, as_mask(valid, advantages))
-    found = quantiles(ascending(s), s.count, levels_for(advantages))
+    at_levels = quantiles(ascending(s), s.count, levels_for(advantages))
     return AdvantageStats(
         moments=moments(s),
-        smallest=Min(found[0]),
-        largest=Max(found[-1]),
+        smallest=Min(at_levels[0]),
+        largest=Max(at_levels[-1]),
         positive=Mean((s.values > 0).sum(-1), s.count),
-        quantiles=as_quantiles(found, s.count),
+        quantiles=as_quantiles(at_levels, s.count),
         histogram=histogram(s, REWARDS),
         nonfinite=Sum(s.nonfinite),
     )
@@ -147,14 +147,14 @@ def _off_unit(slots: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StandardMoments(Moments):
-    """Moments of what ought to have mean 0 and std 1; `off_unit` is max(|mean|, |std - 1| / 2)."""
+    """Moments of normalised values; `off_unit` is max(|mean|, |std - 1| / 2)."""
 
     statistics: ClassVar[Mapping[str, Statistic]] = {**Moments.statistics, "off_unit": _off_unit}
 
 
 @dataclass(frozen=True, slots=True)
 class Participation(AdditiveReduction):
-    """How evenly magnitudes are spread: (Σ|x|)² / (n Σx²), 1 where all are equal, 1/n where one is alone."""
+    """Evenness of magnitudes: (Σ|x|)² / (n Σx²), 1 where all are equal, 1/n where all but one are zero."""
 
     count: Slot
     magnitude: Slot
@@ -230,7 +230,7 @@ def normalized_advantage_stats(
     valid: ArrayLike | None = None,
     dim: int | None = None,
 ) -> NormalizedAdvantageStats:
-    """What normalisation made of the advantages; merged over the minibatches of an update, it sees the whole of it.
+    """Return moments, participation and flipped signs of normalised advantages; minibatches of an update are merged.
 
     Args:
         normalized: the values that multiply the ratio, [N] or [M, N].
@@ -257,7 +257,7 @@ def normalized_advantage_stats(
 def flips_in_order(
     normalized: Tensor, advantages: Tensor, *, counted: Tensor | None = None, valid: Tensor | None = None
 ) -> Mean:
-    """Share of the actions whose sign changed, where nobody tells which is which: normalisation keeps their order.
+    """Return the share of actions whose sign changed, of advantages in unknown order: normalisation keeps the order of their values.
 
     Args:
         normalized: the values that multiply the ratio, of one pass over all rows, any shape.

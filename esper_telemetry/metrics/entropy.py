@@ -1,6 +1,6 @@
-"""How undecided the policy is: entropy of categorical heads, with action masks, relevance masks and several heads.
+"""Entropy of the policy, with action masks, relevance masks and several heads, and the gradient of the entropy bonus.
 
-Whether the entropy bonus or the policy loss steers the policy.
+A head of a factored policy is *relevant* on the rows where its choice has an effect.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from esper_telemetry.metrics.statistics import Sample, keep, rows_of, same_shape
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """Entropy of one head, row by row: the intermediate that the joint and the per-head group share.
+    """Entropy of one head for every row: the input of the joint and of the per-head group.
 
     Attributes:
         entropy: [..] nats.
@@ -43,7 +43,7 @@ class HeadRows:
 
 @no_grad
 def categorical_rows(logits: Tensor, action_mask: Tensor | None = None, *, relevant: Tensor | None = None) -> HeadRows:
-    """Entropy -Σ p ln p over the valid actions of every row.
+    """Return the entropy -Σ p ln p over the valid actions of every row.
 
     Args:
         logits: [.., A]; those of masked actions are arbitrary.
@@ -64,7 +64,7 @@ def categorical_rows(logits: Tensor, action_mask: Tensor | None = None, *, relev
 
 
 def _actions_first(x: Tensor) -> Tensor:
-    """[A, ..] from [.., A], copied: softmax over a short last axis is ten times slower."""
+    """Return [A, ..] from [.., A], copied: softmax over a short last axis is ten times slower."""
     return x.movedim(-1, 0).clone(memory_format=torch.contiguous_format)
 
 
@@ -78,7 +78,7 @@ _LOWEST = -1e30
 
 @no_grad
 def gaussian_rows(log_std: Tensor, *, relevant: Tensor | None = None) -> HeadRows:
-    """Differential entropy Σ_d (ln σ_d + ½ ln 2πe) of a diagonal Gaussian head, in nats; it may be negative.
+    """Return the differential entropy Σ_d (ln σ_d + ½ ln 2πe) of a diagonal Gaussian head, in nats; it may be negative.
 
     Args:
         log_std: [.., D]; where σ does not depend on the state, one row may stand for all: [D] or [M, 1, D].
@@ -95,7 +95,7 @@ def entropy_rows(
     log_std: Mapping[str, ArrayLike] | None = None,
     relevant: Mapping[str, ArrayLike] | None = None,
 ) -> dict[str, HeadRows]:
-    """Entropy of every head, row by row: compute it once, give it to `policy_entropy` and `head_entropy`.
+    """Return the entropy of every head for every row, the input of `policy_entropy` and `head_entropy`.
 
     Args:
         logits: per categorical head [.., A].
@@ -137,7 +137,7 @@ class MeanEntropy(AdditiveReduction):
 
 @dataclass(frozen=True, slots=True)
 class Marginals(Reduction):
-    """Action probabilities summed over states, per head: what the entropy of the mean policy is read from.
+    """Action probabilities summed over states, per head: their entropy is that of the mean policy.
 
     The slots begin with the number of heads and their numbers of actions; then come the rows, the sum of their entropies, and per head
     its rows, the summed probabilities and the number of rows in which each action was valid.
@@ -163,7 +163,7 @@ class Marginals(Reduction):
     }
 
     def slots(self) -> tuple[Slot, ...]:
-        """The header, then head by head."""
+        """Return the header, then the slots of each head."""
         parts: list[Slot] = [float(len(self.probabilities)), *(float(len(p)) for p in self.probabilities)]
         parts += [self.rows, self.entropy]
         for rows, p, allowed in zip(self.head_rows, self.probabilities, self.allowed, strict=True):
@@ -172,7 +172,7 @@ class Marginals(Reduction):
 
     @staticmethod
     def merge(rows: Array) -> Array:
-        """Everything adds but the header."""
+        """Add everything but the header."""
         merged: Array = rows.sum(axis=0)
         header = 1 + int(rows[0, 0, 0])
         merged[:, :header] = rows[0, :, :header]
@@ -188,7 +188,7 @@ class MarginalEntropy(NamedTuple):
 
 
 def _over_heads(slots: Sequence[float]) -> MarginalEntropy:
-    """Sums over heads, each weighted by the share of rows on which it takes part; NaN where undefined."""
+    """Return sums over heads, each weighted by the share of rows on which it is relevant; NaN where undefined."""
     sizes = [int(size) for size in slots[1 : 1 + int(slots[0])]]
     rows, entropy = slots[1 + len(sizes) : 3 + len(sizes)]
     if not rows:
@@ -323,7 +323,7 @@ def entropy_stats(
     valid: ArrayLike | None = None,
     dim: int | None = None,
 ) -> PolicyEntropy:
-    """Entropy of the whole policy: `policy_entropy` of `entropy_rows`, whose arguments these are."""
+    """Return the entropy of the whole policy: `policy_entropy` of `entropy_rows`, whose arguments these are."""
     rows = entropy_rows(logits, action_masks, log_std=log_std, relevant=relevant)
     return policy_entropy(rows, valid=valid, dim=dim)
 
@@ -332,7 +332,7 @@ def entropy_stats(
 def policy_entropy(
     heads: Mapping[str, HeadRows], *, valid: ArrayLike | None = None, dim: int | None = None
 ) -> PolicyEntropy:
-    """Entropy of the joint policy: of a row, the sum over the heads that take part.
+    """Return the entropy of the joint policy: of a row, the sum over its relevant heads.
 
     Args:
         heads: rows [N] or [M, N] of every head, from `entropy_rows`.
@@ -346,7 +346,7 @@ def policy_entropy(
     continuous = len(discrete) < len(flat)
     chosen = joint
     if continuous and discrete:
-        chosen = joint._replace(values=torch.where(joint.kept, _total(discrete, _entropy).double(), 0.0))
+        chosen = joint._replace(values=torch.where(joint.mask, _total(discrete, _entropy).double(), 0.0))
     return PolicyEntropy(
         entropy=MeanEntropy(joint.values.sum(-1), joint.count, joint.count if continuous else 0.0),
         normalized=_normalized(discrete, chosen) if discrete else None,
@@ -359,7 +359,7 @@ def policy_entropy(
 def head_entropy(
     heads: Mapping[str, HeadRows], *, valid: ArrayLike | None = None, dim: int | None = None
 ) -> HeadEntropy:
-    """Entropy of every head over the rows where it takes part; arguments as for `policy_entropy`."""
+    """Return the entropy of every head over the rows where it is relevant; arguments as for `policy_entropy`."""
     valid = as_mask(valid)
     flat = _aligned(list(heads.values()), valid, dim)
     allowed = None if valid is None else rows_of(valid, dim)
@@ -369,9 +369,9 @@ def head_entropy(
 
 
 def _head_means(head: HeadRows, allowed: Tensor | None) -> tuple[Mean, Mean, Mean]:
-    """Mean entropy and mean normalised entropy of the rows that count, and the share of all rows that leave a choice."""
+    """Return mean entropy and mean normalised entropy of the rows that count, and the share of all rows that leave a choice."""
     every = keep(_entropy(head).double(), allowed)
-    took_part = every.kept if head.relevant is None else every.kept & head.relevant
+    took_part = every.mask if head.relevant is None else every.mask & head.relevant
     entropy = Mean(every.values.sum(-1), took_part.sum(-1))
     if head.uniform is None:
         nothing = torch.zeros_like(every.count)
@@ -391,7 +391,7 @@ def _side_by_side(means: Sequence[Mean]) -> Mean:
 
 
 def _aligned(heads: Sequence[HeadRows], valid: Tensor | None, dim: int | None) -> list[HeadRows]:
-    """All heads with the same rows: an entropy that is the same for many rows may come as one of them."""
+    """Return all heads with the same rows: one row that stands for many is expanded."""
     shapes = [head.entropy.shape for head in heads] + ([] if valid is None else [valid.shape])
     shape = max(shapes, key=lambda candidate: candidate.numel())
     try:
@@ -419,12 +419,12 @@ def _one_axis(x: Tensor | float | None, name: str) -> Any:
 
 
 def _entropy(head: HeadRows) -> Tensor:
-    """Entropy [.., N] of the head, zero where it takes no part."""
+    """Return the entropy [.., N] of the head, zero where it is not relevant."""
     return head.entropy if head.relevant is None else torch.where(head.relevant, head.entropy, 0.0)
 
 
 def _largest(head: HeadRows) -> Tensor | float:
-    """The largest entropy [.., N] possible, zero where the head takes no part."""
+    """Return the largest possible entropy [.., N], zero where the head is not relevant."""
     uniform = head.uniform or 0.0 if not isinstance(head.uniform, Tensor) else head.uniform
     return uniform if head.relevant is None else uniform * head.relevant
 
@@ -437,13 +437,13 @@ def _total(heads: Sequence[HeadRows], read: Callable[[HeadRows], Any]) -> Any:
 
 
 def _normalized(heads: Sequence[HeadRows], joint: Sample) -> Mean:
-    """Mean over rows with a choice of the entropy over the largest possible one; a forced action adds 0 to both."""
+    """Return the mean over rows with a choice of the entropy over the largest possible one; a forced action adds 0 to both."""
     largest = _total(heads, _largest)
     if not isinstance(largest, Tensor):
         if largest == 0:
             return Mean(0.0, 0.0)
         return Mean(torch.minimum(joint.values.sum(-1) / largest, joint.count), joint.count)  # rounding ends at 1
-    choice = joint.kept & (largest > 0)
+    choice = joint.mask & (largest > 0)
     return Mean(torch.where(choice, joint.values / largest, 0.0).clamp_(max=1).sum(-1), choice.sum(-1))
 
 
@@ -455,17 +455,17 @@ def _marginals(heads: Sequence[HeadRows], joint: Sample) -> Marginals:
 
 def _marginal(head: HeadRows, joint: Sample) -> tuple[Tensor, Tensor, Tensor]:
     """Rows [..] on which the head took part, probabilities and validity [A, ..] summed over them."""
-    kept = joint.kept if head.relevant is None else joint.kept & head.relevant
-    rows = joint.count if head.relevant is None else kept.sum(-1)
-    sums = _over_rows(head.probabilities, kept)
-    return rows, sums, rows.expand_as(sums) if head.allowed is None else _over_rows(head.allowed, kept)
+    mask = joint.mask if head.relevant is None else joint.mask & head.relevant
+    rows = joint.count if head.relevant is None else mask.sum(-1)
+    sums = _over_rows(head.probabilities, mask)
+    return rows, sums, rows.expand_as(sums) if head.allowed is None else _over_rows(head.allowed, mask)
 
 
-def _over_rows(x: Tensor | None, kept: Tensor) -> Tensor:
-    """Sum [A, ..] of `x` [A, .., N] over the rows that are kept."""
+def _over_rows(x: Tensor | None, mask: Tensor) -> Tensor:
+    """Return the sum [A, ..] of `x` [A, .., N] over the rows of the mask."""
     if x is None:
         raise ValueError("a continuous head has no action probabilities")
-    return torch.where(kept, x, 0).sum(-1, dtype=torch.float64)
+    return torch.where(mask, x, 0).sum(-1, dtype=torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -486,7 +486,7 @@ class NormRatio(AdditiveReduction):
 
     @classmethod
     def join(cls, ranks: Array) -> Array:
-        """The ratio over the rows of all ranks at one step."""
+        """Return the ratio over the rows of all ranks at one step."""
         above, below = ranks[..., 2].sum(axis=0), ranks[..., 3].sum(axis=0)
         with np.errstate(all="ignore"):
             ratio = np.sqrt(above / below)
@@ -531,14 +531,14 @@ def entropy_gradient(
     x = x if action_mask is None else x.masked_fill(~action_mask.bool(), torch.finfo(x.dtype).min)
     slope = entropy_slope(x.reshape(-1, x.shape[-1]))
     pull = policy_gradient.detach().double().reshape(slope.shape)
-    kept = (slope.abs() < torch.inf).all(-1) & (pull.abs() < torch.inf).all(-1)
-    kept = (kept if valid is None else kept & rows_of(valid, None).bool()).unsqueeze(-1)
-    bonus = torch.where(kept, slope, 0.0).norm() * entropy_coef / kept.sum().clamp(min=1)
-    return EntropyGradient(norm_ratio(bonus.square(), torch.where(kept, pull, 0.0).norm().square()))
+    mask = (slope.abs() < torch.inf).all(-1) & (pull.abs() < torch.inf).all(-1)
+    mask = (mask if valid is None else mask & rows_of(valid, None).bool()).unsqueeze(-1)
+    bonus = torch.where(mask, slope, 0.0).norm() * entropy_coef / mask.sum().clamp(min=1)
+    return EntropyGradient(norm_ratio(bonus.square(), torch.where(mask, pull, 0.0).norm().square()))
 
 
 def norm_ratio(above: Tensor, below: Tensor) -> NormRatio:
-    """√(above / below) of squared norms [M], where it is defined."""
+    """Return √(above / below) of squared norms [M], where it is defined."""
     ratio = (above / below).sqrt()
     defined = torch.isfinite(ratio) & (below > 0)
     return NormRatio(torch.where(defined, ratio, 0.0), defined, above, below)
@@ -556,7 +556,7 @@ def entropy_gradients(
     relevant: Mapping[str, Tensor] | None = None,
     valid: Tensor | None = None,
 ) -> EntropyGradient:
-    """The same for all categorical heads together, with the gradient of the clipped surrogate worked out.
+    """Return the ratio for all categorical heads together, with the gradient of the clipped surrogate in closed form.
 
     The loss of a row is max(-A r, -A clip(r)), so its gradient at the logits of a head is A r (p - δ_a), or 0 where the clip is
     active. One row per minibatch.
@@ -571,10 +571,10 @@ def entropy_gradients(
         valid: [M, N] bool; None where every row is.
     """
     pull = _pull(log_ratio, advantages, clip)
-    kept = torch.isfinite(pull) if valid is None else torch.isfinite(pull) & valid.bool()
+    mask = torch.isfinite(pull) if valid is None else torch.isfinite(pull) & valid.bool()
     squares = [
         _squares(
-            z.double(), actions[head], pull, kept if relevant is None or head not in relevant else kept & relevant[head]
+            z.double(), actions[head], pull, mask if relevant is None or head not in relevant else mask & relevant[head]
         )
         for head, z in logits.items()
     ]
@@ -589,16 +589,16 @@ def _pull(log_ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
     return torch.where(active, 0.0, a * r)
 
 
-def _squares(z: Tensor, actions: Tensor, pull: Tensor, kept: Tensor) -> Tensor:
-    """Squared norms [2, M] of the gradients of the entropy and of the policy loss at the logits, times the number of rows."""
+def _squares(z: Tensor, actions: Tensor, pull: Tensor, mask: Tensor) -> Tensor:
+    """Return the squared norms [2, M] of the gradients of the entropy and of the policy loss at the logits, times the number of rows."""
     chosen = torch.nn.functional.one_hot(actions.long(), z.shape[-1])
     gradients = torch.stack([entropy_slope(z), pull.unsqueeze(-1) * (torch.softmax(z, -1) - chosen)])
-    kept = kept & torch.isfinite(gradients).all(-1).all(0)
-    return torch.where(kept.unsqueeze(-1), gradients, 0.0).square().sum((-1, -2))
+    mask = mask & torch.isfinite(gradients).all(-1).all(0)
+    return torch.where(mask.unsqueeze(-1), gradients, 0.0).square().sum((-1, -2))
 
 
 def entropy_slope(logits: Tensor) -> Tensor:
-    """Gradient [.., A] of each row's entropy with respect to its logits."""
+    """Return the gradient [.., A] of each row's entropy with respect to its logits."""
     log_p = torch.log_softmax(logits, -1)
     p = log_p.exp()
     entropy = -(p * log_p).sum(-1, keepdim=True)

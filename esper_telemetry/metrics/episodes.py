@@ -1,9 +1,4 @@
-"""Episodes that finished: plain numbers, no tensors.
-
-Evaluation: how good the policy is when it takes its likeliest actions.
-
-How episodes ended: by themselves, or cut off by a time limit.
-"""
+"""Episodes: returns and lengths in training and in evaluation, and their endings by termination or by a time limit."""
 
 from __future__ import annotations
 
@@ -70,12 +65,12 @@ class Latest(Reduction):
     statistics: ClassVar[Mapping[str, Statistic]] = {"mean": lambda s: _mean_of_latest(s)}
 
     def slots(self) -> tuple[Slot, ...]:
-        """All times, then all values."""
+        """Return all times, then all values."""
         return (*self.ends, *self.values)
 
     @staticmethod
     def merge(rows: Array) -> Array:
-        """The latest of all; of those at the same time the first rows' came first."""
+        """Return the latest values of all rows; at equal times those of the first rows are older."""
         ends, values = rows[..., :RECENT], rows[..., RECENT:]
         ends, values = (np.concatenate(list(part), axis=-1) for part in (ends, values))
         order = np.argsort(ends, axis=-1, kind="stable")[:, -RECENT:]
@@ -83,7 +78,7 @@ class Latest(Reduction):
 
 
 def latest(ends: Sequence[float], values: Sequence[float]) -> Latest:
-    """The last `RECENT` of these values, as far as they are finite, with the times at which they came about."""
+    """Return the last `RECENT` finite values with their times."""
     finite = [(end, value) for end, value in zip(ends, values, strict=True) if math.isfinite(value)][-RECENT:]
     filled = [(-math.inf, 0.0)] * (RECENT - len(finite)) + finite
     return Latest(tuple([float(end) for end, _ in filled]), tuple([float(value) for _, value in filled]))
@@ -147,7 +142,7 @@ def episode_stats(
     recent_returns: ArrayLike | Iterable[float] = (),
     recent_ends: ArrayLike | None = None,
 ) -> EpisodeStats:
-    """Returns and lengths of the episodes that finished in a rollout; without any, only their count.
+    """Return statistics of the episodes that finished in a rollout; without any, only their count.
 
     Args:
         returns: undiscounted sums of raw rewards, one per episode.
@@ -166,20 +161,20 @@ def episode_stats(
     if ends is not None and len(ends) != len(recent):
         raise ValueError(f"every recent return has an end, got {len(recent)} returns and {len(ends)} ends")
     finite = [value for value in paid if math.isfinite(value)]
-    known = [value for value in recent if math.isfinite(value)]
+    finite_recent = [value for value in recent if math.isfinite(value)]
     return EpisodeStats(
         returns=_moments(finite),
         smallest=Min(min(finite, default=math.inf)),
         largest=Max(max(finite, default=-math.inf)),
         lengths=Mean(sum(steps), float(len(steps))),
         count=Sum(float(len(paid))),
-        recent=Mean(math.fsum(known), float(len(known))) if ends is None else latest(ends, recent),
+        recent=Mean(math.fsum(finite_recent), float(len(finite_recent))) if ends is None else latest(ends, recent),
         nonfinite=Sum(float(len(paid) - len(finite))),
     )
 
 
 def _floats(values: ArrayLike | Iterable[float]) -> list[float]:
-    """One number per episode."""
+    """Return one number per episode."""
     if isinstance(values, Iterable) and not isinstance(values, Tensor | np.ndarray | str):
         values = list(values)
         if all(type(value) is float for value in values):
@@ -192,7 +187,7 @@ def _floats(values: ArrayLike | Iterable[float]) -> list[float]:
 
 
 def _moments(x: Sequence[float]) -> Moments:
-    """Mean and std; the higher moments are not measured."""
+    """Return mean and std; the higher moments are NaN."""
     mean = math.fsum(x) / max(1, len(x))
     return Moments(float(len(x)), mean, math.fsum((value - mean) ** 2 for value in x), math.nan, math.nan)
 
@@ -202,32 +197,32 @@ class EvaluationStats(MetricGroup):
     """Whole episodes without exploration."""
 
     returns: Moments = reports(
-        Metric.quantity("eval/return_mean", 941, "return mean", unit="return", level=Level.MINIMAL)
+        Metric.quantity("eval/return_mean", 941, "mean return in evaluation", unit="return", level=Level.MINIMAL)
         .asks(
             "How much does the policy earn when it takes its likeliest actions? Far above the training return: exploration costs much."
         )
         .absent("no evaluation since the last record"),
-        Metric.quantity("eval/return_std", 942, "return std", unit="return", low=0.0, of="std")
+        Metric.quantity("eval/return_std", 942, "spread of returns in evaluation", unit="return", low=0.0, of="std")
         .asks("How much do the returns of evaluation episodes differ?")
         .absent("no evaluation since the last record"),
     )
     smallest: Min = reports(
-        Metric.quantity("eval/return_min", 943, "return min", unit="return")
+        Metric.quantity("eval/return_min", 943, "lowest return in evaluation", unit="return")
         .asks("What does the worst evaluation episode earn?")
         .absent("no evaluation since the last record")
     )
     largest: Max = reports(
-        Metric.quantity("eval/return_max", 944, "return max", unit="return")
+        Metric.quantity("eval/return_max", 944, "highest return in evaluation", unit="return")
         .asks("What does the best evaluation episode earn?")
         .absent("no evaluation since the last record")
     )
     length: Mean = reports(
-        Metric.steps("eval/length_mean", 945, "length mean", level=Level.MINIMAL)
+        Metric.steps("eval/length_mean", 945, "mean length of evaluation episodes", level=Level.MINIMAL)
         .asks("How long do evaluation episodes last?")
         .absent("no evaluation since the last record")
     )
     count: Sum = reports(
-        Metric.count("eval/count", 946, "count", level=Level.MINIMAL)
+        Metric.count("eval/count", 946, "evaluated episodes", level=Level.MINIMAL)
         .asks("How many episodes were evaluated?")
         .absent("no evaluation since the last record")
     )
@@ -235,7 +230,7 @@ class EvaluationStats(MetricGroup):
 
 @inference_mode
 def evaluation_stats(returns: Sequence[float], lengths: Sequence[int]) -> EvaluationStats:
-    """Mean, population std and extremes of the returns, and the mean length.
+    """Return mean, population std and extremes of the returns, and the mean length.
 
     Args:
         returns: undiscounted return of each evaluated episode.
@@ -255,7 +250,7 @@ def evaluation_stats(returns: Sequence[float], lengths: Sequence[int]) -> Evalua
 
 @dataclass(frozen=True, slots=True)
 class EpisodeEnds(MetricGroup):
-    """Episodes that finished in a rollout, by the way in which they did."""
+    """Episodes that finished in a rollout, by termination or by a time limit."""
 
     truncated: Mean = reports(
         Metric.fraction("episode/truncated_frac", 926, "share of episodes that are cut off")
@@ -292,12 +287,12 @@ class EpisodeEnds(MetricGroup):
 def episode_ends(
     ended: Tensor, terminated: Tensor, lengths: Sequence[int], *, valid: Tensor | None = None
 ) -> EpisodeEnds:
-    """How many episodes of a rollout were cut off, and how long those of either kind were.
+    """Return the share of a rollout's episodes that were cut off, and the lengths of those and of the others.
 
     Args:
         ended, terminated: [T, B] bool.
         lengths: of the episodes in the order in which they ended, those of one step by environment. Where there are more or
-            fewer than `ended` says, nobody knows which is which, and lengths are left out.
+            fewer than `ended` says, they cannot be matched, and lengths are left out.
         valid: bool, same shape; None where every entry is.
     """
     same_shape(ended=ended, terminated=terminated, valid=valid)
@@ -307,10 +302,10 @@ def episode_ends(
     if not lengths:
         return EpisodeEnds(share)
     place = over.flatten().cumsum(0) - 1
-    known = torch.tensor(lengths, dtype=torch.float64, device=ended.device)
-    steps = known[place.clamp(0, len(known) - 1)].view_as(over)
-    told = over & (place[-1] + 1 == len(known))
-    by_limit, by_itself = told & cut, told & ~cut
+    all_lengths = torch.tensor(lengths, dtype=torch.float64, device=ended.device)
+    steps = all_lengths[place.clamp(0, len(all_lengths) - 1)].view_as(over)
+    matched = over & (place[-1] + 1 == len(all_lengths))
+    by_limit, by_itself = matched & cut, matched & ~cut
     return EpisodeEnds(
         share,
         shortest_cut=Min(torch.where(by_limit, steps, torch.inf).amin()),

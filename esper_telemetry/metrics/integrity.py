@@ -53,14 +53,14 @@ class RelativeError(Reduction):
 
     @staticmethod
     def merge(rows: Array) -> Array:
-        """The largest of each."""
+        """Return the largest of each slot."""
         merged: Array = np.fmax.reduce(rows, axis=0)
         return merged
 
 
 @dataclass(frozen=True, slots=True)
 class GaeIdentity(MetricGroup):
-    """Whether advantages, values and returns belong together."""
+    """Agreement of advantages, values and returns."""
 
     error: RelativeError = reports(
         Metric.quantity(
@@ -90,7 +90,7 @@ class GaeIdentity(MetricGroup):
 def gae_identity(
     advantages: ArrayLike, values: ArrayLike, returns: ArrayLike, *, valid: ArrayLike | None = None
 ) -> GaeIdentity:
-    """max|A + V - R| / max(1, max|R|), over the rows about to be used.
+    """Return max|A + V - R| / max(1, max|R|) over the rows about to be used.
 
     Args:
         advantages: before normalisation, [T, B] or [N].
@@ -103,14 +103,14 @@ def gae_identity(
     valid = as_mask(valid, advantages)
     same_shape(advantages=advantages, values=values, returns=returns, valid=valid)
     s = sample(advantages.detach().double() + values.detach().double() - returns.detach().double(), valid)
-    scale = keep(rows_of(returns, None).double(), s.kept).values.abs().amax(-1)
+    scale = keep(rows_of(returns, None).double(), s.mask).values.abs().amax(-1)
     error = where_any(s.values.abs().amax(-1), s.count)
     return GaeIdentity(RelativeError(error, scale), Sum(s.nonfinite))
 
 
 @dataclass(frozen=True, slots=True)
 class MaskViolation(MetricGroup):
-    """Whether actions were chosen that their mask forbids."""
+    """Chosen actions that their mask forbids."""
 
     count: Sum = reports(
         Metric.count("integrity/mask_violation", 805, "forbidden actions", level=Level.MINIMAL)
@@ -127,7 +127,7 @@ def mask_violation(
     relevant: Mapping[str, ArrayLike] | None = None,
     valid: ArrayLike | None = None,
 ) -> MaskViolation:
-    """Number of chosen actions that are masked, on rows where their head is relevant.
+    """Return the number of chosen actions that are masked, on rows where their head is relevant.
 
     Args:
         actions: per categorical head, indices [..].
@@ -161,7 +161,7 @@ def _violations(actions: Tensor, mask: Tensor, relevant: Tensor | None, valid: T
 
 @dataclass(frozen=True, slots=True)
 class BufferAge(MetricGroup):
-    """Whether the data are the current policy's."""
+    """Age of the data in policy updates."""
 
     age: Max = reports(
         Metric.quantity("buffer/age_updates", 806, "age of the data", unit="updates", low=0.0, level=Level.MINIMAL)
@@ -175,13 +175,13 @@ class BufferAge(MetricGroup):
 
 
 def buffer_age(policy_version: int, collected_at: int) -> BufferAge:
-    """Policy version now minus that of the oldest data in the buffer."""
+    """Return the present policy version minus that of the oldest data in the buffer."""
     return BufferAge(Max(float(policy_version - collected_at)))
 
 
 @dataclass(frozen=True, slots=True)
 class RowsRepeated(MetricGroup):
-    """Whether a pass over the rollout sees every transition once."""
+    """Transitions that occur repeatedly in one pass over the rollout."""
 
     share: Mean | None = reports(
         Metric.quantity(
@@ -202,13 +202,13 @@ class RowsRepeated(MetricGroup):
             critical="> 0.45",
             source="a pass is a permutation of the rollout, 1707.06347",
         )
-        .absent("nobody says which transitions the rows are")
+        .absent("the trainer does not say which transitions the rows are")
     )
 
 
 @inference_mode
 def rows_repeated(rows: ArrayLike, *, valid: ArrayLike | None = None) -> RowsRepeated:
-    """Share of the rows of a pass whose transition had been in it before: 0 where each comes once.
+    """Return the share of the rows of a pass whose transition occurred earlier in it: 0 where each occurs once.
 
     Args:
         rows: numbers of transitions, any shape, from 0.
@@ -217,10 +217,10 @@ def rows_repeated(rows: ArrayLike, *, valid: ArrayLike | None = None) -> RowsRep
     rows = as_tensor(rows)
     valid = as_mask(valid, rows)
     same_shape(rows=rows, valid=valid)
-    known = rows.flatten() if valid is None else rows.masked_fill(~valid, -1).flatten()
-    if not known.numel():
+    numbers = rows.flatten() if valid is None else rows.masked_fill(~valid, -1).flatten()
+    if not numbers.numel():
         return RowsRepeated(None)
-    ordered = known.sort().values
+    ordered = numbers.sort().values
     counted = ordered >= 0
     repeated = (ordered[1:] == ordered[:-1]) & counted[1:]
     return RowsRepeated(Mean(repeated.sum(), counted.sum()))
@@ -228,7 +228,7 @@ def rows_repeated(rows: ArrayLike, *, valid: ArrayLike | None = None) -> RowsRep
 
 @dataclass(frozen=True, slots=True)
 class Numerics(MetricGroup):
-    """Whether anything is NaN or infinite."""
+    """Numbers that are NaN or infinite."""
 
     nonfinite: Sum = reports(
         Metric.count("numerics/nonfinite", 807, "numbers that are not finite", level=Level.MINIMAL)
@@ -239,7 +239,7 @@ class Numerics(MetricGroup):
 
 @inference_mode
 def nonfinite_count(tensors: Iterable[ArrayLike], *, valid: ArrayLike | None = None) -> Numerics:
-    """Number of NaN and infinite entries in all of `tensors` together; masked entries do not count.
+    """Return the number of NaN and infinite entries in all `tensors` together; masked entries do not count.
 
     Args:
         tensors: any shapes; those of the shape of `valid` are masked by it.

@@ -1,4 +1,4 @@
-"""How far the policy moved, computed from whole distributions instead of the sampled actions: no Monte-Carlo noise."""
+"""Exact KL divergence of the update, from whole distributions instead of sampled actions: no Monte-Carlo noise."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class KlAfterUpdate(MetricGroup):
 
 @no_grad
 def categorical_kl(old_logits: Tensor, logits: Tensor, action_mask: Tensor | None = None) -> Tensor:
-    """Σ_a p_old (ln p_old - ln p_new), [..] nats; an action that was impossible adds nothing.
+    """Return Σ_a p_old (ln p_old - ln p_new), [..] nats; an action that was impossible adds nothing.
 
     Args:
         old_logits, logits: [.., A] at collection and now; log-probabilities will do.
@@ -96,7 +96,7 @@ def _log_probs(logits: Tensor, action_mask: Tensor | None) -> Tensor:
 
 @no_grad
 def gaussian_kl(old_mean: Tensor, old_log_std: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-    """Closed form per dimension, summed: ln(σ'/σ) + (σ² + (μ - μ')²) / 2σ'² - ½, [..] nats. All [.., D]."""
+    """Return the sum over dimensions of ln(σ'/σ) + (σ² + (μ - μ')²) / 2σ'² - ½, [..] nats. All [.., D]."""
     ratio = (old_log_std.detach().double() - log_std.detach().double()).exp()
     shift = (old_mean.detach().double() - mean.detach().double()) / log_std.detach().double().exp()
     return ((ratio.square() + shift.square() - 1) / 2 - ratio.log()).sum(-1)
@@ -110,7 +110,7 @@ def exact_kl(
     valid: Tensor | None = None,
     dim: int | None = None,
 ) -> ExactKl:
-    """Exact KL of the joint policy: the sum over the heads that take part.
+    """Return the exact KL of the joint policy: the sum over the relevant heads.
 
     Args:
         rows: per head [N] or [M, N], from `categorical_kl` or `gaussian_kl`.
@@ -126,13 +126,13 @@ def exact_kl(
 def kl_after_update(
     rows: Mapping[str, Tensor], *, relevant: Mapping[str, Tensor] | None = None, valid: Tensor | None = None
 ) -> KlAfterUpdate:
-    """The same from a forward pass after the last optimizer step."""
+    """Return the exact KL of a forward pass after the last optimizer step."""
     return KlAfterUpdate(_joint(rows, relevant, valid, None)[0])
 
 
 @inference_mode
 def joint_kl(rows: Mapping[str, Tensor], relevant: Mapping[str, Tensor] | None = None) -> Mean:
-    """Mean over rows of the joint policy's KL; arguments as for `exact_kl`."""
+    """Return the mean over rows of the joint policy's KL; arguments as for `exact_kl`."""
     return _joint(rows, relevant, None, None)[0]
 
 
@@ -153,7 +153,7 @@ def head_exact_kl(
     valid: Tensor | None = None,
     dim: int | None = None,
 ) -> HeadExactKl:
-    """Exact KL of every head on the rows where it takes part; arguments as for `exact_kl`."""
+    """Return the exact KL of every head on the rows where it is relevant; arguments as for `exact_kl`."""
     parts = [_head_mean(x, (relevant or {}).get(head), valid, dim) for head, x in rows.items()]
     totals, counts = zip(*parts, strict=True)
     return HeadExactKl(tuple(map(segment, rows)), Mean(torch.stack(totals, -1), torch.stack(counts, -1)))

@@ -77,7 +77,7 @@ class LossWeights(MetricGroup):
 
 
 def loss_weights(coefficients: Mapping[str, float]) -> LossWeights:
-    """The weights of `value` and `entropy`, as far as they are told."""
+    """Return the weights of `value` and `entropy` that the trainer reports."""
     return LossWeights(coefficients.get("value"), coefficients.get("entropy"))
 
 
@@ -90,13 +90,13 @@ def loss_terms(
     *,
     count: ArrayLike = 1.0,
 ) -> LossTerms:
-    """Losses that the trainer computed.
+    """Return the losses that the trainer computed.
 
     Args:
         policy: clipped surrogate loss, [] or [M], one per minibatch.
         value: 0.5 MSE, not scaled by its coefficient, same shape.
-        entropy: negative mean entropy, not scaled, same shape; None where it is not known.
-        total: what is minimised, same shape; None where it is not known.
+        entropy: negative mean entropy, not scaled, same shape; None where it is unknown.
+        total: what is minimised, same shape; None where it is unknown.
         count: valid rows behind each, same shape, or one number for all.
     """
     known = {"policy": policy, "value": value, "entropy": entropy, "total": total}
@@ -125,7 +125,7 @@ def ppo_losses(
     valid: ArrayLike | None = None,
     dim: int | None = None,
 ) -> LossTerms:
-    """The loss terms from what they are made of, for trainers that do not hand them out.
+    """Return the loss terms computed from their inputs, for trainers that do not report them.
 
     policy = mean max(-A r, -A clip(r, 1 - ε, 1 + ε)); value = 0.5 mean (V - R)²; entropy = -mean H;
     total = policy + value_coef * value + entropy_coef * entropy.

@@ -1,7 +1,4 @@
-"""Observations as they arrive: whether they change at all.
-
-Running normalisers of observations and returns: whether they still describe the data.
-"""
+"""Observations that never change, and running normalisers of observations and returns."""
 
 from __future__ import annotations
 
@@ -13,10 +10,10 @@ from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, se
 from esper_telemetry.core.reduction import Last, Mean
 from esper_telemetry.metrics.statistics import rows_of, sample
 
-MOST_ENTRIES = 1024
+MAX_COMPARED_ENTRIES = 1024
 """Entries of an observation that are compared: of larger ones every k-th."""
 
-FEW = 6
+FIRST_STEPS = 6
 """Steps that are looked at first: where all environments have changed by then, there is nothing more to look for."""
 
 
@@ -54,17 +51,17 @@ class ConstantObservations(MetricGroup):
 
 @no_grad
 def constant_rows(observations: Tensor, *, valid: Tensor | None = None) -> Tensor:
-    """Which environments gave one observation in all of their steps, [B] bool.
+    """Return the mask [B] of environments that gave one observation in all of their steps.
 
     Args:
-        observations: [T, B, ...] of any type; of more than `MOST_ENTRIES` entries every k-th is compared.
+        observations: [T, B, ...] of any type; of more than `MAX_COMPARED_ENTRIES` entries every k-th is compared.
         valid: [T, B] bool; None where every entry is. Steps beside one that does not count are not compared.
 
     An environment with fewer than two steps side by side that count has nothing to compare, and is not constant.
     """
     rows = observations.detach().flatten(2) if observations.dim() > 2 else observations.detach().unsqueeze(-1)
-    rows = rows[..., :: -(-rows.shape[-1] // MOST_ENTRIES) or 1]
-    if rows.is_cpu and _all_changed(rows[:FEW], None if valid is None else valid[:FEW]):
+    rows = rows[..., :: -(-rows.shape[-1] // MAX_COMPARED_ENTRIES) or 1]
+    if rows.is_cpu and _all_changed(rows[:FIRST_STEPS], None if valid is None else valid[:FIRST_STEPS]):
         return torch.zeros(rows.shape[1], dtype=torch.bool)
     if valid is None:
         return torch.full_like(rows[0, :, 0], len(rows) > 1, dtype=torch.bool) & ~_changed(rows, None)
@@ -72,7 +69,7 @@ def constant_rows(observations: Tensor, *, valid: Tensor | None = None) -> Tenso
 
 
 def _all_changed(rows: Tensor, valid: Tensor | None) -> bool:
-    """Whether `_changed` holds everywhere: of a few rows NumPy tells it in a third of the time."""
+    """Return True where `_changed` holds everywhere: for a few rows NumPy takes a third of the time."""
     if rows.dtype is torch.bfloat16:
         return bool(_changed(rows, valid).all())
     values = rows.numpy()
@@ -85,20 +82,20 @@ def _all_changed(rows: Tensor, valid: Tensor | None) -> bool:
 
 
 def _changed(rows: Tensor, valid: Tensor | None) -> Tensor:
-    """Which environments have two steps side by side that count and differ, [B] bool, of [T, B, D]."""
+    """Return the mask [B] of environments with two successive steps that count and differ, from [T, B, D]."""
     changed = (rows[1:] != rows[:-1]).any(-1)
     return (changed if valid is None else changed & valid[1:].bool() & valid[:-1].bool()).any(0)
 
 
 @inference_mode
 def constant_observations(constant: Tensor) -> ConstantObservations:
-    """Share of the environments that are constant, [B] bool; see `constant_rows`."""
+    """Return the share of the environments that are constant, [B] bool; see `constant_rows`."""
     return ConstantObservations(Mean(constant.sum().double(), float(constant.numel())))
 
 
 @dataclass(frozen=True, slots=True)
 class NormalizerDrift(MetricGroup):
-    """How far a normaliser moved."""
+    """Movement of a normaliser."""
 
     normalizer: str = label()
     drift: Last = reports(
@@ -115,7 +112,7 @@ class NormalizerDrift(MetricGroup):
 def normalizer_drift(
     normalizer: str, mean: Tensor, std: Tensor, previous_mean: Tensor, previous_std: Tensor
 ) -> NormalizerDrift:
-    """max(RMS_d((μ - μ') / σ'), RMS_d(ln(σ / σ'))) over dimensions d.
+    """Return max(RMS_d((μ - μ') / σ'), RMS_d(ln(σ / σ'))) over dimensions d.
 
     Args:
         normalizer: what it normalises, `obs` or `ret`.
@@ -131,7 +128,7 @@ def normalizer_drift(
 
 @no_grad
 def cut_entries(normalized: Tensor, limit: float, *, valid: Tensor | None = None) -> tuple[Tensor, Tensor | int]:
-    """How many entries stand at the limit at which they were cut, 0-d, and how many there are.
+    """Return the number of entries at the limit at which they were cut, 0-d, and the number of all entries.
 
     Args:
         normalized: [T, B, ...], after they were cut.
@@ -147,7 +144,7 @@ def cut_entries(normalized: Tensor, limit: float, *, valid: Tensor | None = None
 
 @dataclass(frozen=True, slots=True)
 class NormalizerClipping(MetricGroup):
-    """How much a normaliser cuts off."""
+    """Share of entries that a normaliser cuts off."""
 
     normalizer: str = label()
     clipped: Mean = reports(
@@ -163,7 +160,7 @@ class NormalizerClipping(MetricGroup):
 def normalizer_clipping(
     normalizer: str, normalized: Tensor, *, clip: float, valid: Tensor | None = None
 ) -> NormalizerClipping:
-    """Share of entries beyond the limit, strictly.
+    """Return the share of entries strictly beyond the limit.
 
     Args:
         normalizer: what it normalises, `obs` or `ret`.

@@ -1,7 +1,4 @@
-"""What the optimizer makes of the gradients: learning rate, sizes of its steps and Adam's state (O1 to O5).
-
-Adam's state: what the optimizer remembers of the gradients.
-"""
+"""The optimizer: learning rate, sizes of its steps, and Adam's state."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-MOST_TOGETHER = 1 << 18
+MAX_PIECE_NUMBERS = 1 << 18
 """Numbers whose step is reckoned in one piece, if a parameter has no more: what that takes in memory is this many, not a network's."""
 
 
@@ -37,7 +34,7 @@ OPTIMIZER_FAMILY = MetricFamily(
 
 
 class ParameterState(NamedTuple):
-    """What an optimizer holds of a parameter."""
+    """A parameter with its optimizer state and parameter group."""
 
     parameter: Tensor
     state: dict[str, Any]
@@ -45,7 +42,7 @@ class ParameterState(NamedTuple):
 
 
 class AdamState(NamedTuple):
-    """A copy of what Adam holds of K parameters after a step, d numbers in all, parameter behind parameter.
+    """A copy of Adam's state of K parameters after a step, d numbers in all, one parameter after the other.
 
     Attributes:
         shapes: of the K parameters.
@@ -73,35 +70,35 @@ class AdamState(NamedTuple):
         return [math.prod(shape) for shape in self.shapes]
 
     def tensors(self) -> list[Tensor]:
-        """The K weights in their shapes."""
+        """Return the K weights in their shapes."""
         return [part.view(shape) for part, shape in zip(self.weights.split(self.numels), self.shapes, strict=True)]
 
     def denominator(self) -> tuple[Tensor, Tensor]:
-        """[d] each: √exp_avg_sq, and ε as it stands beside it where √v + ε is multiplied by √(1 - β₂ᵗ)."""
+        """Return √exp_avg_sq and ε √(1 - β₂ᵗ), [d] each: the terms of √v + ε, multiplied by √(1 - β₂ᵗ)."""
         return self.exp_avg_sq.sqrt(), self.spread(self.eps * self.bias(self.beta2).sqrt())
 
     def update(self) -> Tensor:
-        """[d]: what the step added to the weights, -lr m / (√v + ε), weight decay aside."""
+        """Return the step's change of the weights without weight decay, -lr m / (√v + ε), [d]."""
         root, floor = self.denominator()
         rate = self.lr * self.bias(self.beta2).sqrt() / self.bias(self.beta1)
         return -self.spread(rate) * self.exp_avg / (root + floor)
 
     def moment_before(self) -> Tensor:
-        """[d], float64, of any length: the first moment before the step, exp_avg minus what the step's gradient added to it."""
+        """Return the first moment before the step, [d] float64, up to a factor: exp_avg minus the contribution of the step's gradient."""
         assert self.gradient is not None
         return self.exp_avg.double() - self.spread(1.0 - self.beta1).double() * self.gradient.double()
 
     def bias(self, beta: Tensor) -> Tensor:
-        """[K]: the weights that an average of this decay has given out so far, 1 where it began long ago."""
+        """Return [K], Adam's bias correction 1 - βᵗ."""
         return 1.0 - beta**self.step
 
     def spread(self, column: Tensor) -> Tensor:
-        """[d] from [K]: for every number what stands for its parameter, in the numbers' type."""
+        """Return [d] from [K]: each parameter's number for all of its entries, in their type."""
         counts = torch.tensor(self.numels).to(column.device, non_blocking=True)
         return column.to(self.weights.dtype).repeat_interleave(counts, output_size=len(self.weights))
 
     def pieces(self) -> Iterator[AdamState]:
-        """The same in pieces of at most `MOST_TOGETHER` numbers, or of one parameter."""
+        """Yield the state in pieces of at most `MAX_PIECE_NUMBERS` numbers, or of one parameter."""
         numels = self.numels
         begin = 0
         for first, last in _together(numels):
@@ -113,67 +110,67 @@ class AdamState(NamedTuple):
             begin = end
 
 
-def adam_held(optimizer: Optimizer) -> list[ParameterState]:
-    """Every parameter that has Adam state, in the optimizer's order."""
-    held = [
+def adam_parameters(optimizer: Optimizer) -> list[ParameterState]:
+    """Return every parameter that has Adam state, in the optimizer's order."""
+    entries = [
         ParameterState(parameter, optimizer.state.get(parameter, {}), group)
         for group in optimizer.param_groups
         for parameter in group["params"]
     ]
-    return [entry for entry in held if "exp_avg" in entry.state and "exp_avg_sq" in entry.state]
+    return [entry for entry in entries if "exp_avg" in entry.state and "exp_avg_sq" in entry.state]
 
 
-def adam_state(held: Sequence[ParameterState]) -> AdamState:
-    """Copies that no later step changes, in at least single precision.
+def adam_state(entries: Sequence[ParameterState]) -> AdamState:
+    """Return copies that no later step changes, in at least single precision.
 
     Args:
-        held: from `adam_held`, at least one.
+        entries: from `adam_parameters`, at least one.
     """
-    device = held[0].parameter.device
-    gradients = [parameter.grad for parameter, _, _ in held]
+    device = entries[0].parameter.device
+    gradients = [parameter.grad for parameter, _, _ in entries]
     missing = [gradient is None for gradient in gradients]
-    known = [
+    present = [
         torch.full_like(entry.parameter, torch.nan) if gradient is None else gradient
-        for entry, gradient in zip(held, gradients, strict=True)
+        for entry, gradient in zip(entries, gradients, strict=True)
     ]
     return AdamState(
-        shapes=tuple([tuple(entry.parameter.shape) for entry in held]),
-        weights=flat([entry.parameter.detach() for entry in held]),
-        gradient=None if all(missing) else flat(known),
-        exp_avg=flat([entry.state["exp_avg"] for entry in held]),
-        exp_avg_sq=flat([entry.state["exp_avg_sq"] for entry in held]),
-        step=_column([entry.state["step"] for entry in held], device),
-        lr=_column([entry.group["lr"] for entry in held], device),
-        beta1=_column([entry.group["betas"][0] for entry in held], device),
-        beta2=_column([entry.group["betas"][1] for entry in held], device),
-        eps=_column([entry.group["eps"] for entry in held], device),
+        shapes=tuple([tuple(entry.parameter.shape) for entry in entries]),
+        weights=flat([entry.parameter.detach() for entry in entries]),
+        gradient=None if all(missing) else flat(present),
+        exp_avg=flat([entry.state["exp_avg"] for entry in entries]),
+        exp_avg_sq=flat([entry.state["exp_avg_sq"] for entry in entries]),
+        step=_column([entry.state["step"] for entry in entries], device),
+        lr=_column([entry.group["lr"] for entry in entries], device),
+        beta1=_column([entry.group["betas"][0] for entry in entries], device),
+        beta2=_column([entry.group["betas"][1] for entry in entries], device),
+        eps=_column([entry.group["eps"] for entry in entries], device),
     )
 
 
 def adam_pieces(optimizer: Optimizer) -> Iterator[AdamState]:
-    """The optimizer's whole state in pieces of at most `MOST_TOGETHER` numbers, or of one parameter, each copied when it is asked for."""
-    held = adam_held(optimizer)
-    for first, last in _together([entry.parameter.numel() for entry in held]):
-        yield adam_state(held[first:last])
+    """Yield copies of the optimizer's state in pieces of at most `MAX_PIECE_NUMBERS` numbers, or of one parameter."""
+    entries = adam_parameters(optimizer)
+    for first, last in _together([entry.parameter.numel() for entry in entries]):
+        yield adam_state(entries[first:last])
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:
-    """[d], in at least single precision: a copy of the tensors, one behind the other."""
+    """Return a copy of the tensors one after the other, [d], in at least single precision."""
     joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
     return joined.float() if joined.dtype.itemsize < torch.float32.itemsize else joined
 
 
 def first_moment_weight(beta: Tensor, step: Tensor) -> Tensor:
-    """Sum κ of the squared weights with which past gradients enter the bias-corrected first moment, of the arguments' shape."""
+    """Return the sum κ of the squared weights of past gradients in the bias-corrected first moment, of the arguments' shape."""
     decay = beta**step
     return (1.0 - beta) / (1.0 + beta) * (1.0 + decay) / (1.0 - decay)
 
 
 def _together(numels: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """From which parameter up to which: as many as have `MOST_TOGETHER` numbers together, at least one."""
+    """Yield ranges (first, last) of parameters with at most `MAX_PIECE_NUMBERS` numbers together, or of one parameter."""
     first = total = 0
     for place, numel in enumerate(numels):
-        if place > first and total + numel > MOST_TOGETHER:
+        if place > first and total + numel > MAX_PIECE_NUMBERS:
             yield first, place
             first, total = place, 0
         total += numel
@@ -182,7 +179,7 @@ def _together(numels: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _column(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
-    """[K], float64, of numbers of which any may be 0-d tensors; never waits for a device."""
+    """Return [K], float64, from numbers of which any may be 0-d tensors; never waits for a device."""
     if not any(isinstance(value, Tensor) for value in values):
         return torch.tensor(values, dtype=torch.float64).to(device, non_blocking=True)
     tensors = [torch.as_tensor(value, dtype=torch.float64).to(device, non_blocking=True) for value in values]
@@ -206,7 +203,7 @@ class LearningRate(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class AdamMemory(MetricGroup):
-    """How far Adam's memory of squared gradients reaches."""
+    """Reach of Adam's memory of squared gradients."""
 
     replicated: ClassVar[bool] = True
     beta2: float | Tensor | None = reports(
@@ -286,7 +283,7 @@ class LayerSteps(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class WeightGrowth(MetricGroup):
-    """How the weights have grown since the start."""
+    """Growth of the weights since the start."""
 
     replicated: ClassVar[bool] = True
     growth: Last | None = reports(
@@ -311,17 +308,17 @@ class StateReset(MetricGroup):
 
 
 def learning_rate(optimizer: Optimizer) -> LearningRate:
-    """The learning rate of the optimizer's first parameter group."""
+    """Return the learning rate of the optimizer's first parameter group."""
     rates = [group["lr"] for group in optimizer.param_groups]
     return LearningRate(rates[0] if rates else None)
 
 
 @no_grad
 def adam_step(state: Optimizer | AdamState) -> AdamStep:
-    """The step that Adam, or a relative of it, has just taken.
+    """Return the latest step of Adam or a relative of it.
 
     Args:
-        state: the optimizer after `step` and before `zero_grad`, or what `adam_state` found there.
+        state: the optimizer after `step` and before `zero_grad`, or what `adam_state` returned there.
 
     The signal share debiases ρ = |m|²/Σv by the sum κ of squared weights of m's average: (ρ - κ)/(1 - κ).
     Absent for optimizers without `exp_avg` and `exp_avg_sq`.
@@ -331,7 +328,7 @@ def adam_step(state: Optimizer | AdamState) -> AdamStep:
 
 @no_grad
 def layer_steps(state: Optimizer | AdamState, names: Sequence[str]) -> LayerSteps:
-    """The step that Adam has just taken, parameter by parameter.
+    """Return the latest step of Adam for every parameter.
 
     Args:
         state: as for `adam_step`.
@@ -342,13 +339,13 @@ def layer_steps(state: Optimizer | AdamState, names: Sequence[str]) -> LayerStep
 
 @no_grad
 def adam_steps(state: Optimizer | AdamState, names: Sequence[str]) -> tuple[AdamStep, LayerSteps]:
-    """Both of them from one pass; arguments as for `layer_steps`."""
+    """Return both from one pass; arguments as for `layer_steps`."""
     sums = _sums(state)
     return _whole(sums), _by_layer(sums, names)
 
 
 class _Sums(NamedTuple):
-    """Of each of K parameters, [K] each, float64.
+    """Sums over the entries of each of K parameters, [K] each, float64.
 
     Attributes:
         step, weights, before: squared numbers of the step, of the weights after it and before it.
@@ -375,21 +372,21 @@ class _Sums(NamedTuple):
 def _sums(state: Optimizer | AdamState) -> _Sums | None:
     """Piece by piece; None of nothing."""
     pieces = state.pieces() if isinstance(state, AdamState) else adam_pieces(state)
-    found = [_sums_of_piece(piece) for piece in pieces]
-    return _Sums(*map(torch.cat, zip(*found, strict=True))) if found else None
+    sums = [_sums_of_piece(piece) for piece in pieces]
+    return _Sums(*map(torch.cat, zip(*sums, strict=True))) if sums else None
 
 
 def _sums_of_piece(piece: AdamState) -> _Sums:
-    """Entry by entry in the state's own type, as Adam takes its step; summed in float64."""
+    """Return the sums of one piece: entries in the state's own type, as Adam computes its step; sums in float64."""
     from esper_telemetry.core.tensors import choose_norms  # here, because that module imports torch
 
     update = piece.update()
     root, floor = piece.denominator()
     stable = root * torch.nan if piece.gradient is None else piece.gradient / torch.maximum(root, floor)
     small = (root < EPSILON_MULTIPLE * floor).to(root.dtype)
-    found = (update, piece.weights, piece.weights - update, piece.exp_avg, root, stable, small)
-    parts = [part for vector in found for part in vector.split(piece.numels)]
-    norms = choose_norms(root.device)(parts, torch.float64).view(len(found), -1)
+    vectors = (update, piece.weights, piece.weights - update, piece.exp_avg, root, stable, small)
+    parts = [part for vector in vectors for part in vector.split(piece.numels)]
+    norms = choose_norms(root.device)(parts, torch.float64).view(len(vectors), -1)
     step, weights, before, m, v, stable, small = norms.square().unbind()
     count = torch.tensor(piece.numels, dtype=torch.float64).to(root.device, non_blocking=True)
     kappa = first_moment_weight(piece.beta1, piece.step)
@@ -423,21 +420,21 @@ def _by_layer(sums: _Sums | None, names: Sequence[str]) -> LayerSteps:
 
 @no_grad
 def weight_growth(weights: Sequence[Tensor], initial_norm: Tensor) -> WeightGrowth:
-    """Logarithm of the weights' norm over `initial_norm` (0-d, from `weight_norm` at the start)."""
+    """Return the logarithm of the weights' norm over `initial_norm` (0-d, from `weight_norm` at the start)."""
     growth = (weight_norm(weights) / initial_norm).log()
     return WeightGrowth(Last(torch.where(torch.isfinite(growth), growth, torch.nan)))
 
 
 @no_grad
 def weight_norm(weights: Sequence[Tensor]) -> Tensor:
-    """L2 norm of all weights together, 0-d float64."""
+    """Return the L2 norm of all weights together, 0-d float64."""
     norms = [torch.linalg.vector_norm(weight, dtype=torch.float64) for weight in weights]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
 
 
 def state_reset(steps: Tensor, previous: Tensor | None) -> StateReset:
-    """Parameters whose optimizer counts fewer steps than when it was looked at before.
+    """Return the number of parameters whose step count fell since the previous sampled update.
 
     Args:
         steps: [K], counted now.
@@ -449,5 +446,5 @@ def state_reset(steps: Tensor, previous: Tensor | None) -> StateReset:
 
 
 def _largest(values: Tensor) -> Max:
-    """The largest finite value of [K], if there is any."""
+    """Return the largest finite value of [K], if there is any."""
     return Max(torch.where(torch.isfinite(values), values, -torch.inf).max())

@@ -1,4 +1,4 @@
-"""Where the time of an update goes, and what telemetry itself costs and keeps from being seen."""
+"""Time of an update by phase, and cost, losses and delivery of telemetry."""
 
 from __future__ import annotations
 
@@ -108,11 +108,11 @@ class UpdatePerformance(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class SamplingPeriod(MetricGroup):
-    """How often an update is looked at closely."""
+    """Number of updates between two sampled ones."""
 
     replicated: ClassVar[bool] = True
     sample_every: float | None = reports(
-        Metric.quantity("telemetry/sample_every", 975, "updates between two close looks", unit="updates", low=1.0)
+        Metric.quantity("telemetry/sample_every", 975, "updates between two sampled ones", unit="updates", low=1.0)
         .asks("Every how many updates are the costly metrics measured? Telemetry raises it to stay within its budget.")
         .absent("at the level minimal")
     )
@@ -120,7 +120,7 @@ class SamplingPeriod(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class TelemetryHealth(Derived):
-    """What telemetry costs and whether anything that it measures gets lost."""
+    """Cost and losses of telemetry."""
 
     telemetry_ms: float | None = reports(
         Metric.milliseconds("perf/telemetry_ms", 960, "time in telemetry", level=Level.MINIMAL).asks(
@@ -132,7 +132,7 @@ class TelemetryHealth(Derived):
         .asks(
             "How much processor time did telemetry take on the training thread in this update? Less than its time: it waited."
         )
-        .absent("nobody took it")
+        .absent("it was not measured")
     )
     telemetry_frac: float | None = reports(
         Metric.fraction("perf/telemetry_frac", 961, "telemetry's share of the time", level=Level.MINIMAL)
@@ -147,9 +147,9 @@ class TelemetryHealth(Derived):
         .advises("Telemetry promises one: report what you observe.")
     )
     level: float | None = reports(
-        Metric.quantity("telemetry/level", 970, "level", unit="level", low=0.0, high=3.0, level=Level.MINIMAL).asks(
-            "How much is measured? 0 off, 1 minimal, 2 normal, 3 debug."
-        )
+        Metric.quantity(
+            "telemetry/level", 970, "level of measurement", unit="level", low=0.0, high=3.0, level=Level.MINIMAL
+        ).asks("How much is measured? 0 off, 1 minimal, 2 normal, 3 debug.")
     )
     undefined: float | None = reports(
         Metric.count("telemetry/undefined", 971, "metrics without a value", level=Level.MINIMAL).asks(
@@ -188,7 +188,7 @@ class TelemetryHealth(Derived):
 
 @dataclass(frozen=True, slots=True)
 class SinkHealth(Derived):
-    """How the delivery to each backend goes."""
+    """State of the delivery to each backend."""
 
     sink: tuple[str, ...] = label()
     lag_records: Array | None = reports(
@@ -219,7 +219,7 @@ class SinkHealth(Derived):
 
 
 class DeliveryStats(Protocol):
-    """What telemetry's health needs to know of the sinks."""
+    """State of all sinks."""
 
     @property
     def queue_depth(self) -> int:
@@ -242,7 +242,7 @@ def update_performance(
     seconds: Mapping[str, float],
     cpu_seconds: Mapping[str, float] | None = None,
 ) -> UpdatePerformance:
-    """Speed and phase times of one update.
+    """Return speed and phase times of one update.
 
     Args:
         update: its index, from 1.
@@ -289,7 +289,7 @@ def telemetry_health(
     metric_errors: int = 0,
     cpu_seconds: float | None = None,
 ) -> dict[str, float]:
-    """Telemetry's numbers about itself, by key.
+    """Return the values of telemetry's own health by key.
 
     Args:
         seconds: what telemetry took on the training thread since the last record.
@@ -317,7 +317,7 @@ def telemetry_health(
 
 
 def sink_health(lags: Sequence[SinkLag]) -> SinkHealth:
-    """The numbers of each delivery; none where there is none."""
+    """Return the state of each delivery; empty without any."""
     if not lags:
         return SinkHealth(())
     records, seconds, errors = (np.array([lag[place] for lag in lags], dtype=np.float64) for place in (1, 2, 3))

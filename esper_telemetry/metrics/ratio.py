@@ -1,9 +1,7 @@
-"""How far the policy moved from the one that collected the data: everything that the log-ratios of the minibatches say.
+"""Movement of the policy away from the one that collected the data, from the log-ratios of the minibatches.
 
 `l` is the log-probability of the chosen action now minus at collection, `r = e^l`, `A` the advantages that multiply the ratio. One pass
 over all minibatches of an update: log-ratios [M, N] with `dim=-1` give one row per optimizer step.
-
-How far each head of a factored policy moved, on the rows where it takes part.
 """
 
 from __future__ import annotations
@@ -316,7 +314,7 @@ def ratio_diagnostics(
     valid: ArrayLike | None = None,
     dim: int | None = None,
 ) -> RatioDiagnostics:
-    """KL estimates, ratio moments and quantiles, clip fractions, effective sample size and surrogate gain.
+    """Return KL estimates, ratio moments and quantiles, clip fractions, effective sample size and surrogate gain.
 
     Args:
         log_ratio: log-probability of the chosen actions now minus at collection, summed over heads, [N] or [M, N].
@@ -335,7 +333,7 @@ def ratio_diagnostics(
     same_shape(log_ratio=log_ratio, advantages=advantages, valid=valid)
     s = sample(log_ratio, valid, dim=dim)
     e = s.values.clamp(-EXP_LIMIT, EXP_LIMIT).expm1_()
-    a = None if advantages is None else keep(rows_of(advantages, dim).double(), s.kept)
+    a = None if advantages is None else keep(rows_of(advantages, dim).double(), s.mask)
     gain = None if a is None else a.values * e
     moved = _movement(s, e)
     ratio_min, ratio_quantiles, ratio_max = _ratio_quantiles(s)
@@ -374,7 +372,7 @@ class _Movement(NamedTuple):
 
 
 def _movement(s: Sample, e: Tensor) -> _Movement:
-    """Sums of l and e, of k3, of l² and e l (the reverse k3 is e l - k3), their means and centred squares."""
+    """Return sums of l and e, of k3, of l² and e l (the reverse k3 is e l - k3), their means and centred squares."""
     both = torch.stack([s.values, e])
     sums = both.sum(-1)
     means = sums / s.count.clamp(min=1)
@@ -384,18 +382,18 @@ def _movement(s: Sample, e: Tensor) -> _Movement:
 
 
 def _ratio_quantiles(s: Sample) -> tuple[Min, Quantiles, Max]:
-    """Smallest ratio, quantiles and largest ratio of all rows together."""
+    """Return smallest ratio, quantiles and largest ratio of all rows together."""
     ends, fraction = neighbours(ascending(s), s.count.sum(), levels_for(s.values))
     ratios = ends.clamp(-EXP_LIMIT, EXP_LIMIT).exp()
-    found = torch.lerp(ratios[0], ratios[1], fraction)
-    smallest, largest = per_row(found[:: len(found) - 1], s.count)
-    return Min(smallest), as_quantiles(found, s.count), Max(largest)
+    at_levels = torch.lerp(ratios[0], ratios[1], fraction)
+    smallest, largest = per_row(at_levels[:: len(at_levels) - 1], s.count)
+    return Min(smallest), as_quantiles(at_levels, s.count), Max(largest)
 
 
 def _clip_fractions(
     s: Sample, e: Tensor, a: Sample | None, gain: Tensor | None, clip: float | None
 ) -> tuple[Mean | None, Mean | None, Mean | None, Mean | None]:
-    """Share of clipped samples: all, with A > 0, with A < 0, and those whose gradient is zero, A (r - 1) > 0."""
+    """Return the share of clipped samples: all, with A > 0, with A < 0, and those whose gradient is zero, A (r - 1) > 0."""
     if clip is None:
         return None, None, None, None
     clipped = e.abs() > clip
@@ -408,7 +406,7 @@ def _clip_fractions(
 
 
 def effective_sample_size(s: Sample) -> Ess:
-    """Sums of e^(l - max l) and its square per row."""
+    """Return the sums of e^(l - max l) and its square per row."""
     log_weights = s.where(-math.inf)
     top = log_weights.amax(-1)
     shifted = (log_weights - top.clamp(min=torch.finfo(top.dtype).min).unsqueeze(-1)).exp_()
@@ -489,7 +487,7 @@ class HeadRatio(MetricGroup):
 
 @no_grad
 def joint_log_ratio(log_ratios: Mapping[str, Tensor], relevant: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Log-ratio [..] of the whole action: the sum over the heads that take part.
+    """Return the log-ratio [..] of the whole action: the sum over the relevant heads.
 
     Args:
         log_ratios: per head [..].
@@ -509,7 +507,7 @@ def head_ratio_diagnostics(
     valid: Tensor | None = None,
     dim: int | None = None,
 ) -> HeadRatio:
-    """KL, ratio extremes, clip fraction and blame of every head.
+    """Return KL, ratio extremes, clip fraction and blame of every head.
 
     Args:
         log_ratios: per head [N] or [M, N], log-probability now minus at collection.
@@ -538,7 +536,7 @@ def head_ratio_diagnostics(
 def _stacked(
     log_ratios: Mapping[str, Tensor], relevant: Mapping[str, Tensor], valid: Tensor | None, dim: int | None
 ) -> Sample:
-    """All heads as one sample [.., H, N]."""
+    """Return all heads as one sample [.., H, N]."""
     rows = {head: rows_of(x, dim).double() for head, x in log_ratios.items()}
     every = None if valid is None else rows_of(valid, dim).bool()
     masks = [rows_of(relevant[head], dim).bool() if head in relevant else every for head in rows]

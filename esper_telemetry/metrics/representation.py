@@ -61,13 +61,13 @@ class UnitActivity(MetricGroup):
         Metric.fraction("repr/dormant_frac", 751, "dormant units", cost="sampled")
         .asks("Which share of the units hardly responds to anything any more?")
         .bounds(healthy="< 0.15", warn="> 0.35", critical="> 0.75", source=SOKAR)
-        .absent("no valid row, or nobody sampled activations")
+        .absent("no valid row, or activations were not sampled")
     )
     dead: Mean | None = reports(
         Metric.fraction("repr/dead_frac", 753, "dead units", cost="sampled")
         .asks("Which share of the units is dead: a ReLU that is always off, a tanh that is always saturated?")
         .bounds(healthy="< 0.1", warn="> 0.3", critical="> 0.7", source="Moalla 2024, 2405.00662")
-        .absent("no valid row, or nobody sampled activations, or the nonlinearity is unknown")
+        .absent("no valid row, or activations were not sampled, or the nonlinearity is unknown")
     )
 
 
@@ -80,7 +80,7 @@ class LayerActivity(MetricGroup):
         Metric.fraction("repr/dormant_frac/{layer}", 752, "dormant units of a layer", cost="sampled")
         .asks("Which share of this layer's units hardly responds to anything any more?")
         .bounds(healthy="< 0.15", warn="> 0.35", critical="> 0.75", source=SOKAR)
-        .absent("no valid row, or nobody sampled activations")
+        .absent("no valid row, or activations were not sampled")
     )
 
 
@@ -99,11 +99,11 @@ def unit_activity(
     threshold: float = DORMANT,
     valid: Tensor | None = None,
 ) -> ActivityGroups:
-    """Dormant units per layer and overall, and dead ones.
+    """Return the shares of dormant units per layer and overall, and of dead ones.
 
     Args:
         activations: per layer [N, D], after its nonlinearity; some hundred rows.
-        activation: which nonlinearity that is; None where it is unknown, or another one, and nobody can tell dead units.
+        activation: which nonlinearity that is; None where it is unknown, or another one, and dead units are not counted.
         threshold: score up to which a unit is dormant.
         valid: [N] bool; None where every row is.
     """
@@ -117,7 +117,7 @@ def unit_activity(
 
 
 def dormant_scores(units: Sample) -> Tensor:
-    """Mean |response| of each unit [D] over that of its layer; 0 in a layer that does not respond at all.
+    """Return the mean |response| of each unit [D] over that of its layer; 0 in a layer without any response.
 
     Args:
         units: responses [D, N].
@@ -143,16 +143,16 @@ class _Share(NamedTuple):
     """Units with a property, and units that saw any row: [] or, side by side, [layers]."""
 
     total: Tensor
-    count: Tensor  # type: ignore[assignment]  # nobody counts the entries of this tuple
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which is not used
 
     def mean(self) -> Mean:
-        """Over all layers."""
+        """Return the mean over all layers."""
         return Mean(self.total.sum(), self.count.sum())
 
 
 def _share(condition: Tensor, units: Sample) -> _Share:
-    seen = units.count > 0
-    return _Share((condition & seen).sum(), seen.sum())
+    present = units.count > 0
+    return _Share((condition & present).sum(), present.sum())
 
 
 def _side_by_side(shares: list[_Share]) -> _Share:
@@ -166,7 +166,7 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class CapacityLoss(MetricGroup):
-    """What is left of an error of 1."""
+    """Error that remains of an initial error of 1 after some steps towards random targets."""
 
     loss: Last = reports(
         Metric.quantity(
@@ -177,7 +177,7 @@ class CapacityLoss(MetricGroup):
             "ability to learn; 1 is nothing learned."
         )
         .bounds(source="20 steps of Adam on a copy; Lyle 2022, 2204.09560")
-        .absent("nobody copied the network, or its features are not finite")
+        .absent("the network was not copied, or its features are not finite")
     )
 
 
@@ -190,7 +190,7 @@ def capacity_loss(
     learning_rate: float = LEARNING_RATE,
     seed: int = SEED,
 ) -> CapacityLoss:
-    """Mean squared error, in units of the targets' variance, after some steps towards random targets.
+    """Return the mean squared error, in units of the targets' variance, after some steps towards random targets.
 
     Args:
         network: inputs [n, ...] to features [n, F]; a copy, for it is trained.
@@ -213,7 +213,7 @@ def capacity_loss(
 
 
 def _drawn(network: Callable[[Tensor], Tensor], inputs: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Targets [n, 1] of mean 0, and weights [F, 1] so small that the first estimates are near 0."""
+    """Return targets [n, 1] of mean 0, and weights [F, 1] so small that the first estimates are near 0."""
     generator = torch.Generator().manual_seed(seed)
     targets = torch.randn(len(inputs), 1, generator=generator).to(inputs.device)
     width = network(inputs).shape[-1]
@@ -254,7 +254,7 @@ class ExcessRatio(MetricGroup):
 
 @inference_mode
 def excess_ratio(log_ratio: Tensor, *, clip: float, valid: Tensor | None = None, dim: int | None = None) -> ExcessRatio:
-    """Mean of r - 1 - ε where r > 1 + ε, and of 1 - ε - r where r < 1 - ε.
+    """Return the mean of r - 1 - ε where r > 1 + ε, and of 1 - ε - r where r < 1 - ε.
 
     Args:
         log_ratio: [N] or [M, N], log-probability now minus at collection.
@@ -273,7 +273,7 @@ def _above(x: Tensor, clip: float) -> Mean:
 
 @dataclass(frozen=True, slots=True)
 class FeatureNorm(MetricGroup):
-    """How long the features are."""
+    """Length of the features."""
 
     norm: Mean = reports(
         Metric.quantity("repr/feature_norm", 758, "feature norm", unit="feature norm", low=0.0, cost="sampled")
@@ -281,20 +281,20 @@ class FeatureNorm(MetricGroup):
             "How long are the features before the last nonlinearity? The norm grows, then the rank falls, then the policy collapses."
         )
         .bounds(warn="twice its baseline", critical="five times its baseline", source="Moalla 2024, 2405.00662")
-        .absent("no valid row, or nobody sampled features")
+        .absent("no valid row, or features were not sampled")
     )
 
 
 @inference_mode
 def feature_norm(preactivations: Tensor, *, valid: Tensor | None = None) -> FeatureNorm:
-    """Mean Euclidean length of rows [N, D] before the last nonlinearity; `valid` [N] bool, None where every row is."""
+    """Return the mean Euclidean length of rows [N, D] before the last nonlinearity; `valid` [N] bool, None where every row is."""
     s = sample(torch.linalg.vector_norm(preactivations.detach().double(), dim=-1), valid)
     return FeatureNorm(s.mean(s.values))
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureDrift(MetricGroup):
-    """How far the features turned."""
+    """Rotation of the features in an update."""
 
     cosine: Mean = reports(
         Metric.cosine("repr/drift_cos", 759, "drift of the features", cost="sampled")
@@ -302,14 +302,14 @@ class FeatureDrift(MetricGroup):
             "Do the features of a state still point where they did before the update? Otherwise the trunk moves away under the heads."
         )
         .bounds(healthy="> 0.95", critical="< 0.8", source="heuristic")
-        .absent("only features of zero, or nobody sampled them")
+        .absent("only features of zero, or they were not sampled")
         .advises("The trunk moves under the heads: lower the learning rate or the number of epochs.")
     )
 
 
 @inference_mode
 def feature_drift(old: Tensor, new: Tensor, *, valid: Tensor | None = None) -> FeatureDrift:
-    """Mean cosine between features before and after.
+    """Return the mean cosine between features before and after.
 
     Args:
         old, new: [N, D], of the same states; rows of zeros have no direction and do not count.
@@ -340,13 +340,13 @@ class FeatureRank(MetricGroup):
             critical="below half of its own median",
             source="e to the entropy of σ / Σσ: Roy & Vetterli 2007; Moalla 2024, 2405.00662",
         )
-        .absent("fewer valid rows than features, features that are not finite, or nobody sampled them")
+        .absent("fewer valid rows than features, features that are not finite, or they were not sampled")
     )
     srank: Mean | None = reports(
         Metric.quantity("repr/srank", 755, "stable rank", unit="dimensions", low=1.0, cost="sampled")
         .asks("How many singular values make up 99 % of their sum?")
         .bounds(source="Kumar 2021, 2010.14498")
-        .absent("fewer valid rows than features, features that are not finite, or nobody sampled them")
+        .absent("fewer valid rows than features, features that are not finite, or they were not sampled")
     )
     pca99: Mean | None = reports(
         Metric.quantity(
@@ -354,19 +354,19 @@ class FeatureRank(MetricGroup):
         )
         .asks("How many directions carry 99 % of the features' squared length?")
         .bounds(source="Moalla 2024, 2405.00662")
-        .absent("fewer valid rows than features, features that are not finite, or nobody sampled them")
+        .absent("fewer valid rows than features, features that are not finite, or they were not sampled")
     )
     feature_rank: Mean | None = reports(
         Metric.quantity("repr/feature_rank", 757, "feature rank", unit="dimensions", low=0.0, cost="sampled")
         .asks("How many directions of the features are longer than 0.01 for a typical state?")
         .bounds(source="Lyle 2022, 2204.09560")
-        .absent("fewer valid rows than features, features that are not finite, or nobody sampled them")
+        .absent("fewer valid rows than features, features that are not finite, or they were not sampled")
     )
 
 
 @inference_mode
 def feature_rank(features: Tensor, *, delta: float = 0.01, valid: Tensor | None = None) -> FeatureRank:
-    """Ranks from the singular values of the features, which are not centred.
+    """Return ranks from the singular values of the features, which are not centred.
 
     Args:
         features: [N, D], what the heads read; at least D rows.
@@ -383,12 +383,12 @@ def feature_rank(features: Tensor, *, delta: float = 0.01, valid: Tensor | None 
     if sigma is None:
         return FeatureRank()
     used = (s.count.amin() >= width) & (s.nonfinite.sum() == 0)
-    found = _ranks(sigma, s.count.amax(), delta)
-    return FeatureRank(*defined_together(*(torch.where(used, rank, torch.nan) for rank in found)))
+    ranks = _ranks(sigma, s.count.amax(), delta)
+    return FeatureRank(*defined_together(*(torch.where(used, rank, torch.nan) for rank in ranks)))
 
 
 def _singular_values(features: Tensor) -> Tensor | None:
-    """In descending order; None where they do not converge."""
+    """Return the singular values in descending order; None where they do not converge."""
     try:
         sigma: Tensor = torch.linalg.svdvals(features)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # public, but torch's stubs leave it out
@@ -397,14 +397,14 @@ def _singular_values(features: Tensor) -> Tensor | None:
 
 
 def _ranks(sigma: Tensor, rows: Tensor, delta: float) -> tuple[Tensor, ...]:
-    """Effective rank, srank, pca99 and feature rank, float64; NaN where all singular values are zero."""
+    """Return effective rank, srank, pca99 and feature rank, float64; NaN where all singular values are zero."""
     p = sigma / sigma.sum()
     effective = torch.special.entr(p).sum().exp()
     return effective, _covering(sigma, 1 - delta), _covering(sigma**2, VARIANCE), _longer(sigma, rows)
 
 
 def _covering(parts: Tensor, share: float) -> Tensor:
-    """How many of the descending `parts` make up that share of their sum; NaN where it is zero."""
+    """Return the number of the descending `parts` that make up that share of their sum; NaN where it is zero."""
     covered = parts.cumsum(0) / parts.sum()
     return (covered < share).sum() + 1 + 0 * covered[-1]
 
@@ -431,7 +431,7 @@ class LayerResponses(MetricGroup):
             cost="debug",
         )
         .asks("How low do this layer's responses go? Near -1 behind a tanh: its units are saturated.")
-        .absent("no finite response, or nobody sampled them")
+        .absent("no finite response, or they were not sampled")
     )
     median: Last | None = reports(
         Metric.quantity(
@@ -443,7 +443,7 @@ class LayerResponses(MetricGroup):
             cost="debug",
         )
         .asks("Where is the middle of this layer's responses? Exactly 0 behind a ReLU: half of them are silent.")
-        .absent("no finite response, or nobody sampled them")
+        .absent("no finite response, or they were not sampled")
     )
     high: Last | None = reports(
         Metric.quantity(
@@ -455,17 +455,17 @@ class LayerResponses(MetricGroup):
             cost="debug",
         )
         .asks("How high do this layer's responses go? Exactly 0 behind a ReLU: the layer is all but dead.")
-        .absent("no finite response, or nobody sampled them")
+        .absent("no finite response, or they were not sampled")
     )
 
 
 @inference_mode
 def layer_responses(activations: Mapping[str, Tensor]) -> LayerResponses:
-    """5 %, 50 % and 95 % quantiles over rows and units of each layer [N, D], after its nonlinearity; of finite ones."""
+    """Return the 5 %, 50 % and 95 % quantiles of the finite responses of each layer [N, D], after its nonlinearity."""
     if not activations:
         return LayerResponses(())
-    found = torch.stack([_quantiles(x) for x in activations.values()], -1)
-    low, median, high = found.unsqueeze(1).unbind()
+    responses = torch.stack([_quantiles(x) for x in activations.values()], -1)
+    low, median, high = responses.unsqueeze(1).unbind()
     return LayerResponses(tuple(map(segment, activations)), Last(low), Last(median), Last(high))
 
 

@@ -1,7 +1,4 @@
-"""Rewards, as the environment gives them.
-
-Returns: the regression targets of the critic.
-"""
+"""Rewards of the environment, and returns, the regression targets of the critic."""
 
 from __future__ import annotations
 
@@ -79,7 +76,7 @@ class RewardStats(MetricGroup):
 
 @inference_mode
 def reward_stats(rewards: ArrayLike, *, valid: ArrayLike | None = None) -> RewardStats:
-    """Mean, spread and largest magnitude of the raw rewards; zeros are counted exactly.
+    """Return mean, spread and largest magnitude of the raw rewards; zeros are counted exactly.
 
     Args:
         rewards: [T, B] or [N].
@@ -87,7 +84,7 @@ def reward_stats(rewards: ArrayLike, *, valid: ArrayLike | None = None) -> Rewar
     """
     rewards = as_tensor(rewards)
     s = sample(rewards, as_mask(valid, rewards))
-    zero = s.kept & (s.values == 0)
+    zero = s.mask & (s.values == 0)
     return RewardStats(
         moments=spread(s),
         absmax=Max(where_any(s.values.abs().amax(-1), s.count)),
@@ -136,7 +133,7 @@ class ReturnStats(MetricGroup):
         .absent("no valid, finite return"),
     )
     histogram: Counts = reports(
-        Metric.quantity("ret/hist", 310, "hist of returns", unit="return")
+        Metric.quantity("ret/hist", 310, "histogram of returns", unit="return")
         .asks("How are the returns distributed?")
         .absent("no valid, finite return")
     )
@@ -149,7 +146,7 @@ class ReturnStats(MetricGroup):
 
 @inference_mode
 def return_stats(returns: ArrayLike, *, valid: ArrayLike | None = None) -> ReturnStats:
-    """Population moments, extremes and quantiles of the returns.
+    """Return population moments, extremes and quantiles of the returns.
 
     Args:
         returns: [T, B] or [N].
@@ -157,12 +154,12 @@ def return_stats(returns: ArrayLike, *, valid: ArrayLike | None = None) -> Retur
     """
     returns = as_tensor(returns)
     s = sample(returns, as_mask(valid, returns))
-    found = quantiles(ascending(s), s.count, levels_for(returns))
+    at_levels = quantiles(ascending(s), s.count, levels_for(returns))
     return ReturnStats(
         moments=moments(s),
-        smallest=Min(found[0]),
-        largest=Max(found[-1]),
-        quantiles=as_quantiles(found, s.count),
+        smallest=Min(at_levels[0]),
+        largest=Max(at_levels[-1]),
+        quantiles=as_quantiles(at_levels, s.count),
         histogram=histogram(s, REWARDS),
         nonfinite=Sum(s.nonfinite),
     )

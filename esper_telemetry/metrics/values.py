@@ -1,4 +1,4 @@
-"""The critic: how well it fits the returns, and how far an update moves it.
+"""The critic: fit to the returns, movement in an update, and consistency of its estimates.
 
 The critic step by step: Bellman errors, terminal steps, and complete episodes.
 """
@@ -52,7 +52,7 @@ CRITIC_FAMILY = MetricFamily(
 
 @dataclass(frozen=True, slots=True)
 class ValueFit(MetricGroup):
-    """The critic's estimates against the returns they are trained towards; errors are V - R."""
+    """Estimates of the critic against their regression targets; errors are V - R."""
 
     error: Moments = reports(
         Metric.quantity("value/bias", 401, "bias of the critic", unit="return", level=Level.MINIMAL)
@@ -128,7 +128,7 @@ class ValueFit(MetricGroup):
         .absent("no valid, finite pair of value and return"),
     )
     histogram: Counts = reports(
-        Metric.quantity("value/err/hist", 413, "hist of the critic's errors", unit="return")
+        Metric.quantity("value/err/hist", 413, "histogram of the critic's errors", unit="return")
         .asks("How are the critic's errors distributed?")
         .absent("no valid, finite pair of value and return")
     )
@@ -146,14 +146,14 @@ class ValueFit(MetricGroup):
 
 @inference_mode
 def value_fit(values: ArrayLike, returns: ArrayLike, *, valid: ArrayLike | None = None) -> ValueFit:
-    """Errors of the critic: moments and quantiles, and how much its estimates and the returns vary.
+    """Return moments and quantiles of the critic's errors, and the variation of its estimates and of the returns.
 
     Args:
         values: critic's estimates at collection, [T, B] or [N].
         returns: regression targets, same shape.
         valid: bool, same shape; None where every entry is.
 
-    Explained variance, R², correlation and their relatives need earlier updates and are derived from these on the host (`series.critic`).
+    Explained variance, R², correlation and their relatives need earlier updates and are derived from these on the host (`history.critic`).
     """
     values = as_tensor(values)
     returns, valid = as_tensor(returns, values), as_mask(valid, values)
@@ -161,16 +161,16 @@ def value_fit(values: ArrayLike, returns: ArrayLike, *, valid: ArrayLike | None 
     both = torch.stack([rows_of(values, None), rows_of(returns, None)]).double()
     difference = both[0] - both[1]
     error = sample(difference, None if valid is None else rows_of(valid, None))
-    means, d = deviations(error._replace(values=torch.where(error.kept, both, 0.0)))
+    means, d = deviations(error._replace(values=torch.where(error.mask, both, 0.0)))
     squares = torch.linalg.vecdot(d, d)
-    found = quantiles(ascending(error), error.count, levels_for(values))
+    at_levels = quantiles(ascending(error), error.count, levels_for(values))
     return ValueFit(
         error=moments(error),
         estimate=Moments(error.count, means[0], squares[0], math.nan, math.nan),
         target=Moments(error.count, means[1], squares[1], math.nan, math.nan),
-        quantiles=as_quantiles(found, error.count),
+        quantiles=as_quantiles(at_levels, error.count),
         histogram=histogram(error, REWARDS),
-        absmax=Max(found[:: len(found) - 1].abs().amax()),
+        absmax=Max(at_levels[:: len(at_levels) - 1].abs().amax()),
         nonfinite=Sum(error.nonfinite),
     )
 
@@ -188,12 +188,12 @@ class ScaledMean(Reduction):
 
     @staticmethod
     def merge(rows: Array) -> Array:
-        """Totals add; the moments merge around the common mean."""
+        """Add totals; merge the moments around the common mean."""
         return np.concatenate([rows[..., :1].sum(axis=0), merge_spreads(rows[..., 1:])], axis=-1)
 
 
 def merge_spreads(rows: Array) -> Array:
-    """[rows, fields, (count, mean, m2)] merged around the common means into [fields, 3]."""
+    """Merge [rows, fields, (count, mean, m2)] around the common means into [fields, 3]."""
     padded = np.concatenate([rows, np.zeros((*rows.shape[:-1], 2))], axis=-1)
     return Moments.merge(padded)[..., :3]
 
@@ -204,7 +204,7 @@ def _scaled(total: float, count: float, std: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ValueMovement(MetricGroup):
-    """How far the update moved the critic's estimates from those at collection."""
+    """Movement of the critic's estimates since collection."""
 
     clip_frac: Mean | None = reports(
         Metric.fraction("value/clip_frac", 421, "clip fraction of values")
@@ -248,7 +248,7 @@ def value_movement(
     valid: ArrayLike | None = None,
     dim: int | None = None,
 ) -> ValueMovement:
-    """Share of clipped value estimates, and their mean movement over the returns' standard deviation.
+    """Return the share of clipped value estimates, and their mean movement over the returns' standard deviation.
 
     Args:
         values: critic's estimates now, [N] or [M, N].
@@ -264,7 +264,7 @@ def value_movement(
     same_shape(values=values, old_values=old_values, returns=returns, valid=valid)
     move = sample(values.detach().double() - old_values.detach().double(), valid, dim=dim)
     distance = move.values.abs()
-    mean, d = deviations(keep(rows_of(returns, dim).double(), move.kept))
+    mean, d = deviations(keep(rows_of(returns, dim).double(), move.mask))
     return ValueMovement(
         clip_frac=None if clip is None else Mean((distance > clip).sum(-1), move.count),
         move=ScaledMean(distance.sum(-1), move.count, mean, torch.linalg.vecdot(d, d)),
@@ -304,7 +304,7 @@ class TdErrors(MetricGroup):
 def td_errors(
     rewards: Tensor, values: Tensor, next_values: Tensor, *, gamma: float, valid: Tensor | None = None
 ) -> TdErrors:
-    """Mean, spread and mean magnitude of the Bellman errors.
+    """Return mean, spread and mean magnitude of the Bellman errors.
 
     Args:
         rewards, values: [T, B].
@@ -319,7 +319,7 @@ def td_errors(
 
 @dataclass(frozen=True, slots=True)
 class TerminalError(MetricGroup):
-    """The critic where nothing can follow."""
+    """Error of the critic at terminal steps."""
 
     error: Mean = reports(
         Metric.quantity("value/terminal_err", 435, "error at terminal steps", unit="reward", low=0.0)
@@ -333,7 +333,7 @@ class TerminalError(MetricGroup):
 def terminal_error(
     values: Tensor, rewards: Tensor, terminated: Tensor, *, valid: Tensor | None = None
 ) -> TerminalError:
-    """Mean |V - r| over the steps that terminated an episode; a time limit does not count.
+    """Return the mean |V - r| over the steps that terminated an episode; a time limit does not count.
 
     Args:
         values, rewards: [T, B].
@@ -348,7 +348,7 @@ def terminal_error(
 
 @dataclass(frozen=True, slots=True)
 class EndingBias(MetricGroup):
-    """The critic's bias where episodes end, by how they end."""
+    """Bias of the critic at the ends of episodes, by time limit or termination."""
 
     truncated: Mean = reports(
         Metric.quantity("value/bias_truncated", 437, "bias of the critic at time limits", unit="return")
@@ -388,7 +388,7 @@ class EndingBias(MetricGroup):
 def ending_bias(
     values: Tensor, returns: Tensor, ended: Tensor, terminated: Tensor, *, valid: Tensor | None = None
 ) -> EndingBias:
-    """Mean V - R over the steps at which a time limit cut an episode, and over those at which one terminated.
+    """Return the mean V - R over the steps at which a time limit cut an episode, and over those at which one terminated.
 
     Args:
         values: critic's estimates at collection, [T, B].
@@ -420,7 +420,7 @@ class Explained(Reduction):
 
     @staticmethod
     def merge(rows: Array) -> Array:
-        """Both parts merge as spreads do."""
+        """Merge both parts as spreads."""
         error = merge_spreads(rows[..., :3])
         target = merge_spreads(rows[..., [0, 3, 4]])
         return np.concatenate([error, target[..., 1:]], axis=-1)
@@ -452,7 +452,7 @@ def monte_carlo_fit(
     gamma: float,
     valid: Tensor | None = None,
 ) -> MonteCarloFit:
-    """Explained variance against the Monte-Carlo returns of the steps whose episode terminates inside the rollout.
+    """Return the explained variance against the Monte-Carlo returns of the steps whose episode terminates inside the rollout.
 
     Args:
         values, rewards: [T, B].
@@ -467,7 +467,7 @@ def monte_carlo_fit(
     allowed = complete if valid is None else complete & valid.bool()
     v = values.detach().double()
     s = sample(v - returns, allowed)
-    error, target = spread(s), spread(keep(rows_of(returns, None), s.kept))
+    error, target = spread(s), spread(keep(rows_of(returns, None), s.mask))
     return MonteCarloFit(Explained(s.count, error.mean, error.m2, target.mean, target.m2))
 
 

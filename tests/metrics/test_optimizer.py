@@ -10,7 +10,7 @@ from torch import nn
 
 from esper_telemetry.metrics import optimizer as adam
 from esper_telemetry.metrics.optimizer import (
-    adam_held,
+    adam_parameters,
     adam_pieces,
     adam_state,
     adam_step,
@@ -121,7 +121,7 @@ def test_copies_of_the_state_say_what_the_optimizer_says(fused: bool) -> None:
     average = optimizer.state[model.weight]["exp_avg"].clone()
     stepped(model, optimizer)
 
-    kept, now = adam_state(adam_held(optimizer)), adam_step(optimizer).values()
+    kept, now = adam_state(adam_parameters(optimizer)), adam_step(optimizer).values()
     stepped(model, optimizer)
 
     assert adam_step(kept).values() == now
@@ -143,8 +143,8 @@ def test_pieces_say_what_the_whole_says(most: int, monkeypatch: pytest.MonkeyPat
     names = [name for name, _ in model.named_parameters()]
 
     whole = {**adam_step(optimizer).values(), **layer_steps(optimizer, names).values()}
-    monkeypatch.setattr(adam, "MOST_TOGETHER", most)
-    pieces, kept = adam_steps(optimizer, names), adam_steps(adam_state(adam_held(optimizer)), names)
+    monkeypatch.setattr(adam, "MAX_PIECE_NUMBERS", most)
+    pieces, kept = adam_steps(optimizer, names), adam_steps(adam_state(adam_parameters(optimizer)), names)
 
     assert len(list(adam_pieces(optimizer))) == {1: 6, 5: 3, 8: 2, 1000: 1}[most]
     for groups in (pieces, kept):
@@ -157,7 +157,7 @@ def test_a_step_in_short_numbers_is_reckoned_in_longer_ones() -> None:
     weight.grad = torch.ones_like(weight)
     optimizer.step()
 
-    state, found = adam_state(adam_held(optimizer)), adam_step(optimizer).values()
+    state, found = adam_state(adam_parameters(optimizer)), adam_step(optimizer).values()
 
     assert {state.weights.dtype, state.exp_avg.dtype, state.exp_avg_sq.dtype} == {torch.float32}
     assert found["opt/update_rms_over_lr"] == pytest.approx(1.0, rel=1e-2)

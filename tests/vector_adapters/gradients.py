@@ -23,7 +23,7 @@ from esper_telemetry.metrics.gradients.interference import interference, paramet
 from esper_telemetry.metrics.gradients.noise_scale import shard_noise, two_batch_noise
 from esper_telemetry.metrics.gradients.norms import gradient_norms
 from esper_telemetry.metrics.optimizer import (
-    adam_held,
+    adam_parameters,
     adam_state,
     adam_step,
     first_moment_weight,
@@ -131,7 +131,7 @@ def adam_with_state(inputs: Inputs) -> torch.optim.Optimizer:
 def adam_memory(inputs: Inputs) -> Values:
     """Adam's state as it is."""
     optimizer = adam_with_state(inputs)
-    state = adam_state(adam_held(optimizer))
+    state = adam_state(adam_parameters(optimizer))
     m, v = state.exp_avg / state.bias(state.beta1), state.exp_avg_sq / state.bias(state.beta2)
     rho = float(m.square().sum() / v.sum())
     kappa = float(first_moment_weight(state.beta1, state.step))
@@ -147,7 +147,7 @@ def adam_updates(inputs: Inputs) -> Values:
         weights.grad = floats(gradient)
         optimizer.step()
         values: Values = {**adam_step(optimizer).values()}
-        values["aux:update"] = adam_state(adam_held(optimizer)).update().tolist()
+        values["aux:update"] = adam_state(adam_parameters(optimizer)).update().tolist()
         for key in ("opt/update_to_weight", "opt/update_rms_over_lr", "opt/stable_rms", "aux:update"):
             results.setdefault(key, []).append(values.get(key))
     return dict(results)

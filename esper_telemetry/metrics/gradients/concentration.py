@@ -1,7 +1,4 @@
-"""Is the gradient spread over the network, or do a few parameters own it? (G8; Hoyer 2004)
-
-How the sizes of a gradient's entries are spread over powers of ten: fixed bins, so histograms of updates and ranks add up.
-"""
+"""Concentration of the gradient on few parameters (Hoyer 2004), and histograms of the sizes of its entries by powers of ten."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from esper_telemetry.metrics.statistics import defined
 
 @dataclass(frozen=True, slots=True)
 class Concentration(MetricGroup):
-    """How evenly the squared gradient is spread over its entries."""
+    """Evenness of the squared gradient over its entries."""
 
     replicated: ClassVar[bool] = True
     entropy: Mean | None = reports(
@@ -47,7 +44,7 @@ class Concentration(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class LayerConcentration(MetricGroup):
-    """How evenly the squared gradient is spread over the parameter tensors."""
+    """Evenness of the squared gradient over the parameter tensors."""
 
     replicated: ClassVar[bool] = True
     layer_entropy: Mean | None = reports(
@@ -60,7 +57,7 @@ class LayerConcentration(MetricGroup):
 
 @no_grad
 def concentration(gradients: Sequence[Tensor]) -> Concentration:
-    """How the squared entries p = g²/Σg² of all tensors are spread: entropy/ln n, 1/(n Σp²) and Hoyer's sparsity.
+    """Return the spread of the squared entries p = g²/Σg² of all tensors: entropy/ln n, 1/(n Σp²) and Hoyer's sparsity.
 
     Args:
         gradients: tensors of any shape; n entries in all.
@@ -81,7 +78,7 @@ def concentration(gradients: Sequence[Tensor]) -> Concentration:
 
 
 def _power_sums(gradient: Tensor) -> Tensor:
-    """[4] float64: Σ|g|, Σg², Σg⁴, Σg² ln g²."""
+    """Return [4] float64: Σ|g|, Σg², Σg⁴, Σg² ln g²."""
     squares = gradient.double().square()
     return torch.stack(
         [squares.sqrt().sum(), squares.sum(), squares.square().sum(), torch.special.xlogy(squares, squares).sum()]
@@ -89,7 +86,7 @@ def _power_sums(gradient: Tensor) -> Tensor:
 
 
 def layer_concentration(norms: Tensor) -> LayerConcentration:
-    """Entropy of the squared norms over the tensors, relative to its maximum ln K.
+    """Return the entropy of the squared norms over the tensors, relative to its maximum ln K.
 
     Args:
         norms: [M, K] or [K], norm of each of K gradients at each of M steps.
@@ -155,7 +152,7 @@ class LayerDecades(MetricGroup):
 
 @no_grad
 def gradient_decades(gradients: Sequence[Tensor], names: Sequence[str]) -> tuple[GradientDecades, LayerDecades]:
-    """Histograms of log10 |entry|, overall and per tensor.
+    """Return histograms of log10 |entry|, overall and per tensor.
 
     Args:
         gradients: K tensors of any shape.
@@ -169,7 +166,7 @@ def gradient_decades(gradients: Sequence[Tensor], names: Sequence[str]) -> tuple
 
 
 def decade_counts(gradient: Tensor) -> Tensor:
-    """[18] float64: exact zeros, finite entries by decade of their size, entries that are not finite.
+    """Return [18] float64: numbers of exact zeros, of finite entries by decade of their size, and of non-finite entries.
 
     Counts what lies below each power of ten: a comparison costs a tenth of a logarithm, and rounds nothing.
     """

@@ -1,7 +1,4 @@
-"""Do gradients agree with each other: of minibatches (G6, G7; Ilyas 2020) and of successive updates (G6)?
-
-How many entries of the gradients are exactly zero, and which way the others point (G7).
-"""
+"""Agreement of the gradients of minibatches (Ilyas 2020) and of successive updates, shares of zeros, and signs."""
 
 from __future__ import annotations
 
@@ -56,7 +53,7 @@ class MinibatchAlignment(MetricGroup):
 
 @no_grad
 def successive_alignment(gradient: Tensor, previous: Tensor | None) -> SuccessiveAlignment:
-    """Cosine of an update's gradient with the one before.
+    """Return the cosine of an update's gradient with the previous one.
 
     Args:
         gradient: [d], flat, of this update.
@@ -69,7 +66,7 @@ def successive_alignment(gradient: Tensor, previous: Tensor | None) -> Successiv
 
 @no_grad
 def minibatch_alignment(gradients: Tensor) -> MinibatchAlignment:
-    """Agreement of K gradients, taken at the same parameters.
+    """Return the agreement of K gradients at the same parameters.
 
     Args:
         gradients: [K, d], one flat gradient per minibatch.
@@ -91,7 +88,7 @@ def minibatch_alignment(gradients: Tensor) -> MinibatchAlignment:
 
 @no_grad
 def weighted_pair_cosine(gradients: Tensor) -> Tensor:
-    """Σ g_i·g_j / Σ |g_i||g_j| over the pairs of K gradients [K, d], 0-d: long ones count more."""
+    """Return Σ g_i·g_j / Σ |g_i||g_j| over the pairs of K gradients [K, d], 0-d: long ones weigh more."""
     gradients = gradients.double()
     sizes = torch.linalg.vector_norm(gradients, dim=1)
     own = sizes.square().sum()
@@ -147,7 +144,7 @@ class GradientSigns(MetricGroup):
 
 @no_grad
 def gradient_zeros(gradients: Sequence[ArrayLike], names: Sequence[str]) -> tuple[GradientZeros, LayerZeros]:
-    """Shares of exact zeros, overall and per tensor; one cheap pass, meant for once per update at most.
+    """Return the shares of exact zeros, overall and per tensor; one pass over the gradients, meant for once per update at most.
 
     Args:
         gradients: K tensors of any shape.
@@ -168,7 +165,7 @@ def gradient_zeros(gradients: Sequence[ArrayLike], names: Sequence[str]) -> tupl
 
 @no_grad
 def gradient_signs(gradients: Sequence[Tensor]) -> GradientSigns:
-    """Share of positive entries among the non-zero, non-NaN ones of all tensors."""
+    """Return the share of positive entries among the non-zero, non-NaN ones of all tensors."""
     if not gradients:
         return GradientSigns()
     positive = torch.stack([(g > 0).sum() for g in gradients]).sum()

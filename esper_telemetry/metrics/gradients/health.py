@@ -1,4 +1,4 @@
-"""Gradient health of a model in one's own loop: after backward, before clipping."""
+"""Gradient norms of a model in a user's own loop, after `backward` and before clipping."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Parameters: TypeAlias = "nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | I
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientHealth(Postponed):
-    """The norms of K gradients after one backward pass; what they say is worked out when the update ends, for all passes at once.
+    """The norms of K gradients after one backward pass, summarised with those of the other passes when the update ends.
 
     Attributes:
         norms: [K], of the finite entries.
@@ -49,29 +49,34 @@ class GradientHealth(Postponed):
 
     @property
     def kind(self) -> Hashable:
-        """See `Postponed`: the same gradients, judged alike."""
+        """The same gradients, groups and limit."""
         return type(self), self.names, self.numels, self.groups, self.max_norm, self.norms.device
 
     @classmethod
-    def together(cls, measured: Sequence[Self]) -> Iterable[MetricGroup]:
-        """See `Postponed`."""
-        return _summary(measured)
+    def together(cls, measurements: Sequence[Self]) -> Iterable[MetricGroup]:
+        """Return the statistics of all passes."""
+        return _summary(measurements)
 
 
-def _summary(measured: Sequence[GradientHealth]) -> GradientNorms:
-    first = measured[0]
-    norms = torch.stack([one.norms.double() for one in measured])
+def _summary(measurements: Sequence[GradientHealth]) -> GradientNorms:
+    first = measurements[0]
+    norms = torch.stack([one.norms.double() for one in measurements])
     return gradient_norms(
-        norms, first.names, dict(first.groups), first.numels, max_norm=first.max_norm, nonfinite=_nonfinite(measured)
+        norms,
+        first.names,
+        dict(first.groups),
+        first.numels,
+        max_norm=first.max_norm,
+        nonfinite=_nonfinite(measurements),
     )
 
 
-def _nonfinite(measured: Sequence[GradientHealth]) -> Tensor | None:
+def _nonfinite(measurements: Sequence[GradientHealth]) -> Tensor | None:
     """[M, K], where anything is not finite."""
-    if all(one.nonfinite is None for one in measured):
+    if all(one.nonfinite is None for one in measurements):
         return None
     return torch.stack(
-        [torch.zeros_like(one.norms).double() if one.nonfinite is None else one.nonfinite for one in measured]
+        [torch.zeros_like(one.norms).double() if one.nonfinite is None else one.nonfinite for one in measurements]
     )
 
 
@@ -79,7 +84,7 @@ def _nonfinite(measured: Sequence[GradientHealth]) -> Tensor | None:
 def gradient_health(
     parameters: Parameters, *, groups: Groups | None = None, max_norm: float | None = None
 ) -> GradientHealth:
-    """Norms of the gradients that a model holds now: call it after `backward` and before clipping.
+    """Return the norms of a model's present gradients: call it after `backward` and before clipping.
 
     Args:
         parameters: a module, its parameters, or its named parameters.
@@ -104,7 +109,7 @@ def gradient_health(
 
 
 def named_parameters(parameters: Parameters) -> dict[str, Tensor]:
-    """Trainable parameters by name, each once; without names their position."""
+    """Return the trainable parameters by name, each once; without names by position."""
     if isinstance(parameters, torch.nn.Module):
         return {name: p for name, p in parameters.named_parameters() if p.requires_grad}
     if isinstance(parameters, Tensor):
@@ -113,16 +118,16 @@ def named_parameters(parameters: Parameters) -> dict[str, Tensor]:
         raise TypeError(f"gradient_health takes a module or its parameters, got {shown(parameters)}")
     items = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
     named = [item if isinstance(item, tuple) else (str(index), item) for index, item in enumerate(items)]
-    seen: dict[int, tuple[str, Tensor]] = {}
+    by_identity: dict[int, tuple[str, Tensor]] = {}
     for name, parameter in named:
         if not isinstance(parameter, Tensor):
             raise TypeError(f"gradient_health takes a module or its parameters, got {shown(parameter)}")
-        seen.setdefault(id(parameter), (name, parameter))
-    return dict(seen.values())
+        by_identity.setdefault(id(parameter), (name, parameter))
+    return dict(by_identity.values())
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients that exist, as dense real tensors: of a sparse one its values, rows that occur twice summed."""
+    """Return the existing gradients as dense real tensors: of a sparse one its values, with repeated rows summed."""
     return [_dense(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
@@ -136,7 +141,7 @@ def _dense(gradient: Tensor) -> Tensor:
 
 @no_grad
 def finite_norms(gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Norm of each gradient's finite entries, [K], and how many others it has, [K], or None where all norms are finite.
+    """Return the norm of each gradient's finite entries, [K], and its number of others, [K], or None where all norms are finite.
 
     On CUDA nothing is repaired, because looking would synchronise: norms may then be non-finite.
     """
@@ -150,14 +155,14 @@ def finite_norms(gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
 
 
 def finite_norm(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """L2 norm of the finite entries and the number of the others, both 0-d float64."""
+    """Return the L2 norm of the finite entries and the number of the others, both 0-d float64."""
     finite = torch.isfinite(gradient)
-    known = torch.where(finite, gradient, gradient.new_zeros(()))
-    return torch.linalg.vector_norm(known, dtype=torch.float64), (~finite).sum().double()
+    known_entries = torch.where(finite, gradient, gradient.new_zeros(()))
+    return torch.linalg.vector_norm(known_entries, dtype=torch.float64), (~finite).sum().double()
 
 
 def tensor_norms(gradients: Sequence[Tensor]) -> Tensor:
-    """L2 norm of each gradient, [K], on the first one's device; types and devices may differ."""
+    """Return the L2 norm of each gradient, [K], on the first one's device; types and devices may differ."""
     from esper_telemetry.core.tensors import gradient_norms  # here, because that module imports torch
 
     first = gradients[0]

@@ -1,10 +1,6 @@
-"""Do actor and critic pull the shared network in the same direction, and with what force? (G5; PCGrad 2001.06782)
+"""Interference of actor and critic (PCGrad 2001.06782), gradients of a module beside its host, and of the entropy bonus.
 
-How strongly a module learns next to the network that hosts it, and what reaches it (G13).
-
-How the gradients of two losses compare that several ranks have each measured of their own rows.
-
-The gradient of the entropy bonus where it enters the policy: at the logits.
+Ranks measure gradients of their own rows; the reductions of this module combine them to those of all rows.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ from esper_telemetry.metrics.statistics import defined, defined_together, same_s
 
 @dataclass(frozen=True, slots=True)
 class PairGradients(MetricGroup):
-    """A module beside its host, one value per optimizer step; `series` makes the ratio and its cause of them."""
+    """Gradients of a module and its host, one value per optimizer step; `history` derives their ratio and its cause."""
 
     pair: str = label()
     connected: Mean | float | None = reports(
@@ -82,7 +78,7 @@ def pair_gradients(
     norms: tuple[Tensor, Tensor],
     upstream: Tensor | None,
 ) -> PairGradients:
-    """One optimizer step of a module and its host.
+    """Return the gradients of a module and its host at one optimizer step.
 
     Args:
         pair: name of the pair.
@@ -116,7 +112,7 @@ def _zeros(gradients: Sequence[Tensor]) -> Mean | None:
 
 
 def compared(actor: Tensor, critic: Tensor, coefs: Tensor | float, dots: Tensor | None) -> list[Tensor]:
-    """log10 of critic over actor, the critic's share of the squares, the clipped actor, and the cosine where there are `dots`.
+    """Return log10 of critic over actor, the critic's share of the squares, the clipped actor, and with `dots` the cosine.
 
     Args:
         actor, critic: norms [M], float64.
@@ -124,13 +120,13 @@ def compared(actor: Tensor, critic: Tensor, coefs: Tensor | float, dots: Tensor 
         dots: inner products [M], float64.
     """
     square = critic.square()
-    found = [(critic / actor).log10(), square / (square + actor.square()), actor * coefs]
-    return found if dots is None else [*found, (dots / (actor * critic)).clamp(-1.0, 1.0)]
+    values = [(critic / actor).log10(), square / (square + actor.square()), actor * coefs]
+    return values if dots is None else [*values, (dots / (actor * critic)).clamp(-1.0, 1.0)]
 
 
 @dataclass(frozen=True, slots=True)
 class Pull(AdditiveReduction):
-    """A mean over optimizer steps of a number that the two gradients of each step give, here log10 of critic over actor.
+    """Mean over optimizer steps of a comparison of the actor's and the critic's gradient, here log10 of critic over actor.
 
     The loss of all rows is the mean of the ranks' losses weighted by their rows, so each rank's gradient of its own rows counts with its
     share of the rows; the squares of norms of different rows add, and so do the inner products.
@@ -156,14 +152,14 @@ class Pull(AdditiveReduction):
 
     @classmethod
     def join(cls, ranks: Array) -> Array:
-        """The number that the gradients of all ranks' rows give at one step."""
+        """Return the comparison of the gradients of all ranks' rows at one step."""
         _, _, actor, critic, dot, coef, rows = np.moveaxis(ranks, -1, 0)
         share = rows / rows.sum(axis=0)
         norms = [np.sqrt(np.square(share * norm).sum(axis=0)) for norm in (actor, critic)]
         together = [*norms, coef[0], (share**2 * dot).sum(axis=0)]
-        found = compared(*(torch.from_numpy(np.ascontiguousarray(part)) for part in together))[cls.place].numpy()
-        defined = np.isfinite(found)
-        parts = (np.where(defined, found, 0.0), defined, norms[0], norms[1], together[3], coef[0], rows.sum(axis=0))
+        values = compared(*(torch.from_numpy(np.ascontiguousarray(part)) for part in together))[cls.place].numpy()
+        defined = np.isfinite(values)
+        parts = (np.where(defined, values, 0.0), defined, norms[0], norms[1], together[3], coef[0], rows.sum(axis=0))
         return np.stack(parts, axis=-1)
 
 
@@ -268,7 +264,7 @@ def interference(
     dots: ArrayLike | None = None,
     counts: Sequence[int] | None = None,
 ) -> Interference:
-    """How the sizes of the two gradients compare.
+    """Return the comparison of the sizes of the two gradients.
 
     Args:
         actor: [M] norm of the actor's gradient per optimizer step: at the trunk's output where it is shared, of the
@@ -294,7 +290,7 @@ def interference(
 
 @no_grad
 def leaf_gradients(actors: Sequence[Tensor], critics: Sequence[Tensor]) -> LeafGradients:
-    """Sizes of the gradients at the trunk's outputs at M optimizer steps; each [N, F] of its minibatch."""
+    """Return the sizes of the gradients at the trunk's outputs at M optimizer steps; each [N, F] of its minibatch."""
     norms = tensor_norms([*actors, *critics])
     shared = all(a.shape == c.shape for a, c in zip(actors, critics, strict=True))
     dots = torch.stack([_dot(a, c) for a, c in zip(actors, critics, strict=True)]) if shared else None
@@ -304,7 +300,7 @@ def leaf_gradients(actors: Sequence[Tensor], critics: Sequence[Tensor]) -> LeafG
 def leaf_interference(
     actors: Sequence[ArrayLike], critics: Sequence[ArrayLike], *, coefs: ArrayLike = 1.0, shared: bool = True
 ) -> Interference:
-    """`interference` of the gradients at the trunk's outputs at M optimizer steps.
+    """Return the `interference` of the gradients at the trunk's outputs at M optimizer steps.
 
     Args:
         actors: gradients of the actor's loss, [N, F] per step, N may differ.
@@ -322,24 +318,24 @@ def leaf_interference(
 
 
 def group_interference(norms: GradientNorms, *, actor: str = "actor", critic: str = "critic") -> Interference:
-    """`interference` of two groups of parameters: for separate networks, which share nothing but the clip limit.
+    """Return the `interference` of two groups of parameters: for separate networks, which share only the clip limit.
 
     Args:
         norms: of all steps of an update, from `gradient_norms`.
         actor: label of the actor's group.
         critic: label of the critic's; without either of the two everything is absent.
     """
-    labels, found = norms.groups.group, norms.groups.norm_preclip
-    if found is None or actor not in labels or critic not in labels:
+    labels, present = norms.groups.group, norms.groups.norm_preclip
+    if present is None or actor not in labels or critic not in labels:
         return Interference()
-    sizes = torch.where(torch.as_tensor(found.count) > 0, torch.as_tensor(found.total), torch.nan)
+    sizes = torch.where(torch.as_tensor(present.count) > 0, torch.as_tensor(present.total), torch.nan)
     of = {label: sizes[:, labels.index(label)] for label in (actor, critic)}
     return interference(of[actor], of[critic], coefs=coefficients(norms.clip))
 
 
 @no_grad
 def parameter_interference(actor: Sequence[Tensor], critic: Sequence[Tensor]) -> ParameterInterference:
-    """Cosine and cancellation of two gradients of the same parameters.
+    """Return cosine and cancellation of two gradients of the same parameters.
 
     Args:
         actor: gradient of the actor's loss with respect to each shared parameter.
@@ -356,13 +352,13 @@ def parameter_interference(actor: Sequence[Tensor], critic: Sequence[Tensor]) ->
 
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Cosine of two float64 vectors over the last axis; NaN where one is zero or not finite."""
+    """Return the cosine of two float64 vectors over the last axis; NaN where one is zero or not finite."""
     norms = torch.linalg.vector_norm(a, dim=-1) * torch.linalg.vector_norm(b, dim=-1)
     return torch.clamp((a * b).sum(-1) / norms, -1.0, 1.0)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Inner product in at least float32; one that leaves its range makes the cosine undefined."""
+    """Return the inner product in at least float32; one that leaves its range makes the cosine undefined."""
     if a.dtype.itemsize < 4:
         a, b = a.float(), b.float()
     return torch.dot(a.reshape(-1), b.reshape(-1))
@@ -387,7 +383,7 @@ class BonusNorm(AdditiveReduction):
 
     @classmethod
     def join(cls, ranks: Array) -> Array:
-        """The norm over the rows of all ranks at one step."""
+        """Return the norm over the rows of all ranks at one step."""
         squares, rows = ranks[..., 2].sum(axis=0), ranks[..., 3].sum(axis=0)
         norm = np.sqrt(squares) / np.maximum(rows, 1)
         defined = np.isfinite(norm) & (rows > 0)
@@ -396,7 +392,7 @@ class BonusNorm(AdditiveReduction):
 
 @dataclass(frozen=True, slots=True)
 class BonusGradient(MetricGroup):
-    """The gradient of the entropy bonus, one value per optimizer step."""
+    """Gradient of the entropy bonus, one value per optimizer step."""
 
     entropy: BonusNorm | None = reports(
         Metric.gradient_norm("grad/entropy/norm", 523, "gradient norm of the entropy bonus")
@@ -415,7 +411,7 @@ def bonus_gradient(
     relevant: Mapping[str, Tensor] | None = None,
     valid: Tensor | None = None,
 ) -> BonusGradient:
-    """Its norm c ‖∂H/∂z‖ over the logits z of all heads, H the mean over the rows of the heads' entropies.
+    """Return the norm c ‖∂H/∂z‖ over the logits z of all heads, with H the mean over rows of the heads' entropies.
 
     Args:
         logits: per categorical head [M, N, A].

@@ -1,7 +1,7 @@
-"""How much of the gradient is noise: the ingredients of the gradient noise scale (G9; McCandlish 2018, App. A).
+"""Ingredients of the gradient noise scale (McCandlish 2018, App. A).
 
 Traps: minibatches of one epoch are taken at different parameters, so use shards of one minibatch; the unit of
-recurrent policies is the sequence; gradients must not be clipped before. Single estimates are hopeless: `series.noise`
+recurrent policies is the sequence; gradients must not be clipped before. Single estimates are hopeless: `history.gradients`
 averages them.
 """
 
@@ -41,7 +41,7 @@ class GradientNoise(MetricGroup):
 
 @no_grad
 def shard_noise(gradients: Tensor, batches: Sequence[int]) -> GradientNoise:
-    """Noise from the gradients of K shards of one batch, taken at the same parameters, not clipped.
+    """Return the noise from the unclipped gradients of K shards of one batch at the same parameters.
 
     Args:
         gradients: [K, d], mean gradient of each shard, flat.
@@ -63,7 +63,7 @@ def shard_noise(gradients: Tensor, batches: Sequence[int]) -> GradientNoise:
 
 
 def two_batch_noise(sq_norm_small: Tensor, sq_norm_big: Tensor, *, b_small: int, b_big: int) -> GradientNoise:
-    """Noise from mean squared gradient norms at two batch sizes: E|g_b|² = |G|² + tr Σ/b.
+    """Return the noise from mean squared gradient norms at two batch sizes: E|g_b|² = |G|² + tr Σ/b.
 
     Args:
         sq_norm_small: 0-d, mean over the small batches.

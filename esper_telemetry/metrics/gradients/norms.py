@@ -1,4 +1,4 @@
-"""How large the gradients are: of the whole network, of declared groups and of every tensor (G1, G2).
+"""Norms of the gradients: of the whole network, of declared groups and of every tensor.
 
 Everything follows from the norm of each tensor, which clipping computes anyway: groups are sub-sums of squares.
 
@@ -66,13 +66,13 @@ class Clipping(MetricGroup):
 
 
 def check_limit(max_norm: float) -> None:
-    """Raises ValueError for a limit of the global norm that is not positive."""
+    """Raise ValueError for a limit of the global norm that is not positive."""
     if not max_norm > 0:
         raise ValueError(f"max_norm must be positive, got {max_norm}")
 
 
 def clip_coefficients(norms: Tensor, max_norm: float) -> Tensor:
-    """The factor min(1, max_norm / (norm + 1e-6)) of `clip_grad_norm_`, of global norms [..] in float64; NaN of NaN."""
+    """Return the factor min(1, max_norm / (norm + 1e-6)) of `clip_grad_norm_` for global norms [..] in float64; NaN for NaN."""
     from esper_telemetry.core.tensors import clip_coefficient  # here, because that module imports torch
 
     check_limit(max_norm)
@@ -80,7 +80,7 @@ def clip_coefficients(norms: Tensor, max_norm: float) -> Tensor:
 
 
 def coefficients(clip: Clipping) -> Tensor | float:
-    """The clip coefficient of each step, [M], NaN where it is undefined; 1 where nothing is clipped."""
+    """Return the clip coefficient of each step, [M], NaN where it is undefined; 1 where nothing is clipped."""
     if clip.coef is None:
         return 1.0
     total, usable = torch.as_tensor(clip.coef.total), torch.as_tensor(clip.coef.count)
@@ -88,7 +88,7 @@ def coefficients(clip: Clipping) -> Tensor | float:
 
 
 def clipping(norms: Tensor, usable: Tensor, coefs: Tensor, *, max_norm: float | None) -> Clipping:
-    """Statistics of clipping global norms.
+    """Return statistics of clipping global norms.
 
     Args:
         norms: [M] global norms before clipping, float64, finite.
@@ -268,7 +268,7 @@ class Membership(NamedTuple):
 
 
 def membership(names: Sequence[str], groups: Groups, numels: Sequence[int] | None, device: torch.device) -> Membership:
-    """The membership of `names`; computed once per combination.
+    """Return the membership of `names`; computed once per combination.
 
     Args:
         names: K tensors that have a gradient.
@@ -296,12 +296,12 @@ def _membership(
 
 
 def frozen(groups: Groups) -> FrozenGroups:
-    """The groups as something to look up by."""
+    """Return the groups as a hashable value."""
     return tuple([(name, tuple(members)) for name, members in groups.items()])
 
 
 def belongs(name: str, members: Sequence[str]) -> bool:
-    """Whether a parameter is named by `members`, itself or by one of its modules."""
+    """Return True where `members` names the parameter or one of its modules."""
     return any(name == member or name.startswith(f"{member}.") for member in members)
 
 
@@ -310,7 +310,7 @@ UNTOUCHED = 1 - 1e-5
 
 
 class GradientNorms(NamedTuple):
-    """What the norms of all tensors say: four groups to observe together."""
+    """Statistics of the norms of all tensors: four groups to observe together."""
 
     total: GlobalGradient
     clip: Clipping
@@ -343,7 +343,7 @@ class _Columns(NamedTuple):
     clean: Tensor
 
     def reductions(self) -> tuple[Mean, Mean | None, Mean | None, Sum]:
-        """Norm before clipping, RMS, norm after clipping and number of non-finite entries."""
+        """Return norm before clipping, RMS, norm after clipping and number of non-finite entries."""
         return (
             Mean(self.norms, self.usable),
             None if self.rms is None else Mean(self.rms, self.usable),
@@ -362,7 +362,7 @@ def gradient_norms(
     nonfinite: ArrayLike | None = None,
     applied: ArrayLike | None = None,
 ) -> GradientNorms:
-    """Norms of the network, its groups and its tensors, before and after clipping, at the optimizer steps of an update.
+    """Return the norms of the network, its groups and its tensors, before and after clipping, at the optimizer steps of an update.
 
     Args:
         norms: [M, K] or [K], L2 norm of each of K gradients at each of M steps, before clipping.
@@ -387,11 +387,11 @@ def gradient_norms(
     if not names:
         return GradientNorms(GlobalGradient(), Clipping(), GroupGradients(()), LayerGradients(()))
     members = membership(names, groups or {}, numels, norms.device)
-    known, finite = _known(norms.reshape(-1, len(names)).double())
-    sums = _sums(known, finite, members, nonfinite)
+    norms, finite = _finite(norms.reshape(-1, len(names)).double())
+    sums = _sums(norms, finite, members, nonfinite)
     total_norm = sums.norms.select(1, 0)
     clean = (sums.usable if nonfinite is None else (sums.flaws == 0).double()).select(1, 0)
-    used = None if applied is None else _sums(*_known(applied.reshape(-1, len(names)).double()), members, None)
+    used = None if applied is None else _sums(*_finite(applied.reshape(-1, len(names)).double()), members, None)
     if used is not None:
         clean = clean * used.usable.select(1, 0)
         coefs: Tensor | None = _measured(total_norm, used.norms.select(1, 0)) * clean
@@ -402,26 +402,26 @@ def gradient_norms(
         GlobalGradient(*total.reductions()),
         Clipping() if coefs is None else clipping(total_norm, clean, coefs, max_norm=max_norm),
         GroupGradients(members.labels, *parts.reductions()) if members.labels else GroupGradients(()),
-        LayerGradients(members.layers, Mean(known, finite)),
+        LayerGradients(members.layers, Mean(norms, finite)),
     )
 
 
-def _known(norms: Tensor) -> tuple[Tensor, Tensor]:
+def _finite(norms: Tensor) -> tuple[Tensor, Tensor]:
     """The norms with 0 in place of what is not finite, and where they are: both [M, K]."""
-    known = norms.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-    return known, known == norms
+    values = norms.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    return values, values == norms
 
 
-def _sums(known: Tensor, finite: Tensor, members: Membership, nonfinite: Tensor | None) -> _Sums:
-    norms = (known.square() @ members.matrix).sqrt()
+def _sums(values: Tensor, finite: Tensor, members: Membership, nonfinite: Tensor | None) -> _Sums:
+    norms = (values.square() @ members.matrix).sqrt()
     missing = (~finite).double() @ members.matrix
     usable = (missing == 0).double()
-    flaws = missing if nonfinite is None else nonfinite.reshape(known.shape).double() @ members.matrix
+    flaws = missing if nonfinite is None else nonfinite.reshape(values.shape).double() @ members.matrix
     return _Sums(norms * usable, usable, flaws)
 
 
 def _measured(before: Tensor, after: Tensor) -> Tensor:
-    """By what factor [M] gradients were shrunk: 1 where rounding alone tells them apart, and where there was nothing to shrink."""
+    """Return the factor [M] by which gradients were shrunk: 1 where they differ by rounding only, and where they are zero."""
     factor = torch.where(before > 0, after / before, 1.0)
     return torch.where(factor > UNTOUCHED, 1.0, factor)
 
@@ -429,7 +429,7 @@ def _measured(before: Tensor, after: Tensor) -> Tensor:
 def _split(
     sums: _Sums, members: Membership, coefs: Tensor | None, clean: Tensor, applied: Tensor | None
 ) -> tuple[_Columns, _Columns]:
-    """The columns of the whole network and those of the groups."""
+    """Return the columns of the whole network and those of the groups."""
     rms = None if members.scale is None else sums.norms * members.scale
     clipped = applied if applied is not None or coefs is None else sums.norms * coefs.unsqueeze(1)
 
@@ -442,28 +442,28 @@ def _split(
 
 
 def head_gradients(norms: Tensor, names: Sequence[str], heads: Groups) -> HeadGradients:
-    """Norms of the gradients of the policy's heads.
+    """Return the norms of the gradients of the policy's heads.
 
     Args:
         norms: [M, K] or [K], as for `gradient_norms`.
         names: K parameter names.
         heads: parameter or module names by head.
     """
-    found = gradient_norms(norms, names, heads).groups
-    return HeadGradients(found.group, found.norm_preclip)
+    groups = gradient_norms(norms, names, heads).groups
+    return HeadGradients(groups.group, groups.norm_preclip)
 
 
 def value_gradient(norms: Tensor, names: Sequence[str], members: Sequence[str]) -> TermGradients:
-    """Norm of the gradient of the value head's parameters, or of its module, `members`; arguments as for `gradient_norms`."""
-    found = gradient_norms(norms, names, {"value": members}).groups.norm_preclip
-    return TermGradients() if found is None else TermGradients(value=Mean(_column(found.total), _column(found.count)))
+    """Return the norm of the gradient of the value head's parameters or module `members`; arguments as for `gradient_norms`."""
+    norm = gradient_norms(norms, names, {"value": members}).groups.norm_preclip
+    return TermGradients() if norm is None else TermGradients(value=Mean(_column(norm.total), _column(norm.count)))
 
 
 def _column(slot: Tensor | float) -> Tensor | float:
-    """The only column of a slot [M, 1], as [M]."""
+    """Return the only column of a slot [M, 1], as [M]."""
     return slot.squeeze(-1) if isinstance(slot, Tensor) else slot
 
 
 def term_gradients(*, value: Tensor | None = None) -> TermGradients:
-    """Norms [M] of the gradient of the value head's parameters."""
+    """Return the norms [M] of the gradient of the value head's parameters."""
     return TermGradients(None if value is None else defined(value))

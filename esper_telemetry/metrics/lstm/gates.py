@@ -1,4 +1,4 @@
-"""The gates of an LSTM, recomputed exactly from what a stock `nn.LSTM` takes in and gives out: is memory written, kept and read?
+"""Gates of an LSTM, recomputed exactly from the inputs and outputs of a stock `nn.LSTM`.
 
 torch packs the weights of the gates in the order [i, f, g, o]. Inputs and outputs of all steps are known, so all gates of a sequence are
 one matrix product; only c = f c + i g needs a pass over time. Inverting h = o tanh c instead would be ill-conditioned.
@@ -64,7 +64,7 @@ class GateStats(MetricGroup):
     )
     activations: Counts = reports(
         Metric.quantity(
-            "lstm/gate/{gate}/hist", 715, "hist of a gate", unit="activation", low=0.0, high=1.0, cost="sampled"
+            "lstm/gate/{gate}/hist", 715, "histogram of a gate", unit="activation", low=0.0, high=1.0, cost="sampled"
         )
         .asks("How are this gate's activations distributed, from shut to open?")
         .absent("no valid step, or a policy without an LSTM")
@@ -73,7 +73,7 @@ class GateStats(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class CellStats(MetricGroup):
-    """What the gates make of the cell: what is written, and for how long it stays."""
+    """Saturation of the candidate and timescales of the cell."""
 
     saturated: Mean = reports(
         Metric.fraction("lstm/cand/sat", 714, "saturation of the candidate", cost="sampled")
@@ -151,7 +151,7 @@ class Gates(NamedTuple):
 
 @no_grad
 def lstm_weights(cell: nn.LSTM) -> LSTMWeights:
-    """Copies of a cell's weights, as they are now.
+    """Return copies of a cell's present weights.
 
     Raises:
         ValueError: for several layers, whose inner outputs torch hides, both directions, or projected states.
@@ -167,7 +167,7 @@ def lstm_weights(cell: nn.LSTM) -> LSTMWeights:
 
 @inference_mode
 def gates_between(weights: LSTMWeights, inputs: Tensor, hidden: Tensor, memory: Tensor) -> Gates:
-    """Gates where the state before every step is known: no pass over time at all.
+    """Return the gates where the state before every step is known: it needs no pass over time.
 
     Args:
         weights: from `lstm_weights`.
@@ -183,7 +183,7 @@ def gates_between(weights: LSTMWeights, inputs: Tensor, hidden: Tensor, memory: 
 def lstm_gates(
     weights: LSTMWeights, inputs: Tensor, outputs: Tensor, state: tuple[Tensor, Tensor], resets: Tensor
 ) -> Gates:
-    """Gates of a sequence of which inputs and outputs are known.
+    """Return the gates of a sequence from its inputs and outputs.
 
     Args:
         weights: from `lstm_weights`.
@@ -200,17 +200,17 @@ def lstm_gates(
 
 
 def _activations(weights: LSTMWeights, inputs: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
-    """i, f, g and o, [T, B, H] each."""
+    """Return i, f, g and o, [T, B, H] each."""
     matrix = torch.cat([weights.inputs, weights.hidden], 1)
     i, f, g, o = torch.nn.functional.linear(torch.cat([inputs, hidden], -1), matrix, weights.bias).chunk(4, -1)
     return i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
 
 
-def _cells(kept: Tensor, written: Tensor, memory: Tensor) -> Tensor:
+def _cells(forget: Tensor, written: Tensor, memory: Tensor) -> Tensor:
     """Cell states after each step, [T, B, H]."""
     cells = torch.empty_like(written)
     for t in range(len(written)):
-        memory = torch.addcmul(written[t], kept[t], memory, out=cells[t])
+        memory = torch.addcmul(written[t], forget[t], memory, out=cells[t])
     return cells
 
 
@@ -225,7 +225,7 @@ class GateGroups(NamedTuple):
 def gate_stats(
     gates: Gates, resets: Tensor, *, bptt_length: int | None = None, valid: Tensor | None = None
 ) -> GateGroups:
-    """Saturation of the gates, timescales and the gain along the cell state.
+    """Return saturation of the gates, timescales and the gain along the cell state.
 
     Args:
         gates: of T steps, from `lstm_gates` or `gates_between`.
@@ -254,12 +254,12 @@ def _openness(gates: Gates, valid: Tensor) -> GateStats:
 def _cell_stats(gates: Gates, resets: Tensor, bptt_length: int | None, valid: Tensor) -> CellStats:
     written = keep(gates.g.flatten().double(), _per_unit(valid, gates.g).flatten())
     units = timescales(gates.f, valid=valid)
-    found = quantiles(ascending(units), units.count, levels_for(gates.f))
+    at_levels = quantiles(ascending(units), units.count, levels_for(gates.f))
     lasting = keep(_log(gates.f).flatten(), _per_unit(valid & ~resets, gates.f).flatten())
     gain = lasting.mean(lasting.values)
     return CellStats(
         saturated=written.share(written.values.abs() > CANDIDATE_HIGH),
-        timescales=as_quantiles(found, units.count),
+        timescales=as_quantiles(at_levels, units.count),
         beyond=None if bptt_length is None else units.share(units.values > bptt_length),
         log_gain=Mean(len(resets) * gain.total, gain.count),
     )
@@ -276,7 +276,7 @@ def _log(f: Tensor) -> Tensor:
 
 @inference_mode
 def timescales(forget: Tensor, *, valid: Tensor | None = None) -> Sample:
-    """Steps for which each of the H units remembers, T = 1 / (1 - mean f), as a sample of units.
+    """Return the steps for which each of the H units remembers, T = 1 / (1 - mean f), as a sample of units.
 
     Args:
         forget: [T, B, H] activation of the forget gate.

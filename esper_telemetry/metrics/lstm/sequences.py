@@ -1,9 +1,4 @@
-"""How gradients travel through time: whether what is learned at the end of a sequence reaches its beginning.
-
-Whether memory keeps growing while an episode lasts: a cell that only adds ends in saturation.
-
-Whether memory is used at all: what the policy would do without it.
-"""
+"""Memory over time: gradients through a sequence, growth of the cell state with its age, and effect of memory on the policy."""
 
 from __future__ import annotations
 
@@ -29,7 +24,7 @@ class BpttStats(MetricGroup):
     """Gradients of the loss at the recurrent state h."""
 
     first: Mean = reports(
-        Metric.gradient_norm("lstm/bptt/h0_grad_norm", 732, "h0 grad norm of bptt", cost="sampled")
+        Metric.gradient_norm("lstm/bptt/h0_grad_norm", 732, "gradient at the first state of a sequence", cost="sampled")
         .asks("How much of the loss's gradient reaches the state in which sequences begin?")
         .bounds(healthy="1e-4 to 10", critical="> 100: gradients explode through time", source=PASCANU)
         .absent("no recurrent policy, or every environment began anew")
@@ -38,7 +33,13 @@ class BpttStats(MetricGroup):
         )
     )
     profile: Mean = reports(
-        Metric.ratio("lstm/bptt/profile_ratio", 733, "profile ratio of bptt", level=Level.DEBUG, cost="debug")
+        Metric.ratio(
+            "lstm/bptt/profile_ratio",
+            733,
+            "gradient at the beginning over that at the end of a sequence",
+            level=Level.DEBUG,
+            cost="debug",
+        )
         .asks(
             "How much larger is the gradient at the beginning of a sequence than at its end? Far above 1: it "
             "explodes on the way, near 0: it vanishes."
@@ -50,7 +51,7 @@ class BpttStats(MetricGroup):
 
 @inference_mode
 def bptt_stats(first: Tensor, last: Tensor) -> BpttStats:
-    """Norm of the gradient before the first step, and of its last layer's over that after the last step.
+    """Return the norm of the gradient before the first step, and of its last layer's over that after the last step.
 
     Args:
         first: ∂L/∂h before the first step, [layers, envs, H].
@@ -88,7 +89,7 @@ class AgeProfile(AdditiveReduction):
     statistics: ClassVar[Mapping[str, Statistic]] = {"growth": lambda s: _growth(np.array(s).reshape(3, -1))}
 
     def slots(self) -> tuple[Slot, ...]:
-        """All counts, then all ages, then all sizes."""
+        """Return all counts, then all ages, then all sizes."""
         return (*self.count.unbind(-1), *self.age.unbind(-1), *self.size.unbind(-1))
 
 
@@ -102,14 +103,14 @@ def _growth(profile: Array) -> float:
 
 
 def theil_sen_slope(x: Array, y: Array) -> float:
-    """Median slope over all pairs of points (Sen 1968); all x differ, and there are at least two."""
+    """Return the median slope over all pairs of points (Sen 1968); all x differ, and there are at least two."""
     i, j = np.triu_indices(len(x), 1)
     return float(np.median((y[j] - y[i]) / (x[j] - x[i])))
 
 
 @dataclass(frozen=True, slots=True)
 class CellGrowth(MetricGroup):
-    """How the cell state depends on its age."""
+    """Dependence of the cell state's size on its age."""
 
     growth: AgeProfile = reports(
         Metric.ratio("lstm/c_growth", 745, "growth of the cell state with age", low=None)
@@ -126,7 +127,7 @@ class CellGrowth(MetricGroup):
 
 @inference_mode
 def cell_growth(sizes: Tensor, ages: Tensor, *, width: int = 1, valid: Tensor | None = None) -> CellGrowth:
-    """Profile of the cell state's size over its age.
+    """Return the profile of the cell state's size over its age.
 
     Args:
         sizes: mean |c| of each state, [T, B] or [N].
@@ -146,16 +147,16 @@ def cell_growth(sizes: Tensor, ages: Tensor, *, width: int = 1, valid: Tensor | 
 
 
 def bucket_width(steps: int) -> int:
-    """Ages that count as one, so that the buckets reach four rollouts of `steps` back."""
+    """Return the number of ages per bucket with which the buckets reach four rollouts of `steps` back."""
     return max(1, -(-4 * steps // BUCKETS))
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse(MetricGroup):
-    """What memory changes in the policy."""
+    """Effect of memory on the policy."""
 
     kl: Mean = reports(
-        Metric.nats("lstm/ablate_kl", 734, "ablate kl", level=Level.DEBUG, cost="debug")
+        Metric.nats("lstm/ablate_kl", 734, "KL divergence without memory", level=Level.DEBUG, cost="debug")
         .asks("How differently would the policy act if it remembered nothing? Near 0: memory is ignored.")
         .bounds(healthy="> 1e-3 where the task needs memory", source="KL(π(·|x,h)‖π(·|x,0)); heuristic")
         .absent("no recurrent policy, or no valid row")
@@ -164,7 +165,7 @@ class MemoryUse(MetricGroup):
 
 @inference_mode
 def memory_use(rows: Mapping[str, Tensor], *, relevant: Mapping[str, Tensor] | None = None) -> MemoryUse:
-    """Mean KL between the policy with memory and without.
+    """Return the mean KL between the policy with memory and without.
 
     Args:
         rows: per head [n], from `categorical_kl` or `gaussian_kl`, of the same weights with memory and without.

@@ -1,9 +1,4 @@
-"""How large a recurrent state is: a state that explodes, drifts or stays empty shows here before the return does.
-
-How far stored recurrent states are from those that the current weights reach.
-
-Where memory begins anew, and how long it lasts: memory that is never reset leaks from one episode into the next.
-"""
+"""Recurrent states: their size, the staleness of stored ones, and the resets of memory between episodes."""
 
 from __future__ import annotations
 
@@ -37,7 +32,7 @@ MEMORY_FAMILY = MetricFamily(
 
 @dataclass(frozen=True, slots=True)
 class RootMeanSquare(AdditiveReduction):
-    """The root of a mean of squares: their sum and how many they are."""
+    """Root of a mean of squares, from their sum and number."""
 
     squares: Slot
     count: Slot
@@ -96,7 +91,7 @@ class StateStats(MetricGroup):
 
 
 class StateSize(NamedTuple):
-    """Recurrent states summed over layers and units: what their statistics need, at a fraction of the memory.
+    """Sums of recurrent states over layers and units: the input of their statistics, at a fraction of the memory.
 
     Attributes:
         width: entries of one part of one state, over all layers.
@@ -118,7 +113,7 @@ class StateSize(NamedTuple):
 
 @no_grad
 def state_size(states: Tensor) -> StateSize:
-    """Sums over layers and units of states [T, layers, parts, B, H]."""
+    """Return sums over layers and units of states [T, layers, parts, B, H]."""
     magnitudes = states.abs()  # its sum and maximum take a tenth of the time that the norms of order 1 and ∞ take
     return StateSize(
         states.shape[1] * states.shape[-1],
@@ -131,7 +126,7 @@ def state_size(states: Tensor) -> StateSize:
 
 @inference_mode
 def state_stats(size: StateSize, *, valid: Tensor | None = None) -> StateStats:
-    """Root mean square, largest magnitude and signed mean of each part of the state.
+    """Return root mean square, largest magnitude and signed mean of each part of the state.
 
     Args:
         size: of T states of B environments, from `state_size`.
@@ -141,8 +136,8 @@ def state_stats(size: StateSize, *, valid: Tensor | None = None) -> StateStats:
     squares = keep(size.squares.double().mT, allowed)
     count = squares.count * size.width
     sums = squares.values.sum(-1)
-    totals = keep(size.total.double().mT, squares.kept).values
-    largest = keep(size.largest.double().mT, squares.kept).where(-math.inf)
+    totals = keep(size.total.double().mT, squares.mask).values
+    largest = keep(size.largest.double().mT, squares.mask).where(-math.inf)
     by_env = torch.where(count > 0, sums / count, -math.inf).amax(-1)
     return StateStats(
         part=PARTS[: len(size.squares)],
@@ -159,7 +154,7 @@ SOURCE = "Kapturowski 2019 (R2D2); sb3-contrib#265; ikostrikov#278"
 
 @dataclass(frozen=True, slots=True)
 class RelativeDistance(AdditiveReduction):
-    """Length of a difference over the length of what it is measured against; the slots hold squares."""
+    """Length of a difference relative to the length of a reference; the slots hold squares."""
 
     difference: Slot
     reference: Slot
@@ -169,7 +164,7 @@ class RelativeDistance(AdditiveReduction):
 
 @dataclass(frozen=True, slots=True)
 class Staleness(MetricGroup):
-    """How old the states are from which sequences are trained."""
+    """Distance of stored states from those that the current weights reach."""
 
     distance: RelativeDistance = reports(
         Metric.quantity(
@@ -179,22 +174,29 @@ class Staleness(MetricGroup):
             "How far are the stored states from those that the current weights would have reached, after the last step?"
         )
         .bounds(healthy="< 0.1", warn="> 0.3", critical="> 1", source=SOURCE)
-        .absent("the stored states are zero, or nobody recomputes them")
+        .absent("the stored states are zero, or they are not recomputed")
     )
 
 
 @dataclass(frozen=True, slots=True)
 class FirstStaleness(MetricGroup):
-    """Whether training reaches the states that acting reached, with the same weights."""
+    """Distance of the states in training from those in acting, with the same weights."""
 
     distance: RelativeDistance = reports(
-        Metric.quantity("lstm/staleness_first", 735, "staleness first", unit="relative error", low=0.0, cost="sampled")
+        Metric.quantity(
+            "lstm/staleness_first",
+            735,
+            "staleness of stored states before the first step",
+            unit="relative error",
+            low=0.0,
+            cost="sampled",
+        )
         .asks(
             "Does training reach the stored states before the first step of an update? Anything but 0, up to "
             "rounding, means another first state, other observations or other resets than in acting."
         )
         .bounds(healthy="about 0", critical="> 1e-4", source=SOURCE)
-        .absent("the stored states are zero, or nobody recomputes them")
+        .absent("the stored states are zero, or they are not recomputed")
         .advises(
             "Acting and training begin with different states: store the state that was acted on, and reset both alike."
         )
@@ -203,7 +205,7 @@ class FirstStaleness(MetricGroup):
 
 @inference_mode
 def state_staleness(stored: Tensor, recomputed: Tensor) -> Staleness:
-    """Length of `recomputed` - `stored` over that of `stored`, all entries together.
+    """Return the length of `recomputed` - `stored` over that of `stored`, all entries together.
 
     Args:
         stored: states at the beginnings of sequences, as the collector left them; any shape.
@@ -214,7 +216,7 @@ def state_staleness(stored: Tensor, recomputed: Tensor) -> Staleness:
 
 @inference_mode
 def first_staleness(stored: Tensor, recomputed: Tensor) -> FirstStaleness:
-    """The same before the first step, with the weights that the states were stored under."""
+    """Return the distance before the first step, with the weights under which the states were stored."""
     return FirstStaleness(_distance(stored, recomputed))
 
 
@@ -227,7 +229,7 @@ def _distance(stored: Tensor, recomputed: Tensor) -> RelativeDistance:
 
 @dataclass(frozen=True, slots=True)
 class ResetStats(MetricGroup):
-    """How often memory begins anew and how old it is."""
+    """Rate of resets and age of the memory."""
 
     rate: Mean = reports(
         Metric.fraction("lstm/reset_rate", 741, "rate of resets", level=Level.MINIMAL)
@@ -254,7 +256,7 @@ class ResetStats(MetricGroup):
 
 @no_grad
 def state_ages(resets: Tensor, start: Tensor | None = None) -> Tensor:
-    """Steps since memory last began anew, [T, B], 0 where it does.
+    """Return the steps since memory last began anew, [T, B], 0 where it does.
 
     Args:
         resets: [T, B] bool: the step begins without memory.
@@ -269,7 +271,7 @@ def state_ages(resets: Tensor, start: Tensor | None = None) -> Tensor:
 
 @inference_mode
 def reset_stats(resets: Tensor, ages: Tensor, *, valid: Tensor | None = None) -> ResetStats:
-    """Rate of resets, environments without one, and ages.
+    """Return rate of resets, share of environments without one, and ages.
 
     Args:
         resets: [T, B] bool: the step begins without memory.
