@@ -81,7 +81,7 @@ def shared(training: Training) -> Iterator[Step]:
     """The same where clipping and telemetry share the norms, as in the bundled trainer."""
     from esper_telemetry import Telemetry
     from esper_telemetry.core import tensors as ops
-    from esper_telemetry.metrics.gradients import gradient_norms
+    from esper_telemetry.metrics.gradients.norms import gradient_norms
 
     parameters = dict(training.model.named_parameters())
     numels = [parameter.numel() for parameter in parameters.values()]

@@ -54,11 +54,7 @@ NOT_YET = {
     ("pipeline", "delivery"),
     ("updates", "alarms"),
     ("updates", "lab"),
-    ("importers", "sinks"),
     ("ppo", "lab"),
-    ("core", "alarms"),
-    ("core", "sinks"),
-    ("core", "history"),
     ("adapters", "ppo"),
 }
 """Imports against this order that remain."""

@@ -22,11 +22,22 @@ from esper_telemetry.alarms.hysteresis import Hysteresis, Patience
 from esper_telemetry.alarms.incidents import Incident
 from esper_telemetry.alarms.rule import Finding, Rule, number, percent
 from esper_telemetry.core.derived import Array, Derived
-from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import AlarmEvent, Level
 
 WORSE = 0.25
 """Severity that an alarm has to gain before it is told again."""
+
+
+ALARMS_FAMILY = MetricFamily(
+    "alarm",
+    "Alarms",
+    "Verdicts of the detectors: one number per kind of alarm while it is raised. The alarm itself says in words what "
+    "happened, since when, and what to try.",
+    place=10,
+    question="Is anything wrong?",
+    first=("alarm/active",),
+)
 
 
 class News(NamedTuple):
@@ -281,18 +292,10 @@ class AlarmCount(Derived):
     """How many alarms are on."""
 
     active: float | None = reports(
-        Metric(
-            key="alarm/active",
-            number=990,
-            unit="count",
-            question="How many kinds of alarm are raised at the moment?",
-            low=0.0,
-            level=Level.MINIMAL,
-            healthy="0",
-            warn="> 0",
-            source="the rules in esper_telemetry.alarms",
-            undefined="nobody raises alarms",
-        )
+        Metric.count("alarm/active", 990, "alarms raised", level=Level.MINIMAL)
+        .asks("How many kinds of alarm are raised at the moment?")
+        .bounds(healthy="0", warn="> 0", source="the rules in esper_telemetry.alarms")
+        .absent("nobody raises alarms")
     )
 
 
@@ -302,19 +305,10 @@ class AlarmSeverity(Derived):
 
     key: tuple[str, ...] = label()
     severity: Array | None = reports(
-        Metric(
-            key="alarm/{key}",
-            number=991,
-            unit="severity",
-            question="How serious is this alarm while it is raised? 0 where it ends.",
-            low=0.0,
-            high=1.0,
-            level=Level.MINIMAL,
-            warn=">= 0.25",
-            critical=">= 0.75",
-            source="severity of its rule",
-            undefined="it is not raised",
-        )
+        Metric.severity("alarm/{key}", 991, "severity of an alarm", level=Level.MINIMAL)
+        .asks("How serious is this alarm while it is raised? 0 where it ends.")
+        .bounds(warn=">= 0.25", critical=">= 0.75", source="severity of its rule")
+        .absent("it is not raised")
     )
 
 

@@ -22,15 +22,11 @@ class EscalationRemaining(Derived):
     """How long the level stays raised."""
 
     remaining: float | None = reports(
-        Metric(
-            key="telemetry/escalation_remaining",
-            number=979,
-            unit="updates",
-            question="For how many more updates do alarms keep the level at DEBUG, this one included?",
-            low=0.0,
-            level=Level.MINIMAL,
-            undefined="nobody raises alarms",
+        Metric.quantity(
+            "telemetry/escalation_remaining", 979, "escalation remaining", unit="updates", low=0.0, level=Level.MINIMAL
         )
+        .asks("For how many more updates do alarms keep the level at DEBUG, this one included?")
+        .absent("nobody raises alarms")
     )
 
 

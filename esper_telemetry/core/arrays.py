@@ -16,8 +16,8 @@ from typing import Any, Final, SupportsFloat, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
+
+from esper_telemetry.core.lazy import Tensor, torch
 
 IntegerLike: TypeAlias = SupportsIndex | SupportsFloat
 """A whole number of Python, NumPy or torch."""

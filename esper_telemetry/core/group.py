@@ -16,9 +16,8 @@ from functools import lru_cache
 from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.metric import Metric, Rows, label, label_field, reports
 from esper_telemetry.core.packing import Field, SlotLayout, Values
 from esper_telemetry.core.reduction import (
@@ -129,7 +128,7 @@ class Packed(NamedTuple):
         return self.layout.table(self.tensors.cpu().numpy(), self.numbers, self.rows)
 
 
-@torch.no_grad()
+@no_grad
 def pack(group: MetricGroup) -> Packed:
     """The group's slots in one tensor on their device; copies, never synchronises.
 

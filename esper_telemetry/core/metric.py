@@ -1,10 +1,12 @@
-"""What a metric is: its key, its meaning and how it is read off the field that holds it. Plain Python, no torch.
+"""Declarations of metrics: key, name, meaning, bounds, and how the value is read off the field that holds it.
 
 A field of a group declares what it reports, so that a key is spelled in one place:
 
     kl: Mean = reports(
-        Metric("policy/kl", 101, "nats", "How far did the policy move?", low=0.0),
-        Metric("policy/kl_max", 102, "nats", "... at its worst?", over="max", rows=Rows.AFTER_STEP),
+        Metric.nats("policy/kl", 101, "KL divergence")
+        .asks("How far did the policy move?")
+        .bounds(healthy="0.002 to 0.02", warn="> 0.03", source="Schulman 2020"),
+        Metric.nats("policy/kl_max", 102, "largest KL divergence", over="max").asks("How far at its worst?"),
     )
 """
 
@@ -13,9 +15,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, Self, TypedDict, Unpack
 
 from esper_telemetry.core.record import Level, MetricInfo, check_key
 
@@ -33,6 +35,20 @@ class Rows(Enum):
     LAST_EPOCH_AFTER_STEP = "last epoch, after at least one step"
 
 
+class Reading(TypedDict, total=False):
+    """How a metric is read off its field: the attributes of `Metric` that its constructors take by keyword."""
+
+    unit: str
+    of: str
+    over: Over
+    rows: Rows
+    low: float | None
+    high: float | None
+    level: Level
+    cost: Cost
+    when_positive: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
     """One declared key.
@@ -40,9 +56,10 @@ class Metric:
     Attributes:
         key: canonical name; one segment may be a label in braces, such as `policy/head/{head}/kl`.
         number: stable, unique number of the catalogue entry `TELE-<number>`; 0 for metrics of user code.
+        name: display name, unique in the catalogue.
         unit: unit of the value.
-        question: what a reader of the chart learns from it.
-        of: which statistic of the field's reduction; empty for its first one.
+        question: the question that a chart of the metric answers.
+        of: statistic of the field's reduction; empty for its first one.
         over: `merge` reduces the merged rows; `max` and `min` take the extreme of the rows' own statistics; `slope` is the least-squares
             slope of the epochs' statistics against the epoch index.
         rows: the optimizer steps that count.
@@ -51,14 +68,16 @@ class Metric:
         cost: class of its cost.
         healthy, warn, critical: bounds in words and numbers, as a dashboard shows them.
         source: paper, code or measurement behind the bounds.
-        undefined: when the key is absent.
+        undefined: condition under which the key is absent.
         when_positive: report the value only if it is above zero (counters of rare things).
+        advice: what to try when the value leaves its bounds and no alarm reads it.
     """
 
     key: str
     number: int = 0
+    name: str = ""
     unit: str
-    question: str
+    question: str = ""
     of: str = ""
     over: Over = "merge"
     rows: Rows = Rows.ALL
@@ -72,9 +91,87 @@ class Metric:
     source: str = ""
     undefined: str = ""
     when_positive: bool = False
+    advice: str = ""
 
     def __post_init__(self) -> None:
         check_key(re.sub(r"\{[a-z_]+\}", "x", self.key))
+
+    @classmethod
+    def quantity(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
+        """Return a metric of the unit that `reading` names."""
+        return cls(key=key, number=number, name=name, **reading)
+
+    @classmethod
+    def fraction(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
+        """Return a fraction, from 0 to 1."""
+        return cls(key=key, number=number, name=name, **(Reading(unit="fraction", low=0.0, high=1.0) | reading))
+
+    @classmethod
+    def count(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
+        """Return a count, from 0."""
+        return cls(key=key, number=number, name=name, **(Reading(unit="count", low=0.0) | reading))
+
+    @classmethod
+    def ratio(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
+        """Return a ratio of magnitudes, from 0."""
+        return cls(key=key, number=number, name=name, **(Reading(unit="ratio", low=0.0) | reading))
+
+    @classmethod
+    def nats(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
+        """Return an entropy or a divergence in nats, from 0."""
+        return cls(key=key, number=number, name=name, **(Reading(unit="nats", low=0.0) | reading))
+
+    @classmethod
+    def steps(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
+        """Return a number of environment steps, from 0."""
+        return cls(key=key, number=number, name=name, **(Reading(unit="steps", low=0.0) | reading))
+
+    @classmethod
+    def milliseconds(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
+        """Return a duration in milliseconds."""
+        return cls(key=key, number=number, name=name, **(Reading(unit="ms", low=0.0) | reading))
+
+    @classmethod
+    def gradient_norm(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
+        """Return a norm of gradients, from 0."""
+        return cls(key=key, number=number, name=name, **(Reading(unit="gradient norm", low=0.0) | reading))
+
+    @classmethod
+    def cosine(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
+        """Return a cosine, from -1 to 1."""
+        return cls(key=key, number=number, name=name, **(Reading(unit="cosine", low=-1.0, high=1.0) | reading))
+
+    @classmethod
+    def severity(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
+        """Return a severity, from 0 to 1."""
+        return cls(key=key, number=number, name=name, **(Reading(unit="severity", low=0.0, high=1.0) | reading))
+
+    @classmethod
+    def accuracy(cls, key: str, number: int, name: str, **reading: Unpack[Reading]) -> Self:
+        """Return an accuracy, from 0 to 1."""
+        return cls(key=key, number=number, name=name, **(Reading(unit="accuracy", low=0.0, high=1.0) | reading))
+
+    @classmethod
+    def nonfinite(cls, key: str, number: int, name: str) -> Self:
+        """Return the count of inputs of `<key>` that were NaN or infinite and left out, for a key `<key>_nonfinite`."""
+        metric = cls.count(key, number, name, level=Level.MINIMAL, when_positive=True)
+        return metric.bounds(healthy="absent", critical="> 0").absent("none was")
+
+    def asks(self, question: str) -> Self:
+        """Return the metric with the question that its chart answers."""
+        return replace(self, question=question)
+
+    def bounds(self, *, healthy: str = "", warn: str = "", critical: str = "", source: str = "") -> Self:
+        """Return the metric with its bounds and where they come from."""
+        return replace(self, healthy=healthy, warn=warn, critical=critical, source=source)
+
+    def absent(self, undefined: str) -> Self:
+        """Return the metric with the condition under which it has no value."""
+        return replace(self, undefined=undefined)
+
+    def advises(self, advice: str) -> Self:
+        """Return the metric with what to try when it leaves its bounds."""
+        return replace(self, advice=advice)
 
     @property
     def id(self) -> str:
@@ -86,6 +183,8 @@ class Metric:
         rows = "" if self.rows is Rows.ALL else f", {self.rows.value}"
         over = "" if self.over == "merge" else f", {self.over} over minibatches"
         return MetricInfo(
+            name=self.name,
+            action=self.advice,
             unit=self.unit,
             question=self.question,
             id=self.id,
@@ -100,6 +199,29 @@ class Metric:
             level=self.level.name.lower(),
             cost=self.cost,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class MetricFamily:
+    """The metrics whose keys begin with one segment, declared as a module constant beside them.
+
+    Attributes:
+        name: that segment.
+        title: heading in documentation and dashboards.
+        about: explanation for readers who meet the family for the first time.
+        place: order among the families, smallest first.
+        question: the question that its section of a dashboard answers.
+        axis: x-axis of its charts.
+        first: keys to look at first.
+    """
+
+    name: str
+    title: str
+    about: str
+    place: int
+    question: str = ""
+    axis: str = "axis/update"
+    first: tuple[str, ...] = ()
 
 
 def reports(*metrics: Metric) -> Any:

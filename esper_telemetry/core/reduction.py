@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from esper_telemetry.core.arrays import as_tensor
+from esper_telemetry.core.lazy import Tensor
 
 Slot = Tensor | float
 Array = npt.NDArray[np.float64]
@@ -48,6 +48,18 @@ class Reduction:
         return cls.merge(ranks)
 
 
+class AdditiveReduction(Reduction):
+    """Base of the reductions whose slots add over rows and ranks."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def merge(rows: Array) -> Array:
+        """Add the slots."""
+        merged: Array = rows.sum(axis=0)
+        return merged
+
+
 @cache
 def _slot_names(reduction: type) -> tuple[str, ...]:
     return tuple(item.name for item in fields(reduction))
@@ -58,7 +70,7 @@ def _ratio(numerator: float, denominator: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Mean(Reduction):
+class Mean(AdditiveReduction):
     """A mean weighted by count: `total` is the sum of `count` values."""
 
     total: Slot
@@ -66,26 +78,14 @@ class Mean(Reduction):
 
     statistics: ClassVar[Mapping[str, Statistic]] = {"mean": lambda s: _ratio(s[0], s[1])}
 
-    @staticmethod
-    def merge(rows: Array) -> Array:
-        """Totals and counts add."""
-        merged: Array = rows.sum(axis=0)
-        return merged
-
 
 @dataclass(frozen=True, slots=True)
-class Sum(Reduction):
+class Sum(AdditiveReduction):
     """A sum or a count."""
 
     value: Slot
 
     statistics: ClassVar[Mapping[str, Statistic]] = {"sum": lambda s: s[0]}
-
-    @staticmethod
-    def merge(rows: Array) -> Array:
-        """Sums add."""
-        merged: Array = rows.sum(axis=0)
-        return merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ class Ess(Reduction):
 
 
 @dataclass(frozen=True, slots=True)
-class Counts(Reduction):
+class Counts(AdditiveReduction):
     """A histogram over fixed edges; what lies outside is counted in the first or last bin.
 
     Attributes:
@@ -229,12 +229,6 @@ class Counts(Reduction):
     def slots(self) -> tuple[Slot, ...]:
         """One slot per bin."""
         return tuple(self.counts.unbind(-1))
-
-    @staticmethod
-    def merge(rows: Array) -> Array:
-        """Counts add."""
-        merged: Array = rows.sum(axis=0)
-        return merged
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from esper_telemetry.core.derived import Array, Derived
-from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 
 FAST = 0.9
 SLOW = 0.99
 WARM = 10.0  # effective samples from which a level may be judged: t = 12 at beta 0.9, t = 11 at 0.99
+
+
+HISTORIES_FAMILY = MetricFamily(
+    "{key}",
+    "Histories",
+    "The headline metrics, gradient norms and what alarms read also exist with these endings, which compare a value "
+    "with those of earlier updates: `policy/kl/ema` is the running average of `policy/kl`. Positive quantities are "
+    "compared as logarithms, so that a fall to a tenth counts as much as a rise to the tenfold.",
+    place=900,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,23 +33,14 @@ class Smoothed(Derived):
 
     key: tuple[str, ...] = label()
     ema: Array | None = reports(
-        Metric(
-            key="{key}/ema",
-            number=900,
-            unit="as key",
-            question="Where does this metric stand, noise averaged out?",
-            undefined="before the first value",
-        )
+        Metric.quantity("{key}/ema", 900, "running average", unit="as key")
+        .asks("Where does this metric stand, noise averaged out?")
+        .absent("before the first value")
     )
     ew_std: Array | None = reports(
-        Metric(
-            key="{key}/ew_std",
-            number=901,
-            unit="as key",
-            question="How much does this metric vary around its average?",
-            low=0.0,
-            undefined="before the first value",
-        )
+        Metric.quantity("{key}/ew_std", 901, "spread around the running average", unit="as key", low=0.0)
+        .asks("How much does this metric vary around its average?")
+        .absent("before the first value")
     )
 
 
@@ -114,26 +115,21 @@ class Drifts(Derived):
 
     key: tuple[str, ...] = label()
     drift: Array | None = reports(
-        Metric(
-            key="{key}/drift",
-            number=902,
-            unit="ln",
-            question="How far is this metric from its average so far? 0.7 is double, -0.7 half.",
+        Metric.quantity("{key}/drift", 902, "distance from the running average", unit="ln")
+        .asks("How far is this metric from its average so far? 0.7 is double, -0.7 half.")
+        .bounds(
             warn="4 times its spread",
             critical="8 times its spread, and more than 0.4",
             source="measured false alarms of the relative form: 4.6 per 100 updates",
-            undefined="the first value, or one that is not positive",
         )
+        .absent("the first value, or one that is not positive")
+        .advises("Look up the key without this ending: what to try stands there.")
     )
     macd: Array | None = reports(
-        Metric(
-            key="{key}/macd",
-            number=903,
-            unit="ln",
-            question="Is this metric above (+) or below (-) its long-term average, noise averaged out?",
-            source="difference of a fast and a slow average",
-            undefined="before the first positive value",
-        )
+        Metric.quantity("{key}/macd", 903, "short against long average", unit="ln")
+        .asks("Is this metric above (+) or below (-) its long-term average, noise averaged out?")
+        .bounds(source="difference of a fast and a slow average")
+        .absent("before the first positive value")
     )
 
 

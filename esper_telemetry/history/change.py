@@ -30,16 +30,11 @@ class Changes(Derived):
 
     key: tuple[str, ...] = label()
     cusum: Array | None = reports(
-        Metric(
-            key="{key}/cusum",
-            number=912,
-            unit="σ (robust)",
-            question="Has this metric moved to another level? It adds up what is more than 1 σ off the old one.",
-            low=0.0,
-            warn="> 8, as a hint only",
-            source="Page 1954; measured null rate 2 to 17 % per 100 updates",
-            undefined="the robust z is",
-        )
+        Metric.quantity("{key}/cusum", 912, "change of level", unit="σ (robust)", low=0.0)
+        .asks("Has this metric moved to another level? It adds up what is more than 1 σ off the old one.")
+        .bounds(warn="> 8, as a hint only", source="Page 1954; measured null rate 2 to 17 % per 100 updates")
+        .absent("the robust z is")
+        .advises("Look up the key without this ending: what to try stands there.")
     )
 
 
@@ -49,16 +44,13 @@ class SlowChanges(Derived):
 
     key: tuple[str, ...] = label()
     page_hinkley: Array | None = reports(
-        Metric(
-            key="{key}/page_hinkley",
-            number=913,
-            unit="as key",
-            question="Has this metric left its mean so far for good, upwards or downwards? It adds up what is more than 0.1 σ off.",
-            low=0.0,
-            warn="8 times its spread",
-            source="Page 1954",
-            undefined="no value",
+        Metric.quantity("{key}/page_hinkley", 913, "lasting rise", unit="as key", low=0.0)
+        .asks(
+            "Has this metric left its mean so far for good, upwards or downwards? It adds up what is more than 0.1 σ off."
         )
+        .bounds(warn="8 times its spread", source="Page 1954")
+        .absent("no value")
+        .advises("Look up the key without this ending: what to try stands there.")
     )
 
 

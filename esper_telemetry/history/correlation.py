@@ -19,17 +19,17 @@ class AdvantageGradient(Derived):
     """Whether the scale of the advantages reaches the actor's gradient."""
 
     grad_corr: float | None = reports(
-        Metric(
-            key="adv/grad_corr",
-            number=590,
+        Metric.quantity(
+            "adv/grad_corr",
+            590,
+            "leak of the advantages' scale into the gradient",
             unit="Spearman ρ",
-            question="Does the scale of the raw advantages leak into the actor's gradient, past normalisation?",
             low=-1.0,
             high=1.0,
-            healthy="-0.6 to 0.6 where advantages are normalised",
-            source="heuristic",
-            undefined="fewer than 20 updates, or either series is constant",
         )
+        .asks("Does the scale of the raw advantages leak into the actor's gradient, past normalisation?")
+        .bounds(healthy="-0.6 to 0.6 where advantages are normalised", source="heuristic")
+        .absent("fewer than 20 updates, or either series is constant")
     )
 
 
@@ -39,19 +39,23 @@ class LearningRateResponse(Derived):
 
     key: str = label()
     lr_response: float | None = reports(
-        Metric(
-            key="{key}/lr_response",
-            number=914,
+        Metric.quantity(
+            "{key}/lr_response",
+            914,
+            "response to the learning rate",
             unit="Spearman ρ",
-            question="Do the updates shrink as the learning rate is lowered?",
             low=-1.0,
             high=1.0,
             cost="update",
+        )
+        .asks("Do the updates shrink as the learning rate is lowered?")
+        .bounds(
             healthy="> 0.5 while the learning rate decays",
             warn="<= 0: the schedule does not reach the optimizer",
             source="heuristic",
-            undefined="a constant learning rate, or constant updates",
         )
+        .absent("a constant learning rate, or constant updates")
+        .advises("Updates do not follow the schedule: check that it sets the optimizer's learning rate.")
     )
 
 

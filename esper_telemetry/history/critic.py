@@ -23,7 +23,6 @@ from esper_telemetry.history.trend import theil_sen
 
 BETA = 0.99
 VARIANCE_FLOOR = 1e-6  # of the average Var(R)
-NO_VARIANCE = "returns do not vary, or by less than a millionth of their average variance"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,91 +30,70 @@ class CriticFit(Derived):
     """The critic's errors relative to the returns' spread."""
 
     explained_variance: float | None = reports(
-        Metric(
-            key="value/explained_variance",
-            number=441,
-            unit="1",
-            question="Which share of the returns' variance does the critic explain? 1 is perfect, 0 a constant, below 0 worse than one."
-            " Blind to a constant error: see value/r2.",
-            high=1.0,
-            level=Level.MINIMAL,
+        Metric.quantity("value/explained_variance", 441, "explained variance", unit="1", high=1.0, level=Level.MINIMAL)
+        .asks(
+            "Which share of the returns' variance does the critic explain? 1 is perfect, 0 a constant, below 0 worse "
+            "than one. Blind to a constant error: see value/r2."
+        )
+        .bounds(
             healthy="> 0.5 late in training",
             warn="< 0.1",
             critical="< 0",
             source="bounds of esper-lite; noisy in healthy runs (baselines#454, ray#10159)",
-            undefined=NO_VARIANCE,
         )
+        .absent("returns do not vary, or by less than a millionth of their average variance")
     )
     r2: float | None = reports(
-        Metric(
-            key="value/r2",
-            number=442,
-            unit="1",
-            question="How well do the critic's estimates match the returns, a constant error included? At most value/explained_variance.",
-            high=1.0,
-            level=Level.MINIMAL,
+        Metric.quantity("value/r2", 442, "R² of the critic", unit="1", high=1.0, level=Level.MINIMAL)
+        .asks(
+            "How well do the critic's estimates match the returns, a constant error included? At most value/explained_variance."
+        )
+        .bounds(
             healthy="within 0.05 of value/explained_variance",
             warn="more than 0.2 below it",
             critical="< 0 after it was above 0.3",
             source="R² = 1 - MSE / Var(R)",
-            undefined=NO_VARIANCE,
         )
+        .absent("returns do not vary, or by less than a millionth of their average variance")
     )
     bias_over_std: float | None = reports(
-        Metric(
-            key="value/bias_over_std",
-            number=443,
-            unit="σ_R",
-            question="How large is the critic's constant error, in units of the returns' spread?",
-            healthy="|.| < 0.1",
-            warn="|.| > 0.5",
-            critical="|.| > 1",
-            source="heuristic",
-            undefined=NO_VARIANCE,
-        )
+        Metric.quantity("value/bias_over_std", 443, "bias of the critic in standard deviations of returns", unit="σ_R")
+        .asks("How large is the critic's constant error, in units of the returns' spread?")
+        .bounds(healthy="|.| < 0.1", warn="|.| > 0.5", critical="|.| > 1", source="heuristic")
+        .absent("returns do not vary, or by less than a millionth of their average variance")
     )
     corr: float | None = reports(
-        Metric(
-            key="value/corr",
-            number=446,
-            unit="Pearson",
-            question="Does the critic rank states as the returns do?",
-            low=-1.0,
-            high=1.0,
-            healthy="> 0.5",
-            source="heuristic",
-            undefined=f"the critic is constant, or {NO_VARIANCE}",
-        )
+        Metric.quantity("value/corr", 446, "correlation of values and returns", unit="Pearson", low=-1.0, high=1.0)
+        .asks("Does the critic rank states as the returns do?")
+        .bounds(healthy="> 0.5", source="heuristic")
+        .absent("the critic is constant, or returns do not vary, or by less than a millionth of their average variance")
     )
     nrmse: float | None = reports(
-        Metric(
-            key="value/nrmse",
-            number=444,
-            unit="σ_R",
-            question="How large is the critic's typical error, in units of the returns' spread?",
-            low=0.0,
-            healthy="< 0.7",
-            warn="> 1",
-            critical="> 2",
-            source="RMSE / (σ_R + √floor)",
-            undefined=NO_VARIANCE,
+        Metric.quantity(
+            "value/nrmse", 444, "error of the critic in standard deviations of returns", unit="σ_R", low=0.0
+        )
+        .asks("How large is the critic's typical error, in units of the returns' spread?")
+        .bounds(healthy="< 0.7", warn="> 1", critical="> 2", source="RMSE / (σ_R + √floor)")
+        .absent("returns do not vary, or by less than a millionth of their average variance")
+        .advises(
+            "Look at `value/explained_variance` and `value/bias`: noise, a lagging critic and a wrong scale look alike here."
         )
     )
     loss_norm: float | None = reports(
-        Metric(
-            key="value/loss_norm",
-            number=445,
+        Metric.quantity(
+            "value/loss_norm",
+            445,
+            "value loss over the variance of returns",
             unit="1 (0.5 MSE / Var R)",
-            question="How large is the critic's loss, measured against what returns have varied so far? The first place to look when"
-            " the critic goes wrong.",
             low=0.0,
             level=Level.MINIMAL,
-            healthy="< 0.5",
-            warn="> 1",
-            critical="> 5",
-            source="critical bound of esper-lite, 400 updates",
-            undefined="returns have never varied",
         )
+        .asks(
+            "How large is the critic's loss, measured against what returns have varied so far? The first place to "
+            "look when the critic goes wrong."
+        )
+        .bounds(healthy="< 0.5", warn="> 1", critical="> 5", source="critical bound of esper-lite, 400 updates")
+        .absent("returns have never varied")
     )
 
 
@@ -199,32 +177,16 @@ class AdvantageScale(Derived):
     """Extremes of the raw advantages against their spread."""
 
     absmax_over_std: float | None = reports(
-        Metric(
-            key="adv/raw/absmax_over_std",
-            number=216,
-            unit="σ",
-            question="How far out is the most surprising single step? It alone may decide the update.",
-            low=0.0,
-            healthy="< 6",
-            warn="> 10",
-            critical="> 20",
-            source="about √(2 ln N) for a Gaussian; heuristic",
-            undefined="advantages do not vary",
-        )
+        Metric.quantity("adv/raw/absmax_over_std", 216, "largest advantage in standard deviations", unit="σ", low=0.0)
+        .asks("How far out is the most surprising single step? It alone may decide the update.")
+        .bounds(healthy="< 6", warn="> 10", critical="> 20", source="about √(2 ln N) for a Gaussian; heuristic")
+        .absent("advantages do not vary")
     )
     std_floored: float | None = reports(
-        Metric(
-            key="adv/std_floored",
-            number=217,
-            unit="flag",
-            question="Are advantages all the same, so that normalising them amplifies rounding noise? 1 where it is so.",
-            low=0.0,
-            high=1.0,
-            healthy="0",
-            warn="1",
-            source="std <= 1e-6 max|A|",
-            undefined="no valid advantage",
-        )
+        Metric.quantity("adv/std_floored", 217, "advantages without spread", unit="flag", low=0.0, high=1.0)
+        .asks("Are advantages all the same, so that normalising them amplifies rounding noise? 1 where it is so.")
+        .bounds(healthy="0", warn="1", source="std <= 1e-6 max|A|")
+        .absent("no valid advantage")
     )
 
 
@@ -247,17 +209,15 @@ class PolicyTrend(Derived):
     """How fast the policy makes up its mind."""
 
     entropy_rate: float | None = reports(
-        Metric(
-            key="policy/entropy_rate",
-            number=127,
-            unit="1/update",
-            question="How fast does entropy fall, as a fraction per update? An early warning of premature collapse.",
+        Metric.quantity("policy/entropy_rate", 127, "rate of entropy loss", unit="1/update")
+        .asks("How fast does entropy fall, as a fraction per update? An early warning of premature collapse.")
+        .bounds(
             healthy="> -0.1",
             warn="< -0.1 in the first quarter of training",
             critical="< -0.3 in the first quarter of training",
             source="Theil-Sen slope of ln entropy over 20 updates; heuristic",
-            undefined="fewer than 2 updates, or an entropy that is not positive",
         )
+        .absent("fewer than 2 updates, or an entropy that is not positive")
     )
 
 
@@ -274,19 +234,12 @@ class LargestShift(Derived):
     """The head whose actions changed most."""
 
     action_shift_js: float | None = reports(
-        Metric(
-            key="policy/action_shift_js",
-            number=128,
-            unit="fraction of ln 2",
-            question="How much did the mix of actions change since the last rollout, in the head where it changed most?",
-            low=0.0,
-            high=1.0,
-            healthy="< 0.02",
-            warn="> 0.10",
-            critical="> 0.25",
-            source="measured on healthy and broken runs",
-            undefined="the first rollout, or no categorical head",
+        Metric.quantity(
+            "policy/action_shift_js", 128, "shift of the mix of actions", unit="fraction of ln 2", low=0.0, high=1.0
         )
+        .asks("How much did the mix of actions change since the last rollout, in the head where it changed most?")
+        .bounds(healthy="< 0.02", warn="> 0.10", critical="> 0.25", source="measured on healthy and broken runs")
+        .absent("the first rollout, or no categorical head")
     )
 
 

@@ -31,31 +31,24 @@ class NoiseScale(Derived):
     """The noise scale and whether noise drowns the gradient."""
 
     b_simple: float | None = reports(
-        Metric(
-            key="grad/gns/b_simple",
-            number=562,
-            unit="samples (sequences)",
-            question="How large a batch would the gradient need for its noise to equal its signal?",
-            low=0.0,
-            cost="sampled",
+        Metric.quantity(
+            "grad/gns/b_simple", 562, "gradient noise scale", unit="samples (sequences)", low=0.0, cost="sampled"
+        )
+        .asks("How large a batch would the gradient need for its noise to equal its signal?")
+        .bounds(
             healthy="0.1 to 10 batch sizes",
             warn="> 10 batch sizes: noise; < 0.1: the batch could shrink",
             source="McCandlish 2018, 1812.06162",
-            undefined="the average estimate of the true gradient is not positive",
         )
+        .absent("the average estimate of the true gradient is not positive")
     )
     noise_dominated: float | None = reports(
-        Metric(
-            key="grad/gns/noise_dominated",
-            number=563,
-            unit="flag",
-            question="Is this update's gradient indistinguishable from noise?",
-            low=0.0,
-            high=1.0,
-            cost="sampled",
-            source="McCandlish 2018, 1812.06162",
-            undefined="the noise was not measured",
+        Metric.quantity(
+            "grad/gns/noise_dominated", 563, "gradient drowned in noise", unit="flag", low=0.0, high=1.0, cost="sampled"
         )
+        .asks("Is this update's gradient indistinguishable from noise?")
+        .bounds(source="McCandlish 2018, 1812.06162")
+        .absent("the noise was not measured")
     )
 
 
@@ -102,56 +95,32 @@ class GroupSeverity(Derived):
 
     group: tuple[str, ...] = label()
     severity_explode: Array | None = reports(
-        Metric(
-            key="grad/{group}/severity_explode",
-            number=514,
-            unit="severity",
-            question="Does this part of the network have exploding gradients? 0 no, 1 a hundred times the threshold.",
-            low=0.0,
-            high=1.0,
-            healthy="0",
-            warn="> 0.25",
-            critical=">= 0.75",
-            source="ramp of two decades above the adaptive threshold",
-            undefined="the group has no gradient",
+        Metric.severity("grad/{group}/severity_explode", 514, "exploding gradients of a group")
+        .asks("Does this part of the network have exploding gradients? 0 no, 1 a hundred times the threshold.")
+        .bounds(
+            healthy="0", warn="> 0.25", critical=">= 0.75", source="ramp of two decades above the adaptive threshold"
         )
+        .absent("the group has no gradient")
     )
     severity_vanish: Array | None = reports(
-        Metric(
-            key="grad/{group}/severity_vanish",
-            number=515,
-            unit="severity",
-            question="Does this part of the network have vanishing gradients? 0 no, 1 exactly zero or nearly so.",
-            low=0.0,
-            high=1.0,
-            healthy="0",
-            warn="> 0.25",
-            critical=">= 0.75",
-            source="ramp of four decades below the adaptive threshold",
-            undefined="the group has no gradient",
+        Metric.severity("grad/{group}/severity_vanish", 515, "vanishing gradients of a group")
+        .asks("Does this part of the network have vanishing gradients? 0 no, 1 exactly zero or nearly so.")
+        .bounds(
+            healthy="0", warn="> 0.25", critical=">= 0.75", source="ramp of four decades below the adaptive threshold"
         )
+        .absent("the group has no gradient")
     )
     threshold_explode: Array | None = reports(
-        Metric(
-            key="grad/{group}/threshold_explode",
-            number=516,
-            unit="gradient norm",
-            question="Above which norm do this group's gradients count as exploding?",
-            low=0.0,
-            source="median + 6 robust standard deviations of its log10 norms, 2 to 200 clip limits",
-            undefined="the group has no gradient",
-        )
+        Metric.gradient_norm("grad/{group}/threshold_explode", 516, "norm from which a group explodes")
+        .asks("Above which norm do this group's gradients count as exploding?")
+        .bounds(source="median + 6 robust standard deviations of its log10 norms, 2 to 200 clip limits")
+        .absent("the group has no gradient")
     )
     threshold_vanish: Array | None = reports(
-        Metric(
-            key="grad/{group}/threshold_vanish",
-            number=517,
-            unit="gradient norm",
-            question="Below which norm do this group's gradients count as vanishing?",
-            low=0.0,
-            source="median - 6 robust standard deviations of its log10 norms, 1e-8 to 1e-2 clip limits",
-            undefined="the group has no gradient",
-        )
+        Metric.gradient_norm("grad/{group}/threshold_vanish", 517, "norm below which a group vanishes")
+        .asks("Below which norm do this group's gradients count as vanishing?")
+        .bounds(source="median - 6 robust standard deviations of its log10 norms, 1e-8 to 1e-2 clip limits")
+        .absent("the group has no gradient")
     )
 
 
@@ -161,37 +130,41 @@ class LayerSeverity(Derived):
 
     layer: tuple[str, ...] = label()
     severity_explode: Array | None = reports(
-        Metric(
-            key="grad/layer/{layer}/severity_explode",
-            number=524,
-            unit="severity",
-            question="Does this parameter tensor have exploding gradients? 0 no, 1 a hundred times its own threshold.",
-            low=0.0,
-            high=1.0,
+        Metric.severity(
+            "grad/layer/{layer}/severity_explode",
+            524,
+            "exploding gradients of a layer",
             level=Level.DEBUG,
             cost="debug",
+        )
+        .asks("Does this parameter tensor have exploding gradients? 0 no, 1 a hundred times its own threshold.")
+        .bounds(
             healthy="0",
             warn="> 0.25",
             critical=">= 0.75",
             source="as grad/{group}/severity_explode, with a history of its own",
-            undefined="the tensor has no gradient",
+        )
+        .absent("the tensor has no gradient")
+        .advises(
+            "Compare with its group's severity; look for dead units (`repr/dormant_frac`), saturated activations or "
+            "outliers in its inputs."
         )
     )
     severity_vanish: Array | None = reports(
-        Metric(
-            key="grad/layer/{layer}/severity_vanish",
-            number=525,
-            unit="severity",
-            question="Does this parameter tensor have vanishing gradients? 0 no, 1 exactly zero or nearly so.",
-            low=0.0,
-            high=1.0,
-            level=Level.DEBUG,
-            cost="debug",
+        Metric.severity(
+            "grad/layer/{layer}/severity_vanish", 525, "vanishing gradients of a layer", level=Level.DEBUG, cost="debug"
+        )
+        .asks("Does this parameter tensor have vanishing gradients? 0 no, 1 exactly zero or nearly so.")
+        .bounds(
             healthy="0",
             warn="> 0.25",
             critical=">= 0.75",
             source="as grad/{group}/severity_vanish, with a history of its own",
-            undefined="the tensor has no gradient",
+        )
+        .absent("the tensor has no gradient")
+        .advises(
+            "Compare with its group's severity; look for dead units (`repr/dormant_frac`), saturated activations or "
+            "outliers in its inputs."
         )
     )
 
@@ -336,20 +309,15 @@ class GradientCondition(Derived):
     """
 
     health: float | None = reports(
-        Metric(
-            key="grad/health",
-            number=518,
-            unit="fraction",
-            question="Are the gradients fit to learn from? 1 is perfect, 0 broken; alarms name the cause.",
-            low=0.0,
-            high=1.0,
-            level=Level.MINIMAL,
+        Metric.fraction("grad/health", 518, "health of the gradients", level=Level.MINIMAL)
+        .asks("Are the gradients fit to learn from? 1 is perfect, 0 broken; alarms name the cause.")
+        .bounds(
             healthy="> 0.75",
             warn="< 0.5",
             critical="< 0.25",
             source="product of the severities of non-finite, vanishing, exploding, unbalanced and zero gradients",
-            undefined="no parameter has a gradient",
         )
+        .absent("no parameter has a gradient")
     )
     nonfinite: bool = False
     vanish: float = 0.0

@@ -23,17 +23,13 @@ class RobustZ(Derived):
 
     key: tuple[str, ...] = label()
     robust_z: Array | None = reports(
-        Metric(
-            key="{key}/robust_z",
-            number=904,
-            unit="σ (robust)",
-            question="How unusual is this value for this run, in powers of ten relative to its usual spread?",
-            healthy="-4 to 4",
-            warn="> 4",
-            critical="> 8",
-            source="measured: beyond 6 in 0 to 0.1 % of healthy points",
-            undefined="fewer than 20 values before it, or one that is not positive",
+        Metric.quantity("{key}/robust_z", 904, "unusualness", unit="σ (robust)")
+        .asks("How unusual is this value for this run, in powers of ten relative to its usual spread?")
+        .bounds(
+            healthy="-4 to 4", warn="> 4", critical="> 8", source="measured: beyond 6 in 0 to 0.1 % of healthy points"
         )
+        .absent("fewer than 20 values before it, or one that is not positive")
+        .advises("Look up the key without this ending: what to try stands there.")
     )
 
 

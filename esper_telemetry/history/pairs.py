@@ -30,17 +30,11 @@ class PairIntensity(Derived):
 
     pair: str = label()
     intensity_ratio: float | None = reports(
-        Metric(
-            key="grad/pair/{pair}/intensity_ratio",
-            number=570,
-            unit="ratio",
-            question="How strongly does this module learn, per parameter, next to the network that hosts it?",
-            low=0.0,
-            healthy="0.05 to 0.2",
-            warn="< 0.01",
-            source="heuristic of the morphogenesis environment",
-            undefined="either has no parameters or no gradient, or the host's gradient is zero",
-        )
+        Metric.ratio("grad/pair/{pair}/intensity_ratio", 570, "intensity of a module next to its host")
+        .asks("How strongly does this module learn, per parameter, next to the network that hosts it?")
+        .bounds(healthy="0.05 to 0.2", warn="< 0.01", source="heuristic of the morphogenesis environment")
+        .absent("either has no parameters or no gradient, or the host's gradient is zero")
+        .advises("The journal names the cause (`evidence/pairs`): disconnected, dormant, saturated, or a fast host.")
     )
 
 

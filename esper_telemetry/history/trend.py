@@ -26,42 +26,29 @@ class Periods(Derived):
 
     key: tuple[str, ...] = label()
     g: Array | None = reports(
-        Metric(
-            key="{key}/period/g",
-            number=907,
-            unit="fraction",
-            question="What share of this metric's variation is its strongest oscillation?",
-            low=0.0,
-            high=1.0,
-            cost="update",
-            source="Fisher 1929",
-            undefined="fewer than five values, or all the same",
-        )
+        Metric.fraction("{key}/period/g", 907, "strength of the strongest oscillation", cost="update")
+        .asks("What share of this metric's variation is its strongest oscillation?")
+        .bounds(source="Fisher 1929")
+        .absent("fewer than five values, or all the same")
     )
     p: Array | None = reports(
-        Metric(
-            key="{key}/period/p",
-            number=908,
-            unit="probability",
-            question="How likely is such an oscillation by chance?",
-            low=0.0,
-            high=1.0,
-            cost="update",
+        Metric.quantity(
+            "{key}/period/p", 908, "chance of such an oscillation", unit="probability", low=0.0, high=1.0, cost="update"
+        )
+        .asks("How likely is such an oscillation by chance?")
+        .bounds(
             warn="< 0.001 on two windows that do not overlap",
             source="Fisher 1929; prewhitened, measured null rate at most 0.3 %",
-            undefined="fewer than five values, or all the same",
         )
+        .absent("fewer than five values, or all the same")
+        .advises("An oscillation: compare `/period/length` with episodes and schedules; lower the learning rate.")
     )
     length: Array | None = reports(
-        Metric(
-            key="{key}/period/length",
-            number=909,
-            unit="updates",
-            question="How long is the strongest oscillation? Compare with the environment's horizon.",
-            low=2.0,
-            cost="update",
-            undefined="fewer than five values, or all the same",
+        Metric.quantity(
+            "{key}/period/length", 909, "length of the strongest oscillation", unit="updates", low=2.0, cost="update"
         )
+        .asks("How long is the strongest oscillation? Compare with the environment's horizon.")
+        .absent("fewer than five values, or all the same")
     )
 
 
@@ -71,17 +58,11 @@ class PeriodMemory(Derived):
 
     key: tuple[str, ...] = label()
     acf1: Array | None = reports(
-        Metric(
-            key="{key}/acf1",
-            number=910,
-            unit="correlation",
-            question="Does this metric go back and forth (below 0) or carry on (above 0) from update to update?",
-            low=-1.0,
-            high=1.0,
-            warn="< -0.3: updates undo each other",
-            source="heuristic",
-            undefined="fewer than three values, or all the same",
-        )
+        Metric.quantity("{key}/acf1", 910, "correlation of successive updates", unit="correlation", low=-1.0, high=1.0)
+        .asks("Does this metric go back and forth (below 0) or carry on (above 0) from update to update?")
+        .bounds(warn="< -0.3: updates undo each other", source="heuristic")
+        .absent("fewer than three values, or all the same")
+        .advises("Below 0 updates undo each other: lower the learning rate, use larger batches.")
     )
 
 
@@ -91,14 +72,9 @@ class KnownPeriod(Derived):
 
     key: tuple[str, ...] = label()
     goertzel: Array | None = reports(
-        Metric(
-            key="{key}/period/goertzel",
-            number=911,
-            unit="power",
-            question="How strongly does this metric oscillate at a period that is known beforehand?",
-            low=0.0,
-            undefined="no values",
-        )
+        Metric.quantity("{key}/period/goertzel", 911, "strength of a known oscillation", unit="power", low=0.0)
+        .asks("How strongly does this metric oscillate at a period that is known beforehand?")
+        .absent("no values")
     )
 
 
@@ -169,27 +145,20 @@ class Trends(Derived):
 
     key: tuple[str, ...] = label()
     slope: Array | None = reports(
-        Metric(
-            key="{key}/trend/slope",
-            number=905,
-            unit="per update",
-            question="How fast does this metric rise or fall over the last updates?",
-            cost="update",
-            source="Sen 1968",
-            undefined="fewer than five values",
-        )
+        Metric.quantity("{key}/trend/slope", 905, "trend", unit="per update", cost="update")
+        .asks("How fast does this metric rise or fall over the last updates?")
+        .bounds(source="Sen 1968")
+        .absent("fewer than five values")
     )
     mk_z: Array | None = reports(
-        Metric(
-            key="{key}/trend/mk_z",
-            number=906,
-            unit="Z",
-            question="Is the trend real? Beyond ±3 it is not chance.",
-            cost="update",
+        Metric.quantity("{key}/trend/mk_z", 906, "significance of the trend", unit="Z", cost="update")
+        .asks("Is the trend real? Beyond ±3 it is not chance.")
+        .bounds(
             warn="beyond ±3, and half a power of ten over the window",
             source="Mann 1945; prewhitened, measured null rate 0 to 3 %",
-            undefined="fewer than five values, or all the same",
         )
+        .absent("fewer than five values, or all the same")
+        .advises("Look up the key without this ending: what to try stands there.")
     )
 
 

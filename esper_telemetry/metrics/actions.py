@@ -8,161 +8,17 @@ Masked statistics, shared by the metric functions: torch only, float64, never a 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
-from esper_telemetry.core.record import Level
-from esper_telemetry.core.reduction import NAN, Array, Mean, Min, Moments, Reduction, Slot, Statistic, Sum
-
-
-class Sample(NamedTuple):
-    """Values of which some count.
-
-    Attributes:
-        values: [.., N] float64, zero where a value does not count.
-        weight: [.., N] float64, 1 where a value counts, else 0.
-        kept: [.., N] bool, the same.
-        count: [..] number of values that count.
-        nonfinite: [..] number of valid values left out because they are NaN or infinite.
-    """
-
-    values: Tensor
-    weight: Tensor
-    kept: Tensor
-    count: Tensor  # type: ignore[assignment]  # nobody counts the entries of this tuple
-    nonfinite: Tensor
-
-    def where(self, other: float) -> Tensor:
-        """The values, with `other` in place of those that do not count."""
-        return torch.where(self.kept, self.values, constant((other,), self.values.device)[0])
-
-    def mean(self, x: Tensor) -> Mean:
-        """Mean of `x` [.., N], which must be zero where values do not count."""
-        return Mean(x.sum(-1), self.count)
-
-    def share(self, condition: Tensor) -> Mean:
-        """Share of the values that count for which `condition` [.., N] holds."""
-        return Mean((condition & self.kept).sum(-1), self.count)
-
-
-def rows_of(x: Tensor, dim: int | None) -> Tensor:
-    """`x` with the axis to reduce last: all of it as one row [N], or axis `dim` moved to the end; a zero where that is empty."""
-    x = x.detach()
-    rows = x.reshape(-1) if dim is None else x.movedim(dim, -1)
-    return rows if rows.shape[-1] else rows.new_zeros(*rows.shape[:-1], 1)
-
-
-def same_shape(**tensors: Tensor | None) -> None:
-    """Raises ValueError, naming them, unless all given tensors have one shape."""
-    shapes = {name: list(x.shape) for name, x in tensors.items() if x is not None}
-    if len({tuple(shape) for shape in shapes.values()}) > 1:
-        raise ValueError("shapes must agree, got " + ", ".join(f"{name} {shape}" for name, shape in shapes.items()))
-
-
-def sample(x: Tensor, valid: Tensor | None = None, *, dim: int | None = None) -> Sample:
-    """What counts of `x`: valid and finite entries along `dim`; all axes make one row where it is None.
-
-    Raises:
-        ValueError: where `valid` has another shape than `x`.
-    """
-    same_shape(x=x, valid=valid)
-    rows = rows_of(x, dim).double()
-    if x.numel() == 0:
-        return keep(rows, torch.zeros_like(rows, dtype=torch.bool))
-    return keep(rows, None if valid is None else rows_of(valid, dim).bool())
-
-
-def keep(rows: Tensor, allowed: Tensor | None) -> Sample:
-    """The sample of float64 `rows` [.., N]: finite entries where `allowed`, bool of the same shape or None for all."""
-    values = rows.nan_to_num(0.0, 0.0, 0.0)
-    kept = values == rows
-    if allowed is None:
-        weight = kept.double()
-        count = weight.sum(-1)
-        return Sample(values, weight, kept, count, rows.shape[-1] - count)
-    kept = kept & allowed
-    weight = kept.double()
-    count = weight.sum(-1)
-    return Sample(values * weight, weight, kept, count, allowed.sum(-1) - count)
-
-
-def deviations(s: Sample) -> tuple[Tensor, Tensor]:
-    """Mean [..] of the values and their distances from it [.., N], zero where they do not count."""
-    mean = s.values.sum(-1) / s.count.clamp(min=1)
-    return mean, (s.values - mean.unsqueeze(-1)) * s.weight
-
-
-def moments(s: Sample) -> Moments:
-    """Count, mean and centred power sums up to the fourth."""
-    return moments_around(s.count, *deviations(s))
-
-
-def moments_around(count: Tensor, mean: Tensor, d: Tensor) -> Moments:
-    """Moments from the mean [..] and the distances from it [.., N]."""
-    d2 = d * d
-    return Moments(count, mean, d2.sum(-1), torch.linalg.vecdot(d2, d), torch.linalg.vecdot(d2, d2))
-
-
-def spread(s: Sample) -> Moments:
-    """Mean and std only: the third and fourth power sums are not measured (NaN), so skew and kurtosis are absent."""
-    mean, d = deviations(s)
-    return Moments(s.count, mean, torch.linalg.vecdot(d, d), math.nan, math.nan)
-
-
-def where_any(x: Tensor, count: Tensor) -> Tensor:
-    """`x` [..] where anything counts, NaN elsewhere."""
-    return x / (count > 0)
-
-
-def ascending(s: Sample) -> Tensor:
-    """Values of all rows in ascending order, [rows * N]; NaN stands for those that do not count, at the end."""
-    x = s.where(math.nan).reshape(-1)
-    if x.is_cpu:
-        return torch.from_numpy(np.sort(x.numpy()))  # 4x faster than torch.sort; reading costs no synchronisation here
-    return x.sort().values
-
-
-class Neighbours(NamedTuple):
-    """The ordered values [2, levels] between which quantiles lie, and how far they lie from the first to the second."""
-
-    ends: Tensor
-    fraction: Tensor
-
-
-def neighbours(ordered: Tensor, count: Tensor, levels: Sequence[float]) -> Neighbours:
-    """What the quantiles of the first `count` [] of the `ordered` values lie between; NaN where there are none."""
-    position = (count - 1).clamp(min=0) * constant(tuple(levels), ordered.device)
-    low = position.floor()
-    ends = torch.stack([low, position.ceil()]).long()
-    return Neighbours(ordered.take(ends), position - low)
-
-
-def quantiles(ordered: Tensor, count: Tensor, levels: Sequence[float]) -> Tensor:
-    """Quantiles [levels] of the first `count` [] of the `ordered` values, interpolated linearly; NaN where there are none."""
-    ends, fraction = neighbours(ordered, count, levels)
-    return torch.lerp(ends[0], ends[1], fraction)
-
-
-def per_row(values: Tensor, count: Tensor) -> tuple[Tensor, ...]:
-    """Each of `values` [K], found over all rows together, as [..]: the same number in every row."""
-    return values.unsqueeze(-1).expand(-1, len(count)).contiguous().unbind() if count.ndim else values.unbind()
-
-
-@lru_cache(maxsize=64)
-def constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """These numbers as a float64 tensor that nobody writes to, made once per device."""
-    return torch.tensor(values, dtype=torch.float64, device=device)
-
-
-NO_ROWS = "no valid row"
+from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Mean, Min, Slot, Statistic, Sum
+from esper_telemetry.metrics.statistics import keep, rows_of, sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,34 +26,26 @@ class LogProbStats(MetricGroup):
     """Log-probabilities of the chosen actions at collection."""
 
     smallest: Min = reports(
-        Metric(
-            key="policy/logp/min",
-            number=171,
-            unit="nats (log-probability)",
-            question="How unlikely was the unlikeliest action taken? Very unlikely ones make the next update's ratios explode.",
-            healthy="> -10",
-            warn="< -13 (p < 2e-6)",
-            source="heuristic; ray#21297",
-            undefined=NO_ROWS,
+        Metric.quantity(
+            "policy/logp/min", 171, "log-probability of the unlikeliest action", unit="nats (log-probability)"
+        )
+        .asks(
+            "How unlikely was the unlikeliest action taken? Very unlikely ones make the next update's ratios explode."
+        )
+        .bounds(healthy="> -10", warn="< -13 (p < 2e-6)", source="heuristic; ray#21297")
+        .absent("no valid row")
+        .advises(
+            "Rare actions make extreme ratios: judge beside `policy/ess_frac`, and keep action probabilities away from 0 (entropy_coef)."
         )
     )
     nonfinite: Sum = reports(
-        Metric(
-            key="policy/logp/min_nonfinite",
-            number=172,
-            unit="count",
-            question="How many valid log-probabilities were NaN or infinite?",
-            low=0.0,
-            level=Level.MINIMAL,
-            healthy="absent",
-            critical="> 0",
-            undefined="none was",
-            when_positive=True,
-        )
+        Metric.nonfinite(
+            "policy/logp/min_nonfinite", 172, "non-finite inputs of log-probability of the unlikeliest action"
+        ).asks("How many valid log-probabilities were NaN or infinite?")
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def log_prob_stats(log_probs: Tensor, *, valid: Tensor | None = None) -> LogProbStats:
     """The smallest log-probability of a chosen action.
 
@@ -214,24 +62,18 @@ class GreedyAgreement(MetricGroup):
     """Whether the favourite actions stayed the same."""
 
     agreement: Mean = reports(
-        Metric(
-            key="policy/greedy_agreement",
-            number=173,
-            unit="fraction",
-            question="In which share of the states does the policy still prefer the action it preferred before the update?",
-            low=0.0,
-            high=1.0,
-            cost="sampled",
-            healthy="> 0.9",
-            warn="< 0.9",
-            critical="< 0.7",
-            source="heuristic; policy churn",
-            undefined="no valid row, or a continuous head",
+        Metric.fraction("policy/greedy_agreement", 173, "agreement on the preferred action", cost="sampled")
+        .asks("In which share of the states does the policy still prefer the action it preferred before the update?")
+        .bounds(healthy="> 0.9", warn="< 0.9", critical="< 0.7", source="heuristic; policy churn")
+        .absent("no valid row, or a continuous head")
+        .advises(
+            "Lower the learning rate or the number of epochs; set target_kl. The head with the largest "
+            "`policy/head/{head}/blame` moved most."
         )
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def greedy_agreement(
     old_logits: Mapping[str, Tensor],
     logits: Mapping[str, Tensor],
@@ -262,7 +104,7 @@ def _same_favourite(old: Tensor, new: Tensor, mask: Tensor | None, relevant: Ten
 
 
 @dataclass(frozen=True, slots=True)
-class HistogramShift(Reduction):
+class HistogramShift(AdditiveReduction):
     """Jensen-Shannon divergence of two histograms over ln 2: 0 for the same mix, 1 for disjoint ones.
 
     Attributes:
@@ -277,12 +119,6 @@ class HistogramShift(Reduction):
     def slots(self) -> tuple[Slot, ...]:
         """All counts, then all previous counts."""
         return (*self.counts.unbind(-1), *self.previous.unbind(-1))
-
-    @staticmethod
-    def merge(rows: Array) -> Array:
-        """Counts add."""
-        merged: Array = rows.sum(axis=0)
-        return merged
 
 
 def _divergence(counts: Array) -> float:
@@ -304,23 +140,21 @@ class ActionShift(MetricGroup):
 
     head: str = label()
     shift: HistogramShift = reports(
-        Metric(
-            key="policy/head/{head}/action_shift_js",
-            number=174,
+        Metric.quantity(
+            "policy/head/{head}/action_shift_js",
+            174,
+            "shift of a head's mix of actions",
             unit="fraction of ln 2",
-            question="How much did the mix of this head's actions change since the last rollout?",
             low=0.0,
             high=1.0,
-            healthy="< 0.02",
-            warn="> 0.10",
-            critical="> 0.25",
-            source="measured on healthy and broken runs",
-            undefined="the first rollout, or no action taken",
         )
+        .asks("How much did the mix of this head's actions change since the last rollout?")
+        .bounds(healthy="< 0.02", warn="> 0.10", critical="> 0.25", source="measured on healthy and broken runs")
+        .absent("the first rollout, or no action taken")
     )
 
 
-@torch.no_grad()
+@no_grad
 def action_counts(actions: Tensor, num_actions: int, *, valid: Tensor | None = None) -> Tensor:
     """How often each action was taken, [num_actions] float64.
 
@@ -344,7 +178,7 @@ def action_shift(head: str, counts: Tensor, previous: Tensor) -> ActionShift:
 
 
 @dataclass(frozen=True, slots=True)
-class StandardizedShift(Reduction):
+class StandardizedShift(AdditiveReduction):
     """Mean over dimensions of the distance between two mean actions, in units of σ.
 
     Attributes:
@@ -371,12 +205,6 @@ class StandardizedShift(Reduction):
             self.count, self.previous_count, *self.total.unbind(-1), *self.previous.unbind(-1), *self.spread.unbind(-1)
         )  # fmt: skip
 
-    @staticmethod
-    def merge(rows: Array) -> Array:
-        """Counts and sums add, over ranks too, each of which knows its own last rollout."""
-        merged: Array = rows.sum(axis=0)
-        return merged
-
 
 def _distance(count: float, previous_count: float, parts: Array) -> float:
     total, previous, spread = parts
@@ -391,15 +219,10 @@ class GaussianShift(MetricGroup):
 
     head: str = label()
     shift: StandardizedShift = reports(
-        Metric(
-            key="policy/head/{head}/action_shift",
-            number=175,
-            unit="σ",
-            question="How far did this head's mean action move since the last rollout, in its own standard deviations?",
-            low=0.0,
-            source="heuristic",
-            undefined="the first rollout, or no action taken",
-        )
+        Metric.quantity("policy/head/{head}/action_shift", 175, "shift of a head's mean action", unit="σ", low=0.0)
+        .asks("How far did this head's mean action move since the last rollout, in its own standard deviations?")
+        .bounds(source="heuristic")
+        .absent("the first rollout, or no action taken")
     )
 
 
@@ -415,7 +238,7 @@ class ActionTotal(NamedTuple):
     number: Tensor
 
 
-@torch.inference_mode()
+@inference_mode
 def gaussian_action_shift(
     head: str,
     actions: Tensor,
@@ -442,7 +265,7 @@ def gaussian_action_shift(
     return GaussianShift(segment(head), StandardizedShift(count, previous_count, total, previous, spread))
 
 
-@torch.no_grad()
+@no_grad
 def mean_action(actions: Tensor, *, valid: Tensor | None = None) -> ActionTotal:
     """Mean of the valid, finite rows of actions [.., D], and their number."""
     total, count = _total_action(actions, valid)
@@ -464,46 +287,30 @@ class GaussianStats(MetricGroup):
 
     head: str = label()
     std: Mean | None = reports(
-        Metric(
-            key="policy/head/{head}/std/mean",
-            number=181,
-            unit="action units",
-            question="How widely does this head explore on average?",
-            low=0.0,
-            source="Andrychowicz 2021",
-            undefined="no valid row",
-        )
+        Metric.quantity("policy/head/{head}/std/mean", 181, "mean of a head's spread", unit="action units", low=0.0)
+        .asks("How widely does this head explore on average?")
+        .bounds(source="Andrychowicz 2021")
+        .absent("no valid row")
     )
     smallest: Min | None = reports(
-        Metric(
-            key="policy/head/{head}/std/min",
-            number=182,
-            unit="action units",
-            question="How narrow is its exploration in the narrowest dimension or state?",
-            low=0.0,
-            critical="< 0.05 of its initial value while the return does not improve",
-            source="heuristic",
-            undefined="no valid row",
-        )
+        Metric.quantity("policy/head/{head}/std/min", 182, "smallest of a head's spread", unit="action units", low=0.0)
+        .asks("How narrow is its exploration in the narrowest dimension or state?")
+        .bounds(critical="< 0.05 of its initial value while the return does not improve", source="heuristic")
+        .absent("no valid row")
+        .advises("Raise entropy_coef or bound log standard deviations from below; check that rewards reward variety.")
     )
     bound: Mean | None = reports(
-        Metric(
-            key="policy/head/{head}/bound_frac",
-            number=183,
-            unit="fraction",
-            question="Which share of the action components lies at or beyond the bounds of the action space (squashed: within 1 %)?",
-            low=0.0,
-            high=1.0,
-            healthy="< 0.1",
-            warn="> 0.3",
-            critical="> 0.6",
-            source="heuristic",
-            undefined="the action space has no bounds",
+        Metric.fraction("policy/head/{head}/bound_frac", 183, "share of actions at their bounds")
+        .asks(
+            "Which share of the action components lies at or beyond the bounds of the action space (squashed: within 1 %)?"
         )
+        .bounds(healthy="< 0.1", warn="> 0.3", critical="> 0.6", source="heuristic")
+        .absent("the action space has no bounds")
+        .advises("Scale actions to their bounds, squash them (squash=True), or lower the initial standard deviation.")
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def gaussian_stats(
     head: str,
     log_std: Tensor | None = None,

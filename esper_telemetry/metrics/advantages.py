@@ -6,19 +6,47 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
-from esper_telemetry.core.reduction import NAN, Array, Counts, Max, Mean, Min, Moments, Reduction, Slot, Statistic, Sum
-from esper_telemetry.metrics.actions import ascending, moments, quantiles, rows_of, same_shape, sample, spread
-from esper_telemetry.metrics.statistics import REWARDS, Quantiles, as_quantiles, histogram, levels_for
+from esper_telemetry.core.reduction import (
+    NAN,
+    AdditiveReduction,
+    Counts,
+    Max,
+    Mean,
+    Min,
+    Moments,
+    Slot,
+    Statistic,
+    Sum,
+)
+from esper_telemetry.metrics.statistics import (
+    REWARDS,
+    Quantiles,
+    as_quantiles,
+    ascending,
+    histogram,
+    levels_for,
+    moments,
+    quantiles,
+    rows_of,
+    same_shape,
+    sample,
+    spread,
+)
 
-NO_ROWS = "no valid, finite advantage"
-CONSTANT = "advantages do not vary"
+ADVANTAGES_FAMILY = MetricFamily(
+    "adv",
+    "Advantages",
+    "An advantage says how much better an action turned out than the critic expected: it is the learning signal of "
+    "the policy. `adv/raw` is what was estimated, `adv/norm` what multiplies the ratio after normalisation.",
+    place=80,
+    question="Do the advantages carry a signal?",
+    first=("adv/raw/std", "adv/participation"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,125 +54,71 @@ class AdvantageStats(MetricGroup):
     """Advantages of a rollout before normalisation."""
 
     moments: Moments = reports(
-        Metric(
-            key="adv/raw/mean",
-            number=201,
+        Metric.quantity("adv/raw/mean", 201, "mean of raw advantages", unit="advantage")
+        .asks("Are outcomes on average better or worse than the critic expected? Far from 0: the critic is biased.")
+        .bounds(healthy="|mean| < 0.5 std", source="heuristic")
+        .absent("no valid, finite advantage"),
+        Metric.quantity(
+            "adv/raw/std",
+            202,
+            "standard deviation of raw advantages",
             unit="advantage",
-            question="Are outcomes on average better or worse than the critic expected? Far from 0: the critic is biased.",
-            healthy="|mean| < 0.5 std",
-            source="heuristic",
-            undefined=NO_ROWS,
-        ),
-        Metric(
-            key="adv/raw/std",
-            number=202,
-            unit="advantage",
-            question="How much do outcomes differ from what the critic expected? This is the learning signal.",
-            of="std",
             low=0.0,
+            of="std",
             level=Level.MINIMAL,
-            healthy="> 1e-3 of ret/std",
-            source="heuristic",
-            undefined=NO_ROWS,
-        ),
-        Metric(
-            key="adv/raw/skew",
-            number=203,
-            unit="1",
-            question="Is one tail longer: rare large successes (above 0) or rare large failures?",
-            of="skew",
-            undefined=CONSTANT,
-        ),
-        Metric(
-            key="adv/raw/kurtosis",
-            number=204,
-            unit="1 (excess)",
-            question="Do a few outliers own the update? 0 for a normal distribution.",
-            of="kurtosis",
-            low=-2.0,
-            healthy="< 10",
-            warn="> 30",
-            critical="> 100",
-            source="heuristic",
-            undefined=CONSTANT,
-        ),
+        )
+        .asks("How much do outcomes differ from what the critic expected? This is the learning signal.")
+        .bounds(healthy="> 1e-3 of ret/std", source="heuristic")
+        .absent("no valid, finite advantage"),
+        Metric.quantity("adv/raw/skew", 203, "skewness of raw advantages", unit="1", of="skew")
+        .asks("Is one tail longer: rare large successes (above 0) or rare large failures?")
+        .absent("advantages do not vary"),
+        Metric.quantity(
+            "adv/raw/kurtosis", 204, "kurtosis of raw advantages", unit="1 (excess)", low=-2.0, of="kurtosis"
+        )
+        .asks("Do a few outliers own the update? 0 for a normal distribution.")
+        .bounds(healthy="< 10", warn="> 30", critical="> 100", source="heuristic")
+        .absent("advantages do not vary")
+        .advises("Clip or normalise rewards; use more steps per update."),
     )
     smallest: Min = reports(
-        Metric(
-            key="adv/raw/min",
-            number=205,
-            unit="advantage",
-            question="What was the worst surprise?",
-            undefined=NO_ROWS,
-        )
+        Metric.quantity("adv/raw/min", 205, "smallest of raw advantages", unit="advantage")
+        .asks("What was the worst surprise?")
+        .absent("no valid, finite advantage")
     )
     largest: Max = reports(
-        Metric(
-            key="adv/raw/max",
-            number=206,
-            unit="advantage",
-            question="What was the best surprise?",
-            undefined=NO_ROWS,
-        )
+        Metric.quantity("adv/raw/max", 206, "largest of raw advantages", unit="advantage")
+        .asks("What was the best surprise?")
+        .absent("no valid, finite advantage")
     )
     positive: Mean = reports(
-        Metric(
-            key="adv/raw/pos_frac",
-            number=207,
-            unit="fraction",
-            question="Which share of the actions turned out better than expected?",
-            low=0.0,
-            high=1.0,
-            healthy="0.3 to 0.7",
-            warn="outside 0.15 to 0.85",
-            source="heuristic",
-            undefined=NO_ROWS,
-        )
+        Metric.fraction("adv/raw/pos_frac", 207, "share above 0 of raw advantages")
+        .asks("Which share of the actions turned out better than expected?")
+        .bounds(healthy="0.3 to 0.7", warn="outside 0.15 to 0.85", source="heuristic")
+        .absent("no valid, finite advantage")
+        .advises("The critic is biased: look at `value/bias_over_std`.")
     )
     quantiles: Quantiles = reports(
-        Metric(
-            key="adv/raw/p05",
-            number=208,
-            unit="advantage",
-            question="Below which advantage lie the worst 5 % of the actions?",
-            of="p05",
-            undefined=NO_ROWS,
-        ),
-        Metric(
-            key="adv/raw/p95",
-            number=209,
-            unit="advantage",
-            question="Above which advantage lie the best 5 % of the actions?",
-            of="p95",
-            undefined=NO_ROWS,
-        ),
+        Metric.quantity("adv/raw/p05", 208, "5 % quantile of raw advantages", unit="advantage", of="p05")
+        .asks("Below which advantage lie the worst 5 % of the actions?")
+        .absent("no valid, finite advantage"),
+        Metric.quantity("adv/raw/p95", 209, "95 % quantile of raw advantages", unit="advantage", of="p95")
+        .asks("Above which advantage lie the best 5 % of the actions?")
+        .absent("no valid, finite advantage"),
     )
     histogram: Counts = reports(
-        Metric(
-            key="adv/raw/hist",
-            number=225,
-            unit="advantage",
-            question="How are the advantages distributed?",
-            undefined=NO_ROWS,
-        )
+        Metric.quantity("adv/raw/hist", 225, "hist of raw advantages", unit="advantage")
+        .asks("How are the advantages distributed?")
+        .absent("no valid, finite advantage")
     )
     nonfinite: Sum = reports(
-        Metric(
-            key="adv/raw/mean_nonfinite",
-            number=210,
-            unit="count",
-            question="How many valid advantages were NaN or infinite?",
-            low=0.0,
-            level=Level.MINIMAL,
-            healthy="absent",
-            critical="> 0",
-            undefined="none was",
-            when_positive=True,
+        Metric.nonfinite("adv/raw/mean_nonfinite", 210, "non-finite inputs of mean of raw advantages").asks(
+            "How many valid advantages were NaN or infinite?"
         )
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def advantage_stats(advantages: ArrayLike, *, valid: ArrayLike | None = None) -> AdvantageStats:
     """Population moments, extremes and quantiles of the advantages before normalisation.
 
@@ -179,7 +153,7 @@ class StandardMoments(Moments):
 
 
 @dataclass(frozen=True, slots=True)
-class Participation(Reduction):
+class Participation(AdditiveReduction):
     """How evenly magnitudes are spread: (Σ|x|)² / (n Σx²), 1 where all are equal, 1/n where one is alone."""
 
     count: Slot
@@ -190,101 +164,65 @@ class Participation(Reduction):
         "participation": lambda s: s[1] ** 2 / (s[0] * s[2]) if s[0] and s[2] else NAN
     }
 
-    @staticmethod
-    def merge(rows: Array) -> Array:
-        """Counts and sums add."""
-        merged: Array = rows.sum(axis=0)
-        return merged
-
 
 @dataclass(frozen=True, slots=True)
 class NormalizedAdvantageStats(MetricGroup):
     """The advantages that multiply the ratio."""
 
     moments: StandardMoments = reports(
-        Metric(
-            key="adv/norm/mean",
-            number=211,
-            unit="σ",
-            question="Do the advantages that the update uses average 0, as normalisation promises?",
+        Metric.quantity("adv/norm/mean", 211, "mean of normalised advantages", unit="σ")
+        .asks("Do the advantages that the update uses average 0, as normalisation promises?")
+        .bounds(
             healthy="|mean| < 0.01",
             critical="|mean| > 0.05",
             source="identity; stale, double or missing normalisation, or a wrong mask",
-            undefined=NO_ROWS,
-        ),
-        Metric(
-            key="adv/norm/std",
-            number=212,
-            unit="σ",
-            question="Do the advantages that the update uses have standard deviation 1?",
-            of="std",
-            low=0.0,
+        )
+        .absent("no valid, finite advantage"),
+        Metric.quantity("adv/norm/std", 212, "standard deviation of normalised advantages", unit="σ", low=0.0, of="std")
+        .asks("Do the advantages that the update uses have standard deviation 1?")
+        .bounds(
             healthy="within 0.02 of 1",
             critical="further than 0.1 from 1",
             source="identity; SB3 divides by the unbiased std, a factor √((N-1)/N)",
-            undefined=NO_ROWS,
-        ),
-        Metric(
-            key="integrity/adv_norm",
-            number=802,
+        )
+        .absent("no valid, finite advantage"),
+        Metric.quantity(
+            "integrity/adv_norm",
+            802,
+            "normalisation of advantages",
             unit="σ",
-            question="Is advantage normalisation intact over the whole update? max(|mean|, |std - 1| / 2).",
-            of="off_unit",
             low=0.0,
+            of="off_unit",
             level=Level.MINIMAL,
-            healthy="< 0.01",
-            critical="> 0.05, where normalisation is on",
-            source="identity",
-            undefined=NO_ROWS,
-        ),
+        )
+        .asks("Is advantage normalisation intact over the whole update? max(|mean|, |std - 1| / 2).")
+        .bounds(healthy="< 0.01", critical="> 0.05, where normalisation is on", source="identity")
+        .absent("no valid, finite advantage"),
     )
     participation: Participation = reports(
-        Metric(
-            key="adv/participation",
-            number=213,
-            unit="fraction",
-            question="Which share of the batch effectively drives the policy gradient? 0.637 for normal advantages.",
-            low=0.0,
-            high=1.0,
-            healthy="> 0.4",
-            warn="< 0.2",
-            critical="< 0.05",
-            source="participation ratio; 2/π for a Gaussian",
-            undefined="all advantages are 0",
-        )
+        Metric.fraction("adv/participation", 213, "effective share of the batch")
+        .asks("Which share of the batch effectively drives the policy gradient? 0.637 for normal advantages.")
+        .bounds(healthy="> 0.4", warn="< 0.2", critical="< 0.05", source="participation ratio; 2/π for a Gaussian")
+        .absent("all advantages are 0")
     )
     sign_flip: Mean | None = reports(
-        Metric(
-            key="adv/sign_flip_frac",
-            number=214,
-            unit="fraction",
-            question="Which share of the actions is punished though it did better than expected, or the reverse, because normalisation"
-            " shifted its advantage across 0?",
-            low=0.0,
-            high=1.0,
-            healthy="< 0.15",
-            warn="> 0.3",
-            source="heuristic",
-            undefined=NO_ROWS,
+        Metric.fraction("adv/sign_flip_frac", 214, "share of signs that normalisation flips")
+        .asks(
+            "Which share of the actions is punished though it did better than expected, or the reverse, because "
+            "normalisation shifted its advantage across 0?"
         )
+        .bounds(healthy="< 0.15", warn="> 0.3", source="heuristic")
+        .absent("no valid, finite advantage")
+        .advises("The mean advantage is far from 0, so the critic is biased: look at `value/bias_over_std`.")
     )
     nonfinite: Sum = reports(
-        Metric(
-            key="adv/norm/mean_nonfinite",
-            number=215,
-            unit="count",
-            question="How many valid advantages that multiply the ratio were NaN or infinite?",
-            low=0.0,
-            level=Level.MINIMAL,
-            healthy="absent",
-            critical="> 0",
-            undefined="none was",
-            when_positive=True,
+        Metric.nonfinite("adv/norm/mean_nonfinite", 215, "non-finite inputs of mean of normalised advantages").asks(
+            "How many valid advantages that multiply the ratio were NaN or infinite?"
         )
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def normalized_advantage_stats(
     normalized: ArrayLike,
     advantages: ArrayLike | None = None,
@@ -315,7 +253,7 @@ def normalized_advantage_stats(
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def flips_in_order(
     normalized: Tensor, advantages: Tensor, *, counted: Tensor | None = None, valid: Tensor | None = None
 ) -> Mean:

@@ -11,20 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, by_head, masks_by_head
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
 from esper_telemetry.core.record import Level
-from esper_telemetry.core.reduction import NAN, Array, Mean, Reduction, Slot, Statistic, Sum
-from esper_telemetry.metrics.actions import Sample, keep, rows_of, same_shape, sample
+from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Mean, Reduction, Slot, Statistic, Sum
 from esper_telemetry.metrics.ratio import EXP_LIMIT
-
-NO_ROWS = "no valid, finite row"
-NO_DECISION = "no row leaves a choice, or the head is continuous"
-CONTINUOUS = "no valid row, or a continuous head"
+from esper_telemetry.metrics.statistics import Sample, keep, rows_of, same_shape, sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +41,7 @@ class HeadRows:
     relevant: Tensor | None = None
 
 
-@torch.no_grad()
+@no_grad
 def categorical_rows(logits: Tensor, action_mask: Tensor | None = None, *, relevant: Tensor | None = None) -> HeadRows:
     """Entropy -Σ p ln p over the valid actions of every row.
 
@@ -81,7 +76,7 @@ _LOWEST = -1e30
 """Stands for ln 0, so that 0 ln 0 is 0; e^-1e30 is 0 in every precision."""
 
 
-@torch.no_grad()
+@no_grad
 def gaussian_rows(log_std: Tensor, *, relevant: Tensor | None = None) -> HeadRows:
     """Differential entropy Σ_d (ln σ_d + ½ ln 2πe) of a diagonal Gaussian head, in nats; it may be negative.
 
@@ -92,7 +87,7 @@ def gaussian_rows(log_std: Tensor, *, relevant: Tensor | None = None) -> HeadRow
     return HeadRows((log_std.detach().double() + 0.5 * math.log(2 * math.pi * math.e)).sum(-1), relevant=relevant)
 
 
-@torch.inference_mode()
+@inference_mode
 def entropy_rows(
     logits: Mapping[str, ArrayLike],
     action_masks: Mapping[str, ArrayLike] | None = None,
@@ -127,7 +122,7 @@ def _check_relevance(head: str, logits: Tensor, relevant: Tensor | None) -> None
 
 
 @dataclass(frozen=True, slots=True)
-class MeanEntropy(Reduction):
+class MeanEntropy(AdditiveReduction):
     """A mean entropy; `perplexity` is e to it, the effective number of actions, where all heads are categorical."""
 
     total: Slot
@@ -138,12 +133,6 @@ class MeanEntropy(Reduction):
         "mean": lambda s: s[0] / s[1] if s[1] else NAN,
         "perplexity": lambda s: math.exp(s[0] / s[1]) if s[1] and not s[2] else NAN,
     }
-
-    @staticmethod
-    def merge(rows: Array) -> Array:
-        """Totals and counts add."""
-        merged: Array = rows.sum(axis=0)
-        return merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,91 +217,64 @@ class PolicyEntropy(MetricGroup):
     """Entropy of the whole policy: row by row the sum over the heads that take part."""
 
     entropy: MeanEntropy = reports(
-        Metric(
-            key="policy/entropy",
-            number=131,
-            unit="nats",
-            question="How undecided is the policy, state by state? Differential, and maybe negative, for continuous actions.",
-            healthy="falls slowly, then flattens",
-            source="Jones 2021",
-            undefined=NO_ROWS,
-        ),
-        Metric(
-            key="policy/perplexity",
-            number=132,
-            unit="actions",
-            question="Between how many equally likely actions does the policy effectively choose?",
-            of="perplexity",
-            low=1.0,
-            undefined=CONTINUOUS,
-        ),
+        Metric.nats("policy/entropy", 131, "entropy", low=None)
+        .asks("How undecided is the policy, state by state? Differential, and maybe negative, for continuous actions.")
+        .bounds(healthy="falls slowly, then flattens", source="Jones 2021")
+        .absent("no valid, finite row"),
+        Metric.quantity("policy/perplexity", 132, "perplexity", unit="actions", low=1.0, of="perplexity")
+        .asks("Between how many equally likely actions does the policy effectively choose?")
+        .absent("no valid row, or a continuous head"),
     )
     normalized: Mean | None = reports(
-        Metric(
-            key="policy/entropy_norm",
-            number=133,
+        Metric.quantity(
+            "policy/entropy_norm",
+            133,
+            "normalised entropy",
             unit="fraction of ln n_valid",
-            question="How undecided is the policy, as a share of the most it could be? Rows with a single valid action do not count.",
             low=0.0,
             high=1.0,
             level=Level.MINIMAL,
+        )
+        .asks(
+            "How undecided is the policy, as a share of the most it could be? Rows with a single valid action do not count."
+        )
+        .bounds(
             healthy="> 0.3; lower is fine once the task is solved",
             warn="< 0.3 with policy/entropy_marginal_norm < 0.5",
             critical="< 0.1 with policy/entropy_marginal_norm < 0.5",
             source="bounds of esper-lite; solved runs end at .05-.08 with marginal .96-.99",
-            undefined=NO_DECISION,
         )
+        .absent("no row leaves a choice, or the head is continuous")
     )
     marginals: Marginals | None = reports(
-        Metric(
-            key="policy/entropy_marginal",
-            number=134,
-            unit="nats",
-            question="How varied are the policy's actions over all states together?",
-            of="entropy",
-            low=0.0,
-            undefined=CONTINUOUS,
-        ),
-        Metric(
-            key="policy/entropy_marginal_norm",
-            number=135,
+        Metric.nats("policy/entropy_marginal", 134, "entropy of the mix of actions", of="entropy")
+        .asks("How varied are the policy's actions over all states together?")
+        .absent("no valid row, or a continuous head"),
+        Metric.quantity(
+            "policy/entropy_marginal_norm",
+            135,
+            "normalised entropy of the mix of actions",
             unit="fraction of ln n",
-            question="How varied are the policy's actions over all states, as a share of the most possible? Low beside a low"
-            " policy/entropy_norm: the policy does the same everywhere.",
-            of="normalized",
             low=0.0,
             high=1.0,
+            of="normalized",
             level=Level.MINIMAL,
-            healthy="> 0.5",
-            warn="< 0.5",
-            critical="< 0.2 with low policy/entropy_norm",
-            source="heuristic",
-            undefined=NO_DECISION,
-        ),
-        Metric(
-            key="policy/action_mi",
-            number=136,
-            unit="nats",
-            question="How much does the action depend on the state? Rising: skill. Falling to 0 with low entropy: collapse.",
-            of="information",
-            low=0.0,
-            source="I(S; A) = H(mean π) - mean H(π)",
-            undefined=CONTINUOUS,
-        ),
+        )
+        .asks(
+            "How varied are the policy's actions over all states, as a share of the most possible? Low beside a low "
+            "policy/entropy_norm: the policy does the same everywhere."
+        )
+        .bounds(healthy="> 0.5", warn="< 0.5", critical="< 0.2 with low policy/entropy_norm", source="heuristic")
+        .absent("no row leaves a choice, or the head is continuous"),
+        Metric.nats("policy/action_mi", 136, "information of the state about the action", of="information")
+        .asks("How much does the action depend on the state? Rising: skill. Falling to 0 with low entropy: collapse.")
+        .bounds(source="I(S; A) = H(mean π) - mean H(π)")
+        .absent("no valid row, or a continuous head"),
     )
     nonfinite: Sum = reports(
-        Metric(
-            key="policy/entropy_nonfinite",
-            number=137,
-            unit="count",
-            question="In how many valid rows was the entropy NaN or infinite?",
-            low=0.0,
-            level=Level.MINIMAL,
-            healthy="absent",
-            critical="> 0",
-            undefined="in none",
-            when_positive=True,
-        )
+        Metric.nonfinite("policy/entropy_nonfinite", 137, "non-finite inputs of entropy")
+        .asks("In how many valid rows was the entropy NaN or infinite?")
+        .absent("in none")
     )
 
 
@@ -322,41 +284,33 @@ class HeadEntropy(MetricGroup):
 
     head: tuple[str, ...] = label()
     entropy: Mean = reports(
-        Metric(
-            key="policy/head/{head}/entropy",
-            number=138,
-            unit="nats",
-            question="How undecided is this head, where it takes part?",
-            undefined=NO_ROWS,
-        )
+        Metric.nats("policy/head/{head}/entropy", 138, "entropy of a head", low=None)
+        .asks("How undecided is this head, where it takes part?")
+        .absent("no valid, finite row")
     )
     normalized: Mean = reports(
-        Metric(
-            key="policy/head/{head}/entropy_norm",
-            number=139,
+        Metric.quantity(
+            "policy/head/{head}/entropy_norm",
+            139,
+            "normalised entropy of a head",
             unit="fraction of ln n_valid",
-            question="How undecided is this head, as a share of the most it could be, where it has a choice?",
             low=0.0,
             high=1.0,
+        )
+        .asks("How undecided is this head, as a share of the most it could be, where it has a choice?")
+        .bounds(
             healthy="> 0.3; lower is fine once the task is solved",
             warn="< 0.3",
             critical="< 0.1",
             source="as policy/entropy_norm",
-            undefined=NO_DECISION,
         )
+        .absent("no row leaves a choice, or the head is continuous")
     )
     decision: Mean = reports(
-        Metric(
-            key="policy/head/{head}/decision_frac",
-            number=140,
-            unit="fraction",
-            question="On which share of the rows does this head really have a choice?",
-            low=0.0,
-            high=1.0,
-            warn="< 0.05: its statistics are noise",
-            source="heuristic",
-            undefined=CONTINUOUS,
-        )
+        Metric.fraction("policy/head/{head}/decision_frac", 140, "share of rows in which a head decides")
+        .asks("On which share of the rows does this head really have a choice?")
+        .bounds(warn="< 0.05: its statistics are noise", source="heuristic")
+        .absent("no valid row, or a continuous head")
     )
 
 
@@ -374,7 +328,7 @@ def entropy_stats(
     return policy_entropy(rows, valid=valid, dim=dim)
 
 
-@torch.inference_mode()
+@inference_mode
 def policy_entropy(
     heads: Mapping[str, HeadRows], *, valid: ArrayLike | None = None, dim: int | None = None
 ) -> PolicyEntropy:
@@ -401,7 +355,7 @@ def policy_entropy(
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def head_entropy(
     heads: Mapping[str, HeadRows], *, valid: ArrayLike | None = None, dim: int | None = None
 ) -> HeadEntropy:
@@ -515,7 +469,7 @@ def _over_rows(x: Tensor | None, kept: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class NormRatio(Reduction):
+class NormRatio(AdditiveReduction):
     """A mean over optimizer steps of the ratio of two norms; the squares of several ranks add.
 
     Attributes:
@@ -529,12 +483,6 @@ class NormRatio(Reduction):
     below: Slot
 
     statistics: ClassVar[Mapping[str, Statistic]] = {"mean": lambda s: s[0] / s[1] if s[1] else NAN}
-
-    @staticmethod
-    def merge(rows: Array) -> Array:
-        """Totals and counts add over steps; what they were made from has no meaning then."""
-        merged: Array = rows.sum(axis=0)
-        return merged
 
     @classmethod
     def join(cls, ranks: Array) -> Array:
@@ -551,23 +499,16 @@ class EntropyGradient(MetricGroup):
     """Gradient of the entropy bonus beside that of the policy loss."""
 
     ratio: NormRatio = reports(
-        Metric(
-            key="policy/entropy_grad_ratio",
-            number=191,
-            unit="ratio",
-            question="Does the entropy bonus pull harder on the policy than the policy loss (above 1), or not at all (below 1e-3)?",
-            cost="sampled",
-            low=0.0,
-            healthy="< 1",
-            warn="> 1",
-            critical="> 5 sustained",
-            source="heuristic",
-            undefined="the policy loss has no gradient",
+        Metric.ratio("policy/entropy_grad_ratio", 191, "pull of the entropy bonus", cost="sampled")
+        .asks(
+            "Does the entropy bonus pull harder on the policy than the policy loss (above 1), or not at all (below 1e-3)?"
         )
+        .bounds(healthy="< 1", warn="> 1", critical="> 5 sustained", source="heuristic")
+        .absent("the policy loss has no gradient")
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def entropy_gradient(
     logits: Tensor,
     policy_gradient: Tensor,
@@ -603,7 +544,7 @@ def norm_ratio(above: Tensor, below: Tensor) -> NormRatio:
     return NormRatio(torch.where(defined, ratio, 0.0), defined, above, below)
 
 
-@torch.inference_mode()
+@inference_mode
 def entropy_gradients(
     logits: Mapping[str, Tensor],
     actions: Mapping[str, Tensor],

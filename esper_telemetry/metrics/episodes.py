@@ -13,20 +13,38 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from esper_telemetry.core.arrays import ArrayLike, as_tensor
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, Array, Max, Mean, Min, Moments, Reduction, Slot, Statistic, Sum
-from esper_telemetry.metrics.actions import moments, same_shape, sample
-
-NO_EPISODE = "no episode finished"
+from esper_telemetry.metrics.statistics import moments, same_shape, sample
 
 RECENT = 100
 """Episodes over which `episode/return_mean_100` is the mean."""
+
+
+EPISODES_FAMILY = MetricFamily(
+    "episode",
+    "Episodes",
+    "Returns of the episodes that the policy finished while training: the only numbers that say whether the task is "
+    "being solved. They come late: most faults show in the other families many updates before the return falls.",
+    place=20,
+    question="Is it learning?",
+    axis="axis/env_step",
+    first=("episode/return_mean_100", "episode/length_mean"),
+)
+EVALUATION_FAMILY = MetricFamily(
+    "eval",
+    "Evaluation",
+    "Whole episodes with the likeliest actions, between updates.",
+    place=30,
+    question="How good is it without exploring?",
+    axis="axis/env_step",
+    first=("eval/return_mean",),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,86 +91,44 @@ class EpisodeStats(MetricGroup):
     """Episodes that finished in a rollout."""
 
     returns: Moments = reports(
-        Metric(
-            key="episode/return_mean",
-            number=931,
-            unit="return",
-            question="How well does the policy do, over the episodes that finished in this update?",
-            level=Level.MINIMAL,
-            undefined=NO_EPISODE,
-        ),
-        Metric(
-            key="episode/return_std",
-            number=932,
-            unit="return",
-            question="How much do episodes differ in return?",
-            of="std",
-            low=0.0,
-            undefined=NO_EPISODE,
-        ),
+        Metric.quantity("episode/return_mean", 931, "mean return", unit="return", level=Level.MINIMAL)
+        .asks("How well does the policy do, over the episodes that finished in this update?")
+        .absent("no episode finished"),
+        Metric.quantity("episode/return_std", 932, "spread of returns", unit="return", low=0.0, of="std")
+        .asks("How much do episodes differ in return?")
+        .absent("no episode finished"),
     )
     smallest: Min = reports(
-        Metric(
-            key="episode/return_min",
-            number=933,
-            unit="return",
-            question="How bad was the worst episode of this update?",
-            undefined=NO_EPISODE,
-        )
+        Metric.quantity("episode/return_min", 933, "lowest return", unit="return")
+        .asks("How bad was the worst episode of this update?")
+        .absent("no episode finished")
     )
     largest: Max = reports(
-        Metric(
-            key="episode/return_max",
-            number=934,
-            unit="return",
-            question="How good was the best episode of this update?",
-            undefined=NO_EPISODE,
-        )
+        Metric.quantity("episode/return_max", 934, "highest return", unit="return")
+        .asks("How good was the best episode of this update?")
+        .absent("no episode finished")
     )
     lengths: Mean = reports(
-        Metric(
-            key="episode/length_mean",
-            number=935,
-            unit="steps",
-            question="How long do episodes last?",
-            low=0.0,
-            level=Level.MINIMAL,
-            undefined=NO_EPISODE,
-        )
+        Metric.steps("episode/length_mean", 935, "mean length of episodes", level=Level.MINIMAL)
+        .asks("How long do episodes last?")
+        .absent("no episode finished")
     )
     count: Sum = reports(
-        Metric(
-            key="episode/count",
-            number=936,
-            unit="count",
-            question="How many episodes finished in this update?",
-            low=0.0,
-            level=Level.MINIMAL,
+        Metric.count("episode/count", 936, "finished episodes", level=Level.MINIMAL).asks(
+            "How many episodes finished in this update?"
         )
     )
     recent: Mean | Latest = reports(
-        Metric(
-            key="episode/return_mean_100",
-            number=937,
-            unit="return",
-            question="How well does the policy do, over the last 100 finished episodes?",
-            level=Level.MINIMAL,
-            undefined="no episode has finished yet",
+        Metric.quantity(
+            "episode/return_mean_100", 937, "mean return of the last 100 episodes", unit="return", level=Level.MINIMAL
         )
+        .asks("How well does the policy do, over the last 100 finished episodes?")
+        .absent("no episode has finished yet")
     )
     nonfinite: Sum = reports(
-        Metric(
-            key="episode/return_mean_nonfinite",
-            number=938,
-            unit="count",
-            question="How many episodes had a return that is NaN or infinite?",
-            low=0.0,
-            level=Level.MINIMAL,
-            healthy="absent",
-            critical="> 0",
-            undefined="none had",
-            when_positive=True,
-        )
+        Metric.nonfinite("episode/return_mean_nonfinite", 938, "non-finite inputs of mean return")
+        .asks("How many episodes had a return that is NaN or infinite?")
+        .absent("none had")
     )
 
 
@@ -213,76 +189,43 @@ def _moments(x: Sequence[float]) -> Moments:
     return Moments(float(len(x)), mean, math.fsum((value - mean) ** 2 for value in x), math.nan, math.nan)
 
 
-NO_EVALUATION = "no evaluation since the last record"
-
-
 @dataclass(frozen=True, slots=True)
 class EvaluationStats(MetricGroup):
     """Whole episodes without exploration."""
 
     returns: Moments = reports(
-        Metric(
-            key="eval/return_mean",
-            number=941,
-            unit="return",
-            question="How much does the policy earn when it takes its likeliest actions? Far above the training return: exploration costs"
-            " much.",
-            level=Level.MINIMAL,
-            undefined=NO_EVALUATION,
-        ),
-        Metric(
-            key="eval/return_std",
-            number=942,
-            unit="return",
-            question="How much do the returns of evaluation episodes differ?",
-            of="std",
-            low=0.0,
-            undefined=NO_EVALUATION,
-        ),
+        Metric.quantity("eval/return_mean", 941, "return mean", unit="return", level=Level.MINIMAL)
+        .asks(
+            "How much does the policy earn when it takes its likeliest actions? Far above the training return: exploration costs much."
+        )
+        .absent("no evaluation since the last record"),
+        Metric.quantity("eval/return_std", 942, "return std", unit="return", low=0.0, of="std")
+        .asks("How much do the returns of evaluation episodes differ?")
+        .absent("no evaluation since the last record"),
     )
     smallest: Min = reports(
-        Metric(
-            key="eval/return_min",
-            number=943,
-            unit="return",
-            question="What does the worst evaluation episode earn?",
-            undefined=NO_EVALUATION,
-        )
+        Metric.quantity("eval/return_min", 943, "return min", unit="return")
+        .asks("What does the worst evaluation episode earn?")
+        .absent("no evaluation since the last record")
     )
     largest: Max = reports(
-        Metric(
-            key="eval/return_max",
-            number=944,
-            unit="return",
-            question="What does the best evaluation episode earn?",
-            undefined=NO_EVALUATION,
-        )
+        Metric.quantity("eval/return_max", 944, "return max", unit="return")
+        .asks("What does the best evaluation episode earn?")
+        .absent("no evaluation since the last record")
     )
     length: Mean = reports(
-        Metric(
-            key="eval/length_mean",
-            number=945,
-            unit="steps",
-            question="How long do evaluation episodes last?",
-            low=0.0,
-            level=Level.MINIMAL,
-            undefined=NO_EVALUATION,
-        )
+        Metric.steps("eval/length_mean", 945, "length mean", level=Level.MINIMAL)
+        .asks("How long do evaluation episodes last?")
+        .absent("no evaluation since the last record")
     )
     count: Sum = reports(
-        Metric(
-            key="eval/count",
-            number=946,
-            unit="count",
-            question="How many episodes were evaluated?",
-            low=0.0,
-            level=Level.MINIMAL,
-            undefined=NO_EVALUATION,
-        )
+        Metric.count("eval/count", 946, "count", level=Level.MINIMAL)
+        .asks("How many episodes were evaluated?")
+        .absent("no evaluation since the last record")
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def evaluation_stats(returns: Sequence[float], lengths: Sequence[int]) -> EvaluationStats:
     """Mean, population std and extremes of the returns, and the mean length.
 
@@ -302,68 +245,42 @@ def evaluation_stats(returns: Sequence[float], lengths: Sequence[int]) -> Evalua
     )
 
 
-NO_CUT = "no episode was cut off"
-NO_END = "no episode terminated"
-
-
 @dataclass(frozen=True, slots=True)
 class EpisodeEnds(MetricGroup):
     """Episodes that finished in a rollout, by the way in which they did."""
 
     truncated: Mean = reports(
-        Metric(
-            key="episode/truncated_frac",
-            number=926,
-            unit="fraction",
-            question="What share of the episodes was cut off by a time limit? Behind these the critic's estimate goes on.",
-            low=0.0,
-            high=1.0,
-            undefined="no episode finished",
-        )
+        Metric.fraction("episode/truncated_frac", 926, "share of episodes that are cut off")
+        .asks("What share of the episodes was cut off by a time limit? Behind these the critic's estimate goes on.")
+        .absent("no episode finished")
     )
     shortest_cut: Min | None = reports(
-        Metric(
-            key="episode/truncated_length_min",
-            number=927,
-            unit="steps",
-            question="How short was the shortest episode that was cut off? A time limit cuts off nothing that is shorter than it.",
-            low=0.0,
-            undefined=NO_CUT,
+        Metric.steps("episode/truncated_length_min", 927, "shortest episode that was cut off")
+        .asks(
+            "How short was the shortest episode that was cut off? A time limit cuts off nothing that is shorter than it."
         )
+        .absent("no episode was cut off")
     )
     longest_cut: Max | None = reports(
-        Metric(
-            key="episode/truncated_length_max",
-            number=928,
-            unit="steps",
-            question="How long was the longest episode that was cut off?",
-            low=0.0,
-            undefined=NO_CUT,
-        )
+        Metric.steps("episode/truncated_length_max", 928, "longest episode that was cut off")
+        .asks("How long was the longest episode that was cut off?")
+        .absent("no episode was cut off")
     )
     shortest: Min | None = reports(
-        Metric(
-            key="episode/terminated_length_min",
-            number=929,
-            unit="steps",
-            question="How short was the shortest episode that ended by itself?",
-            low=0.0,
-            undefined=NO_END,
-        )
+        Metric.steps("episode/terminated_length_min", 929, "shortest episode that terminated")
+        .asks("How short was the shortest episode that ended by itself?")
+        .absent("no episode terminated")
     )
     longest: Max | None = reports(
-        Metric(
-            key="episode/terminated_length_max",
-            number=930,
-            unit="steps",
-            question="How long was the longest episode that ended by itself? As long as the time limit, it was probably cut off.",
-            low=0.0,
-            undefined=NO_END,
+        Metric.steps("episode/terminated_length_max", 930, "longest episode that terminated")
+        .asks(
+            "How long was the longest episode that ended by itself? As long as the time limit, it was probably cut off."
         )
+        .absent("no episode terminated")
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def episode_ends(
     ended: Tensor, terminated: Tensor, lengths: Sequence[int], *, valid: Tensor | None = None
 ) -> EpisodeEnds:

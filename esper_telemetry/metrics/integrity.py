@@ -7,15 +7,39 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor, as_tensors, by_head, masks_by_head
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Array, Max, Mean, Reduction, Slot, Statistic, Sum
-from esper_telemetry.metrics.actions import keep, rows_of, same_shape, sample, where_any
+from esper_telemetry.metrics.statistics import keep, rows_of, same_shape, sample, where_any
+
+INTEGRITY_FAMILY = MetricFamily(
+    "integrity",
+    "Integrity",
+    "Identities that hold exactly in a correct trainer, whatever the task. They need no history and give no false "
+    "alarms: anything but about 0 is a bug, even while the return still rises.",
+    place=70,
+    question="Does the update compute what it should?",
+    first=("integrity/ratio_init", "integrity/gae_identity", "integrity/adv_norm"),
+)
+NUMERICS_FAMILY = MetricFamily(
+    "numerics",
+    "Numerics",
+    "NaN and infinite numbers, wherever they appear.",
+    place=100,
+    question="Are all numbers finite?",
+    first=("numerics/nonfinite",),
+)
+BUFFER_FAMILY = MetricFamily(
+    "buffer",
+    "Buffer",
+    "Age of the data: how many updates ago the policy that collected a batch was replaced.",
+    place=210,
+    question="How old is the data?",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,37 +63,30 @@ class GaeIdentity(MetricGroup):
     """Whether advantages, values and returns belong together."""
 
     error: RelativeError = reports(
-        Metric(
-            key="integrity/gae_identity",
-            number=803,
+        Metric.quantity(
+            "integrity/gae_identity",
+            803,
+            "advantages plus values against returns",
             unit="relative error",
-            question="Are the returns advantages plus values, A + V = R, as they must be? Otherwise the buffer holds stale or shuffled"
-            " rows.",
             low=0.0,
             level=Level.MINIMAL,
-            healthy="< 1e-5",
-            critical="> 1e-4",
-            source="identity of GAE, 1506.02438",
-            undefined="no valid row, or targets that are not A + V (PopArt, separate targets)",
         )
+        .asks(
+            "Are the returns advantages plus values, A + V = R, as they must be? Otherwise the buffer holds stale or shuffled rows."
+        )
+        .bounds(healthy="< 1e-5", critical="> 1e-4", source="identity of GAE, 1506.02438")
+        .absent("no valid row, or targets that are not A + V (PopArt, separate targets)")
     )
     nonfinite: Sum = reports(
-        Metric(
-            key="integrity/gae_identity_nonfinite",
-            number=804,
-            unit="count",
-            question="How many valid rows held a NaN or an infinity in advantage, value or return?",
-            low=0.0,
-            level=Level.MINIMAL,
-            healthy="absent",
-            critical="> 0",
-            undefined="none did",
-            when_positive=True,
+        Metric.nonfinite(
+            "integrity/gae_identity_nonfinite", 804, "non-finite inputs of advantages plus values against returns"
         )
+        .asks("How many valid rows held a NaN or an infinity in advantage, value or return?")
+        .absent("none did")
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def gae_identity(
     advantages: ArrayLike, values: ArrayLike, returns: ArrayLike, *, valid: ArrayLike | None = None
 ) -> GaeIdentity:
@@ -96,21 +113,13 @@ class MaskViolation(MetricGroup):
     """Whether actions were chosen that their mask forbids."""
 
     count: Sum = reports(
-        Metric(
-            key="integrity/mask_violation",
-            number=805,
-            unit="count",
-            question="How many of the actions taken were forbidden by their action mask?",
-            low=0.0,
-            level=Level.MINIMAL,
-            healthy="0",
-            critical="> 0",
-            source="identity",
-        )
+        Metric.count("integrity/mask_violation", 805, "forbidden actions", level=Level.MINIMAL)
+        .asks("How many of the actions taken were forbidden by their action mask?")
+        .bounds(healthy="0", critical="> 0", source="identity")
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def mask_violation(
     actions: Mapping[str, ArrayLike],
     action_masks: Mapping[str, ArrayLike],
@@ -155,13 +164,9 @@ class BufferAge(MetricGroup):
     """Whether the data are the current policy's."""
 
     age: Max = reports(
-        Metric(
-            key="buffer/age_updates",
-            number=806,
-            unit="updates",
-            question="How many policy updates ago were the oldest of these data collected?",
-            low=0.0,
-            level=Level.MINIMAL,
+        Metric.quantity("buffer/age_updates", 806, "age of the data", unit="updates", low=0.0, level=Level.MINIMAL)
+        .asks("How many policy updates ago were the oldest of these data collected?")
+        .bounds(
             healthy="0 (on-policy)",
             critical="> 0, unless the trainer reuses data on purpose",
             source="Jones 2021, sample staleness",
@@ -179,24 +184,29 @@ class RowsRepeated(MetricGroup):
     """Whether a pass over the rollout sees every transition once."""
 
     share: Mean | None = reports(
-        Metric(
-            key="integrity/rows_repeated",
-            number=808,
+        Metric.quantity(
+            "integrity/rows_repeated",
+            808,
+            "rows that come again in a pass",
             unit="share",
-            question="Of the rows of the first pass over the rollout, what share had been in that pass before? Others were left out.",
             low=0.0,
             high=1.0,
             level=Level.MINIMAL,
+        )
+        .asks(
+            "Of the rows of the first pass over the rollout, what share had been in that pass before? Others were left out."
+        )
+        .bounds(
             healthy="0",
             warn="0.37, which is drawing with replacement",
             critical="> 0.45",
             source="a pass is a permutation of the rollout, 1707.06347",
-            undefined="nobody says which transitions the rows are",
         )
+        .absent("nobody says which transitions the rows are")
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def rows_repeated(rows: ArrayLike, *, valid: ArrayLike | None = None) -> RowsRepeated:
     """Share of the rows of a pass whose transition had been in it before: 0 where each comes once.
 
@@ -221,21 +231,13 @@ class Numerics(MetricGroup):
     """Whether anything is NaN or infinite."""
 
     nonfinite: Sum = reports(
-        Metric(
-            key="numerics/nonfinite",
-            number=807,
-            unit="count",
-            question="How many NaN or infinite numbers are there in the data, losses, gradients or weights of this update?",
-            low=0.0,
-            level=Level.MINIMAL,
-            healthy="0",
-            critical="> 0",
-            source="always an error; ray#28283",
-        )
+        Metric.count("numerics/nonfinite", 807, "numbers that are not finite", level=Level.MINIMAL)
+        .asks("How many NaN or infinite numbers are there in the data, losses, gradients or weights of this update?")
+        .bounds(healthy="0", critical="> 0", source="always an error; ray#28283")
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def nonfinite_count(tensors: Iterable[ArrayLike], *, valid: ArrayLike | None = None) -> Numerics:
     """Number of NaN and infinite entries in all of `tensors` together; masked entries do not count.
 

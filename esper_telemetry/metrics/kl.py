@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Mean, Sum
-from esper_telemetry.metrics.actions import keep, rows_of, same_shape, sample
-
-NO_ROWS = "no valid, finite row, or the trainer keeps no old distributions"
+from esper_telemetry.metrics.statistics import keep, rows_of, same_shape, sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,34 +18,27 @@ class ExactKl(MetricGroup):
     """KL(old‖new) of the joint policy."""
 
     kl: Mean = reports(
-        Metric(
-            key="policy/kl_exact",
-            number=161,
-            unit="nats",
-            question="How far did the update move the policy, over all actions and not only the ones taken?",
-            low=0.0,
-            cost="sampled",
-            healthy="0.002 to 0.02",
-            warn="> 0.03",
-            critical="> 0.1",
-            source="as policy/kl",
-            undefined=NO_ROWS,
+        Metric.nats("policy/kl_exact", 161, "KL divergence over all actions", cost="sampled")
+        .asks("How far did the update move the policy, over all actions and not only the ones taken?")
+        .bounds(healthy="0.002 to 0.02", warn="> 0.03", critical="> 0.1", source="as policy/kl")
+        .absent("no valid, finite row, or the trainer keeps no old distributions")
+        .advises(
+            "Lower the learning rate or the number of epochs; set target_kl. The head with the largest "
+            "`policy/head/{head}/blame` moved most."
         )
     )
     nonfinite: Sum = reports(
-        Metric(
-            key="policy/kl_exact_nonfinite",
-            number=162,
-            unit="count",
-            question="In how many valid rows was the exact KL NaN or infinite?",
-            low=0.0,
+        Metric.count(
+            "policy/kl_exact_nonfinite",
+            162,
+            "non-finite inputs of KL divergence over all actions",
             level=Level.MINIMAL,
             cost="sampled",
-            healthy="absent",
-            critical="> 0",
-            undefined="in none",
             when_positive=True,
         )
+        .asks("In how many valid rows was the exact KL NaN or infinite?")
+        .bounds(healthy="absent", critical="> 0")
+        .absent("in none")
     )
 
 
@@ -59,18 +48,13 @@ class HeadExactKl(MetricGroup):
 
     head: tuple[str, ...] = label()
     kl: Mean = reports(
-        Metric(
-            key="policy/head/{head}/kl_exact",
-            number=163,
-            unit="nats",
-            question="How far did the update move this head, over all its actions?",
-            low=0.0,
-            cost="sampled",
-            healthy="0.002 to 0.02",
-            warn="> 0.03",
-            critical="> 0.1",
-            source="as policy/kl",
-            undefined=NO_ROWS,
+        Metric.nats("policy/head/{head}/kl_exact", 163, "KL divergence of a head over all its actions", cost="sampled")
+        .asks("How far did the update move this head, over all its actions?")
+        .bounds(healthy="0.002 to 0.02", warn="> 0.03", critical="> 0.1", source="as policy/kl")
+        .absent("no valid, finite row, or the trainer keeps no old distributions")
+        .advises(
+            "Lower the learning rate or the number of epochs; set target_kl. The head with the largest "
+            "`policy/head/{head}/blame` moved most."
         )
     )
 
@@ -80,23 +64,18 @@ class KlAfterUpdate(MetricGroup):
     """KL(old‖new) after the last optimizer step."""
 
     kl: Mean = reports(
-        Metric(
-            key="policy/kl_post",
-            number=164,
-            unit="nats",
-            question="How far did the whole update move the policy in the end?",
-            low=0.0,
-            cost="sampled",
-            healthy="0.002 to 0.02",
-            warn="> 0.03",
-            critical="> 0.1",
-            source="as policy/kl",
-            undefined=NO_ROWS,
+        Metric.nats("policy/kl_post", 164, "KL divergence after the update", cost="sampled")
+        .asks("How far did the whole update move the policy in the end?")
+        .bounds(healthy="0.002 to 0.02", warn="> 0.03", critical="> 0.1", source="as policy/kl")
+        .absent("no valid, finite row, or the trainer keeps no old distributions")
+        .advises(
+            "Lower the learning rate or the number of epochs; set target_kl. The head with the largest "
+            "`policy/head/{head}/blame` moved most."
         )
     )
 
 
-@torch.no_grad()
+@no_grad
 def categorical_kl(old_logits: Tensor, logits: Tensor, action_mask: Tensor | None = None) -> Tensor:
     """Σ_a p_old (ln p_old - ln p_new), [..] nats; an action that was impossible adds nothing.
 
@@ -115,7 +94,7 @@ def _log_probs(logits: Tensor, action_mask: Tensor | None) -> Tensor:
     return torch.log_softmax(x if action_mask is None else x.masked_fill(~action_mask.bool(), -torch.inf), -1)
 
 
-@torch.no_grad()
+@no_grad
 def gaussian_kl(old_mean: Tensor, old_log_std: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
     """Closed form per dimension, summed: ln(σ'/σ) + (σ² + (μ - μ')²) / 2σ'² - ½, [..] nats. All [.., D]."""
     ratio = (old_log_std.detach().double() - log_std.detach().double()).exp()
@@ -123,7 +102,7 @@ def gaussian_kl(old_mean: Tensor, old_log_std: Tensor, mean: Tensor, log_std: Te
     return ((ratio.square() + shift.square() - 1) / 2 - ratio.log()).sum(-1)
 
 
-@torch.inference_mode()
+@inference_mode
 def exact_kl(
     rows: Mapping[str, Tensor],
     *,
@@ -143,7 +122,7 @@ def exact_kl(
     return ExactKl(mean, nonfinite)
 
 
-@torch.inference_mode()
+@inference_mode
 def kl_after_update(
     rows: Mapping[str, Tensor], *, relevant: Mapping[str, Tensor] | None = None, valid: Tensor | None = None
 ) -> KlAfterUpdate:
@@ -151,7 +130,7 @@ def kl_after_update(
     return KlAfterUpdate(_joint(rows, relevant, valid, None)[0])
 
 
-@torch.inference_mode()
+@inference_mode
 def joint_kl(rows: Mapping[str, Tensor], relevant: Mapping[str, Tensor] | None = None) -> Mean:
     """Mean over rows of the joint policy's KL; arguments as for `exact_kl`."""
     return _joint(rows, relevant, None, None)[0]
@@ -166,7 +145,7 @@ def _joint(
     return s.mean(s.values), Sum(s.nonfinite)
 
 
-@torch.inference_mode()
+@inference_mode
 def head_exact_kl(
     rows: Mapping[str, Tensor],
     *,

@@ -6,18 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Mean, Sum
-from esper_telemetry.metrics.actions import same_shape, sample
 from esper_telemetry.metrics.ratio import EXP_LIMIT
+from esper_telemetry.metrics.statistics import same_shape, sample
 
-NO_ROWS = "no finite loss"
+LOSSES_FAMILY = MetricFamily(
+    "loss",
+    "Losses",
+    "Quantities that the optimizer minimises. In PPO losses say little by themselves: the policy loss hovers around "
+    "0 by construction and the value loss scales with the returns. Read `policy/surrogate_gain` and "
+    "`value/loss_norm` instead.",
+    place=90,
+    question="What is being minimised?",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,58 +31,30 @@ class LossTerms(MetricGroup):
     """Losses of the minibatches, weighted by their number of valid rows."""
 
     policy: Mean = reports(
-        Metric(
-            key="loss/policy",
-            number=921,
-            unit="loss",
-            question="What does the clipped surrogate loss read? Its sign and size say little: judge policy/surrogate_gain.",
-            source="PPO 1707.06347, eq. 7",
-            undefined=NO_ROWS,
-        )
+        Metric.quantity("loss/policy", 921, "policy loss", unit="loss")
+        .asks("What does the clipped surrogate loss read? Its sign and size say little: judge policy/surrogate_gain.")
+        .bounds(source="PPO 1707.06347, eq. 7")
+        .absent("no finite loss")
     )
     value: Mean = reports(
-        Metric(
-            key="loss/value",
-            number=922,
-            unit="loss (0.5 MSE, without coefficient)",
-            question="How large is the critic's squared error? It scales with the returns: judge value/loss_norm.",
-            low=0.0,
-            warn="robust z of log10 above 4",
-            source="0.5 MSE, as CleanRL",
-            undefined=NO_ROWS,
-        )
+        Metric.quantity("loss/value", 922, "value loss", unit="loss (0.5 MSE, without coefficient)", low=0.0)
+        .asks("How large is the critic's squared error? It scales with the returns: judge value/loss_norm.")
+        .bounds(warn="robust z of log10 above 4", source="0.5 MSE, as CleanRL")
+        .absent("no finite loss")
     )
     entropy: Mean | None = reports(
-        Metric(
-            key="loss/entropy",
-            number=923,
-            unit="nats (-entropy)",
-            question="What does the entropy bonus read? It is the negative of policy/entropy.",
-            undefined=NO_ROWS,
-        )
+        Metric.quantity("loss/entropy", 923, "entropy loss", unit="nats (-entropy)")
+        .asks("What does the entropy bonus read? It is the negative of policy/entropy.")
+        .absent("no finite loss")
     )
     total: Mean | None = reports(
-        Metric(
-            key="loss/total",
-            number=924,
-            unit="loss",
-            question="What does the optimizer minimise: policy loss plus weighted value loss and entropy bonus?",
-            level=Level.MINIMAL,
-            undefined=NO_ROWS,
-        )
+        Metric.quantity("loss/total", 924, "total loss", unit="loss", level=Level.MINIMAL)
+        .asks("What does the optimizer minimise: policy loss plus weighted value loss and entropy bonus?")
+        .absent("no finite loss")
     )
     nonfinite: Sum = reports(
-        Metric(
-            key="loss/policy_nonfinite",
-            number=925,
-            unit="count",
-            question="How many loss terms were NaN or infinite?",
-            low=0.0,
-            level=Level.MINIMAL,
-            healthy="absent",
-            critical="> 0",
-            undefined="none was",
-            when_positive=True,
+        Metric.nonfinite("loss/policy_nonfinite", 925, "non-finite inputs of policy loss").asks(
+            "How many loss terms were NaN or infinite?"
         )
     )
 
@@ -87,23 +65,14 @@ class LossWeights(MetricGroup):
 
     replicated: ClassVar[bool] = True
     value: float | Tensor | None = reports(
-        Metric(
-            key="loss/value_coef",
-            number=918,
-            unit="1",
-            question="How much does the value loss weigh in this update?",
-            low=0.0,
-            undefined="the weight is a constant of the run, or the trainer does not say",
-        )
+        Metric.quantity("loss/value_coef", 918, "weight of the value loss", unit="1", low=0.0)
+        .asks("How much does the value loss weigh in this update?")
+        .absent("the weight is a constant of the run, or the trainer does not say")
     )
     entropy: float | Tensor | None = reports(
-        Metric(
-            key="loss/entropy_coef",
-            number=919,
-            unit="1",
-            question="How much does the entropy bonus weigh in this update? Below 0 it punishes exploring.",
-            undefined="the weight is a constant of the run, or the trainer does not say",
-        )
+        Metric.quantity("loss/entropy_coef", 919, "weight of the entropy bonus", unit="1")
+        .asks("How much does the entropy bonus weigh in this update? Below 0 it punishes exploring.")
+        .absent("the weight is a constant of the run, or the trainer does not say")
     )
 
 
@@ -112,7 +81,7 @@ def loss_weights(coefficients: Mapping[str, float]) -> LossWeights:
     return LossWeights(coefficients.get("value"), coefficients.get("entropy"))
 
 
-@torch.inference_mode()
+@inference_mode
 def loss_terms(
     policy: ArrayLike,
     value: ArrayLike,
@@ -142,7 +111,7 @@ def loss_terms(
     return LossTerms(**dict(zip(given, means, strict=True)), nonfinite=Sum(len(given) - finite.sum(0)))
 
 
-@torch.inference_mode()
+@inference_mode
 def ppo_losses(
     log_ratio: ArrayLike,
     advantages: ArrayLike,

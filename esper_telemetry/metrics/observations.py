@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, label, reports, segment
+from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
+from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, segment
 from esper_telemetry.core.reduction import Last, Mean
-from esper_telemetry.metrics.actions import rows_of, sample
+from esper_telemetry.metrics.statistics import rows_of, sample
 
 MOST_ENTRIES = 1024
 """Entries of an observation that are compared: of larger ones every k-th."""
@@ -22,27 +20,39 @@ FEW = 6
 """Steps that are looked at first: where all environments have changed by then, there is nothing more to look for."""
 
 
+OBSERVATIONS_FAMILY = MetricFamily(
+    "obs",
+    "Observations",
+    "Change in what the policy sees.",
+    place=150,
+    question="Does the policy see anything change?",
+)
+NORMALIZERS_FAMILY = MetricFamily(
+    "norm",
+    "Normalisers",
+    "Running statistics that scale observations and returns, and whether they have settled.",
+    place=200,
+    question="Do the normalisers keep up?",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class ConstantObservations(MetricGroup):
     """Environments that gave the same observation all the time."""
 
     constant: Mean = reports(
-        Metric(
-            key="obs/constant_frac",
-            number=341,
-            unit="fraction",
-            question="What share of the environments gave one and the same observation in every step of the rollout?",
-            low=0.0,
-            high=1.0,
+        Metric.fraction("obs/constant_frac", 341, "share of environments that stand still")
+        .asks("What share of the environments gave one and the same observation in every step of the rollout?")
+        .bounds(
             healthy="0",
             warn="> 0 for several updates: an environment that hangs, or a sensor that is not wired",
             source="exact comparison",
-            undefined="the trainer does not show its observations",
         )
+        .absent("the trainer does not show its observations")
     )
 
 
-@torch.no_grad()
+@no_grad
 def constant_rows(observations: Tensor, *, valid: Tensor | None = None) -> Tensor:
     """Which environments gave one observation in all of their steps, [B] bool.
 
@@ -80,7 +90,7 @@ def _changed(rows: Tensor, valid: Tensor | None) -> Tensor:
     return (changed if valid is None else changed & valid[1:].bool() & valid[:-1].bool()).any(0)
 
 
-@torch.inference_mode()
+@inference_mode
 def constant_observations(constant: Tensor) -> ConstantObservations:
     """Share of the environments that are constant, [B] bool; see `constant_rows`."""
     return ConstantObservations(Mean(constant.sum().double(), float(constant.numel())))
@@ -92,22 +102,16 @@ class NormalizerDrift(MetricGroup):
 
     normalizer: str = label()
     drift: Last = reports(
-        Metric(
-            key="norm/{normalizer}/drift",
-            number=321,
-            unit="σ or ln, the larger",
-            question="How far did the normaliser's mean or scale move over the last 10 updates? The networks see shifted inputs.",
-            low=0.0,
-            healthy="< 0.1",
-            warn="> 0.3",
-            critical="> 1",
-            source="heuristic",
-            undefined="fewer than 10 updates, or no normaliser",
+        Metric.quantity("norm/{normalizer}/drift", 321, "drift of a normaliser", unit="σ or ln, the larger", low=0.0)
+        .asks(
+            "How far did the normaliser's mean or scale move over the last 10 updates? The networks see shifted inputs."
         )
+        .bounds(healthy="< 0.1", warn="> 0.3", critical="> 1", source="heuristic")
+        .absent("fewer than 10 updates, or no normaliser")
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def normalizer_drift(
     normalizer: str, mean: Tensor, std: Tensor, previous_mean: Tensor, previous_std: Tensor
 ) -> NormalizerDrift:
@@ -125,7 +129,7 @@ def normalizer_drift(
     return NormalizerDrift(segment(normalizer), Last(rms.amax()))
 
 
-@torch.no_grad()
+@no_grad
 def cut_entries(normalized: Tensor, limit: float, *, valid: Tensor | None = None) -> tuple[Tensor, Tensor | int]:
     """How many entries stand at the limit at which they were cut, 0-d, and how many there are.
 
@@ -147,22 +151,15 @@ class NormalizerClipping(MetricGroup):
 
     normalizer: str = label()
     clipped: Mean = reports(
-        Metric(
-            key="norm/{normalizer}/clip_frac",
-            number=322,
-            unit="fraction",
-            question="Which share of the normalised entries is cut off at the normaliser's limit?",
-            low=0.0,
-            high=1.0,
-            healthy="< 0.01",
-            warn="> 0.05",
-            source="heuristic",
-            undefined="no valid entry",
-        )
+        Metric.fraction("norm/{normalizer}/clip_frac", 322, "share of entries that a normaliser cuts off")
+        .asks("Which share of the normalised entries is cut off at the normaliser's limit?")
+        .bounds(healthy="< 0.01", warn="> 0.05", source="heuristic")
+        .absent("no valid entry")
+        .advises("Look for outliers or a constant dimension; raise the limit of the normaliser, or warm it up.")
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def normalizer_clipping(
     normalizer: str, normalized: Tensor, *, clip: float, valid: Tensor | None = None
 ) -> NormalizerClipping:

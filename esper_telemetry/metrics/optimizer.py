@@ -8,21 +8,32 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
-
-import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, label, reports, segment
+from esper_telemetry.core.lazy import Tensor, no_grad, torch
+from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Last, Max, Mean, Sum
-from esper_telemetry.core.tensors import choose_norms
 from esper_telemetry.metrics.statistics import defined
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
 
 MOST_TOGETHER = 1 << 18
 """Numbers whose step is reckoned in one piece, if a parameter has no more: what that takes in memory is this many, not a network's."""
+
+
+OPTIMIZER_FAMILY = MetricFamily(
+    "opt",
+    "Optimizer",
+    "Effect of the optimizer on the gradients: size of its steps next to the weights, and fit of its memory of past "
+    "gradients. Measured at one optimizer step of a sampled update.",
+    place=120,
+    question="Are the optimizer's steps the right size?",
+    first=("opt/update_to_weight", "opt/stable_rms", "opt/lr"),
+)
 
 
 class ParameterState(NamedTuple):
@@ -179,7 +190,6 @@ def _column(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
 
 
 EPSILON_MULTIPLE = 10.0  # below this many epsilons, Adam's denominator is mostly epsilon
-NOT_ADAM = "the optimizer is not Adam, or has taken no step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,15 +198,9 @@ class LearningRate(MetricGroup):
 
     replicated: ClassVar[bool] = True
     lr: float | Tensor | None = reports(
-        Metric(
-            key="opt/lr",
-            number=600,
-            unit="learning rate",
-            question="How large are the optimizer's steps meant to be now?",
-            low=0.0,
-            level=Level.MINIMAL,
-            undefined="the optimizer has no parameters",
-        )
+        Metric.quantity("opt/lr", 600, "learning rate", unit="learning rate", low=0.0, level=Level.MINIMAL)
+        .asks("How large are the optimizer's steps meant to be now?")
+        .absent("the optimizer has no parameters")
     )
 
 
@@ -206,18 +210,12 @@ class AdamMemory(MetricGroup):
 
     replicated: ClassVar[bool] = True
     beta2: float | Tensor | None = reports(
-        Metric(
-            key="opt/beta2",
-            number=610,
-            unit="1",
-            question="With which weight does Adam keep its average of squared gradients? It reaches back 1 / (1 - beta2) steps.",
-            low=0.0,
-            high=1.0,
-            healthy="0.99 to 0.999",
-            warn="< 0.9",
-            source="Kingma 2015, 1412.6980",
-            undefined="the optimizer is not Adam, or the trainer does not say",
+        Metric.quantity("opt/beta2", 610, "reach of Adam's memory of squares", unit="1", low=0.0, high=1.0)
+        .asks(
+            "With which weight does Adam keep its average of squared gradients? It reaches back 1 / (1 - beta2) steps."
         )
+        .bounds(healthy="0.99 to 0.999", warn="< 0.9", source="Kingma 2015, 1412.6980")
+        .absent("the optimizer is not Adam, or the trainer does not say")
     )
 
 
@@ -227,71 +225,41 @@ class AdamStep(MetricGroup):
 
     replicated: ClassVar[bool] = True
     update_to_weight: Mean | None = reports(
-        Metric(
-            key="opt/update_to_weight",
-            number=601,
-            unit="ratio",
-            question="How large is an optimizer step next to the weights? About 0.001 is usual.",
-            cost="sampled",
-            low=0.0,
-            healthy="1e-4 to 1e-2",
-            warn="> 0.03",
-            critical="> 0.1",
-            source="CS231n",
-            undefined=f"{NOT_ADAM}, or all weights were zero",
-        )
+        Metric.ratio("opt/update_to_weight", 601, "step size next to the weights", cost="sampled")
+        .asks("How large is an optimizer step next to the weights? About 0.001 is usual.")
+        .bounds(healthy="1e-4 to 1e-2", warn="> 0.03", critical="> 0.1", source="CS231n")
+        .absent("the optimizer is not Adam, or has taken no step, or all weights were zero")
     )
     update_rms_over_lr: Mean | None = reports(
-        Metric(
-            key="opt/update_rms_over_lr",
-            number=602,
-            unit="1",
-            question="How far does Adam use its learning rate? About 1 for consistent gradients, less for noisy ones.",
-            cost="sampled",
-            low=0.0,
-            undefined=f"{NOT_ADAM}, or the learning rate is zero",
-        )
+        Metric.quantity("opt/update_rms_over_lr", 602, "use of the learning rate", unit="1", low=0.0, cost="sampled")
+        .asks("How far does Adam use its learning rate? About 1 for consistent gradients, less for noisy ones.")
+        .absent("the optimizer is not Adam, or has taken no step, or the learning rate is zero")
     )
     stable_rms: Max | None = reports(
-        Metric(
-            key="opt/stable_rms",
-            number=603,
-            unit="1",
-            question="Is Adam's second moment out of date for some tensor? Above 1 the gradient has outgrown it.",
-            cost="sampled",
-            low=0.0,
+        Metric.quantity(
+            "opt/stable_rms", 603, "gradient next to Adam's memory of it", unit="1", low=0.0, cost="sampled"
+        )
+        .asks("Is Adam's second moment out of date for some tensor? Above 1 the gradient has outgrown it.")
+        .bounds(
             healthy="< 1.7",
             warn="> 2.3: loss spikes follow within 1 to 8 steps",
             critical="> 5",
             source="Wortsman 2023, 2304.13013",
-            undefined=f"{NOT_ADAM}, or no parameter has a gradient",
         )
+        .absent("the optimizer is not Adam, or has taken no step, or no parameter has a gradient")
     )
     snr_share: Mean | None = reports(
-        Metric(
-            key="opt/snr_share",
-            number=604,
-            unit="fraction",
-            question="What share of the gradient is signal, by Adam's state? For the trend only: biased under PPO.",
-            cost="sampled",
-            source="derivation and simulation; reads 0.128 for 0 with 4 epochs of 4 minibatches",
-            undefined=f"{NOT_ADAM} or only one, or its second moment is zero",
-        )
+        Metric.quantity("opt/snr_share", 604, "share of signal by Adam's state", unit="fraction", cost="sampled")
+        .asks("What share of the gradient is signal, by Adam's state? For the trend only: biased under PPO.")
+        .bounds(source="derivation and simulation; reads 0.128 for 0 with 4 epochs of 4 minibatches")
+        .absent("the optimizer is not Adam, or has taken no step or only one, or its second moment is zero")
     )
     eps_dominated_frac: Mean | None = reports(
-        Metric(
-            key="opt/eps_dominated_frac",
-            number=605,
-            unit="fraction",
-            question="For what share of the parameters is Adam only a tiny plain gradient step?",
-            low=0.0,
-            high=1.0,
-            cost="sampled",
-            healthy="< 0.5",
-            warn="> 0.9",
-            source="heuristic",
-            undefined=NOT_ADAM,
-        )
+        Metric.fraction("opt/eps_dominated_frac", 605, "share of parameters that epsilon dominates", cost="sampled")
+        .asks("For what share of the parameters is Adam only a tiny plain gradient step?")
+        .bounds(healthy="< 0.5", warn="> 0.9", source="heuristic")
+        .absent("the optimizer is not Adam, or has taken no step")
+        .advises("Gradients are tiny next to Adam's eps: lower eps (1e-8), or find why they vanish.")
     )
 
 
@@ -302,30 +270,17 @@ class LayerSteps(MetricGroup):
     replicated: ClassVar[bool] = True
     layer: tuple[str, ...] = label()
     update_to_weight: Mean | None = reports(
-        Metric(
-            key="opt/update_to_weight/{layer}",
-            number=606,
-            unit="ratio",
-            question="How large is an optimizer step next to this tensor's weights? Exactly 0 is a frozen tensor.",
-            cost="sampled",
-            low=0.0,
-            healthy="1e-4 to 1e-2",
-            warn="> 0.03",
-            critical="> 0.1",
-            source="CS231n",
-            undefined=f"{NOT_ADAM}, or the tensor was zero",
-        )
+        Metric.ratio("opt/update_to_weight/{layer}", 606, "step size next to a layer's weights", cost="sampled")
+        .asks("How large is an optimizer step next to this tensor's weights? Exactly 0 is a frozen tensor.")
+        .bounds(healthy="1e-4 to 1e-2", warn="> 0.03", critical="> 0.1", source="CS231n")
+        .absent("the optimizer is not Adam, or has taken no step, or the tensor was zero")
     )
     weight_norm: Last | None = reports(
-        Metric(
-            key="opt/weight_norm/{layer}",
-            number=607,
-            unit="weight norm",
-            question="How large are this tensor's weights?",
-            cost="sampled",
-            low=0.0,
-            undefined="the tensor has no optimizer state",
+        Metric.quantity(
+            "opt/weight_norm/{layer}", 607, "norm of a layer's weights", unit="weight norm", low=0.0, cost="sampled"
         )
+        .asks("How large are this tensor's weights?")
+        .absent("the tensor has no optimizer state")
     )
 
 
@@ -335,17 +290,10 @@ class WeightGrowth(MetricGroup):
 
     replicated: ClassVar[bool] = True
     growth: Last | None = reports(
-        Metric(
-            key="opt/weight_growth",
-            number=608,
-            unit="ln",
-            question="How much have the weights grown since training began? Growth precedes the loss of plasticity.",
-            cost="sampled",
-            healthy="< 1",
-            warn="> 2",
-            source="Moalla 2024, 2405.00662",
-            undefined="the weights are or were all zero",
-        )
+        Metric.quantity("opt/weight_growth", 608, "growth of the weights", unit="ln", cost="sampled")
+        .asks("How much have the weights grown since training began? Growth precedes the loss of plasticity.")
+        .bounds(healthy="< 1", warn="> 2", source="Moalla 2024, 2405.00662")
+        .absent("the weights are or were all zero")
     )
 
 
@@ -355,17 +303,10 @@ class StateReset(MetricGroup):
 
     replicated: ClassVar[bool] = True
     reset: Sum | None = reports(
-        Metric(
-            key="opt/state_reset",
-            number=609,
-            unit="count",
-            question="For how many parameters does the optimizer start from nothing in the middle of training?",
-            cost="sampled",
-            low=0.0,
-            healthy="0",
-            warn="> 0: the optimizer was made anew, momentum is lost",
-            undefined="the optimizer is not Adam, or was never looked at before",
-        )
+        Metric.count("opt/state_reset", 609, "parameters with lost optimizer state", cost="sampled")
+        .asks("For how many parameters does the optimizer start from nothing in the middle of training?")
+        .bounds(healthy="0", warn="> 0: the optimizer was made anew, momentum is lost")
+        .absent("the optimizer is not Adam, or was never looked at before")
     )
 
 
@@ -375,7 +316,7 @@ def learning_rate(optimizer: Optimizer) -> LearningRate:
     return LearningRate(rates[0] if rates else None)
 
 
-@torch.no_grad()
+@no_grad
 def adam_step(state: Optimizer | AdamState) -> AdamStep:
     """The step that Adam, or a relative of it, has just taken.
 
@@ -388,7 +329,7 @@ def adam_step(state: Optimizer | AdamState) -> AdamStep:
     return _whole(_sums(state))
 
 
-@torch.no_grad()
+@no_grad
 def layer_steps(state: Optimizer | AdamState, names: Sequence[str]) -> LayerSteps:
     """The step that Adam has just taken, parameter by parameter.
 
@@ -399,7 +340,7 @@ def layer_steps(state: Optimizer | AdamState, names: Sequence[str]) -> LayerStep
     return _by_layer(_sums(state), names)
 
 
-@torch.no_grad()
+@no_grad
 def adam_steps(state: Optimizer | AdamState, names: Sequence[str]) -> tuple[AdamStep, LayerSteps]:
     """Both of them from one pass; arguments as for `layer_steps`."""
     sums = _sums(state)
@@ -440,6 +381,8 @@ def _sums(state: Optimizer | AdamState) -> _Sums | None:
 
 def _sums_of_piece(piece: AdamState) -> _Sums:
     """Entry by entry in the state's own type, as Adam takes its step; summed in float64."""
+    from esper_telemetry.core.tensors import choose_norms  # here, because that module imports torch
+
     update = piece.update()
     root, floor = piece.denominator()
     stable = root * torch.nan if piece.gradient is None else piece.gradient / torch.maximum(root, floor)
@@ -478,14 +421,14 @@ def _by_layer(sums: _Sums | None, names: Sequence[str]) -> LayerSteps:
     )
 
 
-@torch.no_grad()
+@no_grad
 def weight_growth(weights: Sequence[Tensor], initial_norm: Tensor) -> WeightGrowth:
     """Logarithm of the weights' norm over `initial_norm` (0-d, from `weight_norm` at the start)."""
     growth = (weight_norm(weights) / initial_norm).log()
     return WeightGrowth(Last(torch.where(torch.isfinite(growth), growth, torch.nan)))
 
 
-@torch.no_grad()
+@no_grad
 def weight_norm(weights: Sequence[Tensor]) -> Tensor:
     """L2 norm of all weights together, 0-d float64."""
     norms = [torch.linalg.vector_norm(weight, dtype=torch.float64) for weight in weights]

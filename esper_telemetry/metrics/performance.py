@@ -10,9 +10,36 @@ import numpy as np
 
 from esper_telemetry.core.derived import Array, Derived
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level, SinkLag
 from esper_telemetry.core.reduction import Max
+
+PROGRESS_FAMILY = MetricFamily(
+    "train",
+    "Progress",
+    "Progress and speed of training.",
+    place=220,
+    question="How fast is it?",
+    axis="axis/env_step",
+    first=("train/env_steps_per_second",),
+)
+TIME_FAMILY = MetricFamily(
+    "perf",
+    "Time",
+    "Time of an update by phase, and the part of it that telemetry takes.",
+    place=230,
+    question="Where does the time go?",
+    axis="axis/env_step",
+    first=("perf/telemetry_frac",),
+)
+TELEMETRY_FAMILY = MetricFamily(
+    "telemetry",
+    "Telemetry",
+    "Health of the measuring itself.",
+    place=240,
+    question="How is telemetry itself?",
+    first=("telemetry/errors", "telemetry/dropped"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,105 +47,62 @@ class UpdatePerformance(MetricGroup):
     """Speed of training and the time of its phases, in one update; of several ranks the slowest one's."""
 
     update: float | None = reports(
-        Metric(
-            key="train/update",
-            number=950,
-            unit="index",
-            question="How many policy updates have there been?",
-            low=1.0,
-            level=Level.MINIMAL,
+        Metric.quantity("train/update", 950, "updates", unit="index", low=1.0, level=Level.MINIMAL).asks(
+            "How many policy updates have there been?"
         )
     )
     env_steps_per_second: float | None = reports(
-        Metric(
-            key="train/env_steps_per_second",
-            number=951,
-            unit="1/s",
-            question="How fast is training, in environment steps per second of wall time?",
-            low=0.0,
-            level=Level.MINIMAL,
-            undefined="the update took no measurable time",
+        Metric.quantity(
+            "train/env_steps_per_second", 951, "environment steps per second", unit="1/s", low=0.0, level=Level.MINIMAL
         )
+        .asks("How fast is training, in environment steps per second of wall time?")
+        .absent("the update took no measurable time")
     )
     environment_ms: Max | None = reports(
-        Metric(
-            key="perf/environment_ms",
-            number=952,
-            unit="ms",
-            question="How long did stepping the environments take in this update?",
-            low=0.0,
-            undefined="the trainer does not time it",
-        )
+        Metric.milliseconds("perf/environment_ms", 952, "time in the environments")
+        .asks("How long did stepping the environments take in this update?")
+        .absent("the trainer does not time it")
     )
     inference_ms: Max | None = reports(
-        Metric(
-            key="perf/inference_ms",
-            number=953,
-            unit="ms",
-            question="How long did choosing actions take in this update, storing the rollout included?",
-            low=0.0,
-            undefined="the trainer does not time it",
-        )
+        Metric.milliseconds("perf/inference_ms", 953, "time choosing actions")
+        .asks("How long did choosing actions take in this update, storing the rollout included?")
+        .absent("the trainer does not time it")
     )
     update_ms: Max | None = reports(
-        Metric(
-            key="perf/update_ms",
-            number=954,
-            unit="ms",
-            question="How long did the optimization take in this update: advantages, losses, gradients, steps?",
-            low=0.0,
-            undefined="the trainer does not time it",
-        )
+        Metric.milliseconds("perf/update_ms", 954, "time learning")
+        .asks("How long did the optimization take in this update: advantages, losses, gradients, steps?")
+        .absent("the trainer does not time it")
     )
     rollout_cpu_ms: Max | None = reports(
-        Metric(
-            key="perf/rollout_cpu_ms",
-            number=955,
-            unit="ms",
-            question="How much processor time did the rollout take, all threads of the process together?",
-            low=0.0,
-            undefined="the trainer does not time it",
-        )
+        Metric.milliseconds("perf/rollout_cpu_ms", 955, "processor time of the rollout")
+        .asks("How much processor time did the rollout take, all threads of the process together?")
+        .absent("the trainer does not time it")
     )
     environment_cpu_ms: Max | None = reports(
-        Metric(
-            key="perf/environment_cpu_ms",
-            number=958,
-            unit="ms",
-            question="How much processor time did the environments take, all threads of the process together? Every 16th step is timed.",
-            low=0.0,
-            undefined="the trainer does not time it, or the rollout is too short",
+        Metric.milliseconds("perf/environment_cpu_ms", 958, "processor time of the environments")
+        .asks(
+            "How much processor time did the environments take, all threads of the process together? Every 16th step is timed."
         )
+        .absent("the trainer does not time it, or the rollout is too short")
     )
     inference_cpu_ms: Max | None = reports(
-        Metric(
-            key="perf/inference_cpu_ms",
-            number=959,
-            unit="ms",
-            question="How much processor time did choosing actions take, all threads of the process together? What the environments left.",
-            low=0.0,
-            undefined="the trainer does not time it, or the rollout is too short",
+        Metric.milliseconds("perf/inference_cpu_ms", 959, "processor time of choosing actions")
+        .asks(
+            "How much processor time did choosing actions take, all threads of the process together? What the environments left."
         )
+        .absent("the trainer does not time it, or the rollout is too short")
     )
     update_cpu_ms: Max | None = reports(
-        Metric(
-            key="perf/update_cpu_ms",
-            number=956,
-            unit="ms",
-            question="How much processor time did the optimization take, all threads of the process together?",
-            low=0.0,
-            undefined="the trainer does not time it",
-        )
+        Metric.milliseconds("perf/update_cpu_ms", 956, "processor time of learning")
+        .asks("How much processor time did the optimization take, all threads of the process together?")
+        .absent("the trainer does not time it")
     )
     cpu_frac: float | None = reports(
-        Metric(
-            key="perf/cpu_frac",
-            number=957,
-            unit="cores",
-            question="How many processor cores did training keep busy? Well below 1 it waits: for a device, a disk, other programs.",
-            low=0.0,
-            undefined="the trainer does not time it",
+        Metric.quantity("perf/cpu_frac", 957, "busy processor cores", unit="cores", low=0.0)
+        .asks(
+            "How many processor cores did training keep busy? Well below 1 it waits: for a device, a disk, other programs."
         )
+        .absent("the trainer does not time it")
     )
 
 
@@ -128,14 +112,9 @@ class SamplingPeriod(MetricGroup):
 
     replicated: ClassVar[bool] = True
     sample_every: float | None = reports(
-        Metric(
-            key="telemetry/sample_every",
-            number=975,
-            unit="updates",
-            question="Every how many updates are the costly metrics measured? Telemetry raises it to stay within its budget.",
-            low=1.0,
-            undefined="at the level minimal",
-        )
+        Metric.quantity("telemetry/sample_every", 975, "updates between two close looks", unit="updates", low=1.0)
+        .asks("Every how many updates are the costly metrics measured? Telemetry raises it to stay within its budget.")
+        .absent("at the level minimal")
     )
 
 
@@ -144,124 +123,66 @@ class TelemetryHealth(Derived):
     """What telemetry costs and whether anything that it measures gets lost."""
 
     telemetry_ms: float | None = reports(
-        Metric(
-            key="perf/telemetry_ms",
-            number=960,
-            unit="ms",
-            question="How long did telemetry hold up the training thread in this update?",
-            low=0.0,
-            level=Level.MINIMAL,
+        Metric.milliseconds("perf/telemetry_ms", 960, "time in telemetry", level=Level.MINIMAL).asks(
+            "How long did telemetry hold up the training thread in this update?"
         )
     )
     telemetry_cpu_ms: float | None = reports(
-        Metric(
-            key="perf/telemetry_cpu_ms",
-            number=963,
-            unit="ms",
-            question="How much processor time did telemetry take on the training thread in this update? Less than its time: it waited.",
-            low=0.0,
-            level=Level.MINIMAL,
-            undefined="nobody took it",
+        Metric.milliseconds("perf/telemetry_cpu_ms", 963, "processor time of telemetry", level=Level.MINIMAL)
+        .asks(
+            "How much processor time did telemetry take on the training thread in this update? Less than its time: it waited."
         )
+        .absent("nobody took it")
     )
     telemetry_frac: float | None = reports(
-        Metric(
-            key="perf/telemetry_frac",
-            number=961,
-            unit="fraction",
-            question="What share of the wall time did telemetry take on the training thread?",
-            low=0.0,
-            high=1.0,
-            level=Level.MINIMAL,
-            healthy="< 0.02",
-            warn="> 0.1",
-            source="budget of this project",
-            undefined="no time has passed since the last record",
-        )
+        Metric.fraction("perf/telemetry_frac", 961, "telemetry's share of the time", level=Level.MINIMAL)
+        .asks("What share of the wall time did telemetry take on the training thread?")
+        .bounds(healthy="< 0.02", warn="> 0.1", source="budget of this project")
+        .absent("no time has passed since the last record")
     )
     d2h_copies: float | None = reports(
-        Metric(
-            key="perf/d2h_copies",
-            number=962,
-            unit="count",
-            question="How many copies from the device to the host did telemetry make in this update?",
-            low=0.0,
-            level=Level.MINIMAL,
-            healthy="1; 0 where training is on the CPU",
-            warn="> 1",
-            source="one packed vector per record",
-        )
+        Metric.count("perf/d2h_copies", 962, "copies from the device", level=Level.MINIMAL)
+        .asks("How many copies from the device to the host did telemetry make in this update?")
+        .bounds(healthy="1; 0 where training is on the CPU", warn="> 1", source="one packed vector per record")
+        .advises("Telemetry promises one: report what you observe.")
     )
     level: float | None = reports(
-        Metric(
-            key="telemetry/level",
-            number=970,
-            unit="level",
-            question="How much is measured? 0 off, 1 minimal, 2 normal, 3 debug.",
-            low=0.0,
-            high=3.0,
-            level=Level.MINIMAL,
+        Metric.quantity("telemetry/level", 970, "level", unit="level", low=0.0, high=3.0, level=Level.MINIMAL).asks(
+            "How much is measured? 0 off, 1 minimal, 2 normal, 3 debug."
         )
     )
     undefined: float | None = reports(
-        Metric(
-            key="telemetry/undefined",
-            number=971,
-            unit="count",
-            question="How many declared metrics had no value in this update?",
-            low=0.0,
-            level=Level.MINIMAL,
+        Metric.count("telemetry/undefined", 971, "metrics without a value", level=Level.MINIMAL).asks(
+            "How many declared metrics had no value in this update?"
         )
     )
     queue_depth: float | None = reports(
-        Metric(
-            key="telemetry/queue_depth",
-            number=972,
-            unit="count",
-            question="How many records has the slowest backend still to take?",
-            low=0.0,
-            level=Level.MINIMAL,
-            healthy="a few",
-            warn="growing: a backend is slow or unreachable",
-        )
+        Metric.count("telemetry/queue_depth", 972, "records still to be delivered", level=Level.MINIMAL)
+        .asks("How many records has the slowest backend still to take?")
+        .bounds(healthy="a few", warn="growing: a backend is slow or unreachable")
     )
     dropped: float | None = reports(
-        Metric(
-            key="telemetry/dropped",
-            number=973,
-            unit="count",
-            question="How many records were lost for good on the way to a backend? The journal has them all.",
-            low=0.0,
-            level=Level.MINIMAL,
-            healthy="0",
-            warn="> 0",
-        )
+        Metric.count("telemetry/dropped", 973, "records lost on the way to a backend", level=Level.MINIMAL)
+        .asks("How many records were lost for good on the way to a backend? The journal has them all.")
+        .bounds(healthy="0", warn="> 0")
     )
     errors: float | None = reports(
-        Metric(
-            key="telemetry/errors",
-            number=974,
-            unit="count",
-            question="How many times did a backend fail so far?",
-            low=0.0,
-            level=Level.MINIMAL,
-            healthy="0",
-            warn="> 0: see the warning in the console",
-        )
+        Metric.count("telemetry/errors", 974, "failures of backends", level=Level.MINIMAL)
+        .asks("How many times did a backend fail so far?")
+        .bounds(healthy="0", warn="> 0: see the warning in the console")
     )
     metric_errors: float | None = reports(
-        Metric(
-            key="telemetry/metric_errors",
-            number=976,
-            unit="count",
-            question="How many metrics could not be measured in this update, because of a bug?",
-            low=0.0,
+        Metric.count(
+            "telemetry/metric_errors",
+            976,
+            "metrics that could not be measured",
             level=Level.MINIMAL,
-            healthy="absent",
-            warn="> 0: the warning in the console names them",
-            undefined="none",
             when_positive=True,
         )
+        .asks("How many metrics could not be measured in this update, because of a bug?")
+        .bounds(healthy="absent", warn="> 0: the warning in the console names them")
+        .absent("none")
+        .advises("A bug of this package: please report the warning in the console, which names the metric function.")
     )
 
 
@@ -271,38 +192,28 @@ class SinkHealth(Derived):
 
     sink: tuple[str, ...] = label()
     lag_records: Array | None = reports(
-        Metric(
-            key="telemetry/{sink}/lag_records",
-            number=977,
-            unit="count",
-            question="How many records has this backend still to take?",
-            low=0.0,
-            healthy="a few",
-            warn="growing: the backend is slow or unreachable",
+        Metric.count("telemetry/{sink}/lag_records", 977, "records still to be delivered to a backend")
+        .asks("How many records has this backend still to take?")
+        .bounds(healthy="a few", warn="growing: the backend is slow or unreachable")
+        .advises(
+            "The backend is slower than the run, or away: fewer keys (max_keys), or let `esper-telemetry replay` send the rest later."
         )
     )
     lag_seconds: Array | None = reports(
-        Metric(
-            key="telemetry/{sink}/lag_seconds",
-            number=978,
-            unit="s",
-            question="How old is the last record that this backend has taken, while there are others that it has not?",
-            low=0.0,
-            healthy="a few",
-            warn="growing: the backend is slow or unreachable",
+        Metric.quantity("telemetry/{sink}/lag_seconds", 978, "age of what a backend has", unit="s", low=0.0)
+        .asks("How old is the last record that this backend has taken, while there are others that it has not?")
+        .bounds(healthy="a few", warn="growing: the backend is slow or unreachable")
+        .advises(
+            "The backend is slower than the run, or away: fewer keys (max_keys), or let `esper-telemetry replay` send the rest later."
         )
     )
     errors: Array | None = reports(
-        Metric(
-            key="telemetry/{sink}/errors",
-            number=980,
-            unit="count",
-            question="How many times has this backend failed so far?",
-            low=0.0,
-            healthy="absent",
-            warn="> 0: status.json says what was wrong",
-            undefined="none",
-            when_positive=True,
+        Metric.count("telemetry/{sink}/errors", 980, "failures of a backend", when_positive=True)
+        .asks("How many times has this backend failed so far?")
+        .bounds(healthy="absent", warn="> 0: status.json says what was wrong")
+        .absent("none")
+        .advises(
+            "`status.json` in the run directory says what the backend answered; `esper-telemetry doctor` what it lacks."
         )
     )
 

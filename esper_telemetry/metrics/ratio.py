@@ -13,31 +13,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, Rows, label, reports, segment
+from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
+from esper_telemetry.core.metric import Metric, MetricFamily, Rows, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import (
     NAN,
-    Array,
+    AdditiveReduction,
     Counts,
     Ess,
     Max,
     Mean,
     Min,
     Moments,
-    Reduction,
     Slot,
     Statistic,
     Sum,
 )
-from esper_telemetry.metrics.actions import (
+from esper_telemetry.metrics.statistics import (
+    LOG_RATIOS,
+    Quantiles,
     Sample,
+    as_quantiles,
     ascending,
+    histogram,
     keep,
+    levels_for,
     neighbours,
     per_row,
     rows_of,
@@ -46,14 +48,24 @@ from esper_telemetry.metrics.actions import (
     spread,
     where_any,
 )
-from esper_telemetry.metrics.statistics import LOG_RATIOS, Quantiles, as_quantiles, histogram, levels_for
 
 EXP_LIMIT = 20.0
 """Log-ratios are clamped to this only where they are the argument of exp or expm1."""
 
 SCHULMAN = "Schulman 2020, joschu.net/blog/kl-approx.html"
-NO_STEP = "no minibatch follows an optimizer step of this update"
-NO_ROWS = "no valid, finite row"
+
+
+POLICY_FAMILY = MetricFamily(
+    "policy",
+    "Policy",
+    "PPO collects a rollout with one policy and then takes many small steps away from it. The probability ratio of "
+    "an action is how likely it is now over how likely it was when it was taken; its logarithm is the log-ratio. As "
+    "long as ratios stay near 1 the data still describe the policy; clipping stops samples whose ratio leaves 1 ± "
+    "clip. KL divergence sums up how far the policy moved, entropy how undecided it still is.",
+    place=40,
+    question="Is the policy moving too far?",
+    first=("policy/kl", "policy/clip_frac", "policy/ess_frac_min", "policy/entropy_norm", "policy/surrogate_gain"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,384 +73,241 @@ class RatioDiagnostics(MetricGroup):
     """The log-ratio family of the joint policy."""
 
     kl: Mean = reports(
-        Metric(
-            key="policy/kl",
-            number=101,
-            unit="nats",
-            question="How far did this update move the policy away from the one that collected the data? KL(old‖new) by the k3"
-            " estimator, mean of expm1(l) - l.",
-            low=0.0,
-            level=Level.MINIMAL,
+        Metric.nats("policy/kl", 101, "KL divergence of the update", level=Level.MINIMAL)
+        .asks(
+            "How far did this update move the policy away from the one that collected the data? KL(old‖new) by the "
+            "k3 estimator, mean of expm1(l) - l."
+        )
+        .bounds(
             healthy="0.002 to 0.02",
             warn="> 0.03",
             critical="> 0.1",
             source=f"{SCHULMAN}; stop rules of SB3, Spinning Up, CleanRL, rsl_rl; healthy runs p05-p95 .002-.013",
-            undefined=NO_ROWS,
-        ),
-        Metric(
-            key="policy/kl_max",
-            number=102,
-            unit="nats",
-            question="How far from the data policy was the worst minibatch?",
+        )
+        .absent("no valid, finite row"),
+        Metric.nats(
+            "policy/kl_max",
+            102,
+            "KL divergence of the worst minibatch",
             over="max",
             rows=Rows.AFTER_STEP,
-            low=0.0,
             level=Level.MINIMAL,
+        )
+        .asks("How far from the data policy was the worst minibatch?")
+        .bounds(
             healthy="0.002 to 0.03",
             warn="> 0.095; below 1e-7 the policy does not move at all",
             critical="> 0.3",
             source="as policy/kl",
-            undefined=NO_STEP,
+        )
+        .absent("no minibatch follows an optimizer step of this update"),
+        Metric.nats("policy/kl_first", 103, "KL divergence before the first step", rows=Rows.FIRST)
+        .asks("Do stored and recomputed log-probabilities agree before anything was learned? It must be about 0.")
+        .bounds(healthy="about 0", warn="> 1e-6", source="identity: the policy has not changed yet")
+        .absent("no valid, finite row"),
+        Metric.nats("policy/kl_last", 104, "KL divergence in the last epoch", rows=Rows.LAST_EPOCH)
+        .asks("How far did the policy move in the end, over the last epoch?")
+        .bounds(healthy="0.002 to 0.02", warn="> 0.03", critical="> 0.1", source="as policy/kl")
+        .absent("no valid, finite row")
+        .advises(
+            "Lower the learning rate or the number of epochs; set target_kl. The head with the largest "
+            "`policy/head/{head}/blame` moved most."
         ),
-        Metric(
-            key="policy/kl_first",
-            number=103,
-            unit="nats",
-            question="Do stored and recomputed log-probabilities agree before anything was learned? It must be about 0.",
-            rows=Rows.FIRST,
-            low=0.0,
-            healthy="about 0",
-            warn="> 1e-6",
-            source="identity: the policy has not changed yet",
-            undefined=NO_ROWS,
-        ),
-        Metric(
-            key="policy/kl_last",
-            number=104,
-            unit="nats",
-            question="How far did the policy move in the end, over the last epoch?",
-            rows=Rows.LAST_EPOCH,
-            low=0.0,
-            healthy="0.002 to 0.02",
-            warn="> 0.03",
-            critical="> 0.1",
-            source="as policy/kl",
-            undefined=NO_ROWS,
-        ),
-        Metric(
-            key="policy/kl_epoch_slope",
-            number=105,
-            unit="nats/epoch",
-            question="How much further does each epoch push the policy? Steep and bending up: too many epochs.",
-            over="slope",
-            healthy="< 0.01",
-            source="heuristic",
-            undefined="one epoch",
-        ),
+        Metric.quantity(
+            "policy/kl_epoch_slope", 105, "growth of the KL divergence per epoch", unit="nats/epoch", over="slope"
+        )
+        .asks("How much further does each epoch push the policy? Steep and bending up: too many epochs.")
+        .bounds(healthy="< 0.01", source="heuristic")
+        .absent("one epoch"),
     )
     kl_k1: Mean = reports(
-        Metric(
-            key="policy/kl_k1",
-            number=106,
-            unit="nats",
-            question="What does the unbiased but noisy estimator mean(-l) say? Strongly negative beside a small policy/kl means wrong"
-            " log-probabilities.",
-            healthy="within 4 standard errors of policy/kl",
-            source=f"{SCHULMAN}; CleanRL old_approx_kl",
-            undefined=NO_ROWS,
+        Metric.nats("policy/kl_k1", 106, "KL divergence, estimator k1", low=None)
+        .asks(
+            "What does the unbiased but noisy estimator mean(-l) say? Strongly negative beside a small policy/kl "
+            "means wrong log-probabilities."
         )
+        .bounds(healthy="within 4 standard errors of policy/kl", source=f"{SCHULMAN}; CleanRL old_approx_kl")
+        .absent("no valid, finite row")
     )
     kl_k2: Mean = reports(
-        Metric(
-            key="policy/kl_k2",
-            number=107,
-            unit="nats",
-            question="What does the estimator mean(l²/2) say? Far from policy/kl means a few ratios are very large or small.",
-            low=0.0,
-            healthy="0.7 to 1.4 times policy/kl",
-            source=SCHULMAN,
-            undefined=NO_ROWS,
-        )
+        Metric.nats("policy/kl_k2", 107, "KL divergence, estimator k2")
+        .asks("What does the estimator mean(l²/2) say? Far from policy/kl means a few ratios are very large or small.")
+        .bounds(healthy="0.7 to 1.4 times policy/kl", source=SCHULMAN)
+        .absent("no valid, finite row")
     )
     kl_rev: Mean = reports(
-        Metric(
-            key="policy/kl_rev",
-            number=108,
-            unit="nats",
-            question="How far is the new policy from the old one seen from the new one, KL(new‖old)? Well above policy/kl: mass went"
-            " where the old policy had little.",
-            low=0.0,
-            healthy="close to policy/kl",
-            source=SCHULMAN,
-            undefined=NO_ROWS,
+        Metric.nats("policy/kl_rev", 108, "reverse KL divergence")
+        .asks(
+            "How far is the new policy from the old one seen from the new one, KL(new‖old)? Well above policy/kl: "
+            "mass went where the old policy had little."
         )
+        .bounds(healthy="close to policy/kl", source=SCHULMAN)
+        .absent("no valid, finite row")
     )
     nonfinite: Sum = reports(
-        Metric(
-            key="policy/kl_nonfinite",
-            number=109,
-            unit="count",
-            question="How many valid log-ratios were NaN or infinite?",
-            low=0.0,
-            level=Level.MINIMAL,
-            healthy="absent",
-            critical="> 0",
-            undefined="none was",
-            when_positive=True,
+        Metric.nonfinite("policy/kl_nonfinite", 109, "non-finite inputs of KL divergence of the update").asks(
+            "How many valid log-ratios were NaN or infinite?"
         )
     )
     logratio: Moments = reports(
-        Metric(
-            key="policy/logratio/mean",
-            number=110,
-            unit="nats",
-            question="Did the chosen actions become more (above 0) or less likely?",
-            undefined=NO_ROWS,
-        ),
-        Metric(
-            key="policy/logratio/std",
-            number=111,
-            unit="nats",
-            question="How differently did the probabilities of the chosen actions change?",
-            of="std",
-            low=0.0,
-            healthy="< 0.15",
-            warn="> 0.3",
-            critical="> 0.7",
-            source="heuristic",
-            undefined=NO_ROWS,
+        Metric.nats("policy/logratio/mean", 110, "mean of log-ratios", low=None)
+        .asks("Did the chosen actions become more (above 0) or less likely?")
+        .absent("no valid, finite row"),
+        Metric.nats("policy/logratio/std", 111, "standard deviation of log-ratios", of="std")
+        .asks("How differently did the probabilities of the chosen actions change?")
+        .bounds(healthy="< 0.15", warn="> 0.3", critical="> 0.7", source="heuristic")
+        .absent("no valid, finite row")
+        .advises(
+            "Lower the learning rate or the number of epochs; set target_kl. The head with the largest "
+            "`policy/head/{head}/blame` moved most."
         ),
     )
     logratio_absmax: Max = reports(
-        Metric(
-            key="policy/logratio/absmax",
-            number=112,
-            unit="nats",
-            question="By how much did the probability of any single chosen action change at most?",
-            low=0.0,
-            healthy="< 1",
-            warn="> 1.6 (a factor of 5)",
-            source="ratio bounds 5 and 0.1 of esper-lite",
-            undefined=NO_ROWS,
+        Metric.nats("policy/logratio/absmax", 112, "largest magnitude of log-ratios")
+        .asks("By how much did the probability of any single chosen action change at most?")
+        .bounds(healthy="< 1", warn="> 1.6 (a factor of 5)", source="ratio bounds 5 and 0.1 of esper-lite")
+        .absent("no valid, finite row")
+        .advises(
+            "Rare actions make extreme ratios: judge beside `policy/ess_frac`, and keep action probabilities away from 0 (entropy_coef)."
         ),
-        Metric(
-            key="integrity/ratio_init",
-            number=801,
-            unit="nats",
-            question="Does the trainer recompute the log-probabilities it stored, before the first optimizer step? Anything else means"
-            " other observations, hidden states, masks or weights than at collection.",
-            rows=Rows.FIRST,
-            low=0.0,
-            level=Level.MINIMAL,
+        Metric.nats(
+            "integrity/ratio_init", 801, "log-ratio before the first step", rows=Rows.FIRST, level=Level.MINIMAL
+        )
+        .asks(
+            "Does the trainer recompute the log-probabilities it stored, before the first optimizer step? Anything "
+            "else means other observations, hidden states, masks or weights than at collection."
+        )
+        .bounds(
             healthy="about 0",
             warn="> 1e-5 (fp32), 1e-3 (tf32), 2e-2 (bf16, fp16); for Gaussian heads times max(1, 1/σ_min)",
             critical="> 1e-3 (fp32), 1e-2 (tf32), 5e-2 (bf16, fp16)",
             source="huggingface/trl#454; sb3-contrib#75; Huang 2022",
-            undefined=NO_ROWS,
-        ),
+        )
+        .absent("no valid, finite row"),
     )
     ratio: Moments = reports(
-        Metric(
-            key="policy/ratio/mean",
-            number=113,
-            unit="ratio",
-            question="Is the mean probability ratio 1, as it must be up to sampling noise?",
-            low=0.0,
-            healthy="within 4 std/√N of 1",
-            source="E_old[r] = 1",
-            undefined=NO_ROWS,
-        ),
-        Metric(
-            key="policy/ratio/std",
-            number=114,
-            unit="ratio",
-            question="How widely do the probability ratios scatter?",
-            of="std",
-            low=0.0,
-            healthy="< 0.15",
-            warn="> 0.3",
-            critical="> 0.7",
-            source="heuristic",
-            undefined=NO_ROWS,
+        Metric.ratio("policy/ratio/mean", 113, "mean of probability ratios")
+        .asks("Is the mean probability ratio 1, as it must be up to sampling noise?")
+        .bounds(healthy="within 4 std/√N of 1", source="E_old[r] = 1")
+        .absent("no valid, finite row"),
+        Metric.ratio("policy/ratio/std", 114, "standard deviation of probability ratios", of="std")
+        .asks("How widely do the probability ratios scatter?")
+        .bounds(healthy="< 0.15", warn="> 0.3", critical="> 0.7", source="heuristic")
+        .absent("no valid, finite row")
+        .advises(
+            "Rare actions make extreme ratios: judge beside `policy/ess_frac`, and keep action probabilities away from 0 (entropy_coef)."
         ),
     )
     ratio_min: Min = reports(
-        Metric(
-            key="policy/ratio/min",
-            number=115,
-            unit="ratio",
-            question="How much less likely did any chosen action become?",
-            low=0.0,
-            healthy="> 0.3",
-            warn="< 0.2",
-            critical="< 0.1",
-            source="heuristic",
-            undefined=NO_ROWS,
-        )
+        Metric.ratio("policy/ratio/min", 115, "smallest of probability ratios")
+        .asks("How much less likely did any chosen action become?")
+        .bounds(healthy="> 0.3", warn="< 0.2", critical="< 0.1", source="heuristic")
+        .absent("no valid, finite row")
     )
     ratio_max: Max = reports(
-        Metric(
-            key="policy/ratio/max",
-            number=116,
-            unit="ratio",
-            question="How much more likely did any chosen action become? Grows with batch size: judge it beside policy/ess_frac.",
-            low=0.0,
-            level=Level.MINIMAL,
+        Metric.ratio("policy/ratio/max", 116, "largest of probability ratios", level=Level.MINIMAL)
+        .asks(
+            "How much more likely did any chosen action become? Grows with batch size: judge it beside policy/ess_frac."
+        )
+        .bounds(
             healthy="< 2",
             warn="> 5",
             critical="> 10 with policy/ess_frac < 0.8",
             source="ratio bounds 5 and 0.1 of esper-lite",
-            undefined=NO_ROWS,
         )
+        .absent("no valid, finite row")
     )
     ratio_quantiles: Quantiles = reports(
-        Metric(
-            key="policy/ratio/p01",
-            number=117,
-            unit="ratio",
-            question="Below which ratio lie the 1 % of actions that lost the most probability?",
-            of="p01",
-            low=0.0,
-            healthy="> 0.5",
-            source="heuristic",
-            undefined=NO_ROWS,
-        ),
-        Metric(
-            key="policy/ratio/p99",
-            number=118,
-            unit="ratio",
-            question="Above which ratio lie the 1 % of actions that gained the most probability?",
-            of="p99",
-            low=0.0,
-            healthy="< 1.5",
-            source="heuristic",
-            undefined=NO_ROWS,
-        ),
+        Metric.ratio("policy/ratio/p01", 117, "1 % quantile of probability ratios", of="p01")
+        .asks("Below which ratio lie the 1 % of actions that lost the most probability?")
+        .bounds(healthy="> 0.5", source="heuristic")
+        .absent("no valid, finite row"),
+        Metric.ratio("policy/ratio/p99", 118, "99 % quantile of probability ratios", of="p99")
+        .asks("Above which ratio lie the 1 % of actions that gained the most probability?")
+        .bounds(healthy="< 1.5", source="heuristic")
+        .absent("no valid, finite row"),
     )
     histogram: Counts = reports(
-        Metric(
-            key="policy/logratio/hist",
-            number=196,
-            unit="nats",
-            question="How are the changes in probability of the chosen actions distributed?",
-            undefined=NO_ROWS,
-        )
+        Metric.nats("policy/logratio/hist", 196, "hist of log-ratios", low=None)
+        .asks("How are the changes in probability of the chosen actions distributed?")
+        .absent("no valid, finite row")
     )
     clip_frac: Mean | None = reports(
-        Metric(
-            key="policy/clip_frac",
-            number=119,
-            unit="fraction",
-            question="Which share of the samples left the trust region, |r - 1| > clip?",
-            rows=Rows.AFTER_STEP,
-            low=0.0,
-            high=1.0,
-            level=Level.MINIMAL,
+        Metric.fraction("policy/clip_frac", 119, "clip fraction", rows=Rows.AFTER_STEP, level=Level.MINIMAL)
+        .asks("Which share of the samples left the trust region, |r - 1| > clip?")
+        .bounds(
             healthy="0.02 to 0.2",
             warn="> 0.3",
             critical="> 0.5",
             source="common practice (SB3, CleanRL); healthy runs p05-p95 .02-.17",
-            undefined=NO_STEP,
         )
+        .absent("no minibatch follows an optimizer step of this update")
     )
     clip_frac_pos: Mean | None = reports(
-        Metric(
-            key="policy/clip_frac_pos",
-            number=120,
-            unit="fraction",
-            question="Which share of the better-than-expected samples (A > 0) left the trust region?",
-            rows=Rows.AFTER_STEP,
-            low=0.0,
-            high=1.0,
-            healthy="within 0.3 of policy/clip_frac_neg",
-            source="heuristic",
-            undefined=f"no A > 0, or {NO_STEP}",
-        )
+        Metric.fraction("policy/clip_frac_pos", 120, "clip fraction of good actions", rows=Rows.AFTER_STEP)
+        .asks("Which share of the better-than-expected samples (A > 0) left the trust region?")
+        .bounds(healthy="within 0.3 of policy/clip_frac_neg", source="heuristic")
+        .absent("no A > 0, or no minibatch follows an optimizer step of this update")
     )
     clip_frac_neg: Mean | None = reports(
-        Metric(
-            key="policy/clip_frac_neg",
-            number=121,
-            unit="fraction",
-            question="Which share of the worse-than-expected samples (A < 0) left the trust region?",
-            rows=Rows.AFTER_STEP,
-            low=0.0,
-            high=1.0,
-            healthy="within 0.3 of policy/clip_frac_pos",
-            source="heuristic",
-            undefined=f"no A < 0, or {NO_STEP}",
-        )
+        Metric.fraction("policy/clip_frac_neg", 121, "clip fraction of bad actions", rows=Rows.AFTER_STEP)
+        .asks("Which share of the worse-than-expected samples (A < 0) left the trust region?")
+        .bounds(healthy="within 0.3 of policy/clip_frac_pos", source="heuristic")
+        .absent("no A < 0, or no minibatch follows an optimizer step of this update")
     )
     clip_frac_active: Mean | None = reports(
-        Metric(
-            key="policy/clip_frac_active",
-            number=122,
-            unit="fraction",
-            question="Which share of the samples teaches nothing, because clipping zeroes its gradient?",
-            rows=Rows.AFTER_STEP,
-            low=0.0,
-            high=1.0,
-            healthy="0.01 to 0.2",
-            warn="> 0.3",
-            critical="> 0.5",
-            source="PPO 1707.06347, eq. 7",
-            undefined=NO_STEP,
-        )
+        Metric.fraction("policy/clip_frac_active", 122, "fraction without gradient", rows=Rows.AFTER_STEP)
+        .asks("Which share of the samples teaches nothing, because clipping zeroes its gradient?")
+        .bounds(healthy="0.01 to 0.2", warn="> 0.3", critical="> 0.5", source="PPO 1707.06347, eq. 7")
+        .absent("no minibatch follows an optimizer step of this update")
     )
     ess: Ess = reports(
-        Metric(
-            key="policy/ess_frac",
-            number=123,
-            unit="fraction",
-            question="Which share of the samples still counts after importance weighting? Low: a few samples decide the update.",
-            low=0.0,
-            high=1.0,
-            level=Level.MINIMAL,
+        Metric.fraction("policy/ess_frac", 123, "effective sample size", level=Level.MINIMAL)
+        .asks(
+            "Which share of the samples still counts after importance weighting? Low: a few samples decide the update."
+        )
+        .bounds(
             healthy="> 0.9",
             warn="< 0.8",
             critical="< 0.5",
             source="Kong 1992; healthy runs p05 .94, worst minibatch .69",
-            undefined=NO_ROWS,
-        ),
-        Metric(
-            key="policy/ess_frac_min",
-            number=124,
-            unit="fraction",
-            question="Which share of the samples still counts in the worst minibatch?",
-            over="min",
-            low=0.0,
-            high=1.0,
-            level=Level.MINIMAL,
-            healthy="> 0.7",
-            warn="< 0.6",
-            critical="< 0.4",
-            source="as policy/ess_frac",
-            undefined=NO_ROWS,
-        ),
+        )
+        .absent("no valid, finite row"),
+        Metric.fraction(
+            "policy/ess_frac_min", 124, "effective sample size of the worst minibatch", over="min", level=Level.MINIMAL
+        )
+        .asks("Which share of the samples still counts in the worst minibatch?")
+        .bounds(healthy="> 0.7", warn="< 0.6", critical="< 0.4", source="as policy/ess_frac")
+        .absent("no valid, finite row"),
     )
     surrogate_gain: Mean | None = reports(
-        Metric(
-            key="policy/surrogate_gain",
-            number=125,
+        Metric.quantity(
+            "policy/surrogate_gain",
+            125,
+            "surrogate gain",
             unit="normalised advantage",
-            question="Did the update do what it wanted, make good actions likelier and bad ones rarer? Mean of A (r - 1) over the last"
-            " epoch.",
             rows=Rows.LAST_EPOCH_AFTER_STEP,
             level=Level.MINIMAL,
+        )
+        .asks(
+            "Did the update do what it wanted, make good actions likelier and bad ones rarer? Mean of A (r - 1) over the last epoch."
+        )
+        .bounds(
             healthy="> 0, typically 0.025 to 0.043",
             warn="<= 0 once",
             critical="<= 0 three times in a row",
             source="positive in 170 of 170 healthy updates, negative in 70 of 70 with a flipped loss",
-            undefined=NO_STEP,
         )
+        .absent("no minibatch follows an optimizer step of this update")
     )
     advantages_nonfinite: Sum | None = reports(
-        Metric(
-            key="policy/surrogate_gain_nonfinite",
-            number=126,
-            unit="count",
-            question="How many valid advantages in the minibatches were NaN or infinite?",
-            low=0.0,
-            level=Level.MINIMAL,
-            healthy="absent",
-            critical="> 0",
-            undefined="none was",
-            when_positive=True,
+        Metric.nonfinite("policy/surrogate_gain_nonfinite", 126, "non-finite inputs of surrogate gain").asks(
+            "How many valid advantages in the minibatches were NaN or infinite?"
         )
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def ratio_diagnostics(
     log_ratio: ArrayLike,
     advantages: ArrayLike | None = None,
@@ -546,11 +415,8 @@ def effective_sample_size(s: Sample) -> Ess:
     return Ess(s.count, top, shifted.sum(-1), torch.linalg.vecdot(shifted, shifted))
 
 
-NO_HEAD_ROWS = "no valid row on which the head takes part"
-
-
 @dataclass(frozen=True, slots=True)
-class Share(Reduction):
+class Share(AdditiveReduction):
     """A part of a whole, where `count` is above zero."""
 
     part: Slot
@@ -559,12 +425,6 @@ class Share(Reduction):
 
     statistics: ClassVar[Mapping[str, Statistic]] = {"share": lambda s: s[0] / s[1] if s[1] and s[2] else NAN}
 
-    @staticmethod
-    def merge(rows: Array) -> Array:
-        """Parts, wholes and counts add."""
-        merged: Array = rows.sum(axis=0)
-        return merged
-
 
 @dataclass(frozen=True, slots=True)
 class HeadRatio(MetricGroup):
@@ -572,108 +432,62 @@ class HeadRatio(MetricGroup):
 
     head: tuple[str, ...] = label()
     kl: Mean = reports(
-        Metric(
-            key="policy/head/{head}/kl",
-            number=151,
-            unit="nats",
-            question="How far did the update move this head, where it takes part?",
-            low=0.0,
-            healthy="0.002 to 0.02",
-            warn="> 0.03",
-            critical="> 0.1",
-            source="as policy/kl",
-            undefined=NO_HEAD_ROWS,
+        Metric.nats("policy/head/{head}/kl", 151, "KL divergence of a head")
+        .asks("How far did the update move this head, where it takes part?")
+        .bounds(healthy="0.002 to 0.02", warn="> 0.03", critical="> 0.1", source="as policy/kl")
+        .absent("no valid row on which the head takes part")
+        .advises(
+            "Lower the learning rate or the number of epochs; set target_kl. The head with the largest "
+            "`policy/head/{head}/blame` moved most."
         )
     )
     logratio: Moments = reports(
-        Metric(
-            key="policy/head/{head}/logratio/std",
-            number=152,
-            unit="nats",
-            question="How differently did the probabilities of this head's actions change?",
-            of="std",
-            low=0.0,
-            healthy="< 0.15",
-            warn="> 0.3",
-            critical="> 0.7",
-            source="heuristic",
-            undefined=NO_HEAD_ROWS,
+        Metric.nats("policy/head/{head}/logratio/std", 152, "standard deviation of a head's log-ratios", of="std")
+        .asks("How differently did the probabilities of this head's actions change?")
+        .bounds(healthy="< 0.15", warn="> 0.3", critical="> 0.7", source="heuristic")
+        .absent("no valid row on which the head takes part")
+        .advises(
+            "Lower the learning rate or the number of epochs; set target_kl. The head with the largest "
+            "`policy/head/{head}/blame` moved most."
         )
     )
     ratio_min: Min = reports(
-        Metric(
-            key="policy/head/{head}/ratio/min",
-            number=153,
-            unit="ratio",
-            question="How much less likely did any action of this head become?",
-            low=0.0,
-            healthy="> 0.3",
-            warn="< 0.2",
-            critical="< 0.1",
-            source="heuristic",
-            undefined=NO_HEAD_ROWS,
+        Metric.ratio("policy/head/{head}/ratio/min", 153, "smallest of a head's probability ratios")
+        .asks("How much less likely did any action of this head become?")
+        .bounds(healthy="> 0.3", warn="< 0.2", critical="< 0.1", source="heuristic")
+        .absent("no valid row on which the head takes part")
+        .advises(
+            "Rare actions make extreme ratios: judge beside `policy/ess_frac`, and keep action probabilities away from 0 (entropy_coef)."
         )
     )
     ratio_max: Max = reports(
-        Metric(
-            key="policy/head/{head}/ratio/max",
-            number=154,
-            unit="ratio",
-            question="How much more likely did any action of this head become?",
-            low=0.0,
-            healthy="< 2",
-            warn="> 5",
-            critical="> 10",
-            source="as policy/ratio/max",
-            undefined=NO_HEAD_ROWS,
-        )
+        Metric.ratio("policy/head/{head}/ratio/max", 154, "largest of a head's probability ratios")
+        .asks("How much more likely did any action of this head become?")
+        .bounds(healthy="< 2", warn="> 5", critical="> 10", source="as policy/ratio/max")
+        .absent("no valid row on which the head takes part")
     )
     clip_frac: Mean | None = reports(
-        Metric(
-            key="policy/head/{head}/clip_frac",
-            number=155,
-            unit="fraction",
-            question="On which share of its rows did this head alone leave the trust region?",
-            rows=Rows.AFTER_STEP,
-            low=0.0,
-            high=1.0,
-            healthy="0.02 to 0.2",
-            warn="> 0.3",
-            critical="> 0.5",
-            source="as policy/clip_frac",
-            undefined=f"{NO_HEAD_ROWS}, or {NO_STEP}",
-        )
+        Metric.fraction("policy/head/{head}/clip_frac", 155, "clip fraction of a head", rows=Rows.AFTER_STEP)
+        .asks("On which share of its rows did this head alone leave the trust region?")
+        .bounds(healthy="0.02 to 0.2", warn="> 0.3", critical="> 0.5", source="as policy/clip_frac")
+        .absent("no valid row on which the head takes part, or no minibatch follows an optimizer step of this update")
     )
     blame: Share = reports(
-        Metric(
-            key="policy/head/{head}/blame",
-            number=156,
-            unit="fraction",
-            question="Which share of the policy's movement is this head's? The shares of all heads add up to 1.",
-            low=0.0,
-            high=1.0,
-            warn="> 0.8 while ratios explode: look at this head",
-            source="share of the squared log-ratio; heuristic",
-            undefined=f"{NO_HEAD_ROWS}, or nothing moved",
+        Metric.fraction("policy/head/{head}/blame", 156, "a head's share of the policy's movement")
+        .asks("Which share of the policy's movement is this head's? The shares of all heads add up to 1.")
+        .bounds(
+            warn="> 0.8 while ratios explode: look at this head", source="share of the squared log-ratio; heuristic"
         )
+        .absent("no valid row on which the head takes part, or nothing moved")
     )
     nonfinite: Sum = reports(
-        Metric(
-            key="policy/head/{head}/kl_nonfinite",
-            number=157,
-            unit="count",
-            question="How many of this head's valid log-ratios were NaN or infinite?",
-            low=0.0,
-            level=Level.MINIMAL,
-            healthy="absent",
-            critical="> 0",
-            undefined="none was",
-            when_positive=True,
+        Metric.nonfinite("policy/head/{head}/kl_nonfinite", 157, "non-finite inputs of KL divergence of a head").asks(
+            "How many of this head's valid log-ratios were NaN or infinite?"
         )
     )
 
 
-@torch.no_grad()
+@no_grad
 def joint_log_ratio(log_ratios: Mapping[str, Tensor], relevant: Mapping[str, Tensor] | None = None) -> Tensor:
     """Log-ratio [..] of the whole action: the sum over the heads that take part.
 
@@ -686,7 +500,7 @@ def joint_log_ratio(log_ratios: Mapping[str, Tensor], relevant: Mapping[str, Ten
     return torch.stack(parts).sum(0)
 
 
-@torch.inference_mode()
+@inference_mode
 def head_ratio_diagnostics(
     log_ratios: Mapping[str, Tensor],
     *,

@@ -17,24 +17,40 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, label, reports, segment
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Last, Mean
-from esper_telemetry.metrics.actions import Sample, ascending, deviations, keep, quantiles, same_shape, sample
 from esper_telemetry.metrics.ratio import EXP_LIMIT
-from esper_telemetry.metrics.statistics import defined_together
+from esper_telemetry.metrics.statistics import (
+    Sample,
+    ascending,
+    defined_together,
+    deviations,
+    keep,
+    quantiles,
+    same_shape,
+    sample,
+)
 
 DORMANT = 0.025
 """Share of its layer's mean response up to which a unit is dormant (Sokar 2023; 0.1 in their looser setting)."""
 SPREAD = 0.001
 """Standard deviation below which a saturated unit is dead (code of Moalla 2024)."""
 
-NO_ROWS = "no valid row, or nobody sampled activations"
 SOKAR = "Sokar 2023, 2302.12902"
+
+
+REPRESENTATION_FAMILY = MetricFamily(
+    "repr",
+    "Representation",
+    "Ability of the features that the heads read to tell states apart. Growing norms, then falling rank, then "
+    "dormant units precede many collapses of the policy (Moalla 2024).",
+    place=160,
+    question="Can the network still learn?",
+    first=("repr/dormant_frac", "repr/effective_rank"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,36 +58,16 @@ class UnitActivity(MetricGroup):
     """Inactive units of all layers together."""
 
     dormant: Mean = reports(
-        Metric(
-            key="repr/dormant_frac",
-            number=751,
-            unit="fraction",
-            question="Which share of the units hardly responds to anything any more?",
-            low=0.0,
-            high=1.0,
-            cost="sampled",
-            healthy="< 0.15",
-            warn="> 0.35",
-            critical="> 0.75",
-            source=SOKAR,
-            undefined=NO_ROWS,
-        )
+        Metric.fraction("repr/dormant_frac", 751, "dormant units", cost="sampled")
+        .asks("Which share of the units hardly responds to anything any more?")
+        .bounds(healthy="< 0.15", warn="> 0.35", critical="> 0.75", source=SOKAR)
+        .absent("no valid row, or nobody sampled activations")
     )
     dead: Mean | None = reports(
-        Metric(
-            key="repr/dead_frac",
-            number=753,
-            unit="fraction",
-            question="Which share of the units is dead: a ReLU that is always off, a tanh that is always saturated?",
-            low=0.0,
-            high=1.0,
-            cost="sampled",
-            healthy="< 0.1",
-            warn="> 0.3",
-            critical="> 0.7",
-            source="Moalla 2024, 2405.00662",
-            undefined=f"{NO_ROWS}, or the nonlinearity is unknown",
-        )
+        Metric.fraction("repr/dead_frac", 753, "dead units", cost="sampled")
+        .asks("Which share of the units is dead: a ReLU that is always off, a tanh that is always saturated?")
+        .bounds(healthy="< 0.1", warn="> 0.3", critical="> 0.7", source="Moalla 2024, 2405.00662")
+        .absent("no valid row, or nobody sampled activations, or the nonlinearity is unknown")
     )
 
 
@@ -81,20 +77,10 @@ class LayerActivity(MetricGroup):
 
     layer: tuple[str, ...] = label()
     dormant: Mean = reports(
-        Metric(
-            key="repr/dormant_frac/{layer}",
-            number=752,
-            unit="fraction",
-            question="Which share of this layer's units hardly responds to anything any more?",
-            low=0.0,
-            high=1.0,
-            cost="sampled",
-            healthy="< 0.15",
-            warn="> 0.35",
-            critical="> 0.75",
-            source=SOKAR,
-            undefined=NO_ROWS,
-        )
+        Metric.fraction("repr/dormant_frac/{layer}", 752, "dormant units of a layer", cost="sampled")
+        .asks("Which share of this layer's units hardly responds to anything any more?")
+        .bounds(healthy="< 0.15", warn="> 0.35", critical="> 0.75", source=SOKAR)
+        .absent("no valid row, or nobody sampled activations")
     )
 
 
@@ -105,7 +91,7 @@ class ActivityGroups(NamedTuple):
     layers: LayerActivity
 
 
-@torch.inference_mode()
+@inference_mode
 def unit_activity(
     activations: Mapping[str, Tensor],
     *,
@@ -183,18 +169,15 @@ class CapacityLoss(MetricGroup):
     """What is left of an error of 1."""
 
     loss: Last = reports(
-        Metric(
-            key="repr/capacity_loss",
-            number=763,
-            unit="loss",
-            question="How much of random targets can the network not learn in a few steps? It grows as the network loses the ability to"
-            " learn; 1 is nothing learned.",
-            low=0.0,
-            level=Level.DEBUG,
-            cost="debug",
-            source="20 steps of Adam on a copy; Lyle 2022, 2204.09560",
-            undefined="nobody copied the network, or its features are not finite",
+        Metric.quantity(
+            "repr/capacity_loss", 763, "capacity loss", unit="loss", low=0.0, level=Level.DEBUG, cost="debug"
         )
+        .asks(
+            "How much of random targets can the network not learn in a few steps? It grows as the network loses the "
+            "ability to learn; 1 is nothing learned."
+        )
+        .bounds(source="20 steps of Adam on a copy; Lyle 2022, 2204.09560")
+        .absent("nobody copied the network, or its features are not finite")
     )
 
 
@@ -250,36 +233,26 @@ class ExcessRatio(MetricGroup):
     """Distance from the clip range of the ratios outside it."""
 
     high: Mean = reports(
-        Metric(
-            key="repr/excess_ratio/high",
-            number=761,
-            unit="ratio",
-            question="How far above the clip range are the ratios that left it? Large: clipping no longer holds the policy.",
-            low=0.0,
-            healthy="< 0.1",
-            warn="> 0.3",
-            critical="> 1",
-            source=MOALLA,
-            undefined="no ratio above the clip range",
+        Metric.ratio("repr/excess_ratio/high", 761, "ratios beyond the clip range, upwards")
+        .asks("How far above the clip range are the ratios that left it? Large: clipping no longer holds the policy.")
+        .bounds(healthy="< 0.1", warn="> 0.3", critical="> 1", source=MOALLA)
+        .absent("no ratio above the clip range")
+        .advises(
+            "Clipping no longer holds the policy: fewer epochs, a lower learning rate, target_kl; see `repr/effective_rank`."
         )
     )
     low: Mean = reports(
-        Metric(
-            key="repr/excess_ratio/low",
-            number=762,
-            unit="ratio",
-            question="How far below the clip range are the ratios that left it?",
-            low=0.0,
-            high=1.0,
-            healthy="< 0.1",
-            warn="> 0.3",
-            source=MOALLA,
-            undefined="no ratio below the clip range",
+        Metric.ratio("repr/excess_ratio/low", 762, "ratios beyond the clip range, downwards", high=1.0)
+        .asks("How far below the clip range are the ratios that left it?")
+        .bounds(healthy="< 0.1", warn="> 0.3", source=MOALLA)
+        .absent("no ratio below the clip range")
+        .advises(
+            "Clipping no longer holds the policy: fewer epochs, a lower learning rate, target_kl; see `repr/effective_rank`."
         )
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def excess_ratio(log_ratio: Tensor, *, clip: float, valid: Tensor | None = None, dim: int | None = None) -> ExcessRatio:
     """Mean of r - 1 - ε where r > 1 + ε, and of 1 - ε - r where r < 1 - ε.
 
@@ -303,23 +276,16 @@ class FeatureNorm(MetricGroup):
     """How long the features are."""
 
     norm: Mean = reports(
-        Metric(
-            key="repr/feature_norm",
-            number=758,
-            unit="feature norm",
-            question="How long are the features before the last nonlinearity? The norm grows, then the rank falls, then the policy"
-            " collapses.",
-            low=0.0,
-            cost="sampled",
-            warn="twice its baseline",
-            critical="five times its baseline",
-            source="Moalla 2024, 2405.00662",
-            undefined="no valid row, or nobody sampled features",
+        Metric.quantity("repr/feature_norm", 758, "feature norm", unit="feature norm", low=0.0, cost="sampled")
+        .asks(
+            "How long are the features before the last nonlinearity? The norm grows, then the rank falls, then the policy collapses."
         )
+        .bounds(warn="twice its baseline", critical="five times its baseline", source="Moalla 2024, 2405.00662")
+        .absent("no valid row, or nobody sampled features")
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def feature_norm(preactivations: Tensor, *, valid: Tensor | None = None) -> FeatureNorm:
     """Mean Euclidean length of rows [N, D] before the last nonlinearity; `valid` [N] bool, None where every row is."""
     s = sample(torch.linalg.vector_norm(preactivations.detach().double(), dim=-1), valid)
@@ -331,24 +297,17 @@ class FeatureDrift(MetricGroup):
     """How far the features turned."""
 
     cosine: Mean = reports(
-        Metric(
-            key="repr/drift_cos",
-            number=759,
-            unit="cosine",
-            question="Do the features of a state still point where they did before the update? Otherwise the trunk moves away under the"
-            " heads.",
-            low=-1.0,
-            high=1.0,
-            cost="sampled",
-            healthy="> 0.95",
-            critical="< 0.8",
-            source="heuristic",
-            undefined="only features of zero, or nobody sampled them",
+        Metric.cosine("repr/drift_cos", 759, "drift of the features", cost="sampled")
+        .asks(
+            "Do the features of a state still point where they did before the update? Otherwise the trunk moves away under the heads."
         )
+        .bounds(healthy="> 0.95", critical="< 0.8", source="heuristic")
+        .absent("only features of zero, or nobody sampled them")
+        .advises("The trunk moves under the heads: lower the learning rate or the number of epochs.")
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def feature_drift(old: Tensor, new: Tensor, *, valid: Tensor | None = None) -> FeatureDrift:
     """Mean cosine between features before and after.
 
@@ -368,66 +327,44 @@ SMALL = 0.01
 VARIANCE = 0.99
 """Share of the squared singular values that `pca99` covers."""
 
-TOO_FEW = "fewer valid rows than features, features that are not finite, or nobody sampled them"
-
 
 @dataclass(frozen=True, slots=True)
 class FeatureRank(MetricGroup):
     """Ranks of the features that the heads read."""
 
     effective_rank: Mean | None = reports(
-        Metric(
-            key="repr/effective_rank",
-            number=754,
-            unit="dimensions",
-            question="How many dimensions do the features use, weighted by how much? A collapse precedes that of the policy.",
-            low=1.0,
-            cost="sampled",
+        Metric.quantity("repr/effective_rank", 754, "effective rank", unit="dimensions", low=1.0, cost="sampled")
+        .asks("How many dimensions do the features use, weighted by how much? A collapse precedes that of the policy.")
+        .bounds(
             healthy="rising, then level",
             critical="below half of its own median",
             source="e to the entropy of σ / Σσ: Roy & Vetterli 2007; Moalla 2024, 2405.00662",
-            undefined=TOO_FEW,
         )
+        .absent("fewer valid rows than features, features that are not finite, or nobody sampled them")
     )
     srank: Mean | None = reports(
-        Metric(
-            key="repr/srank",
-            number=755,
-            unit="dimensions",
-            question="How many singular values make up 99 % of their sum?",
-            low=1.0,
-            cost="sampled",
-            source="Kumar 2021, 2010.14498",
-            undefined=TOO_FEW,
-        )
+        Metric.quantity("repr/srank", 755, "stable rank", unit="dimensions", low=1.0, cost="sampled")
+        .asks("How many singular values make up 99 % of their sum?")
+        .bounds(source="Kumar 2021, 2010.14498")
+        .absent("fewer valid rows than features, features that are not finite, or nobody sampled them")
     )
     pca99: Mean | None = reports(
-        Metric(
-            key="repr/pca99",
-            number=756,
-            unit="dimensions",
-            question="How many directions carry 99 % of the features' squared length?",
-            low=1.0,
-            cost="sampled",
-            source="Moalla 2024, 2405.00662",
-            undefined=TOO_FEW,
+        Metric.quantity(
+            "repr/pca99", 756, "directions with 99 % of the length", unit="dimensions", low=1.0, cost="sampled"
         )
+        .asks("How many directions carry 99 % of the features' squared length?")
+        .bounds(source="Moalla 2024, 2405.00662")
+        .absent("fewer valid rows than features, features that are not finite, or nobody sampled them")
     )
     feature_rank: Mean | None = reports(
-        Metric(
-            key="repr/feature_rank",
-            number=757,
-            unit="dimensions",
-            question="How many directions of the features are longer than 0.01 for a typical state?",
-            low=0.0,
-            cost="sampled",
-            source="Lyle 2022, 2204.09560",
-            undefined=TOO_FEW,
-        )
+        Metric.quantity("repr/feature_rank", 757, "feature rank", unit="dimensions", low=0.0, cost="sampled")
+        .asks("How many directions of the features are longer than 0.01 for a typical state?")
+        .bounds(source="Lyle 2022, 2204.09560")
+        .absent("fewer valid rows than features, features that are not finite, or nobody sampled them")
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def feature_rank(features: Tensor, *, delta: float = 0.01, valid: Tensor | None = None) -> FeatureRank:
     """Ranks from the singular values of the features, which are not centred.
 
@@ -477,7 +414,6 @@ def _longer(sigma: Tensor, rows: Tensor) -> Tensor:
 
 
 LEVELS = (0.05, 0.5, 0.95)
-NO_RESPONSE = "no finite response, or nobody sampled them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -486,41 +422,44 @@ class LayerResponses(MetricGroup):
 
     layer: tuple[str, ...] = label()
     low: Last | None = reports(
-        Metric(
-            key="repr/response/{layer}/p05",
-            number=764,
+        Metric.quantity(
+            "repr/response/{layer}/p05",
+            764,
+            "5 % quantile of a layer's responses",
             unit="response",
-            question="How low do this layer's responses go? Near -1 behind a tanh: its units are saturated.",
             level=Level.DEBUG,
             cost="debug",
-            undefined=NO_RESPONSE,
         )
+        .asks("How low do this layer's responses go? Near -1 behind a tanh: its units are saturated.")
+        .absent("no finite response, or nobody sampled them")
     )
     median: Last | None = reports(
-        Metric(
-            key="repr/response/{layer}/p50",
-            number=765,
+        Metric.quantity(
+            "repr/response/{layer}/p50",
+            765,
+            "median of a layer's responses",
             unit="response",
-            question="Where is the middle of this layer's responses? Exactly 0 behind a ReLU: half of them are silent.",
             level=Level.DEBUG,
             cost="debug",
-            undefined=NO_RESPONSE,
         )
+        .asks("Where is the middle of this layer's responses? Exactly 0 behind a ReLU: half of them are silent.")
+        .absent("no finite response, or nobody sampled them")
     )
     high: Last | None = reports(
-        Metric(
-            key="repr/response/{layer}/p95",
-            number=766,
+        Metric.quantity(
+            "repr/response/{layer}/p95",
+            766,
+            "95 % quantile of a layer's responses",
             unit="response",
-            question="How high do this layer's responses go? Exactly 0 behind a ReLU: the layer is all but dead.",
             level=Level.DEBUG,
             cost="debug",
-            undefined=NO_RESPONSE,
         )
+        .asks("How high do this layer's responses go? Exactly 0 behind a ReLU: the layer is all but dead.")
+        .absent("no finite response, or nobody sampled them")
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def layer_responses(activations: Mapping[str, Tensor]) -> LayerResponses:
     """5 %, 50 % and 95 % quantiles over rows and units of each layer [N, D], after its nonlinearity; of finite ones."""
     if not activations:

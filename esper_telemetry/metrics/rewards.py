@@ -7,17 +7,43 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.lazy import inference_mode
+from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Counts, Max, Mean, Min, Moments, Sum
-from esper_telemetry.metrics.actions import ascending, moments, quantiles, sample, spread, where_any
-from esper_telemetry.metrics.statistics import REWARDS, Quantiles, as_quantiles, histogram, levels_for
+from esper_telemetry.metrics.statistics import (
+    REWARDS,
+    Quantiles,
+    as_quantiles,
+    ascending,
+    histogram,
+    levels_for,
+    moments,
+    quantiles,
+    sample,
+    spread,
+    where_any,
+)
 
-NO_ROWS = "no valid, finite reward"
+RETURNS_FAMILY = MetricFamily(
+    "ret",
+    "Returns",
+    "The targets of the critic: advantages plus values.",
+    place=130,
+    question="What must the critic predict?",
+    first=("ret/mean", "ret/std"),
+)
+REWARDS_FAMILY = MetricFamily(
+    "reward",
+    "Rewards",
+    "Rewards per step as the environment pays them, before any normaliser.",
+    place=140,
+    question="What does the environment pay?",
+    axis="axis/env_step",
+    first=("reward/mean", "reward/std"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,62 +51,33 @@ class RewardStats(MetricGroup):
     """Rewards of a rollout before any normaliser."""
 
     moments: Moments = reports(
-        Metric(
-            key="reward/mean",
-            number=311,
-            unit="reward",
-            question="How much reward does a step bring on average?",
-            undefined=NO_ROWS,
-        ),
-        Metric(
-            key="reward/std",
-            number=312,
-            unit="reward",
-            question="Do rewards vary at all? Exactly 0 for long means that the reward is not wired, or clipped away.",
-            of="std",
-            low=0.0,
-            healthy="> 0",
-            critical="exactly 0 over 10 updates",
-            source="heuristic",
-            undefined=NO_ROWS,
-        ),
+        Metric.quantity("reward/mean", 311, "mean of rewards", unit="reward")
+        .asks("How much reward does a step bring on average?")
+        .absent("no valid, finite reward"),
+        Metric.quantity("reward/std", 312, "standard deviation of rewards", unit="reward", low=0.0, of="std")
+        .asks("Do rewards vary at all? Exactly 0 for long means that the reward is not wired, or clipped away.")
+        .bounds(healthy="> 0", critical="exactly 0 over 10 updates", source="heuristic")
+        .absent("no valid, finite reward"),
     )
     absmax: Max = reports(
-        Metric(
-            key="reward/absmax",
-            number=313,
-            unit="reward",
-            question="What is the largest single reward or penalty? A jump points at the environment.",
-            low=0.0,
-            undefined=NO_ROWS,
-        )
+        Metric.quantity("reward/absmax", 313, "largest magnitude of rewards", unit="reward", low=0.0)
+        .asks("What is the largest single reward or penalty? A jump points at the environment.")
+        .absent("no valid, finite reward")
     )
     zero: Mean = reports(
-        Metric(
-            key="reward/zero_frac",
-            number=314,
-            unit="fraction",
-            question="Which share of the steps brings no reward? Near 1: rewards are sparse.",
-            low=0.0,
-            high=1.0,
-            undefined=NO_ROWS,
-        )
+        Metric.fraction("reward/zero_frac", 314, "share of steps without reward")
+        .asks("Which share of the steps brings no reward? Near 1: rewards are sparse.")
+        .absent("no valid, finite reward")
     )
     nonfinite: Sum = reports(
-        Metric(
-            key="reward/nonfinite",
-            number=315,
-            unit="count",
-            question="How many rewards were NaN or infinite?",
-            low=0.0,
-            healthy="0",
-            critical="> 0",
-            source="always an error of the environment",
-        )
+        Metric.count("reward/nonfinite", 315, "rewards that are not finite")
+        .asks("How many rewards were NaN or infinite?")
+        .bounds(healthy="0", critical="> 0", source="always an error of the environment")
+        .advises("Fix the environment or its wrappers: a reward has to be a number.")
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def reward_stats(rewards: ArrayLike, *, valid: ArrayLike | None = None) -> RewardStats:
     """Mean, spread and largest magnitude of the raw rewards; zeros are counted exactly.
 
@@ -99,102 +96,58 @@ def reward_stats(rewards: ArrayLike, *, valid: ArrayLike | None = None) -> Rewar
     )
 
 
-NO_RETURN = "no valid, finite return"
-
-
 @dataclass(frozen=True, slots=True)
 class ReturnStats(MetricGroup):
     """Returns of a rollout, as the critic is trained on them."""
 
     moments: Moments = reports(
-        Metric(
-            key="ret/mean",
-            number=301,
-            unit="return",
-            question="What return does the critic have to predict on average?",
-            level=Level.MINIMAL,
-            undefined=NO_RETURN,
-        ),
-        Metric(
-            key="ret/std",
-            number=302,
-            unit="return",
-            question="How much do returns vary? A jump means that the scale of rewards changed.",
-            of="std",
-            low=0.0,
-            level=Level.MINIMAL,
-            warn="robust z of log10 above 4",
-            critical="robust z of log10 above 8",
-            source="SB3#2240; cleanrl#441",
-            undefined=NO_RETURN,
-        ),
-        Metric(
-            key="ret/skew",
-            number=303,
-            unit="1",
-            question="Is one tail of the returns longer: a few very good (above 0) or very bad ones?",
-            of="skew",
-            undefined="returns do not vary",
-        ),
+        Metric.quantity("ret/mean", 301, "mean of returns", unit="return", level=Level.MINIMAL)
+        .asks("What return does the critic have to predict on average?")
+        .absent("no valid, finite return"),
+        Metric.quantity(
+            "ret/std", 302, "standard deviation of returns", unit="return", low=0.0, of="std", level=Level.MINIMAL
+        )
+        .asks("How much do returns vary? A jump means that the scale of rewards changed.")
+        .bounds(warn="robust z of log10 above 4", critical="robust z of log10 above 8", source="SB3#2240; cleanrl#441")
+        .absent("no valid, finite return"),
+        Metric.quantity("ret/skew", 303, "skewness of returns", unit="1", of="skew")
+        .asks("Is one tail of the returns longer: a few very good (above 0) or very bad ones?")
+        .absent("returns do not vary"),
     )
     smallest: Min = reports(
-        Metric(key="ret/min", number=304, unit="return", question="What is the lowest return?", undefined=NO_RETURN)
+        Metric.quantity("ret/min", 304, "smallest of returns", unit="return")
+        .asks("What is the lowest return?")
+        .absent("no valid, finite return")
     )
     largest: Max = reports(
-        Metric(key="ret/max", number=305, unit="return", question="What is the highest return?", undefined=NO_RETURN)
+        Metric.quantity("ret/max", 305, "largest of returns", unit="return")
+        .asks("What is the highest return?")
+        .absent("no valid, finite return")
     )
     quantiles: Quantiles = reports(
-        Metric(
-            key="ret/p10",
-            number=306,
-            unit="return",
-            question="Below which return lie the lowest 10 %?",
-            of="p10",
-            undefined=NO_RETURN,
-        ),
-        Metric(
-            key="ret/p50",
-            number=307,
-            unit="return",
-            question="What is the median return?",
-            of="p50",
-            undefined=NO_RETURN,
-        ),
-        Metric(
-            key="ret/p90",
-            number=308,
-            unit="return",
-            question="Above which return lie the highest 10 %?",
-            of="p90",
-            undefined=NO_RETURN,
-        ),
+        Metric.quantity("ret/p10", 306, "10 % quantile of returns", unit="return", of="p10")
+        .asks("Below which return lie the lowest 10 %?")
+        .absent("no valid, finite return"),
+        Metric.quantity("ret/p50", 307, "median of returns", unit="return", of="p50")
+        .asks("What is the median return?")
+        .absent("no valid, finite return"),
+        Metric.quantity("ret/p90", 308, "90 % quantile of returns", unit="return", of="p90")
+        .asks("Above which return lie the highest 10 %?")
+        .absent("no valid, finite return"),
     )
     histogram: Counts = reports(
-        Metric(
-            key="ret/hist",
-            number=310,
-            unit="return",
-            question="How are the returns distributed?",
-            undefined=NO_RETURN,
-        )
+        Metric.quantity("ret/hist", 310, "hist of returns", unit="return")
+        .asks("How are the returns distributed?")
+        .absent("no valid, finite return")
     )
     nonfinite: Sum = reports(
-        Metric(
-            key="ret/mean_nonfinite",
-            number=309,
-            unit="count",
-            question="How many valid returns were NaN or infinite?",
-            low=0.0,
-            level=Level.MINIMAL,
-            healthy="absent",
-            critical="> 0",
-            undefined="none was",
-            when_positive=True,
+        Metric.nonfinite("ret/mean_nonfinite", 309, "non-finite inputs of mean of returns").asks(
+            "How many valid returns were NaN or infinite?"
         )
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def return_stats(returns: ArrayLike, *, valid: ArrayLike | None = None) -> ReturnStats:
     """Population moments, extremes and quantiles of the returns.
 

@@ -11,18 +11,22 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, Array, Counts, Max, Mean, Moments, Reduction, Slot, Statistic, Sum
-from esper_telemetry.metrics.actions import (
+from esper_telemetry.metrics.statistics import (
+    REWARDS,
+    Quantiles,
+    as_quantiles,
     ascending,
     deviations,
+    histogram,
     keep,
+    levels_for,
     moments,
     quantiles,
     rows_of,
@@ -30,11 +34,20 @@ from esper_telemetry.metrics.actions import (
     sample,
     spread,
 )
-from esper_telemetry.metrics.statistics import REWARDS, Quantiles, as_quantiles, histogram, levels_for
 
 _std = Moments.statistics["std"]
 
-NO_ROWS = "no valid, finite pair of value and return"
+
+CRITIC_FAMILY = MetricFamily(
+    "value",
+    "Critic",
+    "The critic predicts the return from each state. Explained variance compares its errors with the variation of "
+    "the returns: 1 is perfect, 0 no better than a constant, below 0 worse. A critic that is wrong by a constant "
+    "still explains all variance: read R² and the bias beside it.",
+    place=50,
+    question="Is the critic useful?",
+    first=("value/explained_variance", "value/r2", "value/bias_over_std", "value/loss_norm"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,146 +55,96 @@ class ValueFit(MetricGroup):
     """The critic's estimates against the returns they are trained towards; errors are V - R."""
 
     error: Moments = reports(
-        Metric(
-            key="value/bias",
-            number=401,
-            unit="return",
-            question="Does the critic promise too much (above 0) or too little? Explained variance cannot see this.",
-            level=Level.MINIMAL,
+        Metric.quantity("value/bias", 401, "bias of the critic", unit="return", level=Level.MINIMAL)
+        .asks("Does the critic promise too much (above 0) or too little? Explained variance cannot see this.")
+        .bounds(
             healthy="|bias| < 0.1 of ret/std",
             warn="> 0.5 of ret/std",
             critical="> 1 of ret/std",
             source="heuristic; EV(V + c) = EV(V)",
-            undefined=NO_ROWS,
-        ),
-        Metric(
-            key="value/err/std",
-            number=402,
+        )
+        .absent("no valid, finite pair of value and return"),
+        Metric.quantity(
+            "value/err/std",
+            402,
+            "standard deviation of the critic's errors",
             unit="return",
-            question="How widely do the critic's errors scatter around its bias?",
-            of="std",
             low=0.0,
+            of="std",
             level=Level.MINIMAL,
-            healthy="well below ret/std",
-            undefined=NO_ROWS,
-        ),
-        Metric(
-            key="value/err/skew",
-            number=403,
-            unit="1",
-            question="Are large errors one-sided: overestimates (above 0) or underestimates?",
-            of="skew",
-            undefined="errors do not vary",
-        ),
+        )
+        .asks("How widely do the critic's errors scatter around its bias?")
+        .bounds(healthy="well below ret/std")
+        .absent("no valid, finite pair of value and return"),
+        Metric.quantity("value/err/skew", 403, "skewness of the critic's errors", unit="1", of="skew")
+        .asks("Are large errors one-sided: overestimates (above 0) or underestimates?")
+        .absent("errors do not vary"),
     )
     estimate: Moments = reports(
-        Metric(
-            key="value/std",
-            number=404,
+        Metric.quantity(
+            "value/std",
+            404,
+            "standard deviation of the critic's estimates",
             unit="return",
-            question="How much do the critic's estimates differ between states? Near 0: it predicts the same everywhere.",
-            of="std",
             low=0.0,
+            of="std",
             level=Level.MINIMAL,
-            healthy="close to value/target/std",
-            undefined=NO_ROWS,
         )
+        .asks("How much do the critic's estimates differ between states? Near 0: it predicts the same everywhere.")
+        .bounds(healthy="close to value/target/std")
+        .absent("no valid, finite pair of value and return")
     )
     target: Moments = reports(
-        Metric(
-            key="value/target/std",
-            number=405,
+        Metric.quantity(
+            "value/target/std",
+            405,
+            "standard deviation of the critic's targets",
             unit="return",
-            question="How much do the returns vary that the critic is compared with?",
-            of="std",
             low=0.0,
+            of="std",
             level=Level.MINIMAL,
-            undefined=NO_ROWS,
         )
+        .asks("How much do the returns vary that the critic is compared with?")
+        .absent("no valid, finite pair of value and return")
     )
     quantiles: Quantiles = reports(
-        Metric(
-            key="value/err/p05",
-            number=406,
-            unit="return",
-            question="How large are the critic's worst 5 % of underestimates?",
-            of="p05",
-            healthy="|p95| / |p05| between 1/3 and 3",
-            source="heuristic",
-            undefined=NO_ROWS,
-        ),
-        Metric(
-            key="value/err/p25",
-            number=407,
-            unit="return",
-            question="Below which error lies a quarter of the estimates?",
-            of="p25",
-            undefined=NO_ROWS,
-        ),
-        Metric(
-            key="value/err/p50",
-            number=408,
-            unit="return",
-            question="What is the critic's typical (median) error?",
-            of="p50",
-            healthy="about 0",
-            undefined=NO_ROWS,
-        ),
-        Metric(
-            key="value/err/p75",
-            number=409,
-            unit="return",
-            question="Above which error lies a quarter of the estimates?",
-            of="p75",
-            undefined=NO_ROWS,
-        ),
-        Metric(
-            key="value/err/p95",
-            number=410,
-            unit="return",
-            question="How large are the critic's worst 5 % of overestimates?",
-            of="p95",
-            healthy="|p95| / |p05| between 1/3 and 3",
-            source="heuristic",
-            undefined=NO_ROWS,
-        ),
+        Metric.quantity("value/err/p05", 406, "5 % quantile of the critic's errors", unit="return", of="p05")
+        .asks("How large are the critic's worst 5 % of underestimates?")
+        .bounds(healthy="|p95| / |p05| between 1/3 and 3", source="heuristic")
+        .absent("no valid, finite pair of value and return"),
+        Metric.quantity("value/err/p25", 407, "25 % quantile of the critic's errors", unit="return", of="p25")
+        .asks("Below which error lies a quarter of the estimates?")
+        .absent("no valid, finite pair of value and return"),
+        Metric.quantity("value/err/p50", 408, "median of the critic's errors", unit="return", of="p50")
+        .asks("What is the critic's typical (median) error?")
+        .bounds(healthy="about 0")
+        .absent("no valid, finite pair of value and return"),
+        Metric.quantity("value/err/p75", 409, "75 % quantile of the critic's errors", unit="return", of="p75")
+        .asks("Above which error lies a quarter of the estimates?")
+        .absent("no valid, finite pair of value and return"),
+        Metric.quantity("value/err/p95", 410, "95 % quantile of the critic's errors", unit="return", of="p95")
+        .asks("How large are the critic's worst 5 % of overestimates?")
+        .bounds(healthy="|p95| / |p05| between 1/3 and 3", source="heuristic")
+        .absent("no valid, finite pair of value and return"),
     )
     histogram: Counts = reports(
-        Metric(
-            key="value/err/hist",
-            number=413,
-            unit="return",
-            question="How are the critic's errors distributed?",
-            undefined=NO_ROWS,
-        )
+        Metric.quantity("value/err/hist", 413, "hist of the critic's errors", unit="return")
+        .asks("How are the critic's errors distributed?")
+        .absent("no valid, finite pair of value and return")
     )
     absmax: Max = reports(
-        Metric(
-            key="value/err/absmax",
-            number=411,
-            unit="return",
-            question="What is the critic's largest single error?",
-            low=0.0,
-            undefined=NO_ROWS,
-        )
+        Metric.quantity("value/err/absmax", 411, "largest magnitude of the critic's errors", unit="return", low=0.0)
+        .asks("What is the critic's largest single error?")
+        .absent("no valid, finite pair of value and return")
     )
     nonfinite: Sum = reports(
-        Metric(
-            key="value/explained_variance_nonfinite",
-            number=412,
-            unit="count",
-            question="How many valid pairs of value and return held a NaN or an infinity?",
-            low=0.0,
-            level=Level.MINIMAL,
-            healthy="absent",
-            critical="> 0",
-            undefined="none did",
-            when_positive=True,
-        )
+        Metric.nonfinite("value/explained_variance_nonfinite", 412, "non-finite inputs of explained variance")
+        .asks("How many valid pairs of value and return held a NaN or an infinity?")
+        .absent("none did")
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def value_fit(values: ArrayLike, returns: ArrayLike, *, valid: ArrayLike | None = None) -> ValueFit:
     """Errors of the critic: moments and quantiles, and how much its estimates and the returns vary.
 
@@ -244,50 +207,38 @@ class ValueMovement(MetricGroup):
     """How far the update moved the critic's estimates from those at collection."""
 
     clip_frac: Mean | None = reports(
-        Metric(
-            key="value/clip_frac",
-            number=421,
-            unit="fraction",
-            question="Which share of the value estimates is held back by value clipping? Depends on the scale of returns.",
-            low=0.0,
-            high=1.0,
-            healthy="< 0.2",
-            warn="> 0.5",
-            source="SB3#1426",
-            undefined="value clipping is off",
+        Metric.fraction("value/clip_frac", 421, "clip fraction of values")
+        .asks("Which share of the value estimates is held back by value clipping? Depends on the scale of returns.")
+        .bounds(healthy="< 0.2", warn="> 0.5", source="SB3#1426")
+        .absent("value clipping is off")
+        .advises(
+            "Lower the learning rate or the number of epochs; where values are clipped, match clip_value to the scale of the returns."
         )
     )
     move: ScaledMean = reports(
-        Metric(
-            key="value/move_over_std",
-            number=422,
+        Metric.quantity(
+            "value/move_over_std",
+            422,
+            "movement of the critic in standard deviations of returns",
             unit="σ_R",
-            question="How far did the update move the critic, in units of the returns' spread?",
-            cost="sampled",
             low=0.0,
-            healthy="< 0.2",
-            warn="> 0.5",
-            source="heuristic",
-            undefined="returns do not vary",
+            cost="sampled",
+        )
+        .asks("How far did the update move the critic, in units of the returns' spread?")
+        .bounds(healthy="< 0.2", warn="> 0.5", source="heuristic")
+        .absent("returns do not vary")
+        .advises(
+            "Lower the learning rate or the number of epochs; where values are clipped, match clip_value to the scale of the returns."
         )
     )
     nonfinite: Sum = reports(
-        Metric(
-            key="value/clip_frac_nonfinite",
-            number=423,
-            unit="count",
-            question="How many valid new or old value estimates were NaN or infinite?",
-            low=0.0,
-            level=Level.MINIMAL,
-            healthy="absent",
-            critical="> 0",
-            undefined="none was",
-            when_positive=True,
+        Metric.nonfinite("value/clip_frac_nonfinite", 423, "non-finite inputs of clip fraction of values").asks(
+            "How many valid new or old value estimates were NaN or infinite?"
         )
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def value_movement(
     values: ArrayLike,
     old_values: ArrayLike,
@@ -321,60 +272,35 @@ def value_movement(
     )
 
 
-NO_STEP = "no valid, finite step"
-
-
 @dataclass(frozen=True, slots=True)
 class TdErrors(MetricGroup):
     """Bellman errors δ = r + γ V(next) - V."""
 
     delta: Moments = reports(
-        Metric(
-            key="value/td/mean",
-            number=431,
-            unit="reward",
-            question="Does the critic's next step contradict it on average? Above 0: it promises too little.",
-            healthy="about 0",
-            undefined=NO_STEP,
-        ),
-        Metric(
-            key="value/td/std",
-            number=432,
-            unit="reward",
-            question="How noisy are the critic's one-step surprises?",
-            of="std",
-            low=0.0,
-            undefined=NO_STEP,
-        ),
+        Metric.quantity("value/td/mean", 431, "mean of one-step surprises", unit="reward")
+        .asks("Does the critic's next step contradict it on average? Above 0: it promises too little.")
+        .bounds(healthy="about 0")
+        .absent("no valid, finite step"),
+        Metric.quantity(
+            "value/td/std", 432, "standard deviation of one-step surprises", unit="reward", low=0.0, of="std"
+        )
+        .asks("How noisy are the critic's one-step surprises?")
+        .absent("no valid, finite step"),
     )
     magnitude: Mean = reports(
-        Metric(
-            key="value/td/absmean",
-            number=433,
-            unit="reward",
-            question="How large is the critic's typical one-step surprise?",
-            low=0.0,
-            healthy="falls, then flattens",
-            undefined=NO_STEP,
-        )
+        Metric.quantity("value/td/absmean", 433, "mean magnitude of one-step surprises", unit="reward", low=0.0)
+        .asks("How large is the critic's typical one-step surprise?")
+        .bounds(healthy="falls, then flattens")
+        .absent("no valid, finite step")
     )
     nonfinite: Sum = reports(
-        Metric(
-            key="value/td/mean_nonfinite",
-            number=434,
-            unit="count",
-            question="How many valid Bellman errors were NaN or infinite?",
-            low=0.0,
-            level=Level.MINIMAL,
-            healthy="absent",
-            critical="> 0",
-            undefined="none was",
-            when_positive=True,
+        Metric.nonfinite("value/td/mean_nonfinite", 434, "non-finite inputs of mean of one-step surprises").asks(
+            "How many valid Bellman errors were NaN or infinite?"
         )
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def td_errors(
     rewards: Tensor, values: Tensor, next_values: Tensor, *, gamma: float, valid: Tensor | None = None
 ) -> TdErrors:
@@ -396,20 +322,14 @@ class TerminalError(MetricGroup):
     """The critic where nothing can follow."""
 
     error: Mean = reports(
-        Metric(
-            key="value/terminal_err",
-            number=435,
-            unit="reward",
-            question="Does the critic know the reward of an episode's last step, the easiest thing it can learn?",
-            low=0.0,
-            healthy="falls to 0 early",
-            source="Jones 2021, terminal correlation",
-            undefined="no episode terminated",
-        )
+        Metric.quantity("value/terminal_err", 435, "error at terminal steps", unit="reward", low=0.0)
+        .asks("Does the critic know the reward of an episode's last step, the easiest thing it can learn?")
+        .bounds(healthy="falls to 0 early", source="Jones 2021, terminal correlation")
+        .absent("no episode terminated")
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def terminal_error(
     values: Tensor, rewards: Tensor, terminated: Tensor, *, valid: Tensor | None = None
 ) -> TerminalError:
@@ -431,34 +351,40 @@ class EndingBias(MetricGroup):
     """The critic's bias where episodes end, by how they end."""
 
     truncated: Mean = reports(
-        Metric(
-            key="value/bias_truncated",
-            number=437,
-            unit="return",
-            question="Does the critic promise too much where a time limit cuts an episode? Far above value/bias: what would have followed"
-            " is left out of the returns, as if the episode had ended.",
+        Metric.quantity("value/bias_truncated", 437, "bias of the critic at time limits", unit="return")
+        .asks(
+            "Does the critic promise too much where a time limit cuts an episode? Far above value/bias: what would "
+            "have followed is left out of the returns, as if the episode had ended."
+        )
+        .bounds(
             healthy="near value/bias",
             warn="> value/bias + 0.5 of ret/std",
             source="heuristic; V - R is V - r where the value of the final observation is missing",
-            undefined="no episode was cut by a time limit",
+        )
+        .absent("no episode was cut by a time limit")
+        .advises(
+            "Bootstrap time limits with the value of the final observation, not with that of the next episode's first."
         )
     )
     terminated: Mean = reports(
-        Metric(
-            key="value/bias_terminated",
-            number=438,
-            unit="return",
-            question="Does the critic promise too much where an episode ends by itself? Far below value/bias: something is said to follow"
-            " where nothing can.",
+        Metric.quantity("value/bias_terminated", 438, "bias of the critic at terminations", unit="return")
+        .asks(
+            "Does the critic promise too much where an episode ends by itself? Far below value/bias: something is "
+            "said to follow where nothing can."
+        )
+        .bounds(
             healthy="near value/bias",
             warn="< value/bias - 0.5 of ret/std",
             source="heuristic; V - R is V - r - γ V(next) where a termination is taken for a time limit",
-            undefined="no episode terminated",
+        )
+        .absent("no episode terminated")
+        .advises(
+            "Do not bootstrap where an episode terminates: check that the environment tells terminated from truncated."
         )
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def ending_bias(
     values: Tensor, returns: Tensor, ended: Tensor, terminated: Tensor, *, valid: Tensor | None = None
 ) -> EndingBias:
@@ -505,21 +431,18 @@ class MonteCarloFit(MetricGroup):
     """The critic against returns that do not contain it."""
 
     fit: Explained = reports(
-        Metric(
-            key="value/ev_mc",
-            number=436,
-            unit="1",
-            question="Does the critic explain the returns of complete episodes, which unlike its targets do not contain itself?",
-            high=1.0,
-            cost="update",
-            healthy="at least value/explained_variance - 0.2",
-            source="λ-returns contain the critic",
-            undefined="no episode terminated in the rollout, or their returns do not vary",
+        Metric.quantity(
+            "value/ev_mc", 436, "explained variance of finished episodes", unit="1", high=1.0, cost="update"
         )
+        .asks(
+            "Does the critic explain the returns of complete episodes, which unlike its targets do not contain itself?"
+        )
+        .bounds(healthy="at least value/explained_variance - 0.2", source="λ-returns contain the critic")
+        .absent("no episode terminated in the rollout, or their returns do not vary")
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def monte_carlo_fit(
     values: Tensor,
     rewards: Tensor,

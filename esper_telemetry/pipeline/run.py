@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-from esper_telemetry.core.catalogue import registry
+from esper_telemetry.alarms.registry import registry
 from esper_telemetry.core.metric import declared
 from esper_telemetry.core.packing import SlotLayout, Values
 from esper_telemetry.core.record import Axes, Level, MetricInfo, RunInfo, RunStatus

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from importlib.metadata import entry_points
 from typing import Final, NamedTuple
 
+from esper_telemetry.core.catalogue import families as catalogue_families
+from esper_telemetry.core.catalogue import family_name
+from esper_telemetry.core.metric import MetricFamily
 from esper_telemetry.core.record import Level, MetricInfo, Record, RunInfo, template_of
 from esper_telemetry.sinks.protocol import logger
 
@@ -33,76 +35,31 @@ RESERVED_SHARE: Final = 5
 """One key in this many, at most, is reserved for expected keys that have not appeared yet."""
 
 
-class Family(NamedTuple):
-    """The metrics whose keys begin with one segment.
-
-    Attributes:
-        question: that their section of a dashboard answers.
-        axis: that their charts are drawn over.
-        place: order among the families, smallest first; 0 for a user's own family, which was added on purpose.
-    """
-
-    question: str
-    axis: str = "axis/update"
-    place: int = 0
-
-
-FAMILIES: Final = {
-    "alarm": Family("Is anything wrong?", place=10),
-    "episode": Family("Is it learning?", axis="axis/env_step", place=20),
-    "eval": Family("How good is it without exploring?", axis="axis/env_step", place=30),
-    "policy": Family("Is the policy moving too far?", place=40),
-    "value": Family("Is the critic useful?", place=50),
-    "grad": Family("Who owns the gradient?", place=60),
-    "integrity": Family("Does the update compute what it should?", place=70),
-    "adv": Family("Do the advantages carry a signal?", place=80),
-    "loss": Family("What is being minimised?", place=90),
-    "numerics": Family("Are all numbers finite?", place=100),
-    "lstm": Family("Does memory work?", place=110),
-    "opt": Family("Are the optimizer's steps the right size?", place=120),
-    "ret": Family("What must the critic predict?", place=130),
-    "reward": Family("What does the environment pay?", axis="axis/env_step", place=140),
-    "obs": Family("Does the policy see anything change?", place=150),
-    "repr": Family("Can the network still learn?", place=160),
-    "norm": Family("Do the normalisers keep up?", place=200),
-    "buffer": Family("How old is the data?", place=210),
-    "task": Family("How does the task go?", axis="axis/env_step", place=220),
-    "train": Family("How fast is it?", axis="axis/env_step", place=230),
-    "perf": Family("Where does the time go?", axis="axis/env_step", place=240),
-    "telemetry": Family("How is telemetry itself?", place=250),
-}
-"""The bundled families by the first segment of their keys, most important first."""
-
-FAMILY_GROUP: Final = "esper_telemetry.families"
-"""Group of the entry points under which a package declares a dictionary like the one above; the module must not import torch."""
+TASK_FAMILY: Final = MetricFamily(
+    "task",
+    "Task",
+    "Numbers that environments report about their own task.",
+    place=215,
+    question="How does the task go?",
+    axis="axis/env_step",
+)
+"""The family of metrics that no module declares, as their keys are the environments'."""
 
 
 @lru_cache(maxsize=1)
-def families() -> dict[str, Family]:
-    """Return the bundled families and those that installed packages declare, by place."""
-    declared = dict(FAMILIES)
-    for entry in entry_points(group=FAMILY_GROUP):
-        try:
-            declared |= {name: family for name, family in entry.load().items() if name not in FAMILIES}
-        except Exception as error:  # a broken plugin costs the titles of its charts, not the sink
-            logger.warning("the families of %s (%s) cannot be loaded: %s", entry.name, entry.value, error)
-    return dict(sorted(declared.items(), key=lambda item: item[1].place))
+def families() -> dict[str, MetricFamily]:
+    """Return the families that answer a question, those of this package and of installed plugins, by place."""
+    declared = {**catalogue_families(), TASK_FAMILY.name: TASK_FAMILY}
+    return {family.name: family for family in sorted(declared.values(), key=lambda item: item.place) if family.question}
 
 
-def family_name(key: str) -> str:
-    """Return the first segment of a key."""
-    return key.partition("/")[0]
+def family_of(key: str) -> MetricFamily:
+    """Return the family of a key; one named after the key, at the first place, where nobody declares it.
 
-
-def family_of(key: str) -> Family:
-    """Return the family of a key; one named after the key where nobody declares it."""
+    A user's own metrics were added on purpose, so they are more important than any bundled family.
+    """
     name = family_name(key)
-    return FAMILIES.get(name) or families().get(name) or Family(f"Your own: {name}")
-
-
-def importance(key: str) -> int:
-    """Return the place of the key's family; 0, the first, for a family that nobody declares."""
-    return family_of(key).place
+    return families().get(name) or MetricFamily(name, name, "", place=0, question=f"Your own: {name}")
 
 
 class Chart(NamedTuple):
@@ -142,7 +99,7 @@ def sections(keys: Iterable[str], run: RunInfo) -> list[Section]:
     for key in sorted(keys):
         keys_by_family[family_name(key)].append(key)
     declared = families()
-    ordered = sorted(keys_by_family, key=lambda name: (name not in declared, importance(name), name))
+    ordered = sorted(keys_by_family, key=lambda name: (name not in declared, family_of(name).place, name))
     return [Section(name, family_of(name).question, tuple(_charts(keys_by_family[name], run))) for name in ordered]
 
 
@@ -259,7 +216,7 @@ class KeyBudget:
         """Return keys of every level first, histories of other keys last."""
         info = self.run.describe(key)
         is_history = template_of(key, self.run.metrics).startswith(HISTORY_LABEL)
-        return (info is not None and info.level != "minimal", is_history, importance(key), key)
+        return (info is not None and info.level != "minimal", is_history, family_of(key).place, key)
 
     def _is_detail(self, key: str) -> bool:
         template = template_of(key, self.run.metrics)

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from esper_telemetry.core.catalogue import family_name
 from esper_telemetry.core.record import RUN_FAILED, Alarm, AlarmEvent, MetricInfo, RunInfo, template_of
-from esper_telemetry.sinks.layout import families, family_name
+from esper_telemetry.sinks.layout import families
 from esper_telemetry.sinks.values import flattened
 
 MAX_ALARMS: Final = 1000

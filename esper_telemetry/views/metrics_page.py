@@ -1,13 +1,16 @@
-"""The registry as a page for people: `docs/metrics.md`."""
+"""The registry as text for people (`docs/metrics.md`) and as plain values for programs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
 
 from esper_telemetry.alarms.kinds import ALARMS, AlarmType
-from esper_telemetry.core.catalogue import PRIORITIES, MetricEntry, registry
-from esper_telemetry.core.families import CHAPTERS, chapter_of
+from esper_telemetry.alarms.registry import PRIORITIES, MetricEntry, registry
+from esper_telemetry.core.catalogue import families, family_name
 from esper_telemetry.history.derive import ALL
+from esper_telemetry.sinks.console import COLUMNS
 
 INTRODUCTION = """\
 # What every number means
@@ -37,7 +40,7 @@ Entropies and divergences are in *nats*, natural logarithms; a *decade* is a fac
 **An entry, line by line.** First the bounds; then what it means when they are left, and *what to try*, the likeliest first; alarms are
 named in `code`. Then comes small print: the number of the metric (`TELE-101`), its unit and range, how an update's minibatches
 become one number, and how much it matters: `critical` decides whether a run is wrong for certain, `high` is a headline, `detail` is read
-beside others. The last line names tests of this project that check the number.
+beside others.
 
 **Levels**: `minimal` has one headline per family and everything that tells a broken run for certain; `normal` is the default; `debug`
 adds every layer, histograms of gradients and evidence. **Costs**: *free* is in every record; *sampled* is measured in one update of
@@ -51,41 +54,70 @@ COSTS = {
     "sampled": "sampled updates",
     "debug": "debug only",
 }
+CONSOLE_KEYS = frozenset(key for column in COLUMNS for key in column.keys)
 
 
 def page() -> str:
-    """The whole page, Markdown."""
-    found = registry()
-    parts = [INTRODUCTION, _contents(found), _symptoms(), *_chapters(found)]
+    """Return the whole page, Markdown."""
+    entries = registry()
+    names = [*families(), *sorted({_family(entry) for entry in entries} - families().keys())]
+    chapters = [(name, sorted((entry for entry in entries if _family(entry) == name), key=_rank)) for name in names]
+    parts = [
+        INTRODUCTION,
+        _contents(chapters),
+        _symptoms(),
+        *(_chapter(*chapter) for chapter in chapters if chapter[1]),
+    ]
     return "\n".join(parts).rstrip() + "\n"
 
 
 def entry_text(entry: MetricEntry) -> str:
-    """One entry, Markdown."""
+    """Return one entry, Markdown."""
     metric = entry.metric
-    lines = [f"### `{metric.key}`", "", f"**{_sentence(entry.name)}.** {metric.question}", ""]
-    lines += [f"- {line}" for line in _facts(entry)]
-    return "\n".join(lines) + "\n"
+    lines = [f"### `{metric.key}`", "", f"**{entry.name[:1].upper()}{entry.name[1:]}.** {metric.question}", ""]
+    return "\n".join([*lines, *(f"- {line}" for line in _facts(entry))]) + "\n"
+
+
+def entry_values(entry: MetricEntry) -> dict[str, Any]:
+    """Return everything that an entry says, as plain values."""
+    info = entry.info()
+    described = {item.name: getattr(info, item.name) for item in fields(info)}
+    lists = {"alarms": [alarm.type for alarm in entry.alarms], "series": list(entry.series)}
+    return {"key": entry.metric.key, **described, **lists, "sinks": _sink_forms(entry)}
+
+
+def _sink_forms(entry: MetricEntry) -> dict[str, str]:
+    """Return the form in which the journal and each bundled sink carry a metric."""
+    if entry.reduction.startswith("histogram"):
+        forms = {"journal": "histogram", "tensorboard": "histogram", "wandb": "histogram"}
+        forms["mlflow"] = "quantiles p05, p50 and p95"
+    else:
+        form = "at level debug, or with details" if "{layer}" in entry.metric.key else "scalar"
+        forms = {"journal": "scalar", **dict.fromkeys(("tensorboard", "wandb", "mlflow"), form)}
+    return forms | ({"console": "column"} if entry.metric.key in CONSOLE_KEYS else {})
 
 
 def _facts(entry: MetricEntry) -> Iterator[str]:
     metric = entry.metric
     bounds = {"normal": metric.healthy, "warning": metric.warn, "critical": metric.critical}
-    said = "; ".join(f"**{name}** {text}" for name, text in bounds.items() if text) or UNBOUNDED
-    yield said + (f" ({metric.source})" if metric.source else "")
-    yield from _when_not(entry)
+    text = "; ".join(f"**{name}** {bound}" for name, bound in bounds.items() if bound) or UNBOUNDED
+    yield text + (f" ({metric.source})" if metric.source else "")
+    yield from _when_not_normal(entry)
     if metric.undefined:
         yield f"absent when: {metric.undefined}"
     if entry.series:
         names = "every ending" if len(entry.series) >= len(ALL) else ", ".join(f"`/{name}`" for name in entry.series)
         yield f"its [history](#histories), under the same key with: {names}"
-    yield _small(entry)
-    if entry.verified:
-        yield "verified by: " + ", ".join(f"`{test}`" for test in entry.verified)
+    parts = [metric.id, f"unit: {metric.unit}", _range(entry), entry.reduction, f"level {metric.level.name.lower()}"]
+    parts += [COSTS[metric.cost], f"priority {entry.priority}"]
+    forms = {form for sink, form in _sink_forms(entry).items() if sink not in ("journal", "console")}
+    if forms != {"scalar"}:
+        parts.append("in dashboards: " + ", ".join(sorted(forms)))
+    yield " · ".join(part for part in parts if part)
 
 
-def _when_not(entry: MetricEntry) -> Iterator[str]:
-    """What it shows when it is not normal, and what to try; of alarms that other metrics decide the names alone."""
+def _when_not_normal(entry: MetricEntry) -> Iterator[str]:
+    """Yield what the metric shows outside its bounds and what to try; only the names of alarms that other metrics decide."""
     deciding = [alarm for alarm in entry.alarms if alarm.reads[0] == entry.metric.key] or list(entry.alarms[:1])
     for alarm in deciding:
         yield f"when it is not (`{alarm.type}`): {alarm.meaning} **What to try:** {alarm.action}"
@@ -94,16 +126,6 @@ def _when_not(entry: MetricEntry) -> Iterator[str]:
     others = [alarm for alarm in entry.alarms if alarm not in deciding]
     if others:
         yield "also a sign of: " + "; ".join(f"`{alarm.type}` ({alarm.meaning.rstrip('.')})" for alarm in others)
-
-
-def _small(entry: MetricEntry) -> str:
-    """What a reader seldom needs, in one line."""
-    metric = entry.metric
-    parts = [metric.id, f"unit: {metric.unit}", _range(entry), entry.reduction, f"level {metric.level.name.lower()}"]
-    parts += [COSTS[metric.cost], f"priority {entry.priority}"]
-    if form := _unusual(entry.sinks):
-        parts.append(form)
-    return " · ".join(part for part in parts if part)
 
 
 def _range(entry: MetricEntry) -> str:
@@ -115,49 +137,46 @@ def _range(entry: MetricEntry) -> str:
     return f"{low:g} to {high:g}" if low is not None else f"at most {high:g}"
 
 
-def _unusual(sinks: dict[str, str]) -> str:
-    """Where a backend carries something other than a scalar, or not always."""
-    forms = {form for sink, form in sinks.items() if sink not in ("journal", "console")}
-    return "" if forms == {"scalar"} else "in dashboards: " + ", ".join(sorted(forms))
-
-
-def _contents(found: Sequence[MetricEntry]) -> str:
-    counts = {chapter_of(key).title: sum(_family(e) == key for e in found) for key in CHAPTERS}
-    rows = [f"- [{title}](#{_anchor(title)}), {count}" for title, count in counts.items() if count]
+def _contents(chapters: Sequence[tuple[str, Sequence[MetricEntry]]]) -> str:
+    rows = [
+        f"- [{entries[0].category}](#{_anchor(entries[0].category)}), {len(entries)}"
+        for _, entries in chapters
+        if entries
+    ]
     return "\n".join(["## Contents", "", *rows, ""])
 
 
 def _symptoms() -> str:
-    """Every known way to go wrong, in causal order."""
+    """Return the table of all alarms in causal order."""
     head = [
         "## From a symptom to a cause",
         "",
         "The first of these that applies tends to be the cause of the others.",
         "",
+        "| what has happened | look at | what to try |",
+        "|---|---|---|",
     ]
-    table = ["| what has happened | look at | what to try |", "|---|---|---|"]
-    return "\n".join([*head, *table, *map(_symptom, ALARMS), ""])
+    return "\n".join([*head, *map(_symptom, ALARMS), ""])
 
 
 def _symptom(alarm: AlarmType) -> str:
     keys = ", ".join(f"[`{key}`](#{_anchor(key)})" for key in alarm.reads[:3])
-    return f"| **{alarm.type}**: {_cell(alarm.meaning)} | {keys} | {_cell(alarm.action)} |"
+    meaning, action = (text.replace("|", "\\|") for text in (alarm.meaning, alarm.action))
+    return f"| **{alarm.type}**: {meaning} | {keys} | {action} |"
 
 
-def _chapters(found: Sequence[MetricEntry]) -> Iterator[str]:
-    for family, chapter in CHAPTERS.items():
-        members = sorted((entry for entry in found if _family(entry) == family), key=_rank)
-        if members:
-            yield _chapter(chapter.title, chapter.about, chapter.first, members)
-    others = [entry for entry in found if _family(entry) not in CHAPTERS]
-    if others:
-        yield _chapter("Others", "", (), others)
-
-
-def _chapter(title: str, about: str, first: Iterable[str], members: Iterable[MetricEntry]) -> str:
-    look = ", ".join(f"[`{key}`](#{_anchor(key)})" for key in first)
-    head = [f"## {title}", "", about, *(["", f"Look at these first: {look}."] if look else []), ""]
-    return "\n".join([*head, *map(entry_text, members)])
+def _chapter(name: str, entries: Sequence[MetricEntry]) -> str:
+    family = families().get(name)
+    head = [f"## {entries[0].category}", ""]
+    if family:
+        head += [family.about, ""]
+    if family and family.first:
+        head[-1:] = [
+            "",
+            "Look at these first: " + ", ".join(f"[`{key}`](#{_anchor(key)})" for key in family.first) + ".",
+            "",
+        ]
+    return "\n".join([*head, *map(entry_text, entries)])
 
 
 def _rank(entry: MetricEntry) -> tuple[int, int]:
@@ -165,18 +184,9 @@ def _rank(entry: MetricEntry) -> tuple[int, int]:
 
 
 def _family(entry: MetricEntry) -> str:
-    return entry.metric.key.partition("/")[0]
-
-
-def _sentence(name: str) -> str:
-    return name[:1].upper() + name[1:]
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return family_name(entry.metric.key)
 
 
 def _anchor(heading: str) -> str:
-    """As GitHub makes them: lower case, punctuation dropped, blanks to hyphens."""
-    kept = "".join(c for c in heading.lower() if c.isalnum() or c in " -_")
-    return kept.replace(" ", "-")
+    """Return GitHub's anchor of a heading: lower case, punctuation dropped, blanks to hyphens."""
+    return "".join(c for c in heading.lower() if c.isalnum() or c in " -_").replace(" ", "-")

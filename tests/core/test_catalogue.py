@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from types import ModuleType
 
 import pytest
 
-from esper_telemetry.core.catalogue import catalogue, groups
-from esper_telemetry.core.metric import Metric, declared, label_field
-from esper_telemetry.core.record import LABELS, WHOLE_KEYS, check_key, template_of
+from esper_telemetry.core.catalogue import ENTRY_POINT_GROUP, _modules, catalogue, families, groups
+from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.metric import Metric, declared, label_field, reports
+from esper_telemetry.core.record import LABELS, WHOLE_KEYS, Level, check_key, template_of
+from esper_telemetry.core.reduction import Mean
 
 
 def test_keys_and_numbers_are_unique_and_sorted() -> None:
-    found = catalogue()
+    keys = [metric.key for group in groups() for _, metric in declared(group)]
+    numbers = [metric.number for metric in catalogue()]
 
-    assert len({metric.key for metric in found}) == len(found)
-    assert [metric.number for metric in found] == sorted({metric.number for metric in found})
+    assert sorted(set(keys)) == sorted(keys)
+    assert numbers == sorted(set(numbers))
 
 
 @pytest.mark.parametrize("metric", catalogue(), ids=lambda metric: metric.key)
@@ -57,3 +66,68 @@ def test_labels_are_known_to_readers_of_records() -> None:
 def test_a_key_is_traced_to_the_template_it_was_made_from(key: str, template: str) -> None:
     """A label of temporal suffixes is a whole key, of however many segments."""
     assert template_of(key, {metric.key: metric for metric in catalogue()}) == template
+
+
+def test_declarations_need_no_torch() -> None:
+    """In a process of their own: nothing that the catalogue imports, of this package or of plugins, imports torch."""
+    program = "import sys; from esper_telemetry.core.catalogue import catalogue; assert catalogue(); print('torch' in sys.modules)"
+
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+
+    assert answer.stdout == "False\n"
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """An installed module that declares a metric, and declares one of ours again."""
+    module = ModuleType("curiosity_metrics")
+
+    @dataclass(frozen=True, slots=True)
+    class Curiosity(MetricGroup):
+        bonus: Mean = reports(
+            Metric(key="curiosity/bonus", unit="reward", question="How much does novelty pay?"),
+            Metric(key="policy/kl", unit="reward", question="Is this ours?"),
+        )
+
+    Curiosity.__module__ = module.__name__
+    module.Curiosity = Curiosity  # type: ignore[attr-defined]  # what a plugin's module would define
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    entries = [
+        EntryPoint("broken", "no_such_module_of_metrics", ENTRY_POINT_GROUP),
+        EntryPoint("curiosity", module.__name__, ENTRY_POINT_GROUP),
+    ]
+    monkeypatch.setattr("esper_telemetry.core.catalogue.entry_points", lambda group: entries)
+    forget()
+    yield module
+    forget()
+
+
+def forget() -> None:
+    for cached in (catalogue, families, _modules):
+        cached.cache_clear()
+
+
+def test_plugins_add_metrics(plugin: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    """A plugin that cannot be imported and a key that is declared twice cost a warning each."""
+    metrics = {metric.key: metric for metric in catalogue()}
+
+    assert metrics["curiosity/bonus"].question == "How much does novelty pay?"
+    assert metrics["policy/kl"].unit == "nats"
+    assert "curiosity_metrics declares the metric 'policy/kl' again" in caplog.text
+    assert "the metrics of the plugin 'broken' (no_such_module_of_metrics) cannot be loaded" in caplog.text
+
+
+def test_a_declaration_says_what_differs_from_its_unit() -> None:
+    metric = (
+        Metric.fraction("my/share", 0, "share of mine", level=Level.DEBUG)
+        .asks("How much is mine?")
+        .bounds(healthy="> 0.5", source="heuristic")
+        .absent("there is nothing to share")
+        .advises("Ask for more.")
+    )
+
+    assert (metric.unit, metric.low, metric.high, metric.level) == ("fraction", 0.0, 1.0, Level.DEBUG)
+    assert metric.info().undefined == "there is nothing to share"
+    assert (metric.info().name, metric.info().action) == ("share of mine", "Ask for more.")
+    assert Metric.ratio("my/gain", 0, "gain", low=1.0).low == 1.0
+    assert Metric.nonfinite("my/share_nonfinite", 0, "rest").when_positive

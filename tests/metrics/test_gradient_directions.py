@@ -7,21 +7,21 @@ import math
 import pytest
 import torch
 
-from esper_telemetry.metrics.gradients import (
-    concentration,
-    gradient_norms,
+from esper_telemetry.metrics.gradients.concentration import concentration, layer_concentration
+from esper_telemetry.metrics.gradients.directions import (
     gradient_signs,
     gradient_zeros,
+    minibatch_alignment,
+    successive_alignment,
+)
+from esper_telemetry.metrics.gradients.interference import (
     group_interference,
     interference,
-    layer_concentration,
     leaf_interference,
-    minibatch_alignment,
     parameter_interference,
-    shard_noise,
-    successive_alignment,
-    two_batch_noise,
 )
+from esper_telemetry.metrics.gradients.noise_scale import shard_noise, two_batch_noise
+from esper_telemetry.metrics.gradients.norms import gradient_norms
 
 
 def test_sizes_of_actor_and_critic_are_compared_step_by_step() -> None:

@@ -10,13 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.metrics.gradients import (
-    clip_coefficients,
-    gradient_health,
-    gradient_norms,
-    head_gradients,
-    term_gradients,
-)
+from esper_telemetry.metrics.gradients.health import gradient_health
+from esper_telemetry.metrics.gradients.norms import clip_coefficients, gradient_norms, head_gradients, term_gradients
 
 
 def values(result: Iterable[MetricGroup]) -> dict[str, float]:

@@ -8,23 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.metrics.lstm import (
-    Gates,
-    bptt_stats,
-    bucket_width,
-    cell_growth,
+from esper_telemetry.metrics.lstm.gates import Gates, gate_stats, gates_between, lstm_gates, lstm_weights, timescales
+from esper_telemetry.metrics.lstm.sequences import bptt_stats, bucket_width, cell_growth, memory_use
+from esper_telemetry.metrics.lstm.states import (
     first_staleness,
-    gate_stats,
-    gates_between,
-    lstm_gates,
-    lstm_weights,
-    memory_use,
     reset_stats,
     state_ages,
     state_size,
     state_staleness,
     state_stats,
-    timescales,
 )
 
 STEPS, ENVS, INPUTS, UNITS = 12, 3, 5, 7

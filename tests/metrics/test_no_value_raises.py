@@ -16,7 +16,8 @@ from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.record import Level
 from esper_telemetry.history.derive import Series
 from esper_telemetry.metrics.actions import ActionTotal
-from esper_telemetry.metrics.lstm import lstm_weights, state_ages, state_size
+from esper_telemetry.metrics.lstm.gates import lstm_weights
+from esper_telemetry.metrics.lstm.states import state_ages, state_size
 from esper_telemetry.metrics.optimizer import AdamState
 from esper_telemetry.pipeline.window import Window
 from esper_telemetry.updates import (

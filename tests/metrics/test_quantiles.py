@@ -9,8 +9,16 @@ import pytest
 import torch
 
 from esper_telemetry.core.reduction import Array
-from esper_telemetry.metrics.actions import ascending, quantiles, sample
-from esper_telemetry.metrics.statistics import COARSE, FINE, NAMED, Quantiles, as_quantiles
+from esper_telemetry.metrics.statistics import (
+    COARSE,
+    FINE,
+    NAMED,
+    Quantiles,
+    as_quantiles,
+    ascending,
+    quantiles,
+    sample,
+)
 
 BIN = 1 / 64
 

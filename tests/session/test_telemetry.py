@@ -28,7 +28,8 @@ from esper_telemetry import (
     read_run,
     reports,
 )
-from esper_telemetry.metrics.gradients import gradient_norms, health
+from esper_telemetry.metrics.gradients import health
+from esper_telemetry.metrics.gradients.norms import gradient_norms
 from esper_telemetry.testing import FailingSink, MemorySink
 from esper_telemetry.updates import Snapshot
 from esper_telemetry.updates.failure import Candidate

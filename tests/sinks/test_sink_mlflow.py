@@ -24,7 +24,7 @@ from mlflow.tracking import MlflowClient
 from sink_runs import HISTOGRAM, record, run_info
 
 from esper_telemetry import Telemetry, read_run
-from esper_telemetry.core.catalogue import registry
+from esper_telemetry.alarms.registry import registry
 from esper_telemetry.core.record import Record, RunInfo, RunStatus
 from esper_telemetry.sinks import MLflowSink, PermanentSinkError
 from esper_telemetry.sinks.mlflow import database as mlflow_rows

@@ -4,19 +4,19 @@ import enum
 import shlex
 import subprocess
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sink_runs import HISTOGRAM, METRICS, record, run_info
 
-from esper_telemetry.core.catalogue import registry
+from esper_telemetry.alarms.registry import registry
+from esper_telemetry.core.catalogue import family_name
 from esper_telemetry.core.record import Histogram, MetricInfo
 from esper_telemetry.core.redaction import masked
 from esper_telemetry.delivery.status import replay_command
-from esper_telemetry.sinks import MLflowSink, Sink, TensorBoardSink, WandbSink, as_sink, layout
-from esper_telemetry.sinks.layout import FAMILY_GROUP, Chart, families, family_name, sections
+from esper_telemetry.sinks import MLflowSink, Sink, TensorBoardSink, WandbSink, as_sink
+from esper_telemetry.sinks.layout import Chart, sections
 from esper_telemetry.sinks.mlflow.run import LegalNames, legal
 from esper_telemetry.sinks.pages import metric_description, run_readme
 from esper_telemetry.sinks.values import by_tag, flattened, midpoints, plain, trimmed, with_at_most
@@ -121,18 +121,9 @@ def test_leftovers_share_a_chart_only_from_one_bound_to_another() -> None:
     assert section.charts[0].title == "my: a, b [fraction]"
 
 
-def test_a_package_declares_the_families_of_its_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Declared families stand at their places, a user's own ones last; a package that cannot be imported costs a warning."""
-    entries = [
-        EntryPoint("growth", "esper_telemetry.lab.morphogenesis.families:FAMILIES", FAMILY_GROUP),
-        EntryPoint("broken", "no_such_package:FAMILIES", FAMILY_GROUP),
-    ]
-    monkeypatch.setattr(layout, "entry_points", lambda group: [entry for entry in entries if entry.group == group])
-    families.cache_clear()
-    try:
-        questions = [section.question for section in sections(["my/key", "perf/a", "seed/active", "obs/b"], run_info())]
-    finally:
-        families.cache_clear()
+def test_families_stand_at_the_places_that_their_declarations_say() -> None:
+    """Those of a plugin, such as `seed`, between bundled ones; a user's own last."""
+    questions = [section.question for section in sections(["my/key", "perf/a", "seed/active", "obs/b"], run_info())]
 
     assert questions == [
         "Does the policy see anything change?",

@@ -17,7 +17,7 @@ from esper_telemetry.alarms.kinds import ALARMS
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Histogram, Record
 from esper_telemetry.events import BackwardEnd, MinibatchEnd, RolloutEnd
 from esper_telemetry.journal import plain
-from esper_telemetry.metrics.gradients import gradient_norms
+from esper_telemetry.metrics.gradients.norms import gradient_norms
 from esper_telemetry.ppo.environments import CueRecall
 from esper_telemetry.updates import GradientSample, Minibatches, Snapshot
 from esper_telemetry.updates.data import BackwardGradients, RolloutData

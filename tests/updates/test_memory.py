@@ -15,7 +15,7 @@ from esper_telemetry import PPO, Level, PPOConfig, Telemetry, attach, make_env, 
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.events import MinibatchEnd, RecurrentForward, RolloutEnd
 from esper_telemetry.metrics.integrity import MaskViolation
-from esper_telemetry.metrics.lstm import gates_between, lstm_weights
+from esper_telemetry.metrics.lstm.gates import gates_between, lstm_weights
 from esper_telemetry.pipeline.sampling import FIRST
 from esper_telemetry.ppo.environments import CueRecall, Environment
 from esper_telemetry.updates import Containment, Minibatches, Snapshot, summarize

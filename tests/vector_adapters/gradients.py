@@ -10,21 +10,18 @@ from torch import Tensor
 
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.history.gradients import NoiseAverage
-from esper_telemetry.metrics.gradients import (
-    concentration,
-    gradient_health,
-    gradient_norms,
+from esper_telemetry.metrics.gradients.concentration import concentration, layer_concentration
+from esper_telemetry.metrics.gradients.directions import (
     gradient_signs,
     gradient_zeros,
-    interference,
-    layer_concentration,
     minibatch_alignment,
-    parameter_interference,
-    shard_noise,
     successive_alignment,
-    two_batch_noise,
     weighted_pair_cosine,
 )
+from esper_telemetry.metrics.gradients.health import gradient_health
+from esper_telemetry.metrics.gradients.interference import interference, parameter_interference
+from esper_telemetry.metrics.gradients.noise_scale import shard_noise, two_batch_noise
+from esper_telemetry.metrics.gradients.norms import gradient_norms
 from esper_telemetry.metrics.optimizer import (
     adam_held,
     adam_state,

@@ -5,18 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.metrics.lstm import (
-    cell_growth,
-    gate_stats,
-    lstm_gates,
-    lstm_weights,
-    reset_stats,
-    state_ages,
-    state_size,
-    state_staleness,
-    state_stats,
-    timescales,
-)
+from esper_telemetry.metrics.lstm.gates import gate_stats, lstm_gates, lstm_weights, timescales
+from esper_telemetry.metrics.lstm.sequences import cell_growth
+from esper_telemetry.metrics.lstm.states import reset_stats, state_ages, state_size, state_staleness, state_stats
 from vector_adapters.inputs import Inputs, Values, floats
 
 

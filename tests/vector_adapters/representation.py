@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from esper_telemetry.metrics.actions import keep
 from esper_telemetry.metrics.representation import (
     DORMANT,
     dormant_scores,
@@ -12,6 +11,7 @@ from esper_telemetry.metrics.representation import (
     feature_rank,
     unit_activity,
 )
+from esper_telemetry.metrics.statistics import keep
 from vector_adapters.inputs import Inputs, Values, floats
 
 

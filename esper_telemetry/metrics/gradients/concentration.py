@@ -10,10 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Counts, Mean
@@ -26,47 +24,24 @@ class Concentration(MetricGroup):
 
     replicated: ClassVar[bool] = True
     entropy: Mean | None = reports(
-        Metric(
-            key="grad/concentration/entropy",
-            number=550,
-            unit="fraction",
-            question="Is the gradient spread over all parameters (1) or owned by one (0)?",
-            low=0.0,
-            high=1.0,
-            cost="sampled",
-            healthy="> 0.8; Gaussian entries give 1 - 0.73/ln n",
-            warn="< 0.6",
-            critical="< 0.4",
-            source="heuristic",
-            undefined="the gradient is zero or not finite, or has one entry",
+        Metric.fraction("grad/concentration/entropy", 550, "spread of the gradient over parameters", cost="sampled")
+        .asks("Is the gradient spread over all parameters (1) or owned by one (0)?")
+        .bounds(
+            healthy="> 0.8; Gaussian entries give 1 - 0.73/ln n", warn="< 0.6", critical="< 0.4", source="heuristic"
         )
+        .absent("the gradient is zero or not finite, or has one entry")
     )
     participation: Mean | None = reports(
-        Metric(
-            key="grad/concentration/participation",
-            number=551,
-            unit="fraction",
-            question="What share of the parameters takes part in learning? Gaussian entries give 1/3.",
-            low=0.0,
-            high=1.0,
-            cost="sampled",
-            warn="< 0.01",
-            source="heuristic",
-            undefined="the gradient is zero or not finite",
-        )
+        Metric.fraction("grad/concentration/participation", 551, "share of parameters that learn", cost="sampled")
+        .asks("What share of the parameters takes part in learning? Gaussian entries give 1/3.")
+        .bounds(warn="< 0.01", source="heuristic")
+        .absent("the gradient is zero or not finite")
     )
     hoyer: Mean | None = reports(
-        Metric(
-            key="grad/concentration/hoyer",
-            number=552,
-            unit="fraction",
-            question="How sparse is the gradient: 0 even, 1 a single entry? Gaussian entries give 0.2.",
-            low=0.0,
-            high=1.0,
-            cost="sampled",
-            source="Hoyer 2004",
-            undefined="the gradient is zero or not finite, or has one entry",
-        )
+        Metric.fraction("grad/concentration/hoyer", 552, "sparsity of the gradient", cost="sampled")
+        .asks("How sparse is the gradient: 0 even, 1 a single entry? Gaussian entries give 0.2.")
+        .bounds(source="Hoyer 2004")
+        .absent("the gradient is zero or not finite, or has one entry")
     )
 
 
@@ -76,23 +51,14 @@ class LayerConcentration(MetricGroup):
 
     replicated: ClassVar[bool] = True
     layer_entropy: Mean | None = reports(
-        Metric(
-            key="grad/concentration/layer_entropy",
-            number=553,
-            unit="fraction",
-            question="Is the gradient spread over all layers (1) or owned by one (0)?",
-            low=0.0,
-            high=1.0,
-            healthy="> 0.5",
-            warn="< 0.2",
-            critical="< 0.1",
-            source="heuristic",
-            undefined="the gradient is zero or not finite, or there is one tensor",
-        )
+        Metric.fraction("grad/concentration/layer_entropy", 553, "spread of the gradient over layers")
+        .asks("Is the gradient spread over all layers (1) or owned by one (0)?")
+        .bounds(healthy="> 0.5", warn="< 0.2", critical="< 0.1", source="heuristic")
+        .absent("the gradient is zero or not finite, or there is one tensor")
     )
 
 
-@torch.no_grad()
+@no_grad
 def concentration(gradients: Sequence[Tensor]) -> Concentration:
     """How the squared entries p = g²/Σg² of all tensors are spread: entropy/ln n, 1/(n Σp²) and Hoyer's sparsity.
 
@@ -149,17 +115,20 @@ class GradientDecades(MetricGroup):
 
     replicated: ClassVar[bool] = True
     decades: Counts | None = reports(
-        Metric(
-            key="grad/decades",
-            number=548,
+        Metric.quantity(
+            "grad/decades",
+            548,
+            "sizes of the gradient's entries",
             unit="log10 of |entry|",
-            question="How are the sizes of the gradient's entries spread? Lowest bin: exactly zero; highest: not finite.",
             level=Level.DEBUG,
             cost="debug",
+        )
+        .asks("How are the sizes of the gradient's entries spread? Lowest bin: exactly zero; highest: not finite.")
+        .bounds(
             healthy="one hump; the lowest and the highest bin nearly empty",
             source="16 decades from 1e-12 to 1e4; smaller and larger entries stand in the outermost of them",
-            undefined="no gradient was kept whole",
         )
+        .absent("no gradient was kept whole")
     )
 
 
@@ -170,20 +139,21 @@ class LayerDecades(MetricGroup):
     replicated: ClassVar[bool] = True
     layer: tuple[str, ...] = label()
     decades: Counts | None = reports(
-        Metric(
-            key="grad/layer/{layer}/decades",
-            number=549,
+        Metric.quantity(
+            "grad/layer/{layer}/decades",
+            549,
+            "sizes of the entries of a layer's gradient",
             unit="log10 of |entry|",
-            question="How are the sizes of this tensor's gradient spread? Lowest bin: exactly zero; highest: not finite.",
             level=Level.DEBUG,
             cost="debug",
-            source="as grad/decades",
-            undefined="the tensor has no gradient",
         )
+        .asks("How are the sizes of this tensor's gradient spread? Lowest bin: exactly zero; highest: not finite.")
+        .bounds(source="as grad/decades")
+        .absent("the tensor has no gradient")
     )
 
 
-@torch.no_grad()
+@no_grad
 def gradient_decades(gradients: Sequence[Tensor], names: Sequence[str]) -> tuple[GradientDecades, LayerDecades]:
     """Histograms of log10 |entry|, overall and per tensor.
 

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.arrays import ArrayLike, as_tensors
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
 from esper_telemetry.core.reduction import Mean
 from esper_telemetry.metrics.gradients.interference import cosine
@@ -26,19 +24,10 @@ class SuccessiveAlignment(MetricGroup):
 
     replicated: ClassVar[bool] = True
     successive_cos: Mean | None = reports(
-        Metric(
-            key="grad/align/successive_cos",
-            number=541,
-            unit="cosine",
-            question="Does this update go on in the direction of the one before? Judge its average only.",
-            cost="sampled",
-            low=-1.0,
-            high=1.0,
-            healthy="EMA > -0.1",
-            warn="EMA < -0.3: updates undo each other",
-            source="heuristic",
-            undefined="the first update, or either gradient is zero or not finite",
-        )
+        Metric.cosine("grad/align/successive_cos", 541, "agreement with the update before", cost="sampled")
+        .asks("Does this update go on in the direction of the one before? Judge its average only.")
+        .bounds(healthy="EMA > -0.1", warn="EMA < -0.3: updates undo each other", source="heuristic")
+        .absent("the first update, or either gradient is zero or not finite")
     )
 
 
@@ -48,46 +37,24 @@ class MinibatchAlignment(MetricGroup):
 
     replicated: ClassVar[bool] = True
     mean_pair_cos: Mean | None = reports(
-        Metric(
-            key="grad/align/mean_pair_cos",
-            number=542,
-            unit="cosine",
-            question="Do minibatches agree on the direction? 0 is chance: the gradient is noise.",
-            low=-1.0,
-            high=1.0,
-            cost="sampled",
-            healthy="> 0; chance is 0 ± 1/√(parameters · pairs)",
-            source="Ilyas 2020, 1811.02553",
-            undefined="fewer than two minibatches, or a gradient is zero or not finite",
-        )
+        Metric.cosine("grad/align/mean_pair_cos", 542, "agreement of minibatches", cost="sampled")
+        .asks("Do minibatches agree on the direction? 0 is chance: the gradient is noise.")
+        .bounds(healthy="> 0; chance is 0 ± 1/√(parameters · pairs)", source="Ilyas 2020, 1811.02553")
+        .absent("fewer than two minibatches, or a gradient is zero or not finite")
     )
     direction_variance: Mean | None = reports(
-        Metric(
-            key="grad/align/direction_variance",
-            number=543,
-            unit="fraction",
-            question="How much do the directions of minibatch gradients scatter? 0 is all the same.",
-            low=0.0,
-            high=1.0,
-            cost="sampled",
-            undefined="fewer than two minibatches, or a gradient is zero or not finite",
-        )
+        Metric.fraction("grad/align/direction_variance", 543, "scatter of minibatch directions", cost="sampled")
+        .asks("How much do the directions of minibatch gradients scatter? 0 is all the same.")
+        .absent("fewer than two minibatches, or a gradient is zero or not finite")
     )
     sign_agreement: Mean | None = reports(
-        Metric(
-            key="grad/sign/agreement",
-            number=544,
-            unit="fraction",
-            question="How far do minibatches agree on each gradient's sign? √(2/(πK)) is chance for K of them.",
-            low=0.0,
-            high=1.0,
-            cost="sampled",
-            undefined="fewer than two minibatches, or a gradient is not finite",
-        )
+        Metric.fraction("grad/sign/agreement", 544, "agreement of minibatches on signs", cost="sampled")
+        .asks("How far do minibatches agree on each gradient's sign? √(2/(πK)) is chance for K of them.")
+        .absent("fewer than two minibatches, or a gradient is not finite")
     )
 
 
-@torch.no_grad()
+@no_grad
 def successive_alignment(gradient: Tensor, previous: Tensor | None) -> SuccessiveAlignment:
     """Cosine of an update's gradient with the one before.
 
@@ -100,7 +67,7 @@ def successive_alignment(gradient: Tensor, previous: Tensor | None) -> Successiv
     return SuccessiveAlignment(defined(cosine(gradient.double(), previous.double())))
 
 
-@torch.no_grad()
+@no_grad
 def minibatch_alignment(gradients: Tensor) -> MinibatchAlignment:
     """Agreement of K gradients, taken at the same parameters.
 
@@ -122,7 +89,7 @@ def minibatch_alignment(gradients: Tensor) -> MinibatchAlignment:
     )
 
 
-@torch.no_grad()
+@no_grad
 def weighted_pair_cosine(gradients: Tensor) -> Tensor:
     """Σ g_i·g_j / Σ |g_i||g_j| over the pairs of K gradients [K, d], 0-d: long ones count more."""
     gradients = gradients.double()
@@ -138,20 +105,15 @@ class GradientZeros(MetricGroup):
 
     replicated: ClassVar[bool] = True
     zero_frac: Mean | None = reports(
-        Metric(
-            key="grad/zero_frac",
-            number=545,
-            unit="fraction",
-            question="What share of the gradient is exactly zero: dead units, detached branches?",
-            low=0.0,
-            high=1.0,
-            cost="sampled",
+        Metric.fraction("grad/zero_frac", 545, "share of zeros in the gradient", cost="sampled")
+        .asks("What share of the gradient is exactly zero: dead units, detached branches?")
+        .bounds(
             healthy="< 0.3",
             warn="> 0.5",
             critical="> 0.9",
             source="heuristic; embedding rows are excluded by the caller",
-            undefined="no parameter has a gradient",
         )
+        .absent("no parameter has a gradient")
     )
 
 
@@ -162,20 +124,10 @@ class LayerZeros(MetricGroup):
     replicated: ClassVar[bool] = True
     layer: tuple[str, ...] = label()
     zero_frac: Mean | None = reports(
-        Metric(
-            key="grad/layer/{layer}/zero_frac",
-            number=546,
-            unit="fraction",
-            question="What share of this tensor's gradient is exactly zero?",
-            low=0.0,
-            high=1.0,
-            cost="sampled",
-            healthy="< 0.3",
-            warn="> 0.5",
-            critical="> 0.9",
-            source="heuristic",
-            undefined="the tensor has no gradient",
-        )
+        Metric.fraction("grad/layer/{layer}/zero_frac", 546, "share of zeros in a layer's gradient", cost="sampled")
+        .asks("What share of this tensor's gradient is exactly zero?")
+        .bounds(healthy="< 0.3", warn="> 0.5", critical="> 0.9", source="heuristic")
+        .absent("the tensor has no gradient")
     )
 
 
@@ -185,23 +137,15 @@ class GradientSigns(MetricGroup):
 
     replicated: ClassVar[bool] = True
     pos_frac: Mean | None = reports(
-        Metric(
-            key="grad/sign/pos_frac",
-            number=547,
-            unit="fraction",
-            question="Do gradients point up and down alike, or all one way?",
-            low=0.0,
-            high=1.0,
-            cost="sampled",
-            healthy="0.4 to 0.6",
-            warn="outside 0.25 to 0.75 for layers without bias",
-            source="heuristic",
-            undefined="every entry is zero",
-        )
+        Metric.fraction("grad/sign/pos_frac", 547, "share of positive entries", cost="sampled")
+        .asks("Do gradients point up and down alike, or all one way?")
+        .bounds(healthy="0.4 to 0.6", warn="outside 0.25 to 0.75 for layers without bias", source="heuristic")
+        .absent("every entry is zero")
+        .advises("Centre and scale the inputs; look for features or targets that are always positive.")
     )
 
 
-@torch.no_grad()
+@no_grad
 def gradient_zeros(gradients: Sequence[ArrayLike], names: Sequence[str]) -> tuple[GradientZeros, LayerZeros]:
     """Shares of exact zeros, overall and per tensor; one cheap pass, meant for once per update at most.
 
@@ -222,7 +166,7 @@ def gradient_zeros(gradients: Sequence[ArrayLike], names: Sequence[str]) -> tupl
     return GradientZeros(Mean(zeros.sum(), float(sum(numels)))), layers
 
 
-@torch.no_grad()
+@no_grad
 def gradient_signs(gradients: Sequence[Tensor]) -> GradientSigns:
     """Share of positive entries among the non-zero, non-NaN ones of all tensors."""
     if not gradients:

@@ -6,14 +6,11 @@ import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Self
+from typing import TYPE_CHECKING, Self, TypeAlias
 
-import torch
-from torch import Tensor, nn
-
-from esper_telemetry.core import tensors as ops
 from esper_telemetry.core.arrays import shown
 from esper_telemetry.core.group import MetricGroup, Postponed
+from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.metrics.gradients.norms import (
     FrozenGroups,
     GradientNorms,
@@ -24,7 +21,11 @@ from esper_telemetry.metrics.gradients.norms import (
     gradient_norms,
 )
 
-Parameters = nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+if TYPE_CHECKING:
+    from torch import nn
+
+
+Parameters: TypeAlias = "nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +75,7 @@ def _nonfinite(measured: Sequence[GradientHealth]) -> Tensor | None:
     )
 
 
-@torch.no_grad()
+@no_grad
 def gradient_health(
     parameters: Parameters, *, groups: Groups | None = None, max_norm: float | None = None
 ) -> GradientHealth:
@@ -104,7 +105,7 @@ def gradient_health(
 
 def named_parameters(parameters: Parameters) -> dict[str, Tensor]:
     """Trainable parameters by name, each once; without names their position."""
-    if isinstance(parameters, nn.Module):
+    if isinstance(parameters, torch.nn.Module):
         return {name: p for name, p in parameters.named_parameters() if p.requires_grad}
     if isinstance(parameters, Tensor):
         parameters = [parameters]
@@ -133,7 +134,7 @@ def _dense(gradient: Tensor) -> Tensor:
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
-@torch.no_grad()
+@no_grad
 def finite_norms(gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     """Norm of each gradient's finite entries, [K], and how many others it has, [K], or None where all norms are finite.
 
@@ -157,9 +158,11 @@ def finite_norm(gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 def tensor_norms(gradients: Sequence[Tensor]) -> Tensor:
     """L2 norm of each gradient, [K], on the first one's device; types and devices may differ."""
+    from esper_telemetry.core.tensors import gradient_norms  # here, because that module imports torch
+
     first = gradients[0]
     if all(gradient.dtype is first.dtype and gradient.device == first.device for gradient in gradients):
-        return ops.gradient_norms(gradients)
+        return gradient_norms(gradients)
     return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).to(first.device) for g in gradients])
 
 

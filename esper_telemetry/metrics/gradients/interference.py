@@ -14,19 +14,16 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from esper_telemetry.core import tensors as ops
 from esper_telemetry.core.arrays import ArrayLike, as_tensor, as_tensors
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports
-from esper_telemetry.core.reduction import NAN, Array, Mean, Reduction, Slot, Statistic
-from esper_telemetry.metrics.actions import same_shape
+from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Mean, Slot, Statistic
 from esper_telemetry.metrics.entropy import entropy_slope
 from esper_telemetry.metrics.gradients.health import tensor_norms
 from esper_telemetry.metrics.gradients.norms import GradientNorms, coefficients
-from esper_telemetry.metrics.statistics import defined, defined_together
+from esper_telemetry.metrics.statistics import defined, defined_together, same_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,65 +32,48 @@ class PairGradients(MetricGroup):
 
     pair: str = label()
     connected: Mean | float | None = reports(
-        Metric(
-            key="grad/pair/{pair}/connected",
-            number=571,
-            unit="fraction",
-            question="Does the loss reach this module at all? Below 1: detached, frozen, or not in use.",
-            low=0.0,
-            high=1.0,
-            healthy="1",
-            critical="0",
-            source="no gradient is no small gradient",
-        )
+        Metric.fraction("grad/pair/{pair}/connected", 571, "whether the loss reaches a module")
+        .asks("Does the loss reach this module at all? Below 1: detached, frozen, or not in use.")
+        .bounds(healthy="1", critical="0", source="no gradient is no small gradient")
+        .advises("Look for detach(), no_grad or requires_grad=False between the module and the loss.")
     )
     intensity: Mean | None = reports(
-        Metric(
-            key="grad/pair/{pair}/intensity",
-            number=572,
+        Metric.quantity(
+            "grad/pair/{pair}/intensity",
+            572,
+            "intensity of a module's gradient",
             unit="gradient norm/√parameters",
-            question="How large is a typical entry of this module's gradient?",
             low=0.0,
-            undefined="the module has no gradient, or one that is not finite",
         )
+        .asks("How large is a typical entry of this module's gradient?")
+        .absent("the module has no gradient, or one that is not finite")
     )
     host_intensity: Mean | None = reports(
-        Metric(
-            key="grad/pair/{pair}/host_intensity",
-            number=573,
+        Metric.quantity(
+            "grad/pair/{pair}/host_intensity",
+            573,
+            "intensity of the host's gradient",
             unit="gradient norm/√parameters",
-            question="How large is a typical entry of the gradient of the network that hosts this module?",
             low=0.0,
-            undefined="the host has no gradient, or one that is not finite",
         )
+        .asks("How large is a typical entry of the gradient of the network that hosts this module?")
+        .absent("the host has no gradient, or one that is not finite")
     )
     upstream: Mean | None = reports(
-        Metric(
-            key="grad/pair/{pair}/upstream",
-            number=574,
-            unit="gradient norm",
-            question="How strong is the gradient that arrives at this module's output? Exactly 0: it is gated off.",
-            low=0.0,
-            undefined="no gradient arrives there, or one that is not finite",
-        )
+        Metric.gradient_norm("grad/pair/{pair}/upstream", 574, "gradient that arrives at a module")
+        .asks("How strong is the gradient that arrives at this module's output? Exactly 0: it is gated off.")
+        .absent("no gradient arrives there, or one that is not finite")
     )
     zero_frac: Mean | None = reports(
-        Metric(
-            key="grad/pair/{pair}/zero_frac",
-            number=575,
-            unit="fraction",
-            question="What share of this module's gradient is exactly zero?",
-            low=0.0,
-            high=1.0,
-            healthy="< 0.3",
-            warn="> 0.9: the module is saturated",
-            source="heuristic",
-            undefined="the module has no gradient",
-        )
+        Metric.fraction("grad/pair/{pair}/zero_frac", 575, "share of zeros in a module's gradient")
+        .asks("What share of this module's gradient is exactly zero?")
+        .bounds(healthy="< 0.3", warn="> 0.9: the module is saturated", source="heuristic")
+        .absent("the module has no gradient")
+        .advises("Look for dead units inside the module and for a gate in front of it that is shut.")
     )
 
 
-@torch.no_grad()
+@no_grad
 def pair_gradients(
     pair: str,
     module: Sequence[Tensor],
@@ -149,7 +129,7 @@ def compared(actor: Tensor, critic: Tensor, coefs: Tensor | float, dots: Tensor 
 
 
 @dataclass(frozen=True, slots=True)
-class Pull(Reduction):
+class Pull(AdditiveReduction):
     """A mean over optimizer steps of a number that the two gradients of each step give, here log10 of critic over actor.
 
     The loss of all rows is the mean of the ranks' losses weighted by their rows, so each rank's gradient of its own rows counts with its
@@ -173,12 +153,6 @@ class Pull(Reduction):
 
     place: ClassVar[int] = 0
     statistics: ClassVar[Mapping[str, Statistic]] = {"mean": lambda s: s[0] / s[1] if s[1] else NAN}
-
-    @staticmethod
-    def merge(rows: Array) -> Array:
-        """Totals and counts add over steps; what they were made from has no meaning then."""
-        merged: Array = rows.sum(axis=0)
-        return merged
 
     @classmethod
     def join(cls, ranks: Array) -> Array:
@@ -219,56 +193,32 @@ class Interference(MetricGroup):
     """Sizes of the actor's and the critic's gradients, one value per optimizer step."""
 
     log_ratio: Mean | Pull | None = reports(
-        Metric(
-            key="grad/interference/log_ratio",
-            number=530,
-            unit="decades",
-            question="How many powers of ten is the critic's gradient larger than the actor's?",
+        Metric.quantity("grad/interference/log_ratio", 530, "critic's gradient over the actor's", unit="decades")
+        .asks("How many powers of ten is the critic's gradient larger than the actor's?")
+        .bounds(
             healthy="-1 to 1; about 1.6 at the start is normal",
             warn="robust z > 4, or > 1.5 sustained",
             critical="> 2",
             source="measured on a recurrent PPO",
-            undefined="either gradient is exactly zero or not finite",
         )
+        .absent("either gradient is exactly zero or not finite")
     )
     critic_share: Mean | Pull | None = reports(
-        Metric(
-            key="grad/interference/critic_share",
-            number=531,
-            unit="fraction",
-            question="What share of the squared gradient comes from the critic, and so of the clip budget?",
-            low=0.0,
-            high=1.0,
-            healthy="< 0.95",
-            warn="> 0.99",
-            critical="> 0.9999",
-            source="heuristic",
-            undefined="both gradients are exactly zero, or one is not finite",
-        )
+        Metric.fraction("grad/interference/critic_share", 531, "critic's share of the gradient")
+        .asks("What share of the squared gradient comes from the critic, and so of the clip budget?")
+        .bounds(healthy="< 0.95", warn="> 0.99", critical="> 0.9999", source="heuristic")
+        .absent("both gradients are exactly zero, or one is not finite")
     )
     actor_effective: Mean | Pull | None = reports(
-        Metric(
-            key="grad/interference/actor_effective",
-            number=532,
-            unit="gradient norm",
-            question="How much of the actor's gradient is left after the clipping that the critic shares?",
-            low=0.0,
-            healthy="near its own history",
-            warn="robust z of its log10 < -4",
-            source="heuristic",
-            undefined="a gradient is not finite",
-        )
+        Metric.gradient_norm("grad/interference/actor_effective", 532, "actor's gradient after clipping")
+        .asks("How much of the actor's gradient is left after the clipping that the critic shares?")
+        .bounds(healthy="near its own history", warn="robust z of its log10 < -4", source="heuristic")
+        .absent("a gradient is not finite")
     )
     cos_feat: Mean | Pull | None = reports(
-        Metric(
-            key="grad/interference/cos_feat",
-            number=533,
-            unit="cosine",
-            question="Do actor and critic ask the same of the trunk's output? Not the same as the parameters' cosine.",
-            low=-1.0,
-            high=1.0,
-            undefined="separate trunks, or either gradient is zero or not finite",
-        )
+        Metric.cosine("grad/interference/cos_feat", 533, "agreement of actor and critic on the features")
+        .asks("Do actor and critic ask the same of the trunk's output? Not the same as the parameters' cosine.")
+        .absent("separate trunks, or either gradient is zero or not finite")
     )
 
 
@@ -277,35 +227,23 @@ class ParameterInterference(MetricGroup):
     """Agreement of the actor's and the critic's gradients of the shared parameters, on a sampled minibatch."""
 
     cos: Mean | None = reports(
-        Metric(
-            key="grad/interference/cos",
-            number=534,
-            unit="cosine",
-            question="Do actor and critic pull the shared parameters in the same direction? Judge its average only.",
-            low=-1.0,
-            high=1.0,
-            cost="sampled",
+        Metric.cosine(
+            "grad/interference/cos", 534, "agreement of actor and critic on the shared parameters", cost="sampled"
+        )
+        .asks("Do actor and critic pull the shared parameters in the same direction? Judge its average only.")
+        .bounds(
             healthy="EMA > -0.3",
             warn="EMA over at least 10 samples < -0.3",
             critical="EMA over at least 10 samples < -0.7",
             source="PCGrad 2001.06782; swings of ±0.5 between updates measured",
-            undefined="no shared parameters, or either gradient is zero or not finite",
         )
+        .absent("no shared parameters, or either gradient is zero or not finite")
     )
     cancel: Mean | None = reports(
-        Metric(
-            key="grad/interference/cancel",
-            number=535,
-            unit="fraction",
-            question="How much of the two gradients cancels out? 0 for parallel ones, 1 for opposite equals.",
-            low=0.0,
-            high=1.0,
-            cost="sampled",
-            healthy="< 0.8",
-            warn="> 0.8",
-            source="heuristic",
-            undefined="no shared parameters, both gradients are zero, or one is not finite",
-        )
+        Metric.fraction("grad/interference/cancel", 535, "cancellation of actor and critic", cost="sampled")
+        .asks("How much of the two gradients cancels out? 0 for parallel ones, 1 for opposite equals.")
+        .bounds(healthy="< 0.8", warn="> 0.8", source="heuristic")
+        .absent("no shared parameters, both gradients are zero, or one is not finite")
     )
 
 
@@ -354,7 +292,7 @@ def interference(
     return Interference(*(kind(mean.total, mean.count, *parts) for kind, mean in kinds))
 
 
-@torch.no_grad()
+@no_grad
 def leaf_gradients(actors: Sequence[Tensor], critics: Sequence[Tensor]) -> LeafGradients:
     """Sizes of the gradients at the trunk's outputs at M optimizer steps; each [N, F] of its minibatch."""
     norms = tensor_norms([*actors, *critics])
@@ -399,7 +337,7 @@ def group_interference(norms: GradientNorms, *, actor: str = "actor", critic: st
     return interference(of[actor], of[critic], coefs=coefficients(norms.clip))
 
 
-@torch.no_grad()
+@no_grad
 def parameter_interference(actor: Sequence[Tensor], critic: Sequence[Tensor]) -> ParameterInterference:
     """Cosine and cancellation of two gradients of the same parameters.
 
@@ -431,7 +369,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class BonusNorm(Reduction):
+class BonusNorm(AdditiveReduction):
     """A mean over optimizer steps of the norm √(Σ squares) / rows; the squares and the rows of several ranks add.
 
     Attributes:
@@ -447,12 +385,6 @@ class BonusNorm(Reduction):
 
     statistics: ClassVar[Mapping[str, Statistic]] = {"mean": lambda s: s[0] / s[1] if s[1] else NAN}
 
-    @staticmethod
-    def merge(rows: Array) -> Array:
-        """Totals and counts add over steps; what they were made from has no meaning then."""
-        merged: Array = rows.sum(axis=0)
-        return merged
-
     @classmethod
     def join(cls, ranks: Array) -> Array:
         """The norm over the rows of all ranks at one step."""
@@ -467,19 +399,14 @@ class BonusGradient(MetricGroup):
     """The gradient of the entropy bonus, one value per optimizer step."""
 
     entropy: BonusNorm | None = reports(
-        Metric(
-            key="grad/entropy/norm",
-            number=523,
-            unit="gradient norm",
-            question="How large is the gradient of the entropy bonus, where it enters the policy?",
-            low=0.0,
-            healthy="near its own history",
-            undefined="no entropy bonus, or no categorical head",
-        )
+        Metric.gradient_norm("grad/entropy/norm", 523, "gradient norm of the entropy bonus")
+        .asks("How large is the gradient of the entropy bonus, where it enters the policy?")
+        .bounds(healthy="near its own history")
+        .absent("no entropy bonus, or no categorical head")
     )
 
 
-@torch.no_grad()
+@no_grad
 def bonus_gradient(
     logits: Mapping[str, Tensor],
     *,
@@ -497,12 +424,14 @@ def bonus_gradient(
         relevant: per head that is not always relevant [M, N], bool.
         valid: [M, N], bool; None where every row counts.
     """
+    from esper_telemetry.core.tensors import mask_logits  # here, because that module imports torch
+
     if not logits or not entropy_coef > 0:
         return BonusGradient()
     masks, matters = action_masks or {}, relevant or {}
     squares = []
     for head, scores in logits.items():
-        slope = entropy_slope(ops.mask_logits(scores.double(), masks.get(head)))
+        slope = entropy_slope(mask_logits(scores.double(), masks.get(head)))
         square = slope.square().sum(-1)
         flags = [flag for flag in (matters.get(head), valid) if flag is not None]
         squares.append(torch.where(torch.stack(flags).all(0), square, 0.0) if flags else square)

@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.metric import Metric, reports
 from esper_telemetry.core.reduction import Mean
 from esper_telemetry.metrics.statistics import defined
@@ -26,30 +24,22 @@ class GradientNoise(MetricGroup):
 
     replicated: ClassVar[bool] = True
     g2: Mean | None = reports(
-        Metric(
-            key="grad/gns/g2",
-            number=560,
-            unit="gradient norm²",
-            question="How large is the true gradient, squared, noise removed? Single estimates may be negative.",
-            cost="sampled",
-            source="McCandlish 2018, 1812.06162",
-            undefined="fewer than two shards, or a gradient is not finite",
-        )
+        Metric.quantity("grad/gns/g2", 560, "squared norm of the true gradient", unit="gradient norm²", cost="sampled")
+        .asks("How large is the true gradient, squared, noise removed? Single estimates may be negative.")
+        .bounds(source="McCandlish 2018, 1812.06162")
+        .absent("fewer than two shards, or a gradient is not finite")
     )
     tr_sigma: Mean | None = reports(
-        Metric(
-            key="grad/gns/tr_sigma",
-            number=561,
-            unit="gradient norm²",
-            question="How large is the noise in the gradient of a single sample, squared?",
-            cost="sampled",
-            source="McCandlish 2018, 1812.06162",
-            undefined="fewer than two shards, or a gradient is not finite",
+        Metric.quantity(
+            "grad/gns/tr_sigma", 561, "noise of a single sample's gradient", unit="gradient norm²", cost="sampled"
         )
+        .asks("How large is the noise in the gradient of a single sample, squared?")
+        .bounds(source="McCandlish 2018, 1812.06162")
+        .absent("fewer than two shards, or a gradient is not finite")
     )
 
 
-@torch.no_grad()
+@no_grad
 def shard_noise(gradients: Tensor, batches: Sequence[int]) -> GradientNoise:
     """Noise from the gradients of K shards of one batch, taken at the same parameters, not clipped.
 

@@ -16,17 +16,24 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.arrays import ArrayLike, as_tensor
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, label, reports, segment
+from esper_telemetry.core.lazy import Tensor, torch
+from esper_telemetry.core.metric import Metric, MetricFamily, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Mean, Sum
-from esper_telemetry.core.tensors import CLIP_EPSILON
-from esper_telemetry.metrics.actions import same_shape
-from esper_telemetry.metrics.statistics import defined
+from esper_telemetry.metrics.statistics import defined, same_shape
+
+GRADIENTS_FAMILY = MetricFamily(
+    "grad",
+    "Gradients",
+    "Size and direction of the gradients that the losses send into the network. Norms are taken before and after "
+    "clipping; groups are the parts that the trainer declares: actor, critic, what both share, single heads. Numbers "
+    "that need whole gradients are measured in one update of several (`telemetry/sample_every`).",
+    place=60,
+    question="Who owns the gradient?",
+    first=("grad/interference/critic_share", "grad/{group}/norm_preclip", "grad/clip/coef", "grad/health"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,62 +42,26 @@ class Clipping(MetricGroup):
 
     replicated: ClassVar[bool] = True
     coef: Mean | None = reports(
-        Metric(
-            key="grad/clip/coef",
-            number=510,
-            unit="fraction",
-            question="By what factor does clipping shrink the gradient? 1 leaves it as it is.",
-            low=0.0,
-            high=1.0,
-            level=Level.MINIMAL,
-            healthy="> 0.3",
-            warn="< 0.1",
-            critical="< 0.01",
-            source="heuristic",
-            undefined="no limit, or a gradient is not finite",
-        ),
-        Metric(
-            key="grad/clip/coef_min",
-            number=511,
-            unit="fraction",
-            question="By what factor did clipping shrink the gradient at worst?",
-            over="min",
-            low=0.0,
-            high=1.0,
-            level=Level.MINIMAL,
-            healthy="> 0.1",
-            warn="< 0.05",
-            critical="< 0.01",
-            source="heuristic",
-            undefined="no limit, or no step with finite gradients",
-        ),
+        Metric.fraction("grad/clip/coef", 510, "clip coefficient", level=Level.MINIMAL)
+        .asks("By what factor does clipping shrink the gradient? 1 leaves it as it is.")
+        .bounds(healthy="> 0.3", warn="< 0.1", critical="< 0.01", source="heuristic")
+        .absent("no limit, or a gradient is not finite"),
+        Metric.fraction("grad/clip/coef_min", 511, "smallest clip coefficient", over="min", level=Level.MINIMAL)
+        .asks("By what factor did clipping shrink the gradient at worst?")
+        .bounds(healthy="> 0.1", warn="< 0.05", critical="< 0.01", source="heuristic")
+        .absent("no limit, or no step with finite gradients"),
     )
     freq: Mean | None = reports(
-        Metric(
-            key="grad/clip/freq",
-            number=512,
-            unit="fraction",
-            question="In what share of the optimizer steps was the gradient clipped? High alone is normal for PPO.",
-            low=0.0,
-            high=1.0,
-            healthy="0.05 to 0.95; healthy runs 0.06 to 0.94",
-            source="measured on a recurrent PPO",
-            undefined="no limit, or no step with finite gradients",
-        )
+        Metric.fraction("grad/clip/freq", 512, "share of steps that are clipped")
+        .asks("In what share of the optimizer steps was the gradient clipped? High alone is normal for PPO.")
+        .bounds(healthy="0.05 to 0.95; healthy runs 0.06 to 0.94", source="measured on a recurrent PPO")
+        .absent("no limit, or no step with finite gradients")
     )
     excess_log10: Mean | None = reports(
-        Metric(
-            key="grad/clip/excess_log10",
-            number=513,
-            unit="decades",
-            question="How many powers of ten is the gradient above the clip limit? 0 is within it.",
-            low=0.0,
-            healthy="< 0.7",
-            warn="> 1 (ten times the limit)",
-            critical="> 2 (a hundred times)",
-            source="heuristic",
-            undefined="no limit, or no step with finite gradients",
-        )
+        Metric.quantity("grad/clip/excess_log10", 513, "excess over the clip limit", unit="decades", low=0.0)
+        .asks("How many powers of ten is the gradient above the clip limit? 0 is within it.")
+        .bounds(healthy="< 0.7", warn="> 1 (ten times the limit)", critical="> 2 (a hundred times)", source="heuristic")
+        .absent("no limit, or no step with finite gradients")
     )
 
 
@@ -102,8 +73,10 @@ def check_limit(max_norm: float) -> None:
 
 def clip_coefficients(norms: Tensor, max_norm: float) -> Tensor:
     """The factor min(1, max_norm / (norm + 1e-6)) of `clip_grad_norm_`, of global norms [..] in float64; NaN of NaN."""
+    from esper_telemetry.core.tensors import clip_coefficient  # here, because that module imports torch
+
     check_limit(max_norm)
-    return torch.clamp(max_norm / (norms + CLIP_EPSILON), max=1.0)
+    return clip_coefficient(norms, max_norm)
 
 
 def coefficients(clip: Clipping) -> Tensor | float:
@@ -131,72 +104,56 @@ def clipping(norms: Tensor, usable: Tensor, coefs: Tensor, *, max_norm: float | 
     )
 
 
-NO_GRADIENT = "no parameter has a gradient, or none is finite"
-
-
 @dataclass(frozen=True, slots=True)
 class GlobalGradient(MetricGroup):
     """The gradient of all parameters, one value per optimizer step."""
 
     replicated: ClassVar[bool] = True
     norm_preclip: Mean | None = reports(
-        Metric(
-            key="grad/global/norm_preclip",
-            number=500,
-            unit="gradient norm",
-            question="How large is the gradient of the whole network, before clipping?",
-            low=0.0,
-            level=Level.MINIMAL,
+        Metric.gradient_norm(
+            "grad/global/norm_preclip", 500, "norm before clipping of the whole gradient", level=Level.MINIMAL
+        )
+        .asks("How large is the gradient of the whole network, before clipping?")
+        .bounds(
             healthy="near its own history",
             warn="robust z of its log10 > 4",
             critical="robust z of its log10 > 8",
             source="AutoClip 2007.14469; measured null rates",
-            undefined=NO_GRADIENT,
-        ),
-        Metric(
-            key="grad/global/norm_preclip_max",
-            number=501,
-            unit="gradient norm",
-            question="How large was the gradient of the whole network at its worst step?",
+        )
+        .absent("no parameter has a gradient, or none is finite"),
+        Metric.gradient_norm(
+            "grad/global/norm_preclip_max",
+            501,
+            "largest norm before clipping of the whole gradient",
             over="max",
-            low=0.0,
             level=Level.MINIMAL,
-            undefined=NO_GRADIENT,
-        ),
+        )
+        .asks("How large was the gradient of the whole network at its worst step?")
+        .absent("no parameter has a gradient, or none is finite"),
     )
     rms: Mean | None = reports(
-        Metric(
-            key="grad/global/rms",
-            number=502,
-            unit="gradient norm/√parameters",
-            question="How large is a typical entry of the gradient? Comparable between networks of any size.",
-            low=0.0,
-            undefined=NO_GRADIENT,
+        Metric.quantity(
+            "grad/global/rms", 502, "typical size of the whole gradient", unit="gradient norm/√parameters", low=0.0
         )
+        .asks("How large is a typical entry of the gradient? Comparable between networks of any size.")
+        .absent("no parameter has a gradient, or none is finite")
     )
     norm_postclip: Mean | None = reports(
-        Metric(
-            key="grad/global/norm_postclip",
-            number=503,
-            unit="gradient norm",
-            question="How large is the gradient that the optimizer gets?",
-            low=0.0,
-            healthy="at most the limit",
-            undefined="nothing is clipped, or a gradient is not finite",
-        )
+        Metric.gradient_norm("grad/global/norm_postclip", 503, "norm after clipping of the whole gradient")
+        .asks("How large is the gradient that the optimizer gets?")
+        .bounds(healthy="at most the limit")
+        .absent("nothing is clipped, or a gradient is not finite")
     )
     nonfinite: Sum | None = reports(
-        Metric(
-            key="grad/global/norm_preclip_nonfinite",
-            number=504,
-            unit="count",
-            question="How many entries of the gradients, or whole tensors where only norms are known, were not finite?",
-            low=0.0,
+        Metric.count(
+            "grad/global/norm_preclip_nonfinite",
+            504,
+            "non-finite inputs of norm before clipping of the whole gradient",
             level=Level.MINIMAL,
-            healthy="0",
-            critical="> 0",
             when_positive=True,
         )
+        .asks("How many entries of the gradients, or whole tensors where only norms are known, were not finite?")
+        .bounds(healthy="0", critical="> 0")
     )
 
 
@@ -207,59 +164,42 @@ class GroupGradients(MetricGroup):
     replicated: ClassVar[bool] = True
     group: tuple[str, ...] = label()
     norm_preclip: Mean | None = reports(
-        Metric(
-            key="grad/{group}/norm_preclip",
-            number=505,
-            unit="gradient norm",
-            question="How large is the gradient of this part of the network, before clipping?",
-            low=0.0,
+        Metric.gradient_norm("grad/{group}/norm_preclip", 505, "norm before clipping of a group's gradient")
+        .asks("How large is the gradient of this part of the network, before clipping?")
+        .bounds(
             healthy="near its own history",
             warn="robust z of its log10 > 4",
             critical="robust z of its log10 > 8",
             source="AutoClip 2007.14469; measured null rates",
-            undefined="no parameter of the group has a gradient, or none is finite",
-        ),
-        Metric(
-            key="grad/{group}/norm_preclip_max",
-            number=506,
-            unit="gradient norm",
-            question="How large was the gradient of this part of the network at its worst step?",
-            over="max",
-            low=0.0,
-            undefined="no parameter of the group has a gradient, or none is finite",
-        ),
+        )
+        .absent("no parameter of the group has a gradient, or none is finite"),
+        Metric.gradient_norm(
+            "grad/{group}/norm_preclip_max", 506, "largest norm before clipping of a group's gradient", over="max"
+        )
+        .asks("How large was the gradient of this part of the network at its worst step?")
+        .absent("no parameter of the group has a gradient, or none is finite"),
     )
     rms: Mean | None = reports(
-        Metric(
-            key="grad/{group}/rms",
-            number=507,
-            unit="gradient norm/√parameters",
-            question="How large is a typical entry of this group's gradient? Comparable between groups of any size.",
-            low=0.0,
-            undefined="no parameter of the group has a gradient, or none is finite",
+        Metric.quantity(
+            "grad/{group}/rms", 507, "typical size of a group's gradient", unit="gradient norm/√parameters", low=0.0
         )
+        .asks("How large is a typical entry of this group's gradient? Comparable between groups of any size.")
+        .absent("no parameter of the group has a gradient, or none is finite")
     )
     norm_postclip: Mean | None = reports(
-        Metric(
-            key="grad/{group}/norm_postclip",
-            number=508,
-            unit="gradient norm",
-            question="How large is the gradient that the optimizer gets for this part of the network?",
-            low=0.0,
-            undefined="nothing is clipped, or a gradient is not finite",
-        )
+        Metric.gradient_norm("grad/{group}/norm_postclip", 508, "norm after clipping of a group's gradient")
+        .asks("How large is the gradient that the optimizer gets for this part of the network?")
+        .absent("nothing is clipped, or a gradient is not finite")
     )
     nonfinite: Sum | None = reports(
-        Metric(
-            key="grad/{group}/norm_preclip_nonfinite",
-            number=509,
-            unit="count",
-            question="In which part of the network are gradients NaN or infinite?",
-            low=0.0,
-            healthy="0",
-            critical="> 0",
+        Metric.count(
+            "grad/{group}/norm_preclip_nonfinite",
+            509,
+            "non-finite inputs of norm before clipping of a group's gradient",
             when_positive=True,
         )
+        .asks("In which part of the network are gradients NaN or infinite?")
+        .bounds(healthy="0", critical="> 0")
     )
 
 
@@ -270,14 +210,9 @@ class LayerGradients(MetricGroup):
     replicated: ClassVar[bool] = True
     layer: tuple[str, ...] = label()
     norm: Mean | None = reports(
-        Metric(
-            key="grad/layer/{layer}/norm",
-            number=520,
-            unit="gradient norm",
-            question="How large is the gradient of this parameter tensor, before clipping?",
-            low=0.0,
-            undefined="the tensor has no gradient, or none of its steps is finite",
-        )
+        Metric.gradient_norm("grad/layer/{layer}/norm", 520, "gradient norm of a layer")
+        .asks("How large is the gradient of this parameter tensor, before clipping?")
+        .absent("the tensor has no gradient, or none of its steps is finite")
     )
 
 
@@ -288,17 +223,14 @@ class HeadGradients(MetricGroup):
     replicated: ClassVar[bool] = True
     head: tuple[str, ...] = label()
     norm: Mean | None = reports(
-        Metric(
-            key="grad/head/{head}/norm",
-            number=521,
-            unit="gradient norm",
-            question="Which head of the policy learns? Heads that seldom matter have small gradients by nature.",
-            low=0.0,
+        Metric.gradient_norm("grad/head/{head}/norm", 521, "gradient norm of a head")
+        .asks("Which head of the policy learns? Heads that seldom matter have small gradients by nature.")
+        .bounds(
             healthy="near its own history",
             critical="exactly 0 while the head decides in 5 % of the rows",
             source="heuristic",
-            undefined="the head has no gradient",
         )
+        .absent("the head has no gradient")
     )
 
 
@@ -308,15 +240,10 @@ class TermGradients(MetricGroup):
 
     replicated: ClassVar[bool] = True
     value: Mean | None = reports(
-        Metric(
-            key="grad/value/norm",
-            number=522,
-            unit="gradient norm",
-            question="How large is the gradient of the value head?",
-            low=0.0,
-            healthy="near its own history",
-            undefined="the value head has no gradient",
-        )
+        Metric.gradient_norm("grad/value/norm", 522, "gradient norm of the value head")
+        .asks("How large is the gradient of the value head?")
+        .bounds(healthy="near its own history")
+        .absent("the value head has no gradient")
     )
 
 

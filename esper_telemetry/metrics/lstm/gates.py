@@ -7,23 +7,33 @@ one matrix product; only c = f c + i g needs a pass over time. Inverting h = o t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, NamedTuple
 
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports
 from esper_telemetry.core.reduction import Counts, Mean
-from esper_telemetry.metrics.actions import Sample, ascending, keep, quantiles
-from esper_telemetry.metrics.statistics import SHARES, Quantiles, as_quantiles, histogram, levels_for
+from esper_telemetry.metrics.statistics import (
+    SHARES,
+    Quantiles,
+    Sample,
+    as_quantiles,
+    ascending,
+    histogram,
+    keep,
+    levels_for,
+    quantiles,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
 
 GATES = ("i", "f", "o")
 LOW, HIGH, CANDIDATE_HIGH = 0.1, 0.9, 0.99
 """Gates below `LOW` or above `HIGH`, and candidates above `CANDIDATE_HIGH` in magnitude, are saturated (Karpathy 2015)."""
 LONGEST = 2.0**24
 """The longest timescale told apart: float32 has no number between 1 - 2^-24 and 1."""
-NO_ROWS = "no valid step, or a policy without an LSTM"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,59 +42,32 @@ class GateStats(MetricGroup):
 
     gate: tuple[str, ...] = label()
     mean: Mean = reports(
-        Metric(
-            key="lstm/gate/{gate}/mean",
-            number=711,
-            unit="activation",
-            question="How far is this gate open on average: i writes, f keeps, o reads?",
-            low=0.0,
-            high=1.0,
-            cost="sampled",
-            undefined=NO_ROWS,
+        Metric.quantity(
+            "lstm/gate/{gate}/mean", 711, "mean of a gate", unit="activation", low=0.0, high=1.0, cost="sampled"
         )
+        .asks("How far is this gate open on average: i writes, f keeps, o reads?")
+        .absent("no valid step, or a policy without an LSTM")
     )
     sat_lo: Mean = reports(
-        Metric(
-            key="lstm/gate/{gate}/sat_lo",
-            number=712,
-            unit="fraction",
-            question="How often is this gate shut, below 0.1? A shut f forgets everything, a shut i or o closes the memory.",
-            low=0.0,
-            high=1.0,
-            cost="sampled",
-            healthy="f: < 0.5",
-            warn="f: > 0.7; i, o: > 0.9",
-            critical="f: > 0.9",
-            source="Karpathy 2015, 1506.02078",
-            undefined=NO_ROWS,
+        Metric.fraction("lstm/gate/{gate}/sat_lo", 712, "share of time that a gate is shut", cost="sampled")
+        .asks("How often is this gate shut, below 0.1? A shut f forgets everything, a shut i or o closes the memory.")
+        .bounds(
+            healthy="f: < 0.5", warn="f: > 0.7; i, o: > 0.9", critical="f: > 0.9", source="Karpathy 2015, 1506.02078"
         )
+        .absent("no valid step, or a policy without an LSTM")
     )
     sat_hi: Mean = reports(
-        Metric(
-            key="lstm/gate/{gate}/sat_hi",
-            number=713,
-            unit="fraction",
-            question="How often is this gate wide open, above 0.9? An f that is always open never forgets.",
-            low=0.0,
-            high=1.0,
-            cost="sampled",
-            healthy="f: < 0.8",
-            warn="f: > 0.9",
-            source="Karpathy 2015, 1506.02078; healthy runs 0 to 0.53",
-            undefined=NO_ROWS,
-        )
+        Metric.fraction("lstm/gate/{gate}/sat_hi", 713, "share of time that a gate is wide open", cost="sampled")
+        .asks("How often is this gate wide open, above 0.9? An f that is always open never forgets.")
+        .bounds(healthy="f: < 0.8", warn="f: > 0.9", source="Karpathy 2015, 1506.02078; healthy runs 0 to 0.53")
+        .absent("no valid step, or a policy without an LSTM")
     )
     activations: Counts = reports(
-        Metric(
-            key="lstm/gate/{gate}/hist",
-            number=715,
-            unit="activation",
-            question="How are this gate's activations distributed, from shut to open?",
-            low=0.0,
-            high=1.0,
-            cost="sampled",
-            undefined=NO_ROWS,
+        Metric.quantity(
+            "lstm/gate/{gate}/hist", 715, "hist of a gate", unit="activation", low=0.0, high=1.0, cost="sampled"
         )
+        .asks("How are this gate's activations distributed, from shut to open?")
+        .absent("no valid step, or a policy without an LSTM")
     )
 
 
@@ -93,71 +76,50 @@ class CellStats(MetricGroup):
     """What the gates make of the cell: what is written, and for how long it stays."""
 
     saturated: Mean = reports(
-        Metric(
-            key="lstm/cand/sat",
-            number=714,
-            unit="fraction",
-            question="How often is what would be written saturated, |g| above 0.99? Then no gradient reaches the inputs.",
-            low=0.0,
-            high=1.0,
-            cost="sampled",
-            source="heuristic",
-            undefined=NO_ROWS,
-        )
+        Metric.fraction("lstm/cand/sat", 714, "saturation of the candidate", cost="sampled")
+        .asks("How often is what would be written saturated, |g| above 0.99? Then no gradient reaches the inputs.")
+        .bounds(source="heuristic")
+        .absent("no valid step, or a policy without an LSTM")
     )
     timescales: Quantiles = reports(
-        Metric(
-            key="lstm/timescale/median",
-            number=721,
-            unit="steps",
-            question="For how many steps does the median unit remember, 1 / (1 - mean f)?",
-            of="p50",
-            low=1.0,
-            cost="sampled",
+        Metric.steps("lstm/timescale/median", 721, "median of timescales", low=1.0, of="p50", cost="sampled")
+        .asks("For how many steps does the median unit remember, 1 / (1 - mean f)?")
+        .bounds(
             healthy="at least half the horizon that the task needs",
             critical="< 1.2",
             source="Tallec & Ollivier 2018, 1804.11188",
-            undefined=NO_ROWS,
-        ),
-        Metric(
-            key="lstm/timescale/p90",
-            number=722,
-            unit="steps",
-            question="For how many steps do the units with the longest memory remember, the upper 10 %?",
-            of="p90",
-            low=1.0,
-            cost="sampled",
-            source="Tallec & Ollivier 2018, 1804.11188",
-            undefined=NO_ROWS,
-        ),
+        )
+        .absent("no valid step, or a policy without an LSTM"),
+        Metric.steps("lstm/timescale/p90", 722, "90 % quantile of timescales", low=1.0, of="p90", cost="sampled")
+        .asks("For how many steps do the units with the longest memory remember, the upper 10 %?")
+        .bounds(source="Tallec & Ollivier 2018, 1804.11188")
+        .absent("no valid step, or a policy without an LSTM"),
     )
     beyond: Mean | None = reports(
-        Metric(
-            key="lstm/timescale/frac_beyond_bptt",
-            number=723,
-            unit="fraction",
-            question="Which share of the units remembers longer than the sequences through which gradients flow?",
-            low=0.0,
-            high=1.0,
-            cost="sampled",
-            warn="> 0.5: such memory cannot be trained",
-            source="heuristic",
-            undefined=f"{NO_ROWS}, or the length of the sequences is unknown",
+        Metric.fraction(
+            "lstm/timescale/frac_beyond_bptt", 723, "share of units that remember beyond the sequence", cost="sampled"
         )
+        .asks("Which share of the units remembers longer than the sequences through which gradients flow?")
+        .bounds(warn="> 0.5: such memory cannot be trained", source="heuristic")
+        .absent("no valid step, or a policy without an LSTM, or the length of the sequences is unknown")
+        .advises("Train on longer sequences (num_steps), or accept that so much memory is not trained.")
     )
     log_gain: Mean = reports(
-        Metric(
-            key="lstm/cell_log_gain",
-            number=724,
-            unit="nats (ln)",
-            question="How much of the gradient survives the way along the cell state through a whole sequence?",
-            cost="sampled",
+        Metric.quantity(
+            "lstm/cell_log_gain", 724, "gradient that survives along the cell", unit="nats (ln)", cost="sampled"
+        )
+        .asks("How much of the gradient survives the way along the cell state through a whole sequence?")
+        .bounds(
             healthy="> -0.25 per step",
             critical="< -1.8 per step: it vanishes in a few steps",
-            source="steps times the mean of ln f where memory goes on, Pascanu 2013, 1211.5063; bounds are per step because one for the"
-            " whole would judge its length: gates half open, as before training, lose 22 nats in 32 steps and 89 in 128. Healthy: -8 in"
-            " the 32 steps of measured runs; critical: a timescale of 1.2 steps, ln(1 - 1/1.2)",
-            undefined="memory begins anew at every step",
+            source="steps times the mean of ln f where memory goes on, Pascanu 2013, 1211.5063; bounds are per step because "
+            "one for the whole would judge its length: gates half open, as before training, lose 22 nats in 32 steps "
+            "and 89 in 128. Healthy: -8 in the 32 steps of measured runs; critical: a timescale of 1.2 steps, ln(1 - "
+            "1/1.2)",
+        )
+        .absent("memory begins anew at every step")
+        .advises(
+            "Open the forget gate (bias 1), train on shorter sequences, or give the policy what it has to remember."
         )
     )
 
@@ -187,7 +149,7 @@ class Gates(NamedTuple):
     c: Tensor
 
 
-@torch.no_grad()
+@no_grad
 def lstm_weights(cell: nn.LSTM) -> LSTMWeights:
     """Copies of a cell's weights, as they are now.
 
@@ -203,7 +165,7 @@ def lstm_weights(cell: nn.LSTM) -> LSTMWeights:
     return LSTMWeights(cell.get_parameter("weight_ih_l0").clone(), hidden, bias)
 
 
-@torch.inference_mode()
+@inference_mode
 def gates_between(weights: LSTMWeights, inputs: Tensor, hidden: Tensor, memory: Tensor) -> Gates:
     """Gates where the state before every step is known: no pass over time at all.
 
@@ -217,7 +179,7 @@ def gates_between(weights: LSTMWeights, inputs: Tensor, hidden: Tensor, memory: 
     return Gates(i, f, o, g, o * c.tanh(), c)
 
 
-@torch.inference_mode()
+@inference_mode
 def lstm_gates(
     weights: LSTMWeights, inputs: Tensor, outputs: Tensor, state: tuple[Tensor, Tensor], resets: Tensor
 ) -> Gates:
@@ -240,7 +202,7 @@ def lstm_gates(
 def _activations(weights: LSTMWeights, inputs: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
     """i, f, g and o, [T, B, H] each."""
     matrix = torch.cat([weights.inputs, weights.hidden], 1)
-    i, f, g, o = nn.functional.linear(torch.cat([inputs, hidden], -1), matrix, weights.bias).chunk(4, -1)
+    i, f, g, o = torch.nn.functional.linear(torch.cat([inputs, hidden], -1), matrix, weights.bias).chunk(4, -1)
     return i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
 
 
@@ -259,7 +221,7 @@ class GateGroups(NamedTuple):
     cell: CellStats
 
 
-@torch.inference_mode()
+@inference_mode
 def gate_stats(
     gates: Gates, resets: Tensor, *, bptt_length: int | None = None, valid: Tensor | None = None
 ) -> GateGroups:
@@ -312,7 +274,7 @@ def _log(f: Tensor) -> Tensor:
     return f.clamp(min=torch.finfo(f.dtype).tiny).double().log()
 
 
-@torch.inference_mode()
+@inference_mode
 def timescales(forget: Tensor, *, valid: Tensor | None = None) -> Sample:
     """Steps for which each of the H units remembers, T = 1 / (1 - mean f), as a sample of units.
 

@@ -12,18 +12,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, reports
 from esper_telemetry.core.record import Level
-from esper_telemetry.core.reduction import NAN, Array, Mean, Reduction, Slot, Statistic
-from esper_telemetry.metrics.actions import keep, rows_of, same_shape
+from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Mean, Slot, Statistic
 from esper_telemetry.metrics.kl import joint_kl
+from esper_telemetry.metrics.statistics import keep, rows_of, same_shape
 
 PASCANU = "Pascanu 2013, 1211.5063"
-NO_MEMORY = "no recurrent policy, or every environment began anew"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,36 +29,26 @@ class BpttStats(MetricGroup):
     """Gradients of the loss at the recurrent state h."""
 
     first: Mean = reports(
-        Metric(
-            key="lstm/bptt/h0_grad_norm",
-            number=732,
-            unit="gradient norm",
-            question="How much of the loss's gradient reaches the state in which sequences begin?",
-            low=0.0,
-            cost="sampled",
-            healthy="1e-4 to 10",
-            critical="> 100: gradients explode through time",
-            source=PASCANU,
-            undefined=NO_MEMORY,
+        Metric.gradient_norm("lstm/bptt/h0_grad_norm", 732, "h0 grad norm of bptt", cost="sampled")
+        .asks("How much of the loss's gradient reaches the state in which sequences begin?")
+        .bounds(healthy="1e-4 to 10", critical="> 100: gradients explode through time", source=PASCANU)
+        .absent("no recurrent policy, or every environment began anew")
+        .advises(
+            "Open the forget gate (bias 1), train on shorter sequences, or give the policy what it has to remember."
         )
     )
     profile: Mean = reports(
-        Metric(
-            key="lstm/bptt/profile_ratio",
-            number=733,
-            unit="ratio",
-            question="How much larger is the gradient at the beginning of a sequence than at its end? Far above 1: it explodes on the"
-            " way, near 0: it vanishes.",
-            low=0.0,
-            level=Level.DEBUG,
-            cost="debug",
-            source=PASCANU,
-            undefined=f"{NO_MEMORY}, or the last step has no gradient",
+        Metric.ratio("lstm/bptt/profile_ratio", 733, "profile ratio of bptt", level=Level.DEBUG, cost="debug")
+        .asks(
+            "How much larger is the gradient at the beginning of a sequence than at its end? Far above 1: it "
+            "explodes on the way, near 0: it vanishes."
         )
+        .bounds(source=PASCANU)
+        .absent("no recurrent policy, or every environment began anew, or the last step has no gradient")
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def bptt_stats(first: Tensor, last: Tensor) -> BpttStats:
     """Norm of the gradient before the first step, and of its last layer's over that after the last step.
 
@@ -84,7 +72,7 @@ BUCKETS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class AgeProfile(Reduction):
+class AgeProfile(AdditiveReduction):
     """Size of the cell state by age.
 
     Attributes:
@@ -102,12 +90,6 @@ class AgeProfile(Reduction):
     def slots(self) -> tuple[Slot, ...]:
         """All counts, then all ages, then all sizes."""
         return (*self.count.unbind(-1), *self.age.unbind(-1), *self.size.unbind(-1))
-
-    @staticmethod
-    def merge(rows: Array) -> Array:
-        """Counts and sums add."""
-        merged: Array = rows.sum(axis=0)
-        return merged
 
 
 def _growth(profile: Array) -> float:
@@ -130,21 +112,19 @@ class CellGrowth(MetricGroup):
     """How the cell state depends on its age."""
 
     growth: AgeProfile = reports(
-        Metric(
-            key="lstm/c_growth",
-            number=745,
-            unit="ratio",
-            question="By how many times its median does the cell state grow from a fresh memory to the oldest?",
+        Metric.ratio("lstm/c_growth", 745, "growth of the cell state with age", low=None)
+        .asks("By how many times its median does the cell state grow from a fresh memory to the oldest?")
+        .bounds(
             healthy="< 2",
             warn="> 2",
             critical="> 5",
             source="Theil-Sen slope of mean |c| against age, times the largest age, over the median; heuristic",
-            undefined="memory of fewer than two ages, or a cell state of zero",
         )
+        .absent("memory of fewer than two ages, or a cell state of zero")
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def cell_growth(sizes: Tensor, ages: Tensor, *, width: int = 1, valid: Tensor | None = None) -> CellGrowth:
     """Profile of the cell state's size over its age.
 
@@ -175,22 +155,14 @@ class MemoryUse(MetricGroup):
     """What memory changes in the policy."""
 
     kl: Mean = reports(
-        Metric(
-            key="lstm/ablate_kl",
-            number=734,
-            unit="nats",
-            question="How differently would the policy act if it remembered nothing? Near 0: memory is ignored.",
-            low=0.0,
-            level=Level.DEBUG,
-            cost="debug",
-            healthy="> 1e-3 where the task needs memory",
-            source="KL(π(·|x,h)‖π(·|x,0)); heuristic",
-            undefined="no recurrent policy, or no valid row",
-        )
+        Metric.nats("lstm/ablate_kl", 734, "ablate kl", level=Level.DEBUG, cost="debug")
+        .asks("How differently would the policy act if it remembered nothing? Near 0: memory is ignored.")
+        .bounds(healthy="> 1e-3 where the task needs memory", source="KL(π(·|x,h)‖π(·|x,0)); heuristic")
+        .absent("no recurrent policy, or no valid row")
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def memory_use(rows: Mapping[str, Tensor], *, relevant: Mapping[str, Tensor] | None = None) -> MemoryUse:
     """Mean KL between the policy with memory and without.
 

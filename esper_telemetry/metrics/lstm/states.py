@@ -13,34 +13,36 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import ClassVar, NamedTuple
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
+from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level
-from esper_telemetry.core.reduction import NAN, Array, Max, Mean, Reduction, Slot, Statistic, Sum
-from esper_telemetry.metrics.actions import keep, same_shape
+from esper_telemetry.core.reduction import NAN, AdditiveReduction, Max, Mean, Slot, Statistic, Sum
+from esper_telemetry.metrics.statistics import keep, same_shape
 
 PARTS = ("h", "c")
 """Parts of a recurrent state: hidden state and, of an LSTM, cell state."""
-NO_ROWS = "no valid, finite state, or a policy without memory"
+
+
+MEMORY_FAMILY = MetricFamily(
+    "lstm",
+    "Memory",
+    "Memory of a recurrent policy: sizes of its hidden state h and cell state c, openness of its gates i (write), f "
+    "(keep) and o (read), how long it remembers, and whether memory begins anew where episodes do.",
+    place=110,
+    question="Does memory work?",
+    first=("lstm/reset_rate", "lstm/timescale/median", "lstm/{part}/rms"),
+)
 
 
 @dataclass(frozen=True, slots=True)
-class RootMeanSquare(Reduction):
+class RootMeanSquare(AdditiveReduction):
     """The root of a mean of squares: their sum and how many they are."""
 
     squares: Slot
     count: Slot
 
     statistics: ClassVar[Mapping[str, Statistic]] = {"rms": lambda s: math.sqrt(s[0] / s[1]) if s[1] else NAN}
-
-    @staticmethod
-    def merge(rows: Array) -> Array:
-        """Sums and counts add."""
-        merged: Array = rows.sum(axis=0)
-        return merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,68 +51,47 @@ class StateStats(MetricGroup):
 
     part: tuple[str, ...] = label()
     rms: RootMeanSquare = reports(
-        Metric(
-            key="lstm/{part}/rms",
-            number=701,
-            unit="state",
-            question="How large is a typical entry of the recurrent state?",
-            low=0.0,
+        Metric.quantity("lstm/{part}/rms", 701, "typical size of the recurrent state", unit="state", low=0.0)
+        .asks("How large is a typical entry of the recurrent state?")
+        .bounds(
             healthy="h: 0.05 to 0.9; c: < 5",
             warn="c > 10, or a robust z of log10 above 4",
             critical="c > 50, or a robust z of log10 above 12",
             source="heuristic; |h| < 1 by construction; the norm would grow with the number of units",
-            undefined=NO_ROWS,
         )
+        .absent("no valid, finite state, or a policy without memory")
     )
     absmax: Max = reports(
-        Metric(
-            key="lstm/{part}/absmax",
-            number=702,
-            unit="state",
-            question="How large is the largest entry of the recurrent state?",
-            low=0.0,
-            critical="c > 50",
-            source="heuristic",
-            undefined=NO_ROWS,
-        )
+        Metric.quantity("lstm/{part}/absmax", 702, "largest magnitude of the recurrent state", unit="state", low=0.0)
+        .asks("How large is the largest entry of the recurrent state?")
+        .bounds(critical="c > 50", source="heuristic")
+        .absent("no valid, finite state, or a policy without memory")
     )
     mean: Mean = reports(
-        Metric(
-            key="lstm/{part}/mean",
-            number=703,
-            unit="state",
-            question="Does the recurrent state lean to one side?",
-            healthy="near 0",
-            warn="above 0.8 times the rms in magnitude",
-            source="heuristic",
-            undefined=NO_ROWS,
-        )
+        Metric.quantity("lstm/{part}/mean", 703, "mean of the recurrent state", unit="state")
+        .asks("Does the recurrent state lean to one side?")
+        .bounds(healthy="near 0", warn="above 0.8 times the rms in magnitude", source="heuristic")
+        .absent("no valid, finite state, or a policy without memory")
+        .advises("States drift to one side: check resets, and centre the inputs of the memory.")
     )
     env_rms: Max = reports(
-        Metric(
-            key="lstm/{part}/env_rms/max",
-            number=704,
+        Metric.quantity(
+            "lstm/{part}/env_rms/max",
+            704,
+            "size of the state in the environment where it is largest",
             unit="state",
-            question="How large is the state in the environment where it is largest? Far above the rms: one environment went astray.",
             low=0.0,
-            healthy="close to the rms",
-            source="heuristic",
-            undefined=NO_ROWS,
         )
+        .asks(
+            "How large is the state in the environment where it is largest? Far above the rms: one environment went astray."
+        )
+        .bounds(healthy="close to the rms", source="heuristic")
+        .absent("no valid, finite state, or a policy without memory")
     )
     nonfinite: Sum = reports(
-        Metric(
-            key="lstm/{part}/rms_nonfinite",
-            number=705,
-            unit="count",
-            question="How many of the states held a NaN or an infinity?",
-            low=0.0,
-            level=Level.MINIMAL,
-            healthy="absent",
-            critical="> 0",
-            undefined="none did",
-            when_positive=True,
-        )
+        Metric.nonfinite("lstm/{part}/rms_nonfinite", 705, "non-finite inputs of typical size of the recurrent state")
+        .asks("How many of the states held a NaN or an infinity?")
+        .absent("none did")
     )
 
 
@@ -135,7 +116,7 @@ class StateSize(NamedTuple):
         return (self.largest == 0).all(0)
 
 
-@torch.no_grad()
+@no_grad
 def state_size(states: Tensor) -> StateSize:
     """Sums over layers and units of states [T, layers, parts, B, H]."""
     magnitudes = states.abs()  # its sum and maximum take a tenth of the time that the norms of order 1 and ∞ take
@@ -148,7 +129,7 @@ def state_size(states: Tensor) -> StateSize:
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def state_stats(size: StateSize, *, valid: Tensor | None = None) -> StateStats:
     """Root mean square, largest magnitude and signed mean of each part of the state.
 
@@ -174,11 +155,10 @@ def state_stats(size: StateSize, *, valid: Tensor | None = None) -> StateStats:
 
 
 SOURCE = "Kapturowski 2019 (R2D2); sb3-contrib#265; ikostrikov#278"
-NO_STATES = "the stored states are zero, or nobody recomputes them"
 
 
 @dataclass(frozen=True, slots=True)
-class RelativeDistance(Reduction):
+class RelativeDistance(AdditiveReduction):
     """Length of a difference over the length of what it is measured against; the slots hold squares."""
 
     difference: Slot
@@ -186,31 +166,20 @@ class RelativeDistance(Reduction):
 
     statistics: ClassVar[Mapping[str, Statistic]] = {"relative": lambda s: sqrt(s[0] / s[1]) if s[1] else NAN}
 
-    @staticmethod
-    def merge(rows: Array) -> Array:
-        """Squares add."""
-        merged: Array = rows.sum(axis=0)
-        return merged
-
 
 @dataclass(frozen=True, slots=True)
 class Staleness(MetricGroup):
     """How old the states are from which sequences are trained."""
 
     distance: RelativeDistance = reports(
-        Metric(
-            key="lstm/staleness",
-            number=731,
-            unit="relative error",
-            question="How far are the stored states from those that the current weights would have reached, after the last step?",
-            low=0.0,
-            cost="sampled",
-            healthy="< 0.1",
-            warn="> 0.3",
-            critical="> 1",
-            source=SOURCE,
-            undefined=NO_STATES,
+        Metric.quantity(
+            "lstm/staleness", 731, "staleness of stored states", unit="relative error", low=0.0, cost="sampled"
         )
+        .asks(
+            "How far are the stored states from those that the current weights would have reached, after the last step?"
+        )
+        .bounds(healthy="< 0.1", warn="> 0.3", critical="> 1", source=SOURCE)
+        .absent("the stored states are zero, or nobody recomputes them")
     )
 
 
@@ -219,23 +188,20 @@ class FirstStaleness(MetricGroup):
     """Whether training reaches the states that acting reached, with the same weights."""
 
     distance: RelativeDistance = reports(
-        Metric(
-            key="lstm/staleness_first",
-            number=735,
-            unit="relative error",
-            question="Does training reach the stored states before the first step of an update? Anything but 0, up to rounding, means"
-            " another first state, other observations or other resets than in acting.",
-            low=0.0,
-            cost="sampled",
-            healthy="about 0",
-            critical="> 1e-4",
-            source=SOURCE,
-            undefined=NO_STATES,
+        Metric.quantity("lstm/staleness_first", 735, "staleness first", unit="relative error", low=0.0, cost="sampled")
+        .asks(
+            "Does training reach the stored states before the first step of an update? Anything but 0, up to "
+            "rounding, means another first state, other observations or other resets than in acting."
+        )
+        .bounds(healthy="about 0", critical="> 1e-4", source=SOURCE)
+        .absent("the stored states are zero, or nobody recomputes them")
+        .advises(
+            "Acting and training begin with different states: store the state that was acted on, and reset both alike."
         )
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def state_staleness(stored: Tensor, recomputed: Tensor) -> Staleness:
     """Length of `recomputed` - `stored` over that of `stored`, all entries together.
 
@@ -246,7 +212,7 @@ def state_staleness(stored: Tensor, recomputed: Tensor) -> Staleness:
     return Staleness(_distance(stored, recomputed))
 
 
-@torch.inference_mode()
+@inference_mode
 def first_staleness(stored: Tensor, recomputed: Tensor) -> FirstStaleness:
     """The same before the first step, with the weights that the states were stored under."""
     return FirstStaleness(_distance(stored, recomputed))
@@ -259,62 +225,34 @@ def _distance(stored: Tensor, recomputed: Tensor) -> RelativeDistance:
     return RelativeDistance(norm(recomputed.double() - reference).square(), norm(reference).square())
 
 
-NO_VALID_STEP = "no valid step, or a policy without memory"
-
-
 @dataclass(frozen=True, slots=True)
 class ResetStats(MetricGroup):
     """How often memory begins anew and how old it is."""
 
     rate: Mean = reports(
-        Metric(
-            key="lstm/reset_rate",
-            number=741,
-            unit="fraction",
-            question="In which share of the steps does memory begin anew? 0 although episodes end: it leaks across episodes.",
-            low=0.0,
-            high=1.0,
-            level=Level.MINIMAL,
-            healthy="1 over the mean length of episodes",
-            critical="0 while episodes end",
-            source="identity",
-            undefined=NO_VALID_STEP,
-        )
+        Metric.fraction("lstm/reset_rate", 741, "rate of resets", level=Level.MINIMAL)
+        .asks("In which share of the steps does memory begin anew? 0 although episodes end: it leaks across episodes.")
+        .bounds(healthy="1 over the mean length of episodes", critical="0 while episodes end", source="identity")
+        .absent("no valid step, or a policy without memory")
     )
     unbroken: Mean = reports(
-        Metric(
-            key="lstm/chunk_no_reset_frac",
-            number=742,
-            unit="fraction",
-            question="In which share of the environments did memory never begin anew in this rollout?",
-            low=0.0,
-            high=1.0,
-            undefined=NO_VALID_STEP,
-        )
+        Metric.fraction("lstm/chunk_no_reset_frac", 742, "share of environments without a reset")
+        .asks("In which share of the environments did memory never begin anew in this rollout?")
+        .absent("no valid step, or a policy without memory")
     )
     age: Mean = reports(
-        Metric(
-            key="lstm/age/mean",
-            number=743,
-            unit="steps",
-            question="How many steps does memory reach back on average?",
-            low=0.0,
-            undefined=NO_VALID_STEP,
-        )
+        Metric.steps("lstm/age/mean", 743, "mean of the memory's age")
+        .asks("How many steps does memory reach back on average?")
+        .absent("no valid step, or a policy without memory")
     )
     oldest: Max = reports(
-        Metric(
-            key="lstm/age/max",
-            number=744,
-            unit="steps",
-            question="How many steps does the oldest memory reach back?",
-            low=0.0,
-            undefined=NO_VALID_STEP,
-        )
+        Metric.steps("lstm/age/max", 744, "largest of the memory's age")
+        .asks("How many steps does the oldest memory reach back?")
+        .absent("no valid step, or a policy without memory")
     )
 
 
-@torch.no_grad()
+@no_grad
 def state_ages(resets: Tensor, start: Tensor | None = None) -> Tensor:
     """Steps since memory last began anew, [T, B], 0 where it does.
 
@@ -329,7 +267,7 @@ def state_ages(resets: Tensor, start: Tensor | None = None) -> Tensor:
     return torch.where(last < 0, steps + before, steps - last)
 
 
-@torch.inference_mode()
+@inference_mode
 def reset_stats(resets: Tensor, ages: Tensor, *, valid: Tensor | None = None) -> ResetStats:
     """Rate of resets, environments without one, and ages.
 

@@ -15,8 +15,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
+from esper_telemetry.core.catalogue import family_name
 from esper_telemetry.core.record import RunInfo, RunStatus
-from esper_telemetry.sinks.layout import family_name
 from esper_telemetry.sinks.protocol import logger
 from esper_telemetry.sinks.values import plain
 

@@ -6,18 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, label, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Last, Sum
 
 MOST = 64
 """Environments of which each is shown, the first ones; a backend with more curves than that shows none."""
-
-UNKNOWN = "it is not known"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,47 +23,24 @@ class EachHost(MetricGroup):
     replicated: ClassVar[bool] = True
     env: tuple[str, ...] = label()
     accuracy: Last = reports(
-        Metric(
-            key="host/each/{env}/accuracy",
-            number=1694,
-            unit="fraction",
-            question="How accurate is this environment's host at the end of the update?",
-            low=0.0,
-            high=1.0,
-            level=Level.DEBUG,
-            undefined=UNKNOWN,
-        )
+        Metric.fraction("host/each/{env}/accuracy", 1694, "accuracy of a host", level=Level.DEBUG)
+        .asks("How accurate is this environment's host at the end of the update?")
+        .absent("it is not known")
     )
     norm: Last = reports(
-        Metric(
-            key="host/each/{env}/grad_norm",
-            number=1695,
-            unit="gradient norm",
-            question="How strong is its gradient, before clipping?",
-            low=0.0,
-            level=Level.DEBUG,
-            undefined=UNKNOWN,
-        )
+        Metric.gradient_norm("host/each/{env}/grad_norm", 1695, "gradient of a host", level=Level.DEBUG)
+        .asks("How strong is its gradient, before clipping?")
+        .absent("it is not known")
     )
     growth: Last = reports(
-        Metric(
-            key="host/each/{env}/growth_ratio",
-            number=1696,
-            unit="ratio",
-            question="How much larger has it become?",
-            low=1.0,
-            level=Level.DEBUG,
+        Metric.ratio("host/each/{env}/growth_ratio", 1696, "growth of a host", low=1.0, level=Level.DEBUG).asks(
+            "How much larger has it become?"
         )
     )
     rewards: Sum = reports(
-        Metric(
-            key="host/each/{env}/reward",
-            number=1697,
-            unit="reward",
-            question="What was paid for it during the update?",
-            level=Level.DEBUG,
-            undefined=UNKNOWN,
-        )
+        Metric.quantity("host/each/{env}/reward", 1697, "reward of a host", unit="reward", level=Level.DEBUG)
+        .asks("What was paid for it during the update?")
+        .absent("it is not known")
     )
 
 
@@ -78,53 +51,28 @@ class EachSeed(MetricGroup):
     replicated: ClassVar[bool] = True
     place: tuple[str, ...] = label()
     stage: Last = reports(
-        Metric(
-            key="seed/each/{place}/stage",
-            number=1500,
-            unit="index",
-            question="Where does this slot stand, from 1, dormant, to 6, fossilised; 7 to 9 are on their way back?",
-            low=0.0,
-            high=9.0,
-            level=Level.DEBUG,
-        )
+        Metric.quantity(
+            "seed/each/{place}/stage", 1500, "stage of a slot", unit="index", low=0.0, high=9.0, level=Level.DEBUG
+        ).asks("Where does this slot stand, from 1, dormant, to 6, fossilised; 7 to 9 are on their way back?")
     )
     alpha: Last = reports(
-        Metric(
-            key="seed/each/{place}/alpha",
-            number=1510,
-            unit="weight",
-            question="With which weight does its seed count?",
-            low=0.0,
-            high=1.0,
-            level=Level.DEBUG,
-        )
+        Metric.quantity(
+            "seed/each/{place}/alpha", 1510, "weight of a seed", unit="weight", low=0.0, high=1.0, level=Level.DEBUG
+        ).asks("With which weight does its seed count?")
     )
     norm: Last = reports(
-        Metric(
-            key="seed/each/{place}/grad_norm",
-            number=1511,
-            unit="gradient norm",
-            question="How strong is its gradient, before clipping?",
-            low=0.0,
-            level=Level.DEBUG,
-            undefined="the seed does not learn",
-        )
+        Metric.gradient_norm("seed/each/{place}/grad_norm", 1511, "gradient of a seed", level=Level.DEBUG)
+        .asks("How strong is its gradient, before clipping?")
+        .absent("the seed does not learn")
     )
     contribution: Last = reports(
-        Metric(
-            key="seed/each/{place}/contribution",
-            number=1525,
-            unit="accuracy",
-            question="What accuracy would be lost without it?",
-            low=-1.0,
-            high=1.0,
-            level=Level.DEBUG,
-            undefined="the host does not feel it",
-        )
+        Metric.accuracy("seed/each/{place}/contribution", 1525, "contribution of one seed", low=-1.0, level=Level.DEBUG)
+        .asks("What accuracy would be lost without it?")
+        .absent("the host does not feel it")
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def each_stats(
     hosts: Mapping[str, Tensor], seeds: Mapping[str, Tensor], rewards: Mapping[str, Tensor]
 ) -> Iterator[MetricGroup]:

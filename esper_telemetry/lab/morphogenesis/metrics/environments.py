@@ -5,18 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Max, Mean, Moments, Sum
-from esper_telemetry.metrics.actions import sample, spread, where_any
+from esper_telemetry.metrics.statistics import sample, spread, where_any
 
-NO_END = "no episode ended"
 REASONS = ("nonfinite", "lobotomy", "divergence")
 """Why a watchdog puts older weights back."""
+
+
+GROWTH_FAMILY = MetricFamily(
+    "env",
+    "Growing",
+    "Rewards of environments in which networks grow, the controller's actions, and the final worth of hosts.",
+    place=170,
+    question="What are the grown networks worth?",
+    axis="axis/env_step",
+    first=("env/score", "env/final_accuracy"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,74 +32,37 @@ class EpisodeScores(MetricGroup):
     """How episodes ended: the scoreboard."""
 
     score: Moments = reports(
-        Metric(
-            key="env/score",
-            number=1691,
-            unit="accuracy",
-            question="What are hosts worth in the end: accuracy less the price of the parameters in their seeds?",
-            level=Level.MINIMAL,
-            undefined=NO_END,
-        ),
-        Metric(
-            key="env/score_std",
-            number=1692,
-            unit="accuracy",
-            question="How much do episodes differ in what their hosts are worth?",
-            of="std",
-            low=0.0,
-            undefined=NO_END,
-        ),
+        Metric.accuracy("env/score", 1691, "final score of hosts", low=None, high=None, level=Level.MINIMAL)
+        .asks("What are hosts worth in the end: accuracy less the price of the parameters in their seeds?")
+        .absent("no episode ended"),
+        Metric.accuracy("env/score_std", 1692, "spread of final scores", high=None, of="std")
+        .asks("How much do episodes differ in what their hosts are worth?")
+        .absent("no episode ended"),
     )
     best: Max = reports(
-        Metric(
-            key="env/score_best",
-            number=1626,
-            unit="accuracy",
-            question="What is the best host worth at the end of its episode?",
-            undefined=NO_END,
-        )
+        Metric.accuracy("env/score_best", 1626, "best final score", low=None, high=None)
+        .asks("What is the best host worth at the end of its episode?")
+        .absent("no episode ended")
     )
     final: Mean = reports(
-        Metric(
-            key="env/final_accuracy",
-            number=1621,
-            unit="accuracy",
-            question="How accurate are hosts at the end of their episodes?",
-            low=0.0,
-            high=1.0,
-            undefined=NO_END,
-        )
+        Metric.accuracy("env/final_accuracy", 1621, "final accuracy of hosts")
+        .asks("How accurate are hosts at the end of their episodes?")
+        .absent("no episode ended")
     )
     peak: Mean = reports(
-        Metric(
-            key="env/peak_accuracy",
-            number=1620,
-            unit="accuracy",
-            question="How accurate were hosts at their best, in the episodes that ended?",
-            low=0.0,
-            high=1.0,
-            undefined=NO_END,
-        )
+        Metric.accuracy("env/peak_accuracy", 1620, "peak accuracy of hosts")
+        .asks("How accurate were hosts at their best, in the episodes that ended?")
+        .absent("no episode ended")
     )
     growth: Mean = reports(
-        Metric(
-            key="env/final_growth_ratio",
-            number=1623,
-            unit="ratio",
-            question="How many times as large as alone are hosts with their seeds when episodes end?",
-            low=1.0,
-            undefined=NO_END,
-        )
+        Metric.ratio("env/final_growth_ratio", 1623, "final growth of hosts", low=1.0)
+        .asks("How many times as large as alone are hosts with their seeds when episodes end?")
+        .absent("no episode ended")
     )
     fossilized: Mean = reports(
-        Metric(
-            key="env/final_fossilized",
-            number=1628,
-            unit="seeds",
-            question="How many seeds have become part of their host when an episode ends?",
-            low=0.0,
-            undefined=NO_END,
-        )
+        Metric.quantity("env/final_fossilized", 1628, "seeds fossilised in the end", unit="seeds", low=0.0)
+        .asks("How many seeds have become part of their host when an episode ends?")
+        .absent("no episode ended")
     )
 
 
@@ -101,11 +72,8 @@ class RewardParts(MetricGroup):
 
     component: tuple[str, ...] = label()
     mean: Mean = reports(
-        Metric(
-            key="env/reward/{component}",
-            number=1655,
-            unit="reward per step",
-            question="How much does this part of the reward pay per step? All parts add up to the reward.",
+        Metric.quantity("env/reward/{component}", 1655, "component of the growth reward", unit="reward per step").asks(
+            "How much does this part of the reward pay per step? All parts add up to the reward."
         )
     )
 
@@ -116,13 +84,8 @@ class Operations(MetricGroup):
 
     op: tuple[str, ...] = label()
     share: Mean = reports(
-        Metric(
-            key="env/op/{op}",
-            number=1649,
-            unit="fraction",
-            question="Which share of all steps does this operation take?",
-            low=0.0,
-            high=1.0,
+        Metric.fraction("env/op/{op}", 1649, "share of an operation").asks(
+            "Which share of all steps does this operation take?"
         )
     )
 
@@ -132,25 +95,20 @@ class Decisions(MetricGroup):
     """How often there is a choice."""
 
     density: Mean = reports(
-        Metric(
-            key="env/decision_density",
-            number=1693,
-            unit="fraction",
-            question="In which share of the steps may the controller do anything but wait?",
-            low=0.0,
-            high=1.0,
+        Metric.fraction("env/decision_density", 1693, "share of steps with a choice").asks(
+            "In which share of the steps may the controller do anything but wait?"
         )
     )
     rollbacks: Sum = reports(
-        Metric(
-            key="env/rollbacks",
-            number=1632,
-            unit="count",
-            question="How often did a watchdog give a host its older weights back?",
-            low=0.0,
+        Metric.count("env/rollbacks", 1632, "hosts given back older weights")
+        .asks("How often did a watchdog give a host its older weights back?")
+        .bounds(
             healthy="0",
             warn="> 0",
             source="weights that are not finite, a host that has lost all it knew, a loss that runs away",
+        )
+        .advises(
+            "Lower the learning rate of the hosts' task; see `seed/exploding` for who broke them, `env/rollback` for how."
         )
     )
 
@@ -161,15 +119,9 @@ class RollbackReasons(MetricGroup):
 
     reason: tuple[str, ...] = label()
     count: Sum = reports(
-        Metric(
-            key="env/rollback/{reason}",
-            number=1633,
-            unit="count",
-            question="How often was this why a watchdog gave a host its older weights back?",
-            low=0.0,
-            undefined="it never was",
-            when_positive=True,
-        )
+        Metric.count("env/rollback/{reason}", 1633, "roll-backs by reason", when_positive=True)
+        .asks("How often was this why a watchdog gave a host its older weights back?")
+        .absent("it never was")
     )
 
 
@@ -177,7 +129,7 @@ FOSSILIZED = 6
 """Index of the stage."""
 
 
-@torch.inference_mode()
+@inference_mode
 def environment_stats(
     hosts: Mapping[str, Tensor],
     rewards: Mapping[str, Tensor],

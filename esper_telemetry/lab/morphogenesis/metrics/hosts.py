@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, reports
+from esper_telemetry.core.lazy import Tensor, inference_mode
+from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Max, Mean, Moments
-from esper_telemetry.metrics.actions import Sample, sample, spread, where_any
+from esper_telemetry.metrics.statistics import Sample, sample, spread, where_any
+
+HOSTS_FAMILY = MetricFamily(
+    "host",
+    "Hosts",
+    "Networks that seeds grow into: their accuracy, and how much larger they have become.",
+    place=190,
+    question="How well do the hosts learn?",
+    first=("host/accuracy", "host/growth_ratio"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,113 +27,61 @@ class HostStats(MetricGroup):
     """How hosts do, over all epochs of the update."""
 
     accuracy: Moments = reports(
-        Metric(
-            key="host/accuracy",
-            number=1635,
-            unit="accuracy",
-            question="How well do hosts do on validation data, seeds included, on average over episodes?",
-            low=0.0,
-            high=1.0,
-            level=Level.MINIMAL,
+        Metric.accuracy("host/accuracy", 1635, "accuracy of hosts", level=Level.MINIMAL).asks(
+            "How well do hosts do on validation data, seeds included, on average over episodes?"
         ),
-        Metric(
-            key="host/accuracy_std",
-            number=1687,
-            unit="accuracy",
-            question="How much do hosts, and epochs of an episode, differ in accuracy?",
-            of="std",
-            low=0.0,
+        Metric.accuracy("host/accuracy_std", 1687, "spread of the hosts' accuracy", high=None, of="std").asks(
+            "How much do hosts, and epochs of an episode, differ in accuracy?"
         ),
     )
     best: Max = reports(
-        Metric(
-            key="host/accuracy_best",
-            number=1636,
-            unit="accuracy",
-            question="What is the best accuracy that a host has had?",
-            low=0.0,
-            high=1.0,
+        Metric.accuracy("host/accuracy_best", 1636, "best accuracy of a host").asks(
+            "What is the best accuracy that a host has had?"
         )
     )
     stale: Mean = reports(
-        Metric(
-            key="host/epochs_since_best",
-            number=1637,
-            unit="epochs",
-            question="How long is it since hosts were at their best?",
-            low=0.0,
-        )
+        Metric.quantity(
+            "host/epochs_since_best", 1637, "epochs since hosts were at their best", unit="epochs", low=0.0
+        ).asks("How long is it since hosts were at their best?")
     )
     loss: Mean = reports(
-        Metric(
-            key="host/loss",
-            number=1641,
-            unit="nats",
-            question="What is the loss on validation data?",
-            low=0.0,
-            undefined="no loss was finite",
-        )
+        Metric.nats("host/loss", 1641, "validation loss of hosts")
+        .asks("What is the loss on validation data?")
+        .absent("no loss was finite")
     )
     train_loss: Mean = reports(
-        Metric(
-            key="host/train_loss",
-            number=1688,
-            unit="nats",
-            question="What is the loss on training data?",
-            low=0.0,
-            undefined="no loss was finite",
-        )
+        Metric.nats("host/train_loss", 1688, "training loss of hosts")
+        .asks("What is the loss on training data?")
+        .absent("no loss was finite")
     )
     train_accuracy: Mean = reports(
-        Metric(
-            key="host/train_accuracy",
-            number=1689,
-            unit="accuracy",
-            question="How well do hosts do on training data? Far above `host/accuracy`: they learn by heart.",
-            low=0.0,
-            high=1.0,
+        Metric.accuracy("host/train_accuracy", 1689, "training accuracy of hosts").asks(
+            "How well do hosts do on training data? Far above `host/accuracy`: they learn by heart."
         )
     )
     norm: Mean = reports(
-        Metric(
-            key="host/grad_norm",
-            number=1690,
-            unit="gradient norm",
-            question="How large are the hosts' gradients before clipping?",
-            low=0.0,
-            undefined="no gradient was finite",
-        )
+        Metric.gradient_norm("host/grad_norm", 1690, "gradient of hosts")
+        .asks("How large are the hosts' gradients before clipping?")
+        .absent("no gradient was finite")
     )
     growth: Mean = reports(
-        Metric(
-            key="host/growth_ratio",
-            number=1644,
-            unit="ratio",
-            question="How many parameters do hosts have with their seeds, over those without?",
-            low=1.0,
+        Metric.ratio("host/growth_ratio", 1644, "growth of hosts", low=1.0).asks(
+            "How many parameters do hosts have with their seeds, over those without?"
         )
     )
     gain: Mean = reports(
-        Metric(
-            key="host/seeds_gain",
-            number=1522,
-            unit="accuracy",
-            question="How much accuracy is lost when all seeds are switched off?",
-            low=-1.0,
-            high=1.0,
+        Metric.accuracy("host/seeds_gain", 1522, "accuracy that seeds add", low=-1.0).asks(
+            "How much accuracy is lost when all seeds are switched off?"
         )
     )
     synergy: Mean = reports(
-        Metric(
-            key="host/synergy",
-            number=1523,
-            unit="accuracy",
-            question="How much more do seeds add together than each by itself? Below 0 they do the same work twice.",
+        Metric.accuracy("host/synergy", 1523, "synergy of seeds", low=None, high=None).asks(
+            "How much more do seeds add together than each by itself? Below 0 they do the same work twice."
         )
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def host_stats(hosts: Mapping[str, Tensor]) -> HostStats:
     """How hosts do; [T, B] each, see `events.GrowthStep`."""
     found = {name: sample(x) for name, x in hosts.items()}

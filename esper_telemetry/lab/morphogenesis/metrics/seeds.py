@@ -8,18 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from esper_telemetry.core.group import MetricGroup
-from esper_telemetry.core.metric import Metric, label, reports
+from esper_telemetry.core.lazy import Tensor, inference_mode, torch
+from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Max, Mean, Min, Moments, Sum
-from esper_telemetry.metrics.actions import sample, spread, where_any
+from esper_telemetry.metrics.statistics import sample, spread, where_any
 
-NO_SEED = "no seed learns"
-NO_EFFECT = "no seed has an effect"
-SLOTS = "slots per environment"
+SEEDS_FAMILY = MetricFamily(
+    "seed",
+    "Seeds",
+    "Modules that a controller grows into networks while these are trained (`docs/morphogenesis.md`): the stages of "
+    "their lives, the pull of the loss at them, the decisions of gates, and the accuracy they are worth, measured by "
+    "switching them off.",
+    place=180,
+    question="Do seeds take root?",
+    first=("seed/active", "seed/exploding", "seed/contribution"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,94 +32,48 @@ class SeedCounts(MetricGroup):
     """How many seeds there are, and what became of them."""
 
     active: Mean = reports(
-        Metric(
-            key="seed/active",
-            number=1502,
-            unit=SLOTS,
-            question="How many seeds are alive, on average?",
-            low=0.0,
-            level=Level.MINIMAL,
-        )
+        Metric.quantity(
+            "seed/active", 1502, "seeds alive", unit="slots per environment", low=0.0, level=Level.MINIMAL
+        ).asks("How many seeds are alive, on average?")
     )
     germinated: Sum = reports(
-        Metric(
-            key="seed/germinated",
-            number=1505,
-            unit="count",
-            question="How many seeds were germinated?",
-            low=0.0,
-        )
+        Metric.count("seed/germinated", 1505, "seeds germinated").asks("How many seeds were germinated?")
     )
     fossilized: Sum = reports(
-        Metric(
-            key="seed/fossilized",
-            number=1503,
-            unit="count",
-            question="How many seeds became part of their host for good?",
-            low=0.0,
+        Metric.count("seed/fossilized", 1503, "seeds fossilised").asks(
+            "How many seeds became part of their host for good?"
         )
     )
-    pruned: Sum = reports(
-        Metric(key="seed/pruned", number=1504, unit="count", question="How many seeds were given up?", low=0.0)
-    )
+    pruned: Sum = reports(Metric.count("seed/pruned", 1504, "seeds pruned").asks("How many seeds were given up?"))
     germination_rate: Mean = reports(
-        Metric(
-            key="seed/germination_rate",
-            number=1508,
-            unit="seeds per episode",
-            question="How many seeds does an episode of one environment germinate?",
-            low=0.0,
-        )
+        Metric.quantity(
+            "seed/germination_rate", 1508, "seeds germinated per episode", unit="seeds per episode", low=0.0
+        ).asks("How many seeds does an episode of one environment germinate?")
     )
     fossilize_rate: Mean = reports(
-        Metric(
-            key="seed/fossilize_rate",
-            number=1506,
-            unit="seeds per episode",
-            question="How many of an episode's seeds does it keep for good?",
-            low=0.0,
-        )
+        Metric.quantity(
+            "seed/fossilize_rate", 1506, "seeds fossilised per episode", unit="seeds per episode", low=0.0
+        ).asks("How many of an episode's seeds does it keep for good?")
     )
     prune_rate: Mean = reports(
-        Metric(
-            key="seed/prune_rate",
-            number=1507,
-            unit="seeds per episode",
-            question="How many seeds does an episode give up?",
-            low=0.0,
+        Metric.quantity("seed/prune_rate", 1507, "seeds pruned per episode", unit="seeds per episode", low=0.0).asks(
+            "How many seeds does an episode give up?"
         )
     )
     success: Mean = reports(
-        Metric(
-            key="seed/success_frac",
-            number=1512,
-            unit="fraction",
-            question="Which share of the seeds whose fate was decided was kept?",
-            low=0.0,
-            high=1.0,
-            undefined="no seed was fossilised or pruned",
-        )
+        Metric.fraction("seed/success_frac", 1512, "share of seeds kept")
+        .asks("Which share of the seeds whose fate was decided was kept?")
+        .absent("no seed was fossilised or pruned")
     )
     alpha: Mean = reports(
-        Metric(
-            key="seed/alpha",
-            number=1551,
-            unit="weight",
-            question="With which weight do the seeds count that have an effect?",
-            low=0.0,
-            high=1.0,
-            undefined=NO_EFFECT,
-        )
+        Metric.quantity("seed/alpha", 1551, "weight of seeds", unit="weight", low=0.0, high=1.0)
+        .asks("With which weight do the seeds count that have an effect?")
+        .absent("no seed has an effect")
     )
     life: Mean = reports(
-        Metric(
-            key="seed/life",
-            number=1513,
-            unit="epochs",
-            question="How old are the seeds that are alive?",
-            low=0.0,
-            undefined="no seed is alive",
-        )
+        Metric.quantity("seed/life", 1513, "age of seeds", unit="epochs", low=0.0)
+        .asks("How old are the seeds that are alive?")
+        .absent("no seed is alive")
     )
 
 
@@ -124,12 +83,8 @@ class SeedStages(MetricGroup):
 
     stage: tuple[str, ...] = label()
     slots: Mean = reports(
-        Metric(
-            key="seed/stage/{stage}",
-            number=1501,
-            unit=SLOTS,
-            question="How many slots are in this stage, on average?",
-            low=0.0,
+        Metric.quantity("seed/stage/{stage}", 1501, "slots in a stage", unit="slots per environment", low=0.0).asks(
+            "How many slots are in this stage, on average?"
         )
     )
 
@@ -139,64 +94,40 @@ class SeedGradients(MetricGroup):
     """How strongly the losses pull at seeds, before each is clipped by itself."""
 
     norm: Mean = reports(
-        Metric(
-            key="seed/grad/norm",
-            number=1581,
-            unit="gradient norm",
-            question="How large is a seed's gradient, on average over minibatches and seeds?",
-            low=0.0,
-            undefined=NO_SEED,
-        )
+        Metric.gradient_norm("seed/grad/norm", 1581, "gradient of seeds")
+        .asks("How large is a seed's gradient, on average over minibatches and seeds?")
+        .absent("no seed learns")
     )
     exploding: Max = reports(
-        Metric(
-            key="seed/exploding",
-            number=1514,
-            unit="severity",
-            question="How far beyond its clip limit was the largest gradient of any seed?",
-            low=0.0,
-            high=1.0,
+        Metric.severity("seed/exploding", 1514, "seed has exploding gradients")
+        .asks("How far beyond its clip limit was the largest gradient of any seed?")
+        .bounds(
             healthy="< 0.5",
             warn="≥ 0.5, ten times the clip limit",
             critical="≥ 0.75, 32 times the clip limit",
             source="TELE-514 of esper-lite is a flag from ten clip limits on; here over the whole epoch, before clipping",
-            undefined=NO_SEED,
         )
+        .absent("no seed learns")
     )
     exploding_share: Mean = reports(
-        Metric(
-            key="seed/exploding_frac",
-            number=1582,
-            unit="fraction",
-            question="Which share of the seeds that learn has an exploding gradient?",
-            low=0.0,
-            high=1.0,
-            undefined=NO_SEED,
-        )
+        Metric.fraction("seed/exploding_frac", 1582, "share of seeds with exploding gradients")
+        .asks("Which share of the seeds that learn has an exploding gradient?")
+        .absent("no seed learns")
     )
     vanishing: Mean = reports(
-        Metric(
-            key="seed/vanishing",
-            number=1515,
-            unit="severity",
-            question="How far have gradients of seeds vanished, on average?",
-            low=0.0,
-            high=1.0,
+        Metric.severity("seed/vanishing", 1515, "seed has vanishing gradients")
+        .asks("How far have gradients of seeds vanished, on average?")
+        .bounds(
             healthy="< 0.5",
             warn="≥ 0.5, a 100,000th of the clip limit",
             source="three to seven decades below the clip limit",
-            undefined=NO_SEED,
         )
+        .absent("no seed learns")
     )
     ratio: Mean = reports(
-        Metric(
-            key="seed/intensity_ratio",
-            number=1557,
-            unit="ratio",
-            question="How strong is a seed's gradient per parameter beside its host's?",
-            low=0.0,
-            undefined=NO_SEED,
-        )
+        Metric.ratio("seed/intensity_ratio", 1557, "gradient intensity of seeds over hosts")
+        .asks("How strong is a seed's gradient per parameter beside its host's?")
+        .absent("no seed learns")
     )
 
 
@@ -206,15 +137,9 @@ class SeedCauses(MetricGroup):
 
     cause: tuple[str, ...] = label()
     share: Mean = reports(
-        Metric(
-            key="seed/cause/{cause}",
-            number=1583,
-            unit="fraction",
-            question="For which share of the seeds that learn is this why their gradient is as it is beside the host's?",
-            low=0.0,
-            high=1.0,
-            undefined=NO_SEED,
-        )
+        Metric.fraction("seed/cause/{cause}", 1583, "share of seeds by cause")
+        .asks("For which share of the seeds that learn is this why their gradient is as it is beside the host's?")
+        .absent("no seed learns")
     )
 
 
@@ -223,47 +148,23 @@ class SeedWorth(MetricGroup):
     """What seeds add to accuracy, told by switching them off."""
 
     contribution: Moments = reports(
-        Metric(
-            key="seed/contribution",
-            number=1524,
-            unit="accuracy",
-            question="How much accuracy is lost when one seed is switched off?",
-            low=-1.0,
-            high=1.0,
-            undefined=NO_EFFECT,
-        )
+        Metric.accuracy("seed/contribution", 1524, "contribution of a seed", low=-1.0)
+        .asks("How much accuracy is lost when one seed is switched off?")
+        .absent("no seed has an effect")
     )
     worst: Min = reports(
-        Metric(
-            key="seed/contribution_min",
-            number=1584,
-            unit="accuracy",
-            question="What does the worst seed contribute? Below 0 its host would be better off without it.",
-            low=-1.0,
-            high=1.0,
-            undefined=NO_EFFECT,
-        )
+        Metric.accuracy("seed/contribution_min", 1584, "contribution of the worst seed", low=-1.0)
+        .asks("What does the worst seed contribute? Below 0 its host would be better off without it.")
+        .absent("no seed has an effect")
     )
     shapley: Moments = reports(
-        Metric(
-            key="seed/shapley/mean",
-            number=1533,
-            unit="accuracy",
-            question="Which share of what all seeds add is a seed's own, averaged over the orders in which they might come?",
-            low=-1.0,
-            high=1.0,
-            source="Shapley 1953, exact over all subsets",
-            undefined=NO_EFFECT,
-        ),
-        Metric(
-            key="seed/shapley/std",
-            number=1534,
-            unit="accuracy",
-            question="How much do seeds differ in what they add?",
-            of="std",
-            low=0.0,
-            undefined=NO_EFFECT,
-        ),
+        Metric.accuracy("seed/shapley/mean", 1533, "Shapley value of a seed", low=-1.0)
+        .asks("Which share of what all seeds add is a seed's own, averaged over the orders in which they might come?")
+        .bounds(source="Shapley 1953, exact over all subsets")
+        .absent("no seed has an effect"),
+        Metric.accuracy("seed/shapley/std", 1534, "spread of Shapley values", high=None, of="std")
+        .asks("How much do seeds differ in what they add?")
+        .absent("no seed has an effect"),
     )
 
 
@@ -273,24 +174,14 @@ class SeedGateStats(MetricGroup):
 
     gate: tuple[str, ...] = label()
     asked: Sum = reports(
-        Metric(
-            key="seed/gate/{gate}/asked",
-            number=1585,
-            unit="count",
-            question="How often did a seed ask to pass this gate?",
-            low=0.0,
+        Metric.count("seed/gate/{gate}/asked", 1585, "questions to a gate of growth").asks(
+            "How often did a seed ask to pass this gate?"
         )
     )
     passed: Mean = reports(
-        Metric(
-            key="seed/gate/{gate}/pass_frac",
-            number=1586,
-            unit="fraction",
-            question="How often did this gate open for those that asked?",
-            low=0.0,
-            high=1.0,
-            undefined="nobody asked",
-        )
+        Metric.fraction("seed/gate/{gate}/pass_frac", 1586, "share that a gate of growth lets pass")
+        .asks("How often did this gate open for those that asked?")
+        .absent("nobody asked")
     )
 
 
@@ -298,7 +189,7 @@ ALIVE = slice(2, 7)
 """Stages, by index, in which a seed is alive: germinated to fossilised."""
 
 
-@torch.inference_mode()
+@inference_mode
 def seed_stats(
     seeds: Mapping[str, Tensor], labels: Mapping[str, Sequence[str]], *, horizon: int
 ) -> Iterator[MetricGroup]:
@@ -352,7 +243,7 @@ def _gradients(seeds: Mapping[str, Tensor]) -> SeedGradients:
     )
 
 
-@torch.inference_mode()
+@inference_mode
 def gate_stats(gates: Mapping[str, Tensor]) -> SeedGateStats:
     """How often each gate was asked and opened; [T, B] per gate: -1 not asked, 0 refused, 1 passed."""
     answers = torch.stack([found.flatten() for found in gates.values()], -1)
