@@ -21,6 +21,7 @@ from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from sink_runs import HISTOGRAM, record, run_info
+from waiting import wait_until
 
 from esper_telemetry import Telemetry, read_run
 from esper_telemetry.alarms.registry import registry
