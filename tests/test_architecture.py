@@ -54,7 +54,6 @@ NOT_YET = {
     ("pipeline", "delivery"),
     ("updates", "alarms"),
     ("updates", "lab"),
-    ("importers", "sinks"),
     ("ppo", "lab"),
     ("adapters", "ppo"),
 }

@@ -1,4 +1,4 @@
-"""`esper-telemetry metrics`: the registry in the terminal or as JSON."""
+"""`esper-telemetry metrics`: print the catalogue of metrics, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ WIDTH = 200
 
 
 def metrics(options: Metrics) -> int:
-    """Prints every declared metric, or those asked for."""
-    found = _asked(options.key)
+    """Print every declared metric, or the matching ones."""
+    entries = _matching(options.key)
     console = make_console(piped_width=WIDTH, markup=False)
     if options.json:
-        print(json.dumps([entry_values(entry) for entry in found], indent=1))
-    elif len(found) == 1:
+        print(json.dumps([entry_values(entry) for entry in entries], indent=1))
+    elif len(entries) == 1:
         from rich.markdown import Markdown  # here: with its parser it takes 50 ms, which the table does not need
 
-        console.print(Markdown(entry_text(found[0])))
+        console.print(Markdown(entry_text(entries[0])))
     else:
-        console.print(_table(found))
+        console.print(_table(entries))
     return 0
 
 
-def _asked(text: str) -> Sequence[MetricEntry]:
+def _matching(text: str) -> Sequence[MetricEntry]:
     """Return the entry of a key or of its template, else all that begin with the text, else all that contain it.
 
-    The text is searched for in keys and in names; keys whose last segment it is come first. Raises WrongUse where nothing is found.
+    The text is searched for in keys and in names; keys whose last segment it is come first. Raises WrongUse if none does.
     """
     entries = {entry.metric.key: entry for entry in registry()}
     template = template_of(text, entries)

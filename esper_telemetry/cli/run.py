@@ -1,7 +1,7 @@
-"""`esper-telemetry run`: somebody's training script as it is, with telemetry.
+"""`esper-telemetry run`: run an unchanged training script with telemetry.
 
-The script must not notice: neither torch nor NumPy is imported before it does so itself, nothing is printed to stdout, exceptions, exit
-codes and signals take the way that they would take without us.
+Nothing changes for the script: neither torch nor NumPy is imported before it imports them itself, nothing is printed to stdout, and
+exceptions, exit codes and signals are those of the script alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from esper_telemetry.telemetry import Telemetry
 
 LEVELS = ("minimal", "normal", "debug")
-DESCRIPTION = """Runs a training script as `python SCRIPT ARGS...` would, with telemetry of its PPO updates. The script is not changed.
+DESCRIPTION = """Run a training script as `python SCRIPT ARGS...` would, with telemetry of its PPO updates. The script is not changed.
 
 Example: esper-telemetry run --sink tensorboard ppo.py --env-id CartPole-v1
 """
@@ -40,7 +40,7 @@ Example: esper-telemetry run --sink tensorboard ppo.py --env-id CartPole-v1
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """What the command line said: our options come before the script, the rest is the script's."""
+    """The command line: options before the script, the script, and its own arguments."""
 
     script: str
     arguments: tuple[str, ...] = ()
@@ -50,15 +50,15 @@ class ScriptRun:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong by `WrongUse`."""
+    """A parser that raises `WrongUse`."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises it."""
+        """Raise the message."""
         raise WrongUse(f"{message}; see {self.prog} --help")
 
 
 def parse(arguments: Sequence[str]) -> ScriptRun:
-    """The command line as a form; raises WrongUse, and SystemExit after showing help."""
+    """Return the parsed command line; raises WrongUse, and SystemExit after showing help."""
     parser = Parser(
         "esper-telemetry run",
         description=DESCRIPTION,
@@ -74,33 +74,34 @@ def parse(arguments: Sequence[str]) -> ScriptRun:
     parser.add_argument("--level", choices=LEVELS, default="normal", help="how much is measured")
     parser.add_argument("script", metavar="SCRIPT", help="the script, as you would give it to python")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments")
-    found = parser.parse_args(list(arguments))
-    return ScriptRun(found.script, tuple(found.arguments), found.run_dir, tuple(found.sink), found.level)
+    given = parser.parse_args(list(arguments))
+    return ScriptRun(given.script, tuple(given.arguments), given.run_dir, tuple(given.sink), given.level)
 
 
 def run(options: ScriptRun) -> int:
-    """Runs the script; returns where it comes to its end, and raises what it raises otherwise."""
+    """Run the script; returns 0 at its end, and raises what it raises otherwise."""
     _check(options)
     try:
         code = compiled(options.script)
     except OSError as error:
         raise WrongUse(f"cannot read the script {options.script}: {error.strerror}") from None
     except (SyntaxError, ValueError):
-        return _as_python(options)
-    watched = ScriptTelemetry(options)
-    watched.begin()
+        # Python itself reports what is wrong with the script.
+        os.execv(sys.executable, [sys.executable, options.script, *options.arguments])
+    script_telemetry = ScriptTelemetry(options)
+    script_telemetry.begin()
     try:
         run_as_main(code, options.script, options.arguments)
     except BaseException as error:
-        watched.end(error)
+        script_telemetry.end(error)
         hide_own_frames(str(Path(options.script).absolute()))
         raise
-    watched.end(None)
+    script_telemetry.end(None)
     return 0
 
 
 def _check(options: ScriptRun) -> None:
-    """Refuses what telemetry would refuse later, when the script is under way."""
+    """Refuse what telemetry would refuse later, when the script is running."""
     if options.run_dir is not None:
         if not options.run_dir.strip():
             raise WrongUse(f"run_dir must name a directory, got {options.run_dir!r}")
@@ -114,39 +115,34 @@ def _check(options: ScriptRun) -> None:
                 as_sink(uri)
 
 
-def _as_python(options: ScriptRun) -> NoReturn:
-    """Lets Python itself say what is wrong with the script."""
-    os.execv(sys.executable, [sys.executable, options.script, *options.arguments])
-
-
 @dataclass
 class ScriptTelemetry:
-    """A script that is watched: makes telemetry when there is something to measure, and ends it with the script.
+    """The telemetry of a script: made when there is something to measure, and ended with the script.
 
     Attributes:
         options: of the command.
-        telemetry: None before the first update, and in ranks but the first.
+        telemetry: None before the first update, and in all ranks but the first.
     """
 
     options: ScriptRun
     telemetry: Telemetry | None = None
-    _told: bool = False
+    _announced: bool = False
     _pid: int = field(default_factory=os.getpid)
 
     def __post_init__(self) -> None:
-        self._models = ScriptModels(self._made, self._say, self._leave_script)
-        self._taps = Taps(self._listener, self._joined)
+        self._models = ScriptModels(self._make_telemetry, self._say, self._leave_script)
+        self._taps = Taps(self._make_listener, self._with_callback)
         self._directory = None if self.options.run_dir is None else Path(self.options.run_dir).absolute()
         self._errors = 0
 
     def begin(self) -> None:
-        """Listens from now on; only in the first of several ranks, which would have to wait for each other."""
+        """Install the taps; only in the first of several ranks, which would have to wait for each other."""
         if os.environ.get("RANK", "0") == "0":
             log_to_stderr()
             self._taps.install()
 
     def end(self, error: BaseException | None) -> None:
-        """The script is over, by that exception or without one. A copy of the process that has left the script's end says nothing."""
+        """End telemetry with the script, which ended with that exception or without one; does nothing in a forked process."""
         if os.getpid() != self._pid:
             return
         whole = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
@@ -158,29 +154,29 @@ class ScriptTelemetry:
             self._models.close(error)
             if self.telemetry is not None:
                 self.telemetry.__exit__(type(error) if error else None, error, None)
-        except Exception as failure:  # the script's own end must come through
+        except Exception as failure:  # the script's own exception or exit code must reach the caller
             self._taps.error = self._taps.error or failure
-        self._tell_end(script)
+        self._report_end(script)
 
-    def _listener(self) -> ScriptListener:
+    def _make_listener(self) -> ScriptListener:
         from esper_telemetry.adapters.script.listener import ScriptListener
         from esper_telemetry.events import UpdateEnd
 
-        script = ScriptListener(self._found, self._log)
-        script.hooks.on(UpdateEnd, lambda _: self._tell_found(script), last=True)
+        script = ScriptListener(self._attach, self._log)
+        script.hooks.on(UpdateEnd, lambda _: self._announce(script), last=True)
         return script
 
-    def _found(self, script: ScriptListener) -> None:
-        """The first step of PPO: now there is something to measure."""
+    def _attach(self, script: ScriptListener) -> None:
+        """Attach telemetry at the first step of PPO."""
         from esper_telemetry.adapters.attach import attach
         from esper_telemetry.telemetry import session_of
 
-        self.telemetry = self._made()
+        self.telemetry = self._make_telemetry()
         attach(self.telemetry, script)
         self._taps.clock = session_of(self.telemetry).clock
 
-    def _made(self, number: int = 1) -> Telemetry:
-        """The telemetry of the script, or of the model with that number, which has a directory of its own."""
+    def _make_telemetry(self, number: int = 1) -> Telemetry:
+        """Return the telemetry of the script, or of the model with that number, which has a directory of its own."""
         from esper_telemetry.telemetry import Telemetry
 
         directory = self._directory
@@ -194,8 +190,8 @@ class ScriptTelemetry:
             ranks="alone",
         )
 
-    def _joined(self, model: Any, callback: Any) -> Any:
-        """The callback with which a model of Stable-Baselines3 learns; the script's own where the script itself trains by PPO."""
+    def _with_callback(self, model: Any, callback: Any) -> Any:
+        """Return the callback with which a model of Stable-Baselines3 learns; the script's own if the script itself trains by PPO."""
         return callback if self.telemetry is not None else self._models.joined(model, callback)
 
     def _leave_script(self) -> None:
@@ -208,17 +204,17 @@ class ScriptTelemetry:
         if self.telemetry is not None:
             self.telemetry.log(values)
 
-    def _tell_found(self, script: ScriptListener) -> None:
-        if not self._told:
-            self._told = True
+    def _announce(self, script: ScriptListener) -> None:
+        if not self._announced:
+            self._announced = True
             say(
                 findings_line(
                     script, Path(self.options.script).name, self.telemetry.run_dir if self.telemetry else None
                 )
             )
 
-    def _tell_end(self, script: ScriptListener | None) -> None:
-        """What went wrong in telemetry itself, or that there was nothing to find."""
+    def _report_end(self, script: ScriptListener | None) -> None:
+        """Print what went wrong in telemetry itself, or that no update was found."""
         name, model = Path(self.options.script).name, self._models.last
         if model is not None:
             say(last_line(None, name, model.telemetry.run_dir, self._taps.error, model.updates))
@@ -230,7 +226,7 @@ class ScriptTelemetry:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The command as a process: exits, or raises what the script raises."""
+    """Run the command as a process: exit, or raise what the script raises."""
     try:
         options = parse(arguments)
         code: Any = run(options)

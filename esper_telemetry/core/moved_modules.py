@@ -27,7 +27,7 @@ MOVED: Final = {
     "record": "core.record",
     "redaction": "core.redaction",
     "reduction": "core.reduction",
-    "registry": "core.catalogue",
+    "registry": "alarms.registry",
     "relay": "delivery",
     "series": "history",
     "sinks.stored": "sinks.protocol",

@@ -39,11 +39,6 @@ def family_of(key: str) -> MetricFamily:
     return families().get(name) or MetricFamily(name, name, "", place=0, question=f"Your own: {name}")
 
 
-def importance(key: str) -> int:
-    """Return the place of the key's family; 0, the first, for a family that nobody declares."""
-    return family_of(key).place
-
-
 class Chart(NamedTuple):
     """A chart's title and the keys drawn in it, all in one unit."""
 
@@ -81,7 +76,7 @@ def sections(keys: Iterable[str], run: RunInfo) -> list[Section]:
     for key in sorted(keys):
         keys_by_family[family_name(key)].append(key)
     declared = families()
-    ordered = sorted(keys_by_family, key=lambda name: (name not in declared, importance(name), name))
+    ordered = sorted(keys_by_family, key=lambda name: (name not in declared, family_of(name).place, name))
     return [Section(name, family_of(name).question, tuple(_charts(keys_by_family[name], run))) for name in ordered]
 
 
@@ -198,7 +193,7 @@ class KeyBudget:
         """Return keys of every level first, histories of other keys last."""
         info = self.run.describe(key)
         is_history = template_of(key, self.run.metrics).startswith(HISTORY_LABEL)
-        return (info is not None and info.level != "minimal", is_history, importance(key), key)
+        return (info is not None and info.level != "minimal", is_history, family_of(key).place, key)
 
     def _is_detail(self, key: str) -> bool:
         template = template_of(key, self.run.metrics)

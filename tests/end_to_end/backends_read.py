@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from waiting import wait_until
 
 from esper_telemetry import Record, read_run
 from esper_telemetry.core.catalogue import catalogue
@@ -23,8 +23,6 @@ from esper_telemetry.sinks.values import by_tag
 
 AXES = ("axis/update", "axis/env_step", "axis/gradient_step", "axis/wall_time")
 BACKENDS = ("tensorboard", "wandb:walker", "mlflow")
-
-Answer = TypeVar("Answer")
 
 
 class Point(NamedTuple):
@@ -35,14 +33,8 @@ class Point(NamedTuple):
     value: float
 
 
-def eventually(question: Callable[[], Answer], *, seconds: float = 240.0) -> Answer:
-    """The first answer that is true; raises TimeoutError without one."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if answer := question():
-            return answer
-        time.sleep(0.1)
-    raise TimeoutError(f"waited {seconds:.0f} s in vain")
+BACKEND_SECONDS = 240.0
+"""Longest wait for backends, which share the machine with the other tests."""
 
 
 def cursors(run_dir: Path) -> dict[str, dict[str, Any]]:
@@ -155,7 +147,11 @@ def wandb_entries(run_dir: Path) -> list[dict[str, Any]]:
     """
     (run_id,) = {file.stem for file in run_dir.glob("wandb/offline-run-*/run-*.wandb")}
     files = sorted(run_dir.glob(f"wandb/offline-run-*/{run_id}.wandb"))
-    return [entry for file in files for entry in eventually(partial(_complete, file))]
+    return [
+        entry
+        for file in files
+        for entry in wait_until(partial(_complete, file), f"the end of {file.name}", BACKEND_SECONDS)
+    ]
 
 
 def _complete(file: Path) -> list[dict[str, Any]]:

@@ -18,6 +18,8 @@ KILLS_AT_STEP = 800
 """In the seventh."""
 
 STEP_SECONDS = 0.0005
+STUCK_MARK = "stuck"
+"""File that an environment makes before it hangs."""
 
 KILLED = Path("killed")
 """In the working directory, once it has happened."""
@@ -55,10 +57,11 @@ class NanObservation(Breaking):
 
 
 class Stuck(Breaking):
-    """In rank 0 only, and for longer than anybody waits."""
+    """Hangs in rank 0 only, for longer than a test waits, and leaves a mark in the working directory first."""
 
     def broken(self, observation: Any, reward: Any, *rest: Any) -> Any:
         if os.environ.get("RANK") == "0":
+            Path(STUCK_MARK).touch()
             time.sleep(3600)
         return observation, reward, *rest
 

@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from backends_read import all_backends_have, eventually
+from backends_read import BACKEND_SECONDS, all_backends_have
+from waiting import wait_until
 
 from esper_telemetry.sinks.mlflow.database import ensure_database
 
@@ -50,6 +51,11 @@ def started(run_dir: Path, *options: str, env: str = "CartPole-v1") -> subproces
     return trained(run_dir, "--env", env, "--run-dir", str(run_dir), *CLOSING, *SINKS, *options)
 
 
+def python_path() -> str:
+    """The path of a child process: this folder's environments, and the path of this process."""
+    return os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 @cache
 def empty_database() -> tempfile.TemporaryDirectory[str]:
     """A directory with MLflow's tables in `mlflow.db`, as long as these tests last."""
@@ -66,7 +72,7 @@ def trained(run_dir: Path, *options: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         cwd=run_dir.parent,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "PYTHONPATH": python_path()},
         start_new_session=True,
     )
 
@@ -89,7 +95,11 @@ def ended(process: subprocess.Popen[str], seconds: float = 240.0) -> Ended:
 def in_full_swing(run_dir: Path, process: subprocess.Popen[str]) -> None:
     """Waits until every backend has some records; the command is killed where that does not happen."""
     try:
-        eventually(lambda: process.poll() is not None or all_backends_have(3, run_dir))
+        wait_until(
+            lambda: process.poll() is not None or all_backends_have(3, run_dir),
+            "three records in every backend",
+            BACKEND_SECONDS,
+        )
         assert process.poll() is None, ended(process)
     except BaseException:
         process.kill()

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 from backends_read import (
+    BACKEND_SECONDS,
     all_backends_closed,
     assert_the_same_numbers_in_all_four,
-    eventually,
     mlflow_run,
     wandb_entries,
 )
 from mlflow import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from waiting import wait_until
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.alarms import Detectors
@@ -44,7 +45,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Telemetry(SINKS, run_dir=run_dir, close_timeout=120.0) as telemetry:
         attach(telemetry, trainer)
         trainer.learn(UPDATES * 8 * trainer.config.num_steps)
-    eventually(lambda: all_backends_closed(run_dir))
+    wait_until(lambda: all_backends_closed(run_dir), "the end of the run in every backend", BACKEND_SECONDS)
     return run_dir
 
 

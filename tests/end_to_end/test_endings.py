@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from backends_read import (
+    BACKEND_SECONDS,
     all_backends_closed,
     assert_the_same_numbers_in_all_four,
-    eventually,
     mlflow_run,
     wandb_entries,
     wandb_exit_code,
 )
-from command_line import CLOSE_DEADLINE_SECONDS, ENDLESS, SLOW, Ended, ended, in_full_swing, started
+from command_line import ENDLESS, SLOW, Ended, ended, in_full_swing, started
+from waiting import wait_until
 
 from esper_telemetry import RunStatus, read_run
 
@@ -36,7 +36,7 @@ def test_a_killed_trainer_loses_nothing_and_its_runs_end_as_killed(tmp_path: Pat
 
     os.kill(process.pid, signal.SIGKILL)
     assert ended(process).code == -signal.SIGKILL
-    eventually(lambda: all_backends_closed(run_dir))
+    wait_until(lambda: all_backends_closed(run_dir), "the end of the run in every backend", BACKEND_SECONDS)
 
     run = read_run(run_dir)
     assert run.status is RunStatus.KILLED
@@ -52,11 +52,9 @@ def test_ctrl_c_ends_the_run_as_interrupted_with_everything_delivered(tmp_path: 
     process = started(run_dir, *ENDLESS, env=SLOW)
     in_full_swing(run_dir, process)
 
-    pressed = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     command = ended(process)
 
-    assert time.monotonic() - pressed < CLOSE_DEADLINE_SECONDS
     assert (command.code, command.stderr) == (130, "")
     assert "interrupted after" in command.stdout
     assert read_run(run_dir).status is RunStatus.INTERRUPTED

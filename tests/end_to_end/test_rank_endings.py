@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 from backends_read import (
+    BACKEND_SECONDS,
     all_backends_closed,
     all_backends_have,
     assert_the_same_numbers_in_all_four,
-    eventually,
     mlflow_run,
     wandb_entries,
     wandb_exit_code,
 )
+from broken_environments import STUCK_MARK
 from command_line import ENDLESS, SINKS, SLOW
 from torchrun import PATIENCE_SECONDS, TRAIN, output, pid_of, started, until
+from waiting import wait_until
 
 from esper_telemetry import RunStatus, read_run
 
@@ -78,11 +79,10 @@ def test_a_killed_rank_ends_the_run_in_bounded_time(tmp_path: Path, dying: int) 
 
         victim = pid_of(dying, launcher)
         os.kill(victim, signal.SIGKILL)
-        killed = time.monotonic()
         _, stderr = output(launcher, DEAD_RANK_SECONDS)
-    eventually(lambda: all_backends_closed(run_dir))
+    wait_until(lambda: all_backends_closed(run_dir), "the end of the run in every backend", BACKEND_SECONDS)
 
-    assert launcher.returncode == 1 and time.monotonic() - killed < DEAD_RANK_SECONDS
+    assert launcher.returncode == 1
     run = read_run(run_dir)
     assert run.status is (RunStatus.FAILED if dying else RunStatus.KILLED)
     assert mlflow_run(run_dir).info.status == ("FAILED" if dying else "KILLED")
@@ -97,8 +97,7 @@ def test_a_killed_rank_ends_the_run_in_bounded_time(tmp_path: Path, dying: int) 
 def test_a_rank_that_hears_of_no_death_is_told_by_another_thread(tmp_path: Path) -> None:
     """Rank 0 hangs in its third rollout, as it would in an exchange that does not notice that rank 1 is gone."""
     with started(*TRAIN, "--env", "broken_environments:Stuck-v0", "--run-dir", "run", cwd=tmp_path) as launcher:
-        until(lambda: records(tmp_path / "run") >= 2, launcher)
-        time.sleep(1.0)
+        until((tmp_path / STUCK_MARK).exists, launcher)
 
         os.kill(pid_of(1, launcher), signal.SIGKILL)
         _, stderr = output(launcher, DEAD_RANK_SECONDS)

@@ -12,14 +12,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from backends_read import (
+    BACKEND_SECONDS,
     assert_the_same_numbers_in_all_four,
-    eventually,
     mlflow_run,
     wandb_entries,
     wandb_exit_codes,
 )
 from broken_environments import KILLED
 from command_line import ENDLESS, SLOW, Ended, ended, in_full_swing, started, trained
+from waiting import wait_until
 
 from esper_telemetry import RunStatus, read_run
 from esper_telemetry.journal import Run
@@ -166,7 +167,7 @@ def test_a_preempted_run_is_saved_and_resumed(tmp_path: Path) -> None:
 def test_ctrl_c_saves_too(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = trained(run_dir, "--env", SLOW, "--run-dir", str(run_dir), *ENDLESS, *UNSAVED)
-    eventually(lambda: process.poll() is not None or recorded(run_dir) >= 3)
+    wait_until(lambda: process.poll() is not None or recorded(run_dir) >= 3, "three records", BACKEND_SECONDS)
     os.killpg(process.pid, signal.SIGINT)
 
     assert ended(process).code == 130

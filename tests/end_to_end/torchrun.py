@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from command_line import python_path
+from waiting import wait_until
 
 TRAIN = ("-m", "esper_telemetry", "train")
 PATIENCE_SECONDS = 120.0
@@ -25,7 +27,7 @@ def started(*program: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.PIPE,
         text=True,
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()},
     )
     try:
         yield launcher
@@ -55,7 +57,9 @@ def _children(pid: int) -> list[int]:
 
 def until(condition: Callable[[], bool], launcher: subprocess.Popen[str]) -> None:
     """Waits for it; fails where they end first."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert launcher.poll() is None and time.monotonic() < deadline, "the condition does not come about"
-        time.sleep(0.1)
+
+    def holds() -> bool:
+        assert launcher.poll() is None, "torchrun has ended"
+        return condition()
+
+    wait_until(holds, "the ranks", PATIENCE_SECONDS)

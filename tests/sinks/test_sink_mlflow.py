@@ -7,7 +7,6 @@ import socket
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -22,6 +21,7 @@ from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from sink_runs import HISTOGRAM, record, run_info
+from waiting import wait_until
 
 from esper_telemetry import Telemetry, read_run
 from esper_telemetry.alarms.registry import registry
@@ -468,7 +468,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             command, cwd=folder, stdout=log, stderr=log, env={**os.environ, **settings}, start_new_session=True
         )
     try:
-        wait_for(f"http://127.0.0.1:{port}")
+        wait_until(lambda: is_healthy(f"http://127.0.0.1:{port}"), "the MLflow server", 240.0)
         yield f"http://127.0.0.1:{port}"
     finally:
         os.killpg(process.pid, signal.SIGKILL)  # asked kindly it takes 20 seconds
@@ -481,15 +481,12 @@ def logged_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", PASSWORD)
 
 
-def wait_for(address: str, seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            urlopen(f"{address}/health", timeout=2).close()
-            return
-        except OSError:
-            time.sleep(0.2)
-    raise TimeoutError(f"no MLflow server at {address}")
+def is_healthy(address: str) -> bool:
+    try:
+        urlopen(f"{address}/health", timeout=2).close()
+    except OSError:
+        return False
+    return True
 
 
 @pytest.mark.usefixtures("logged_in")

@@ -121,10 +121,11 @@ def test_leftovers_share_a_chart_only_from_one_bound_to_another() -> None:
     assert section.charts[0].title == "my: a, b [fraction]"
 
 
-def test_declared_families_stand_at_their_places_and_a_users_own_last() -> None:
-    keys = ["my/key", "perf/a", "seed/active", "obs/b"]
+def test_families_stand_at_the_places_that_their_declarations_say() -> None:
+    """Those of a plugin, such as `seed`, between bundled ones; a user's own last."""
+    questions = [section.question for section in sections(["my/key", "perf/a", "seed/active", "obs/b"], run_info())]
 
-    assert [section.question for section in sections(keys, run_info())] == [
+    assert questions == [
         "Does the policy see anything change?",
         "Do seeds take root?",
         "Where does the time go?",

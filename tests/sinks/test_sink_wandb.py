@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import wandb
 from permissions import keep_to_permissions
 from sink_runs import HISTOGRAM, record, run_info
+from waiting import wait_until
 
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.sinks import PermanentSinkError, WandbSink
@@ -41,13 +41,12 @@ def alone() -> Iterator[None]:
 def inspect(directory: Path) -> list[dict[str, Any]]:
     """Everything in the offline run, once its end is on disk."""
     (file,) = (directory / "wandb").glob("offline-run-*/run-*.wandb")
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
+
+    def entries_with_an_end() -> list[dict[str, Any]]:
         entries = read(file)
-        if any(entry["type"] == "exit" for entry in entries):
-            return entries
-        time.sleep(0.1)
-    raise TimeoutError(f"no end of the run in {file}")
+        return entries if any(entry["type"] == "exit" for entry in entries) else []
+
+    return wait_until(entries_with_an_end, f"the end of the run in {file.name}")
 
 
 def read(file: Path) -> list[dict[str, Any]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from fake_wandb import KEY, FakeWandb
+from waiting import wait_until
 
 from esper_telemetry.core.record import AlarmEvent, RunStatus
 from esper_telemetry.delivery import SinkState
@@ -27,13 +27,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWandb]:
     monkeypatch.setenv("WANDB_SILENT", "true")
     yield one
     one.stop()
-
-
-def eventually(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 def begun(tmp_path: Path) -> tuple[Journal, Deliveries, str]:
@@ -74,11 +67,11 @@ def test_a_run_reaches_the_server(tmp_path: Path, server: FakeWandb) -> None:
 def test_a_server_that_fails_for_a_while_gets_everything_later(tmp_path: Path, server: FakeWandb) -> None:
     journal, relay, run_id = begun(tmp_path)
     journal.write(encode_record(record(1)))
-    eventually(lambda: server.rows.get(run_id))
+    wait_until(lambda: server.rows.get(run_id), "rows on the server")
     server.status = 500
     for update in range(2, RECORDS + 1):
         journal.write(encode_record(record(update)))
-    eventually(lambda: relay.stats().queue_depth == 0)
+    wait_until(lambda: relay.stats().queue_depth == 0, "an empty queue")
     server.status = 200
 
     assert ended(journal, relay) is SinkState.CLOSED

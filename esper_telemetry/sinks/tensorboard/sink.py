@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from esper_telemetry.core.catalogue import family_name
 from esper_telemetry.core.record import Alarm, Record, RunInfo, RunStatus
-from esper_telemetry.sinks.layout import KeyBudget, importance, sections
+from esper_telemetry.sinks.layout import KeyBudget, family_of, sections
 from esper_telemetry.sinks.pages import IncidentCards, run_readme
 from esper_telemetry.sinks.protocol import Place, Shown, StoredMetrics, check_options, require_package, require_run_dir
 from esper_telemetry.sinks.values import by_tag
@@ -222,15 +221,15 @@ def outcomes(run: RunInfo) -> list[str]:
     """Return the tags of the table that compares runs: the first two of the leading families, alarms last."""
 
     def precedence(key: str) -> tuple[bool, int, bool, int]:
-        headline = run.metrics[key].headline
-        return family_name(key) == "alarm", importance(key), not headline, headline
+        family, headline = family_of(key), run.metrics[key].headline
+        return family.name == "alarm", family.place, not headline, headline
 
     leading = [
         key for key, info in run.metrics.items() if "{" not in key and (info.headline or info.level == "minimal")
     ]
     chosen: dict[str, list[str]] = {}
     for key in sorted(leading, key=precedence):
-        chosen.setdefault(family_name(key), []).append(key)
+        chosen.setdefault(family_of(key).name, []).append(key)
     return [key for keys in chosen.values() for key in keys[:2]][:MAX_OUTCOMES]
 
 
