@@ -36,7 +36,7 @@ def doctor(options: Doctor) -> int:
         print(json.dumps(_as_dict(health, sinks), indent=1))
     else:
         print(_page(options.run_dir, health, sinks))
-    return 0 if health.well and all(sink.equal is not False for sink in sinks) else 1
+    return 0 if not health.lost and all(sink.healthy for sink in sinks) else 1
 
 
 @contextmanager
@@ -87,6 +87,6 @@ def _as_dict(health: RunHealth, sinks: list[SinkCheck]) -> dict[str, object]:
         "closed_stale": health.closed_stale,
         "lost_lines": health.lost,
         "damaged_lines": list(health.damaged),
-        "equal": health.well and all(sink.equal is not False for sink in sinks),
+        "equal": not health.lost and all(sink.healthy for sink in sinks),
         "sinks": [sink.as_dict() for sink in sinks],
     }

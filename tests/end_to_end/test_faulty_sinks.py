@@ -63,7 +63,7 @@ def test_a_sink_that_raises_costs_one_warning_and_is_counted(
         assert f"raising: retrying, 0 records sent, {ppo.updates} pending" in left
     else:
         assert f"not everything is delivered yet: raising ({ppo.updates} records)" in left
-        for child in children("relay.child"):
+        for child in children("delivery.child"):
             os.kill(child, signal.SIGKILL)
     assert "sink raising failed (RuntimeError: this sink fails on purpose); it is tried again" in warning
 
@@ -95,7 +95,7 @@ def test_a_sink_that_hangs_stops_neither_training_nor_the_other_sinks_nor_the_en
         assert f"5 pending; send the rest with: {report.sinks[0].command}" in caplog.text
     else:
         assert "not everything is delivered yet: hanging (5 records)" in caplog.text
-        for child in children("relay.child"):
+        for child in children("delivery.child"):
             os.kill(child, signal.SIGKILL)
 
 
@@ -108,7 +108,7 @@ def test_a_client_that_dies_is_started_again_and_gets_the_rest(
     with Telemetry(["tensorboard"], run_dir=tmp_path / "run") as telemetry:
         attach(telemetry, ppo)
         learn_until(ppo, 2)
-        (child,) = eventually(lambda: children("relay.child"))
+        (child,) = eventually(lambda: children("delivery.child"))
         os.kill(child, signal.SIGKILL)
         learn_until(ppo, 4)
         report = telemetry.close()
