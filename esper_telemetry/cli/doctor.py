@@ -36,7 +36,7 @@ def doctor(options: Doctor) -> int:
             sink_name(sink): check_backend(directory, sink, name=sink_name(sink), ended=False) for sink in named_sinks
         }
     sinks = [*(sink for sink in health.sinks if sink.name not in named), *named.values()]
-    is_equal = health.well and all(sink.equal is not False for sink in sinks)
+    is_equal = not health.lost and all(sink.healthy for sink in sinks)
     event = health.failure
     failures = [] if event is None or event.axes is None else [Failure(event.seq, event.axes, event.data)]
     ending = bad_ending(health.status, health.last_update, failures)

@@ -1,4 +1,4 @@
-"""Is anything missing? Every backend of a run compared with its journal, and what is left open by a trainer that is gone, ended."""
+"""The `doctor` of a run: every backend compared with the journal, and a run that its trainer left open closed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from esper_telemetry.core.record import RunStatus
 from esper_telemetry.core.redaction import MASKED
 from esper_telemetry.delivery.catch_up import BackendAudit, audit, format_ranges, replay
 from esper_telemetry.delivery.cursors import Cursors
-from esper_telemetry.delivery.status import deliveries_under_way, one_line, read_status, replay_command
+from esper_telemetry.delivery.status import (
+    clear_under_way,
+    deliveries_under_way,
+    one_line,
+    read_status,
+    replay_command,
+)
 from esper_telemetry.journal.file import end_if_open, journal_path
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.journal.lock import HELPER_ROLES, Role, is_held
@@ -21,9 +27,9 @@ from esper_telemetry.journal.read import read_contents
 from esper_telemetry.sinks.protocol import Sink
 from esper_telemetry.sinks.registry import as_sink
 
-STALE_SECONDS: Final = 30.0
-"""How long a journal without an end must have been left alone before it is ended: not every file system has locks."""
-MOST_KEYS: Final = 5
+MIN_IDLE_SECONDS: Final = 30.0
+"""Time since the last write after which a journal without an end is closed: not every file system has locks."""
+MAX_NAMED_KEYS: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +38,18 @@ class SinkCheck:
 
     Attributes:
         name: of the sink.
-        audit: what was found; None where nothing could be compared.
-        reason: why not.
-        command: what repairs it; empty where nothing is to be done, or can be.
-        note: what was done, or what else is to be known.
+        audit: the comparison; None where nothing could be compared.
+        reason: why nothing could be compared.
+        unreadable: whether the backend did not answer, or what it holds could not be understood.
+        command: repairs the backend; empty where nothing is to be done, or can be.
+        note: what `doctor` did, or what else is to be known.
         under_way: whether a process of the run still delivers what is missing.
     """
 
     name: str
     audit: BackendAudit | None = None
     reason: str = ""
+    unreadable: bool = False
     command: str = ""
     note: str = ""
     under_way: bool = False
@@ -51,36 +59,22 @@ class SinkCheck:
         """Whether the backend holds exactly what the journal holds; None where that is not known."""
         return None if self.audit is None else self.audit.equal
 
-    def __str__(self) -> str:
-        said = [self._finding(), self.note, f"repair it with: {self.command}" if self.command else ""]
-        return f"{self.name}: {'; '.join(part for part in said if part)}"
+    @property
+    def healthy(self) -> bool:
+        """Whether the backend could be read, where it can be, and holds what the journal holds."""
+        return not self.unreadable and self.equal is not False
 
-    def _finding(self) -> str:
-        if self.audit is None:
-            return self.reason
-        return (
-            "; ".join(_findings(self.audit)) or f"all {self.audit.numbers:,} numbers of {self.audit.updates:,} updates"
-        )
+    def __str__(self) -> str:
+        finding = self.reason
+        if self.audit is not None:
+            whole = f"all {self.audit.numbers:,} numbers of {self.audit.updates:,} updates"
+            finding = "; ".join(_findings(self.audit)) or whole
+        parts = [finding, self.note, f"repair it with: {self.command}" if self.command else ""]
+        return f"{self.name}: {'; '.join(part for part in parts if part)}"
 
     def as_dict(self) -> dict[str, Any]:
         """The same for programs."""
-        found = self.audit
-        numbers = (
-            {}
-            if found is None
-            else {
-                "updates": found.updates,
-                "numbers": found.numbers,
-                "missing_updates": list(format_ranges(sorted(found.absent))),
-                "incomplete_updates": list(format_ranges(sorted(found.incomplete))),
-                "missing": dict(found.missing),
-                "different": dict(found.different),
-                "repeated": dict(found.repeated),
-                "unknown_updates": list(format_ranges(found.unknown)),
-                "ended": found.ended,
-            }
-        )
-        known = {
+        check = {
             "name": self.name,
             "equal": self.equal,
             "reason": self.reason,
@@ -88,7 +82,31 @@ class SinkCheck:
             "note": self.note,
             "under_way": self.under_way,
         }
-        return {**known, **numbers}
+        if self.audit is None:
+            return check
+        return check | {
+            "updates": self.audit.updates,
+            "numbers": self.audit.numbers,
+            "missing_updates": list(format_ranges(sorted(self.audit.absent))),
+            "incomplete_updates": list(format_ranges(sorted(self.audit.incomplete))),
+            "missing": dict(self.audit.missing),
+            "different": dict(self.audit.different),
+            "repeated": dict(self.audit.repeated),
+            "unknown_updates": list(format_ranges(self.audit.unknown)),
+            "ended": self.audit.ended,
+        }
+
+
+def _findings(audit: BackendAudit) -> Iterator[str]:
+    if audit.missing:
+        updates = ", ".join(format_ranges(audit.lacking))
+        yield f"{audit.missing.total():,} of {audit.numbers:,} numbers are missing, in updates {updates}"
+    for what, counted in (("differ", audit.different), ("stand there more than once", audit.repeated)):
+        if counted:
+            keys = ", ".join(key for key, _ in counted.most_common(MAX_NAMED_KEYS))
+            yield f"{counted.total():,} numbers {what}, of {keys}{' and others' if len(counted) > MAX_NAMED_KEYS else ''}"
+    if audit.unknown:
+        yield f"updates {', '.join(format_ranges(audit.unknown))} are not in the journal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +114,10 @@ class RunHealth:
     """A run and its backends.
 
     Attributes:
-        records: in the journal.
+        records: number of records in the journal.
         status: how the run ended; None where it goes on.
         under_way: whether a process still trains or delivers it.
-        closed_stale: whether it was left open by a trainer that is gone, and ended now.
+        closed_stale: whether a trainer that is gone had left it open, and `doctor` has closed it.
         lost: lines that the journal could not take, as the disk was full for too long.
         sinks: its backends.
         last_update: of its records.
@@ -119,12 +137,12 @@ class RunHealth:
 
     @property
     def well(self) -> bool:
-        """Whether no backend is known to lack anything."""
-        return not self.lost and all(sink.equal is not False for sink in self.sinks)
+        """Whether all backends could be read and none is known to lack anything."""
+        return not self.lost and all(sink.healthy for sink in self.sinks)
 
 
 def doctor(run_dir: str | os.PathLike[str], *, progress: Callable[[str], object] = lambda name: None) -> RunHealth:
-    """Compares every backend of a run with its journal; a run whose trainer is gone is ended as killed, in the backends too.
+    """Compare every backend of a run with its journal; end a run whose trainer is gone as killed, in the backends too.
 
     `progress` is called with the name of each backend before it is read, and how many there are.
 
@@ -133,40 +151,35 @@ def doctor(run_dir: str | os.PathLike[str], *, progress: Callable[[str], object]
     directory = journal_path(run_dir).parent.absolute()
     read_contents(directory)
     under_way = any(is_held(directory, role) for role in (Role.TRAINER, *HELPER_ROLES))
-    closed = not under_way and _abandoned(directory) and end_if_open(directory, RunStatus.KILLED)
-    known = read_contents(directory)
-    ended = known.status is not None and not under_way
-    delivered = deliveries_under_way(directory)
+    idle = time.time() - journal_path(directory).stat().st_mtime >= MIN_IDLE_SECONDS
+    closed = not under_way and idle and end_if_open(directory, RunStatus.KILLED)
+    if not under_way and idle:
+        clear_under_way(directory)
+    contents = read_contents(directory)
+    ended = contents.status is not None and not under_way
+    delivering = deliveries_under_way(directory)
     uris = sorted(_uris(directory).items())
     sinks = []
-    for place, (name, uri) in enumerate(uris, 1):
-        progress(f"{name} ({place} of {len(uris)})")
-        sinks.append(_marked(_examined(directory, name, uri, ended=ended), name in delivered))
+    for number, (name, uri) in enumerate(uris, 1):
+        progress(f"{name} ({number} of {len(uris)})")
+        check = _check_uri(directory, name, uri, ended=ended)
+        if name in delivering and not check.equal:  # what is missing needs no repair yet
+            check = replace(check, under_way=True, note="still being delivered", command="")
+        sinks.append(check)
     return RunHealth(
-        *(known.records, known.status, under_way, closed, known.lost, tuple(sinks)),
-        *(known.recorded, known.failure, known.damaged),
+        *(contents.records, contents.status, under_way, closed, contents.lost, tuple(sinks)),
+        *(contents.recorded, contents.failure, contents.damaged),
     )
 
 
-def _marked(sink: SinkCheck, under_way: bool) -> SinkCheck:
-    """Of a delivery that is under way, what is missing needs no repair yet."""
-    if not under_way or sink.equal:
-        return sink
-    return replace(sink, under_way=True, note="still being delivered", command="")
-
-
-def _abandoned(directory: Path) -> bool:
-    return time.time() - journal_path(directory).stat().st_mtime >= STALE_SECONDS
-
-
 def _uris(directory: Path) -> Mapping[str, str]:
-    """How each sink that the run has, or was replayed into, is spelled; what lives in a program only has no spelling."""
-    noted = {name: str(entry.get("uri", name)) for name, entry in read_status(directory).items()}
-    known = {name: name for name in Cursors(directory).names()} | noted
-    return {name: uri for name, uri in known.items() if uri}
+    """Spelling of each sink that the run has, or was replayed into; a sink that exists in a program only has none."""
+    uris = {name: name for name in Cursors(directory).names()}
+    uris |= {name: str(entry.get("uri", name)) for name, entry in read_status(directory).items()}
+    return {name: uri for name, uri in uris.items() if uri}
 
 
-def _examined(directory: Path, name: str, uri: str, *, ended: bool) -> SinkCheck:
+def _check_uri(directory: Path, name: str, uri: str, *, ended: bool) -> SinkCheck:
     if MASKED in uri:
         return SinkCheck(name, reason="its address holds a password that is not kept: name it with --sink")
     try:
@@ -177,28 +190,16 @@ def _examined(directory: Path, name: str, uri: str, *, ended: bool) -> SinkCheck
 
 
 def check_backend(directory: Path, sink: Sink, *, name: str, ended: bool) -> SinkCheck:
-    """One backend compared with the journal; a run that is over is ended there too, where nothing else is wrong."""
+    """Compare one backend with the journal; end a run that is over there too, where nothing else is wrong."""
     try:
-        found = audit(directory, sink)
+        result = audit(directory, sink)
     except Exception as error:  # whatever a client raises whose server does not answer
-        return SinkCheck(name, reason=f"cannot be read: {one_line(error)}")
-    if found is None:
+        return SinkCheck(name, reason=f"cannot be read: {one_line(error)}", unreadable=True)
+    if result is None:
         return SinkCheck(name, reason="cannot say what it holds")
-    if found.missing:
-        return SinkCheck(name, found, command=f"{replay_command(directory, sink)} --missing")
-    if ended and found.ended is False:
+    if result.missing:
+        return SinkCheck(name, result, command=f"{replay_command(directory, sink)} --missing")
+    if ended and result.ended is False:
         closed = replay(directory, sink, missing=True).complete
-        return SinkCheck(name, found, note="it was left open, and is ended now" if closed else "it is still open")
-    return SinkCheck(name, found)
-
-
-def _findings(found: BackendAudit) -> Iterator[str]:
-    if found.missing:
-        updates = ", ".join(format_ranges(found.lacking))
-        yield f"{found.missing.total():,} of {found.numbers:,} numbers are missing, in updates {updates}"
-    for what, counted in (("differ", found.different), ("stand there more than once", found.repeated)):
-        if counted:
-            keys = ", ".join(key for key, _ in counted.most_common(MOST_KEYS))
-            yield f"{counted.total():,} numbers {what}, of {keys}{' and others' if len(counted) > MOST_KEYS else ''}"
-    if found.unknown:
-        yield f"updates {', '.join(format_ranges(found.unknown))} are not in the journal"
+        return SinkCheck(name, result, note="it was left open, and is ended now" if closed else "it is still open")
+    return SinkCheck(name, result)

@@ -112,9 +112,9 @@ def _write(text: str) -> None:
 class Deliveries:
     """Feeds sinks from a journal while it is written.
 
-    The training thread calls `poll` between two updates. Sinks of the sink process run in a thread here where there is no run directory,
-    or where their class stands in the script itself, which that process cannot import. Start it before or after the journal's first
-    line. In a forked process it does nothing.
+    The training thread calls `stats` and `poll` between two updates. A sink of the sink process gets a thread here where there is no run
+    directory, or where its class stands in the script itself, which that process cannot import. Start it before or after the journal's
+    first line. In a forked process it does nothing.
 
     Args:
         journal: gives the lines.
@@ -128,7 +128,7 @@ class Deliveries:
         self._report: CloseReport | None = None
         self._begun = time.time()
         self._stats: DeliveryStats | None = None
-        self._poll_at = 0.0
+        self._poll_at = self._feed_at = 0.0
         self._process: SinkProcess | None = None
         self._local: list[Delivery] = []
         self._inline: list[Delivery] = []
@@ -157,20 +157,20 @@ class Deliveries:
         return None if self._process is None else self._process.pid
 
     def poll(self) -> None:
-        """Follow the sink process and feed inline sinks, at most every `POLL_SECONDS`; never waits."""
+        """Feed inline sinks, at most every `POLL_SECONDS`; never waits. Without a call, `stats` does so."""
         now = time.monotonic()
-        if self._report is not None or now < self._poll_at or os.getpid() != self._pid:
-            return
-        self._poll_at, self._stats = now + POLL_SECONDS, None
-        if self._process is not None:
-            self._process.poll()
-        for delivery in self._inline:
-            while not delivery.over and delivery.step() and time.monotonic() - now < MAX_INLINE_SECONDS:
-                pass
+        if now >= self._feed_at:
+            self._feed_at = now + POLL_SECONDS
+            self._feed_inline()
 
     def stats(self) -> DeliveryStats:
-        """State of all deliveries, as of the last `poll`, which it makes where one is due."""
-        self.poll()
+        """State of all deliveries; follows the sink process and feeds inline sinks, at most every `POLL_SECONDS`, and never waits."""
+        now = time.monotonic()
+        if now >= self._poll_at:
+            self._poll_at, self._stats = now + POLL_SECONDS, None
+            if self._process is not None:
+                self._process.poll()
+            self._feed_inline()
         if self._stats is None:
             statuses = self._statuses()
             active = [status for status in statuses.values() if status.state not in FINAL]
@@ -178,6 +178,14 @@ class Deliveries:
             errors = sum(status.errors for status in statuses.values())
             self._stats = DeliveryStats(max(0, depth), errors, statuses, self._lags(statuses.values()))
         return self._stats
+
+    def _feed_inline(self) -> None:
+        if self._report is not None or os.getpid() != self._pid:
+            return
+        begun_at = time.monotonic()
+        for delivery in self._inline:
+            while not delivery.over and delivery.step() and time.monotonic() - begun_at < MAX_INLINE_SECONDS:
+                pass
 
     def _lags(self, statuses: Iterable[SinkStatus]) -> tuple[SinkLag, ...]:
         """Numbers of each backend. Functions are left out: they are many people's callbacks, and nobody's backend."""

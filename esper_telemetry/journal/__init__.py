@@ -1,12 +1,10 @@
-"""The truth about a run: an append-only file of JSON lines in the run directory, and how to read it back.
+"""The source of truth about a run: an append-only file of JSON lines in the run directory.
 
-Whoever writes turns values into lines (`encode_run`, `encode_record`, ...) and appends them with `Journal.write`: one
-system call per call, nothing buffered, so a killed process loses nothing that `write` has returned from. Whoever reads
-follows the file with a `JournalReader`, whose `offset` is all there is to remember, or takes a whole run at once with
-`read_run`. A run without a directory has a `MemoryJournal` with the same two sides.
+Writers encode values as lines (`encode_run`, `encode_record`, ...) and append them with `Journal.write`: one system call, nothing
+buffered, so a killed process loses nothing that `write` has returned from. Readers follow the file with a `JournalReader`, whose
+`offset` is its whole state, or read a run at once with `read_run`. A run without a directory has a `MemoryJournal`.
 
-Errors: a journal that cannot be created raises, in one sentence. Once it exists, nothing that happens to the disk
-raises: what could not be written waits in memory, and goes out first when there is space again.
+JSON lines, not SQLite: run directories live on network file systems, and `tail -f`, `jq`, DuckDB and pandas read them.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
-"""The journal of a run in its directory: one writer that nothing can stop, any number of readers.
+"""`journal.jsonl`, or `journal.jsonl.gz`, in a run directory: one writer that a full disk does not stop, any number of readers.
 
-A journal that is packed: `journal.jsonl.gz` in place of `journal.jsonl`, a fifth of its size, and read just as it is.
+A compressed journal takes a fifth of the space, and every reader takes it as it is.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import shutil
 import tempfile
 import threading
 import zlib
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Final, Self
@@ -34,92 +34,35 @@ from esper_telemetry.journal.lines import (
     to_json,
 )
 
-PACKED_SUFFIX: Final = ".gz"
-ARCHIVE_CHUNK_BYTES: Final = 1 << 20
-
-
-def opened(path: Path) -> IO[bytes]:
-    """A file to read at any position; a packed one is unpacked into a temporary file that has no name."""
-    if path.suffix != PACKED_SUFFIX:
-        return path.open("rb", buffering=0)
-    plain = tempfile.TemporaryFile("w+b", buffering=0)  # noqa: SIM115  # the reader closes it
-    with gzip.open(path, "rb") as packed:
-        shutil.copyfileobj(packed, plain, ARCHIVE_CHUNK_BYTES)
-    return plain
-
-
-def pack(path: Path) -> Path:
-    """Packs a journal that nobody writes any more, and removes it once what was packed is read back the same.
-
-    Raises OSError where there is no space for both, and leaves the journal as it is then.
-    """
-    packed = path.with_name(path.name + PACKED_SUFFIX)
-    draft = packed.with_name(f"{packed.name}.{os.getpid()}")
-    try:
-        with path.open("rb") as source, draft.open("wb") as target:
-            with gzip.GzipFile("", "wb", fileobj=target, mtime=0) as zipped:
-                shutil.copyfileobj(source, zipped, ARCHIVE_CHUNK_BYTES)
-            target.flush()
-            os.fsync(target.fileno())
-        with path.open("rb") as source, gzip.open(draft, "rb") as zipped:
-            if _checksum(source) != _checksum(zipped):
-                raise OSError(f"{path} was changed while it was packed")
-        draft.replace(packed)
-    finally:
-        with suppress(OSError):
-            draft.unlink()
-    path.unlink()
-    return packed
-
-
-def unpack(packed: Path) -> Path:
-    """The journal as it was, in place of the packed one."""
-    path = packed.with_suffix("")
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        with gzip.open(packed, "rb") as source, draft.open("wb") as target:
-            shutil.copyfileobj(source, target, ARCHIVE_CHUNK_BYTES)
-        draft.replace(path)
-    finally:
-        with suppress(OSError):
-            draft.unlink()
-    packed.unlink()
-    return path
-
-
-def _checksum(file: IO[bytes] | gzip.GzipFile) -> tuple[int, int]:
-    size, checksum = 0, 0
-    while chunk := file.read(ARCHIVE_CHUNK_BYTES):
-        size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
-    return size, checksum
-
-
 JOURNAL_NAME: Final = "journal.jsonl"
+PACKED_SUFFIX: Final = ".gz"
 MAX_BACKLOG_BYTES: Final = 8 << 20
-"""How much may wait in memory while the disk is full before new lines are lost: some 1,500 records of 120 values."""
+"""What may wait in memory while the disk is full before new lines are lost: some 1,500 records of 120 values."""
 CHUNK_BYTES: Final = 1 << 20
-LOST: Final = "lost"
-"""Type of the event that says how many lines are missing at its place, because the disk was full for too long."""
 MAX_TAIL_BYTES: Final = 4 << 20
-"""How far from its end a journal is searched for its last line."""
-
-TORN: Final = b" #torn"
-"""Ends a line that a killed writer left unfinished, before the next writer goes on: that is no damage."""
+"""Distance from its end up to which a journal is searched for its last line."""
 MAX_NAMED_LINES: Final = 10
 
+LOST: Final = "lost"
+"""Type of the event that says how many lines are missing at its position, because the disk was full for too long."""
+TORN: Final = b" #torn"
+"""Ends a line that a killed writer left unfinished, before the next writer goes on: that is no damage."""
+
 _logger = logging.getLogger("esper_telemetry")
-_reported: dict[Path, set[int]] = {}
+_reported_damage: dict[Path, set[int]] = {}
 """Damaged lines that this process has warned of, by journal."""
 
 
 class Journal:
     """The journal of a run, open for appending; made by `create` or `open`.
 
+    Once it exists, no error of the disk raises: what cannot be written waits in memory, and goes out first when there is space again.
+
     Attributes:
-        run_dir: the directory of the run.
-        path: the file.
-        records: records that were given to `write` and not lost.
-        lost: lines dropped because the disk was full and the backlog too.
+        run_dir: directory of the run.
+        path: of the file.
+        records: number of records that were given to `write` and not lost.
+        lost: number of lines dropped because the disk was full and the backlog too.
     """
 
     def __init__(self, run_dir: Path, fd: int) -> None:
@@ -132,11 +75,11 @@ class Journal:
         self._lock = threading.Lock()
         self._backlog = b""
         self._warned = self._stuck = False
-        self._gap = 0
+        self._lost_here = 0
 
     @classmethod
     def create(cls, run_dir: str | os.PathLike[str]) -> Self:
-        """Claims the directory for a new run, making it and its parents.
+        """Create the journal of a new run, and its directory.
 
         Raises FileExistsError where a journal stands already, another OSError where nothing can be written.
         """
@@ -154,12 +97,12 @@ class Journal:
 
     @classmethod
     def open(cls, run_dir: str | os.PathLike[str]) -> Self:
-        """Appends to the journal of a run that exists, after closing a torn last line; one that is packed is unpacked.
+        """Open the journal of a run that exists, decompressed, and end a line that is torn.
 
         Raises FileNotFoundError where there is none.
         """
         path = journal_path(run_dir)
-        path = unpack(path) if path.suffix == PACKED_SUFFIX else path
+        path = _unpack(path) if path.suffix == PACKED_SUFFIX else path
         fd = os.open(path, os.O_RDWR | os.O_APPEND)
         journal = cls(path.parent.absolute(), fd)
         journal.go_on()
@@ -171,7 +114,7 @@ class Journal:
         return not self._backlog
 
     def write(self, *lines: Line) -> bool:
-        """Appends lines in one system call and says whether they, and all before them, have reached the file.
+        """Append lines in one system call; return whether they, and all before them, have reached the file.
 
         False means that they wait in memory for space on the disk, or are lost (`lost` counts): one warning is logged.
         In a forked process, and after `close`, nothing is written. Threads may share a journal.
@@ -185,58 +128,60 @@ class Journal:
             return self._append(data, lines)
 
     def go_on(self) -> None:
-        """Append behind what another process wrote: a last line that it left torn is closed first."""
+        """Append behind what another process wrote: end a line that it left torn."""
         with self._lock:
             size = os.fstat(self._fd).st_size
             if size > 0 and os.pread(self._fd, 1, size - 1) != b"\n":
                 self._backlog = TORN + b"\n" + self._backlog
 
     def reader(self) -> JournalReader:
-        """A reader from the first line on."""
+        """Return a reader from the first line on."""
         return JournalReader(self.path)
 
     def sync(self) -> None:
-        """Makes what was written survive a crash of the machine too, where the disk allows."""
+        """Make what was written survive a crash of the machine, where the disk allows."""
         with self._lock, suppress(OSError):
             os.fsync(self._fd)
 
     def close(self) -> None:
-        """Writes what waited, makes the file durable and closes it; harmless when repeated or in a forked process."""
+        """Write what waits, make the file durable and close it; harmless when repeated or in a forked process."""
         if os.getpid() != self._pid:
             return
         with self._lock:
-            if self._fd >= 0:
-                self._finish()
-
-    def _finish(self) -> None:
-        self._write_out()
-        self.lost += self._backlog.count(b"\n")
-        self._backlog = b""
-        with suppress(OSError):
-            os.fsync(self._fd)
-        with suppress(OSError):
-            os.close(self._fd)
-        self._fd = -1
+            if self._fd < 0:
+                return
+            self._write_out()
+            self.lost += self._backlog.count(b"\n")
+            self._backlog = b""
+            with suppress(OSError):
+                os.fsync(self._fd)
+            with suppress(OSError):
+                os.close(self._fd)
+            self._fd = -1
 
     def _append(self, data: bytes, lines: tuple[Line, ...]) -> bool:
         if self._fd < 0 or (not self._write_out() and len(self._backlog) + len(data) > MAX_BACKLOG_BYTES):
             self.lost += len(lines)
-            self._gap += len(lines)
+            self._lost_here += len(lines)
             return False
-        if self._gap:
-            self._backlog += to_json(encode_event(JournalEvent(LOST, {"lines": self._gap})))
-            self._gap = 0
+        if self._lost_here:
+            self._backlog += to_json(encode_event(JournalEvent(LOST, {"lines": self._lost_here})))
+            self._lost_here = 0
         self.records += sum(line["kind"] == "record" for line in lines)
         self._backlog += data
         return self._write_out()
 
     def _write_out(self) -> bool:
-        """Goes on exactly where the last write stopped, so a line cut by a full disk is completed, not repeated."""
+        """Go on exactly where the last write stopped: a line cut by a full disk is completed, not repeated."""
         try:
             while self._backlog:
                 self._backlog = self._backlog[os.write(self._fd, self._backlog) :]
         except OSError as error:
-            self._warn(error)
+            self._stuck = True
+            if not self._warned:
+                self._warned = True
+                message = "esper-telemetry: cannot write to %s (%s); training goes on and new lines wait in memory"
+                _logger.warning(message, self.path, error.strerror)
             return False
         if self._stuck:
             self._stuck = False
@@ -244,28 +189,21 @@ class Journal:
             _logger.info("esper-telemetry: can write to %s again; %s", self.path, lost)
         return True
 
-    def _warn(self, error: OSError) -> None:
-        self._stuck = True
-        if not self._warned:
-            self._warned = True
-            message = "esper-telemetry: cannot write to %s (%s); training goes on and new lines wait in memory"
-            _logger.warning(message, self.path, error.strerror)
-
 
 class JournalReader:
     """Follows a journal file from an offset.
 
     Attributes:
-        path: the file.
-        offset: the position after the last line that `read` gave, in bytes; set it to go on from a saved position.
-        damage: where the lines begin that `read` left out because they could not be understood, in bytes.
+        path: of the file.
+        offset: position after the last line that `read` gave, in bytes; set it to go on from a saved position.
+        damage: positions of the lines that `read` left out because they could not be understood, in bytes.
     """
 
     def __init__(self, path: str | os.PathLike[str], offset: int = 0) -> None:
         self.path = Path(path)
         self.offset = offset
         self.damage: list[int] = []
-        self._file = opened(self.path)
+        self._file = _open_for_reading(self.path)
 
     @property
     def skipped(self) -> int:
@@ -274,16 +212,16 @@ class JournalReader:
 
     @property
     def size(self) -> int:
-        """How many bytes the journal has by now, unpacked."""
+        """Current size of the journal in bytes, decompressed."""
         return os.fstat(self._file.fileno()).st_size
 
     @property
     def run_dir(self) -> Path | None:
-        """The directory of the run that is read."""
+        """Directory of the run."""
         return self.path.parent
 
     def read(self, limit: int | None = None) -> list[Entry]:
-        """Up to `limit` complete lines after `offset`, decoded; a torn last line is left until it is complete."""
+        """Return up to `limit` complete lines after `offset`, decoded; a torn last line is left until it is complete."""
         entries: list[Entry] = []
         while limit is None or len(entries) < limit:
             lines = self._lines(None if limit is None else limit - len(entries))
@@ -293,7 +231,7 @@ class JournalReader:
         return entries
 
     def damaged_lines(self) -> tuple[int, ...]:
-        """Numbers of the lines that `read` left out, from 1 for the first of the file."""
+        """Return the numbers of the lines that `read` left out, from 1 for the first of the file."""
         numbers, number, position = [], 1, 0
         for offset in self.damage:
             while position < offset:
@@ -304,44 +242,44 @@ class JournalReader:
         return tuple(numbers)
 
     def head(self) -> RunInfo | None:
-        """What the lines before `offset` say about the run: its last `run` line and the descriptions of keys."""
+        """Return the run as the lines before `offset` describe it: its last `run` line and the descriptions of keys."""
         info: RunInfo | None = None
         before = JournalReader(self.path)
         while before.offset < self.offset and (lines := before._lines(None)):
             info = merge_head(info, before._decoded(line for line in lines if not line.startswith(RECORD_HEAD)))
-        before.damage.clear()  # found by whoever reads these lines, not by who looks for some of them
+        before.damage.clear()  # a reader of all lines reports it
         before.close()
         return info
 
     def alarms(self, before: int | None = None) -> tuple[Alarm, ...]:
-        """The alarms in the lines before a position, in the whole file by default; `offset` stays where it is."""
-        found: list[Alarm] = []
+        """Return the alarms in the lines before a position, in the whole file by default; `offset` stays where it is."""
+        alarms: list[Alarm] = []
         reader = JournalReader(self.path)
         while (before is None or reader.offset < before) and (lines := reader._lines(None)):
             ends = accumulate(
                 (len(line) + 1 for line in lines), initial=reader.offset - sum(map(len, lines)) - len(lines)
             )
             next(ends)
-            kept = [line for line, end in zip(lines, ends, strict=True) if before is None or end <= before]
-            alarms = reader._decoded(line for line in kept if line.startswith(ALARM_HEAD))
-            found.extend(entry for entry in alarms if isinstance(entry, Alarm))
+            earlier = [line for line, end in zip(lines, ends, strict=True) if before is None or end <= before]
+            entries = reader._decoded(line for line in earlier if line.startswith(ALARM_HEAD))
+            alarms.extend(entry for entry in entries if isinstance(entry, Alarm))
         reader.damage.clear()
         reader.close()
-        return tuple(found)
+        return tuple(alarms)
 
     def close(self) -> None:
-        """Releases the file, and warns of damaged lines that this process has not warned of; harmless when repeated."""
+        """Release the file, and warn of damaged lines that this process has not warned of; harmless when repeated."""
         if self._file.closed:
             return
-        known = _reported.setdefault(self.path.absolute(), set()) if self.damage else set()
-        new = [number for number in self.damaged_lines() if number not in known]
-        known.update(new)
+        reported = _reported_damage.setdefault(self.path.absolute(), set()) if self.damage else set()
+        new = [number for number in self.damaged_lines() if number not in reported]
+        reported.update(new)
         if new:
             _logger.warning("esper-telemetry: %s", damage_sentence(self.path, new))
         self._file.close()
 
     def _lines(self, limit: int | None) -> list[bytes]:
-        """Complete lines after the offset, at most about a megabyte of them; moves the offset behind them."""
+        """Return complete lines after the offset, about `CHUNK_BYTES` of them, and move the offset behind them."""
         chunk, size = b"", CHUNK_BYTES
         while (cut := chunk.rfind(b"\n")) < 0:
             self._file.seek(self.offset)
@@ -354,7 +292,7 @@ class JournalReader:
         return lines
 
     def _decoded(self, lines: Iterable[bytes], begin: int = 0) -> list[Entry]:
-        """The entries of lines, the first of which begins at that position."""
+        """Decode lines, the first of which begins at that position."""
         entries = []
         for line in lines:
             try:
@@ -370,7 +308,7 @@ class JournalReader:
 
 
 def damage_sentence(path: Path, numbers: Sequence[int]) -> str:
-    """The journal and its damaged lines, in a sentence without its full stop."""
+    """Return a sentence, without its full stop, on the damaged lines of a journal."""
     named = ", ".join(f"{number:,}" for number in numbers[:MAX_NAMED_LINES])
     more = ", ..." if len(numbers) > MAX_NAMED_LINES else ""
     if len(numbers) == 1:
@@ -379,7 +317,7 @@ def damage_sentence(path: Path, numbers: Sequence[int]) -> str:
 
 
 def journal_path(run_dir: str | os.PathLike[str]) -> Path:
-    """The journal in a run directory; raises FileNotFoundError where there is none."""
+    """Return the path of the journal in a run directory; raises FileNotFoundError where there is none."""
     directory = Path(run_dir).expanduser()
     if not directory.is_dir():
         raise FileNotFoundError(f"there is no run directory {run_dir}")
@@ -390,7 +328,7 @@ def journal_path(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def end_if_open(run_dir: str | os.PathLike[str], status: RunStatus) -> bool:
-    """Appends an end line for a writer that is gone, unless the last line is one; says whether it did."""
+    """Append an end line for a writer that is gone, unless the last line is one; return whether it did."""
     entries = _last_entries(run_dir)
     if end_status(entries) is not None:
         return False
@@ -402,7 +340,7 @@ def end_if_open(run_dir: str | os.PathLike[str], status: RunStatus) -> bool:
 
 
 def compress(run_dir: str | os.PathLike[str]) -> tuple[int, int]:
-    """Packs the journal of a run that is over; sizes in bytes before and after, the same where it is packed already.
+    """Compress the journal of a run that is over; return its size in bytes before and after, the same where it is compressed already.
 
     Raises FileNotFoundError where there is none, ValueError where the run is not over, OSError where there is no space.
     """
@@ -414,13 +352,70 @@ def compress(run_dir: str | os.PathLike[str]) -> tuple[int, int]:
         raise ValueError(
             f"the run in {run_dir} has not ended: its journal is still being written, or the run was killed"
         )
-    return before, pack(path).stat().st_size
+    return before, _pack(path).stat().st_size
 
 
 def _last_entries(run_dir: str | os.PathLike[str]) -> list[Entry]:
     reader = JournalReader(journal_path(run_dir))
     reader.offset = max(0, reader.size - MAX_TAIL_BYTES)
     entries = reader.read()
-    reader.damage.clear()  # it began in the middle of a line, and others read the whole file
+    reader.damage.clear()  # reading began in the middle of a line
     reader.close()
     return entries
+
+
+def _open_for_reading(path: Path) -> IO[bytes]:
+    """Open a file to read at any position: a compressed one decompressed, in a temporary file without a name."""
+    if path.suffix != PACKED_SUFFIX:
+        return path.open("rb", buffering=0)
+    plain = tempfile.TemporaryFile("w+b", buffering=0)  # noqa: SIM115  # the reader closes it
+    with gzip.open(path, "rb") as packed:
+        shutil.copyfileobj(packed, plain, CHUNK_BYTES)
+    return plain
+
+
+def _pack(path: Path) -> Path:
+    """Compress a journal that has no writer, and remove it once the result is read back the same.
+
+    Raises OSError where there is no space for both, and leaves the journal as it is then.
+    """
+    packed = path.with_name(path.name + PACKED_SUFFIX)
+    with _draft_of(packed) as draft:
+        with path.open("rb") as source, draft.open("wb") as target:
+            with gzip.GzipFile("", "wb", fileobj=target, mtime=0) as zipped:
+                shutil.copyfileobj(source, zipped, CHUNK_BYTES)
+            target.flush()
+            os.fsync(target.fileno())
+        with path.open("rb") as source, gzip.open(draft, "rb") as zipped:
+            if _checksum(source) != _checksum(zipped):
+                raise OSError(f"{path} was changed while it was packed")
+    path.unlink()
+    return packed
+
+
+def _unpack(packed: Path) -> Path:
+    """Decompress a journal, and remove the compressed one."""
+    path = packed.with_suffix("")
+    with _draft_of(path) as draft, gzip.open(packed, "rb") as source, draft.open("wb") as target:
+        shutil.copyfileobj(source, target, CHUNK_BYTES)
+    packed.unlink()
+    return path
+
+
+@contextmanager
+def _draft_of(path: Path) -> Iterator[Path]:
+    """Give the name of a file that becomes `path` as a whole, or is removed where something raises."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        yield draft
+        draft.replace(path)
+    finally:
+        with suppress(OSError):
+            draft.unlink()
+
+
+def _checksum(file: IO[bytes] | gzip.GzipFile) -> tuple[int, int]:
+    size, checksum = 0, 0
+    while chunk := file.read(CHUNK_BYTES):
+        size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+    return size, checksum

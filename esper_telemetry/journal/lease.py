@@ -1,4 +1,4 @@
-"""A run directory that is ours: claimed for a new run, or taken over from a run that has stopped."""
+"""The lease of a run directory: for a new run, or for one that goes on."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ if not HAS_LOCKS:
     )
 
 MAX_HELPER_SECONDS: Final = 60.0
-"""How long the helpers of a killed trainer may take to deliver what it left, before who resumes the run gives up."""
+"""How long a resumed run waits for the helpers of a killed trainer, which deliver what it left."""
 
-MISTAKES: Final = frozenset({errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ})
-"""Errors that say that a path can be no run directory, on any disk; others come and go with the machine."""
+INVALID_PATH_ERRORS: Final = frozenset(
+    {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ}
+)
+"""Error numbers for a path that can be no run directory, on any disk; others come and go with the machine."""
 
 _logger = logging.getLogger("esper_telemetry")
 
@@ -37,7 +39,7 @@ class RunLease:
     """The right to write a run's journal.
 
     Attributes:
-        journal: to append to.
+        journal: of the run, open for appending.
         earlier: contents of the journal before this process; None for a new run.
     """
 
@@ -47,29 +49,29 @@ class RunLease:
 
     @property
     def run_dir(self) -> Path | None:
-        """Where the journal is."""
+        """Directory of the run; None for a run without."""
         return self.journal.run_dir
 
     def release(self) -> None:
-        """Closes the journal and lets others resume the run; harmless when repeated."""
+        """Close the journal and let others resume the run; harmless when repeated."""
         self.journal.close()
         if self._lock is not None:
             self._lock.release()
 
 
 def lease_new_run(run_dir: str | Path | Literal["auto"] | None, name: str | None) -> RunLease:
-    """A run directory for a new run; a default one gets a number where the second is taken.
+    """Create a run directory; "auto" makes one below `runs`, named after the run and the time.
 
     Where nothing can be written, a warning says so and the run has no journal.
 
-    Raises FileExistsError where it holds a journal already, another OSError where the path can be no directory.
+    Raises FileExistsError where the directory holds a journal already, another OSError where the path can be no directory.
     """
     if run_dir is None:
         return RunLease(MemoryJournal())
     try:
         journal = _new_journal(name) if run_dir == "auto" else Journal.create(_directory(run_dir))
     except OSError as error:
-        if isinstance(error, FileExistsError | NotADirectoryError) or error.errno in MISTAKES:
+        if isinstance(error, FileExistsError | NotADirectoryError) or error.errno in INVALID_PATH_ERRORS:
             raise
         message = (
             "esper-telemetry: %s: training goes on without journal, and sinks that need a run directory get nothing;"
@@ -81,7 +83,7 @@ def lease_new_run(run_dir: str | Path | Literal["auto"] | None, name: str | None
 
 
 def lease_existing_run(run_dir: str | Path) -> RunLease:
-    """A run directory whose run goes on; helpers of a killed trainer are waited for.
+    """Take a run directory whose run goes on, after the helpers of a killed trainer have ended.
 
     Raises:
         FileNotFoundError: it holds no journal.
@@ -98,23 +100,18 @@ def lease_existing_run(run_dir: str | Path) -> RunLease:
                 raise BlockingIOError(
                     f"a process of {run_dir} still delivers what was measured before the run stopped: try again later"
                 )
-        found = read_contents(run_dir)
+        contents = read_contents(run_dir)
         journal = Journal.open(run_dir)
     except BaseException:
         if lock is not None:
             lock.release()
         raise
-    journal.records = found.records
-    return RunLease(journal, found, lock)
+    journal.records = contents.records
+    return RunLease(journal, contents, lock)
 
 
 def _directory(run_dir: str | Path) -> Path:
-    """The path that is meant, `~` expanded.
-
-    Raises:
-        TypeError, ValueError: it is none.
-        NotADirectoryError: a file is there.
-    """
+    """Return the path, `~` expanded; raises TypeError or ValueError for what is none, NotADirectoryError for a file."""
     if not isinstance(run_dir, str | os.PathLike):
         raise TypeError(f"run_dir must be a path, 'auto' or None, got {run_dir!r}")
     if not os.fspath(run_dir).strip():
@@ -126,7 +123,7 @@ def _directory(run_dir: str | Path) -> Path:
 
 
 def _locked(directory: Path, shown: str) -> TrainerLock | None:
-    """The lock of the run; None, and a warning, where the system refuses it. Raises BlockingIOError where another process has it."""
+    """Return the lock of the run; None, and a warning, where the system refuses it. Raises BlockingIOError where another process has it."""
     try:
         return TrainerLock(directory)
     except BlockingIOError:

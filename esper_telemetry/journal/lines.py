@@ -1,7 +1,4 @@
-"""The lines of a journal: values to JSON objects and back.
-
-Settings as JSON that a person can read.
-"""
+"""The lines of a journal: values encoded as JSON objects, and decoded."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from esper_telemetry.core.record import (
 
 
 def plain(value: Any, *, depth: int = 16) -> Any:
-    """The value as JSON: enums by name, paths as text, dataclasses and mappings as objects, arrays as lists.
+    """Return the value as JSON that a person can read: enums by name, paths as text, dataclasses and mappings as objects, arrays as lists.
 
     Functions and classes become their names; non-finite floats and everything else become text. Nesting beyond `depth`
     is text too, so a structure that contains itself ends.
@@ -68,14 +65,14 @@ def _plain_leaf(value: Any, depth: int) -> Any:
 SCHEMA: Final = 1
 RECORD_HEAD: Final = b'{"kind":"record"'
 ALARM_HEAD: Final = b'{"kind":"alarm"'
-"""What the line of a record, or an alarm, begins with, so that who looks for certain lines need not parse the others."""
+"""First bytes of the line of a record, or an alarm: a reader of certain lines need not parse the others."""
 
 Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class JournalEvent:
-    """Something that happened besides a record, such as an intervention or a checkpoint."""
+    """An event that is no record, such as an intervention or a checkpoint."""
 
     type: str
     data: Mapping[str, Any]
@@ -85,7 +82,7 @@ class JournalEvent:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The run is over; nothing follows, unless it is resumed."""
+    """The end of a run; nothing follows, unless it is resumed."""
 
     status: RunStatus
     seq: int = 0
@@ -95,7 +92,7 @@ Entry = RunInfo | Record | Alarm | JournalEvent | End
 
 
 def encode_run(info: RunInfo) -> dict[str, Any]:
-    """The first line of a journal, and of every part of a resumed run. The run directory is left out: a journal may be moved."""
+    """Encode the first line of a journal, and of every part of a resumed run; without the run directory, as a journal may be moved."""
     resumed = {} if info.resumed_from is None else {"resumed_from": plain(info.resumed_from)}
     return {
         "kind": "run",
@@ -114,7 +111,7 @@ def encode_run(info: RunInfo) -> dict[str, Any]:
 
 
 def encode_record(record: Record) -> dict[str, Any]:
-    """The line of a record; its values are shared, not copied."""
+    """Encode a record; its values are shared, not copied."""
     line: dict[str, Any] = {
         "kind": "record",
         "seq": record.seq,
@@ -129,29 +126,29 @@ def encode_record(record: Record) -> dict[str, Any]:
 
 
 def encode_alarm(alarm: Alarm) -> dict[str, Any]:
-    """The line of an alarm; its evidence is made JSON."""
+    """Encode an alarm, with its evidence as `plain` JSON."""
     rest = {item.name: getattr(alarm, item.name) for item in fields(Alarm) if item.name not in ("axes", "evidence")}
     return {"kind": "alarm", **rest, "axes": encode_axes(alarm.axes), "evidence": plain(alarm.evidence)}
 
 
 def encode_event(event: JournalEvent) -> dict[str, Any]:
-    """The line of an event; its data is made JSON."""
+    """Encode an event, with its data as `plain` JSON."""
     axes = {} if event.axes is None else {"axes": encode_axes(event.axes)}
     return {"kind": "event", "seq": event.seq, **axes, "type": event.type, "data": plain(event.data)}
 
 
 def encode_metrics(metrics: Mapping[str, MetricInfo], *, seq: int = 0) -> dict[str, Any]:
-    """The line that describes keys which the `run` line could not know yet."""
+    """Encode descriptions of keys that the `run` line does not have."""
     return {"kind": "event", "seq": seq, "type": "metrics", "data": _encode_descriptions(metrics)}
 
 
 def encode_end(status: RunStatus, *, seq: int = 0) -> dict[str, Any]:
-    """The last line of a run."""
+    """Encode the last line of a run."""
     return {"kind": "end", "seq": seq, "status": str(status)}
 
 
 def encode_axes(axes: Axes) -> dict[str, Any]:
-    """Every axis by name."""
+    """Return every axis by name."""
     return {
         "update": axes.update,
         "env_step": axes.env_step,
@@ -164,7 +161,7 @@ _encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=
 
 
 def to_json(line: Line) -> bytes:
-    """The line as it stands in the file, newline included; raises ValueError where it is not strict JSON."""
+    """Return the bytes of a line, newline included; raises ValueError where it is not strict JSON."""
     try:
         return _encode_json(line).encode("utf-8", "backslashreplace") + b"\n"
     except (TypeError, ValueError) as error:
@@ -172,7 +169,7 @@ def to_json(line: Line) -> bytes:
 
 
 def decode(line: Line, run_dir: Path | None = None) -> Entry | None:
-    """The value that a line holds, or None for a kind of line that this version does not know.
+    """Return the value of a line; None for a kind of line that this version does not know.
 
     In an event of type "metrics" the data are `MetricInfo` by key. Raises ValueError for a line that breaks the schema.
     """
@@ -240,7 +237,7 @@ _DESCRIPTION = {field.name: field.default for field in fields(MetricInfo)}
 
 
 def _encode_descriptions(metrics: Mapping[str, MetricInfo]) -> dict[str, dict[str, Any]]:
-    """Only what differs from the defaults: a catalogue has hundreds of keys."""
+    """Encode only what differs from the defaults: a catalogue has hundreds of keys."""
     return {
         key: {name: getattr(info, name) for name, default in _DESCRIPTION.items() if getattr(info, name) != default}
         for key, info in metrics.items()
@@ -248,7 +245,7 @@ def _encode_descriptions(metrics: Mapping[str, MetricInfo]) -> dict[str, dict[st
 
 
 def _decode_descriptions(line: Line) -> dict[str, MetricInfo]:
-    """Fields that a later version added are ignored."""
+    """Decode descriptions; fields that a later version added are ignored."""
     return {
         key: MetricInfo(**{name: value for name, value in described.items() if name in _DESCRIPTION})
         for key, described in line.items()
@@ -256,7 +253,7 @@ def _decode_descriptions(line: Line) -> dict[str, MetricInfo]:
 
 
 def merge_head(info: RunInfo | None, entries: Iterable[Entry]) -> RunInfo | None:
-    """What entries say about the run, on top of what was known: its last `run` line and the descriptions after it."""
+    """Return the run as entries describe it, on top of `info`: the last `run` line and the descriptions after it."""
     for entry in entries:
         if isinstance(entry, RunInfo):
             info = entry
@@ -266,7 +263,7 @@ def merge_head(info: RunInfo | None, entries: Iterable[Entry]) -> RunInfo | None
 
 
 def end_status(entries: Iterable[Entry]) -> RunStatus | None:
-    """How the run ended, or None if the last entry is not its end."""
+    """Return how the run ended; None if the last entry is not its end."""
     status = None
     for entry in entries:
         status = entry.status if isinstance(entry, End) else None

@@ -1,4 +1,4 @@
-"""Who works on a run: a lock each for the trainer and its helpers, which lives as long as the process, however that ends."""
+"""Locks in the run directory, one for the trainer and one for each helper process; they end with the process, however it ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POLL_SECONDS: Final = 0.05
 
 
 class Role(StrEnum):
-    """What a process does for a run; the value names its lock in the run directory."""
+    """The work of a process for a run; the value is the name of its lock file."""
 
     TRAINER = "trainer.lock"
     WRITER = "writer.lock"
@@ -30,13 +30,13 @@ class Role(StrEnum):
 
 
 HELPER_ROLES: Final = (Role.WRITER, Role.SINKS)
-"""They outlive a trainer that is killed, until everything it measured is delivered."""
+"""Helper processes outlive a trainer that is killed, until everything it measured is delivered."""
 
 
 class TrainerLock:
-    """Says that this process trains a run, until it is released or the process ends.
+    """The lock of the process that trains a run, until `release` or its end.
 
-    Raises BlockingIOError where another object holds it. Processes that are forked later do not.
+    Raises BlockingIOError where another object holds it. Processes that are forked later do not hold it.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -48,18 +48,18 @@ class TrainerLock:
             os.close(self._descriptor)
             raise
         except OSError:
-            pass  # a file system without locks: then nobody can tell
+            pass  # a file system without locks, where nobody can find out
         reference = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _closed_in_fork(reference()))
 
     def release(self) -> None:
-        """Gives the lock up; harmless when repeated."""
+        """Give the lock up; harmless when repeated."""
         if self._descriptor >= 0:
             remove_lock(self._run_dir, Role.TRAINER)
             self.close()
 
     def close(self) -> None:
-        """Closes this process's hold on the file."""
+        """Close this process's descriptor of the file."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -76,31 +76,31 @@ def lock_file(descriptor: int, *, wait: bool, shared: bool = False) -> None:
 
 
 def lock_for(run_dir: Path, helper: Role) -> int:
-    """A descriptor that holds a helper's lock: hand it to the process and close it here."""
+    """Return a descriptor that holds a helper's lock: hand it to the helper and close it here."""
     descriptor = _opened(run_dir, helper)
-    with suppress(OSError):  # a file system without locks: then nobody can wait either
+    with suppress(OSError):  # a file system without locks, where nobody can wait for it either
         lock_file(descriptor, wait=False)
     return descriptor
 
 
 def remove_lock(run_dir: Path, role: Role) -> None:
-    """Forgets the lock of a process that has ended."""
+    """Remove the lock file of a process that has ended."""
     with suppress(OSError):
         (run_dir / role).unlink(missing_ok=True)
 
 
 def await_release(run_dir: Path, role: Role, seconds: float) -> bool:
-    """Returns when no process holds the lock any more, or after that time; says whether it is free."""
+    """Wait until no process holds the lock, for that time at most; return whether it is free."""
     deadline = time.monotonic() + seconds
-    while held := is_held(run_dir, role):
+    while is_held(run_dir, role):
         if time.monotonic() >= deadline:
-            break
+            return False
         time.sleep(POLL_SECONDS)
-    return not held
+    return True
 
 
 def is_held(run_dir: Path, role: Role) -> bool:
-    """Whether a process holds the lock."""
+    """Return whether a process holds the lock."""
     try:
         descriptor = os.open(run_dir / role, os.O_RDWR)
     except OSError:

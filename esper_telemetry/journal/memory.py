@@ -1,4 +1,4 @@
-"""The journal of a run without a directory: lines wait for their readers and are gone."""
+"""The journal of a run without a directory: lines wait in memory for their readers, and are gone once they are read."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from esper_telemetry.core.record import Alarm, RunInfo
 from esper_telemetry.journal.lines import Entry, Line, decode
 
 MAX_WAITING_RECORDS: Final = 10_000
-"""How many records may wait for one reader before it loses new ones."""
+"""Records that may wait for one reader; beyond it the reader loses new ones."""
 
 
 class MemoryJournal:
-    """Gives each reader the lines written since it was made, after those that are no records.
-
-    Records that no reader waits for are gone.
+    """Gives each reader the lines written since it was made, after all earlier ones that are no records.
 
     Attributes:
         run_dir: None.
-        records: records that were given to `write`.
-        lost: records that some reader lost because too many waited for it.
+        records: number of records that were given to `write`.
+        lost: number of records that a reader lost because too many waited for it.
     """
 
     def __init__(self) -> None:
@@ -37,21 +35,27 @@ class MemoryJournal:
         self._readers: list[MemoryReader] = []
 
     def write(self, *lines: Line) -> bool:
-        """Hands lines to every reader; False in a forked process, or if a reader lost one."""
+        """Give lines to every reader; return False in a forked process, or if a reader lost one."""
         if os.getpid() != self._pid:
             return False
+        lost = 0
         with self._lock:
-            lost = sum(self._hand_out(line) for line in lines)
+            for line in lines:
+                is_record = line["kind"] == "record"
+                self.records += is_record
+                if not is_record:
+                    self._head.append(line)
+                lost += sum(not reader.take(line, droppable=is_record) for reader in self._readers)
             self.lost += lost
-            return lost == 0
+        return lost == 0
 
     @property
     def settled(self) -> bool:
-        """Whether everything is where it belongs: always."""
+        """True: nothing waits for a disk."""
         return True
 
     def reader(self) -> MemoryReader:
-        """A reader of the lines so far that are no records, and of all that follow."""
+        """Return a reader of the lines so far that are no records, and of all that follow."""
         with self._lock:
             self._readers = [reader for reader in self._readers if not reader.closed]
             reader = MemoryReader(self._head)
@@ -59,26 +63,18 @@ class MemoryJournal:
             return reader
 
     def sync(self) -> None:
-        """Does nothing: there is no file."""
+        """Do nothing: there is no file."""
 
     def close(self) -> None:
-        """Does nothing: what waits for a reader stays with it."""
-
-    def _hand_out(self, line: Line) -> int:
-        """Gives the line to every reader and says how many of them lost it."""
-        is_record = line["kind"] == "record"
-        self.records += is_record
-        if not is_record:
-            self._head.append(line)
-        return sum(not reader.take(line, droppable=is_record) for reader in self._readers)
+        """Do nothing: a reader keeps what waits for it."""
 
 
 class MemoryReader:
     """Follows a `MemoryJournal`.
 
     Attributes:
-        offset: lines given so far.
-        closed: whether it wants no more lines.
+        offset: number of lines that were read.
+        closed: whether the reader takes no more lines.
     """
 
     def __init__(self, lines: Iterable[Line] = ()) -> None:
@@ -88,11 +84,11 @@ class MemoryReader:
 
     @property
     def run_dir(self) -> Path | None:
-        """None: there is none."""
+        """None: the run has no directory."""
         return None
 
     def take(self, line: Line, *, droppable: bool) -> bool:
-        """Keeps a line until it is read; False if it is droppable and too many wait already."""
+        """Store a line until it is read; return False if it is droppable and too many wait already."""
         if self.closed:
             return True
         if droppable and len(self._waiting) >= MAX_WAITING_RECORDS:
@@ -101,21 +97,21 @@ class MemoryReader:
         return True
 
     def read(self, limit: int | None = None) -> list[Entry]:
-        """Up to `limit` lines that were not read before."""
+        """Return up to `limit` lines that were not read before, decoded."""
         count = len(self._waiting) if limit is None else min(limit, len(self._waiting))
         entries = [decode(self._waiting.popleft()) for _ in range(count)]
         self.offset += count
         return [entry for entry in entries if entry is not None]
 
     def head(self) -> RunInfo | None:
-        """None: what was read is forgotten."""
+        """None: lines that were read are gone."""
         return None
 
     def alarms(self, before: int | None = None) -> tuple[Alarm, ...]:
-        """None: what was read is forgotten."""
+        """Nothing: lines that were read are gone."""
         return ()
 
     def close(self) -> None:
-        """Wants no more lines; harmless when repeated."""
+        """Take no more lines; harmless when repeated."""
         self.closed = True
         self._waiting.clear()

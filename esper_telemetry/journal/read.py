@@ -1,8 +1,6 @@
-"""What a journal holds already when its run goes on.
+"""Reading a journal as a whole: `read_run` for notebooks and views, `read_contents` for a summary, entries one by one.
 
-A journal as a whole, for notebooks, views and tests.
-
-The end line of a run whose trainer was killed, written by a process that outlives it.
+And `end_after_parent`: the end line of a run whose trainer was killed, written by a process that outlives it.
 """
 
 from __future__ import annotations
@@ -23,20 +21,22 @@ from esper_telemetry.journal.lines import Entry, JournalEvent, encode_axes, end_
 if TYPE_CHECKING:
     import pandas as pd
 
-CHUNK_LINES = 1000
+CHUNK_LINES: Final = 1000
+MAX_EXIT_SECONDS: Final = 1.0
+"""A process that ends closes its pipes a moment before it is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class JournalContents:
-    """The state of a journal.
+    """Summary of a journal.
 
     Attributes:
-        info: the run, as its last `run` line and the descriptions of keys say.
+        info: of the last `run` line, with the descriptions of keys after it.
         axes: of the last record; None before the first.
-        records: how many there are.
-        seq: the last number of a line.
-        status: how the run ended; None where nothing says so.
-        lost: lines that could not be written, as the disk was full for too long.
+        records: number of records.
+        seq: number of the last line.
+        status: how the run ended; None without an end line.
+        lost: number of lines that could not be written, as the disk was full for too long.
         failure: the event of the last exception that ended a part of the run; None without one.
         damaged: numbers of the lines that could not be understood.
     """
@@ -52,16 +52,16 @@ class JournalContents:
 
     @property
     def recorded(self) -> int:
-        """The last update that is recorded; 0 before the first."""
+        """Last update with a record; 0 before the first."""
         return self.axes.update if self.axes else 0
 
     def covers(self, axes: Axes) -> bool:
-        """Whether an update of these axes was recorded before the run went on: what is recorded stands."""
+        """Return whether an update of these axes has a record; when a run goes on, its first record of an update stands."""
         return self.axes is not None and axes.within(self.axes)
 
 
 def run_info(run_dir: str | os.PathLike[str]) -> RunInfo:
-    """The run in a directory, without reading its records; raises as `read_contents`."""
+    """Return the run in a directory, without reading its records; raises as `read_contents`."""
     path = journal_path(run_dir)
     reader = JournalReader(path)
     reader.offset = reader.size
@@ -71,7 +71,7 @@ def run_info(run_dir: str | os.PathLike[str]) -> RunInfo:
 
 
 def read_contents(run_dir: str | os.PathLike[str]) -> JournalContents:
-    """What the journal in a run directory holds.
+    """Return the summary of the journal in a run directory.
 
     Raises FileNotFoundError where there is none, ValueError where it does not say which run it is.
     """
@@ -80,21 +80,21 @@ def read_contents(run_dir: str | os.PathLike[str]) -> JournalContents:
     while chunk := reader.read(CHUNK_LINES):
         info, status = merge_head(info, chunk), end_status(chunk)
         seq = max([seq, *(entry.seq for entry in chunk if not isinstance(entry, RunInfo))])
-        found = [entry.axes for entry in chunk if isinstance(entry, Record)]
-        records += len(found)
+        record_axes = [entry.axes for entry in chunk if isinstance(entry, Record)]
+        records += len(record_axes)
         lost += sum(
             entry.data.get("lines", 0) for entry in chunk if isinstance(entry, JournalEvent) and entry.type == LOST
         )
         failures = [entry for entry in chunk if isinstance(entry, JournalEvent) and entry.type == "failure"]
         failure = failures[-1] if failures else failure
-        axes = max([*found, *([axes] if axes else [])], key=lambda known: known.update, default=None)
+        axes = max([*record_axes, *([axes] if axes else [])], key=lambda each: each.update, default=None)
     damaged = reader.damaged_lines()
     reader.close()
     return JournalContents(_required(info, journal_path(run_dir)), axes, records, seq, status, lost, failure, damaged)
 
 
 def entries(run_dir: str | os.PathLike[str]) -> Iterator[Entry]:
-    """Everything in a journal, line by line."""
+    """Yield the entries of a journal, line by line."""
     reader = JournalReader(journal_path(run_dir))
     try:
         while chunk := reader.read(CHUNK_LINES):
@@ -104,7 +104,7 @@ def entries(run_dir: str | os.PathLike[str]) -> Iterator[Entry]:
 
 
 def damaged_lines(run_dir: str | os.PathLike[str]) -> tuple[int, ...]:
-    """Numbers of the lines of a journal that cannot be understood, from 1; raises FileNotFoundError where there is no journal."""
+    """Return the numbers of damaged lines of a journal, from 1; raises FileNotFoundError where there is no journal."""
     reader = JournalReader(journal_path(run_dir))
     while reader.read(CHUNK_LINES):
         pass
@@ -114,11 +114,7 @@ def damaged_lines(run_dir: str | os.PathLike[str]) -> tuple[int, ...]:
 
 
 class JournalFollower:
-    """Everything in a journal that grows, each line once, however often it is asked for.
-
-    Args:
-        run_dir: where the journal is.
-    """
+    """Iterates over the entries of a journal that grows: each iteration goes on where the last one ended."""
 
     def __init__(self, run_dir: str | os.PathLike[str]) -> None:
         self._run_dir = run_dir
@@ -135,7 +131,7 @@ class JournalFollower:
 
 
 def alarms(run_dir: str | os.PathLike[str]) -> tuple[Alarm, ...]:
-    """The alarms of a journal in the order of its lines; records are passed over unread."""
+    """Return the alarms of a journal in the order of its lines, without parsing its records."""
     reader = JournalReader(journal_path(run_dir))
     try:
         return reader.alarms()
@@ -149,19 +145,19 @@ def _required(info: RunInfo | None, path: Path) -> RunInfo:
     return info
 
 
-SHOWN_ALARMS: Final = 5
-"""Types of alarm that a run shows of itself, the most frequent first."""
+MAX_SHOWN_ALARMS: Final = 5
+"""Types of alarm in the `repr` of a run, the most frequent first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Everything a journal holds.
+    """The content of a journal.
 
     Attributes:
-        info: its last `run` line, with all descriptions of keys.
-        records: one per update, in order; were one there twice, the first counts, as in backends, which take nothing back.
-        alarms: what went wrong: when it began, got worse and ended, in order.
-        events: everything else that happened, descriptions of keys excepted.
+        info: of the last `run` line, with all descriptions of keys.
+        records: one per update, in order; of two for one update the first counts, as in backends, which take nothing back.
+        alarms: beginning, worsening and end of each, in order.
+        events: all others, without descriptions of keys.
         status: how the run ended; None if it goes on, or was killed together with everything around it.
         damaged: numbers of the lines, from 1, that were left out because they could not be understood.
     """
@@ -179,7 +175,7 @@ class Run:
         return len(self.damaged)
 
     def __repr__(self) -> str:
-        """A few lines, whatever it holds."""
+        """A few lines, however long the run."""
         keys = len({key for record in self.records for key in record.values})
         lines = [f"Run {self.info.name!r} in {self.info.run_dir}", f"  status   {self.status or 'no end yet'}"]
         if self.records:
@@ -189,15 +185,15 @@ class Run:
             reach = ""
         lines.append(f"  records  {len(self.records)} of {keys} keys{reach}")
         raised = Counter(alarm.type for alarm in self.alarms if alarm.event is AlarmEvent.RAISE)
-        named = ", ".join(f"{kind} ({count})" for kind, count in raised.most_common(SHOWN_ALARMS))
-        more = f" and {len(raised) - SHOWN_ALARMS} types more" if len(raised) > SHOWN_ALARMS else ""
+        named = ", ".join(f"{kind} ({count})" for kind, count in raised.most_common(MAX_SHOWN_ALARMS))
+        more = f" and {len(raised) - MAX_SHOWN_ALARMS} types more" if len(raised) > MAX_SHOWN_ALARMS else ""
         lines.append(f"  alarms   {named or 'none'}{more}")
         if self.skipped:
             lines.append(f"  skipped  {self.skipped} lines that could not be understood")
         return "\n".join([*lines, "  .to_pandas() makes a table of the records"])
 
     def to_pandas(self) -> pd.DataFrame:
-        """A frame indexed by update, with one column per axis and per key; NaN where a key is absent.
+        """Return a frame indexed by update, with one column per axis and per key; NaN where a key is absent.
 
         Raises ImportError without pandas.
         """
@@ -210,23 +206,21 @@ class Run:
 
 
 def _row(record: Record) -> dict[str, Any]:
-    """Axes come first, and win over a key that is spelled like one of them."""
+    """Return the columns of a record: axes first, also where a key is spelled like one of them."""
     axes = encode_axes(record.axes)
     del axes["update"]
     return {**axes, **record.values, **axes}
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> Run:
-    """Everything the journal in a run directory holds so far; a warning is logged where lines of it are damaged.
+    """Read the journal in a run directory so far; a warning is logged where lines of it are damaged.
 
     Raises FileNotFoundError where there is no journal, ValueError where it does not say which run it is.
     """
     reader = JournalReader(journal_path(run_dir))
     entries, damaged = reader.read(), reader.damaged_lines()
     reader.close()
-    info = merge_head(None, entries)
-    if info is None:
-        raise ValueError(f"{reader.path} has no line that describes the run")
+    info = _required(merge_head(None, entries), reader.path)
     records: dict[int, Record] = {}
     for entry in entries:
         if isinstance(entry, Record):
@@ -237,16 +231,12 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
     return Run(info, ordered, events, end_status(entries), damaged, alarms)
 
 
-GONE_SECONDS: Final = 1.0
-"""A process that ends closes its pipes a moment before it is gone."""
-
-
 def end_after_parent(parent: int, run_dir: Path) -> bool:
-    """Ends the run as killed if the trainer with that number is gone, whose child this process is; says whether it did.
+    """End the run as killed if the trainer with that process number, whose child this process is, is gone; return whether it did.
 
-    A trainer that closes the pipe and lives has taken the run over.
+    A trainer that closes the pipe and lives makes the records itself from then on.
     """
-    deadline = time.monotonic() + GONE_SECONDS
+    deadline = time.monotonic() + MAX_EXIT_SECONDS
     while os.getppid() == parent and time.monotonic() < deadline:
         time.sleep(0.01)
     if os.getppid() == parent:
