@@ -31,6 +31,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.core import processes as forks
 from esper_telemetry.core.arrays import IntegerLike, as_integer, as_number, as_settings, shown
 from esper_telemetry.core.clock import Clock
@@ -118,6 +119,7 @@ class Telemetry:
         budget: share of the wall time that telemetry may take on the training thread; what is costly is measured in as many updates
             as that allows.
         detect: whether alarms are raised where a record shows that training goes wrong; or the thresholds to do so by.
+        alarms: your own alarms, besides the built-in ones and those of installed plugins; they must be picklable where `offload` is on.
         offload: whether an attached trainer's updates are summarised in a process beside it, and the records of a loop of one's own
             are made there once they take a noticeable share of its time. By default where a second core is free; never without a run
             directory.
@@ -160,6 +162,7 @@ class Telemetry:
         close_timeout: float = CLOSE_SECONDS,
         budget: float = BUDGET,
         detect: Detect = True,
+        alarms: AlarmRule | Iterable[AlarmRule] = (),
         offload: bool = True,
         resume: bool = False,
         ranks: Literal["all", "alone"] = "all",
@@ -172,7 +175,7 @@ class Telemetry:
         if not isinstance(name, str | None):
             raise TypeError(f"name must be a text, got {shown(name)}")
         self.level = Level.parse(level)
-        watch = watches(detect)
+        watch = watches(detect, alarms, offload=offload)
         self.sampling = Sampling(self.level, as_number(budget, "budget"))
         self._lock = threading.RLock()
         self.clock = Clock()

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from rich.panel import Panel
 from rich.text import Text
 
-from esper_telemetry.alarms.diagnosis import Diagnosis, Story
+from esper_telemetry.alarms.detectors import GRADIENTS_ALONE, SYMPTOMS
+from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport
 from esper_telemetry.alarms.diagnosis import diagnose as judge
-from esper_telemetry.alarms.rules.endings import Failure, bad_ending
-from esper_telemetry.alarms.text import GRADIENTS_ALONE, SYMPTOMS
+from esper_telemetry.alarms.rules.task import Failure, bad_ending
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.cli.mistakes import WrongUse, without_warnings, wrong_use
 from esper_telemetry.core.record import RUN_FAILED, RunStatus
@@ -58,7 +58,14 @@ def _own(options: Diagnose) -> int:
     failures = [
         Failure(event.seq, event.axes, event.data) for event in run.events if event.type == FAILURE and event.axes
     ]
-    found = judge(run.info.facts, run.records, thresholds=thresholds, interventions=changes, failures=failures)
+    found = judge(
+        run.info.facts,
+        run.records,
+        thresholds=thresholds,
+        interventions=changes,
+        failures=failures,
+        alarms=run.alarms,
+    )
     ending = bad_ending(run.status, run.records[-1].axes.update if run.records else 0, failures)
     if options.json:
         print(json.dumps(_own_as_dict(run, found, ending), indent=1))
@@ -115,7 +122,7 @@ def _foreign(options: Diagnose) -> int:
     with wrong_use():
         thresholds = Thresholds.parse(options.threshold)
         run = read_foreign(read_source(options.source))
-    found = judge(run.facts, run.records, thresholds=replace(thresholds, off=thresholds.off | OURS))
+    found = judge(run.facts, run.records, thresholds=thresholds.without(OURS))
     found = replace(found, unanswered={kind: as_logged(reason) for kind, reason in found.unanswered.items()})
     if options.json:
         print(json.dumps(_foreign_as_dict(run, found), indent=1))
@@ -163,7 +170,7 @@ def _as_dict(head: Mapping[str, Any], found: Diagnosis) -> dict[str, Any]:
                 "cause": None if _symptom_alone(found, incident) else incident.cause,
                 "since": incident.since,
                 "text": incident.main.text,
-                "standing": incident.standing(),
+                "standing": incident.ends(),
                 "alarms": [encode_alarm(alarm) for alarm in incident.alarms],
             }
             for incident in found.incidents
@@ -201,16 +208,16 @@ def _all_clear(found: Diagnosis) -> str:
     return "Nothing is wrong" + (", as far as the records tell." if found.unanswered else ".")
 
 
-def _symptom_alone(found: Diagnosis, incident: Story) -> bool:
+def _symptom_alone(found: Diagnosis, incident: IncidentReport) -> bool:
     """Whether an incident is known by gradients and steps of the optimizer alone, which name no cause."""
     return found.gradients_alone and incident.cause.startswith(SYMPTOMS)
 
 
-def _panel(incident: Story, *, symptom: bool) -> Panel:
+def _panel(incident: IncidentReport, *, symptom: bool) -> Panel:
     """One incident: what it is put down to, in words, and the alarms that came with it."""
     main = incident.main
     text = Text(main.text)
-    others = [f"{kind} {_until(end)}" for kind, end in incident.standing().items()]
+    others = [f"{kind} {_until(end)}" for kind, end in incident.ends().items()]
     text.append(f"\n\nAlarms: {', '.join(others)}", style="dim")
     title = f"incident {incident.number}, update {incident.since}: {incident.cause}{' (a symptom; cause not known)' if symptom else ''}"
     return Panel(text, title=title, title_align="left", border_style=COLORS[main.level])

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from esper_telemetry.alarms.rules.endings import Failure, bad_ending
+from esper_telemetry.alarms.rules.task import Failure, bad_ending
 from esper_telemetry.cli.mistakes import without_warnings, wrong_use
 from esper_telemetry.cli.own_process import prepare_for, prepared
 from esper_telemetry.delivery.doctor import Health, SinkCheck, examined

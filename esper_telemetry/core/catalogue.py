@@ -17,7 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from esper_telemetry.alarms.kinds import NONFINITE, AlarmType, alarms_reading
+from esper_telemetry.alarms.registry import NONFINITE, alarms_reading
+from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.core.derived import Derived
 from esper_telemetry.core.families import chapter_of
 from esper_telemetry.core.group import MetricGroup
@@ -203,7 +204,7 @@ class MetricEntry:
     category: str
     priority: str
     reduction: str
-    alarms: tuple[AlarmType, ...]
+    alarms: tuple[AlarmRule, ...]
     sinks: dict[str, str]
     series: tuple[str, ...] = ()
     verified: tuple[str, ...] = ()
@@ -282,10 +283,10 @@ def _reduction(kind: str, *, derived: bool) -> str:
     return "one value" if kind in ("float", "Tensor") else REDUCTIONS.get(kind, "mean")
 
 
-def _priority(metric: Metric, alarms: tuple[AlarmType, ...]) -> str:
+def _priority(metric: Metric, alarms: tuple[AlarmRule, ...]) -> str:
     if metric.key.endswith(NONFINITE):
         return "normal"
-    decides = [alarm for alarm in alarms if alarm.reads[0] == metric.key]
+    decides = [alarm for alarm in alarms if alarm.inputs[0] == metric.key]
     if any(alarm.hard for alarm in decides):
         return "critical"
     if metric.level is Level.MINIMAL or decides:

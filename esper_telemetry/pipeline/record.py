@@ -34,7 +34,7 @@ from esper_telemetry.pipeline.watch import Detector, Found, Judgement, Watches
 from esper_telemetry.pipeline.window import NO_NUMBERS, Logged, Numbers, Transfer, Window
 from esper_telemetry.updates.containment import Containment
 from esper_telemetry.updates.data import Snapshot, copied
-from esper_telemetry.updates.evidence import Capture, Scene, captures, evidence_of, weak
+from esper_telemetry.updates.evidence import Capture, EvidenceChoice, Scene, captures, evidence_of, weak
 from esper_telemetry.updates.groups import summarize, without_many_layers
 
 ALARM_VALUES, ESCALATION = "alarm/", "telemetry/escalation_remaining"
@@ -229,7 +229,8 @@ class JournalWriter:
     def _proven(self, alarm: Alarm, scene: Scene) -> Alarm:
         """The alarm with its evidence; without it where there is a mistake in that."""
         proven: list[Alarm] = []
-        self._containment.attempt(partial(_proven, alarm, scene), proven.append)
+        rule = self._watch.rule(alarm.type) if self._watch else None
+        self._containment.attempt(partial(_proven, alarm, scene, rule), proven.append)
         return proven[0] if proven else alarm
 
     def _summarized(self, snapshots: Iterable[Snapshot], level: Level) -> Values:
@@ -324,11 +325,11 @@ def _unjudged(record: Record) -> Record:
     return replace(record, values={key: value for key, value in record.values.items() if not key.startswith(own)})
 
 
-def _proven(alarm: Alarm, scene: Scene) -> Alarm:
+def _proven(alarm: Alarm, scene: Scene, choice: EvidenceChoice | None) -> Alarm:
     """An alarm that is raised, with the evidence of the update that raised it."""
     if alarm.event is not AlarmEvent.RAISE:
         return alarm
-    return replace(alarm, evidence=plain({**alarm.evidence, **evidence_of(alarm, scene)}))
+    return replace(alarm, evidence=plain({**alarm.evidence, **evidence_of(alarm, scene, choice)}))
 
 
 class Flush(NamedTuple):

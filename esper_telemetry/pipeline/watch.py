@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from esper_telemetry.core.record import Alarm, Axes, Record
+from esper_telemetry.updates.evidence import EvidenceChoice
 
 
 class Judgement(Protocol):
@@ -33,6 +34,9 @@ class Detector(Protocol):
 
     def step(self, record: Record) -> Judgement:
         """Looks at the next one."""
+
+    def rule(self, kind: str) -> EvidenceChoice | None:
+        """The declaration of a type of alarm, which chooses its evidence."""
 
     def intervention(self) -> None:
         """Hears that someone has changed the run on purpose."""

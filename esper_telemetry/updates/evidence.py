@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from esper_telemetry.alarms.kinds import ALARMS
 from esper_telemetry.core.record import Alarm, Record, template_of
 from esper_telemetry.metrics.gradients.concentration import DECADE_EDGES, decade_counts
 from esper_telemetry.updates.data import BackwardGradients, Snapshot
@@ -239,17 +238,37 @@ class Scene:
     health_cause: str | None = None
 
 
-def evidence_of(alarm: Alarm, scene: Scene) -> dict[str, Any]:
-    """What there is to show for an alarm, by name; plain values, dataclasses apart.
+class EvidenceChoice(Protocol):
+    """The declaration of an alarm, as far as it chooses evidence; see `alarms.rule.AlarmRule`."""
 
-    `values` are the metrics that it reads; by its family come `steps`, `worst` (transitions), `layers`, `stability`, `histograms`
-    and `pairs`, what spoils the gradients' health (`health_cause`), and of several ranks whose rows they are, `rank`.
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Keys and templates that it reads."""
+
+    @property
+    def pieces(self) -> tuple[str, ...]:
+        """Names of `COLLECTORS`, and `pairs`."""
+
+    @property
+    def histogram_keys(self) -> tuple[str, ...]:
+        """Beginnings of the keys of its histograms."""
+
+
+def evidence_of(alarm: Alarm, scene: Scene, choice: EvidenceChoice | None) -> dict[str, Any]:
+    """Evidence for an alarm, by name; plain values, dataclasses apart.
+
+    `values` are the metrics that it reads; by its declaration come `steps`, `worst` (transitions), `layers`, `stability`, `histograms`
+    and `pairs`, what spoils the gradients' health (`health_cause`), and of several ranks whose rows they are, `rank`. Without a
+    declaration there is the deciding value alone.
     """
-    found: dict[str, Any] = {"values": dict(_values(alarm, scene.record)), **dict(_histograms(alarm, scene.record))}
-    for collect in COLLECTORS.get(alarm.type.partition("/")[0], ()):
+    if choice is None:
+        return {"values": {key: value for key, value in scene.record.values.items() if key == alarm.key}}
+    record = scene.record
+    found: dict[str, Any] = {"values": dict(_values(alarm, record, choice)), **dict(_histograms(record, choice))}
+    for collect in [COLLECTORS[piece] for piece in choice.pieces if piece in COLLECTORS]:
         for snapshot in scene.snapshots[-1:]:
             found.update(collect(snapshot, scene.facts))
-    if alarm.type.startswith("grad/"):
+    if "pairs" in choice.pieces:
         found |= {"pairs": weak(scene.pairs), "health_cause": scene.health_cause}
     whose = {"rank": 0} if scene.facts.get("ranks", 1) > 1 else {}
     return {name: piece for name, piece in found.items() if piece} | whose
@@ -260,24 +279,19 @@ def weak(pairs: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]
     return {name: why for name, why in pairs.items() if why["cause"] not in FINE}
 
 
-def _values(alarm: Alarm, record: Record) -> Iterator[tuple[str, float]]:
+def _values(alarm: Alarm, record: Record, choice: EvidenceChoice) -> Iterator[tuple[str, float]]:
     """The metrics that tell this kind of alarm, the deciding one first."""
-    templates = {key: None for kind in ALARMS if kind.type == alarm.type for key in kind.reads}
+    templates = dict.fromkeys(choice.inputs)
     keys = [alarm.key, *(key for key in record.values if template_of(key, templates) in templates)]
     for key in [key for key in dict.fromkeys(keys) if key in record.values][:MOST_VALUES]:
         yield key, record.values[key]
 
 
-def _histograms(alarm: Alarm, record: Record) -> Iterator[tuple[str, dict[str, Any]]]:
+def _histograms(record: Record, choice: EvidenceChoice) -> Iterator[tuple[str, dict[str, Any]]]:
     """The histograms of its family: those of an LSTM's gates, of log-ratios, of returns."""
-    family = alarm.type.partition("/")[0]
-    related = RELATED.get(family, (f"{family}/",))
-    names = [key for key in record.histograms if key.startswith(related)][:MOST_HISTOGRAMS]
+    names = [key for key in record.histograms if key.startswith(choice.histogram_keys)][:MOST_HISTOGRAMS]
     if names:
         yield "histograms", {key: asdict(record.histograms[key]) for key in names}
-
-
-RELATED: Final[Mapping[str, tuple[str, ...]]] = {"value": ("value/", "ret/"), "grad": ("grad/decades",)}
 
 
 def _flight(snapshot: Snapshot, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -319,18 +333,8 @@ def _size(norm: float | None) -> float:
 
 Collector = Callable[[Snapshot, Mapping[str, Any]], dict[str, Any]]
 
-COLLECTORS: Final[Mapping[str, tuple[Collector, ...]]] = {
-    "numerics": (_stability, _layers),
-    "integrity": (_flight, _stability),
-    "policy": (_flight,),
-    "value": (_flight,),
-    "adv": (_flight,),
-    "grad": (_layers, _flight),
-    "opt": (_layers,),
-    "repr": (_layers,),
-    "lstm": (_flight,),
-}
-"""By family of alarms, what is collected from the update."""
+COLLECTORS: Final[Mapping[str, Collector]] = {"transitions": _flight, "layers": _layers, "stability": _stability}
+"""Builders of the parts of an update, by the names under which alarms choose them."""
 
 
 class Capture(NamedTuple):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from esper_telemetry.alarms.kinds import ALARMS, AlarmType
+from esper_telemetry.alarms.registry import alarm_rules
+from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.core.catalogue import PRIORITIES, MetricEntry, registry
 from esper_telemetry.core.families import CHAPTERS, chapter_of
 from esper_telemetry.history.derive import ALL
@@ -86,7 +87,7 @@ def _facts(entry: MetricEntry) -> Iterator[str]:
 
 def _when_not(entry: MetricEntry) -> Iterator[str]:
     """What it shows when it is not normal, and what to try; of alarms that other metrics decide the names alone."""
-    deciding = [alarm for alarm in entry.alarms if alarm.reads[0] == entry.metric.key] or list(entry.alarms[:1])
+    deciding = [alarm for alarm in entry.alarms if alarm.inputs[0] == entry.metric.key] or list(entry.alarms[:1])
     for alarm in deciding:
         yield f"when it is not (`{alarm.type}`): {alarm.meaning} **What to try:** {alarm.action}"
     if not entry.alarms and entry.action:
@@ -136,11 +137,11 @@ def _symptoms() -> str:
         "",
     ]
     table = ["| what has happened | look at | what to try |", "|---|---|---|"]
-    return "\n".join([*head, *table, *map(_symptom, ALARMS), ""])
+    return "\n".join([*head, *table, *map(_symptom, alarm_rules()), ""])
 
 
-def _symptom(alarm: AlarmType) -> str:
-    keys = ", ".join(f"[`{key}`](#{_anchor(key)})" for key in alarm.reads[:3])
+def _symptom(alarm: AlarmRule) -> str:
+    keys = ", ".join(f"[`{key}`](#{_anchor(key)})" for key in alarm.inputs[:3])
     return f"| **{alarm.type}**: {_cell(alarm.meaning)} | {keys} | {_cell(alarm.action)} |"
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from esper_telemetry.alarms.registry import alarm_rules
+from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Record
 
 
@@ -59,6 +61,9 @@ class Scripted:
         values = {f"alarm/{said.type}": 0.0 if said.event is AlarmEvent.CLEAR else said.severity, **count}
         alarm = alarm_of(said, record, since)
         return Spoken((alarm,), self.remaining, values, (("task/plateau", {"updates": 7}),))
+
+    def rule(self, kind: str) -> AlarmRule | None:
+        return next((rule for rule in alarm_rules() if rule.type == kind), None)
 
     def intervention(self) -> None:
         self.interventions.append(len(self.seen))

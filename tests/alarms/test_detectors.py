@@ -171,8 +171,8 @@ def test_a_storm_ends_when_it_has_been_calm() -> None:
     told = alarms(judged([*flickering(100), *calm, *spoiled]))
     last = [(alarm.type, alarm.event) for alarm in told[-2:]]
 
-    stories = diagnose(FACTS, [*flickering(100), *calm, *spoiled]).incidents
-    assert [story.standing().get("telemetry/storm", 0) for story in stories] == [*[0] * (len(stories) - 2), 178, 0]
+    reports = diagnose(FACTS, [*flickering(100), *calm, *spoiled]).incidents
+    assert [report.ends().get("telemetry/storm", 0) for report in reports] == [*[0] * (len(reports) - 2), 178, 0]
     assert last == [("telemetry/storm", AlarmEvent.CLEAR), ("integrity/gae_identity", AlarmEvent.RAISE)]
 
 
@@ -217,7 +217,7 @@ def test_after_an_intervention_what_is_new_becomes_the_rule() -> None:
     assert set(raised(judged(records))) == {"value/scale_shift", "value/loss_jump"}
 
 
-def test_an_intervention_ends_what_was_raised_by_history() -> None:
+def test_an_intervention_ends_what_was_raised_by_hireport() -> None:
     detectors = Detectors(FACTS)
     told: list[Alarm] = []
     for found in run(40, multiplied({"loss/value": 1e4})):
@@ -384,17 +384,17 @@ def test_levels_follow_severities() -> None:
     assert [AlarmLevel.of(x) for x in (0.2, 0.25, 0.74, 0.75)] == ["info", "warn", "warn", "critical"]
 
 
-def test_a_storm_without_anything_told_is_a_story_too() -> None:
+def test_a_storm_without_anything_told_is_a_report_too() -> None:
     """Three alarms at once, of which one may be told: the first, and the storm."""
 
     def at_once(found: Values, _: int) -> None:
         found.update({"integrity/gae_identity": 1.0, "integrity/mask_violation": 1.0, "buffer/age_updates": 9.0})
 
     limits = Thresholds().with_changes({"storm": 1})
-    (story,) = diagnose(FACTS, run(35, at_once), thresholds=limits).incidents
+    (report,) = diagnose(FACTS, run(35, at_once), thresholds=limits).incidents
 
-    assert [alarm.type for alarm in story.alarms] == ["integrity/mask_violation", "telemetry/storm"]
-    assert story.cause == "integrity/mask_violation"
+    assert [alarm.type for alarm in report.alarms] == ["integrity/mask_violation", "telemetry/storm"]
+    assert report.cause == "integrity/mask_violation"
 
     (nothing_else,) = diagnose(FACTS, run(35, at_once), thresholds=limits.with_changes({"storm": 0})).incidents
     assert [alarm.type for alarm in nothing_else.alarms] == ["telemetry/storm"]

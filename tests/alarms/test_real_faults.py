@@ -16,7 +16,7 @@ from recorded_runs import load, names
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.alarms import Detectors, Thresholds
-from esper_telemetry.alarms.kinds import ALARMS
+from esper_telemetry.alarms.registry import alarm_rules
 from esper_telemetry.core.record import RUN_FAILED
 from esper_telemetry.events import Hooks, MinibatchesEnd, RolloutEnd, UpdateEnd
 from esper_telemetry.lab.faults.boundary import Altered
@@ -215,7 +215,7 @@ def test_a_recorded_run_is_silent_until_it_breaks(name: str) -> None:
 
 def test_every_type_is_raised_by_a_real_fault() -> None:
     recorded = {kind for found in RAISED.values() for kind in found}
-    seeds = {alarm.type for alarm in ALARMS if alarm.type.startswith("seed/")}  # tests/lab/morphogenesis
+    seeds = {alarm.type for alarm in alarm_rules() if alarm.type.startswith("seed/")}  # tests/lab/morphogenesis
     elsewhere = {*LIVE, *SLOW, *seeds, "telemetry/delivery", "telemetry/overhead", "telemetry/storm", RUN_FAILED}
 
-    assert {alarm.type for alarm in ALARMS} - recorded - elsewhere == set()
+    assert {alarm.type for alarm in alarm_rules()} - recorded - elsewhere == set()

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from verification import EMITTED, by_case, named_in
 
-from esper_telemetry.alarms.kinds import ALARMS, alarms_reading
+from esper_telemetry.alarms.registry import alarm_rules, alarms_reading
+from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.cli.main import main
 from esper_telemetry.core.catalogue import ADVICE, PRIORITIES, MetricEntry, catalogue, registry
 from esper_telemetry.core.families import CHAPTERS
@@ -88,14 +89,14 @@ def test_a_key_is_called_by_words(key: str, name: str) -> None:
     assert name_of(key) == name
 
 
-@pytest.mark.parametrize("alarm", ALARMS, ids=lambda alarm: alarm.type)
-def test_every_alarm_reads_metrics_that_there_are(alarm: object) -> None:
-    assert set(alarm.reads) <= ENTRIES.keys()  # type: ignore[attr-defined]  # an AlarmType
-    assert alarm.meaning.endswith(".") and alarm.action.endswith(".")  # type: ignore[attr-defined]
+@pytest.mark.parametrize("alarm", alarm_rules(), ids=lambda alarm: alarm.type)
+def test_every_alarm_reads_metrics_that_there_are(alarm: AlarmRule) -> None:
+    assert set(alarm.inputs) <= ENTRIES.keys()
+    assert alarm.meaning.endswith(".") and alarm.action.endswith(".")
 
 
 def test_types_of_alarms_are_unique() -> None:
-    types = [alarm.type for alarm in ALARMS]
+    types = [alarm.type for alarm in alarm_rules()]
 
     assert len(set(types)) == len(types)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from esper_telemetry.alarms.kinds import NONFINITE
+from esper_telemetry.alarms.registry import NONFINITE
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record
 
 Finds = Callable[[Record], Iterable[str]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -59,7 +59,7 @@ class ByDetectors:
     """The detectors as a judge."""
 
     def __init__(self, facts: Mapping[str, Any], thresholds: Thresholds) -> None:
-        self._detectors = Detectors(facts, replace(thresholds, off=thresholds.off | OFF))
+        self._detectors = Detectors(facts, thresholds.without(OFF))
         self.intervention = self._detectors.intervention
 
     def step(self, record: Record) -> Iterable[Alarm]:

@@ -1,0 +1,98 @@
+"""All alarms that are installed: the built-in ones, and those of plugins."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Final
+
+from esper_telemetry.alarms.rule import AlarmRule
+from esper_telemetry.alarms.rules import (
+    data,
+    exploration,
+    gradient_course,
+    gradients,
+    integrity,
+    memory,
+    optimizer,
+    policy,
+    representation,
+    task,
+    telemetry,
+    trust_region,
+    value,
+)
+from esper_telemetry.alarms.rules.integrity import NONFINITE, NONFINITE_KEY
+
+ENTRY_POINT_GROUP: Final = "esper_telemetry.alarms"
+"""Entry points of plugins: each names an `AlarmRule` or an iterable of them."""
+
+BUILT_IN: tuple[AlarmRule, ...] = (
+    *integrity.RULES,
+    *trust_region.RULES,
+    *exploration.RULES,
+    *policy.RULES,
+    *value.RULES,
+    *data.RULES,
+    *gradients.RULES,
+    *gradient_course.RULES,
+    *optimizer.RULES,
+    *representation.RULES,
+    *memory.RULES,
+    *task.RULES,
+    *telemetry.RULES,
+)
+
+_logger = logging.getLogger("esper_telemetry")
+
+
+@lru_cache(maxsize=1)
+def alarm_rules() -> tuple[AlarmRule, ...]:
+    """All installed alarms: the built-in ones by family, then those of entry points.
+
+    A plugin that cannot be loaded, or repeats a type, costs a warning and its alarms.
+    """
+    rules = list(BUILT_IN)
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            rules = [*with_alarms(rules, _loaded(entry))]
+        except Exception as error:  # a plugin's own code
+            _logger.warning("The alarms of %s cannot be used: %s", entry.name, error)
+    return tuple(rules)
+
+
+def _loaded(entry: EntryPoint) -> Iterator[AlarmRule]:
+    value = entry.load()
+    return as_rules(value)
+
+
+def as_rules(value: AlarmRule | Iterable[AlarmRule]) -> Iterator[AlarmRule]:
+    """The rules of one rule or of several; raises TypeError for anything else."""
+    for rule in (value,) if isinstance(value, AlarmRule) else value:
+        if not isinstance(rule, AlarmRule):
+            raise TypeError(f"alarms are instances of AlarmRule, got {rule!r}")
+        yield rule
+
+
+def with_alarms(rules: Iterable[AlarmRule], added: Iterable[AlarmRule]) -> tuple[AlarmRule, ...]:
+    """The rules and the added ones; raises ValueError where two have one type."""
+    known = {rule.type: rule for rule in rules}
+    for rule in added:
+        if rule.type in known:
+            raise ValueError(f"there is an alarm {rule.type!r} already; the type of an added alarm must be its own")
+        known[rule.type] = rule
+    return tuple(known.values())
+
+
+def alarms_reading(key: str) -> tuple[AlarmRule, ...]:
+    """Alarms that read a key or template; first those that it decides."""
+    rules = alarm_rules()
+    if key.endswith(NONFINITE):
+        return tuple(rule for rule in rules if rule.type == NONFINITE_KEY)
+    deciding = [rule for rule in rules if rule.inputs[0] == key]
+    return (*deciding, *(rule for rule in rules if key in rule.inputs[1:]))
+
+
+__all__ = ["NONFINITE", "alarm_rules", "alarms_reading", "as_rules", "with_alarms"]
