@@ -164,7 +164,7 @@ def test_every_rule_has_a_case_and_every_type_a_rule() -> None:
     """`telemetry/storm` is raised by the limit on alarms. An exception is no record: `test_failures.py`."""
     types = [rule.type for rule in alarm_rules()]
 
-    assert len(types) == 59 == len(set(types))
+    assert len(types) == len(set(types))
     assert set(types) == set(CASES) | {RUN_FAILED, "telemetry/storm"}
     assert [rule.type for rule in alarm_rules() if rule.judge is None] == ["telemetry/storm"]
 
