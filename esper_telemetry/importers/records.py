@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from esper_telemetry.core.record import Axes, Level, Record
-from esper_telemetry.history.derive import Series
+from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.importers.rows import LoggedRow, Row, read_rows
 from esper_telemetry.importers.trainers import ENTROPY, FIT, KL, STD, trainer_of
 
@@ -65,7 +65,7 @@ def read_foreign(logged: LoggedRow) -> Foreign:
     facts = facts_of(logged.config)
     rows = [_completed(row, used) for row in read.rows]
     rows = _normalized(rows, used)
-    series = Series(facts)
+    series = RunHistory(facts)
     records = tuple(_record(place, row, series) for place, row in enumerate(rows, 1))
     unused = tuple(tag for tag in sorted(logged.points) if tag not in read.tags)
     return Foreign(logged.name, trainer.name, trainer.x, facts, records, used, unused)
@@ -134,7 +134,7 @@ def number_of_actions(entropy: float) -> int | None:
     return count if count > 1 and 0 <= math.log(count) - entropy + 1e-3 < min(UNIFORM, 0.5 / count) else None
 
 
-def _record(place: int, row: Row, series: Series) -> Record:
+def _record(place: int, row: Row, series: RunHistory) -> Record:
     values = {**row.values, **series.derive(row.values, Level.NORMAL)}
     axes = Axes(update=place, env_step=int(row.x), gradient_step=0, wall_time=0.0)
     return Record(seq=place, axes=axes, values=values)

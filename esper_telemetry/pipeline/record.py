@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from esper_telemetry.core.packing import NO_VALUES, Values
 from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Level, MetricInfo, Record, RunInfo, RunStatus, SinkLag
-from esper_telemetry.history.derive import Series
+from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.journal.file import Journal
 from esper_telemetry.journal.lines import (
     Entry,
@@ -281,7 +281,7 @@ class JournalWriter:
 
     def _know(self, facts: Mapping[str, Any]) -> None:
         self._facts = facts
-        self._series = Series(facts)
+        self._series = RunHistory(facts)
         self._watch: Detector | None = None if self._watches is None else self._watches(facts)
 
     def _heed(self, event: JournalEvent) -> tuple[Alarm, ...]:

@@ -8,7 +8,7 @@ from esper_telemetry.alarms.registry import alarm_rules
 from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.core.catalogue import PRIORITIES, MetricEntry, registry
 from esper_telemetry.core.families import CHAPTERS, chapter_of
-from esper_telemetry.history.derive import ALL
+from esper_telemetry.history.derive import ALL_SUFFIXES
 
 INTRODUCTION = """\
 # What every number means
@@ -78,7 +78,11 @@ def _facts(entry: MetricEntry) -> Iterator[str]:
     if metric.undefined:
         yield f"absent when: {metric.undefined}"
     if entry.series:
-        names = "every ending" if len(entry.series) >= len(ALL) else ", ".join(f"`/{name}`" for name in entry.series)
+        names = (
+            "every ending"
+            if len(entry.series) >= len(ALL_SUFFIXES)
+            else ", ".join(f"`/{name}`" for name in entry.series)
+        )
         yield f"its [history](#histories), under the same key with: {names}"
     yield _small(entry)
     if entry.verified:

@@ -17,7 +17,7 @@ from esper_telemetry.core.catalogue import ADVICE, PRIORITIES, MetricEntry, cata
 from esper_telemetry.core.families import CHAPTERS
 from esper_telemetry.core.metric_names import NAMES, name_of
 from esper_telemetry.core.record import Level, MetricInfo, RunInfo, template_of
-from esper_telemetry.history.derive import followed
+from esper_telemetry.history.derive import key_histories
 from esper_telemetry.sinks.layout import FAMILIES
 from esper_telemetry.sinks.readme import glossary, metric_description
 from esper_telemetry.views.metrics_page import entry_text, page
@@ -145,7 +145,7 @@ def test_the_reduction_is_that_of_the_field(key: str, reduction: str) -> None:
 def test_an_entry_names_the_histories_that_follow_it() -> None:
     """All that a run follows, and nothing else."""
     found = {entry.metric.key: set(entry.series) for entry in registry() if entry.series}
-    rows = followed(["actor"])
+    rows = key_histories(["actor"])
 
     assert found["policy/kl"] >= {"ema", "drift", "trend/mk_z", "period/p", "cusum"}
     assert found["grad/interference/cos"] == {"ema", "ew_std"}

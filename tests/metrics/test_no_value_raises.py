@@ -14,7 +14,7 @@ from torch import Tensor
 
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.record import Level
-from esper_telemetry.history.derive import Series
+from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.metrics.actions import ActionTotal
 from esper_telemetry.metrics.lstm import lstm_weights, state_ages, state_size
 from esper_telemetry.metrics.optimizer import AdamState
@@ -238,7 +238,7 @@ def as_tuple(found: MetricGroup | Iterable[MetricGroup]) -> tuple[MetricGroup, .
 
 def recorded(updates: Iterable[Snapshot]) -> list[dict[str, float]]:
     """The values of the updates' records, evidence on the way."""
-    series, found = Series(FACTS), []
+    series, found = RunHistory(FACTS), []
     for update in updates:
         window = Window()
         for measurements, epochs in summarize(update, FACTS, Level.DEBUG):
