@@ -18,7 +18,7 @@ from esper_telemetry.alarms.alarm_state import (
     alarm_values,
 )
 from esper_telemetry.alarms.baselines import Baselines, matcher
-from esper_telemetry.alarms.escalation import Escalation
+from esper_telemetry.alarms.escalation import Escalation, EscalationRemaining
 from esper_telemetry.alarms.incidents import CausalOrder, Incident, Incidents
 from esper_telemetry.alarms.registry import alarm_rules, with_alarms
 from esper_telemetry.alarms.rule import AlarmRule, Finding, Judge, View
@@ -148,7 +148,8 @@ class Detectors:
             self._baselines.learn()
         self._before = record
         alarms = self._report(changes, record, recorded)
-        remaining = self._escalate(alarms)
+        critical = [a.type for a in alarms if a.event is not AlarmEvent.CLEAR and a.severity >= CRITICAL_FROM]
+        self._escalation, remaining = self._escalation.step(critical)
         return Verdict(alarms, remaining, self._values(alarms, remaining), self._events(record))
 
     def failure(self, seq: int, axes: Axes, data: Mapping[str, Any]) -> Verdict:
@@ -294,14 +295,6 @@ class Detectors:
             evidence={"counts": counts} if raised else {},
         )
 
-    def _escalate(self, alarms: Iterable[Alarm]) -> int:
-        """Updates at DEBUG left, by the alarms that have become critical in this one."""
-        raised = [
-            alarm.type for alarm in alarms if alarm.event is not AlarmEvent.CLEAR and alarm.severity >= CRITICAL_FROM
-        ]
-        self._escalation, remaining = self._escalation.step(raised)
-        return remaining
-
     def _values(self, alarms: Iterable[Alarm], remaining: int) -> dict[str, float]:
         severities = {kind: state.severity for kind, state in self._states.items() if state.instances}
         if self._limit.active:
@@ -309,7 +302,7 @@ class Detectors:
         over = {alarm.type: 0.0 for alarm in alarms if alarm.event is AlarmEvent.CLEAR}
         return {
             **alarm_values({**over, **severities}, len(severities)),
-            "telemetry/escalation_remaining": float(remaining),
+            **EscalationRemaining(float(remaining)).values(),
         }
 
     def _events(self, record: Record) -> tuple[Event, ...]:

@@ -61,7 +61,8 @@ class Escalation:
         if self.streak >= self.cap:
             ends = {kind: min(end, now - 1) for kind, end in self.ends.items()}
             return EscalationStep(replace(self, updates=now, remaining=0, streak=0, ends=ends), 0)
-        opened = [kind for kind in raised if self.durations.get(kind, 0) > 0 and self._may_open(kind, now)]
+        cooled = {kind: end + self.cooldown_factor * self.durations[kind] for kind, end in self.ends.items()}
+        opened = [kind for kind in raised if self.durations.get(kind, 0) > 0 and now > cooled.get(kind, 0)]
         ends = {**self.ends, **{kind: now + self.durations[kind] - 1 for kind in opened}}
         remaining = max([self.remaining, *(self.durations[kind] for kind in opened)])
         state = replace(
@@ -72,10 +73,6 @@ class Escalation:
             ends=ends,
         )
         return EscalationStep(state, remaining)
-
-    def _may_open(self, kind: str, now: int) -> bool:
-        """True where no window of that type is open or has been until lately."""
-        return kind not in self.ends or now > self.ends[kind] + self.cooldown_factor * self.durations[kind]
 
 
 class EscalationStep(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Final
 
 from esper_telemetry.alarms.rule import AlarmRule
@@ -57,15 +57,10 @@ def alarm_rules() -> tuple[AlarmRule, ...]:
     rules = list(BUILT_IN)
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         try:
-            rules = [*with_alarms(rules, _loaded(entry))]
+            rules = [*with_alarms(rules, as_rules(entry.load()))]
         except Exception as error:  # a plugin's own code
             _logger.warning("The alarms of %s cannot be used: %s", entry.name, error)
     return tuple(rules)
-
-
-def _loaded(entry: EntryPoint) -> Iterator[AlarmRule]:
-    value = entry.load()
-    return as_rules(value)
 
 
 def as_rules(value: AlarmRule | Iterable[AlarmRule]) -> Iterator[AlarmRule]:

@@ -23,10 +23,6 @@ def bounds() -> dict[str, Bound]:
     return {bound.name: bound for rule in alarm_rules() for bound in rule.single_bounds}
 
 
-def _types() -> frozenset[str]:
-    return frozenset(rule.type for rule in alarm_rules())
-
-
 def _default_off() -> frozenset[str]:
     return frozenset(rule.type for rule in alarm_rules() if rule.default_off)
 
@@ -107,10 +103,13 @@ class Thresholds(Limits):
 
     def with_changes(self, changes: Mapping[str, float | str | bool]) -> Self:
         """The same with other values by name; raises ValueError for an unknown name or a value that is no number."""
-        off, values, known, types = set(self._off), dict(self._changes), bounds(), _types()
+        off, values, known, types = set(self._off), dict(self._changes), bounds(), {rule.type for rule in alarm_rules()}
         for name, value in changes.items():
             if name in types:
-                (off.discard if _switch(name, value) else off.add)(name)
+                switch = (ON if value else OFF) if isinstance(value, bool) else value
+                if switch not in (ON, OFF):
+                    raise ValueError(f"alarm {name} can be set to on or off, got {value!r}")
+                (off.discard if switch == ON else off.add)(name)
             elif name in known:
                 values[name] = _number(name, value)
             else:
@@ -137,12 +136,3 @@ def _number(name: str, value: float | str | bool) -> float:
     if not math.isfinite(number):
         raise ValueError(f"threshold {name} must be a finite number, got {value!r}")
     return number
-
-
-def _switch(name: str, value: float | str | bool) -> bool:
-    """True for an alarm that is switched on."""
-    if isinstance(value, bool):
-        return value
-    if value not in (ON, OFF):
-        raise ValueError(f"alarm {name} can be set to on or off, got {value!r}")
-    return value == ON

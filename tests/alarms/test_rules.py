@@ -137,7 +137,7 @@ def case_records(kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_what_goes_wrong_is_told_in_time(kind: str) -> None:
+def test_what_goes_wrong_is_reported_in_time(kind: str) -> None:
     case = CASES[kind]
 
     found = raised(judged(case_records(kind), case.facts, case.thresholds))
@@ -147,7 +147,7 @@ def test_what_goes_wrong_is_told_in_time(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_it_is_told_with_numbers_evidence_and_what_to_try(kind: str) -> None:
+def test_it_is_reported_with_numbers_evidence_and_what_to_try(kind: str) -> None:
     case = CASES[kind]
     (first, *_) = [
         alarm for alarm in alarms(judged(case_records(kind), case.facts, case.thresholds)) if alarm.type == kind
