@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,6 +38,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper_telemetry.alarms.detectors import Detectors
+from esper_telemetry.alarms.registry import alarm_rules, as_rules, with_alarms
+from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.core.arrays import IntegerLike, as_integer, shown
 from esper_telemetry.core.clock import Clock
@@ -133,19 +136,44 @@ class SessionOptions:
     all_ranks: bool
 
 
-def detector_factory(detect: Detect) -> DetectorFactory | None:
-    """Resolve the `detect=` argument to what makes a run's detector; None where no alarms are raised.
+def detector_factory(detect: Detect, alarms: AlarmRule | Iterable[AlarmRule] = ()) -> DetectorFactory | None:
+    """Resolve the `detect=` and `alarms=` arguments to what makes a run's detector; None where no alarms are raised.
 
-    Raises TypeError for anything else.
+    Raises:
+        TypeError: for anything else.
+        ValueError: for a rule whose type another one has, and for rules where alarms are off.
     """
-    if isinstance(detect, bool):
-        return Detectors if detect else None
-    if isinstance(detect, Thresholds):
-        return Detectors
+    added = tuple(as_rules(alarms))
+    if added and not isinstance(detect, Thresholds) and detect is not True:
+        raise ValueError("alarms are for detect=True or detect=Thresholds(...): nothing else judges by them")
+    with_alarms(alarm_rules(), added)
+    if isinstance(detect, bool | Thresholds):
+        return None if detect is False else partial(Detectors, alarms=added) if added else Detectors
     given: object = detect
     if not callable(detect) or given is Thresholds:
         raise TypeError(f"detect takes True, False or Thresholds, got {detect!r}")
     return detect
+
+
+def worker_policy(offload: bool | None, alarms: AlarmRule | Iterable[AlarmRule]) -> bool | None:
+    """Return `offload`, or False where it is None and one of the alarms cannot be sent to a worker process.
+
+    Raises TypeError where a worker is asked for and an alarm cannot be sent to it.
+    """
+    for rule in as_rules(alarms) if offload is not False else ():
+        try:
+            # A worker process cannot import what the script that runs defines.
+            reason = "it is defined in the script that runs" if b"__main__" in pickle.dumps(rule) else ""
+        except Exception as error:  # pickling runs code of the rule
+            reason = str(error)
+        if reason and offload is None:
+            return False
+        if reason:
+            raise TypeError(
+                f"alarm {rule.type!r} cannot be sent to the worker process ({reason}): define its judge in a module that can be "
+                "imported, name it by an entry point of the group esper_telemetry.alarms, or leave out offload=True"
+            )
+    return offload
 
 
 def threshold_facts(detect: Detect) -> dict[str, Any]:

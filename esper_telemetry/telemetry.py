@@ -14,6 +14,7 @@ import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
+from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.core.arrays import IntegerLike, as_number, as_settings, shown
 from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.core.record import Level, RunInfo, RunStatus
@@ -22,7 +23,14 @@ from esper_telemetry.delivery.status import CloseReport
 from esper_telemetry.pipeline.response import AlarmCallback
 from esper_telemetry.pipeline.run import RunOptions
 from esper_telemetry.pipeline.sampling import BUDGET
-from esper_telemetry.session import Detect, SessionOptions, TelemetrySession, detector_factory, threshold_facts
+from esper_telemetry.session import (
+    Detect,
+    SessionOptions,
+    TelemetrySession,
+    detector_factory,
+    threshold_facts,
+    worker_policy,
+)
 from esper_telemetry.sinks.registry import SinkLike
 from esper_telemetry.updates.gradient_watcher import Members
 
@@ -66,6 +74,8 @@ class Telemetry:
         budget: share of the wall time that telemetry may take on the training thread; costly metrics are measured in as many updates
             as that allows.
         detect: whether alarms are raised where a record shows that training goes wrong; or the thresholds to do so by.
+        alarms: your own alarms, besides the built-in ones and those of installed plugins. The worker process needs to import them: one
+            that the script itself defines is judged in this process.
         offload: whether records are made in a worker process. By default those of attached trainers and of adapters are, and those of
             your own loop are made on its thread; True moves these too, False keeps all on the training thread. Never without a run
             directory or a second core, with several ranks, or where CUDA is in use.
@@ -111,6 +121,7 @@ class Telemetry:
         close_timeout: float = MAX_CLOSE_SECONDS,
         budget: float = BUDGET,
         detect: Detect = True,
+        alarms: AlarmRule | Iterable[AlarmRule] = (),
         offload: bool | None = None,
         resume: bool = False,
         ranks: Literal["all", "alone"] = "all",
@@ -127,10 +138,10 @@ class Telemetry:
         options = SessionOptions(
             run=RunOptions(run_dir, name, labels, notes or "", resume),
             level=Level.parse(level),
-            detector_factory=detector_factory(detect),
+            detector_factory=detector_factory(detect, alarms),
             budget=as_number(budget, "budget"),
             close_timeout=close_timeout,
-            offload=offload,
+            offload=worker_policy(offload, alarms),
             config=as_settings(config, "config"),
             facts={**as_settings(facts, "facts"), **threshold_facts(detect)},
             all_ranks=ranks == "all",

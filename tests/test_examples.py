@@ -52,6 +52,14 @@ def test_cartpole(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     assert capfd.readouterr().out.endswith(f"journal: {here / 'run/journal.jsonl'}\n")
 
 
+def test_custom_alarm(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.9 · 0.7^n is below 0.3, the middle of the ramp, from the fifth update on: the third one in a row raises the alarm."""
+    run("custom_alarm", monkeypatch)
+
+    (alarm,) = read_run("run").alarms
+    assert (alarm.type, alarm.since, alarm.axes.update) == ("explore/coverage_lost", 5, 7)
+
+
 def test_own_loop(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the four lines has done its part: advantages and critic, gradients and ratios, a record per update."""
     run("own_loop", monkeypatch)

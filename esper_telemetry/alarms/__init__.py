@@ -1,8 +1,8 @@
-"""Is anything wrong with this run? Records in, alarms out; no torch.
+"""Alarms: records in, verdicts out; no torch.
 
-A rule (`rules/`, one file per family) tells from an update's values, and from what they usually are in this run, how severe one way
-of going wrong is. `Standing` turns severities into alarms that begin, get worse and end; `Incidents` puts together what came
-together and names the cause; `Thresholds` holds all bounds. What cannot be answered is said, never guessed.
+An `AlarmRule` declares one way in which a run goes wrong. Its judge yields severities from an update's values and from their history in
+this run (`Baselines`). `AlarmState` turns severities into alarms that begin, get worse and end; `Incidents` joins alarms that came together
+and names the cause; `Thresholds` holds the values of all bounds. Where an input is missing, `RuleCoverage` says so instead of a guess.
 """
 
 from typing import TYPE_CHECKING
@@ -13,18 +13,29 @@ if TYPE_CHECKING:
     from esper_telemetry.alarms.detectors import Detectors as Detectors
     from esper_telemetry.alarms.detectors import Verdict as Verdict
     from esper_telemetry.alarms.diagnosis import Diagnosis as Diagnosis
-    from esper_telemetry.alarms.diagnosis import Story as Story
+    from esper_telemetry.alarms.diagnosis import IncidentReport as IncidentReport
     from esper_telemetry.alarms.diagnosis import diagnose as diagnose
-    from esper_telemetry.alarms.rules.endings import Failure as Failure
-    from esper_telemetry.alarms.rules.endings import bad_ending as bad_ending
+    from esper_telemetry.alarms.judges import AboveBound as AboveBound
+    from esper_telemetry.alarms.judges import OnRamp as OnRamp
+    from esper_telemetry.alarms.registry import alarm_rules as alarm_rules
+    from esper_telemetry.alarms.rule import AlarmRule as AlarmRule
+    from esper_telemetry.alarms.rule import Bound as Bound
+    from esper_telemetry.alarms.rule import Finding as Finding
+    from esper_telemetry.alarms.rule import Ramp as Ramp
+    from esper_telemetry.alarms.rule import View as View
+    from esper_telemetry.alarms.rules.task import Failure as Failure
+    from esper_telemetry.alarms.rules.task import bad_ending as bad_ending
     from esper_telemetry.alarms.thresholds import Thresholds as Thresholds
 
 __all__, __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "esper_telemetry.alarms.detectors": ("Detectors", "Verdict"),
-        "esper_telemetry.alarms.diagnosis": ("Diagnosis", "Story", "diagnose"),
-        "esper_telemetry.alarms.rules.endings": ("Failure", "bad_ending"),
+        "esper_telemetry.alarms.diagnosis": ("Diagnosis", "IncidentReport", "diagnose"),
+        "esper_telemetry.alarms.judges": ("AboveBound", "OnRamp"),
+        "esper_telemetry.alarms.registry": ("alarm_rules",),
+        "esper_telemetry.alarms.rule": ("AlarmRule", "Bound", "Finding", "Ramp", "View"),
+        "esper_telemetry.alarms.rules.task": ("Failure", "bad_ending"),
         "esper_telemetry.alarms.thresholds": ("Thresholds",),
     },
 )

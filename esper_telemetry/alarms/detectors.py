@@ -1,78 +1,69 @@
-"""`Detectors`: records in, alarms out. Deterministic: the same records give the same alarms, live and from a journal.
-
-Which values of a record belong into histories.
-"""
+"""`Detectors`: records in, alarms out. Deterministic: the same records give the same alarms, live and from a journal."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
 
 from esper_telemetry.alarms.alarm_state import (
-    STORM,
-    STORM_CALM,
-    STORM_SPAN,
+    LIMIT_CALM_UPDATES,
+    LIMIT_WINDOW_UPDATES,
+    AlarmChange,
+    AlarmRateLimit,
     AlarmState,
-    News,
-    Questions,
-    Storm,
-    TaskEvents,
+    RuleCoverage,
     alarm_values,
 )
-from esper_telemetry.alarms.escalation import Escalation
-from esper_telemetry.alarms.incidents import Incident, Incidents, order
-from esper_telemetry.alarms.rule import Baselines, Rule, View
-from esper_telemetry.alarms.rules import RULES
-from esper_telemetry.alarms.rules.endings import failure_findings
-from esper_telemetry.alarms.text import EXPLAIN, evidence_of, matcher, text_of
+from esper_telemetry.alarms.baselines import Baselines, matcher
+from esper_telemetry.alarms.escalation import Escalation, EscalationRemaining
+from esper_telemetry.alarms.incidents import CausalOrder, Incident, Incidents
+from esper_telemetry.alarms.registry import alarm_rules, with_alarms
+from esper_telemetry.alarms.rule import AlarmRule, Finding, Judge, View
+from esper_telemetry.alarms.rules.task import failure_findings
+from esper_telemetry.alarms.rules.telemetry import ALARM_LIMIT, TOO_MANY
+from esper_telemetry.alarms.task_events import Event, TaskEvents
 from esper_telemetry.alarms.thresholds import Thresholds
-from esper_telemetry.core.record import CRITICAL_FROM, Alarm, AlarmEvent, AlarmLevel, Axes, Record
+from esper_telemetry.core.record import CRITICAL_FROM, RUN_FAILED, Alarm, AlarmEvent, AlarmLevel, Axes, Record
 
+QUIET_UPDATES: Final = 3
+"""Updates after an intervention in which only certain mistakes raise alarms: the change itself makes numbers jump."""
 
-class Watches:
-    """Which values of a record belong into histories; patterns are resolved once per set of keys."""
+COVERAGE_UPDATE: Final = 20
+"""Update whose event says which alarms cannot be raised."""
 
-    def __init__(self, rules: Iterable[Rule]) -> None:
-        patterns = {pattern for rule in rules for pattern in rule.watches}
-        self._plain = sorted(pattern for pattern in patterns if "*" not in pattern)
-        self._matchers = [matcher(pattern) for pattern in sorted(patterns) if "*" in pattern]
-        self._known: dict[str, bool] = {}
+MAX_EVIDENCE_VALUES: Final = 24
+"""Values of a record that are attached to an alarm."""
 
-    def of(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Those that are watched."""
-        found = {key: values[key] for key in self._plain if key in values}
-        known = self._known
-        for key in values:
-            if key not in known:
-                known[key] = any(match(key) for match in self._matchers)
-            if known[key]:
-                found[key] = values[key]
-        return found
+MAX_EVIDENCE_INSTANCES: Final = 8
+"""Heads, groups or layers that are named."""
 
+EXPLAINING_FAMILIES: Final = ("policy", "value", "loss", "adv", "ret", "integrity")
+"""Families of keys, of which at least one is needed to say why gradients or steps of the optimizer are as they are."""
 
-SILENCE = 3
-"""Updates after an intervention in which only mistakes for certain are told: what was changed on purpose makes waves."""
-
-
-ASKED = 20
-"""Update in which it is told which questions cannot be answered."""
+SYMPTOMS: Final = ("grad/", "opt/")
+GRADIENTS_ALONE: Final = (
+    "Only gradients were seen, so the cause is not known: report ratios, losses, values and advantages too, by an adapter's callback or "
+    "with the functions of docs/own_loop.md"
+)
 
 
 class Verdict(NamedTuple):
-    """What one record says.
+    """The judgement of one record.
 
     Attributes:
         alarms: raised, worse or over in this update, causes before effects.
         remaining: updates at DEBUG left, this one included.
-        values: of the record: `alarm/active`, the severity of every alarm that is on, 0 where it ends, and what is left of DEBUG.
-        events: what else there is to tell, (type, data).
+        values: for the record: `alarm/active`, the severity of every alarm that is on, 0 where it ends, and what is left of DEBUG.
+        events: other news, (type, data).
     """
 
     alarms: tuple[Alarm, ...]
     remaining: int
     values: dict[str, float]
-    events: tuple[tuple[str, Mapping[str, Any]], ...]
+    events: tuple[Event, ...]
 
 
 class Detectors:
@@ -80,24 +71,41 @@ class Detectors:
 
     Args:
         facts: of the run, as its journal holds them.
-        thresholds: bounds of the rules, and which are off; those that the facts tell by default, and else the usual ones.
+        thresholds: bounds of the rules, and alarms that are off; by default those of the facts.
+        alarms: rules besides the installed ones.
+
+    Attributes:
+        rules: those that apply to the run.
+
+    Raises ValueError where an added rule has the type of another one.
     """
 
-    def __init__(self, facts: Mapping[str, Any] | None = None, thresholds: Thresholds | None = None) -> None:
+    def __init__(
+        self,
+        facts: Mapping[str, Any] | None = None,
+        thresholds: Thresholds | None = None,
+        *,
+        alarms: Iterable[AlarmRule] = (),
+    ) -> None:
         self.facts = dict(facts or {})
         self.thresholds = thresholds = thresholds or Thresholds.of(self.facts)
-        self.rules = tuple(rule for rule in RULES if rule.type not in thresholds.off and rule.applies(self.facts))
-        self._baselines = Baselines()
+        declared = with_alarms(alarm_rules(), alarms)
+        judges = {rule.type: rule.judge for rule in declared if rule.judge and rule.type not in thresholds.off}
+        self.rules = tuple(rule for rule in declared if rule.type in judges and rule.applies(self.facts))
+        self._declared = {rule.type: rule for rule in declared}
+        self._judges: dict[str, Judge] = {rule.type: copy.deepcopy(judges[rule.type]) for rule in self.rules}
+        self._prototypes = judges
+        self._baselines = Baselines(history for rule in self.rules for history in rule.histories)
         self._view = View(self.facts, thresholds, self._baselines)
-        self._memories: dict[str, dict[Any, Any]] = {rule.type: {} for rule in self.rules}
-        self._standings = {rule.type: AlarmState(rule) for rule in self.rules}
-        self._incidents = Incidents()
-        self._escalation = Escalation({rule.type: rule.duration for rule in self.rules if rule.duration})
-        self._tasks = TaskEvents()
-        self._questions = Questions(self.rules, self.facts)
-        self._watches = Watches(self.rules)
-        self._storm = Storm(int(thresholds.storm))
-        self._storm_in: Incident | None = None
+        self._states = {rule.type: AlarmState(rule) for rule in self.rules}
+        self._order = CausalOrder(declared)
+        self._incidents = Incidents(self._order)
+        self._escalation = Escalation({rule.type: rule.debug_updates for rule in self.rules if rule.debug_updates})
+        self._task = TaskEvents()
+        self._coverage = RuleCoverage(self.rules, self.facts)
+        self._limit = AlarmRateLimit(int(thresholds[ALARM_LIMIT]))
+        self._limit_incident: Incident | None = None
+        self._recorded: dict[str, Incident | None] = {}
         self._quiet = 0
         self._update = 0
         self._before: Record | None = None
@@ -107,200 +115,236 @@ class Detectors:
 
     @property
     def gradients_alone(self) -> bool:
-        """Whether the records so far have gradients, and no key that could explain them."""
+        """True where the records so far have gradients, and no key that could explain them."""
         return "grad" in self._families and not self._explained
 
+    def rule(self, kind: str) -> AlarmRule | None:
+        """The declaration of a type of alarm."""
+        return self._declared.get(kind)
+
     def intervention(self) -> None:
-        """Something was changed on purpose: for three updates only mistakes for certain are told, and histories begin anew."""
+        """Announce a change on purpose: histories begin anew, and for three updates only certain mistakes raise alarms."""
         self._intervened = True
-        self._quiet = SILENCE
+        self._quiet = QUIET_UPDATES
 
     def unanswered(self) -> dict[str, str]:
-        """Questions that the records so far leave open, with what is missing."""
-        return self._questions.open()
+        """The reason why an alarm cannot be raised from the records so far, by type."""
+        return self._coverage.unanswered()
 
-    def step(self, record: Record) -> Verdict:
-        """Judges the next record."""
+    def step(self, record: Record, recorded: Sequence[Alarm] = ()) -> Verdict:
+        """Judge the next record.
+
+        Args:
+            record: the next one.
+            recorded: alarms of this update that a journal has from rules that are not installed here; they join its incidents.
+        """
         self._update += 1
-        ended = self._begin_anew() if self._intervened else []
-        view = self._look(record)
-        self._questions.see(view.values)
-        news = [*ended, *self._ask(record)]
-        self._after(record)
-        alarms = self._tell(news, record)
-        remaining = self._escalate(alarms)
+        changes = self._begin_anew() if self._intervened else []
+        self._look(record)
+        self._coverage.add(self._view.values)
+        changes += self._judge(record)
+        self._quiet = max(0, self._quiet - 1)
+        if not record.partial:
+            self._baselines.learn()
+        self._before = record
+        alarms = self._report(changes, record, recorded)
+        critical = [a.type for a in alarms if a.event is not AlarmEvent.CLEAR and a.severity >= CRITICAL_FROM]
+        self._escalation, remaining = self._escalation.step(critical)
         return Verdict(alarms, remaining, self._values(alarms, remaining), self._events(record))
 
     def failure(self, seq: int, axes: Axes, data: Mapping[str, Any]) -> Verdict:
-        """Judges the exception that ended the run, by the data of its `failure` event.
+        """Judge the exception that ended the run, by the data of its `failure` event.
 
-        Its alarms are told in a storm too. They stand until a record follows, which a resumed run has.
+        Its alarms are reported beyond the limit on alarms too. They last until a record follows, which a resumed run has.
         """
         record = Record(seq, self._before.axes if self._before else axes, {})
         self._update = max(self._update, 1)
-        news = []
+        changes = []
         for kind, finding in failure_findings(data, axes.update + 1).items():
-            standing = self._standings.get(kind)
-            change = standing.step([finding], self._update) if standing else None
-            if standing is not None and change is not None:
-                news.append((standing, change))
-        incident = self._incidents.raised([standing.rule.type for standing, _ in news], self._update) if news else None
-        for standing, _ in news:
-            standing.incident = incident
-        alarms = tuple(self._alarm(standing, change, record) for standing, change in news)
-        return Verdict(alarms, 0, {}, ())
+            state = self._states.get(kind)
+            change = state.step([finding], self._update) if state else None
+            if state is not None and change is not None:
+                changes.append((state, change))
+        incident = self._incidents.raised([state.rule.type for state, _ in changes], self._update) if changes else None
+        for state, _ in changes:
+            state.incident = incident
+        return Verdict(tuple(self._alarm(state, change, record) for state, change in changes), 0, {}, ())
 
-    def _look(self, record: Record) -> View:
-        """The view of this record; what is not finite is passed over."""
-        view = self._view
+    def _look(self, record: Record) -> None:
+        """Turn the view to this record, without values that are not finite."""
+        view, before = self._view, self._before
         values = record.values
         if not all(map(math.isfinite, values.values())):
             values = {key: value for key, value in values.items() if math.isfinite(value)}
         view.look(values)
         if not self._explained:
             self._families.update(key.partition("/")[0] for key in values)
-            self._explained = not self._families.isdisjoint(EXPLAIN)
+            self._explained = not self._families.isdisjoint(EXPLAINING_FAMILIES)
         view.update = self._update
         total = self.facts.get("total_steps")
         view.progress = min(1.0, record.axes.env_step / total) if isinstance(total, int | float) and total > 0 else None
-        before = self._before
         passed = max(1, record.axes.update - before.axes.update) if before else 1  # records may be missing between
         view.steps = (record.axes.gradient_step - before.axes.gradient_step) // passed if before else None
         view.transitions = max(0, record.axes.env_step - before.axes.env_step) // passed if before else None
-        self._baselines.look(self._watches.of(values))
-        return view
+        self._baselines.look(values)
 
-    def _ask(self, record: Record) -> list[tuple[AlarmState, News]]:
-        """All rules, as far as they may speak."""
-        found = []
-        view = self._view
+    def _judge(self, record: Record) -> list[tuple[AlarmState, AlarmChange]]:
+        """The changes that the rules find in this update."""
+        changes = []
         for rule in self.rules:
-            if record.partial and not rule.partial:
+            if (record.partial and not rule.partial) or (self._quiet and not rule.certain):
                 continue
-            if self._quiet and not rule.certain:
-                continue
-            view.memory = self._memories[rule.type]
-            standing = self._standings[rule.type]
-            findings = [finding for finding in rule.judge(view) if not math.isnan(finding.severity)]
-            news = standing.step(findings, self._update) if findings else None
-            if news is not None:
-                found.append((standing, news))
-        return found
+            state = self._states[rule.type]
+            findings = [f for f in self._judges[rule.type](self._view) if not math.isnan(f.severity)]
+            change = state.step(findings, self._update) if findings else None
+            if change is not None:
+                changes.append((state, change))
+        return changes
 
-    def _after(self, record: Record) -> None:
-        """What this update leaves behind."""
-        self._quiet = max(0, self._quiet - 1)
-        if not record.partial:
-            self._baselines.learn()
-        self._before = record
-
-    def _begin_anew(self) -> list[tuple[AlarmState, News]]:
-        """Forgets the histories, and ends the alarms that were raised by them."""
+    def _begin_anew(self) -> list[tuple[AlarmState, AlarmChange]]:
+        """Forget the histories, and end the alarms that were raised by them."""
         self._intervened = False
         self._baselines.forget()
         ended = []
         for rule in self.rules:
             if rule.relative:
-                self._memories[rule.type] = {}
-                standing = self._standings[rule.type]
-                last = standing.stop()
+                self._judges[rule.type] = copy.deepcopy(self._prototypes[rule.type])
+                state = self._states[rule.type]
+                last = state.stop()
                 if last is not None:
-                    ended.append((standing, News(AlarmEvent.CLEAR, last._replace(severity=0.0), 1)))
+                    ended.append((state, AlarmChange(AlarmEvent.CLEAR, last._replace(severity=0.0), 1)))
         return ended
 
-    def _tell(self, news: list[tuple[AlarmState, News]], record: Record) -> tuple[Alarm, ...]:
-        """Alarms of this update, with their incident; in a storm one instead of all."""
-        news.sort(key=lambda item: order(item[0].rule.type))
-        raised = [standing for standing, found in news if found.event is AlarmEvent.RAISE]
-        told, storm = self._storm.step([standing.rule.type for standing in raised], self._update)
-        for standing in raised:
-            standing.silent = standing.rule.type not in told
-        claims = [standing.rule.type for standing, found in news if found.finding.claim and standing.rule.type in told]
-        incident = self._incidents.raised(told, self._update, claims) if told else None
-        for standing in raised:
-            standing.incident = incident
-        alarms = [self._alarm(standing, found, record) for standing, found in news if not standing.silent]
-        if storm is not None:
-            self._storm_in = incident if storm is AlarmEvent.RAISE else self._storm_in
-            alarms.append(self._storm_alarm(storm, record, self._storm_in))
+    def _report(
+        self, changes: list[tuple[AlarmState, AlarmChange]], record: Record, recorded: Sequence[Alarm]
+    ) -> tuple[Alarm, ...]:
+        """Alarms of this update, with their incident; beyond the limit one instead of all."""
+        changes.sort(key=lambda item: self._order.place(item[0].rule.type))
+        raised = [state for state, change in changes if change.event is AlarmEvent.RAISE]
+        kinds = [state.rule.type for state in raised] + [a.type for a in recorded if a.event is AlarmEvent.RAISE]
+        reported, limited = self._limit.step(kinds, self._update)
+        claims = [state.rule.type for state, change in changes if change.finding.claim and state.rule.type in reported]
+        incident = self._incidents.raised(reported, self._update, claims) if reported else None
+        for state in raised:
+            state.incident, state.muted = incident, state.rule.type not in reported
+        alarms = [self._alarm(state, change, record) for state, change in changes if not state.muted]
+        alarms += [self._joined(alarm, incident) for alarm in recorded]
+        if limited is not None:
+            self._limit_incident = incident if limited is AlarmEvent.RAISE else self._limit_incident
+            alarms.append(self._limit_alarm(limited, record, self._limit_incident))
         return tuple(alarms)
 
-    def _alarm(self, standing: AlarmState, news: News, record: Record) -> Alarm:
-        event, finding, streak = news
+    def _joined(self, alarm: Alarm, incident: Incident | None) -> Alarm:
+        """An alarm from the journal, in the incident that it was raised in."""
+        if alarm.event is AlarmEvent.RAISE:
+            self._recorded[alarm.type] = incident
+        joined = self._recorded.get(alarm.type)
+        return replace(alarm, incident=joined.number, cause=joined.cause) if joined else alarm
+
+    def _alarm(self, state: AlarmState, change: AlarmChange, record: Record) -> Alarm:
+        event, finding, streak = change
         over = event is AlarmEvent.CLEAR
-        incident = standing.incident
+        incident = state.incident
         alarm = Alarm(
             seq=record.seq,
             axes=record.axes,
-            type=standing.rule.type,
+            type=state.rule.type,
             event=event,
             severity=finding.severity,
-            level=AlarmLevel.of(standing.told if over else finding.severity),
+            level=AlarmLevel.of(state.reported_severity if over else finding.severity),
             key=finding.key,
             value=finding.value,
             threshold=finding.threshold,
             adaptive=finding.adaptive,
             z=finding.z,
-            since=standing.since or self._update,
+            since=state.since or self._update,
             streak=streak,
             incident=incident.number if incident else 0,
             cause=incident.cause if incident else "",
-            text=text_of(standing, finding, event, self._update, explained=self._explained),
-            evidence={} if over else evidence_of(standing, finding, self._view),
+            text=alarm_text(state, finding, event, self._update, explained=self._explained),
+            evidence={} if over else record_evidence(state, finding, self._view),
         )
         if over:
-            standing.since, standing.told = None, 0.0
+            state.since, state.reported_severity = None, 0.0
         return alarm
 
-    def _storm_alarm(self, event: AlarmEvent, record: Record, incident: Incident | None) -> Alarm:
-        counts = dict(self._storm.counts().most_common(8))
+    def _limit_alarm(self, event: AlarmEvent, record: Record, incident: Incident | None) -> Alarm:
+        """The alarm that stands for those beyond the limit."""
+        counts = dict(self._limit.counts().most_common(8))
         words = ", ".join(f"{kind} {count}x" for kind, count in counts.items())
         raised = event is AlarmEvent.RAISE
-        what = f"more than {self._storm.limit} alarms in {STORM_SPAN} updates: {words}. Further ones are not told until it is over."
+        since = self._limit.since
         return Alarm(
             seq=record.seq,
             axes=record.axes,
-            type=STORM,
+            type=TOO_MANY,
             event=event,
             severity=1.0 if raised else 0.0,
             level=AlarmLevel.CRITICAL,
             key="alarm/active",
             value=float(sum(counts.values())),
-            threshold=float(self._storm.limit),
-            since=self._storm.since,
-            streak=1 if raised else STORM_CALM,
+            threshold=float(self._limit.limit),
+            since=since,
+            streak=1 if raised else LIMIT_CALM_UPDATES,
             incident=incident.number if incident else 0,
             cause=incident.cause if incident else "",
-            text=f"Since update {self._storm.since}, {what}"
+            text=f"Since update {since}, more than {self._limit.limit} alarms in {LIMIT_WINDOW_UPDATES} updates: {words}. "
+            "Further ones are not told until it is over."
             if raised
             else f"Over since update {self._update}: alarms are told again.",
             evidence={"counts": counts} if raised else {},
         )
 
-    def _escalate(self, alarms: Iterable[Alarm]) -> int:
-        """Updates at DEBUG left, by the alarms that have become critical in this one."""
-        raised = [
-            alarm.type for alarm in alarms if alarm.event is not AlarmEvent.CLEAR and alarm.severity >= CRITICAL_FROM
-        ]
-        self._escalation, remaining = self._escalation.step(raised)
-        return remaining
-
     def _values(self, alarms: Iterable[Alarm], remaining: int) -> dict[str, float]:
-        active = {kind: standing for kind, standing in self._standings.items() if standing.instances}
-        severities = {kind: standing.severity for kind, standing in active.items()}
-        if self._storm.active:
-            severities[STORM] = 1.0
-        count = len(severities)
+        severities = {kind: state.severity for kind, state in self._states.items() if state.instances}
+        if self._limit.active:
+            severities[TOO_MANY] = 1.0
         over = {alarm.type: 0.0 for alarm in alarms if alarm.event is AlarmEvent.CLEAR}
         return {
-            **alarm_values({**over, **severities}, count),
-            "telemetry/escalation_remaining": float(remaining),
+            **alarm_values({**over, **severities}, len(severities)),
+            **EscalationRemaining(float(remaining)).values(),
         }
 
-    def _events(self, record: Record) -> tuple[tuple[str, Mapping[str, Any]], ...]:
-        events: list[tuple[str, Mapping[str, Any]]] = []
+    def _events(self, record: Record) -> tuple[Event, ...]:
+        events: list[Event] = []
         if not record.partial:
-            events += self._tasks.step(self._view.values, self._update, self._view.progress)
-        if self._update == ASKED and (missing := self._questions.open(sampled=False)):
+            events += self._task.step(self._view.values, self._update, self._view.progress)
+        if self._update == COVERAGE_UPDATE and (missing := self._coverage.unanswered(sampled=False)):
             events.append(("detectors/unanswered", {"questions": missing}))
         return tuple(events)
+
+
+def alarm_text(state: AlarmState, finding: Finding, event: AlarmEvent, update: int, *, explained: bool = True) -> str:
+    """The sentence of an alarm: what has happened, since when, what to try; only the symptom where no key could explain it."""
+    rule = state.rule
+    clause = finding.text() if finding.text else rule.meaning.rstrip(".")
+    since = state.since or update
+    if event is AlarmEvent.CLEAR:
+        return f"Over since update {update}, after {update - since} updates: {rule.meaning}"
+    if rule.type == RUN_FAILED:  # its sentence says by itself when it happened
+        return f"{clause}. Try: {rule.action}"
+    more = len(state.instances) - 1
+    others = f" (and {more} more)" if more > 0 else ""
+    worse = "Worse: since" if event is AlarmEvent.UPDATE else "Since"
+    advice = f"Try: {rule.action}" if explained or not rule.type.startswith(SYMPTOMS) else f"{GRADIENTS_ALONE}."
+    return f"{worse} update {since}, {clause}{others}. {advice}"
+
+
+def record_evidence(state: AlarmState, finding: Finding, view: View) -> dict[str, Any]:
+    """Values of the record that show an alarm, their usual range, and the worst heads, groups or layers; bounded in size."""
+    keys: dict[str, None] = {}
+    for pattern in (finding.key, *state.rule.evidence):
+        if pattern in view.values:
+            keys[pattern] = None
+        elif "*" in pattern:
+            keys.update(dict.fromkeys(filter(matcher(pattern), view.values)))
+    values = {key: view.values[key] for key in [*keys][:MAX_EVIDENCE_VALUES]}
+    evidence: dict[str, Any] = {"values": values}
+    usual = {key: [*ends] for key in values if (ends := view.baselines.usual(key))}
+    if usual:
+        evidence["usual"] = usual
+    named = {name: found.severity for name, found in state.instances.items() if name}
+    if named:
+        worst = sorted(named, key=lambda name: -named[name])[:MAX_EVIDENCE_INSTANCES]
+        evidence["where"] = {name: named[name] for name in worst}
+    return evidence

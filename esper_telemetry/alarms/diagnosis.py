@@ -1,24 +1,25 @@
-"""What the detectors say of a whole run: its incidents, how the task went, and what remains open."""
+"""Verdict on a whole run: its incidents, the course of the task, and questions that remain open."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from esper_telemetry.alarms.detectors import Detectors
-from esper_telemetry.alarms.rules.endings import Failure
+from esper_telemetry.alarms.rules.task import Failure
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.core.record import Alarm, AlarmEvent, Record
 
 
 @dataclass(slots=True)
-class Story:
-    """One incident as it is told afterwards.
+class IncidentReport:
+    """One incident as it is reported afterwards.
 
     Attributes:
         number: from 1.
-        cause: type that it is put down to, by all that is known now.
+        cause: type that explains it, by all that the records say.
         alarms: of the incident, in order.
     """
 
@@ -37,28 +38,28 @@ class Story:
         """Update in which its cause began."""
         return self.main.since
 
-    def standing(self) -> dict[str, int | None]:
+    def ends(self) -> dict[str, int | None]:
         """Types that were raised, with the update in which each was over; None for those that last."""
-        found: dict[str, int | None] = {}
+        ends: dict[str, int | None] = {}
         for alarm in self.alarms:
-            found[alarm.type] = alarm.axes.update if alarm.event is AlarmEvent.CLEAR else None
-        return found
+            ends[alarm.type] = alarm.axes.update if alarm.event is AlarmEvent.CLEAR else None
+        return ends
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What is wrong with a run.
+    """Verdict on a run.
 
     Attributes:
         updates: records that were judged.
         incidents: in order.
-        events: how the task went, (type, data).
-        unanswered: questions that the records leave open, with what is missing.
-        gradients_alone: whether no record has more of training than gradients and steps of the optimizer: then no cause is known.
+        events: course of the task, (type, data).
+        unanswered: the reason why an alarm cannot be raised, by type.
+        gradients_alone: no record has more of training than gradients and steps of the optimizer: then no cause is known.
     """
 
     updates: int
-    incidents: tuple[Story, ...]
+    incidents: tuple[IncidentReport, ...]
     events: tuple[tuple[str, Mapping[str, Any]], ...]
     unanswered: Mapping[str, str]
     gradients_alone: bool = False
@@ -71,8 +72,9 @@ def diagnose(
     thresholds: Thresholds | None = None,
     interventions: Iterable[int] = (),
     failures: Iterable[Failure] = (),
+    alarms: Iterable[Alarm] = (),
 ) -> Diagnosis:
-    """Judges all records of a run, as they were judged while it was trained.
+    """Judge all records of a run, as they were judged while it was trained.
 
     Args:
         facts: of the run.
@@ -80,30 +82,35 @@ def diagnose(
         thresholds: bounds; those of the run by default.
         interventions: `seq` of the records after which something was changed on purpose.
         failures: exceptions that ended the run; one that was resumed may have several.
+        alarms: of the run's journal; those of rules that are not installed here join the verdict as they are.
     """
     detectors = Detectors(facts, thresholds)
+    recorded = deque(alarm for alarm in alarms if detectors.rule(alarm.type) is None)
     changes, exceptions = sorted(interventions), sorted(failures, key=lambda failure: failure.seq)
-    incidents: dict[int, Story] = {}
+    incidents: dict[int, IncidentReport] = {}
     events: list[tuple[str, Mapping[str, Any]]] = []
     updates = 0
 
-    def tell(alarms: Iterable[Alarm]) -> None:
+    def add(alarms: Iterable[Alarm]) -> None:
         for alarm in alarms:
-            incident = incidents.setdefault(alarm.incident, Story(alarm.incident))
+            incident = incidents.setdefault(alarm.incident, IncidentReport(alarm.incident))
             incident.alarms.append(alarm)
             incident.cause = alarm.cause or incident.cause or alarm.type
 
     for record in records:
         while exceptions and exceptions[0].seq < record.seq:
-            tell(detectors.failure(*exceptions.pop(0)).alarms)
+            add(detectors.failure(*exceptions.pop(0)).alarms)
         while changes and changes[0] < record.seq:
             detectors.intervention()
             changes.pop(0)
-        verdict = detectors.step(record)
+        own = []
+        while recorded and recorded[0].seq <= record.seq:
+            own.append(recorded.popleft())
+        verdict = detectors.step(record, own)
         updates += 1
         events += [event for event in verdict.events if event[0].startswith("task/")]
-        tell(verdict.alarms)
+        add(verdict.alarms)
     for failure in exceptions:
-        tell(detectors.failure(*failure).alarms)
+        add(detectors.failure(*failure).alarms)
     alone = updates > 0 and detectors.gradients_alone
     return Diagnosis(updates, tuple(incidents.values()), tuple(events), detectors.unanswered(), alone)

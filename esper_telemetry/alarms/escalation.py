@@ -1,25 +1,25 @@
-"""For how long alarms raise the level to DEBUG (E2): each type for its own number of updates, none of them for ever."""
+"""Updates at DEBUG that alarms ask for (E2): each type for its own number, none of them for ever."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from esper_telemetry.core.derived import Derived
 from esper_telemetry.core.metric import Metric, reports
 from esper_telemetry.core.record import Level
 
-CAP = 20
+CAP: Final = 20
 """Updates at DEBUG in a row, at most; the next one is NORMAL by force."""
 
-COOLDOWN_FACTOR = 2
+COOLDOWN_FACTOR: Final = 2
 """After a window, its type opens no other for so many times its duration."""
 
 
 @dataclass(frozen=True, slots=True)
 class EscalationRemaining(Derived):
-    """How long the level stays raised."""
+    """Updates for which the level stays raised."""
 
     remaining: float | None = reports(
         Metric.quantity(
@@ -32,7 +32,7 @@ class EscalationRemaining(Derived):
 
 @dataclass(frozen=True, slots=True)
 class Escalation:
-    """Where the level stands; `step` returns where it stands next.
+    """State of the level; `step` returns the next one.
 
     Attributes:
         durations: per type of alarm, the updates at DEBUG that it asks for.
@@ -51,13 +51,14 @@ class Escalation:
     streak: int = 0
     ends: Mapping[str, int] = field(default_factory=dict)
 
-    def step(self, raised: Collection[str] = ()) -> Outlook:
-        """One update, and the types of alarm that are raised in it; a type without a duration raises no level."""
+    def step(self, raised: Collection[str] = ()) -> EscalationStep:
+        """Add one update with the types of alarm raised in it; a type without a duration raises no level."""
         now = self.updates + 1
         if self.streak >= self.cap:
             ends = {kind: min(end, now - 1) for kind, end in self.ends.items()}
-            return Outlook(replace(self, updates=now, remaining=0, streak=0, ends=ends), 0)
-        opened = [kind for kind in raised if self.durations.get(kind, 0) > 0 and self._may_open(kind, now)]
+            return EscalationStep(replace(self, updates=now, remaining=0, streak=0, ends=ends), 0)
+        cooled = {kind: end + self.cooldown_factor * self.durations[kind] for kind, end in self.ends.items()}
+        opened = [kind for kind in raised if self.durations.get(kind, 0) > 0 and now > cooled.get(kind, 0)]
         ends = {**self.ends, **{kind: now + self.durations[kind] - 1 for kind in opened}}
         remaining = max([self.remaining, *(self.durations[kind] for kind in opened)])
         state = replace(
@@ -67,15 +68,11 @@ class Escalation:
             streak=self.streak + 1 if remaining else 0,
             ends=ends,
         )
-        return Outlook(state, remaining)
-
-    def _may_open(self, kind: str, now: int) -> bool:
-        """Whether no window of that type is open or has been until lately."""
-        return kind not in self.ends or now > self.ends[kind] + self.cooldown_factor * self.durations[kind]
+        return EscalationStep(state, remaining)
 
 
-class Outlook(NamedTuple):
-    """What one update does: the state after it, and the updates at DEBUG left, this one included; 0 is NORMAL."""
+class EscalationStep(NamedTuple):
+    """The state after an update, and the updates at DEBUG left, this one included; 0 is NORMAL."""
 
     state: Escalation
     remaining: int

@@ -1,120 +1,93 @@
-"""The registry: declared metrics joined with the alarms that read them and the histories that follow them."""
+"""All alarms that are installed: the built-in ones, and those of plugins."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from importlib.metadata import entry_points
+from typing import Final
 
-from esper_telemetry.alarms.kinds import NONFINITE, AlarmType, alarms_reading
-from esper_telemetry.core.catalogue import catalogue, families, family_name, groups
-from esper_telemetry.core.derived import Derived
-from esper_telemetry.core.metric import Metric, declared
-from esper_telemetry.core.record import Level, MetricInfo
-from esper_telemetry.history.derive import histories
+from esper_telemetry.alarms.rule import AlarmRule
+from esper_telemetry.alarms.rules import (
+    data,
+    exploration,
+    gradient_course,
+    gradients,
+    integrity,
+    memory,
+    optimizer,
+    policy,
+    representation,
+    task,
+    telemetry,
+    trust_region,
+    value,
+)
+from esper_telemetry.alarms.rules.integrity import NONFINITE, NONFINITE_KEY
 
-REDUCTIONS = {
-    "Mean": "mean",
-    "Sum": "sum",
-    "Min": "minimum",
-    "Max": "maximum",
-    "Moments": "merged moments",
-    "Ess": "merged sums",
-    "Counts": "histogram",
-    "Quantiles": "quantile",
-    "Last": "last value",
-    "float": "one value",
-    "Tensor": "one value",
-}
-"""By the type with which a field's annotation begins; other reductions are means of values that ranks join in their own way."""
+ENTRY_POINT_GROUP: Final = "esper_telemetry.alarms"
+"""Entry points of plugins: each names an `AlarmRule` or an iterable of them."""
 
-PRIORITIES = ("critical", "high", "normal", "detail")
+BUILT_IN: tuple[AlarmRule, ...] = (
+    *integrity.RULES,
+    *trust_region.RULES,
+    *exploration.RULES,
+    *policy.RULES,
+    *value.RULES,
+    *data.RULES,
+    *gradients.RULES,
+    *gradient_course.RULES,
+    *optimizer.RULES,
+    *representation.RULES,
+    *memory.RULES,
+    *task.RULES,
+    *telemetry.RULES,
+)
 
-
-@dataclass(frozen=True, slots=True)
-class MetricEntry:
-    """One metric of the registry.
-
-    Attributes:
-        metric: its declaration.
-        priority: `critical` decides whether a run is wrong for certain, `high` is a headline, `normal` has bounds or feeds an alarm,
-            `detail` is read beside others.
-        reduction: how the rows of an update become one number.
-        alarms: those that read it.
-        series: the endings under which it has a history, `{key}/ema` for one.
-    """
-
-    metric: Metric
-    priority: str
-    reduction: str
-    alarms: tuple[AlarmType, ...]
-    series: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Display name; the last segment of the key where a plugin declares none."""
-        return self.metric.name or self.metric.key.rpartition("/")[2].replace("_", " ")
-
-    @property
-    def category(self) -> str:
-        """Title of the metric's family."""
-        family = family_name(self.metric.key)
-        return families()[family].title if family in families() else family
-
-    @property
-    def action(self) -> str:
-        """What to try when the value is not normal; empty for a metric without bounds."""
-        return self.alarms[0].action if self.alarms else self.metric.advice
-
-    def info(self) -> MetricInfo:
-        """Return the description that travels in the journal."""
-        family = families().get(family_name(self.metric.key))
-        first = family.first if family else ()
-        return replace(
-            self.metric.info(),
-            name=self.name,
-            category=self.category,
-            priority=self.priority,
-            headline=first.index(self.metric.key) + 1 if self.metric.key in first else 0,
-            reduction=self.reduction,
-            alarms=", ".join(alarm.type for alarm in self.alarms),
-            action=self.action,
-            series=", ".join(self.series),
-        )
+_logger = logging.getLogger("esper_telemetry")
 
 
 @lru_cache(maxsize=1)
-def registry() -> tuple[MetricEntry, ...]:
-    """Return the entry of every declared metric, by number."""
-    reductions = dict(_reductions())
-    return tuple(_entry(metric, reductions[metric.key]) for metric in catalogue())
+def alarm_rules() -> tuple[AlarmRule, ...]:
+    """All installed alarms: the built-in ones by family, then those of entry points.
+
+    A plugin that cannot be loaded, or repeats a type, costs a warning and its alarms.
+    """
+    rules = list(BUILT_IN)
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            rules = [*with_alarms(rules, as_rules(entry.load()))]
+        except Exception as error:  # a plugin's own code
+            _logger.warning("The alarms of %s cannot be used: %s", entry.name, error)
+    return tuple(rules)
 
 
-def _entry(metric: Metric, reduction: str) -> MetricEntry:
-    alarms = alarms_reading(metric.key)
-    return MetricEntry(
-        metric=metric,
-        priority=_priority(metric, alarms),
-        reduction=metric.info(reduction).reduction,
-        alarms=alarms,
-        series=histories(metric.key),
-    )
+def as_rules(value: AlarmRule | Iterable[AlarmRule]) -> Iterator[AlarmRule]:
+    """The rules of one rule or of several; raises TypeError for anything else."""
+    for rule in (value,) if isinstance(value, AlarmRule) else value:
+        if not isinstance(rule, AlarmRule):
+            raise TypeError(f"alarms are instances of AlarmRule, got {rule!r}")
+        yield rule
 
 
-def _reductions() -> Iterator[tuple[str, str]]:
-    """Yield each key with the reduction of the field that holds it."""
-    for group in groups():
-        for item, metric in declared(group):
-            kind = str(item.type).partition(" ")[0]
-            yield metric.key, "from other values" if issubclass(group, Derived) else REDUCTIONS.get(kind, "mean")
+def with_alarms(rules: Iterable[AlarmRule], added: Iterable[AlarmRule]) -> tuple[AlarmRule, ...]:
+    """The rules and the added ones; raises ValueError where two have one type."""
+    known = {rule.type: rule for rule in rules}
+    for rule in added:
+        if rule.type in known:
+            raise ValueError(f"there is an alarm {rule.type!r} already; the type of an added alarm must be its own")
+        known[rule.type] = rule
+    return tuple(known.values())
 
 
-def _priority(metric: Metric, alarms: tuple[AlarmType, ...]) -> str:
-    if metric.key.endswith(NONFINITE):
-        return "normal"
-    deciding = [alarm for alarm in alarms if alarm.reads[0] == metric.key]
-    if any(alarm.hard for alarm in deciding):
-        return "critical"
-    if metric.level is Level.MINIMAL or deciding:
-        return "high"
-    return "normal" if alarms or metric.warn or metric.critical else "detail"
+def alarms_reading(key: str) -> tuple[AlarmRule, ...]:
+    """Alarms that read a key or template; first those that it decides."""
+    rules = alarm_rules()
+    if key.endswith(NONFINITE):
+        return tuple(rule for rule in rules if rule.type == NONFINITE_KEY)
+    deciding = [rule for rule in rules if rule.inputs[0] == key]
+    return (*deciding, *(rule for rule in rules if key in rule.inputs[1:]))
+
+
+__all__ = ["NONFINITE", "alarm_rules", "alarms_reading", "as_rules", "with_alarms"]

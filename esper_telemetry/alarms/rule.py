@@ -1,210 +1,140 @@
-"""What a rule is: a way of going wrong, told from the values of a record and their history.
+"""The declaration of an alarm, and what its judge sees of an update.
 
-What chosen keys usually are in this run: windows of healthy values, medians and robust scores, all keys in one pass.
+One `AlarmRule` holds everything that belongs to one alarm: keys, bounds, judge, sentences, place among causes. Bounds are data with a name
+and a source, so that a user can change each, and a multiplier all of them. A judge is a callable from a `View` to findings. A judge with
+state is a dataclass whose fields are that state: every run judges with a copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from math import isfinite, log10, nan, pow
-from sys import float_info
-from typing import Any, NamedTuple
+from math import log10
+from typing import Any, Final, Literal, NamedTuple
 
-import numpy as np
-
-from esper_telemetry.alarms.thresholds import Thresholds
-from esper_telemetry.core.derived import Array
+from esper_telemetry.alarms.baselines import Baselines, History, power
 from esper_telemetry.core.metric import segment
-from esper_telemetry.history.outliers import N_MIN, SCALE_MIN, spread
 
-WINDOW = 100
-"""Healthy values that are kept of each key."""
+CAUSE_LAST_RANK: Final = 900
+"""Rank from which on an alarm is never the cause of another one: the task, the end of the run, telemetry itself."""
 
-OUTLIER = 8.0
-"""Robust scores from which on a value does not enter: anomalies must not train their own baseline."""
-
-REBASELINE_AFTER = 50
-"""Values in a row that did not enter, after which the history begins anew."""
-
-FEW = 5
-"""Values from which on a key has a median; robust scores wait for twenty."""
-
-WITHIN = 0.5
-"""Decades: back that close to the highest or lowest level that a key has had in this run, a value is no news. A solved task leaves errors
-and gradients of next to nothing for long, beside which the next failure would look like an explosion."""
-
-LINEAR = ("grad/interference/log_ratio",)
-"""Keys that are logarithms already."""
-
-TIGHT = {
-    "lstm/c/rms": 0.05,
-    "reward/absmax": 0.05,
-    "reward/mean": 0.05,
-    "reward/std": 0.05,
-    "repr/effective_rank": 0.05,
-}
-"""Smallest spread, in decades, of keys that hardly vary; 0.15 for all others."""
+EvidencePiece = Literal["transitions", "layers", "stability", "pairs"]
+"""Part of the update that raised an alarm: transitions and optimizer steps, gradients by layer, non-finite tensors, modules beside their
+hosts."""
 
 
-def power(decades: float) -> float:
-    """10 to that power, and 1e308 where no number is that large."""
-    return pow(10.0, min(decades, float(float_info.max_10_exp)))
-
-
-class Baselines:
-    """Windows of log10 values of keys that come and go, and how far the latest values lie from their medians.
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A number that a judge compares values with.
 
     Attributes:
-        z: robust standard scores of the latest update's values, by key; without keys whose history is short.
-        shift: decades between the latest values and their medians, by key.
-        beyond: decades by which the latest values exceed all before them, by key; negative below the largest.
-        below: decades by which they are smaller than all before them; negative above the smallest.
+        name: by which users change it.
+        default: its value.
+        meaning: the quantity and its unit, in words.
+        direction: 1 where larger values speak for the alarm, -1 where smaller ones do, 0 for a count that no multiplier changes.
     """
 
-    def __init__(self) -> None:
-        self.z: dict[str, float] = {}
-        self.shift: dict[str, float] = {}
-        self.beyond: dict[str, float] = {}
-        self.below: dict[str, float] = {}
-        self._rows: dict[str, int] = {}
-        self._names: list[str] = []
-        self._outlier = np.zeros(0, dtype=bool)
-        self._values = np.full((0, WINDOW), np.nan)
-        self._count = np.zeros(0, dtype=np.int64)
-        self._rejected = np.zeros(0, dtype=np.int64)
-        self._floor = np.zeros(0)
-        self._x = np.zeros(0)
-        self._medians: list[float] = []
-        self._counts: list[int] = []
-        self._highest = np.zeros(0)
-        self._lowest = np.zeros(0)
-        self._peak = np.zeros(0)
-        self._trough = np.zeros(0)
-
-    def look(self, found: Mapping[str, float]) -> None:
-        """Judges one update by the updates before it; `learn` takes it in."""
-        for key in found.keys() - self._rows.keys():
-            self._add(key)
-        self._x = np.full(len(self._rows), np.nan)
-        rows = [self._rows[key] for key in found]
-        self._x[rows] = [_scaled(key, value) for key, value in found.items()]
-        median, scale = spread(self._values, scale_min=self._floor, n_min=FEW)
-        self._medians, self._counts = median.tolist(), self._count.tolist()
-        enough = self._count >= N_MIN
-        shift = np.where(enough, self._beyond(median), np.nan)
-        self._highest = np.fmax(self._highest, np.where(enough, median, np.nan))
-        self._lowest = np.fmin(self._lowest, np.where(enough, median, np.nan))
-        with np.errstate(over="ignore"):  # what is infinitely far off is left out below
-            z = shift / scale
-        known = np.flatnonzero(np.isfinite(z))
-        self._outlier = np.zeros(len(z), dtype=bool)
-        self._outlier[known] = np.abs(z[known]) >= OUTLIER
-        names = [self._names[row] for row in known.tolist()]
-        self.z = dict(zip(names, z[known].tolist(), strict=True))
-        self.shift = dict(zip(names, shift[known].tolist(), strict=True))
-        self.beyond = dict(zip(names, (self._x[known] - self._peak[known]).tolist(), strict=True))
-        self.below = dict(zip(names, (self._trough[known] - self._x[known]).tolist(), strict=True))
-
-    def _beyond(self, median: Array) -> Array:
-        """How far values lie from their medians, and beyond the levels that have been usual earlier."""
-        low = np.fmin(median, self._lowest + WITHIN)
-        high = np.fmax(median, self._highest - WITHIN)
-        return self._x - np.clip(self._x, low, high)
-
-    def learn(self) -> None:
-        """Takes in the values that were looked at last, outliers excepted."""
-        finite, outlier = np.isfinite(self._x), self._outlier
-        self._rejected = np.where(finite & ~outlier, 0, self._rejected + (finite & outlier))
-        anew = self._rejected >= REBASELINE_AFTER
-        self._values[anew] = np.nan
-        self._count[anew] = 0
-        self._rejected[anew] = 0
-        rows = np.flatnonzero(finite & (~outlier | anew))
-        self._peak[rows] = np.fmax(self._peak[rows], self._x[rows])
-        self._trough[rows] = np.fmin(self._trough[rows], self._x[rows])
-        self._values[rows, self._count[rows] % WINDOW] = self._x[rows]
-        self._count[rows] += 1
-
-    def forget(self) -> None:
-        """Begins all histories anew."""
-        self._values[:] = np.nan
-        self._count[:] = 0
-        self._rejected[:] = 0
-        for levels in (self._highest, self._lowest, self._peak, self._trough):
-            levels[:] = np.nan
-        self._medians, self._counts = [nan] * len(self._rows), [0] * len(self._rows)
-        self.z, self.shift, self.beyond, self.below = {}, {}, {}, {}
-
-    def count(self, key: str) -> int:
-        """Values that the history of a key holds."""
-        return min(self._counts[self._rows[key]], WINDOW) if key in self._rows else 0
-
-    def usual(self, key: str) -> tuple[float, float] | None:
-        """Range of a key's usual values, 10th to 90th percentile; None of fewer than five."""
-        if self.count(key) < FEW:
-            return None
-        window = self._values[self._rows[key]]
-        low, high = np.quantile(window[np.isfinite(window)], (0.1, 0.9)).tolist()
-        return (low, high) if key in LINEAR else (power(low), power(high))
-
-    def median(self, key: str) -> float | None:
-        """Median of a key's history; None of fewer than five values."""
-        row = self._rows.get(key)
-        if row is None or self._counts[row] < FEW or not isfinite(self._medians[row]):
-            return None
-        middle = self._medians[row]
-        return middle if key in LINEAR else power(middle)
-
-    def off_median(self, key: str) -> float:
-        """Decades by which the latest value lies above the median of its history, negative below it; 0 without one."""
-        row = self._rows.get(key)
-        off = float(self._x[row]) - self._medians[row] if row is not None else nan
-        return off if isfinite(off) else 0.0
-
-    def fallen(self, key: str) -> float:
-        """Decades by which the latest value lies below the highest level that has been usual in this run; 0 above it, or without one."""
-        row = self._rows.get(key)
-        off = float(self._highest[row] - self._x[row]) if row is not None else nan
-        return max(0.0, off) if isfinite(off) else 0.0
-
-    def _add(self, key: str) -> None:
-        self._rows[key] = len(self._rows)
-        self._names.append(key)
-        self._values = np.vstack([self._values, np.full((1, WINDOW), np.nan)])
-        self._count = np.append(self._count, 0)
-        self._rejected = np.append(self._rejected, 0)
-        self._floor = np.append(self._floor, TIGHT.get(key, SCALE_MIN))
-        self._medians.append(nan)
-        self._counts.append(0)
-        self._highest = np.append(self._highest, np.nan)
-        self._lowest = np.append(self._lowest, np.nan)
-        self._peak = np.append(self._peak, np.nan)
-        self._trough = np.append(self._trough, np.nan)
+    name: str
+    default: float
+    meaning: str
+    direction: int = 1
 
 
-def _scaled(key: str, value: float) -> float:
-    """A value as its history holds it."""
-    if key in LINEAR:
-        return value
-    size = abs(value)
-    return log10(size) if size > 0 else nan
+def above(name: str, default: float, meaning: str) -> Bound:
+    """Return a bound that values have to exceed."""
+    return Bound(name, default, meaning)
+
+
+def below(name: str, default: float, meaning: str) -> Bound:
+    """Return a bound that values have to fall below."""
+    return Bound(name, default, meaning, -1)
+
+
+def count(name: str, default: float, meaning: str) -> Bound:
+    """Return a number of updates and the like, which no multiplier changes."""
+    return Bound(name, default, meaning, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Ramp:
+    """The range over which a severity rises from 0 to 1; half of it raises an alarm.
+
+    Users change its ends as `<name>_low` and `<name>_high`. Severities fall with the value where `high` is the smaller end.
+    """
+
+    name: str
+    low: float
+    high: float
+    meaning: str
+
+    @property
+    def bounds(self) -> tuple[Bound, Bound]:
+        """Both ends as bounds."""
+        direction = 1 if self.high > self.low else -1
+        return (
+            Bound(f"{self.name}_low", self.low, self.meaning, direction),
+            Bound(f"{self.name}_high", self.high, "end of that ramp", direction),
+        )
+
+
+class Limits:
+    """Values of bounds: the defaults of their declarations, but for those that were changed by name."""
+
+    def __init__(self, changes: Mapping[str, float]) -> None:
+        self._changes = dict(changes)
+        self._ends: dict[Ramp, tuple[float, float]] = {}
+
+    def __getitem__(self, bound: Bound) -> float:
+        return self._changes.get(bound.name, bound.default)
+
+    def ends(self, span: Ramp) -> tuple[float, float]:
+        """Both ends of a ramp."""
+        if span not in self._ends:
+            low, high = span.bounds
+            self._ends[span] = self[low], self[high]
+        return self._ends[span]
+
+    def low(self, span: Ramp) -> float:
+        """The value at which the severity begins."""
+        return self.ends(span)[0]
+
+    def high(self, span: Ramp) -> float:
+        """The value from which on the severity is 1."""
+        return self.ends(span)[1]
+
+    def middle(self, span: Ramp) -> float:
+        """The value that raises an alarm on a linear ramp."""
+        low, high = self.ends(span)
+        return (low + high) / 2
+
+    def log_middle(self, span: Ramp) -> float:
+        """The value that raises an alarm on a logarithmic ramp."""
+        low, high = self.ends(span)
+        return float((low * high) ** 0.5)
+
+    def severity(self, span: Ramp, x: float) -> float:
+        """Severity of a value on a linear ramp."""
+        return ramp(x, *self.ends(span))
+
+    def log_severity(self, span: Ramp, x: float) -> float:
+        """Severity of a value on a logarithmic ramp: half at the geometric mean of its ends."""
+        return decade_ramp(x, *self.ends(span))
 
 
 class Finding(NamedTuple):
-    """What a rule says of one update.
+    """The judgement of one update.
 
     Attributes:
-        severity: 0 to 1; 0.5 speaks for an alarm.
+        severity: 0 to 1; 0.5 and more speaks for an alarm.
         key: the metric that decided.
         value: of that metric.
-        threshold: from which value on it speaks for an alarm, where a single number says so.
-        adaptive: whether that follows the run's own history.
-        z: robust standard scores from its history, where it was judged by one.
-        instance: which head, group or layer, where a rule judges each.
-        claim: it is a mistake in itself and no consequence, whatever else the type is raised for.
-        text: what has happened, without the update since when: a clause that goes on behind "Since update 7".
+        threshold: value from which on it speaks for an alarm, where a single number says so.
+        adaptive: the threshold follows the run's own history.
+        z: robust standard scores from that history.
+        instance: the head, group or layer, where a judge looks at each.
+        claim: a mistake in itself and no consequence, whatever else the type is raised for.
+        text: returns the clause that continues "Since update 7, ".
     """
 
     severity: float
@@ -219,22 +149,21 @@ class Finding(NamedTuple):
 
 
 class View:
-    """One update as rules see it.
+    """One update as judges see it.
 
     Attributes:
         values: of the record.
         previous: of the record before it.
         facts: of the run.
-        limits: all bounds.
-        baselines: histories and robust scores of the keys that rules watch.
+        limits: values of all bounds.
+        baselines: histories of the keys that rules declare.
         update: records so far, this one included.
-        progress: share of the run that is over, 0 to 1; None where nobody said how long it is.
+        progress: share of the run that is over, 0 to 1; None where its length is not known.
         steps: optimizer steps of this update; None in the first.
         transitions: environment steps of this update; None in the first.
-        memory: what the rule that is being asked keeps from update to update.
     """
 
-    def __init__(self, facts: Mapping[str, Any], limits: Thresholds, baselines: Baselines) -> None:
+    def __init__(self, facts: Mapping[str, Any], limits: Limits, baselines: Baselines) -> None:
         self.facts = facts
         self.limits = limits
         self.baselines = baselines
@@ -244,8 +173,7 @@ class View:
         self.progress: float | None = None
         self.steps: int | None = None
         self.transitions: int | None = None
-        self.memory: dict[Any, Any] = {}
-        self._known: set[str] = set()
+        self._keys: set[str] = set()
         self._cache: dict[tuple[str, str], list[str]] = {}
 
     def get(self, key: str) -> float | None:
@@ -253,82 +181,124 @@ class View:
         return self.values.get(key)
 
     def z(self, key: str) -> float | None:
-        """How many robust standard scores a watched key is away from its history."""
+        """Robust standard scores between a value and its history."""
         return self.baselines.z.get(key)
 
     def look(self, values: Mapping[str, float]) -> None:
-        """Turns to the next record."""
+        """Turn to the next record."""
         self.previous, self.values = self.values, values
-        new = values.keys() - self._known
+        new = values.keys() - self._keys
         if new:
-            self._known |= new
+            self._keys |= new
             self._cache.clear()
 
     def matching(self, start: str, end: str) -> list[str]:
         """Keys of all records so far that begin and end so."""
-        found = self._cache.get((start, end))
-        if found is None:
-            found = [key for key in self._known if key.startswith(start) and key.endswith(end)]
-            self._cache[start, end] = found = sorted(found)
-        return found
+        keys = self._cache.get((start, end))
+        if keys is None:
+            keys = sorted(key for key in self._keys if key.startswith(start) and key.endswith(end))
+            self._cache[start, end] = keys
+        return keys
 
     def labelled(self, start: str, end: str) -> list[tuple[str, str, float]]:
         """(label, key, value) of all keys that begin and end so, with one segment between."""
         cut, stop, values = len(start), -len(end) or None, self.values
-        found = [(key[cut:stop], key) for key in self.matching(start, end) if key in values]
-        return [(label, key, values[key]) for label, key in found if label and "/" not in label]
+        pairs = [(key[cut:stop], key) for key in self.matching(start, end) if key in values]
+        return [(label, key, values[key]) for label, key in pairs if label and "/" not in label]
 
     def usual(self, key: str) -> str:
-        """(usually a-b) of a watched key, or nothing."""
-        found = self.baselines.usual(key)
-        return "" if found is None else f" (usually {span(*found)})"
+        """`(usually a-b)` of a key with a history, or nothing."""
+        ends = self.baselines.usual(key)
+        return "" if ends is None else f" (usually {span(*ends)})"
 
 
 segment_of = lru_cache(maxsize=4096)(segment)
-"""Names of parameters as segments of keys, remembered: there are the same ones in every update."""
+"""Names of parameters as segments of keys, cached: every update has the same ones."""
 
 Judge = Callable[[View], Iterable[Finding]]
+"""Yields the findings of an update; none where the values do not say, which leaves the alarm as it was."""
+
+
+def always(facts: Mapping[str, Any]) -> bool:
+    """Return True: the rule applies to every run."""
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """One way of going wrong.
+class AlarmRule:
+    """The declaration of one alarm.
 
     Attributes:
-        type: of the alarm, as in `alarms`.
-        judge: yields the findings of an update; none where the values do not say, which holds what was said before.
-        inputs: keys without which it cannot be answered.
+        type: its name, `family/what`.
+        inputs: keys or key templates that show it, the deciding one first.
+        meaning: what has happened, in one sentence.
+        action: what to try, the likeliest first.
+        judge: yields findings; a copy of it judges each run. None where another part of telemetry raises the alarm.
+        bounds: that the judge compares values with; users change them by name.
+        source: who says so, and the reasons behind bounds and patience.
+        rank: place among causes, small first: an alarm explains those of a larger rank that come with it.
+        hard: the run is wrong for certain, however well it seems to learn.
+        claim: a mistake in itself and no consequence: the cause even where it shows an update or two later.
+        required: keys without which there is no judgement; the first of `inputs` by default.
         facts: of the run, likewise.
-        watches: keys whose history it needs; a template ends in `*` and begins like its keys.
-        applies: whether the question makes sense for a run with these facts.
-        warmup, n_on, n_off: patience, see `series.hysteresis`.
-        duration: updates at DEBUG after it was raised.
-        evidence: keys whose values are attached; `*` stands for labels.
+        histories: keys whose history it compares with; `*` stands for a part of a segment.
+        applies: says by a run's facts whether the question makes sense.
+        warmup: updates at the beginning that raise nothing.
+        n_on, n_off: updates in a row that raise the alarm and end it.
+        debug_updates: updates at DEBUG that follow where it is critical.
+        evidence: keys whose values are attached; `*` stands for a part of a segment.
+        pieces: parts of the update that are attached.
+        histograms: beginnings of the keys whose histograms are attached; the family of the type by default.
         relative: judges by history, which begins anew after an intervention.
-        certain: what it finds is a mistake whatever was changed on purpose, so that it is not silent after an intervention.
+        certain: is also raised right after an intervention, whose waves it cannot be.
         sampled: its inputs are measured in some updates only.
         optional: its inputs are there only where the run has what they measure, so that their absence says nothing.
-        partial: it also judges the record of an update that did not end.
-        source: who says so, and why it is as it is.
+        partial: also judges the record of an update that did not end.
+        default_off: is raised only where a user switches it on.
     """
 
     type: str
-    judge: Judge
     inputs: tuple[str, ...]
+    meaning: str
+    action: str
+    judge: Judge | None = None
+    bounds: tuple[Bound | Ramp, ...] = ()
+    source: str = ""
+    rank: int = 500
+    hard: bool = False
+    claim: bool = False
+    required: tuple[str, ...] | None = None
     facts: tuple[str, ...] = ()
-    watches: tuple[str, ...] = ()
-    applies: Callable[[Mapping[str, Any]], bool] = lambda facts: True
+    histories: tuple[str | History, ...] = ()
+    applies: Callable[[Mapping[str, Any]], bool] = always
     warmup: int = 0
     n_on: int = 1
     n_off: int = 3
-    duration: int = 0
-    evidence: tuple[str, ...] = field(default=())
+    debug_updates: int = 0
+    evidence: tuple[str, ...] = ()
+    pieces: tuple[EvidencePiece, ...] = ()
+    histograms: tuple[str, ...] | None = None
     relative: bool = False
     certain: bool = False
     sampled: bool = False
     optional: bool = False
     partial: bool = False
-    source: str = ""
+    default_off: bool = False
+
+    @property
+    def required_keys(self) -> tuple[str, ...]:
+        """Keys without which there is no judgement."""
+        return self.inputs[:1] if self.required is None else self.required
+
+    @property
+    def histogram_keys(self) -> tuple[str, ...]:
+        """Beginnings of the keys whose histograms are attached."""
+        return (f"{self.type.partition('/')[0]}/",) if self.histograms is None else self.histograms
+
+    @property
+    def single_bounds(self) -> tuple[Bound, ...]:
+        """All bounds, ramps as their two ends."""
+        return tuple([bound for item in self.bounds for bound in (item.bounds if isinstance(item, Ramp) else (item,))])
 
 
 def ramp(x: float, low: float, high: float) -> float:
@@ -349,7 +319,7 @@ def hard(wrong: bool) -> float:
 
 
 def number(x: float) -> str:
-    """A number as people write it: three digits, no exponent where it can be avoided."""
+    """Three digits of a number, without an exponent between 0.0001 and 100,000."""
     size = abs(x)
     if size == 0:
         return "0"
@@ -367,11 +337,38 @@ def percent(x: float) -> str:
 
 
 def span(low: float, high: float) -> str:
-    """A range in words: one number where its ends read alike."""
+    """A range in words; one number where both ends read alike."""
     first, last = number(low), number(high)
     return first if first == last else f"{first} to {last}" if low < 0 else f"{first}-{last}"
 
 
 def times(x: float) -> str:
-    """How many times something is something else: 3.2x."""
+    """A ratio in words: 3.2x."""
     return f"{number(x)}x"
+
+
+__all__ = [
+    "CAUSE_LAST_RANK",
+    "AlarmRule",
+    "Bound",
+    "EvidencePiece",
+    "Finding",
+    "History",
+    "Judge",
+    "Limits",
+    "Ramp",
+    "View",
+    "above",
+    "always",
+    "below",
+    "count",
+    "decade_ramp",
+    "hard",
+    "number",
+    "percent",
+    "power",
+    "ramp",
+    "segment_of",
+    "span",
+    "times",
+]

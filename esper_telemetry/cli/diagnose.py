@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from esper_telemetry.alarms.diagnosis import diagnose as judge
-from esper_telemetry.alarms.rules.endings import Failure, bad_ending
+from esper_telemetry.alarms.rules.task import Failure, bad_ending
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.cli.mistakes import WrongUse, without_warnings, wrong_use
 from esper_telemetry.core.record import RunStatus
@@ -52,7 +52,12 @@ def _diagnose_journal(options: Diagnose) -> None:
     failures = [event for event in run.events if event.type == FAILURE]
     exceptions = [Failure(event.seq, event.axes, event.data) for event in failures if event.axes]
     verdict = judge(
-        run.info.facts, run.records, thresholds=thresholds, interventions=interventions, failures=exceptions
+        run.info.facts,
+        run.records,
+        thresholds=thresholds,
+        interventions=interventions,
+        failures=exceptions,
+        alarms=run.alarms,
     )
     ending = bad_ending(run.status, run.records[-1].axes.update if run.records else 0, exceptions)
     if options.json:
@@ -83,7 +88,7 @@ def _diagnose_logs(options: Diagnose) -> None:
     with wrong_use():
         thresholds = Thresholds.parse(options.threshold)
         run = read_foreign(read_source(options.source))
-    verdict = judge(run.facts, run.records, thresholds=replace(thresholds, off=thresholds.off | TELEMETRY_ALARMS))
+    verdict = judge(run.facts, run.records, thresholds=thresholds.without(TELEMETRY_ALARMS))
     # Nobody but the trainer could have logged more, so the reasons say what was not logged.
     reasons = {
         kind: reason.replace("no record has ", "not logged: ").replace(

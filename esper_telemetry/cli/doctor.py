@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from esper_telemetry.alarms.rules.endings import Failure, bad_ending
+from esper_telemetry.alarms.rules.task import Failure, bad_ending
 from esper_telemetry.cli.mistakes import without_warnings, wrong_use
 from esper_telemetry.cli.replay import prepared_sink
 from esper_telemetry.delivery.cursors import Cursors

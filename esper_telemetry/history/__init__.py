@@ -1,1 +1,1 @@
-"""Values derived from the history of records: plain numbers and NumPy, no torch."""
+"""Values derived from earlier records of a run: averages, drifts, trends, outliers, health of gradients. NumPy, no torch."""

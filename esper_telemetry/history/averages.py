@@ -1,7 +1,4 @@
-"""Level and spread of a series: exponential averages, corrected for their start (T1).
-
-Has a positive series left its usual level, suddenly or slowly? (T2)
-"""
+"""Exponential averages of series, corrected for their start (T1), and distances from them (T2)."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ HISTORIES_FAMILY = MetricFamily(
 
 @dataclass(frozen=True, slots=True)
 class Smoothed(Derived):
-    """Where series stand, [keys] each; NaN where undefined."""
+    """Levels of series, [keys] each; NaN where undefined."""
 
     key: tuple[str, ...] = label()
     ema: Array | None = reports(
@@ -91,7 +88,7 @@ class Ema:
         return n_eff(self.t, self.beta)
 
     def step(self, x: Array) -> None:
-        """Takes one value of each series, [K]."""
+        """Add one value of each series, [K]."""
         known = np.isfinite(x)
         t, weight, mean, squares = self._state
         new_weight = np.where(known, self.beta * weight + 1.0 - self.beta, weight)
@@ -99,14 +96,6 @@ class Ema:
         new_mean = mean + (1.0 - self.beta) / np.where(new_weight > 0, new_weight, 1.0) * distance
         off = (1.0 - self.beta) * distance * np.where(known, x - new_mean, 0.0)
         self._state = np.stack([t + known, new_weight, new_mean, np.where(known, self.beta * squares, squares) + off])
-
-    def state(self) -> Array:
-        """All of the state, [4, K], to go into a checkpoint."""
-        return self._state.copy()
-
-    def restore(self, state: Array) -> None:
-        """Continues from `state()` as if nothing had happened."""
-        self._state = np.array(state, dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,28 +135,13 @@ class LogDrift:
         self.slow = Ema(keys, beta_slow)
 
     def step(self, x: Array, keys: tuple[str, ...] = ()) -> Drifts:
-        """Takes one value of each series, [K], and compares it with the level before; what is not positive waits."""
+        """Add one value of each series, [K]; returns its distance from the level before. What is not positive is passed over."""
         log = logarithm(x)
         drift = log - self.fast.mean
         self.fast.step(log)
         self.slow.step(log)
         macd = np.where(np.isnan(log), np.nan, self.fast.mean - self.slow.mean)
         return Drifts(keys, drift=drift, macd=macd)
-
-    def relative(self, drift: Array) -> Array:
-        """Drift in units of the spread so far, [K]: what thresholds are for. Call it before the next `step`."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratio: Array = drift / self.fast.std
-        return ratio
-
-    def state(self) -> Array:
-        """All of the state, [2, 4, K], to go into a checkpoint."""
-        return np.stack([self.fast.state(), self.slow.state()])
-
-    def restore(self, state: Array) -> None:
-        """Continues from `state()`."""
-        self.fast.restore(state[0])
-        self.slow.restore(state[1])
 
 
 def logarithm(x: Array) -> Array:

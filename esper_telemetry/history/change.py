@@ -1,6 +1,6 @@
-"""Did the level of a series change? Sums that grow with every value off the old level (T5; Page 1954).
+"""Changes of the level of a series: sums that grow with every value off the old level (T5; Page 1954).
 
-The sums do not reset by themselves: a detector resets them after it has raised its alarm.
+The sums do not reset by themselves.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from esper_telemetry.history.trend import prewhiten
 CUSUM_SLACK = 1.0
 CUSUM_LEVEL = 8.0
 BASELINE = 50
-"""Values of a series that tell what is usual."""
-TOLERATED = 0.1
-"""Of a series' spread, what `PageHinkley` tolerates per value."""
+"""Values of a series with which later ones are compared."""
+TOLERATED_SHARE = 0.1
+"""Share of a series' spread that `PageHinkley` tolerates per value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Cusum:
     """Two-sided cumulative sums of K standardised series.
 
     Attributes:
-        slack: what a value may be off without counting.
+        slack: distance up to which a value does not count.
     """
 
     def __init__(self, keys: int, slack: float = CUSUM_SLACK) -> None:
@@ -67,42 +67,34 @@ class Cusum:
 
     @property
     def up(self) -> Array:
-        """Sum of what was above, [K]."""
+        """Sum of the distances upwards, [K]."""
         up: Array = self._sums[0]
         return up
 
     @property
     def down(self) -> Array:
-        """Sum of what was below, [K]."""
+        """Sum of the distances downwards, [K]."""
         down: Array = self._sums[1]
         return down
 
     def step(self, z: Array, keys: tuple[str, ...] = ()) -> Changes:
-        """Takes one standardised value per series, [K]; NaN waits."""
+        """Add one standardised value per series, [K]; NaN is passed over."""
         known = np.isfinite(z)
         grown = np.maximum(self._sums + np.where(known, np.stack([z, -z]) - self.slack, 0.0), 0.0)
         self._sums = np.where(known, grown, self._sums)
         return Changes(keys, np.where(known, self._sums.max(axis=0), np.nan))
 
     def reset(self, where: npt.NDArray[np.bool_]) -> None:
-        """Starts the series in `where`, [K], anew."""
+        """Begin the series in `where`, [K], anew."""
         self._sums[:, where] = 0.0
 
-    def state(self) -> Array:
-        """All of the state, [2, K], to go into a checkpoint."""
-        return self._sums.copy()
 
-    def restore(self, state: Array) -> None:
-        """Continues from `state()`."""
-        self._sums = np.array(state, dtype=np.float64)
-
-
-class Usual(NamedTuple):
-    """What the first values of a series, or of K series, tell of those to come.
+class LevelModel(NamedTuple):
+    """Expectation of the values of a series, or of K series, by their first ones.
 
     Attributes:
         memory: lag-1 coefficient.
-        median, scale: of what a value adds to its memory; NaN where that does not vary.
+        median, scale: of the part of a value that its memory does not explain; NaN where that does not vary.
     """
 
     memory: Array | float
@@ -115,25 +107,25 @@ class Usual(NamedTuple):
         return z
 
 
-def usual(baseline: Array) -> Usual:
-    """What is usual after these values [n], oldest first, at least 5."""
+def level_model(baseline: Array) -> LevelModel:
+    """The expectation after these values [n], oldest first, at least 5."""
     memory = prewhiten(baseline).a
-    found = spread((baseline[1:] - memory * baseline[:-1])[None], scale_min=0.0, n_min=0)
-    median, scale = float(found.median[0]), float(found.scale[0])
-    return Usual(memory, median, scale if scale > 0 else np.nan)
+    residual = spread((baseline[1:] - memory * baseline[:-1])[None], scale_min=0.0, n_min=0)
+    median, scale = float(residual.median[0]), float(residual.scale[0])
+    return LevelModel(memory, median, scale if scale > 0 else np.nan)
 
 
 def prewhitened_z(x: Array, *, baseline: int) -> Array:
-    """The values after the baseline, freed from their memory and standardised: what `Cusum` is meant to be fed.
+    """The values after the baseline, without their memory and standardised: the input of `Cusum`.
 
     Args:
         x: [n], oldest value first.
-        baseline: how many of them tell what is usual, at least 5.
+        baseline: number of them that later ones are compared with, at least 5.
 
     Returns:
         [n - baseline] robust z; NaN where the baseline does not vary.
     """
-    return usual(x[:baseline]).score(x[baseline:], x[baseline - 1 : -1])
+    return level_model(x[:baseline]).score(x[baseline:], x[baseline - 1 : -1])
 
 
 class ChangeState:
@@ -143,41 +135,24 @@ class ChangeState:
         self._first = np.full((keys, baseline), np.nan)
         self._count = np.zeros(keys, dtype=np.int64)
         self._before = np.full(keys, np.nan)
-        self._usual = np.full((3, keys), np.nan)
+        self._models = np.full((3, keys), np.nan)
         self._cusum = Cusum(keys)
 
     def step(self, x: Array) -> Array:
-        """Takes one value per series, [K], NaN waits; returns the sums, NaN where there are none yet."""
+        """Add one value per series, [K], NaN is passed over; returns the sums, NaN where there are none yet."""
         known = np.isfinite(x)
-        sums = np.asarray(self._cusum.step(Usual(*self._usual).score(x, self._before)).cusum)
+        sums = np.asarray(self._cusum.step(LevelModel(*self._models).score(x, self._before)).cusum)
         for row in np.flatnonzero(known & (self._count < self._first.shape[1])):
-            self._learn(int(row), float(x[row]))
+            self._first[row, self._count[row]] = x[row]
+            self._count[row] += 1
+            if self._count[row] == self._first.shape[1]:
+                self._models[:, row] = level_model(self._first[row])
         self._before = np.where(known, x, self._before)
         return sums
 
-    def state(self) -> dict[str, Array]:
-        """All of the state, to go into a checkpoint."""
-        known = {"first": self._first, "count": self._count.astype(np.float64), "before": self._before}
-        return {name: part.copy() for name, part in known.items()} | {
-            "usual": self._usual.copy(),
-            "sums": self._cusum.state(),
-        }
-
-    def restore(self, state: dict[str, Array]) -> None:
-        """Continues from `state()`."""
-        self._first, self._before, self._usual = (np.array(state[name]) for name in ("first", "before", "usual"))
-        self._count = np.array(state["count"], dtype=np.int64)
-        self._cusum.restore(state["sums"])
-
-    def _learn(self, row: int, value: float) -> None:
-        self._first[row, self._count[row]] = value
-        self._count[row] += 1
-        if self._count[row] == self._first.shape[1]:
-            self._usual[:, row] = usual(self._first[row])
-
 
 class PageHinkley:
-    """How far K series have risen above their running means; feed -x to see falls.
+    """Rise of K series above their running means; add -x for falls.
 
     Attributes:
         delta: rise that is tolerated per value.
@@ -188,7 +163,7 @@ class PageHinkley:
         self._state = np.stack([np.zeros(keys), np.zeros(keys), np.zeros(keys), np.full(keys, np.inf)])
 
     def step(self, x: Array, keys: tuple[str, ...] = ()) -> SlowChanges:
-        """Takes one value per series, [K]; the running mean includes it. NaN waits."""
+        """Add one value per series, [K]; the running mean includes it. NaN is passed over."""
         known = np.isfinite(x)
         count, mean, total, lowest = self._state
         count = count + known
@@ -198,32 +173,15 @@ class PageHinkley:
         self._state = np.stack([count, mean, total, lowest])
         return SlowChanges(keys, np.where(known, total - np.where(known, lowest, 0.0), np.nan))
 
-    def state(self) -> Array:
-        """All of the state, [4, K], to go into a checkpoint."""
-        return self._state.copy()
-
-    def restore(self, state: Array) -> None:
-        """Continues from `state()`."""
-        self._state = np.array(state, dtype=np.float64)
-
 
 class TwoSided:
-    """`PageHinkley` of K series in both directions; what is tolerated per value is a tenth of their spread."""
+    """`PageHinkley` of K series in both directions; it tolerates a tenth of their spread per value."""
 
     def __init__(self, keys: int) -> None:
         self._up, self._down = PageHinkley(keys, 0.0), PageHinkley(keys, 0.0)
 
     def step(self, x: Array, std: Array, keys: tuple[str, ...] = ()) -> SlowChanges:
-        """Takes one value per series, [K], and its spread so far; the larger of rise and fall."""
-        self._up.delta = self._down.delta = TOLERATED * np.nan_to_num(std)
+        """Add one value per series, [K], and its spread so far; returns the larger of rise and fall."""
+        self._up.delta = self._down.delta = TOLERATED_SHARE * np.nan_to_num(std)
         rise, fall = (np.asarray(part.page_hinkley) for part in (self._up.step(x), self._down.step(-x)))
         return SlowChanges(keys, np.fmax(rise, fall))
-
-    def state(self) -> Array:
-        """All of the state, [2, 4, K], to go into a checkpoint."""
-        return np.stack([self._up.state(), self._down.state()])
-
-    def restore(self, state: Array) -> None:
-        """Continues from `state()`."""
-        self._up.restore(state[0])
-        self._down.restore(state[1])

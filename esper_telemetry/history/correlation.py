@@ -1,4 +1,4 @@
-"""Do two series move together? Rank correlation, which asks for no particular shape (A5, T7; Spearman 1904)."""
+"""Rank correlation of two series, which needs no particular shape (A5, T7; Spearman 1904)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ N_MIN = 20
 
 @dataclass(frozen=True, slots=True)
 class AdvantageGradient(Derived):
-    """Whether the scale of the advantages reaches the actor's gradient."""
+    """Correlation of the scale of the advantages with the actor's gradient."""
 
     grad_corr: float | None = reports(
         Metric.quantity(
@@ -35,7 +35,7 @@ class AdvantageGradient(Derived):
 
 @dataclass(frozen=True, slots=True)
 class LearningRateResponse(Derived):
-    """Whether the size of the updates follows the learning rate."""
+    """Correlation of the size of the updates with the learning rate."""
 
     key: str = label()
     lr_response: float | None = reports(

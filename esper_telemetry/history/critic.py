@@ -1,11 +1,7 @@
-"""How much of the returns the critic explains: fractions of a variance that must not be too small to divide by.
+"""Fit of the critic, scale of the advantages, and trend of the policy, from the values of a record and earlier ones.
 
 The floor under Var(R) is a millionth of its average over earlier updates, so that an update with constant returns yields nothing
 instead of a huge number.
-
-Whether advantages carry a signal that normalisation may blow up to size 1.
-
-What the history of entropies and the heads of one update say of the whole policy.
 """
 
 from __future__ import annotations
@@ -123,7 +119,7 @@ class VarianceAverage:
 
 @dataclass(frozen=True, slots=True)
 class CriticMoments:
-    """What a rollout says of the critic, over the same rows; None where it was not measured.
+    """Moments of the critic's estimates over the rows of a rollout; None where they were not measured.
 
     Attributes:
         bias: mean of V - R.
@@ -206,7 +202,7 @@ ENTROPY_WINDOW = 20
 
 @dataclass(frozen=True, slots=True)
 class PolicyTrend(Derived):
-    """How fast the policy makes up its mind."""
+    """Speed at which the policy becomes certain."""
 
     entropy_rate: float | None = reports(
         Metric.quantity("policy/entropy_rate", 127, "rate of entropy loss", unit="1/update")

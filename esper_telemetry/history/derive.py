@@ -1,6 +1,6 @@
-"""From a record's measured values to the values that need other values or history.
+"""Values of a record that are derived from its measured ones and from earlier records.
 
-The history of chosen keys: levels, drifts, outliers, trends, periods and changes, as keys with a suffix (T1 to T7).
+Chosen keys have a history: levels, drifts, outliers, trends, periods and changes, as keys with a suffix (T1 to T7).
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from esper_telemetry.history.outliers import N_MIN, SCALE_MIN, RobustHistory, de
 from esper_telemetry.history.pairs import PairHistories
 from esper_telemetry.history.trend import KnownPeriod, goertzel, memory, periods, prewhiten, trends
 
-EVERY = 10
+TEST_EVERY_UPDATES = 10
 """Updates between two tests for trends and periods, which take long."""
 
-LONG = 100
+TEST_VALUES = 100
 """Latest values that these tests look at: their rates of false alarms are those of so many."""
 
-HUGE = 1e100
+MAX_VALUE = 1e100
 """Values beyond it are passed over: one of them would overflow the squares of a history for good."""
 
-LEVEL = ("ema", "ew_std")
-STEP = (*LEVEL, "drift", "macd", "robust_z")
-TESTS = ("trend/slope", "trend/mk_z", "period/g", "period/p", "period/length", "period/goertzel", "acf1")
-ALL = (*STEP, *TESTS, "cusum", "page_hinkley")
+LEVEL_SUFFIXES = ("ema", "ew_std")
+STEP_SUFFIXES = (*LEVEL_SUFFIXES, "drift", "macd", "robust_z")
+TEST_SUFFIXES = ("trend/slope", "trend/mk_z", "period/g", "period/p", "period/length", "period/goertzel", "acf1")
+ALL_SUFFIXES = (*STEP_SUFFIXES, *TEST_SUFFIXES, "cusum", "page_hinkley")
 
 
 @dataclass(frozen=True, slots=True)
-class Followed:
+class HistorySpec:
     """One key with a history.
 
     Attributes:
-        key: which.
-        suffixes: what is made of its history.
-        positive: whether it is followed in decades.
-        scale_min: smallest spread that its robust z is measured in.
+        key: its name.
+        suffixes: endings of the derived keys.
+        positive: its values are positive, and compared in decades.
+        scale_min: smallest spread of its robust z.
     """
 
     key: str
@@ -67,48 +67,50 @@ class Followed:
 
 
 HEADLINES = (
-    Followed("policy/kl", ALL),
-    Followed("policy/entropy_norm", ALL),
-    Followed("loss/value", ALL),
-    Followed("grad/global/norm_preclip", ALL),
-    Followed("episode/return_mean_100", tuple(name for name in ALL if name not in STEP[2:]), positive=False),
+    HistorySpec("policy/kl", ALL_SUFFIXES),
+    HistorySpec("policy/entropy_norm", ALL_SUFFIXES),
+    HistorySpec("loss/value", ALL_SUFFIXES),
+    HistorySpec("grad/global/norm_preclip", ALL_SUFFIXES),
+    HistorySpec(
+        "episode/return_mean_100", tuple(name for name in ALL_SUFFIXES if name not in STEP_SUFFIXES[2:]), positive=False
+    ),
 )
-"""What a run is judged by."""
+"""Keys with all histories."""
 
-DETECTED = (
-    Followed("grad/global/norm_preclip_max", ("robust_z",)),
-    Followed("ret/std", ("robust_z",)),
-    Followed("lstm/c/rms", ("robust_z",), scale_min=0.05),
-    Followed("grad/interference/log_ratio", ("robust_z",), positive=False),
-    Followed("grad/interference/actor_effective", ("robust_z",)),
-    Followed("grad/interference/cos", LEVEL, positive=False),
-    Followed("grad/align/successive_cos", LEVEL, positive=False),
-    Followed("grad/clip/freq", ("ema",), positive=False),
+DETECTOR_KEYS = (
+    HistorySpec("grad/global/norm_preclip_max", ("robust_z",)),
+    HistorySpec("ret/std", ("robust_z",)),
+    HistorySpec("lstm/c/rms", ("robust_z",), scale_min=0.05),
+    HistorySpec("grad/interference/log_ratio", ("robust_z",), positive=False),
+    HistorySpec("grad/interference/actor_effective", ("robust_z",)),
+    HistorySpec("grad/interference/cos", LEVEL_SUFFIXES, positive=False),
+    HistorySpec("grad/align/successive_cos", LEVEL_SUFFIXES, positive=False),
+    HistorySpec("grad/clip/freq", ("ema",), positive=False),
 )
-"""What detectors read besides, and what means something only when it is averaged."""
+"""Keys that detectors read besides, and those that mean something only when they are averaged."""
 
 RESPONSE, RATE = "opt/update_to_weight", "opt/lr"
-"""What ought to follow the learning rate."""
+"""A key that ought to follow the learning rate, and the learning rate."""
 
 
 GROUP_NORM = "grad/{group}/norm_preclip"
-"""Of every declared group of parameters."""
+"""Key of every declared group of parameters."""
 
 
-def followed(groups: Iterable[str]) -> tuple[Followed, ...]:
+def key_histories(groups: Iterable[str]) -> tuple[HistorySpec, ...]:
     """The keys with a history in a run with these groups of parameters."""
     norms = [GROUP_NORM.format(group=segment(group)) for group in groups]
-    return (*HEADLINES, *DETECTED, *(Followed(key, STEP) for key in norms))
+    return (*HEADLINES, *DETECTOR_KEYS, *(HistorySpec(key, STEP_SUFFIXES) for key in norms))
 
 
 def histories(key: str) -> tuple[str, ...]:
-    """The endings under which a key, or a template, has a history; none where nobody follows it."""
-    rows = (*HEADLINES, *DETECTED, Followed(GROUP_NORM, STEP), Followed(RESPONSE, ("lr_response",)))
+    """The endings under which a key, or a template, has a history."""
+    rows = (*HEADLINES, *DETECTOR_KEYS, HistorySpec(GROUP_NORM, STEP_SUFFIXES), HistorySpec(RESPONSE, ("lr_response",)))
     return tuple([suffix for row in rows if row.key == key.replace("{part}", "c") for suffix in row.suffixes])
 
 
-class Temporal:
-    """The histories of one run; give it every record in order.
+class KeyHistories:
+    """The histories of a run's keys; it needs every record in order.
 
     Args:
         facts: of the run: `groups`, and where the environment has a time limit `horizon` and `num_steps`.
@@ -116,7 +118,7 @@ class Temporal:
 
     def __init__(self, facts: Mapping[str, Any] | None = None) -> None:
         known = facts or {}
-        self._rows = followed(known.get("groups", ()))
+        self._rows = key_histories(known.get("groups", ()))
         self._keys = tuple([row.key for row in self._rows])
         self._wanted = {f"{row.key}/{suffix}" for row in self._rows for suffix in row.suffixes}
         self._positive = np.array([row.positive for row in self._rows])
@@ -129,41 +131,21 @@ class Temporal:
         self._updates = 0
 
     def derive(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
-        """What the histories say of a record with these values; of keys that it does not have, nothing."""
+        """Derived values of a record with these values; none of keys that it does not have."""
         if level < Level.NORMAL:
             return {}
         self._updates += 1
         x = np.array([values.get(key, np.nan) for key in self._keys])
-        x = np.where(np.abs(x) < HUGE, x, np.nan)
+        x = np.where(np.abs(x) < MAX_VALUE, x, np.nan)
         scaled = np.where(self._positive, decades(x), x)
         found = [*self._steps(x, scaled, np.isfinite(x))]
-        if self._updates % EVERY == 0:
+        if self._updates % TEST_EVERY_UPDATES == 0:
             found += self._tests(np.isfinite(x))
         result = {key: number for group in found for key, number in group.values(level).items() if key in self._wanted}
         return result | self._response(values, level)
 
-    def state(self) -> dict[str, Any]:
-        """All of the state, to go into a checkpoint."""
-        return {"updates": self._updates} | {name: part.state() for name, part in self._parts().items()}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from the `state()` of a run with the same facts."""
-        self._updates = state["updates"]
-        for name, part in self._parts().items():
-            part.restore(state[name])
-
-    def _parts(self) -> dict[str, Any]:
-        return {
-            "level": self._level,
-            "drift": self._drift,
-            "history": self._history,
-            "changes": self._changes,
-            "slow": self._slow,
-            "pairs": self._pairs,
-        }
-
     def _steps(self, x: Array, scaled: Array, new: Array) -> Iterable[Derived]:
-        """What one more value of each key, [K], says."""
+        """Add one value of each key, [K]; returns the derived groups."""
         keys = self._keys
         self._level.step(x)
         yield Smoothed(keys, *(np.where(new, part, np.nan) for part in (self._level.mean, self._level.std)))
@@ -176,7 +158,9 @@ class Temporal:
     def _tests(self, new: Array) -> Iterable[Derived]:
         """Trends and periods of the latest values of the keys that have them and have a value in this update."""
         rows = [k for k, row in enumerate(self._rows) if new[k] and "trend/slope" in row.suffixes]
-        series = {self._keys[k]: self._latest(k) for k in rows if self._history.count[k] >= N_MIN}
+        series = {
+            self._keys[k]: self._history.ordered(k)[-TEST_VALUES:] for k in rows if self._history.count[k] >= N_MIN
+        }
         keys = tuple(series)
         if not keys:
             return
@@ -186,16 +170,12 @@ class Temporal:
         if self._cycle is not None:
             yield KnownPeriod(keys, np.array([_power(x, *self._cycle) for x in series.values()]))
 
-    def _latest(self, row: int) -> Array:
-        """The latest values of one key, oldest first."""
-        return self._history.ordered(row)[-LONG:]
-
     def _response(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
-        """Whether the updates follow the learning rate, every tenth update."""
+        """Correlation of the updates with the learning rate, every tenth update."""
         pair = np.array([values.get(RATE, np.nan), values.get(RESPONSE, np.nan)])
         if np.isfinite(pair).all():
             self._pairs.push(pair)
-        if self._updates % EVERY or self._pairs.count[0] < N_MIN:
+        if self._updates % TEST_EVERY_UPDATES or self._pairs.count[0] < N_MIN:
             return {}
         return lr_response(self._pairs.ordered(0), self._pairs.ordered(1), key=RESPONSE).values(level)
 
@@ -203,7 +183,7 @@ class Temporal:
 def _cycle(horizon: Any, num_steps: Any) -> tuple[int, int] | None:
     """Cycles and values of a window in which the environment's time limit fits so many times, twice or more; None without one."""
     numbers = isinstance(horizon, int | float) and isinstance(num_steps, int | float) and num_steps > 0
-    if not numbers or not 2 <= horizon / num_steps <= LONG / 2:
+    if not numbers or not 2 <= horizon / num_steps <= TEST_VALUES / 2:
         return None
     updates = horizon / num_steps
     cycles = max(2, math.ceil(N_MIN / updates))
@@ -216,18 +196,18 @@ def _power(x: Array, cycles: int, length: int) -> float:
 
 
 HEADS, SHIFT = "policy/head/", "/action_shift_js"
-"""How the keys of single heads' shifts begin and end."""
+"""Beginning and end of the keys of single heads' shifts."""
 
 
-class Series:
-    """The history of one run; give it every record in order.
+class RunHistory:
+    """The history of one run; it needs every record in order.
 
     It reads the run's facts and the values by key and nothing else, so that a journal yields the same derived values
     again.
 
     Attributes:
-        gradients: what is known of the gradients.
-        pairs: what is known of modules and their hosts, where any are watched.
+        gradients: histories of the gradients.
+        pairs: histories of modules and their hosts, where there are any.
     """
 
     def __init__(self, facts: Mapping[str, Any] | None = None) -> None:
@@ -238,15 +218,17 @@ class Series:
         self.gradients = GradientHistory(
             [segment(name) for name in known.get("groups", ())], known.get("max_grad_norm")
         )
-        self._temporal = Temporal(known)
+        self._temporal = KeyHistories(known)
 
     def derive(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
         """The derived values of a record with these measured ones, as far as they belong to `level`."""
+        advantages = [values.get(f"adv/raw/{name}") for name in ("mean", "std", "min", "max")]
+        shifts = [value for key, value in values.items() if key.startswith(HEADS) and key.endswith(SHIFT)]
         return {
             **self._critic(values, level),
-            **self._advantages(values, level),
+            **advantage_scale(*advantages).values(level),
             **self._entropy(values, level),
-            **self._shifts(values, level),
+            **largest_shift(shifts).values(level),
             **self.gradients.derive(values, level),
             **self.pairs.derive(values, level),
             **self._temporal.derive(values, level),
@@ -262,16 +244,8 @@ class Series:
         fit, self._variance = critic_fit(moments, self._variance)
         return fit.values(level)
 
-    def _advantages(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
-        names = ("mean", "std", "min", "max")
-        return advantage_scale(*(values.get(f"adv/raw/{name}") for name in names)).values(level)
-
     def _entropy(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
         if "policy/entropy" not in values:
             return {}
         self._entropies.append(values["policy/entropy"])
         return entropy_rate(np.array(self._entropies)).values(level)
-
-    def _shifts(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
-        heads = [value for key, value in values.items() if key.startswith(HEADS) and key.endswith(SHIFT)]
-        return largest_shift(heads).values(level)

@@ -1,10 +1,7 @@
-"""What a record's gradient norms say in the light of the records before it.
+"""Gradient norms of a record against those of the records before it.
 
-One number for the health of all gradients, and what spoils it (G12).
-
-The gradient noise scale: the batch size at which noise and signal would be equal (G9; McCandlish 2018).
-
-How badly gradients explode or vanish, on a scale without steps, against thresholds that know the run (G10, G11).
+Severities of explosion and vanishing by thresholds that follow the run (G10, G11), one number for the health of all gradients (G12), and
+the gradient noise scale: the batch size at which noise and signal would be equal (G9; McCandlish 2018).
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ class NoiseScale(Derived):
 
 
 class NoiseAverage:
-    """Averages signal and noise separately; their ratio is far less biased than an average of ratios.
+    """Separate averages of signal and noise; their ratio is far less biased than an average of ratios.
 
     Negative single estimates enter the averages: to drop them would bias the signal upwards.
     """
@@ -62,20 +59,12 @@ class NoiseAverage:
         self._ema = Ema(2, beta)
 
     def step(self, g2: float | None, tr_sigma: float | None) -> NoiseScale:
-        """Takes the estimates of one update; None where they were not measured."""
+        """Add the estimates of one update; None where they were not measured."""
         if g2 is None or tr_sigma is None or not math.isfinite(g2 + tr_sigma):
             return NoiseScale()
         self._ema.step(np.array([g2, tr_sigma]))
         signal, noise = self._ema.mean.tolist()
         return NoiseScale(noise / signal if signal > 0 else None, float(g2 <= 0))
-
-    def state(self) -> Array:
-        """All of the state, to go into a checkpoint."""
-        return self._ema.state()
-
-    def restore(self, state: Array) -> None:
-        """Continues from `state()`."""
-        self._ema.restore(state)
 
 
 DECADES_EXPLODE = 2.0
@@ -236,7 +225,7 @@ def _clamp(thresholds: Array, bounds: tuple[float, float], unit: float) -> Array
 
 
 class NormBaseline:
-    """What gradient norms of K groups usually are: thresholds from healthy updates only.
+    """Usual gradient norms of K groups: thresholds from healthy updates only.
 
     An update whose severity is 0.5 or more does not enter the history, because anomalies must not train their own
     baseline; after 50 such updates in a row the group starts a new one.
@@ -253,7 +242,7 @@ class NormBaseline:
         self._history = RobustHistory(len(groups), window)
 
     def step(self, mean: Array, peak: Array) -> tuple[GroupSeverity, npt.NDArray[np.bool_]]:
-        """Judges one update by the updates before it.
+        """Compare one update with the updates before it.
 
         Args:
             mean: [K] mean norm of each group over the update's steps; NaN where it has no gradient.
@@ -278,15 +267,6 @@ class NormBaseline:
         self.rejected[anew] = 0
         self._history.push(decades(mean), where=healthy | anew)
         return anew
-
-    def state(self) -> dict[str, Array]:
-        """All of the state, to go into a checkpoint."""
-        return {**self._history.state(), "rejected": self.rejected.astype(np.float64)}
-
-    def restore(self, state: dict[str, Array]) -> None:
-        """Continues from `state()`."""
-        self._history.restore(state)
-        self.rejected = np.array(state["rejected"], dtype=np.int64)
 
 
 Cause = Literal["nonfinite", "vanish", "explode", "imbalance", "zero"]
@@ -386,12 +366,12 @@ def _ramp(x: float, start: float, end: float) -> float:
 LAYER = ("grad/layer/", "/norm")
 """How the keys of single layers' norms begin and end."""
 
-UNCLIPPED = 1.0
-"""Stands for the clip limit where nothing is clipped: thresholds need a scale."""
+DEFAULT_CLIP_LIMIT = 1.0
+"""Scale of the thresholds where nothing is clipped."""
 
 
 class GradientHistory:
-    """Severity per group, health over layers, and whether the scale of the advantages leaks into the gradients.
+    """Severity per group, health over layers, and correlation of the advantages' scale with the gradients.
 
     Args:
         groups: parameter groups, as the run declares them.
@@ -406,7 +386,7 @@ class GradientHistory:
         self.condition = GradientCondition()
         self.rebaselined: tuple[str, ...] = ()
         self._groups = tuple(groups)
-        self._limit = max_grad_norm or UNCLIPPED
+        self._limit = max_grad_norm or DEFAULT_CLIP_LIMIT
         self._baseline = NormBaseline(self._groups, self._limit)
         self._layers = NormBaseline((), self._limit)
         self._noise = NoiseAverage()

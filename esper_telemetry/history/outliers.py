@@ -1,4 +1,4 @@
-"""Is a value out of line with its own history? Medians, because one spike must not move the scale (T6, G11)."""
+"""Distance of values from their own history: medians, because one spike must not move the scale (T6, G11)."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class RobustHistory:
         self.count = np.zeros(keys, dtype=np.int64)
 
     def push(self, x: Array, where: npt.NDArray[np.bool_] | None = None) -> None:
-        """Takes one value per series, [K]; NaN, and values outside `where`, are passed over."""
+        """Add one value per series, [K]; NaN, and values outside `where`, are passed over."""
         chosen = np.isfinite(x) if where is None else np.isfinite(x) & where
         rows = np.flatnonzero(chosen)
         self.values[rows, self.count[rows] % self.values.shape[1]] = x[rows]
         self.count[rows] += 1
 
     def clear(self, where: npt.NDArray[np.bool_]) -> None:
-        """Forgets the series in `where`, [K]."""
+        """Forget the series in `where`, [K]."""
         self.values[where] = np.nan
         self.count[where] = 0
 
@@ -69,15 +69,6 @@ class RobustHistory:
         window = self.values.shape[1]
         count = int(self.count[row])
         return self.values[row, :count].copy() if count < window else np.roll(self.values[row], -(count % window))
-
-    def state(self) -> dict[str, Array]:
-        """All of the state, to go into a checkpoint."""
-        return {"values": self.values.copy(), "count": self.count.astype(np.float64)}
-
-    def restore(self, state: dict[str, Array]) -> None:
-        """Continues from `state()`."""
-        self.values = np.array(state["values"], dtype=np.float64)
-        self.count = np.array(state["count"], dtype=np.int64)
 
 
 def medians(values: Array) -> Array:
@@ -106,7 +97,7 @@ def spread(history: Array, *, scale_min: float | Array = SCALE_MIN, n_min: int =
 def robust_z(
     x: Array, history: Array, *, scale_min: float | Array = SCALE_MIN, n_min: int = N_MIN, keys: tuple[str, ...] = ()
 ) -> RobustZ:
-    """How far values lie from the medians of their histories, in robust standard deviations.
+    """Distance of values from the medians of their histories, in robust standard deviations.
 
     Args:
         x: [K], log10 of the values to judge.

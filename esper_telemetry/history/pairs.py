@@ -1,7 +1,4 @@
-"""Modules beside their hosts over time: the intensity ratio of each pair, and why it is low (G13).
-
-How strongly one module learns next to another that feeds it, and why too little (G13).
-"""
+"""Modules beside their hosts: the ratio of their gradient intensities, and the reason where it is low (G13)."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ class PairIntensity(Derived):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairEvidence:
-    """What tells why a module learns little.
+    """Evidence for the reason why a module learns little.
 
     Attributes:
         ratio: intensity ratio of the pair.
@@ -64,7 +61,7 @@ class PairEvidence:
 
 @dataclass(frozen=True, slots=True)
 class PairDiagnosis:
-    """Why a module learns as it does.
+    """The reason why a module learns as it does.
 
     Attributes:
         cause: the first that fits.

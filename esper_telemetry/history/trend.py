@@ -1,10 +1,8 @@
-"""Does a series rise or fall, beyond what its own memory explains? (T3; Mann 1945, Sen 1968)
+"""Trends of a series beyond what its own memory explains (T3; Mann 1945, Sen 1968), and oscillations (T4; Fisher 1929).
 
 Successive values of a training curve depend on each other, which makes trend tests see trends in noise: 45 % false
 alarms at an autocorrelation of 0.9. So the series is prewhitened first, with a coefficient measured on what is left
 after taking the trend out.
-
-Does a series oscillate? Test of the strongest frequency, power at known ones, autocorrelation (T4; Fisher 1929).
 """
 
 from __future__ import annotations
@@ -179,7 +177,7 @@ class MannKendall(NamedTuple):
 
 
 class Prewhitened(NamedTuple):
-    """A series freed from its own memory.
+    """A series without its own memory.
 
     Attributes:
         y: [n-1], x_t - a x_(t-1): the trend stays in, scaled by 1 - a.
@@ -221,7 +219,7 @@ def mann_kendall(x: Array) -> MannKendall:
 
 
 def prewhiten(x: Array) -> Prewhitened:
-    """Takes the lag-1 memory out of x [n], n > 4.
+    """Return x [n], n > 4, without its lag-1 memory.
 
     The coefficient is measured on the detrended series, corrected for its small-sample bias and clipped to ±0.98.
     Adding the trend back afterwards (TFPW) would add a spurious one: 72 % false alarms at an autocorrelation of 0.9.

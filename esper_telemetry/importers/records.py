@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from esper_telemetry.core.record import Axes, Level, Record
-from esper_telemetry.history.derive import Series
+from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.importers.rows import LoggedRun, UpdateRow, read_rows
 from esper_telemetry.importers.trainers import ENTROPY, FIT, KL, STD, trainer_of
 
@@ -73,7 +73,7 @@ def read_foreign(logged: LoggedRun) -> ImportedRun:
     sources = dict(table.sources)
     facts = facts_of(logged.config)
     rows = _with_normalized_entropy([_with_stand_ins(row, sources) for row in table.rows], sources)
-    series = Series(facts)
+    series = RunHistory(facts)
     records = tuple(
         Record(
             seq=place,

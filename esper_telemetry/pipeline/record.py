@@ -16,10 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from esper_telemetry.alarms.kinds import ALARMS
 from esper_telemetry.core.packing import NO_VALUES, Values
 from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Level, MetricInfo, Record, RunInfo, RunStatus, SinkLag
-from esper_telemetry.history.derive import Series
+from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.journal.file import Journal
 from esper_telemetry.journal.lines import (
     JournalEvent,
@@ -37,7 +36,7 @@ from esper_telemetry.journal.read import entries
 from esper_telemetry.pipeline.window import LoggedValues, Window
 from esper_telemetry.updates.containment import Containment
 from esper_telemetry.updates.data import UpdateData, copied
-from esper_telemetry.updates.evidence import Scene, captures, evidence_of, weak
+from esper_telemetry.updates.evidence import EvidenceChoice, Scene, captures, evidence_of, weak
 from esper_telemetry.updates.extensions import Capture
 from esper_telemetry.updates.groups import measure, without_many_layers
 
@@ -80,6 +79,9 @@ class Detector(Protocol):
 
     def failure(self, seq: int, axes: Axes, data: Mapping[str, Any]) -> Judgement:
         """Judge the exception that ended the run, by the data of its `failure` event; records follow where the run is resumed."""
+
+    def rule(self, kind: str) -> EvidenceChoice | None:
+        """Return the declaration of a type of alarm, which chooses its evidence."""
 
 
 DetectorFactory = Callable[[Mapping[str, Any]], Detector]
@@ -244,7 +246,7 @@ class InProcessPipeline:
 
     def _begin(self, facts: Mapping[str, Any]) -> None:
         self._facts = facts
-        self._series = Series(facts)
+        self._series = RunHistory(facts)
         factory = self._settings.detector_factory
         self._detector: Detector | None = None if factory is None else factory(facts)
 
@@ -299,10 +301,10 @@ class InProcessPipeline:
         """Return an alarm with the evidence of the update that raised it; without where that raises, or it is not raised now."""
         if alarm.event is not AlarmEvent.RAISE:
             return alarm
-        reads = [key for kind in ALARMS if kind.type == alarm.type for key in kind.reads]
+        choice = self._detector.rule(alarm.type) if self._detector else None
         evidence = [alarm.evidence]
         self._containment.attempt(
-            lambda: plain({**alarm.evidence, **evidence_of(alarm, scene, reads=reads)}), evidence.append
+            lambda: plain({**alarm.evidence, **evidence_of(alarm, scene, choice)}), evidence.append
         )
         return replace(alarm, evidence=evidence[-1])
 

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from esper_telemetry.alarms.registry import registry
+from esper_telemetry.alarms.metric_registry import registry
 from esper_telemetry.core.metric import declared
 from esper_telemetry.core.packing import SlotLayout
 from esper_telemetry.core.record import Axes, MetricInfo, RunInfo, RunStatus

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -361,31 +361,50 @@ class Scene:
     health_cause: str | None = None
 
 
-def evidence_of(alarm: Alarm, scene: Scene, *, reads: Sequence[str]) -> dict[str, Any]:
+class EvidenceChoice(Protocol):
+    """What an alarm's declaration says of its evidence; see `alarms.rule.AlarmRule`."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Keys and key templates that it reads."""
+
+    @property
+    def pieces(self) -> tuple[str, ...]:
+        """Names of `COLLECTORS`, and `pairs`."""
+
+    @property
+    def histogram_keys(self) -> tuple[str, ...]:
+        """Beginnings of the keys of its histograms."""
+
+
+def evidence_of(alarm: Alarm, scene: Scene, choice: EvidenceChoice | None) -> dict[str, Any]:
     """Return what there is to show for an alarm, by name; plain values.
 
-    `values` are the metrics that it reads; by its family come `steps`, `worst` (transitions), `layers`, `stability`, `histograms` and
-    `pairs`, the cause of unhealthy gradients (`health_cause`), and of several ranks whose rows they are, `rank`.
+    `values` are the metrics that it reads; by its declaration come `steps`, `worst` (transitions), `layers`, `stability`, `histograms`
+    and `pairs`, the cause of unhealthy gradients (`health_cause`), and of several ranks whose rows they are, `rank`. Without a
+    declaration there is the deciding value alone.
 
     Args:
         alarm: that is raised.
         scene: the update that raised it.
-        reads: keys or key templates that this type of alarm reads.
+        choice: the alarm's declaration.
     """
-    family, values = alarm.type.partition("/")[0], scene.record.values
-    templates = dict.fromkeys(reads)
+    values = scene.record.values
+    if choice is None:
+        return {"values": {key: value for key, value in values.items() if key == alarm.key}}
+    templates = dict.fromkeys(choice.inputs)
     keys = [alarm.key, *(key for key in values if template_of(key, templates) in templates)]
     evidence: dict[str, Any] = {
         "values": {key: values[key] for key in [key for key in dict.fromkeys(keys) if key in values][:MAX_VALUES]}
     }
     histograms = scene.record.histograms
-    related = [key for key in histograms if key.startswith(HISTOGRAMS.get(family, (f"{family}/",)))][:MAX_HISTOGRAMS]
+    related = [key for key in histograms if key.startswith(choice.histogram_keys)][:MAX_HISTOGRAMS]
     if related:
         evidence["histograms"] = {key: asdict(histograms[key]) for key in related}
-    for collect in COLLECTORS.get(family, ()):
+    for collect in [COLLECTORS[piece] for piece in choice.pieces if piece in COLLECTORS]:
         for update in scene.updates[-1:]:
             evidence.update(collect(update, scene.facts))
-    if family == "grad":
+    if "pairs" in choice.pieces:
         evidence |= {"pairs": weak(scene.pairs), "health_cause": scene.health_cause}
     whose = {"rank": 0} if scene.facts.get("ranks", 1) > 1 else {}
     return {name: piece for name, piece in evidence.items() if piece} | whose
@@ -394,10 +413,6 @@ def evidence_of(alarm: Alarm, scene: Scene, *, reads: Sequence[str]) -> dict[str
 def weak(pairs: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """Return the pairs, by name, whose module does not learn well beside its host."""
     return {name: why for name, why in pairs.items() if why["cause"] not in UNREMARKABLE}
-
-
-HISTOGRAMS: Final[Mapping[str, tuple[str, ...]]] = {"value": ("value/", "ret/"), "grad": ("grad/decades",)}
-"""Beginnings of the keys of related histograms, by family of alarms, where they are not those of the family."""
 
 
 def _flight(update: UpdateData, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -427,18 +442,12 @@ def _layers(update: UpdateData, _: Mapping[str, Any]) -> dict[str, Any]:
     return {"layers": [asdict(line) for line in lines if line.name in names]}
 
 
-COLLECTORS: Final[Mapping[str, tuple[Callable[[UpdateData, Mapping[str, Any]], dict[str, Any]], ...]]] = {
-    "numerics": (_stability, _layers),
-    "integrity": (_flight, _stability),
-    "policy": (_flight,),
-    "value": (_flight,),
-    "adv": (_flight,),
-    "grad": (_layers, _flight),
-    "opt": (_layers,),
-    "repr": (_layers,),
-    "lstm": (_flight,),
+COLLECTORS: Final[Mapping[str, Callable[[UpdateData, Mapping[str, Any]], dict[str, Any]]]] = {
+    "transitions": _flight,
+    "layers": _layers,
+    "stability": _stability,
 }
-"""By family of alarms, what is collected from the update."""
+"""Builders of evidence from an update, by the names under which alarms choose them."""
 
 
 def captures(

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from esper_telemetry.alarms.kinds import ALARMS, AlarmType
-from esper_telemetry.alarms.registry import PRIORITIES, MetricEntry, registry
+from esper_telemetry.alarms.metric_registry import PRIORITIES, MetricEntry, registry
+from esper_telemetry.alarms.registry import alarm_rules
+from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.core.catalogue import families, family_name
-from esper_telemetry.history.derive import ALL
+from esper_telemetry.history.derive import ALL_SUFFIXES
 from esper_telemetry.sinks.console import COLUMNS
 
 INTRODUCTION = """\
@@ -106,7 +107,11 @@ def _facts(entry: MetricEntry) -> Iterator[str]:
     if metric.undefined:
         yield f"absent when: {metric.undefined}"
     if entry.series:
-        names = "every ending" if len(entry.series) >= len(ALL) else ", ".join(f"`/{name}`" for name in entry.series)
+        names = (
+            "every ending"
+            if len(entry.series) >= len(ALL_SUFFIXES)
+            else ", ".join(f"`/{name}`" for name in entry.series)
+        )
         yield f"its [history](#histories), under the same key with: {names}"
     parts = [metric.id, f"unit: {metric.unit}", _range(entry), entry.reduction, f"level {metric.level.name.lower()}"]
     parts += [COSTS[metric.cost], f"priority {entry.priority}"]
@@ -118,7 +123,7 @@ def _facts(entry: MetricEntry) -> Iterator[str]:
 
 def _when_not_normal(entry: MetricEntry) -> Iterator[str]:
     """Yield what the metric shows outside its bounds and what to try; only the names of alarms that other metrics decide."""
-    deciding = [alarm for alarm in entry.alarms if alarm.reads[0] == entry.metric.key] or list(entry.alarms[:1])
+    deciding = [alarm for alarm in entry.alarms if alarm.inputs[0] == entry.metric.key] or list(entry.alarms[:1])
     for alarm in deciding:
         yield f"when it is not (`{alarm.type}`): {alarm.meaning} **What to try:** {alarm.action}"
     if not entry.alarms and entry.action:
@@ -156,11 +161,11 @@ def _symptoms() -> str:
         "| what has happened | look at | what to try |",
         "|---|---|---|",
     ]
-    return "\n".join([*head, *map(_symptom, ALARMS), ""])
+    return "\n".join([*head, *map(_symptom, alarm_rules()), ""])
 
 
-def _symptom(alarm: AlarmType) -> str:
-    keys = ", ".join(f"[`{key}`](#{_anchor(key)})" for key in alarm.reads[:3])
+def _symptom(alarm: AlarmRule) -> str:
+    keys = ", ".join(f"[`{key}`](#{_anchor(key)})" for key in alarm.inputs[:3])
     meaning, action = (text.replace("|", "\\|") for text in (alarm.meaning, alarm.action))
     return f"| **{alarm.type}**: {meaning} | {keys} | {action} |"
 

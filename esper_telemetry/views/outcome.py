@@ -12,8 +12,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from esper_telemetry.alarms.diagnosis import Diagnosis, Story
-from esper_telemetry.alarms.text import GRADIENTS_ALONE, SYMPTOMS
+from esper_telemetry.alarms.detectors import GRADIENTS_ALONE, SYMPTOMS
+from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport
 from esper_telemetry.core.record import RUN_FAILED, AlarmLevel, Record, RunInfo
 from esper_telemetry.journal.lines import encode_alarm, plain
 from esper_telemetry.journal.read import alarms
@@ -66,7 +66,7 @@ def diagnosis_as_dict(head: Mapping[str, Any], diagnosis: Diagnosis) -> dict[str
                 "cause": None if _is_symptom_alone(diagnosis, incident) else incident.cause,
                 "since": incident.since,
                 "text": incident.main.text,
-                "standing": incident.standing(),
+                "standing": incident.ends(),
                 "alarms": [encode_alarm(alarm) for alarm in incident.alarms],
             }
             for incident in diagnosis.incidents
@@ -77,15 +77,15 @@ def diagnosis_as_dict(head: Mapping[str, Any], diagnosis: Diagnosis) -> dict[str
     }
 
 
-def _is_symptom_alone(diagnosis: Diagnosis, incident: Story) -> bool:
+def _is_symptom_alone(diagnosis: Diagnosis, incident: IncidentReport) -> bool:
     """Return whether only gradients and optimizer steps show the incident: they name no cause."""
     return diagnosis.gradients_alone and incident.cause.startswith(SYMPTOMS)
 
 
-def _panel(incident: Story, *, is_symptom: bool) -> Panel:
+def _panel(incident: IncidentReport, *, is_symptom: bool) -> Panel:
     """Return one incident: its cause in words, and the alarms that came with it."""
     text = Text(incident.main.text)
-    states = {kind: "still on" if end is None else f"over at {end}" for kind, end in incident.standing().items()}
+    states = {kind: "still on" if end is None else f"over at {end}" for kind, end in incident.ends().items()}
     text.append(f"\n\nAlarms: {', '.join(f'{kind} ({state})' for kind, state in states.items())}", style="dim")
     note = " (a symptom; cause not known)" if is_symptom else ""
     title = f"incident {incident.number}, update {incident.since}: {incident.cause}{note}"

@@ -61,13 +61,13 @@ class Recorded:
     records: tuple[Record, ...]
 
     def raised(self) -> dict[str, int]:
-        """Types of alarms that come up once it is broken, with the update; those before are told as `before`."""
-        detectors, found = Detectors(self.facts), dict[str, int]()
+        """Types of alarms that come up once it is broken, with the update; those before come under `before`."""
+        detectors, raised = Detectors(self.facts), dict[str, int]()
         for record in self.records:
             for alarm in detectors.step(record).alarms:
                 if alarm.event is AlarmEvent.RAISE and not alarm.type.startswith("telemetry/"):
-                    found.setdefault(alarm.type if record.axes.update >= self.broken else "before", record.axes.update)
-        return found
+                    raised.setdefault(alarm.type if record.axes.update >= self.broken else "before", record.axes.update)
+        return raised
 
 
 def names() -> list[str]:
@@ -77,13 +77,13 @@ def names() -> list[str]:
 
 def load(name: str) -> Recorded:
     """One of them."""
-    told = json.loads(gzip.decompress((HERE / f"{name}.json.gz").read_bytes()))
-    columns, records = told["values"], []
-    for row, (update, env_step, gradient_step, partial) in enumerate(told["axes"]):
+    content = json.loads(gzip.decompress((HERE / f"{name}.json.gz").read_bytes()))
+    columns, records = content["values"], []
+    for row, (update, env_step, gradient_step, partial) in enumerate(content["axes"]):
         values = {key: float(column[row]) for key, column in columns.items() if column[row] is not None}
         axes = Axes(update, env_step, gradient_step, 1e9 + update)
         records.append(Record(update, axes, values, partial=bool(partial)))
-    return Recorded(name, told["facts"], told["broken"], tuple(records))
+    return Recorded(name, content["facts"], content["broken"], tuple(records))
 
 
 def store(name: str, facts: Mapping[str, Any], broken: int, records: Iterable[Record]) -> None:
@@ -92,8 +92,8 @@ def store(name: str, facts: Mapping[str, Any], broken: int, records: Iterable[Re
     keys = sorted({key for record in kept for key in record.values if wanted(key)})
     axes = [[r.axes.update, r.axes.env_step, r.axes.gradient_step, int(r.partial)] for r in kept]
     values = {key: [_short(record.values.get(key)) for record in kept] for key in keys}
-    told = {"facts": dict(facts), "broken": broken, "axes": axes, "values": values}
-    text = json.dumps(told, separators=(",", ":")).encode()
+    content = {"facts": dict(facts), "broken": broken, "axes": axes, "values": values}
+    text = json.dumps(content, separators=(",", ":")).encode()
     HERE.mkdir(exist_ok=True)
     (HERE / f"{name}.json.gz").write_bytes(gzip.compress(text, 9, mtime=0))
 

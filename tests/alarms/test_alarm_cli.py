@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from scripted import Said, scripted
+from scripted import ScriptedAlarm, scripted
 from two_ranks import run_together
 
 from esper_telemetry import Telemetry, read_run
@@ -72,7 +72,7 @@ def test_thresholds_of_another_kind_are_a_mistake(tmp_path: Path) -> None:
 def together(rank: int, run_dir: str) -> list[int]:
     """The level of six updates on this rank."""
     levels = []
-    with Telemetry(run_dir=run_dir, detect=scripted({2: Said("policy/kl_spike", remaining=2)})) as telemetry:
+    with Telemetry(run_dir=run_dir, detect=scripted({2: ScriptedAlarm("policy/kl_spike", remaining=2)})) as telemetry:
         for update in range(1, 7):
             telemetry.flush(env_step=update)
             levels.append(int(session_of(telemetry).update_level))

@@ -41,7 +41,7 @@ def record(update: int) -> Record:
     )
 
 
-def told(sink: Any, run: RunInfo, status: RunStatus = RunStatus.FINISHED) -> None:
+def send_alarms(sink: Any, run: RunInfo, status: RunStatus = RunStatus.FINISHED) -> None:
     """Six updates with the alarms in between, as the relay tells them."""
     sink.open(run)
     for update in range(1, 7):
@@ -53,7 +53,7 @@ def told(sink: Any, run: RunInfo, status: RunStatus = RunStatus.FINISHED) -> Non
 
 
 def test_the_console_has_a_line_for_what_begins_and_for_what_is_over(capsys: pytest.CaptureFixture[str]) -> None:
-    told(ConsoleSink(), run_info(Path()))
+    send_alarms(ConsoleSink(), run_info(Path()))
 
     lines = [line for line in capsys.readouterr().out.splitlines() if "/" in line and "step" not in line]
     assert lines == [
@@ -81,7 +81,7 @@ def pages(directory: Path) -> list[tuple[int, str]]:
 
 
 def test_tensorboard_has_the_incident_at_each_step_where_it_changes(tmp_path: Path) -> None:
-    told(TensorBoardSink(), run_info(tmp_path))
+    send_alarms(TensorBoardSink(), run_info(tmp_path))
 
     found = pages(tmp_path / "tensorboard")
     assert [step for step, _ in found] == [2000, 3000, 4000, 6000]
@@ -167,7 +167,7 @@ def assert_wandb_has_the_alarms(directory: Path) -> list[dict[str, Any]]:
 
 
 def test_wandb_alerts_and_keeps_a_table_without_a_row_more(tmp_path: Path) -> None:
-    told(WandbSink(mode="offline"), run_info(tmp_path))
+    send_alarms(WandbSink(mode="offline"), run_info(tmp_path))
 
     entries = assert_wandb_has_the_alarms(tmp_path)
     history = [entry["history"]["item"] for entry in entries if entry["type"] == "history"]
@@ -217,7 +217,7 @@ def artifact(client: Any, run: Any, name: str, directory: Path) -> str:
 
 
 def test_mlflow_has_a_tag_for_each_type_and_the_incidents(store: Path, client: Any, tmp_path: Path) -> None:
-    told(MLflowSink(), run_info(store, run_id="own"))
+    send_alarms(MLflowSink(), run_info(store, run_id="own"))
 
     run = mlflow_run(client, "own")
     tags = {name: text for name, text in run.data.tags.items() if name.startswith("esper.alarm.")}
@@ -234,10 +234,10 @@ def test_mlflow_has_a_tag_for_each_type_and_the_incidents(store: Path, client: A
 
 
 def test_a_joined_mlflow_run_gets_them_too_and_stays_open(store: Path, client: Any, tmp_path: Path) -> None:
-    told(MLflowSink(), run_info(store, run_id="first"))  # makes the experiment
+    send_alarms(MLflowSink(), run_info(store, run_id="first"))  # makes the experiment
     theirs = client.create_run(client.get_experiment_by_name("esper_telemetry").experiment_id)
 
-    told(MLflowSink(f"sqlite:///{store}/mlflow.db", run_id=theirs.info.run_id), run_info(store))
+    send_alarms(MLflowSink(f"sqlite:///{store}/mlflow.db", run_id=theirs.info.run_id), run_info(store))
 
     run = client.get_run(theirs.info.run_id)
     assert run.info.status == "RUNNING"
@@ -261,7 +261,7 @@ def test_a_store_without_artifacts_costs_a_warning_and_no_number(
     blocked.write_text("a file where the artifacts should go")
     theirs = client.create_run(client.create_experiment("blocked", artifact_location=f"file://{blocked}"))
 
-    told(MLflowSink(f"sqlite:///{store}/mlflow.db", run_id=theirs.info.run_id), run_info(store))
+    send_alarms(MLflowSink(f"sqlite:///{store}/mlflow.db", run_id=theirs.info.run_id), run_info(store))
 
     run = client.get_run(theirs.info.run_id)
     assert run.data.metrics["policy/kl"] == pytest.approx(0.06)

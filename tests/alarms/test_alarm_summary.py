@@ -5,20 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from scripted import Said, scripted
+from scripted import ScriptedAlarm, scripted
 
 from esper_telemetry import Telemetry
 from esper_telemetry.core.record import AlarmEvent
 from esper_telemetry.views.outcome import Summary
 
 SCRIPT = {
-    2: Said("policy/kl_spike"),
-    3: Said("grad/explode", severity=0.4),
-    4: Said("policy/kl_spike", AlarmEvent.CLEAR, 0.0),
+    2: ScriptedAlarm("policy/kl_spike"),
+    3: ScriptedAlarm("grad/explode", severity=0.4),
+    4: ScriptedAlarm("policy/kl_spike", AlarmEvent.CLEAR, 0.0),
 }
 
 
-def said(run_dir: Path, script: dict[int, Said], capsys: pytest.CaptureFixture[str]) -> str:
+def said(run_dir: Path, script: dict[int, ScriptedAlarm], capsys: pytest.CaptureFixture[str]) -> str:
     with Telemetry(run_dir=run_dir, detect=scripted(script), offload=False) as telemetry:
         for update in range(1, 6):
             telemetry.flush(env_step=update)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import Said, Script, scripted
+from scripted import Script, ScriptedAlarm, scripted
 
 from esper_telemetry import PPO, PPOConfig, RunStatus, Telemetry, attach, make_env, read_run
 from esper_telemetry.core.record import Alarm, AlarmEvent
@@ -26,8 +26,8 @@ from esper_telemetry.telemetry import session_of
 from esper_telemetry.testing import MemorySink
 from esper_telemetry.updates.data import UpdateData
 
-SPIKE = Said("policy/kl_spike", remaining=3)
-CLEAR = Said("policy/kl_spike", AlarmEvent.CLEAR, 0.0)
+SPIKE = ScriptedAlarm("policy/kl_spike", remaining=3)
+CLEAR = ScriptedAlarm("policy/kl_spike", AlarmEvent.CLEAR, 0.0)
 DEBUG_ONLY = "grad/decades"
 
 
@@ -161,7 +161,7 @@ def test_the_process_beside_the_trainer_sends_alarms_back(tmp_path: Path) -> Non
 
 def test_alarms_of_a_process_that_died_are_heard_all_the_same(tmp_path: Path) -> None:
     heard: list[Alarm] = []
-    telemetry = Telemetry(run_dir=tmp_path, detect=scripted({2: SPIKE, 3: Said("grad/explode"), 5: CLEAR}))
+    telemetry = Telemetry(run_dir=tmp_path, detect=scripted({2: SPIKE, 3: ScriptedAlarm("grad/explode"), 5: CLEAR}))
     telemetry.on_alarm(heard.append)
     session = session_of(telemetry)
     session.expect_updates(candidates=tuple, open_update=UpdateData)
@@ -194,7 +194,7 @@ def test_weights_are_bit_identical_whatever_is_raised(tmp_path: Path, make: Call
     bare = make()
     train(bare, 6)
 
-    script = {2: SPIKE, 3: Said("grad/explode", key="grad/global/norm_preclip", remaining=2)}
+    script = {2: SPIKE, 3: ScriptedAlarm("grad/explode", key="grad/global/norm_preclip", remaining=2)}
     watched = trained(tmp_path, script, source=make(), updates=6, offload=offload)
 
     pairs = zip(bare.policy.parameters(), watched.policy.parameters(), strict=True)
@@ -236,7 +236,7 @@ def test_a_callback_may_stop_training(tmp_path: Path) -> None:
 def test_what_a_callback_raises_is_logged_once_and_an_interrupt_is_not_held(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    script = {1: SPIKE, 2: Said("grad/explode"), 3: CLEAR}
+    script = {1: SPIKE, 2: ScriptedAlarm("grad/explode"), 3: CLEAR}
     heard: list[str] = []
 
     def fail(alarm: Alarm) -> None:
@@ -295,7 +295,9 @@ def test_an_exception_in_training_is_seen_before_the_run_ends(tmp_path: Path) ->
     source = cartpole()
     with (
         pytest.raises(FloatingPointError),
-        Telemetry(run_dir=tmp_path, detect=scripted({3: Said("numerics/nonfinite")}), offload=False) as telemetry,
+        Telemetry(
+            run_dir=tmp_path, detect=scripted({3: ScriptedAlarm("numerics/nonfinite")}), offload=False
+        ) as telemetry,
     ):
         telemetry.on_alarm(heard.append)
         attach(telemetry, source)

@@ -1,4 +1,4 @@
-"""From findings to alarms: when they begin, get worse and end; what belongs together; what is never told twice."""
+"""From findings to alarms: begin, worse and end; incidents; nothing is reported twice."""
 
 from __future__ import annotations
 
@@ -28,24 +28,27 @@ def during(updates: range, changes: dict[str, float]) -> list[Record]:
 
 def test_an_alarm_is_raised_once_and_cleared_with_its_duration() -> None:
     """KL is high in updates 30 to 34; two calm updates end it at 36."""
-    told = alarms(judged(during(range(30, 35), {"policy/kl": 2.0})))
+    reported = alarms(judged(during(range(30, 35), {"policy/kl": 2.0})))
 
-    assert [(alarm.event, alarm.axes.update) for alarm in told] == [(AlarmEvent.RAISE, 30), (AlarmEvent.CLEAR, 36)]
-    assert told[1].text == "Over since update 36, after 6 updates: One update moved the policy much further than usual."
-    assert told[1].level is told[0].level and told[1].severity == 0
-    assert (told[0].since, told[0].streak, told[1].since) == (30, 1, 30)
+    assert [(alarm.event, alarm.axes.update) for alarm in reported] == [(AlarmEvent.RAISE, 30), (AlarmEvent.CLEAR, 36)]
+    assert (
+        reported[1].text
+        == "Over since update 36, after 6 updates: One update moved the policy much further than usual."
+    )
+    assert reported[1].level is reported[0].level and reported[1].severity == 0
+    assert (reported[0].since, reported[0].streak, reported[1].since) == (30, 1, 30)
 
 
-def test_it_is_told_again_when_it_is_a_quarter_worse() -> None:
+def test_it_is_reported_again_when_it_is_a_quarter_worse() -> None:
     """0.35, 0.4 and 0.9 nats on a ramp from 0.1 to 1: severities 0.54, 0.6 and 0.95."""
 
     def worse(found: Values, ago: int) -> None:
         found.update({"policy/kl": (0.35, 0.4, 0.9)[min(ago, 2)], "policy/clip_frac": 0.3})
 
-    told = [alarm for alarm in alarms(judged(run(34, worse))) if alarm.type == "policy/kl_spike"]
+    reported = [alarm for alarm in alarms(judged(run(34, worse))) if alarm.type == "policy/kl_spike"]
 
-    assert [(alarm.event, alarm.axes.update) for alarm in told] == [(AlarmEvent.RAISE, 30), (AlarmEvent.UPDATE, 31)]
-    assert told[1].text.startswith("Worse: since update 30, ")
+    assert [(alarm.event, alarm.axes.update) for alarm in reported] == [(AlarmEvent.RAISE, 30), (AlarmEvent.UPDATE, 31)]
+    assert reported[1].text.startswith("Worse: since update 30, ")
 
 
 def test_the_beginning_is_the_first_update_of_the_streak() -> None:
@@ -63,9 +66,9 @@ def test_missing_values_hold_an_alarm() -> None:
         elif ago < 6:
             found.pop("policy/kl")
 
-    told = alarms(judged(run(45, goes)))
+    reported = alarms(judged(run(45, goes)))
 
-    assert [(alarm.event, alarm.axes.update) for alarm in told] == [(AlarmEvent.RAISE, 30), (AlarmEvent.CLEAR, 37)]
+    assert [(alarm.event, alarm.axes.update) for alarm in reported] == [(AlarmEvent.RAISE, 30), (AlarmEvent.CLEAR, 37)]
 
 
 def test_layers_that_fail_together_are_one_alarm() -> None:
@@ -96,11 +99,11 @@ def test_what_comes_together_is_one_incident_with_one_cause() -> None:
         )
     )
 
-    told = alarms(judged(run(32, large)), AlarmEvent.RAISE)
+    reported = alarms(judged(run(32, large)), AlarmEvent.RAISE)
 
-    assert [alarm.type for alarm in told] == ["value/scale_shift", "value/loss_jump", "grad/explode"]
-    assert {alarm.incident for alarm in told} == {1}
-    assert {alarm.cause for alarm in told} == {"value/scale_shift"}
+    assert [alarm.type for alarm in reported] == ["value/scale_shift", "value/loss_jump", "grad/explode"]
+    assert {alarm.incident for alarm in reported} == {1}
+    assert {alarm.cause for alarm in reported} == {"value/scale_shift"}
 
 
 def test_a_mistake_for_certain_is_the_cause_though_it_shows_later() -> None:
@@ -111,9 +114,9 @@ def test_a_mistake_for_certain_is_the_cause_though_it_shows_later() -> None:
         if ago >= 2:
             found["integrity/gae_identity"] = 0.5
 
-    told = alarms(judged(run(40, late)), AlarmEvent.RAISE)
+    reported = alarms(judged(run(40, late)), AlarmEvent.RAISE)
 
-    assert [(alarm.type, alarm.cause) for alarm in told] == [
+    assert [(alarm.type, alarm.cause) for alarm in reported] == [
         ("policy/kl_spike", "policy/kl_spike"),
         ("integrity/gae_identity", "integrity/gae_identity"),
     ]
@@ -125,22 +128,22 @@ def test_what_comes_more_than_three_updates_later_is_another_incident() -> None:
         if ago >= 4:
             found["integrity/gae_identity"] = 0.5
 
-    told = alarms(judged(run(40, apart)), AlarmEvent.RAISE)
+    reported = alarms(judged(run(40, apart)), AlarmEvent.RAISE)
 
-    assert [alarm.incident for alarm in told] == [1, 2]
+    assert [alarm.incident for alarm in reported] == [1, 2]
 
 
 def test_telemetry_is_never_the_cause() -> None:
-    """It is slow from update 21 on, told in the 25th, and the policy breaks in the 27th: one incident, put down to the policy."""
+    """It is slow from update 21 on, reported in the 25th, and the policy breaks in the 27th: one incident, put down to the policy."""
 
     def slow(found: Values, ago: int) -> None:
         found["perf/telemetry_frac"] = 0.5
         if ago >= 26:
             found["policy/kl"] = 2.0
 
-    told = alarms(judged(run(30, slow, since=1)), AlarmEvent.RAISE)
+    reported = alarms(judged(run(30, slow, since=1)), AlarmEvent.RAISE)
 
-    assert [(alarm.type, alarm.incident, alarm.cause) for alarm in told] == [
+    assert [(alarm.type, alarm.incident, alarm.cause) for alarm in reported] == [
         ("telemetry/overhead", 1, "telemetry/overhead"),
         ("policy/kl_spike", 1, "policy/kl_spike"),
     ]
@@ -154,25 +157,25 @@ def flickering(count: int) -> list[Record]:
     ]
 
 
-def test_a_storm_is_one_alarm_instead_of_many() -> None:
+def test_too_many_alarms_are_one_alarm_instead() -> None:
     """The twenty-first alarm in a hundred updates is that of the storm; what it hides is not cleared either."""
-    told = alarms(judged(flickering(100)))
-    beginnings = [alarm.type for alarm in told if alarm.event is AlarmEvent.RAISE]
+    reported = alarms(judged(flickering(100)))
+    beginnings = [alarm.type for alarm in reported if alarm.event is AlarmEvent.RAISE]
 
     assert beginnings == ["integrity/gae_identity"] * 20 + ["telemetry/storm"]
-    assert told[-1].type == "telemetry/storm"
-    assert told[-1].evidence["counts"] == {"integrity/gae_identity": 21}
+    assert reported[-1].type == "telemetry/storm"
+    assert reported[-1].evidence["counts"] == {"integrity/gae_identity": 21}
 
 
-def test_a_storm_ends_when_it_has_been_calm() -> None:
+def test_the_limit_on_alarms_ends_after_calm_updates() -> None:
     calm = [record(update, values(update)) for update in range(101, 260)]
     spoiled = [record(update, {**values(update), "integrity/gae_identity": 0.5}) for update in range(260, 263)]
 
-    told = alarms(judged([*flickering(100), *calm, *spoiled]))
-    last = [(alarm.type, alarm.event) for alarm in told[-2:]]
+    reported = alarms(judged([*flickering(100), *calm, *spoiled]))
+    last = [(alarm.type, alarm.event) for alarm in reported[-2:]]
 
-    stories = diagnose(FACTS, [*flickering(100), *calm, *spoiled]).incidents
-    assert [story.standing().get("telemetry/storm", 0) for story in stories] == [*[0] * (len(stories) - 2), 178, 0]
+    reports = diagnose(FACTS, [*flickering(100), *calm, *spoiled]).incidents
+    assert [report.ends().get("telemetry/storm", 0) for report in reports] == [*[0] * (len(reports) - 2), 178, 0]
     assert last == [("telemetry/storm", AlarmEvent.CLEAR), ("integrity/gae_identity", AlarmEvent.RAISE)]
 
 
@@ -219,13 +222,13 @@ def test_after_an_intervention_what_is_new_becomes_the_rule() -> None:
 
 def test_an_intervention_ends_what_was_raised_by_history() -> None:
     detectors = Detectors(FACTS)
-    told: list[Alarm] = []
+    reported: list[Alarm] = []
     for found in run(40, multiplied({"loss/value": 1e4})):
         if found.axes.update == 35:
             detectors.intervention()
-        told += detectors.step(found).alarms
+        reported += detectors.step(found).alarms
 
-    assert [(alarm.event, alarm.axes.update) for alarm in told] == [(AlarmEvent.RAISE, 30), (AlarmEvent.CLEAR, 35)]
+    assert [(alarm.event, alarm.axes.update) for alarm in reported] == [(AlarmEvent.RAISE, 30), (AlarmEvent.CLEAR, 35)]
 
 
 def test_an_intervention_silences_no_identity() -> None:
@@ -241,19 +244,19 @@ def test_an_intervention_silences_no_identity() -> None:
 
 def test_anomalies_do_not_train_their_own_baseline() -> None:
     """The loss is a thousandfold for forty updates: the alarm lasts as long."""
-    told = alarms(judged(run(80, lambda found, ago: found.update({"loss/value": 500.0 if ago < 40 else 0.5}))))
+    reported = alarms(judged(run(80, lambda found, ago: found.update({"loss/value": 500.0 if ago < 40 else 0.5}))))
 
-    assert [(alarm.type, alarm.event, alarm.axes.update) for alarm in told] == [
+    assert [(alarm.type, alarm.event, alarm.axes.update) for alarm in reported] == [
         ("value/loss_jump", AlarmEvent.RAISE, 30),
         ("value/loss_jump", AlarmEvent.CLEAR, 72),
     ]
 
 
 def test_what_lasts_for_fifty_updates_becomes_the_rule() -> None:
-    told = alarms(judged(run(140, multiplied({"loss/value": 1e3}))))
+    reported = alarms(judged(run(140, multiplied({"loss/value": 1e3}))))
 
-    assert [alarm.event for alarm in told] == [AlarmEvent.RAISE, AlarmEvent.CLEAR]
-    assert told[1].axes.update > 30 + 50
+    assert [alarm.event for alarm in reported] == [AlarmEvent.RAISE, AlarmEvent.CLEAR]
+    assert reported[1].axes.update > 30 + 50
 
 
 def test_a_record_that_was_cut_short_is_judged_by_what_is_wrong_for_certain_only() -> None:
@@ -310,7 +313,7 @@ def test_evidence_is_bounded() -> None:
     assert len(alarm.evidence["where"]) == 8
 
 
-def test_usual_ranges_are_told() -> None:
+def test_usual_ranges_are_reported() -> None:
     (alarm,) = alarms(judged(run(35, multiplied({"loss/value": 1e4}))))
 
     low, high = alarm.evidence["usual"]["loss/value"]
@@ -384,17 +387,17 @@ def test_levels_follow_severities() -> None:
     assert [AlarmLevel.of(x) for x in (0.2, 0.25, 0.74, 0.75)] == ["info", "warn", "warn", "critical"]
 
 
-def test_a_storm_without_anything_told_is_a_story_too() -> None:
-    """Three alarms at once, of which one may be told: the first, and the storm."""
+def test_too_many_alarms_without_a_reported_one_are_a_report_too() -> None:
+    """Three alarms at once, of which one may be reported: the first, and the storm."""
 
     def at_once(found: Values, _: int) -> None:
         found.update({"integrity/gae_identity": 1.0, "integrity/mask_violation": 1.0, "buffer/age_updates": 9.0})
 
     limits = Thresholds().with_changes({"storm": 1})
-    (story,) = diagnose(FACTS, run(35, at_once), thresholds=limits).incidents
+    (report,) = diagnose(FACTS, run(35, at_once), thresholds=limits).incidents
 
-    assert [alarm.type for alarm in story.alarms] == ["integrity/mask_violation", "telemetry/storm"]
-    assert story.cause == "integrity/mask_violation"
+    assert [alarm.type for alarm in report.alarms] == ["integrity/mask_violation", "telemetry/storm"]
+    assert report.cause == "integrity/mask_violation"
 
     (nothing_else,) = diagnose(FACTS, run(35, at_once), thresholds=limits.with_changes({"storm": 0})).incidents
     assert [alarm.type for alarm in nothing_else.alarms] == ["telemetry/storm"]

@@ -124,8 +124,8 @@ def test_wrong_use_is_one_sentence(
     assert err.startswith("esper-telemetry: ") and sentence in err and err.count("\n") == 1
 
 
-def test_the_story_of_an_incident_knows_how_it_ended() -> None:
+def test_the_report_of_an_incident_says_how_it_ended() -> None:
     found = diagnose(FACTS, run(60, lambda values, ago: values.update({"policy/kl": 2.0 if ago < 5 else 0.008})))
 
-    (story,) = found.incidents
-    assert (story.cause, story.since, story.standing()) == ("policy/kl_spike", 30, {"policy/kl_spike": 36})
+    (report,) = found.incidents
+    assert (report.cause, report.since, report.ends()) == ("policy/kl_spike", 30, {"policy/kl_spike": 36})

@@ -16,7 +16,7 @@ from recorded_runs import load, names
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.alarms import Detectors, Thresholds
-from esper_telemetry.alarms.kinds import ALARMS
+from esper_telemetry.alarms.registry import alarm_rules
 from esper_telemetry.core.record import RUN_FAILED
 from esper_telemetry.events import Hooks, MinibatchesEnd, RolloutEnd, UpdateEnd
 from esper_telemetry.lab.faults.catalogue import schedule
@@ -154,7 +154,7 @@ def watched(run_dir: Path, trainer: PPO, updates: int, **settings: Any) -> dict[
 
 
 @pytest.mark.parametrize("kind", LIVE)
-def test_a_fault_that_is_trained_here_is_told(kind: str, tmp_path: Path) -> None:
+def test_a_fault_that_is_trained_here_is_reported(kind: str, tmp_path: Path) -> None:
     make, updates = LIVE[kind]
 
     assert kind in watched(tmp_path / "run", make(), updates)
@@ -162,7 +162,7 @@ def test_a_fault_that_is_trained_here_is_told(kind: str, tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SLOW)
-def test_a_fault_of_gradients_is_told_once_it_has_lasted(kind: str, tmp_path: Path) -> None:
+def test_a_fault_of_gradients_is_reported_once_it_has_lasted(kind: str, tmp_path: Path) -> None:
     make, fault, dose, breaks, updates = SLOW[kind]
     trainer = make()
     schedule(trainer, fault, dose, at_update=breaks)
@@ -170,7 +170,7 @@ def test_a_fault_of_gradients_is_told_once_it_has_lasted(kind: str, tmp_path: Pa
     assert watched(tmp_path / "run", trainer, updates)[kind] >= breaks
 
 
-def test_backends_that_fail_for_long_are_told() -> None:
+def test_backends_that_fail_for_long_raise_an_alarm() -> None:
     """Retried after one second, two, four: the third failure comes after three seconds or so."""
     trainer, found = cartpole(), set[str]()
     ends = time.monotonic() + 60
@@ -188,7 +188,7 @@ def test_backends_that_fail_for_long_are_told() -> None:
     assert "telemetry/delivery" in found
 
 
-def test_a_budget_that_is_not_kept_is_told(tmp_path: Path) -> None:
+def test_an_exceeded_budget_raises_an_alarm(tmp_path: Path) -> None:
     """At NORMAL, with every update looked at closely, telemetry takes longer than so small an update."""
     with Telemetry(run_dir=tmp_path / "run", budget=1.0, offload=False) as telemetry:
         attach(telemetry, trainer := cartpole())
@@ -199,7 +199,7 @@ def test_a_budget_that_is_not_kept_is_told(tmp_path: Path) -> None:
     assert "telemetry/overhead" in raised([detectors.step(record) for record in run.records])
 
 
-def test_a_storm_of_a_real_run_is_one_alarm() -> None:
+def test_too_many_alarms_of_a_real_run_are_one_alarm() -> None:
     """A learning rate of a hundred times what it should be raises more than ten types."""
     run = load("acrobot-lr_x100-100-s3")
     detectors = Detectors(run.facts, Thresholds().with_changes({"storm": 10.0}))
@@ -215,7 +215,7 @@ def test_a_recorded_run_is_silent_until_it_breaks(name: str) -> None:
 
 def test_every_type_is_raised_by_a_real_fault() -> None:
     recorded = {kind for found in RAISED.values() for kind in found}
-    seeds = {alarm.type for alarm in ALARMS if alarm.type.startswith("seed/")}  # tests/lab/morphogenesis
+    seeds = {alarm.type for alarm in alarm_rules() if alarm.type.startswith("seed/")}  # tests/lab/morphogenesis
     elsewhere = {*LIVE, *SLOW, *seeds, "telemetry/delivery", "telemetry/overhead", "telemetry/storm", RUN_FAILED}
 
-    assert {alarm.type for alarm in ALARMS} - recorded - elsewhere == set()
+    assert {alarm.type for alarm in alarm_rules()} - recorded - elsewhere == set()

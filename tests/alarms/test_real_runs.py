@@ -92,8 +92,8 @@ def test_a_journal_says_what_was_said_live(tmp_path: Path) -> None:
     run = trained(tmp_path / "run", recall(learning_rate=0.5), 12)
     live = alarms(judged(run.records, run.info.facts))
 
-    stories = diagnose(run.info.facts, read_run(tmp_path / "run").records).incidents
-    again = [alarm for story in stories for alarm in story.alarms]
+    reports = diagnose(run.info.facts, read_run(tmp_path / "run").records).incidents
+    again = [alarm for report in reports for alarm in report.alarms]
 
     assert live
     assert sorted(again, key=when) == sorted(live, key=when)

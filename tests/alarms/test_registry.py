@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from esper_telemetry.alarms.kinds import ALARMS, alarms_reading
-from esper_telemetry.alarms.registry import PRIORITIES, MetricEntry, registry
+from esper_telemetry.alarms.metric_registry import PRIORITIES, MetricEntry, registry
+from esper_telemetry.alarms.registry import alarm_rules, alarms_reading
+from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.cli.main import main
 from esper_telemetry.core.catalogue import catalogue, families
 from esper_telemetry.core.record import Level, MetricInfo, RunInfo, template_of
-from esper_telemetry.history.derive import followed
+from esper_telemetry.history.derive import key_histories
 from esper_telemetry.sinks.pages import glossary, metric_description
 from esper_telemetry.views.metrics_page import entry_text, entry_values, page
 
@@ -58,14 +59,14 @@ def test_names_are_unique() -> None:
     assert sorted(set(names)) == sorted(names)
 
 
-@pytest.mark.parametrize("alarm", ALARMS, ids=lambda alarm: alarm.type)
-def test_every_alarm_reads_metrics_that_there_are(alarm: object) -> None:
-    assert set(alarm.reads) <= ENTRIES.keys()  # type: ignore[attr-defined]  # an AlarmType
-    assert alarm.meaning.endswith(".") and alarm.action.endswith(".")  # type: ignore[attr-defined]
+@pytest.mark.parametrize("alarm", alarm_rules(), ids=lambda alarm: alarm.type)
+def test_every_alarm_reads_metrics_that_there_are(alarm: AlarmRule) -> None:
+    assert set(alarm.inputs) <= ENTRIES.keys()
+    assert alarm.meaning.endswith(".") and alarm.action.endswith(".")
 
 
 def test_types_of_alarms_are_unique() -> None:
-    types = [alarm.type for alarm in ALARMS]
+    types = [alarm.type for alarm in alarm_rules()]
 
     assert len(set(types)) == len(types)
 
@@ -114,7 +115,7 @@ def test_the_reduction_is_that_of_the_field(key: str, reduction: str) -> None:
 def test_an_entry_names_the_histories_that_follow_it() -> None:
     """All that a run follows, and nothing else."""
     found = {entry.metric.key: set(entry.series) for entry in registry() if entry.series}
-    rows = followed(["actor"])
+    rows = key_histories(["actor"])
 
     assert found["policy/kl"] >= {"ema", "drift", "trend/mk_z", "period/p", "cusum"}
     assert found["grad/interference/cos"] == {"ema", "ew_std"}

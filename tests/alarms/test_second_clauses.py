@@ -10,7 +10,7 @@ from esper_telemetry.core.record import AlarmEvent
 SINCE = 30
 
 
-def test_returns_of_another_scale_tell_what_rewards_do_not() -> None:
+def test_returns_of_another_scale_show_what_rewards_do_not() -> None:
     """A factor behind the place where rewards are measured."""
     behind = multiplied({"ret/mean": 1e4, "ret/std": 1e4})
 
@@ -26,7 +26,7 @@ def test_rewards_that_shrink_because_the_worst_are_avoided_are_no_change_of_scal
     assert "value/scale_shift" not in raised(judged(run(40, multiplied({"reward/absmax": 0.2, "reward/mean": 0.1}))))
 
 
-def test_a_normaliser_that_cuts_is_told_at_once() -> None:
+def test_a_normaliser_that_cuts_is_reported_at_once() -> None:
     assert raised(judged(run(40, set_to({"norm/obs/clip_frac": 0.15})))) == {"norm/drift": SINCE}
 
 
@@ -112,7 +112,7 @@ def test_unlikely_actions_round_more() -> None:
     assert alarms(judged(run(40, unlikely))) == []
 
 
-def test_advantages_that_are_a_little_off_for_long_are_told() -> None:
+def test_advantages_that_are_a_little_off_for_long_raise_an_alarm() -> None:
     """As where rows are left out of the update: 0.03 for five updates, where rounding leaves 0.0005."""
     off = set_to({"integrity/adv_norm": 0.03})
 
@@ -120,7 +120,7 @@ def test_advantages_that_are_a_little_off_for_long_are_told() -> None:
     assert raised(judged(run(40, off), {**FACTS, "normalize_minibatches": True})) == {}
 
 
-def test_gates_that_were_found_open_stay_so_until_they_are_looked_at_again() -> None:
+def test_gates_that_were_open_count_as_open_until_they_are_measured_again() -> None:
     """Looked at in every tenth update: open at the first look, as usual at the second."""
 
     def sometimes(found: Values, ago: int) -> None:

@@ -38,7 +38,7 @@ def test_a_bonus_without_weight_may_have_any_sign() -> None:
     assert raised(judged(run(40, set_to({"loss/entropy": 0.8, "loss/entropy_coef": 0.0})))) == {}
 
 
-def test_entropy_that_plunges_early_is_told_within_three_updates() -> None:
+def test_entropy_that_plunges_early_is_reported_within_three_updates() -> None:
     """To a third of itself in every update: the slope over twenty hardly knows yet."""
 
     def plunge(found: Values, ago: int) -> None:
@@ -62,13 +62,13 @@ def test_a_memory_of_ten_steps_is_short_where_rewards_are_rare() -> None:
     assert raised(judged(run(60, short, since=1))) == raised(judged(run(60, rare))) == {}
 
 
-def test_a_memory_that_has_become_shorter_than_an_update_is_told() -> None:
+def test_a_memory_that_has_become_shorter_than_an_update_raises_an_alarm() -> None:
     """From a thousand steps to ten, in mid-run; to twenty, which is more than an update, is no matter."""
     assert raised(judged(run(40, set_to({"opt/beta2": 0.9})))) == {"opt/rms_spike": SINCE}
     assert raised(judged(run(40, set_to({"opt/beta2": 0.95})))) == {}
 
 
-def test_more_passes_than_ever_are_told_where_they_move_the_policy() -> None:
+def test_more_passes_than_ever_are_reported_where_they_move_the_policy() -> None:
     """Five times the optimizer steps, at a third update with thrice the KL: 0.024, which alone is nothing."""
     records = run(40, multiplied({"policy/kl": 3}))
     steps = [16 * n if n < SINCE else 16 * (SINCE - 1) + 80 * (n - SINCE + 1) for n in range(1, 41)]
@@ -123,7 +123,7 @@ def ended(first: str, then: str) -> list[Any]:
     ("before", "after"),
     [("over before", "cut before"), ("cut at", "over at"), ("over at", "cut at"), ("cut at", "cut before")],
 )
-def test_ends_that_contradict_the_time_limit_are_told_at_the_second_time(before: str, after: str) -> None:
+def test_ends_that_contradict_the_time_limit_are_reported_at_the_second_time(before: str, after: str) -> None:
     assert raised(judged(ended(before, after), LIMITED)) == {"value/bias": SINCE + 1}
 
 
@@ -138,7 +138,7 @@ def test_without_a_time_limit_nothing_is_said_of_ends() -> None:
     assert alarms(judged(ended("over before", "cut before"), {**FACTS, "horizon": None})) == []
 
 
-def test_environments_that_never_changed_are_told_beside_others_that_do() -> None:
+def test_environments_that_never_changed_are_reported_beside_others_that_do() -> None:
     """Ten updates from the start; a task with one state for all is another matter."""
     assert raised(judged(run(40, set_to({"obs/constant_frac": 0.5}), since=1))) == {"obs/constant": 10}
     assert alarms(judged(run(40, set_to({"obs/constant_frac": 1.0}), since=1))) == []

@@ -122,16 +122,6 @@ def test_group_without_gradients_has_no_severity_and_one_that_is_not_finite_expl
     assert found.values()["grad/critic/severity_explode"] == 1.0
 
 
-def test_baseline_continues_from_its_state() -> None:
-    one, other = (NormBaseline(("actor",), 0.5) for _ in range(2))
-    for norm in np.linspace(0.05, 0.2, 40):
-        one.step(np.array([norm]), np.array([norm]))
-    other.restore(one.state())
-
-    a, b = (baseline.step(np.array([0.3]), np.array([0.4]))[0].values() for baseline in (one, other))
-    assert a == b
-
-
 def test_intensity_does_not_depend_on_the_modules_sizes() -> None:
     """Entries of 0.1 and 1 throughout: ratio 0.1 for any number of them."""
     found = pair_intensity("seed", seed_norm=0.1 * 4, seed_params=16, host_norm=1.0 * 30, host_params=900)
@@ -163,7 +153,3 @@ def test_noise_scale_averages_signal_and_noise_separately() -> None:
     assert second.b_simple == pytest.approx(24.0, rel=1e-4)
     assert second.noise_dominated == 1.0
     assert average.step(None, None).values() == {}
-
-    restored = NoiseAverage(beta=0.999999)
-    restored.restore(average.state())
-    assert restored.step(1.0, 1.0) == average.step(1.0, 1.0)

@@ -12,14 +12,14 @@ from esper_telemetry.core.derived import Array
 from esper_telemetry.core.record import Level
 from esper_telemetry.history.averages import LogDrift
 from esper_telemetry.history.change import ChangeState, Cusum, TwoSided, prewhitened_z
-from esper_telemetry.history.derive import ALL, HEADLINES, Temporal
+from esper_telemetry.history.derive import ALL_SUFFIXES, HEADLINES, KeyHistories
 from esper_telemetry.history.trend import goertzel, theil_sen
 
 FACTS: dict[str, Any] = {"groups": {"actor": [], "head:op": []}, "horizon": 200, "num_steps": 20}
 
 
 def records(values: list[float], key: str = "policy/kl", **facts: Any) -> list[dict[str, float]]:
-    temporal = Temporal(FACTS | facts)
+    temporal = KeyHistories(FACTS | facts)
     return [temporal.derive({} if math.isnan(x) else {key: x}, Level.NORMAL) for x in values]
 
 
@@ -33,7 +33,7 @@ def test_a_headline_reports_every_suffix() -> None:
     """60 values: a baseline of 50, tests every ten updates, ten updates per episode of 200 steps."""
     last = records(wave(100))[-1]
 
-    assert set(last) == {f"policy/kl/{suffix}" for suffix in ALL}
+    assert set(last) == {f"policy/kl/{suffix}" for suffix in ALL_SUFFIXES}
 
 
 def test_first_value_has_a_level_and_no_drift() -> None:
@@ -105,7 +105,7 @@ def test_groups_of_parameters_have_levels_and_outliers_only() -> None:
 
 
 def test_updates_that_follow_the_learning_rate() -> None:
-    temporal = Temporal(FACTS)
+    temporal = KeyHistories(FACTS)
     for t in range(20):
         found = temporal.derive({"opt/lr": 0.9**t, "opt/update_to_weight": 3 * 0.9**t}, Level.NORMAL)
 
@@ -113,11 +113,11 @@ def test_updates_that_follow_the_learning_rate() -> None:
 
 
 def test_minimal_follows_nothing() -> None:
-    assert Temporal(FACTS).derive({"policy/kl": 0.01}, Level.MINIMAL) == {}
+    assert KeyHistories(FACTS).derive({"policy/kl": 0.01}, Level.MINIMAL) == {}
 
 
 def test_no_value_makes_a_history_raise() -> None:
-    temporal = Temporal(FACTS)
+    temporal = KeyHistories(FACTS)
     for x in (0.0, -1.0, 1e308, 1e-308, 5e-324, *[0.01] * 60, 1e308, -1e308):
         found = temporal.derive({row.key: x for row in HEADLINES}, Level.NORMAL)
 
@@ -175,18 +175,3 @@ def test_rise_and_fall_are_both_seen() -> None:
 
         assert found[9] == 0
         assert found[-1] > 5
-
-
-@pytest.mark.parametrize("cut", [1, 19, 57])
-def test_histories_continue_bit_by_bit(cut: int) -> None:
-    """Before, within and after the baseline of the sums; tests for trends go on at the same updates."""
-    x = wave(80)
-    whole, before, after = Temporal(FACTS), Temporal(FACTS), Temporal(FACTS)
-
-    expected = [whole.derive({"policy/kl": value, "ret/std": value}, Level.NORMAL) for value in x]
-    for value in x[:cut]:
-        before.derive({"policy/kl": value, "ret/std": value}, Level.NORMAL)
-    after.restore(before.state())
-    before.derive({"policy/kl": 1e3}, Level.NORMAL)
-
-    assert [after.derive({"policy/kl": value, "ret/std": value}, Level.NORMAL) for value in x[cut:]] == expected[cut:]

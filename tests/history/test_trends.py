@@ -91,13 +91,10 @@ def test_missing_value_holds_the_sums_and_reset_clears_one_series() -> None:
     assert np.isnan(np.asarray(cusum.step(np.array([np.nan, np.nan])).cusum)).all()
     assert cusum.step(np.array([0.5, -0.5]), ("a", "b")).values() == {"a/cusum": 1.5, "b/cusum": 1.5}
 
-    restored = Cusum(2, slack=0.5)
-    restored.restore(cusum.state())
     cusum.reset(np.array([True, False]))
 
     assert cusum.up.tolist() == [0.0, 0.0]
     assert cusum.down.tolist() == [0.0, 1.5]
-    assert restored.up.tolist() == [1.5, 0.0]
 
 
 def test_page_hinkley_sees_a_rise_and_not_a_fall() -> None:
@@ -110,14 +107,12 @@ def test_page_hinkley_sees_a_rise_and_not_a_fall() -> None:
     assert max(down) == 0.0
 
 
-def test_page_hinkley_waits_for_missing_values_and_continues_from_its_state() -> None:
-    state, restored = PageHinkley(1, 0.1), PageHinkley(1, 0.1)
+def test_page_hinkley_passes_over_missing_values() -> None:
+    state = PageHinkley(1, 0.1)
     assert state.step(np.array([np.nan]), ("a",)).values() == {}
     state.step(np.array([1.0]))
-    restored.restore(state.state())
 
-    a, b = state.step(np.array([2.0])), restored.step(np.array([2.0]))
-    assert np.asarray(a.page_hinkley)[0] == np.asarray(b.page_hinkley)[0] == pytest.approx(0.4)
+    assert np.asarray(state.step(np.array([2.0])).page_hinkley)[0] == pytest.approx(0.4)
 
 
 def test_slope_is_the_median_over_pairs_so_that_one_outlier_does_not_matter() -> None:

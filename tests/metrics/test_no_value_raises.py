@@ -15,7 +15,7 @@ from torch import Tensor
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import MinibatchesEnd, RolloutEnd, UpdateEnd
-from esper_telemetry.history.derive import Series
+from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.metrics.actions import ActionTotal
 from esper_telemetry.metrics.gradients.interference import LeafGradients
 from esper_telemetry.metrics.lstm.gates import lstm_weights
@@ -232,7 +232,7 @@ def as_tuple(found: MetricGroup | Iterable[MetricGroup]) -> tuple[MetricGroup, .
 
 def recorded(updates: Iterable[UpdateData]) -> list[dict[str, float]]:
     """The values of the updates' records, evidence on the way."""
-    series, found = Series(FACTS), []
+    series, found = RunHistory(FACTS), []
     for update in updates:
         window = Window()
         for measurements, epochs in measure(update, FACTS, Level.DEBUG):

@@ -24,7 +24,7 @@ from sink_runs import HISTOGRAM, record, run_info
 from waiting import wait_until
 
 from esper_telemetry import Telemetry, read_run
-from esper_telemetry.alarms.registry import registry
+from esper_telemetry.alarms.metric_registry import registry
 from esper_telemetry.core.record import Record, RunInfo, RunStatus
 from esper_telemetry.sinks import MLflowSink, PermanentSinkError
 from esper_telemetry.sinks.mlflow import database as mlflow_rows

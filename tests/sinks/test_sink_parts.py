@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sink_runs import HISTOGRAM, METRICS, record, run_info
 
-from esper_telemetry.alarms.registry import registry
+from esper_telemetry.alarms.metric_registry import registry
 from esper_telemetry.core.catalogue import family_name
 from esper_telemetry.core.record import Histogram, MetricInfo
 from esper_telemetry.core.redaction import masked

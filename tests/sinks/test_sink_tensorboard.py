@@ -14,7 +14,7 @@ from tensorboard.plugins.hparams import metadata as hparams
 from tensorboard.plugins.hparams import plugin_data_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from esper_telemetry.alarms.registry import registry
+from esper_telemetry.alarms.metric_registry import registry
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.sinks import Place, TensorBoardSink
 

@@ -15,7 +15,7 @@ import pytest
 from fake_wandb import ENTITY, KEY, FakeWandb
 from sink_runs import HISTOGRAM, record, run_info
 
-from esper_telemetry.alarms.registry import registry
+from esper_telemetry.alarms.metric_registry import registry
 from esper_telemetry.cli.main import run as run_command
 from esper_telemetry.cli.mistakes import WrongUse
 from esper_telemetry.cli.workspace import keys

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.adapters import attach as attach_module
-from esper_telemetry.alarms.kinds import ALARMS
+from esper_telemetry.alarms.registry import alarm_rules
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Histogram, Record
 from esper_telemetry.events import BackwardEnd, MinibatchEnd, MinibatchesEnd, RolloutEnd
 from esper_telemetry.journal import plain
@@ -158,8 +158,8 @@ def evidence(kind: str, update: UpdateData | None = None, key: str = "policy/kl"
     record = Record(7, AXES, values, named.pop("histograms", {}))
     updates = () if update is None else (update,)
     scene = Scene(record, updates, {}, named.pop("pairs", {}), **named)
-    reads = [template for each in ALARMS if each.type == kind for template in each.reads]
-    found = evidence_of(alarm(kind, key), scene, reads=reads)
+    choice = next((rule for rule in alarm_rules() if rule.type == kind), None)
+    found = evidence_of(alarm(kind, key), scene, choice)
     loaded: dict[str, Any] = json.loads(json.dumps(plain(found)))
     return loaded
 
@@ -230,7 +230,7 @@ def test_an_alarm_of_the_memory_brings_the_histograms_of_the_gates() -> None:
     assert found["histograms"] == {"lstm/gate/f/hist": {"edges": [0.0, 0.5, 1.0], "counts": [3.0, 1.0]}}
 
 
-@pytest.mark.parametrize("kind", [kind.type for kind in ALARMS])
+@pytest.mark.parametrize("kind", [kind.type for kind in alarm_rules()])
 def test_evidence_stays_small_however_large_the_update(kind: str) -> None:
     """2000 steps of 300 tensors and 16000 rows, none of it finite: some tens of kilobytes, for every type of alarm."""
     steps, names = 2000, tuple(f"encoder.block.{index}.weight" for index in range(300))

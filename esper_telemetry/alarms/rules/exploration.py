@@ -1,99 +1,110 @@
-"""Exploration: entropy lost too early, everywhere, or never; actions that change abruptly."""
+"""Exploration: entropy that is lost too early, everywhere, or never; actions that change abruptly."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from math import exp, log
 from typing import Any
 
-from esper_telemetry.alarms.rule import Finding, Rule, View, hard, number, percent, ramp
+from esper_telemetry.alarms.rule import AlarmRule, Finding, Ramp, View, below, hard, number, percent
+from esper_telemetry.alarms.rules.gradients import STARVED_SHARE
 
 EARLY = 0.25
 """Share of the run in which entropy should not crash, and after which it should have fallen."""
 
+PLUNGE_UPDATES = 3
+"""Updates over which a sudden loss of entropy is measured."""
 
-LATEST = 3
-"""Updates over which a sudden loss of entropy is told."""
+MIN_SIGNED_ENTROPY = 0.01
+"""Smallest entropy, in nats, whose sign is meaningful."""
 
-UNSIGNED, SIGNS_APART = 0.01, 0.2
-"""Nats of entropy whose sign is told from rounding, and relative distance between a loss and its entropy that says they have one sign."""
+SAME_SIGN_DISTANCE = 0.2
+"""Relative distance between a loss and its entropy up to which they have one sign."""
 
 ENTROPIES = ("policy/entropy*", "policy/head/*/entropy_norm", "policy/action_mi", "loss/entropy")
 
 
 def categorical(facts: Mapping[str, Any]) -> bool:
-    """Whether any head chooses among actions."""
+    """True where any head chooses among actions."""
     heads = facts.get("heads")
     return not isinstance(heads, Mapping) or any(kind == "categorical" for kind in heads.values())
 
 
+ENTROPY_COLLAPSE = below("entropy_collapse", 0.1, "normalised entropy of the policy")
+ENTROPY_CLEAR = below("entropy_clear", 0.15, "from which on it has recovered")
+ENTROPY_MARGINAL = below("entropy_marginal", 0.5, "normalised entropy of its actions over all states")
+
+
 def entropy_collapse(view: View) -> Iterator[Finding]:
-    """The policy does the same everywhere: little entropy, and little in the mix of its actions over all states."""
+    """The same action everywhere: little entropy, and little in the mix of actions over all states."""
     limits = view.limits
     entropy, mix = view.get("policy/entropy_norm"), view.get("policy/entropy_marginal_norm")
-    if entropy is not None and mix is not None:
-        yield Finding(
-            _collapsed(view, entropy, mix),
-            "policy/entropy_norm",
-            entropy,
-            limits.entropy_collapse,
-            text=lambda: (
-                f"the policy does nearly the same everywhere: its entropy is {percent(entropy)} of the largest, "
-                f"that of its actions over all states {percent(mix)}"
-            ),
-        )
-
-
-def _collapsed(view: View, entropy: float, mix: float) -> float:
-    """1 below both bounds, which would be the ramp's upper half; 0.3, which holds an alarm, until it has recovered."""
-    limits = view.limits
-    if entropy < limits.entropy_collapse and mix < limits.entropy_marginal:
-        return 1.0
-    return 0.3 if entropy < limits.entropy_clear and mix < limits.entropy_marginal else 0.0
-
-
-def entropy_crash(view: View) -> Iterator[Finding]:
-    """The policy makes up its mind abnormally early, over many updates or within three; or it is paid for doing so."""
-    yield from punished_entropy(view)
-    key, limits = "policy/entropy_rate", view.limits
-    value, entropy, kl = view.get(key), view.get("policy/entropy_norm"), view.get("policy/kl")
-    if value is None or entropy is None or view.progress is None:
+    if entropy is None or mix is None:
         return
-    latest = latest_fall(view)
-    early = view.progress < EARLY and entropy < 0.5 and (kl or 0.0) > 0
-    slow = ramp(-value, limits.entropy_crash_low, limits.entropy_crash_high)
-    fast = ramp(latest, limits.entropy_plunge_low, limits.entropy_plunge_high)
-    fall = latest if fast > slow else -value
+    one_sided = mix < limits[ENTROPY_MARGINAL]
+    low, lowest = entropy < limits[ENTROPY_CLEAR], entropy < limits[ENTROPY_COLLAPSE]
     yield Finding(
-        max(slow, fast) if early else 0.0,
-        key,
-        value,
-        -(limits.entropy_crash_low + limits.entropy_crash_high) / 2,
+        (1.0 if lowest else 0.3 if low else 0.0) if one_sided else 0.0,  # 0.3 neither raises an alarm nor ends it
+        "policy/entropy_norm",
+        entropy,
+        limits[ENTROPY_COLLAPSE],
         text=lambda: (
-            f"the policy's entropy has been falling by {percent(1 - exp(-fall))} per update, to {percent(entropy)} of the largest, "
-            f"after {percent(view.progress or 0.0)} of the run"
+            f"the policy does nearly the same everywhere: its entropy is {percent(entropy)} of the largest, "
+            f"that of its actions over all states {percent(mix)}"
         ),
     )
 
 
-def latest_fall(view: View) -> float:
-    """By how much the logarithm of the entropy has fallen per update, over the last three; 0 before there are as many."""
-    entropy = view.get("policy/entropy_norm")
-    if entropy is None or entropy <= 0:
-        return 0.0
-    seen = view.memory.setdefault("entropies", [])
-    seen.append(log(entropy))
-    del seen[: -LATEST - 1]
-    return float(seen[0] - seen[-1]) / LATEST if len(seen) > LATEST else 0.0
+ENTROPY_CRASH = Ramp("entropy_crash", 0.1, 0.3, "share of the entropy that is lost per update, early in the run")
+ENTROPY_PLUNGE = Ramp(
+    "entropy_plunge", 0.3, 0.9, "fall of the logarithm of the entropy per update, over the last three, early in the run"
+)
+
+
+@dataclass(slots=True)
+class EntropyCrashJudge:
+    """A policy that becomes certain abnormally early, over many updates or within three; or one that is paid for doing so."""
+
+    logarithms: list[float] = field(default_factory=list)
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        yield from punished_entropy(view)
+        key, limits = "policy/entropy_rate", view.limits
+        value, entropy, kl = view.get(key), view.get("policy/entropy_norm"), view.get("policy/kl")
+        if value is None or entropy is None or view.progress is None:
+            return
+        latest = self.latest_fall(entropy)
+        early = view.progress < EARLY and entropy < 0.5 and (kl or 0.0) > 0
+        slow, fast = limits.severity(ENTROPY_CRASH, -value), limits.severity(ENTROPY_PLUNGE, latest)
+        fall = latest if fast > slow else -value
+        yield Finding(
+            max(slow, fast) if early else 0.0,
+            key,
+            value,
+            -limits.middle(ENTROPY_CRASH),
+            text=lambda: (
+                f"the policy's entropy has been falling by {percent(1 - exp(-fall))} per update, to {percent(entropy)} of the largest, "
+                f"after {percent(view.progress or 0.0)} of the run"
+            ),
+        )
+
+    def latest_fall(self, entropy: float) -> float:
+        """Fall of the logarithm of the entropy per update, over the last three; 0 before there are as many."""
+        if entropy <= 0:
+            return 0.0
+        logarithms = self.logarithms
+        logarithms.append(log(entropy))
+        del logarithms[: -PLUNGE_UPDATES - 1]
+        return (logarithms[0] - logarithms[-1]) / PLUNGE_UPDATES if len(logarithms) > PLUNGE_UPDATES else 0.0
 
 
 def punished_entropy(view: View) -> Iterator[Finding]:
-    """The entropy enters the loss with the wrong sign, or with a weight that has become negative."""
+    """An entropy that enters the loss with the wrong sign, or with a weight that has become negative."""
     loss, entropy, weight = view.get("loss/entropy"), view.get("policy/entropy"), view.get("loss/entropy_coef")
     if loss is None or entropy is None or weight == 0:
         return
-    known = abs(entropy) > UNSIGNED
-    flipped = known and abs(loss - entropy) < SIGNS_APART * abs(entropy)
+    flipped = abs(entropy) > MIN_SIGNED_ENTROPY and abs(loss - entropy) < SAME_SIGN_DISTANCE * abs(entropy)
     negative = weight is not None and weight < 0 <= float(view.facts.get("entropy_coef") or 0.0)
     yield Finding(
         hard(flipped or negative),
@@ -113,40 +124,58 @@ def punished_entropy(view: View) -> Iterator[Finding]:
     )
 
 
-def entropy_explosion(view: View) -> Iterator[Finding]:
-    """The policy has become random again, or stays so because clipping leaves the actor nothing."""
-    limits = view.limits
-    entropy, kl, coef = view.get("policy/entropy_norm"), view.get("policy/kl"), view.get("grad/clip/coef")
-    if entropy is None or kl is None or view.progress is None:
-        return
-    lowest = view.memory["lowest"] = min(view.memory.get("lowest", 1.0), entropy)
-    share = view.get("grad/interference/critic_share") or 0.0
-    rose = lowest < limits.entropy_was
-    starved = coef is not None and coef < limits.entropy_starved and share > limits.starved_share
-    wrong = view.progress > EARLY and 1 - entropy < limits.entropy_explosion and (rose or starved)
-    told = f"from {percent(lowest)} before" if rose else f"and clipping leaves {percent(coef or 0.0)} of the gradient"
-    yield Finding(
-        hard(wrong),
-        "policy/entropy_norm",
-        entropy,
-        1 - limits.entropy_explosion,
-        text=lambda: (
-            f"the policy is random: its entropy is {percent(entropy)} of the largest, {told}, and updates move it by {number(kl)} nats"
-        ),
-    )
+ENTROPY_EXPLOSION = below("entropy_explosion", 0.02, "distance of the normalised entropy from 1, late in the run")
+ENTROPY_WAS = below("entropy_was", 0.9, "normalised entropy that it must have had before, to have risen")
+ENTROPY_STARVED = below(
+    "entropy_starved", 0.01, "what clipping leaves of the gradient, where it stays random from the start"
+)
+
+
+@dataclass(slots=True)
+class EntropyExplosionJudge:
+    """A policy that has become random again, or stays so because clipping leaves the actor nothing."""
+
+    lowest: float = 1.0
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        limits = view.limits
+        entropy, kl, coef = view.get("policy/entropy_norm"), view.get("policy/kl"), view.get("grad/clip/coef")
+        if entropy is None or kl is None or view.progress is None:
+            return
+        lowest = self.lowest = min(self.lowest, entropy)
+        share = view.get("grad/interference/critic_share") or 0.0
+        rose = lowest < limits[ENTROPY_WAS]
+        starved = coef is not None and coef < limits[ENTROPY_STARVED] and share > limits[STARVED_SHARE]
+        wrong = view.progress > EARLY and 1 - entropy < limits[ENTROPY_EXPLOSION] and (rose or starved)
+        reason = (
+            f"from {percent(lowest)} before" if rose else f"and clipping leaves {percent(coef or 0.0)} of the gradient"
+        )
+        yield Finding(
+            hard(wrong),
+            "policy/entropy_norm",
+            entropy,
+            1 - limits[ENTROPY_EXPLOSION],
+            text=lambda: (
+                f"the policy is random: its entropy is {percent(entropy)} of the largest, {reason}, and updates move it by {number(kl)} "
+                "nats"
+            ),
+        )
+
+
+ACTION_SHIFT = Ramp("action_shift", 0.05, 0.25, "change of the mix of actions between rollouts, Jensen-Shannon")
 
 
 def action_shift(view: View) -> Iterator[Finding]:
-    """The mix of actions changed abruptly."""
-    key, low, high = "policy/action_shift_js", view.limits.action_shift_low, view.limits.action_shift_high
+    """An abrupt change of the mix of actions."""
+    key, limits = "policy/action_shift_js", view.limits
     value = view.get(key)
     if value is not None:
         by_chance = 1 / view.transitions if view.transitions else 0.0  # of the samples of two rollouts
         yield Finding(
-            ramp(value - by_chance, low, high),
+            limits.severity(ACTION_SHIFT, value - by_chance),
             key,
             value,
-            (low + high) / 2 + by_chance,
+            limits.middle(ACTION_SHIFT) + by_chance,
             text=lambda: (
                 f"the mix of actions has changed abruptly, by a Jensen-Shannon divergence of {number(value)} (usually below 0.02)"
             ),
@@ -154,52 +183,76 @@ def action_shift(view: View) -> Iterator[Finding]:
 
 
 RULES = (
-    Rule(
+    AlarmRule(
         type="policy/entropy_collapse",
+        inputs=(
+            "policy/entropy_norm",
+            "policy/entropy_marginal_norm",
+            "policy/head/{head}/entropy_norm",
+            "policy/entropy_grad_ratio",
+        ),
+        meaning="The policy does the same everywhere: it has stopped exploring without having solved the task.",
+        action="Raise entropy_coef, lower the learning rate, check whether one action is rewarded by mistake.",
         judge=entropy_collapse,
-        inputs=("policy/entropy_norm", "policy/entropy_marginal_norm"),
+        bounds=(ENTROPY_COLLAPSE, ENTROPY_CLEAR, ENTROPY_MARGINAL),
+        source="Solved tasks end with 0.05 too, but with all of their actions in use: both entropies count.",
+        required=("policy/entropy_norm", "policy/entropy_marginal_norm"),
         applies=categorical,
         warmup=10,
         n_on=3,
-        duration=5,
+        debug_updates=5,
         evidence=ENTROPIES,
-        source="Solved tasks end with 0.05 too, but with all of their actions in use: both entropies count.",
+        pieces=("transitions",),
     ),
-    Rule(
+    AlarmRule(
         type="policy/entropy_crash",
-        judge=entropy_crash,
-        inputs=("policy/entropy_rate", "policy/entropy_norm"),
+        inputs=("policy/entropy_rate", "policy/entropy_norm", "loss/entropy", "loss/entropy_coef"),
+        meaning="The policy makes up its mind abnormally early.",
+        action="Raise entropy_coef, lower the learning rate, normalise rewards.",
+        judge=EntropyCrashJudge(),
+        bounds=(ENTROPY_CRASH, ENTROPY_PLUNGE),
+        source="only where half of the entropy is gone: short runs learn simple tasks within a quarter of their time. "
+        "A loss of entropy is minus the entropy, in every trainer: where it is the entropy, the sign is wrong.",
+        required=("policy/entropy_rate", "policy/entropy_norm"),
         facts=("total_steps",),
         warmup=5,
         n_on=2,
-        duration=5,
+        debug_updates=5,
         evidence=ENTROPIES,
+        pieces=("transitions",),
         relative=True,
-        source="only where half of the entropy is gone: short runs learn simple tasks within a quarter of their time. "
-        "A loss of entropy is minus the entropy, in every trainer: where it is the entropy, the sign is wrong.",
     ),
-    Rule(
+    AlarmRule(
         type="policy/entropy_explosion",
-        judge=entropy_explosion,
         inputs=("policy/entropy_norm", "policy/kl"),
+        meaning="The policy stays random: it learns nothing, or the bonus for exploring outweighs the task.",
+        action="Lower entropy_coef; check that rewards arrive and that advantages are not all the same.",
+        judge=EntropyExplosionJudge(),
+        bounds=(ENTROPY_EXPLOSION, ENTROPY_WAS, ENTROPY_STARVED),
+        source="SB3#2240. Sparse tasks and low learning rates stay random for long: it must have been lower, or the "
+        "critic must fill the clip limit.",
+        required=("policy/entropy_norm", "policy/kl"),
         facts=("total_steps",),
         applies=categorical,
         n_on=10,
         n_off=5,
-        duration=3,
+        debug_updates=3,
         evidence=ENTROPIES,
-        source="SB3#2240. Sparse tasks and low learning rates stay random for long: it must have been lower, or the "
-        "critic must fill the clip limit.",
+        pieces=("transitions",),
     ),
-    Rule(
+    AlarmRule(
         type="policy/action_shift",
+        inputs=("policy/action_shift_js", "policy/head/{head}/action_shift_js"),
+        meaning="The mix of actions changed abruptly between two rollouts.",
+        action="Look at the update before: KL, ratios and the learning rate; check for a change of the environment.",
         judge=action_shift,
-        inputs=("policy/action_shift_js",),
+        bounds=(ACTION_SHIFT,),
+        source="healthy runs stay below 0.03",
         applies=categorical,
         warmup=5,
         n_off=2,
-        duration=3,
+        debug_updates=3,
         evidence=("policy/action_shift_js", "policy/head/*/action_shift_js", "policy/kl*", "policy/entropy_norm"),
-        source="healthy runs stay below 0.03",
+        pieces=("transitions",),
     ),
 )

@@ -1,67 +1,91 @@
-"""Gradients: too large, too small, missing."""
+"""Gradients: too large, too small, missing, and divided between actor and critic."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from math import log10
 
-from esper_telemetry.alarms.rule import Finding, Rule, View, hard, number, percent, ramp, segment_of, times
-from esper_telemetry.alarms.rules.numerics import outlier
+from esper_telemetry.alarms.judges import OUTLIER_BOUNDS, Outlier, RollingMean, list_names
+from esper_telemetry.alarms.rule import (
+    AlarmRule,
+    Finding,
+    History,
+    Ramp,
+    View,
+    above,
+    below,
+    hard,
+    number,
+    percent,
+    power,
+    segment_of,
+    times,
+)
 
 LAYER, HEAD, NORM = "grad/layer/", "grad/head/", "/norm"
-
-
 PEAK = "grad/global/norm_preclip_max"
+RATIO, SHARE, EFFECTIVE = (f"grad/interference/{name}" for name in ("log_ratio", "critic_share", "actor_effective"))
 
-
-MIN_VANISH = 5
+MIN_VANISH_UPDATES = 5
 """Updates in which a layer had a gradient, before its absence means anything."""
 
+NORM_EVIDENCE = ("grad/layer/*/norm", "grad/*/norm_preclip", "grad/clip/coef")
 
-NORMS = ("grad/layer/*/norm", "grad/*/norm_preclip", "grad/clip/coef")
+
+@dataclass(slots=True)
+class ExplodeJudge:
+    """A gradient far larger than it was."""
+
+    outlier: Outlier = field(default_factory=Outlier)
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        severity, value = self.outlier.severity(view, PEAK), view.get(PEAK)
+        if severity is None or value is None:
+            return
+        median = view.baselines.median(PEAK) or value
+        clip = view.facts.get("max_grad_norm")
+        left = f"; clipping at {number(clip)} leaves {percent(min(1.0, clip / value))} of it" if clip else ""
+        yield Finding(
+            severity,
+            PEAK,
+            value,
+            adaptive=True,
+            z=view.z(PEAK),
+            text=lambda: (
+                f"the gradient has reached a norm of {number(value)}, {times(value / median)} its usual one{view.usual(PEAK)}{left}"
+            ),
+        )
 
 
-def explode(view: View) -> Iterator[Finding]:
-    """The gradient is far larger than it was."""
-    found, value = outlier(view, PEAK), view.get(PEAK)
-    if found is None or value is None:
-        return
-    median = view.baselines.median(PEAK) or value
-    clip = view.facts.get("max_grad_norm")
-    left = f"; clipping at {number(clip)} leaves {percent(min(1.0, clip / value))} of it" if clip else ""
-    severity, z = found
-    yield Finding(
-        severity,
-        PEAK,
-        value,
-        adaptive=True,
-        z=z,
-        text=lambda: (
-            f"the gradient has reached a norm of {number(value)}, {times(value / median)} its usual one{view.usual(PEAK)}{left}"
-        ),
-    )
+VANISH = Ramp("vanish", 3.0, 7.0, "decades by which a layer's gradient falls below its median")
+VANISH_SHARE = below("vanish_share", 1e-5, "gradient of a layer in clip limits, with that")
 
 
 def vanish(view: View) -> Iterator[Finding]:
-    """A layer's gradient is zero, or decades below what it was; every layer is judged by its own history."""
+    """A layer's gradient that is zero, or decades below what it was; every layer is judged by its own history."""
     limits = view.limits
     clip = view.facts.get("max_grad_norm") or 1.0
-    critics = {segment_of(name) for name in dict(view.facts.get("groups") or {}).get("critic", ())}
+    groups = dict(view.facts.get("groups") or {})
+    critics = {segment_of(name) for name in groups.get("critic", ())}
     solved = 0.5 * view.baselines.fallen("loss/value")  # gradients of a squared error fall as its root
-    for layer, key, value in [*view.labelled(LAYER, NORM), *sharing_heads(view)]:
+    # Heads that are rows of one layer count as layers; those with parameters of their own are layers already.
+    heads = [item for item in view.labelled(HEAD, NORM) if f"head:{item[0]}" not in groups]
+    for layer, key, value in [*view.labelled(LAYER, NORM), *heads]:
         median = view.baselines.median(key)
-        if median is None or view.baselines.count(key) < MIN_VANISH:
+        if median is None or view.baselines.count(key) < MIN_VANISH_UPDATES:
             continue
         fallen = log10(median / value) if value > 0 else 99.0
         if layer in critics and value > 0:
             fallen -= solved
-        if value > limits.vanish_share * clip:
+        if value > limits[VANISH_SHARE] * clip:
             fallen = 0.0
+        low, high = limits.ends(VANISH)
         yield Finding(
-            ramp(fallen, limits.vanish_low, limits.vanish_high),
+            limits.severity(VANISH, fallen),
             key,
             value,
-            median * 10 ** (-(limits.vanish_low + limits.vanish_high) / 2),
+            median * 10 ** (-(low + high) / 2),
             adaptive=True,
             z=view.z(key),
             instance=layer,
@@ -71,79 +95,232 @@ def vanish(view: View) -> Iterator[Finding]:
         )
 
 
-def sharing_heads(view: View) -> Iterator[tuple[str, str, float]]:
-    """Heads that have rows of one layer, which is as if each had a layer; those with parameters of their own are layers already."""
-    groups = dict(view.facts.get("groups") or {})
-    return ((head, key, value) for head, key, value in view.labelled(HEAD, NORM) if f"head:{head}" not in groups)
+@dataclass(slots=True)
+class MissingGroupJudge:
+    """Parameters that are declared to be trained and have no gradient: a whole group, or single tensors of one.
+
+    Attributes:
+        segments: names of each group's parameters as segments of keys, the same in every update.
+    """
+
+    segments: dict[str, frozenset[str]] = field(default_factory=dict)
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        groups = view.facts.get("groups")
+        if not groups or (
+            "grad/global/norm_preclip" not in view.values and not any(key.startswith("grad/") for key in view.values)
+        ):
+            return
+        layers = {label for label, _, _ in view.labelled(LAYER, NORM)}
+        for group, names in groups.items():
+            key = f"grad/{segment_of(group)}/norm_preclip"
+            if group not in self.segments:
+                self.segments[group] = frozenset(map(segment_of, names))
+            missing = layers and not layers.issuperset(self.segments[group])
+            absent = [name for name in names if segment_of(name) not in layers] if missing else []
+            whole = key not in view.values and f"{key}_nonfinite" not in view.values and bool(names)
+            tensors = list_names(absent)
+            yield Finding(
+                hard(whole or bool(absent)),
+                key,
+                view.get(key),
+                instance=group,
+                text=lambda group=group, whole=whole, tensors=tensors: (  # type: ignore[misc]  # the loop's values at this time
+                    f"{'the group' if whole else 'a part of the group'} {group} has no gradient, though it is declared to be trained"
+                    + (f": {tensors}" if tensors else "")
+                ),
+            )
 
 
-def missing_group(view: View) -> Iterator[Finding]:
-    """Parameters that are declared to be trained have no gradient: a whole group, or single tensors of one."""
-    groups = view.facts.get("groups")
-    if not groups or (
-        "grad/global/norm_preclip" not in view.values and not any(key.startswith("grad/") for key in view.values)
-    ):
+STARVED_Z = above("starved_z", 6.0, "robust z of the critic's gradient over the actor's")
+STARVED_SHARE = above("starved_share", 0.95, "critic's share of the squared gradient, with that")
+STARVED_EFFECTIVE_Z = above("starved_effective_z", 8.0, "robust z by which the actor's clipped gradient falls")
+STARVED_FLOOR = below("starved_floor", 1e-5, "actor's clipped gradient, which Adam's epsilon swallows, with that share")
+
+
+def actor_starved(view: View) -> Iterator[Finding]:
+    """A critic that fills the clip limit."""
+    limits = view.limits
+    ratio, share, effective = view.get(RATIO), view.get(SHARE), view.get(EFFECTIVE)
+    z, fall = view.z(RATIO), view.z(EFFECTIVE)
+    swallowed = effective is not None and effective < limits[STARVED_FLOOR]
+    if ratio is None or share is None or (z is None and not swallowed):
         return
-    layers = {label for label, _, _ in view.labelled(LAYER, NORM)}
-    for group, names in groups.items():
-        key = f"grad/{segment_of(group)}/norm_preclip"
-        missing = layers and not layers.issuperset(_segments(view, group, names))
-        absent = [name for name in names if segment_of(name) not in layers] if missing else []
-        whole = key not in view.values and f"{key}_nonfinite" not in view.values and bool(names)
-        told = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
-        yield Finding(
-            hard(whole or bool(absent)),
-            key,
-            view.get(key),
-            instance=group,
-            text=lambda group=group, whole=whole, told=told: (  # type: ignore[misc]  # the loop's values at this time
-                f"{'the group' if whole else 'a part of the group'} {group} has no gradient, though it is declared to be trained"
-                + (f": {told}" if told else "")
-            ),
-        )
+    dominated = swallowed or (z is not None and z > limits[STARVED_Z])
+    starved = fall is not None and fall < -limits[STARVED_EFFECTIVE_Z] and share > limits[STARVED_SHARE]
+    coef = view.get("grad/clip/coef")
+    left = f"; clipping leaves the actor {percent(coef)} of its step" if coef is not None and coef < 0.999 else ""
+
+    def text() -> str:
+        ends = view.baselines.usual(RATIO)
+        usual = f" (usually {number(power(ends[0]))}-{number(power(ends[1]))}x)" if ends else ""
+        rest = f", {number(effective)}{view.usual(EFFECTIVE)}" if effective is not None else ""
+        return f"the critic's gradient has been {times(power(ratio))} the actor's{usual}{left}{rest}"
+
+    wrong = (dominated and share > limits[STARVED_SHARE]) or starved
+    yield Finding(hard(wrong), RATIO, ratio, adaptive=True, z=z, text=text)
 
 
-def _segments(view: View, group: str, names: Iterable[str]) -> frozenset[str]:
-    """Names of a group's parameters as segments of keys: the same ones in every update."""
-    known: dict[str, frozenset[str]] = view.memory.setdefault("segments", {})
-    if group not in known:
-        known[group] = frozenset(map(segment_of, names))
-    return known[group]
+INTERFERENCE = Ramp("interference", 0.2, 0.7, "negative average cosine of the two losses' gradients")
+
+
+@dataclass(slots=True)
+class InterferenceJudge:
+    """Actor and critic that disagree, on average over ten measurements."""
+
+    cosines: RollingMean = field(default_factory=RollingMean)
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        key = "grad/interference/cos"
+        mean = self.cosines.add(view.get(key))
+        if mean is not None:
+            yield Finding(
+                view.limits.severity(INTERFERENCE, -mean),
+                key,
+                mean,
+                -view.limits.middle(INTERFERENCE),
+                text=lambda: (
+                    f"the gradients of actor and critic point in opposite directions: their cosine averages {number(mean)}"
+                ),
+            )
+
+
+CLIP_COEF = below("clip_coef", 0.01, "what clipping leaves of the gradient")
+CLIP_FALL = above("clip_fall", 1.0, "decades by which that fell below its median")
+
+
+def clip_saturated(view: View) -> Iterator[Finding]:
+    """Clipping that leaves next to nothing of the gradient, and used to leave more."""
+    key, limits = "grad/clip/coef", view.limits
+    value, shift = view.get(key), view.baselines.shift.get(key)
+    if value is None or shift is None:
+        return
+    yield Finding(
+        hard(value < limits[CLIP_COEF] and shift < -limits[CLIP_FALL]),
+        key,
+        value,
+        limits[CLIP_COEF],
+        z=view.z(key),
+        text=lambda: f"clipping leaves {percent(value)} of the gradient{view.usual(key)}",
+    )
 
 
 RULES = (
-    Rule(
-        type="grad/missing_group",
-        judge=missing_group,
-        inputs=("grad/global/norm_preclip",),
-        facts=("groups",),
-        certain=True,
-        n_off=1,
-        duration=10,
-        evidence=("grad/*/norm_preclip", "opt/lr"),
-        source="A tensor without a gradient is a tensor that is not trained, though its group may be.",
-    ),
-    Rule(
-        type="grad/vanish",
-        judge=vanish,
-        inputs=("grad/global/norm_preclip",),
-        watches=("grad/layer/*/norm", "grad/head/*/norm", "loss/value"),
-        duration=5,
-        evidence=(*NORMS, "grad/zero_frac", "repr/dormant_frac*"),
-        relative=True,
-        source="Groups with a head never fall to 0, so layers are judged, each by its own median: exactly 0, or three decades below. "
-        "The critic's fall that far where all returns become equal: as far as its error has fallen too, that is no fault.",
-    ),
-    Rule(
+    AlarmRule(
         type="grad/explode",
-        judge=explode,
-        inputs=(PEAK,),
-        watches=(PEAK,),
-        duration=5,
-        evidence=(*NORMS, "loss/*", "ret/std", "opt/lr"),
-        relative=True,
+        inputs=(
+            "grad/{group}/severity_explode",
+            "grad/global/norm_preclip_max",
+            "grad/global/norm_preclip",
+            "grad/health",
+        ),
+        meaning="Gradients are far larger than this run's usual ones.",
+        action="Clip by the global norm (max_grad_norm 0.5), lower the learning rate, look for outliers in returns; the table of "
+        "layers says where.",
+        judge=ExplodeJudge(),
+        bounds=OUTLIER_BOUNDS,
         source="One spike of a minibatch is absorbed by clipping: far out, or out of line twice. Absolute bounds in "
         "clip limits are left out: "
         "the critic of unscaled returns has gradients of a thousand limits from the first update on.",
+        rank=280,
+        required=(PEAK,),
+        histories=(PEAK,),
+        debug_updates=5,
+        evidence=(*NORM_EVIDENCE, "loss/*", "ret/std", "opt/lr"),
+        pieces=("layers", "transitions", "pairs"),
+        histograms=("grad/decades",),
+        relative=True,
+    ),
+    AlarmRule(
+        type="grad/vanish",
+        inputs=("grad/{group}/severity_vanish", "grad/zero_frac", "grad/layer/{layer}/zero_frac", "grad/health"),
+        meaning="A part of the network gets next to no gradient.",
+        action="Look for dead ReLUs (repr/dormant_frac), saturated tanhs, a detached branch; lower the learning rate, use another "
+        "activation.",
+        judge=vanish,
+        bounds=(VANISH, VANISH_SHARE),
+        source="Groups with a head never fall to 0, so layers are judged, each by its own median: exactly 0, or three decades below. "
+        "The critic's fall that far where all returns become equal: as far as its error has fallen too, that is no fault.",
+        rank=190,
+        required=("grad/global/norm_preclip",),
+        histories=("grad/layer/*/norm", "grad/head/*/norm", "loss/value"),
+        debug_updates=5,
+        evidence=(*NORM_EVIDENCE, "grad/zero_frac", "repr/dormant_frac*"),
+        pieces=("layers", "transitions", "pairs"),
+        histograms=("grad/decades",),
+        relative=True,
+    ),
+    AlarmRule(
+        type="grad/missing_group",
+        inputs=("grad/{group}/norm_preclip",),
+        meaning="A part of the network that is meant to be trained has no gradient at all.",
+        action="Look for detach(), no_grad or requires_grad=False on the way from the loss to it.",
+        judge=MissingGroupJudge(),
+        source="A tensor without a gradient is a tensor that is not trained, though its group may be.",
+        rank=90,
+        hard=True,
+        claim=True,
+        required=("grad/global/norm_preclip",),
+        facts=("groups",),
+        n_off=1,
+        debug_updates=10,
+        evidence=("grad/*/norm_preclip", "opt/lr"),
+        pieces=("layers", "transitions", "pairs"),
+        histograms=("grad/decades",),
+        certain=True,
+    ),
+    AlarmRule(
+        type="grad/actor_starved",
+        inputs=(RATIO, SHARE, EFFECTIVE),
+        meaning="The critic's gradient fills the clip limit and the actor learns from what is left.",
+        action="Normalise returns, lower value_coef, use separate networks or clip them apart.",
+        judge=actor_starved,
+        bounds=(STARVED_Z, STARVED_SHARE, STARVED_EFFECTIVE_Z, STARVED_FLOOR),
+        source="Critics of unscaled returns dominate from the start, legitimately: a change counts, and, from the start too, an "
+        "actor whose gradient Adam's epsilon (1e-5) swallows.",
+        rank=250,
+        required=(RATIO, SHARE),
+        histories=(History(RATIO, linear=True), EFFECTIVE),
+        n_on=2,
+        debug_updates=5,
+        evidence=("grad/interference/*", "grad/clip/*", "ret/std", "loss/*"),
+        pieces=("layers", "transitions", "pairs"),
+        histograms=("grad/decades",),
+        relative=True,
+    ),
+    AlarmRule(
+        type="grad/interference",
+        inputs=("grad/interference/cos", "grad/interference/cancel"),
+        meaning="Actor and critic pull the shared network in opposite directions.",
+        action="Use separate networks, or lower value_coef.",
+        judge=InterferenceJudge(),
+        bounds=(INTERFERENCE,),
+        source="single cosines swing by ±0.5 in healthy runs; PCGrad",
+        applies=lambda facts: bool(dict(facts.get("groups") or {}).get("shared")),
+        warmup=20,
+        n_on=3,
+        debug_updates=3,
+        evidence=("grad/interference/*",),
+        pieces=("layers", "transitions", "pairs"),
+        histograms=("grad/decades",),
+        sampled=True,
+    ),
+    AlarmRule(
+        type="grad/clip_saturated",
+        inputs=("grad/clip/coef_min", "grad/clip/coef", "grad/clip/excess_log10"),
+        meaning="Clipping shrinks gradients to a small part of themselves, so the learning rate means little.",
+        action="Find what is large (grad/interference/critic_share); normalise returns or lower value_coef before raising the limit.",
+        judge=clip_saturated,
+        bounds=(CLIP_COEF, CLIP_FALL),
+        source="Healthy runs with unscaled returns clip to 2 % for good: it must have become worse, tenfold.",
+        required=("grad/clip/coef",),
+        histories=("grad/clip/coef",),
+        applies=lambda facts: facts.get("max_grad_norm") is not None,
+        n_on=2,
+        debug_updates=3,
+        evidence=("grad/*/norm_preclip", "grad/interference/*", "grad/clip/*"),
+        pieces=("layers", "transitions", "pairs"),
+        histograms=("grad/decades",),
+        relative=True,
     ),
 )

@@ -1,21 +1,66 @@
-"""Identities that hold in every correct trainer.
-
-How large a mismatch of stored and recomputed log-probabilities may be before the first optimizer step: bounds by precision.
-"""
+"""Numbers that are not finite, and identities that hold in every correct trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final, Literal
 
-from esper_telemetry.alarms.rule import Finding, Rule, View, hard, number
+from esper_telemetry.alarms.judges import AboveBound
+from esper_telemetry.alarms.rule import AlarmRule, Finding, View, above, count, hard, number
+
+NONFINITE: Final = "_nonfinite"
+"""Ending of the keys that count what was left out of a metric because it was not finite."""
+
+NONFINITE_KEY: Final = "numerics/nonfinite"
+TRAINING_FAMILIES = (
+    "reward",
+    "norm",
+    "buffer",
+    "lstm",
+    "ret",
+    "adv",
+    "value",
+    "episode",
+    "integrity",
+    "policy",
+    "loss",
+    "repr",
+    "grad",
+    "opt",
+    "numerics",
+)
+"""Families whose counters speak for the run, causes first; those of numbers that users log do not."""
+
+
+def nonfinite(view: View) -> Iterator[Finding]:
+    """NaN or infinity in data, losses, gradients or weights."""
+    keys = (NONFINITE_KEY, "reward/nonfinite", *view.matching("", NONFINITE))
+    counts = {
+        key: view.values[key]
+        for key in keys
+        if view.values.get(key, 0.0) > 0 and key.partition("/")[0] in TRAINING_FAMILIES
+    }
+    if not counts and NONFINITE_KEY not in view.values:
+        return
+    total = counts.get(NONFINITE_KEY) or max(counts.values(), default=0.0)
+    places = [key.removesuffix(NONFINITE) for key in counts if key != NONFINITE_KEY]
+    places.sort(key=lambda key: TRAINING_FAMILIES.index(key.partition("/")[0]))
+    where = f", among them in {', '.join(places[:3])}" if places else ""
+    yield Finding(
+        float(bool(counts)),
+        NONFINITE_KEY,
+        total,
+        0.0,
+        text=lambda: f"{number(total)} numbers are NaN or infinite{where}",
+    )
+
 
 Grade = Literal["ok", "warn", "crit"]
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class PrecisionBounds:
     """Strict upper bounds in nats; above `critical` the policy is not the one that acted."""
 
     warn: float
@@ -23,15 +68,15 @@ class Bounds:
 
 
 RATIO_INIT_BOUNDS = {
-    "fp32": Bounds(1e-5, 1e-3),
-    "tf32": Bounds(1e-3, 1e-2),
-    "bf16": Bounds(2e-2, 5e-2),
-    "fp16": Bounds(2e-2, 5e-2),
+    "fp32": PrecisionBounds(1e-5, 1e-3),
+    "tf32": PrecisionBounds(1e-3, 1e-2),
+    "bf16": PrecisionBounds(2e-2, 5e-2),
+    "fp16": PrecisionBounds(2e-2, 5e-2),
 }
 """By compute precision. Rounding alone stays below `warn`; huggingface/trl#454 and sb3-contrib#75 lie above `critical`."""
 
 
-def ratio_init_bounds(precision: str, *, smallest_std: float | None = None) -> Bounds:
+def ratio_init_bounds(precision: str, *, smallest_std: float | None = None) -> PrecisionBounds:
     """Bounds for `integrity/ratio_init`.
 
     Args:
@@ -45,47 +90,44 @@ def ratio_init_bounds(precision: str, *, smallest_std: float | None = None) -> B
         raise ValueError(f"precision must be one of {', '.join(RATIO_INIT_BOUNDS)}, got {precision!r}")
     factor = max(1.0, 1.0 / smallest_std) if smallest_std else 1.0
     bounds = RATIO_INIT_BOUNDS[precision]
-    return Bounds(bounds.warn * factor, bounds.critical * factor)
+    return PrecisionBounds(bounds.warn * factor, bounds.critical * factor)
 
 
 def ratio_init_grade(value: float, precision: str, *, smallest_std: float | None = None) -> Grade:
-    """What a value of `integrity/ratio_init` means; arguments as for `ratio_init_bounds`."""
+    """Grade of a value of `integrity/ratio_init`; arguments as for `ratio_init_bounds`."""
     bounds = ratio_init_bounds(precision, smallest_std=smallest_std)
     if value > bounds.critical:
         return "crit"
     return "warn" if value > bounds.warn else "ok"
 
 
-UNLIKELY = 5.0
-"""Nats of the unlikeliest action from which on bounds grow with it: so do logits, and with them the rounding of their differences."""
+UNLIKELY_NATS = 5.0
+"""Of the unlikeliest action, from which on bounds grow with it: so do logits, and with them the rounding of their differences."""
 
-REMEMBERED = 4.0
-"""Times as much where a memory carries the rounding from step to step; healthy runs came to 1.4 times the plain bound."""
+MEMORY_ROUNDING = 4.0
+"""Factor of the bounds where a memory carries rounding from step to step; healthy runs came to 1.4 times the plain bound."""
 
-LASTS = 5
-"""Updates over which small deviations of normalised advantages are averaged: healthy runs have 0.0005 in each."""
+WARNING_SEVERITY = 0.5
+"""Severity between the two bounds: it raises the alarm and no level."""
 
-FEW_ROWS = 1.0
-"""What is forgiven, over the rows of an update: an unbiased standard deviation of 8 rows leaves 0.03, with masked rows twice as much."""
-
-WARNING = 0.5
-"""Severity of a mismatch between the two bounds: it is told, and raises no level."""
+RATIO_INIT_FACTOR = above(
+    "ratio_init_factor", 1.0, "times the bounds of the compute precision, for integrity/ratio_init"
+)
 
 
 def ratio_init(view: View) -> Iterator[Finding]:
-    """Stored log-probabilities are not those of the policy, before the first step."""
+    """Stored log-probabilities that are not those of the policy, before the first step."""
     key = "integrity/ratio_init"
     value, precision = view.get(key), view.facts.get("precision")
     if value is None or precision not in RATIO_INIT_BOUNDS:
         return
-    spreads = [found for _, _, found in view.labelled("policy/head/", "/std/min") if found > 0]
+    spreads = [std for _, _, std in view.labelled("policy/head/", "/std/min") if std > 0]
     bounds = ratio_init_bounds(precision, smallest_std=min(spreads, default=None))
-    rounding = view.limits.ratio_init_factor * max(1.0, abs(view.get("policy/logp/min") or 0.0) / UNLIKELY)
-    rounding *= REMEMBERED if view.matching("lstm/", "") else 1.0
+    rounding = view.limits[RATIO_INIT_FACTOR] * max(1.0, abs(view.get("policy/logp/min") or 0.0) / UNLIKELY_NATS)
+    rounding *= MEMORY_ROUNDING if view.matching("lstm/", "") else 1.0
     warn, critical = bounds.warn * rounding, bounds.critical * rounding
-    severity = 1.0 if value > critical else WARNING if value > warn else 0.0
     yield Finding(
-        severity,
+        1.0 if value > critical else WARNING_SEVERITY if value > warn else 0.0,
         key,
         value,
         warn,
@@ -96,93 +138,97 @@ def ratio_init(view: View) -> Iterator[Finding]:
     )
 
 
-def beyond(view: View, key: str, bound: float, text: Callable[[float], str]) -> Iterator[Finding]:
-    """Certain where a value exceeds a bound; `text` tells of the value."""
-    value = view.get(key)
-    if value is not None:
-        yield Finding(hard(value > bound), key, value, bound, text=lambda: text(value))
+MEAN_UPDATES = 5
+"""Updates over which small deviations of normalised advantages are averaged: healthy runs have 0.0005 in each."""
+
+FEW_ROWS = 1.0
+"""Tolerance over the rows of an update: an unbiased standard deviation of 8 rows leaves 0.03, with masked rows twice as much."""
+
+ADV_NORM = above("adv_norm", 0.05, "distance of normalised advantages from mean 0 and standard deviation 1")
+ADV_NORM_LASTING = above(
+    "adv_norm_lasting", 0.01, "the same on average over five updates, where whole rollouts are normalised"
+)
 
 
-def gae_identity(view: View) -> Iterator[Finding]:
-    """A + V = R is broken."""
-
-    def text(value: float) -> str:
-        off = f"they are off by {number(value)} of the largest return (rounding explains 1e-5)"
-        return f"returns are not advantages plus values: {off}"
-
-    return beyond(view, "integrity/gae_identity", view.limits.gae_identity, text)
-
-
-def adv_norm(view: View) -> Iterator[Finding]:
-    """Advantages that are said to be normalised are not.
+@dataclass(slots=True)
+class AdvantageNormJudge:
+    """Advantages that are declared to be normalised and are not.
 
     A floor under their standard deviation, or one that is rounding, leaves it below 1 on purpose; so does an unbiased one, of few rows.
     """
-    key, bound = "integrity/adv_norm", view.limits.adv_norm
-    value = view.get(key)
-    if value is None or not view.facts.get("normalize_advantages"):
-        return
-    spread = view.get("adv/raw/std")
-    floor = float(view.facts.get("advantage_std_floor") or 0.0)
-    if view.get("adv/std_floored") or (spread is not None and spread <= 1.01 * max(floor, 1e-6)):
-        value = abs(view.get("adv/norm/mean") or 0.0)
-    value -= FEW_ROWS / view.transitions if view.transitions else 0.0
-    seen = view.memory.setdefault("seen", [])
-    seen.append(value)
-    del seen[:-LASTS]
-    whole = view.facts.get("normalize_minibatches") is False
-    lasting = whole and len(seen) == LASTS and sum(seen) / LASTS > view.limits.adv_norm_lasting
-    mean, std = view.get("adv/norm/mean"), view.get("adv/norm/std")
-    shown = (
-        f": their mean is {number(mean)}, their standard deviation {number(std)}"
-        if mean is not None and std is not None
-        else ""
-    )
-    yield Finding(
-        hard(value > bound or lasting),
-        key,
-        value,
-        bound,
-        text=lambda: f"the advantages in use are not normalised{shown}",
-    )
+
+    distances: list[float] = field(default_factory=list)
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        key, bound = "integrity/adv_norm", view.limits[ADV_NORM]
+        value = view.get(key)
+        if value is None or not view.facts.get("normalize_advantages"):
+            return
+        spread = view.get("adv/raw/std")
+        floor = float(view.facts.get("advantage_std_floor") or 0.0)
+        if view.get("adv/std_floored") or (spread is not None and spread <= 1.01 * max(floor, 1e-6)):
+            value = abs(view.get("adv/norm/mean") or 0.0)
+        value -= FEW_ROWS / view.transitions if view.transitions else 0.0
+        distances = self.distances
+        distances.append(value)
+        del distances[:-MEAN_UPDATES]
+        whole = view.facts.get("normalize_minibatches") is False
+        full = len(distances) == MEAN_UPDATES
+        lasting = whole and full and sum(distances) / MEAN_UPDATES > view.limits[ADV_NORM_LASTING]
+        mean, std = view.get("adv/norm/mean"), view.get("adv/norm/std")
+        moments = (
+            f": their mean is {number(mean)}, their standard deviation {number(std)}"
+            if mean is not None and std is not None
+            else ""
+        )
+        yield Finding(
+            hard(value > bound or lasting),
+            key,
+            value,
+            bound,
+            text=lambda: f"the advantages in use are not normalised{moments}",
+        )
 
 
-def mask_violation(view: View) -> Iterator[Finding]:
-    """Forbidden actions were taken."""
-    return beyond(
-        view,
-        "integrity/mask_violation",
-        0.0,
-        lambda value: f"{number(value)} actions were taken that their mask forbids",
-    )
-
-
-def rows_repeated(view: View) -> Iterator[Finding]:
-    """A pass sees the same transitions again."""
-
-    def text(value: float) -> str:
-        return f"{number(100 * value)} % of the rows of a pass over the rollout had been in it before"
-
-    return beyond(view, "integrity/rows_repeated", view.limits.rows_repeated, text)
-
-
-def buffer_age(view: View) -> Iterator[Finding]:
-    """Data of an older policy."""
-
-    def text(value: float) -> str:
-        return f"the update learns from data that is {number(value)} updates old"
-
-    return beyond(view, "buffer/age_updates", view.limits.buffer_age, text)
-
+GAE_IDENTITY = above("gae_identity", 1e-4, "relative error of advantages + values = returns")
+ROWS_REPEATED = above(
+    "rows_repeated", 0.45, "share of a pass's rows that come again: drawing with replacement gives 0.37"
+)
+BUFFER_AGE = count("buffer_age", 0, "updates that data may be old")
 
 RULES = (
-    Rule(
+    AlarmRule(
+        type=NONFINITE_KEY,
+        inputs=(NONFINITE_KEY,),
+        meaning="A NaN or an infinity has appeared in the data, the losses, the gradients or the weights.",
+        action="Look at the first non-finite tensor that the journal names; lower the learning rate, clip gradients, check the rewards and "
+        "observations of the environment, bound log standard deviations.",
+        judge=nonfinite,
+        source="always an error; ray#28283, coach#87",
+        rank=10,
+        hard=True,
+        n_off=1,
+        debug_updates=10,
+        evidence=("reward/nonfinite", "*_nonfinite", "loss/*", "policy/kl", "grad/global/norm_preclip", "opt/lr"),
+        pieces=("stability", "layers"),
+        certain=True,
+        partial=True,
+    ),
+    AlarmRule(
         type="integrity/ratio_init",
+        inputs=("integrity/ratio_init", "policy/kl_first"),
+        meaning="The log-probabilities that were stored are not those that the trainer computes now, before anything was learned.",
+        action="Store the observation, the mask and the hidden state that the policy acted on; freeze normalisers and dropout between "
+        "acting and training.",
         judge=ratio_init,
-        inputs=("integrity/ratio_init",),
+        bounds=(RATIO_INIT_FACTOR,),
+        # No claim: logits that have exploded are rounded by more than the bounds allow.
+        source="bounds by precision, times max(1, 1/σ_min), and wider for actions of tiny probability; trl#454, sb3-contrib#75",
+        rank=60,
+        hard=True,
         facts=("precision",),
         n_off=1,
-        duration=10,
+        debug_updates=10,
         evidence=(
             "policy/kl_first",
             "policy/head/*/std/min",
@@ -190,64 +236,106 @@ RULES = (
             "lstm/staleness_first",
             "norm/*/drift",
         ),
+        pieces=("transitions", "stability"),
         certain=True,
         partial=True,
-        source="bounds by precision, times max(1, 1/σ_min), and wider for actions of tiny probability; trl#454, sb3-contrib#75",
     ),
-    Rule(
+    AlarmRule(
         type="integrity/gae_identity",
-        judge=gae_identity,
         inputs=("integrity/gae_identity",),
-        n_off=1,
-        duration=10,
-        evidence=("adv/raw/mean", "adv/raw/std", "ret/mean", "ret/std", "buffer/age_updates"),
-        certain=True,
-        partial=True,
+        meaning="Returns are not advantages plus values: rows of the buffer are stale or shuffled against each other.",
+        action="Check that advantages, values and returns are indexed and masked alike, and that nothing overwrites the buffer in the "
+        "update.",
+        judge=AboveBound(
+            "integrity/gae_identity",
+            GAE_IDENTITY,
+            "returns are not advantages plus values: they are off by {number} of the largest return (rounding explains 1e-5)",
+        ),
+        bounds=(GAE_IDENTITY,),
         source="identity of GAE, 1506.02438",
-    ),
-    Rule(
-        type="integrity/adv_norm",
-        judge=adv_norm,
-        inputs=("integrity/adv_norm",),
-        facts=("normalize_advantages",),
-        applies=lambda facts: facts.get("normalize_advantages", True),
-        certain=True,
+        rank=40,
+        hard=True,
+        claim=True,
         n_off=1,
-        duration=5,
-        evidence=("adv/norm/mean", "adv/norm/std", "adv/raw/mean", "adv/raw/std"),
-        source="over the whole update, so that normalisation in minibatches passes as well",
-    ),
-    Rule(
-        type="integrity/mask_violation",
-        judge=mask_violation,
-        inputs=("integrity/mask_violation",),
-        optional=True,
-        n_off=1,
-        duration=10,
-        evidence=("policy/head/*/decision_frac",),
+        debug_updates=10,
+        evidence=("adv/raw/mean", "adv/raw/std", "ret/mean", "ret/std", "buffer/age_updates"),
+        pieces=("transitions", "stability"),
         certain=True,
         partial=True,
+    ),
+    AlarmRule(
+        type="integrity/adv_norm",
+        inputs=("integrity/adv_norm", "adv/norm/mean", "adv/norm/std"),
+        meaning="Advantages are said to be normalised and are not.",
+        action="Normalise over the rows that count, not over padding; once, and after everything else is done to the advantages.",
+        judge=AdvantageNormJudge(),
+        bounds=(ADV_NORM, ADV_NORM_LASTING),
+        source="over the whole update, so that normalisation in minibatches passes as well",
+        rank=80,
+        hard=True,
+        claim=True,
+        facts=("normalize_advantages",),
+        applies=lambda facts: bool(facts.get("normalize_advantages", True)),
+        n_off=1,
+        debug_updates=5,
+        evidence=("adv/norm/mean", "adv/norm/std", "adv/raw/mean", "adv/raw/std"),
+        pieces=("transitions", "stability"),
+        certain=True,
+    ),
+    AlarmRule(
+        type="integrity/mask_violation",
+        inputs=("integrity/mask_violation",),
+        meaning="Actions were taken that their mask forbids.",
+        action="Apply the mask of the step that is acted on, before sampling; check the order of auto-reset and mask.",
+        judge=AboveBound("integrity/mask_violation", 0.0, "{number} actions were taken that their mask forbids"),
         source="identity",
-    ),
-    Rule(
-        type="integrity/rows_repeated",
-        judge=rows_repeated,
-        inputs=("integrity/rows_repeated",),
+        rank=20,
+        hard=True,
+        claim=True,
+        n_off=1,
+        debug_updates=10,
+        evidence=("policy/head/*/decision_frac",),
+        pieces=("transitions", "stability"),
+        certain=True,
         optional=True,
-        certain=True,
-        n_off=1,
-        duration=5,
-        evidence=("integrity/adv_norm", "grad/align/*"),
-        source="a pass is a permutation of the rollout; more than drawing with replacement explains",
+        partial=True,
     ),
-    Rule(
-        type="integrity/buffer_age",
-        judge=buffer_age,
-        inputs=("buffer/age_updates",),
-        certain=True,
+    AlarmRule(
+        type="integrity/rows_repeated",
+        inputs=("integrity/rows_repeated",),
+        meaning="A pass over the rollout sees some transitions again and again, and leaves others out.",
+        action="Draw a new permutation of the rollout for each pass, and cut it into minibatches that do not overlap.",
+        judge=AboveBound(
+            "integrity/rows_repeated",
+            ROWS_REPEATED,
+            "{percent} of the rows of a pass over the rollout had been in it before",
+        ),
+        bounds=(ROWS_REPEATED,),
+        source="a pass is a permutation of the rollout; more than drawing with replacement explains",
+        rank=70,
+        hard=True,
+        claim=True,
         n_off=1,
-        duration=5,
-        evidence=("integrity/ratio_init",),
+        debug_updates=5,
+        evidence=("integrity/adv_norm", "grad/align/*"),
+        pieces=("transitions", "stability"),
+        certain=True,
+        optional=True,
+    ),
+    AlarmRule(
+        type="integrity/buffer_age",
+        inputs=("buffer/age_updates",),
+        meaning="The update learns from data that an older policy collected.",
+        action="Clear the buffer after each update, or correct for the age (V-trace).",
+        judge=AboveBound("buffer/age_updates", BUFFER_AGE, "the update learns from data that is {number} updates old"),
+        bounds=(BUFFER_AGE,),
         source="Jones 2021, sample staleness",
+        rank=30,
+        hard=True,
+        n_off=1,
+        debug_updates=5,
+        evidence=("integrity/ratio_init",),
+        pieces=("transitions", "stability"),
+        certain=True,
     ),
 )

@@ -3,174 +3,231 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from esper_telemetry.alarms.rule import Finding, Rule, View, decade_ramp, hard, number, percent, ramp
+from esper_telemetry.alarms.judges import Z
+from esper_telemetry.alarms.rule import (
+    AlarmRule,
+    Finding,
+    History,
+    Ramp,
+    View,
+    above,
+    below,
+    decade_ramp,
+    hard,
+    number,
+    percent,
+)
+from esper_telemetry.alarms.rules.trust_region import KL_SPIKE
 
-CELL, LARGEST = "lstm/c/rms", "lstm/c/absmax"
+CELL, LARGEST, GROWTH = "lstm/c/rms", "lstm/c/absmax", "lstm/c_growth"
 CLOSED, OPEN, TIMESCALE = "lstm/gate/f/sat_lo", "lstm/gate/f/sat_hi", "lstm/timescale/median"
-WRITTEN = 1.0
-"""What a cell state cannot exceed if nothing is kept: it is then a gate times a tanh."""
+CELL_HISTORY = History(CELL, scale_min=0.05)  # cell states hardly vary
 
-JUMP_HOLDS = 2
-"""Updates for which a jump of the cell state is kept in mind: its growth shows fully in the rollout after it."""
+MAX_WRITTEN = 1.0
+"""Largest cell state if nothing lasts: it is then a gate times a tanh."""
 
-STATES_SETTLE = 20
+JUMP_UPDATES = 2
+"""Updates for which a jump of the cell state counts: its growth shows fully in the rollout after it."""
+
+SETTLE_UPDATES = 20
 """Updates after which states have a size to compare with: at first they are next to nothing."""
+
+FORGET_CLOSED = Ramp("forget_closed", 0.5, 0.9, "share of forget gates below 0.1")
+FORGET_OPEN = Ramp("forget_open", 0.8, 1.0, "share of forget gates above 0.9")
+ADDS_UP_GROWTH = above("adds_up_growth", 1.3, "growth of the cell state over an episode, where nothing is forgotten")
+ADDS_UP_JUMP = above("adds_up_jump", 1.5, "size of the cell state relative to the update before, with that")
+MIN_TIMESCALE = below("timescale", 1.2, "median memory of a unit, steps")
 
 
 def remembers(facts: Mapping[str, Any]) -> bool:
-    """Whether the policy has an LSTM."""
+    """True where the policy has an LSTM."""
     return bool(facts.get("policy", "lstm") == "lstm")
 
 
 def recurrent(facts: Mapping[str, Any]) -> bool:
-    """Whether the policy has a memory of any kind."""
+    """True where the policy has a memory of any kind."""
     return bool(facts.get("policy", "lstm") != "mlp")
 
 
-def forget_closed(view: View) -> Iterator[Finding]:
-    """Nothing is kept from one step to the next: by the gates, or because every cell state is what one step writes."""
-    limits = view.limits
-    shut, timescale, largest = view.get(CLOSED), view.get(TIMESCALE), view.get(LARGEST)
-    if shut is not None:
-        severity = ramp(shut, limits.forget_closed_low, limits.forget_closed_high)
-        view.memory["gates"] = max(
-            severity, hard(timescale is not None and timescale < limits.timescale and shut > 0.3)
+@dataclass(slots=True)
+class ForgetClosedJudge:
+    """Memory that does not last from one step to the next: by the gates, or because every cell state is what one step writes.
+
+    Gates are measured in some updates only; what they said counts until the next measurement.
+
+    Attributes:
+        gates, written: severity by either.
+        shut: share of shut gates when they were last measured.
+        open_at: size of the cell state then, if they were open.
+        sizes: of the cell state in the last updates.
+        fell_from: size before it became much smaller; None where it did not.
+    """
+
+    gates: float = 0.0
+    written: float = 0.0
+    shut: float | None = None
+    open_at: float | None = None
+    sizes: list[float] = field(default_factory=list)
+    fell_from: float | None = None
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        limits = view.limits
+        shut, timescale, largest = view.get(CLOSED), view.get(TIMESCALE), view.get(LARGEST)
+        if shut is not None:
+            severity = limits.severity(FORGET_CLOSED, shut)
+            self.gates = max(severity, hard(timescale is not None and timescale < limits[MIN_TIMESCALE] and shut > 0.3))
+            self.shut = shut
+            self.open_at = view.get(CELL) if severity == 0 else None
+        usual = view.baselines.median(LARGEST)
+        if largest is not None and usual is not None and view.z(LARGEST) is not None:
+            small = largest <= MAX_WRITTEN and view.previous.get(LARGEST, largest) <= MAX_WRITTEN
+            gone = self.has_fallen(view) and small and usual > 1.5 * MAX_WRITTEN
+            dropped = usual > 1.5 * MAX_WRITTEN and drops(view)
+            self.written = hard((gone or dropped) and not self.gates_open(view))
+        if shut is None and largest is None:
+            return
+        by_gates = self.gates >= self.written and self.shut is not None
+        share = self.shut or 0.0
+        yield Finding(
+            max(self.gates, self.written),
+            CLOSED if by_gates else LARGEST,
+            self.shut if by_gates else largest,
+            limits.middle(FORGET_CLOSED) if by_gates else MAX_WRITTEN,
+            text=lambda: (
+                f"{percent(share)} of the forget gates are shut: memory lasts {number(timescale or 1.0)} steps"
+                if by_gates
+                else f"cell states hold no more than a single step can write: {number(view.get(CELL) or 0.0)}{view.usual(CELL)}, "
+                f"at most {number(largest or 0.0)}{view.usual(LARGEST)}: the forget gates are shut"
+            ),
         )
-        view.memory["shut"] = shut
-        view.memory["open_at"] = view.get(CELL) if severity == 0 else None
-    usual = view.baselines.median(LARGEST)
-    if largest is not None and usual is not None and view.z(LARGEST) is not None:
-        small = largest <= WRITTEN and view.previous.get(LARGEST, largest) <= WRITTEN
-        gone = fell(view) and small and usual > 1.5 * WRITTEN
-        dropped = usual > 1.5 * WRITTEN and drops(view)
-        view.memory["written"] = hard((gone or dropped) and not seen_open(view))
-    if shut is None and largest is None:
-        return
-    gates, written = view.memory.get("gates", 0.0), view.memory.get("written", 0.0)
-    by_gates = gates >= written and "shut" in view.memory
-    shares: dict[str, float] = view.memory
-    yield Finding(
-        max(gates, written),
-        CLOSED if by_gates else LARGEST,
-        view.memory.get("shut") if by_gates else largest,
-        (limits.forget_closed_low + limits.forget_closed_high) / 2 if by_gates else WRITTEN,
-        text=lambda: (
-            f"{percent(shares['shut'])} of the forget gates are shut: memory lasts {number(timescale or 1.0)} steps"
-            if by_gates
-            else f"cell states hold no more than a single step can write: {number(view.get(CELL) or 0.0)}{view.usual(CELL)}, "
-            f"at most {number(largest or 0.0)}{view.usual(LARGEST)}: the forget gates are shut"
-        ),
-    )
 
+    def gates_open(self, view: View) -> bool:
+        """True where the gates were open at the last measurement, and the cell state has not become much smaller since."""
+        size, then = view.get(CELL), self.open_at
+        return size is not None and then is not None and size > then / view.limits[ADDS_UP_JUMP]
 
-def seen_open(view: View) -> bool:
-    """Whether the gates were found open when they were last looked at, and the cell state has not become much smaller since."""
-    size, then = view.get(CELL), view.memory.get("open_at")
-    return size is not None and then is not None and size > then / view.limits.adds_up_jump
+    def has_fallen(self, view: View) -> bool:
+        """True where the cell state has become much smaller within two updates, and stayed so.
 
-
-def fell(view: View) -> bool:
-    """Whether the cell state has become much smaller within two updates, and stayed so: a memory that is used less and less is no fault."""
-    size, sizes = view.get(CELL), view.memory.setdefault("sizes", [])
-    if size is None:
-        return False
-    sizes.append(size)
-    del sizes[:-3]
-    before = view.memory.get("fell_from", max(sizes[:-1], default=size))
-    if size < before / view.limits.adds_up_jump:
-        view.memory["fell_from"] = before
-    else:
-        view.memory.pop("fell_from", None)
-    return "fell_from" in view.memory
+        A memory that is used less and less is no fault.
+        """
+        size, sizes = view.get(CELL), self.sizes
+        if size is None:
+            return False
+        sizes.append(size)
+        del sizes[:-3]
+        before = max(sizes[:-1], default=size) if self.fell_from is None else self.fell_from
+        self.fell_from = before if size < before / view.limits[ADDS_UP_JUMP] else None
+        return self.fell_from is not None
 
 
 def drops(view: View) -> bool:
-    """Whether the cell state has become much smaller within one update, than ever before, and smaller with its age instead of larger."""
-    size, before, growth = view.get(CELL), view.previous.get(CELL), view.get("lstm/c_growth")
+    """True where the cell state is much smaller than an update before and than ever, and falls with its age instead of growing."""
+    size, before, growth = view.get(CELL), view.previous.get(CELL), view.get(GROWTH)
     if size is None or before is None or growth is None:
         return False
-    held = (view.baselines.median(CELL) or 0.0) > WRITTEN
+    large = (view.baselines.median(CELL) or 0.0) > MAX_WRITTEN
     lowest = view.baselines.below.get(CELL, 0.0) > 0
-    return held and lowest and size < WRITTEN and size < before / view.limits.adds_up_jump and growth < 0
+    return large and lowest and size < MAX_WRITTEN and size < before / view.limits[ADDS_UP_JUMP] and growth < 0
 
 
-def forget_open(view: View) -> Iterator[Finding]:
-    """Nothing is ever forgotten: by the gates, or because cell states have begun, all at once, to grow with every step.
+@dataclass(slots=True)
+class ForgetOpenJudge:
+    """Memory that is never forgotten: by the gates, or because cell states have begun, all at once, to grow with every step.
 
-    What the gates said holds until they are looked at again.
+    What the gates said counts until they are measured again.
+
+    Attributes:
+        gates: severity by the gates.
+        open: share of open gates when they were last measured.
+        growing: the cell state grows with every step.
+        inferred: that was so since the last measurement of the gates.
+        refuted: a measurement has shown that it was not because of the gates; then it is not inferred again.
+        jump_updates: updates for which the latest jump still counts.
     """
-    limits, memory = view.limits, view.memory
-    low, high = limits.forget_open_low, limits.forget_open_high
-    value, growth = view.get(OPEN), view.get("lstm/c_growth")
-    if value is not None:
-        refuted = memory.get("refuted", False) or (memory.get("inferred", False) and value <= low)
-        memory.update(gates=ramp(value, low, high), open=value, refuted=refuted, inferred=False)
-        memory["on"] = memory.get("on", False) and value > low
-    grows = adds_up(view, growth) if value is None and growth is not None and view.z(CELL) is not None else False
-    if value is None and growth is None:
-        return
-    gates, last = memory.get("gates", 0.0), memory.get("open")
-    by_gates = last is not None and (gates > 0 or not grows)
-    yield Finding(
-        max(gates, hard(grows)),
-        OPEN if by_gates else "lstm/c_growth",
-        last if by_gates else growth,
-        (low + high) / 2 if by_gates else limits.adds_up_growth,
-        text=lambda: (
-            f"{percent(last or 0.0)} of the forget gates never close: the memory only adds up"
-            if by_gates
-            else f"the cell state has begun to grow with every step, to {number(view.values.get(CELL, 0.0))}{view.usual(CELL)} in one "
-            "update: the forget gates no longer close"
-        ),
-    )
+
+    gates: float = 0.0
+    open: float | None = None
+    growing: bool = False
+    inferred: bool = False
+    refuted: bool = False
+    jump_updates: int = 0
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        limits = view.limits
+        value, growth = view.get(OPEN), view.get(GROWTH)
+        if value is not None:
+            self.refuted = self.refuted or (self.inferred and value <= limits.low(FORGET_OPEN))
+            self.gates, self.open, self.inferred = limits.severity(FORGET_OPEN, value), value, False
+            self.growing = self.growing and value > limits.low(FORGET_OPEN)
+        grows = value is None and growth is not None and view.z(CELL) is not None and self.adds_up(view, growth)
+        if value is None and growth is None:
+            return
+        last = self.open
+        by_gates = last is not None and (self.gates > 0 or not grows)
+        yield Finding(
+            max(self.gates, hard(grows)),
+            OPEN if by_gates else GROWTH,
+            last if by_gates else growth,
+            limits.middle(FORGET_OPEN) if by_gates else limits[ADDS_UP_GROWTH],
+            text=lambda: (
+                f"{percent(last or 0.0)} of the forget gates never close: the memory only adds up"
+                if by_gates
+                else f"the cell state has begun to grow with every step, to {number(view.values.get(CELL, 0.0))}{view.usual(CELL)} in one "
+                "update: the forget gates no longer close"
+            ),
+        )
+
+    def adds_up(self, view: View, growth: float) -> bool:
+        """True where the cell state grows with its age, and has jumped by more than an update and its history explain.
+
+        A jump happens once only, so it counts for as long as the state grows.
+        """
+        limits = view.limits
+        size, before = view.values.get(CELL, 0.0), view.previous.get(CELL, 0.0)
+        small = (view.get("policy/kl") or 0.0) < limits.low(KL_SPIKE) and (view.get("lstm/reset_rate") or 0.0) > 0
+        jumped = (
+            small
+            and size > max(MAX_WRITTEN, limits[ADDS_UP_JUMP] * before)
+            and before > 0
+            and view.baselines.beyond.get(CELL, 0.0) > 0
+            and (view.z(CELL) or 0.0) > limits.low(Z)
+            and not self.refuted
+        )
+        self.jump_updates = JUMP_UPDATES if jumped else max(0, self.jump_updates - 1)
+        self.growing = growth > limits[ADDS_UP_GROWTH] and (self.jump_updates > 0 or self.growing)
+        self.inferred = self.growing or self.inferred
+        return self.growing
 
 
-def adds_up(view: View, growth: float) -> bool:
-    """Whether the cell state grows with its age, and has become larger from one update to the next by more than an update explains,
-    and than its history does.
-
-    Kept in mind while it grows, because it becomes larger once only. What a look at the gates has refuted is not inferred again.
-    """
-    limits = view.limits
-    size, before = view.values.get(CELL, 0.0), view.previous.get(CELL, 0.0)
-    small = (view.get("policy/kl") or 0.0) < limits.kl_spike_low and (view.get("lstm/reset_rate") or 0.0) > 0
-    jumped = (
-        small
-        and size > max(WRITTEN, limits.adds_up_jump * before)
-        and before > 0
-        and view.baselines.beyond.get(CELL, 0.0) > 0
-        and (view.z(CELL) or 0.0) > limits.z_low
-        and not view.memory.get("refuted", False)
-    )
-    view.memory["jumped"] = JUMP_HOLDS if jumped else max(0, view.memory.get("jumped", 0) - 1)
-    on = growth > limits.adds_up_growth and (view.memory["jumped"] > 0 or view.memory.get("on", False))
-    view.memory["on"] = on
-    view.memory["inferred"] = on or view.memory.get("inferred", False)
-    return bool(on)
+CELL_ABSMAX = above("cell_absmax", 50.0, "largest cell state, the middle of a ramp from half to twice of it")
+CELL_OF_AGE = above("cell_of_age", 0.5, "the same relative to the longest age, which it cannot exceed, with that")
+CELL_GROWTH = Ramp("cell_growth", 4.0, 12.0, "growth of the cell state over an episode")
 
 
 def cell_drift(view: View) -> Iterator[Finding]:
-    """The cell state grows: against its history, beyond any use, or with its age.
+    """A cell state that grows: against its history, beyond any use, or with its age.
 
     A step adds 1 at most, so a unit that counts the steps of long episodes is large and of use: one that adds up nearly all it can is none.
     """
     limits = view.limits
-    value, largest, growth = view.get(CELL), view.get(LARGEST), view.get("lstm/c_growth")
+    value, largest, growth = view.get(CELL), view.get(LARGEST), view.get(GROWTH)
     if value is None:
         return
     z, age = view.z(CELL), view.get("lstm/age/max")
-    counts = largest is not None and age is not None and largest <= limits.cell_of_age * (age + 1)
-    useless = 0.0 if largest is None or counts else decade_ramp(largest, limits.cell_absmax / 2, limits.cell_absmax * 2)
-    parts = {
-        CELL: 0.0 if z is None else ramp(z, limits.z_low, limits.z_high),
-        LARGEST: useless,
-        "lstm/c_growth": 0.0 if growth is None else ramp(growth, limits.cell_growth_low, limits.cell_growth_high),
+    counts = largest is not None and age is not None and largest <= limits[CELL_OF_AGE] * (age + 1)
+    useless = limits[CELL_ABSMAX]
+    severities = {
+        CELL: 0.0 if z is None else limits.severity(Z, z),
+        LARGEST: 0.0 if largest is None or counts else decade_ramp(largest, useless / 2, useless * 2),
+        GROWTH: 0.0 if growth is None else limits.severity(CELL_GROWTH, growth),
     }
-    key = max(parts, key=lambda name: parts[name])
+    key = max(severities, key=lambda name: severities[name])
     yield Finding(
-        parts[key],
+        severities[key],
         key,
         view.values[key],
         adaptive=key == CELL,
@@ -181,106 +238,146 @@ def cell_drift(view: View) -> Iterator[Finding]:
     )
 
 
+STALE = Ramp("stale", 1.0, 3.0, "relative distance of stored from recomputed states after the update")
+STALE_FIRST = above("stale_first", 1e-3, "the same before the first step, where it must be nothing")
+
+
 def stale_state(view: View) -> Iterator[Finding]:
-    """Stored states are not those that the weights reach."""
+    """Stored states that are not those that the weights reach."""
     limits = view.limits
     first, last = view.get("lstm/staleness_first"), view.get("lstm/staleness")
     if first is None and last is None:
         return
-    wrong = first is not None and first > limits.stale_first
+    wrong = first is not None and first > limits[STALE_FIRST]
     key, value = ("lstm/staleness_first", first) if wrong else ("lstm/staleness", last)
-    settled = view.update > STATES_SETTLE
-    severity = 1.0 if wrong else ramp(last or 0.0, limits.stale_low, limits.stale_high) if settled else 0.0
+    settled = view.update > SETTLE_UPDATES
     when = "before the first step" if wrong else "after the update"
     yield Finding(
-        severity,
+        1.0 if wrong else limits.severity(STALE, last or 0.0) if settled else 0.0,
         key,
         value,
-        limits.stale_first if wrong else (limits.stale_low + limits.stale_high) / 2,
+        limits[STALE_FIRST] if wrong else limits.middle(STALE),
         text=lambda: f"stored states differ by {percent(value or 0.0)} from those that the weights reach {when}",
     )
 
 
-def reset_missing(view: View) -> Iterator[Finding]:
-    """Episodes ended and no memory began anew.
+@dataclass(slots=True)
+class ResetMissingJudge:
+    """Episodes that ended while no memory began anew.
 
     A state after the last step of a rollout is reset in the next rollout, so one episode per environment proves nothing yet: what
     ended in the rollout before does, and so do more episodes than environments. Where a rollout is a single step, that may be the row in
     which an environment begins anew, which no policy sees: then it takes one rollout more.
+
+    Attributes:
+        ended_before: episodes that ended in the last rollouts without a reset.
     """
-    rate, ended = view.get("lstm/reset_rate"), view.get("episode/count")
-    if rate is None or ended is None:
-        return
-    environments = float(view.facts.get("num_envs") or ended)
-    late = 2 if view.facts.get("num_steps") == 1 else 1
-    before: list[float] = view.memory.setdefault("before", [])
-    waiting = before[-late] if len(before) >= late else 0.0
-    wrong = rate == 0 and (waiting > 0 or ended > environments)
-    view.memory["before"] = [*before, ended][-late:] if rate == 0 else []
-    yield Finding(
-        hard(wrong),
-        "lstm/reset_rate",
-        rate,
-        0.0,
-        text=lambda: f"memory has not been reset once, though {number(waiting + ended)} episodes have ended",
-    )
+
+    ended_before: list[float] = field(default_factory=list)
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        rate, ended = view.get("lstm/reset_rate"), view.get("episode/count")
+        if rate is None or ended is None:
+            return
+        environments = float(view.facts.get("num_envs") or ended)
+        late = 2 if view.facts.get("num_steps") == 1 else 1
+        before = self.ended_before
+        waiting = before[-late] if len(before) >= late else 0.0
+        self.ended_before = [*before, ended][-late:] if rate == 0 else []
+        yield Finding(
+            hard(rate == 0 and (waiting > 0 or ended > environments)),
+            "lstm/reset_rate",
+            rate,
+            0.0,
+            text=lambda: f"memory has not been reset once, though {number(waiting + ended)} episodes have ended",
+        )
 
 
 RULES = (
-    Rule(
+    AlarmRule(
+        type="lstm/forget_closed",
+        inputs=("lstm/gate/{gate}/sat_lo", TIMESCALE),
+        meaning="The forget gate is shut: memory does not last from one step to the next.",
+        action="Initialise the forget bias at 1, lower the learning rate, normalise inputs.",
+        judge=ForgetClosedJudge(),
+        bounds=(FORGET_CLOSED, MIN_TIMESCALE, ADDS_UP_JUMP),
+        source="gates are sampled; |c| ≤ 1 without memory shows it in every update. A short timescale alone is healthy in short tasks.",
+        rank=210,
+        required=(CLOSED,),
+        histories=(LARGEST, CELL_HISTORY),
+        applies=remembers,
+        debug_updates=5,
+        evidence=("lstm/gate/f/*", "lstm/timescale/*", "lstm/c/*"),
+        pieces=("transitions",),
+    ),
+    AlarmRule(
+        type="lstm/forget_open",
+        inputs=("lstm/gate/{gate}/sat_hi",),
+        meaning="The forget gate never closes: the memory only adds up.",
+        action="Check that states are reset at the ends of episodes; clip the cell state.",
+        judge=ForgetOpenJudge(),
+        bounds=(FORGET_OPEN, ADDS_UP_GROWTH, ADDS_UP_JUMP),
+        source="Healthy runs stay below 0.66. Gates are sampled; a cell state that becomes half as large again in one update, and grows "
+        "with its age, shows it in between.",
+        rank=220,
+        required=(OPEN,),
+        histories=(CELL_HISTORY,),
+        applies=remembers,
+        debug_updates=3,
+        evidence=("lstm/gate/f/*", "lstm/timescale/*", "lstm/c/*", GROWTH),
+        pieces=("transitions",),
+        sampled=True,
+    ),
+    AlarmRule(
+        type="lstm/cell_drift",
+        inputs=("lstm/{part}/rms", "lstm/{part}/absmax", GROWTH),
+        meaning="The cell state grows with its age.",
+        action="Check resets, shorten sequences, clip or regularise the cell state.",
+        judge=cell_drift,
+        bounds=(CELL_ABSMAX, CELL_OF_AGE, CELL_GROWTH),
+        source="Scale at least 0.05 decades. States of 50 and more are usual in episodes of hundreds of steps.",
+        rank=230,
+        required=(CELL,),
+        histories=(CELL_HISTORY,),
+        applies=remembers,
+        warmup=10,
+        debug_updates=5,
+        evidence=("lstm/c/*", GROWTH, "lstm/age/*", "lstm/reset_rate"),
+        pieces=("transitions",),
+        relative=True,
+    ),
+    AlarmRule(
+        type="lstm/stale_state",
+        inputs=("lstm/staleness",),
+        meaning="Training begins with states that the current weights would not have reached.",
+        action="Recompute states at the start of each epoch, burn in, or use whole episodes.",
+        judge=stale_state,
+        bounds=(STALE, STALE_FIRST),
+        source="Any update makes stored states stale, by 0.05-0.3 in healthy runs: 1 is as wrong as no memory. sb3-contrib#265",
+        rank=300,
+        applies=recurrent,
+        debug_updates=5,
+        evidence=("lstm/staleness", "lstm/staleness_first", "integrity/ratio_init"),
+        pieces=("transitions",),
+        sampled=True,
+    ),
+    AlarmRule(
         type="lstm/reset_missing",
-        judge=reset_missing,
-        inputs=("lstm/reset_rate", "episode/count"),
+        inputs=("lstm/reset_rate",),
+        meaning="Episodes end and memory is never reset: it leaks from one episode into the next.",
+        action="Zero the state where `done` was set, in acting and in training alike.",
+        judge=ResetMissingJudge(),
+        source="identity",
+        rank=50,
+        hard=True,
+        claim=True,
+        required=("lstm/reset_rate", "episode/count"),
         facts=("num_envs",),
         applies=recurrent,
-        certain=True,
         n_off=1,
-        duration=10,
-        evidence=("lstm/reset_rate", "lstm/age/*", "episode/count", "lstm/c/rms"),
-        source="identity",
-    ),
-    Rule(
-        type="lstm/forget_closed",
-        judge=forget_closed,
-        inputs=(CLOSED,),
-        applies=remembers,
-        watches=(LARGEST, CELL),
-        duration=5,
-        evidence=("lstm/gate/f/*", "lstm/timescale/*", "lstm/c/*"),
-        source="gates are sampled; |c| ≤ 1 without memory tells it in every update. A short timescale alone is healthy in short tasks.",
-    ),
-    Rule(
-        type="lstm/forget_open",
-        judge=forget_open,
-        inputs=(OPEN,),
-        applies=remembers,
-        watches=(CELL,),
-        duration=3,
-        evidence=("lstm/gate/f/*", "lstm/timescale/*", "lstm/c/*", "lstm/c_growth"),
-        sampled=True,
-        source="Healthy runs stay below 0.66. Gates are sampled; a cell state that becomes half as large again in one update, and grows "
-        "with its age, tells it in between.",
-    ),
-    Rule(
-        type="lstm/cell_drift",
-        judge=cell_drift,
-        inputs=(CELL,),
-        applies=remembers,
-        watches=(CELL,),
-        warmup=10,
-        duration=5,
-        evidence=("lstm/c/*", "lstm/c_growth", "lstm/age/*", "lstm/reset_rate"),
-        relative=True,
-        source="Scale at least 0.05 decades. States of 50 and more are usual in episodes of hundreds of steps.",
-    ),
-    Rule(
-        type="lstm/stale_state",
-        judge=stale_state,
-        inputs=("lstm/staleness",),
-        applies=recurrent,
-        duration=5,
-        evidence=("lstm/staleness", "lstm/staleness_first", "integrity/ratio_init"),
-        sampled=True,
-        source="Any update makes stored states stale, by 0.05-0.3 in healthy runs: 1 is as wrong as no memory. sb3-contrib#265",
+        debug_updates=10,
+        evidence=("lstm/reset_rate", "lstm/age/*", "episode/count", CELL),
+        pieces=("transitions",),
+        certain=True,
     ),
 )

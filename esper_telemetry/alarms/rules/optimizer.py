@@ -3,216 +3,238 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from esper_telemetry.alarms.rule import Finding, Rule, View, decade_ramp, hard, number, percent, segment_of, times
+from esper_telemetry.alarms.judges import RATE_GROWN, AboveBound, AnnealedRate, list_names
+from esper_telemetry.alarms.rule import (
+    AlarmRule,
+    Finding,
+    Ramp,
+    View,
+    above,
+    below,
+    hard,
+    number,
+    percent,
+    segment_of,
+    times,
+)
 
 SIZE, RATE = "opt/update_to_weight", "opt/lr"
-WARMS = 5
-"""Updates at the beginning in which a schedule may not have begun to warm up."""
 
-GAPS = 20
+REWARD_UPDATES = 20
 """Updates in which gaps between rewards are looked for."""
 
-ANNEALED = 0.05
-"""Of the largest learning rate: from there down a schedule may well end at nothing."""
+UPDATE_TO_WEIGHT = Ramp("update_to_weight", 0.03, 0.3, "size of one optimizer step relative to the weights")
+RATE_JUMP = above("rate_jump", 4.0, "learning rate over that of the update before, where it exceeds what was set")
 
 
-def update_too_large(view: View) -> Iterator[Finding]:
-    """One optimizer step changes the weights by a large share of themselves.
+@dataclass(slots=True)
+class UpdateSizeJudge:
+    """Optimizer steps that change the weights by a large share of themselves.
 
     Between the updates in which this is measured, the learning rate says how it has changed: steps of Adam are proportional to it.
     """
-    yield from jumping_rate(view)
-    low, high = view.limits.update_to_weight_low, view.limits.update_to_weight_high
-    value, rate = view.get(SIZE), view.get(RATE)
-    if value is not None and rate:
-        view.memory["size"] = value / rate
-    if rate is None or "size" not in view.memory:
-        return
-    size = view.memory["size"] * rate
-    yield Finding(
-        decade_ramp(size, low, high),
-        SIZE,
-        size,
-        (low * high) ** 0.5,
-        text=lambda: (
-            f"every optimizer step changes the weights by {percent(size)} of themselves (usual are 0.01 % to 1 %), "
-            f"at a learning rate of {number(rate)}"
-        ),
-    )
 
+    size_per_rate: float | None = None
+    rate_before_jump: float | None = None
 
-def jumping_rate(view: View) -> Iterator[Finding]:
-    """The learning rate has jumped from one update to the next, above what was set; where it follows the KL it may."""
-    rate, before, asked = view.get(RATE), view.previous.get(RATE), view.facts.get("learning_rate")
-    if rate is None or not before or not asked or view.facts.get("desired_kl"):
-        return
-    above = rate > view.limits.rate_grown * asked
-    if above and rate >= view.limits.rate_jump * before:
-        view.memory["jumped_from"] = before
-    elif not above:
-        view.memory.pop("jumped_from", None)
-    origin = view.memory.get("jumped_from")
-    yield Finding(
-        hard(origin is not None),
-        RATE,
-        rate,
-        view.limits.rate_grown * asked,
-        instance="rate",
-        text=lambda: (
-            f"the learning rate has jumped from {number(origin or rate)} to {number(rate)}, "
-            f"{times(rate / asked)} the {number(asked)} that was set"
-        ),
-    )
-
-
-def stopped_on_purpose(view: View) -> bool:
-    """Whether a learning rate near 0 is what a schedule led to, and no mistake; keeps its largest value in mind."""
-    rate = view.get(RATE)
-    if rate is None:
-        return False
-    highest = view.memory["highest"] = max(view.memory.get("highest", 0.0), rate)
-    if highest == 0:
-        return view.update <= WARMS
-    before = view.previous.get(RATE, rate)
-    if rate > ANNEALED * highest:
-        view.memory["abrupt"] = False
-        return False
-    if before > ANNEALED * highest and rate < before / 4:
-        view.memory["abrupt"] = True
-    return not view.memory.get("abrupt")
-
-
-def stalled_weights(view: View) -> Iterator[Finding]:
-    """A tensor has a gradient and does not move, or the learning rate fell to 0 at once."""
-    annealed = stopped_on_purpose(view)
-    rate = view.get(RATE)
-    measured = view.labelled(f"{SIZE}/", "")
-    if rate is None or (not measured and rate > 0):
-        return
-    declared = {segment_of(name) for names in dict(view.facts.get("groups") or {}).values() for name in names}
-    still = [
-        layer
-        for layer, _, value in measured
-        if value == 0 and layer in declared and view.values.get(f"grad/layer/{layer}/norm", 0.0) > 0
-    ]
-    wrong = not annealed and (rate == 0 or bool(still))
-    told = ", ".join(still[:3]) + (f" and {len(still) - 3} more" if len(still) > 3 else "")
-    yield Finding(
-        hard(wrong),
-        f"{SIZE}/{still[0]}" if still else RATE,
-        0.0,
-        0.0,
-        text=lambda: (
-            "the learning rate has been 0: no weight moves"
-            if rate == 0
-            else f"weights have a gradient and do not move: {told}"
-        ),
-    )
-
-
-def rms_spike(view: View) -> Iterator[Finding]:
-    """Gradients have outgrown Adam's memory of them, or it is too short for rewards that are rare."""
-    yield from short_memory(view)
-    key, limits = "opt/stable_rms", view.limits
-    value = view.get(key)
-    if value is not None:
-        before, view.memory["rms"] = view.memory.get("rms", 0.0), value
-        low, high = limits.stable_rms_low, limits.stable_rms_high
-        lasting = decade_ramp(min(value, before), low, high)
+    def __call__(self, view: View) -> Iterator[Finding]:
+        yield from self.jumping_rate(view)
+        value, rate = view.get(SIZE), view.get(RATE)
+        if value is not None and rate:
+            self.size_per_rate = value / rate
+        if rate is None or self.size_per_rate is None:
+            return
+        size = self.size_per_rate * rate
         yield Finding(
-            max(lasting, decade_ramp(value, limits.stable_rms_sudden_low, limits.stable_rms_sudden_high)),
-            key,
-            value,
-            (low * high) ** 0.5,
-            text=lambda: f"gradients have been {number(value)} times what Adam remembers of them (settled: about 1)",
+            view.limits.log_severity(UPDATE_TO_WEIGHT, size),
+            SIZE,
+            size,
+            view.limits.log_middle(UPDATE_TO_WEIGHT),
+            text=lambda: (
+                f"every optimizer step changes the weights by {percent(size)} of themselves (usual are 0.01 % to 1 %), "
+                f"at a learning rate of {number(rate)}"
+            ),
+        )
+
+    def jumping_rate(self, view: View) -> Iterator[Finding]:
+        """A learning rate that has jumped from one update to the next, above what was set; where it follows the KL it may."""
+        rate, before, asked = view.get(RATE), view.previous.get(RATE), view.facts.get("learning_rate")
+        if rate is None or not before or not asked or view.facts.get("desired_kl"):
+            return
+        limit = view.limits[RATE_GROWN] * asked
+        if rate > limit and rate >= view.limits[RATE_JUMP] * before:
+            self.rate_before_jump = before
+        elif not rate > limit:
+            self.rate_before_jump = None
+        origin = self.rate_before_jump
+        yield Finding(
+            hard(origin is not None),
+            RATE,
+            rate,
+            limit,
+            instance="rate",
+            text=lambda: (
+                f"the learning rate has jumped from {number(origin or rate)} to {number(rate)}, "
+                f"{times(rate / asked)} the {number(asked)} that was set"
+            ),
         )
 
 
-def short_memory(view: View) -> Iterator[Finding]:
-    """Adam forgets within one update, and did not before; or rewards come in some updates only, and are forgotten in between."""
-    beta2, zeros, steps = view.get("opt/beta2"), view.get("reward/zero_frac"), view.steps
-    paid = view.memory.setdefault("paid", [])
-    if zeros is not None:
-        paid.append(zeros < 1)
-        del paid[:-GAPS]
-    if beta2 is None or not steps or not 0 <= beta2 < 1:
-        return
-    reach, need = 1 / (1 - beta2), view.limits.memory_updates * steps
-    before = view.memory["reach"] = max(view.memory.get("reach", 0.0), reach)
-    fallen = before >= need
-    rare = any(paid) and not all(paid)
-    why = (
-        f"rewards came in {paid.count(True)} of the last {len(paid)} updates"
-        if rare
-        else f"it reached back {number(before)} before"
-    )
-    yield Finding(
-        hard(reach < need and (rare or fallen)),
-        "opt/beta2",
-        beta2,
-        1 - 1 / max(1.0, need),
-        instance="memory",
-        text=lambda: (
-            f"Adam's memory of squared gradients reaches back {number(reach)} steps, less than the {steps} of an update, and {why}: a "
-            "gradient that is larger than usual meets a memory that has forgotten the like"
-        ),
-    )
+@dataclass(slots=True)
+class StalledWeightsJudge(AnnealedRate):
+    """A tensor that has a gradient and does not move, or a learning rate that fell to 0 at once."""
 
-
-def state_lost(view: View) -> Iterator[Finding]:
-    """The optimizer was made anew."""
-    key = "opt/state_reset"
-    value = view.get(key)
-    if value is not None:
+    def __call__(self, view: View) -> Iterator[Finding]:
+        annealed = self.stopped(view)
+        rate = view.get(RATE)
+        measured = view.labelled(f"{SIZE}/", "")
+        if rate is None or (not measured and rate > 0):
+            return
+        declared = {segment_of(name) for names in dict(view.facts.get("groups") or {}).values() for name in names}
+        still = [
+            layer
+            for layer, _, value in measured
+            if value == 0 and layer in declared and view.values.get(f"grad/layer/{layer}/norm", 0.0) > 0
+        ]
         yield Finding(
-            hard(value > 0), key, value, 0.0, text=lambda: "the optimizer has lost its moments: it was made anew"
+            hard(not annealed and (rate == 0 or bool(still))),
+            f"{SIZE}/{still[0]}" if still else RATE,
+            0.0,
+            0.0,
+            text=lambda: (
+                "the learning rate has been 0: no weight moves"
+                if rate == 0
+                else f"weights have a gradient and do not move: {list_names(still)}"
+            ),
+        )
+
+
+MEMORY_UPDATES = below(
+    "memory_updates", 1.0, "updates that Adam's memory of squared gradients lasts, where rewards are rare"
+)
+STABLE_RMS = Ramp("stable_rms", 5.0, 20.0, "gradient over Adam's memory of it, root mean square")
+STABLE_RMS_SUDDEN = Ramp("stable_rms_sudden", 10.0, 40.0, "the same at a single look, the one before it being smaller")
+
+
+@dataclass(slots=True)
+class RmsSpikeJudge:
+    """Gradients that have outgrown Adam's memory of them, or a memory that is too short for rewards that are rare."""
+
+    before: float = 0.0
+    paid: list[bool] = field(default_factory=list)
+    longest_reach: float = 0.0
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        yield from self.short_memory(view)
+        key, limits = "opt/stable_rms", view.limits
+        value = view.get(key)
+        if value is not None:
+            before, self.before = self.before, value
+            yield Finding(
+                max(limits.log_severity(STABLE_RMS, min(value, before)), limits.log_severity(STABLE_RMS_SUDDEN, value)),
+                key,
+                value,
+                limits.log_middle(STABLE_RMS),
+                text=lambda: (
+                    f"gradients have been {number(value)} times what Adam remembers of them (settled: about 1)"
+                ),
+            )
+
+    def short_memory(self, view: View) -> Iterator[Finding]:
+        """Adam forgets within one update, and did not before; or rewards come in some updates only, and are forgotten in between."""
+        beta2, zeros, steps, paid = view.get("opt/beta2"), view.get("reward/zero_frac"), view.steps, self.paid
+        if zeros is not None:
+            paid.append(zeros < 1)
+            del paid[:-REWARD_UPDATES]
+        if beta2 is None or not steps or not 0 <= beta2 < 1:
+            return
+        reach, need = 1 / (1 - beta2), view.limits[MEMORY_UPDATES] * steps
+        before = self.longest_reach = max(self.longest_reach, reach)
+        rare = any(paid) and not all(paid)
+        why = (
+            f"rewards came in {paid.count(True)} of the last {len(paid)} updates"
+            if rare
+            else f"it reached back {number(before)} before"
+        )
+        yield Finding(
+            hard(reach < need and (rare or before >= need)),
+            "opt/beta2",
+            beta2,
+            1 - 1 / max(1.0, need),
+            instance="memory",
+            text=lambda: (
+                f"Adam's memory of squared gradients reaches back {number(reach)} steps, less than the {steps} of an update, and {why}: a "
+                "gradient that is larger than usual meets a memory that has forgotten the like"
+            ),
         )
 
 
 RULES = (
-    Rule(
-        type="opt/stalled_weights",
-        judge=stalled_weights,
-        inputs=(RATE,),
-        facts=("groups",),
-        certain=True,
-        n_off=1,
-        duration=5,
-        evidence=(RATE, "opt/update_to_weight/*", "policy/kl_max"),
-        source="A schedule that ends at 0 comes there in small steps; a tensor without gradient is another question.",
-    ),
-    Rule(
-        type="opt/state_lost",
-        judge=state_lost,
-        inputs=("opt/state_reset",),
-        warmup=2,
-        n_off=1,
-        duration=2,
-        evidence=("opt/state_reset", "opt/stable_rms"),
-        sampled=True,
-        source="steps of a fresh Adam are large whatever the gradient",
-    ),
-    Rule(
+    AlarmRule(
         type="opt/update_too_large",
-        judge=update_too_large,
-        inputs=(SIZE, RATE),
+        inputs=(SIZE, "opt/update_to_weight/{layer}"),
+        meaning="A step changes the weights by a large share of themselves.",
+        action="Lower the learning rate, or warm it up.",
+        judge=UpdateSizeJudge(),
+        bounds=(UPDATE_TO_WEIGHT, RATE_JUMP, RATE_GROWN),
+        source="per optimizer step; CS231n: 0.001 is usual. A learning rate that jumps above what was set is no schedule",
+        rank=180,
+        required=(SIZE, RATE),
         warmup=3,
         n_off=2,
-        duration=5,
+        debug_updates=5,
         evidence=("opt/update_to_weight*", RATE, "policy/kl"),
-        source="per optimizer step; CS231n: 0.001 is usual. A learning rate that jumps above what was set is no schedule",
+        pieces=("layers",),
     ),
-    Rule(
+    AlarmRule(
+        type="opt/stalled_weights",
+        inputs=("opt/update_to_weight/{layer}",),
+        meaning="Weights that are meant to be trained do not move.",
+        action="Check that the optimizer has them, and that their learning rate is not 0.",
+        judge=StalledWeightsJudge(),
+        source="A schedule that ends at 0 comes there in small steps; a tensor without gradient is another question.",
+        rank=110,
+        hard=True,
+        claim=True,
+        required=(RATE,),
+        facts=("groups",),
+        n_off=1,
+        debug_updates=5,
+        evidence=(RATE, "opt/update_to_weight/*", "policy/kl_max"),
+        pieces=("layers",),
+        certain=True,
+    ),
+    AlarmRule(
         type="opt/rms_spike",
-        judge=rms_spike,
-        inputs=("opt/stable_rms",),
-        warmup=20,
-        duration=3,
-        evidence=("opt/stable_rms", "grad/global/norm_preclip", RATE),
-        relative=True,
-        sampled=True,
+        inputs=("opt/stable_rms", "opt/beta2"),
+        meaning="Gradients have outgrown Adam's memory of them: the loss tends to jump some steps later.",
+        action="Lower beta2 (0.95), warm up the learning rate, clip gradients.",
+        judge=RmsSpikeJudge(),
+        bounds=(MEMORY_UPDATES, STABLE_RMS, STABLE_RMS_SUDDEN),
         source="Wortsman 2023 has 2.3 for language models; PPO's gradients jump at every new rollout, and to 6 for three updates where "
         "a task that is nearly solved fails once more: 10 at two looks in a row, or 20.",
+        warmup=20,
+        debug_updates=3,
+        evidence=("opt/stable_rms", "grad/global/norm_preclip", RATE),
+        pieces=("layers",),
+        relative=True,
+        sampled=True,
+    ),
+    AlarmRule(
+        type="opt/state_lost",
+        inputs=("opt/state_reset",),
+        meaning="The optimizer was made anew in the middle of training, and its moments are gone.",
+        action="Save and load the optimizer with the policy; do not build it again when parameters are added.",
+        judge=AboveBound("opt/state_reset", 0.0, "the optimizer has lost its moments: it was made anew"),
+        source="steps of a fresh Adam are large whatever the gradient",
+        rank=120,
+        warmup=2,
+        n_off=1,
+        debug_updates=2,
+        evidence=("opt/state_reset", "opt/stable_rms"),
+        pieces=("layers",),
+        sampled=True,
     ),
 )

@@ -1,92 +1,85 @@
-"""The policy: no steps at all, and steps backwards."""
+"""Policy steps backwards, and heads that get no gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from esper_telemetry.alarms.rule import Finding, Rule, View, hard, number, percent
-from esper_telemetry.alarms.rules.optimizer import stopped_on_purpose
+from esper_telemetry.alarms.rule import AlarmRule, Finding, View, above, below, hard, number, percent
+from esper_telemetry.alarms.rules.gradients import CLIP_FALL
+from esper_telemetry.alarms.rules.trust_region import KL_SPIKE, KL_STALL
 
-CARRIED = 0.98
+CRITIC_LEADS = 0.98
 """Critic's share of the squared gradient from which on a shared network follows the critic alone."""
 
-
-SPARSE = 0.05
-"""Share of the steps in which a head decides, below which its statistics are noise."""
-
-
-def kl_stall(view: View) -> Iterator[Finding]:
-    """The policy does not move, although it is told to."""
-    key, bound = "policy/kl_max", view.limits.kl_stall
-    annealed = stopped_on_purpose(view)
-    value, rate = view.get(key), view.get("opt/lr")
-    if value is None:
-        return
-    yield Finding(
-        hard(value < bound and not annealed),
-        key,
-        value,
-        bound,
-        text=lambda: (
-            f"the policy has not moved: its KL divergence is {number(value)} nats at most"
-            + ("" if rate is None else f", at a learning rate of {number(rate)}")
-        ),
-    )
-
-
-STILL = 0.01
+STILL_STD = 0.01
 """Spread of the ratios below which an update has hardly moved the policy, and the signs of what it moved are chance."""
 
-TRANSITIONS = 512
+DEFAULT_TRANSITIONS = 512
 """Of an update, where nobody counts them: correlations of as many differ from 0 by the inverse of their root, by chance."""
 
-
-BY_CHANCE = 4.0
+CHANCE_FACTOR = 4.0
 """Times that by which two correlations together must differ from 0."""
 
+MIN_DECISIONS = 0.05
+"""Share of the steps in which a head decides, below which its statistics are noise."""
 
-def wrong_direction(view: View) -> Iterator[Finding]:
-    """Updates make good actions rarer: at once where advantages and ratios clearly point against each other, else at the second."""
-    key, limits = "policy/surrogate_gain", view.limits
-    value, spread, kl = view.get(key), view.get("policy/ratio/std"), view.get("policy/kl_max")
-    if value is None:
-        return
-    before, view.memory["against"] = view.memory.get("against", 0.0), 0.0
-    if (kl is not None and kl < limits.kl_stall) or (spread or 0.0) < STILL or carried_along(view):
-        yield Finding(0.0, key, value)
-        return
-    against = max(0.0, (limits.wrong_direction - value) / spread) if spread else 0.0
-    view.memory["against"] = against
-    chance = (view.transitions or TRANSITIONS) ** -0.5
-    small = (view.get("policy/kl") or 0.0) < limits.kl_spike_low
-    once = small and against > max(limits.wrong_direction_correlation, 6 * chance)
-    twice = min(against, before) > 0 and against + before > max(2 * limits.wrong_direction_least, BY_CHANCE * chance)
-    yield Finding(
-        hard(once or twice),
-        key,
-        value,
-        limits.wrong_direction,
-        z=view.z(key),
-        text=lambda: (
-            f"updates have made good actions rarer and bad ones likelier: they lower their own "
-            f"objective by {number(-value)}{view.usual(key)}"
-        ),
-    )
+WRONG_DIRECTION = below("wrong_direction", 0.0, "gain of the update's own objective")
+WRONG_LEAST = above("wrong_direction_least", 0.06, "the same correlation on average over two updates")
+WRONG_CORRELATION = above(
+    "wrong_direction_correlation",
+    0.2,
+    "negative correlation of advantages and ratios that needs no second update",
+)
 
 
-def carried_along(view: View) -> bool:
-    """Whether the policy goes wherever the critic leads a network that they share, or anywhere, since it has filled the clip limit."""
-    if (view.get("grad/interference/critic_share") or 0.0) <= CARRIED:
+@dataclass(slots=True)
+class WrongDirectionJudge:
+    """Updates that make good actions rarer: at once where advantages and ratios clearly point against each other, else at the second."""
+
+    before: float = 0.0
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        key, limits = "policy/surrogate_gain", view.limits
+        value, spread, kl = view.get(key), view.get("policy/ratio/std"), view.get("policy/kl_max")
+        if value is None:
+            return
+        before, self.before = self.before, 0.0
+        if (kl is not None and kl < limits[KL_STALL]) or (spread or 0.0) < STILL_STD or follows_critic(view):
+            yield Finding(0.0, key, value)
+            return
+        against = max(0.0, (limits[WRONG_DIRECTION] - value) / spread) if spread else 0.0
+        self.before = against
+        chance = (view.transitions or DEFAULT_TRANSITIONS) ** -0.5
+        small = (view.get("policy/kl") or 0.0) < limits.low(KL_SPIKE)
+        once = small and against > max(limits[WRONG_CORRELATION], 6 * chance)
+        twice = min(against, before) > 0 and against + before > max(2 * limits[WRONG_LEAST], CHANCE_FACTOR * chance)
+        yield Finding(
+            hard(once or twice),
+            key,
+            value,
+            limits[WRONG_DIRECTION],
+            z=view.z(key),
+            text=lambda: (
+                f"updates have made good actions rarer and bad ones likelier: they lower their own "
+                f"objective by {number(-value)}{view.usual(key)}"
+            ),
+        )
+
+
+def follows_critic(view: View) -> bool:
+    """True where the policy goes wherever the critic leads a shared network, or anywhere, since the critic has filled the clip limit."""
+    if (view.get("grad/interference/critic_share") or 0.0) <= CRITIC_LEADS:
         return False
     shared = bool(dict(view.facts.get("groups") or {}).get("shared"))
-    return shared or view.baselines.shift.get("grad/clip/coef", 0.0) < -view.limits.clip_fall
+    return shared or view.baselines.shift.get("grad/clip/coef", 0.0) < -view.limits[CLIP_FALL]
 
 
 def dead_head(view: View) -> Iterator[Finding]:
-    """A head with choices to make gets no gradient."""
+    """A head with choices to make that gets no gradient."""
     for head, key, value in view.labelled("grad/head/", "/norm"):
         decides = view.get(f"policy/head/{head}/decision_frac")
-        if decides is None or decides < SPARSE:
+        if decides is None or decides < MIN_DECISIONS:
             continue
         yield Finding(
             hard(value == 0),
@@ -101,34 +94,35 @@ def dead_head(view: View) -> Iterator[Finding]:
 
 
 RULES = (
-    Rule(
-        type="policy/dead_head",
-        judge=dead_head,
-        inputs=("grad/global/norm_preclip",),
-        n_on=3,
-        certain=True,
-        n_off=1,
-        duration=5,
-        evidence=("grad/head/*/norm", "policy/head/*/decision_frac"),
-        source="exactly zero in three updates",
-    ),
-    Rule(
-        type="policy/kl_stall",
-        judge=kl_stall,
-        inputs=("policy/kl_max",),
-        n_on=3,
-        n_off=1,
-        duration=3,
-        evidence=("policy/kl*", "opt/lr", "grad/*/norm_preclip", "opt/update_to_weight*"),
-        source="KL goes with the square of the learning rate: what a schedule has led to 5 % of its peak may stop.",
-    ),
-    Rule(
+    AlarmRule(
         type="policy/wrong_direction",
-        judge=wrong_direction,
         inputs=("policy/surrogate_gain",),
-        watches=("policy/surrogate_gain", "grad/clip/coef"),
-        duration=5,
-        evidence=("policy/surrogate_gain", "adv/norm/*", "loss/*", "opt/lr", "policy/kl*"),
+        meaning="Updates make good actions rarer and bad ones likelier.",
+        action="Check the sign of the policy loss and that advantages belong to the actions beside them; lower the learning rate.",
+        judge=WrongDirectionJudge(),
+        bounds=(WRONG_DIRECTION, WRONG_LEAST, WRONG_CORRELATION),
         source="Single updates of healthy runs do so by chance, with correlations of up to 0.1: one in six of those that learn slowly.",
+        rank=260,
+        histories=("policy/surrogate_gain", "grad/clip/coef"),
+        debug_updates=5,
+        evidence=("policy/surrogate_gain", "adv/norm/*", "loss/*", "opt/lr", "policy/kl*"),
+        pieces=("transitions",),
+    ),
+    AlarmRule(
+        type="policy/dead_head",
+        inputs=("grad/head/{head}/norm", "policy/head/{head}/decision_frac"),
+        meaning="A head that has choices to make gets no gradient.",
+        action="Check its mask, and whether its output is detached or left out of the joint log-probability.",
+        judge=dead_head,
+        source="exactly zero in three updates",
+        rank=100,
+        hard=True,
+        required=("grad/global/norm_preclip",),
+        n_on=3,
+        n_off=1,
+        debug_updates=5,
+        evidence=("grad/head/*/norm", "policy/head/*/decision_frac"),
+        pieces=("transitions",),
+        certain=True,
     ),
 )

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from statistics import median
+from dataclasses import dataclass, field
 
-from esper_telemetry.alarms.rule import Finding, Rule, View, hard, number, percent, ramp, times
+from esper_telemetry.alarms.judges import RollingMedian
+from esper_telemetry.alarms.rule import AlarmRule, Finding, Ramp, View, below, hard, number, percent, times
 
 DORMANT, RANK, NORM = "repr/dormant_frac", "repr/effective_rank", "repr/feature_norm"
-LOOKS = 20
+DORMANT_SHARE = Ramp("dormant", 0.35, 0.75, "share of units that respond to nothing")
+RANK_FALL = below("rank_fall", 0.33, "effective rank relative to its median")
+NORM_GROWTH = Ramp("norm_growth", 4.0, 16.0, "norm of the features relative to what it was")
 
 
 def dormant(view: View) -> Iterator[Finding]:
     """Units that respond to nothing, over all layers and in each."""
-    low, high = view.limits.dormant_low, view.limits.dormant_high
-    found = [("", DORMANT, view.values[DORMANT])] if DORMANT in view.values else []
-    for layer, key, value in [*found, *view.labelled(f"{DORMANT}/", "")]:
+    whole = [("", DORMANT, view.values[DORMANT])] if DORMANT in view.values else []
+    for layer, key, value in [*whole, *view.labelled(f"{DORMANT}/", "")]:
         yield Finding(
-            ramp(value, low, high),
+            view.limits.severity(DORMANT_SHARE, value),
             key,
             value,
-            (low + high) / 2,
+            view.limits.middle(DORMANT_SHARE),
             instance=layer,
             text=lambda layer=layer, value=value: (  # type: ignore[misc]  # the loop's values at this time
                 f"{percent(value)} of the units{' of ' + layer if layer else ''} respond to nothing any more"
@@ -28,82 +30,96 @@ def dormant(view: View) -> Iterator[Finding]:
         )
 
 
-def past(view: View, key: str, least: int = 3) -> float | None:
-    """Median of the looks before this one, at most twenty; None of fewer than `least`. Takes this look in."""
-    seen = view.memory.setdefault(key, [])
-    value = view.get(key)
-    middle = median(seen) if len(seen) >= least else None
-    if value is not None:
-        seen.append(value)
-        del seen[:-LOOKS]
-    return middle
+@dataclass(slots=True)
+class RankCollapseJudge:
+    """Features that use far fewer dimensions than they did."""
+
+    ranks: RollingMedian = field(default_factory=RollingMedian)
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        value = view.get(RANK)
+        usual = self.ranks.add(value)
+        if value is None or usual is None:
+            return
+        bound = view.limits[RANK_FALL] * usual
+        yield Finding(
+            hard(value < bound),
+            RANK,
+            value,
+            bound,
+            adaptive=True,
+            text=lambda: f"the features use {number(value)} dimensions instead of {number(usual)}",
+        )
 
 
-def rank_collapse(view: View) -> Iterator[Finding]:
-    """Features use far fewer dimensions than they did."""
-    value, usual = view.get(RANK), past(view, RANK)
-    if value is None or usual is None:
-        return
-    bound = view.limits.rank_fall * usual
-    yield Finding(
-        hard(value < bound),
-        RANK,
-        value,
-        bound,
-        adaptive=True,
-        text=lambda: f"the features use {number(value)} dimensions instead of {number(usual)}",
-    )
+@dataclass(slots=True)
+class NormGrowthJudge:
+    """Features that grow away from what they were."""
 
+    norms: RollingMedian = field(default_factory=RollingMedian)
 
-def norm_growth(view: View) -> Iterator[Finding]:
-    """Features grow away from what they were."""
-    value, usual = view.get(NORM), past(view, NORM)
-    if value is None or not usual:
-        return
-    low, high = view.limits.norm_growth_low, view.limits.norm_growth_high
-    yield Finding(
-        ramp(value / usual, low, high),
-        NORM,
-        value,
-        usual * (low + high) / 2,
-        adaptive=True,
-        text=lambda: f"the features have grown to {times(value / usual)} what they were, a norm of {number(value)}",
-    )
+    def __call__(self, view: View) -> Iterator[Finding]:
+        value = view.get(NORM)
+        usual = self.norms.add(value)
+        if value is None or not usual:
+            return
+        low, high = view.limits.ends(NORM_GROWTH)
+        yield Finding(
+            view.limits.severity(NORM_GROWTH, value / usual),
+            NORM,
+            value,
+            usual * (low + high) / 2,
+            adaptive=True,
+            text=lambda: f"the features have grown to {times(value / usual)} what they were, a norm of {number(value)}",
+        )
 
 
 RULES = (
-    Rule(
+    AlarmRule(
         type="repr/dormant",
+        inputs=(DORMANT, "repr/dead_frac", "repr/dormant_frac/{layer}"),
+        meaning="Many units no longer respond to anything.",
+        action="Lower the learning rate, use tanh or layer norm, reset dormant units.",
         judge=dormant,
-        inputs=(DORMANT,),
-        duration=5,
-        evidence=("repr/dormant_frac*", "repr/dead_frac", "grad/layer/*/zero_frac"),
-        sampled=True,
+        bounds=(DORMANT_SHARE,),
         source="Sokar 2023",
+        rank=200,
+        debug_updates=5,
+        evidence=("repr/dormant_frac*", "repr/dead_frac", "grad/layer/*/zero_frac"),
+        pieces=("layers",),
+        sampled=True,
     ),
-    Rule(
+    AlarmRule(
         type="repr/rank_collapse",
-        judge=rank_collapse,
-        inputs=(RANK,),
+        inputs=(RANK, "repr/feature_rank", "repr/srank"),
+        meaning="The features use far fewer dimensions than before: the network loses the ability to tell states apart.",
+        action="Fewer epochs, a lower learning rate, regularise features (Moalla 2024), normalise observations.",
+        judge=RankCollapseJudge(),
+        bounds=(RANK_FALL,),
+        source="Moalla 2024, Kumar 2021; a third instead of half, which a task that is solved takes: its states become alike",
         warmup=10,
         n_on=2,
-        duration=5,
+        debug_updates=5,
         evidence=("repr/*",),
+        pieces=("layers",),
         relative=True,
         sampled=True,
-        source="Moalla 2024, Kumar 2021; a third instead of half, which a task that is solved takes: its states become alike",
     ),
-    Rule(
+    AlarmRule(
         type="repr/norm_growth",
-        judge=norm_growth,
-        inputs=(NORM,),
+        inputs=(NORM, "opt/weight_growth"),
+        meaning="Features grow, which precedes a collapse of their rank.",
+        action="Weight decay, layer norm, a lower learning rate.",
+        judge=NormGrowthJudge(),
+        bounds=(NORM_GROWTH,),
+        source="Features double while a task is learned; tenfold within twenty looks is another matter. Moalla 2024",
         warmup=20,
         n_on=3,
         n_off=5,
-        duration=3,
+        debug_updates=3,
         evidence=("repr/feature_norm", "opt/weight_growth", "repr/effective_rank"),
+        pieces=("layers",),
         relative=True,
         sampled=True,
-        source="Features double while a task is learned; tenfold within twenty looks is another matter. Moalla 2024",
     ),
 )

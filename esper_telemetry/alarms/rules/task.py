@@ -1,95 +1,224 @@
-"""The task itself: what comes last."""
+"""The task, and the exception that ends a run: alarms that explain no other one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
-from esper_telemetry.alarms.rule import Finding, Rule, View, hard, number, percent
+from esper_telemetry.alarms.rule import (
+    CAUSE_LAST_RANK,
+    AlarmRule,
+    Finding,
+    View,
+    above,
+    count,
+    hard,
+    number,
+    percent,
+)
+from esper_telemetry.alarms.rules.integrity import NONFINITE_KEY
+from esper_telemetry.core.record import RUN_FAILED, Axes, RunStatus
 
 COUNT, RETURN = "episode/count", "episode/return_mean_100"
-SETTLED = 10
+SETTLE_UPDATES = 10
 """Updates with episodes, after which the average return means something."""
 
-
-def no_episodes(view: View) -> Iterator[Finding]:
-    """No episode finishes, for much longer than they take."""
-    count = view.get(COUNT)
-    if count is None:
-        return
-    memory, limits = view.memory, view.limits
-    if count > 0:
-        if memory.get("seen"):
-            memory["longest"] = max(memory.get("longest", 0), memory.get("gap", 0))
-        memory.update(seen=True, gap=0)
-    else:
-        memory["gap"] = memory.get("gap", 0) + 1
-    expected = expected_gap(view) or memory.get("longest", 0)
-    known = bool(memory.get("seen")) or expected_gap(view) is not None
-    bound = max(limits.episodes_updates, limits.episodes_factor * expected)
-    gap = memory["gap"]
-    yield Finding(
-        hard(known and gap > bound),
-        COUNT,
-        count,
-        0.0,
-        text=lambda: f"no episode has ended for {gap} updates (usually at most {number(max(expected, 1))})",
-    )
+EPISODES_UPDATES = count("episodes_updates", 20, "updates without the end of an episode, at least")
+EPISODES_FACTOR = count("episodes_factor", 5, "times the longest such gap so far, at least")
 
 
-def expected_gap(view: View) -> float | None:
-    """Updates per episode where the environment has a time limit."""
-    horizon, steps = view.facts.get("horizon"), view.facts.get("num_steps")
-    return horizon / steps if isinstance(horizon, int | float) and steps else None
+@dataclass(slots=True)
+class NoEpisodesJudge:
+    """No episode that ends, for much longer than they take.
+
+    Attributes:
+        ended: some episode has ended.
+        gap, longest: updates since the last end, and between two ends at most.
+    """
+
+    ended: bool = False
+    gap: int = 0
+    longest: int = 0
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        ends, limits = view.get(COUNT), view.limits
+        if ends is None:
+            return
+        if ends > 0:
+            if self.ended:
+                self.longest = max(self.longest, self.gap)
+            self.ended, self.gap = True, 0
+        else:
+            self.gap += 1
+        horizon, steps = view.facts.get("horizon"), view.facts.get("num_steps")
+        by_limit = horizon / steps if isinstance(horizon, int | float) and steps else None  # updates per episode
+        expected = by_limit or self.longest
+        bound = max(limits[EPISODES_UPDATES], limits[EPISODES_FACTOR] * expected)
+        gap = self.gap
+        yield Finding(
+            hard((self.ended or by_limit is not None) and gap > bound),
+            COUNT,
+            ends,
+            0.0,
+            text=lambda: f"no episode has ended for {gap} updates (usually at most {number(max(expected, 1))})",
+        )
 
 
-def return_drop(view: View) -> Iterator[Finding]:
-    """Much of what was learned is lost again."""
-    value = view.get(RETURN)
-    if value is None:
-        return
-    memory, limits = view.memory, view.limits
-    count = memory["count"] = memory.get("count", 0) + 1
-    level = memory["level"] = memory.get("level", value) + max(0.1, 1 / count) * (value - memory.get("level", value))
-    if count == SETTLED:
-        memory["first"] = memory["best"] = level
-    if count < SETTLED:
-        return
-    best = memory["best"] = max(memory["best"], level)
-    learned = best - memory["first"]
-    lost = best - value
-    wrong = learned > 0 and lost > limits.return_drop * learned and lost > 0.3 * abs(best)
-    yield Finding(
-        hard(wrong),
-        RETURN,
-        value,
-        best - limits.return_drop * learned,
-        adaptive=True,
-        text=lambda: (
-            f"the return has been {number(value)}, down from {number(best)}: "
-            f"{percent(min(1.0, lost / learned))} of what was learned is lost"
-        ),
-    )
+RETURN_DROP = above("return_drop", 0.6, "share of what was learned that is lost")
+
+
+@dataclass(slots=True)
+class ReturnDropJudge:
+    """Much of what was learned that is lost again.
+
+    Attributes:
+        count: updates with a return.
+        level: its average.
+        first, best: the level when it settled, and its largest since.
+    """
+
+    count: int = 0
+    level: float = 0.0
+    first: float = 0.0
+    best: float = 0.0
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        value, limits = view.get(RETURN), view.limits
+        if value is None:
+            return
+        self.count += 1
+        level = self.level if self.count > 1 else value
+        level = self.level = level + max(0.1, 1 / self.count) * (value - level)
+        if self.count == SETTLE_UPDATES:
+            self.first = self.best = level
+        if self.count < SETTLE_UPDATES:
+            return
+        best = self.best = max(self.best, level)
+        learned, lost = best - self.first, best - value
+        yield Finding(
+            hard(learned > 0 and lost > limits[RETURN_DROP] * learned and lost > 0.3 * abs(best)),
+            RETURN,
+            value,
+            best - limits[RETURN_DROP] * learned,
+            adaptive=True,
+            text=lambda: (
+                f"the return has been {number(value)}, down from {number(best)}: "
+                f"{percent(min(1.0, lost / learned))} of what was learned is lost"
+            ),
+        )
+
+
+FAILED_KEY: Final = f"alarm/{RUN_FAILED}"
+MAX_MESSAGE_CHARACTERS: Final = 240
+"""Of the exception's message; the journal's event has a thousand."""
+MAX_NAMED_ENVIRONMENTS: Final = 8
+
+
+class Failure(NamedTuple):
+    """A `failure` event of a journal."""
+
+    seq: int
+    axes: Axes
+    data: Mapping[str, Any]
+
+
+def failure_findings(data: Mapping[str, Any], update: int) -> dict[str, Finding]:
+    """The findings of a failure event by type of alarm, causes first."""
+    sentence = failure_sentence(data, update)
+    findings = {RUN_FAILED: Finding(1.0, FAILED_KEY, text=lambda: sentence)}
+    tensor = first_tensor(data)
+    if tensor:
+        entries = float(data.get("nonfinite", {}).get("count", 1))
+        nonfinite = Finding(
+            1.0, NONFINITE_KEY, entries, 0.0, text=lambda: f"the first tensor that is not finite: {tensor}"
+        )
+        findings = {NONFINITE_KEY: nonfinite, **findings}
+    return findings
+
+
+def bad_ending(status: RunStatus | None, last_update: int, failures: Sequence[Failure]) -> str:
+    """The sentence on a run that failed or was killed; empty for one that ended otherwise, or goes on."""
+    if status is RunStatus.KILLED:
+        return (
+            f"The run was killed after update {last_update:,}: its process ended without an exception (out of memory, a signal, "
+            "a lost machine); the log of the job or of the system says why."
+        )
+    if status is not RunStatus.FAILED:
+        return ""
+    if not failures:
+        return f"The run ended as failed after update {last_update:,}, and its journal names no exception: the log of the job says why."
+    return f"{failure_sentence(failures[-1].data, failures[-1].axes.update + 1)}."
+
+
+def failure_sentence(data: Mapping[str, Any], update: int) -> str:
+    """The update, the exception and the first non-finite tensor of a failure event, in a sentence without its full stop."""
+    message = next(iter(str(data.get("message", "")).strip().splitlines()), "").strip()
+    if len(message) > MAX_MESSAGE_CHARACTERS:
+        message = f"{message[:MAX_MESSAGE_CHARACTERS]}..."
+    exception = ": ".join(part for part in (str(data.get("exception", "")), message) if part)
+    tensor = first_tensor(data)
+    place = f"; the first tensor that is not finite: {tensor}" if tensor else ""
+    return f"The run failed at update {update:,}: {exception.rstrip('.')}{place}"
+
+
+def first_tensor(data: Mapping[str, Any]) -> str:
+    """The first non-finite tensor of a failure event: `observations (3 of 32 values, environments 2)`; empty where all are finite."""
+    nonfinite = data.get("nonfinite")
+    if not nonfinite:
+        return str(data.get("first_nonfinite") or "")
+    environments = list(map(str, nonfinite.get("environments", ())))
+    more = ", ..." if len(environments) > MAX_NAMED_ENVIRONMENTS else ""
+    where = f", environments {', '.join(environments[:MAX_NAMED_ENVIRONMENTS])}{more}" if environments else ""
+    return f"{nonfinite['tensor']} ({nonfinite['count']:,} of {nonfinite['size']:,} values{where})"
+
+
+def resumed(view: View) -> Iterator[Finding]:
+    """The end of the alarm: a record follows, so a run that had failed was resumed."""
+    yield Finding(0.0, FAILED_KEY)
 
 
 RULES = (
-    Rule(
+    AlarmRule(
         type="task/no_episodes",
-        judge=no_episodes,
-        inputs=(COUNT,),
-        n_off=1,
-        duration=2,
-        evidence=(COUNT, "lstm/reset_rate", "lstm/age/max"),
+        inputs=(COUNT, "episode/length_mean"),
+        meaning="No episode has finished for long.",
+        action="Set a time limit; check that termination is passed on.",
+        judge=NoEpisodesJudge(),
+        bounds=(EPISODES_UPDATES, EPISODES_FACTOR),
         source="20 updates, and five times the time that an episode takes",
+        rank=CAUSE_LAST_RANK,
+        hard=True,
+        n_off=1,
+        debug_updates=2,
+        evidence=(COUNT, "lstm/reset_rate", "lstm/age/max"),
     ),
-    Rule(
+    AlarmRule(
         type="task/return_drop",
-        judge=return_drop,
-        inputs=(RETURN,),
+        inputs=(RETURN, "episode/return_mean"),
+        meaning="The return has fallen well below its best.",
+        action="Look for the alarm that came first; go back to the best checkpoint with a lower learning rate.",
+        judge=ReturnDropJudge(),
+        bounds=(RETURN_DROP,),
+        source="Returns differ in sign and size, so what counts is the share of what was learned; unstable runs lose a third and recover.",
+        rank=CAUSE_LAST_RANK,
         warmup=10,
         n_on=10,
-        duration=5,
+        debug_updates=5,
         evidence=("episode/*", "policy/kl", "policy/entropy_norm", "value/r2"),
         relative=True,
-        source="Returns differ in sign and size, so what counts is the share of what was learned; unstable runs lose a third and recover.",
+    ),
+    AlarmRule(
+        type=RUN_FAILED,
+        inputs=("alarm/{key}",),
+        meaning="An exception ended the run.",
+        action="Read the exception and its traceback; where a tensor is not finite, look at what computes the first one.",
+        judge=resumed,
+        source="always an error: raised by the failure event, over with the next whole record",
+        rank=CAUSE_LAST_RANK,
+        hard=True,
+        required=(),
+        n_off=1,
+        certain=True,
     ),
 )

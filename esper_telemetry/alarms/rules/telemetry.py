@@ -1,10 +1,22 @@
-"""Telemetry itself."""
+"""Telemetry itself: its cost, its metrics, its backends, too many alarms."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
 
-from esper_telemetry.alarms.rule import Finding, Rule, View, hard, number, percent
+from esper_telemetry.alarms.rule import (
+    CAUSE_LAST_RANK,
+    AlarmRule,
+    Finding,
+    View,
+    above,
+    count,
+    hard,
+    number,
+    percent,
+)
 from esper_telemetry.core.record import Level
 
 ALWAYS = (
@@ -27,114 +39,176 @@ ALWAYS = (
 SAMPLED = ("opt/update_to_weight", "repr/dormant_frac", "lstm/gate/f/mean")
 """The same of keys that are due in some updates only."""
 
-MISSING = 5
-WARM = 5
+MISSING_UPDATES = 5
+"""Updates without a value that was due, which raise the alarm."""
+
+MIN_UPDATES = 5
+"""Updates with a value, before its absence means anything."""
 
 
-def missing_metric(view: View) -> Iterator[Finding]:
-    """A metric that was always there is not any more."""
-    every = max(view.get("telemetry/sample_every") or 1.0, view.memory.get("every", 8.0))
-    view.memory["every"] = every
-    for key in (*ALWAYS, *SAMPLED):
-        if key in view.values:
-            view.memory[key] = (view.memory.get(key, (0, 0))[0] + 1, 0)
-            if view.memory[key][0] >= WARM:
-                yield Finding(0.0, key, instance=key)
-            continue
-        seen, absent = view.memory.get(key, (0, 0))
-        due = every if key in SAMPLED else 1
-        if seen >= WARM:
-            view.memory[key] = (seen, absent + 1)
-            told = f"{key} has had no value for {absent + 1} updates"
-            yield Finding(hard(absent + 1 >= MISSING * due), key, instance=key, text=lambda told=told: told)  # type: ignore[misc]
+@dataclass(slots=True)
+class MissingMetricJudge:
+    """A metric that was always there and is not any more.
+
+    Attributes:
+        every: updates between two sampled ones, at most.
+        counts: updates with a value, and without one since, by key.
+    """
+
+    every: float = 8.0
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        self.every = max(view.get("telemetry/sample_every") or 1.0, self.every)
+        for key in (*ALWAYS, *SAMPLED):
+            present, absent = self.counts.get(key, (0, 0))
+            if key in view.values:
+                self.counts[key] = present + 1, 0
+                if present + 1 >= MIN_UPDATES:
+                    yield Finding(0.0, key, instance=key)
+            elif present >= MIN_UPDATES:
+                self.counts[key] = present, absent + 1
+                due = self.every if key in SAMPLED else 1
+                yield Finding(
+                    hard(absent + 1 >= MISSING_UPDATES * due),
+                    key,
+                    instance=key,
+                    text=lambda key=key, absent=absent: f"{key} has had no value for {absent + 1} updates",  # type: ignore[misc]
+                )
 
 
-def overhead(view: View) -> Iterator[Finding]:
-    """Telemetry takes its time, averaged over sampled and other updates; those at DEBUG were asked for, by someone or by an alarm."""
-    key, bound = "perf/telemetry_frac", view.limits.overhead
-    value = busy_share(view)
-    if value is None or view.get("telemetry/level") == Level.DEBUG:
-        return
-    seen = view.memory.setdefault("seen", [])
-    seen.append(value)
-    del seen[:-20]
-    mean = sum(seen) / len(seen)
-    yield Finding(
-        WARNING * hard(len(seen) == 20 and mean > bound),
-        key,
-        mean,
-        bound,
-        text=lambda: f"telemetry has taken {percent(mean)} of the training time",
-    )
+OVERHEAD = above("overhead", 0.1, "telemetry's share of the training time")
+OVERHEAD_UPDATES = 20
+"""Updates over which the share is averaged."""
 
-
-FAILURES = 3
-"""Of backends, one after the other, which are an outage."""
-
-WARNING = 0.5
+OVERHEAD_SEVERITY = 0.5
 """Severity of what costs time and harms nothing."""
 
 
+@dataclass(slots=True)
+class OverheadJudge:
+    """Telemetry that takes its time, averaged over sampled and other updates; those at DEBUG were asked for, by someone or by an alarm."""
+
+    shares: list[float] = field(default_factory=list)
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        key, bound = "perf/telemetry_frac", view.limits[OVERHEAD]
+        value = busy_share(view)
+        if value is None or view.get("telemetry/level") == Level.DEBUG:
+            return
+        shares = self.shares
+        shares.append(value)
+        del shares[:-OVERHEAD_UPDATES]
+        mean = sum(shares) / len(shares)
+        yield Finding(
+            OVERHEAD_SEVERITY * hard(len(shares) == OVERHEAD_UPDATES and mean > bound),
+            key,
+            mean,
+            bound,
+            text=lambda: f"telemetry has taken {percent(mean)} of the training time",
+        )
+
+
 def busy_share(view: View) -> float | None:
-    """Telemetry's share of the processor time where that is known: on a crowded machine, to wait for a core is not its doing."""
+    """Telemetry's share of the processor time where it is measured: on a crowded machine, to wait for a core is not its doing."""
     own, collecting, learning = (view.get(f"perf/{part}_cpu_ms") for part in ("telemetry", "rollout", "update"))
     if own is None or collecting is None or learning is None:
         return view.get("perf/telemetry_frac")
     return own / (own + collecting + learning) if own > 0 else 0.0
 
 
-def delivery(view: View) -> Iterator[Finding]:
-    """Backends fail again and again, while nothing gets through; or records are lost on the way to one."""
-    errors, dropped = view.get("telemetry/errors"), view.get("telemetry/dropped")
-    if errors is None and dropped is None:
-        return
-    lost = (dropped or 0.0) > (view.previous.get("telemetry/dropped") or 0.0)
-    outage = failures(view, errors or 0.0) >= FAILURES
-    yield Finding(
-        hard(outage or lost),
-        "telemetry/dropped" if lost else "telemetry/errors",
-        dropped if lost else errors,
-        text=lambda: f"backends have failed {number(errors or 0.0)} times and lost {number(dropped or 0.0)} records",
-    )
+OUTAGE_FAILURES = 3
+"""Failures of backends, one after the other, which are an outage."""
 
 
-def failures(view: View, errors: float) -> float:
-    """How often backends have failed since anything got through: while none does, more and more records wait."""
-    memory, depth = view.memory, view.get("telemetry/queue_depth")
-    more = errors - (view.previous.get("telemetry/errors") or 0.0)
-    if "since" in memory and depth is not None and depth < memory["deepest"]:
-        del memory["since"]
-    if more > 0 and "since" not in memory:
-        memory["since"] = errors - more
-    memory["deepest"] = depth or 0.0
-    return float(errors - memory["since"]) if "since" in memory else 0.0
+@dataclass(slots=True)
+class DeliveryJudge:
+    """Backends that fail again and again, while nothing gets through; or records that are lost on the way to one.
 
+    Attributes:
+        errors_before: errors before the failures under way; None where there are none.
+        deepest: records that waited an update ago: while no backend works, more and more do.
+    """
+
+    errors_before: float | None = None
+    deepest: float = 0.0
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        errors, dropped = view.get("telemetry/errors"), view.get("telemetry/dropped")
+        if errors is None and dropped is None:
+            return
+        lost = (dropped or 0.0) > (view.previous.get("telemetry/dropped") or 0.0)
+        yield Finding(
+            hard(self.failures(view, errors or 0.0) >= OUTAGE_FAILURES or lost),
+            "telemetry/dropped" if lost else "telemetry/errors",
+            dropped if lost else errors,
+            text=lambda: (
+                f"backends have failed {number(errors or 0.0)} times and lost {number(dropped or 0.0)} records"
+            ),
+        )
+
+    def failures(self, view: View, errors: float) -> float:
+        """Number of failures since anything got through."""
+        depth = view.get("telemetry/queue_depth")
+        more = errors - (view.previous.get("telemetry/errors") or 0.0)
+        if depth is not None and depth < self.deepest:
+            self.errors_before = None
+        if more > 0 and self.errors_before is None:
+            self.errors_before = errors - more
+        self.deepest = depth or 0.0
+        return 0.0 if self.errors_before is None else errors - self.errors_before
+
+
+ALARM_LIMIT = count("storm", 20, "alarms in a hundred updates")
+TOO_MANY: Final = "telemetry/storm"
 
 RULES = (
-    Rule(
-        type="telemetry/missing_metric",
-        judge=missing_metric,
-        inputs=(),
-        n_off=1,
-        evidence=("telemetry/undefined",),
-        source="only of keys that are defined whatever the data: others are absent where they have no meaning",
-    ),
-    Rule(
+    AlarmRule(
         type="telemetry/overhead",
-        judge=overhead,
-        inputs=("perf/telemetry_frac",),
+        inputs=("perf/telemetry_frac", "telemetry/sample_every"),
+        meaning="Telemetry takes more of the training time than it should.",
+        action="Lower the level, leave a second core free, or log less of your own.",
+        judge=OverheadJudge(),
+        bounds=(OVERHEAD,),
+        source="averaged over 20 updates, some of them sampled",
+        rank=CAUSE_LAST_RANK,
         warmup=20,
         n_on=5,
         n_off=5,
         evidence=("perf/*", "telemetry/sample_every"),
-        source="averaged over 20 updates, of which some are looked at closely",
     ),
-    Rule(
+    AlarmRule(
+        type="telemetry/missing_metric",
+        inputs=("telemetry/undefined",),
+        meaning="A metric that was there has had no value for several updates.",
+        action="Its description says when it is absent; check what feeds it.",
+        judge=MissingMetricJudge(),
+        source="only of keys that are defined whatever the data: others are absent where they have no meaning",
+        rank=CAUSE_LAST_RANK,
+        required=(),
+        n_off=1,
+        evidence=("telemetry/undefined",),
+    ),
+    AlarmRule(
         type="telemetry/delivery",
-        judge=delivery,
-        inputs=("telemetry/errors",),
+        inputs=("telemetry/dropped", "telemetry/errors", "telemetry/queue_depth"),
+        meaning="A backend fails or falls behind; the journal has everything.",
+        action="Check the address and the key of the backend; `esper-telemetry replay` sends what is missing.",
+        judge=DeliveryJudge(),
+        source="one failure is retried, ever later: three without a record that gets through are an outage",
+        rank=CAUSE_LAST_RANK,
+        required=("telemetry/errors",),
         n_off=5,
         evidence=("telemetry/*",),
-        source="one failure is retried, ever later: three without a record that gets through are an outage",
+    ),
+    AlarmRule(
+        type=TOO_MANY,
+        inputs=("alarm/active", "alarm/{key}"),
+        meaning="More alarms were raised than anybody can read.",
+        action="Look at the first ones: the rest are most likely their consequences.",
+        bounds=(ALARM_LIMIT,),
+        source="raised by the limit on alarms, not by a record",
+        rank=CAUSE_LAST_RANK,
+        required=(),
     ),
 )

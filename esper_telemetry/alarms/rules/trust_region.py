@@ -1,116 +1,149 @@
-"""The policy: steps too far."""
+"""Policy steps that are too far, and none at all."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from esper_telemetry.alarms.rule import Finding, Rule, View, decade_ramp, number, percent, ramp, times
+from esper_telemetry.alarms.judges import AnnealedRate, OnRamp
+from esper_telemetry.alarms.rule import (
+    AlarmRule,
+    Finding,
+    Ramp,
+    View,
+    above,
+    below,
+    count,
+    hard,
+    number,
+    percent,
+    times,
+)
 
-RATIOS = ("policy/ratio/*", "policy/head/*/blame", "policy/head/*/ratio/*", "policy/logp/min", "policy/kl*", "opt/lr")
+RATIO_EVIDENCE = (
+    "policy/ratio/*",
+    "policy/head/*/blame",
+    "policy/head/*/ratio/*",
+    "policy/logp/min",
+    "policy/kl*",
+    "opt/lr",
+)
+
+STEP_COUNT_UPDATES = 10
+"""Updates after which their number of optimizer steps is typical."""
+
+KL_SPIKE = Ramp("kl_spike", 0.03, 0.3, "KL divergence of an update, nats")
+KL_SUDDEN = Ramp("kl_sudden", 0.1, 1.0, "the same for a single update, the one before it being smaller")
+KL_MOVED = above(
+    "kl_moved", 0.25, "share of the samples outside of the trust region, from which on the KL counts in full"
+)
+KL_FEW = count("kl_few", 1 / 3, "what it counts below that, where a few samples make it up")
+PASSES = above("passes", 1.5, "optimizer steps of an update over the most of any before")
+KL_PASSES = Ramp("kl_passes", 1.0, 4.0, "the KL over its median, where updates make many more steps than before")
 
 
-STEPS_SETTLE = 10
-"""Updates after which their number of steps is known."""
+@dataclass(slots=True)
+class KlSpikeJudge:
+    """One update that moved the policy very far, or two in a row far; or two further than usual, with many more steps.
 
-
-def kl_spike(view: View) -> Iterator[Finding]:
-    """One update moved the policy very far, or two in a row far; or two further than usual, with many more steps.
-
-    What a few samples make of the KL divergence counts a third: the others have stayed where they were.
+    A KL divergence that a few samples make up counts a third: the others have stayed where they were.
     """
-    key, limits = "policy/kl", view.limits
-    value = view.get(key)
-    if value is None:
-        return
-    counts = value if moved_many(view) else value * limits.kl_few
-    before = view.memory.get("kl", 0.0)
-    view.memory["kl"] = counts
-    sudden = decade_ramp(counts, limits.kl_sudden_low, limits.kl_sudden_high)
-    lasting = decade_ramp(min(counts, before), limits.kl_spike_low, limits.kl_spike_high)
-    by_one = sudden >= lasting
-    passes = many_steps(view)
-    earlier = view.previous.get(key)
-    if passes is not None and earlier is not None:
-        yield further(view, min(value, earlier), passes)
-    bounds = (limits.kl_sudden_low, limits.kl_sudden_high) if by_one else (limits.kl_spike_low, limits.kl_spike_high)
-    yield Finding(
-        max(sudden, lasting),
-        key,
-        value,
-        (bounds[0] * bounds[1]) ** 0.5 * value / max(counts, 1e-300),
-        z=view.z(key),
-        text=lambda: f"updates have moved the policy by a KL divergence of {number(value)} nats{view.usual(key)}",
-    )
+
+    before: float = 0.0
+    most_steps: int = 0
+    updates: int = 0
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        key, limits = "policy/kl", view.limits
+        value = view.get(key)
+        if value is None:
+            return
+        share = view.get("policy/clip_frac")
+        counts = value if share is None or share > limits[KL_MOVED] else value * limits[KL_FEW]
+        sudden = limits.log_severity(KL_SUDDEN, counts)
+        lasting = limits.log_severity(KL_SPIKE, min(counts, self.before))
+        self.before = counts
+        passes = self.relative_steps(view)
+        earlier = view.previous.get(key)
+        if passes is not None and earlier is not None:
+            yield self.moved_by_passes(view, min(value, earlier), passes)
+        yield Finding(
+            max(sudden, lasting),
+            key,
+            value,
+            limits.log_middle(KL_SUDDEN if sudden >= lasting else KL_SPIKE) * value / max(counts, 1e-300),
+            z=view.z(key),
+            text=lambda: f"updates have moved the policy by a KL divergence of {number(value)} nats{view.usual(key)}",
+        )
+
+    def relative_steps(self, view: View) -> float | None:
+        """Optimizer steps over the most of any update before; None before there are ten."""
+        steps = view.steps
+        if steps is None:
+            return None
+        settled = self.most_steps > 0 and self.updates >= STEP_COUNT_UPDATES
+        relative = steps / self.most_steps if settled else None
+        if relative is None or relative <= view.limits[PASSES]:
+            self.most_steps, self.updates = max(self.most_steps, steps), self.updates + 1
+        return relative
+
+    def moved_by_passes(self, view: View, kl: float, passes: float) -> Finding:
+        """The finding for more passes over a rollout than ever before; `kl` is the smaller one of two updates."""
+        key, limits = "policy/kl", view.limits
+        usual = view.baselines.median(key)
+        relative = kl / usual if usual else 0.0
+        return Finding(
+            limits.log_severity(KL_PASSES, relative) if passes > limits[PASSES] else 0.0,
+            key,
+            kl,
+            usual and usual * limits.log_middle(KL_PASSES),
+            adaptive=True,
+            z=view.z(key),
+            instance="passes",
+            text=lambda: (
+                f"updates have made {times(passes)} the steps of those before, and have moved the policy {times(relative)} as far as "
+                f"usual: by a KL divergence of {number(kl)} nats{view.usual(key)}"
+            ),
+        )
 
 
-def moved_many(view: View) -> bool:
-    """Whether an update has moved many samples far, and not a few of them very far; what is not known is taken for it."""
-    share = view.get("policy/clip_frac")
-    return share is None or share > view.limits.kl_moved
+ESS = Ramp("ess", 0.4, 0.9, "share of the effective samples that is lost in the worst minibatch")
+ESS_SUDDEN = Ramp("ess_sudden", 0.8, 1.0, "the same for a single update")
+RATIO_SPREAD = Ramp("ratio_spread", 1.5, 6.0, "99th percentile of the probability ratios, with either")
 
 
-def many_steps(view: View) -> float | None:
-    """How many times the most optimizer steps of any update before this one has made; None before there are ten."""
-    steps = view.steps
-    if steps is None:
-        return None
-    most, updates = view.memory.get("most", 0), view.memory.get("updates", 0)
-    times_most = steps / most if most > 0 and updates >= STEPS_SETTLE else None
-    if times_most is None or times_most <= view.limits.passes:
-        view.memory.update(most=max(most, steps), updates=updates + 1)
-    return times_most
-
-
-def further(view: View, kl: float, passes: float) -> Finding:
-    """What more passes over a rollout than ever have made of the KL, the smaller one of two updates."""
-    key, limits = "policy/kl", view.limits
-    usual = view.baselines.median(key)
-    times_usual = kl / usual if usual else 0.0
-    low, high = limits.kl_passes_low, limits.kl_passes_high
-    return Finding(
-        decade_ramp(times_usual, low, high) if passes > limits.passes else 0.0,
-        key,
-        kl,
-        usual and usual * (low * high) ** 0.5,
-        adaptive=True,
-        z=view.z(key),
-        instance="passes",
-        text=lambda: (
-            f"updates have made {times(passes)} the steps of those before, and have moved the policy {times(times_usual)} as far as usual: "
-            f"by a KL divergence of {number(kl)} nats{view.usual(key)}"
-        ),
-    )
-
-
-def ratio_explosion(view: View) -> Iterator[Finding]:
-    """A few samples decide the update: nearly all effective samples are lost at once, or many in two updates in a row.
+@dataclass(slots=True)
+class RatioExplosionJudge:
+    """A few samples that decide the update: nearly all effective samples lost at once, or many in two updates in a row.
 
     One sample in a minibatch suffices for either, so one in a hundred of the whole update must have become far likelier, too.
     """
-    limits = view.limits
-    kept, largest = view.get("policy/ess_frac_min"), view.get("policy/ratio/max")
-    if kept is None:
-        return
-    wide = view.get("policy/ratio/p99")
-    spread = 1.0 if wide is None else decade_ramp(wide, limits.ratio_spread_low, limits.ratio_spread_high)
-    lost, now = 1 - kept, (1 - kept, spread)
-    before = view.memory.get("lost", (0.0, 0.0))
-    view.memory["lost"] = now
-    lasting = min(ramp(min(lost, before[0]), limits.ess_low, limits.ess_high), spread, before[1])
-    sudden = min(ramp(lost, limits.ess_sudden_low, limits.ess_sudden_high), spread)
-    yield Finding(
-        max(lasting, sudden),
-        "policy/ess_frac_min",
-        kept,
-        1 - (limits.ess_low + limits.ess_high) / 2,
-        text=lambda: (
-            f"{percent(kept)} of a minibatch's samples carry its weight (usually 90 % or more); "
-            f"the largest probability ratio is {number(largest or 0.0)}{_blamed(view)}"
-        ),
-    )
+
+    before: tuple[float, float] = field(default=(0.0, 0.0))
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        limits = view.limits
+        effective, largest = view.get("policy/ess_frac_min"), view.get("policy/ratio/max")
+        if effective is None:
+            return
+        wide = view.get("policy/ratio/p99")
+        spread = 1.0 if wide is None else limits.log_severity(RATIO_SPREAD, wide)
+        lost, (lost_before, spread_before) = 1 - effective, self.before
+        self.before = lost, spread
+        lasting = min(limits.severity(ESS, min(lost, lost_before)), spread, spread_before)
+        yield Finding(
+            max(lasting, min(limits.severity(ESS_SUDDEN, lost), spread)),
+            "policy/ess_frac_min",
+            effective,
+            1 - limits.middle(ESS),
+            text=lambda: (
+                f"{percent(effective)} of a minibatch's samples carry its weight (usually 90 % or more); "
+                f"the largest probability ratio is {number(largest or 0.0)}{blamed_head(view)}"
+            ),
+        )
 
 
-def _blamed(view: View) -> str:
+def blamed_head(view: View) -> str:
     """The head that most of the change is owed to, where there are several."""
     shares = {head: value for head, _, value in view.labelled("policy/head/", "/blame")}
     if len(shares) < 2:
@@ -119,78 +152,126 @@ def _blamed(view: View) -> str:
     return f", {percent(shares[head])} of it by the head {head}"
 
 
-def ratio_collapse(view: View) -> Iterator[Finding]:
-    """Actions became ten times less likely, in one step of a hundred."""
-    key, limits = "policy/ratio/p01", view.limits
-    value = view.get(key)
-    if value is not None:
+KL_STALL = below("kl_stall", 1e-10, "largest KL of a minibatch in an update that did not move the policy")
+
+
+@dataclass(slots=True)
+class KlStallJudge(AnnealedRate):
+    """A policy that does not move, though its learning rate is not annealed."""
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        key, bound = "policy/kl_max", view.limits[KL_STALL]
+        annealed = self.stopped(view)
+        value, rate = view.get(key), view.get("opt/lr")
+        if value is None:
+            return
         yield Finding(
-            ramp(value, limits.ratio_collapse_low, limits.ratio_collapse_high),
+            hard(value < bound and not annealed),
             key,
             value,
-            (limits.ratio_collapse_low + limits.ratio_collapse_high) / 2,
+            bound,
             text=lambda: (
-                f"one action in a hundred has become {times(1 / max(value, 1e-30))} less likely in a single update"
+                f"the policy has not moved: its KL divergence is {number(value)} nats at most"
+                + ("" if rate is None else f", at a learning rate of {number(rate)}")
             ),
         )
 
 
-def clip_saturation(view: View) -> Iterator[Finding]:
-    """Much of the batch teaches nothing more."""
-    key, low, high = "policy/clip_frac", view.limits.clip_frac_low, view.limits.clip_frac_high
-    value = view.get(key)
-    if value is not None:
-        yield Finding(
-            ramp(value, low, high),
-            key,
-            value,
-            (low + high) / 2,
-            text=lambda: f"{percent(value)} of the samples have left the trust region{view.usual(key)}",
-        )
-
+RATIO_COLLAPSE = Ramp("ratio_collapse", 0.1, 0.02, "first percentile of the probability ratios")
+CLIP_FRAC = Ramp("clip_frac", 0.2, 0.5, "share of the samples outside of the trust region")
 
 RULES = (
-    Rule(
+    AlarmRule(
         type="policy/kl_spike",
-        judge=kl_spike,
-        inputs=("policy/kl",),
-        watches=("policy/kl",),
-        n_off=2,
-        duration=5,
-        evidence=("policy/kl*", "policy/head/*/kl", "policy/ratio/*", "opt/lr", "grad/global/*", "adv/norm/*"),
-        relative=True,
+        inputs=("policy/kl", "policy/kl_max"),
+        meaning="One update moved the policy much further than usual.",
+        action="Lower the learning rate or the number of epochs, set target_kl, use larger minibatches.",
+        judge=KlSpikeJudge(),
+        bounds=(KL_SPIKE, KL_SUDDEN, KL_MOVED, KL_FEW, PASSES, KL_PASSES),
         source="Stop rules in use lie at 0.015 to 0.03. Policies with memory have single updates of 0.1 and recover: two in a row, or 0.3. "
-        "Less tells where there are suddenly more steps. Sure policies lose much KL on a few rare actions, and go on learning: the "
+        "Less counts where there are suddenly more steps. Sure policies lose much KL on a few rare actions, and go on learning: the "
         "threefold is asked for where no quarter of the samples has left the trust region.",
-    ),
-    Rule(
-        type="policy/ratio_explosion",
-        judge=ratio_explosion,
-        inputs=("policy/ess_frac_min",),
+        rank=290,
+        histories=("policy/kl",),
         n_off=2,
-        duration=5,
-        evidence=("policy/ess_frac*", *RATIOS),
+        debug_updates=5,
+        evidence=("policy/kl*", "policy/head/*/kl", "policy/ratio/*", "opt/lr", "grad/global/*", "adv/norm/*"),
+        pieces=("transitions",),
+        relative=True,
+    ),
+    AlarmRule(
+        type="policy/ratio_explosion",
+        inputs=(
+            "policy/ess_frac_min",
+            "policy/ratio/max",
+            "policy/ess_frac",
+            "policy/head/{head}/blame",
+            "policy/head/{head}/ratio/max",
+        ),
+        meaning="A few samples' probabilities have changed so much that they decide the update alone.",
+        action="Look at the head with the largest blame; lower the learning rate, set target_kl, keep action probabilities away from 0.",
+        judge=RatioExplosionJudge(),
+        bounds=(ESS, ESS_SUDDEN, RATIO_SPREAD),
         source="Kong's effective sample size; Moalla 2024, coach#87. A single sample of a rare action takes 90 % of it from a minibatch "
         "in healthy runs, which clipping bears: the 99th percentile of the ratios is 1.2 to 2.7 there.",
+        n_off=2,
+        debug_updates=5,
+        evidence=("policy/ess_frac*", *RATIO_EVIDENCE),
+        pieces=("transitions",),
     ),
-    Rule(
+    AlarmRule(
         type="policy/ratio_collapse",
-        judge=ratio_collapse,
-        inputs=("policy/ratio/p01",),
-        n_on=3,
-        duration=3,
-        evidence=RATIOS,
+        inputs=("policy/ratio/min", "policy/ratio/p01"),
+        meaning="Actions that turned out well have become ten times less likely.",
+        action="Check the sign and the order of advantages; lower the learning rate.",
+        judge=OnRamp(
+            "policy/ratio/p01",
+            RATIO_COLLAPSE,
+            "one action in a hundred has become {inverse} less likely in a single update",
+        ),
+        bounds=(RATIO_COLLAPSE,),
         source="first percentile in place of the share of rows, which a record does not have",
+        required=("policy/ratio/p01",),
+        n_on=3,
+        debug_updates=3,
+        evidence=RATIO_EVIDENCE,
+        pieces=("transitions",),
     ),
-    Rule(
+    AlarmRule(
         type="policy/clip_saturation",
-        judge=clip_saturation,
-        inputs=("policy/clip_frac",),
-        watches=("policy/clip_frac",),
+        inputs=(
+            "policy/clip_frac",
+            "policy/clip_frac_active",
+            "policy/clip_frac_pos",
+            "policy/clip_frac_neg",
+            "policy/head/{head}/clip_frac",
+        ),
+        meaning="Much of the batch has left the trust region and teaches nothing more.",
+        action="Fewer epochs or a lower learning rate; a larger batch where advantages are noisy.",
+        judge=OnRamp("policy/clip_frac", CLIP_FRAC, "{percent} of the samples have left the trust region{usual}"),
+        bounds=(CLIP_FRAC,),
+        source="common practice; healthy runs stay below 0.17, but for their first updates",
+        histories=("policy/clip_frac",),
         warmup=15,
         n_on=2,
-        duration=3,
+        debug_updates=3,
         evidence=("policy/clip_frac*", "policy/head/*/clip_frac", "policy/kl*", "opt/lr"),
-        source="common practice; healthy runs stay below 0.17, but for their first updates",
+        pieces=("transitions",),
+    ),
+    AlarmRule(
+        type="policy/kl_stall",
+        inputs=("policy/kl_max", "opt/lr"),
+        meaning="The policy does not move at all.",
+        action="Check that its parameters are in the optimizer and require gradients, that the learning rate is not 0, that advantages "
+        "vary.",
+        judge=KlStallJudge(),
+        bounds=(KL_STALL,),
+        source="KL goes with the square of the learning rate: what a schedule has led to 5 % of its peak may stop.",
+        rank=240,
+        n_on=3,
+        n_off=1,
+        debug_updates=3,
+        evidence=("policy/kl*", "opt/lr", "grad/*/norm_preclip", "opt/update_to_weight*"),
+        pieces=("transitions",),
     ),
 )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from esper_telemetry.alarms.detectors import Detectors
-from esper_telemetry.alarms.kinds import NONFINITE
+from esper_telemetry.alarms.rules.integrity import NONFINITE
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record
 from esper_telemetry.journal.read import read_run
@@ -68,7 +68,7 @@ class ByDetectors:
     """The detectors as a judge."""
 
     def __init__(self, facts: Mapping[str, Any], thresholds: Thresholds) -> None:
-        self._detectors = Detectors(facts, replace(thresholds, off=thresholds.off | OFF))
+        self._detectors = Detectors(facts, thresholds.without(OFF))
         self.intervention = self._detectors.intervention
 
     def step(self, record: Record) -> Iterable[Alarm]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from esper_telemetry.alarms.kinds import ALARMS
+from esper_telemetry.alarms.registry import alarm_rules
 from esper_telemetry.cli.mistakes import WrongUse
 from esper_telemetry.lab.faults import FAULTS
 from esper_telemetry.lab.faults.__main__ import run
@@ -88,7 +88,7 @@ def test_faults_are_listed_with_the_alarms_that_name_them(capsys: pytest.Capture
 
 
 def test_every_alarm_that_a_fault_expects_exists() -> None:
-    known = {alarm.type for alarm in ALARMS}
+    known = {alarm.type for alarm in alarm_rules()}
 
     assert {kind for fault in FAULTS for kind in fault.accepts} <= known
 

@@ -1,0 +1,213 @@
+"""Histories of chosen keys in one run: windows of healthy values, medians and robust scores, all keys in one pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import isfinite, log10, nan, pow
+from sys import float_info
+from typing import Any
+
+import numpy as np
+
+from esper_telemetry.core.derived import Array
+from esper_telemetry.history.outliers import N_MIN, SCALE_MIN, spread
+
+WINDOW = 100
+"""Healthy values that are stored of each key."""
+
+OUTLIER = 8.0
+"""Robust scores from which on a value does not enter: anomalies must not train their own baseline."""
+
+REBASELINE_AFTER = 50
+"""Values in a row that did not enter, after which the history begins anew."""
+
+MIN_MEDIAN_VALUES = 5
+"""Values from which on a key has a median; robust scores wait for twenty."""
+
+USUAL_LEVEL_DECADES = 0.5
+"""Decades: that close to the highest or lowest level that a key has had in this run, a value is no outlier. A solved task leaves errors
+and gradients of next to nothing for long, beside which the next failure would look like an explosion."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """A key whose history a rule needs.
+
+    Attributes:
+        key: the key; `*` stands for a part of a segment.
+        scale_min: smallest spread in decades; less than the default for keys that hardly vary.
+        linear: its values are logarithms already.
+    """
+
+    key: str
+    scale_min: float = SCALE_MIN
+    linear: bool = False
+
+
+def power(decades: float) -> float:
+    """10 to that power, and 1e308 where no number is that large."""
+    return pow(10.0, min(decades, float(float_info.max_10_exp)))
+
+
+@lru_cache(maxsize=512)
+def matcher(pattern: str) -> Callable[[str], Any]:
+    """A test for keys that a pattern matches, `*` being a part of one segment."""
+    return re.compile(re.escape(pattern).replace(r"\*", "[a-z0-9_]*")).fullmatch
+
+
+class Baselines:
+    """Windows of log10 values of keys that come and go, and distances of the latest values from their medians.
+
+    Args:
+        histories: keys and patterns of the rules; of two declarations of one key the first counts.
+
+    Attributes:
+        z: robust standard scores of the latest update's values, by key; without keys whose history is short.
+        shift: decades between the latest values and their medians, by key.
+        beyond: decades by which the latest values exceed all before them, by key; negative below the largest.
+        below: decades by which they are smaller than all before them; negative above the smallest.
+    """
+
+    def __init__(self, histories: Iterable[str | History]) -> None:
+        declared: dict[str, History] = {}
+        for item in histories:
+            history = History(item) if isinstance(item, str) else item
+            declared.setdefault(history.key, history)
+        self._declared = {key: history for key, history in sorted(declared.items()) if "*" not in key}
+        self._patterns = [(matcher(key), history) for key, history in sorted(declared.items()) if "*" in key]
+        self._unmatched: set[str] = set()
+        self._linear: set[str] = set()
+        self.z: dict[str, float] = {}
+        self.shift: dict[str, float] = {}
+        self.beyond: dict[str, float] = {}
+        self.below: dict[str, float] = {}
+        self._rows: dict[str, int] = {}
+        self._names: list[str] = []
+        self._outlier = np.zeros(0, dtype=bool)
+        self._values = np.full((0, WINDOW), np.nan)
+        self._count = np.zeros(0, dtype=np.int64)
+        self._rejected = np.zeros(0, dtype=np.int64)
+        self._floor = np.zeros(0)
+        self._x = np.zeros(0)
+        self._medians: list[float] = []
+        self._counts: list[int] = []
+        self._highest = np.zeros(0)
+        self._lowest = np.zeros(0)
+        self._peak = np.zeros(0)
+        self._trough = np.zeros(0)
+
+    def look(self, values: Mapping[str, float]) -> None:
+        """Compare the values of an update with those of the updates before it; `learn` adds them."""
+        for key in values.keys() - self._rows.keys() - self._unmatched:
+            self._add(key)
+        keys = [key for key in values if key in self._rows]
+        self._x = np.full(len(self._rows), np.nan)
+        self._x[[self._rows[key] for key in keys]] = [self._scaled(key, values[key]) for key in keys]
+        median, scale = spread(self._values, scale_min=self._floor, n_min=MIN_MEDIAN_VALUES)
+        self._medians, self._counts = median.tolist(), self._count.tolist()
+        enough = self._count >= N_MIN
+        shift = np.where(enough, self._beyond(median), np.nan)
+        self._highest = np.fmax(self._highest, np.where(enough, median, np.nan))
+        self._lowest = np.fmin(self._lowest, np.where(enough, median, np.nan))
+        with np.errstate(over="ignore"):  # what is infinitely far off is left out below
+            z = shift / scale
+        scored = np.flatnonzero(np.isfinite(z))
+        self._outlier = np.zeros(len(z), dtype=bool)
+        self._outlier[scored] = np.abs(z[scored]) >= OUTLIER
+        names = [self._names[row] for row in scored.tolist()]
+        self.z = dict(zip(names, z[scored].tolist(), strict=True))
+        self.shift = dict(zip(names, shift[scored].tolist(), strict=True))
+        self.beyond = dict(zip(names, (self._x[scored] - self._peak[scored]).tolist(), strict=True))
+        self.below = dict(zip(names, (self._trough[scored] - self._x[scored]).tolist(), strict=True))
+
+    def _beyond(self, median: Array) -> Array:
+        """Decades between values and their medians, and beyond the levels that have been usual earlier."""
+        low = np.fmin(median, self._lowest + USUAL_LEVEL_DECADES)
+        high = np.fmax(median, self._highest - USUAL_LEVEL_DECADES)
+        return self._x - np.clip(self._x, low, high)
+
+    def learn(self) -> None:
+        """Add the values of the latest update, without outliers."""
+        finite, outlier = np.isfinite(self._x), self._outlier
+        self._rejected = np.where(finite & ~outlier, 0, self._rejected + (finite & outlier))
+        anew = self._rejected >= REBASELINE_AFTER
+        self._values[anew] = np.nan
+        self._count[anew] = 0
+        self._rejected[anew] = 0
+        rows = np.flatnonzero(finite & (~outlier | anew))
+        self._peak[rows] = np.fmax(self._peak[rows], self._x[rows])
+        self._trough[rows] = np.fmin(self._trough[rows], self._x[rows])
+        self._values[rows, self._count[rows] % WINDOW] = self._x[rows]
+        self._count[rows] += 1
+
+    def forget(self) -> None:
+        """Begin all histories anew."""
+        self._values[:] = np.nan
+        self._count[:] = 0
+        self._rejected[:] = 0
+        for levels in (self._highest, self._lowest, self._peak, self._trough):
+            levels[:] = np.nan
+        self._medians, self._counts = [nan] * len(self._rows), [0] * len(self._rows)
+        self.z, self.shift, self.beyond, self.below = {}, {}, {}, {}
+
+    def count(self, key: str) -> int:
+        """Number of values in the history of a key."""
+        return min(self._counts[self._rows[key]], WINDOW) if key in self._rows else 0
+
+    def usual(self, key: str) -> tuple[float, float] | None:
+        """Range of a key's usual values, 10th to 90th percentile; None of fewer than five."""
+        if self.count(key) < MIN_MEDIAN_VALUES:
+            return None
+        window = self._values[self._rows[key]]
+        low, high = np.quantile(window[np.isfinite(window)], (0.1, 0.9)).tolist()
+        return (low, high) if key in self._linear else (power(low), power(high))
+
+    def median(self, key: str) -> float | None:
+        """Median of a key's history; None of fewer than five values."""
+        row = self._rows.get(key)
+        if row is None or self._counts[row] < MIN_MEDIAN_VALUES or not isfinite(self._medians[row]):
+            return None
+        middle = self._medians[row]
+        return middle if key in self._linear else power(middle)
+
+    def off_median(self, key: str) -> float:
+        """Decades by which the latest value lies above the median of its history, negative below it; 0 without one."""
+        row = self._rows.get(key)
+        off = float(self._x[row]) - self._medians[row] if row is not None else nan
+        return off if isfinite(off) else 0.0
+
+    def fallen(self, key: str) -> float:
+        """Decades by which the latest value lies below the highest level that has been usual in this run; 0 above it, or without one."""
+        row = self._rows.get(key)
+        off = float(self._highest[row] - self._x[row]) if row is not None else nan
+        return max(0.0, off) if isfinite(off) else 0.0
+
+    def _add(self, key: str) -> None:
+        history = self._declared.get(key) or next((item for matches, item in self._patterns if matches(key)), None)
+        if history is None:
+            self._unmatched.add(key)
+            return
+        if history.linear:
+            self._linear.add(key)
+        self._rows[key] = len(self._rows)
+        self._names.append(key)
+        self._values = np.vstack([self._values, np.full((1, WINDOW), np.nan)])
+        self._count = np.append(self._count, 0)
+        self._rejected = np.append(self._rejected, 0)
+        self._floor = np.append(self._floor, history.scale_min)
+        self._medians.append(nan)
+        self._counts.append(0)
+        self._highest = np.append(self._highest, np.nan)
+        self._lowest = np.append(self._lowest, np.nan)
+        self._peak = np.append(self._peak, np.nan)
+        self._trough = np.append(self._trough, np.nan)
+
+    def _scaled(self, key: str, value: float) -> float:
+        """The value as its history holds it."""
+        if key in self._linear:
+            return value
+        size = abs(value)
+        return log10(size) if size > 0 else nan

@@ -1,0 +1,121 @@
+"""The registry: declared metrics joined with the alarms that read them and the histories that follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from esper_telemetry.alarms.registry import NONFINITE, alarms_reading
+from esper_telemetry.alarms.rule import AlarmRule
+from esper_telemetry.core.catalogue import catalogue, families, family_name, groups
+from esper_telemetry.core.derived import Derived
+from esper_telemetry.core.metric import Metric, declared
+from esper_telemetry.core.record import Level, MetricInfo
+from esper_telemetry.history.derive import histories
+
+REDUCTIONS = {
+    "Mean": "mean",
+    "Sum": "sum",
+    "Min": "minimum",
+    "Max": "maximum",
+    "Moments": "merged moments",
+    "Ess": "merged sums",
+    "Counts": "histogram",
+    "Quantiles": "quantile",
+    "Last": "last value",
+    "float": "one value",
+    "Tensor": "one value",
+}
+"""By the type with which a field's annotation begins; other reductions are means of values that ranks join in their own way."""
+
+PRIORITIES = ("critical", "high", "normal", "detail")
+
+
+@dataclass(frozen=True, slots=True)
+class MetricEntry:
+    """One metric of the registry.
+
+    Attributes:
+        metric: its declaration.
+        priority: `critical` decides whether a run is wrong for certain, `high` is a headline, `normal` has bounds or feeds an alarm,
+            `detail` is read beside others.
+        reduction: how the rows of an update become one number.
+        alarms: those that read it.
+        series: the endings under which it has a history, `{key}/ema` for one.
+    """
+
+    metric: Metric
+    priority: str
+    reduction: str
+    alarms: tuple[AlarmRule, ...]
+    series: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Display name; the last segment of the key where a plugin declares none."""
+        return self.metric.name or self.metric.key.rpartition("/")[2].replace("_", " ")
+
+    @property
+    def category(self) -> str:
+        """Title of the metric's family."""
+        family = family_name(self.metric.key)
+        return families()[family].title if family in families() else family
+
+    @property
+    def action(self) -> str:
+        """What to try when the value is not normal; empty for a metric without bounds."""
+        return self.alarms[0].action if self.alarms else self.metric.advice
+
+    def info(self) -> MetricInfo:
+        """Return the description that travels in the journal."""
+        family = families().get(family_name(self.metric.key))
+        first = family.first if family else ()
+        return replace(
+            self.metric.info(),
+            name=self.name,
+            category=self.category,
+            priority=self.priority,
+            headline=first.index(self.metric.key) + 1 if self.metric.key in first else 0,
+            reduction=self.reduction,
+            alarms=", ".join(alarm.type for alarm in self.alarms),
+            action=self.action,
+            series=", ".join(self.series),
+        )
+
+
+@lru_cache(maxsize=1)
+def registry() -> tuple[MetricEntry, ...]:
+    """Return the entry of every declared metric, by number."""
+    reductions = dict(_reductions())
+    return tuple(_entry(metric, reductions[metric.key]) for metric in catalogue())
+
+
+def _entry(metric: Metric, reduction: str) -> MetricEntry:
+    alarms = alarms_reading(metric.key)
+    return MetricEntry(
+        metric=metric,
+        priority=_priority(metric, alarms),
+        reduction=metric.info(reduction).reduction,
+        alarms=alarms,
+        series=histories(metric.key),
+    )
+
+
+def _reductions() -> Iterator[tuple[str, str]]:
+    """Yield each key with the reduction of the field that holds it."""
+    for group in groups():
+        for item, metric in declared(group):
+            kind = str(item.type).partition(" ")[0]
+            yield metric.key, "from other values" if issubclass(group, Derived) else REDUCTIONS.get(kind, "mean")
+
+
+def _priority(metric: Metric, alarms: tuple[AlarmRule, ...]) -> str:
+    if metric.key.endswith(NONFINITE):
+        return "normal"
+    deciding = [alarm for alarm in alarms if alarm.inputs[0] == metric.key]
+    if any(alarm.hard for alarm in deciding):
+        return "critical"
+    if metric.level is Level.MINIMAL or deciding:
+        return "high"
+    return "normal" if alarms or metric.warn or metric.critical else "detail"

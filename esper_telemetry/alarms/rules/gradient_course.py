@@ -1,0 +1,279 @@
+"""Gradients over updates: they oscillate, drift, are noise, or belong to few parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import log10
+
+from esper_telemetry.alarms.judges import RATE_GROWN, RollingMean, Z
+from esper_telemetry.alarms.rule import (
+    AlarmRule,
+    Finding,
+    View,
+    above,
+    below,
+    hard,
+    number,
+    percent,
+    power,
+    times,
+)
+
+MAX_PERIOD = 20
+"""Updates of the longest period that counts: longer ones are trends in the hundred updates that are tested."""
+
+MIN_SWINGS = 3
+"""Swings of the learning rate that are no schedule any more: warm restarts are rarer."""
+
+SWING_UPDATES = 16
+"""Updates in which they are counted."""
+
+MAX_REJECTED = 50
+"""Outliers in a row that do not enter the average; then it begins to follow them."""
+
+MIN_RISES = 5
+"""Updates in a row in which a learning rate that creeps rises."""
+
+OSCILLATION = above("oscillation", 0.3, "negative average cosine of successive gradients")
+RATE_SWING = above("rate_swing", 4.0, "factor between turning points of the learning rate")
+PERIOD_P = below("period_p", 1e-6, "chance of an oscillation of the KL as strong as the one seen")
+
+
+@dataclass(slots=True)
+class OscillationJudge:
+    """Successive gradients that point against each other, a KL that swings with a period, or a learning rate that swings."""
+
+    cosines: RollingMean = field(default_factory=RollingMean)
+    opposed: float = 0.0
+    mean: float = 0.0
+    periodic: float = 0.0
+    period: float | None = None
+    rates: list[float] = field(default_factory=list)
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        mean = self.cosines.add(view.get("grad/align/successive_cos"))
+        if mean is not None:
+            self.opposed, self.mean = hard(mean < -view.limits[OSCILLATION]), mean
+        chance, length = view.get("policy/kl/period/p"), view.get("policy/kl/period/length")
+        if chance is not None and length is not None:
+            clear = chance < view.limits[PERIOD_P] and length <= MAX_PERIOD
+            again = clear and self.period is not None and abs(self.period - length) <= 0.1 * length
+            self.periodic, self.period = hard(again), length if clear else None
+        yield from self.swinging_rate(view)
+        if mean is None and chance is None:
+            return
+        periodic, averaged = self.periodic, self.mean
+        yield Finding(
+            max(self.opposed, periodic),
+            "grad/align/successive_cos" if mean is not None else "policy/kl/period/p",
+            mean if mean is not None else chance,
+            text=lambda: (
+                f"the KL divergence swings with a period of {number(length or 0.0)} updates"
+                if periodic
+                else f"successive gradients point against each other: their cosine averages {number(averaged)}"
+            ),
+        )
+
+    def swinging_rate(self, view: View) -> Iterator[Finding]:
+        """A learning rate that goes up and down."""
+        rate, rates = view.get("opt/lr"), self.rates
+        if not rate:
+            return
+        rates.append(rate)
+        del rates[:-SWING_UPDATES]
+        factor = view.limits[RATE_SWING]
+        swings = rate_swings(rates, factor)
+        yield Finding(
+            hard(swings >= MIN_SWINGS),
+            "opt/lr",
+            rate,
+            instance="rate",
+            claim=True,
+            text=lambda: (
+                f"the learning rate swings: {swings} times by a factor of {number(factor)} or more within {len(rates)} updates"
+            ),
+        )
+
+
+def rate_swings(rates: Sequence[float], factor: float) -> int:
+    """Number of times that a series goes up or down by that factor, from turning point to turning point."""
+    swings, turn, way = 0, rates[0], 0
+    for rate in rates:
+        if (rate - turn) * way > 0:
+            turn = rate
+        elif max(rate / turn, turn / rate) >= factor:
+            swings, way, turn = swings + 1, 1 if rate > turn else -1, rate
+    return swings
+
+
+def noise_dominated(view: View) -> Iterator[Finding]:
+    """A gradient without signal."""
+    key = "opt/snr_share"
+    value = view.get(key)
+    if value is not None:
+        yield Finding(
+            hard(value <= 0), key, value, 0.0, text=lambda: f"the gradient is noise: {percent(value)} of it is signal"
+        )
+
+
+DRIFT_SIGMAS = above("drift_sigmas", 6.0, "log drift of the gradient norm, in its own standard deviations")
+DRIFT_MIN = above("drift_min", 1.6, "log drift of the gradient norm, nats")
+
+
+@dataclass(slots=True)
+class DriftJudge:
+    """Gradient norms that wander away from their average, up or down; or a learning rate that creeps up beyond what was set.
+
+    The average is an exponential one of the decimal logarithm, at β = 0.95, and a plain one at first.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+    rejected: int = 0
+    rises: int = 0
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        yield from self.creeping_rate(view)
+        key, limits = "grad/global/norm_preclip", view.limits
+        value = view.get(key)
+        if value is None or value <= 0:
+            return
+        x = log10(value)
+        if self.count >= 20:
+            off = x - self.mean
+            sigma = max(self.variance**0.5, 0.05)
+            new = abs(view.z(key) or 0.0) > limits.low(Z)
+            wrong = new and abs(off) > limits[DRIFT_SIGMAS] * sigma and abs(off) > limits[DRIFT_MIN] / 2.302585
+            usual = power(self.mean)
+            yield Finding(
+                hard(wrong),
+                key,
+                value,
+                adaptive=True,
+                text=lambda: f"the gradient's norm has been {number(value)}, away from its average of {number(usual)}",
+            )
+            if wrong and self.rejected < MAX_REJECTED:
+                self.rejected += 1
+                return
+        self.rejected = 0
+        self.count += 1
+        weight = max(0.05, 1.0 / self.count)
+        off = x - self.mean if self.count > 1 else 0.0
+        self.mean = (self.mean if self.count > 1 else x) + weight * off
+        self.variance = (1 - weight) * (self.variance + weight * off * off)
+
+    def creeping_rate(self, view: View) -> Iterator[Finding]:
+        """A learning rate that has risen for long, and above what was set; where it follows the KL it may."""
+        rate, was = view.get("opt/lr"), view.previous.get("opt/lr")
+        asked = view.facts.get("learning_rate")
+        if rate is None or was is None or not asked or view.facts.get("desired_kl"):
+            return
+        self.rises = self.rises + 1 if rate > was else 0
+        limit = view.limits[RATE_GROWN] * asked
+        yield Finding(
+            hard(self.rises >= MIN_RISES and rate > limit),
+            "opt/lr",
+            rate,
+            limit,
+            instance="rate",
+            text=lambda: (
+                f"the learning rate has crept up to {number(rate)}, {times(rate / asked)} the {number(asked)} that was set"
+            ),
+        )
+
+
+CONCENTRATION = below("concentration", 0.2, "entropy of the gradient over parameters, of its largest")
+CONCENTRATION_FALL = above("concentration_fall", 0.5, "share of that entropy which is lost against the median")
+
+
+def concentration(view: View) -> Iterator[Finding]:
+    """A few parameters that own the gradient, and did not before."""
+    key, limits = "grad/concentration/entropy", view.limits
+    value, median = view.get(key), view.baselines.median(key)
+    if value is None or median is None:
+        return
+    lost = 1 - value / median
+    yield Finding(
+        hard(value < limits[CONCENTRATION] and lost > limits[CONCENTRATION_FALL]),
+        key,
+        value,
+        limits[CONCENTRATION],
+        z=view.z(key),
+        text=lambda: f"a few parameters own the gradient: its spread is {number(value)}{view.usual(key)}",
+    )
+
+
+RULES = (
+    AlarmRule(
+        type="grad/oscillation",
+        inputs=("grad/align/successive_cos",),
+        meaning="Updates undo each other.",
+        action="Lower the learning rate, use larger batches or fewer epochs.",
+        judge=OscillationJudge(),
+        bounds=(OSCILLATION, RATE_SWING, PERIOD_P),
+        source="the same period in two tests ten updates apart; a common test at p < 0.001 fires on autocorrelated series",
+        warmup=20,
+        n_on=2,
+        n_off=2,
+        debug_updates=3,
+        evidence=("grad/align/*", "policy/kl/period/*", "opt/lr"),
+        pieces=("layers", "transitions", "pairs"),
+        histograms=("grad/decades",),
+        sampled=True,
+    ),
+    AlarmRule(
+        type="grad/noise_dominated",
+        inputs=("grad/gns/noise_dominated", "grad/gns/b_simple", "opt/snr_share"),
+        meaning="The gradient is noise.",
+        action="Use larger batches: more environments or more steps per update.",
+        judge=noise_dominated,
+        source="biased under several epochs over one rollout, therefore off; McCandlish 2018",
+        required=("opt/snr_share",),
+        warmup=50,
+        n_on=20,
+        n_off=10,
+        debug_updates=2,
+        evidence=("grad/gns/*", "opt/snr_share"),
+        pieces=("layers", "transitions", "pairs"),
+        histograms=("grad/decades",),
+        sampled=True,
+        default_off=True,
+    ),
+    AlarmRule(
+        type="grad/drift",
+        inputs=("grad/global/norm_preclip",),
+        meaning="Gradient norms wander away from their average.",
+        action="Look at the learning-rate schedule, at weight growth and at the scale of returns.",
+        judge=DriftJudge(),
+        bounds=(DRIFT_SIGMAS, DRIFT_MIN, RATE_GROWN),
+        source="A fifth of the norm and less is usual in runs that come to their end; five updates beyond a factor of five are not.",
+        histories=("grad/global/norm_preclip",),
+        warmup=20,
+        n_on=5,
+        debug_updates=2,
+        evidence=("grad/*/norm_preclip", "opt/lr", "opt/weight_growth", "ret/std"),
+        pieces=("layers", "transitions", "pairs"),
+        histograms=("grad/decades",),
+        relative=True,
+    ),
+    AlarmRule(
+        type="grad/concentration",
+        inputs=("grad/concentration/entropy", "grad/concentration/layer_entropy", "grad/concentration/participation"),
+        meaning="A few parameters own the gradient.",
+        action="Look at the largest layer in the table; check the scale of inputs and the initialisation of the heads.",
+        judge=concentration,
+        bounds=(CONCENTRATION, CONCENTRATION_FALL),
+        source="Entropies over layers of 0.1 are usual where one head dominates: judged is the loss of half of it.",
+        histories=("grad/concentration/entropy",),
+        warmup=10,
+        n_on=3,
+        debug_updates=2,
+        evidence=("grad/concentration/*", "grad/layer/*/norm"),
+        pieces=("layers", "transitions", "pairs"),
+        histograms=("grad/decades",),
+        relative=True,
+        sampled=True,
+    ),
+)

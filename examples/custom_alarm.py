@@ -1,0 +1,36 @@
+"""An alarm of your own: a number that you log must not fall below a bound for three updates in a row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import tyro
+
+from esper_telemetry import Telemetry
+from esper_telemetry.alarms import AlarmRule, OnRamp, Ramp
+
+COVERAGE = Ramp("coverage", 0.5, 0.1, "share of the map that the agents have seen")
+LOST = AlarmRule(
+    type="explore/coverage_lost",
+    inputs=("explore/coverage",),
+    meaning="The agents see less of the map than they should.",
+    action="Raise entropy_coef; look at a video of an episode.",
+    judge=OnRamp("explore/coverage", COVERAGE, "the agents see {percent} of the map{usual}"),
+    bounds=(COVERAGE,),
+    source="a third of the map suffices to find the goal",
+    histories=("explore/coverage",),
+    n_on=3,
+)
+
+
+def main(total_steps: int = 20_480, run_dir: Path | None = None) -> None:
+    """Log a share that shrinks, and print the alarms that it raises."""
+    with Telemetry(["console"], run_dir=run_dir or "auto", alarms=LOST) as telemetry:
+        telemetry.on_alarm(lambda alarm: print(f"{alarm.event}: {alarm.text}"))
+        for update in range(total_steps // 256):
+            telemetry.log({"explore/coverage": 0.9 * 0.7**update})
+            telemetry.flush(env_step=(update + 1) * 256)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
