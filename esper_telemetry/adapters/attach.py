@@ -100,10 +100,10 @@ class JoiningSource(Protocol):
         """Types that it emits once per update: `MinibatchesEnd`, `BackwardsEnd` or both."""
 
 
-class Checkpoints(Protocol):
+class MemberRegistry(Protocol):
     """Whatever a source saves and loads with itself."""
 
-    def join(self, name: str, companion: Any) -> Callable[[], None]:
+    def join(self, name: str, member: Any) -> Callable[[], None]:
         """Add an object with `state_dict` and `load_state_dict`; returns the function that ends this."""
 
 
@@ -112,7 +112,7 @@ class CheckpointedSource(Protocol):
     """A source whose checkpoints keep the history of what is measured."""
 
     @property
-    def companions(self) -> Checkpoints:
+    def checkpointables(self) -> MemberRegistry:
         """What is saved and loaded with it."""
 
 
@@ -368,7 +368,9 @@ def attach(telemetry: Telemetry, source: EventSource) -> Remover:
         return lambda: None
     collector = UpdateCollector(telemetry, source)
     telemetry.expect_updates(candidates=collector.nonfinite_candidates, open_update=collector.take)
-    leave = source.companions.join("telemetry", collector) if isinstance(source, CheckpointedSource) else lambda: None
+    leave = (
+        source.checkpointables.join("telemetry", collector) if isinstance(source, CheckpointedSource) else lambda: None
+    )
 
     def stop() -> None:
         collector.stop()
