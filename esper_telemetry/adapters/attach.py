@@ -83,6 +83,7 @@ MAX_FEATURE_ROWS = 512
 """Rows of features that are enough to tell their rank (Moalla 2024)."""
 
 
+@runtime_checkable
 class EventSource(Protocol):
     """Anything that emits events: a trainer, an environment, an adapter."""
 
@@ -359,7 +360,8 @@ def attach(telemetry: Telemetry, source: EventSource) -> Remover:
     Raises:
         TypeError: for anything else than a Telemetry and something that emits events.
     """
-    if not isinstance(telemetry, Telemetry) or not isinstance(getattr(source, "hooks", None), Hooks):
+    emits = isinstance(source, EventSource) and isinstance(source.hooks, Hooks)
+    if not isinstance(telemetry, Telemetry) or not emits:
         raise TypeError(
             f"attach takes a Telemetry and a trainer with hooks, got {type(telemetry).__name__} and {type(source).__name__}: "
             "telemetry.watch(model, optimizer) is for a loop of your own, TelemetryCallback for Stable-Baselines3"
