@@ -1,4 +1,4 @@
-"""Events that trainers, environments and adapters emit, and `Hooks`, which hand them to whoever listens.
+"""Events that trainers, environments and adapters emit, and `Hooks`, which hand them to listeners.
 
 Order within one update: `RolloutEnd`, `RecurrentForward` (if the policy has an LSTM), `EpisodeEnd` (if any episode finished),
 `BeforeUpdate`, `MinibatchStart` (before the first step), then per minibatch `TrunkBackward`, `BackwardEnd`, `OptimizerStep`,
@@ -439,22 +439,14 @@ class MinibatchEnd(NamedTuple):
 class MinibatchesEnd(NamedTuple):
     """All minibatches of an update: their `MinibatchEnd`s, joined, also where the update breaks off.
 
-    Building it once costs a third of building each of them.
+    Building it once costs a third of building each of them. Columns are those of `MinibatchEnd` with R rows in place of N, those of one
+    minibatch after those of another; `losses` are [M] by name, and `log_std` is [R, D].
 
     Attributes:
         epochs: epoch of each of the M minibatches.
-        counts: rows of each, R in all, those of one minibatch after those of another.
-        log_ratio, advantages: [R].
-        valid: [R], bool; None where every row is.
-        losses: by name [M].
-        logits: per categorical head [R, A].
-        action_masks: per categorical head with masks [R, A], bool.
-        log_std: per Gaussian head [R, D].
-        head_log_ratios: per head [R], where there are several.
-        relevance: per head that is not always relevant [R], bool.
-        rows: [R]; None where the source does not say.
-        values, old_values, returns: [R] each, from a source that emits no `MinibatchEnd`s beside it; None from others.
-        means: per Gaussian head [R, D]; likewise.
+        counts: rows of each, R in all.
+        head_log_ratios: empty where there is one head.
+        values, old_values, returns, means: from a source that emits no `MinibatchEnd`s beside it; None and empty from others.
     """
 
     epochs: tuple[int, ...]

@@ -79,6 +79,7 @@ MAX_FEATURE_ROWS = 512
 """Rows of features that are enough to tell their rank (Moalla 2024)."""
 
 
+@runtime_checkable
 class EventSource(Protocol):
     """Anything that emits events: a trainer, an environment, an adapter."""
 
@@ -96,10 +97,10 @@ class JoiningSource(Protocol):
         """Types that it emits once per update: `MinibatchesEnd`, `BackwardsEnd` or both."""
 
 
-class Checkpoints(Protocol):
+class MemberRegistry(Protocol):
     """Whatever a source saves and loads with itself."""
 
-    def join(self, name: str, companion: Any) -> Callable[[], None]:
+    def join(self, name: str, member: Any) -> Callable[[], None]:
         """Add an object with `state_dict` and `load_state_dict`; returns the function that ends this."""
 
 
@@ -108,7 +109,7 @@ class CheckpointedSource(Protocol):
     """A source whose checkpoints keep the history of what is measured."""
 
     @property
-    def companions(self) -> Checkpoints:
+    def checkpointables(self) -> MemberRegistry:
         """What is saved and loaded with it."""
 
 
@@ -355,7 +356,8 @@ def attach(telemetry: Telemetry, source: EventSource) -> Remover:
     Raises:
         TypeError: for anything else than a Telemetry and something that emits events.
     """
-    if not isinstance(telemetry, Telemetry) or not isinstance(getattr(source, "hooks", None), Hooks):
+    emits = isinstance(source, EventSource) and isinstance(source.hooks, Hooks)
+    if not isinstance(telemetry, Telemetry) or not emits:
         raise TypeError(
             f"attach takes a Telemetry and a trainer with hooks, got {type(telemetry).__name__} and {type(source).__name__}: "
             "telemetry.watch(model, optimizer) is for a loop of your own, TelemetryCallback for Stable-Baselines3"
@@ -365,7 +367,9 @@ def attach(telemetry: Telemetry, source: EventSource) -> Remover:
     session = session_of(telemetry)
     collector = UpdateCollector(session, source)
     session.expect_updates(candidates=collector.nonfinite_candidates, open_update=collector.take)
-    leave = source.companions.join("telemetry", collector) if isinstance(source, CheckpointedSource) else lambda: None
+    leave = (
+        source.checkpointables.join("telemetry", collector) if isinstance(source, CheckpointedSource) else lambda: None
+    )
 
     def stop() -> None:
         collector.stop()

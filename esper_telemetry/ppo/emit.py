@@ -1,4 +1,4 @@
-"""Events of the trainer: one method per event, which does nothing where nobody listens.
+"""Events of the trainer: one method per event, which does nothing without a listener.
 
 Between two minibatches as little is done as can be: by the next one the trainer has pushed this code out of the processor's caches, and a
 line takes several times as long as when the update is over. So minibatches and the norms of their gradients are kept as they come and
@@ -60,7 +60,7 @@ class EmittingEnvironment(Protocol):
 
 
 def hooks_of(env: Environment) -> Hooks:
-    """Return the environment's hooks, so that whoever listens to a trainer hears both; new ones where it has none."""
+    """Return the environment's hooks, so that listeners of a trainer hear both; new ones where it has none."""
     return env.hooks if isinstance(env, EmittingEnvironment) and isinstance(env.hooks, Hooks) else Hooks()
 
 
@@ -99,7 +99,7 @@ class TrainerEvents:
     def __init__(self, trainer: PPO) -> None:
         self._trainer: PPO = weakref.proxy(
             trainer
-        )  # a cycle would keep the tensors of a trainer that nobody uses any more
+        )  # a cycle would keep the tensors of a trainer that is no longer used
         self._hooks = trainer.hooks
         self._steps: list[StepTensors] = []
         self._norms: list[tuple[int, tuple[str, ...], Tensor]] = []
@@ -172,7 +172,7 @@ class TrainerEvents:
             epoch: of the pass.
             step: within the update.
             gradients: of all ranks, before clipping, by the names of their parameters.
-            norms: [K], L2 norm of each; None where nothing is clipped, and nobody else needs them.
+            norms: [K], L2 norm of each; None where nothing is clipped.
         """
         joined, each = self._hooks.wants(BackwardsEnd), self._hooks.wants(BackwardEnd)
         if not (joined or each):

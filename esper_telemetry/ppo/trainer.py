@@ -18,8 +18,8 @@ from esper_telemetry.core import tensors as ops
 from esper_telemetry.events import BackwardsEnd, MinibatchesEnd, Shard
 from esper_telemetry.ppo import checkpoint
 from esper_telemetry.ppo.checkpoint import Watchdog
+from esper_telemetry.ppo.checkpointables import Checkpointables
 from esper_telemetry.ppo.collectors.factory import collector_for
-from esper_telemetry.ppo.companions import Companions
 from esper_telemetry.ppo.config import POLICIES, PPOConfig, require
 from esper_telemetry.ppo.emit import TrainerEvents, hooks_of
 from esper_telemetry.ppo.environments.protocol import Environment, Task, layout_of
@@ -99,7 +99,7 @@ class PPO:
         ranks: the processes that train together.
         hooks: where its events are emitted.
         events: emits them.
-        companions: what is saved and loaded with it.
+        checkpointables: what is saved and loaded with it.
         parameters: trainable parameters by name.
         steps: the parts of the update; replace one to vary the algorithm.
         env_steps, updates, gradient_steps: what has been done so far.
@@ -118,7 +118,7 @@ class PPO:
         self.config.check_rollout(env.num_envs)
         self.env = env
         self.hooks = hooks_of(env)
-        self.companions = Companions()
+        self.checkpointables = Checkpointables()
         self.ranks = Ranks.current()
         self.config.check_ranks(env.num_envs, self.ranks.size)
         self.steps = steps_for(self.config, self.ranks)
@@ -263,6 +263,11 @@ class PPO:
             if self._went_far(epoch, log_ratios):
                 break
         return epoch + 1
+
+    @property
+    def companions(self) -> Checkpointables:
+        """Former name of `checkpointables`."""
+        return self.checkpointables
 
     @property
     def minibatch_envs(self) -> int:

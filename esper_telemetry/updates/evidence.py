@@ -61,7 +61,7 @@ class StepEvidence:
 
 @dataclass(frozen=True, slots=True)
 class HeadShift:
-    """What one head chose, and its log-probability of that then and now; None where nobody says."""
+    """Choice of one head, and its log-probability at collection and now; None where the source does not give it."""
 
     action: int | float | list[float] | None = None
     old_log_prob: float | None = None
@@ -75,7 +75,7 @@ class WorstRow:
     Attributes:
         log_ratio: log-probability now minus at collection.
         advantage: what multiplies the ratio.
-        step, epoch: the optimizer step whose minibatch it was in; `Flight.steps` tells the gradient of that minibatch.
+        step, epoch: the optimizer step whose minibatch it was in; `Flight.steps` has the gradient of that minibatch.
         time, env: where it stands in the rollout; None where the trainer does not say.
         old_log_prob, new_log_prob: of all heads together.
         heads: each by itself.

@@ -61,7 +61,7 @@ class RolloutHistory:
     """Puts each rollout beside the ones before it.
 
     Resets of memory are read off the states, which are exactly zero where a step begins without memory, and not off the flags that should
-    have reset them: otherwise a trainer that forgets to reset could not be told from one that does.
+    have reset them: otherwise a trainer that forgets to reset would look like one that does not.
     """
 
     def __init__(self) -> None:

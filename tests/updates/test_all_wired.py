@@ -54,7 +54,7 @@ def test_debug_reports_everything(tmp_path: Path) -> None:
 
 
 def test_normal_reports_what_belongs_to_it_and_nothing_else(tmp_path: Path) -> None:
-    """Nine updates hold two that are looked at closely."""
+    """Two of nine updates are sampled."""
     found = {key for i, s in enumerate(sources()) for key in reported(tmp_path / str(i), s, level="normal", updates=9)}
 
     assert declared(Level.NORMAL) - found <= {"grad/gns/b_simple"}  # two estimates of the signal may both be negative

@@ -35,7 +35,7 @@ def values_of(run_dir: Path, *, offload: bool, level: str = "normal", **settings
 @pytest.mark.parametrize(
     "settings", [{"shared_trunk": True, "entropy_coef": 0.01}, {"max_grad_norm": None, "policy": "lstm"}]
 )
-def test_a_process_beside_the_trainer_measures_what_the_trainer_would(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_the_worker_measures_what_the_trainer_would(tmp_path: Path, settings: dict[str, Any]) -> None:
     beside = values_of(tmp_path / "beside", offload=True, **settings)
     here = values_of(tmp_path / "here", offload=False, **settings)
 
@@ -44,7 +44,7 @@ def test_a_process_beside_the_trainer_measures_what_the_trainer_would(tmp_path: 
 
 
 @pytest.mark.parametrize("method", ["outputs", "activations", "state_gradients"])
-def test_a_bug_in_a_close_look_leaves_training_alone(
+def test_a_bug_in_a_probe_leaves_training_alone(
     tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:
@@ -59,7 +59,7 @@ def test_a_bug_in_a_close_look_leaves_training_alone(
     assert any("IndexError: a bug" in record.getMessage() for record in caplog.records)
 
 
-def test_details_travel_to_the_process_beside_the_trainer(tmp_path: Path) -> None:
+def test_columns_of_sampled_updates_travel_to_the_worker(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "policy": "lstm",
         "lstm_size": 8,

@@ -126,7 +126,7 @@ def test_a_normaliser_drifts_over_ten_updates_and_never_drifts_where_there_is_no
 
 
 def test_data_that_are_learned_from_twice_have_an_age(tmp_path: Path) -> None:
-    """The trainer tells of another update without a rollout of its own."""
+    """The trainer emits another update without a rollout of its own."""
 
     def repeat(source: PPO) -> None:
         again = UpdateEnd(update=9, env_step=64, gradient_step=8, learning_rate=1e-3, seconds={})
@@ -157,8 +157,8 @@ def test_an_evaluation_joins_the_record_of_the_update_that_ends_next(tmp_path: P
     assert found[1]["eval/return_mean"] == pytest.approx(sum(seen[0].returns) / 3)
 
 
-def test_exact_divergences_are_there_at_normal_in_updates_that_are_looked_at_closely(tmp_path: Path) -> None:
-    """The first and the ninth of ten; the same numbers as at DEBUG, which looks at every one."""
+def test_exact_divergences_are_there_at_normal_in_sampled_updates(tmp_path: Path) -> None:
+    """The first and the ninth of ten; the same numbers as at DEBUG, which samples every one."""
     keys = {"policy/kl_exact", "policy/head/op/kl_exact", "policy/entropy_grad_ratio", "value/move_over_std"}
     seen = {
         level: records(tmp_path / level, level=level, updates=10, policy="lstm", entropy_coef=0.01)

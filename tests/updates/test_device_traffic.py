@@ -102,7 +102,7 @@ def test_a_loop_of_ones_own_reads_no_single_number(tmp_path: Path) -> None:
 def test_beside_a_trainer_no_single_number_is_read_that_it_does_not_read_itself(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    """Updates that are looked at closely are among them."""
+    """Sampled updates are among them."""
     off, on = trained(tmp_path / "off", "off", **settings), trained(tmp_path / "on", "normal", **settings)
 
     assert sum(on.values()) > 2 * sum(off.values()), "nothing was measured"

@@ -230,7 +230,7 @@ def test_two_optimizers_are_one_network() -> None:
     assert values["grad/critic/norm_preclip"] == pytest.approx(norm_of(groups["critic"]), rel=1e-5)
 
 
-def test_gradients_that_nobody_can_see_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_gradients_that_cannot_be_measured_cost_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """Set by hand, grown after backward, or no step at all: one sentence each, and no wrong number."""
     with loop() as own:
         own.telemetry.watch(own.agent, own.optimizer)

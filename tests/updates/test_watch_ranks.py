@@ -57,7 +57,7 @@ def test_norms_are_those_of_the_average(tmp_path: Path) -> None:
     assert first["said"] == []
 
 
-def test_ranks_that_nobody_averages_are_told(tmp_path: Path) -> None:
+def test_ranks_without_averaging_cost_a_warning(tmp_path: Path) -> None:
     first, _ = run_together(stepped, tmp_path, str(tmp_path / "run"), False)
 
     assert [said for said in first["said"] if "not wrapped in DistributedDataParallel" in said]
