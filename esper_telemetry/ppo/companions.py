@@ -1,4 +1,4 @@
-"""What is saved and loaded with a trainer although it is no part of it: a watcher's history, a curriculum, a schedule."""
+"""Objects that are saved and loaded with a trainer although they are no part of it: telemetry's history, a curriculum, a schedule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Stateful(Protocol):
         """The state."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state."""
+        """Go on from a saved state."""
 
 
 class Companions:
@@ -25,7 +25,7 @@ class Companions:
         self._loaded: dict[str, Any] = {}
 
     def join(self, name: str, companion: Stateful) -> Callable[[], None]:
-        """Saves and loads it from now on; returns the function that ends this. The second and third of a name are numbered."""
+        """Save and loads it from now on; return the function that ends this. The second and third of a name are numbered."""
         numbered = (f"{name}-{number}" for number in itertools.count(2))
         name = name if name not in self._members else next(other for other in numbered if other not in self._members)
         self._members[name] = companion
@@ -42,7 +42,7 @@ class Companions:
         return {name: companion.state_dict() for name, companion in self._members.items()}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Hands each its state, now or when it joins; one that was not saved is left as it is."""
+        """Hand each its state, now or when it joins; one that was not saved is left as it is."""
         self._loaded = dict(states)
         for name, companion in self._members.items():
             if name in states:

@@ -1,11 +1,12 @@
-"""Heads of the policy: each chooses one part of an action and knows the log-probability of what it chose.
+"""Heads of the policy: each chooses one part of an action and computes the log-probability of what it chose.
 
-A head's linear layer gives its *scores*: logits of a categorical, means of a Gaussian (`ppo/gaussian.py`). The rollout keeps the scores
-that were acted on, so the log-probability at collection belongs to the distribution that was really sampled.
+A head's linear layer gives its *scores*: logits of a categorical, means of a Gaussian. The rollout keeps the scores that were acted on,
+so the log-probability at collection belongs to the distribution that was really sampled.
 
-Real numbers squashed into the bounds of an action space.
-
-Heads that choose real numbers: diagonal Gaussians, as they are or squashed into the bounds of the action space.
+A Gaussian's action is stored as it was drawn. Beyond the bounds the environment cuts it, without the policy's knowledge. A squashed one
+reaches the environment as the tanh of the draw, stretched to the bounds: the inverse of a tanh near 1 has lost its digits. Its
+probability is that of the tanh in (-1, 1), as the stretch cancels in the ratio. Its entropy, also as a bonus, is that of the Gaussian
+before the tanh, in closed form: a bonus therefore widens σ without seeing that actions pile up at the bounds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ LOG_TWO = math.log(2.0)
 
 
 class Squash(nn.Module):
-    """From real numbers into bounds: tanh, then an affine map onto [low, high].
+    """Map from real numbers into bounds: tanh, then an affine map onto [low, high].
 
     Raises:
         ValueError: a bound is not finite.
@@ -54,7 +55,7 @@ class Squash(nn.Module):
         return actions
 
     def as_numpy(self, drawn: Array) -> Array:
-        """The same in NumPy."""
+        """Return the actions in NumPy."""
         actions: Array = np.clip(self._middle + self._reach * np.tanh(drawn), self._low, self._high)
         return actions
 
@@ -104,7 +105,7 @@ class PolicyHead(nn.Module):
         return scores
 
     def normalize(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
-        """What `log_prob` and `entropy` read, from the scores [N, width] and the choices allowed [N, size]."""
+        """Return the input of `log_prob` and `entropy`, from the scores [N, width] and the allowed choices [N, size]."""
         return scores
 
     def log_prob(self, normalized: Tensor, actions: Tensor) -> Tensor:
@@ -124,7 +125,7 @@ class PolicyHead(nn.Module):
         raise NotImplementedError
 
     def sample(self, scores: Tensor, noise: Tensor) -> Tensor:
-        """The same in tensors."""
+        """Actions [B] or [B, size] from scores [B, width] and noise [B, size], in torch."""
         raise NotImplementedError
 
     def action_buffer(self, shape: tuple[int, ...]) -> Array:
@@ -132,7 +133,7 @@ class PolicyHead(nn.Module):
         raise NotImplementedError
 
     def description(self, scores: Tensor, mask: Tensor | None = None) -> Mapping[str, Tensor]:
-        """What events tell of the distribution: `logits`, or `log_std` and `means`, detached."""
+        """Parameters of the distribution for events: `logits`, or `log_std` and `means`, detached."""
         raise NotImplementedError
 
 
@@ -261,7 +262,7 @@ class Gaussian(PolicyHead):
 
 
 class StateDependentGaussian(Gaussian):
-    """The same with a standard deviation for every state; scores are means, then log standard deviations, [N, 2 size]."""
+    """A Gaussian with a standard deviation for every state; scores are means, then log standard deviations, [N, 2 size]."""
 
     def __init__(self, features: int, spec: ActionSpec, log_std: float, squash: Squash | None = None) -> None:
         PolicyHead.__init__(self, features, spec.size, width=2 * spec.size)

@@ -58,6 +58,6 @@ def evaluate(
 
 
 def first_episode(ended: Tensor, open_ones: Tensor) -> Tensor:
-    """Which steps [T, B] belong to the first episode of environments that are still in it [B]."""
+    """Flags [T, B] of the steps that belong to the first episode of environments that are still in it [B]."""
     before = ended.int().cumsum(0) - ended.int()
     return (before == 0) & open_ones

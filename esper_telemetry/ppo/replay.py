@@ -1,9 +1,7 @@
-"""The rollout, shown to the policy once more: for hooks that ask what it says before and after an update.
+"""The policy, shown the rollout of an update again, for hooks that ask before and after the update.
 
-Nothing here is computed unless it is asked for, and nothing leaves a trace: gradients are asked of `torch.autograd.grad`, which
-leaves `.grad` alone, and no random number is drawn.
-
-Memory unrolled over whole environments, so that the gradient of the loss at its first and last states can be asked for.
+Nothing is computed unless a hook asks, and nothing changes: gradients come from `torch.autograd.grad`, which leaves `.grad` alone, and no
+random number is drawn.
 """
 
 from __future__ import annotations
@@ -73,7 +71,7 @@ def unrolled(trunk: RecurrentTrunk, observations: Tensor, state: Tensor, fresh: 
 
 
 def remembered(core: Core, inputs: Tensor, state: Tensor, fresh: Flags) -> Tensor:
-    """What memory gives [T, b, H], in one call from each step in which it begins anew anywhere to the next."""
+    """Outputs of the core [T, b, H], in one call from each step in which memory begins anew anywhere to the next."""
     begins = [0, *np.flatnonzero(fresh[1:].any(1)) + 1]
     outputs = []
     for first, after in itertools.pairwise([*begins, len(inputs)]):
@@ -181,7 +179,7 @@ class TrainerReplay:
 
     @property
     def _observations(self) -> Tensor:
-        """Of some transitions, [n, ...]."""
+        """Observations of some transitions, [n, ...]."""
         return self._batch.observations[self._places]
 
     def _forward(self) -> tuple[Tensor, Tensor | None]:
@@ -196,7 +194,7 @@ class TrainerReplay:
             return trunk.decoder(memory).float(), memory.float()
 
     def _memory(self, rows: Tensor) -> Tensor | None:
-        """What the core gave when the rollout was collected, [n, H]."""
+        """Outputs of the core when the rollout was collected, [n, H]."""
         recurrence = self._rollout.recurrence
         return None if recurrence is None else recurrence.after[:, -1, 0].flatten(0, 1)[rows]
 

@@ -69,17 +69,17 @@ class GymnasiumEnvironment:
         self._rows = vector if pack is None else InRows(vector, pack)
 
     def reset(self, seed: int | None = None) -> Array:
-        """Begins episodes everywhere, returns the observations [B, ...]; a seed given at construction comes first."""
+        """Begin episodes everywhere, return the observations [B, ...]; a seed given at construction comes first."""
         self._resetting = None
         observations: Array = self._rows.reset(seed=seed if self._seed is None else self._seed)[0]
         return observations
 
     def step(self, actions: Mapping[str, Array]) -> Step:
-        """Takes one action in every environment; see `Step` for what comes back."""
+        """Take one action in every environment; see `Step` for what comes back."""
         return self._step(self._rows.step(self._to_native(actions)))
 
     def close(self) -> None:
-        """Closes the environments."""
+        """Close the environments."""
         self._vector.close()
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -88,7 +88,7 @@ class GymnasiumEnvironment:
         return None if state is None else {"vector": state, "resetting": packed(self._resetting)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the environments go on from a saved state."""
+        """Make the environments go on from a saved state."""
         self._vector.reset(seed=0)
         restore(self._vector, state["vector"])
         self._resetting = unpacked(state["resetting"])
@@ -131,7 +131,7 @@ class InRows:
         return self._pack(observations), info
 
     def step(self, actions: Any) -> tuple[Any, ...]:
-        """What the environments return, final observations in rows too."""
+        """Return what the environments return, final observations in rows too."""
         observations, *outcome, info = self._vector.step(actions)
         if "final_obs" in info:
             last = np.full(len(info["final_obs"]), None, object)
@@ -149,7 +149,7 @@ def fill_rows(target: Array, rows: Array, mask: Bools) -> Array:
 
 
 def find_spec(env_id: str) -> EnvSpec:
-    """What Gymnasium knows of an id; raises ValueError with the closest known ids where it knows nothing."""
+    """Return Gymnasium's specification of an id; raise ValueError with the closest ids where there is none."""
     gym = require_gymnasium()
     module, _, name = env_id.rpartition(":")
     if module:
@@ -163,7 +163,7 @@ def find_spec(env_id: str) -> EnvSpec:
 
 
 def import_environments(module: str, env_id: str) -> None:
-    """Imports the module that registers an environment; raises ValueError where there is none of that name."""
+    """Import the module that registers an environment; raise ValueError where there is none of that name."""
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:

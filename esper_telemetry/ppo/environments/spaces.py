@@ -1,7 +1,4 @@
-"""Gymnasium's action spaces as parts that heads choose, and what the heads chose as Gymnasium takes it.
-
-Gymnasium's observation spaces as layouts, and their observations as rows.
-"""
+"""Gymnasium's spaces as parts that heads choose and layouts that policies read, and the conversions between them."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ def described(space: gymnasium.Space[Any], name: str) -> Described:
 
 
 def describe(space: gymnasium.Space[Any], name: str, part: str) -> Described:
-    """The same for a space under the name `part`."""
+    """Return the parts of a space under the name `part`."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Dict):
@@ -98,7 +95,7 @@ def below(part: str, key: Any) -> str:
 
 
 def reserved(name: str) -> bool:
-    """Whether a module of torch cannot have a part of that name."""
+    """Return True where a module of torch cannot have a part of that name."""
     from torch import nn
 
     return name[0].isdigit() or keyword.iskeyword(name) or hasattr(nn.ModuleDict, name) or name == "training"
@@ -116,7 +113,7 @@ def united(found: Any, name: str) -> dict[str, ActionSpec]:
 
 
 def discrete_joiner(part: str, start: int) -> Callable[[Chosen], Array]:
-    """Joins for a Discrete space whose first action is number `start`."""
+    """Return `join` for a Discrete space whose first action is number `start`."""
     if start == 0:
         return lambda actions: actions[part]
     return lambda actions: actions[part] + start
@@ -135,7 +132,7 @@ def factored(part: str, sizes: Array, start: Array) -> Described:
 
 
 def box_joiner(part: str, space: gymnasium.spaces.Box) -> Callable[[Chosen], Array]:
-    """Joins for a Box: actions are clipped to its bounds, so that what is learned from is what was chosen."""
+    """Return `join` for a Box: actions are clipped to its bounds here, so that the trainer learns from what was chosen."""
     low, high, shape = space.low, space.high, (-1, *space.shape)
     return lambda actions: np.clip(actions[part].reshape(shape), low, high).astype(space.dtype, copy=False)
 
@@ -146,7 +143,7 @@ SMALLEST_SIDE = 8
 
 
 class Observed(NamedTuple):
-    """How a space is observed.
+    """An observation space as the trainer sees it.
 
     Attributes:
         shape: of one observation as it is stored.
@@ -179,7 +176,7 @@ class SpaceLeaf:
 
 
 def observed(space: gymnasium.Space[Any], name: str) -> Observed:
-    """How a space is observed; raises ValueError, naming the part that is none of the supported ones."""
+    """Return an observation space as the trainer sees it; raise ValueError naming a part that is not supported."""
     leaves = list(parts(space, name, lambda observations: observations))
     images = tuple(leaf.image for leaf in leaves if leaf.image is not None)
     vectors, choices = (sum(leaf.size for leaf in leaves if leaf.kind == kind) for kind in ("vector", "choices"))
@@ -193,7 +190,7 @@ def observed(space: gymnasium.Space[Any], name: str) -> Observed:
 
 
 class ObservationPacker:
-    """Lays the parts of B observations out in rows."""
+    """Packer of the parts of B observations into rows."""
 
     def __init__(self, layout: ObservationLayout, leaves: Sequence[SpaceLeaf]) -> None:
         self._layout = layout
@@ -229,7 +226,7 @@ def parts(space: gymnasium.Space[Any], name: str, find: Callable[[Any], Any]) ->
 
 
 def chained(find: Callable[[Any], Any], key: Any) -> Callable[[Any], Any]:
-    """Finds what stands under `key` of what `find` finds."""
+    """Return a function that takes the part `key` of what `find` returns."""
     return lambda observations: find(observations)[key]
 
 
@@ -283,7 +280,7 @@ def flat(values: Array) -> Array:
 
 
 def shaped(image: Image) -> Callable[[Array], Array]:
-    """Gives an image the axis of channels that it may lack."""
+    """Return a function that adds the axis of channels that an image may lack."""
     return lambda values: values.reshape(len(values), *image.shape)
 
 

@@ -19,7 +19,7 @@ import torch
 PLAIN = (bool, int, float, str, bytes, type(None))
 SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set}
 CODE = (FunctionType, MethodType, BuiltinFunctionType, ModuleType, partial, type, np.ufunc)
-"""What is part of the program. An object that can merely be called may have a state."""
+"""Types of values that are part of the program. An object that can merely be called may have a state."""
 
 State = dict[str, Any]
 
@@ -37,7 +37,7 @@ def capture(env: Any) -> State | None:
 
 
 def restore(env: Any, state: Mapping[str, Any]) -> None:
-    """Puts a captured state into an environment made in the same way; raises ValueError if it was made otherwise."""
+    """Put a captured state into an environment made in the same way; raise ValueError if it was made otherwise."""
     found = list(layers(env))
     saved = state["layers"]
     if len(found) != len(saved):
@@ -63,7 +63,7 @@ def layer_state(layer: Any) -> State:
 
 
 def stays(value: Any) -> bool:
-    """Whether a value is part of how an environment was made, or another layer."""
+    """Return True where a value is part of how an environment was made, or another layer."""
     import gymnasium
 
     made = (gymnasium.Space, gymnasium.Env, gymnasium.vector.VectorEnv, gymnasium.envs.registration.EnvSpec, enum.Enum)
@@ -103,12 +103,12 @@ def packed_array(value: np.ndarray[Any, Any]) -> Any:
 
 
 def refuse(value: Any) -> Any:
-    """Raises CannotSaveError."""
+    """Raise CannotSaveError."""
     raise CannotSaveError(type(value).__name__)
 
 
 def unpacked(value: Any) -> Any:
-    """What `packed` was given; random generators apart."""
+    """Return the value that `packed` was given; a random generator becomes a new one in the same state."""
     if isinstance(value, torch.Tensor):
         return value.numpy().copy()
     if not isinstance(value, dict):
@@ -134,7 +134,7 @@ def generator(state: Mapping[str, Any]) -> np.random.Generator:
 
 
 def put(layer: Any, name: str, value: Any) -> None:
-    """Sets one attribute; arrays of the same kind are written in place, and generators go on, because others may hold them."""
+    """Set one attribute; arrays of the same kind are written in place, and generators go on, because others may hold them."""
     restored, present = unpacked(value), getattr(layer, name, None)
     if isinstance(restored, np.ndarray) and isinstance(present, np.ndarray) and alike(present, restored):
         present[...] = restored
@@ -145,10 +145,10 @@ def put(layer: Any, name: str, value: Any) -> None:
 
 
 def move(present: np.random.Generator, restored: np.random.Generator) -> None:
-    """Brings a generator into the state of another one of its kind."""
+    """Set a generator to the state of another one of its kind."""
     present.bit_generator.state = restored.bit_generator.state
 
 
 def alike(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
-    """Whether one array can be written into the other without loss."""
+    """Return True where one array can be written into the other without loss."""
     return bool(left.shape == right.shape and left.dtype == right.dtype)

@@ -1,7 +1,4 @@
-"""Tensor environments on the host, stepped as arrays that share their memory.
-
-Classic-control tasks without their velocities: one observation no longer says what to do, a memory of several does.
-"""
+"""Wrappers of environments: tensors on the host as arrays, and classic control without its velocities."""
 
 from __future__ import annotations
 
@@ -15,11 +12,13 @@ from torch import Tensor
 from esper_telemetry.ppo.environments.protocol import (
     Array,
     Masked,
-    Saveable,
     Step,
     TensorEnvironment,
     VectorEnvironment,
+    horizon_of,
     layout_of,
+    restore_state,
+    saved_state,
 )
 
 
@@ -33,12 +32,12 @@ class OnHost:
         self.observation_layout = layout_of(env)
 
     def reset(self, seed: int | None = None) -> Array:
-        """Begins episodes everywhere."""
+        """Begin episodes everywhere."""
         observations: Array = self._env.reset(seed).numpy()
         return observations
 
     def step(self, actions: Mapping[str, Array]) -> Step:
-        """Takes one action everywhere."""
+        """Take one action everywhere."""
         step = self._env.step({name: torch.from_numpy(action) for name, action in actions.items()})
         final = step.final_observations
         return Step(
@@ -51,21 +50,20 @@ class OnHost:
         )
 
     def close(self) -> None:
-        """Closes the environments."""
+        """Close the environments."""
         self._env.close()
 
     def state_dict(self) -> dict[str, Any] | None:
         """State of the environment; None where it cannot be saved."""
-        return self._env.state_dict() if isinstance(self._env, Saveable) else None
+        return saved_state(self._env)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the environment go on from a saved state."""
-        assert isinstance(self._env, Saveable)
-        self._env.load_state_dict(state)
+        """Make the environment go on from a saved state."""
+        restore_state(self._env, state)
 
 
 class MaskedOnHost(OnHost):
-    """The same for an environment with action masks."""
+    """A tensor environment with action masks as a `VectorEnvironment`."""
 
     _env: TensorEnvironment
 
@@ -93,7 +91,7 @@ VELOCITIES = {
 
 
 def velocities(env_id: str) -> tuple[int, ...]:
-    """Where that task's observations hold velocities; raises ValueError for a task of which nobody has said it."""
+    """Indices of the velocities in that task's observations; raise ValueError for an unknown task."""
     if env_id not in VELOCITIES:
         raise ValueError(f"mask_velocity knows {', '.join(VELOCITIES)}, got {env_id!r}")
     return VELOCITIES[env_id]
@@ -109,15 +107,15 @@ class HiddenVelocity:
         self.name = f"{env.name} without velocities"
         self.num_envs, self.observation_shape = env.num_envs, env.observation_shape
         self.action_specs = env.action_specs
-        self.horizon: int | None = getattr(env, "horizon", None)
+        self.horizon = horizon_of(env)
 
     def reset(self, seed: int | None = None) -> Array:
-        """Begins episodes everywhere."""
+        """Begin episodes everywhere."""
         observations: Array = self._env.reset(seed) * self._shown
         return observations
 
     def step(self, actions: Mapping[str, Array]) -> Step:
-        """Takes one action everywhere."""
+        """Take one action everywhere."""
         step = self._env.step(actions)
         final = step.final_observations
         return step._replace(
@@ -126,14 +124,13 @@ class HiddenVelocity:
         )
 
     def close(self) -> None:
-        """Closes the environments."""
+        """Close the environments."""
         self._env.close()
 
     def state_dict(self) -> dict[str, Any] | None:
         """State of the environment; None where it cannot be saved."""
-        return self._env.state_dict() if isinstance(self._env, Saveable) else None
+        return saved_state(self._env)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the environment go on from a saved state."""
-        assert isinstance(self._env, Saveable)
-        self._env.load_state_dict(state)
+        """Make the environment go on from a saved state."""
+        restore_state(self._env, state)

@@ -1,7 +1,4 @@
-"""A convolutional encoder for images of any size from 8x8 on.
-
-Observations of several parts: an encoder for each, and their features side by side.
-"""
+"""Encoders of observations with images: convolutions for each image, a layer for the numbers beside them."""
 
 from __future__ import annotations
 
@@ -85,7 +82,7 @@ class ImageEncoder(nn.Module):
 
 
 def architecture(image: Image) -> Architecture:
-    """What suits images of that size; raises ValueError where they are too small."""
+    """Return the architecture for images of that size; raise ValueError where they are too small."""
     side = min(image.channels_first[1:])
     for found in ARCHITECTURES:
         if side >= found.smallest:

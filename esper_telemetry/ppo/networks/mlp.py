@@ -52,14 +52,14 @@ class MLP(nn.Module):
         return self.plain(rows)
 
     def plain(self, rows: Tensor) -> Tensor:
-        """The same by ordinary operations, for other devices and precisions."""
+        """Features [N, F] by ordinary operations, for other devices and precisions."""
         activate = torch.tanh if self.activation == "tanh" else torch.relu
         for layer in self.layers:
             rows = activate(layer(rows))
         return rows
 
     def responses(self, observations: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """What each layer gives for observations [N, ...], before and after its activation."""
+        """Yield the outputs of each layer for observations [N, ...], before and after its activation."""
         activate = torch.tanh if self.activation == "tanh" else torch.relu
         rows = observations.flatten(1)
         for layer in self.layers:
@@ -73,7 +73,7 @@ class MLP(nn.Module):
         return [tensor for linear in linears for tensor in (linear.weight, linear.bias)]
 
     def as_numpy(self) -> Network:
-        """The same as a NumPy function of [N, ...]; reads the weights in place, so it follows them until they move."""
+        """Return the network as a NumPy function of [N, ...]; it reads the weights in place, so it follows them until they move."""
         layers = [as_matrices(layer) for layer in self.layers]
         activate: Any = np.tanh if self.activation == "tanh" else relu
 
@@ -89,7 +89,7 @@ class MLP(nn.Module):
 
 
 def elsewhere() -> bool:
-    """Whether operations are recorded by a compiler or done in another precision, which `Layers` knows nothing of."""
+    """Return True where a compiler records operations or autocast changes their precision: `Layers` supports neither."""
     return torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
 
 
@@ -177,5 +177,5 @@ def as_matrices(layer: nn.Module) -> tuple[Array, Array]:
 
 
 def relu(values: Array, out: Array) -> None:
-    """Writes max(values, 0) to `out`."""
+    """Write max(values, 0) to `out`."""
     np.maximum(values, 0, out=out)
