@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 
 from esper_telemetry import PPO
-from esper_telemetry.events import GrowthStep
 from esper_telemetry.lab.morphogenesis import SCRIPTS, Morphogenesis
+from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
 from esper_telemetry.ppo.config import preset
 
 LAST, BLOCK = 4, 5

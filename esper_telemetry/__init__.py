@@ -24,7 +24,7 @@ from esper_telemetry.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from esper_telemetry.adapters.attach import attach as attach
-    from esper_telemetry.adapters.pairs import watch_pair as watch_pair
+    from esper_telemetry.adapters.attach import watch_pair as watch_pair
     from esper_telemetry.core.group import MetricGroup as MetricGroup
     from esper_telemetry.core.metric import Metric as Metric
     from esper_telemetry.core.metric import Rows as Rows
@@ -70,8 +70,7 @@ __version__ = "0.1.0"
 __all__, __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "esper_telemetry.adapters.attach": ("attach",),
-        "esper_telemetry.adapters.pairs": ("watch_pair",),
+        "esper_telemetry.adapters.attach": ("attach", "watch_pair"),
         "esper_telemetry.core.group": ("MetricGroup",),
         "esper_telemetry.core.metric": ("Metric", "Rows", "label", "reports"),
         "esper_telemetry.core.record": ("Alarm", "Axes", "Level", "Record", "RunInfo", "RunStatus"),

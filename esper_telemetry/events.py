@@ -1,15 +1,15 @@
-"""What happens in a training run: the events that trainers and adapters emit and that `wiring` turns into metrics.
+"""Events that trainers, environments and adapters emit, and `Hooks`, which hand them to whoever listens.
 
 Order within one update: `RolloutEnd`, `RecurrentForward` (if the policy has an LSTM), `EpisodeEnd` (if any episode finished),
 `BeforeUpdate`, `MinibatchStart` (before the first step), then per minibatch `TrunkBackward`, `BackwardEnd`, `OptimizerStep`,
-`MinibatchEnd`, then `MinibatchesEnd`, `AfterUpdate` and at last `UpdateEnd`. Shapes: T steps, B environments, N rows of a
-minibatch, A actions, D action dimensions, K parameter tensors, H width of a recurrent state. Hooks write to nothing they find in an
-event. Tensors of an event stay as they are until the update ends, so a hook may keep them that long; weights change with every step,
-and `.grad` fields of parameters may not be kept.
+`MinibatchEnd`, then `MinibatchesEnd`, `BackwardsEnd`, `AfterUpdate` and at last `UpdateEnd`.
 
-Hooks by event type: the seam between whatever trains and whatever watches.
+Hooks write to nothing that an event holds. Tensors of an event stay as they are until the update ends, so hooks can keep references instead
+of copies; a trainer that replays captured graphs has to emit copies. Weights change with every step, and `.grad` fields of parameters may
+not be kept. A policy that does not learn emits no `RolloutEnd`: values and log-probabilities that do not exist would be reported as zeros.
 
-What hooks may ask of a policy that is shown its rollout once more, before and after an update.
+Shapes: T steps, B environments, N rows of a minibatch, M minibatches of R rows in all, A actions, D action dimensions, K parameter
+tensors, H width of a recurrent state.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Remover = Callable[[], None]
 
 
 class Hooks:
-    """Functions to call when something happens in a trainer, keyed by the type of the event.
+    """Functions to call with events, keyed by the type of the event.
 
-    Hooks run in the order of registration, those that ask for it after all others, in the trainer's thread. An event type
+    Hooks run in the trainer's thread, in the order of registration, those registered with `last` after all others. An event type
     without hooks costs a dictionary look-up: ask `wants` before building an event that is expensive to build.
     """
 
@@ -40,46 +40,46 @@ class Hooks:
         self._hooks: dict[type, tuple[Callable[[Any], None], ...]] = {}
 
     def on(self, event_type: type[Event], hook: Callable[[Event], None], *, last: bool = False) -> Remover:
-        """Calls `hook` with every event of exactly that type; returns the function that ends this.
+        """Call `hook` with every event of exactly that type; returns the function that ends this.
 
         Args:
-            last: call it after the hooks that do not say so, whenever they were registered.
+            last: call it after the hooks registered without `last`, whenever these were registered.
         """
         hooks = (self._late if last else self._early).setdefault(event_type, [])
         hooks.append(hook)
-        self._line_up(event_type)
+        self._sort(event_type)
 
         def remove() -> None:
             if hook in hooks:
                 hooks.remove(hook)
-                self._line_up(event_type)
+                self._sort(event_type)
 
         return remove
 
-    def _line_up(self, event_type: type) -> None:
+    def _sort(self, event_type: type) -> None:
         self._hooks[event_type] = (*self._early.get(event_type, ()), *self._late.get(event_type, ()))
         if not self._hooks[event_type]:
             del self._hooks[event_type]
 
     def wants(self, event_type: type) -> bool:
-        """Whether anything listens to events of that type."""
+        """Return whether anything listens to events of that type."""
         return event_type in self._hooks
 
     def emit(self, event: object) -> None:
-        """Hands the event to its hooks: to those that were registered when it came, whatever they change."""
+        """Call the hooks of the event's type that were registered when it came, whatever they change."""
         for hook in self._hooks.get(type(event), ()):
             hook(event)
 
 
 class Outputs(NamedTuple):
-    """What a policy says of the N transitions of a rollout.
+    """Outputs of a policy for the N transitions of a rollout.
 
     Attributes:
         logits: per categorical head [N, A]; masked actions hold a large negative finite number.
         means, log_std: per Gaussian head [N, D], [N, D] or [D].
         relevance: per head that is not always relevant [N], bool.
         memory: [N, H], h of the actor's last recurrent layer after each step; None for a feed-forward policy.
-        features: [N, F], what the heads read; None where nobody kept it.
+        features: [N, F], inputs of the heads; None where they were not kept.
     """
 
     logits: Mapping[str, Tensor]
@@ -115,7 +115,7 @@ class StateGradients(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A copy of the actor's trunk to play with, and observations.
+    """A copy of the actor's trunk that may be trained, and observations.
 
     Attributes:
         network: [n, ...] to features [n, F], without memory.
@@ -129,47 +129,47 @@ class Copy(NamedTuple):
 
 
 class PolicyReplay(Protocol):
-    """The policy as it is, to be shown the rollout that it learns from once more.
+    """Forward passes of the policy, as it is now, over the rollout that it learns from.
 
     Every method takes forward passes, some a backward pass too. None touches weights, their `.grad`, the optimizer or a random
     generator, and all are valid during the event only.
     """
 
     def stored(self) -> Outputs:
-        """What was acted on."""
+        """Return the outputs that were acted on."""
 
     def outputs(self) -> Outputs:
-        """What the policy says now; memory runs through the whole rollout from the state in which training begins it."""
+        """Return the outputs now; memory runs through the whole rollout from the state in which training begins it."""
 
     def without_memory(self) -> Outputs | None:
-        """What it says now to some hundred transitions on their own, beside `stored_part`; None for a feed-forward policy."""
+        """Return the outputs now for some hundred transitions without memory, those of `stored_part`; None for a feed-forward policy."""
 
     def stored_part(self) -> Outputs:
-        """What was acted on in the transitions of `without_memory`."""
+        """Return the outputs that were acted on in the transitions of `without_memory`."""
 
     def activations(self) -> Activations:
-        """How its layers respond, with memory as it was stored."""
+        """Return the responses of its layers, with memory as it was stored."""
 
     def state_gradients(self) -> StateGradients | None:
-        """Through time, over the environments of one minibatch; None for a feed-forward policy."""
+        """Return gradients through time, over the environments of one minibatch; None for a feed-forward policy."""
 
     def copy(self) -> Copy:
-        """The actor's trunk, copied."""
+        """Return a copy of the actor's trunk."""
 
 
 NONE: Final[Mapping[str, Any]] = {}
-"""Of whatever is kept by name, where there is nothing of it."""
+"""Empty columns by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """A run begins, or goes on: before its first rollout.
+    """The start of a run, or of its continuation, before the first rollout.
 
     Attributes:
         config: settings of the trainer.
-        facts: what detectors need to know: `precision`, `max_grad_norm`, `clip`, `normalize_advantages`, `total_steps`,
+        facts: that detectors need: `precision`, `max_grad_norm`, `clip`, `normalize_advantages`, `total_steps`,
             `num_envs`, `num_steps`, `groups` and others as they apply.
-        update, env_step, gradient_step: what was done before, 0 in a run that begins; None where the trainer does not know.
+        update, env_step, gradient_step: counts so far, 0 in a run that begins; None where the trainer does not know.
     """
 
     config: Mapping[str, Any]
@@ -180,7 +180,7 @@ class RunStart:
 
 
 class Scale(NamedTuple):
-    """Where a running normaliser stands after a rollout, and what it gave.
+    """Statistics of a running normaliser after a rollout, and its outputs.
 
     Attributes:
         mean, std: of each entry, [...]; they stay as they are until the next rollout.
@@ -196,7 +196,7 @@ class Scale(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RolloutEnd:
-    """A rollout is collected and its advantages are computed; nothing is normalised yet.
+    """A collected rollout with its advantages; nothing is normalised yet.
 
     Attributes:
         update: index of the update that this rollout feeds, from 1.
@@ -211,17 +211,17 @@ class RolloutEnd:
         gamma: discount factor.
         raw_rewards: [T, B] as the environment gave them; None where they are the `rewards`.
         head_log_probs: per head [T, B], 0 where it is irrelevant: the parts of `log_probs`; empty where there is one head.
-        action_masks: per restricted head [T, B, A], bool: the choices there were; other heads are left out.
+        action_masks: per restricted head [T, B, A], bool: allowed choices; other heads are left out.
         relevance: per head that is not always relevant [T, B], bool.
         logits: per categorical head [T, B, A] that were acted on; masked actions hold a large negative finite number.
         means: per Gaussian head [T, B, D] that were acted on.
         log_std: per Gaussian head [T, B, D] or [D] that was acted on.
-        bounds: per bounded Gaussian head [2, D]: from where an action counts as at its lower or upper bound; in the units of
+        bounds: per bounded Gaussian head [2, D]: an action beyond these counts as at its lower or upper bound; in the units of
             `actions`, which are those before a squash.
         states: recurrent state of the actor in which each step began, [T, layers, parts, B, H], zero where an episode
             began; parts are h and c of an LSTM, h of a GRU. None for a feed-forward policy.
         scales: of the running normalisers that are on: `obs` and `ret`.
-        observations: [T, B, ...] that were acted on; None where nobody tells.
+        observations: [T, B, ...] that were acted on; None where the source does not give them.
     """
 
     update: int
@@ -252,11 +252,11 @@ class RolloutEnd:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentForward:
-    """What went through the LSTM of the actor in a part of the rollout, before the update changes its weights.
+    """Inputs and states of the actor's LSTM in a part of the rollout, before the update changes its weights.
 
     Attributes:
         cells: its layers, the first one first; their weights are valid during the call only.
-        inputs: per layer [T, b, I]: what it was given, in the first b environments.
+        inputs: per layer [T, b, I], in the first b environments.
         states: per layer [T, 2, b, H]: its h and c before each step, zero where an episode began.
     """
 
@@ -272,7 +272,7 @@ class EpisodeEnd:
     Attributes:
         returns: undiscounted sums of raw rewards.
         lengths: steps.
-        times: steps of the rollout, from 0, with which they finished: tells the order of episodes of several processes; may be empty.
+        times: steps of the rollout, from 0, with which they finished, to order episodes of several processes; may be empty.
     """
 
     env_step: int
@@ -295,11 +295,11 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MinibatchStart:
-    """The first minibatch of an update is about to be learned from.
+    """The start of the first minibatch of an update.
 
     Attributes:
         shards: gradients of that many equal parts of it, at the parameters as they are; fewer where it has fewer samples.
-            Each call costs a forward and a backward pass and leaves no trace; valid during the event only.
+            Each call costs a forward and a backward pass and changes nothing; valid during the event only.
     """
 
     epoch: int
@@ -309,7 +309,7 @@ class MinibatchStart:
 
 @dataclass(frozen=True, slots=True)
 class BeforeUpdate:
-    """Minibatches are about to be taken from the rollout; the weights are those that collected it."""
+    """The moment before the first minibatch; the weights are those that collected the rollout."""
 
     update: int
     policy: PolicyReplay
@@ -317,7 +317,7 @@ class BeforeUpdate:
 
 @dataclass(frozen=True, slots=True)
 class AfterUpdate:
-    """The last step of an update is taken."""
+    """The moment after the last optimizer step of an update."""
 
     update: int
     policy: PolicyReplay
@@ -325,7 +325,7 @@ class AfterUpdate:
 
 @dataclass(frozen=True, slots=True)
 class TrunkBackward:
-    """The losses' gradients have reached the trunk outputs and not yet gone further.
+    """Gradients of the losses at the trunk outputs, before they go further.
 
     Attributes:
         outputs: trunk outputs with graph: one where actor and critic share a trunk, else the actor's and the critic's.
@@ -343,15 +343,15 @@ class TrunkBackward:
 
 
 class BackwardEnd(NamedTuple):
-    """All gradients of a minibatch are there; they may or may not be clipped already.
+    """All gradients of a minibatch; they may or may not be clipped already.
 
     Attributes:
         parameters: trainable parameters by name; their `.grad` is valid during the call only.
         norms: [K] L2 norms before clipping, in the order of the parameters that have a gradient.
         names: names of these parameters.
         max_norm: limit of the global norm; None where nothing is clipped.
-        heads: [H] L2 norms of what the policy's heads have of parameters that they share, in the order of the fact `heads`; None where
-            each has parameters of its own, in a group `head:<name>`.
+        heads: [H] L2 norms of the parts of shared parameters that belong to each head, in the order of the fact `heads`; None where
+            each head has parameters of its own, in a group `head:<name>`.
     """
 
     epoch: int
@@ -364,7 +364,7 @@ class BackwardEnd(NamedTuple):
 
 
 class BackwardsEnd(NamedTuple):
-    """The backward passes of an update are done: their `BackwardEnd`s, joined, also where the update breaks off.
+    """All backward passes of an update: their `BackwardEnd`s, joined, also where the update breaks off.
 
     Attributes:
         epochs: epoch of each of the M passes.
@@ -384,7 +384,7 @@ class BackwardsEnd(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """The optimizer has taken a step; the gradients that it used, clipped where they were, are still there.
+    """A step that the optimizer has taken; the gradients that it used, clipped where they were, are still there.
 
     Attributes:
         parameters: trainable parameters by name; they, their `.grad` and the optimizer's state are valid during the call only.
@@ -397,14 +397,14 @@ class OptimizerStep:
 
 
 class MinibatchEnd(NamedTuple):
-    """A minibatch is done: losses computed, gradients applied.
+    """A minibatch whose gradients are applied.
 
     Attributes:
         epoch: pass over the rollout, from 0.
         step: optimizer step within the update, from 0.
         log_ratio: [N] log-probability now minus at collection, summed over the heads that are relevant.
         advantages: [N] the values that multiply the ratio (normalised where normalisation is on).
-        values: [N] critic's estimates now; None where they are not to be seen.
+        values: [N] critic's estimates now; None where the source does not give them.
         old_values, returns: [N] at collection; likewise.
         losses: 0-d tensors `policy`, `value` (0.5 MSE, unscaled), and `entropy` (its negative mean) and `total` where the trainer
             computes them anyway.
@@ -437,9 +437,9 @@ class MinibatchEnd(NamedTuple):
 
 
 class MinibatchesEnd(NamedTuple):
-    """The minibatches of an update are done: their `MinibatchEnd`s, joined, also where the update breaks off.
+    """All minibatches of an update: their `MinibatchEnd`s, joined, also where the update breaks off.
 
-    To build it once costs a third of building each of them.
+    Building it once costs a third of building each of them.
 
     Attributes:
         epochs: epoch of each of the M minibatches.
@@ -452,7 +452,7 @@ class MinibatchesEnd(NamedTuple):
         log_std: per Gaussian head [R, D].
         head_log_ratios: per head [R], where there are several.
         relevance: per head that is not always relevant [R], bool.
-        rows: [R]; None where nobody says.
+        rows: [R]; None where the source does not say.
         values, old_values, returns: [R] each, from a source that emits no `MinibatchEnd`s beside it; None from others.
         means: per Gaussian head [R, D]; likewise.
     """
@@ -477,17 +477,17 @@ class MinibatchesEnd(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UpdateEnd:
-    """An update is over: the moment at which telemetry writes its record.
+    """The end of an update, at which telemetry writes its record.
 
     Attributes:
         env_step: environment steps at which this update's data were collected.
         gradient_step: optimizer steps taken so far.
         learning_rate: as used in this update.
         seconds: wall time by phase: `environment`, `inference`, `update` and others as they apply.
-        epochs: passes over the rollout that were made; None where nobody counts them.
+        epochs: passes over the rollout; None where the source does not count them.
         coefficients: weights of the losses `value` and `entropy` in this update, where they are not constant facts of the run.
         cpu_seconds: processor time of this process by phase: `rollout`, its parts `environment` and `inference`, `update`.
-        beta2: with which Adam averaged squared gradients in this update; None for other optimizers, and where nobody tells.
+        beta2: of Adam in this update; None for other optimizers, and where the source does not give it.
     """
 
     update: int
@@ -503,7 +503,7 @@ class UpdateEnd:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationEnd:
-    """Whole episodes with the likeliest actions, between two updates.
+    """An evaluation between two updates: whole episodes with the likeliest actions.
 
     Attributes:
         env_step: environment steps of training so far; none of these count.
@@ -518,7 +518,7 @@ class EvaluationEnd:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """An update left weights that were not finite: those before it are back and the optimizer's moments are gone.
+    """An update that left weights that were not finite: those before it are restored and the optimizer's moments are reset.
 
     Attributes:
         update: the update that is undone.
@@ -528,31 +528,3 @@ class Rollback:
     update: int
     env_step: int
     rollbacks: int
-
-
-@dataclass(frozen=True, slots=True)
-class GrowthStep:
-    """One step of B environments in which networks grow: an epoch of training of every host, with S slots for seeds in each.
-
-    Attributes:
-        last: whether episodes end with it.
-        horizon: steps of an episode.
-        hosts: [B] each: `train_loss`, `train_accuracy`, `val_loss`, `val_accuracy`, `best` (accuracy so far), `stale` (epochs since then),
-            `norm` (gradient before clipping), `growth` (parameters over those of the host alone), `score` (accuracy less the price of the
-            parameters), `seeds_gain` (accuracy that all seeds add), `synergy` (what they add beyond the sum of each alone), `op` (an
-            index), `decides` (whether there was a choice), and the watchdog's `nonfinite`, `lobotomy` and `divergence`.
-        seeds: [B, S] each: `stage` (an index), `life` (epochs), `alpha`, `blueprint`, `born`, `pruned`, `fossilized` (bool, in this step),
-            and NaN where unknown: gradient `norm`, severities `exploding` and `vanishing`, `ratio` (gradient intensity over the host's),
-            `contribution`, `shapley`; `cause` (an index, -1 where there is no seed that learns).
-        rewards: [B] per component, weighted: they add up to the reward.
-        gates: [B] per gate: -1 not asked, 0 refused, 1 passed.
-        labels: names of the values of `stage`, `op` and `cause`.
-    """
-
-    last: bool
-    horizon: int
-    hosts: Mapping[str, Tensor]
-    seeds: Mapping[str, Tensor]
-    rewards: Mapping[str, Tensor]
-    gates: Mapping[str, Tensor]
-    labels: Mapping[str, tuple[str, ...]]

@@ -49,11 +49,10 @@ from esper_telemetry.pipeline.window import finish
 from esper_telemetry.session import Detect, facts_of, watches
 from esper_telemetry.sinks.registry import SinkLike
 from esper_telemetry.updates.containment import Containment, Measurement
-from esper_telemetry.updates.data import Snapshot
+from esper_telemetry.updates.data import UpdateData
 from esper_telemetry.updates.failure import Candidates, at_exit, failure_data, local_data, status_of
-from esper_telemetry.updates.gradient_tap import Members, group_names
-from esper_telemetry.updates.groups import summarize
-from esper_telemetry.updates.model_watcher import WatchedModels
+from esper_telemetry.updates.gradient_watcher import Members, WatchedModels, group_names
+from esper_telemetry.updates.groups import measure
 
 Event = TypeVar("Event")
 Parameters = ParamSpec("Parameters")
@@ -182,7 +181,7 @@ class Telemetry:
         self._facts = {**as_settings(facts, "facts"), **facts_of(detect)}
         self._offload = offload
         self._candidates: list[Candidates] = []
-        self._open_update: Callable[[], Snapshot] = Snapshot
+        self._open_update: Callable[[], UpdateData] = UpdateData
         self._leaving: list[Callable[[], None]] = []
         self._open = OpenUpdate()
         self._containment = Containment()
@@ -324,7 +323,7 @@ class Telemetry:
             self._facts["groups"] = {**self._facts.get("groups", {}), **groups}
         return remove
 
-    def submit(self, snapshot: Snapshot) -> None:
+    def submit(self, snapshot: UpdateData) -> None:
         """Adds a whole update, to be summarised when it is flushed: in the process beside this one if there is one, here otherwise.
 
         Its tensors must stay as they are until `flush` returns.
@@ -335,7 +334,7 @@ class Telemetry:
             if not snapshot.on_device and not self._peers:
                 self._open.snapshots.append(snapshot)
                 return
-            for measurements, epochs in self._containment.steps(summarize(snapshot, self._facts, self.update_level)):
+            for measurements, epochs in self._containment.steps(measure(snapshot, self._facts, self.update_level)):
                 self.measure(measurements, epoch=epochs)
             if self.level >= Level.NORMAL and isinstance(self._recorder, Recorder) and self.run_dir is not None:
                 self._open.witnesses.append(snapshot)
@@ -485,7 +484,7 @@ class Telemetry:
             self.materialise()
             self._recorder.event(INTERVENTION, self._axes, {"reason": reason, **details})
 
-    def expect_updates(self, *, candidates: Candidates, open_update: Callable[[], Snapshot]) -> None:
+    def expect_updates(self, *, candidates: Candidates, open_update: Callable[[], UpdateData]) -> None:
         """Prepares for a trainer that submits whole updates; called when one is attached.
 
         Args:
@@ -612,7 +611,7 @@ class Telemetry:
         """Adds what was seen of watched models to the update."""
         snapshot = self._watched.take(whole=whole)
         if snapshot:
-            for measurements, epochs in self._containment.steps(summarize(snapshot, self._facts, self.update_level)):
+            for measurements, epochs in self._containment.steps(measure(snapshot, self._facts, self.update_level)):
                 self.measure(measurements, epoch=epochs)
             self.measure(self._watched.rates())
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from esper_telemetry.alarms.kinds import ALARMS
 from esper_telemetry.core.packing import NO_VALUES, Values
 from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Level, MetricInfo, Record, RunInfo, RunStatus, SinkLag
 from esper_telemetry.history.derive import Series
@@ -33,9 +34,10 @@ from esper_telemetry.metrics.performance import telemetry_health
 from esper_telemetry.pipeline.watch import Detector, Found, Judgement, Watches
 from esper_telemetry.pipeline.window import NO_NUMBERS, Logged, Numbers, Transfer, Window
 from esper_telemetry.updates.containment import Containment
-from esper_telemetry.updates.data import Snapshot, copied
-from esper_telemetry.updates.evidence import Capture, Scene, captures, evidence_of, weak
-from esper_telemetry.updates.groups import summarize, without_many_layers
+from esper_telemetry.updates.data import UpdateData, copied
+from esper_telemetry.updates.evidence import Scene, captures, evidence_of, weak
+from esper_telemetry.updates.extensions import Capture
+from esper_telemetry.updates.groups import measure, without_many_layers
 
 ALARM_VALUES, ESCALATION = "alarm/", "telemetry/escalation_remaining"
 """How the keys begin that the watch adds to a record."""
@@ -75,13 +77,13 @@ class Measured(NamedTuple):
     partial: bool
     level: Level
     measured: Values
-    snapshots: tuple[Snapshot, ...]
+    snapshots: tuple[UpdateData, ...]
     seconds: float
     elapsed: float
     delivery: JournalOutput
     metric_errors: int = 0
     cpu_seconds: float | None = None
-    witnesses: tuple[Snapshot, ...] = ()
+    witnesses: tuple[UpdateData, ...] = ()
     numbers: Numbers = NO_NUMBERS
 
     @property
@@ -90,7 +92,7 @@ class Measured(NamedTuple):
         return self.measured is NO_VALUES and not (self.partial or self.snapshots or self.witnesses)
 
     @property
-    def seen(self) -> tuple[Snapshot, ...]:
+    def seen(self) -> tuple[UpdateData, ...]:
         """What evidence is taken from."""
         return self.snapshots + self.witnesses
 
@@ -232,10 +234,10 @@ class JournalWriter:
         self._containment.attempt(partial(_proven, alarm, scene), proven.append)
         return proven[0] if proven else alarm
 
-    def _summarized(self, snapshots: Iterable[Snapshot], level: Level) -> Values:
+    def _summarized(self, snapshots: Iterable[UpdateData], level: Level) -> Values:
         window = Window()
         for snapshot in snapshots:
-            for measurements, epochs in self._containment.steps(summarize(snapshot, self._facts, level)):
+            for measurements, epochs in self._containment.steps(measure(snapshot, self._facts, level)):
                 self._containment.measure(measurements, partial(window.add, epoch=epochs, step=None))
         finished: list[Values] = []
         self._containment.attempt(partial(_finished, window, level), finished.append)
@@ -328,7 +330,8 @@ def _proven(alarm: Alarm, scene: Scene) -> Alarm:
     """An alarm that is raised, with the evidence of the update that raised it."""
     if alarm.event is not AlarmEvent.RAISE:
         return alarm
-    return replace(alarm, evidence=plain({**alarm.evidence, **evidence_of(alarm, scene)}))
+    reads = [key for kind in ALARMS if kind.type == alarm.type for key in kind.reads]
+    return replace(alarm, evidence=plain({**alarm.evidence, **evidence_of(alarm, scene, reads=reads)}))
 
 
 class Flush(NamedTuple):
@@ -338,8 +341,8 @@ class Flush(NamedTuple):
     level: Level
     transfer: Transfer
     numbers: Numbers
-    snapshots: tuple[Snapshot, ...]
-    witnesses: tuple[Snapshot, ...]
+    snapshots: tuple[UpdateData, ...]
+    witnesses: tuple[UpdateData, ...]
     partial: bool
 
     def lasting(self) -> Flush:
@@ -360,8 +363,8 @@ class OpenUpdate:
     def __init__(self) -> None:
         self.window = Window()
         self.logged = Logged()
-        self.snapshots: list[Snapshot] = []
-        self.witnesses: list[Snapshot] = []
+        self.snapshots: list[UpdateData] = []
+        self.witnesses: list[UpdateData] = []
 
     def __bool__(self) -> bool:
         return bool(self.window or self.logged or any(self.snapshots))
@@ -383,7 +386,7 @@ class OpenUpdate:
         self.witnesses.clear()
         return Flush(axes, level, self.window.send(), numbers, snapshots, witnesses, partial)
 
-    def take(self) -> tuple[Numbers, tuple[Snapshot, ...]]:
+    def take(self) -> tuple[Numbers, tuple[UpdateData, ...]]:
         """What `travels`; the next update begins without it."""
         numbers, snapshots = self.logged.take(), tuple(self.snapshots)
         self.snapshots.clear()

@@ -31,7 +31,7 @@ from esper_telemetry.pipeline.watch import Found, Watches
 from esper_telemetry.pipeline.window import NO_NUMBERS, Numbers
 from esper_telemetry.pipeline.worker import HandOver, OffloadedWriter, worth_offloading
 from esper_telemetry.sinks.registry import SinkLike, as_sinks
-from esper_telemetry.updates.data import Snapshot
+from esper_telemetry.updates.data import UpdateData
 
 SYNC_SECONDS = 20.0
 """How long a checkpoint waits for the journal."""
@@ -178,11 +178,11 @@ class Recorder:
         self,
         axes: Axes,
         measured: Values,
-        snapshots: tuple[Snapshot, ...],
+        snapshots: tuple[UpdateData, ...],
         *,
         numbers: Numbers = NO_NUMBERS,
         level: Level,
-        witnesses: tuple[Snapshot, ...] = (),
+        witnesses: tuple[UpdateData, ...] = (),
         partial: bool,
         seconds: float,
         cpu_seconds: float | None = None,

@@ -50,7 +50,7 @@ from esper_telemetry.pipeline.record import JournalOutput, JournalWriter, Measur
 from esper_telemetry.pipeline.sampling import Average
 from esper_telemetry.pipeline.watch import Found, Watches
 from esper_telemetry.pipeline.window import Keys, Numbers
-from esper_telemetry.updates import data as snapshot
+from esper_telemetry.updates.data import KINDS
 
 RING_BYTES: Final = 256 << 20
 """Of the memory that may be shared: several times what may wait. A small run uses the first megabytes alone."""
@@ -58,7 +58,7 @@ RING_BYTES: Final = 256 << 20
 AWAITED: Final = ("sync", "end")
 """What the trainer waits for: the answer comes through the pipe though it says nothing."""
 
-WORDS: Final = Vocabulary((Measured, Axes, JournalOutput, SinkLag, Values, Numbers, *snapshot.KINDS), (*Level, Keys))
+WORDS: Final = Vocabulary((Measured, Axes, JournalOutput, SinkLag, Values, Numbers, *KINDS), (*Level, Keys))
 """What updates are told in."""
 
 

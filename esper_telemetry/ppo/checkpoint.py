@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper_telemetry.events import EpisodeEnd, Hooks, UpdateEnd
-from esper_telemetry.ppo.companions import Companions
+from esper_telemetry.ppo.checkpointables import Checkpointables
 from esper_telemetry.ppo.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class TrainingRun(Protocol):
     """A run that emits events and has checkpoints: a trainer, or a controller that learns nothing."""
 
     hooks: Hooks
-    companions: Companions
+    checkpointables: Checkpointables
     ranks: Ranks
     env_steps: int
     updates: int
@@ -159,7 +159,7 @@ class Checkpoints:
         self._warned = False
         trainer.hooks.on(EpisodeEnd, lambda event: self._returns.extend(event.returns))
         trainer.hooks.on(UpdateEnd, self._keep, last=True)
-        trainer.companions.join("checkpoints", self)
+        trainer.checkpointables.join("checkpoints", self)
 
     def save(self) -> bool:
         """Write `latest.pt` now, and `best.pt` if no mean return was higher; return False where the disk does not take them."""
@@ -203,7 +203,7 @@ class Checkpoints:
 def state_of(trainer: PPO) -> dict[str, Any]:
     """All that training goes on from.
 
-    Weights, optimizer, normalisers, random generators, counts, open episodes, companions and, where it can be saved, the environment.
+    Weights, optimizer, normalisers, random generators, counts, open episodes, checkpointables and, where it can be saved, the environment.
     """
     return {
         "format": FORMAT,
@@ -217,7 +217,7 @@ def state_of(trainer: PPO) -> dict[str, Any]:
         "collector": trainer.collector.state_dict(),
         "generators": generator_states(),
         "watchdog": None if trainer.watchdog is None else trainer.watchdog.state_dict(),
-        "companions": trainer.companions.state_dict(),
+        "companions": trainer.checkpointables.state_dict(),
     }
 
 
@@ -288,7 +288,7 @@ def load(trainer: PPO, path: str | Path) -> None:
     trainer.collector.load_state_dict(state["collector"])
     if trainer.watchdog is not None:
         trainer.watchdog.load_state_dict(state["watchdog"] or {})
-    trainer.companions.load_state_dict(state["companions"])
+    trainer.checkpointables.load_state_dict(state["companions"])
     restore_generators(state["generators"])
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from esper_telemetry.ppo.collectors.factory import collector_for
 from esper_telemetry.ppo.environments.protocol import Environment
-from esper_telemetry.ppo.gathering import collector_for
 from esper_telemetry.ppo.normalizer import Normalizers
 from esper_telemetry.ppo.policy import ActorCritic
 

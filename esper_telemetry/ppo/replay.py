@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.events import Activations, Copy, Outputs, StateGradients
+from esper_telemetry.ppo.emit import describe
 from esper_telemetry.ppo.networks.mlp import MLP
 from esper_telemetry.ppo.networks.recurrent import Core, RecurrentTrunk
 from esper_telemetry.ppo.policy import ActorCritic, Tensors
 from esper_telemetry.ppo.rollout import Batch, Rollout, columns, flatten, on
-from esper_telemetry.ppo.telling import describe
 
 Flags = npt.NDArray[np.bool_]
 

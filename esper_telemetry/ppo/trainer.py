@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -13,32 +12,15 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core import tensors as ops
-from esper_telemetry.events import (
-    AfterUpdate,
-    BackwardEnd,
-    BackwardsEnd,
-    BeforeUpdate,
-    EpisodeEnd,
-    EvaluationEnd,
-    MinibatchEnd,
-    MinibatchesEnd,
-    MinibatchStart,
-    OptimizerStep,
-    RecurrentForward,
-    Rollback,
-    RolloutEnd,
-    RunStart,
-    Shard,
-    TrunkBackward,
-    UpdateEnd,
-)
+from esper_telemetry.events import BackwardsEnd, MinibatchesEnd, Shard
 from esper_telemetry.ppo import checkpoint
 from esper_telemetry.ppo.checkpoint import Watchdog
-from esper_telemetry.ppo.companions import Companions
+from esper_telemetry.ppo.checkpointables import Checkpointables
+from esper_telemetry.ppo.collectors.factory import collector_for
 from esper_telemetry.ppo.config import POLICIES, PPOConfig, require
+from esper_telemetry.ppo.emit import TrainerEvents, hooks_of
 from esper_telemetry.ppo.environments.protocol import Environment, Task, horizon_of, layout_of
 from esper_telemetry.ppo.evaluation import Evaluation, evaluate
-from esper_telemetry.ppo.gathering import collector_for, hooks_of
 from esper_telemetry.ppo.normalizer import normalizers_for
 from esper_telemetry.ppo.objective import (
     STOP_FACTOR,
@@ -60,8 +42,6 @@ from esper_telemetry.ppo.policy import ActorCritic, add, compiled, require_compi
 from esper_telemetry.ppo.ranks import Ranks
 from esper_telemetry.ppo.replay import TrainerReplay
 from esper_telemetry.ppo.rollout import Batch, Rollout, flatten
-from esper_telemetry.ppo.tape import Tape
-from esper_telemetry.ppo.telling import minibatch_event, recurrent_event, rollout_event
 
 FACTS: Final = (
     *("max_grad_norm", "clip", "clip_value", "gamma", "gae_lambda"),
@@ -89,7 +69,9 @@ class PPO:
         watchdog: restores finite weights; None unless the settings ask for it.
         ranks: the processes that train together.
         hooks: functions that get its events.
-        companions: objects that are saved and loaded with it.
+        events: emits them.
+        checkpointables: objects that are saved and loaded with it.
+        parameters: trainable parameters by name.
         steps: the steps of the update; replace one to vary the algorithm.
         env_steps, updates, gradient_steps: counts since the run began.
         joins: types of events that it emits once per update instead of once per minibatch.
@@ -108,7 +90,7 @@ class PPO:
         self.config.check_rollout(env.num_envs)
         self.env = env
         self.hooks = hooks_of(env)
-        self.companions = Companions()
+        self.checkpointables = Checkpointables()
         self.ranks = Ranks.current()
         self.config.check_ranks(env.num_envs, self.ranks.size)
         self.steps = steps_for(self.config, self.ranks)
@@ -128,13 +110,13 @@ class PPO:
         self.watchdog: Watchdog | None = None
         if self.config.watchdog:
             self.watchdog = Watchdog(torch.nn.ModuleList([self.policy, self.normalizers]), self.optimizer)
-        self._tape = Tape(self.policy)
+        self.events = TrainerEvents(self)
         self._objective = objective
         if self.config.compile:
             require_compiler(self.policy.value.weight.device)
             self._objective = compiled(objective)
         self._stopping = self._agreed_to_stop = False
-        self._parameters = dict(self.policy.named_parameters())
+        self.parameters = dict(self.policy.named_parameters())
         self._device = self.policy.value.weight.device
         self._coefficients: dict[str, float] = {}
         self._weights: dict[str, Tensor] = {}
@@ -151,9 +133,7 @@ class PPO:
             raise ValueError(f"total_steps must exceed the {self.env_steps} steps already collected, got {total_steps}")
         if self._device.type == "cpu":
             keep_freed_memory()
-        if self.hooks.wants(RunStart):
-            counts = (self.updates, self.env_steps, self.gradient_steps)
-            self.hooks.emit(RunStart(asdict(self.config), self.facts(total_steps), *counts))
+        self.events.run_start(total_steps)
         self._agreed_to_stop = False
         while self.env_steps < total_steps and not self._agreed_to_stop:
             self._schedule(1 - self.env_steps / total_steps)
@@ -167,7 +147,7 @@ class PPO:
     def evaluate(self, env: Environment, *, seed: int = 0) -> Evaluation:
         """Return the outcome of one episode in each of these environments with the likeliest actions; training does not change."""
         evaluation = evaluate(self.policy, env, self.normalizers, seed=seed)
-        self.hooks.emit(EvaluationEnd(self.env_steps, evaluation.returns, evaluation.lengths))
+        self.events.evaluation_end(evaluation.returns, evaluation.lengths)
         return evaluation
 
     def state_dict(self) -> dict[str, Any]:
@@ -213,23 +193,16 @@ class PPO:
     def _train_once(self) -> None:
         """Collect one rollout and update the policy with it; in the end the ranks agree whether to go on."""
         rollout = self.collector.collect(self.steps.resets)
-        cpu = time.process_time()
         self.updates += 1
         (transitions,) = self.ranks.totals(rollout.transitions)
         self.env_steps += transitions
-        start = time.perf_counter()
-        rate = self.optimizer.param_groups[0]["lr"]
+        self.events.update_start()
         epochs = self._update(self.steps.transform(rollout))
         if self.watchdog is None:
             self.policy.check_finite()
         elif not self.watchdog.look():
-            self.hooks.emit(Rollback(self.updates, self.env_steps, self.watchdog.rollbacks))
-        if self.hooks.wants(UpdateEnd):
-            seconds = {**self.collector.seconds, "update": time.perf_counter() - start}
-            processor = {**self.collector.cpu_seconds, "update": time.process_time() - cpu}
-            places = (self.updates, self.env_steps, self.gradient_steps)
-            beta2 = self.optimizer.param_groups[0]["betas"][1]
-            self.hooks.emit(UpdateEnd(*places, rate, seconds, epochs, self._coefficients, processor, beta2))
+            self.events.rollback(self.watchdog.rollbacks)
+        self.events.update_end(epochs, self._coefficients)
         self._agreed_to_stop = self.ranks.totals(self._stopping)[0] > 0
 
     def _update(self, rollout: Rollout) -> int:
@@ -237,16 +210,13 @@ class PPO:
         config = self.config
         advantages = self.steps.advantages(rollout, config.gamma, config.gae_lambda)
         returns = self.steps.returns(advantages, rollout.values)
-        self._tell_rollout(rollout, advantages, returns)
-        told = self.hooks.wants(MinibatchEnd) or self.hooks.wants(MinibatchesEnd)
-        batch = flatten(rollout, advantages, returns, numbered=told)
+        self.events.rollout_end(rollout, advantages, returns)
+        batch = flatten(rollout, advantages, returns, numbered=self.events.numbers_rows)
         if not len(batch):  # every row of so short a rollout was a reset
             return 0
         if config.normalize_advantages and not config.normalize_minibatches:
             batch = replace(batch, advantages=self.steps.normalize(batch.advantages))
-        replay = self._replay(rollout, batch, returns)
-        if replay is not None:
-            self.hooks.emit(BeforeUpdate(self.updates, replay))
+        self.events.before_update(partial(self._replay, rollout, batch, returns))
         try:
             step = 0
             for epoch in range(config.num_epochs):
@@ -257,17 +227,24 @@ class PPO:
                 if self._is_last(epoch, log_ratios):
                     break
         finally:
-            self._tell_tape()
-        if replay is not None:
-            self.hooks.emit(AfterUpdate(self.updates, replay))
+            self.events.minibatches_end()
+        self.events.after_update()
         return epoch + 1
 
-    def _replay(self, rollout: Rollout, batch: Batch, returns: Tensor) -> TrainerReplay | None:
-        """Return the replay for hooks that show the rollout to the policy again; None where there are none."""
-        if not (self.hooks.wants(BeforeUpdate) or self.hooks.wants(AfterUpdate)):
-            return None
-        envs = max(1, self.env.num_envs // self.config.num_minibatches)
-        return TrainerReplay(self.policy, rollout, batch, returns, loss=self._loss_of_actor, envs=envs)
+    @property
+    def companions(self) -> Checkpointables:
+        """Former name of `checkpointables`."""
+        return self.checkpointables
+
+    @property
+    def minibatch_envs(self) -> int:
+        """Number of environments whose rows make up about one minibatch."""
+        return max(1, self.env.num_envs // self.config.num_minibatches)
+
+    def _replay(self, rollout: Rollout, batch: Batch, returns: Tensor) -> TrainerReplay:
+        """Return the replay for hooks that show the rollout to the policy again."""
+        loss, envs = self._loss_of_actor, self.minibatch_envs
+        return TrainerReplay(self.policy, rollout, batch, returns, loss=loss, envs=envs)
 
     def _loss_of_actor(self, batch: Batch, actor: Tensor) -> Tensor:
         """Part of the loss that depends on the actor's trunk, 0-d, from its outputs [N, F]."""
@@ -295,24 +272,16 @@ class PPO:
         """
         if self.config.normalize_advantages and self.config.normalize_minibatches:
             batch = replace(batch, advantages=self.steps.normalize(batch.advantages))
-        if step == 0 and self.hooks.wants(MinibatchStart):
-            self.hooks.emit(MinibatchStart(epoch, step, partial(self._shards, batch)))
+        self.events.minibatch_start(epoch, step, self._shards, batch)
         outputs = self.policy.trunks(batch.observations, batch.grid())
         actor, critic = leaf(outputs[0]), leaf(outputs[-1])
         result = self._losses(batch, actor, critic)
         backward_losses(result.losses, self._weights)
-        if self.hooks.wants(TrunkBackward):
-            shared = list(self.policy.actor.parameters()) if self.policy.critic is None else []
-            self.hooks.emit(TrunkBackward(epoch, step, outputs, gradient(actor), gradient(critic), shared))
+        self.events.trunk_backward((epoch, step), outputs, actor, critic)
         backward_trunks(outputs, gradient(actor), gradient(critic))
         self._descend(epoch, step, len(batch))
-        log_ratio = result.log_ratio.detach()
-        if self.hooks.wants(MinibatchEnd):
-            losses = {name: loss.detach() for name, loss in result.losses.items()}
-            self.hooks.emit(minibatch_event(batch, (epoch, step), result, self.policy, losses))
-        if self.hooks.wants(MinibatchesEnd):
-            self._tape.add(epoch, batch, result, log_ratio)
-        return log_ratio
+        self.events.minibatch_end(epoch, step, batch, result)
+        return result.log_ratio.detach()
 
     def _shards(self, batch: Batch, count: int) -> list[Shard]:
         """Gradients of `count` parts of a minibatch; `.grad` fields stay as they are."""
@@ -322,7 +291,7 @@ class PPO:
             losses = self._losses(part, outputs[0], outputs[-1]).losses
             return add([self._weights[name] * loss for name, loss in losses.items()])
 
-        return shard_gradients(batch, count, loss, list(self._parameters.values()))
+        return shard_gradients(batch, count, loss, list(self.parameters.values()))
 
     def _losses(self, batch: Batch, actor: Tensor, critic: Tensor) -> ObjectiveResult:
         """Return the losses of a minibatch as functions of the trunk outputs; the entropy only where it counts."""
@@ -333,46 +302,18 @@ class PPO:
     def _descend(self, epoch: int, step: int, rows: int) -> None:
         """Average the gradients of all ranks, clip them by their global norm, step the optimizer and drop them."""
         config = self.config
-        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         self.ranks.average(list(gradients.values()), rows)
-        told, joined = self.hooks.wants(BackwardEnd), self.hooks.wants(BackwardsEnd)
-        if config.max_grad_norm is not None or told or joined:
-            norms = ops.gradient_norms(list(gradients.values()))
-            if told:
-                names = tuple(gradients)
-                self.hooks.emit(BackwardEnd(epoch, step, self._parameters, names, norms, config.max_grad_norm))
-            if joined:
-                self._tape.add_norms(epoch, tuple(gradients), norms)
-            if config.max_grad_norm is not None:
-                ops.clip_gradients(list(gradients.values()), norms, config.max_grad_norm)
+        clip = config.max_grad_norm
+        norms = None if clip is None else ops.gradient_norms(list(gradients.values()))
+        self.events.backward_end(epoch, step, gradients, norms)
+        if clip is not None and norms is not None:
+            ops.clip_gradients(list(gradients.values()), norms, clip)
         self.optimizer.step()
-        if self.hooks.wants(OptimizerStep):
-            self.hooks.emit(OptimizerStep(epoch, step, self.optimizer, self._parameters))
-        for parameter in self._parameters.values():
+        self.events.optimizer_step(epoch, step)
+        for parameter in self.parameters.values():
             parameter.grad = None
         self.gradient_steps += 1
-
-    def _tell_tape(self) -> None:
-        """What was joined, also where the update breaks off."""
-        if self.hooks.wants(MinibatchesEnd) and (minibatches := self._tape.joined()):
-            self.hooks.emit(minibatches)
-        if self.hooks.wants(BackwardsEnd) and (backwards := self._tape.norms(self._parameters, self.config)):
-            self.hooks.emit(backwards)
-        self._tape.clear()
-
-    def _tell_rollout(self, rollout: Rollout, advantages: Tensor, returns: Tensor) -> None:
-        if self.hooks.wants(RolloutEnd):
-            numbers = {"update": self.updates, "env_step": self.env_steps, "gamma": self.config.gamma}
-            scales = self.normalizers.scales(rollout)
-            self.hooks.emit(rollout_event(rollout, self.policy, advantages, returns, scales=scales, **numbers))
-        if rollout.recurrence is not None and self.hooks.wants(RecurrentForward):
-            part = max(1, self.env.num_envs // self.config.num_minibatches)
-            event = recurrent_event(self.policy, rollout, part)
-            if event is not None:
-                self.hooks.emit(event)
-        episodes = self.collector.episodes
-        if episodes.returns and self.hooks.wants(EpisodeEnd):
-            self.hooks.emit(EpisodeEnd(self.env_steps, episodes.returns, episodes.lengths, episodes.times))
 
 
 def build_policy(env: Task, config: PPOConfig) -> ActorCritic:

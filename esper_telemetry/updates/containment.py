@@ -1,6 +1,6 @@
-"""Metric functions called so that a bug in one of them costs its group and a warning, never the record and never training.
+"""Calls metric functions so that a bug in one of them costs its group and a warning, never the record and never training.
 
-What a user calls raises at once; this is for what telemetry calls on a trainer's behalf.
+Functions that users call raise at once; this is for those that telemetry calls on a trainer's behalf.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Measurement = Callable[[], MetricGroup | Iterable[MetricGroup]]
 
 Result = TypeVar("Result")
 
-METRICS: Final = f"{MetricGroup.__module__.partition('.')[0]}.metrics."
-"""How the names of the modules begin that hold metric functions."""
+METRIC_MODULES: Final = f"{MetricGroup.__module__.partition('.')[0]}.metrics."
+"""Beginning of the names of modules that hold metric functions."""
 
 _logger = logging.getLogger("esper_telemetry")
 
@@ -28,20 +28,25 @@ class Containment:
 
     def __init__(self) -> None:
         self._errors = 0
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def take(self) -> int:
-        """How many calls have raised since the last time."""
+        """Return the number of calls that have raised since the last time."""
         errors, self._errors = self._errors, 0
         return errors
 
     def measure(self, measurements: Iterable[Measurement], use: Callable[[MetricGroup], object]) -> None:
-        """Hands to `use` the groups of all measurements that do not raise; one that `use` refuses counts as raised."""
+        """Hand to `use` the groups of all measurements that do not raise; one that `use` refuses counts as raised."""
+
+        def use_all(groups: MetricGroup | Iterable[MetricGroup]) -> None:
+            for group in [groups] if isinstance(groups, MetricGroup) else list(groups):  # all of them or none
+                use(group)
+
         for measurement in self.steps(measurements):
-            self.attempt(measurement, lambda found: _each(found, use))
+            self.attempt(measurement, use_all)
 
     def steps(self, items: Iterable[Result]) -> Iterator[Result]:
-        """The items, up to where making the next one raises."""
+        """Yield the items, up to where making the next one raises."""
         iterator = iter(items)
         while True:
             try:
@@ -54,38 +59,23 @@ class Containment:
             yield item
 
     def attempt(self, function: Callable[[], Result], use: Callable[[Result], object]) -> None:
-        """Hands to `use` what the function returns; nothing where one of them raises."""
+        """Hand to `use` what the function returns; nothing where one of them raises."""
         try:
             use(function())
         except Exception as error:  # whatever a bug raises
             self.note(function, error)
 
-    def note(self, culprit: object, error: Exception) -> None:
-        """Counts that it has raised, and says so the first time."""
+    def note(self, culprit: Any, error: Exception) -> None:
+        """Count that `culprit` has raised, and warn the first time."""
         self._errors += 1
-        name = _metric_function(error) or _name(culprit)
-        if name not in self._told:
-            self._told.add(name)
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        metrics = [f.f_code.co_name for f in frames if f.f_globals.get("__name__", "").startswith(METRIC_MODULES)]
+        culprit = getattr(culprit, "__wrapped__", culprit)  # of a cache
+        function = getattr(culprit, "func", culprit)  # of a partial
+        own = str(getattr(function, "__name__", type(function).__name__))
+        name = next((name for name in metrics if not name.startswith("<")), own)
+        if name not in self._warned:
+            self._warned.add(name)
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             message = "%s failed (%s): what it measures is missing from the records, training goes on"
             _logger.warning(message, name, reason, exc_info=_logger.isEnabledFor(logging.DEBUG))
-
-
-def _each(found: MetricGroup | Iterable[MetricGroup], use: Callable[[MetricGroup], object]) -> None:
-    """Uses the groups of one measurement, all of them or none."""
-    for group in [found] if isinstance(found, MetricGroup) else list(found):
-        use(group)
-
-
-def _metric_function(error: Exception) -> str:
-    """The metric function that was called when it was raised; empty where none was."""
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    names = (frame.f_code.co_name for frame in frames if frame.f_globals.get("__name__", "").startswith(METRICS))
-    return next((name for name in names if not name.startswith("<")), "")
-
-
-def _name(culprit: Any) -> str:
-    """Of the function behind a partial, a cache, a method or a running generator."""
-    culprit = getattr(culprit, "__wrapped__", culprit)
-    function = getattr(culprit, "func", culprit)
-    return str(getattr(function, "__name__", type(function).__name__))

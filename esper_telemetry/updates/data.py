@@ -1,32 +1,30 @@
-"""What one update leaves behind: tensors as they were, all minibatches joined, nothing computed yet.
+"""Records of one update: its events as they came, all minibatches joined, nothing measured yet.
 
-Shapes: T steps, B environments, A actions; M minibatches, K gradients. All are tuples, because those travel to another process at a
-fraction of what other objects cost.
-
-Copies of what is made of tensors.
-
-Minibatches of any sizes as rows of one grid, so that one call measures them all.
+`UpdateData` holds the events `RolloutEnd`, `MinibatchesEnd` and `UpdateEnd` themselves, so their columns are declared once. The records
+beside them are named tuples, because those are built and pickled for the worker in half the time of frozen dataclasses.
+Shapes: T steps, B environments, A actions; M minibatches of R rows in all, K parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from esper_telemetry.events import NONE, MinibatchesEnd, RolloutEnd, UpdateEnd
 from esper_telemetry.metrics.actions import ActionTotal
+from esper_telemetry.metrics.gradients.interference import LeafGradients
 from esper_telemetry.metrics.lstm.gates import LSTMWeights
 from esper_telemetry.metrics.lstm.states import StateSize
 from esper_telemetry.metrics.optimizer import AdamState
-
-NONE: Final[Mapping[str, Any]] = {}
-"""Of whatever is kept by name, where there is nothing of it."""
+from esper_telemetry.updates.extensions import UpdateExtension
 
 
 class ActionChoices(NamedTuple):
-    """What a categorical head chose in a rollout.
+    """Choices of a categorical head in a rollout.
 
     Attributes:
         actions: [T, B], indices.
@@ -35,42 +33,6 @@ class ActionChoices(NamedTuple):
 
     actions: Tensor
     counted: Tensor | None
-
-
-class Actions(NamedTuple):
-    """What the heads chose, as far as it is looked at.
-
-    Attributes:
-        sizes: number of actions of each categorical head.
-        chosen: per categorical head.
-        previous: the same of the rollout before; empty after the first.
-        action_masks: per head with masks [T, B, A], bool.
-        continuous: what the Gaussian heads drew.
-    """
-
-    sizes: Mapping[str, int]
-    chosen: Mapping[str, ActionChoices]
-    previous: Mapping[str, ActionChoices]
-    action_masks: Mapping[str, Tensor]
-    continuous: Mapping[str, SampledActions] = NONE
-
-
-class SampledActions(NamedTuple):
-    """What a Gaussian head drew.
-
-    Attributes:
-        actions: [T, B, D].
-        std: [T, B, D] or [D], under which they were drawn; None where nobody tells.
-        bounds: [2, D], from where they count as at the bounds; None without any.
-        counted: [T, B], bool, where the head mattered; None where it always did.
-        previous: mean action of the rollout before; None after the first.
-    """
-
-    actions: Tensor
-    std: Tensor | None
-    bounds: Tensor | None
-    counted: Tensor | None
-    previous: ActionTotal | None
 
 
 class Layer(NamedTuple):
@@ -89,12 +51,12 @@ class Layer(NamedTuple):
 
 
 class RecurrentState(NamedTuple):
-    """What a recurrent policy remembered.
+    """States of a recurrent policy in a rollout.
 
     Attributes:
         size: of the states in which the steps began.
-        ages: [T, B], steps since memory began anew.
-        layers: of an LSTM, where anyone looks at its gates.
+        ages: [T, B], steps since the memory was reset.
+        layers: of an LSTM, in sampled updates.
     """
 
     size: StateSize
@@ -103,7 +65,7 @@ class RecurrentState(NamedTuple):
 
 
 class Normalizer(NamedTuple):
-    """Where a running normaliser stands, [D] each, now and ten updates ago (None before that), and how many of its entries it cut."""
+    """Statistics of a running normaliser, [D] each, now and ten updates ago (None before that), and how many of its entries it cut."""
 
     mean: Tensor
     std: Tensor
@@ -112,31 +74,22 @@ class Normalizer(NamedTuple):
     entries: Tensor | int
 
 
-class RolloutData(NamedTuple):
-    """A rollout before anything is normalised, each [T, B], per head [T, B] or [T, B, D]; see `events.RolloutEnd`.
+class RolloutContext(NamedTuple):
+    """Earlier rollouts that a rollout is compared with, and sums over columns that are too large to travel.
 
-    Of the `observations` [T, B, ...], where they are few, it is asked which environments gave one all the time; where they are many,
-    `constant` [B] says so already.
+    Attributes:
+        previous_choices: per categorical head those of the rollout before; empty after the first.
+        mean_actions: per Gaussian head the mean action of the rollout before; None after the first.
+        memory: of a recurrent policy.
+        normalizers: running normalisers that are on.
+        constant: [B], bool: environments that gave one observation all the time; None where the observations travel themselves.
     """
 
-    rewards: Tensor
-    values: Tensor
-    advantages: Tensor
-    returns: Tensor
-    log_probs: Tensor
-    next_values: Tensor
-    ended: Tensor
-    terminated: Tensor
-    gamma: float
-    valid: Tensor | None
-    raw_rewards: Tensor | None = None
-    actions: Actions | None = None
+    previous_choices: Mapping[str, ActionChoices] = NONE
+    mean_actions: Mapping[str, ActionTotal | None] = NONE
     memory: RecurrentState | None = None
     normalizers: Mapping[str, Normalizer] = NONE
-    acted: Mapping[str, Tensor] = NONE
-    head_log_probs: Mapping[str, Tensor] = NONE
     constant: Tensor | None = None
-    observations: Tensor | None = None
 
 
 class Episodes(NamedTuple):
@@ -145,7 +98,7 @@ class Episodes(NamedTuple):
     Attributes:
         returns, lengths: of those that finished in this update.
         recent_returns: of the last hundred.
-        recent_ends: when these ended, as numbers that grow over the run in the same way in all processes; None where there is one.
+        recent_ends: when these ended, as numbers that grow over the run in the same way in all processes; None with one process.
     """
 
     returns: tuple[float, ...]
@@ -154,69 +107,21 @@ class Episodes(NamedTuple):
     recent_ends: tuple[float, ...] | None = None
 
 
-class Details(NamedTuple):
-    """More of the rows of minibatches, where anyone looks at it: [R] each, unless said otherwise.
+class CollectedRows(NamedTuple):
+    """Rollout columns in the rows of the minibatches, kept in sampled updates: [R] each, unless said otherwise.
 
     Attributes:
-        values, old_values, returns: the critic's estimates now and at collection, and its targets.
-        raw_advantages: before normalisation; None where nobody tells which rows these are.
+        advantages: before normalisation.
         actions: per categorical head.
-        old_logits: per categorical head [R, A], that were acted on.
-        means, old_means, old_log_std: per Gaussian head [R, D], now and as they were acted on.
+        logits: per categorical head [R, A], that were acted on.
+        means, log_std: per Gaussian head [R, D], that were acted on.
     """
 
-    values: Tensor
-    old_values: Tensor
-    returns: Tensor
-    raw_advantages: Tensor | None = None
-    actions: Mapping[str, Tensor] = NONE
-    old_logits: Mapping[str, Tensor] = NONE
-    means: Mapping[str, Tensor] = NONE
-    old_means: Mapping[str, Tensor] = NONE
-    old_log_std: Mapping[str, Tensor] = NONE
-
-
-class Minibatches(NamedTuple):
-    """The forward passes of an update: R rows, those of one minibatch after those of another.
-
-    Attributes:
-        epochs: epoch of each of the M minibatches.
-        counts: rows of each, R in all.
-        log_ratio, advantages: [R].
-        valid: [R], bool; None where all rows count.
-        losses: by name [M], as far as the trainer computes them.
-        logits: per categorical head [R, A].
-        action_masks: per categorical head with masks [R, A], bool.
-        log_std: per Gaussian head [R, D].
-        head_log_ratios: per head [R], where there are several: the parts of `log_ratio`.
-        relevance: per head that is not always relevant [R], bool.
-        rows: [R], which transitions of the rollout they are, counted time by time; None where nobody says.
-        features: [n, F], what the heads read of the first rows of the first minibatch; None where nobody keeps them.
-        details: in updates that are looked at closely.
-    """
-
-    epochs: tuple[int, ...]
-    counts: tuple[int, ...]
-    log_ratio: Tensor
     advantages: Tensor
-    valid: Tensor | None
-    losses: Mapping[str, Tensor]
-    logits: Mapping[str, Tensor]
-    action_masks: Mapping[str, Tensor]
-    log_std: Mapping[str, Tensor]
-    head_log_ratios: Mapping[str, Tensor] = NONE
-    relevance: Mapping[str, Tensor] = NONE
-    features: Tensor | None = None
-    details: Details | None = None
-    rows: Tensor | None = None
-
-
-class LeafGradients(NamedTuple):
-    """The two losses' gradients at a trunk output that both use: norms and dot products, each [M]."""
-
-    actor: Tensor
-    critic: Tensor
-    dots: Tensor | None
+    actions: Mapping[str, Tensor] = NONE
+    logits: Mapping[str, Tensor] = NONE
+    means: Mapping[str, Tensor] = NONE
+    log_std: Mapping[str, Tensor] = NONE
 
 
 class BackwardGradients(NamedTuple):
@@ -238,13 +143,13 @@ class BackwardGradients(NamedTuple):
     numels: tuple[int, ...]
     norms: Tensor
     max_norm: float | None
-    leaves: LeafGradients | None
+    leaves: LeafGradients | None = None
     applied: Tensor | None = None
     heads: Tensor | None = None
 
 
 class GradientSample(NamedTuple):
-    """Whole gradients and optimizer states of an update that is looked at closely: d entries of K parameters, one after the other.
+    """Whole gradients and optimizer states of a sampled update: d entries of K parameters, one after the other.
 
     Attributes:
         names, numels: of the K parameters.
@@ -252,11 +157,11 @@ class GradientSample(NamedTuple):
         shards: [d] of each part of the first minibatch.
         samples: independent samples in each part.
         actor, critic: [s]: gradients of the two losses with respect to the parameters that they share.
-        states: of the optimizer after the steps that were looked at, and the names of their parameters.
+        states: of the optimizer after the sampled steps.
         state_names: of the parameters that have a state.
-        previous_steps: [K'], steps that the optimizer counted when it was looked at before.
+        previous_steps: [K'], steps that the optimizer had counted in the sampled update before.
         initial_norm: 0-d, of all weights when training began.
-        measured: whether everything is measured already, and only evidence looks at it.
+        measured: whether everything is measured already, and only evidence needs it.
     """
 
     names: tuple[str, ...]
@@ -273,82 +178,67 @@ class GradientSample(NamedTuple):
     measured: bool = False
 
     def for_evidence(self) -> GradientSample:
-        """The first minibatch alone, when all is measured."""
+        """Return the first minibatch alone, once all is measured."""
         first = self.minibatches[:1]
         rest: dict[str, Any] = {"shards": (), "samples": (), "actor": None, "critic": None, "states": ()}
         return self._replace(minibatches=first, measured=True, **rest)
 
     @property
     def entries(self) -> int:
-        """How many numbers it holds, about."""
+        """Approximate number of entries in all its vectors."""
         vectors = len(self.minibatches) + len(self.shards) + 4 * len(self.states) + 2 * (self.actor is not None)
         return vectors * sum(self.numels)
 
 
 class TrainingProgress(NamedTuple):
-    """Where training stands.
+    """Progress of training with an update.
 
     Attributes:
-        update: which one.
+        end: the event that ended it.
         env_steps: steps collected for it.
-        learning_rate: as used in it.
         elapsed: seconds of wall time, of the whole update.
-        seconds: of wall time, by phase.
-        coefficients: weights of the losses.
-        cpu_seconds: of processor time, by phase.
-        collected: the update that its data were collected for; None where nobody told.
-        sample_every: every how many updates one is looked at closely; None where none is.
-        beta2: of Adam, as used in it; None where nobody told.
+        collected: the update that its data were collected for; None where the source does not say.
+        sample_every: one update in so many is sampled; None where none is.
     """
 
-    update: int
+    end: UpdateEnd
     env_steps: int
-    learning_rate: float
     elapsed: float
-    seconds: Mapping[str, float]
-    coefficients: Mapping[str, float] = NONE
     collected: int | None = None
-    cpu_seconds: Mapping[str, float] = NONE
     sample_every: int | None = None
-    beta2: float | None = None
 
 
-class Growth(NamedTuple):
-    """Networks that grew in T steps of the environments, see `events.GrowthStep`.
-
-    Attributes:
-        hosts, rewards, gates: [T, B] each.
-        seeds: [T, B, S] each.
-        last: per step, whether episodes ended with it.
-        horizon: steps of an episode.
-        labels: names of the values of what is an index.
-    """
-
-    hosts: Mapping[str, Tensor]
-    seeds: Mapping[str, Tensor]
-    rewards: Mapping[str, Tensor]
-    gates: Mapping[str, Tensor]
-    last: tuple[bool, ...]
-    horizon: int
-    labels: Mapping[str, tuple[str, ...]]
-
-
-class Snapshot(NamedTuple):
+class UpdateData(NamedTuple):
     """One update, as far as it got; what did not happen is None or empty.
 
     Its tensors may be the trainer's own: they stay as they are until the next rollout is collected, and `copied` gives some that last.
+
+    Attributes:
+        rollout: without the columns that no metric reads and `context` sums up: distributions, states, scales, many observations.
+        context: what the rollout is compared with.
+        episodes: that finished.
+        minibatches: `values`, `old_values`, `returns` and `means` only in sampled updates and where values are clipped.
+        features: [n, F], inputs of the heads in the first rows of the first minibatch.
+        collected: rollout columns of the minibatches' rows, in sampled updates.
+        gradients: of the backward passes.
+        sample: whole gradients and optimizer states, in sampled updates.
+        progress: None where the update did not end.
+        extensions: records of plugins.
     """
 
-    rollout: RolloutData | None = None
+    rollout: RolloutEnd | None = None
+    context: RolloutContext = RolloutContext()
     episodes: Episodes | None = None
-    minibatches: Minibatches | None = None
+    minibatches: MinibatchesEnd | None = None
+    features: Tensor | None = None
+    collected: CollectedRows | None = None
     gradients: tuple[BackwardGradients, ...] = ()
-    progress: TrainingProgress | None = None
     sample: GradientSample | None = None
-    growth: Growth | None = None
+    progress: TrainingProgress | None = None
+    extensions: tuple[UpdateExtension, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether anything happened."""
+        """Return whether anything happened."""
         return bool(self.rollout or self.minibatches or self.gradients or self.progress)
 
     @property
@@ -356,40 +246,28 @@ class Snapshot(NamedTuple):
         """Whether its tensors would have to be copied to the host before another process can have them."""
         rollout = [] if self.rollout is None else [self.rollout.rewards]
         minibatches = [] if self.minibatches is None else [self.minibatches.log_ratio]
-        growth = [] if self.growth is None else [self.growth.hosts["score"]]
-        return not all(tensor.is_cpu for tensor in rollout + minibatches + growth)
+        return not all(tensor.is_cpu for tensor in rollout + minibatches) or any(
+            extension.on_device for extension in self.extensions
+        )
 
     @property
     def gradient_steps(self) -> int:
-        """Optimizer steps that the update took."""
+        """Number of optimizer steps in the update."""
         return sum(len(part.epochs) for part in self.gradients)
 
 
 KINDS: Final = (
-    *(
-        ActionChoices,
-        Actions,
-        SampledActions,
-        Layer,
-        RecurrentState,
-        Normalizer,
-        RolloutData,
-        Episodes,
-        Details,
-        Minibatches,
-        LeafGradients,
-        BackwardGradients,
-    ),
-    *(GradientSample, TrainingProgress, Growth, Snapshot, ActionTotal, AdamState, LSTMWeights, StateSize),
+    *(RolloutEnd, MinibatchesEnd, UpdateEnd, ActionChoices, Layer, RecurrentState, Normalizer, RolloutContext),
+    *(Episodes, CollectedRows, LeafGradients, BackwardGradients, GradientSample, TrainingProgress, UpdateData),
+    *(ActionTotal, AdamState, LSTMWeights, StateSize),
 )
-"""What snapshots are made of here."""
-
+"""Types of the records and of their parts, which pickles for the worker need not describe."""
 
 Tree = TypeVar("Tree")
 
 
 def copied(tree: Tree) -> Tree:
-    """Tuples, mappings and whatever else they hold, with every tensor copied."""
+    """Return the same tuples, mappings and dataclasses with every tensor copied."""
     copy: Any = tree
     match tree:
         case Tensor():
@@ -399,38 +277,32 @@ def copied(tree: Tree) -> Tree:
             copy = type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
         case Mapping():
             copy = {name: copied(part) for name, part in tree.items()}
-    found: Tree = copy
-    return found
+        case _ if is_dataclass(tree) and not isinstance(tree, type):
+            copy = replace(tree, **{field.name: copied(getattr(tree, field.name)) for field in fields(tree)})
+    result: Tree = copy
+    return result
 
 
-Table = TypeVar("Table", Minibatches, Details)
-
-OTHER = {"losses", "features", "details"}
-"""What of minibatches is no column of rows."""
+Table = TypeVar("Table", MinibatchesEnd, CollectedRows)
 
 
-def in_grid(joined: Minibatches) -> Minibatches:
-    """The same with [M, N, ...] in place of [R, ...], N the rows of the longest; shorter ones end in rows that do not count."""
-    counts = joined.counts
-    if joined.valid is None and len(set(counts)) > 1:
-        joined = joined._replace(valid=torch.ones_like(joined.log_ratio, dtype=torch.bool))
-    details = None if joined.details is None else _laid_out(joined.details, counts)
-    return _laid_out(joined, counts)._replace(details=details)
+def in_grid(minibatches: MinibatchesEnd) -> MinibatchesEnd:
+    """Return the same with [M, N, ...] in place of [R, ...], N the rows of the longest; shorter ones end in rows that do not count."""
+    if minibatches.valid is None and len(set(minibatches.counts)) > 1:
+        minibatches = minibatches._replace(valid=torch.ones_like(minibatches.log_ratio, dtype=torch.bool))
+    return columns_in_grid(minibatches, minibatches.counts)
 
 
-def _laid_out(table: Table, counts: tuple[int, ...]) -> Table:
-    columns = {name: column for name, column in table._asdict().items() if name not in OTHER}
-    return table._replace(**{name: _column(column, counts) for name, column in columns.items()})
+def columns_in_grid(table: Table, counts: tuple[int, ...]) -> Table:
+    """Return the same with every column of rows, alone or one per head, as a grid of minibatches with `counts` rows."""
 
+    def grid(column: Any) -> Any:
+        if isinstance(column, Mapping):
+            return {head: grid(part) for head, part in column.items()}
+        if not isinstance(column, Tensor):
+            return column
+        if len(set(counts)) == 1:
+            return column.view(len(counts), -1, *column.shape[1:])
+        return torch.nn.utils.rnn.pad_sequence(list(column.split(list(counts))), batch_first=True)
 
-def _column(column: Any, counts: tuple[int, ...]) -> Any:
-    """A column, or one per head; anything else as it is."""
-    if isinstance(column, Mapping):
-        return {head: _grid(part, counts) for head, part in column.items()}
-    return _grid(column, counts) if isinstance(column, Tensor) else column
-
-
-def _grid(column: Tensor, counts: tuple[int, ...]) -> Tensor:
-    if len(set(counts)) == 1:
-        return column.view(len(counts), -1, *column.shape[1:])
-    return torch.nn.utils.rnn.pad_sequence(list(column.split(list(counts))), batch_first=True)
+    return table._replace(**{name: grid(column) for name, column in table._asdict().items() if name != "losses"})

@@ -1,29 +1,189 @@
-"""What an alarm is raised with: the pieces of evidence that belong to its kind, bounded in size.
+"""Evidence for alarms: plain values that show what an update looked like, computed only when an alarm calls for it.
 
-Which evidence goes into the journal of an update at DEBUG: all of it.
-
-The gradient of every parameter tensor, one line each.
-
-Where numbers stopped being finite: the first tensor in forward order, and how far the others have come.
+The flight recorder (optimizer steps and the transitions that the policy moved away from most), the gradient of every parameter tensor, and
+the tensors that are not finite, in forward order. Sizes are bounded so that an alarm stays within some tens of kilobytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from esper_telemetry.alarms.kinds import ALARMS
 from esper_telemetry.core.record import Alarm, Record, template_of
+from esper_telemetry.core.reduction import Mean
+from esper_telemetry.events import MinibatchesEnd, RolloutEnd
 from esper_telemetry.metrics.gradients.concentration import DECADE_EDGES, decade_counts
-from esper_telemetry.updates.data import BackwardGradients, Snapshot
-from esper_telemetry.updates.flight_recorder import OptimizerStep, flight_of
+from esper_telemetry.metrics.gradients.norms import gradient_norms
+from esper_telemetry.updates.data import BackwardGradients, UpdateData
+from esper_telemetry.updates.extensions import Capture
 
 SMALL_BINS, LARGE_BINS = DECADE_EDGES.index(-6.0), DECADE_EDGES.index(1.0)
 """Bins of the histogram by decade up to 1e-6, and from 10 on."""
+
+MAX_ROWS = 16
+"""Transitions of the flight recorder."""
+MAX_INDICES = 100
+"""Entries that are not finite whose indices are listed, per tensor."""
+MAX_STEPS: Final = 32
+MAX_LAYERS: Final = 32
+MAX_OFFENDERS: Final = 8
+MAX_VALUES: Final = 32
+MAX_HISTOGRAMS: Final = 4
+
+UNREMARKABLE: Final = ("ok", "undefined", "host_fast")
+"""Causes of an intensity ratio that need no attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvidence:
+    """One optimizer step.
+
+    Attributes:
+        step, epoch: which, from 0.
+        kl: estimate k3 of the policy's move, nats.
+        norm: of the gradient before clipping.
+        clip_coef: what clipping multiplied it with.
+        groups: norms of the declared groups.
+    """
+
+    step: int
+    epoch: int
+    kl: float | None = None
+    norm: float | None = None
+    clip_coef: float | None = None
+    groups: Mapping[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShift:
+    """What one head chose, and its log-probability of that then and now; None where nobody says."""
+
+    action: int | float | list[float] | None = None
+    old_log_prob: float | None = None
+    new_log_prob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorstRow:
+    """A transition whose probability changed more than that of others.
+
+    Attributes:
+        log_ratio: log-probability now minus at collection.
+        advantage: what multiplies the ratio.
+        step, epoch: the optimizer step whose minibatch it was in; `Flight.steps` tells the gradient of that minibatch.
+        time, env: where it stands in the rollout; None where the trainer does not say.
+        old_log_prob, new_log_prob: of all heads together.
+        heads: each by itself.
+    """
+
+    log_ratio: float
+    advantage: float
+    step: int
+    epoch: int
+    time: int | None = None
+    env: int | None = None
+    old_log_prob: float | None = None
+    new_log_prob: float | None = None
+    heads: Mapping[str, HeadShift] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """Optimizer steps of an update, and the transitions that the policy moved away from most."""
+
+    steps: tuple[StepEvidence, ...] = ()
+    worst: tuple[WorstRow, ...] = ()
+
+
+def flight_of(update: UpdateData, facts: Mapping[str, Any], *, rows: int = MAX_ROWS) -> Flight:
+    """Return every step of an update and its `rows` largest |log-ratio|; those that are not finite come first."""
+    return Flight(tuple(_steps(update, facts)), tuple(_worst_rows(update, rows)))
+
+
+def _steps(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[StepEvidence]:
+    norms = [row for part in update.gradients for row in _step_norms(part, facts)]
+    epochs: Sequence[int] = [epoch for part in update.gradients for epoch in part.epochs]
+    divergences: list[float | None] = []
+    if update.minibatches is not None:
+        epochs, divergences = update.minibatches.epochs, _divergences(update.minibatches)
+    for step, epoch in enumerate(epochs):
+        kl = divergences[step] if step < len(divergences) else None
+        yield StepEvidence(step, epoch, kl, **(norms[step] if step < len(norms) else {}))
+
+
+def _step_norms(part: BackwardGradients, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Per step the arguments of `StepEvidence` that come from gradients."""
+    metrics = gradient_norms(part.norms, part.names, facts.get("groups"), max_norm=part.max_norm)
+    total, coefs = _table(metrics.total.norm_preclip), _table(metrics.clip.coef)
+    groups, names = _table(metrics.groups.norm_preclip), metrics.groups.group
+    return [
+        {
+            "norm": total[step][0] if total else None,
+            "clip_coef": coefs[step][0] if coefs else None,
+            "groups": dict(zip(names, groups[step], strict=True)) if groups else {},
+        }
+        for step in range(len(part.epochs))
+    ]
+
+
+def _table(mean: Mean | None) -> list[list[float | None]]:
+    """Per step one number per label, None where it is undefined."""
+    if mean is None:
+        return []
+    totals, counts = torch.as_tensor(mean.total), torch.as_tensor(mean.count)
+    defined = torch.where(counts > 0, totals, torch.nan)
+    return [[None if n != n else n for n in row] for row in defined.reshape(len(defined), -1).tolist()]
+
+
+def _divergences(minibatches: MinibatchesEnd) -> list[float | None]:
+    """k3 of each minibatch over its valid, finite rows."""
+    ratios = minibatches.log_ratio.double().split(list(minibatches.counts))
+    flags = _valid(minibatches).split(list(minibatches.counts))
+    parts = [ratio[flag & torch.isfinite(ratio)] for ratio, flag in zip(ratios, flags, strict=True)]
+    return [float((torch.expm1(ratio.clamp(-20, 20)) - ratio).mean()) if len(ratio) else None for ratio in parts]
+
+
+def _valid(minibatches: MinibatchesEnd) -> Tensor:
+    valid = minibatches.valid
+    return torch.ones_like(minibatches.log_ratio, dtype=torch.bool) if valid is None else valid
+
+
+def _worst_rows(update: UpdateData, count: int) -> Iterator[WorstRow]:
+    minibatches = update.minibatches
+    if minibatches is None:
+        return
+    sizes = minibatches.log_ratio.abs().nan_to_num(nan=torch.inf).masked_fill(~_valid(minibatches), -1.0)
+    largest = torch.topk(sizes, min(count, len(sizes)))
+    ends = torch.tensor(minibatches.counts).cumsum(0)
+    for size, row in zip(largest.values.tolist(), largest.indices.tolist(), strict=True):
+        if size >= 0:
+            step = int(torch.searchsorted(ends, row, right=True))
+            log_ratio, advantage = minibatches.log_ratio[row].item(), minibatches.advantages[row].item()
+            worst = WorstRow(log_ratio, advantage, step, minibatches.epochs[step])
+            if update.rollout is not None and minibatches.rows is not None:
+                worst = _with_place(worst, minibatches, update.rollout, row)
+            yield worst
+
+
+def _with_place(worst: WorstRow, minibatches: MinibatchesEnd, rollout: RolloutEnd, row: int) -> WorstRow:
+    """The same with its place in the rollout, and what was collected there."""
+    assert minibatches.rows is not None
+    place = divmod(int(minibatches.rows[row]), rollout.log_probs.shape[1])
+    old = rollout.log_probs[place].item()
+    heads: dict[str, HeadShift] = {}
+    for head, actions in rollout.actions.items():
+        ratios, olds = minibatches.head_log_ratios.get(head), rollout.head_log_probs.get(head)
+        old_part = None if olds is None else olds[place].item()
+        new_part = None if old_part is None or ratios is None else old_part + ratios[row].item()
+        heads[head] = HeadShift(actions[place].tolist(), old_part, new_part)
+    time, env = place
+    new = old + worst.log_ratio
+    return replace(worst, time=time, env=env, old_log_prob=old, new_log_prob=new, heads=heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,30 +217,22 @@ class LayerLine:
     decades: tuple[int, ...]
 
 
-def layer_table(snapshot: Snapshot) -> tuple[LayerLine, ...]:
-    """One line per tensor, in the order of the network; nothing where no gradient was kept whole."""
-    sample = snapshot.sample
+def layer_table(update: UpdateData) -> tuple[LayerLine, ...]:
+    """Return one line per tensor, in the order of the network; nothing where no gradient was kept whole."""
+    sample = update.sample
     if sample is None or not sample.minibatches:
         return ()
-    norms = _norms(snapshot.gradients)
+    columns = (zip(part.names, part.norms.unbind(1), strict=True) for part in update.gradients)
+    norms = dict(chain.from_iterable(columns))
     parts = sample.minibatches[0].split(list(sample.numels))
-    return tuple(_line(name, part, norms.get(name)) for name, part in zip(sample.names, parts, strict=True))
+    return tuple(_layer_line(name, part, norms.get(name)) for name, part in zip(sample.names, parts, strict=True))
 
 
-def _norms(gradients: tuple[BackwardGradients, ...]) -> Mapping[str, Tensor]:
-    """Norms at all steps, by parameter."""
-    return dict(item for part in gradients for item in _columns(part))
-
-
-def _columns(part: BackwardGradients) -> Iterator[tuple[str, Tensor]]:
-    return zip(part.names, part.norms.unbind(1), strict=True)
-
-
-def _line(name: str, gradient: Tensor, norms: Tensor | None) -> LayerLine:
+def _layer_line(name: str, gradient: Tensor, norms: Tensor | None) -> LayerLine:
     decades = [int(count) for count in decade_counts(gradient).tolist()]
     entries, others = max(1, gradient.numel()), decades[-1]
     finite = (gradient[torch.isfinite(gradient)] if others else gradient).double()
-    known = norms[torch.isfinite(norms)] if norms is not None else finite[:0]
+    finite_norms = norms[torch.isfinite(norms)] if norms is not None else finite[:0]
     nan = int(torch.isnan(gradient).sum()) if others else 0
     return LayerLine(
         name=name,
@@ -95,8 +247,8 @@ def _line(name: str, gradient: Tensor, norms: Tensor | None) -> LayerLine:
         large_frac=sum(decades[LARGE_BINS:-1]) / entries,
         nan=nan,
         infinite=others - nan,
-        norm_mean=float(known.double().mean()) if len(known) else None,
-        norm_max=float(known.max()) if len(known) else None,
+        norm_mean=float(finite_norms.double().mean()) if len(finite_norms) else None,
+        norm_max=float(finite_norms.max()) if len(finite_norms) else None,
         decades=tuple(decades),
     )
 
@@ -112,24 +264,16 @@ class NormLine:
     norm_max: float | None
 
 
-def norm_table(snapshot: Snapshot) -> tuple[NormLine, ...]:
-    """One line per tensor with a gradient, in the order of the network; every update has it."""
-    return tuple(
-        _norm_line(name, entries, norms)
-        for part in snapshot.gradients
-        for name, entries, norms in zip(part.names, part.numels, part.norms.unbind(1), strict=True)
-    )
-
-
-def _norm_line(name: str, entries: int, norms: Tensor) -> NormLine:
-    known = norms[torch.isfinite(norms)].double()
-    first = float(norms[0]) if len(norms) and torch.isfinite(norms[0]) else None
-    if not len(known):
-        return NormLine(name, entries, first, None, None)
-    return NormLine(name, entries, first, float(known.mean()), float(known.max()))
-
-
-MOST_INDICES = 100
+def norm_table(update: UpdateData) -> tuple[NormLine, ...]:
+    """Return one line per tensor with a gradient, in the order of the network; every update has it."""
+    lines: list[NormLine] = []
+    for part in update.gradients:
+        for name, entries, norms in zip(part.names, part.numels, part.norms.unbind(1), strict=True):
+            finite = norms[torch.isfinite(norms)].double()
+            first = float(norms[0]) if len(norms) and torch.isfinite(norms[0]) else None
+            mean, largest = (float(finite.mean()), float(finite.max())) if len(finite) else (None, None)
+            lines.append(NormLine(name, entries, first, mean, largest))
+    return tuple(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,59 +309,37 @@ class StabilityReport:
     largest: dict[str, float]
 
 
-def stability_report(snapshot: Snapshot) -> StabilityReport:
-    """Looks at everything that an update left behind, in the order in which it was computed."""
-    tensors = [(name, tensor) for name, tensor in _tensors(snapshot) if tensor.numel()]
-    offenders = [offender for name, tensor in tensors for offender in _offences(name, tensor)]
-    largest = {name: _largest(tensor) for name, tensor in tensors}
-    return StabilityReport(
-        offenders[0].name if offenders else "",
-        tuple(offenders),
-        {name: size for name, size in largest.items() if size is not None},
-    )
+def stability_report(update: UpdateData) -> StabilityReport:
+    """Return the tensors of an update that are not finite, in the order in which they were computed."""
+    offenders: list[Offender] = []
+    largest: dict[str, float] = {}
+    for name, tensor in _tensors(update):
+        finite = torch.isfinite(tensor)
+        if tensor.numel() and not finite.all():
+            nan, bad = int(torch.isnan(tensor).sum()), ~finite
+            indices = tuple(tuple(index) for index in bad.nonzero()[:MAX_INDICES].tolist())
+            offenders.append(Offender(name, tuple(tensor.shape), nan, int(bad.sum()) - nan, indices))
+        if len(numbers := tensor[finite]):
+            largest[name] = float(numbers.abs().max())
+    return StabilityReport(offenders[0].name if offenders else "", tuple(offenders), largest)
 
 
-def _tensors(snapshot: Snapshot) -> Iterator[tuple[str, Tensor]]:
-    if snapshot.rollout is not None:
+def _tensors(update: UpdateData) -> Iterator[tuple[str, Tensor]]:
+    if update.rollout is not None:
         for name in ("rewards", "values", "log_probs", "next_values", "advantages", "returns"):
-            yield name, getattr(snapshot.rollout, name)
-    minibatches = snapshot.minibatches
+            yield name, getattr(update.rollout, name)
+    minibatches = update.minibatches
     if minibatches is not None:
         yield from ((f"logits of {head}", logits) for head, logits in minibatches.logits.items())
         yield from ((f"log_std of {head}", log_std) for head, log_std in minibatches.log_std.items())
         yield "log_ratio", minibatches.log_ratio
         yield "normalized advantages", minibatches.advantages
         yield from ((f"loss {name}", loss) for name, loss in minibatches.losses.items())
-    for part in snapshot.gradients:
+    for part in update.gradients:
         yield from ((f"gradient norms of {name}", part.norms[:, k]) for k, name in enumerate(part.names))
-    if snapshot.sample is not None and snapshot.sample.states:
-        weights = snapshot.sample.states[-1].tensors()
-        yield from ((f"weights of {name}", w) for name, w in zip(snapshot.sample.state_names, weights, strict=True))
-
-
-def _offences(name: str, tensor: Tensor) -> Iterator[Offender]:
-    bad = ~torch.isfinite(tensor)
-    if not bad.any():
-        return
-    nan = int(torch.isnan(tensor).sum())
-    indices = tuple(tuple(index) for index in bad.nonzero()[:MOST_INDICES].tolist())
-    yield Offender(name, tuple(tensor.shape), nan, int(bad.sum()) - nan, indices)
-
-
-def _largest(tensor: Tensor) -> float | None:
-    finite = tensor[torch.isfinite(tensor)]
-    return float(finite.abs().max()) if len(finite) else None
-
-
-MOST_STEPS: Final = 32
-MOST_LAYERS: Final = 32
-MOST_OFFENDERS: Final = 8
-MOST_VALUES: Final = 32
-MOST_HISTOGRAMS: Final = 4
-"""Of an alarm's evidence; so it stays within some tens of kilobytes, however large the update."""
-
-FINE: Final = ("ok", "undefined", "host_fast")
-"""Causes of an intensity ratio that nobody need look at."""
+    if update.sample is not None and update.sample.states:
+        weights = update.sample.states[-1].tensors()
+        yield from ((f"weights of {name}", w) for name, w in zip(update.sample.state_names, weights, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,100 +348,86 @@ class Scene:
 
     Attributes:
         record: what was measured of it.
-        snapshots: what it left behind, of several ranks on the first one.
+        updates: what it left behind, of several ranks on the first one.
         facts: of the run.
         pairs: why modules learn as they do next to their hosts, by name.
         health_cause: what takes most from the health of the gradients: `nonfinite`, `vanish`, `explode`, `imbalance` or `zero`.
     """
 
     record: Record
-    snapshots: tuple[Snapshot, ...]
+    updates: tuple[UpdateData, ...]
     facts: Mapping[str, Any]
     pairs: Mapping[str, Mapping[str, Any]]
     health_cause: str | None = None
 
 
-def evidence_of(alarm: Alarm, scene: Scene) -> dict[str, Any]:
-    """What there is to show for an alarm, by name; plain values, dataclasses apart.
+def evidence_of(alarm: Alarm, scene: Scene, *, reads: Sequence[str]) -> dict[str, Any]:
+    """Return what there is to show for an alarm, by name; plain values.
 
-    `values` are the metrics that it reads; by its family come `steps`, `worst` (transitions), `layers`, `stability`, `histograms`
-    and `pairs`, what spoils the gradients' health (`health_cause`), and of several ranks whose rows they are, `rank`.
+    `values` are the metrics that it reads; by its family come `steps`, `worst` (transitions), `layers`, `stability`, `histograms` and
+    `pairs`, the cause of unhealthy gradients (`health_cause`), and of several ranks whose rows they are, `rank`.
+
+    Args:
+        alarm: that is raised.
+        scene: the update that raised it.
+        reads: keys or key templates that this type of alarm reads.
     """
-    found: dict[str, Any] = {"values": dict(_values(alarm, scene.record)), **dict(_histograms(alarm, scene.record))}
-    for collect in COLLECTORS.get(alarm.type.partition("/")[0], ()):
-        for snapshot in scene.snapshots[-1:]:
-            found.update(collect(snapshot, scene.facts))
-    if alarm.type.startswith("grad/"):
-        found |= {"pairs": weak(scene.pairs), "health_cause": scene.health_cause}
+    family, values = alarm.type.partition("/")[0], scene.record.values
+    templates = dict.fromkeys(reads)
+    keys = [alarm.key, *(key for key in values if template_of(key, templates) in templates)]
+    evidence: dict[str, Any] = {
+        "values": {key: values[key] for key in [key for key in dict.fromkeys(keys) if key in values][:MAX_VALUES]}
+    }
+    histograms = scene.record.histograms
+    related = [key for key in histograms if key.startswith(HISTOGRAMS.get(family, (f"{family}/",)))][:MAX_HISTOGRAMS]
+    if related:
+        evidence["histograms"] = {key: asdict(histograms[key]) for key in related}
+    for collect in COLLECTORS.get(family, ()):
+        for update in scene.updates[-1:]:
+            evidence.update(collect(update, scene.facts))
+    if family == "grad":
+        evidence |= {"pairs": weak(scene.pairs), "health_cause": scene.health_cause}
     whose = {"rank": 0} if scene.facts.get("ranks", 1) > 1 else {}
-    return {name: piece for name, piece in found.items() if piece} | whose
+    return {name: piece for name, piece in evidence.items() if piece} | whose
 
 
 def weak(pairs: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Of why modules learn as they do, by name, those that do not learn well."""
-    return {name: why for name, why in pairs.items() if why["cause"] not in FINE}
+    """Return the pairs, by name, whose module does not learn well beside its host."""
+    return {name: why for name, why in pairs.items() if why["cause"] not in UNREMARKABLE}
 
 
-def _values(alarm: Alarm, record: Record) -> Iterator[tuple[str, float]]:
-    """The metrics that tell this kind of alarm, the deciding one first."""
-    templates = {key: None for kind in ALARMS if kind.type == alarm.type for key in kind.reads}
-    keys = [alarm.key, *(key for key in record.values if template_of(key, templates) in templates)]
-    for key in [key for key in dict.fromkeys(keys) if key in record.values][:MOST_VALUES]:
-        yield key, record.values[key]
+HISTOGRAMS: Final[Mapping[str, tuple[str, ...]]] = {"value": ("value/", "ret/"), "grad": ("grad/decades",)}
+"""Beginnings of the keys of related histograms, by family of alarms, where they are not those of the family."""
 
 
-def _histograms(alarm: Alarm, record: Record) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The histograms of its family: those of an LSTM's gates, of log-ratios, of returns."""
-    family = alarm.type.partition("/")[0]
-    related = RELATED.get(family, (f"{family}/",))
-    names = [key for key in record.histograms if key.startswith(related)][:MOST_HISTOGRAMS]
-    if names:
-        yield "histograms", {key: asdict(record.histograms[key]) for key in names}
+def _flight(update: UpdateData, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """All steps, or as many as there may be, evenly spaced from the first to the last; and the worst transitions."""
+    flight = flight_of(update, facts)
+    steps = flight.steps
+    if len(steps) > MAX_STEPS:
+        steps = tuple(steps[round(index * (len(steps) - 1) / (MAX_STEPS - 1))] for index in range(MAX_STEPS))
+    return {"steps": [asdict(step) for step in steps], "worst": [asdict(row) for row in flight.worst]}
 
 
-RELATED: Final[Mapping[str, tuple[str, ...]]] = {"value": ("value/", "ret/"), "grad": ("grad/decades",)}
+def _stability(update: UpdateData, _: Mapping[str, Any]) -> dict[str, Any]:
+    """The first tensors that are not finite, and the largest of those that are."""
+    report = stability_report(update)
+    if not report.offenders:
+        return {}
+    names = sorted(report.largest, key=lambda name: -report.largest[name])[:MAX_LAYERS]
+    largest = {name: report.largest[name] for name in names}
+    return {"stability": asdict(StabilityReport(report.first, report.offenders[:MAX_OFFENDERS], largest))}
 
 
-def _flight(snapshot: Snapshot, facts: Mapping[str, Any]) -> dict[str, Any]:
-    flight = flight_of(snapshot, facts)
-    return {"steps": [asdict(step) for step in _some(flight.steps)], "worst": [asdict(row) for row in flight.worst]}
-
-
-def _some(steps: tuple[OptimizerStep, ...]) -> tuple[OptimizerStep, ...]:
-    """All steps, or as many as there may be, evenly spaced from the first to the last."""
-    if len(steps) <= MOST_STEPS:
-        return steps
-    return tuple(steps[round(place * (len(steps) - 1) / (MOST_STEPS - 1))] for place in range(MOST_STEPS))
-
-
-def _stability(snapshot: Snapshot, _: Mapping[str, Any]) -> dict[str, Any]:
-    report = stability_report(snapshot)
-    return {"stability": asdict(_bounded(report))} if report.offenders else {}
-
-
-def _bounded(report: StabilityReport) -> StabilityReport:
-    """The first offenders, and the largest of what is finite."""
-    largest = sorted(report.largest, key=lambda name: -report.largest[name])[:MOST_LAYERS]
-    kept = {name: report.largest[name] for name in largest}
-    return StabilityReport(report.first, report.offenders[:MOST_OFFENDERS], kept)
-
-
-def _layers(snapshot: Snapshot, _: Mapping[str, Any]) -> dict[str, Any]:
-    """The whole table where the update was looked at closely, else the norms; the largest where there are many."""
-    lines: tuple[LayerLine | NormLine, ...] = layer_table(snapshot) or norm_table(snapshot)
-    largest = sorted(lines, key=lambda line: -_size(line.norm_max))[:MOST_LAYERS]
-    names = {line.name for line in largest}
+def _layers(update: UpdateData, _: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole table of a sampled update, else the norms; of many tensors those with the largest, or no finite, norm."""
+    lines: tuple[LayerLine | NormLine, ...] = layer_table(update) or norm_table(update)
+    by_size = sorted(lines, key=lambda line: -(float("inf") if line.norm_max is None else line.norm_max))
+    names = {line.name for line in by_size[:MAX_LAYERS]}
     return {"layers": [asdict(line) for line in lines if line.name in names]}
 
 
-def _size(norm: float | None) -> float:
-    """What is not finite is larger than all that is."""
-    return float("inf") if norm is None else norm
-
-
-Collector = Callable[[Snapshot, Mapping[str, Any]], dict[str, Any]]
-
-COLLECTORS: Final[Mapping[str, tuple[Collector, ...]]] = {
+COLLECTORS: Final[Mapping[str, tuple[Callable[[UpdateData, Mapping[str, Any]], dict[str, Any]], ...]]] = {
     "numerics": (_stability, _layers),
     "integrity": (_flight, _stability),
     "policy": (_flight,),
@@ -333,26 +441,21 @@ COLLECTORS: Final[Mapping[str, tuple[Collector, ...]]] = {
 """By family of alarms, what is collected from the update."""
 
 
-class Capture(NamedTuple):
-    """One piece of evidence: what it is, and its plain data."""
-
-    type: str
-    data: Mapping[str, Any]
-
-
 def captures(
-    snapshot: Snapshot, facts: Mapping[str, Any], pairs: Mapping[str, Mapping[str, Any]] | None = None
+    update: UpdateData, facts: Mapping[str, Any], pairs: Mapping[str, Mapping[str, Any]] | None = None
 ) -> Iterator[Capture]:
-    """Everything that an update left behind.
+    """Yield the evidence that the journal keeps of an update at DEBUG: all of it.
 
     Args:
-        snapshot: the update.
+        update: what happened.
         facts: of the run.
         pairs: why modules learn as they do next to their hosts, by name.
     """
-    yield Capture("stability", asdict(stability_report(snapshot)))
-    yield Capture("flight", asdict(flight_of(snapshot, facts)))
+    yield Capture("stability", asdict(stability_report(update)))
+    yield Capture("flight", asdict(flight_of(update, facts)))
     if pairs:
         yield Capture("pairs", pairs)
-    if snapshot.sample is not None:
-        yield Capture("gradients", {"layers": [asdict(line) for line in layer_table(snapshot)]})
+    if update.sample is not None:
+        yield Capture("gradients", {"layers": [asdict(line) for line in layer_table(update)]})
+    for extension in update.extensions:
+        yield from extension.evidence(facts)

@@ -1,7 +1,4 @@
-"""Runs that an exception ends, or the interpreter: their status, and the first tensor that is not finite.
-
-Candidates for the first non-finite tensor when training raises.
-"""
+"""Runs that an exception or the interpreter's exit ends: their status, and the first tensor that is not finite."""
 
 from __future__ import annotations
 
@@ -26,22 +23,24 @@ from esper_telemetry.events import BackwardsEnd, MinibatchesEnd, RolloutEnd
 logger = logging.getLogger("esper_telemetry")
 
 ARITHMETIC = (ValueError, ArithmeticError, RuntimeError, AssertionError)
-"""Exceptions that a number may raise which is not finite; others say nothing about the tensors of their frames."""
+"""Exceptions that a non-finite number may raise; others say nothing about the tensors of their frames."""
 DATA = re.compile(r"(?i)(^|_)(obs|observations?|rewards?|rews?)(\b|_|\d)")
-"""Names of what comes from the environment, before everything that is computed from it."""
+"""Names of data of the environment, which come before everything that is computed from them."""
 MAX_PARTS = 64
+"""Entries of a tuple, list or dictionary among local variables that are searched."""
 MAX_ENVIRONMENTS = 64
+"""Environments that are named."""
 
 
 class Closes(Protocol):
-    """A context whose end is an exception or nothing."""
+    """A context manager, as far as its end is concerned."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Ends it; once more does nothing."""
+        """End it; a second call does nothing."""
 
 
 class Candidate(NamedTuple):
-    """A tensor in which a NaN or an infinity would explain an exception; `environments` is the dimension that counts these, if one does."""
+    """A tensor in which a NaN or an infinity would explain an exception; `environments` is its dimension of environments, if it has one."""
 
     name: str
     tensor: Tensor
@@ -52,14 +51,14 @@ Candidates = Callable[[], Iterable[Candidate]]
 
 
 def status_of(error: BaseException | None) -> RunStatus:
-    """How a run ended that was left with this exception."""
+    """Return the status of a run that ended with this exception."""
     if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
         return RunStatus.FINISHED
     return RunStatus.INTERRUPTED if isinstance(error, KeyboardInterrupt) else RunStatus.FAILED
 
 
 def failure_data(error: BaseException, *sources: Candidates) -> dict[str, Any]:
-    """The data of a run's `failure` event: the exception and the first non-finite tensor, which is also logged.
+    """Return the data of a run's `failure` event: the exception and the first non-finite tensor, which is also logged.
 
     Args:
         error: what training raised.
@@ -68,14 +67,15 @@ def failure_data(error: BaseException, *sources: Candidates) -> dict[str, Any]:
     """
     data: dict[str, Any] = {"exception": type(error).__name__, "message": str(error)[:1000], "first_nonfinite": ""}
     last: Candidates = partial(local_tensors, error)
-    found = first_nonfinite(chain.from_iterable(map(_contained, (*sources, last))))
-    if found is not None:
-        logger.warning("training raised %s; first non-finite tensor: %s", data["exception"], found["first_nonfinite"])
-    return data | (found or {})
+    nonfinite = first_nonfinite(chain.from_iterable(map(_contained, (*sources, last))))
+    if nonfinite is None:
+        return data
+    logger.warning("training raised %s; first non-finite tensor: %s", data["exception"], nonfinite["first_nonfinite"])
+    return data | nonfinite
 
 
 def _contained(source: Candidates) -> Iterator[Candidate]:
-    """The candidates of a source up to the first that cannot be had: after an exception anything may be in any state."""
+    """Yield a source's candidates up to the first that raises: after an exception anything may be in any state."""
     try:
         yield from source()
     except Exception as error:  # whatever it is, training's own exception is what matters
@@ -83,7 +83,7 @@ def _contained(source: Candidates) -> Iterator[Candidate]:
 
 
 def first_nonfinite(candidates: Iterable[Candidate]) -> dict[str, Any] | None:
-    """Name, index and number of the non-finite entries of the first tensor that has some; None if all are finite.
+    """Return name, index and number of the non-finite entries of the first tensor that has some; None if all are finite.
 
     `first_nonfinite` is its first entry, such as `rewards[3, 2] = nan`.
     """
@@ -99,12 +99,12 @@ def first_nonfinite(candidates: Iterable[Candidate]) -> dict[str, Any] | None:
 
 
 def local_data(error: BaseException) -> Iterator[Candidate]:
-    """Observations and rewards among the `local_tensors`, by their names."""
+    """Return the observations and rewards among the `local_tensors`, by their names."""
     return (candidate for candidate in local_tensors(error) if DATA.search(candidate.name))
 
 
 def local_tensors(error: BaseException) -> Iterator[Candidate]:
-    """Floating tensors and arrays among the local variables of the frames that an arithmetic exception left, outermost first.
+    """Yield floating tensors and arrays among the local variables of the frames that an arithmetic exception left, outermost first.
 
     Also those in tuples, lists and dictionaries. Negative infinity is left alone: masks are made of it.
     """
@@ -116,7 +116,7 @@ def local_tensors(error: BaseException) -> Iterator[Candidate]:
 
 
 def named_tensors(name: str, value: object) -> Iterator[Candidate]:
-    """A variable's floating tensors, each with the expression that gives it."""
+    """Yield a variable's floating tensors, each with the expression that gives it."""
     if isinstance(value, dict):
         parts = {f"{name}[{key!r}]": part for key, part in list(value.items())[:MAX_PARTS]}
     elif isinstance(value, list | tuple):
@@ -131,10 +131,10 @@ def named_tensors(name: str, value: object) -> Iterator[Candidate]:
 
 
 def at_exit(telemetry: Closes) -> Callable[[], None]:
-    """Close a telemetry that nobody closed, at interpreter exit; unregister what is returned when it is closed.
+    """Close `telemetry` at interpreter exit; unregister the returned function when it is closed before.
 
-    It is kept alive until then: a function that makes one and returns has not ended the run. A script that an exception ended has left it
-    in `sys.last_value`.
+    The registration keeps it alive: a function that makes one and returns has not ended the run. An exception that ended the script is in
+    `sys.last_value`.
     """
 
     def close() -> None:
@@ -146,7 +146,7 @@ def at_exit(telemetry: Closes) -> Callable[[], None]:
 
 
 def of_rollout(event: RolloutEnd) -> Iterator[Candidate]:
-    """The rollout, collected and computed before the update."""
+    """Yield the tensors of a rollout."""
     if event.observations is not None:
         yield Candidate("observations", event.observations, environments=1)
     for name in ("rewards", "values", "log_probs", "next_values", "advantages", "returns"):
@@ -156,7 +156,7 @@ def of_rollout(event: RolloutEnd) -> Iterator[Candidate]:
 
 
 def of_minibatches(event: MinibatchesEnd) -> Iterator[Candidate]:
-    """Results of the forward passes, and the losses."""
+    """Yield the results of the forward passes, and the losses."""
     for name, scores in event.logits.items():
         yield Candidate(f"logits of {name}", scores)
     yield Candidate("log_ratio", event.log_ratio)
@@ -164,7 +164,7 @@ def of_minibatches(event: MinibatchesEnd) -> Iterator[Candidate]:
 
 
 def of_backward(event: BackwardsEnd) -> Iterator[Candidate]:
-    """Gradients of the last pass, by their norms, and the parameters as they are now."""
+    """Yield the norms of the last pass's gradients, and the parameters as they are now."""
     yield from (
         Candidate(f"gradient of {name}", norm) for name, norm in zip(event.names[-1], event.norms[-1], strict=True)
     )

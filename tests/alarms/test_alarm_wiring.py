@@ -23,7 +23,7 @@ from esper_telemetry.pipeline.record import JournalWriter
 from esper_telemetry.pipeline.watch import Found
 from esper_telemetry.ppo.environments import CueRecall
 from esper_telemetry.testing import MemorySink
-from esper_telemetry.updates import Snapshot
+from esper_telemetry.updates import UpdateData
 
 SPIKE = Said("policy/kl_spike", remaining=3)
 CLEAR = Said("policy/kl_spike", AlarmEvent.CLEAR, 0.0)
@@ -162,7 +162,7 @@ def test_alarms_of_a_process_that_died_are_heard_all_the_same(tmp_path: Path) ->
     heard: list[Alarm] = []
     telemetry = Telemetry(run_dir=tmp_path, detect=scripted({2: SPIKE, 3: Said("grad/explode"), 5: CLEAR}))
     telemetry.on_alarm(heard.append)
-    telemetry.expect_updates(candidates=tuple, open_update=Snapshot)
+    telemetry.expect_updates(candidates=tuple, open_update=UpdateData)
     telemetry.start()
     if not telemetry._recorder.offloaded:  # type: ignore[union-attr]
         pytest.skip("one core: nothing is offloaded")

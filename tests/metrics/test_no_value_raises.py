@@ -14,33 +14,28 @@ from torch import Tensor
 
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.record import Level
+from esper_telemetry.events import MinibatchesEnd, RolloutEnd, UpdateEnd
 from esper_telemetry.history.derive import Series
 from esper_telemetry.metrics.actions import ActionTotal
+from esper_telemetry.metrics.gradients.interference import LeafGradients
 from esper_telemetry.metrics.lstm import lstm_weights, state_ages, state_size
 from esper_telemetry.metrics.optimizer import AdamState
 from esper_telemetry.pipeline.window import Window
-from esper_telemetry.updates import (
-    Actions,
-    Details,
-    Episodes,
-    GradientSample,
-    Layer,
-    Minibatches,
-    Normalizer,
-    Snapshot,
-    summarize,
-)
 from esper_telemetry.updates.data import (
     ActionChoices,
     BackwardGradients,
-    LeafGradients,
+    CollectedRows,
+    Episodes,
+    GradientSample,
+    Layer,
+    Normalizer,
     RecurrentState,
-    RolloutData,
-    SampledActions,
+    RolloutContext,
     TrainingProgress,
+    UpdateData,
 )
-from esper_telemetry.updates.evidence import captures, layer_table, stability_report
-from esper_telemetry.updates.flight_recorder import flight_of
+from esper_telemetry.updates.evidence import captures, flight_of, layer_table, stability_report
+from esper_telemetry.updates.groups import measure
 
 KINDS = ("normal", "constant", "zero", "huge", "tiny", "nan", "infinite", "mixed")
 FACTS = {
@@ -94,29 +89,30 @@ class Numbers:
 
 
 @st.composite
-def snapshots(draw: st.DrawFn) -> Snapshot:
+def updates_of_anything(draw: st.DrawFn) -> UpdateData:
     """A whole update: T steps in B environments, M minibatches of a few rows, K gradients."""
     x = Numbers(draw)
     steps, envs = x.size(1, 2, 5), x.size(1, 3)
     counts = tuple(x.size(1, 2, 4) for _ in range(x.size(1, 2)))
     numels = tuple(x.size(1, 6) for _ in range(3))
-    return Snapshot(
+    end = UpdateEnd(3, 99, 9, float(x(1)), {}, coefficients={"value": 0.5, "entropy": 0.01})
+    return UpdateData(
         rollout=rollout(x, steps, envs),
+        context=context(x, steps, envs),
         episodes=episodes(x),
         minibatches=minibatches(x, counts, steps * envs),
+        features=x(min(sum(counts), counts[0]), 4),
+        collected=collected(x, sum(counts)),
         gradients=(gradients(x, len(counts), numels),),
-        progress=TrainingProgress(3, envs * steps, float(x(1)), 0.0, {}, {"value": 0.5, "entropy": 0.01}, 2, {}, 1),
+        progress=TrainingProgress(end, envs * steps, 0.0, collected=2, sample_every=1),
         sample=sample(x, numels),
     )
 
 
-def choices(x: Numbers, steps: int, envs: int) -> ActionChoices:
-    return ActionChoices(torch.randint(0, 3, (steps, envs)), x.flags(steps, envs))
-
-
-def rollout(x: Numbers, steps: int, envs: int) -> RolloutData:
-    size = state_size(x(steps, 2, 2, envs, 4))
-    return RolloutData(
+def rollout(x: Numbers, steps: int, envs: int) -> RolloutEnd:
+    return RolloutEnd(
+        update=3,
+        env_step=99,
         rewards=x(steps, envs),
         values=x(steps, envs),
         advantages=x(steps, envs),
@@ -125,16 +121,22 @@ def rollout(x: Numbers, steps: int, envs: int) -> RolloutData:
         next_values=x(steps, envs),
         ended=x.flags(steps, envs),
         terminated=x.flags(steps, envs),
+        actions={"choice": torch.randint(0, 3, (steps, envs)), "move": x(steps, envs, 2)},
         gamma=0.99,
         valid=x.flags(steps, envs),
         raw_rewards=x(steps, envs),
-        actions=Actions(
-            sizes={"choice": 3},
-            chosen={"choice": choices(x, steps, envs)},
-            previous={"choice": choices(x, steps, envs)},
-            action_masks={"choice": x.flags(steps, envs, 3)},
-            continuous={"move": drawn(x, steps, envs)},
-        ),
+        action_masks={"choice": x.flags(steps, envs, 3)},
+        relevance={"choice": x.flags(steps, envs), "move": x.flags(steps, envs)},
+        log_std={"move": x(steps, envs, 2)},
+        bounds={"move": torch.tensor([[-1.0, -math.inf], [1.0, math.inf]])},
+    )
+
+
+def context(x: Numbers, steps: int, envs: int) -> RolloutContext:
+    size = state_size(x(steps, 2, 2, envs, 4))
+    return RolloutContext(
+        previous_choices={"choice": ActionChoices(torch.randint(0, 3, (steps, envs)), x.flags(steps, envs))},
+        mean_actions={"move": ActionTotal(x(2).double(), torch.tensor(0.0))},
         memory=RecurrentState(size, state_ages(size.empty, None), (layer(x, steps, envs),)),
         normalizers={"obs": Normalizer(x(4), x(4).abs(), (x(4), x(4).abs()), torch.tensor(0.0), 0)},
     )
@@ -144,24 +146,17 @@ def layer(x: Numbers, steps: int, envs: int) -> Layer:
     return Layer(lstm_weights(torch.nn.LSTM(3, 4)), x(steps, envs, 3), x(steps, envs, 4), x(steps, envs, 4))
 
 
-def drawn(x: Numbers, steps: int, envs: int) -> SampledActions:
-    bounds = torch.tensor([[-1.0, -math.inf], [1.0, math.inf]])
-    mean = x(2).double()
-    previous = ActionTotal(mean, torch.tensor(0.0))
-    return SampledActions(x(steps, envs, 2), x(steps, envs, 2).exp(), bounds, x.flags(steps, envs), previous)
-
-
 def episodes(x: Numbers) -> Episodes:
     returns = tuple(x(x.size(0, 1, 3)).tolist())
     return Episodes(returns, tuple(range(1, len(returns) + 1)), returns)
 
 
-def minibatches(x: Numbers, counts: tuple[int, ...], transitions: int) -> Minibatches:
+def minibatches(x: Numbers, counts: tuple[int, ...], transitions: int) -> MinibatchesEnd:
     rows = sum(counts)
     valid = x.flags(rows) if x.size(0, 1) else None
     masks = x.flags(rows, 3)
     masks[:, 0] = True
-    return Minibatches(
+    return MinibatchesEnd(
         epochs=tuple(range(len(counts))),
         counts=counts,
         log_ratio=x(rows),
@@ -174,22 +169,20 @@ def minibatches(x: Numbers, counts: tuple[int, ...], transitions: int) -> Miniba
         head_log_ratios={"choice": x(rows), "move": x(rows)},
         relevance={"choice": x.flags(rows)},
         rows=torch.arange(rows) % transitions,
-        features=x(min(rows, counts[0]), 4),
-        details=details(x, rows),
-    )
-
-
-def details(x: Numbers, rows: int) -> Details:
-    return Details(
         values=x(rows),
         old_values=x(rows),
         returns=x(rows),
-        raw_advantages=x(rows),
-        actions={"choice": torch.zeros(rows, dtype=torch.long)},
-        old_logits={"choice": x(rows, 3)},
         means={"move": x(rows, 2)},
-        old_means={"move": x(rows, 2)},
-        old_log_std={"move": x(rows, 2)},
+    )
+
+
+def collected(x: Numbers, rows: int) -> CollectedRows:
+    return CollectedRows(
+        advantages=x(rows),
+        actions={"choice": torch.zeros(rows, dtype=torch.long)},
+        logits={"choice": x(rows, 3)},
+        means={"move": x(rows, 2)},
+        log_std={"move": x(rows, 2)},
     )
 
 
@@ -236,12 +229,12 @@ def as_tuple(found: MetricGroup | Iterable[MetricGroup]) -> tuple[MetricGroup, .
     return (found,) if isinstance(found, MetricGroup) else tuple(found)
 
 
-def recorded(updates: Iterable[Snapshot]) -> list[dict[str, float]]:
+def recorded(updates: Iterable[UpdateData]) -> list[dict[str, float]]:
     """The values of the updates' records, evidence on the way."""
     series, found = Series(FACTS), []
     for update in updates:
         window = Window()
-        for measurements, epochs in summarize(update, FACTS, Level.DEBUG):
+        for measurements, epochs in measure(update, FACTS, Level.DEBUG):
             for measurement in measurements:  # called as they are: a run would contain what they raise
                 for group in as_tuple(measurement()):
                     window.add(group, epochs, None)
@@ -253,9 +246,9 @@ def recorded(updates: Iterable[Snapshot]) -> list[dict[str, float]]:
     return found
 
 
-@given(st.lists(snapshots(), min_size=1, max_size=3))
+@given(st.lists(updates_of_anything(), min_size=1, max_size=3))
 @settings(max_examples=25, deadline=None)
-def test_whatever_an_update_holds_it_becomes_a_record_of_finite_numbers(updates: list[Snapshot]) -> None:
+def test_whatever_an_update_holds_it_becomes_a_record_of_finite_numbers(updates: list[UpdateData]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for record in recorded(updates):
@@ -264,7 +257,7 @@ def test_whatever_an_update_holds_it_becomes_a_record_of_finite_numbers(updates:
 
 def test_an_update_of_nothing_is_a_record_of_nothing(tmp_path: Path) -> None:
     """Nobody tells of distributions, losses or gradients: what remains is measured."""
-    bare = Minibatches((0,), (2,), torch.zeros(2), torch.ones(2), None, {}, {}, {}, {})
+    bare = MinibatchesEnd((0,), (2,), torch.zeros(2), torch.ones(2), None, {})
 
-    assert recorded([Snapshot()])[0].keys() <= {"telemetry/undefined"}
-    assert recorded([Snapshot(minibatches=bare)])[0]["policy/kl"] == 0.0
+    assert recorded([UpdateData()])[0].keys() <= {"telemetry/undefined"}
+    assert recorded([UpdateData(minibatches=bare)])[0]["policy/kl"] == 0.0

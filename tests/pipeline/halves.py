@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,19 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env
-from esper_telemetry.updates import Details, Episodes, Growth, Layer, Minibatches, Snapshot
-from esper_telemetry.updates.data import ActionChoices, BackwardGradients, LeafGradients, RecurrentState, RolloutData
+from esper_telemetry.events import MinibatchesEnd, RolloutEnd
+from esper_telemetry.lab.morphogenesis.telemetry import GrowthUpdate
+from esper_telemetry.metrics.gradients.interference import LeafGradients
+from esper_telemetry.updates.data import (
+    ActionChoices,
+    BackwardGradients,
+    CollectedRows,
+    Episodes,
+    Layer,
+    RecurrentState,
+    RolloutContext,
+    UpdateData,
+)
 
 ENVS = 4
 FIRST = 1
@@ -24,15 +36,15 @@ SMALL = {"num_steps": 48, "num_epochs": 2, "num_minibatches": 2, "hidden_sizes":
 class Keeper(Telemetry):
     """Keeps every update instead of recording it; losses and logits in float64, so that parts of them add up."""
 
-    def submit(self, snapshot: Snapshot) -> None:
-        if snapshot and snapshot.minibatches:
-            losses = {name: loss.double() for name, loss in snapshot.minibatches.losses.items()}
-            logits = {head: scores.double() for head, scores in snapshot.minibatches.logits.items()}
-            precise = snapshot._replace(minibatches=snapshot.minibatches._replace(losses=losses, logits=logits))
-            self.kept: list[Snapshot] = [*getattr(self, "kept", []), copy.deepcopy(precise)]
+    def submit(self, update: UpdateData) -> None:
+        if update and update.minibatches:
+            losses = {name: loss.double() for name, loss in update.minibatches.losses.items()}
+            logits = {head: scores.double() for head, scores in update.minibatches.logits.items()}
+            precise = update._replace(minibatches=update.minibatches._replace(losses=losses, logits=logits))
+            self.kept: list[UpdateData] = [*getattr(self, "kept", []), copy.deepcopy(precise)]
 
 
-def updates(env: str, **settings: Any) -> tuple[list[Snapshot], dict[str, Any]]:
+def updates(env: str, **settings: Any) -> tuple[list[UpdateData], dict[str, Any]]:
     """Some updates of one process, and the facts of its run."""
     trainer = PPO(make_env(env, num_envs=ENVS), PPOConfig(**{**SMALL, **settings}))
     with Keeper(run_dir=None) as telemetry:
@@ -41,15 +53,18 @@ def updates(env: str, **settings: Any) -> tuple[list[Snapshot], dict[str, Any]]:
     return telemetry.kept, trainer.facts(4 * 48 * ENVS)
 
 
-def half(snapshot: Snapshot, rank: int) -> Snapshot:
+def half(update: UpdateData, rank: int) -> UpdateData:
     """What a rank would have seen: its environments, its rows of every minibatch, the gradients of all."""
-    assert snapshot.rollout and snapshot.minibatches and snapshot.episodes
-    return snapshot._replace(
-        rollout=_rollout(snapshot.rollout, rank),
-        minibatches=_minibatches(snapshot.minibatches, rank),
-        gradients=tuple(_gradients(part, snapshot.minibatches.counts, rank) for part in snapshot.gradients),
-        episodes=_episodes(snapshot.episodes, snapshot.rollout, rank),
-        growth=None if snapshot.growth is None else _growth(snapshot.growth, rank),
+    assert update.rollout and update.minibatches and update.episodes
+    return update._replace(
+        rollout=_rollout(update.rollout, rank),
+        context=_context(update.context, rank),
+        minibatches=_minibatches(update.minibatches, rank),
+        features=_features(update.features, update.minibatches.counts[0] // 3, rank),
+        collected=_collected(update.collected, update.minibatches.counts, rank),
+        gradients=tuple(_gradients(part, update.minibatches.counts, rank) for part in update.gradients),
+        episodes=_episodes(update.episodes, update.rollout, rank),
+        extensions=tuple(_growth(part, rank) for part in update.extensions if isinstance(part, GrowthUpdate)),
     )
 
 
@@ -64,18 +79,20 @@ def _columns(x: Any, rank: int) -> Any:
     return x
 
 
-def _rollout(rollout: RolloutData, rank: int) -> RolloutData:
-    parts = {name: _columns(part, rank) for name, part in rollout._asdict().items() if name != "constant"}
-    if rollout.constant is not None:
-        parts["constant"] = rollout.constant[:FIRST] if rank == 0 else rollout.constant[FIRST:]
-    if rollout.actions:
-        names = ("chosen", "previous", "action_masks")
-        parts["actions"] = rollout.actions._replace(
-            **{name: _columns(getattr(rollout.actions, name), rank) for name in names}
-        )
-    if rollout.memory:
-        parts["memory"] = _memory(rollout.memory, rank)
-    return rollout._replace(**parts)
+def _rollout(rollout: RolloutEnd, rank: int) -> RolloutEnd:
+    """The environments of a rank; bounds and standard deviations [D] are those of all."""
+    same = ("bounds",) if all(std.dim() > 1 for std in rollout.log_std.values()) else ("bounds", "log_std")
+    names = [field.name for field in fields(rollout) if field.name not in same]
+    return replace(rollout, **{name: _columns(getattr(rollout, name), rank) for name in names})
+
+
+def _context(context: RolloutContext, rank: int) -> RolloutContext:
+    constant = context.constant
+    return context._replace(
+        previous_choices=_columns(context.previous_choices, rank),
+        memory=None if context.memory is None else _memory(context.memory, rank),
+        constant=None if constant is None else constant[:FIRST] if rank == 0 else constant[FIRST:],
+    )
 
 
 def _memory(memory: RecurrentState, rank: int) -> RecurrentState:
@@ -88,44 +105,37 @@ def _memory(memory: RecurrentState, rank: int) -> RecurrentState:
     return RecurrentState(memory.size._replace(**sizes), _columns(memory.ages, rank), tuple(layers))
 
 
-def _minibatches(minibatches: Minibatches, rank: int) -> Minibatches:
-    """The first third of the rows of every minibatch, or the rest; losses whose means, weighted by rows, are those of all."""
+def _rows_of(counts: tuple[int, ...], rank: int) -> Callable[[Any], Any]:
+    """Cuts the first third of the rows of every minibatch, or the rest, out of a column, of none, or of one for each head."""
+    cuts = [count // 3 for count in counts]
+
+    def cut(x: Any) -> Any:
+        if isinstance(x, Mapping):
+            return {name: cut(part) for name, part in x.items()}
+        if not isinstance(x, Tensor):
+            return x
+        parts = zip(x.split(list(counts)), cuts, strict=True)
+        return torch.cat([part[:own] if rank == 0 else part[own:] for part, own in parts])
+
+    return cut
+
+
+def _minibatches(minibatches: MinibatchesEnd, rank: int) -> MinibatchesEnd:
+    """A rank's rows; losses whose means, weighted by rows, are those of all."""
     cuts = [count // 3 for count in minibatches.counts]
-
-    def rows(x: Tensor) -> Tensor:
-        parts = zip(x.split(list(minibatches.counts)), cuts, strict=True)
-        return torch.cat([part[:cut] if rank == 0 else part[cut:] for part, cut in parts])
-
-    def each(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: rows(x) for name, x in columns.items()}
-
+    rows = _rows_of(minibatches.counts, rank)
     counts, first = (torch.tensor(numbers, dtype=torch.float64) for numbers in (minibatches.counts, cuts))
     shift = 0.5 / first if rank == 0 else -0.5 / (counts - first)
+    columns = {name: rows(x) for name, x in minibatches._asdict().items() if name not in ("epochs", "counts", "losses")}
     return minibatches._replace(
+        **columns,
         counts=tuple(cuts) if rank == 0 else tuple(c - cut for c, cut in zip(minibatches.counts, cuts, strict=True)),
-        features=_features(minibatches.features, cuts[0], rank),
-        log_ratio=rows(minibatches.log_ratio),
-        advantages=rows(minibatches.advantages),
         losses={name: loss + shift for name, loss in minibatches.losses.items()},
-        logits=each(minibatches.logits),
-        action_masks=each(minibatches.action_masks),
-        log_std=each(minibatches.log_std),
-        head_log_ratios=each(minibatches.head_log_ratios),
-        relevance=each(minibatches.relevance),
-        rows=None if minibatches.rows is None else rows(minibatches.rows),
-        details=None if minibatches.details is None else _details(minibatches.details, rows),
     )
 
 
-def _details(details: Details, rows: Callable[[Tensor], Tensor]) -> Details:
-    """A rank's rows of every column."""
-
-    def cut(x: Any) -> Any:
-        """Of one column, of none, or of one for each head."""
-        return {head: rows(part) for head, part in x.items()} if isinstance(x, Mapping) else x if x is None else rows(x)
-
-    parts: dict[str, Any] = {name: cut(part) for name, part in details._asdict().items()}
-    return Details(**parts)
+def _collected(collected: CollectedRows | None, counts: tuple[int, ...], rank: int) -> CollectedRows | None:
+    return None if collected is None else CollectedRows(*map(_rows_of(counts, rank), collected))
 
 
 def _gradients(gradients: BackwardGradients, counts: tuple[int, ...], rank: int) -> BackwardGradients:
@@ -150,7 +160,7 @@ def _features(features: Tensor | None, cut: int, rank: int) -> Tensor | None:
     return None if features is None else features[:cut] if rank == 0 else features[cut:]
 
 
-def _episodes(episodes: Episodes, rollout: RolloutData, rank: int) -> Episodes:
+def _episodes(episodes: Episodes, rollout: RolloutEnd, rank: int) -> Episodes:
     """Those of its environments, in their order; of the last hundred every third or the others, with the places that they have."""
     places = torch.nonzero(rollout.ended if rollout.valid is None else rollout.ended & rollout.valid)
     assert len(places) == len(episodes.returns)
@@ -164,16 +174,16 @@ def _episodes(episodes: Episodes, rollout: RolloutData, rank: int) -> Episodes:
     )
 
 
-def _growth(growth: Growth, rank: int) -> Growth:
+def _growth(growth: GrowthUpdate, rank: int) -> GrowthUpdate:
     """The networks of its environments."""
-    columns = {name: _columns(getattr(growth, name), rank) for name in ("hosts", "seeds", "rewards", "gates")}
-    return growth._replace(**columns)
+    columns = {name: _columns(getattr(growth.steps, name), rank) for name in ("hosts", "seeds", "rewards", "gates")}
+    return replace(growth, steps=replace(growth.steps, **columns))
 
 
-def recorded(run_dir: Path, snapshots: list[Snapshot], facts: Mapping[str, Any]) -> None:
+def recorded(run_dir: Path, updates: list[UpdateData], facts: Mapping[str, Any]) -> None:
     """Writes a run of these updates, summarised where the trainer is."""
     with Telemetry(run_dir=run_dir) as telemetry:
         telemetry.start(facts=facts)
-        for update, snapshot in enumerate(snapshots, 1):
-            telemetry.submit(snapshot)
-            telemetry.flush(env_step=192 * update, update=update, gradient_step=4 * update)
+        for number, update in enumerate(updates, 1):
+            telemetry.submit(update)
+            telemetry.flush(env_step=192 * number, update=number, gradient_step=4 * number)

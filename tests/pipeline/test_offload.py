@@ -16,26 +16,27 @@ import pytest
 import torch
 
 from esper_telemetry import RunStatus, Telemetry, attach, read_run, value_fit
+from esper_telemetry.events import MinibatchesEnd, RolloutEnd, UpdateEnd
 from esper_telemetry.pipeline.channel import MessagePacker
 from esper_telemetry.pipeline.worker import OffloadedWriter
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.environments import CueRecall
-from esper_telemetry.updates import Minibatches, Snapshot
-from esper_telemetry.updates.data import RolloutData, TrainingProgress
+from esper_telemetry.updates import UpdateData
+from esper_telemetry.updates.data import TrainingProgress
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core: nothing is offloaded")
 
 
 def submit(telemetry: Telemetry, update: int) -> None:
-    progress = TrainingProgress(update=update, env_steps=1, learning_rate=float(update), elapsed=1.0, seconds={})
-    telemetry.submit(Snapshot(progress=progress))
+    progress = TrainingProgress(UpdateEnd(update, update, update, float(update), {}), env_steps=1, elapsed=1.0)
+    telemetry.submit(UpdateData(progress=progress))
     telemetry.flush(env_step=update)
 
 
 def offloaded(run_dir: Path) -> tuple[Telemetry, int]:
     """A telemetry whose updates are summarised elsewhere, and the process that does it."""
     telemetry = Telemetry(run_dir=run_dir, close_timeout=10.0)
-    telemetry.expect_updates(candidates=tuple, open_update=Snapshot)
+    telemetry.expect_updates(candidates=tuple, open_update=UpdateData)
     telemetry.start()
     return telemetry, writer_of(telemetry).pid
 
@@ -92,11 +93,14 @@ def test_a_process_that_dies_or_hangs_costs_a_warning(
     assert len([record for record in caplog.records if "summarises updates" in record.message]) == 1
 
 
-def broken(update: int) -> Snapshot:
+def broken(update: int) -> UpdateData:
     """An update whose returns do not fit its values, as a bug would leave them."""
     steps = torch.zeros(4, 2)
     flags = torch.zeros(4, 2, dtype=torch.bool)
-    rollout = RolloutData(
+    rollout = RolloutEnd(
+        update=update,
+        env_step=update,
+        actions={},
         rewards=steps,
         values=steps,
         advantages=torch.randn(4, 2),
@@ -108,8 +112,8 @@ def broken(update: int) -> Snapshot:
         gamma=0.9,
         valid=None,
     )
-    progress = TrainingProgress(update=update, env_steps=1, learning_rate=float(update), elapsed=1.0, seconds={})
-    return Snapshot(rollout=rollout, progress=progress)
+    progress = TrainingProgress(UpdateEnd(update, update, update, float(update), {}), env_steps=1, elapsed=1.0)
+    return UpdateData(rollout=rollout, progress=progress)
 
 
 @pytest.mark.parametrize("offload", [True, False])
@@ -117,7 +121,7 @@ def test_a_bug_in_a_metric_costs_what_it_measures_and_one_warning(
     tmp_path: Path, offload: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     telemetry = Telemetry(run_dir=tmp_path, offload=offload)
-    telemetry.expect_updates(candidates=tuple, open_update=Snapshot)
+    telemetry.expect_updates(candidates=tuple, open_update=UpdateData)
     with caplog.at_level(logging.WARNING, "esper_telemetry"):
         for update in range(1, 4):
             telemetry.submit(broken(update))
@@ -163,11 +167,13 @@ def test_later_rollouts_do_not_change_what_still_waits(tmp_path: Path) -> None:
         assert {k: (a.get(k), b.get(k)) for k in a.keys() | b.keys() if a.get(k) != b.get(k)} == {}
 
 
-def wide(update: int) -> Snapshot:
+def wide(update: int) -> UpdateData:
     """An update of six megabytes."""
     rows = torch.full((750_000,), 0.01)
-    minibatches = Minibatches((0,), (len(rows),), rows, torch.zeros(1).expand(len(rows)), None, {}, {}, {}, {})
-    return Snapshot(minibatches=minibatches, progress=TrainingProgress(update, 1, 1e-3, 1.0, {}))
+    minibatches = MinibatchesEnd((0,), (len(rows),), rows, torch.zeros(1).expand(len(rows)), None, {})
+    return UpdateData(
+        minibatches=minibatches, progress=TrainingProgress(UpdateEnd(update, update, 1, 1e-3, {}), 1, 1.0)
+    )
 
 
 def test_large_updates_that_waited_are_taken_in_as_soon_as_the_process_goes_on(tmp_path: Path) -> None:
@@ -221,15 +227,16 @@ def test_a_tensor_arrives_in_its_shape(shape: tuple[int, ...]) -> None:
 KILLED = """
 import os, signal, sys
 from esper_telemetry import Telemetry
-from esper_telemetry.summary import Gradients, Progress, Snapshot
+from esper_telemetry.events import UpdateEnd
+from esper_telemetry.updates.data import TrainingProgress, UpdateData
 telemetry = Telemetry(["tensorboard"], run_dir=sys.argv[1])
-telemetry.expect_updates(candidates=tuple, open_update=Snapshot)
+telemetry.expect_updates(candidates=tuple, open_update=UpdateData)
 telemetry.start()
 if os.fork() == 0:  # a worker that holds every pipe open
     signal.pause()
 for update in range(1, 31):
-    progress = Progress(update=update, env_steps=1, learning_rate=float(update), elapsed=1.0, seconds={})
-    telemetry.submit(Snapshot(progress=progress))
+    progress = TrainingProgress(UpdateEnd(update, update, update, float(update), {}), env_steps=1, elapsed=1.0)
+    telemetry.submit(UpdateData(progress=progress))
     telemetry.flush(env_step=update)
 os.kill(os.getpid(), signal.SIGKILL)
 """

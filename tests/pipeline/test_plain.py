@@ -17,7 +17,7 @@ from esper_telemetry.pipeline import plain
 from esper_telemetry.pipeline.plain import PlainListener, Teller
 from esper_telemetry.pipeline.record import JournalOutput, Measured
 from esper_telemetry.pipeline.window import Keys, Logged, Numbers
-from esper_telemetry.updates import Snapshot
+from esper_telemetry.updates import UpdateData
 
 LAGGING = JournalOutput(3, 1, (SinkLag("mlflow", 3, 0.5, 1),))
 
@@ -92,7 +92,7 @@ def test_what_else_there_is_takes_the_longer_way(others: dict[str, Any], is_plai
 def test_a_count_that_is_too_large_is_recorded_all_the_same(tmp_path: Path) -> None:
     env_step = 1 << 70
     with Telemetry(run_dir=tmp_path) as telemetry:
-        telemetry.expect_updates(candidates=tuple, open_update=Snapshot)
+        telemetry.expect_updates(candidates=tuple, open_update=UpdateData)
         for step in (1, env_step):
             telemetry.log({"my/number": 1.0})
             telemetry.flush(env_step=step)
@@ -104,7 +104,7 @@ def test_the_run_is_announced_before_its_first_numbers(tmp_path: Path) -> None:
     """Also where a trainer is attached, whose updates the process makes from the start, and where the run goes on."""
     for resume in (False, True):
         with Telemetry(run_dir=tmp_path, resume=resume) as telemetry:
-            telemetry.expect_updates(candidates=tuple, open_update=Snapshot)
+            telemetry.expect_updates(candidates=tuple, open_update=UpdateData)
             for step in (1, 2):
                 telemetry.log({"my/number": 1.0})
                 telemetry.flush(env_step=step + 2 * resume)

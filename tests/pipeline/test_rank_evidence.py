@@ -9,24 +9,22 @@ import torch
 from two_ranks import run_together
 
 from esper_telemetry import Telemetry, read_run
-from esper_telemetry.updates import Minibatches, Snapshot
+from esper_telemetry.events import MinibatchesEnd
+from esper_telemetry.updates import UpdateData
 
 EXPLODED = torch.tensor([0.0, 5.0, -0.1, 0.1])
 
 
-def jumping(log_ratio: torch.Tensor) -> Snapshot:
+def jumping(log_ratio: torch.Tensor) -> UpdateData:
     """An update of one minibatch."""
-    return Snapshot(
-        minibatches=Minibatches(
+    return UpdateData(
+        minibatches=MinibatchesEnd(
             epochs=(0,),
             counts=(len(log_ratio),),
             log_ratio=log_ratio,
             advantages=torch.ones(len(log_ratio)),
             valid=None,
             losses={},
-            logits={},
-            action_masks={},
-            log_std={},
         )
     )
 

@@ -13,7 +13,7 @@ from ppo_builders import Seen, cartpole, pendulum
 
 from esper_telemetry.events import RunStart, UpdateEnd
 from esper_telemetry.ppo import PPO, Checkpoints, PPOConfig
-from esper_telemetry.ppo.companions import Companions
+from esper_telemetry.ppo.checkpointables import Checkpointables
 from esper_telemetry.ppo.environments import make_env
 
 
@@ -31,29 +31,29 @@ class Curriculum:
 
 
 @pytest.mark.parametrize("joins_first", [True, False])
-def test_a_companion_is_saved_and_loaded_with_the_trainer(joins_first: bool, tmp_path: Path) -> None:
+def test_an_object_that_joined_is_saved_and_loaded_with_the_trainer(joins_first: bool, tmp_path: Path) -> None:
     trainer = cartpole()
-    trainer.companions.join("curriculum", Curriculum(lesson=3))
+    trainer.checkpointables.join("curriculum", Curriculum(lesson=3))
     path = trainer.save(tmp_path / "latest.pt")
 
     resumed, curriculum = cartpole(), Curriculum()
     if joins_first:
-        resumed.companions.join("curriculum", curriculum)
+        resumed.checkpointables.join("curriculum", curriculum)
     resumed.load(path)
     if not joins_first:
-        resumed.companions.join("curriculum", curriculum)
+        resumed.checkpointables.join("curriculum", curriculum)
 
     assert curriculum.lesson == 3
 
 
-def test_companions_of_one_name_are_numbered_and_may_leave() -> None:
-    companions = Companions()
-    leave = companions.join("lesson", Curriculum(1))
-    companions.join("lesson", Curriculum(2))
+def test_checkpointables_of_one_name_are_numbered_and_may_leave() -> None:
+    checkpointables = Checkpointables()
+    leave = checkpointables.join("lesson", Curriculum(1))
+    checkpointables.join("lesson", Curriculum(2))
 
-    assert companions.state_dict() == {"lesson": {"lesson": 1}, "lesson-2": {"lesson": 2}}
+    assert checkpointables.state_dict() == {"lesson": {"lesson": 1}, "lesson-2": {"lesson": 2}}
     leave()
-    assert companions.state_dict() == {"lesson-2": {"lesson": 2}}
+    assert checkpointables.state_dict() == {"lesson-2": {"lesson": 2}}
 
 
 def draws() -> tuple[float, float, float]:
@@ -107,7 +107,7 @@ def test_a_checkpoint_is_written_after_everybody_was_told_of_the_update(tmp_path
     trainer = pendulum()
     Checkpoints(trainer, tmp_path, every=1)
     curriculum = Curriculum()
-    trainer.companions.join("curriculum", curriculum)
+    trainer.checkpointables.join("curriculum", curriculum)
     trainer.hooks.on(UpdateEnd, lambda event: curriculum.load_state_dict({"lesson": event.update}))
     trainer.learn(128)
 

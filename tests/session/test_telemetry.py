@@ -30,7 +30,7 @@ from esper_telemetry import (
 )
 from esper_telemetry.metrics.gradients import gradient_norms, health
 from esper_telemetry.testing import FailingSink, MemorySink
-from esper_telemetry.updates import Snapshot
+from esper_telemetry.updates import UpdateData
 from esper_telemetry.updates.failure import Candidate
 
 
@@ -227,7 +227,7 @@ def test_an_exception_flushes_what_is_open_and_ends_the_run_as_failed(tmp_path: 
     memory = MemorySink()
     with pytest.raises(RuntimeError, match="boom"), Telemetry([memory], run_dir=tmp_path / "run") as telemetry:
         tensors = [Candidate("weights", torch.ones(2)), Candidate("rewards", torch.tensor([[0.0, math.nan]]), 1)]
-        telemetry.expect_updates(candidates=lambda: tensors, open_update=Snapshot)
+        telemetry.expect_updates(candidates=lambda: tensors, open_update=UpdateData)
         telemetry.log({"a/b": 1.0})
         raise RuntimeError("boom")
 

@@ -12,50 +12,46 @@ import torch
 from torch import Tensor
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
-from esper_telemetry.adapters import attach as wiring_update
+from esper_telemetry.adapters import attach as attach_module
 from esper_telemetry.alarms.kinds import ALARMS
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Histogram, Record
-from esper_telemetry.events import BackwardEnd, MinibatchEnd, RolloutEnd
+from esper_telemetry.events import BackwardEnd, MinibatchEnd, MinibatchesEnd, RolloutEnd
 from esper_telemetry.journal import plain
 from esper_telemetry.metrics.gradients import gradient_norms
 from esper_telemetry.ppo.environments import CueRecall
-from esper_telemetry.updates import GradientSample, Minibatches, Snapshot
-from esper_telemetry.updates.data import BackwardGradients, RolloutData
-from esper_telemetry.updates.evidence import Scene, evidence_of, layer_table, stability_report
-from esper_telemetry.updates.flight_recorder import flight_of
+from esper_telemetry.updates.data import BackwardGradients, GradientSample, UpdateData
+from esper_telemetry.updates.evidence import Scene, evidence_of, flight_of, layer_table, stability_report
 from esper_telemetry.updates.groups import nonfinite_in
 
 
-def minibatches(log_ratio: list[float], **named: Any) -> Minibatches:
+def minibatches(log_ratio: list[float], **named: Any) -> MinibatchesEnd:
     rows = len(log_ratio)
-    return Minibatches(
+    return MinibatchesEnd(
         epochs=(0, 0),
         counts=(2, rows - 2),
         log_ratio=torch.tensor(log_ratio),
         advantages=torch.arange(float(rows)),
         valid=named.pop("valid", None),
         losses={},
-        logits={},
-        action_masks={},
-        log_std={},
         **named,
     )
 
 
-def rollout(log_probs: Tensor, **named: Any) -> RolloutData:
+def rollout(log_probs: Tensor, **named: Any) -> RolloutEnd:
     """Of T steps in B environments; what is not given is zero."""
     zeros = torch.zeros_like(log_probs)
     flags = zeros.bool()
     given = {name: named.pop(name, zeros) for name in ("rewards", "values", "advantages", "returns", "next_values")}
-    return RolloutData(**given, log_probs=log_probs, ended=flags, terminated=flags, gamma=0.99, valid=None, **named)
+    others: dict[str, Any] = {"ended": flags, "terminated": flags, "gamma": 0.99, "actions": {}} | named
+    return RolloutEnd(1, 8, **given, log_probs=log_probs, **others)
 
 
 def test_the_worst_rows_lead_and_masked_ones_never_do() -> None:
     """Rows 0 and 1 are of step 0, the others of step 1; row 2, the largest, does not count."""
     valid = torch.tensor([True, True, False, True, True])
-    snapshot = Snapshot(minibatches=minibatches([0.1, -3.0, 9.0, 0.5, -0.2], valid=valid))
+    update = UpdateData(minibatches=minibatches([0.1, -3.0, 9.0, 0.5, -0.2], valid=valid))
 
-    worst = flight_of(snapshot, {}, rows=3).worst
+    worst = flight_of(update, {}, rows=3).worst
 
     assert [(row.log_ratio, row.step, row.advantage) for row in worst] == [
         (-3.0, 0, 1.0),
@@ -66,17 +62,17 @@ def test_the_worst_rows_lead_and_masked_ones_never_do() -> None:
 
 
 def test_a_ratio_that_is_no_number_is_worse_than_any() -> None:
-    worst = flight_of(Snapshot(minibatches=minibatches([0.1, 5.0, math.nan])), {}).worst
+    worst = flight_of(UpdateData(minibatches=minibatches([0.1, 5.0, math.nan])), {}).worst
 
     assert math.isnan(worst[0].log_ratio) and worst[1].log_ratio == 5.0
 
 
 def test_a_row_knows_its_place_its_actions_and_its_log_probabilities() -> None:
     """Transition 5 of three environments is step 1 of environment 2; -1.5 then, -1.5 + 2 now, of which 1.75 is the slot's."""
-    snapshot = Snapshot(
+    update = UpdateData(
         rollout=rollout(
             torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, -1.5]]),
-            acted={"op": torch.tensor([[0, 0, 0], [0, 0, 3]]), "slot": torch.tensor([[0, 0, 0], [0, 0, 7]])},
+            actions={"op": torch.tensor([[0, 0, 0], [0, 0, 3]]), "slot": torch.tensor([[0, 0, 0], [0, 0, 7]])},
             head_log_probs={"op": torch.full((2, 3), -0.5), "slot": torch.full((2, 3), -1.0)},
         ),
         minibatches=minibatches(
@@ -86,7 +82,7 @@ def test_a_row_knows_its_place_its_actions_and_its_log_probabilities() -> None:
         ),
     )
 
-    row = flight_of(snapshot, {}, rows=1).worst[0]
+    row = flight_of(update, {}, rows=1).worst[0]
 
     assert (row.time, row.env, row.old_log_prob, row.new_log_prob) == (1, 2, -1.5, 0.5)
     assert {name: (h.action, h.old_log_prob, h.new_log_prob) for name, h in row.heads.items()} == {
@@ -99,10 +95,10 @@ def test_the_report_names_the_first_tensor_in_forward_order() -> None:
     """Two values are not finite; the losses behind them are not either, and come later."""
     values = torch.tensor([[1.0, math.nan], [-4.0, math.inf]])
     losses = {"value": torch.tensor([math.nan, 2.0])}
-    snapshot = Snapshot(rollout=rollout(torch.zeros(2, 2), values=values), minibatches=minibatches([0.0, 0.0, 0.0]))
-    snapshot.minibatches.losses.update(losses)  # type: ignore[union-attr]  # a plain dictionary here
+    update = UpdateData(rollout=rollout(torch.zeros(2, 2), values=values), minibatches=minibatches([0.0, 0.0, 0.0]))
+    update.minibatches.losses.update(losses)  # type: ignore[union-attr]  # a plain dictionary here
 
-    report = stability_report(snapshot)
+    report = stability_report(update)
 
     assert report.first == "values"
     assert [(o.name, o.nan, o.infinite, o.indices) for o in report.offenders] == [
@@ -113,22 +109,22 @@ def test_the_report_names_the_first_tensor_in_forward_order() -> None:
 
 
 def test_a_healthy_update_has_no_offender() -> None:
-    report = stability_report(Snapshot(rollout=rollout(torch.zeros(2, 2))))
+    report = stability_report(UpdateData(rollout=rollout(torch.zeros(2, 2))))
 
     assert (report.first, report.offenders) == ("", ())
 
 
 def test_what_is_not_finite_counts_wherever_it_is() -> None:
     """A reward, two log-ratios of which one does not count, a loss and two norms: five."""
-    snapshot = Snapshot(
+    update = UpdateData(
         rollout=rollout(torch.zeros(2, 2), rewards=torch.tensor([[0.0, math.nan], [0.0, 0.0]])),
         minibatches=minibatches([math.inf, 0.0, math.nan], valid=torch.tensor([True, True, False])),
-        gradients=(BackwardGradients((0, 0), ("w",), (3,), torch.tensor([[math.nan], [math.inf]]), None, None),),
+        gradients=(BackwardGradients((0, 0), ("w",), (3,), torch.tensor([[math.nan], [math.inf]]), None),),
     )
-    snapshot.minibatches.losses["value"] = torch.tensor([math.nan, 1.0])  # type: ignore[union-attr, index]  # a dictionary here
+    update.minibatches.losses["value"] = torch.tensor([math.nan, 1.0])  # type: ignore[union-attr, index]  # a dictionary here
 
-    assert nonfinite_in(snapshot).values() == {"numerics/nonfinite": 5.0}
-    assert nonfinite_in(Snapshot(rollout=rollout(torch.zeros(2, 2)))).values() == {"numerics/nonfinite": 0.0}
+    assert nonfinite_in(update).values() == {"numerics/nonfinite": 5.0}
+    assert nonfinite_in(UpdateData(rollout=rollout(torch.zeros(2, 2)))).values() == {"numerics/nonfinite": 0.0}
 
 
 def test_every_layer_has_a_line() -> None:
@@ -139,13 +135,13 @@ def test_every_layer_has_a_line() -> None:
         minibatches=(torch.tensor([3.0, -4.0, 0.0, math.nan, 1e-7, 20.0]),),
     )
 
-    w, b = layer_table(Snapshot(sample=sample))
+    w, b = layer_table(UpdateData(sample=sample))
 
     assert (w.norm, w.min, w.max, w.zero_frac, w.nan) == (5.0, -4.0, 3.0, 0.25, 1)
     assert w.mean == pytest.approx(-1 / 3)
     assert (w.decades[0], w.decades[13], w.decades[17]) == (1, 2, 1)
     assert (b.small_frac, b.large_frac, b.nan, b.infinite) == (0.5, 0.5, 0, 0)
-    assert layer_table(Snapshot()) == ()
+    assert layer_table(UpdateData()) == ()
 
 
 AXES = Axes(update=7, env_step=700, gradient_step=14, wall_time=1.0)
@@ -156,12 +152,14 @@ def alarm(kind: str, key: str = "policy/kl") -> Alarm:
     return Alarm(7, AXES, kind, AlarmEvent.RAISE, 0.9, AlarmLevel.CRITICAL, key, since=7)
 
 
-def evidence(kind: str, snapshot: Snapshot | None = None, key: str = "policy/kl", **named: Any) -> dict[str, Any]:
+def evidence(kind: str, update: UpdateData | None = None, key: str = "policy/kl", **named: Any) -> dict[str, Any]:
     """What an alarm of that type is raised with in update 7; JSON."""
     values = named.pop("values", {"policy/kl": 0.3, "policy/ratio/max": 11.0, "value/bias": 0.1})
     record = Record(7, AXES, values, named.pop("histograms", {}))
-    snapshots = () if snapshot is None else (snapshot,)
-    found = evidence_of(alarm(kind, key), Scene(record, snapshots, {}, named.pop("pairs", {}), **named))
+    updates = () if update is None else (update,)
+    scene = Scene(record, updates, {}, named.pop("pairs", {}), **named)
+    reads = [template for each in ALARMS if each.type == kind for template in each.reads]
+    found = evidence_of(alarm(kind, key), scene, reads=reads)
     loaded: dict[str, Any] = json.loads(json.dumps(plain(found)))
     return loaded
 
@@ -178,7 +176,7 @@ def test_an_alarm_brings_the_metrics_that_it_reads_the_deciding_one_first() -> N
 
 
 def test_an_alarm_of_the_policy_brings_the_steps_and_the_worst_transitions() -> None:
-    found = evidence("policy/kl_spike", Snapshot(minibatches=minibatches([0.1, -3.0, math.nan, 0.5])))
+    found = evidence("policy/kl_spike", UpdateData(minibatches=minibatches([0.1, -3.0, math.nan, 0.5])))
 
     assert [row["log_ratio"] for row in found["worst"]] == ["nan", -3.0, 0.5, pytest.approx(0.1)]
     assert [step["step"] for step in found["steps"]] == [0, 1]
@@ -186,7 +184,7 @@ def test_an_alarm_of_the_policy_brings_the_steps_and_the_worst_transitions() -> 
 
 def test_an_alarm_of_the_numbers_brings_the_first_tensor_that_is_not_finite() -> None:
     values = torch.tensor([[1.0, math.nan]])
-    found = evidence("numerics/nonfinite", Snapshot(rollout=rollout(torch.zeros(1, 2), values=values)))
+    found = evidence("numerics/nonfinite", UpdateData(rollout=rollout(torch.zeros(1, 2), values=values)))
 
     assert found["stability"]["first"] == "values"
     assert found["stability"]["offenders"][0]["indices"] == [[0, 1]]
@@ -213,9 +211,9 @@ def test_a_run_whose_gradients_explode_says_so_with_the_alarm(tmp_path: Path) ->
 
 def test_an_alarm_of_the_gradient_brings_a_line_for_each_tensor_in_every_update() -> None:
     """Norms 1 and 3 of w over two steps; of b one is not finite."""
-    part = BackwardGradients((0, 0), ("w", "b"), (3, 1), torch.tensor([[1.0, math.inf], [3.0, 2.0]]), None, None)
+    part = BackwardGradients((0, 0), ("w", "b"), (3, 1), torch.tensor([[1.0, math.inf], [3.0, 2.0]]), None)
     found = evidence(
-        "grad/explode", Snapshot(gradients=(part,)), pairs={"a": {"cause": "starved"}, "b": {"cause": "ok"}}
+        "grad/explode", UpdateData(gradients=(part,)), pairs={"a": {"cause": "starved"}, "b": {"cause": "ok"}}
     )
 
     assert found["layers"] == [
@@ -236,16 +234,16 @@ def test_an_alarm_of_the_memory_brings_the_histograms_of_the_gates() -> None:
 def test_evidence_stays_small_however_large_the_update(kind: str) -> None:
     """2000 steps of 300 tensors and 16000 rows, none of it finite: some tens of kilobytes, for every type of alarm."""
     steps, names = 2000, tuple(f"encoder.block.{index}.weight" for index in range(300))
-    part = BackwardGradients((0,) * steps, names, (1000,) * 300, torch.full((steps, 300), math.nan), None, None)
+    part = BackwardGradients((0,) * steps, names, (1000,) * 300, torch.full((steps, 300), math.nan), None)
     rows = torch.full((16_000,), math.nan)
     batch = minibatches([0.0, 0.0, 0.0])._replace(
         epochs=(0,) * steps, counts=(8,) * steps, log_ratio=rows, advantages=rows
     )
     spoilt = torch.full((2000, 8), math.nan)
-    snapshot = Snapshot(rollout=rollout(spoilt, rewards=spoilt, values=spoilt), minibatches=batch, gradients=(part,))
+    update = UpdateData(rollout=rollout(spoilt, rewards=spoilt, values=spoilt), minibatches=batch, gradients=(part,))
     values = {f"grad/layer/encoder_block_{index}_weight/zero_frac": 1.0 for index in range(300)}
 
-    found = evidence(kind, snapshot, values=values, histograms={f"lstm/gate/{n}/hist": HISTOGRAM for n in range(50)})
+    found = evidence(kind, update, values=values, histograms={f"lstm/gate/{n}/hist": HISTOGRAM for n in range(50)})
 
     assert len(json.dumps(found)) < 50_000
 
@@ -309,7 +307,7 @@ def test_debug_writes_the_table_and_the_histograms_of_gradients(tmp_path: Path) 
 @pytest.mark.parametrize("most", [1 << 20, 10])
 def test_large_networks_have_a_table_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """What is too large to travel is measured where it is, once, and only its first gradient goes on."""
-    monkeypatch.setattr(wiring_update, "MOST_TRAVELLING", most)
+    monkeypatch.setattr(attach_module, "MAX_TRAVELLING_ENTRIES", most)
     source = cartpole()
     with Telemetry(run_dir=tmp_path, level="debug", offload=False) as telemetry:
         attach(telemetry, source)

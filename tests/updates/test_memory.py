@@ -18,9 +18,10 @@ from esper_telemetry.metrics.integrity import MaskViolation
 from esper_telemetry.metrics.lstm import gates_between, lstm_weights
 from esper_telemetry.pipeline.sampling import FIRST
 from esper_telemetry.ppo.environments import CueRecall, Environment
-from esper_telemetry.updates import Containment, Minibatches, Snapshot, summarize
-from esper_telemetry.updates.columns import Joining, Rollouts
-from esper_telemetry.updates.data import in_grid
+from esper_telemetry.updates.containment import Containment
+from esper_telemetry.updates.data import UpdateData, in_grid
+from esper_telemetry.updates.groups import measure
+from esper_telemetry.updates.joining import COLUMNS, MinibatchBuffer, RolloutHistory, joined_minibatches
 
 STATES = {f"lstm/{part}/{name}" for part in "hc" for name in ("rms", "absmax", "mean", "env_rms/max")}
 RESETS = {"lstm/reset_rate", "lstm/chunk_no_reset_frac", "lstm/age/mean", "lstm/age/max", "lstm/c_growth"}
@@ -170,15 +171,16 @@ def test_forbidden_actions_are_counted_where_they_matter() -> None:
         valid=torch.arange(8).expand(32, 8) < 5,
     )
 
-    rollout = Rollouts().take(event, sizes={"arg": 3}, layers=())
+    history = RolloutHistory()
+    rollout, context = history.take(event, categorical=["arg"], layers=())
     groups: list[MetricGroup] = []
-    for part in summarize(Snapshot(rollout=rollout), {}, Level.NORMAL):
-        Containment().measure(part.measurements, groups.append)
+    for part in measure(UpdateData(rollout=rollout, context=context), {}, Level.NORMAL):
+        Containment().measure(part.functions, groups.append)
     (found,) = [group.values() for group in groups if isinstance(group, MaskViolation)]
 
     assert found == {"integrity/mask_violation": 16 * 5}
-    assert rollout.actions is not None
-    counted = rollout.actions.chosen["arg"].counted
+    _, later = history.take(event, categorical=["arg"], layers=())
+    counted = later.previous_choices["arg"].counted
     assert counted is not None and counted.sum() == 16 * 5
 
 
@@ -222,12 +224,12 @@ def minibatch(rows: int, generator: torch.Generator) -> MinibatchEnd:
 def test_minibatches_of_several_sizes_are_padded_in_every_part() -> None:
     generator = torch.Generator().manual_seed(0)
 
-    joining = Joining()
+    buffer = MinibatchBuffer(COLUMNS)
     for size in (5, 4):
-        joining.add(minibatch(size, generator))
-    rows = joining.take()
+        buffer.add(minibatch(size, generator))
+    rows = joined_minibatches(buffer)
     assert rows is not None and rows.valid is None
-    found = in_grid(Minibatches(**{name: getattr(rows, name) for name in rows._fields if name in Minibatches._fields}))
+    found = in_grid(rows)
 
     assert found.valid is not None
     assert found.valid.sum(-1).tolist() == [5, 4]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper_telemetry.events import GrowthStep, Hooks
+from esper_telemetry.events import Hooks
 from esper_telemetry.lab.morphogenesis import contributions, rewards
 from esper_telemetry.lab.morphogenesis.actions import ActionOutcome, act, action_masks, advanceable, specs
 from esper_telemetry.lab.morphogenesis.causes import CauseHistory, diagnose
@@ -21,6 +21,7 @@ from esper_telemetry.lab.morphogenesis.report import Report, report
 from esper_telemetry.lab.morphogenesis.severity import INTENSITY_DECAY, exploding, intensity_ratio, vanishing
 from esper_telemetry.lab.morphogenesis.slots import Slots
 from esper_telemetry.lab.morphogenesis.tasks import make_task
+from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
 from esper_telemetry.lab.morphogenesis.watchdog import EVERY
 from esper_telemetry.ppo.environments.protocol import TensorStep
 
@@ -44,7 +45,7 @@ class Morphogenesis:
         device: where its tensors are.
 
     Attributes:
-        hooks: told of every step, see `events.GrowthStep`.
+        hooks: told of every step, see `telemetry.GrowthStep`.
         score: [B], of the last episodes that ended; NaN before.
 
     Raises:

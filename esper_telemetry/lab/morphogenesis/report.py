@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper_telemetry.events import GrowthStep
 from esper_telemetry.lab.morphogenesis.actions import ActionOutcome
 from esper_telemetry.lab.morphogenesis.causes import CAUSES
 from esper_telemetry.lab.morphogenesis.colony import Colony, ColonyResult
@@ -18,6 +17,7 @@ from esper_telemetry.lab.morphogenesis.lifecycle import FELT, Op, Stage, among
 from esper_telemetry.lab.morphogenesis.observation import HostState
 from esper_telemetry.lab.morphogenesis.rewards import REWARDS
 from esper_telemetry.lab.morphogenesis.slots import Slots
+from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
 
 LABELS = {
     "stage": tuple(stage.name.lower() for stage in Stage),

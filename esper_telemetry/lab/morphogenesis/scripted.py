@@ -14,8 +14,8 @@ from esper_telemetry.events import EpisodeEnd, RunStart, UpdateEnd
 from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
 from esper_telemetry.lab.morphogenesis.policies import SCRIPTS, ScriptedController
 from esper_telemetry.ppo import checkpoint
+from esper_telemetry.ppo.checkpointables import Checkpointables
 from esper_telemetry.ppo.collectors.base import EpisodeCounter
-from esper_telemetry.ppo.companions import Companions
 from esper_telemetry.ppo.config import PPOConfig, require
 from esper_telemetry.ppo.environments.protocol import TensorStep
 from esper_telemetry.ppo.ranks import Ranks
@@ -32,7 +32,7 @@ class ScriptedRun:
 
     Attributes:
         hooks: who is told of what happens.
-        companions: what is saved with it.
+        checkpointables: what is saved with it.
         env_steps, updates: what has been done so far.
     """
 
@@ -41,7 +41,7 @@ class ScriptedRun:
     def __init__(self, env: Morphogenesis, config: PPOConfig) -> None:
         require(config.policy in SCRIPTS, f"policy must be one of {', '.join(SCRIPTS)}", config.policy)
         self.env, self.config = env, config
-        self.hooks, self.companions, self.ranks = env.hooks, Companions(), Ranks.current()
+        self.hooks, self.checkpointables, self.ranks = env.hooks, Checkpointables(), Ranks.current()
         self.env_steps = self.updates = 0
         seed = self.ranks.seed(config.seed)
         self._choose: ScriptedController = SCRIPTS[config.policy](seed)
@@ -69,7 +69,7 @@ class ScriptedRun:
             "made_of": self._made_of(),
             "counts": {"env_steps": self.env_steps, "updates": self.updates},
             "collector": {**collector, "script": self._choose.state_dict()},
-            "companions": self.companions.state_dict(),
+            "companions": self.checkpointables.state_dict(),
         }
 
     def save(self, path: str | Path) -> Path:
@@ -83,7 +83,7 @@ class ScriptedRun:
         self.env.load_state_dict(state["collector"]["environment"])
         self._episodes.load_state_dict(state["collector"]["episodes"])
         self._choose.load_state_dict(state["collector"]["script"])
-        self.companions.load_state_dict(state["companions"])
+        self.checkpointables.load_state_dict(state["companions"])
 
     def _made_of(self) -> dict[str, Any]:
         """What decides whether a checkpoint fits."""

@@ -12,12 +12,13 @@ from growing import tiny
 from torch import Tensor
 
 from esper_telemetry import PPOConfig, Telemetry, attach, read_run
-from esper_telemetry.events import GrowthStep, UpdateEnd
+from esper_telemetry.events import UpdateEnd
 from esper_telemetry.journal import alarms
 from esper_telemetry.lab.morphogenesis import Morphogenesis, rewards
 from esper_telemetry.lab.morphogenesis.lifecycle import Op
 from esper_telemetry.lab.morphogenesis.policies import Oracle
 from esper_telemetry.lab.morphogenesis.scripted import ScriptedRun
+from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
 
 SEED_ALARMS = {"seed/explode", "seed/vanish", "seed/dormant", "seed/stalled", "seed/reward_hacking"}
 FROM = 5

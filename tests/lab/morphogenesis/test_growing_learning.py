@@ -10,9 +10,10 @@ import torch
 from growing import tiny
 
 from esper_telemetry import PPO, PPOConfig
-from esper_telemetry.events import EpisodeEnd, GrowthStep
+from esper_telemetry.events import EpisodeEnd
 from esper_telemetry.lab.morphogenesis import SCRIPTS, Morphogenesis
 from esper_telemetry.lab.morphogenesis.scripted import ScriptedRun
+from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
 from esper_telemetry.ppo.config import preset
 
 UPDATES, LAST = 25, 4

@@ -8,7 +8,6 @@ from growing import play, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper_telemetry.events import GrowthStep
 from esper_telemetry.lab.morphogenesis import Morphogenesis, rewards, watchdog
 from esper_telemetry.lab.morphogenesis.alpha import CURVES, progress
 from esper_telemetry.lab.morphogenesis.causes import CAUSES, CauseHistory, diagnose
@@ -17,6 +16,7 @@ from esper_telemetry.lab.morphogenesis.lifecycle import TRANSITIONS, Op, Stage
 from esper_telemetry.lab.morphogenesis.policies import SCRIPTS, Random
 from esper_telemetry.lab.morphogenesis.severity import exploding, vanishing
 from esper_telemetry.lab.morphogenesis.slots import Slots
+from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
 
 LEGAL = {(a, b) for a, after in TRANSITIONS.items() for b in after} | {(stage, stage) for stage in Stage}
 

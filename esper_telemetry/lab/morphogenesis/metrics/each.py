@@ -131,7 +131,7 @@ def each_stats(
     """The first `MOST` environments and their slots one by one, at the last of T steps.
 
     Args:
-        hosts, rewards: [T, B] each, see `events.GrowthStep`.
+        hosts, rewards: [T, B] each, see `telemetry.GrowthStep`.
         seeds: [T, B, S] each.
     """
     envs, slots = min(seeds["stage"].shape[1], MOST), seeds["stage"].shape[2]

@@ -189,7 +189,7 @@ def environment_stats(
     """Everything about environments.
 
     Args:
-        hosts: [T, B] each, see `events.GrowthStep`.
+        hosts: [T, B] each, see `telemetry.GrowthStep`.
         rewards: per component [T, B], as they are paid.
         stages: [T, B, S], indices.
         last: [T], bool: steps that end episodes.

@@ -128,7 +128,7 @@ class HostStats(MetricGroup):
 
 @torch.inference_mode()
 def host_stats(hosts: Mapping[str, Tensor]) -> HostStats:
-    """How hosts do; [T, B] each, see `events.GrowthStep`."""
+    """How hosts do; [T, B] each, see `telemetry.GrowthStep`."""
     found = {name: sample(x) for name, x in hosts.items()}
     best = found["best"]
 

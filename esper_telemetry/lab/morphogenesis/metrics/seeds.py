@@ -305,7 +305,7 @@ def seed_stats(
     """Everything about seeds.
 
     Args:
-        seeds: [T, B, S] each, see `events.GrowthStep`.
+        seeds: [T, B, S] each, see `telemetry.GrowthStep`.
         labels: names of the values of `stage` and `cause`.
         horizon: steps of an episode.
     """

@@ -1,4 +1,4 @@
-"""Updates that are looked at closely: whole gradients, their parts and Adam's state, without a trace in training."""
+"""Sampled updates: whole gradients, their parts and Adam's state, without a trace in training."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
-from esper_telemetry.adapters import attach as close_look
-from esper_telemetry.adapters import attach as update_module
-from esper_telemetry.adapters.attach import CloseLook
+from esper_telemetry.adapters import attach as attach_module
+from esper_telemetry.adapters import sampled
+from esper_telemetry.adapters.sampled import GradientProbe
 from esper_telemetry.events import BackwardEnd, Hooks, MinibatchStart, OptimizerStep, RolloutEnd, RunStart, UpdateEnd
 from esper_telemetry.ppo.environments import CueRecall
-from esper_telemetry.updates import GradientSample
-from esper_telemetry.updates import groups as layers_module
+from esper_telemetry.updates import groups
+from esper_telemetry.updates.data import GradientSample
 
 ALIGNMENT = {"grad/align/mean_pair_cos", "grad/align/direction_variance", "grad/sign/agreement"}
 ENTRIES = {"grad/zero_frac", "grad/sign/pos_frac", *(f"grad/concentration/{n}" for n in ("entropy", "participation"))}
@@ -25,9 +25,9 @@ NOISE = {"grad/gns/g2", "grad/gns/tr_sigma", "grad/gns/noise_dominated"}
 STEP = {"opt/update_to_weight", "opt/update_rms_over_lr", "opt/stable_rms", "opt/eps_dominated_frac"}
 WEIGHTS = {"opt/weight_growth", "opt/weight_norm/value_weight", "opt/update_to_weight/value_weight"}
 SECOND = {"opt/state_reset", "opt/snr_share", "grad/align/successive_cos"}
-"""What compares with an earlier look, or needs more than one step of the optimizer."""
+"""What compares with an earlier sample, or needs more than one step of the optimizer."""
 SHARED = {"grad/interference/cos", "grad/interference/cancel"}
-CLOSE = ALIGNMENT | ENTRIES | NOISE | STEP | WEIGHTS
+SAMPLED = ALIGNMENT | ENTRIES | NOISE | STEP | WEIGHTS
 
 
 def trainer(**settings: Any) -> PPO:
@@ -49,12 +49,12 @@ def values_of(run_dir: Path, source: PPO, *, updates: int, **options: Any) -> li
 
 
 @pytest.mark.parametrize("make", [trainer, recall])
-def test_normal_looks_at_one_update_in_eight(tmp_path: Path, make: Any) -> None:
+def test_normal_samples_one_update_in_eight(tmp_path: Path, make: Any) -> None:
     records = values_of(tmp_path, make(), updates=9)
 
-    close = [update for update, values in enumerate(records, start=1) if set(values) >= CLOSE]
-    assert close == [1, 9], CLOSE - set(records[0])
-    assert all(not (CLOSE | SECOND) & set(values) for values in records[1:8])
+    sampled_updates = [update for update, values in enumerate(records, start=1) if set(values) >= SAMPLED]
+    assert sampled_updates == [1, 9], SAMPLED - set(records[0])
+    assert all(not (SAMPLED | SECOND) & set(values) for values in records[1:8])
     assert set(records[8]) >= SECOND and not SECOND & set(records[0])
     assert all(values["telemetry/sample_every"] == 8 for values in records)
 
@@ -70,7 +70,7 @@ def test_layers_have_a_severity_at_debug_only(tmp_path: Path) -> None:
 def test_a_network_of_many_layers_has_a_health_but_no_keys_details(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layers_module, "MOST_LAYERS", 3)
+    monkeypatch.setattr(groups, "MAX_LAYERS", 3)
     (normal,) = values_of(tmp_path / "normal", trainer(), updates=1)
     (debug,) = values_of(tmp_path / "debug", trainer(), updates=1, level="debug")
 
@@ -80,10 +80,10 @@ def test_a_network_of_many_layers_has_a_health_but_no_keys_details(
     assert all(any(key.startswith(start) for key in debug) for start in single)
 
 
-def test_debug_looks_at_every_step_of_every_update(tmp_path: Path) -> None:
+def test_debug_samples_every_step_of_every_update(tmp_path: Path) -> None:
     records = values_of(tmp_path, trainer(), updates=3, level="debug")
 
-    assert all(set(values) >= CLOSE for values in records)
+    assert all(set(values) >= SAMPLED for values in records)
     assert all(set(values) >= SECOND for values in records[1:])
     assert "opt/snr_share" in records[0]
 
@@ -94,28 +94,28 @@ def test_of_a_large_network_steps_are_left_out_evenly(
 ) -> None:
     source = trainer()
     size = sum(parameter.numel() for parameter in source.policy.parameters())
-    monkeypatch.setattr(close_look, "BESIDES_STEPS", 0)
-    monkeypatch.setattr(close_look, "MOST_TRAVELLING", int(room * 8 * 4 * size))
+    monkeypatch.setattr(sampled, "VECTORS_BESIDES_STATES", 0)
+    monkeypatch.setattr(sampled, "MAX_TRAVELLING_ENTRIES", int(room * 8 * 4 * size))
     samples: list[GradientSample] = []
-    take = CloseLook.take
+    take = GradientProbe.take
 
-    def kept_too(look: CloseLook) -> GradientSample | None:
-        sample = take(look)
+    def kept_too(probe: GradientProbe) -> GradientSample | None:
+        sample = take(probe)
         samples.extend([] if sample is None else [sample])
         return sample
 
-    monkeypatch.setattr(CloseLook, "take", kept_too)
+    monkeypatch.setattr(GradientProbe, "take", kept_too)
 
     values_of(tmp_path, source, updates=1, level="debug")
 
     assert [int(state.step[0]) - 1 for state in samples[0].states] == list(kept)
 
 
-def test_minimal_looks_at_nothing_closely_and_still_knows_the_health(tmp_path: Path) -> None:
+def test_minimal_samples_nothing_and_still_knows_the_health(tmp_path: Path) -> None:
     (values,) = values_of(tmp_path / "minimal", trainer(), updates=1, level="minimal")
     (normal,) = values_of(tmp_path / "normal", trainer(), updates=1)
 
-    assert not (CLOSE | SECOND) & set(values)
+    assert not (SAMPLED | SECOND) & set(values)
     assert 0.9 < values["grad/health"] <= 1.0
     assert values["grad/health"] == pytest.approx(normal["grad/health"], abs=0.05)
     assert not any(key.startswith("grad/layer") for key in values)
@@ -165,7 +165,7 @@ def test_a_frozen_part_of_the_network_is_no_obstacle(tmp_path: Path, part: str) 
     assert (set(values) >= SHARED) == (part != "actor")
 
 
-def test_sparse_gradients_of_changing_size_are_looked_at_as_far_as_they_compare(tmp_path: Path) -> None:
+def test_sparse_gradients_of_changing_size_are_sampled_as_far_as_they_compare(tmp_path: Path) -> None:
     """A trainer of somebody's own, whose embedding touches two rows in one minibatch and three in the next."""
     embedding = nn.Embedding(9, 2, sparse=True)
     hooks = Hooks()
@@ -201,7 +201,7 @@ def test_every_head_has_a_gradient_and_so_has_the_bonus(tmp_path: Path) -> None:
     assert greedy["grad/value/norm"] > 0 and "grad/entropy/norm" not in greedy
 
 
-def test_a_new_optimizer_in_mid_training_is_noticed_at_the_next_look(tmp_path: Path) -> None:
+def test_a_new_optimizer_in_mid_training_is_noticed_at_the_next_sample(tmp_path: Path) -> None:
     source = trainer()
     with Telemetry(run_dir=tmp_path, offload=False, level="debug") as telemetry:
         attach(telemetry, source)
@@ -213,7 +213,7 @@ def test_a_new_optimizer_in_mid_training_is_noticed_at_the_next_look(tmp_path: P
     assert resets == [0.0] * (len(resets) - 1) + [float(len(list(source.policy.parameters())))]
 
 
-def test_hooks_of_a_close_look_are_gone_as_soon_as_they_have_seen_enough(tmp_path: Path) -> None:
+def test_hooks_of_a_probe_are_gone_as_soon_as_they_have_enough(tmp_path: Path) -> None:
     """Of eight steps in two epochs: the optimizer after the first one, whole gradients in the first epoch."""
     source = trainer()
     wanted = []
@@ -231,7 +231,7 @@ def test_a_sample_too_large_to_travel_is_measured_on_the_spot(
     tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = values_of(tmp_path / "small", make(), updates=2, level="debug")
-    monkeypatch.setattr(update_module, "MOST_TRAVELLING", 10)
+    monkeypatch.setattr(attach_module, "MAX_TRAVELLING_ENTRIES", 10)
     large = values_of(tmp_path / "large", make(), updates=2, level="debug")
 
     for left, right in zip(small, large, strict=True):

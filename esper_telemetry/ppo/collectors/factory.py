@@ -1,8 +1,7 @@
-"""Which collector an environment needs."""
+"""The collector for a kind of environment."""
 
 from __future__ import annotations
 
-from esper_telemetry.events import Hooks
 from esper_telemetry.ppo.collectors.host import Collector
 from esper_telemetry.ppo.collectors.tensors import TensorCollector
 from esper_telemetry.ppo.environments.protocol import Environment, TensorEnvironment
@@ -14,15 +13,9 @@ from esper_telemetry.ppo.policy import ActorCritic
 def collector_for(
     env: Environment, policy: ActorCritic, normalizers: Normalizers, *, num_steps: int, seed: int, greedy: bool = False
 ) -> Collector | TensorCollector:
-    """What collects from that kind of environment; tensor environments on the host are stepped as arrays."""
+    """Return the collector for that kind of environment; tensor environments on the host are stepped as arrays."""
     if not isinstance(env, TensorEnvironment):
         return Collector(env, policy, num_steps, seed, normalizers, greedy=greedy)
     if env.device.type == policy.value.weight.device.type == "cpu":
         return Collector(on_host(env), policy, num_steps, seed, normalizers, greedy=greedy)
     return TensorCollector(env, policy, num_steps, seed, normalizers, greedy=greedy)
-
-
-def hooks_of(env: Environment) -> Hooks:
-    """Where the environment tells of what happens in it, if it does, so that who listens to a trainer hears both; else new ones."""
-    found = getattr(env, "hooks", None)
-    return found if isinstance(found, Hooks) else Hooks()

@@ -1,0 +1,343 @@
+"""Sampled updates: whole gradients, the optimizer's state, and the policy shown its rollout once more, before and after the update.
+
+The hooks of these probes exist only while an update is sampled, so they cost nothing in the others, and each ends as soon as it has what
+it needs. What they copy or measure leaves no trace in training. States of the optimizer and zeros in gradients are sampled although their
+tensors are there anyway: to copy and correct Adam's moments in float64 takes one to four training steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.core.clock import Clock
+from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.record import Level
+from esper_telemetry.events import (
+    Activations,
+    AfterUpdate,
+    BackwardEnd,
+    BeforeUpdate,
+    Hooks,
+    MinibatchStart,
+    OptimizerStep,
+    Outputs,
+    PolicyReplay,
+    Remover,
+    TrunkBackward,
+)
+from esper_telemetry.metrics.actions import greedy_agreement
+from esper_telemetry.metrics.gradients.health import gradients_of
+from esper_telemetry.metrics.kl import categorical_kl, gaussian_kl, kl_after_update
+from esper_telemetry.metrics.lstm.sequences import bptt_stats, memory_use
+from esper_telemetry.metrics.lstm.states import first_staleness, state_staleness
+from esper_telemetry.metrics.optimizer import AdamState, adam_held, adam_state, flat, weight_norm
+from esper_telemetry.metrics.representation import (
+    capacity_loss,
+    feature_drift,
+    feature_norm,
+    layer_responses,
+    unit_activity,
+)
+from esper_telemetry.telemetry import Telemetry
+from esper_telemetry.updates.containment import Measurement
+from esper_telemetry.updates.data import GradientSample
+
+Event = TypeVar("Event")
+
+SHARDS = 2
+"""Parts of the first minibatch whose gradients tell noise from signal. Each is a pass of its own, and by far the most expensive part of a
+sample; two are enough, because estimates are averaged over updates anyway. Minibatches would not do: they are taken at parameters that
+drift, which inflates the noise."""
+
+MAX_SAMPLE_ENTRIES = 1 << 26
+"""Entries of a sample's gradients; of larger networks two minibatches are copied, besides the optimizer's states."""
+
+MAX_TRAVELLING_ENTRIES = 1 << 20
+"""Entries of a sample that may travel to the worker: four megabytes. Larger samples are measured in the trainer's process."""
+
+VECTORS_BESIDES_STATES = 8
+"""Vectors as long as the gradient for which there is room besides the optimizer's states, of which each has four."""
+
+CAPACITY_PERIOD = 10
+"""Samples from one in which a copy of the network is trained to the next."""
+
+MAX_COMPARED_TRANSITIONS = 512
+"""Transitions whose features before and after an update are compared."""
+
+
+class TimedListener:
+    """Registers hooks whose time counts as telemetry's, and removes them all at once.
+
+    Args:
+        clock: telemetry's.
+        hooks: of the source.
+        attempt: calls a hook with an event and contains what it raises; without it everything is raised in the trainer.
+    """
+
+    def __init__(
+        self, clock: Clock, hooks: Hooks, attempt: Callable[[Callable[[Any], None], Any], None] = lambda f, x: f(x)
+    ) -> None:
+        self._clock = clock
+        self._attempt = attempt
+        self._hooks = hooks
+        self._removers: list[Remover] = []
+
+    def on(self, event_type: type[Event], hook: Callable[[Event], None]) -> None:
+        """Call `hook` with every event of that type."""
+
+        def timed(event: Event) -> None:
+            with self._clock:
+                self._attempt(hook, event)
+
+        self._removers.append(self._hooks.on(event_type, timed))
+
+    def once(self, event_type: type[Event], hook: Callable[[Event], None]) -> None:
+        """Call `hook` with the next event of that type, and then no more: the source need not build the others."""
+
+        def timed(event: Event) -> None:
+            remove()
+            self._removers.remove(remove)
+            with self._clock:
+                self._attempt(hook, event)
+
+        remove = self._hooks.on(event_type, timed)
+        self._removers.append(remove)
+
+    def untimed(self, event_type: type[Event], hook: Callable[[Event], None]) -> None:
+        """Call a hook that takes less time than to time it."""
+        self._removers.append(self._hooks.on(event_type, hook))
+
+    def keep(self, event_type: type[Event]) -> list[Event]:
+        """Return a list that every event of that type is appended to."""
+        events: list[Event] = []
+        self.untimed(event_type, events.append)
+        return events
+
+    def another(self) -> TimedListener:
+        """Return a listener like this one that may end before; it ends with this one."""
+        listener = TimedListener(self._clock, self._hooks, self._attempt)
+        self._removers.append(listener.stop)
+        return listener
+
+    def stop(self) -> None:
+        """Remove every hook that was registered here."""
+        while self._removers:
+            self._removers.pop()()
+
+
+class GradientProbe:
+    """Copies whole gradients and the optimizer's states of sampled updates.
+
+    Args:
+        listener: registers its hooks.
+    """
+
+    def __init__(self, listener: TimedListener) -> None:
+        self._listener = listener
+        self._backward = listener.another()
+        self._initial_norm: Tensor | None = None
+        self._steps: Tensor | None = None
+        self._clear()
+
+    def begin(self, *, every_step: bool) -> None:
+        """Sample the update that begins now: every step of the optimizer for which there is room, or the first one only."""
+        self._listener.on(MinibatchStart, self._keep_shards)
+        self._listener.on(TrunkBackward, self._keep_shared)
+        self._backward.on(BackwardEnd, self._keep_gradient)
+        if every_step:
+            self._listener.on(OptimizerStep, self._keep_state)
+        else:
+            self._listener.once(OptimizerStep, self._keep_state)
+
+    def take(self) -> GradientSample | None:
+        """Return the sample of the update; None where it was not sampled."""
+        self._stop_listening()
+        sample = self._sample._replace(
+            minibatches=tuple(self._minibatches),
+            states=tuple(self._states),
+            previous_steps=self._steps,
+            initial_norm=self._initial_norm,
+        )
+        if not sample.minibatches and not sample.states:
+            return None
+        if sample.states:
+            self._steps = sample.states[-1].step
+        self._clear()
+        return sample
+
+    def state_dict(self) -> dict[str, Tensor | None]:
+        """Return what later samples are compared with."""
+        return {"initial_norm": self._initial_norm, "steps": self._steps}
+
+    def load_state_dict(self, state: dict[str, Tensor | None]) -> None:
+        """Go on from a saved state."""
+        self._initial_norm, self._steps = state["initial_norm"], state["steps"]
+
+    def stop(self) -> None:
+        """Sample nothing any more."""
+        self._stop_listening()
+        self._clear()
+
+    def _stop_listening(self) -> None:
+        self._listener.stop()
+        self._backward.stop()
+
+    def _clear(self) -> None:
+        self._sample = GradientSample((), ())
+        self._minibatches: list[Tensor] = []
+        self._states: list[AdamState] = []
+        self._stride = 1
+
+    def _keep_shards(self, event: MinibatchStart) -> None:
+        gradients, samples = [], []
+        for shard in event.shards(SHARDS):
+            gradients.append(shard.gradient)
+            samples.append(shard.samples)
+        self._sample = self._sample._replace(shards=tuple(gradients), samples=tuple(samples))
+
+    def _keep_shared(self, event: TrunkBackward) -> None:
+        """Take the two losses' gradients on to the parameters that they share, through the first minibatch's graph."""
+        shared = [parameter for parameter in event.shared if parameter.requires_grad]
+        if event.step > 0 or not shared or len(event.outputs) != 1 or not event.outputs[0].requires_grad:
+            return
+
+        def through(gradient: Tensor) -> Tensor:
+            options: Any = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+            return flat(torch.autograd.grad(event.outputs[0], shared, grad_outputs=gradient, **options))
+
+        self._sample = self._sample._replace(actor=through(event.actor), critic=through(event.critic))
+
+    @torch.no_grad()
+    def _keep_gradient(self, event: BackwardEnd) -> None:
+        """Copy the gradients of the first epoch's minibatches, as far as they are of the same parameters."""
+        if self._initial_norm is None:
+            self._initial_norm = weight_norm(list(event.parameters.values()))
+        if event.epoch > 0:
+            self._backward.stop()
+            return
+        if not event.names:
+            return
+        gradients = gradients_of([event.parameters[name] for name in event.names])
+        numels = tuple(gradient.numel() for gradient in gradients)
+        if not self._minibatches:
+            self._sample = self._sample._replace(names=event.names, numels=numels)
+        same = (event.names, numels) == self._sample[:2] and len(numels) == len(event.names)
+        vectors = len(self._minibatches) + 1
+        if same and (vectors <= 2 or vectors * sum(numels) <= MAX_SAMPLE_ENTRIES):
+            self._minibatches.append(flat(gradients))
+
+    @torch.no_grad()
+    def _keep_state(self, event: OptimizerStep) -> None:
+        """Copy the state after this step; where there is no room for so many, after every second, fourth and so on from the first."""
+        vectors = VECTORS_BESIDES_STATES + 4 * len(self._states) + 4
+        due = event.step % self._stride == 0
+        if self._states and due and vectors * sum(self._sample.numels) > MAX_TRAVELLING_ENTRIES:
+            del self._states[1::2]
+            self._stride *= 2
+            due = event.step % self._stride == 0
+        if not due:
+            return
+        states = adam_held(event.optimizer)
+        if states and not self._states:
+            named = {id(parameter): name for name, parameter in event.parameters.items()}
+            names = [named.get(id(entry.parameter), f"parameter_{index}") for index, entry in enumerate(states)]
+            self._sample = self._sample._replace(state_names=tuple(names))
+        if len(states) == len(self._sample.state_names) > 0:
+            self._states.append(adam_state(states))
+
+
+class ReplayProbe:
+    """Measures the policy on its rollout before and after sampled updates, while the policy is there to be asked.
+
+    Exact divergences after the last step, churn, staleness of states and gradients through time need the live policy: no event could carry
+    their answers without costing every update a pass.
+
+    Attributes:
+        samples: number of sampled updates so far; a checkpoint keeps it.
+    """
+
+    def __init__(self, telemetry: Telemetry, listener: TimedListener) -> None:
+        self._telemetry = telemetry
+        self._listener = listener
+        self.samples = 0
+        self._stored: Outputs | None = None
+        self._before: Outputs | None = None
+
+    def begin(self) -> None:
+        """Sample the update that begins now."""
+        self.stop()
+        self._listener.on(BeforeUpdate, self._before_update)
+        self._listener.on(AfterUpdate, self._after_update)
+
+    def stop(self) -> None:
+        """Sample nothing any more."""
+        self._listener.stop()
+        self._stored = self._before = None
+
+    def _before_update(self, event: BeforeUpdate) -> None:
+        level, policy, measure = self._telemetry.update_level, event.policy, self._telemetry.measure
+        stored, now = self._stored, self._before = policy.stored(), policy.outputs()
+        if stored.memory is not None and now.memory is not None:
+            measure([partial(first_staleness, stored.memory, now.memory)])
+        measure(layer_metrics(policy.activations(), level))
+        measure(_memory_metrics(policy))
+        if level >= Level.DEBUG and self.samples % CAPACITY_PERIOD == 0:
+            copy = policy.copy()
+            if copy.parameters:
+                measure([partial(capacity_loss, copy.network, copy.parameters, copy.observations)])
+        self.samples += 1
+
+    def _after_update(self, event: AfterUpdate) -> None:
+        if self._stored is not None and self._before is not None:
+            self._telemetry.measure(update_metrics(self._stored, self._before, event.policy.outputs()))
+        self.stop()
+
+
+def layer_metrics(activations: Activations, level: Level) -> Iterator[Measurement]:
+    """Units of single layers, and the size of the features before the last nonlinearity; at DEBUG how layers respond."""
+
+    def units() -> MetricGroup:
+        return unit_activity(activations.layers).layers
+
+    if activations.layers:
+        yield units
+        if level >= Level.DEBUG:
+            yield partial(layer_responses, activations.layers)
+    if activations.last is not None:
+        yield partial(feature_norm, activations.last)
+
+
+def _memory_metrics(policy: PolicyReplay) -> Iterator[Measurement]:
+    """Gradients at the states of a recurrent policy, and what it would do without memory."""
+    gradients = policy.state_gradients()
+    if gradients is not None:
+        yield partial(bptt_stats, gradients.first, gradients.last)
+    without = policy.without_memory()
+    if without is not None:
+        yield partial(memory_use, kl_rows(policy.stored_part(), without), relevant=without.relevance)
+
+
+def update_metrics(stored: Outputs, before: Outputs, now: Outputs) -> Iterator[Measurement]:
+    """Distance of the policy after an update from what was acted on, and from its outputs before the update."""
+    yield lambda: kl_after_update(kl_rows(stored, now), relevant=now.relevance)
+    if now.logits:
+        yield partial(greedy_agreement, stored.logits, now.logits, relevant=now.relevance)
+    if before.features is not None and now.features is not None:
+        some = slice(None, None, max(1, len(now.features) // MAX_COMPARED_TRANSITIONS))
+        yield partial(feature_drift, before.features[some], now.features[some])
+    if stored.memory is not None and now.memory is not None:
+        yield partial(state_staleness, stored.memory, now.memory)
+
+
+def kl_rows(old: Outputs, new: Outputs) -> Mapping[str, Tensor]:
+    """KL(old‖new) of every head in every transition, [N] each."""
+    rows = {head: categorical_kl(old.logits[head], logits) for head, logits in new.logits.items()}
+    for head, means in new.means.items():
+        old_std, new_std = (side.log_std[head].expand_as(means) for side in (old, new))
+        rows[head] = gaussian_kl(old.means[head], old_std, means, new_std)
+    return rows

@@ -1,0 +1,104 @@
+"""Networks that grow, as columns of an update: the event of a step, and its metrics. Reached through the entry point `morphogenesis`.
+
+Environments may emit events on hooks of their own that their trainer makes its own, so `attach` stays one call and a trainer knows nothing
+of growth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.core.record import Level
+from esper_telemetry.lab.morphogenesis.metrics.each import each_stats
+from esper_telemetry.lab.morphogenesis.metrics.environments import environment_stats
+from esper_telemetry.lab.morphogenesis.metrics.hosts import host_stats
+from esper_telemetry.lab.morphogenesis.metrics.seeds import gate_stats, seed_stats
+from esper_telemetry.updates.containment import Measurement
+from esper_telemetry.updates.extensions import Capture
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthStep:
+    """One step of B environments in which networks grow: an epoch of training of every host, with S slots for seeds in each.
+
+    Attributes:
+        last: whether episodes end with it.
+        horizon: steps of an episode.
+        hosts: [B] each: `train_loss`, `train_accuracy`, `val_loss`, `val_accuracy`, `best` (accuracy so far), `stale` (epochs since then),
+            `norm` (gradient before clipping), `growth` (parameters over those of the host alone), `score` (accuracy less the price of the
+            parameters), `seeds_gain` (accuracy that all seeds add), `synergy` (what they add beyond the sum of each alone), `op` (an
+            index), `decides` (whether there was a choice), and the watchdog's `nonfinite`, `lobotomy` and `divergence`.
+        seeds: [B, S] each: `stage` (an index), `life` (epochs), `alpha`, `blueprint`, `born`, `pruned`, `fossilized` (bool, in this step),
+            and NaN where unknown: gradient `norm`, severities `exploding` and `vanishing`, `ratio` (gradient intensity over the host's),
+            `contribution`, `shapley`; `cause` (an index, -1 where there is no seed that learns).
+        rewards: [B] per component, weighted: they add up to the reward.
+        gates: [B] per gate: -1 not asked, 0 refused, 1 passed.
+        labels: names of the values of `stage`, `op` and `cause`.
+    """
+
+    last: bool
+    horizon: int
+    hosts: Mapping[str, Tensor]
+    seeds: Mapping[str, Tensor]
+    rewards: Mapping[str, Tensor]
+    gates: Mapping[str, Tensor]
+    labels: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthUpdate:
+    """Growth in T steps of the environments; an `updates.extensions.UpdateExtension`.
+
+    Attributes:
+        steps: columns as in `GrowthStep`, with T as their first dimension.
+        last: per step, whether episodes ended with it.
+    """
+
+    event_type: ClassVar[type] = GrowthStep
+
+    steps: GrowthStep
+    last: tuple[bool, ...]
+
+    @classmethod
+    def from_events(cls, events: Sequence[GrowthStep]) -> GrowthUpdate:
+        """Stack the steps of an update."""
+
+        def stacked(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+            return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+
+        steps = GrowthStep(
+            last=events[-1].last,
+            horizon=events[0].horizon,
+            hosts=stacked([step.hosts for step in events]),
+            seeds=stacked([step.seeds for step in events]),
+            rewards=stacked([step.rewards for step in events]),
+            gates=stacked([step.gates for step in events]),
+            labels=events[0].labels,
+        )
+        return cls(steps, tuple([step.last for step in events]))
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the hosts are trained elsewhere than on the CPU."""
+        return not self.steps.hosts["score"].is_cpu
+
+    def measure(self, _: Mapping[str, Any], level: Level) -> Iterator[Measurement]:
+        """Measure hosts, their seeds, and what was paid for them; at DEBUG one by one too."""
+        hosts, seeds, rewards, labels = self.steps.hosts, self.steps.seeds, self.steps.rewards, self.steps.labels
+        last = torch.tensor(self.last, device=hosts["score"].device)
+        yield partial(host_stats, hosts)
+        yield partial(seed_stats, seeds, labels, horizon=self.steps.horizon)
+        yield partial(gate_stats, self.steps.gates)
+        yield partial(environment_stats, hosts, rewards, seeds["stage"], last, ops=labels["op"])
+        if level >= Level.DEBUG:
+            yield partial(each_stats, hosts, seeds, rewards)
+
+    def evidence(self, _: Mapping[str, Any]) -> Iterator[Capture]:
+        """Nothing: alarms about growth read metrics alone."""
+        yield from ()

@@ -1,0 +1,377 @@
+"""Events of the trainer: one method per event, which does nothing where nobody listens.
+
+Between two minibatches as little is done as can be: by the next one the trainer has pushed this code out of the processor's caches, and a
+line takes several times as long as when the update is over. So minibatches and the norms of their gradients are kept as they come and
+emitted joined (`MinibatchesEnd`, `BackwardsEnd`), which costs a third of an event for each.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from esper_telemetry.core import tensors as ops
+from esper_telemetry.events import (
+    NONE,
+    AfterUpdate,
+    BackwardEnd,
+    BackwardsEnd,
+    BeforeUpdate,
+    EpisodeEnd,
+    EvaluationEnd,
+    Hooks,
+    MinibatchEnd,
+    MinibatchesEnd,
+    MinibatchStart,
+    OptimizerStep,
+    PolicyReplay,
+    RecurrentForward,
+    Rollback,
+    RolloutEnd,
+    RunStart,
+    Shard,
+    TrunkBackward,
+    UpdateEnd,
+)
+from esper_telemetry.ppo.environments.protocol import Environment
+from esper_telemetry.ppo.networks.recurrent import RecurrentTrunk
+from esper_telemetry.ppo.objective import ObjectiveResult, gradient
+from esper_telemetry.ppo.policy import ActorCritic
+from esper_telemetry.ppo.rollout import Batch, Rollout
+
+if TYPE_CHECKING:
+    from esper_telemetry.ppo.trainer import PPO
+
+
+@runtime_checkable
+class EmittingEnvironment(Protocol):
+    """An environment that emits events of its own; its trainer emits on the same hooks."""
+
+    @property
+    def hooks(self) -> Hooks:
+        """Hooks of the environment."""
+
+
+def hooks_of(env: Environment) -> Hooks:
+    """Return the environment's hooks, so that whoever listens to a trainer hears both; new ones where it has none."""
+    return env.hooks if isinstance(env, EmittingEnvironment) and isinstance(env.hooks, Hooks) else Hooks()
+
+
+class StepTensors(NamedTuple):
+    """Tensors of one minibatch, without their graph.
+
+    Attributes:
+        epoch: of the pass.
+        log_ratio, advantages, rows, action_masks, relevance: as in `events.MinibatchEnd`.
+        losses: 0-d, by name.
+        scores: per head [N, width].
+        log_probs, old_log_probs: per head [N], now and at collection; empty where there is one head.
+        log_std: per Gaussian head where it does not depend on the state [D].
+    """
+
+    epoch: int
+    log_ratio: Tensor
+    advantages: Tensor
+    rows: Tensor
+    losses: Mapping[str, Tensor]
+    scores: Mapping[str, Tensor]
+    log_probs: Mapping[str, Tensor]
+    old_log_probs: Mapping[str, Tensor]
+    action_masks: Mapping[str, Tensor]
+    relevance: Mapping[str, Tensor]
+    log_std: Mapping[str, Tensor]
+
+
+class TrainerEvents:
+    """Emits what happens in a trainer.
+
+    Args:
+        trainer: whose state the events are built from.
+    """
+
+    def __init__(self, trainer: PPO) -> None:
+        self._trainer: PPO = weakref.proxy(
+            trainer
+        )  # a cycle would keep the tensors of a trainer that nobody uses any more
+        self._hooks = trainer.hooks
+        self._steps: list[StepTensors] = []
+        self._norms: list[tuple[int, tuple[str, ...], Tensor]] = []
+        self._replay: PolicyReplay | None = None
+        self._start = self._cpu_start = self._learning_rate = 0.0
+
+    def run_start(self, total_steps: int) -> None:
+        """Emit `RunStart`."""
+        if self._hooks.wants(RunStart):
+            trainer = self._trainer
+            counts = (trainer.updates, trainer.env_steps, trainer.gradient_steps)
+            self._hooks.emit(RunStart(asdict(trainer.config), trainer.facts(total_steps), *counts))
+
+    def update_start(self) -> None:
+        """Remember when the update began, and the learning rate that it begins with."""
+        self._start, self._cpu_start = time.perf_counter(), time.process_time()
+        self._learning_rate = self._trainer.optimizer.param_groups[0]["lr"]
+
+    @property
+    def numbers_rows(self) -> bool:
+        """Whether minibatches have to say which transitions their rows are."""
+        return self._hooks.wants(MinibatchEnd) or self._hooks.wants(MinibatchesEnd)
+
+    def rollout_end(self, rollout: Rollout, advantages: Tensor, returns: Tensor) -> None:
+        """Emit `RolloutEnd`, `RecurrentForward` of a policy with an LSTM, and `EpisodeEnd` if an episode finished."""
+        hooks, trainer = self._hooks, self._trainer
+        if hooks.wants(RolloutEnd):
+            hooks.emit(self._rollout_event(rollout, advantages, returns))
+        if rollout.recurrence is not None and hooks.wants(RecurrentForward):
+            event = recurrent_event(trainer.policy, rollout, trainer.minibatch_envs)
+            if event is not None:
+                hooks.emit(event)
+        episodes = trainer.collector.episodes
+        if episodes.returns and hooks.wants(EpisodeEnd):
+            hooks.emit(EpisodeEnd(trainer.env_steps, episodes.returns, episodes.lengths, episodes.times))
+
+    def before_update(self, replay: Callable[[], PolicyReplay]) -> None:
+        """Emit `BeforeUpdate`; `replay` builds what shows the policy its rollout once more."""
+        wanted = self._hooks.wants(BeforeUpdate) or self._hooks.wants(AfterUpdate)
+        self._replay = replay() if wanted else None
+        if self._replay is not None:
+            self._hooks.emit(BeforeUpdate(self._trainer.updates, self._replay))
+
+    def after_update(self) -> None:
+        """Emit `AfterUpdate`."""
+        replay, self._replay = self._replay, None
+        if replay is not None:
+            self._hooks.emit(AfterUpdate(self._trainer.updates, replay))
+
+    def minibatch_start(
+        self, epoch: int, step: int, shards: Callable[[Batch, int], Sequence[Shard]], batch: Batch
+    ) -> None:
+        """Emit `MinibatchStart` before the first step."""
+        if step == 0 and self._hooks.wants(MinibatchStart):
+            self._hooks.emit(MinibatchStart(epoch, step, partial(shards, batch)))
+
+    def trunk_backward(
+        self, place: tuple[int, int], outputs: tuple[Tensor, ...], actor: Tensor, critic: Tensor
+    ) -> None:
+        """Emit `TrunkBackward` of pass `place[0]`, step `place[1]`; `actor` and `critic` are leaves with their gradients."""
+        if self._hooks.wants(TrunkBackward):
+            policy = self._trainer.policy
+            shared = list(policy.actor.parameters()) if policy.critic is None else []
+            self._hooks.emit(TrunkBackward(*place, outputs, gradient(actor), gradient(critic), shared))
+
+    def backward_end(self, epoch: int, step: int, gradients: Mapping[str, Tensor], norms: Tensor | None) -> None:
+        """Emit `BackwardEnd`, and keep the norms for `BackwardsEnd`.
+
+        Args:
+            epoch: of the pass.
+            step: within the update.
+            gradients: of all ranks, before clipping, by the names of their parameters.
+            norms: [K], L2 norm of each; None where nothing is clipped, and nobody else needs them.
+        """
+        joined, each = self._hooks.wants(BackwardsEnd), self._hooks.wants(BackwardEnd)
+        if not (joined or each):
+            return
+        if norms is None:
+            norms = ops.gradient_norms(list(gradients.values()))
+        if each:
+            parameters, max_norm = self._trainer.parameters, self._trainer.config.max_grad_norm
+            self._hooks.emit(BackwardEnd(epoch, step, parameters, tuple(gradients), norms, max_norm))
+        if joined:
+            self._norms.append((epoch, tuple(gradients), norms))
+
+    def optimizer_step(self, epoch: int, step: int) -> None:
+        """Emit `OptimizerStep`."""
+        if self._hooks.wants(OptimizerStep):
+            self._hooks.emit(OptimizerStep(epoch, step, self._trainer.optimizer, self._trainer.parameters))
+
+    def minibatch_end(self, epoch: int, step: int, batch: Batch, result: ObjectiveResult) -> None:
+        """Emit `MinibatchEnd`, and keep the minibatch for `MinibatchesEnd`."""
+        policy = self._trainer.policy
+        if self._hooks.wants(MinibatchEnd):
+            self._hooks.emit(minibatch_event(batch, (epoch, step), result, policy))
+        if self._hooks.wants(MinibatchesEnd) and batch.rows is not None:  # None where the hook came after the rollout
+            parts = detached(result.head_log_probs) if batch.head_log_probs else NONE
+            self._steps.append(
+                StepTensors(
+                    *(epoch, result.log_ratio.detach(), batch.advantages, batch.rows),
+                    *(detached(result.losses), detached(result.scores), parts, batch.head_log_probs),
+                    *(batch.action_masks, batch.relevance, policy.constant_log_std()),
+                )
+            )
+
+    def minibatches_end(self) -> None:
+        """Emit `MinibatchesEnd` and `BackwardsEnd`, also where the update breaks off."""
+        steps, self._steps = self._steps, []
+        norms, self._norms = self._norms, []
+        if steps and self._hooks.wants(MinibatchesEnd):
+            self._hooks.emit(joined_minibatches(steps, self._trainer.policy))
+        if norms and self._hooks.wants(BackwardsEnd):
+            epochs, names, each = zip(*norms, strict=True)
+            parameters, max_norm = self._trainer.parameters, self._trainer.config.max_grad_norm
+            self._hooks.emit(BackwardsEnd(epochs, names, each, parameters, max_norm))
+
+    def rollback(self, rollbacks: int) -> None:
+        """Emit `Rollback`, the number `rollbacks` of this run."""
+        self._hooks.emit(Rollback(self._trainer.updates, self._trainer.env_steps, rollbacks))
+
+    def update_end(self, epochs: int, coefficients: Mapping[str, float]) -> None:
+        """Emit `UpdateEnd`."""
+        if not self._hooks.wants(UpdateEnd):
+            return
+        trainer = self._trainer
+        seconds = {**trainer.collector.seconds, "update": time.perf_counter() - self._start}
+        cpu_seconds = {**trainer.collector.cpu_seconds, "update": time.process_time() - self._cpu_start}
+        self._hooks.emit(
+            UpdateEnd(
+                update=trainer.updates,
+                env_step=trainer.env_steps,
+                gradient_step=trainer.gradient_steps,
+                learning_rate=self._learning_rate,
+                seconds=seconds,
+                epochs=epochs,
+                coefficients=coefficients,
+                cpu_seconds=cpu_seconds,
+                beta2=trainer.optimizer.param_groups[0]["betas"][1],
+            )
+        )
+
+    def evaluation_end(self, returns: Sequence[float], lengths: Sequence[int]) -> None:
+        """Emit `EvaluationEnd`."""
+        self._hooks.emit(EvaluationEnd(self._trainer.env_steps, returns, lengths))
+
+    def _rollout_event(self, rollout: Rollout, advantages: Tensor, returns: Tensor) -> RolloutEnd:
+        trainer = self._trainer
+        descriptions = describe(trainer.policy, rollout.scores, rollout.action_masks)
+        return RolloutEnd(
+            update=trainer.updates,
+            env_step=trainer.env_steps,
+            gamma=trainer.config.gamma,
+            rewards=rollout.rewards,
+            values=rollout.values,
+            advantages=advantages,
+            returns=returns,
+            log_probs=rollout.log_probs,
+            ended=rollout.ended,
+            terminated=rollout.terminated,
+            next_values=rollout.next_values,
+            actions=rollout.actions,
+            valid=rollout.valid,
+            raw_rewards=rollout.raw_rewards,
+            head_log_probs=rollout.head_log_probs,
+            action_masks=rollout.action_masks,
+            relevance=rollout.relevance,
+            logits=descriptions.logits,
+            means=descriptions.means,
+            log_std=descriptions.log_std,
+            bounds=trainer.policy.bounds(),
+            states=None if rollout.recurrence is None else rollout.recurrence.before(),
+            scales=trainer.normalizers.scales(rollout),
+            observations=rollout.observations,
+        )
+
+
+@torch.no_grad()
+def recurrent_event(policy: ActorCritic, rollout: Rollout, envs: int) -> RecurrentForward | None:
+    """Return the event of the actor's LSTM in the first `envs` environments; None for a policy without one."""
+    trunk, memory = policy.actor, rollout.recurrence
+    if memory is None or not isinstance(trunk, RecurrentTrunk):
+        return None
+    cells = [cell for cell in trunk.core.cells if isinstance(cell, nn.LSTM)]
+    if not cells:
+        return None
+    below = [memory.after[:, layer, 0, :envs] for layer in range(len(cells) - 1)]
+    with policy.autocast():
+        encoded = trunk.encoder(rollout.observations[:, :envs].flatten(0, 1)).float()
+    inputs = [encoded.unflatten(0, (-1, envs)), *below]
+    return RecurrentForward(cells, inputs, memory.before(envs).unbind(1))
+
+
+def minibatch_event(batch: Batch, place: tuple[int, int], result: ObjectiveResult, policy: ActorCritic) -> MinibatchEnd:
+    """Return the event of the minibatch of pass `place[0]`, optimizer step `place[1]`."""
+    descriptions = describe(policy, result.scores, batch.action_masks)
+    log_ratio = result.log_ratio.detach()
+    parts = {name: result.head_log_probs[name].detach() - old for name, old in batch.head_log_probs.items()}
+    return MinibatchEnd(
+        *place,
+        log_ratio=log_ratio,
+        advantages=batch.advantages,
+        values=result.values.detach(),
+        old_values=batch.values,
+        returns=batch.returns,
+        losses=detached(result.losses),
+        logits=descriptions.logits,
+        action_masks=batch.action_masks,
+        log_std=descriptions.log_std,
+        head_log_ratios=parts or dict.fromkeys(result.scores, log_ratio),
+        relevance=batch.relevance,
+        means=descriptions.means,
+        rows=batch.rows,
+    )
+
+
+@torch.no_grad()
+def joined_minibatches(steps: Sequence[StepTensors], policy: ActorCritic) -> MinibatchesEnd:
+    """Return all minibatches of an update, at least one, as one event."""
+    columns: list[tuple[Any, ...]] = list(zip(*steps, strict=True))
+    epochs, log_ratios, advantages, rows, losses, scores, log_probs, old_log_probs, masks, relevance, log_stds = columns
+    counts = tuple(map(len, log_ratios))
+    action_masks, now, old = _joined(masks), _joined(log_probs), _joined(old_log_probs)
+    described = describe(policy, _joined(scores), action_masks)
+    log_std = described.log_std and {
+        **described.log_std,
+        **_joined(
+            [
+                {head: std.expand(count, -1) for head, std in own.items()}
+                for own, count in zip(log_stds, counts, strict=True)
+            ]
+        ),
+    }
+    return MinibatchesEnd(
+        epochs=epochs,
+        counts=counts,
+        log_ratio=torch.cat(log_ratios),
+        advantages=torch.cat(advantages),
+        valid=None,
+        losses=_joined(losses, torch.stack),
+        logits=described.logits,
+        action_masks=action_masks,
+        log_std=log_std,
+        head_log_ratios={head: now[head] - old[head] for head in old},
+        relevance=_joined(relevance),
+        rows=torch.cat(rows),
+    )
+
+
+def detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors without their graphs."""
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def _joined(
+    columns: Sequence[Mapping[str, Tensor]], join: Callable[[list[Tensor]], Tensor] = torch.cat
+) -> dict[str, Tensor]:
+    """Each column by its name, of all minibatches."""
+    return {name: join([column[name] for column in columns]) for name in columns[0]}
+
+
+class Descriptions(NamedTuple):
+    """Distributions of the heads, by head; see `events.MinibatchEnd`."""
+
+    logits: dict[str, Tensor]
+    log_std: dict[str, Tensor]
+    means: dict[str, Tensor]
+
+
+def describe(policy: ActorCritic, scores: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Descriptions:
+    """Return the distributions of the heads from their scores."""
+    descriptions = Descriptions({}, {}, {})
+    for name, score in scores.items():
+        for part, value in policy.head(name).description(score, masks.get(name)).items():
+            getattr(descriptions, part)[name] = value
+    return descriptions

@@ -1,0 +1,68 @@
+"""Events of plugins as columns of an update, metric groups and evidence.
+
+A plugin that emits events of its own on a trainer's hooks declares one class that joins them, and names it in the entry-point group
+`esper_telemetry.updates`:
+
+    [project.entry-points."esper_telemetry.updates"]
+    mine = "my_package.telemetry:MyUpdate"
+
+`attach` hands the class the events of an update. The record travels to the worker by its class, so both must be importable there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from importlib.metadata import entry_points
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
+
+from esper_telemetry.core.record import Level
+from esper_telemetry.updates.containment import Measurement
+
+GROUP = "esper_telemetry.updates"
+
+_logger = logging.getLogger("esper_telemetry")
+
+
+class Capture(NamedTuple):
+    """One piece of evidence: its type, and plain data."""
+
+    type: str
+    data: Mapping[str, Any]
+
+
+class UpdateExtension(Protocol):
+    """The events of one type in one update, joined: a picklable named tuple or dataclass of tensors and plain values.
+
+    Attributes:
+        event_type: type of the events; hooks receive exactly this type.
+    """
+
+    event_type: ClassVar[type]
+
+    @classmethod
+    def from_events(cls, events: Sequence[Any]) -> Self:
+        """Return the record of an update's events, of which there is at least one; their tensors may be kept as they are."""
+
+    @property
+    def on_device(self) -> bool:
+        """Whether tensors are not on the CPU: then the update is measured in the trainer's process."""
+
+    def measure(self, facts: Mapping[str, Any], level: Level) -> Iterable[Measurement]:
+        """Yield metric functions with their arguments; those that raise cost their group and a warning."""
+
+    def evidence(self, facts: Mapping[str, Any]) -> Iterable[Capture]:
+        """Yield what the journal keeps of an update at DEBUG."""
+
+
+@lru_cache(maxsize=1)
+def update_extensions() -> tuple[type[UpdateExtension], ...]:
+    """Return the classes that installed plugins declare; one that cannot be imported costs a warning."""
+    classes: list[type[UpdateExtension]] = []
+    for entry in entry_points(group=GROUP):
+        try:
+            classes.append(entry.load())
+        except Exception as error:  # whatever a plugin raises
+            _logger.warning("the extension %s = %s cannot be used: %s", entry.name, entry.value, error)
+    return tuple(classes)

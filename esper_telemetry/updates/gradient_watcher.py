@@ -1,0 +1,375 @@
+"""Gradients of models in a loop of one's own, before and after clipping, without a line in the loop.
+
+Gradients are read where backward ends and where the optimizer begins; clipping is what happens between, so no clip function is patched, and
+two clip calls, or clipping by value, are measured alike. Hooks are registered on parameters and on the optimizer: they fire for compiled
+modules too. A hook that waits for all gradients would make `torch.autograd.grad` on watched parameters fail, so the first gradient of a
+pass asks to be called when the pass is over, twice in a row, because averaging over ranks ends there too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.optim import Optimizer
+
+from esper_telemetry.core.clock import Clock
+from esper_telemetry.core.tensors import gradient_norms, total_norm
+from esper_telemetry.metrics.optimizer import LearningRate
+from esper_telemetry.updates.containment import Measurement
+from esper_telemetry.updates.data import BackwardGradients, UpdateData
+from esper_telemetry.updates.failure import Candidate
+
+logger = logging.getLogger("esper_telemetry")
+
+Members: TypeAlias = nn.Module | Tensor | str | Iterable[nn.Module | Tensor | str]
+"""Members of a parameter group: modules, parameters, or names of either."""
+
+GROWTH_TOLERANCE = 1.001
+"""Factor above which gradients were larger at the step than after backward; rounding stays below."""
+
+MAX_SCALER_DEPTH = 8
+"""Calls around an optimizer's step among which a gradient scaler is searched for."""
+
+BY_HAND = (
+    "ranks train a model that is not wrapped in DistributedDataParallel: if you average its gradients by hand, their norms before clipping "
+    "are those of this rank alone; after clipping they are right"
+)
+UNSEEN = (
+    "the optimizer took a step that no backward pass came before: its gradients are left out (graphs that are replayed, and gradients that "
+    "are set by hand, pass autograd by)"
+)
+SILENT = (
+    "no step of the watched optimizer was seen in this update, so it has no gradients (a step inside a CUDA graph calls no hooks, and a "
+    "gradient scaler skips steps whose gradients overflow)"
+)
+SCALED = "clip_grad_norm_ was given gradients that a GradScaler had scaled: call scaler.unscale_(optimizer) before it"
+LARGER = (
+    "the gradients that the optimizer used were larger than those that backward left: something else than clipping changes them (averaging "
+    "over ranks by hand, gradients that are set), so their norms before clipping are not those of the step"
+)
+
+
+class StepNorms(NamedTuple):
+    """One optimizer step: the parameters with a gradient, and its norms [K] before and after clipping.
+
+    Attributes:
+        names: of the K parameters.
+        numels: their numbers of entries.
+        before, after: [K].
+        found_inf: 0-d, above 0 where a fused optimizer skips the step; None for other optimizers.
+    """
+
+    names: tuple[str, ...]
+    numels: tuple[int, ...]
+    before: Tensor
+    after: Tensor
+    found_inf: Tensor | None
+
+
+class GradientTap:
+    """Records the gradients of the parameters that one optimizer changes.
+
+    Args:
+        model: gives the parameters their names; one that is wrapped or compiled gives them those of the module inside.
+        optimizer: whose steps are watched.
+        clock: counts the time that this takes.
+
+    Raises:
+        ValueError: the optimizer changes no parameter of the model, or its parameters are sharded over ranks.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, clock: AbstractContextManager[None]) -> None:
+        self.model = model
+        self.names = {id(parameter): inner_name(name) for name, parameter in model.named_parameters()}
+        self._optimizer = optimizer
+        self._clock = clock
+        self._pid = os.getpid()
+        self._steps: list[StepNorms] = []
+        self._before: dict[int, Tensor] | None = None
+        self._stepped = self._missed = False
+        self._warned: set[str] = set()
+        mine = [parameter for parameter in self._parameters() if id(parameter) in self.names]
+        if not mine:
+            raise ValueError("the optimizer changes no parameter of the model: watch the model that it was made for")
+        if any(hasattr(parameter, "full_tensor") for parameter in mine):
+            raise ValueError("parameters that are sharded over ranks cannot be watched: no rank has a whole gradient")
+        self._trained = [parameter for parameter in mine if parameter.requires_grad]
+        self._removers: list[Callable[[], None]] = [optimizer.register_step_pre_hook(self._before_step).remove]
+        if self._trained:
+            self._removers.append(register_multi_grad_hook(self._trained, self._in_backward, mode="any").remove)
+        if averaged_by_hand(model):
+            self.warn(BY_HAND)
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for remove in self._removers:
+            remove()
+        self._removers = []
+
+    def trained(self) -> dict[str, Tensor]:
+        """Return the parameters of the model that the optimizer trains, by name."""
+        return {self.names[id(parameter)]: parameter for parameter in self._trained}
+
+    def take(self, *, whole: bool) -> list[StepNorms]:
+        """Return the steps since the last call, without skipped ones; `whole` updates have at least one."""
+        steps, self._steps = self._steps, []
+        if self._missed:
+            self.warn(UNSEEN)
+        elif whole and not self._stepped:
+            self.warn(SILENT)
+        self._stepped = self._missed = False
+        if any(step.found_inf is not None for step in steps):  # reading it waits for the device
+            steps = [step for step in steps if step.found_inf is None or not float(step.found_inf)]
+        if any(step.before.is_cpu and grown(step) for step in steps):
+            self.warn(LARGER)
+        return steps
+
+    def warn(self, sentence: str) -> None:
+        """Log a warning once."""
+        if sentence not in self._warned:
+            self._warned.add(sentence)
+            logger.warning("%s", sentence)
+
+    def _in_backward(self, _: Tensor) -> None:
+        """Ask for a call when backward ends, after whatever was queued before, such as the averaging over ranks."""
+        if os.getpid() == self._pid:
+            marks, queue = (
+                self._marks(),
+                torch.autograd.Variable._execution_engine.queue_callback,
+            )  # as torch's wrappers do
+            queue(lambda: queue(lambda: self._after_backward(marks)))
+
+    def _marks(self) -> list[tuple[int, int]]:
+        """Return marks that change with every gradient that is added or set."""
+        return [(id(p.grad), p.grad._version) for p in self._trained if p.grad is not None]
+
+    @torch.no_grad()
+    def _after_backward(self, marks: list[tuple[int, int]]) -> None:
+        if marks == self._marks():  # `torch.autograd.grad` adds to nothing
+            return
+        with self._clock, self._contained():
+            present = self._present()
+            norms = norms_of([gradient for _, gradient in present]).unbind() if present else ()
+            self._before = dict(zip([id(parameter) for parameter, _ in present], norms, strict=True))
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if os.getpid() != self._pid:
+            return
+        self._stepped = True
+        before, self._before = self._before, None
+        with self._clock, self._contained():
+            present = self._present()
+            if not present:
+                return
+            if before is None or any(id(parameter) not in before for parameter, _ in present):
+                self._missed = True
+                return
+            self._steps.append(self._norms(present, before))
+
+    def _norms(self, present: Sequence[tuple[Tensor, Tensor]], before: dict[int, Tensor]) -> StepNorms:
+        first = torch.stack([before[id(parameter)] for parameter, _ in present])
+        after = norms_of([gradient for _, gradient in present])
+        left = getattr(self._optimizer, "grad_scale", None)  # a fused optimizer divides by it itself
+        found_inf = getattr(self._optimizer, "found_inf", None)
+        scale = scale_around()
+        if isinstance(left, Tensor):
+            if after.is_cpu and bool((total_norm(after) * GROWTH_TOLERANCE < total_norm(first)).all()):
+                self.warn(SCALED)
+            after = after / left.to(after.device)
+        if scale is not None:
+            first = first / scale.to(first.device)
+        names = tuple(
+            self.names.get(id(parameter), f"parameter_{place}") for place, (parameter, _) in enumerate(present)
+        )
+        numels = tuple(parameter.numel() for parameter, _ in present)
+        return StepNorms(names, numels, first, after, found_inf if isinstance(found_inf, Tensor) else None)
+
+    @contextmanager
+    def _contained(self) -> Iterator[None]:
+        """Contain exceptions; each is logged once."""
+        try:
+            yield
+        except Exception as error:  # whatever it is, training goes on
+            self.warn(f"gradients of a step could not be measured: {type(error).__name__}: {error}")
+
+    def _parameters(self) -> Iterator[Tensor]:
+        for group in self._optimizer.param_groups:
+            yield from group["params"]
+
+    def _present(self) -> list[tuple[Tensor, Tensor]]:
+        """Return parameters with their gradients, as they are now, dense."""
+        return [(p, _dense(p.grad)) for p in self._parameters() if p.grad is not None]
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    dense = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
+    return torch.view_as_real(dense) if dense.is_complex() else dense
+
+
+def norms_of(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the L2 norm of each gradient, [K], on the first one's device; types and devices may differ."""
+    first = gradients[0]
+    if all(gradient.dtype is first.dtype and gradient.device == first.device for gradient in gradients):
+        return gradient_norms(gradients)
+    return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).to(first.device) for g in gradients])
+
+
+def scale_around() -> Tensor | None:
+    """Return the scale of the gradient scaler that takes the step under way, 0-d; None where none does."""
+    frame: Any = sys._getframe(1)
+    for _ in range(MAX_SCALER_DEPTH):
+        frame = frame.f_back
+        if frame is None:
+            return None
+        if frame.f_code.co_name == "step" and frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+            scale: Tensor | None = frame.f_locals["self"]._scale
+            return scale
+    return None
+
+
+def averaged_by_hand(model: nn.Module) -> bool:
+    """Return whether several ranks train a model that is not wrapped for averaging."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return False
+    wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
+    inner = isinstance(getattr(model, "_orig_mod", None), nn.parallel.DistributedDataParallel)
+    return torch.distributed.get_world_size() > 1 and not wrapped and not inner
+
+
+def inner_name(name: str) -> str:
+    """Return a parameter's name without those of wrappers."""
+    return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
+
+
+def grown(step: StepNorms) -> bool:
+    """Return whether the gradients were larger at the step than after backward."""
+    return bool(total_norm(step.after.double()) > GROWTH_TOLERANCE * total_norm(step.before.double()))
+
+
+def group_names(model: nn.Module, members: Members) -> list[str]:
+    """Return the names of the members' parameters.
+
+    Raises ValueError for a name that the model does not have, and for something that is no part of it.
+    """
+    named = {inner_name(name): parameter for name, parameter in model.named_parameters()}
+    group: dict[str, None] = {}
+    for member in [members] if isinstance(members, nn.Module | Tensor | str) else list(members):
+        if isinstance(member, str):
+            shown = repr(member)
+            names = [name for name in named if name == member or name.startswith(f"{member}.")]
+        else:
+            shown = f"a {type(member).__name__}"
+            wanted = {id(p) for p in member.parameters()} if isinstance(member, nn.Module) else {id(member)}
+            names = [name for name, parameter in named.items() if id(parameter) in wanted]
+        if not names:
+            raise ValueError(f"{shown} is no part of the model, which has {', '.join(named) or 'no parameters'}")
+        group.update(dict.fromkeys(names))
+    return list(group)
+
+
+class WatchedModels:
+    """Taps, one per optimizer, whose steps are put side by side where there are equally many.
+
+    Args:
+        clock: counts the time that this takes.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._taps: list[tuple[GradientTap, Optimizer]] = []
+
+    def __bool__(self) -> bool:
+        """Return whether anything is watched."""
+        return bool(self._taps)
+
+    def add(self, model: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
+        """Watch a model and its optimizer; returns the function that ends this. The same pair is not watched twice.
+
+        Raises:
+            ValueError: where the optimizer is watched with another model.
+        """
+        for known, of in self._taps:
+            if of is optimizer:
+                if known.model is not model:
+                    raise ValueError(
+                        "this optimizer is watched already: watch it once, with a module that holds all its parameters"
+                    )
+                return partial(self._remove, (known, of))
+        tap = GradientTap(model, optimizer, self._clock)
+        entry = (tap, optimizer)
+        self._taps.append(entry)
+        return partial(self._remove, entry)
+
+    def _remove(self, entry: tuple[GradientTap, Optimizer]) -> None:
+        entry[0].remove()
+        if entry in self._taps:
+            self._taps.remove(entry)
+
+    def stop(self) -> None:
+        """Watch nothing any more."""
+        for tap, _ in self._taps:
+            tap.remove()
+        self._taps = []
+
+    def take(self, *, whole: bool) -> UpdateData:
+        """Return the gradients of all steps since the last call: a `whole` update or what there is of it."""
+        return UpdateData(gradients=tuple(stacked([tap.take(whole=whole) for tap, _ in self._taps])))
+
+    def nonfinite_candidates(self) -> Iterator[Candidate]:
+        """Yield the parameters that optimizers train, as they are, then their gradients."""
+        trained = [item for tap, _ in self._taps for item in tap.trained().items()]
+        yield from (Candidate(name, parameter.detach()) for name, parameter in trained)
+        yield from (Candidate(f"gradient of {name}", p.grad) for name, p in trained if p.grad is not None)
+
+    def rates(self) -> list[Measurement]:
+        """Return the measurement of the first optimizer's learning rate."""
+        rates = [
+            group["lr"] for _, optimizer in self._taps[:1] for group in optimizer.param_groups[:1] if "lr" in group
+        ]
+        return [
+            partial(LearningRate, lr=rate.detach().clone() if isinstance(rate, torch.Tensor) else rate)
+            for rate in rates
+        ]
+
+
+def stacked(taps: Iterable[Sequence[StepNorms]]) -> list[BackwardGradients]:
+    """Return steps with gradients in the same parameters together; those of several optimizers that step equally often as one."""
+    parts = [steps for steps in taps if steps]
+    if len({len(steps) for steps in parts}) == 1:
+        parts = [[joined(at_once) for at_once in zip(*parts, strict=True)]]
+    groups: dict[tuple[str, ...], list[StepNorms]] = {}
+    for step in (step for steps in parts for step in steps):
+        groups.setdefault(step.names, []).append(step)
+    return [
+        BackwardGradients(
+            epochs=(0,) * len(steps),
+            names=names,
+            numels=steps[0].numels,
+            norms=torch.stack([step.before.double() for step in steps]),
+            max_norm=None,
+            applied=torch.stack([step.after.double() for step in steps]),
+        )
+        for names, steps in groups.items()
+    ]
+
+
+def joined(steps: Sequence[StepNorms]) -> StepNorms:
+    """Return steps of several optimizers as one."""
+    device = steps[0].before.device
+    return StepNorms(
+        names=tuple(name for step in steps for name in step.names),
+        numels=tuple(count for step in steps for count in step.numels),
+        before=torch.cat([step.before.double().to(device) for step in steps]),
+        after=torch.cat([step.after.double().to(device) for step in steps]),
+        found_inf=None,
+    )
