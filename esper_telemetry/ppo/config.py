@@ -126,8 +126,8 @@ class PPOConfig:
         require(self.precision in PRECISIONS, f"precision must be one of {', '.join(PRECISIONS)}", self.precision)
         require(math.isfinite(self.log_std), "log_std must be finite", self.log_std)
         low, high = LOG_STD_RANGE
-        held = not self.state_dependent_std or low <= self.log_std <= high
-        require(held, f"log_std that depends on the state must be between {low} and {high}", self.log_std)
+        in_range = not self.state_dependent_std or low <= self.log_std <= high
+        require(in_range, f"log_std that depends on the state must be between {low} and {high}", self.log_std)
         require(0 <= self.seed <= MAX_SEED, f"seed must be between 0 and {MAX_SEED}", self.seed)
 
     def check_rollout(self, num_envs: int) -> None:
@@ -141,8 +141,8 @@ class PPOConfig:
             return
         rows = self.num_steps * num_envs
         if rows % self.num_minibatches:
-            fitting = [count for count in range(1, rows + 1) if rows % count == 0]
-            near = sorted(sorted(fitting, key=lambda count: abs(count - self.num_minibatches))[:4])
+            divisors = [count for count in range(1, rows + 1) if rows % count == 0]
+            near = sorted(sorted(divisors, key=lambda count: abs(count - self.num_minibatches))[:4])
             raise ValueError(
                 f"num_minibatches must divide the rollout of {num_envs} x {self.num_steps} = {rows} rows, "
                 f"got {self.num_minibatches}; the nearest that do are {', '.join(map(str, near))}"

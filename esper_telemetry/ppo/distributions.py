@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from esper_telemetry.core.tensors import mask_logits
 from esper_telemetry.ppo.config import LOG_STD_RANGE
 from esper_telemetry.ppo.environments.protocol import ActionSpec, Array
+from esper_telemetry.ppo.networks.mlp import orthogonal
 
 LOG_TWO = math.log(2.0)
 
@@ -48,23 +49,23 @@ class Squash(nn.Module):
         rows = np.stack([self._low, self._high, self._middle, self._reach])
         self.register_buffer("bounds", torch.from_numpy(rows), persistent=False)
 
-    def forward(self, drawn: Tensor) -> Tensor:
+    def forward(self, draws: Tensor) -> Tensor:
         """Actions within the bounds [..., D], from what was drawn [..., D]."""
         low, high, middle, reach = self.bounds
-        actions: Tensor = (middle + reach * drawn.tanh()).clamp(low, high)
+        actions: Tensor = (middle + reach * draws.tanh()).clamp(low, high)
         return actions
 
-    def as_numpy(self, drawn: Array) -> Array:
+    def as_numpy(self, draws: Array) -> Array:
         """Return the actions in NumPy."""
-        actions: Array = np.clip(self._middle + self._reach * np.tanh(drawn), self._low, self._high)
+        actions: Array = np.clip(self._middle + self._reach * np.tanh(draws), self._low, self._high)
         return actions
 
-    def log_slope(self, drawn: Tensor) -> Tensor:
+    def log_slope(self, draws: Tensor) -> Tensor:
         """Log derivative of the tanh, [...] summed over dimensions: log(1 - tanh²u) = 2 (log 2 - u - softplus(-2u)).
 
         This form does not underflow for large |u| (Haarnoja et al. 2018, arXiv:1812.05905, appendix C).
         """
-        slope: Tensor = 2.0 * (LOG_TWO - drawn - F.softplus(-2.0 * drawn)).sum(-1)
+        slope: Tensor = 2.0 * (LOG_TWO - draws - F.softplus(-2.0 * draws)).sum(-1)
         return slope
 
 
@@ -75,7 +76,6 @@ def bounds_of(spec: ActionSpec) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 Sampler: TypeAlias = Callable[[Array, Array], Array]
-Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 
 
 class PolicyHead(nn.Module):
@@ -182,14 +182,6 @@ def sample_categorical(scores: Array, noise: Array) -> Array:
     """The index of the largest sum, [B]."""
     indices: Array = (scores + noise).argmax(-1)
     return indices
-
-
-def orthogonal(layer: Layer, gain: float) -> Layer:
-    """The layer with orthogonal weights of that gain and zero bias."""
-    nn.init.orthogonal_(layer.weight, gain)
-    assert layer.bias is not None
-    nn.init.zeros_(layer.bias)
-    return layer
 
 
 HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)

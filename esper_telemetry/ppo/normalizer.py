@@ -179,14 +179,14 @@ class Normalizers(nn.Module):
 
     def scales(self, rollout: Rollout) -> dict[str, Scale]:
         """Return the statistics after this rollout, and what was normalised in it."""
-        found = {}
+        scales = {}
         if self.observations is not None:
-            seen = self.observations.vectors(rollout.observations)
-            found["obs"] = Scale(self.observations.mean, self.observations.scale(), LIMIT, seen)
+            vectors = self.observations.vectors(rollout.observations)
+            scales["obs"] = Scale(self.observations.mean, self.observations.scale(), LIMIT, vectors)
         if self.rewards is not None:
             moments = self.rewards.moments
-            found["ret"] = Scale(moments.mean, moments.scale(), LIMIT, rollout.rewards)
-        return found
+            scales["ret"] = Scale(moments.mean, moments.scale(), LIMIT, rollout.rewards)
+        return scales
 
     def frozen(self) -> Normalizers:
         """These, as they are now and will stay; rewards are left as they come."""

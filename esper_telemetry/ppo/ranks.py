@@ -64,9 +64,9 @@ class Ranks:
             return [value]
         file = io.BytesIO()
         torch.save(value, file)
-        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(file.getvalue(), found)
-        return [torch.load(io.BytesIO(part), map_location="cpu", weights_only=True) for part in found or ()]
+        payloads: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(file.getvalue(), payloads)
+        return [torch.load(io.BytesIO(part), map_location="cpu", weights_only=True) for part in payloads or ()]
 
     def share(self, module: nn.Module) -> None:
         """Copy the first rank's weights to every rank."""

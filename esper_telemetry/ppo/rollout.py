@@ -196,8 +196,8 @@ class RolloutRecurrence:
         carried = np.zeros_like(begins)
         carried[0] = True
         envs: Array = np.broadcast_to(np.arange(begins.shape[1]), begins.shape)
-        kept = slice(None) if self.valid is None else self.valid.T.reshape(-1)
-        begins, carried, envs = (column.T.reshape(-1)[kept] for column in (begins, carried, envs))
+        valid_rows_of_envs = slice(None) if self.valid is None else self.valid.T.reshape(-1)
+        begins, carried, envs = (column.T.reshape(-1)[valid_rows_of_envs] for column in (begins, carried, envs))
         begins = begins | (np.diff(envs, prepend=-1) != 0)
         starts = np.flatnonzero(begins)
         return Sequences(np.diff(starts, append=len(begins)), carried[starts], envs[starts], self.states)

@@ -160,10 +160,10 @@ class ActionBuffer:
                 self._scores[name][t] = score
                 self._actions[name][t] = self._samplers[name](score, self._noise[name][t])
             return {name: actions[t] for name, actions in self._actions.items()}
-        drawn: dict[str, Array] = {}
+        chosen_actions: dict[str, Array] = {}
         relevance: dict[str, Array] = {}
         for name, score in scores.items():
-            mask, relevant = self._restrictors[name](masks.get(name), drawn, relevance)
+            mask, relevant = self._restrictors[name](masks.get(name), chosen_actions, relevance)
             self._scores[name][t] = score
             if mask is not None:
                 self._masks[name][t] = mask
@@ -173,8 +173,8 @@ class ActionBuffer:
                 self._relevance[name][t] = relevance[name] = relevant
                 action = action * relevant.reshape(-1, *[1] * (action.ndim - 1))
             self._actions[name][t] = action
-            drawn[name] = self._actions[name][t]
-        return drawn | {name: squash.as_numpy(drawn[name]) for name, squash in self._squashes.items()}
+            chosen_actions[name] = self._actions[name][t]
+        return chosen_actions | {name: squash.as_numpy(chosen_actions[name]) for name, squash in self._squashes.items()}
 
     def check_finite(self, observations: Array, layout: ObservationLayout) -> None:
         """Raise FloatingPointError, naming the first, where an observation [T, B, ...] left no finite scores."""

@@ -94,10 +94,10 @@ class TensorCollector(RolloutCollector):
     def _draw(self, scores: Mapping[str, Tensor], noise: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Draw and keep the parts of the action, one after the other."""
         rollout, masks = self._rollout, self._action_masks()
-        drawn: dict[str, Tensor] = {}
+        actions: dict[str, Tensor] = {}
         relevance: dict[str, Tensor] = {}
         for name, score in scores.items():
-            mask, relevant = self._restrictors[name](masks.get(name), drawn, relevance)
+            mask, relevant = self._restrictors[name](masks.get(name), actions, relevance)
             action = self._heads[name].sample(mask_logits(score, mask), noise[name])
             if relevant is not None:
                 relevance[name] = relevant
@@ -105,10 +105,10 @@ class TensorCollector(RolloutCollector):
                 rollout.relevance[name].append(relevant)
             if mask is not None:
                 rollout.masks[name].append(mask)
-            drawn[name] = action
+            actions[name] = action
             rollout.scores[name].append(score)
             rollout.actions[name].append(action)
-        return drawn
+        return actions
 
     def _store(self, t: int, step: TensorStep, resets: Resets) -> None:
         rollout = self._rollout

@@ -10,7 +10,7 @@ import numpy as np
 
 from esper_telemetry.core.suggestion import did_you_mean
 from esper_telemetry.ppo.environments.protocol import Array, Bools, Step
-from esper_telemetry.ppo.environments.spaces import ObservationPacker, described, observed
+from esper_telemetry.ppo.environments.spaces import ObservationPacker, action_parts, observation_form
 from esper_telemetry.ppo.environments.state import capture, packed, restore, unpacked
 
 if TYPE_CHECKING:
@@ -63,8 +63,10 @@ class GymnasiumEnvironment:
         self.name = name or type(vector.unwrapped).__name__
         self.num_envs: int = vector.num_envs
         self.horizon: int | None = getattr(vector.spec, "max_episode_steps", None)
-        self.observation_shape, self.observation_layout, pack = observed(vector.single_observation_space, self.name)
-        self.action_specs, self._to_native = described(vector.single_action_space, self.name)
+        self.observation_shape, self.observation_layout, pack = observation_form(
+            vector.single_observation_space, self.name
+        )
+        self.action_specs, self._to_native = action_parts(vector.single_action_space, self.name)
         self._vector: Any = vector
         self._rows = vector if pack is None else InRows(vector, pack)
 

@@ -58,17 +58,17 @@ def layers(env: Any) -> Iterator[Any]:
 
 def layer_state(layer: Any) -> State:
     """The attributes of one layer that can change."""
-    values = {name: value for name, value in vars(layer).items() if not stays(value)}
+    values = {name: value for name, value in vars(layer).items() if not is_static(value)}
     return {name: packed(value) for name, value in values.items()}
 
 
-def stays(value: Any) -> bool:
+def is_static(value: Any) -> bool:
     """Return True where a value is part of how an environment was made, or another layer."""
     import gymnasium
 
     made = (gymnasium.Space, gymnasium.Env, gymnasium.vector.VectorEnv, gymnasium.envs.registration.EnvSpec, enum.Enum)
     if isinstance(value, (list, tuple)) and value:
-        return all(stays(part) for part in value)
+        return all(is_static(part) for part in value)
     return isinstance(value, (*made, *CODE))
 
 
@@ -86,7 +86,7 @@ def packed(value: Any) -> Any:
     if type(value) is deque:
         return {"deque": [packed(part) for part in value], "most": value.maxlen}
     if type(value) is dict:
-        return {"mapping": [(packed(key), packed(part)) for key, part in value.items() if not stays(part)]}
+        return {"mapping": [(packed(key), packed(part)) for key, part in value.items() if not is_static(part)]}
     if type(value) in PLAIN:
         return value
     kind = next((name for name, form in SEQUENCES.items() if type(value) is form), None)
@@ -136,19 +136,19 @@ def generator(state: Mapping[str, Any]) -> np.random.Generator:
 def put(layer: Any, name: str, value: Any) -> None:
     """Set one attribute; arrays of the same kind are written in place, and generators go on, because others may hold them."""
     restored, present = unpacked(value), getattr(layer, name, None)
-    if isinstance(restored, np.ndarray) and isinstance(present, np.ndarray) and alike(present, restored):
+    if isinstance(restored, np.ndarray) and isinstance(present, np.ndarray) and same_kind(present, restored):
         present[...] = restored
     elif isinstance(restored, np.random.Generator) and isinstance(present, np.random.Generator):
-        move(present, restored)
+        set_generator(present, restored)
     else:
         setattr(layer, name, restored)
 
 
-def move(present: np.random.Generator, restored: np.random.Generator) -> None:
+def set_generator(present: np.random.Generator, restored: np.random.Generator) -> None:
     """Set a generator to the state of another one of its kind."""
     present.bit_generator.state = restored.bit_generator.state
 
 
-def alike(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
+def same_kind(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
     """Return True where one array can be written into the other without loss."""
     return bool(left.shape == right.shape and left.dtype == right.dtype)

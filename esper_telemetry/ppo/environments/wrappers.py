@@ -102,8 +102,8 @@ class HiddenVelocity:
 
     def __init__(self, env: VectorEnvironment, hidden: tuple[int, ...]) -> None:
         self._env = env
-        self._shown = np.ones(env.observation_shape, np.float32)
-        self._shown[list(hidden)] = 0
+        self._visible = np.ones(env.observation_shape, np.float32)
+        self._visible[list(hidden)] = 0
         self.name = f"{env.name} without velocities"
         self.num_envs, self.observation_shape = env.num_envs, env.observation_shape
         self.action_specs = env.action_specs
@@ -111,7 +111,7 @@ class HiddenVelocity:
 
     def reset(self, seed: int | None = None) -> Array:
         """Begin episodes everywhere."""
-        observations: Array = self._env.reset(seed) * self._shown
+        observations: Array = self._env.reset(seed) * self._visible
         return observations
 
     def step(self, actions: Mapping[str, Array]) -> Step:
@@ -119,8 +119,8 @@ class HiddenVelocity:
         step = self._env.step(actions)
         final = step.final_observations
         return step._replace(
-            observations=step.observations * self._shown,
-            final_observations=None if final is None else final * self._shown,
+            observations=step.observations * self._visible,
+            final_observations=None if final is None else final * self._visible,
         )
 
     def close(self) -> None:
