@@ -13,6 +13,7 @@ from esper_telemetry.ppo.environments.protocol import (
     Array,
     Masked,
     Step,
+    Task,
     TensorEnvironment,
     VectorEnvironment,
     horizon_of,
@@ -22,13 +23,33 @@ from esper_telemetry.ppo.environments.protocol import (
 )
 
 
-class OnHost:
+class Wrapper:
+    """Part of a wrapper that hands calls on to the environments `env` inside."""
+
+    def __init__(self, env: Task) -> None:
+        self._inner = env
+        self.num_envs, self.observation_shape, self.action_specs = env.num_envs, env.observation_shape, env.action_specs
+
+    def close(self) -> None:
+        """Close the environments."""
+        self._inner.close()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """State of the environment; None where it cannot be saved."""
+        return saved_state(self._inner)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the environment go on from a saved state."""
+        restore_state(self._inner, state)
+
+
+class OnHost(Wrapper):
     """A tensor environment as a `VectorEnvironment`; nothing is copied."""
 
     def __init__(self, env: TensorEnvironment) -> None:
+        super().__init__(env)
         self._env = env
-        self.name, self.num_envs = env.name, env.num_envs
-        self.observation_shape, self.action_specs = env.observation_shape, env.action_specs
+        self.name = env.name
         self.observation_layout = layout_of(env)
 
     def reset(self, seed: int | None = None) -> Array:
@@ -48,18 +69,6 @@ class OnHost:
             None,
             None if final is None else final.numpy(),
         )
-
-    def close(self) -> None:
-        """Close the environments."""
-        self._env.close()
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """State of the environment; None where it cannot be saved."""
-        return saved_state(self._env)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the environment go on from a saved state."""
-        restore_state(self._env, state)
 
 
 class MaskedOnHost(OnHost):
@@ -97,16 +106,15 @@ def velocities(env_id: str) -> tuple[int, ...]:
     return VELOCITIES[env_id]
 
 
-class HiddenVelocity:
+class HiddenVelocity(Wrapper):
     """An environment whose observations hold zeros in place of the components `hidden`; their shape stays."""
 
     def __init__(self, env: VectorEnvironment, hidden: tuple[int, ...]) -> None:
+        super().__init__(env)
         self._env = env
         self._visible = np.ones(env.observation_shape, np.float32)
         self._visible[list(hidden)] = 0
         self.name = f"{env.name} without velocities"
-        self.num_envs, self.observation_shape = env.num_envs, env.observation_shape
-        self.action_specs = env.action_specs
         self.horizon = horizon_of(env)
 
     def reset(self, seed: int | None = None) -> Array:
@@ -122,15 +130,3 @@ class HiddenVelocity:
             observations=step.observations * self._visible,
             final_observations=None if final is None else final * self._visible,
         )
-
-    def close(self) -> None:
-        """Close the environments."""
-        self._env.close()
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """State of the environment; None where it cannot be saved."""
-        return saved_state(self._env)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the environment go on from a saved state."""
-        restore_state(self._env, state)
