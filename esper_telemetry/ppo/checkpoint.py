@@ -1,13 +1,8 @@
-"""Checkpoints: everything that training goes on from, in one file that is there whole or not at all.
+"""Saved states: checkpoints in files, the last finite weights in memory, and the global random generators.
 
-A file holds tensors and plain data only, so `torch.load` reads it with `weights_only=True` and runs no code of it.
-
-Several ranks have one file too, which the first one writes: whatever differs between ranks is gathered at each checkpoint, so no kill
-can leave the states of different updates side by side.
-
-A watchdog: the last good weights are kept, and come back where an update leaves weights that are not finite.
-
-The global random generators of Python, NumPy and torch: the trainer draws from its own, an environment may draw from these.
+A file holds tensors and plain data only, so `torch.load` reads it with `weights_only=True` and runs no code of it. It replaces its
+predecessor whole or not at all. Several ranks have one file: the first rank gathers what differs between them, for which all ranks stop
+once. Files side by side could stem from different updates after a kill.
 """
 
 from __future__ import annotations
@@ -41,7 +36,7 @@ PATIENCE = 3
 
 
 class Watchdog:
-    """Looks at the weights once per update, which waits for the device.
+    """Check of the weights after every update, which waits for the device; the last good ones return where some are not finite.
 
     Attributes:
         rollbacks: how often the weights were put back, over the run.
@@ -55,20 +50,20 @@ class Watchdog:
         self.remember()
 
     def remember(self) -> None:
-        """Takes the weights and statistics as they are for good."""
+        """Store the present weights and statistics as the good ones."""
         self._good = {name: tensor.clone() for name, tensor in self._modules.state_dict().items()}
 
     def state_dict(self) -> dict[str, int]:
-        """How often the weights were put back; good are those that are saved with it."""
+        """Return the counts; the good weights are those of the same checkpoint."""
         return {"rollbacks": self.rollbacks, "in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on counting, and takes the weights as they are for good."""
+        """Go on counting, and store the present weights as the good ones."""
         self.rollbacks, self._in_a_row = state.get("rollbacks", 0), state.get("in_a_row", 0)
         self.remember()
 
     def look(self) -> bool:
-        """Whether everything is finite; if not, the good state is back and the optimizer's moments are gone.
+        """Return True where all weights are finite; otherwise restore the good ones and drop the optimizer's moments.
 
         Raises:
             FloatingPointError: for the third time in a row.
@@ -92,14 +87,6 @@ class Watchdog:
         return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
 
 
-NEW_SEED_BOUND = 2**31
-
-
-def new_seed(generator: torch.Generator) -> int:
-    """A seed drawn from the generator."""
-    return int(torch.randint(NEW_SEED_BOUND, (), generator=generator))
-
-
 def generator_states() -> dict[str, Any]:
     """The states of all of them, as tensors and plain data."""
     name, keys, *rest = np.random.get_state(legacy=True)
@@ -112,7 +99,7 @@ def generator_states() -> dict[str, Any]:
 
 
 def restore_generators(states: Mapping[str, Any]) -> None:
-    """Makes all of them go on from there; those of devices that are not here are left out."""
+    """Set the global generators to saved states; those of devices that this machine lacks are left out."""
     name, keys, *rest = states["numpy"]
     random.setstate(states["python"])
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
@@ -125,7 +112,7 @@ FORMAT = 1
 RECENT = 100
 
 OWN = ("normalizers", "generator", "collector", "generators", "companions")
-"""What of a checkpoint each rank has for itself; the rest is the same on all of them."""
+"""Parts of a checkpoint that differ between ranks."""
 
 _logger = logging.getLogger("esper_telemetry")
 
@@ -153,7 +140,7 @@ class TrainingRun(Protocol):
 
 
 class Checkpoints:
-    """Keeps `latest.pt`, and `best.pt` of the highest mean return over the last hundred episodes.
+    """Writer of `latest.pt`, and of `best.pt` at the highest mean return over the last hundred episodes.
 
     Where several ranks train, each keeps its own: all save at the same updates, and the first writes. Its episodes say which is the best.
 
@@ -189,11 +176,11 @@ class Checkpoints:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Which mean return was the highest, and the returns of the next one."""
+        """Return the highest mean return, and the returns of the next one."""
         return {"highest": self._highest, "returns": list(self._returns)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state; the next checkpoint comes as many steps after the one that was loaded."""
+        """Go on from a saved state; the next checkpoint comes as many steps after the one that was loaded."""
         self._due, self._highest = self._trainer.env_steps + self._every, state["highest"]
         self._returns.clear()
         self._returns.extend(state["returns"])
@@ -235,7 +222,7 @@ def state_of(trainer: PPO) -> dict[str, Any]:
 
 
 def save(trainer: TrainingRun, path: str | Path) -> Path:
-    """Writes a checkpoint; a reader finds the old file or the new one, never a part.
+    """Write a checkpoint; a reader finds the old file or the new one, never a part.
 
     Every rank calls it, and the first one writes.
     """
@@ -253,7 +240,7 @@ def gathered(trainer: TrainingRun) -> dict[str, Any] | None:
 
 
 def write(state: Mapping[str, Any], path: Path) -> None:
-    """Writes a file, whole or not at all."""
+    """Write a file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -282,7 +269,7 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def load(trainer: PPO, path: str | Path) -> None:
-    """Makes a trainer go on from a checkpoint.
+    """Make a trainer go on from a checkpoint.
 
     With the environment's state the run is the one that would have been without a break, bit for bit; where it could not be saved, new
     episodes begin. The global generators of Python, NumPy and torch go on too, as an environment may draw from them.
@@ -306,7 +293,7 @@ def load(trainer: PPO, path: str | Path) -> None:
 
 
 def own_state(ranks: Ranks, made_of: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
-    """What this rank finds in a checkpoint; raises ValueError naming the first thing in which it does not fit."""
+    """Return this rank's part of a checkpoint; raise ValueError naming the first thing in which it does not fit."""
     state = read(path)
     saved_by, here = 1 + len(state.get("others", ())), ranks.size
     if saved_by != here:
@@ -320,7 +307,7 @@ def own_state(ranks: Ranks, made_of: Mapping[str, Any], path: str | Path) -> dic
 
 
 def check_shapes(trainer: PPO, state: Mapping[str, Any], path: str | Path) -> None:
-    """Raises ValueError naming the first tensor of the trainer that the checkpoint does not fit."""
+    """Raise ValueError naming the first tensor of the trainer that the checkpoint does not fit."""
     for name, module in (("policy", trainer.policy), ("normalizers", trainer.normalizers)):
         shapes = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
         others = {key: tuple(tensor.shape) for key, tensor in state[name].items()}
@@ -331,7 +318,7 @@ def check_shapes(trainer: PPO, state: Mapping[str, Any], path: str | Path) -> No
 
 
 def made_of(trainer: PPO) -> dict[str, Any]:
-    """What decides whether a checkpoint fits, as plain data."""
+    """Return the properties that a checkpoint must share to fit, as plain data."""
     env = trainer.env
     return {
         "env": env.name,
@@ -342,6 +329,6 @@ def made_of(trainer: PPO) -> dict[str, Any]:
 
 
 def kind_of(trainer: PPO, part: str) -> str:
-    """What the head for that part is; a squash has no weights that would tell."""
+    """Kind of the head for that part; a squash has no weights by which `check_shapes` could tell it."""
     head = trainer.policy.head(part)
     return head.kind if head.squash is None else f"{head.kind}, squashed"

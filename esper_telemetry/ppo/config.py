@@ -11,7 +11,7 @@ from esper_telemetry.ppo.environments.registry import PresetSettings, controller
 
 ACTIVATIONS = ("tanh", "relu")
 MAX_SEED = 2**32 - 1
-"""What every library that is seeded here accepts."""
+"""Largest seed that Python, NumPy, torch and Gymnasium all accept."""
 LOG_STD_RANGE = (-5.0, 2.0)
 """Between which a log standard deviation that depends on the state is held; as in CleanRL's soft actor-critic."""
 POLICIES = ("mlp", "lstm", "gru")
@@ -100,7 +100,7 @@ class PPOConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ValueError, one sentence with the offending value, for the first wrong setting."""
+        """Raise ValueError, one sentence with the offending value, for the first wrong setting."""
         for name in ("num_steps", "num_epochs", "num_minibatches", "lstm_size", "lstm_layers"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1", getattr(self, name))
         for name in ("learning_rate", "clip"):
@@ -126,12 +126,12 @@ class PPOConfig:
         require(self.precision in PRECISIONS, f"precision must be one of {', '.join(PRECISIONS)}", self.precision)
         require(math.isfinite(self.log_std), "log_std must be finite", self.log_std)
         low, high = LOG_STD_RANGE
-        held = not self.state_dependent_std or low <= self.log_std <= high
-        require(held, f"log_std that depends on the state must be between {low} and {high}", self.log_std)
+        in_range = not self.state_dependent_std or low <= self.log_std <= high
+        require(in_range, f"log_std that depends on the state must be between {low} and {high}", self.log_std)
         require(0 <= self.seed <= MAX_SEED, f"seed must be between 0 and {MAX_SEED}", self.seed)
 
     def check_rollout(self, num_envs: int) -> None:
-        """Raises ValueError, with counts that would do, unless the minibatches divide a rollout of `num_envs`.
+        """Raise ValueError, with counts that would do, unless the minibatches divide a rollout of `num_envs`.
 
         A recurrent policy learns from whole sequences: it needs an environment for every minibatch.
         """
@@ -141,15 +141,15 @@ class PPOConfig:
             return
         rows = self.num_steps * num_envs
         if rows % self.num_minibatches:
-            fitting = [count for count in range(1, rows + 1) if rows % count == 0]
-            near = sorted(sorted(fitting, key=lambda count: abs(count - self.num_minibatches))[:4])
+            divisors = [count for count in range(1, rows + 1) if rows % count == 0]
+            near = sorted(sorted(divisors, key=lambda count: abs(count - self.num_minibatches))[:4])
             raise ValueError(
                 f"num_minibatches must divide the rollout of {num_envs} x {self.num_steps} = {rows} rows, "
                 f"got {self.num_minibatches}; the nearest that do are {', '.join(map(str, near))}"
             )
 
     def check_ranks(self, num_envs: int, ranks: int) -> None:
-        """Raises ValueError where one of several ranks, each with `num_envs`, might have rows for fewer minibatches than another.
+        """Raise ValueError where one of several ranks, each with `num_envs`, might have rows for fewer minibatches than another.
 
         Every second row may be a reset. Ranks that do not take the same number of steps would wait for each other for ever.
         """
@@ -161,7 +161,7 @@ class PPOConfig:
 
 
 def require(condition: bool, rule: str, value: object) -> None:
-    """Raises ValueError with the rule and the value that breaks it."""
+    """Raise ValueError with the rule and the value that breaks it."""
     if not condition:
         raise ValueError(f"{rule}, got {value!r}")
 
@@ -211,7 +211,7 @@ environments bring their own."""
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """What to train a task with.
+    """Settings for a task.
 
     Attributes:
         name: what it was tuned for, such as `CartPole-v1 lstm without velocities`; `none` where nobody tuned it.

@@ -1,18 +1,19 @@
-"""Heads of the policy: each chooses one part of an action and knows the log-probability of what it chose.
+"""Heads of the policy: each chooses one part of an action and computes the log-probability of what it chose.
 
-A head's linear layer gives its *scores*: logits of a categorical, means of a Gaussian (`ppo/gaussian.py`). The rollout keeps the scores
-that were acted on, so the log-probability at collection belongs to the distribution that was really sampled.
+A head's linear layer gives its *scores*: logits of a categorical, means of a Gaussian. The rollout keeps the scores that were acted on,
+so the log-probability at collection belongs to the distribution that was really sampled.
 
-Real numbers squashed into the bounds of an action space.
-
-Heads that choose real numbers: diagonal Gaussians, as they are or squashed into the bounds of the action space.
+A Gaussian's action is stored as it was drawn. Beyond the bounds the environment cuts it, without the policy's knowledge. A squashed one
+reaches the environment as the tanh of the draw, stretched to the bounds: the inverse of a tanh near 1 has lost its digits. Its
+probability is that of the tanh in (-1, 1), as the stretch cancels in the ratio. Its entropy, also as a bonus, is that of the Gaussian
+before the tanh, in closed form: a bonus therefore widens σ without seeing that actions pile up at the bounds.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -22,12 +23,13 @@ from torch import Tensor, nn
 from esper_telemetry.core.tensors import mask_logits
 from esper_telemetry.ppo.config import LOG_STD_RANGE
 from esper_telemetry.ppo.environments.protocol import ActionSpec, Array
+from esper_telemetry.ppo.networks.mlp import orthogonal
 
 LOG_TWO = math.log(2.0)
 
 
 class Squash(nn.Module):
-    """From real numbers into bounds: tanh, then an affine map onto [low, high].
+    """Map from real numbers into bounds: tanh, then an affine map onto [low, high].
 
     Raises:
         ValueError: a bound is not finite.
@@ -47,23 +49,23 @@ class Squash(nn.Module):
         rows = np.stack([self._low, self._high, self._middle, self._reach])
         self.register_buffer("bounds", torch.from_numpy(rows), persistent=False)
 
-    def forward(self, drawn: Tensor) -> Tensor:
+    def forward(self, draws: Tensor) -> Tensor:
         """Actions within the bounds [..., D], from what was drawn [..., D]."""
         low, high, middle, reach = self.bounds
-        actions: Tensor = (middle + reach * drawn.tanh()).clamp(low, high)
+        actions: Tensor = (middle + reach * draws.tanh()).clamp(low, high)
         return actions
 
-    def as_numpy(self, drawn: Array) -> Array:
-        """The same in NumPy."""
-        actions: Array = np.clip(self._middle + self._reach * np.tanh(drawn), self._low, self._high)
+    def as_numpy(self, draws: Array) -> Array:
+        """Return the actions in NumPy."""
+        actions: Array = np.clip(self._middle + self._reach * np.tanh(draws), self._low, self._high)
         return actions
 
-    def log_slope(self, drawn: Tensor) -> Tensor:
+    def log_slope(self, draws: Tensor) -> Tensor:
         """Log derivative of the tanh, [...] summed over dimensions: log(1 - tanh²u) = 2 (log 2 - u - softplus(-2u)).
 
         This form does not underflow for large |u| (Haarnoja et al. 2018, arXiv:1812.05905, appendix C).
         """
-        slope: Tensor = 2.0 * (LOG_TWO - drawn - F.softplus(-2.0 * drawn)).sum(-1)
+        slope: Tensor = 2.0 * (LOG_TWO - draws - F.softplus(-2.0 * draws)).sum(-1)
         return slope
 
 
@@ -74,7 +76,6 @@ def bounds_of(spec: ActionSpec) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 
 Sampler: TypeAlias = Callable[[Array, Array], Array]
-Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 
 
 class PolicyHead(nn.Module):
@@ -104,7 +105,7 @@ class PolicyHead(nn.Module):
         return scores
 
     def normalize(self, scores: Tensor, mask: Tensor | None = None) -> Tensor:
-        """What `log_prob` and `entropy` read, from the scores [N, width] and the choices allowed [N, size]."""
+        """Return the input of `log_prob` and `entropy`, from the scores [N, width] and the allowed choices [N, size]."""
         return scores
 
     def log_prob(self, normalized: Tensor, actions: Tensor) -> Tensor:
@@ -124,7 +125,7 @@ class PolicyHead(nn.Module):
         raise NotImplementedError
 
     def sample(self, scores: Tensor, noise: Tensor) -> Tensor:
-        """The same in tensors."""
+        """Actions [B] or [B, size] from scores [B, width] and noise [B, size], in torch."""
         raise NotImplementedError
 
     def action_buffer(self, shape: tuple[int, ...]) -> Array:
@@ -132,7 +133,7 @@ class PolicyHead(nn.Module):
         raise NotImplementedError
 
     def description(self, scores: Tensor, mask: Tensor | None = None) -> Mapping[str, Tensor]:
-        """What events tell of the distribution: `logits`, or `log_std` and `means`, detached."""
+        """Parameters of the distribution for events: `logits`, or `log_std` and `means`, detached."""
         raise NotImplementedError
 
 
@@ -181,14 +182,6 @@ def sample_categorical(scores: Array, noise: Array) -> Array:
     """The index of the largest sum, [B]."""
     indices: Array = (scores + noise).argmax(-1)
     return indices
-
-
-def orthogonal(layer: Layer, gain: float) -> Layer:
-    """The layer with orthogonal weights of that gain and zero bias."""
-    nn.init.orthogonal_(layer.weight, gain)
-    assert layer.bias is not None
-    nn.init.zeros_(layer.bias)
-    return layer
 
 
 HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
@@ -261,7 +254,7 @@ class Gaussian(PolicyHead):
 
 
 class StateDependentGaussian(Gaussian):
-    """The same with a standard deviation for every state; scores are means, then log standard deviations, [N, 2 size]."""
+    """A Gaussian with a standard deviation for every state; scores are means, then log standard deviations, [N, 2 size]."""
 
     def __init__(self, features: int, spec: ActionSpec, log_std: float, squash: Squash | None = None) -> None:
         PolicyHead.__init__(self, features, spec.size, width=2 * spec.size)

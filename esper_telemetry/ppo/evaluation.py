@@ -43,21 +43,21 @@ def evaluate(
     """
     collector = collector_for(env, policy, normalizers.frozen(), num_steps=CHUNK, seed=seed, greedy=True)
     returns, lengths = torch.zeros(env.num_envs, dtype=torch.float64), torch.zeros(env.num_envs, dtype=torch.int64)
-    open_ones = torch.ones(env.num_envs, dtype=torch.bool)
+    unfinished = torch.ones(env.num_envs, dtype=torch.bool)
     for _ in range(0, max_steps, CHUNK):
         rollout = collector.collect()
-        ended, counted = rollout.ended.cpu(), first_episode(rollout.ended.cpu(), open_ones)
+        ended, in_first = rollout.ended.cpu(), first_episode(rollout.ended.cpu(), unfinished)
         if rollout.valid is not None:
-            counted &= rollout.valid.cpu()
-        returns += torch.where(counted, rollout.rewards.cpu().double(), 0.0).sum(0)
-        lengths += counted.sum(0)
-        open_ones &= ~ended.any(0)
-        if not open_ones.any():
+            in_first &= rollout.valid.cpu()
+        returns += torch.where(in_first, rollout.rewards.cpu().double(), 0.0).sum(0)
+        lengths += in_first.sum(0)
+        unfinished &= ~ended.any(0)
+        if not unfinished.any():
             break
     return Evaluation(returns.tolist(), lengths.tolist())
 
 
-def first_episode(ended: Tensor, open_ones: Tensor) -> Tensor:
-    """Which steps [T, B] belong to the first episode of environments that are still in it [B]."""
+def first_episode(ended: Tensor, unfinished: Tensor) -> Tensor:
+    """Flags [T, B] of the steps that belong to the first episode of environments that are still in it [B]."""
     before = ended.int().cumsum(0) - ended.int()
-    return (before == 0) & open_ones
+    return (before == 0) & unfinished

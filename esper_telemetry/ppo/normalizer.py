@@ -42,7 +42,7 @@ class RunningMoments(nn.Module):
 
     @torch.no_grad()
     def update(self, rows: Tensor) -> None:
-        """Adds rows [N, ...] of all ranks (Chan et al. 1979, parallel variance)."""
+        """Add rows [N, ...] of all ranks (Chan et al. 1979, parallel variance)."""
         if self.ranks.alone:
             count: Tensor | int = len(rows)
             variance, mean = torch.var_mean(rows.double(), 0, correction=0)
@@ -68,7 +68,7 @@ class ObservationNormalizer(RunningMoments):
         return ((observations - self.mean.float()) / self.scale()).clamp(-LIMIT, LIMIT)
 
     def as_numpy(self) -> Callable[[Array], Array]:
-        """The same in NumPy; holds until the next update."""
+        """Return the normalisation as a NumPy function; it holds until the next update."""
         mean, scale = self.mean.float().cpu().numpy(), self.scale().cpu().numpy()
 
         def normalize(observations: Array) -> Array:
@@ -79,19 +79,19 @@ class ObservationNormalizer(RunningMoments):
         return normalize
 
     def vectors(self, observations: Tensor) -> Tensor:
-        """What of stored observations it normalises: all of them."""
+        """Return the part of stored observations that is normalised: all of them."""
         return observations
 
 
 class VectorNormalizer(ObservationNormalizer):
-    """The same for the vectors among observations of several parts; one-hot choices and images stay as they are."""
+    """Normaliser of the vectors among observations of several parts; one-hot choices and images stay as they are."""
 
     def __init__(self, layout: ObservationLayout, ranks: Ranks = ALONE) -> None:
         super().__init__((layout.vectors,), ranks)
         self._layout = layout
 
     def update(self, rows: Tensor) -> None:
-        """Adds the vectors of observations [N, ...] of all ranks."""
+        """Add the vectors of observations [N, ...] of all ranks."""
         super().update(self._vectors(rows))
 
     def forward(self, observations: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class VectorNormalizer(ObservationNormalizer):
         return rows
 
     def as_numpy(self) -> Callable[[Array], Array]:
-        """The same in NumPy; holds until the next update."""
+        """Return the normalisation as a NumPy function; it holds until the next update."""
         scaled = super().as_numpy()
 
         def normalize(observations: Array) -> Array:
@@ -114,7 +114,7 @@ class VectorNormalizer(ObservationNormalizer):
         return normalize
 
     def vectors(self, observations: Tensor) -> Tensor:
-        """What of stored observations [..., *shape] it normalises: a view of their vectors [..., vectors]."""
+        """Return the part of stored observations [..., *shape] that is normalised: a view of their vectors [..., vectors]."""
         return self._vectors(observations)
 
     def _vectors(self, rows: Rows) -> Rows:
@@ -173,20 +173,20 @@ class Normalizers(nn.Module):
         return replace(rollout, rewards=scaled, raw_rewards=rollout.rewards)
 
     def forget(self) -> None:
-        """Drops the discounted returns of episodes that will not go on."""
+        """Drop the discounted returns of episodes that will not go on."""
         if self.rewards is not None:
             self.rewards.sums.zero_()
 
     def scales(self, rollout: Rollout) -> dict[str, Scale]:
-        """Where they stand after this rollout, and what they gave for it."""
-        found = {}
+        """Return the statistics after this rollout, and what was normalised in it."""
+        scales = {}
         if self.observations is not None:
-            seen = self.observations.vectors(rollout.observations)
-            found["obs"] = Scale(self.observations.mean, self.observations.scale(), LIMIT, seen)
+            vectors = self.observations.vectors(rollout.observations)
+            scales["obs"] = Scale(self.observations.mean, self.observations.scale(), LIMIT, vectors)
         if self.rewards is not None:
             moments = self.rewards.moments
-            found["ret"] = Scale(moments.mean, moments.scale(), LIMIT, rollout.rewards)
-        return found
+            scales["ret"] = Scale(moments.mean, moments.scale(), LIMIT, rollout.rewards)
+        return scales
 
     def frozen(self) -> Normalizers:
         """These, as they are now and will stay; rewards are left as they come."""
@@ -213,7 +213,7 @@ def normalizers_for(env: Task, config: PPOConfig, ranks: Ranks = ALONE) -> Norma
 
 
 def observation_normalizer(env: Task, ranks: Ranks) -> ObservationNormalizer | None:
-    """What normalises the vectors among the observations; None where there are none."""
+    """Return the normaliser of the vectors among the observations; None where there are none."""
     layout = layout_of(env)
     if not layout.vectors:
         return None

@@ -1,26 +1,18 @@
-"""The steps of the update, as functions that the trainer holds.
+"""The algorithm of an update: advantages, minibatches, losses, their gradients, and what changes over a run.
 
 `UpdateSteps` is the seam for variants of the algorithm and for breaking it on purpose:
 
     trainer.steps = replace(trainer.steps, normalize=lambda advantages: advantages)
-
-The losses of a minibatch, from the trunk outputs on.
-
-Backward through detached trunk outputs: the gradients of actor and critic, apart, for the price of one pass.
-
-Gradients of parts of a minibatch, at the same parameters: what tells the noise of a gradient from its signal.
-
-What changes over a run: learning rate, entropy bonus, and when an update has gone far enough.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,11 +20,13 @@ from torch import Tensor
 from esper_telemetry.events import Shard
 from esper_telemetry.ppo.config import PPOConfig
 from esper_telemetry.ppo.environments.protocol import Array
-from esper_telemetry.ppo.policy import ActorCritic, add
+from esper_telemetry.ppo.policy import ActorCritic, Tensors, add
 from esper_telemetry.ppo.ranks import ALONE, Ranks
 from esper_telemetry.ppo.rollout import Batch, Rollout, remaining_sums
 
-STD_FLOOR = 1e-8  # keeps equal advantages finite; as in Stable-Baselines3 and CleanRL
+STD_FLOOR: Final = 1e-8  # keeps equal advantages finite; as in Stable-Baselines3 and CleanRL
+STOP_FACTOR: Final = 1.5  # of `target_kl`: Stable-Baselines3 and Spinning Up
+RATE_FACTOR, KL_BAND, RATE_BOUNDS = 1.5, 2.0, (1e-5, 1e-2)  # RSL-RL's adaptive schedule
 
 
 def generalized_advantages(rollout: Rollout, gamma: float, gae_lambda: float) -> Tensor:
@@ -51,11 +45,7 @@ def generalized_advantages(rollout: Rollout, gamma: float, gae_lambda: float) ->
 
 
 def standardize(advantages: Tensor, floor: float = 0.0) -> Tensor:
-    """Advantages [N] less their mean, divided by their standard deviation (unbiased); a single one stays as it is.
-
-    Args:
-        floor: smallest standard deviation to divide by.
-    """
+    """Advantages [N] less their mean, divided by their unbiased standard deviation or `floor`; a single one stays as it is."""
     if len(advantages) < 2:
         return advantages
     std, mean = torch.std_mean(advantages, correction=1)
@@ -63,7 +53,7 @@ def standardize(advantages: Tensor, floor: float = 0.0) -> Tensor:
 
 
 def standardize_globally(advantages: Tensor, floor: float, ranks: Ranks) -> Tensor:
-    """The same with mean and deviation over the advantages of all ranks."""
+    """Advantages [N] standardised by mean and deviation over the advantages of all ranks."""
     count, mean, squares = ranks.moments(advantages, advantages.new_zeros((), dtype=torch.float64))
     std = (squares / (count - 1)).sqrt().clamp(min=floor)
     return ((advantages - mean) / (std + STD_FLOOR)).to(advantages.dtype)
@@ -74,15 +64,9 @@ def shuffled_minibatches(batch: Batch, count: int, generator: torch.Generator) -
 
     Where the rows have an order in time, all environments in random order: each part holds whole sequences.
     """
-    if batch.sequences is not None:
-        return shuffled_sequences(batch, count, generator)
-    rows = torch.randperm(len(batch), generator=generator).to(batch.log_probs.device, non_blocking=True)
-    return batch.take(rows).split(count)
-
-
-def shuffled_sequences(batch: Batch, count: int, generator: torch.Generator) -> Iterable[Batch]:
-    """All environments in random order, in `count` parts whose sizes differ by one environment at most."""
-    assert batch.sequences is not None
+    if batch.sequences is None:
+        rows = torch.randperm(len(batch), generator=generator).to(batch.log_probs.device, non_blocking=True)
+        return batch.take(rows).split(count)
     envs = batch.sequences.environments()
     order = torch.randperm(len(envs), generator=generator)
     parts = [part.tolist() for part in order.tensor_split(max(1, min(count, len(envs))))]
@@ -107,13 +91,13 @@ def clipped_squared_error(values: Tensor, returns: Tensor, old_values: Tensor, *
 
 
 def same(value: Any) -> Any:
-    """The value as it is."""
+    """Return the value as it is."""
     return value
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateSteps:
-    """What an update is made of; replace a field to change that step.
+    """The steps of an update; replace a field to change that step.
 
     The first six decide what an update sees of a rollout; by default all of it, as it was.
 
@@ -134,43 +118,43 @@ class UpdateSteps:
         policy_loss: (log_ratio [N], advantages [N], clip) -> 0-d.
         value_loss: (values [N], returns [N], values at collection [N]) -> 0-d, without its coefficient.
         entropy_loss: mean entropy, 0-d -> 0-d, without its coefficient; called where there is a bonus.
-        learning_rate: rate of the next update by the schedule -> the one to use; where the rate follows the KL nothing asks.
+        learning_rate: rate of the next update by the schedule -> the one to use; not called where the rate follows the KL.
     """
 
     rewards: Callable[[Tensor], Tensor] = same
     observations: Callable[[Tensor], Tensor] = same
-    action_masks: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = same
-    relevance: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = same
-    initial_state: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = same
+    action_masks: Callable[[Tensors], Tensors] = same
+    relevance: Callable[[Tensors], Tensors] = same
+    initial_state: Callable[[Tensors], Tensors] = same
     resets: Callable[[Array], Array] = same
     advantages: Callable[[Rollout, float, float], Tensor] = generalized_advantages
     returns: Callable[[Tensor, Tensor], Tensor] = operator.add
     normalize: Callable[[Tensor], Tensor] = standardize
     minibatches: Callable[[Batch, int, torch.Generator], Iterable[Batch]] = shuffled_minibatches
-    scores: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = same
-    log_probs: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = same
+    scores: Callable[[Tensors], Tensors] = same
+    log_probs: Callable[[Tensors], Tensors] = same
     policy_loss: Callable[[Tensor, Tensor, float], Tensor] = clipped_surrogate
     value_loss: Callable[[Tensor, Tensor, Tensor], Tensor] = squared_error
     entropy_loss: Callable[[Tensor], Tensor] = torch.neg
     learning_rate: Callable[[float], float] = same
 
-    def seen(self, rollout: Rollout) -> Rollout:
-        """The rollout as the update sees it."""
-        memory = rollout.recurrence
-        if memory is not None:
-            memory = replace(memory, states=self.initial_state(memory.states))
+    def transform(self, rollout: Rollout) -> Rollout:
+        """Return the rollout as the update sees it."""
+        recurrence = rollout.recurrence
+        if recurrence is not None:
+            recurrence = replace(recurrence, states=self.initial_state(recurrence.states))
         return replace(
             rollout,
             rewards=self.rewards(rollout.rewards),
             observations=self.observations(rollout.observations),
             action_masks=self.action_masks(rollout.action_masks),
             relevance=self.relevance(rollout.relevance),
-            recurrence=memory,
+            recurrence=recurrence,
         )
 
 
 def steps_for(config: PPOConfig, ranks: Ranks = ALONE) -> UpdateSteps:
-    """The steps that the settings ask for."""
+    """Return the steps that the settings ask for."""
     steps = UpdateSteps()
     if not ranks.alone:
         steps = replace(steps, normalize=partial(standardize_globally, floor=config.advantage_std_floor, ranks=ranks))
@@ -181,8 +165,15 @@ def steps_for(config: PPOConfig, ranks: Ranks = ALONE) -> UpdateSteps:
     return steps
 
 
+class ObjectiveLeaves(NamedTuple):
+    """Trunk outputs [N, F] that the losses are computed from."""
+
+    actor: Tensor
+    critic: Tensor
+
+
 class ObjectiveResult(NamedTuple):
-    """What the policy says of a minibatch now.
+    """The losses of a minibatch and what they were computed from.
 
     Attributes:
         log_ratio, values: [N].
@@ -193,22 +184,15 @@ class ObjectiveResult(NamedTuple):
 
     log_ratio: Tensor
     values: Tensor
-    scores: Mapping[str, Tensor]
-    head_log_probs: Mapping[str, Tensor]
-    losses: Mapping[str, Tensor]
-
-
-class ObjectiveLeaves(NamedTuple):
-    """Trunk outputs [N, F] that the losses are computed from."""
-
-    actor: Tensor
-    critic: Tensor
+    scores: Tensors
+    head_log_probs: Tensors
+    losses: Tensors
 
 
 def objective(
     policy: ActorCritic, steps: UpdateSteps, batch: Batch, leaves: ObjectiveLeaves, *, clip: float, bonus: bool
 ) -> ObjectiveResult:
-    """The losses of a minibatch as functions of the trunk outputs; the entropy only where there is a bonus for it."""
+    """Return the losses of a minibatch as functions of the trunk outputs; the entropy only where there is a bonus for it."""
     scores = steps.scores(policy.scores(leaves.actor))
     normalized = policy.normalize(scores, batch.action_masks)
     log_probs = steps.log_probs(policy.log_probs(normalized, batch.actions, batch.relevance))
@@ -224,7 +208,7 @@ def objective(
 
 
 def leaf(output: Tensor) -> Tensor:
-    """A trunk output, cut off from the trunk: what is computed from it leaves its gradient in `.grad`."""
+    """Return a trunk output, cut off from the trunk: what is computed from it leaves its gradient in `.grad`."""
     return output.detach().requires_grad_()
 
 
@@ -233,14 +217,14 @@ def gradient(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
-def backward_losses(losses: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Backs up the weighted sum of the losses, as far as they have a graph, without building the sum."""
+def backward_losses(losses: Tensors, weights: Tensors) -> None:
+    """Back up the weighted sum of the losses, as far as they have a graph, without building the sum."""
     names = [name for name, loss in losses.items() if loss.requires_grad]
     torch.autograd.backward([losses[name] for name in names], [weights[name] for name in names])
 
 
 def backward_trunks(outputs: Sequence[Tensor], actor: Tensor, critic: Tensor) -> None:
-    """Takes the gradients at the trunk outputs on to the parameters: their sum where both read the same output.
+    """Take the gradients at the trunk outputs on to the parameters: their sum where both read the same output.
 
     A trunk whose parameters are all frozen has no graph and is passed over.
     """
@@ -253,54 +237,42 @@ def backward_trunks(outputs: Sequence[Tensor], actor: Tensor, critic: Tensor) ->
 def shard_gradients(
     batch: Batch, count: int, loss: Callable[[Batch], Tensor], parameters: Sequence[Tensor]
 ) -> list[Shard]:
-    """Gradient of the mean loss of each of `count` parts; `.grad` fields stay as they are.
+    """Return the gradient of the mean loss of each of `count` parts of a minibatch; `.grad` fields stay as they are.
 
     Args:
         batch: the minibatch.
-        count: how many parts, fewer where it has fewer samples.
+        count: how many parts, fewer where it has fewer independent samples: rows, or for sequences environments.
         loss: 0-d, of a part.
         parameters: K tensors.
     """
-    return [Shard(samples, flat_gradient(loss(part), parameters)) for samples, part in _parts(batch, count)]
-
-
-def _parts(batch: Batch, count: int) -> list[tuple[int, Batch]]:
-    """Parts with the number of independent samples in each: rows, or for sequences the environments."""
     if batch.sequences is None:
-        return [(len(part), part) for part in batch.split(count)]
-    envs = batch.sequences.environments()
-    count = max(1, min(count, len(envs)))
-    cuts = [len(envs) * part // count for part in range(count + 1)]
-    return [(stop - start, batch.whole(envs[start:stop])) for start, stop in pairwise(cuts)]
+        parts = [(len(part), part) for part in batch.split(count)]
+    else:
+        envs = batch.sequences.environments()
+        count = max(1, min(count, len(envs)))
+        cuts = [len(envs) * part // count for part in range(count + 1)]
+        parts = [(stop - start, batch.whole(envs[start:stop])) for start, stop in pairwise(cuts)]
+    return [Shard(samples, flat_gradient(loss(part), parameters)) for samples, part in parts]
 
 
 def flat_gradient(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """[d]: all gradients one after the other, zero of what is frozen or not reached."""
+    """All gradients one after the other, [d], zero for parameters that are frozen or not reached."""
     trained = [parameter for parameter in parameters if parameter.requires_grad] if loss.requires_grad else []
-    found = torch.autograd.grad(loss, trained, allow_unused=True) if trained else ()
-    by_parameter = {id(parameter): gradient for parameter, gradient in zip(trained, found, strict=True)}
-    gradients = (by_parameter.get(id(parameter)) for parameter in parameters)
-    return torch.cat(
-        [
-            (torch.zeros_like(parameter) if gradient is None else gradient).reshape(-1)
-            for parameter, gradient in zip(parameters, gradients, strict=True)
-        ]
-    )
-
-
-STOP_FACTOR = 1.5  # of `target_kl`: Stable-Baselines3 and Spinning Up
-RATE_FACTOR, KL_BAND, RATE_BOUNDS = 1.5, 2.0, (1e-5, 1e-2)  # RSL-RL's adaptive schedule
+    gradients = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True) if trained else ()
+    by_parameter = {id(parameter): part for parameter, part in zip(trained, gradients, strict=True)}
+    parts = (by_parameter[id(p)] if id(p) in by_parameter else torch.zeros_like(p) for p in parameters)
+    return torch.cat([part.reshape(-1) for part in parts])
 
 
 def learning_rate(config: PPOConfig, current: float, remaining: float) -> float:
-    """The rate of the next update, where `remaining` of the run, 1 to 0, is left."""
+    """Rate of the next update, where `remaining` of the run, 1 to 0, is left."""
     if config.desired_kl is not None:
         return current
     return config.learning_rate * remaining if config.anneal_learning_rate else config.learning_rate
 
 
 def adapted_rate(rate: float, kl: float, desired: float) -> float:
-    """The rate after an update whose last pass moved the policy by `kl`."""
+    """Rate after an update whose last pass moved the policy by `kl`."""
     lowest, highest = RATE_BOUNDS
     if kl > KL_BAND * desired:
         return max(lowest, rate / RATE_FACTOR)
@@ -308,7 +280,7 @@ def adapted_rate(rate: float, kl: float, desired: float) -> float:
 
 
 def entropy_coef(config: PPOConfig, remaining: float) -> float:
-    """The weight of the entropy bonus, where `remaining` of the run, 1 to 0, is left."""
+    """Weight of the entropy bonus, where `remaining` of the run, 1 to 0, is left."""
     if config.final_entropy_coef is None:
         return config.entropy_coef
     return config.final_entropy_coef + (config.entropy_coef - config.final_entropy_coef) * remaining

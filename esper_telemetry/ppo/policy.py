@@ -1,6 +1,9 @@
 """The policy: one or two trunks, a head per part of the action, and a value.
 
-Compiling the passes of an update with `torch.compile`.
+bf16 is autocast of the trunks alone, in acting as in training, so the first minibatch finds the probabilities of collection again. Two
+passes are compiled where the settings ask for it: trunks without a memory, and losses. The cut between them, where the gradients of the
+two losses are told apart, stays. CUDA graphs are left out: minibatches change their size where rows are invalid, and events outlive a
+replay.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.ppo.config import PPOConfig
-from esper_telemetry.ppo.distributions import Categorical, Gaussian, PolicyHead, make_gaussian, orthogonal
+from esper_telemetry.ppo.distributions import Categorical, Gaussian, PolicyHead, make_gaussian
 from esper_telemetry.ppo.environments.protocol import ActionSpec, ObservationLayout
 from esper_telemetry.ppo.networks.encoders import Encoded
-from esper_telemetry.ppo.networks.mlp import MLP
+from esper_telemetry.ppo.networks.mlp import MLP, orthogonal
 from esper_telemetry.ppo.networks.recurrent import Core, RecurrentTrunk
 from esper_telemetry.ppo.rollout import Grid
 
@@ -43,7 +46,7 @@ def compiled(function: Callable[Arguments, Outcome]) -> Callable[Arguments, Outc
 
 
 def require_compiler(device: torch.device) -> None:
-    """Raises ValueError where nothing on this machine can compile for that device; on the CPU that takes a C++ compiler."""
+    """Raise ValueError where nothing on this machine can compile for that device; on the CPU that takes a C++ compiler."""
     candidates = (os.environ.get("CXX"), *COMPILERS)
     if device.type == "cpu" and not any(name and shutil.which(name) for name in candidates):
         raise ValueError(
@@ -123,7 +126,7 @@ class ActorCritic(nn.Module):
         return {name: head(features) for name, head in self.heads.items()}
 
     def normalize(self, scores: Mapping[str, Tensor], masks: Tensors = NOTHING) -> dict[str, Tensor]:
-        """What `log_prob` and `entropy` read, by head, from the scores and the allowed choices, [N, size] by head."""
+        """Return the input of `log_prob` and `entropy`, by head, from the scores and the allowed choices, [N, size] by head."""
         return {name: self.head(name).normalize(score, masks.get(name)) for name, score in scores.items()}
 
     def log_probs(self, normalized: Tensors, actions: Tensors, relevance: Tensors = NOTHING) -> dict[str, Tensor]:
@@ -181,7 +184,7 @@ class ActorCritic(nn.Module):
         )
 
     def check_finite(self) -> None:
-        """Raises FloatingPointError, naming the first, where weights are not finite; synchronises once."""
+        """Raise FloatingPointError, naming the first, where weights are not finite; synchronises once."""
         if not torch.stack([torch.isfinite(weight).all() for weight in self.parameters()]).all():
             name = next(name for name, weight in self.named_parameters() if not torch.isfinite(weight).all())
             raise FloatingPointError(f"the policy's weights are not finite after this update, {name} first")

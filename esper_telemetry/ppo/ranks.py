@@ -22,7 +22,7 @@ SEED_STRIDE = 10_007
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """How many processes there are, and which one this is."""
+    """Number of processes that train together, and which one this is."""
 
     size: int = 1
     rank: int = 0
@@ -36,7 +36,7 @@ class Ranks:
 
     @property
     def alone(self) -> bool:
-        """Whether there is one process."""
+        """True where there is one process."""
         return self.size == 1
 
     def seed(self, seed: int) -> int:
@@ -64,18 +64,18 @@ class Ranks:
             return [value]
         file = io.BytesIO()
         torch.save(value, file)
-        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(file.getvalue(), found)
-        return [torch.load(io.BytesIO(part), map_location="cpu", weights_only=True) for part in found or ()]
+        payloads: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(file.getvalue(), payloads)
+        return [torch.load(io.BytesIO(part), map_location="cpu", weights_only=True) for part in payloads or ()]
 
     def share(self, module: nn.Module) -> None:
-        """Gives every rank the first one's weights."""
+        """Copy the first rank's weights to every rank."""
         if not self.alone:
             for tensor in module.state_dict().values():
                 dist.broadcast(tensor, 0)
 
     def average(self, gradients: Sequence[Tensor], rows: int) -> None:
-        """Makes gradients of local means, over `rows` rows, those of the mean over the rows of all ranks, in place."""
+        """Turn gradients of means over `rows` local rows into those of the mean over the rows of all ranks, in place."""
         if self.alone:
             return
         sums = [gradient.flatten() * rows for gradient in gradients]

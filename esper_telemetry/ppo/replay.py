@@ -1,9 +1,7 @@
-"""The rollout, shown to the policy once more: for hooks that ask what it says before and after an update.
+"""The policy, shown the rollout of an update again, for hooks that ask before and after the update.
 
-Nothing here is computed unless it is asked for, and nothing leaves a trace: gradients are asked of `torch.autograd.grad`, which
-leaves `.grad` alone, and no random number is drawn.
-
-Memory unrolled over whole environments, so that the gradient of the loss at its first and last states can be asked for.
+Nothing is computed unless a hook asks, and nothing changes: gradients come from `torch.autograd.grad`, which leaves `.grad` alone, and no
+random number is drawn.
 """
 
 from __future__ import annotations
@@ -45,35 +43,37 @@ def state_gradients(
     """
     trunk, memory = policy.actor, rollout.recurrence
     assert isinstance(trunk, RecurrentTrunk) and memory is not None
-    known = np.flatnonzero(~memory.fresh[0])[:envs]
-    if not len(known):
+    envs_with_memory = np.flatnonzero(~memory.fresh[0])[:envs]
+    if not len(envs_with_memory):
         return None
     device = rollout.rewards.device
-    remembering = on(known, device)
-    first = memory.states["actor"][:, :, remembering].detach().requires_grad_()
+    columns_index = on(envs_with_memory, device)
+    first = memory.states["actor"][:, :, columns_index].detach().requires_grad_()
     with policy.autocast():
-        features, outputs = unrolled(trunk, rollout.observations[:, remembering], first, memory.fresh[:, known])
+        features, outputs = unroll(
+            trunk, rollout.observations[:, columns_index], first, memory.fresh[:, envs_with_memory]
+        )
     features = features.float()
-    batch = columns.map(lambda column: column[:, remembering].flatten(0, 1))
+    batch = columns.map(lambda column: column[:, columns_index].flatten(0, 1))
     if memory.valid is not None:
-        rows = on(np.flatnonzero(memory.valid[:, known]), device)
+        rows = on(np.flatnonzero(memory.valid[:, envs_with_memory]), device)
         batch, features = batch.map(lambda column: column[rows]), features[rows]
     at_first, at_outputs = torch.autograd.grad(loss(batch, features), [first, outputs], materialize_grads=True)
     return StateGradients(at_first[:, 0], at_outputs[-1])
 
 
-def unrolled(trunk: RecurrentTrunk, observations: Tensor, state: Tensor, fresh: Flags) -> tuple[Tensor, Tensor]:
+def unroll(trunk: RecurrentTrunk, observations: Tensor, state: Tensor, fresh: Flags) -> tuple[Tensor, Tensor]:
     """Features [T x b, F] of observations [T, b, ...], and h [T, b, H] after every step, which they are read off.
 
     Memory begins anew where `fresh` [T, b]. The gradient at an h is that of its own step's features alone: after the last step that is all.
     """
     inputs = trunk.encoder(observations.flatten(0, 1)).unflatten(0, observations.shape[:2])
-    outputs = remembered(trunk.core, inputs, state, fresh)
+    outputs = core_outputs(trunk.core, inputs, state, fresh)
     return trunk.decoder(outputs.flatten(0, 1)), outputs
 
 
-def remembered(core: Core, inputs: Tensor, state: Tensor, fresh: Flags) -> Tensor:
-    """What memory gives [T, b, H], in one call from each step in which it begins anew anywhere to the next."""
+def core_outputs(core: Core, inputs: Tensor, state: Tensor, fresh: Flags) -> Tensor:
+    """Outputs of the core [T, b, H], in one call from each step in which memory begins anew anywhere to the next."""
     begins = [0, *np.flatnonzero(fresh[1:].any(1)) + 1]
     outputs = []
     for first, after in itertools.pairwise([*begins, len(inputs)]):
@@ -85,7 +85,7 @@ def remembered(core: Core, inputs: Tensor, state: Tensor, fresh: Flags) -> Tenso
 
 Loss: TypeAlias = Callable[[Batch, Tensor], Tensor]
 
-PART = 512
+SAMPLE_ROWS = 512
 """Transitions that are enough to tell how layers respond (Moalla 2024)."""
 
 
@@ -109,17 +109,17 @@ class TrainerReplay:
 
     def stored(self) -> Outputs:
         """See `Replay`."""
-        return self._described(_taken(self._rollout.scores, self._rows), self._rows, self._memory(self._rows))
+        return self._outputs(_select_rows(self._rollout.scores, self._rows), self._rows, self._memory(self._rows))
 
     @torch.no_grad()
     def outputs(self) -> Outputs:
         """See `Replay`."""
         features, memory = self._forward()
-        return self._described(self._policy.scores(features), self._rows, memory)._replace(features=features)
+        return self._outputs(self._policy.scores(features), self._rows, memory)._replace(features=features)
 
     def stored_part(self) -> Outputs:
         """See `Replay`."""
-        return self._described(_taken(self._rollout.scores, self._some), self._some, self._memory(self._some))
+        return self._outputs(_select_rows(self._rollout.scores, self._sample), self._sample, self._memory(self._sample))
 
     @torch.no_grad()
     def without_memory(self) -> Outputs | None:
@@ -129,7 +129,7 @@ class TrainerReplay:
             return None
         with self._policy.autocast():
             features = alone(trunk, self._observations).float()
-        return self._described(self._policy.scores(features), self._some, None)
+        return self._outputs(self._policy.scores(features), self._sample, None)
 
     @torch.no_grad()
     def activations(self) -> Activations:
@@ -138,7 +138,7 @@ class TrainerReplay:
         if not isinstance(trunk, RecurrentTrunk):
             return responses({"trunk": trunk}, self._observations)
         encoder = responses({"encoder": trunk.encoder}, self._observations)
-        memory = self._memory(self._some)
+        memory = self._memory(self._sample)
         assert memory is not None
         decoder = responses({"decoder": trunk.decoder}, memory)
         return Activations({**encoder.layers, "core": memory, **decoder.layers}, decoder.last)
@@ -169,20 +169,20 @@ class TrainerReplay:
         return columns(self._rollout, advantages, self._returns)
 
     @cached_property
-    def _places(self) -> Tensor:
+    def _sample_places(self) -> Tensor:
         """Places of some of them, evenly spread, [n]."""
         count = len(self._batch)
-        return torch.linspace(0, count - 1, min(count, PART), device=self._rows.device).round().long()
+        return torch.linspace(0, count - 1, min(count, SAMPLE_ROWS), device=self._rows.device).round().long()
 
     @property
-    def _some(self) -> Tensor:
+    def _sample(self) -> Tensor:
         """Numbers of some transitions, [n]."""
-        return self._rows[self._places]
+        return self._rows[self._sample_places]
 
     @property
     def _observations(self) -> Tensor:
-        """Of some transitions, [n, ...]."""
-        return self._batch.observations[self._places]
+        """Observations of some transitions, [n, ...]."""
+        return self._batch.observations[self._sample_places]
 
     def _forward(self) -> tuple[Tensor, Tensor | None]:
         """The actor's features [N, F] of all transitions, and what its core gave [N, H]."""
@@ -196,17 +196,17 @@ class TrainerReplay:
             return trunk.decoder(memory).float(), memory.float()
 
     def _memory(self, rows: Tensor) -> Tensor | None:
-        """What the core gave when the rollout was collected, [n, H]."""
+        """Outputs of the core when the rollout was collected, [n, H]."""
         recurrence = self._rollout.recurrence
         return None if recurrence is None else recurrence.after[:, -1, 0].flatten(0, 1)[rows]
 
-    def _described(self, scores: Mapping[str, Tensor], rows: Tensor, memory: Tensor | None) -> Outputs:
-        masks = _taken(self._rollout.action_masks, rows)
+    def _outputs(self, scores: Mapping[str, Tensor], rows: Tensor, memory: Tensor | None) -> Outputs:
+        masks = _select_rows(self._rollout.action_masks, rows)
         logits, log_std, means = describe(self._policy, scores, masks)
-        return Outputs(logits, means, log_std, _taken(self._rollout.relevance, rows), memory)
+        return Outputs(logits, means, log_std, _select_rows(self._rollout.relevance, rows), memory)
 
 
-def _taken(columns: Tensors, rows: Tensor) -> dict[str, Tensor]:
+def _select_rows(columns: Tensors, rows: Tensor) -> dict[str, Tensor]:
     return {name: column.flatten(0, 1)[rows] for name, column in columns.items()}
 
 

@@ -1,8 +1,9 @@
-"""Rollouts: what is collected, and the batches that the update takes from it.
+"""Rollouts, and the batches that an update takes from them.
 
-Whole sequences for recurrent policies: split where memory restarts, packed into columns, and put back as rows.
-
-Linear recurrences over time in log2(T) passes over whole tensors (Hillis and Steele 1986).
+The rows of a batch stay rows, also for recurrent policies: only inside the recurrent core do they stand in a padded grid, whose columns
+are runs of steps that share a memory. So losses, events and metrics need no mask for padding. Several runs share a column, each behind
+a separator, a cell at which the core forgets everything: one fused call per cell then does with half the cells, or fewer. A GRU and
+cuDNN give every run a column of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -21,13 +23,13 @@ from esper_telemetry.ppo.environments.protocol import Array
 PARTS = {"lstm": 2, "gru": 1}
 """Parts of a state: hidden and cell state of an LSTM, the hidden state of a GRU."""
 
-STRIDE = 8
-"""Heights of grids are multiples of this: oneDNN prepares itself anew, for as long as a pass takes, for each new shape."""
+GRID_HEIGHT_STRIDE: Final = 8
+"""Heights of grids are multiples of it: oneDNN prepares each new shape for as long as a pass takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Where N rows stand in a grid of `length` x `columns`.
+    """Positions of N rows in a grid of `length` x `columns`.
 
     Attributes:
         cells: [N], int64: index of each row in the flattened grid.
@@ -60,7 +62,7 @@ class Grid:
         return empty.index_fill(0, self.separators, 1.0).view(self.length, self.columns, 1)
 
 
-class Whole(NamedTuple):
+class EnvironmentPart(NamedTuple):
     """One environment's part of a batch: indices of its rows and of its runs."""
 
     rows: Array
@@ -69,7 +71,7 @@ class Whole(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """How the N rows of a batch make up R runs, steps that share a memory; ordered by environment, then by time.
+    """R runs of steps that share a memory, in the N rows of a batch; ordered by environment, then by time.
 
     The arrays live on the host, so that the size of a grid is known without waiting for the device.
 
@@ -89,17 +91,17 @@ class Sequences:
         """The runs with these indices."""
         return replace(self, lengths=self.lengths[runs], carried=self.carried[runs], envs=self.envs[runs])
 
-    def environments(self) -> list[Whole]:
+    def environments(self) -> list[EnvironmentPart]:
         """The parts of the batch, one per environment that has rows."""
         cuts = np.flatnonzero(np.diff(self.envs)) + 1
         ends = np.cumsum(self.lengths)
         rows = np.split(np.arange(ends[-1]), ends[cuts - 1])
         runs = np.split(np.arange(len(self.envs)), cuts)
-        return [Whole(*part) for part in zip(rows, runs, strict=True)]
+        return [EnvironmentPart(*part) for part in zip(rows, runs, strict=True)]
 
     @property
     def separable(self) -> bool:
-        """Whether the core can forget within a column: an LSTM on the CPU; cuDNN wants its weights in one piece."""
+        """True where the core can forget within a column: an LSTM on the CPU. cuDNN wants its weights in one piece."""
         state = next(iter(self.states.values()))
         return state.is_cpu and state.shape[1] == PARTS["lstm"]
 
@@ -110,7 +112,7 @@ class Sequences:
             shared: runs share columns behind separators, where they fit; otherwise each has its own.
         """
         lengths = self.lengths
-        height = -(-int(lengths.max()) // STRIDE) * STRIDE
+        height = -(-int(lengths.max()) // GRID_HEIGHT_STRIDE) * GRID_HEIGHT_STRIDE
         alone = (np.arange(len(lengths)), np.zeros_like(lengths))
         column, top = pack(lengths, self.carried, height) if shared else alone
         columns = int(column.max()) + 1
@@ -165,7 +167,7 @@ def on(indices: Array, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecurrence:
-    """What a rollout with memory must tell in addition; flags are on the host.
+    """Recurrent states of a rollout; flags are on the host.
 
     Attributes:
         states: per trunk [layers, parts, B, H]: the state in which the rollout began.
@@ -188,14 +190,14 @@ class RolloutRecurrence:
         return shifted
 
     def sequences(self) -> Sequences:
-        """How the transitions follow one another, by environment, then by time."""
+        """Return the runs of the transitions, by environment, then by time."""
         begins = self.fresh.copy()
         begins[0] = True
         carried = np.zeros_like(begins)
         carried[0] = True
         envs: Array = np.broadcast_to(np.arange(begins.shape[1]), begins.shape)
-        kept = slice(None) if self.valid is None else self.valid.T.reshape(-1)
-        begins, carried, envs = (column.T.reshape(-1)[kept] for column in (begins, carried, envs))
+        valid_rows_of_envs = slice(None) if self.valid is None else self.valid.T.reshape(-1)
+        begins, carried, envs = (column.T.reshape(-1)[valid_rows_of_envs] for column in (begins, carried, envs))
         begins = begins | (np.diff(envs, prepend=-1) != 0)
         starts = np.flatnonzero(begins)
         return Sequences(np.diff(starts, append=len(begins)), carried[starts], envs[starts], self.states)
@@ -305,12 +307,9 @@ class Batch:
         parts = max(1, min(parts, len(self)))
         size, longer = divmod(len(self), parts)
         cuts = [part * size + min(part, longer) for part in range(parts + 1)]
-        return [self._slice(start, stop) for start, stop in itertools.pairwise(cuts)]
+        return [self.map(itemgetter(slice(*cut))) for cut in itertools.pairwise(cuts)]
 
-    def _slice(self, start: int, stop: int) -> Batch:
-        return self.map(lambda column: column[start:stop])
-
-    def whole(self, parts: Sequence[Whole]) -> Batch:
+    def whole(self, parts: Sequence[EnvironmentPart]) -> Batch:
         """The rows of some environments, as `Sequences.environments` names them, with their order in time."""
         assert self.sequences is not None
         rows = on(np.concatenate([part.rows for part in parts]), self.log_probs.device)
@@ -318,7 +317,7 @@ class Batch:
         return self.map(lambda column: column.index_select(0, rows), sequences)
 
     def grid(self) -> Grid | None:
-        """Where the rows stand in time; None for a feed-forward policy."""
+        """Return the positions of the rows in time; None for a feed-forward policy."""
         return None if self.sequences is None else self.sequences.grid(shared=self.sequences.separable)
 
 

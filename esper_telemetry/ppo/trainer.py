@@ -1,7 +1,4 @@
-"""Proximal policy optimisation for vector environments, with an event for everything worth watching.
-
-Freed memory stays with the process, where the next minibatch finds it.
-"""
+"""Proximal policy optimisation for vector environments, with an event for everything worth watching."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from esper_telemetry.ppo.checkpointables import Checkpointables
 from esper_telemetry.ppo.collectors.factory import collector_for
 from esper_telemetry.ppo.config import POLICIES, PPOConfig, require
 from esper_telemetry.ppo.emit import TrainerEvents, hooks_of
-from esper_telemetry.ppo.environments.protocol import Environment, Task, layout_of
+from esper_telemetry.ppo.environments.protocol import Environment, Task, horizon_of, layout_of
 from esper_telemetry.ppo.evaluation import Evaluation, evaluate
 from esper_telemetry.ppo.normalizer import normalizers_for
 from esper_telemetry.ppo.objective import (
@@ -46,66 +43,41 @@ from esper_telemetry.ppo.ranks import Ranks
 from esper_telemetry.ppo.replay import TrainerReplay
 from esper_telemetry.ppo.rollout import Batch, Rollout, flatten
 
+FACTS: Final = (
+    *("max_grad_norm", "clip", "clip_value", "gamma", "gae_lambda"),
+    *("normalize_advantages", "normalize_minibatches", "advantage_std_floor"),
+    *("num_steps", "num_epochs", "num_minibatches", "learning_rate", "value_coef", "entropy_coef"),
+    *("policy", "lstm_size", "activation", "normalize_observations", "normalize_rewards", "target_kl", "desired_kl"),
+)
+"""Settings that detectors read."""
+
 M_TRIM_THRESHOLD: Final = -1
 M_MMAP_THRESHOLD: Final = -3
-"""As `malloc.h` of the GNU C library has them."""
-KEPT_BYTES: Final = 256 << 20
-"""Of freed memory at the end of the heap, at most."""
-LARGEST_BYTES: Final = 32 << 20
-"""Of a block that is kept, which is the most that the library allows."""
-
-
-def keep_freed_memory() -> bool:
-    """Asks the C library to; whether it does. Others than GNU's are left as they are."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    trimmed, mapped = mallopt(M_TRIM_THRESHOLD, KEPT_BYTES), mallopt(M_MMAP_THRESHOLD, LARGEST_BYTES)
-    return bool(trimmed and mapped)
-
-
-FACTS = (
-    "max_grad_norm",
-    "clip",
-    "clip_value",
-    "gamma",
-    "gae_lambda",
-    "normalize_advantages",
-    "normalize_minibatches",
-    "advantage_std_floor",
-    "num_steps",
-    "num_epochs",
-    "num_minibatches",
-    "learning_rate",
-    "value_coef",
-    "entropy_coef",
-    "policy",
-    "lstm_size",
-    "activation",
-    "normalize_observations",
-    "normalize_rewards",
-    "target_kl",
-    "desired_kl",
-)
+"""Numbers of the parameters in `malloc.h` of the GNU C library."""
+MAX_TRIMMED_BYTES: Final = 256 << 20
+"""Freed memory at the end of the heap that stays with the process."""
+MAX_HEAP_BLOCK_BYTES: Final = 32 << 20
+"""Size of a block that stays with the process, which is the most that the library allows."""
 
 
 class PPO:
-    """Trains a policy in the environments.
+    """Trainer of a policy in vector environments.
 
     Attributes:
-        env, config, policy, optimizer, normalizers: what it is made of.
-        collector, generator: what gathers rollouts, and what shuffles them.
-        watchdog: None unless the settings ask for it.
+        env, config, policy, optimizer, normalizers: its parts.
+        collector, generator: collect rollouts and shuffle them.
+        watchdog: restores finite weights; None unless the settings ask for it.
         ranks: the processes that train together.
-        hooks: where its events are emitted.
+        hooks: functions that get its events.
         events: emits them.
-        checkpointables: what is saved and loaded with it.
+        checkpointables: objects that are saved and loaded with it.
         parameters: trainable parameters by name.
-        steps: the parts of the update; replace one to vary the algorithm.
-        env_steps, updates, gradient_steps: what has been done so far.
-        joins: what it emits once per update, joined.
+        steps: the steps of the update; replace one to vary the algorithm.
+        env_steps, updates, gradient_steps: counts since the run began.
+        joins: types of events that it emits once per update instead of once per minibatch.
 
-    Raises ValueError where the minibatches do not divide a rollout, or ranks might take different numbers of steps.
+    Raises:
+        ValueError: the minibatches do not divide a rollout, or ranks might take different numbers of steps.
     """
 
     joins = (MinibatchesEnd, BackwardsEnd)
@@ -151,7 +123,7 @@ class PPO:
         self._schedule(1.0)
 
     def learn(self, total_steps: int) -> None:
-        """Trains until that many environment steps are collected, those of earlier calls included.
+        """Train until that many environment steps are collected, those of earlier calls included.
 
         Raises:
             ValueError: they are collected already.
@@ -169,36 +141,36 @@ class PPO:
         self._stopping = False
 
     def stop(self) -> None:
-        """Makes `learn` return after the update it is in, or, before it, after its first; hooks and signal handlers may call it."""
+        """Make `learn` return after the update in progress, or the first one; hooks and signal handlers may call it."""
         self._stopping = True
 
     def evaluate(self, env: Environment, *, seed: int = 0) -> Evaluation:
-        """One episode in each of these environments with the likeliest actions; training does not notice."""
-        found = evaluate(self.policy, env, self.normalizers, seed=seed)
-        self.events.evaluation_end(found.returns, found.lengths)
-        return found
+        """Return the outcome of one episode in each of these environments with the likeliest actions; training does not change."""
+        evaluation = evaluate(self.policy, env, self.normalizers, seed=seed)
+        self.events.evaluation_end(evaluation.returns, evaluation.lengths)
+        return evaluation
 
     def state_dict(self) -> dict[str, Any]:
-        """All that training goes on from."""
+        """Return everything that training goes on from."""
         return checkpoint.state_of(self)
 
     def save(self, path: str | Path) -> Path:
-        """Writes a checkpoint, whole or not at all; where several ranks train, each calls it and the first writes."""
+        """Write a checkpoint, whole or not at all; every rank calls it, and the first writes."""
         return checkpoint.save(self, path)
 
     def load(self, path: str | Path) -> None:
-        """Goes on from a checkpoint, as does telemetry attached to it; raises ValueError, with what differs, where it does not fit."""
+        """Go on from a checkpoint, as does attached telemetry; raise ValueError, with what differs, where it does not fit."""
         checkpoint.load(self, path)
 
     def facts(self, total_steps: int) -> dict[str, Any]:
-        """What detectors need to know of this run; plain Python."""
+        """Return the facts of a run that detectors read, as plain data."""
         config = self.config
         return {
             "env": self.env.name,
             "total_steps": total_steps,
             "num_envs": self.env.num_envs * self.ranks.size,
             "ranks": self.ranks.size,
-            "horizon": getattr(self.env, "horizon", None),
+            "horizon": horizon_of(self.env),
             "precision": config.precision,
             "optimizer": type(self.optimizer).__name__,
             "advantage_correction": 1,
@@ -209,7 +181,7 @@ class PPO:
         }
 
     def _schedule(self, remaining: float) -> None:
-        """Sets what changes over the run, of which `remaining`, 1 to 0, is left."""
+        """Set the learning rate and the weights of the losses, where `remaining` of the run, 1 to 0, is left."""
         for group in self.optimizer.param_groups:
             rate = learning_rate(self.config, group["lr"], remaining)
             group["lr"] = rate if self.config.desired_kl is not None else self.steps.learning_rate(rate)
@@ -219,13 +191,13 @@ class PPO:
             self._weights = {name: torch.tensor(weight, device=self._device) for name, weight in weights.items()}
 
     def _train_once(self) -> None:
-        """One rollout and the update it feeds; in the end the ranks agree whether to go on."""
+        """Collect one rollout and update the policy with it; in the end the ranks agree whether to go on."""
         rollout = self.collector.collect(self.steps.resets)
         self.updates += 1
         (transitions,) = self.ranks.totals(rollout.transitions)
         self.env_steps += transitions
         self.events.update_start()
-        epochs = self._update(self.steps.seen(rollout))
+        epochs = self._update(self.steps.transform(rollout))
         if self.watchdog is None:
             self.policy.check_finite()
         elif not self.watchdog.look():
@@ -234,7 +206,7 @@ class PPO:
         self._agreed_to_stop = self.ranks.totals(self._stopping)[0] > 0
 
     def _update(self, rollout: Rollout) -> int:
-        """Several passes over a rollout; returns how many: none where it holds no transition."""
+        """Learn from a rollout in several passes; return how many, 0 where it holds no transition."""
         config = self.config
         advantages = self.steps.advantages(rollout, config.gamma, config.gae_lambda)
         returns = self.steps.returns(advantages, rollout.values)
@@ -246,22 +218,17 @@ class PPO:
             batch = replace(batch, advantages=self.steps.normalize(batch.advantages))
         self.events.before_update(partial(self._replay, rollout, batch, returns))
         try:
-            epochs = self._passes(batch)
+            step = 0
+            for epoch in range(config.num_epochs):
+                log_ratios = []
+                for minibatch in self.steps.minibatches(batch, config.num_minibatches, self.generator):
+                    log_ratios.append(self._optimize(minibatch, epoch, step))
+                    step += 1
+                if self._is_last(epoch, log_ratios):
+                    break
         finally:
             self.events.minibatches_end()
         self.events.after_update()
-        return epochs
-
-    def _passes(self, batch: Batch) -> int:
-        """Several passes over a batch; returns how many."""
-        step = 0
-        for epoch in range(self.config.num_epochs):
-            log_ratios = []
-            for minibatch in self.steps.minibatches(batch, self.config.num_minibatches, self.generator):
-                log_ratios.append(self._optimize(minibatch, epoch, step))
-                step += 1
-            if self._went_far(epoch, log_ratios):
-                break
         return epoch + 1
 
     @property
@@ -275,18 +242,18 @@ class PPO:
         return max(1, self.env.num_envs // self.config.num_minibatches)
 
     def _replay(self, rollout: Rollout, batch: Batch, returns: Tensor) -> TrainerReplay:
-        """The rollout for hooks that show it to the policy once more."""
+        """Return the replay for hooks that show the rollout to the policy again."""
         loss, envs = self._loss_of_actor, self.minibatch_envs
         return TrainerReplay(self.policy, rollout, batch, returns, loss=loss, envs=envs)
 
     def _loss_of_actor(self, batch: Batch, actor: Tensor) -> Tensor:
-        """The part of the loss that depends on the actor's trunk, 0-d, from its outputs [N, F]."""
+        """Part of the loss that depends on the actor's trunk, 0-d, from its outputs [N, F]."""
         losses = self._losses(batch, actor, actor).losses
         names = [name for name in losses if name != "value" or self.policy.critic is None]
         return add([self._weights[name] * losses[name] for name in names])
 
-    def _went_far(self, epoch: int, log_ratios: list[Tensor]) -> bool:
-        """Whether a pass moved the policy so far that it is the last; reads the device only where a setting asks."""
+    def _is_last(self, epoch: int, log_ratios: list[Tensor]) -> bool:
+        """Return True where a pass moved the policy so far that it is the last; it reads the device only where a setting asks."""
         config, last = self.config, epoch + 1 == self.config.num_epochs
         if config.target_kl is None and (config.desired_kl is None or not last):
             return False
@@ -298,7 +265,7 @@ class PPO:
         return stop
 
     def _optimize(self, batch: Batch, epoch: int, step: int) -> Tensor:
-        """One optimizer step; returns the log-ratios [N] before it.
+        """Take one optimizer step; return the log-ratios [N] before it.
 
         The losses end at detached copies of the trunk outputs, one leaf for the actor and one for the critic: their
         gradients there separate the two at no cost, and the trunk is backed up through once.
@@ -317,7 +284,7 @@ class PPO:
         return result.log_ratio.detach()
 
     def _shards(self, batch: Batch, count: int) -> list[Shard]:
-        """Gradients of parts of a minibatch, which nothing keeps."""
+        """Gradients of `count` parts of a minibatch; `.grad` fields stay as they are."""
 
         def loss(part: Batch) -> Tensor:
             outputs = self.policy.trunks(part.observations, part.grid())
@@ -327,13 +294,13 @@ class PPO:
         return shard_gradients(batch, count, loss, list(self.parameters.values()))
 
     def _losses(self, batch: Batch, actor: Tensor, critic: Tensor) -> ObjectiveResult:
-        """The losses of a minibatch as functions of the trunk outputs; the entropy only where it counts."""
+        """Return the losses of a minibatch as functions of the trunk outputs; the entropy only where it counts."""
         bonus = self._coefficients["entropy"] > 0
         leaves = ObjectiveLeaves(actor, critic)
         return self._objective(self.policy, self.steps, batch, leaves, clip=self.config.clip, bonus=bonus)
 
     def _descend(self, epoch: int, step: int, rows: int) -> None:
-        """Joins the gradients of all ranks, clips them by their global norm, steps the optimizer and drops them."""
+        """Average the gradients of all ranks, clip them by their global norm, step the optimizer and drop them."""
         config = self.config
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         self.ranks.average(list(gradients.values()), rows)
@@ -350,7 +317,20 @@ class PPO:
 
 
 def build_policy(env: Task, config: PPOConfig) -> ActorCritic:
-    """The policy for these environments; its weights depend on the seed alone, and torch's generator is left alone."""
+    """Return the policy for these environments; its weights depend on the seed alone, and torch's generator is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return ActorCritic(layout_of(env), env.action_specs, config)
+
+
+def keep_freed_memory() -> bool:
+    """Make the GNU C library keep freed blocks in this process; return False for other libraries, which are left as they are.
+
+    Otherwise it gives large blocks back to the system as soon as they are freed, and gets them anew page by page, zeroed. A trainer whose
+    minibatches have tens of thousands of rows needs the same blocks in each of them: that takes a fifth of its time.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    trimmed = mallopt(M_TRIM_THRESHOLD, MAX_TRIMMED_BYTES)
+    return bool(trimmed and mallopt(M_MMAP_THRESHOLD, MAX_HEAP_BLOCK_BYTES))

@@ -10,7 +10,7 @@ import pytest
 from esper_telemetry.core.clock import Clock
 from esper_telemetry.core.record import Level, SinkLag
 from esper_telemetry.metrics.performance import telemetry_health, update_performance
-from esper_telemetry.ppo.collectors.base import EVERY, FIRST, ProcessorClock
+from esper_telemetry.ppo.collectors.base import RolloutClock
 
 
 @dataclass
@@ -56,11 +56,11 @@ def burn(seconds: float) -> float:
 
 def test_the_environments_share_is_that_of_the_steps_that_are_timed() -> None:
     """16 steps of 4 ms, one of them timed, beside 20 ms of inference."""
-    clock = ProcessorClock()
-    for step in range(16):
-        assert (clock.step(burn, 0.004) if step % EVERY == FIRST else burn(0.004)) == 0.004
+    clock = RolloutClock()
+    for _ in range(16):
+        assert clock.step(burn, 0.004) == 0.004
     burn(0.02)
-    found = clock.seconds(16)
+    found = clock.cpu_seconds()
 
     assert found["environment"] == pytest.approx(0.064, rel=0.2)
     assert found["inference"] == pytest.approx(0.02, abs=0.012)
@@ -68,7 +68,7 @@ def test_the_environments_share_is_that_of_the_steps_that_are_timed() -> None:
 
 
 def test_a_rollout_too_short_to_time_a_step_has_one_phase() -> None:
-    assert ProcessorClock().seconds(3).keys() == {"rollout"}
+    assert RolloutClock().cpu_seconds().keys() == {"rollout"}
 
 
 def test_waiting_takes_time_and_no_processor_time() -> None:

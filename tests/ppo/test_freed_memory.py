@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from esper_telemetry.ppo.trainer import LARGEST_BYTES
+from esper_telemetry.ppo.trainer import MAX_HEAP_BLOCK_BYTES
 
 pytestmark = pytest.mark.skipif(
     not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library gives memory back as it likes"
@@ -34,7 +34,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def pages_fetched(first: str) -> int:
     """From the system, for four blocks that are freed and needed again twenty times, in a fresh process."""
-    script = SCRIPT.format(first=first, numbers=LARGEST_BYTES // 16)
+    script = SCRIPT.format(first=first, numbers=MAX_HEAP_BLOCK_BYTES // 16)
     run = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True)
     return int(run.stdout)
 

@@ -140,13 +140,13 @@ def test_separate_networks_share_nothing() -> None:
     assert event.actor.shape == event.critic.shape and event.actor.shape[1] == 16
 
 
-@pytest.mark.parametrize("tile", [mlp.TILE, 8, 33])
+@pytest.mark.parametrize("tile", [mlp.TILE_ROWS, 8, 33])
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
 def test_the_written_out_network_equals_plain_operations(
     activation: str, tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where its 33 rows are backed up in five parts."""
-    monkeypatch.setattr(mlp, "TILE", tile)
+    monkeypatch.setattr(mlp, "TILE_ROWS", tile)
     torch.manual_seed(0)
     network = MLP(5, (16, 8), activation)
     rows = torch.randn(33, 5, requires_grad=True)

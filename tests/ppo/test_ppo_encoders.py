@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from esper_telemetry.events import BackwardEnd, EpisodeEnd, MinibatchEnd, RecurrentForward, RolloutEnd, TrunkBackward
 from esper_telemetry.ppo import PPO, PPOConfig
-from esper_telemetry.ppo.collectors.inference import acting, torch_network
+from esper_telemetry.ppo.collectors.inference import host_policy, torch_network
 from esper_telemetry.ppo.collectors.tensors import TensorCollector
 from esper_telemetry.ppo.environments import ActionSpec, GymnasiumEnvironment, Image, TensorStep, make_env
 from esper_telemetry.ppo.environments.protocol import ObservationLayout
@@ -222,7 +222,7 @@ def test_a_cut_episode_is_valued_by_its_last_observation(parts: bool, policy: st
 @pytest.mark.parametrize("rows", [1, 7, 64])
 def test_many_rows_go_through_in_parts(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten images of 64 bytes at a time."""
-    monkeypatch.setattr("esper_telemetry.ppo.collectors.inference.MOST_BYTES", 640)
+    monkeypatch.setattr("esper_telemetry.ppo.collectors.inference.MAX_BATCH_BYTES", 640)
     encoder = ImageEncoder(Image((1, 8, 8)))
     pixels = np.random.default_rng(0).integers(256, size=(rows, 1, 8, 8), dtype=np.uint8)
 
@@ -235,7 +235,7 @@ def test_many_rows_go_through_in_parts(rows: int, monkeypatch: pytest.MonkeyPatc
 def test_acting_on_the_host_is_the_policy(policy: str) -> None:
     source = trainer("SpotlightParts-v0", policy=policy)
     rows = source.collector.collect().observations[0]
-    act = acting(source.policy)
+    act = host_policy(source.policy)
     states = {name: torch.zeros(core.state_shape(len(rows))) for name, core in source.policy.cores().items()}
 
     features = act.actor(rows.numpy(), states["actor"].numpy().copy() if states else None)

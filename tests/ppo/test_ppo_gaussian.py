@@ -183,12 +183,12 @@ def test_an_environment_cuts_what_is_stored_uncut(actions: np.ndarray[Any, Any])
     import gymnasium
     from gymnasium.spaces import Box
 
-    from esper_telemetry.ppo.environments.spaces import described
+    from esper_telemetry.ppo.environments.spaces import action_parts
 
     space = Box(np.array([-1, 0], np.float32), np.array([1, np.inf], np.float32))
     before = actions.copy()
 
-    taken = [described(space, "it").join({"action": row}) for row in actions]
+    taken = [action_parts(space, "it").join({"action": row}) for row in actions]
 
     assert np.array_equal(np.stack(taken), np.clip(actions, space.low, space.high))
     assert np.array_equal(actions, before)

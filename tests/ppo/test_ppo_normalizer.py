@@ -103,7 +103,7 @@ def test_a_limit_is_bootstrapped_from_the_normalised_last_observation() -> None:
     raw = torch.from_numpy(collector._raw)
     assert torch.allclose(rollout.observations, frozen(raw[:-1]), atol=1e-6)
     with torch.no_grad():
-        last = torch.from_numpy(collector._finals[0].observations)
+        last = torch.from_numpy(collector._limited[0].observations)
         expected = trainer.policy.values(trainer.policy.trunks(last)[-1])
     assert torch.allclose(rollout.next_values[199], expected, atol=1e-5)
     assert last.abs().max() < 10

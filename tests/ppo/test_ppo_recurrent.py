@@ -239,12 +239,12 @@ def test_after_a_limit_the_next_value_is_that_of_the_last_observation_with_its_m
     collector: Any = trainer.collector
     rollout = collector.collect()
     memory = rollout.recurrence
-    assert memory is not None and collector._finals[0].time == 199
+    assert memory is not None and collector._limited[0].time == 199
     actor = trainer.policy.actor
     assert isinstance(actor, RecurrentTrunk)
 
     with torch.no_grad():
-        features, _ = actor.step(torch.from_numpy(collector._finals[0].observations), memory.after[199])
+        features, _ = actor.step(torch.from_numpy(collector._limited[0].observations), memory.after[199])
         expected = trainer.policy.values(features)
 
     assert torch.allclose(rollout.next_values[199], expected, atol=1e-5)

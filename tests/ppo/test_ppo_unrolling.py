@@ -8,7 +8,7 @@ import torch
 
 from esper_telemetry.ppo.networks.mlp import MLP
 from esper_telemetry.ppo.networks.recurrent import Core, RecurrentTrunk
-from esper_telemetry.ppo.replay import unrolled
+from esper_telemetry.ppo.replay import unroll
 
 STEPS, ENVS, SIZE = 6, 3, 5
 
@@ -25,7 +25,7 @@ def test_features_and_gradients_are_those_of_single_steps(kind: str, begins: lis
     first = torch.randn(trunk.core.state_shape(ENVS)).requires_grad_()
     weights = torch.randn(STEPS * ENVS, 7)
 
-    features, outputs = unrolled(trunk, observations, first, fresh)
+    features, outputs = unroll(trunk, observations, first, fresh)
     state, rows = first, []
     for x, new in zip(observations, torch.from_numpy(fresh), strict=True):
         row, state = trunk.step(x, state.masked_fill(new[:, None], 0.0))

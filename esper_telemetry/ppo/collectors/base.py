@@ -1,23 +1,42 @@
-"""Returns and lengths of episodes, counted once per rollout instead of at every step.
+"""Collecting rollouts: what collectors on the host and on a device share.
 
-Processor time of a rollout: how much the environments take of it, and how much choosing actions does.
+A step of a rollout needs the actor alone. Noise is drawn for the whole rollout at once. Values, log-probabilities and episode statistics
+are computed after it, in one batch each: the weights have not changed meanwhile.
 """
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from esper_telemetry.ppo.environments.protocol import Array
+from esper_telemetry.ppo.environments.protocol import Array, Environment, Masked, restore_state, saved_state
+from esper_telemetry.ppo.normalizer import PLAIN, Normalizers
+from esper_telemetry.ppo.policy import ActorCritic
+from esper_telemetry.ppo.rollout import Rollout
+
+Resets = Callable[[Any], Any]
+Actions = TypeVar("Actions")
+Outcome = TypeVar("Outcome")
+
+CPU_SAMPLE_STRIDE: Final = 16
+FIRST_CPU_SAMPLE: Final = 5
+"""Steps of the environments whose processor time is read: that clock takes microseconds, and a step not many more."""
+MAX_SEED: Final = 2**31
+
+
+def at_ends(ended: Any) -> Any:
+    """Return the flags [B] as they are: memory begins anew after every end of an episode."""
+    return ended
 
 
 class EpisodeCounter:
-    """Sums rewards per episode over rollouts.
+    """Returns and lengths of episodes, counted once per rollout instead of at every step.
 
     Attributes:
         returns, lengths: of the episodes that finished in the last rollout, in the order in which they finished.
@@ -32,20 +51,21 @@ class EpisodeCounter:
         self._open_length = np.zeros(num_envs, np.int64)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Sums of the open episodes."""
-        return {"returns": torch.from_numpy(self._open_return), "lengths": torch.from_numpy(self._open_length)}
+        """Return the sums of the open episodes."""
+        sums = {"returns": self._open_return, "lengths": self._open_length}
+        return {name: torch.from_numpy(values.copy()) for name, values in sums.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Goes on with the open episodes of a saved state."""
+        """Go on with the open episodes of a saved state."""
         self._open_return[:], self._open_length[:] = state["returns"].numpy(), state["lengths"].numpy()
 
     def forget(self) -> None:
-        """Drops the open episodes: they will not go on."""
+        """Drop the open episodes: they will not go on."""
         self._open_return.fill(0.0)
         self._open_length.fill(0)
 
     def count(self, rewards: Array, ended: Array, valid: Array | None) -> None:
-        """Adds a rollout: rewards, ended and valid are [T, B]; invalid rows count for nothing."""
+        """Add a rollout: rewards, ended and valid are [T, B]; invalid rows count for nothing."""
         steps = np.ones(rewards.shape, np.int64) if valid is None else valid.astype(np.int64)
         times, envs = np.nonzero(ended)
         self.times = times.tolist()
@@ -54,7 +74,7 @@ class EpisodeCounter:
 
     @staticmethod
     def _close(open_sums: Array, amounts: Array, times: Array, envs: Array) -> Array:
-        """Sums [E] of `amounts` [T, B] over the episodes that end at (times, envs); `open_sums` [B] is carried."""
+        """Return the sums [E] of `amounts` [T, B] over the episodes that end at (times, envs); `open_sums` [B] is carried."""
         running = open_sums + np.cumsum(amounts, 0, dtype=open_sums.dtype)
         ends = running[times, envs]
         order = np.lexsort((times, envs))
@@ -66,33 +86,139 @@ class EpisodeCounter:
         return totals
 
 
-EVERY, FIRST = 16, 5
-"""Steps from one that is timed to the next, and the first one: reading this clock takes microseconds, and a step not many more."""
-
-Actions = TypeVar("Actions")
-Outcome = TypeVar("Outcome")
-
-
-class ProcessorClock:
-    """Times one rollout from its making on; the environments' share is that of the steps that it takes, scaled up."""
+class RolloutClock:
+    """Wall and processor time of one rollout, from the clock's creation on."""
 
     def __init__(self) -> None:
-        self._start = time.process_time()
-        self._taken = 0.0
-        self._steps = 0
+        self._start, self._cpu_start = time.perf_counter(), time.process_time()
+        self.environment = self._sampled_cpu = 0.0
+        self._steps = self._samples = 0
 
     def step(self, step: Callable[[Actions], Outcome], actions: Actions) -> Outcome:
-        """Takes a step of the environments and times it."""
-        start = time.process_time()
-        outcome = step(actions)
-        self._taken += time.process_time() - start
+        """Take a step of the environments; return its outcome."""
+        start = time.perf_counter()
+        if self._steps % CPU_SAMPLE_STRIDE == FIRST_CPU_SAMPLE:
+            cpu_start = time.process_time()
+            outcome = step(actions)
+            self._sampled_cpu += time.process_time() - cpu_start
+            self._samples += 1
+        else:
+            outcome = step(actions)
+        self.environment += time.perf_counter() - start
         self._steps += 1
         return outcome
 
-    def seconds(self, steps: int) -> dict[str, float]:
-        """Of a rollout of so many steps, now that it is over: `rollout`, and where any step was timed its two parts."""
-        rollout = time.process_time() - self._start
-        if not self._steps:
+    def seconds(self) -> dict[str, float]:
+        """Return the wall time of the rollout's parts `environment` and `inference`."""
+        rollout = time.perf_counter() - self._start
+        return {"environment": self.environment, "inference": rollout - self.environment}
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Return the processor time of the `rollout` and, where a step was sampled, of its two parts, scaled up from the samples."""
+        rollout = time.process_time() - self._cpu_start
+        if not self._samples:
             return {"rollout": rollout}
-        environment = min(self._taken * steps / self._steps, rollout)
+        environment = min(self._sampled_cpu * self._steps / self._samples, rollout)
         return {"rollout": rollout, "environment": environment, "inference": rollout - environment}
+
+
+class RolloutCollector(ABC):
+    """Actor in environments that keeps what happens, from one rollout to the next.
+
+    Args:
+        env: the environments; they are reset.
+        policy: chooses the actions.
+        num_steps: T, steps per rollout.
+        seed: of the noise, and of environments that have none of their own.
+        normalizers: of observations and rewards; they count every rollout.
+        greedy: takes the likeliest actions instead of drawing them.
+
+    Attributes:
+        env: the environments; replace it to step others in their place.
+        episodes: counts the episodes.
+        seconds, cpu_seconds: wall and processor time of the last rollout and its parts, as far as the host can tell.
+    """
+
+    def __init__(
+        self,
+        env: Environment,
+        policy: ActorCritic,
+        num_steps: int,
+        seed: int,
+        normalizers: Normalizers = PLAIN,
+        *,
+        greedy: bool = False,
+    ) -> None:
+        self.env: Any = env
+        self.policy, self.num_steps = policy, num_steps
+        self.episodes = EpisodeCounter(env.num_envs)
+        self.seconds: dict[str, float] = {}
+        self.cpu_seconds: dict[str, float] = {}
+        self._normalizers, self._greedy = normalizers, greedy
+        self._device = policy.value.weight.device
+        self._generator = torch.Generator().manual_seed(seed)
+        self._action_masks: Callable[[], Mapping[str, Any]] = env.action_masks if isinstance(env, Masked) else dict
+
+    def collect(self, resets: Resets = at_ends) -> Rollout:
+        """Return the next rollout; it holds until the next call.
+
+        Args:
+            resets: where memory begins anew, from where episodes ended, [B] bool both.
+        """
+        clock = RolloutClock()
+        self._begin()
+        for t in range(self.num_steps):
+            self._store(t, clock.step(self.env.step, self._act(t)), resets)
+        rollout = self._finish()
+        self.seconds, self.cpu_seconds = clock.seconds(), clock.cpu_seconds()
+        return rollout
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next rollout goes on from; the environment's state is None where it cannot be saved."""
+        return {
+            "environment": saved_state(self.env),
+            **self._position(),
+            "episodes": self.episodes.state_dict(),
+            "generator": self._generator.get_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; begin new episodes, other ones than at the start, where the environment could not be saved."""
+        self._generator.set_state(state["generator"])
+        if state["environment"] is None:
+            seed = int(torch.randint(MAX_SEED, (), generator=self._generator))
+            self._begin_episodes(self.env.reset(seed))
+            self.episodes.forget()
+            self._normalizers.forget()
+            return
+        restore_state(self.env, state["environment"])
+        self._load_position(state)
+        self.episodes.load_state_dict(state["episodes"])
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Prepare a rollout."""
+
+    @abstractmethod
+    def _act(self, t: int) -> Any:
+        """Return the actions of step t, as the environments take them."""
+
+    @abstractmethod
+    def _store(self, t: int, step: Any, resets: Resets) -> None:
+        """Keep the outcome of step t."""
+
+    @abstractmethod
+    def _finish(self) -> Rollout:
+        """Return the rollout."""
+
+    @abstractmethod
+    def _begin_episodes(self, observations: Any) -> None:
+        """Take the first observations [B, ...] of new episodes; the policy remembers nothing."""
+
+    @abstractmethod
+    def _position(self) -> dict[str, Any]:
+        """Return the last `observations`, where episodes are `fresh`, and `memories`, the recurrent states."""
+
+    @abstractmethod
+    def _load_position(self, state: Mapping[str, Any]) -> None:
+        """Take over what `_position` returned."""

@@ -53,7 +53,7 @@ class CueRecall:
         self._time = self._cue = self._previous = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
 
     def reset(self, seed: int | None = None) -> Tensor:
-        """Begins episodes at random phases, so that their ends fall anywhere in a rollout; returns [B, 7]."""
+        """Begin episodes at random phases, so that their ends fall anywhere in a rollout; return [B, 7]."""
         seed = seed if self._seed is None else self._seed
         if seed is not None:
             self._generator.manual_seed(seed)
@@ -61,7 +61,7 @@ class CueRecall:
         return self._observe()
 
     def step(self, actions: Mapping[str, Tensor]) -> TensorStep:
-        """Takes op [B] and arg [B]."""
+        """Take op [B] and arg [B]."""
         op, arg = actions["op"], actions["arg"]
         cue = self._previous if self.stale_cue else self._cue
         rewards = RECALL * ((op == cue) & (self._time > 0)) + ARGUMENT * ((op > 0) & (arg == self._time % ARGUMENTS))
@@ -80,7 +80,7 @@ class CueRecall:
         return {**state, "generator": self._generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Goes on from a saved state."""
+        """Go on from a saved state."""
         self._time, self._cue, self._previous = (state[name].to(self.device) for name in ("time", "cue", "previous"))
         self._generator.set_state(state["generator"])
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from esper_telemetry.core.suggestion import did_you_mean
 from esper_telemetry.ppo.environments.protocol import Array, Bools, Step
-from esper_telemetry.ppo.environments.spaces import ObservationPacker, described, observed
+from esper_telemetry.ppo.environments.spaces import ObservationPacker, action_parts, observation_form
 from esper_telemetry.ppo.environments.state import capture, packed, restore, unpacked
 
 if TYPE_CHECKING:
@@ -63,23 +63,25 @@ class GymnasiumEnvironment:
         self.name = name or type(vector.unwrapped).__name__
         self.num_envs: int = vector.num_envs
         self.horizon: int | None = getattr(vector.spec, "max_episode_steps", None)
-        self.observation_shape, self.observation_layout, pack = observed(vector.single_observation_space, self.name)
-        self.action_specs, self._to_native = described(vector.single_action_space, self.name)
+        self.observation_shape, self.observation_layout, pack = observation_form(
+            vector.single_observation_space, self.name
+        )
+        self.action_specs, self._to_native = action_parts(vector.single_action_space, self.name)
         self._vector: Any = vector
         self._rows = vector if pack is None else InRows(vector, pack)
 
     def reset(self, seed: int | None = None) -> Array:
-        """Begins episodes everywhere, returns the observations [B, ...]; a seed given at construction comes first."""
+        """Begin episodes everywhere, return the observations [B, ...]; a seed given at construction comes first."""
         self._resetting = None
         observations: Array = self._rows.reset(seed=seed if self._seed is None else self._seed)[0]
         return observations
 
     def step(self, actions: Mapping[str, Array]) -> Step:
-        """Takes one action in every environment; see `Step` for what comes back."""
+        """Take one action in every environment; see `Step` for what comes back."""
         return self._step(self._rows.step(self._to_native(actions)))
 
     def close(self) -> None:
-        """Closes the environments."""
+        """Close the environments."""
         self._vector.close()
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -88,7 +90,7 @@ class GymnasiumEnvironment:
         return None if state is None else {"vector": state, "resetting": packed(self._resetting)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the environments go on from a saved state."""
+        """Make the environments go on from a saved state."""
         self._vector.reset(seed=0)
         restore(self._vector, state["vector"])
         self._resetting = unpacked(state["resetting"])
@@ -131,7 +133,7 @@ class InRows:
         return self._pack(observations), info
 
     def step(self, actions: Any) -> tuple[Any, ...]:
-        """What the environments return, final observations in rows too."""
+        """Return what the environments return, final observations in rows too."""
         observations, *outcome, info = self._vector.step(actions)
         if "final_obs" in info:
             last = np.full(len(info["final_obs"]), None, object)
@@ -149,7 +151,7 @@ def fill_rows(target: Array, rows: Array, mask: Bools) -> Array:
 
 
 def find_spec(env_id: str) -> EnvSpec:
-    """What Gymnasium knows of an id; raises ValueError with the closest known ids where it knows nothing."""
+    """Return Gymnasium's specification of an id; raise ValueError with the closest ids where there is none."""
     gym = require_gymnasium()
     module, _, name = env_id.rpartition(":")
     if module:
@@ -163,7 +165,7 @@ def find_spec(env_id: str) -> EnvSpec:
 
 
 def import_environments(module: str, env_id: str) -> None:
-    """Imports the module that registers an environment; raises ValueError where there is none of that name."""
+    """Import the module that registers an environment; raise ValueError where there is none of that name."""
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:

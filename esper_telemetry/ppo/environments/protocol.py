@@ -1,6 +1,13 @@
-"""What a trainer asks of a vector of environments, whatever library they come from.
+"""Protocols of vector environments, and the layout of their observations.
 
-What the numbers of an observation are: vectors, one-hot choices, images; and how several parts share one row.
+A rollout keeps every observation as one array, whatever it is made of, so that collecting, shuffling and cutting it into sequences need
+not know of parts; only the encoder and the normaliser do. A vector or a single image is its own array. Several parts with an image
+among them stand in a row: first the numbers (vectors, then one-hot choices), then float images, then uint8 images. With a uint8 image
+the row is made of bytes, and its front is read as floats without a copy, so that an image takes a quarter of the room that it would as
+floats.
+
+Masks and relevance that depend on an earlier choice are declared (`ActionSpec.given`, `relevant_for`) instead of asked for step by
+step: masks for all choices at once stay on the device, and training sees them resolved, one row per transition.
 """
 
 from __future__ import annotations
@@ -45,7 +52,7 @@ class ActionSpec:
 
 
 class Step(NamedTuple):
-    """What one step of B environments gives back. Arrays belong to the environment and hold until its next step.
+    """Outcome of one step of B environments. Arrays belong to the environment and hold until its next step.
 
     Attributes:
         observations: [B, ...] what to act on next.
@@ -68,7 +75,7 @@ class Step(NamedTuple):
 
 
 class TensorStep(NamedTuple):
-    """What one step of B tensor environments gives back: `Step` in tensors on one device, where every row is a transition.
+    """Outcome of one step of B tensor environments: `Step` in tensors on one device, where every row is a transition.
 
     Attributes:
         observations: [B, ...] what to act on next.
@@ -85,11 +92,11 @@ class TensorStep(NamedTuple):
 
 
 class Task(Protocol):
-    """What a trainer must know before the first step, on the host or on a device."""
+    """Properties of a vector of environments that a trainer reads before the first step."""
 
     @property
     def name(self) -> str:
-        """What people call the task."""
+        """Name of the task."""
 
     @property
     def num_envs(self) -> int:
@@ -114,25 +121,25 @@ class VectorEnvironment(Task, Protocol):
     """
 
     def reset(self, seed: int | None = None) -> Array:
-        """Begins episodes everywhere, returns the observations [B, ...]; a seed given at construction comes first."""
+        """Begin episodes everywhere, return the observations [B, ...]; a seed given at construction comes first."""
 
     def step(self, actions: Mapping[str, Array]) -> Step:
-        """Takes one action everywhere: per part [B], int (categorical), or [B, size], float (continuous)."""
+        """Take one action everywhere: per part [B], int (categorical), or [B, size], float (continuous)."""
 
 
 @runtime_checkable
 class TensorEnvironment(Task, Protocol):
-    """The same with tensors in and out, on one device; nothing in it may wait for that device."""
+    """B environments with tensors in and out, on one device; nothing in them may wait for that device."""
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """Device of its tensors."""
 
     def reset(self, seed: int | None = None) -> Tensor:
-        """Begins episodes everywhere, returns the observations [B, ...]; a seed given at construction comes first."""
+        """Begin episodes everywhere, return the observations [B, ...]; a seed given at construction comes first."""
 
     def step(self, actions: Mapping[str, Tensor]) -> TensorStep:
-        """Takes one action everywhere: per part [B], int64 (categorical), or [B, size], float32 (continuous)."""
+        """Take one action everywhere: per part [B], int64 (categorical), or [B, size], float32 (continuous)."""
 
 
 @runtime_checkable
@@ -140,7 +147,7 @@ class Masked(Protocol):
     """An environment, of either kind, that forbids some choices at some times."""
 
     def action_masks(self) -> Mapping[str, Any]:
-        """Which choices the next action has: per part bool [B, size], or [B, size of `given`, size] where it has one.
+        """Return the choices of the next action: per part bool [B, size], or [B, size of `given`, size] where it has one.
 
         Arrays from a vector environment, tensors from a tensor environment; they hold until its next step. Parts
         without restrictions are left out. Every row in which the part is relevant allows at least one choice.
@@ -155,10 +162,35 @@ class Saveable(Protocol):
         """Tensors and plain data; None where this one cannot be saved."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the environment go on from a saved state."""
+        """Make the environment go on from a saved state."""
+
+
+@runtime_checkable
+class TimeLimited(Protocol):
+    """An environment, of either kind, whose episodes have a limit."""
+
+    @property
+    def horizon(self) -> int | None:
+        """Largest number of steps of an episode; None where there is no limit."""
 
 
 Environment: TypeAlias = VectorEnvironment | TensorEnvironment
+
+
+def saved_state(env: Task) -> dict[str, Any] | None:
+    """Return the state of an environment; None where it cannot be saved."""
+    return env.state_dict() if isinstance(env, Saveable) else None
+
+
+def restore_state(env: Task, state: Mapping[str, Any]) -> None:
+    """Make an environment go on from a state that `saved_state` returned."""
+    assert isinstance(env, Saveable)
+    env.load_state_dict(state)
+
+
+def horizon_of(task: Task) -> int | None:
+    """Return the largest number of steps of an episode; None where the task names none."""
+    return task.horizon if isinstance(task, TimeLimited) else None
 
 
 Rows = TypeVar("Rows", Array, "Tensor")
@@ -197,7 +229,7 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class ObservationLayout:
-    """What stands where in an observation.
+    """Positions of the parts of an observation.
 
     Attributes:
         vectors: how many numbers at the front are measurements, which normalisers may scale.
@@ -211,22 +243,22 @@ class ObservationLayout:
 
     @property
     def numbers(self) -> int:
-        """How many numbers stand at the front, before the images."""
+        """Count of the numbers at the front, before the images."""
         return self.vectors + self.choices
 
     @property
     def alone(self) -> bool:
-        """Whether the observation is a single image, which is stored in its own shape."""
+        """True where the observation is a single image, which is stored in its own shape."""
         return self.numbers == 0 and len(self.images) == 1
 
     @property
     def dtype(self) -> str:
-        """Of a row: `uint8` where an image is, else `float32`."""
+        """Type of a row: `uint8` where an image is, else `float32`."""
         return "uint8" if any(image.dtype == "uint8" for image in self.images) else "float32"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one observation as it is stored."""
+        """Shape of one observation as it is stored."""
         if self.alone:
             return self.images[0].shape
         floats = self.numbers + sum(image.size for image in self.images if image.dtype == "float32")
@@ -284,11 +316,11 @@ class Structured(Protocol):
 
     @property
     def observation_layout(self) -> ObservationLayout:
-        """What stands where in its observations."""
+        """Layout of its observations."""
 
 
 def layout_of(task: Task) -> ObservationLayout:
-    """What a task says of its observations; one that says nothing observes a vector."""
+    """Return the layout of a task's observations; a task without one observes a vector."""
     return (
         task.observation_layout
         if isinstance(task, Structured)

@@ -1,7 +1,4 @@
-"""Gymnasium's action spaces as parts that heads choose, and what the heads chose as Gymnasium takes it.
-
-Gymnasium's observation spaces as layouts, and their observations as rows.
-"""
+"""Gymnasium's spaces as parts that heads choose and layouts that policies read, and the conversions between them."""
 
 from __future__ import annotations
 
@@ -23,10 +20,10 @@ ACTION_SPACES = "Discrete, MultiDiscrete, MultiBinary, a Box of floats, or a Dic
 
 LARGEST = float(np.finfo(np.float32).max)
 
-Chosen = Mapping[str, Array]
+PartActions = Mapping[str, Array]
 
 
-class Described(NamedTuple):
+class ActionParts(NamedTuple):
     """An action space as the trainer sees it.
 
     Attributes:
@@ -35,10 +32,10 @@ class Described(NamedTuple):
     """
 
     specs: dict[str, ActionSpec]
-    join: Callable[[Chosen], Any]
+    join: Callable[[PartActions], Any]
 
 
-def described(space: gymnasium.Space[Any], name: str) -> Described:
+def action_parts(space: gymnasium.Space[Any], name: str) -> ActionParts:
     """The parts of a space; raises ValueError, naming the part that is none of the supported ones.
 
     A space without parts has one head, `action`; several choices in one space are numbered: `action_0`, `action_1`. The
@@ -50,8 +47,8 @@ def described(space: gymnasium.Space[Any], name: str) -> Described:
     return found
 
 
-def describe(space: gymnasium.Space[Any], name: str, part: str) -> Described:
-    """The same for a space under the name `part`."""
+def describe(space: gymnasium.Space[Any], name: str, part: str) -> ActionParts:
+    """Return the parts of a space under the name `part`."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Dict):
@@ -59,14 +56,14 @@ def describe(space: gymnasium.Space[Any], name: str, part: str) -> Described:
     if isinstance(space, spaces.Tuple):
         return in_tuple(space, name, part)
     if isinstance(space, spaces.Discrete):
-        return Described({part: ActionSpec("categorical", int(space.n))}, discrete_joiner(part, int(space.start)))
+        return ActionParts({part: ActionSpec("categorical", int(space.n))}, discrete_joiner(part, int(space.start)))
     if isinstance(space, spaces.MultiDiscrete):
         return factored(part, space.nvec, space.start)
     if isinstance(space, spaces.MultiBinary):
         return factored(part, np.full(space.shape, 2), np.zeros(space.shape, np.int8))
     if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
         low, high = bounds(space.low), bounds(space.high)
-        return Described({part: ActionSpec("continuous", len(low), low=low, high=high)}, box_joiner(part, space))
+        return ActionParts({part: ActionSpec("continuous", len(low), low=low, high=high)}, box_joiner(part, space))
     raise ValueError(f"the action space of {name} must be {ACTION_SPACES}, got {space}")
 
 
@@ -75,18 +72,18 @@ def bounds(values: Array) -> tuple[float, ...]:
     return tuple(float(value) if abs(value) < LARGEST else math.copysign(math.inf, value) for value in values.ravel())
 
 
-def in_dict(space: gymnasium.spaces.Dict, name: str, part: str) -> Described:
+def in_dict(space: gymnasium.spaces.Dict, name: str, part: str) -> ActionParts:
     """The parts of a Dict."""
     found = {key: describe(inner, f"{name}, part {key!r},", below(part, key)) for key, inner in space.spaces.items()}
-    return Described(
-        united(found.values(), name), lambda actions: {key: one.join(actions) for key, one in found.items()}
+    return ActionParts(
+        merged_specs(found.values(), name), lambda actions: {key: one.join(actions) for key, one in found.items()}
     )
 
 
-def in_tuple(space: gymnasium.spaces.Tuple[Any], name: str, part: str) -> Described:
+def in_tuple(space: gymnasium.spaces.Tuple[Any], name: str, part: str) -> ActionParts:
     """The parts of a Tuple."""
     found = [describe(inner, f"{name}, part {index},", f"{part}_{index}") for index, inner in enumerate(space.spaces)]
-    return Described(united(found, name), lambda actions: tuple(one.join(actions) for one in found))
+    return ActionParts(merged_specs(found, name), lambda actions: tuple(one.join(actions) for one in found))
 
 
 def below(part: str, key: Any) -> str:
@@ -98,13 +95,13 @@ def below(part: str, key: Any) -> str:
 
 
 def reserved(name: str) -> bool:
-    """Whether a module of torch cannot have a part of that name."""
+    """Return True where a module of torch cannot have a part of that name."""
     from torch import nn
 
     return name[0].isdigit() or keyword.iskeyword(name) or hasattr(nn.ModuleDict, name) or name == "training"
 
 
-def united(found: Any, name: str) -> dict[str, ActionSpec]:
+def merged_specs(found: Any, name: str) -> dict[str, ActionSpec]:
     """The parts of several spaces; raises ValueError where two have one name."""
     specs: dict[str, ActionSpec] = {}
     for one in found:
@@ -115,27 +112,27 @@ def united(found: Any, name: str) -> dict[str, ActionSpec]:
     return specs
 
 
-def discrete_joiner(part: str, start: int) -> Callable[[Chosen], Array]:
-    """Joins for a Discrete space whose first action is number `start`."""
+def discrete_joiner(part: str, start: int) -> Callable[[PartActions], Array]:
+    """Return `join` for a Discrete space whose first action is number `start`."""
     if start == 0:
         return lambda actions: actions[part]
     return lambda actions: actions[part] + start
 
 
-def factored(part: str, sizes: Array, start: Array) -> Described:
+def factored(part: str, sizes: Array, start: Array) -> ActionParts:
     """A choice for each entry of an array of sizes."""
     names = [f"{part}_{index}" for index in range(sizes.size)]
     specs = {name: ActionSpec("categorical", int(size)) for name, size in zip(names, sizes.ravel(), strict=True)}
 
-    def join(actions: Chosen) -> Array:
-        chosen = np.stack([actions[name] for name in names], -1).reshape(-1, *sizes.shape)
-        return (chosen + start).astype(start.dtype, copy=False)
+    def join(actions: PartActions) -> Array:
+        columns = np.stack([actions[name] for name in names], -1).reshape(-1, *sizes.shape)
+        return (columns + start).astype(start.dtype, copy=False)
 
-    return Described(specs, join)
+    return ActionParts(specs, join)
 
 
-def box_joiner(part: str, space: gymnasium.spaces.Box) -> Callable[[Chosen], Array]:
-    """Joins for a Box: actions are clipped to its bounds, so that what is learned from is what was chosen."""
+def box_joiner(part: str, space: gymnasium.spaces.Box) -> Callable[[PartActions], Array]:
+    """Return `join` for a Box: actions are clipped to its bounds here, so that the trainer learns from what was chosen."""
     low, high, shape = space.low, space.high, (-1, *space.shape)
     return lambda actions: np.clip(actions[part].reshape(shape), low, high).astype(space.dtype, copy=False)
 
@@ -145,8 +142,8 @@ SMALLEST_SIDE = 8
 """A Box is an image if its height and width have at least this many entries; a smaller one is flattened."""
 
 
-class Observed(NamedTuple):
-    """How a space is observed.
+class ObservationForm(NamedTuple):
+    """An observation space as the trainer sees it.
 
     Attributes:
         shape: of one observation as it is stored.
@@ -178,8 +175,8 @@ class SpaceLeaf:
     image: Image | None = None
 
 
-def observed(space: gymnasium.Space[Any], name: str) -> Observed:
-    """How a space is observed; raises ValueError, naming the part that is none of the supported ones."""
+def observation_form(space: gymnasium.Space[Any], name: str) -> ObservationForm:
+    """Return an observation space as the trainer sees it; raise ValueError naming a part that is not supported."""
     leaves = list(parts(space, name, lambda observations: observations))
     images = tuple(leaf.image for leaf in leaves if leaf.image is not None)
     vectors, choices = (sum(leaf.size for leaf in leaves if leaf.kind == kind) for kind in ("vector", "choices"))
@@ -188,12 +185,12 @@ def observed(space: gymnasium.Space[Any], name: str) -> Observed:
         raise ValueError(f"the observation space of {name} holds nothing to observe, got {space}")
     shape = box_shape(space)
     if shape and (not images or len(shape) == len(images[0].shape)):
-        return Observed(shape, layout, None)
-    return Observed(layout.shape, layout, ObservationPacker(layout, leaves))
+        return ObservationForm(shape, layout, None)
+    return ObservationForm(layout.shape, layout, ObservationPacker(layout, leaves))
 
 
 class ObservationPacker:
-    """Lays the parts of B observations out in rows."""
+    """Packer of the parts of B observations into rows."""
 
     def __init__(self, layout: ObservationLayout, leaves: Sequence[SpaceLeaf]) -> None:
         self._layout = layout
@@ -229,7 +226,7 @@ def parts(space: gymnasium.Space[Any], name: str, find: Callable[[Any], Any]) ->
 
 
 def chained(find: Callable[[Any], Any], key: Any) -> Callable[[Any], Any]:
-    """Finds what stands under `key` of what `find` finds."""
+    """Return a function that takes the part `key` of what `find` returns."""
     return lambda observations: find(observations)[key]
 
 
@@ -283,7 +280,7 @@ def flat(values: Array) -> Array:
 
 
 def shaped(image: Image) -> Callable[[Array], Array]:
-    """Gives an image the axis of channels that it may lack."""
+    """Return a function that adds the axis of channels that an image may lack."""
     return lambda values: values.reshape(len(values), *image.shape)
 
 

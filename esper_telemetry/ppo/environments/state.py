@@ -19,7 +19,7 @@ import torch
 PLAIN = (bool, int, float, str, bytes, type(None))
 SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set}
 CODE = (FunctionType, MethodType, BuiltinFunctionType, ModuleType, partial, type, np.ufunc)
-"""What is part of the program. An object that can merely be called may have a state."""
+"""Types of values that are part of the program. An object that can merely be called may have a state."""
 
 State = dict[str, Any]
 
@@ -37,7 +37,7 @@ def capture(env: Any) -> State | None:
 
 
 def restore(env: Any, state: Mapping[str, Any]) -> None:
-    """Puts a captured state into an environment made in the same way; raises ValueError if it was made otherwise."""
+    """Put a captured state into an environment made in the same way; raise ValueError if it was made otherwise."""
     found = list(layers(env))
     saved = state["layers"]
     if len(found) != len(saved):
@@ -58,17 +58,17 @@ def layers(env: Any) -> Iterator[Any]:
 
 def layer_state(layer: Any) -> State:
     """The attributes of one layer that can change."""
-    values = {name: value for name, value in vars(layer).items() if not stays(value)}
+    values = {name: value for name, value in vars(layer).items() if not is_static(value)}
     return {name: packed(value) for name, value in values.items()}
 
 
-def stays(value: Any) -> bool:
-    """Whether a value is part of how an environment was made, or another layer."""
+def is_static(value: Any) -> bool:
+    """Return True where a value is part of how an environment was made, or another layer."""
     import gymnasium
 
     made = (gymnasium.Space, gymnasium.Env, gymnasium.vector.VectorEnv, gymnasium.envs.registration.EnvSpec, enum.Enum)
     if isinstance(value, (list, tuple)) and value:
-        return all(stays(part) for part in value)
+        return all(is_static(part) for part in value)
     return isinstance(value, (*made, *CODE))
 
 
@@ -86,7 +86,7 @@ def packed(value: Any) -> Any:
     if type(value) is deque:
         return {"deque": [packed(part) for part in value], "most": value.maxlen}
     if type(value) is dict:
-        return {"mapping": [(packed(key), packed(part)) for key, part in value.items() if not stays(part)]}
+        return {"mapping": [(packed(key), packed(part)) for key, part in value.items() if not is_static(part)]}
     if type(value) in PLAIN:
         return value
     kind = next((name for name, form in SEQUENCES.items() if type(value) is form), None)
@@ -103,12 +103,12 @@ def packed_array(value: np.ndarray[Any, Any]) -> Any:
 
 
 def refuse(value: Any) -> Any:
-    """Raises CannotSaveError."""
+    """Raise CannotSaveError."""
     raise CannotSaveError(type(value).__name__)
 
 
 def unpacked(value: Any) -> Any:
-    """What `packed` was given; random generators apart."""
+    """Return the value that `packed` was given; a random generator becomes a new one in the same state."""
     if isinstance(value, torch.Tensor):
         return value.numpy().copy()
     if not isinstance(value, dict):
@@ -134,21 +134,21 @@ def generator(state: Mapping[str, Any]) -> np.random.Generator:
 
 
 def put(layer: Any, name: str, value: Any) -> None:
-    """Sets one attribute; arrays of the same kind are written in place, and generators go on, because others may hold them."""
+    """Set one attribute; arrays of the same kind are written in place, and generators go on, because others may hold them."""
     restored, present = unpacked(value), getattr(layer, name, None)
-    if isinstance(restored, np.ndarray) and isinstance(present, np.ndarray) and alike(present, restored):
+    if isinstance(restored, np.ndarray) and isinstance(present, np.ndarray) and same_kind(present, restored):
         present[...] = restored
     elif isinstance(restored, np.random.Generator) and isinstance(present, np.random.Generator):
-        move(present, restored)
+        set_generator(present, restored)
     else:
         setattr(layer, name, restored)
 
 
-def move(present: np.random.Generator, restored: np.random.Generator) -> None:
-    """Brings a generator into the state of another one of its kind."""
+def set_generator(present: np.random.Generator, restored: np.random.Generator) -> None:
+    """Set a generator to the state of another one of its kind."""
     present.bit_generator.state = restored.bit_generator.state
 
 
-def alike(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
-    """Whether one array can be written into the other without loss."""
+def same_kind(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
+    """Return True where one array can be written into the other without loss."""
     return bool(left.shape == right.shape and left.dtype == right.dtype)

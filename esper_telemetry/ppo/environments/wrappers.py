@@ -1,7 +1,4 @@
-"""Tensor environments on the host, stepped as arrays that share their memory.
-
-Classic-control tasks without their velocities: one observation no longer says what to do, a memory of several does.
-"""
+"""Wrappers of environments: tensors on the host as arrays, and classic control without its velocities."""
 
 from __future__ import annotations
 
@@ -15,30 +12,53 @@ from torch import Tensor
 from esper_telemetry.ppo.environments.protocol import (
     Array,
     Masked,
-    Saveable,
     Step,
+    Task,
     TensorEnvironment,
     VectorEnvironment,
+    horizon_of,
     layout_of,
+    restore_state,
+    saved_state,
 )
 
 
-class OnHost:
+class Wrapper:
+    """Part of a wrapper that hands calls on to the environments `env` inside."""
+
+    def __init__(self, env: Task) -> None:
+        self._inner = env
+        self.num_envs, self.observation_shape, self.action_specs = env.num_envs, env.observation_shape, env.action_specs
+
+    def close(self) -> None:
+        """Close the environments."""
+        self._inner.close()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """State of the environment; None where it cannot be saved."""
+        return saved_state(self._inner)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the environment go on from a saved state."""
+        restore_state(self._inner, state)
+
+
+class OnHost(Wrapper):
     """A tensor environment as a `VectorEnvironment`; nothing is copied."""
 
     def __init__(self, env: TensorEnvironment) -> None:
+        super().__init__(env)
         self._env = env
-        self.name, self.num_envs = env.name, env.num_envs
-        self.observation_shape, self.action_specs = env.observation_shape, env.action_specs
+        self.name = env.name
         self.observation_layout = layout_of(env)
 
     def reset(self, seed: int | None = None) -> Array:
-        """Begins episodes everywhere."""
+        """Begin episodes everywhere."""
         observations: Array = self._env.reset(seed).numpy()
         return observations
 
     def step(self, actions: Mapping[str, Array]) -> Step:
-        """Takes one action everywhere."""
+        """Take one action everywhere."""
         step = self._env.step({name: torch.from_numpy(action) for name, action in actions.items()})
         final = step.final_observations
         return Step(
@@ -50,22 +70,9 @@ class OnHost:
             None if final is None else final.numpy(),
         )
 
-    def close(self) -> None:
-        """Closes the environments."""
-        self._env.close()
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """State of the environment; None where it cannot be saved."""
-        return self._env.state_dict() if isinstance(self._env, Saveable) else None
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the environment go on from a saved state."""
-        assert isinstance(self._env, Saveable)
-        self._env.load_state_dict(state)
-
 
 class MaskedOnHost(OnHost):
-    """The same for an environment with action masks."""
+    """A tensor environment with action masks as a `VectorEnvironment`."""
 
     _env: TensorEnvironment
 
@@ -93,47 +100,33 @@ VELOCITIES = {
 
 
 def velocities(env_id: str) -> tuple[int, ...]:
-    """Where that task's observations hold velocities; raises ValueError for a task of which nobody has said it."""
+    """Indices of the velocities in that task's observations; raise ValueError for an unknown task."""
     if env_id not in VELOCITIES:
         raise ValueError(f"mask_velocity knows {', '.join(VELOCITIES)}, got {env_id!r}")
     return VELOCITIES[env_id]
 
 
-class HiddenVelocity:
+class HiddenVelocity(Wrapper):
     """An environment whose observations hold zeros in place of the components `hidden`; their shape stays."""
 
     def __init__(self, env: VectorEnvironment, hidden: tuple[int, ...]) -> None:
+        super().__init__(env)
         self._env = env
-        self._shown = np.ones(env.observation_shape, np.float32)
-        self._shown[list(hidden)] = 0
+        self._visible = np.ones(env.observation_shape, np.float32)
+        self._visible[list(hidden)] = 0
         self.name = f"{env.name} without velocities"
-        self.num_envs, self.observation_shape = env.num_envs, env.observation_shape
-        self.action_specs = env.action_specs
-        self.horizon: int | None = getattr(env, "horizon", None)
+        self.horizon = horizon_of(env)
 
     def reset(self, seed: int | None = None) -> Array:
-        """Begins episodes everywhere."""
-        observations: Array = self._env.reset(seed) * self._shown
+        """Begin episodes everywhere."""
+        observations: Array = self._env.reset(seed) * self._visible
         return observations
 
     def step(self, actions: Mapping[str, Array]) -> Step:
-        """Takes one action everywhere."""
+        """Take one action everywhere."""
         step = self._env.step(actions)
         final = step.final_observations
         return step._replace(
-            observations=step.observations * self._shown,
-            final_observations=None if final is None else final * self._shown,
+            observations=step.observations * self._visible,
+            final_observations=None if final is None else final * self._visible,
         )
-
-    def close(self) -> None:
-        """Closes the environments."""
-        self._env.close()
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """State of the environment; None where it cannot be saved."""
-        return self._env.state_dict() if isinstance(self._env, Saveable) else None
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Makes the environment go on from a saved state."""
-        assert isinstance(self._env, Saveable)
-        self._env.load_state_dict(state)

@@ -1,7 +1,4 @@
-"""A convolutional encoder for images of any size from 8x8 on.
-
-Observations of several parts: an encoder for each, and their features side by side.
-"""
+"""Encoders of observations with images: convolutions for each image, a layer for the numbers beside them."""
 
 from __future__ import annotations
 
@@ -12,9 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.ppo.distributions import orthogonal
 from esper_telemetry.ppo.environments.protocol import Image, ObservationLayout
-from esper_telemetry.ppo.networks.mlp import MLP
+from esper_telemetry.ppo.networks.mlp import MLP, orthogonal
 
 
 class Convolution(NamedTuple):
@@ -40,7 +36,7 @@ ARCHITECTURES = (
 )
 
 
-WIDEST_RANGE = 2.0**16
+MAX_PIXEL_RANGE = 2.0**16
 """Wider ranges are no bounds of pixels; such images are taken as they are."""
 
 
@@ -60,13 +56,13 @@ class ImageEncoder(nn.Module):
     def __init__(self, image: Image) -> None:
         super().__init__()
         channels, *sides = image.channels_first
-        chosen = architecture(image)
-        self.image, self.features = image, chosen.features
+        design = architecture(image)
+        self.image, self.features = image, design.features
         self.convolutions = nn.ModuleList()
-        for filters, width, stride in chosen.convolutions:
+        for filters, width, stride in design.convolutions:
             self.convolutions.append(orthogonal(nn.Conv2d(channels, filters, width, stride), gain=2**0.5))
             channels, sides = filters, [(side - width) // stride + 1 for side in sides]
-        self.linear = orthogonal(nn.Linear(channels * math.prod(sides), chosen.features), gain=2**0.5)
+        self.linear = orthogonal(nn.Linear(channels * math.prod(sides), design.features), gain=2**0.5)
 
     def forward(self, images: Tensor) -> Tensor:
         """Features [N, features] of images [N, *shape] as they are stored."""
@@ -79,17 +75,17 @@ class ImageEncoder(nn.Module):
         """The images as floats, their range mapped to 0 to 1."""
         low, high = self.image.low, self.image.high
         rows = images.float()
-        if (low, high) == (0.0, 1.0) or not 0.0 < high - low <= WIDEST_RANGE:
+        if (low, high) == (0.0, 1.0) or not 0.0 < high - low <= MAX_PIXEL_RANGE:
             return rows
         return (rows - low) * (1.0 / (high - low))
 
 
 def architecture(image: Image) -> Architecture:
-    """What suits images of that size; raises ValueError where they are too small."""
+    """Return the architecture for images of that size; raise ValueError where they are too small."""
     side = min(image.channels_first[1:])
-    for found in ARCHITECTURES:
-        if side >= found.smallest:
-            return found
+    for parts in ARCHITECTURES:
+        if side >= parts.smallest:
+            return parts
     raise ValueError(f"images must be at least {ARCHITECTURES[-1].smallest} pixels on each side, got {image.shape}")
 
 
@@ -118,10 +114,10 @@ class ObservationEncoder(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """Features [N, features] of observations [N, *shape] as they are stored."""
-        found = [encode(image) for encode, image in zip(self.images, self.layout.images_of(rows), strict=True)]
+        parts = [encode(image) for encode, image in zip(self.images, self.layout.images_of(rows), strict=True)]
         if self.numbers is not None:
-            found.append(self.numbers(self.layout.numbers_of(rows).contiguous()))
-        return torch.cat(found, -1) if len(found) > 1 else found[0]
+            parts.append(self.numbers(self.layout.numbers_of(rows).contiguous()))
+        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
 
 class Encoded(nn.Module):

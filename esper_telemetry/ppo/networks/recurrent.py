@@ -141,18 +141,18 @@ def lstm_step(inputs: Array, hidden: Array, bias: Array, hidden_bias: Array) -> 
     bias = (bias + hidden_bias) * scale
 
     def step(rows: Array, state: Array) -> Array:
-        remembered: Array
-        remembered, memory = state
-        gates = np.concatenate((rows, remembered), 1) @ weight
+        output: Array
+        output, memory = state
+        gates = np.concatenate((rows, output), 1) @ weight
         gates += bias
         np.tanh(gates, out=gates)
         gates *= scale
         gates += offset
         memory *= gates[:, size : 2 * size]
         memory += gates[:, :size] * gates[:, 2 * size : 3 * size]
-        np.tanh(memory, out=remembered)
-        remembered *= gates[:, 3 * size :]
-        return remembered
+        np.tanh(memory, out=output)
+        output *= gates[:, 3 * size :]
+        return output
 
     return step
 
@@ -162,14 +162,14 @@ def gru_step(inputs: Array, hidden: Array, bias: Array, hidden_bias: Array) -> A
     size = len(hidden)
 
     def step(rows: Array, state: Array) -> Array:
-        remembered: Array
-        (remembered,) = state
-        left, right = rows @ inputs + bias, remembered @ hidden + hidden_bias
+        output: Array
+        (output,) = state
+        left, right = rows @ inputs + bias, output @ hidden + hidden_bias
         gates = 0.5 * np.tanh(0.5 * (left[:, : 2 * size] + right[:, : 2 * size])) + 0.5
         new = np.tanh(left[:, 2 * size :] + gates[:, :size] * right[:, 2 * size :])
-        remembered -= new
-        remembered *= gates[:, size:]
-        remembered += new
-        return remembered
+        output -= new
+        output *= gates[:, size:]
+        output += new
+        return output
 
     return step

@@ -16,7 +16,7 @@ from seeing_env import spotlights
 
 from esper_telemetry.ppo.environments import ActionSpec, GymnasiumEnvironment, Image, Structured, make_env
 from esper_telemetry.ppo.environments.protocol import ObservationLayout, layout_of
-from esper_telemetry.ppo.environments.spaces import as_image, described, observed
+from esper_telemetry.ppo.environments.spaces import action_parts, as_image, observation_form
 
 FLOATS = spaces.Box(-1, 1, (2, 3), np.float32)
 PIXELS = spaces.Box(0, 255, (9, 8, 3), np.uint8)
@@ -56,15 +56,15 @@ def samples(space: spaces.Space[Any], count: int) -> tuple[list[Any], Any]:
 def test_observations_have_a_layout(
     space: spaces.Space[Any], shape: tuple[int, ...], layout: ObservationLayout
 ) -> None:
-    found = observed(space, "it")
+    found = observation_form(space, "it")
 
     assert (found.shape, found.layout) == (shape, layout)
     assert found.pack is None or found.layout.shape == shape
 
 
 def test_vectors_and_single_images_are_passed_on_untouched() -> None:
-    assert observed(FLOATS, "it").pack is None
-    assert observed(PIXELS, "it").pack is None
+    assert observation_form(FLOATS, "it").pack is None
+    assert observation_form(PIXELS, "it").pack is None
 
 
 def test_one_hot_choices_stand_behind_the_vectors() -> None:
@@ -72,7 +72,7 @@ def test_one_hot_choices_stand_behind_the_vectors() -> None:
     space = spaces.Dict(
         a=spaces.Discrete(3, start=2), b=spaces.MultiDiscrete([2, 3]), c=spaces.Box(0, 9, (2,)), d=spaces.MultiBinary(2)
     )
-    pack = observed(space, "it").pack
+    pack = observation_form(space, "it").pack
     assert pack is not None
 
     row = pack.one({"a": 3, "b": np.array([1, 0]), "c": np.array([7.0, 8.0]), "d": np.array([0, 1])})
@@ -85,7 +85,7 @@ def test_every_part_comes_back_out_of_a_row_in_numpy_and_in_torch(batch: int) ->
     """Bytes and floats share rows of 2 x 6 + 5 floats, 64 floats of depth and two images of 216 and 75 bytes."""
     odd = spaces.Box(0, 255, (8, 9, 1), np.uint8)
     space = spaces.Dict(p=PIXELS, z=DEPTH, q=odd, x=FLOATS, y=FLOATS, n=spaces.Discrete(5))
-    found = observed(space, "it")
+    found = observation_form(space, "it")
     single, together = samples(space, batch)
     assert found.pack is not None and found.layout.dtype == "uint8"
 
@@ -128,7 +128,7 @@ def test_a_box_is_an_image_where_height_and_width_are_long(shape: list[int], dty
 )
 def test_an_observation_that_cannot_be_used_is_named(space: spaces.Space[Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        observed(space, "it")
+        observation_form(space, "it")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_an_observation_that_cannot_be_used_is_named(space: spaces.Space[Any], s
 def test_choices_are_factored(
     space: spaces.Space[Any], specs: dict[str, int], chosen: dict[str, Any], taken: Any
 ) -> None:
-    found = described(space, "it")
+    found = action_parts(space, "it")
 
     joined = found.join({name: np.array(part) for name, part in chosen.items()})
 
@@ -168,7 +168,7 @@ def test_parts_of_a_dict_bear_its_keys() -> None:
             "values": spaces.Discrete(2),
         }
     )
-    found = described(space, "it")
+    found = action_parts(space, "it")
     actions = {
         "move_": np.array([2]),
         "aim": np.array([[-3.0, 7.0]], np.float32),
@@ -205,7 +205,7 @@ def test_parts_of_a_dict_bear_its_keys() -> None:
 )
 def test_an_action_that_cannot_be_used_is_named(space: spaces.Space[Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        described(space, "it")
+        action_parts(space, "it")
 
 
 def transitions(mode: AutoresetMode, steps: int, *, parts: bool) -> list[list[list[float]]]:
