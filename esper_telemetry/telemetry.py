@@ -14,19 +14,25 @@ import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
+from esper_telemetry.alarms.detectors import Detectors
+from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.core.arrays import IntegerLike, as_number, as_settings, shown
 from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.core.record import Level, RunInfo, RunStatus
 from esper_telemetry.delivery.live import MAX_CLOSE_SECONDS
 from esper_telemetry.delivery.status import CloseReport
+from esper_telemetry.pipeline.record import DetectorFactory
 from esper_telemetry.pipeline.response import AlarmCallback
 from esper_telemetry.pipeline.run import RunOptions
 from esper_telemetry.pipeline.sampling import BUDGET
-from esper_telemetry.session import Detect, SessionOptions, TelemetrySession, detector_factory, threshold_facts
+from esper_telemetry.session import SessionOptions, TelemetrySession
 from esper_telemetry.sinks.registry import SinkLike
 from esper_telemetry.updates.gradient_tap import Members
 
 Parameters = ParamSpec("Parameters")
+
+Detect = bool | Thresholds | DetectorFactory
+"""The `detect=` argument: whether alarms are raised, or by which thresholds; or what makes another detector from a run's facts."""
 
 NOT_PICKLED: Final = (
     "a Telemetry belongs to the process that made it and cannot be pickled: leave it out of what is saved or sent to another process "
@@ -277,6 +283,26 @@ class Telemetry:
 def session_of(telemetry: Telemetry) -> TelemetrySession:
     """Return what trainers, adapters and commands use of a telemetry besides its methods for users."""
     return telemetry._session
+
+
+def detector_factory(detect: Detect) -> DetectorFactory | None:
+    """Resolve the `detect=` argument to what makes a run's detector; None where no alarms are raised.
+
+    Raises TypeError for anything else.
+    """
+    if isinstance(detect, bool):
+        return Detectors if detect else None
+    if isinstance(detect, Thresholds):
+        return Detectors
+    given: object = detect
+    if not callable(detect) or given is Thresholds:
+        raise TypeError(f"detect takes True, False or Thresholds, got {detect!r}")
+    return detect
+
+
+def threshold_facts(detect: Detect) -> dict[str, Any]:
+    """Return the facts about thresholds that differ from the usual ones, so that readers of the journal judge as the run was judged."""
+    return {"thresholds": detect.changes()} if isinstance(detect, Thresholds) else {}
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
