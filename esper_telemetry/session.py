@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,18 +31,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple, SupportsFloat, TypeVar
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from esper_telemetry.alarms.detectors import Detectors
-from esper_telemetry.alarms.registry import alarm_rules, as_rules, with_alarms
-from esper_telemetry.alarms.rule import AlarmRule
-from esper_telemetry.alarms.thresholds import Thresholds
-from esper_telemetry.core.arrays import IntegerLike, as_integer, shown
+from esper_telemetry.core.arrays import IntegerLike, as_integer
 from esper_telemetry.core.clock import Clock
-from esper_telemetry.core.group import MetricGroup, Postponed
+from esper_telemetry.core.group import Postponed
 from esper_telemetry.core.packing import NO_VALUES, Values
 from esper_telemetry.core.record import Axes, Level, RunInfo, RunStatus
 from esper_telemetry.core.supervisor import fork_generation
@@ -51,7 +45,7 @@ from esper_telemetry.delivery.child import MAX_DETACHED_SECONDS
 from esper_telemetry.delivery.live import Deliveries
 from esper_telemetry.delivery.status import CloseReport, SinkState
 from esper_telemetry.metrics.performance import telemetry_health
-from esper_telemetry.pipeline.ranks import Peers, RankZeroDecision, portable
+from esper_telemetry.pipeline.ranks import Peers, RankZeroDecision
 from esper_telemetry.pipeline.record import (
     FAILURE,
     INTERVENTION,
@@ -66,7 +60,7 @@ from esper_telemetry.pipeline.record import (
 from esper_telemetry.pipeline.response import AlarmCallback, AlarmResponse
 from esper_telemetry.pipeline.run import RunOptions, RunRecorder
 from esper_telemetry.pipeline.sampling import Sampling
-from esper_telemetry.pipeline.window import Transfer, finish
+from esper_telemetry.pipeline.window import Transfer, as_epochs, finish, flattened
 from esper_telemetry.pipeline.worker import can_use_worker
 from esper_telemetry.sinks.registry import SinkLike, as_sinks
 from esper_telemetry.updates.containment import Containment, Measurement
@@ -76,9 +70,6 @@ from esper_telemetry.updates.gradient_watcher import Members, WatchedModels, gro
 from esper_telemetry.updates.groups import measure
 
 Event = TypeVar("Event")
-
-Detect = bool | Thresholds | DetectorFactory
-"""The `detect=` argument: whether alarms are raised, or by which thresholds; or what makes another detector from a run's facts."""
 
 CLOSED: Final = (
     "esper-telemetry: %s was called after close, and what is measured from here on is not recorded: close telemetry when training is over, "
@@ -134,51 +125,6 @@ class SessionOptions:
     facts: dict[str, Any]
     detector_factory: DetectorFactory | None
     all_ranks: bool
-
-
-def detector_factory(detect: Detect, alarms: AlarmRule | Iterable[AlarmRule] = ()) -> DetectorFactory | None:
-    """Resolve the `detect=` and `alarms=` arguments to what makes a run's detector; None where no alarms are raised.
-
-    Raises:
-        TypeError: for anything else.
-        ValueError: for a rule whose type another one has, and for rules where alarms are off.
-    """
-    added = tuple(as_rules(alarms))
-    if added and not isinstance(detect, Thresholds) and detect is not True:
-        raise ValueError("alarms are for detect=True or detect=Thresholds(...): nothing else judges by them")
-    with_alarms(alarm_rules(), added)
-    if isinstance(detect, bool | Thresholds):
-        return None if detect is False else partial(Detectors, alarms=added) if added else Detectors
-    given: object = detect
-    if not callable(detect) or given is Thresholds:
-        raise TypeError(f"detect takes True, False or Thresholds, got {detect!r}")
-    return detect
-
-
-def worker_policy(offload: bool | None, alarms: AlarmRule | Iterable[AlarmRule]) -> bool | None:
-    """Return `offload`, or False where it is None and one of the alarms cannot be sent to a worker process.
-
-    Raises TypeError where a worker is asked for and an alarm cannot be sent to it.
-    """
-    for rule in as_rules(alarms) if offload is not False else ():
-        try:
-            # A worker process cannot import what the script that runs defines.
-            reason = "it is defined in the script that runs" if b"__main__" in pickle.dumps(rule) else ""
-        except Exception as error:  # pickling runs code of the rule
-            reason = str(error)
-        if reason and offload is None:
-            return False
-        if reason:
-            raise TypeError(
-                f"alarm {rule.type!r} cannot be sent to the worker process ({reason}): define its judge in a module that can be "
-                "imported, name it by an entry point of the group esper_telemetry.alarms, or leave out offload=True"
-            )
-    return offload
-
-
-def threshold_facts(detect: Detect) -> dict[str, Any]:
-    """Return the facts about thresholds that differ from the usual ones, so that readers of the journal judge as the run was judged."""
-    return {"thresholds": detect.changes()} if isinstance(detect, Thresholds) else {}
 
 
 class RunPosition(NamedTuple):
@@ -246,23 +192,10 @@ class TelemetrySession:
     def _claim_run(self, sinks: SinkLike | Iterable[SinkLike] | None) -> None:
         """Claim the run directory and start the delivery, on rank 0; what rank 0 raises is raised on all ranks."""
         self._peers = Peers.meet() if self._options.all_ranks else None
-        outcome: RunPosition | Exception | None = None
-        if self._peers is None or self._peers.rank == 0:
-            try:
-                outcome = self._open_journal(sinks)
-            except Exception as error:  # whatever it is, the other ranks wait to hear of it
-                if self._peers is None:
-                    raise
-                outcome = error
-        if self._peers is not None:
-            shared = self._peers.broadcast(portable(outcome) if isinstance(outcome, Exception) else outcome)
-            if isinstance(shared, Exception):
-                self._peers.leave()
-                raise outcome if isinstance(outcome, Exception) else shared
-            outcome = RunPosition(*shared)
-        assert isinstance(outcome, RunPosition)
-        self._journal_position = outcome
-        self._axes = outcome.axes or self._axes
+        open_journal = partial(self._open_journal, sinks)
+        position = self._peers.from_rank_zero(open_journal) if self._peers else open_journal()
+        self._journal_position = position
+        self._axes = position.axes or self._axes
         self._at_exit = at_exit(self)
 
     def _open_journal(self, sinks: SinkLike | Iterable[SinkLike] | None) -> RunPosition:
@@ -410,9 +343,9 @@ class TelemetrySession:
         if not self._accepts("observe"):
             return
         with self._lock, self.clock:
-            epochs = _epochs(epoch)
+            epochs = as_epochs(epoch)
             place = None if step is None else as_integer(step, "step")
-            for group in list(_flattened(groups)):
+            for group in list(flattened(groups)):
                 if isinstance(group, Postponed):
                     self._open.window.postpone(group, epochs, place)
                 else:
@@ -652,27 +585,6 @@ def _report_undelivered(report: CloseReport, run_dir: Path | None) -> None:
     if going_on:
         names = [f"{sink.name} ({sink.pending:,} records)" if sink.pending else sink.name for sink in going_on]
         _logger.warning(GOING_ON, ", ".join(names), MAX_DETACHED_SECONDS / 60, run_dir)
-
-
-def _flattened(groups: Iterable[object]) -> Iterable[MetricGroup | Postponed]:
-    """Yield the groups one by one, those in tuples, lists and generators too; what is postponed as a whole."""
-    for group in groups:
-        if isinstance(group, MetricGroup | Postponed):
-            yield group
-        elif isinstance(group, Iterable) and not isinstance(group, Mapping | str | bytes | Tensor | np.ndarray):
-            yield from _flattened(group)
-        else:
-            raise TypeError(
-                f"observe takes what metric functions return, got {shown(group)}: plain numbers go to telemetry.log({{'my/key': 0.3}})"
-            )
-
-
-def _epochs(epoch: object) -> int | list[int]:
-    """Return the epoch, or one per row."""
-    several = isinstance(epoch, Sequence) and not isinstance(epoch, str)
-    if several or (isinstance(epoch, Tensor | np.ndarray) and epoch.ndim == 1):
-        return [as_integer(one, "epoch") for one in epoch]  # type: ignore[attr-defined]  # mypy forgets the check above
-    return as_integer(epoch, "epoch")
 
 
 def _kind_text(value: object) -> str:

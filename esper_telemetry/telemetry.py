@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from pathlib import Path
 from types import TracebackType
@@ -14,27 +15,27 @@ import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
+from esper_telemetry.alarms.detectors import Detectors
+from esper_telemetry.alarms.registry import alarm_rules, as_rules, with_alarms
 from esper_telemetry.alarms.rule import AlarmRule
+from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.core.arrays import IntegerLike, as_number, as_settings, shown
 from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.core.record import Level, RunInfo, RunStatus
 from esper_telemetry.delivery.live import MAX_CLOSE_SECONDS
 from esper_telemetry.delivery.status import CloseReport
+from esper_telemetry.pipeline.record import DetectorFactory
 from esper_telemetry.pipeline.response import AlarmCallback
 from esper_telemetry.pipeline.run import RunOptions
 from esper_telemetry.pipeline.sampling import BUDGET
-from esper_telemetry.session import (
-    Detect,
-    SessionOptions,
-    TelemetrySession,
-    detector_factory,
-    threshold_facts,
-    worker_policy,
-)
+from esper_telemetry.session import SessionOptions, TelemetrySession
 from esper_telemetry.sinks.registry import SinkLike
 from esper_telemetry.updates.gradient_watcher import Members
 
 Parameters = ParamSpec("Parameters")
+
+Detect = bool | Thresholds | DetectorFactory
+"""The `detect=` argument: whether alarms are raised, or by which thresholds; or what makes another detector from a run's facts."""
 
 NOT_PICKLED: Final = (
     "a Telemetry belongs to the process that made it and cannot be pickled: leave it out of what is saved or sent to another process "
@@ -288,6 +289,51 @@ class Telemetry:
 def session_of(telemetry: Telemetry) -> TelemetrySession:
     """Return what trainers, adapters and commands use of a telemetry besides its methods for users."""
     return telemetry._session
+
+
+def detector_factory(detect: Detect, alarms: AlarmRule | Iterable[AlarmRule] = ()) -> DetectorFactory | None:
+    """Resolve the `detect=` and `alarms=` arguments to what makes a run's detector; None where no alarms are raised.
+
+    Raises:
+        TypeError: for anything else.
+        ValueError: for a rule whose type another one has, and for rules where alarms are off.
+    """
+    added = tuple(as_rules(alarms))
+    if added and not isinstance(detect, Thresholds) and detect is not True:
+        raise ValueError("alarms are for detect=True or detect=Thresholds(...): nothing else judges by them")
+    with_alarms(alarm_rules(), added)
+    if isinstance(detect, bool | Thresholds):
+        return None if detect is False else partial(Detectors, alarms=added) if added else Detectors
+    given: object = detect
+    if not callable(detect) or given is Thresholds:
+        raise TypeError(f"detect takes True, False or Thresholds, got {detect!r}")
+    return detect
+
+
+def worker_policy(offload: bool | None, alarms: AlarmRule | Iterable[AlarmRule]) -> bool | None:
+    """Return `offload`, or False where it is None and one of the alarms cannot be sent to a worker process.
+
+    Raises TypeError where a worker is asked for and an alarm cannot be sent to it.
+    """
+    for rule in as_rules(alarms) if offload is not False else ():
+        try:
+            # A worker process cannot import what the script that runs defines.
+            reason = "it is defined in the script that runs" if b"__main__" in pickle.dumps(rule) else ""
+        except Exception as error:  # pickling runs code of the rule
+            reason = str(error)
+        if reason and offload is None:
+            return False
+        if reason:
+            raise TypeError(
+                f"alarm {rule.type!r} cannot be sent to the worker process ({reason}): define its judge in a module that can be "
+                "imported, name it by an entry point of the group esper_telemetry.alarms, or leave out offload=True"
+            )
+    return offload
+
+
+def threshold_facts(detect: Detect) -> dict[str, Any]:
+    """Return the facts about thresholds that differ from the usual ones, so that readers of the journal judge as the run was judged."""
+    return {"thresholds": detect.changes()} if isinstance(detect, Thresholds) else {}
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -423,9 +423,12 @@ class GradientHistory:
         }
         if tuple(found) != self._layers.groups:
             self._layers = NormBaseline(tuple(found), self._limit)
+        flawed = "grad/global/norm_preclip_nonfinite" in values
+        if not found and not flawed:
+            self.condition = GradientCondition()
+            return {}
         norms = np.array(list(found.values()))
         severity, _ = self._layers.step(norms, norms)
-        flawed = "grad/global/norm_preclip_nonfinite" in values
         self.condition = gradient_condition(
             np.append(norms, np.inf) if flawed else norms,
             tau_vanish=np.asarray(severity.threshold_vanish),

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ import torch.distributed as dist
 from esper_telemetry.core.packing import SlotLayout
 from esper_telemetry.core.reduction import Array
 from esper_telemetry.pipeline.window import Table, Tables
+
+Result = TypeVar("Result")
 
 RowKey = tuple[int, int, int]
 """Place of a row: its epoch, its optimizer step, and how many rows of that step came before it."""
@@ -237,11 +239,21 @@ class Peers:
         dist.destroy_process_group(meeting)
         return cls(dist.get_rank(), dist.get_world_size(), group)
 
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value, which can be pickled, on every rank."""
-        box = [value]
-        dist.broadcast_object_list(box, group=self.group, group_src=0)
-        return box[0]
+    def from_rank_zero(self, make: Callable[[], Result]) -> Result:
+        """Return on every rank what `make` returns on rank 0; what it raises there ends the group and is raised on every rank."""
+        outcome: list[Result | Exception | None] = [None]
+        error: Exception | None = None
+        if self.rank == 0:
+            try:
+                outcome = [make()]
+            except Exception as raised:  # whatever it is, the other ranks wait to hear of it
+                error, outcome = raised, [_portable(raised)]
+        dist.broadcast_object_list(outcome, group=self.group, group_src=0)
+        (result,) = outcome
+        if isinstance(result, Exception):
+            self.leave()
+            raise error or result
+        return result  # type: ignore[return-value]  # rank 0 has put its result there
 
     def join(self, tables: Tables, decision: RankZeroDecision) -> tuple[Tables, RankZeroDecision]:
         """Return what all ranks measured of one update, and rank 0's decision; all of them must call it.
@@ -302,7 +314,7 @@ class Peers:
         return [self._known[value] for value in digests]
 
 
-def portable(error: Exception) -> Exception:
+def _portable(error: Exception) -> Exception:
     """Return the exception itself if it can go to another process, else one with its text."""
     try:
         pickle.loads(pickle.dumps(error))

@@ -1,8 +1,9 @@
-"""Which updates are looked at closely, so that telemetry stays within its share of the wall time.
+"""Which updates are sampled, so that telemetry stays within its share of the wall time.
 
-What is free runs in every update. What costs a pass over gradients or the optimizer's state is done in every k-th: k is as small as the
-budget allows, by what sampled and other updates have cost so far. A part of the budget is for close looks alone: a trainer that has to be
-asked in every minibatch uses all of it, and is watched closely all the same.
+Metrics of the cost class "free" are measured in every update. Those that cost a pass over gradients or over the optimizer's state are
+measured in every k-th, their hooks unregistered in between. k is the smallest power of two that the budget allows, by the cost of sampled
+and other updates so far. A part of the budget is for samples alone: telemetry of a trainer that must be asked in every minibatch
+uses all of it, and still samples.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from esper_telemetry.core.record import Level
 BUDGET = 0.02
 """Share of the wall time that telemetry may take on the training thread."""
 
-FIRST = 8
-"""Every how many updates, until the costs are known."""
+INITIAL_PERIOD = 8
+"""Every how many updates one is sampled until the costs are known: the first update warms up, and samples of a fast run are costly."""
 
-MOST = 64
-"""At least one update in this many is looked at, whatever it costs."""
+MAX_PERIOD = 64
+"""At least one update in this many is sampled, whatever it costs."""
 
-UNSEEN = 2.0
-"""Telemetry takes about this many times what its clock sees of an update that is not looked at closely: the trainer builds events, and
-finds its caches colder (`docs/architecture.md`)."""
+UNCLOCKED_FACTOR = 2.0
+"""An update that is not sampled costs the trainer about this many times what telemetry's clock measures: the trainer builds events, and
+finds its caches colder."""
 
-CLOSE_SHARE = 0.25
-"""Of the budget, for close looks at least: what telemetry costs in every update may have used all of it."""
+MIN_SAMPLES_SHARE = 0.25
+"""Share of the budget that is for samples: what telemetry costs in every update may have used all of it."""
 
-WEIGHT = 0.1
-"""Of the latest update in the averages."""
+AVERAGE_WEIGHT = 0.1
+"""Weight of the latest update in the averages."""
 
 
 class Average:
@@ -40,26 +41,26 @@ class Average:
         self._total = self._weight = 0.0
 
     def add(self, value: float) -> None:
-        """Takes the next value."""
+        """Add the next value."""
         self.count += 1
-        self._total += WEIGHT * (value - self._total)
-        self._weight += WEIGHT * (1.0 - self._weight)
+        self._total += AVERAGE_WEIGHT * (value - self._total)
+        self._weight += AVERAGE_WEIGHT * (1.0 - self._weight)
 
     @property
     def value(self) -> float:
-        """The average; 0 of nothing."""
+        """The average; 0 without values."""
         return self._total / self._weight if self.count else 0.0
 
 
 @dataclass(slots=True)
 class Sampling:
-    """Decides update by update.
+    """Decides update by update whether it is sampled.
 
     Attributes:
-        level: DEBUG looks at every update, NORMAL at every k-th, MINIMAL at none.
+        level: DEBUG samples every update, NORMAL every k-th, MINIMAL none.
         budget: share of the wall time, over 0 and at most 1.
         every: k.
-        proposed: what k had better be, by the costs so far; `adopt` makes it so, at the same update on all ranks.
+        proposed: the k that the costs so far allow; `adopt` sets it, at the same update on all ranks.
 
     Raises:
         ValueError: for a budget outside of that range.
@@ -67,14 +68,14 @@ class Sampling:
 
     level: Level
     budget: float = BUDGET
-    every: int = FIRST
-    proposed: int = FIRST
+    every: int = INITIAL_PERIOD
+    proposed: int = INITIAL_PERIOD
     _updates: int = 0
-    _looked: int = 0
+    _last_sample: int = 0
     _sampled: bool = False
-    _raised: bool = False
-    _plain: Average = field(default_factory=Average)
-    _close: Average = field(default_factory=Average)
+    _escalated: bool = False
+    _usual_cost: Average = field(default_factory=Average)
+    _sampled_cost: Average = field(default_factory=Average)
     _elapsed: Average = field(default_factory=Average)
 
     def __post_init__(self) -> None:
@@ -84,57 +85,57 @@ class Sampling:
             self.every = self.proposed = 1
 
     def begin(self, *, raised: bool = False) -> bool:
-        """Whether the update that begins now is looked at closely; call it once per update.
+        """Return whether the update that begins now is sampled; call it once per update.
 
         Args:
             raised: whether an alarm has raised its level, so that it is, whatever it costs.
         """
         self._updates += 1
-        self._raised = raised
-        due = not self._looked or self._updates >= self._looked + self.every
+        self._escalated = raised
+        due = not self._last_sample or self._updates >= self._last_sample + self.every
         self._sampled = self.level >= Level.NORMAL and due
         if self._sampled:
-            self._looked = self._updates
+            self._last_sample = self._updates
         return self._sampled or raised
 
     @property
     def period(self) -> int | None:
-        """Every how many updates one is looked at closely; None where none is."""
+        """Every how many updates one is sampled; None where none is."""
         return self.every if self.level >= Level.NORMAL else None
 
     def state(self) -> list[int]:
-        """Where it stands, to go into a checkpoint; costs are measured anew."""
-        return [self._updates, self._looked, self.every]
+        """Return the state for a checkpoint; costs are measured anew."""
+        return [self._updates, self._last_sample, self.every]
 
     def restore(self, state: list[int]) -> None:
-        """Continues from `state()`."""
-        self._updates, self._looked, self.every = state
+        """Continue from `state()`."""
+        self._updates, self._last_sample, self.every = state
         self.proposed = self.every
 
     def adopt(self, every: int) -> None:
-        """Sets k, counted from the update that was looked at last."""
+        """Set k, counted from the last sampled update."""
         self.every = every
 
     def learn(self, seconds: float, elapsed: float) -> None:
-        """Takes what telemetry cost since the last call, and how much time has passed; the first update, which warms up, does not count.
+        """Add the cost of telemetry since the last call; the first update, which warms up, does not count.
 
         Args:
             seconds: on the training thread.
             elapsed: of wall time.
         """
-        if self._updates < 2 or self._raised:
+        if self._updates < 2 or self._escalated:
             return
-        (self._close if self._sampled else self._plain).add(seconds)
+        (self._sampled_cost if self._sampled else self._usual_cost).add(seconds)
         self._elapsed.add(elapsed)
-        if self.level is Level.NORMAL and self._close.count and self._plain.count:
+        if self.level is Level.NORMAL and self._sampled_cost.count and self._usual_cost.count:
             self.proposed = self._affordable()
 
     def _affordable(self) -> int:
-        """The smallest power of two that keeps the average cost within the budget, or close looks within their share of it."""
+        """Return the smallest power of two that keeps the average cost within the budget, or samples within their share of it."""
         budget = self.budget * self._elapsed.value
-        left = budget - UNSEEN * self._plain.value
-        extra = self._close.value - self._plain.value
+        left = budget - UNCLOCKED_FACTOR * self._usual_cost.value
+        extra = self._sampled_cost.value - self._usual_cost.value
         if extra <= 0:
-            return 1 if left >= 0 else FIRST
-        room = max(left, CLOSE_SHARE * budget)
-        return min(MOST, 1 << max(0, math.ceil(math.log2(extra / room))))
+            return 1 if left >= 0 else INITIAL_PERIOD
+        room = max(left, MIN_SAMPLES_SHARE * budget)
+        return min(MAX_PERIOD, 1 << max(0, math.ceil(math.log2(extra / room))))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, NamedTuple, SupportsFloat, TypeVar
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper_telemetry.core.arrays import as_number, shown
+from esper_telemetry.core.arrays import as_integer, as_number, shown
 from esper_telemetry.core.group import MetricGroup, Packed, Postponed, pack
 from esper_telemetry.core.packing import Index, SlotLayout, Values
 from esper_telemetry.core.record import Level, check_key
@@ -231,3 +231,24 @@ class LoggedValues:
         values = {**self._values, **self._nonfinite}
         self._values, self._nonfinite = {}, Counter()
         return values
+
+
+def flattened(groups: Iterable[object]) -> Iterable[MetricGroup | Postponed]:
+    """Yield the groups one by one, those in tuples, lists and generators too; what is postponed as a whole."""
+    for group in groups:
+        if isinstance(group, MetricGroup | Postponed):
+            yield group
+        elif isinstance(group, Iterable) and not isinstance(group, Mapping | str | bytes | Tensor | np.ndarray):
+            yield from flattened(group)
+        else:
+            raise TypeError(
+                f"observe takes what metric functions return, got {shown(group)}: plain numbers go to telemetry.log({{'my/key': 0.3}})"
+            )
+
+
+def as_epochs(epoch: object) -> int | list[int]:
+    """Return the epoch, or one per row."""
+    several = isinstance(epoch, Sequence) and not isinstance(epoch, str)
+    if several or (isinstance(epoch, Tensor | np.ndarray) and epoch.ndim == 1):
+        return [as_integer(one, "epoch") for one in epoch]  # type: ignore[attr-defined]  # mypy forgets the check above
+    return as_integer(epoch, "epoch")

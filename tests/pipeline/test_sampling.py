@@ -1,33 +1,33 @@
-"""Which updates are looked at closely: as many as the budget allows, and never none."""
+"""Which updates are sampled: as many as the budget allows, and never none."""
 
 from __future__ import annotations
 
 import pytest
 
 from esper_telemetry.core.record import Level
-from esper_telemetry.pipeline.sampling import FIRST, MOST, Sampling
+from esper_telemetry.pipeline.sampling import INITIAL_PERIOD, MAX_PERIOD, Sampling
 
 
-def looked_at(sampling: Sampling, updates: int, *, plain: float = 0.0, close: float = 0.0) -> list[int]:
+def sampled_updates(sampling: Sampling, updates: int, *, plain: float = 0.0, close: float = 0.0) -> list[int]:
     """The updates, from 1, that are sampled, where each takes a second and telemetry so much of it."""
-    found = []
+    updates_sampled = []
     for update in range(1, updates + 1):
         sampled = sampling.begin()
         sampling.learn(close if sampled else plain, 1.0)
         sampling.adopt(sampling.proposed)
         if sampled:
-            found.append(update)
-    return found
+            updates_sampled.append(update)
+    return updates_sampled
 
 
-def test_normal_looks_at_the_first_update_and_the_ninth_and_then_as_its_costs_allow() -> None:
-    assert looked_at(Sampling(Level.NORMAL), 12) == [1, 9, 10, 11, 12]
-    assert looked_at(Sampling(Level.NORMAL), 100, plain=0.015, close=0.5) == [1, 9, 9 + MOST]
+def test_normal_samples_the_first_update_and_the_ninth_and_then_as_its_costs_allow() -> None:
+    assert sampled_updates(Sampling(Level.NORMAL), 12) == [1, 9, 10, 11, 12]
+    assert sampled_updates(Sampling(Level.NORMAL), 100, plain=0.015, close=0.5) == [1, 9, 9 + MAX_PERIOD]
 
 
-def test_debug_looks_at_every_update_and_minimal_at_none() -> None:
-    assert looked_at(Sampling(Level.DEBUG), 5, plain=9.0, close=9.0) == [1, 2, 3, 4, 5]
-    assert looked_at(Sampling(Level.MINIMAL), 50) == []
+def test_debug_samples_every_update_and_minimal_none() -> None:
+    assert sampled_updates(Sampling(Level.DEBUG), 5, plain=9.0, close=9.0) == [1, 2, 3, 4, 5]
+    assert sampled_updates(Sampling(Level.MINIMAL), 50) == []
     assert Sampling(Level.MINIMAL).period is None
 
 
@@ -37,8 +37,8 @@ def test_debug_looks_at_every_update_and_minimal_at_none() -> None:
         (0.005, 0.015, 1),  # 5 ms count twice; 10 ms more each time: 2 % is exactly what is allowed
         (0.005, 0.045, 4),  # 40 ms more every 4th time are 10 ms
         (0.005, 0.055, 8),  # 50 ms more need every 5th; powers of two make it 8
-        (0.005, 0.900, MOST),  # 895 ms more would need every 90th
-        (0.015, 0.175, 32),  # over the budget already: a quarter of it is for close looks, 160 ms every 32nd time
+        (0.005, 0.900, MAX_PERIOD),  # 895 ms more would need every 90th
+        (0.015, 0.175, 32),  # over the budget already: a quarter of it is for samples, 160 ms every 32nd time
         (0.015, 0.016, 1),
         (0.001, 0.001, 1),
     ],
@@ -46,15 +46,15 @@ def test_debug_looks_at_every_update_and_minimal_at_none() -> None:
 def test_the_period_is_the_shortest_that_the_budget_allows(plain: float, close: float, every: int) -> None:
     sampling = Sampling(Level.NORMAL, 0.02)
 
-    looked_at(sampling, 1000, plain=plain, close=close)
+    sampled_updates(sampling, 1000, plain=plain, close=close)
 
     assert sampling.every == every
 
 
-def test_a_larger_budget_looks_more_often() -> None:
+def test_a_larger_budget_samples_more_often() -> None:
     narrow, wide = Sampling(Level.NORMAL, 0.02), Sampling(Level.NORMAL, 0.1)
     for sampling in (narrow, wide):
-        looked_at(sampling, 400, plain=0.005, close=0.09)
+        sampled_updates(sampling, 400, plain=0.005, close=0.09)
 
     assert (narrow.every, wide.every) == (16, 1)
 
@@ -68,9 +68,9 @@ def test_the_first_update_warms_up_and_does_not_count() -> None:
         sampled = sampling.begin()
         sampling.learn(0.015 if sampled else 0.005, 1.0)
 
-    assert sampling.every == FIRST
+    assert sampling.every == INITIAL_PERIOD
     assert sampling.proposed == 1
-    assert FIRST == 8
+    assert INITIAL_PERIOD == 8
 
 
 @pytest.mark.parametrize("budget", [0.0, -0.1, 1.5, float("nan")])

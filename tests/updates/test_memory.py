@@ -16,7 +16,7 @@ from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.events import MinibatchEnd, RecurrentForward, RolloutEnd
 from esper_telemetry.metrics.integrity import MaskViolation
 from esper_telemetry.metrics.lstm.gates import gates_between, lstm_weights
-from esper_telemetry.pipeline.sampling import FIRST
+from esper_telemetry.pipeline.sampling import INITIAL_PERIOD
 from esper_telemetry.ppo.environments import CueRecall, Environment
 from esper_telemetry.updates.containment import Containment
 from esper_telemetry.updates.data import UpdateData, in_grid
@@ -59,14 +59,14 @@ def starting(values: dict[str, float], prefix: str) -> set[str]:
 @pytest.mark.parametrize("make", [masked_cartpole, cue_recall])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_an_lstm_reports_its_memory(tmp_path: Path, make: Callable[[], Environment], layers: int) -> None:
-    records = records_of(tmp_path, trainer(make, policy="lstm", lstm_layers=layers), updates=1 + FIRST)
+    records = records_of(tmp_path, trainer(make, policy="lstm", lstm_layers=layers), updates=1 + INITIAL_PERIOD)
 
-    for values in records[::FIRST]:
+    for values in records[::INITIAL_PERIOD]:
         assert starting(values, "lstm/") - THROUGH_TIME == STATES | RESETS | GATES | CELL | REPLAYED
         assert 0 < values["lstm/h/rms"] < 1
         assert 0 < values["lstm/gate/f/mean"] < 1
         assert values["lstm/timescale/median"] > 1
-    for values in records[1:FIRST]:
+    for values in records[1:INITIAL_PERIOD]:
         assert not (GATES | REPLAYED) & values.keys()
         assert values["integrity/ratio_init"] < 1e-5
 
