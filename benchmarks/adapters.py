@@ -1,12 +1,12 @@
-"""What `TelemetryCallback` costs Stable-Baselines3: processor time with it over that without.
+"""Processor time of Stable-Baselines3 with `TelemetryCallback` over that without.
 
     python benchmarks/adapters.py                        # five models, forty turns; fifteen minutes
     python benchmarks/adapters.py ppo --turns 80
 
 At NORMAL with TensorBoard, W&B (offline) and MLflow. One model trains a second or two with the callback and as long without, in turns, in
-a process of its own with one torch thread: two processes that do the same differ by more than is looked for. Figures are medians of the
-turns' ratios, and between what the middle half of these lies. `thread` is the training thread's processor time, which telemetry slows
-training by; `process` that of all threads of the process. Summaries and backends have processes of their own, on another core.
+a process of its own with one torch thread: two processes with the same work differ by more than the effect. Figures are medians of the
+turns' ratios, with the quartiles. `thread` is the training thread's processor time, by which telemetry slows training; `process` that of
+all threads of the process. The worker and the sink process run on another core.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import turns
 
 SINKS = ("tensorboard", "wandb:overhead?mode=offline", "mlflow")
-LIMIT = 1.05
+MAX_RATIO = 1.05
 
 
 def ppo() -> Any:
@@ -74,12 +74,12 @@ MODELS: Mapping[str, tuple[Callable[[], Any], int]] = {
     "recurrent_ppo": (recurrent_ppo, 1),
     "maskable_ppo": (maskable_ppo, 1),
 }
-"""Each model with the rollouts of a turn."""
+"""Models with the rollouts of a turn."""
 WARM_UP_TURNS = 5
 
 
 def train(name: str, count: int) -> dict[str, list[turns.Figures]]:
-    """What every turn took, in this process."""
+    """Figures of every turn, in this process."""
     import torch
 
     torch.set_num_threads(1)
@@ -89,31 +89,31 @@ def train(name: str, count: int) -> dict[str, list[turns.Figures]]:
     make, rollouts = MODELS[name]
     model = make()
     steps = rollouts * model.n_steps * model.n_envs
-    found: dict[str, list[turns.Figures]] = {"bare": [], "watched": []}
+    figures: dict[str, list[turns.Figures]] = {"bare": [], "callback": []}
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory,
         Telemetry(SINKS, run_dir=f"{directory}/run") as telemetry,
     ):
-        callbacks = {"bare": None, "watched": TelemetryCallback(telemetry)}
+        callbacks = {"bare": None, "callback": TelemetryCallback(telemetry)}
         for turn in range(WARM_UP_TURNS + count):
-            for kind in sorted(found, reverse=turn % 2 == 1):
+            for kind in sorted(figures, reverse=turn % 2 == 1):
                 time.sleep(turns.PAUSE_SECONDS)
                 begun = turns.clocks()
                 model.learn(steps, callback=callbacks[kind], reset_num_timesteps=False)
                 if turn >= WARM_UP_TURNS:
-                    found[kind].append(turns.since(begun))
-    return found
+                    figures[kind].append(turns.since(begun))
+    return figures
 
 
 def compare(name: str, count: int) -> dict[str, Any]:
     """Figures of one model, from a process of its own."""
     command = [sys.executable, "-W", "ignore", __file__, "--alone", name, "--turns", str(count)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
+    figures = json.loads(done.stdout.splitlines()[-1])
     return {
         "model": name,
-        "seconds": statistics.median(one["thread"] for one in found["bare"]),
-        **{kind: turns.ratio(found["watched"], found["bare"], kind) for kind in ("thread", "process", "wall")},
+        "seconds": statistics.median(one["thread"] for one in figures["bare"]),
+        **{kind: turns.ratio(figures["callback"], figures["bare"], kind) for kind in ("thread", "process", "wall")},
     }
 
 
@@ -130,17 +130,17 @@ def main() -> None:
         print(json.dumps(train(options.alone, options.turns)))
         return
     os.environ |= {"OMP_NUM_THREADS": "1", "WANDB_SILENT": "true"}
-    found = []
-    print(f"{'model':>14} {'s bare':>7} {'thread':>22} {'process':>22} {'wall':>22}   goal: thread <= {LIMIT}")
+    rows = []
+    print(f"{'model':>14} {'s bare':>7} {'thread':>22} {'process':>22} {'wall':>22}   goal: thread <= {MAX_RATIO}")
     for name in options.models or MODELS:
         row = compare(name, options.turns)
-        found.append(row)
+        rows.append(row)
         print(
             f"{name:>14} {row['seconds']:7.2f} {row['thread']!s:>22} {row['process']!s:>22} {row['wall']!s:>22}",
             flush=True,
         )
     if options.json:
-        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""CleanRL's untouched script in this process, with its environments watched from outside.
+"""CleanRL's unedited script in this process, timed and scored at its environments.
 
-Its clock starts at the first reset. It looks for returns where Gymnasium has not put them since version 1; the recorder that it wraps its
-environments in still counts them, and is read here.
+The clock starts at the first reset. The script reads returns from where Gymnasium 1.x does not put them; they are taken here from the
+`RecordEpisodeStatistics` that it wraps its environments in.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import gymnasium
 from native import NativeCartPole
 
 
-class Watch:
+class EnvironmentLog:
     """CPU and wall time at the first reset, and the returns of the last hundred episodes."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Watch:
         self.started: tuple[float, float] | None = None
 
     def start(self) -> None:
-        """The clock starts, once."""
+        """Start the clock, once."""
         self.started = self.started or (time.process_time(), time.perf_counter())
 
     def elapsed(self) -> tuple[float, float]:
@@ -39,60 +39,64 @@ class Watch:
 
 
 class Native:
-    """As much of a vector environment as the script uses, on Gymnasium's own implementation."""
+    """The part of a vector environment that the script uses, on Gymnasium's own implementation."""
 
-    def __init__(self, num_envs: int, watch: Watch) -> None:
-        self._watch, self._num_envs = watch, num_envs
+    def __init__(self, num_envs: int, log: EnvironmentLog) -> None:
+        self._log, self._num_envs = log, num_envs
         self._env = NativeCartPole(num_envs, 0)
         self.single_observation_space = self._env.env.single_observation_space
         self.single_action_space = self._env.env.single_action_space
 
     def reset(self, *, seed: int) -> tuple[Any, dict[str, Any]]:
         """Observations [B, 4], and nothing else."""
-        self._watch.start()
+        self._log.start()
         self._env = NativeCartPole(self._num_envs, seed)
-        self._env.returns = self._watch.returns
+        self._env.returns = self._log.returns
         return self._env.reset(), {}
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Takes one action everywhere."""
+        """Take one action everywhere."""
         return *self._env.step(actions)[:4], {}
 
     def close(self) -> None:
         """Nothing is open."""
 
 
-def run(script: str, options: dict[str, object], *, native: bool) -> Watch:
-    """Runs the script to its end in a directory of its own; what it prints goes to stderr."""
+def run(script: str, options: dict[str, object], *, native: bool) -> EnvironmentLog:
+    """Run the script to its end in a directory of its own; what it prints goes to stderr."""
     path = str(Path(script).resolve())
     sys.argv = [path, *(text for name, value in options.items() for text in (f"--{name}", str(value)))]
     sys.argv += ["--no-anneal-lr", "--no-cuda"]
-    watch = Watch()
-    with tempfile.TemporaryDirectory() as directory, redirect_stdout(sys.stderr), watched(watch, native=native):
+    log = EnvironmentLog()
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        redirect_stdout(sys.stderr),
+        logged_environments(log, native=native),
+    ):
         os.chdir(directory)
         runpy.run_path(path, run_name="__main__")
-    return watch
+    return log
 
 
 @contextmanager
-def watched(watch: Watch, *, native: bool) -> Iterator[None]:
-    """Vector environments that are made within are watched, or are the native one instead."""
+def logged_environments(log: EnvironmentLog, *, native: bool) -> Iterator[None]:
+    """Within it vector environments are logged, or are replaced by the native one."""
     plain = gymnasium.vector.SyncVectorEnv
 
-    class Watched(plain):  # type: ignore[misc, valid-type] # a class held in a variable
+    class Logged(plain):  # type: ignore[misc, valid-type] # a class held in a variable
         def reset(self, **options: Any) -> Any:
-            watch.start()
+            log.start()
             return super().reset(**options)
 
         def step(self, actions: Any) -> Any:
             result = super().step(actions)
             infos = result[-1]
             if "episode" in infos:
-                watch.returns.extend(infos["episode"]["r"][infos["_episode"]].tolist())
+                log.returns.extend(infos["episode"]["r"][infos["_episode"]].tolist())
             return result
 
     vector: Any = gymnasium.vector
-    vector.SyncVectorEnv = (lambda makers: Native(len(makers), watch)) if native else Watched
+    vector.SyncVectorEnv = (lambda makers: Native(len(makers), log)) if native else Logged
     try:
         yield
     finally:

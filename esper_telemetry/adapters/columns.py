@@ -78,12 +78,11 @@ def join_columns(columns: Sequence[HeadColumns], join: Join) -> HeadColumns:
     """Join each column of several `HeadColumns`; a kind of column that some of them lack is left out."""
     if len(columns) == 1 and join is torch.cat:
         return columns[0]
-    return HeadColumns(*(_join_by_name(parts, join) for parts in zip(*columns, strict=True)))
-
-
-def _join_by_name(parts: Sequence[Mapping[str, Tensor]], join: Join) -> dict[str, Tensor]:
-    names = parts[0] if all(len(part) == len(parts[0]) for part in parts) else ()
-    return {name: join(tuple([part[name] for part in parts])) for name in names}
+    joined: list[dict[str, Tensor]] = []
+    for parts in zip(*columns, strict=True):
+        names = parts[0] if all(len(part) == len(parts[0]) for part in parts) else ()
+        joined.append({name: join(tuple([part[name] for part in parts])) for name in names})
+    return HeadColumns(*joined)
 
 
 def head_actions(actions: Tensor, names: Sequence[str], continuous: Collection[str]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Runs of Stable-Baselines3 that go wrong, each in the way in which people break them."""
+"""Runs of Stable-Baselines3 with one fault each."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ class Larger(gym.RewardWrapper[Any, Any]):
 
 
 class OtherInTraining(FlattenExtractor):
-    """Normalises observations by their own mean and spread when training, and not when acting."""
+    """Normalises observations by their own mean and standard deviation in training, and not in acting."""
 
     def forward(self, observations: Tensor) -> Tensor:
         rows = super().forward(observations)
         return (rows - rows.mean(0)) / (rows.std(0) + 1e-8) if self.training else rows
 
 
-def made(env: Any = None, **settings: Any) -> PPO:
+def ppo(env: Any = None, **settings: Any) -> PPO:
     return PPO("MlpPolicy", env or make_vec_env("CartPole-v1", 8, seed=1), **{**SETTINGS, **settings})
 
 
 def healthy() -> PPO:
-    return made()
+    return ppo()
 
 
 def learning_rate_x100() -> PPO:
-    return made(learning_rate=3e-2)
+    return ppo(learning_rate=3e-2)
 
 
 def reward_1e4() -> PPO:
-    return made(make_vec_env("CartPole-v1", 8, seed=1, wrapper_class=Larger))
+    return ppo(make_vec_env("CartPole-v1", 8, seed=1, wrapper_class=Larger))
 
 
 def other_observations() -> PPO:
-    return made(policy_kwargs={"features_extractor_class": OtherInTraining})
+    return ppo(policy_kwargs={"features_extractor_class": OtherInTraining})
 
 
 def dead_relu() -> PPO:
-    model = made(policy_kwargs={"activation_fn": nn.ReLU})
+    model = ppo(policy_kwargs={"activation_fn": nn.ReLU})
     with torch.no_grad():
         for network in (model.policy.mlp_extractor.policy_net, model.policy.mlp_extractor.value_net):
             network.get_parameter("0.bias").fill_(-10.0)

@@ -1,4 +1,4 @@
-"""Small models of every algorithm of Stable-Baselines3 that `TelemetryCallback` watches."""
+"""Small models of every algorithm of Stable-Baselines3 that `TelemetryCallback` supports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MINIBATCHES: Mapping[str, Any] = {**ROLLOUT, "batch_size": 32, "n_epochs": 2}
 
 
 class Several(gym.Env[Any, Any]):
-    """An action of several parts, which pays 1 for zeros."""
+    """Actions with several parts; the reward is the fraction of zeros."""
 
     observation_space = spaces.Box(-1, 1, (3,), np.float32)
 
@@ -44,7 +44,7 @@ class Several(gym.Env[Any, Any]):
 
 
 class Pictures(gym.Env[Any, Any]):
-    """Noise to look at: 36 x 36 grey pixels."""
+    """Observations of 36 x 36 random grey pixels."""
 
     observation_space = spaces.Box(0, 255, (1, 36, 36), np.uint8)
     action_space = spaces.Discrete(2)
@@ -123,18 +123,18 @@ def maskable(**changes: Any) -> MaskablePPO:
 
 
 MODELS: Mapping[str, Callable[..., Any]] = {
-    made.__name__: made
-    for made in (
+    factory.__name__: factory
+    for factory in (
         *(ppo, ppo_alone, pendulum, pendulum_sde, stopping_early, multi_discrete, multi_binary, pictures),
         *(a2c, recurrent, recurrent_shared, maskable),
     )
 }
 
 
-def watched(
+def recorded_run(
     model: Any, run_dir: Path, *, steps: int = 384, level: str = "normal", sinks: Sequence[str] = (), **settings: Any
 ) -> Run:
-    """The journal of a model that has learned under telemetry, in this process unless said otherwise."""
+    """The journal of a model that has learned with telemetry, in process by default."""
     with Telemetry(sinks, run_dir=run_dir, level=level, **{"offload": False, **settings}) as telemetry:
         model.learn(steps, callback=TelemetryCallback(telemetry))
     return read_run(run_dir)
@@ -147,5 +147,5 @@ def fingerprint(model: Any) -> dict[str, Any]:
         for index, state in model.policy.optimizer.state_dict()["state"].items()
         for name, moment in state.items()
     }
-    chance = torch.as_tensor(np.random.get_state()[1].astype(np.int64))  # type: ignore[index] # the old generator's keys
-    return {**model.policy.state_dict(), **moments, "torch": torch.get_rng_state(), "numpy": chance}
+    numpy_state = torch.as_tensor(np.random.get_state()[1].astype(np.int64))  # type: ignore[index] # the old generator's keys
+    return {**model.policy.state_dict(), **moments, "torch": torch.get_rng_state(), "numpy": numpy_state}

@@ -1,4 +1,4 @@
-"""Three backends and the process beside the trainer; and `WandbCallback` on the same W&B run."""
+"""Three backends and the worker; and `WandbCallback` on the same W&B run."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ def test_all_three_backends_hold_what_the_journal_holds(name: str, tmp_path: Pat
     run_dir = tmp_path / "run"
     model = sb3_models.MODELS[name]()
 
-    run = sb3_models.watched(model, run_dir, sinks=list(BACKENDS), offload=True, close_timeout=60)
+    run = sb3_models.recorded_run(model, run_dir, sinks=list(BACKENDS), offload=True, close_timeout=60)
 
     assert [record.axes.env_step for record in run.records] == [128, 256, 384]
     assert "sb3/train/approx_kl" in run.records[-1].values
     assert_the_same_numbers_in_all_four(run_dir)
 
 
-def test_a_process_beside_the_trainer_measures_what_the_trainer_would(tmp_path: Path) -> None:
-    beside, here = (
-        sb3_models.watched(sb3_models.recurrent(), tmp_path / str(offload), offload=offload, level="debug").records
+def test_a_worker_measures_what_the_trainer_would(tmp_path: Path) -> None:
+    in_worker, in_process = (
+        sb3_models.recorded_run(sb3_models.recurrent(), tmp_path / str(offload), offload=offload, level="debug").records
         for offload in (True, False)
     )
 
-    assert [measured(record.values) for record in beside] == [measured(record.values) for record in here]
+    assert [measured(record.values) for record in in_worker] == [measured(record.values) for record in in_process]
 
 
 def measured(values: Mapping[str, float]) -> dict[str, float]:
@@ -72,11 +72,11 @@ def test_both_callbacks_share_one_run_of_wandb(tmp_path: Path) -> None:
     entries = wandb_entries(tmp_path)
     rows, records = wandb_rows(entries), read_run(tmp_path / "run").records
     ours = [row for row in rows if "policy/kl" in row]
-    every = [(record.axes.env_step, record.values["policy/kl"]) for record in records]
-    told = [(row["axis/env_step"], row["policy/kl"]) for row in ours]
-    assert [step for step, _ in every] == [64, 128, 192, 256]
-    assert told == [point for point in every if point in told]
-    assert told[-1] == every[-1]
+    recorded = [(record.axes.env_step, record.values["policy/kl"]) for record in records]
+    delivered = [(row["axis/env_step"], row["policy/kl"]) for row in ours]
+    assert [step for step, _ in recorded] == [64, 128, 192, 256]
+    assert delivered == [point for point in recorded if point in delivered]
+    assert delivered[-1] == recorded[-1]
     assert any("rollout/ep_rew_mean" in row or "train/loss" in row for row in rows if row not in ours)
     assert any(key.startswith("gradients/") for row in rows for key in row)
     assert (tmp_path / "models/model.zip").exists()

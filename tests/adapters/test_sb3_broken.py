@@ -1,4 +1,4 @@
-"""Four runs that people break: the callback names the cause while they train, and is silent where nothing is wrong."""
+"""Four runs with a fault: the callback names the cause during training, and raises nothing where nothing is wrong."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ CAUSES = {
 
 
 def alarms_of(model: Any, updates: int) -> list[Alarm]:
-    """Raised while it trains, as `on_alarm` hears them."""
-    heard: list[Alarm] = []
+    """Alarms that `on_alarm` receives during training."""
+    received: list[Alarm] = []
     with Telemetry([], run_dir=None, detect=QUIET) as telemetry:
-        telemetry.on_alarm(heard.append)
+        telemetry.on_alarm(received.append)
         model.learn(updates * sb3_broken.ROLLOUT, callback=TelemetryCallback(telemetry))
-        live = list(heard)
+        live = list(received)
     return [alarm for alarm in live if alarm.event == "raise"]
 
 
 @pytest.mark.parametrize("name", CAUSES)
-def test_the_first_incident_is_put_down_to_what_was_broken(name: str) -> None:
+def test_the_first_incident_names_the_fault(name: str) -> None:
     first = alarms_of(getattr(sb3_broken, name)(), updates=8)[0]
 
     assert first.type in CAUSES[name]
@@ -43,5 +43,5 @@ def test_the_first_incident_is_put_down_to_what_was_broken(name: str) -> None:
     assert first.axes.update <= 5
 
 
-def test_a_healthy_run_is_silent() -> None:
+def test_a_healthy_run_raises_nothing() -> None:
     assert [alarm.type for alarm in alarms_of(sb3_broken.healthy(), updates=12)] == []

@@ -1,4 +1,4 @@
-"""`TelemetryCallback` leaves no trace: in weights, in what is saved, in loggers, after training and after exceptions."""
+"""`TelemetryCallback` leaves no trace in weights, in saved models and in loggers, after training and after exceptions."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from esper_telemetry import RunStatus, Telemetry, read_run
 from esper_telemetry.adapters.sb3 import TelemetryCallback
-from esper_telemetry.adapters.sb3.taps import Tap, listen
+from esper_telemetry.adapters.taps import Tap, listen
 from esper_telemetry.testing import MemorySink
 
 pytestmark = pytest.mark.sb3
 
 
-class Nothing:
+class NoLogger:
     """A logger that is not there yet."""
 
     output_formats: ClassVar[list[Any]] = []
 
 
-class Doing(BaseCallback):
+class CallAfter(BaseCallback):
     """Calls a function after so many steps."""
 
     def __init__(self, function: Any, after: int) -> None:
@@ -41,9 +41,9 @@ class Doing(BaseCallback):
 
 
 def taps_of(model: Any) -> list[str]:
-    """What of ours is in the objects of a model."""
+    """Taps, outputs and hooks of ours in the objects of a model."""
     owners = [model, model.rollout_buffer, *model.policy.modules()]
-    found = [
+    taps = [
         f"{type(owner).__name__}.{name}"
         for owner in owners
         for name, value in vars(owner).items()
@@ -51,72 +51,72 @@ def taps_of(model: Any) -> list[str]:
     ]
     outputs = [
         type(output).__name__
-        for output in getattr(model, "_logger", Nothing).output_formats
+        for output in getattr(model, "_logger", NoLogger).output_formats
         if type(output).__name__ == "LogCopy"
     ]
-    return found + outputs + ["optimizer"] * len(model.policy.optimizer._optimizer_step_post_hooks)
+    return taps + outputs + ["optimizer"] * len(model.policy.optimizer._optimizer_step_post_hooks)
 
 
 @pytest.mark.parametrize("level", ["normal", "debug"])
 @pytest.mark.parametrize("name", sb3_models.MODELS)
 def test_weights_are_bit_identical(name: str, level: str, tmp_path: Path) -> None:
-    """Optimizer, generators and the environments' answers too; no metric fails on the way."""
+    """Optimizer, generators and environments too; no metric fails on the way."""
     bare = sb3_models.MODELS[name]()
     bare.learn(384)
-    wanted = sb3_models.fingerprint(bare)
+    expected = sb3_models.fingerprint(bare)
     model = sb3_models.MODELS[name]()
 
-    run = sb3_models.watched(model, tmp_path / "run", level=level)
+    run = sb3_models.recorded_run(model, tmp_path / "run", level=level)
 
-    found = sb3_models.fingerprint(model)
-    assert found.keys() == wanted.keys()
-    assert [key for key in found if not torch.equal(found[key], wanted[key])] == []
+    actual = sb3_models.fingerprint(model)
+    assert actual.keys() == expected.keys()
+    assert [key for key in actual if not torch.equal(actual[key], expected[key])] == []
     assert len(run.records) == (1 if name == "a2c" else 384 // (model.n_steps * model.n_envs))
     assert all("telemetry/metric_errors" not in record.values for record in run.records)
     assert all(record.values["integrity/ratio_init"] <= 1e-6 for record in run.records)
     assert taps_of(model) == []
 
 
-def test_off_listens_to_nothing() -> None:
-    model, seen = sb3_models.ppo(), []
+def test_off_installs_no_tap() -> None:
+    model, taps = sb3_models.ppo(), []
 
     with Telemetry([], run_dir=None, level="off") as telemetry:
-        look = Doing(lambda model: seen.append(taps_of(model)), 40)
+        look = CallAfter(lambda model: taps.append(taps_of(model)), 40)
         model.learn(256, callback=[TelemetryCallback(telemetry), look])
 
-    assert seen == [[]]
+    assert taps == [[]]
 
 
 def test_a_model_is_saved_and_a_policy_pickled_and_copied_while_it_listens(tmp_path: Path) -> None:
-    kept: dict[str, Any] = {}
+    saved: dict[str, Any] = {}
 
     def save(model: Any) -> None:
         assert len(taps_of(model)) >= 3
         model.save(tmp_path / "model")
         stream = io.BytesIO()
         torch.save(model.policy, stream)
-        kept["copy"] = copy.deepcopy(model.policy)
-        kept["weights"] = {name: tensor.clone() for name, tensor in model.policy.state_dict().items()}
+        saved["copy"] = copy.deepcopy(model.policy)
+        saved["weights"] = {name: tensor.clone() for name, tensor in model.policy.state_dict().items()}
         stream.seek(0)
-        kept["pickled"] = torch.load(stream, weights_only=False)
+        saved["pickled"] = torch.load(stream, weights_only=False)
 
     for name in ("ppo", "recurrent", "maskable"):
         model = sb3_models.MODELS[name]()
-        sb3_models_learn(model, tmp_path / name, Doing(save, 40))
+        learn(model, tmp_path / name, CallAfter(save, 40))
         loaded = type(model).load(tmp_path / "model", env=model.get_env(), device="cpu")
-        for policy in (loaded.policy, kept["pickled"], kept["copy"]):
-            assert all(torch.equal(policy.state_dict()[key], tensor) for key, tensor in kept["weights"].items())
+        for policy in (loaded.policy, saved["pickled"], saved["copy"]):
+            assert all(torch.equal(policy.state_dict()[key], tensor) for key, tensor in saved["weights"].items())
             assert not any(isinstance(value, Tap) for module in policy.modules() for value in vars(module).values())
         observation = model.get_env().reset()
         assert (
             loaded.predict(observation, deterministic=True)[0]
-            == kept["copy"].predict(observation, deterministic=True)[0]
+            == saved["copy"].predict(observation, deterministic=True)[0]
         ).all()
         loaded.learn(128)
         assert taps_of(loaded) == []
 
 
-def sb3_models_learn(model: Any, run_dir: Path, *others: BaseCallback, steps: int = 256) -> None:
+def learn(model: Any, run_dir: Path, *others: BaseCallback, steps: int = 256) -> None:
     with Telemetry([], run_dir=run_dir, offload=False) as telemetry:
         model.learn(steps, callback=[TelemetryCallback(telemetry), *others])
 
@@ -128,7 +128,7 @@ def test_an_exception_in_the_environment_ends_the_run_and_leaves_nothing_behind(
         raise OSError("the simulator is gone")
 
     with pytest.raises(OSError, match="simulator"):
-        sb3_models_learn(model, tmp_path / "run", Doing(fail, 40))
+        learn(model, tmp_path / "run", CallAfter(fail, 40))
 
     run = read_run(tmp_path / "run")
     assert run.status is RunStatus.FAILED
@@ -137,8 +137,8 @@ def test_an_exception_in_the_environment_ends_the_run_and_leaves_nothing_behind(
     model.learn(128)
 
 
-def test_an_exception_in_an_update_keeps_what_was_seen_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimizer fails in its sixth step: four of the first update are whole, the second update is a partial record."""
+def test_an_exception_in_an_update_leaves_a_partial_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer fails in its sixth step: the first update has all of its four, the second one is a partial record."""
     model = sb3_models.ppo(n_epochs=1)
     steps = iter(range(100))
     step = model.policy.optimizer.step
@@ -150,7 +150,7 @@ def test_an_exception_in_an_update_keeps_what_was_seen_of_it(tmp_path: Path, mon
 
     monkeypatch.setattr(model.policy.optimizer, "step", failing)
     with pytest.raises(FloatingPointError, match="no step"):
-        sb3_models_learn(model, tmp_path / "run")
+        learn(model, tmp_path / "run")
 
     records = read_run(tmp_path / "run").records
     assert [(record.axes.update, record.axes.env_step, record.partial) for record in records] == [
@@ -169,17 +169,17 @@ def test_nan_logits_are_traced_to_their_source(tmp_path: Path) -> None:
             model.policy.action_net.weight.fill_(torch.nan)
 
     with pytest.raises(ValueError, match="nan"):
-        sb3_models_learn(model, tmp_path / "run", Doing(poison, 40))
+        learn(model, tmp_path / "run", CallAfter(poison, 40))
 
     failure = next(event for event in read_run(tmp_path / "run").events if event.type == "failure")
     assert "action_net.weight" in failure.data["first_nonfinite"]
 
 
-def test_it_can_be_told_to_go_and_used_as_a_context() -> None:
+def test_detach_and_the_end_of_a_with_block_remove_all_taps() -> None:
     model = sb3_models.ppo()
     with Telemetry([MemorySink()], run_dir=None) as telemetry:
         with pytest.raises(RuntimeError), TelemetryCallback(telemetry) as callback:
-            model.learn(256, callback=[callback, Doing(raising, 40)])
+            model.learn(256, callback=[callback, CallAfter(raising, 40)])
         assert taps_of(model) == []
         callback.detach()
 
@@ -192,7 +192,7 @@ def test_another_callback_may_stop_training() -> None:
     sink, model = MemorySink(), sb3_models.ppo()
 
     with Telemetry([sink], run_dir=None) as telemetry:
-        model.learn(1024, callback=[TelemetryCallback(telemetry), Doing(lambda _: False, 70)])
+        model.learn(1024, callback=[TelemetryCallback(telemetry), CallAfter(lambda _: False, 70)])
 
     assert [record.axes.env_step for record in sink.records] == [128, 256]
     assert taps_of(model) == []
@@ -266,7 +266,7 @@ def test_two_telemetries_side_by_side_see_the_same() -> None:
     assert taps_of(model) == []
 
 
-def test_their_logger_tensorboard_and_callbacks_see_what_they_saw(tmp_path: Path) -> None:
+def test_their_logger_tensorboard_and_callbacks_receive_the_same(tmp_path: Path) -> None:
     """The same scalars at the same steps with telemetry and without, an evaluation by the same policy in between included."""
 
     def scalars(name: str, telemetry: Telemetry | None) -> dict[str, list[tuple[int, float]]]:
@@ -281,19 +281,21 @@ def test_their_logger_tensorboard_and_callbacks_see_what_they_saw(tmp_path: Path
             "CSVOutputFormat",
         ]
         model.logger.close()
-        found = EventAccumulator(str(tmp_path / name)).Reload()
+        events = EventAccumulator(str(tmp_path / name)).Reload()
         return {
-            tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"] if "fps" not in tag
+            tag: [(e.step, e.value) for e in events.Scalars(tag)]
+            for tag in events.Tags()["scalars"]
+            if "fps" not in tag
         }
 
     sink = MemorySink()
     with Telemetry([sink], run_dir=None) as telemetry:
-        watched = scalars("watched", telemetry)
+        with_telemetry = scalars("telemetry", telemetry)
 
-    assert watched == scalars("bare", None)
+    assert with_telemetry == scalars("bare", None)
     mirrored = [record.values for record in sink.records]
-    wanted = dict(watched["train/loss"])  # each update's line comes with the next rollout
-    assert [values["sb3/train/loss"] for values in mirrored[:-1]] == pytest.approx(list(wanted.values()), rel=1e-6)
+    expected = dict(with_telemetry["train/loss"])  # each update's line comes with the next rollout
+    assert [values["sb3/train/loss"] for values in mirrored[:-1]] == pytest.approx(list(expected.values()), rel=1e-6)
     assert all("sb3/eval/mean_reward" in values and "sb3/rollout/ep_rew_mean" in values for values in mirrored)
     assert all(values["integrity/ratio_init"] <= 1e-6 for values in mirrored)
 
@@ -309,7 +311,7 @@ def test_their_logger_tensorboard_and_callbacks_see_what_they_saw(tmp_path: Path
         "rollouts.RolloutRecorder.after_step",
     ],
 )
-def test_a_bug_in_it_costs_what_it_would_have_told(
+def test_a_bug_in_it_costs_its_events_and_a_warning(
     place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:
@@ -318,18 +320,18 @@ def test_a_bug_in_it_costs_what_it_would_have_told(
     monkeypatch.setattr(f"esper_telemetry.adapters.sb3.{place}", broken)
     sink, bare = MemorySink(), sb3_models.ppo()
     bare.learn(256)
-    wanted, model = sb3_models.fingerprint(bare), sb3_models.ppo()
+    expected, model = sb3_models.fingerprint(bare), sb3_models.ppo()
 
     with Telemetry([sink], run_dir=None) as telemetry:
         model.learn(256, callback=TelemetryCallback(telemetry))
 
-    found = sb3_models.fingerprint(model)
-    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    actual = sb3_models.fingerprint(model)
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
     assert [record.axes.env_step for record in sink.records] == [128, 256]
     assert "IndexError: a bug" in caplog.text
 
 
-def test_what_it_cannot_watch_is_said_in_one_sentence() -> None:
+def test_an_unsupported_model_is_refused_in_one_sentence() -> None:
     with pytest.raises(TypeError, match="takes a Telemetry, got str"):
         TelemetryCallback("runs/a")  # type: ignore[arg-type]
     with (
@@ -340,11 +342,11 @@ def test_what_it_cannot_watch_is_said_in_one_sentence() -> None:
 
 
 def test_taps_go_in_any_order_and_put_back_what_was_there() -> None:
-    model, heard = sb3_models.ppo(), []
+    model, calls = sb3_models.ppo(), []
     policy: Any = model.policy
     policy.forward = lambda *args: "mine"  # a wrapper of the user's
-    first = listen(policy, "forward", lambda args, kwargs, result: heard.append(("first", result)))
-    second = listen(policy, "forward", lambda args, kwargs, result: heard.append(("second", result)))
+    first = listen(policy, "forward", lambda args, kwargs, result: calls.append(("first", result)))
+    second = listen(policy, "forward", lambda args, kwargs, result: calls.append(("second", result)))
 
     policy.forward(torch.zeros(1, 4))
     first()
@@ -352,6 +354,6 @@ def test_taps_go_in_any_order_and_put_back_what_was_there() -> None:
     second()
     second()
 
-    assert heard == [("first", "mine"), ("second", "mine"), ("second", "mine")]
+    assert calls == [("first", "mine"), ("second", "mine"), ("second", "mine")]
     assert policy.forward(torch.zeros(1, 4)) == "mine"
     assert taps_of(model) == []

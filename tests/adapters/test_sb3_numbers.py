@@ -1,4 +1,4 @@
-"""What `TelemetryCallback` reports, against a second computation from the saved rollout, policy and generators."""
+"""Numbers of `TelemetryCallback` against a second computation from the saved rollout, policy and generators."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ pytestmark = pytest.mark.sb3
 CASES = ("ppo", "pendulum", "recurrent", "maskable", "a2c", "multi_discrete", "pictures")
 
 
-class Saving(BaseCallback):
-    """Keeps what every update begins with."""
+class SavingCallback(BaseCallback):
+    """Saves buffer, policy and generator at the beginning of every update."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept: list[tuple[Any, Any, Any]] = []
+        self.saved: list[tuple[Any, Any, Any]] = []
 
     def _on_step(self) -> bool:
         return True
 
     def _on_rollout_end(self) -> None:
         model: Any = self.model
-        self.kept.append((copy.deepcopy(model.rollout_buffer), copy.deepcopy(model.policy), np.random.get_state()))
+        self.saved.append((copy.deepcopy(model.rollout_buffer), copy.deepcopy(model.policy), np.random.get_state()))
 
 
-class Again:
-    """An update, done once more from what was saved, in plain torch."""
+class PlainUpdate:
+    """An update computed a second time, in plain torch, from what was saved."""
 
-    def __init__(self, model: Any, buffer: Any, policy: Any, chance: Any) -> None:
+    def __init__(self, model: Any, buffer: Any, policy: Any, rng_state: Any) -> None:
         self.model, self.policy = model, policy
         self.log_ratio: list[Tensor] = []
         self.entropy: list[Tensor] = []
@@ -52,7 +52,7 @@ class Again:
         self.policy_losses: list[float] = []
         self.value_losses: list[float] = []
         before = np.random.get_state()
-        np.random.set_state(chance)
+        np.random.set_state(rng_state)
         policy.set_training_mode(True)
         for _ in range(getattr(model, "n_epochs", 1)):
             for samples in buffer.get(getattr(model, "batch_size", None)):
@@ -103,31 +103,32 @@ class Again:
             "lstm": ("lstm_",),
             "shared": ("features_extractor.",),
         }
-        found = {
+        by_group = {
             group: sum(square for name, square in squares.items() if any(part in name for part in parts)) ** 0.5
             for group, parts in of.items()
         }
-        return {**found, "global": whole, "applied": min(whole, self.model.max_grad_norm)}
+        return {**by_group, "global": whole, "applied": min(whole, self.model.max_grad_norm)}
 
 
 @pytest.fixture(scope="module", params=CASES)
-def both(
+def saved_run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Any, Any, list[Record]]:
-    model, saving = sb3_models.MODELS[request.param](), Saving()
+    model, saving = sb3_models.MODELS[request.param](), SavingCallback()
     run_dir = tmp_path_factory.mktemp("sb3") / "run"
     with Telemetry([], run_dir=run_dir, offload=False) as telemetry:
         model.learn(384, callback=[TelemetryCallback(telemetry, updates_per_record=1), saving])
-    return request.param, model, saving.kept, list(read_run(run_dir).records)
+    return request.param, model, saving.saved, list(read_run(run_dir).records)
 
 
 @pytest.fixture(scope="module")
-def updates(both: tuple[str, Any, Any, list[Record]]) -> list[tuple[Any, Again, Mapping[str, float]]]:
+def updates(saved_run: tuple[str, Any, Any, list[Record]]) -> list[tuple[Any, PlainUpdate, Mapping[str, float]]]:
     """The saved buffer, the second computation and the record of each update."""
-    _, model, kept, records = both
-    assert len(kept) == len(records) >= 3
+    _, model, saved, records = saved_run
+    assert len(saved) == len(records) >= 3
     return [
-        (copy.deepcopy(k[0]), Again(model, *copy.deepcopy(k)), r.values) for k, r in zip(kept, records, strict=True)
+        (copy.deepcopy(k[0]), PlainUpdate(model, *copy.deepcopy(k)), r.values)
+        for k, r in zip(saved, records, strict=True)
     ]
 
 
@@ -136,21 +137,21 @@ def close(value: float, rel: float = 2e-4, abs: float = 1e-7) -> Any:
 
 
 def test_ratios_of_every_minibatch(updates: Any) -> None:
-    for _, again, values in updates:
-        rows = torch.cat(again.log_ratio).double()
+    for _, plain, values in updates:
+        rows = torch.cat(plain.log_ratio).double()
         ratio = rows.exp()
         assert values["policy/kl"] == close((ratio - 1 - rows).mean().item(), abs=1e-6)
         assert values["policy/ratio/max"] == close(ratio.max().item())
         assert values["policy/ratio/min"] == close(ratio.min().item())
         assert values["integrity/ratio_init"] <= 1e-6
-        assert values["integrity/ratio_init"] == close(again.log_ratio[0].abs().max().item(), abs=1e-6)
+        assert values["integrity/ratio_init"] == close(plain.log_ratio[0].abs().max().item(), abs=1e-6)
         if "policy/clip_frac" in values:
-            moved = torch.cat(again.log_ratio[1:]).exp()  # before the first step nothing can have left the trust region
+            moved = torch.cat(plain.log_ratio[1:]).exp()  # before the first step nothing can have left the trust region
             assert values["policy/clip_frac"] == close(((moved - 1).abs() > 0.2).double().mean().item(), abs=1e-3)
 
 
-def test_divergence_of_the_last_epoch_is_what_they_log(both: Any) -> None:
-    name, _, _, records = both
+def test_divergence_of_the_last_epoch_equals_their_log(saved_run: Any) -> None:
+    name, _, _, records = saved_run
     if name == "a2c":
         pytest.skip("A2C logs none")
     for record in records:
@@ -161,37 +162,37 @@ def test_divergence_of_the_last_epoch_is_what_they_log(both: Any) -> None:
 
 
 def test_gradients_before_and_after_clipping_by_group(updates: Any) -> None:
-    for _, again, values in updates:
+    for _, plain, values in updates:
         for group in ("global", "actor", "critic", "lstm", "shared"):
-            wanted = float(np.mean([norms[group] for norms in again.norms]))
-            assert values.get(f"grad/{group}/norm_preclip", 0.0) == close(wanted), group
-        assert values["grad/global/norm_postclip"] == close(float(np.mean([norms["applied"] for norms in again.norms])))
+            expected = float(np.mean([norms[group] for norms in plain.norms]))
+            assert values.get(f"grad/{group}/norm_preclip", 0.0) == close(expected), group
+        assert values["grad/global/norm_postclip"] == close(float(np.mean([norms["applied"] for norms in plain.norms])))
 
 
 def test_losses_and_entropy(updates: Any) -> None:
-    for _, again, values in updates:
-        assert values["policy/entropy"] == close(torch.cat(again.entropy).mean().item(), abs=1e-5)
-        counts = [len(rows) for rows in again.log_ratio]
-        assert values["loss/policy"] == close(float(np.average(again.policy_losses, weights=counts)), abs=1e-6)
-        assert values["loss/value"] == close(float(np.average(again.value_losses, weights=counts)))
+    for _, plain, values in updates:
+        assert values["policy/entropy"] == close(torch.cat(plain.entropy).mean().item(), abs=1e-5)
+        counts = [len(rows) for rows in plain.log_ratio]
+        assert values["loss/policy"] == close(float(np.average(plain.policy_losses, weights=counts)), abs=1e-6)
+        assert values["loss/value"] == close(float(np.average(plain.value_losses, weights=counts)))
 
 
 def test_advantages_before_normalisation_and_as_used(updates: Any) -> None:
-    for buffer, again, values in updates:
+    for buffer, plain, values in updates:
         advantages, returns = buffer.advantages.astype(np.float64), buffer.returns.astype(np.float64)
         assert values["adv/raw/mean"] == close(advantages.mean(), abs=1e-6)
         assert values["adv/raw/std"] == close(advantages.std())
         assert values["ret/mean"] == close(returns.mean(), abs=1e-6)
-        assert values["adv/norm/mean"] == close(torch.cat(again.used).double().mean().item(), abs=1e-5)
+        assert values["adv/norm/mean"] == close(torch.cat(plain.used).double().mean().item(), abs=1e-5)
         fit = 1 - (returns - buffer.values).var() / returns.var()
         assert values["value/explained_variance"] == close(fit, abs=1e-5)
         assert values["integrity/gae_identity"] < 1e-5
 
 
-def test_temporal_differences_know_termination_from_a_time_limit(updates: Any) -> None:
-    """Their GAE with λ = 0 is the temporal difference: the buffer's own recursion, undone."""
-    for buffer, again, values in updates:
-        model = again.model
+def test_temporal_differences_separate_termination_from_a_time_limit(updates: Any) -> None:
+    """The temporal difference is the advantage less its carry: the buffer's own recursion, inverted."""
+    for buffer, plain, values in updates:
+        model = plain.model
         carry = np.zeros_like(buffer.advantages)
         carry[:-1] = model.gamma * model.gae_lambda * (1 - buffer.episode_starts[1:]) * buffer.advantages[1:]
         assert values["value/td/mean"] == close((buffer.advantages - carry).mean(), rel=1e-3, abs=1e-5)
@@ -205,12 +206,12 @@ def test_every_row_comes_once_in_a_pass(updates: Any) -> None:
 def test_gradients_of_parts_of_an_action_are_rows_of_one_layer(name: str, sizes: list[int], tmp_path: Path) -> None:
     """The norm of each part is that of its rows, of weights and biases together."""
     model = sb3_models.MODELS[name]()
-    seen: list[list[float]] = []
+    norms: list[list[float]] = []
 
     def before_clipping(_: Any) -> None:
         layer = model.policy.action_net
         rows = torch.cat([layer.weight.grad, layer.bias.grad.unsqueeze(1)], 1).double().split(sizes)
-        seen.append([float(part.norm()) for part in rows])
+        norms.append([float(part.norm()) for part in rows])
 
     with Telemetry(run_dir=tmp_path / "run", offload=False) as telemetry:
         callback = TelemetryCallback(telemetry)
@@ -218,13 +219,13 @@ def test_gradients_of_parts_of_an_action_are_rows_of_one_layer(name: str, sizes:
         model.learn(128, callback=callback)
 
     (record,) = read_run(tmp_path / "run").records
-    means = np.mean(seen, 0)
+    means = np.mean(norms, 0)
     for index, mean in enumerate(means):
         assert record.values[f"grad/head/action_{index}/norm"] == close(mean, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["ppo", "recurrent", "a2c", "pictures"])
-def test_an_environment_that_stands_still_is_seen(name: str, tmp_path: Path) -> None:
+def test_constant_observations_of_one_environment_are_reported(name: str, tmp_path: Path) -> None:
     """The first environment gives ones from the third rollout on; A2C's rollouts are joined, and it changed in the first of them."""
     model = sb3_models.MODELS[name]()
     policy_sees = model.env.step_wait
@@ -236,47 +237,46 @@ def test_an_environment_that_stands_still_is_seen(name: str, tmp_path: Path) -> 
         return observations, *rest
 
     model.env.step_wait = step_wait
-    values = [record.values for record in sb3_models.watched(model, tmp_path / "run", steps=768).records]
+    values = [record.values for record in sb3_models.recorded_run(model, tmp_path / "run", steps=768).records]
 
     assert values[0]["obs/constant_frac"] == 0
     assert values[-1]["obs/constant_frac"] == (0 if name == "a2c" else 1 / model.n_envs)
 
 
-def test_steps_are_those_of_the_data(both: Any) -> None:
-    name, model, kept, records = both
+def test_steps_are_those_of_the_data(saved_run: Any) -> None:
+    name, model, saved, records = saved_run
     rollout = model.n_steps * model.n_envs
-    assert [record.axes.env_step for record in records] == [rollout * (index + 1) for index in range(len(kept))]
-    assert [record.axes.update for record in records] == list(range(1, len(kept) + 1))
+    assert [record.axes.env_step for record in records] == [rollout * (index + 1) for index in range(len(saved))]
+    assert [record.axes.update for record in records] == list(range(1, len(saved) + 1))
     if name != "a2c":  # which dumps every hundredth update
         assert [r.values["sb3/time/total_timesteps"] for r in records] == [r.axes.env_step for r in records]
-    per_update = sum(1 for _ in copy.deepcopy(kept[0][0]).get(getattr(model, "batch_size", None)))
+    per_update = sum(1 for _ in copy.deepcopy(saved[0][0]).get(getattr(model, "batch_size", None)))
     per_update *= getattr(model, "n_epochs", 1)
     assert records[-1].axes.gradient_step == per_update * len(records)
 
 
-def test_episodes_are_those_of_the_monitor(both: Any) -> None:
-    name, model, _, records = both
+def test_episodes_are_those_of_the_monitor(saved_run: Any) -> None:
+    name, model, _, records = saved_run
     recent = [episode["r"] for episode in model.ep_info_buffer]
     if recent:
         assert records[-1].values["episode/return_mean_100"] == close(float(np.mean(recent)))
     assert sum(record.values.get("episode/count", 0) for record in records) == len(recent), name
 
 
-def test_memory_is_described(both: Any) -> None:
-    name, _, kept, records = both
-    known = {"lstm/h/rms", "lstm/gate/forget/mean", "lstm/reset_frac"} & set(records[0].values)
+def test_memory_is_measured(saved_run: Any) -> None:
+    name, _, saved, records = saved_run
     memory = {key for key in records[0].values if key.startswith("lstm/")}
-    assert bool(memory) == (name == "recurrent"), known
+    assert bool(memory) == (name == "recurrent")
     if name == "recurrent":
-        buffer = kept[-1][0]
+        buffer = saved[-1][0]
         alive = 1 - buffer.episode_starts[:, None, :, None]
-        wanted = float(np.sqrt(np.square(buffer.hidden_states_pi * alive).mean()))
-        assert records[-1].values["lstm/h/rms"] == close(wanted, rel=1e-3)
+        expected = float(np.sqrt(np.square(buffer.hidden_states_pi * alive).mean()))
+        assert records[-1].values["lstm/h/rms"] == close(expected, rel=1e-3)
         assert any("gate" in key or "forget" in key for key in memory)
 
 
 def test_forbidden_actions_are_never_chosen(tmp_path: Path) -> None:
-    records = sb3_models.watched(sb3_models.maskable(), tmp_path).records
+    records = sb3_models.recorded_run(sb3_models.maskable(), tmp_path).records
 
     assert all(record.values["integrity/mask_violation"] == 0 for record in records)
     assert all(record.values["policy/entropy"] <= np.log(3) + 1e-6 for record in records)

@@ -21,16 +21,16 @@ from esper_telemetry.journal import Run
 
 SCRIPTS = Path(__file__).parent / "scripts"
 CLEANRL = os.environ.get("ESPER_CLEANRL")
-"""A directory with CleanRL's scripts, which are tried too where it is given."""
+"""A directory with CleanRL's scripts, which are run too where it is set."""
 
-BOTH_CORES = min(2, len(os.sched_getaffinity(0)))
+TWO_CORES = min(2, len(os.sched_getaffinity(0)))
 """For the trainer and the process beside it."""
 
 SPEED = re.compile(r"^SPS: \d+$", re.MULTILINE)
 """Lines that no two runs have in common."""
 
 
-class Done(NamedTuple):
+class ProcessResult(NamedTuple):
     """How a process ended, and what it wrote."""
 
     code: int
@@ -38,7 +38,7 @@ class Done(NamedTuple):
     stderr: str
 
 
-def python(here: Path, *words: str, cores: int = 1) -> Done:
+def python(here: Path, *words: str, cores: int = 1) -> ProcessResult:
     """In a process that Ctrl-C ends, also where these tests run in the background, where it does not. With one core no other is started
     beside it, which would take seconds.
     """
@@ -47,7 +47,7 @@ def python(here: Path, *words: str, cores: int = 1) -> Done:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.sched_setaffinity(0, random.sample(sorted(os.sched_getaffinity(0)), cores))
 
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *words],
         cwd=here,
         capture_output=True,
@@ -56,20 +56,20 @@ def python(here: Path, *words: str, cores: int = 1) -> Done:
         check=False,
         preexec_fn=as_in_a_terminal,
     )
-    return Done(done.returncode, SPEED.sub("SPS", done.stdout), done.stderr)
+    return ProcessResult(result.returncode, SPEED.sub("SPS", result.stdout), result.stderr)
 
 
-def watched(here: Path, script: str, *arguments: str, cores: int = 1) -> Done:
+def with_telemetry(here: Path, script: str, *arguments: str, cores: int = 1) -> ProcessResult:
     return python(here, "-m", "esper_telemetry", "run", "--run-dir", "run", script, *arguments, cores=cores)
 
 
-def as_without(done: Done) -> str:
+def script_stderr(result: ProcessResult) -> str:
     """What a script wrote to stderr, without our own lines."""
-    return "".join(line for line in done.stderr.splitlines(keepends=True) if not line.startswith("esper-telemetry: "))
+    return "".join(line for line in result.stderr.splitlines(keepends=True) if not line.startswith("esper-telemetry: "))
 
 
-def ours(done: Done) -> list[str]:
-    return [line for line in done.stderr.splitlines() if line.startswith("esper-telemetry: ")]
+def telemetry_lines(result: ProcessResult) -> list[str]:
+    return [line for line in result.stderr.splitlines() if line.startswith("esper-telemetry: ")]
 
 
 COMMON = {
@@ -91,69 +91,69 @@ COMMON = {
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Done:
-    """The script in one piece when nobody watches."""
+def plain(tmp_path_factory: pytest.TempPathFactory) -> ProcessResult:
+    """The script in one piece without telemetry."""
     return python(tmp_path_factory.mktemp("plain"), str(SCRIPTS / "categorical.py"), "--seed=4")
 
 
 MEMORY = {"lstm/h/rms", "lstm/c/rms", "lstm/reset_rate", "lstm/age/mean", "lstm/c_growth"}
 
 
-def test_a_script_in_one_piece(tmp_path: Path, plain: Done) -> None:
+def test_a_script_in_one_piece(tmp_path: Path, plain: ProcessResult) -> None:
     """The same prints and weights as without; the critic's fit and the gradients' norms are those that the script knows itself; one line
     says what was found, of episodes too, which the script, written for another Gymnasium, does not see.
     """
-    done = watched(tmp_path, str(SCRIPTS / "categorical.py"), "--seed=4", cores=BOTH_CORES)
+    result = with_telemetry(tmp_path, str(SCRIPTS / "categorical.py"), "--seed=4", cores=TWO_CORES)
 
-    assert (done.code, done.stdout, as_without(done)) == (0, plain.stdout, plain.stderr)
-    found = read_run(tmp_path / "run")
-    assert found.status is RunStatus.FINISHED
-    assert [record.axes.env_step for record in found.records] == [256, 512, 768, 1024]
-    assert [record.axes.gradient_step for record in found.records] == [4, 8, 12, 16]
-    assert all(record.values.keys() >= COMMON for record in found.records[1:])
+    assert (result.code, result.stdout, script_stderr(result)) == (0, plain.stdout, plain.stderr)
+    run = read_run(tmp_path / "run")
+    assert run.status is RunStatus.FINISHED
+    assert [record.axes.env_step for record in run.records] == [256, 512, 768, 1024]
+    assert [record.axes.gradient_step for record in run.records] == [4, 8, 12, 16]
+    assert all(record.values.keys() >= COMMON for record in run.records[1:])
     norms = [float(norm) for norm in re.findall(r"norm (\S+)", plain.stdout)]
-    for place, record in enumerate(found.records):
+    for place, record in enumerate(run.records):
         values = record.values
         assert values["grad/global/norm_preclip"] == pytest.approx(sum(norms[4 * place : 4 * place + 4]) / 4, rel=1e-5)
         assert values["value/explained_variance"] == pytest.approx(values["script/losses/explained_variance"], abs=1e-5)
         assert values["integrity/ratio_init"] <= 1e-6
         assert values["integrity/gae_identity"] <= 1e-6
-    assert found.info.facts["groups"].keys() == {"actor", "critic"}
-    assert found.info.config["seed"] == 4
-    assert found.info.name == "categorical"
-    first, *_, last = ours(done)
+    assert run.info.facts["groups"].keys() == {"actor", "critic"}
+    assert run.info.config["seed"] == 4
+    assert run.info.name == "categorical"
+    first, *_, last = telemetry_lines(result)
     assert "found episodes (the script itself misses them" in first
     assert "gradients before and after clipping, probability ratios, distributions" in first
     assert "not found" not in first
     assert last.endswith(f"4 updates; what went wrong in them: esper-telemetry diagnose {tmp_path / 'run'}")
-    assert not any("episodic_return" in key for record in found.records for key in record.values)
+    assert not any("episodic_return" in key for record in run.records for key in record.values)
 
 
 def test_the_last_kl_is_the_scripts_own(tmp_path: Path) -> None:
     """One minibatch and one epoch: the KL of the update is that of the minibatch, which the script prints."""
-    done = watched(
+    result = with_telemetry(
         tmp_path, str(SCRIPTS / "categorical.py"), "--num_minibatches=1", "--update_epochs=1", "--learning_rate=0.5"
     )
 
-    kls = [float(kl) for kl in re.findall(r"kl (\S+)", done.stdout)]
-    found = [record.values["policy/kl"] for record in read_run(tmp_path / "run").records]
-    assert found == pytest.approx(kls, abs=1e-6)
+    kls = [float(kl) for kl in re.findall(r"kl (\S+)", result.stdout)]
+    measured = [record.values["policy/kl"] for record in read_run(tmp_path / "run").records]
+    assert measured == pytest.approx(kls, abs=1e-6)
 
 
 @pytest.mark.slow
 def test_a_script_with_memory(tmp_path: Path) -> None:
-    """States and gates are measured where the script steps its LSTM one by one; its value loss has no half, ours has."""
+    """States and gates are measured where the script steps its LSTM one by one; its value loss has no half, the record's has."""
     script = str(SCRIPTS / "recurrent.py")
-    plain, done = python(tmp_path, script), watched(tmp_path, script)
+    plain, result = python(tmp_path, script), with_telemetry(tmp_path, script)
 
-    assert (done.code, done.stdout) == (0, plain.stdout)
-    found = read_run(tmp_path / "run")
-    assert len(found.records) == 4
-    assert {"lstm/h/rms", "lstm/reset_frac"} & found.records[-1].values.keys()
-    assert any(key.startswith("lstm/gate/") for record in found.records for key in record.values)
-    assert "recurrent states" in ours(done)[0]
+    assert (result.code, result.stdout) == (0, plain.stdout)
+    run = read_run(tmp_path / "run")
+    assert len(run.records) == 4
+    assert {"lstm/h/rms", "lstm/reset_frac"} & run.records[-1].values.keys()
+    assert any(key.startswith("lstm/gate/") for record in run.records for key in record.values)
+    assert "recurrent states" in telemetry_lines(result)[0]
     losses = [float(line.split()[3]) for line in plain.stdout.splitlines() if line.startswith("epoch")]
-    assert found.records[0].values["loss/value"] < 0.75 * max(losses)
+    assert run.records[0].values["loss/value"] < 0.75 * max(losses)
 
 
 def test_a_script_in_one_piece_with_memory(tmp_path: Path) -> None:
@@ -164,49 +164,49 @@ def test_a_script_in_one_piece_with_memory(tmp_path: Path) -> None:
     plain = python(tmp_path, script)
     before = event_values(tmp_path / "runs")
     (tmp_path / "runs").rename(tmp_path / "plain")
-    done = watched(tmp_path, script)
+    result = with_telemetry(tmp_path, script)
 
-    assert (done.code, done.stdout, as_without(done)) == (0, plain.stdout, plain.stderr)
+    assert (result.code, result.stdout, script_stderr(result)) == (0, plain.stdout, plain.stderr)
     assert event_values(tmp_path / "runs") == before != {}
-    assert "recurrent states" in ours(done)[0] and "not found" not in ours(done)[0]
-    found = read_run(tmp_path / "run")
-    assert found.status is RunStatus.FINISHED
-    assert [record.axes.env_step for record in found.records] == [256, 512, 768, 1024]
-    assert all(record.values.keys() >= COMMON | MEMORY for record in found.records[1:])
-    assert {"lstm/gate/f/mean", "lstm/cell_log_gain"} <= found.records[0].values.keys()
+    assert "recurrent states" in telemetry_lines(result)[0] and "not found" not in telemetry_lines(result)[0]
+    run = read_run(tmp_path / "run")
+    assert run.status is RunStatus.FINISHED
+    assert [record.axes.env_step for record in run.records] == [256, 512, 768, 1024]
+    assert all(record.values.keys() >= COMMON | MEMORY for record in run.records[1:])
+    assert {"lstm/gate/f/mean", "lstm/cell_log_gain"} <= run.records[0].values.keys()
     norms = [float(norm) for norm in re.findall(r"norm (\S+)", plain.stdout)]
-    for place, record in enumerate(found.records):
+    for place, record in enumerate(run.records):
         assert record.values["grad/global/norm_preclip"] == pytest.approx(
             sum(norms[4 * place : 4 * place + 4]) / 4, rel=1e-5
         )
         assert record.values["integrity/ratio_init"] <= 1e-6
         assert record.values["integrity/gae_identity"] <= 1e-6
         assert "telemetry/metric_errors" not in record.values
-    assert found.info.facts["policy"] == "lstm"
+    assert run.info.facts["policy"] == "lstm"
 
 
 def test_a_script_without_a_vector_environment(tmp_path: Path) -> None:
     """Continuous actions, nothing clipped, everything in a class: episodes are those that the time limit ends."""
     script = str(SCRIPTS / "gaussian.py")
-    plain, done = python(tmp_path, script), watched(tmp_path, script)
+    plain, result = python(tmp_path, script), with_telemetry(tmp_path, script)
 
-    assert (done.code, done.stdout) == (0, plain.stdout)
-    found = read_run(tmp_path / "run")
-    assert [record.axes.env_step for record in found.records] == [250, 500, 750]
-    assert [record.values["episode/length_mean"] for record in found.records] == [200, 200, 200]
-    assert found.records[0].values["policy/head/action/std/mean"] == pytest.approx(1.0, abs=0.05)
-    assert "grad/clip/coef" not in found.records[0].values
+    assert (result.code, result.stdout) == (0, plain.stdout)
+    run = read_run(tmp_path / "run")
+    assert [record.axes.env_step for record in run.records] == [250, 500, 750]
+    assert [record.values["episode/length_mean"] for record in run.records] == [200, 200, 200]
+    assert run.records[0].values["policy/head/action/std/mean"] == pytest.approx(1.0, abs=0.05)
+    assert "grad/clip/coef" not in run.records[0].values
     means = [float(line.split()[1]) for line in plain.stdout.splitlines() if line.startswith("reward")]
-    assert [record.values["reward/mean"] for record in found.records] == pytest.approx(means, rel=1e-5)
+    assert [record.values["reward/mean"] for record in run.records] == pytest.approx(means, rel=1e-5)
 
 
 def test_a_script_that_is_none_of_ours(tmp_path: Path) -> None:
     """Nothing is created, and the line says why."""
     script = str(SCRIPTS / "supervised.py")
-    plain, done = python(tmp_path, script), watched(tmp_path, script)
+    plain, result = python(tmp_path, script), with_telemetry(tmp_path, script)
 
-    assert (done.code, done.stdout) == (0, plain.stdout)
-    assert ours(done) == [
+    assert (result.code, result.stdout) == (0, plain.stdout)
+    assert telemetry_lines(result) == [
         "esper-telemetry: supervised.py: found nothing to measure: no optimizer step with a probability ratio was seen"
     ]
     assert list(tmp_path.iterdir()) == []
@@ -223,29 +223,29 @@ def test_a_script_that_is_none_of_ours(tmp_path: Path) -> None:
     ],
 )
 def test_a_script_ends_as_without(
-    tmp_path: Path, plain: Done, end: str, code: int, words: str, status: RunStatus | None
+    tmp_path: Path, plain: ProcessResult, end: str, code: int, words: str, status: RunStatus | None
 ) -> None:
     """Exit code, prints and traceback are the script's own; the journal says how it ended and has what came before. Of a script that the
     system ends at once only the process beside it can say that.
     """
     script = str(SCRIPTS / "categorical.py")
-    cores = BOTH_CORES if end == "terminated" else 1
-    done = watched(tmp_path, script, "--seed=4", f"--end={end}", cores=cores)
+    cores = TWO_CORES if end == "terminated" else 1
+    result = with_telemetry(tmp_path, script, "--seed=4", f"--end={end}", cores=cores)
     prints = plain.stdout.splitlines()[1:]
 
-    called, *printed = [line for line in done.stdout.splitlines() if "myself" not in line]
-    assert done.code == code
+    called, *printed = [line for line in result.stdout.splitlines() if "myself" not in line]
+    assert result.code == code
     assert called == f"called as ['{script}', '--seed=4', '--end={end}'] in __main__"
     assert printed == prints[: len(printed)]
     assert len(printed) == len(prints) or end != "forked"
-    assert traceback_of(done) == ([words, script] if words else [])
-    found = recorded(tmp_path / "run", updates=2)
-    assert found.status is status
+    assert traceback_of(result) == ([words, script] if words else [])
+    run = recorded(tmp_path / "run", updates=2)
+    assert run.status is status
 
 
-def traceback_of(done: Done) -> list[str]:
+def traceback_of(result: ProcessResult) -> list[str]:
     """The last line of a traceback, and the first file in it; empty without one."""
-    lines = done.stderr.splitlines()
+    lines = result.stderr.splitlines()
     if "Traceback (most recent call last):" not in lines:
         return []
     first = lines[lines.index("Traceback (most recent call last):") + 1]
@@ -290,16 +290,16 @@ def test_a_script_of_cleanrl(tmp_path: Path, script: str, mend: bool, arguments:
     plain = python(tmp_path, path, *arguments)
     before = event_values(tmp_path / "runs")
     (tmp_path / "runs").rename(tmp_path / "plain")
-    done = watched(tmp_path, path, *arguments)
+    result = with_telemetry(tmp_path, path, *arguments)
 
-    assert (done.code, done.stdout, as_without(done)) == plain
+    assert (result.code, result.stdout, script_stderr(result)) == plain
     if plain.code:
         pytest.skip(plain.stderr.splitlines()[-1])
     assert event_values(tmp_path / "runs") == before != {}
-    found = read_run(tmp_path / "run")
-    assert len(found.records) == 4 if script == "ppo.py" else 2
-    assert found.records[-1].values.keys() >= COMMON
-    assert found.records[-1].values["value/explained_variance"] == pytest.approx(
+    run = read_run(tmp_path / "run")
+    assert len(run.records) == 4 if script == "ppo.py" else 2
+    assert run.records[-1].values.keys() >= COMMON
+    assert run.records[-1].values["value/explained_variance"] == pytest.approx(
         before["losses/explained_variance"][-1], abs=1e-4
     )
 

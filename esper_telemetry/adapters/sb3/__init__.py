@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-try:
-    import stable_baselines3  # noqa: F401  # so that the sentence below comes before any other import error
-except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError(
-        "TelemetryCallback needs stable-baselines3: pip install 'esper-telemetry[sb3]'", name=missing.name
-    ) from missing
+from typing import TYPE_CHECKING
 
-from esper_telemetry.adapters.sb3.callback import TelemetryCallback as TelemetryCallback
+from esper_telemetry.core.lazy import lazy_names
 
-__all__ = ["TelemetryCallback"]
+if TYPE_CHECKING:
+    from esper_telemetry.adapters.sb3.callback import TelemetryCallback as TelemetryCallback
+
+__all__, __getattr__, __dir__ = lazy_names(__name__, {"esper_telemetry.adapters.sb3.callback": ("TelemetryCallback",)})

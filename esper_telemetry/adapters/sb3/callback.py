@@ -8,8 +8,13 @@ from numbers import Real
 from types import TracebackType
 from typing import Any, Self
 
-from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.logger import KVWriter, Logger
+try:
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.logger import KVWriter, Logger
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(
+        "TelemetryCallback needs stable-baselines3: pip install 'esper-telemetry[sb3]'", name=missing.name
+    ) from missing
 
 from esper_telemetry.adapters.attach import attach
 from esper_telemetry.adapters.sb3.distributions import ActionHeads

@@ -1,14 +1,14 @@
 """Actions and action distributions of a Stable-Baselines3 policy, by head.
 
-The recorders are called between the trainer's own steps, where every line counts: `capture` keeps references to as few tensors as
-possible, and `join` turns many captures into columns at once.
+A recorder is called between the trainer's own steps, where every line counts: `capture` returns references to as few tensors as possible,
+and `join` turns many captures into columns at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,11 +48,13 @@ class ActionHeads:
     Attributes:
         names: of the heads.
         continuous: there is one head, and its actions are real numbers.
+        single_choice: there is one head, and its actions are choices.
     """
 
     def __init__(self, space: spaces.Space[Any], *, squash: bool = False) -> None:
         self._space, self._squash = space, squash
         self.continuous = isinstance(space, spaces.Box)
+        self.single_choice = isinstance(space, spaces.Discrete)
         several = isinstance(space, spaces.MultiDiscrete | spaces.MultiBinary)
         count = int(np.prod(space.shape)) if several and space.shape is not None else 1
         self.names = ("action_0",) if several and count == 1 else head_names(count)
@@ -61,17 +63,6 @@ class ActionHeads:
     def kinds(self) -> dict[str, str]:
         """`categorical` or `continuous`, by head."""
         return dict.fromkeys(self.names, "continuous" if self.continuous else "categorical")
-
-    def recorder(self, policy: Any) -> DistributionRecorder:
-        """Return the cheapest recorder for this policy."""
-        (name, *more) = self.names
-        if not hasattr(policy.action_dist, "distributions") and not more:
-            if self.continuous:
-                return GaussianRecorder(name)
-            if isinstance(self._space, spaces.Discrete):
-                masked = hasattr(policy.action_dist, "apply_masking")
-                return MaskedRecorder(name) if masked else CategoricalRecorder(name)
-        return SeveralRecorder(self)
 
     def columns(self, distribution: Any) -> HeadColumns:
         """Columns of N rows, from what `last_distribution` returns."""
@@ -111,78 +102,44 @@ class ActionHeads:
         return sizes if sum(sizes) == scores else [] if sizes or scores % heads else [scores // heads] * heads
 
 
-class DistributionRecorder(Protocol):
-    """A way to keep a policy's last distribution until its columns are wanted."""
+class DistributionRecorder:
+    """Keeps the distributions of a policy until their columns are needed, in as few tensors as its kind of distribution allows.
 
-    def capture(self, policy: Any) -> Any:
-        """Return what is needed of the distribution that `policy` sampled from or evaluated last."""
+    Attributes:
+        capture: returns what is needed of the distribution that a policy sampled from or evaluated last.
+    """
+
+    def __init__(self, heads: ActionHeads, policy: Any) -> None:
+        self._heads, self._head = heads, heads.names[0]
+        self.capture: Callable[[Any], Any] = lambda policy: heads.columns(last_distribution(policy))
+        if heads.continuous:
+            self.capture = _means_and_stds
+        elif heads.single_choice:
+            self.capture = _logits_and_masks if hasattr(policy.action_dist, "apply_masking") else _logits
 
     def join(self, captures: Sequence[Any], join: Join) -> HeadColumns:
         """Return the columns of several captures."""
+        if not (self._heads.continuous or self._heads.single_choice):
+            return join_columns(captures, join)
+        if self.capture is _logits:
+            return HeadColumns(logits={self._head: join(tuple(captures))})
+        first, second = zip(*captures, strict=True)
+        if self._heads.continuous:
+            return HeadColumns(means={self._head: join(first)}, log_std={self._head: join(second).log()})
+        masked = all(masks is not None for masks in second)
+        return HeadColumns(logits={self._head: join(first)}, action_masks={self._head: join(second)} if masked else {})
 
 
-class GaussianRecorder:
-    """Captures means and standard deviations of one Gaussian head."""
-
-    def __init__(self, head: str) -> None:
-        self._head = head
-
-    def capture(self, policy: Any) -> tuple[Tensor, Tensor]:
-        """See `DistributionRecorder`."""
-        distribution = policy.action_dist.distribution
-        return distribution.mean.detach(), distribution.stddev.detach()
-
-    def join(self, captures: Sequence[tuple[Tensor, Tensor]], join: Join) -> HeadColumns:
-        """See `DistributionRecorder`."""
-        means, stds = (join(column) for column in zip(*captures, strict=True))
-        return HeadColumns(means={self._head: means}, log_std={self._head: stds.log()})
+def _means_and_stds(policy: Any) -> tuple[Tensor, Tensor]:
+    distribution = policy.action_dist.distribution
+    return distribution.mean.detach(), distribution.stddev.detach()
 
 
-class CategoricalRecorder:
-    """Captures the logits of one categorical head."""
-
-    def __init__(self, head: str) -> None:
-        self._head = head
-
-    def capture(self, policy: Any) -> Tensor:
-        """See `DistributionRecorder`."""
-        logits: Tensor = policy.action_dist.distribution.logits
-        return logits.detach() if logits.requires_grad else logits
-
-    def join(self, captures: Sequence[Tensor], join: Join) -> HeadColumns:
-        """See `DistributionRecorder`."""
-        return HeadColumns(logits={self._head: join(tuple(captures))})
+def _logits(policy: Any) -> Tensor:
+    logits: Tensor = policy.action_dist.distribution.logits
+    return logits.detach() if logits.requires_grad else logits
 
 
-class MaskedRecorder:
-    """Captures logits and masks of one categorical head of sb3-contrib's MaskablePPO."""
-
-    def __init__(self, head: str) -> None:
-        self._head = head
-
-    def capture(self, policy: Any) -> tuple[Tensor, Tensor | None]:
-        """See `DistributionRecorder`."""
-        distribution = policy.action_dist.distribution
-        return distribution.logits.detach(), distribution.masks
-
-    def join(self, captures: Sequence[tuple[Tensor, Tensor | None]], join: Join) -> HeadColumns:
-        """See `DistributionRecorder`."""
-        logits, masks = zip(*captures, strict=True)
-        present = tuple([mask for mask in masks if mask is not None])
-        action_masks = {self._head: join(present)} if len(present) == len(captures) else {}
-        return HeadColumns(logits={self._head: join(logits)}, action_masks=action_masks)
-
-
-class SeveralRecorder:
-    """Captures the columns of several heads."""
-
-    def __init__(self, heads: ActionHeads) -> None:
-        self._heads = heads
-
-    def capture(self, policy: Any) -> HeadColumns:
-        """See `DistributionRecorder`."""
-        return self._heads.columns(last_distribution(policy))
-
-    def join(self, captures: Sequence[HeadColumns], join: Join) -> HeadColumns:
-        """See `DistributionRecorder`."""
-        return join_columns(captures, join)
+def _logits_and_masks(policy: Any) -> tuple[Tensor, Tensor | None]:
+    distribution = policy.action_dist.distribution
+    return distribution.logits.detach(), distribution.masks

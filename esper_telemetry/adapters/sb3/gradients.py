@@ -5,7 +5,7 @@ there and none is clipped. A hook on each parameter costs a call per tensor and 
 norms first, so it is made from them, bit for bit as torch makes it, in half of torch's time. It is the one function of a module that is
 replaced while a model learns. Trainers that call it in another way are observed at `policy.parameters`.
 
-**The two losses are told apart inside the backward pass**: gradients arrive at the outputs of the two heads first, and from there a pass
+**The two losses are separated inside the backward pass**: gradients arrive at the outputs of the two heads first, and from there a pass
 of its own takes each to the trunk's output while the graph below is untouched. A loss that is computed elsewhere stays as it is.
 
 The losses are those of Stable-Baselines3 2.9, whose `train` keeps them to itself. Shapes: N rows of a minibatch, padding included.
@@ -27,7 +27,7 @@ from torch.nn.utils import clip_grad
 from esper_telemetry.adapters.columns import LossColumns, loss_columns, normalized_advantages
 from esper_telemetry.adapters.sb3.distributions import ActionHeads
 from esper_telemetry.adapters.sb3.facts import groups_of, parameters_by_name
-from esper_telemetry.adapters.sb3.taps import ErrorHandler, without_trace
+from esper_telemetry.adapters.taps import ErrorHandler, without_trace
 from esper_telemetry.core import tensors as ops
 from esper_telemetry.events import Hooks, Remover, Shard, TrunkBackward
 
@@ -272,11 +272,12 @@ def _gradient(model: Any, samples: Any, advantages: Tensor) -> Tensor:
         returns=samples.returns,
         entropy=-log_probs if entropy is None else entropy,
     )
+    losses = loss_columns(columns, clip_of(model), clip_of(model, "clip_range_vf"))
     valid = _valid_rows(samples)
-    losses = {
-        name: _mean(column, valid)
-        for name, column in loss_columns(columns, clip_of(model), clip_of(model, "clip_range_vf")).items()
-    }
+    if valid is None:
+        losses = {name: column.mean(-1) for name, column in losses.items()}
+    else:  # what padding holds has no part in a mean, nor in its gradient
+        losses = {name: torch.where(valid, column, 0.0).sum(-1) / valid.sum(-1) for name, column in losses.items()}
     loss: Tensor = losses["policy"] + 2 * model.vf_coef * losses["value"] + model.ent_coef * losses["entropy"]
     parameters = list(model.policy.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -301,10 +302,3 @@ def _valid_rows(samples: Any) -> Tensor | None:
     """[N], bool; None where there is no padding."""
     mask = getattr(samples, "mask", None)
     return None if mask is None else mask > 1e-8
-
-
-def _mean(column: Tensor, valid: Tensor | None) -> Tensor:
-    """Mean of valid rows; what the others hold has no part in it, nor in its gradient."""
-    if valid is None:
-        return column.mean(-1)
-    return torch.where(valid, column, 0.0).sum(-1) / valid.sum(-1)

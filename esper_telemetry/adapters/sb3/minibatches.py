@@ -159,7 +159,7 @@ class MinibatchListener:
     Attributes:
         epoch: pass over the rollout, from 0; -1 before the first.
         step: optimizer steps taken in this update.
-        sees_clipping: the trainer is known to clip where `before_clip` is called.
+        sees_clipping: the trainer has clipped where `before_clip` is called.
     """
 
     def __init__(self, model: Any, heads: ActionHeads, recorder: DistributionRecorder, hooks: Hooks) -> None:
@@ -220,7 +220,7 @@ class MinibatchListener:
         return self._open is not None and [*map(id, parameters)] == self._parameter_ids
 
     def before_clip(self, max_norm: float, norms: Tensor | None) -> None:
-        """The policy's gradients are about to be clipped; `norms` [K] of all there are, where they are known."""
+        """The policy's gradients are about to be clipped; `norms` [K] of all there are, None where they were not computed."""
         self.sees_clipping = True
         if not self._emitted:
             self._emit_gradients(max_norm, norms)

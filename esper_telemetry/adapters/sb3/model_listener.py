@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from esper_telemetry.adapters.sb3.distributions import ActionHeads
+from esper_telemetry.adapters.sb3.distributions import ActionHeads, DistributionRecorder
 from esper_telemetry.adapters.sb3.facts import ModelProgress, groups_of, parameters_by_name
 from esper_telemetry.adapters.sb3.gradients import TrunkListener, listen_to_clipping
 from esper_telemetry.adapters.sb3.minibatches import MinibatchListener
@@ -22,7 +22,7 @@ from esper_telemetry.adapters.sb3.rollouts import (
     rollout_episodes,
     rollout_event,
 )
-from esper_telemetry.adapters.sb3.taps import Listener, listen
+from esper_telemetry.adapters.taps import Listener, listen
 from esper_telemetry.events import (
     AfterUpdate,
     BeforeUpdate,
@@ -64,7 +64,7 @@ class ModelListener:
         self.progress = before
         self._offset = before.env_step - model.num_timesteps
         self._session, self._model, self._heads, self._hooks = session, model, heads, hooks
-        recorder = heads.recorder(model.policy)
+        recorder = DistributionRecorder(heads, model.policy)
         self._recorder = RolloutRecorder(model, recorder)
         self._minibatches = MinibatchListener(model, heads, recorder, hooks)
         self._last_values: Tensor | None = None

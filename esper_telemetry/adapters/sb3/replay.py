@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from esper_telemetry.adapters.columns import Array, LossColumns, policy_loss
 from esper_telemetry.adapters.sb3.distributions import ActionHeads, last_distribution
 from esper_telemetry.adapters.sb3.gradients import advantages_as_used, clip_of
-from esper_telemetry.adapters.sb3.taps import listen, without_trace
+from esper_telemetry.adapters.taps import listen, without_trace
 from esper_telemetry.events import Activations, Copy, Outputs, RolloutEnd, StateGradients
 
 CHUNK_ROWS = 1024
@@ -140,7 +140,11 @@ class CallbackReplay:
         """See `PolicyReplay`."""
         if not isinstance(self._observations, Tensor):
             raise TypeError("a copy of the network is trained on observations that are one array each")
-        policy = _copied_trunk(self._policy)
+        # copies of the networks between observations and the actor's latents, and of no others
+        names = ("features_extractor", "pi_features_extractor", "mlp_extractor", "lstm_actor")
+        parts = {name: getattr(self._policy, name) for name in names if hasattr(self._policy, name)}
+        policy = copy.copy(self._policy)
+        vars(policy)["_modules"] = copy.deepcopy(parts)
         parameters = {id(p): p for part in policy.children() for p in part.parameters() if p.requires_grad}
         return Copy(lambda rows: _memoryless_latents(policy, rows), list(parameters.values()), self._observations)
 
@@ -287,15 +291,6 @@ def _distribution(policy: Any, latents: Tensor, inputs: StoredRollout, rows: Arr
     if inputs.masks is not None:
         distribution.apply_masking(_flat(inputs.masks)[rows])
     return distribution
-
-
-def _copied_trunk(policy: Any) -> Any:
-    """The policy with copies of the networks between observations and the actor's latents, and no others."""
-    names = ("features_extractor", "pi_features_extractor", "mlp_extractor", "lstm_actor")
-    parts = {name: getattr(policy, name) for name in names if hasattr(policy, name)}
-    trunk = copy.copy(policy)
-    vars(trunk)["_modules"] = copy.deepcopy(parts)
-    return trunk
 
 
 def _flat(array: Array) -> Array:

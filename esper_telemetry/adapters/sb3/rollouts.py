@@ -25,7 +25,7 @@ from esper_telemetry.adapters.columns import (
     next_values,
 )
 from esper_telemetry.adapters.sb3.distributions import MAX_CAPTURES, ActionHeads, DistributionRecorder
-from esper_telemetry.adapters.sb3.taps import without_trace
+from esper_telemetry.adapters.taps import without_trace
 from esper_telemetry.events import EpisodeEnd, RecurrentForward, RolloutEnd, Scale
 
 NORMALIZER_EPS = 1e-8

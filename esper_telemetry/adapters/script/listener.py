@@ -23,7 +23,6 @@ from esper_telemetry.adapters.script.recorders import (
     DistributionLog,
     EpisodeLog,
     LstmLog,
-    RecordedLstm,
     ScalarLog,
 )
 from esper_telemetry.adapters.script.variables import MinibatchVariables, Ratio, RolloutVariables, Variables
@@ -211,12 +210,9 @@ class ScriptListener:
         self.findings[ROLLOUTS] = None
         if lstm is not None:
             self.findings[MEMORY] = None
-            self._emit_recurrence(lstm)
-
-    def _emit_recurrence(self, lstm: RecordedLstm) -> None:
-        if self.hooks.wants(RecurrentForward) and lstm.module.num_layers == 1:
-            states = lstm.states[:, 0, :, : lstm.inputs.shape[1]]
-            self.hooks.emit(RecurrentForward([lstm.module], [lstm.inputs], [states]))
+            if self.hooks.wants(RecurrentForward) and lstm.module.num_layers == 1:
+                states = lstm.states[:, 0, :, : lstm.inputs.shape[1]]
+                self.hooks.emit(RecurrentForward([lstm.module], [lstm.inputs], [states]))
 
     def _emit_minibatch(self, variables: Variables, log_ratio: Tensor) -> None:
         rows = log_ratio.numel()
@@ -243,9 +239,9 @@ class ScriptListener:
 
     def _named_parameters(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """The optimizer's parameters by name; those that were not there in the beginning by their number."""
-        known = self._parameters
+        named = self._parameters
         return {
-            known.get(id(parameter), f"parameter_{len(known) + place}"): parameter
+            named.get(id(parameter), f"parameter_{len(named) + place}"): parameter
             for place, parameter in enumerate(_parameters_of(optimizer))
         }
 

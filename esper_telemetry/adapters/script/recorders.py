@@ -139,7 +139,7 @@ class LstmLog:
         return RecordedLstm(self._module, states, inputs)
 
 
-class GradientNorms(NamedTuple):
+class StepGradients(NamedTuple):
     """Norms [K] of the gradients of one optimizer step before clipping, names of their parameters, and the limit."""
 
     names: tuple[str, ...]
@@ -172,7 +172,7 @@ class ClipLog:
         self._norms, self._limits = {}, []
 
     @torch.no_grad()
-    def take(self, parameters: Mapping[str, Tensor]) -> GradientNorms | None:
+    def take(self, parameters: Mapping[str, Tensor]) -> StepGradients | None:
         """Return the norms of these parameters; None where none has a gradient. Clipped in several parts, they have no one limit."""
         present = {name: p for name, p in parameters.items() if p.grad is not None}
         unclipped = self._add(present.values())
@@ -181,7 +181,7 @@ class ClipLog:
         if not present:
             return None
         stacked = torch.stack([norms[id(p)] for p in present.values()])
-        return GradientNorms(tuple(present), stacked, limits[0] if len(limits) == 1 and not unclipped else None)
+        return StepGradients(tuple(present), stacked, limits[0] if len(limits) == 1 and not unclipped else None)
 
     def _add(self, parameters: Any) -> bool:
         """Add the norms that are missing; return True where any was."""

@@ -393,17 +393,17 @@ def find_config(variables: Variables) -> dict[str, Any]:
 
 def parameter_names(variables: Variables, parameters: Iterable[Tensor]) -> dict[int, str]:
     """Names of parameters by `id`, from the smallest of the script's modules that have most of them; else by their places."""
-    wanted = {key: f"parameter_{place}" for place, key in enumerate(dict.fromkeys(map(id, parameters)))}
+    places = {key: f"parameter_{place}" for place, key in enumerate(dict.fromkeys(map(id, parameters)))}
     best: tuple[int, int] = (0, 0)
     names: dict[int, str] = {}
     for module in {id(value): value for value in variables.values() if isinstance(value, nn.Module)}.values():
         named = {id(parameter): name for name, parameter in module.named_parameters()}
-        score = (len(wanted.keys() & named.keys()), -len(named))
+        score = (len(places.keys() & named.keys()), -len(named))
         if score[0] and score > best:
             best, names = score, named
     # without the prefixes of DataParallel and torch.compile
     plain = {key: re.sub(r"(^|\.)(module|_orig_mod)(?=\.)", "", name).lstrip(".") for key, name in names.items()}
-    return wanted | {key: name for key, name in plain.items() if key in wanted}
+    return places | {key: name for key, name in plain.items() if key in places}
 
 
 def groups_of(names: Iterable[str]) -> dict[str, list[str]]:

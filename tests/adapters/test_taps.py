@@ -1,0 +1,99 @@
+"""Taps on the methods of single objects, and an adapter whose library is not installed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import torch
+from torch import nn
+
+from esper_telemetry.adapters.taps import Tap, listen, without_trace
+
+MISSING = """
+import sys
+sys.modules["stable_baselines3"] = None  # as if it were not installed
+from esper_telemetry.adapters.sb3 import TelemetryCallback
+"""
+
+
+class Counter:
+    """An object with a method to listen to."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def add(self, amount: int, *, times: int = 1) -> int:
+        self.total += amount * times
+        return self.total
+
+
+def test_listeners_receive_arguments_and_result_of_one_object_alone() -> None:
+    counter, other, calls = Counter(), Counter(), []
+    remove = listen(counter, "add", lambda args, kwargs, result: calls.append((args, dict(kwargs), result)))
+
+    assert (counter.add(2, times=3), other.add(1)) == (6, 1)
+    remove()
+    remove()
+    counter.add(1)
+
+    assert calls == [((2,), {"times": 3}, 6)]
+    assert "add" not in vars(counter)
+
+
+def test_what_a_listener_raises_goes_to_its_handler() -> None:
+    counter, errors = Counter(), []
+
+    def fail(*_: object) -> None:
+        raise IndexError("a bug")
+
+    listen(counter, "add", fail, lambda listener, error: errors.append((listener, str(error))))
+
+    assert counter.add(1) == 1
+    assert errors == [(fail, "a bug")]
+
+
+def test_a_tap_that_was_wrapped_since_stays_and_is_silent() -> None:
+    counter, calls = Counter(), []
+    remove = listen(counter, "add", lambda *_: calls.append(1))
+    tap = vars(counter)["add"]
+    vars(counter)["add"] = lambda *args: tap(*args)
+
+    remove()
+
+    assert counter.add(1) == 1
+    assert calls == []
+
+
+def test_copies_and_pickles_have_no_tap() -> None:
+    counter = Counter()
+    listen(counter, "add", lambda *_: None)
+
+    for clean in (copy.deepcopy(counter), pickle.loads(pickle.dumps(counter))):
+        assert not any(isinstance(value, Tap) for value in vars(clean).values())
+        assert clean.add(2) == 2
+    assert counter.total == 0
+
+
+def test_passes_without_trace_reach_no_listener_and_leave_buffers_and_generator() -> None:
+    network, calls = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout()), []
+    listen(network, "forward", lambda *_: calls.append(1))
+    state, generator = copy.deepcopy(network.state_dict()), torch.get_rng_state()
+
+    with without_trace(network):
+        network(torch.rand(4, 2))
+
+    assert calls == []
+    assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generator)
+    network(torch.zeros(4, 2))
+    assert calls == [1]
+
+
+def test_a_missing_library_is_named_with_what_to_install() -> None:
+    done = subprocess.run([sys.executable, "-c", MISSING], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 1
+    assert done.stderr.endswith("TelemetryCallback needs stable-baselines3: pip install 'esper-telemetry[sb3]'\n")
