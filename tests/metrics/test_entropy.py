@@ -12,15 +12,9 @@ from torch import Tensor
 from torch.distributions import Categorical, Independent, Normal, kl_divergence
 
 from esper_telemetry.metrics.actions import gaussian_stats
-from esper_telemetry.metrics.entropy import (
-    entropy_gradient,
-    entropy_gradients,
-    entropy_rows,
-    entropy_stats,
-    head_entropy,
-    policy_entropy,
-)
+from esper_telemetry.metrics.entropy import entropy_rows, entropy_stats, head_entropy, policy_entropy
 from esper_telemetry.metrics.kl import categorical_kl, exact_kl, gaussian_kl, head_exact_kl
+from esper_telemetry.metrics.losses import entropy_gradient, entropy_gradients
 
 
 def logits(*shape: int, seed: int = 0) -> Tensor:

@@ -12,7 +12,9 @@ from esper_telemetry.metrics.gradients.directions import (
     gradient_signs,
     gradient_zeros,
     minibatch_alignment,
+    shard_noise,
     successive_alignment,
+    two_batch_noise,
 )
 from esper_telemetry.metrics.gradients.interference import (
     group_interference,
@@ -20,7 +22,6 @@ from esper_telemetry.metrics.gradients.interference import (
     leaf_interference,
     parameter_interference,
 )
-from esper_telemetry.metrics.gradients.noise_scale import shard_noise, two_batch_noise
 from esper_telemetry.metrics.gradients.norms import gradient_norms
 
 
