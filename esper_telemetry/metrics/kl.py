@@ -1,4 +1,7 @@
-"""Exact KL divergence of the update, from whole distributions instead of sampled actions: no Monte-Carlo noise."""
+"""Exact KL divergence of the update, from whole distributions instead of sampled actions: no Monte-Carlo noise.
+
+It is sampled: it needs another pass of the policy over the rollout, or columns that would double the payload of an update.
+"""
 
 from __future__ import annotations
 

@@ -231,6 +231,9 @@ def _read(level: float, slots: Sequence[float]) -> float:
 class Quantiles(Reduction):
     """Quantiles of `count` values.
 
+    Ranks are merged from quantiles at a fixed grid of levels, not from histograms: the scale of rewards is unknown before the run, and
+    equal shares of the rows are as fine where values are dense as where they are not.
+
     Attributes:
         count: how many values there are.
         values: at the levels of `COARSE` or `FINE`, the smallest and the largest included; undefined where there are none.

@@ -55,7 +55,10 @@ CRITIC_FAMILY = MetricFamily(
 
 @dataclass(frozen=True, slots=True)
 class ValueFit(MetricGroup):
-    """Estimates of the critic against their regression targets; errors are V - R."""
+    """Estimates of the critic against their regression targets; errors are V - R.
+
+    Explained variance, R² and the normalised error are functions of `value/err/std`, `value/bias` and `ret/std`.
+    """
 
     error: Moments = reports(
         Metric.quantity("value/bias", 401, "bias of the critic", unit="return", level=Level.MINIMAL)

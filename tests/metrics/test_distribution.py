@@ -23,7 +23,7 @@ ROWS = torch.randn(600, generator=torch.Generator().manual_seed(0)).exp() - 1
 
 
 def observed(parts: Sequence[Tensor], level: Level = Level.NORMAL) -> Values:
-    """What several calls in one update report."""
+    """Return the values of several calls in one update."""
     window = Window()
     for part in parts:
         zeros = torch.zeros_like(part)
@@ -43,7 +43,7 @@ def test_several_calls_have_the_histograms_of_all_rows_however_they_are_split(cu
 
     assert set(whole.histograms) == {"adv/raw/hist", "ret/hist", "value/err/hist", "policy/logratio/hist"}
     assert split.histograms == whole.histograms
-    assert {sum(found.counts) for found in whole.histograms.values()} == {600}
+    assert {sum(result.counts) for result in whole.histograms.values()} == {600}
 
 
 def test_minibatches_of_one_call_add_up() -> None:

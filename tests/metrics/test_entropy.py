@@ -186,10 +186,10 @@ def test_entropy_gradient_of_all_heads_is_what_autograd_finds() -> None:
 
     def joint(heads: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Log-ratio and entropy of each row, [2, 50]."""
-        found = {head: Categorical(logits=x) for head, x in heads.items()}
+        result = {head: Categorical(logits=x) for head, x in heads.items()}
         zero = torch.zeros(2, 50, dtype=torch.float64)
-        log_prob = found["a"].log_prob(actions["a"]) + found["b"].log_prob(actions["b"]).where(relevant["b"], zero)
-        return log_prob, found["a"].entropy() + found["b"].entropy().where(relevant["b"], zero)
+        log_prob = result["a"].log_prob(actions["a"]) + result["b"].log_prob(actions["b"]).where(relevant["b"], zero)
+        return log_prob, result["a"].entropy() + result["b"].entropy().where(relevant["b"], zero)
 
     ratios = []
     start = joint(heads)[0].detach() + old

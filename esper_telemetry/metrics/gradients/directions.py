@@ -22,7 +22,7 @@ from esper_telemetry.metrics.statistics import defined
 
 @dataclass(frozen=True, slots=True)
 class SuccessiveAlignment(MetricGroup):
-    """Agreement of an update's gradient with the one before."""
+    """Agreement of an update's first gradient with Adam's average before it, which holds the previous updates already."""
 
     replicated: ClassVar[bool] = True
     successive_cos: Mean | None = reports(
