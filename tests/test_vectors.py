@@ -38,7 +38,7 @@ def test_reference_case(case: Mapping[str, Any]) -> None:
 
 
 def agrees(got: Any, expected: Any, tolerance: float) -> bool:
-    """Whether a value is the expected one: numbers to the relative tolerance, absolute at 0; the rest exactly."""
+    """Return True where a value is the expected one: numbers to the relative tolerance, absolute at 0; the rest exactly."""
     if isinstance(expected, list):
         return (
             isinstance(got, list)

@@ -25,7 +25,8 @@ class Values(NamedTuple):
         values: finite floats by key.
         histograms: by key.
         undefined: number of declared keys without a value.
-        unreported: values of keys of NORMAL above the level of the run; derived values of that level may need them.
+        unreported: values of keys of NORMAL above the level of the run; derived values of that level may need them: `grad/health`
+            belongs to MINIMAL, the norms of layers from which it is derived to NORMAL.
         copies: number of vectors copied from the device.
     """
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from esper_telemetry.metrics.losses import loss_terms as loss_terms
     from esper_telemetry.metrics.losses import ppo_losses as ppo_losses
     from esper_telemetry.metrics.ratio import ratio_diagnostics as ratio_diagnostics
-    from esper_telemetry.metrics.rewards import return_stats as return_stats
-    from esper_telemetry.metrics.rewards import reward_stats as reward_stats
+    from esper_telemetry.metrics.rollout import return_stats as return_stats
+    from esper_telemetry.metrics.rollout import reward_stats as reward_stats
     from esper_telemetry.metrics.values import value_fit as value_fit
     from esper_telemetry.metrics.values import value_movement as value_movement
 
@@ -49,7 +49,7 @@ __all__, __getattr__, __dir__ = lazy_names(
         ),
         "esper_telemetry.metrics.losses": ("loss_terms", "ppo_losses"),
         "esper_telemetry.metrics.ratio": ("ratio_diagnostics",),
-        "esper_telemetry.metrics.rewards": ("return_stats", "reward_stats"),
+        "esper_telemetry.metrics.rollout": ("return_stats", "reward_stats"),
         "esper_telemetry.metrics.values": ("value_fit", "value_movement"),
     },
 )

@@ -13,6 +13,7 @@ from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
 from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Mean, Min, Slot, Statistic, Sum
+from esper_telemetry.metrics.ratio import MOVED_TOO_FAR, RARE_ACTIONS
 from esper_telemetry.metrics.statistics import keep, rows_of, sample
 
 
@@ -29,9 +30,7 @@ class LogProbStats(MetricGroup):
         )
         .bounds(healthy="> -10", warn="< -13 (p < 2e-6)", source="heuristic; ray#21297")
         .absent("no valid row")
-        .advises(
-            "Rare actions make extreme ratios: judge beside `policy/ess_frac`, and keep action probabilities away from 0 (entropy_coef)."
-        )
+        .advises(RARE_ACTIONS)
     )
     nonfinite: Sum = reports(
         Metric.nonfinite(
@@ -61,10 +60,7 @@ class GreedyAgreement(MetricGroup):
         .asks("In which share of the states does the policy still prefer the action it preferred before the update?")
         .bounds(healthy="> 0.9", warn="< 0.9", critical="< 0.7", source="heuristic; policy churn")
         .absent("no valid row, or a continuous head")
-        .advises(
-            "Lower the learning rate or the number of epochs; set target_kl. The head with the largest "
-            "`policy/head/{head}/blame` moved most."
-        )
+        .advises(MOVED_TOO_FAR)
     )
 
 

@@ -245,10 +245,13 @@ def normalized_advantage_stats(
     s = sample(normalized, valid, dim=dim)
     merged = spread(s)
     square = torch.linalg.vecdot(s.values, s.values)
+    sign_flip = None
+    if advantages is not None:  # an advantage of zero has no sign
+        sign_flip = Mean((s.values * rows_of(advantages, dim).double() < 0).sum(-1), s.count)
     return NormalizedAdvantageStats(
         moments=StandardMoments(*(getattr(merged, item.name) for item in fields(merged))),
         participation=Participation(s.count, s.values.abs().sum(-1), square),
-        sign_flip=None if advantages is None else Mean(_flips(s.values, rows_of(advantages, dim)), s.count),
+        sign_flip=sign_flip,
         nonfinite=Sum(s.nonfinite),
     )
 
@@ -272,8 +275,3 @@ def flips_in_order(
     flips = (ascending(used)[:rows] * ascending(raw)[:rows] < 0).sum(-1)
     whole = used.count == raw.count
     return Mean(flips * whole, used.count * whole)
-
-
-def _flips(normalized: Tensor, advantages: Tensor) -> Tensor:
-    """Number of entries [..] whose sign changed; a zero has none."""
-    return (normalized * advantages.double() < 0).sum(-1)

@@ -18,7 +18,6 @@ from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import NAN, AdditiveReduction, Array, Mean, Reduction, Slot, Statistic, Sum
-from esper_telemetry.metrics.ratio import EXP_LIMIT
 from esper_telemetry.metrics.statistics import Sample, keep, rows_of, same_shape, sample
 
 
@@ -106,19 +105,15 @@ def entropy_rows(
     masks, relevance = masks_by_head(action_masks), masks_by_head(relevant)
     categorical = by_head(logits).items()
     for head, x in categorical:
-        _check_relevance(head, x, relevance.get(head))
+        if head in relevance and relevance[head].shape != x.shape[:-1]:
+            shapes = f"{list(relevance[head].shape)} for logits {list(x.shape)}"
+            raise ValueError(f"relevant has a number for every row of logits, got {shapes} of head {head!r}")
     rows = {head: categorical_rows(x, masks.get(head), relevant=relevance.get(head)) for head, x in categorical}
     for head, x in by_head(log_std).items():
         rows[head] = gaussian_rows(x, relevant=relevance.get(head))
     if not rows:
         raise ValueError("a policy has at least one head, got none")
     return rows
-
-
-def _check_relevance(head: str, logits: Tensor, relevant: Tensor | None) -> None:
-    if relevant is not None and relevant.shape != logits.shape[:-1]:
-        shapes = f"{list(relevant.shape)} for logits {list(logits.shape)}"
-        raise ValueError(f"relevant has a number for every row of logits, got {shapes} of head {head!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,10 +342,14 @@ def policy_entropy(
     chosen = joint
     if continuous and discrete:
         chosen = joint._replace(values=torch.where(joint.mask, _total(discrete, _entropy).double(), 0.0))
+    marginals = None
+    if discrete:
+        rows, sums, allowed = zip(*(_marginal(head, chosen) for head in discrete), strict=True)
+        marginals = Marginals(chosen.count, chosen.values.sum(-1), rows, sums, allowed)
     return PolicyEntropy(
         entropy=MeanEntropy(joint.values.sum(-1), joint.count, joint.count if continuous else 0.0),
         normalized=_normalized(discrete, chosen) if discrete else None,
-        marginals=_marginals(discrete, chosen) if discrete else None,
+        marginals=marginals,
         nonfinite=Sum(joint.nonfinite),
     )
 
@@ -447,12 +446,6 @@ def _normalized(heads: Sequence[HeadRows], joint: Sample) -> Mean:
     return Mean(torch.where(choice, joint.values / largest, 0.0).clamp_(max=1).sum(-1), choice.sum(-1))
 
 
-def _marginals(heads: Sequence[HeadRows], joint: Sample) -> Marginals:
-    parts = [_marginal(head, joint) for head in heads]
-    rows, sums, allowed = zip(*parts, strict=True)
-    return Marginals(joint.count, joint.values.sum(-1), rows, sums, allowed)
-
-
 def _marginal(head: HeadRows, joint: Sample) -> tuple[Tensor, Tensor, Tensor]:
     """Rows [..] on which the head took part, probabilities and validity [A, ..] summed over them."""
     mask = joint.mask if head.relevant is None else joint.mask & head.relevant
@@ -466,140 +459,3 @@ def _over_rows(x: Tensor | None, mask: Tensor) -> Tensor:
     if x is None:
         raise ValueError("a continuous head has no action probabilities")
     return torch.where(mask, x, 0).sum(-1, dtype=torch.float64)
-
-
-@dataclass(frozen=True, slots=True)
-class NormRatio(AdditiveReduction):
-    """A mean over optimizer steps of the ratio of two norms; the squares of several ranks add.
-
-    Attributes:
-        total, count: of the ratio, over steps at which it is defined.
-        above, below: squared norms, each summed over the rows.
-    """
-
-    total: Slot
-    count: Slot
-    above: Slot
-    below: Slot
-
-    statistics: ClassVar[Mapping[str, Statistic]] = {"mean": lambda s: s[0] / s[1] if s[1] else NAN}
-
-    @classmethod
-    def join(cls, ranks: Array) -> Array:
-        """Return the ratio over the rows of all ranks at one step."""
-        above, below = ranks[..., 2].sum(axis=0), ranks[..., 3].sum(axis=0)
-        with np.errstate(all="ignore"):
-            ratio = np.sqrt(above / below)
-        defined = np.isfinite(ratio) & (below > 0)
-        return np.stack([np.where(defined, ratio, 0.0), defined, above, below], axis=-1)
-
-
-@dataclass(frozen=True, slots=True)
-class EntropyGradient(MetricGroup):
-    """Gradient of the entropy bonus beside that of the policy loss."""
-
-    ratio: NormRatio = reports(
-        Metric.ratio("policy/entropy_grad_ratio", 191, "pull of the entropy bonus", cost="sampled")
-        .asks(
-            "Does the entropy bonus pull harder on the policy than the policy loss (above 1), or not at all (below 1e-3)?"
-        )
-        .bounds(healthy="< 1", warn="> 1", critical="> 5 sustained", source="heuristic")
-        .absent("the policy loss has no gradient")
-    )
-
-
-@inference_mode
-def entropy_gradient(
-    logits: Tensor,
-    policy_gradient: Tensor,
-    *,
-    entropy_coef: float,
-    action_mask: Tensor | None = None,
-    valid: Tensor | None = None,
-) -> EntropyGradient:
-    """‖c ∂H/∂z‖ / ‖∂L/∂z‖ at the logits z, for H the mean entropy: ∂H_row/∂z_i = -p_i (ln p_i + H_row).
-
-    Args:
-        logits: [.., A].
-        policy_gradient: gradient of the mean policy loss with respect to the logits, same shape.
-        entropy_coef: c, weight of the entropy bonus.
-        action_mask: [.., A] bool, True where an action is valid; None where all are.
-        valid: [..] bool; None where every row is.
-    """
-    same_shape(logits=logits, policy_gradient=policy_gradient, action_mask=action_mask)
-    x = logits.detach().double()
-    x = x if action_mask is None else x.masked_fill(~action_mask.bool(), torch.finfo(x.dtype).min)
-    slope = entropy_slope(x.reshape(-1, x.shape[-1]))
-    pull = policy_gradient.detach().double().reshape(slope.shape)
-    mask = (slope.abs() < torch.inf).all(-1) & (pull.abs() < torch.inf).all(-1)
-    mask = (mask if valid is None else mask & rows_of(valid, None).bool()).unsqueeze(-1)
-    bonus = torch.where(mask, slope, 0.0).norm() * entropy_coef / mask.sum().clamp(min=1)
-    return EntropyGradient(norm_ratio(bonus.square(), torch.where(mask, pull, 0.0).norm().square()))
-
-
-def norm_ratio(above: Tensor, below: Tensor) -> NormRatio:
-    """Return √(above / below) of squared norms [M], where it is defined."""
-    ratio = (above / below).sqrt()
-    defined = torch.isfinite(ratio) & (below > 0)
-    return NormRatio(torch.where(defined, ratio, 0.0), defined, above, below)
-
-
-@inference_mode
-def entropy_gradients(
-    logits: Mapping[str, Tensor],
-    actions: Mapping[str, Tensor],
-    log_ratio: Tensor,
-    advantages: Tensor,
-    *,
-    clip: float,
-    entropy_coef: float,
-    relevant: Mapping[str, Tensor] | None = None,
-    valid: Tensor | None = None,
-) -> EntropyGradient:
-    """Return the ratio for all categorical heads together, with the gradient of the clipped surrogate in closed form.
-
-    The loss of a row is max(-A r, -A clip(r)), so its gradient at the logits of a head is A r (p - δ_a), or 0 where the clip is
-    active. One row per minibatch.
-
-    Args:
-        logits: per head [M, N, A]; forbidden actions hold a large negative number.
-        actions: per head [M, N], indices.
-        log_ratio, advantages: [M, N].
-        clip: ε of the ratio's clip range.
-        entropy_coef: c, weight of the entropy bonus.
-        relevant: per head [M, N] bool; heads left out always take part.
-        valid: [M, N] bool; None where every row is.
-    """
-    pull = _pull(log_ratio, advantages, clip)
-    mask = torch.isfinite(pull) if valid is None else torch.isfinite(pull) & valid.bool()
-    squares = [
-        _squares(
-            z.double(), actions[head], pull, mask if relevant is None or head not in relevant else mask & relevant[head]
-        )
-        for head, z in logits.items()
-    ]
-    bonus, policy = torch.stack(squares).sum(0).unbind()
-    return EntropyGradient(norm_ratio(entropy_coef**2 * bonus, policy))
-
-
-def _pull(log_ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
-    """A r [M, N], 0 where the clip is active."""
-    a, r = advantages.detach().double(), log_ratio.detach().double().clamp(-EXP_LIMIT, EXP_LIMIT).exp()
-    active = ((a > 0) & (r > 1 + clip)) | ((a < 0) & (r < 1 - clip))
-    return torch.where(active, 0.0, a * r)
-
-
-def _squares(z: Tensor, actions: Tensor, pull: Tensor, mask: Tensor) -> Tensor:
-    """Return the squared norms [2, M] of the gradients of the entropy and of the policy loss at the logits, times the number of rows."""
-    chosen = torch.nn.functional.one_hot(actions.long(), z.shape[-1])
-    gradients = torch.stack([entropy_slope(z), pull.unsqueeze(-1) * (torch.softmax(z, -1) - chosen)])
-    mask = mask & torch.isfinite(gradients).all(-1).all(0)
-    return torch.where(mask.unsqueeze(-1), gradients, 0.0).square().sum((-1, -2))
-
-
-def entropy_slope(logits: Tensor) -> Tensor:
-    """Return the gradient [.., A] of each row's entropy with respect to its logits."""
-    log_p = torch.log_softmax(logits, -1)
-    p = log_p.exp()
-    entropy = -(p * log_p).sum(-1, keepdim=True)
-    return -p * (log_p + entropy)

@@ -161,9 +161,10 @@ def episode_stats(
     if ends is not None and len(ends) != len(recent):
         raise ValueError(f"every recent return has an end, got {len(recent)} returns and {len(ends)} ends")
     finite = [value for value in paid if math.isfinite(value)]
+    mean = math.fsum(finite) / max(1, len(finite))
     finite_recent = [value for value in recent if math.isfinite(value)]
     return EpisodeStats(
-        returns=_moments(finite),
+        returns=Moments(float(len(finite)), mean, math.fsum((x - mean) ** 2 for x in finite), math.nan, math.nan),
         smallest=Min(min(finite, default=math.inf)),
         largest=Max(max(finite, default=-math.inf)),
         lengths=Mean(sum(steps), float(len(steps))),
@@ -184,12 +185,6 @@ def _floats(values: ArrayLike | Iterable[float]) -> list[float]:
         raise ValueError(f"episodes are a list of numbers, one for each, got shape {list(tensor.shape)}")
     numbers: list[float] = tensor.double().tolist()
     return numbers
-
-
-def _moments(x: Sequence[float]) -> Moments:
-    """Return mean and std; the higher moments are NaN."""
-    mean = math.fsum(x) / max(1, len(x))
-    return Moments(float(len(x)), mean, math.fsum((value - mean) ** 2 for value in x), math.nan, math.nan)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""Exact KL divergence of the update, from whole distributions instead of sampled actions: no Monte-Carlo noise."""
+"""Exact KL divergence of the update, from whole distributions instead of sampled actions: no Monte-Carlo noise.
+
+It is sampled: it needs another pass of the policy over the rollout, or columns that would double the payload of an update.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Mean, Sum
+from esper_telemetry.metrics.ratio import MOVED_TOO_FAR
 from esper_telemetry.metrics.statistics import keep, rows_of, same_shape, sample
 
 
@@ -22,10 +26,7 @@ class ExactKl(MetricGroup):
         .asks("How far did the update move the policy, over all actions and not only the ones taken?")
         .bounds(healthy="0.002 to 0.02", warn="> 0.03", critical="> 0.1", source="as policy/kl")
         .absent("no valid, finite row, or the trainer keeps no old distributions")
-        .advises(
-            "Lower the learning rate or the number of epochs; set target_kl. The head with the largest "
-            "`policy/head/{head}/blame` moved most."
-        )
+        .advises(MOVED_TOO_FAR)
     )
     nonfinite: Sum = reports(
         Metric.count(
@@ -52,10 +53,7 @@ class HeadExactKl(MetricGroup):
         .asks("How far did the update move this head, over all its actions?")
         .bounds(healthy="0.002 to 0.02", warn="> 0.03", critical="> 0.1", source="as policy/kl")
         .absent("no valid, finite row, or the trainer keeps no old distributions")
-        .advises(
-            "Lower the learning rate or the number of epochs; set target_kl. The head with the largest "
-            "`policy/head/{head}/blame` moved most."
-        )
+        .advises(MOVED_TOO_FAR)
     )
 
 
@@ -68,10 +66,7 @@ class KlAfterUpdate(MetricGroup):
         .asks("How far did the whole update move the policy in the end?")
         .bounds(healthy="0.002 to 0.02", warn="> 0.03", critical="> 0.1", source="as policy/kl")
         .absent("no valid, finite row, or the trainer keeps no old distributions")
-        .advises(
-            "Lower the learning rate or the number of epochs; set target_kl. The head with the largest "
-            "`policy/head/{head}/blame` moved most."
-        )
+        .advises(MOVED_TOO_FAR)
     )
 
 

@@ -1,4 +1,8 @@
-"""The optimizer: learning rate, sizes of its steps, and Adam's state."""
+"""The optimizer: learning rate, sizes of its steps, and Adam's state.
+
+Adam's state is sampled, although its tensors exist anyway: its statistics take one thread as long as one to four training steps, most of
+it to copy and correct the moments in float64.
+"""
 
 from __future__ import annotations
 

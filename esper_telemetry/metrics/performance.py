@@ -14,6 +14,9 @@ from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level, SinkLag
 from esper_telemetry.core.reduction import Max
 
+BACKEND_BEHIND = "The backend is slower than the run, or away: fewer keys (max_keys), or let `esper-telemetry replay` send the rest later."
+"""Advice that several metrics share."""
+
 PROGRESS_FAMILY = MetricFamily(
     "train",
     "Progress",
@@ -195,17 +198,13 @@ class SinkHealth(Derived):
         Metric.count("telemetry/{sink}/lag_records", 977, "records still to be delivered to a backend")
         .asks("How many records has this backend still to take?")
         .bounds(healthy="a few", warn="growing: the backend is slow or unreachable")
-        .advises(
-            "The backend is slower than the run, or away: fewer keys (max_keys), or let `esper-telemetry replay` send the rest later."
-        )
+        .advises(BACKEND_BEHIND)
     )
     lag_seconds: Array | None = reports(
         Metric.quantity("telemetry/{sink}/lag_seconds", 978, "age of what a backend has", unit="s", low=0.0)
         .asks("How old is the last record that this backend has taken, while there are others that it has not?")
         .bounds(healthy="a few", warn="growing: the backend is slow or unreachable")
-        .advises(
-            "The backend is slower than the run, or away: fewer keys (max_keys), or let `esper-telemetry replay` send the rest later."
-        )
+        .advises(BACKEND_BEHIND)
     )
     errors: Array | None = reports(
         Metric.count("telemetry/{sink}/errors", 980, "failures of a backend", when_positive=True)
@@ -253,6 +252,7 @@ def update_performance(
     """
     processor = {name: 1000.0 * value for name, value in (cpu_seconds or {}).items()}
     phases = {name: 1000.0 * value for name, value in seconds.items()}
+    busy = [processor[name] for name in ("rollout", "update") if name in processor]
     return UpdatePerformance(
         update=float(update),
         env_steps_per_second=env_steps / elapsed if elapsed > 0 else None,
@@ -263,14 +263,8 @@ def update_performance(
         environment_cpu_ms=_slowest(processor.get("environment")),
         inference_cpu_ms=_slowest(processor.get("inference")),
         update_cpu_ms=_slowest(processor.get("update")),
-        cpu_frac=_cores(processor, elapsed),
+        cpu_frac=sum(busy) / (1000.0 * elapsed) if busy and elapsed > 0 else None,
     )
-
-
-def _cores(milliseconds: Mapping[str, float], elapsed: float) -> float | None:
-    """Cores that rollout and update kept busy, of processor times by phase."""
-    phases = [milliseconds[name] for name in ("rollout", "update") if name in milliseconds]
-    return sum(phases) / (1000.0 * elapsed) if phases and elapsed > 0 else None
 
 
 def _slowest(milliseconds: float | None) -> Max | None:

@@ -53,6 +53,16 @@ EXP_LIMIT = 20.0
 SCHULMAN = "Schulman 2020, joschu.net/blog/kl-approx.html"
 
 
+MOVED_TOO_FAR = (
+    "Lower the learning rate or the number of epochs; set target_kl. "
+    "The head with the largest `policy/head/{head}/blame` moved most."
+)
+RARE_ACTIONS = (
+    "Rare actions make extreme ratios: judge beside `policy/ess_frac`, "
+    "and keep action probabilities away from 0 (entropy_coef)."
+)
+"""Advice that several metrics share."""
+
 POLICY_FAMILY = MetricFamily(
     "policy",
     "Policy",
@@ -107,10 +117,7 @@ class RatioDiagnostics(MetricGroup):
         .asks("How far did the policy move in the end, over the last epoch?")
         .bounds(healthy="0.002 to 0.02", warn="> 0.03", critical="> 0.1", source="as policy/kl")
         .absent("no valid, finite row")
-        .advises(
-            "Lower the learning rate or the number of epochs; set target_kl. The head with the largest "
-            "`policy/head/{head}/blame` moved most."
-        ),
+        .advises(MOVED_TOO_FAR),
         Metric.quantity(
             "policy/kl_epoch_slope", 105, "growth of the KL divergence per epoch", unit="nats/epoch", over="slope"
         )
@@ -155,19 +162,14 @@ class RatioDiagnostics(MetricGroup):
         .asks("How differently did the probabilities of the chosen actions change?")
         .bounds(healthy="< 0.15", warn="> 0.3", critical="> 0.7", source="heuristic")
         .absent("no valid, finite row")
-        .advises(
-            "Lower the learning rate or the number of epochs; set target_kl. The head with the largest "
-            "`policy/head/{head}/blame` moved most."
-        ),
+        .advises(MOVED_TOO_FAR),
     )
     logratio_absmax: Max = reports(
         Metric.nats("policy/logratio/absmax", 112, "largest magnitude of log-ratios")
         .asks("By how much did the probability of any single chosen action change at most?")
         .bounds(healthy="< 1", warn="> 1.6 (a factor of 5)", source="ratio bounds 5 and 0.1 of esper-lite")
         .absent("no valid, finite row")
-        .advises(
-            "Rare actions make extreme ratios: judge beside `policy/ess_frac`, and keep action probabilities away from 0 (entropy_coef)."
-        ),
+        .advises(RARE_ACTIONS),
         Metric.nats(
             "integrity/ratio_init", 801, "log-ratio before the first step", rows=Rows.FIRST, level=Level.MINIMAL
         )
@@ -192,9 +194,7 @@ class RatioDiagnostics(MetricGroup):
         .asks("How widely do the probability ratios scatter?")
         .bounds(healthy="< 0.15", warn="> 0.3", critical="> 0.7", source="heuristic")
         .absent("no valid, finite row")
-        .advises(
-            "Rare actions make extreme ratios: judge beside `policy/ess_frac`, and keep action probabilities away from 0 (entropy_coef)."
-        ),
+        .advises(RARE_ACTIONS),
     )
     ratio_min: Min = reports(
         Metric.ratio("policy/ratio/min", 115, "smallest of probability ratios")
@@ -434,29 +434,21 @@ class HeadRatio(MetricGroup):
         .asks("How far did the update move this head, where it takes part?")
         .bounds(healthy="0.002 to 0.02", warn="> 0.03", critical="> 0.1", source="as policy/kl")
         .absent("no valid row on which the head takes part")
-        .advises(
-            "Lower the learning rate or the number of epochs; set target_kl. The head with the largest "
-            "`policy/head/{head}/blame` moved most."
-        )
+        .advises(MOVED_TOO_FAR)
     )
     logratio: Moments = reports(
         Metric.nats("policy/head/{head}/logratio/std", 152, "standard deviation of a head's log-ratios", of="std")
         .asks("How differently did the probabilities of this head's actions change?")
         .bounds(healthy="< 0.15", warn="> 0.3", critical="> 0.7", source="heuristic")
         .absent("no valid row on which the head takes part")
-        .advises(
-            "Lower the learning rate or the number of epochs; set target_kl. The head with the largest "
-            "`policy/head/{head}/blame` moved most."
-        )
+        .advises(MOVED_TOO_FAR)
     )
     ratio_min: Min = reports(
         Metric.ratio("policy/head/{head}/ratio/min", 153, "smallest of a head's probability ratios")
         .asks("How much less likely did any action of this head become?")
         .bounds(healthy="> 0.3", warn="< 0.2", critical="< 0.1", source="heuristic")
         .absent("no valid row on which the head takes part")
-        .advises(
-            "Rare actions make extreme ratios: judge beside `policy/ess_frac`, and keep action probabilities away from 0 (entropy_coef)."
-        )
+        .advises(RARE_ACTIONS)
     )
     ratio_max: Max = reports(
         Metric.ratio("policy/head/{head}/ratio/max", 154, "largest of a head's probability ratios")

@@ -107,7 +107,8 @@ def unit_activity(
         threshold: score up to which a unit is dormant.
         valid: [N] bool; None where every row is.
     """
-    units = [_units(x, valid) for x in activations.values()]
+    allowed = None if valid is None else valid.bool()
+    units = [keep(x.detach().double().t(), allowed) for x in activations.values()]
     dormant = _side_by_side([_share(dormant_scores(s) <= threshold, s) for s in units])
     layers = LayerActivity(tuple(map(segment, activations)), Mean(*dormant))
     if activation is None:
@@ -124,10 +125,6 @@ def dormant_scores(units: Sample) -> Tensor:
     """
     mean = units.values.abs().sum(-1) / units.count
     return torch.nan_to_num(mean / mean.mean(), 0.0)
-
-
-def _units(activations: Tensor, valid: Tensor | None) -> Sample:
-    return keep(activations.detach().double().t(), None if valid is None else valid.bool())
 
 
 def _dead(units: Sample, activation: str) -> Tensor:
@@ -400,17 +397,14 @@ def _ranks(sigma: Tensor, rows: Tensor, delta: float) -> tuple[Tensor, ...]:
     """Return effective rank, srank, pca99 and feature rank, float64; NaN where all singular values are zero."""
     p = sigma / sigma.sum()
     effective = torch.special.entr(p).sum().exp()
-    return effective, _covering(sigma, 1 - delta), _covering(sigma**2, VARIANCE), _longer(sigma, rows)
+    longer = sigma / rows.sqrt() > SMALL
+    return effective, _covering(sigma, 1 - delta), _covering(sigma**2, VARIANCE), longer.sum().double()
 
 
 def _covering(parts: Tensor, share: float) -> Tensor:
     """Return the number of the descending `parts` that make up that share of their sum; NaN where it is zero."""
     covered = parts.cumsum(0) / parts.sum()
     return (covered < share).sum() + 1 + 0 * covered[-1]
-
-
-def _longer(sigma: Tensor, rows: Tensor) -> Tensor:
-    return (sigma / rows.sqrt() > SMALL).sum().double()
 
 
 LEVELS = (0.05, 0.5, 0.95)
@@ -464,12 +458,7 @@ def layer_responses(activations: Mapping[str, Tensor]) -> LayerResponses:
     """Return the 5 %, 50 % and 95 % quantiles of the finite responses of each layer [N, D], after its nonlinearity."""
     if not activations:
         return LayerResponses(())
-    responses = torch.stack([_quantiles(x) for x in activations.values()], -1)
+    samples = [sample(x) for x in activations.values()]
+    responses = torch.stack([quantiles(ascending(s), s.count, LEVELS) for s in samples], -1)
     low, median, high = responses.unsqueeze(1).unbind()
     return LayerResponses(tuple(map(segment, activations)), Last(low), Last(median), Last(high))
-
-
-def _quantiles(x: Tensor) -> Tensor:
-    """[3], NaN where nothing is finite."""
-    s = sample(x)
-    return quantiles(ascending(s), s.count, LEVELS)

@@ -231,6 +231,9 @@ def _read(level: float, slots: Sequence[float]) -> float:
 class Quantiles(Reduction):
     """Quantiles of `count` values.
 
+    Ranks are merged from quantiles at a fixed grid of levels, not from histograms: the scale of rewards is unknown before the run, and
+    equal shares of the rows are as fine where values are dense as where they are not.
+
     Attributes:
         count: how many values there are.
         values: at the levels of `COARSE` or `FINE`, the smallest and the largest included; undefined where there are none.
@@ -273,15 +276,10 @@ def _merged(rows: Array, levels: tuple[float, ...]) -> Array:
     present = rows[counts > 0]
     if not len(present) or (present[:, 1:] == present[0, 1:]).all():
         return np.concatenate([[counts.sum()], (present if len(present) else rows)[0, 1:]])
-    masses = np.outer(present[:, 0] / counts.sum(), np.gradient(np.array(levels)) * _ends(len(levels)))
+    ends = np.ones(len(levels))
+    ends[[0, -1]] = 0.5  # the outermost levels have neighbours on one side only
+    masses = np.outer(present[:, 0] / counts.sum(), np.gradient(np.array(levels)) * ends)
     order = np.argsort(present[:, 1:], axis=None, kind="stable")
     mass = masses.reshape(-1)[order]
     values = np.interp(levels, np.cumsum(mass) - mass / 2, present[:, 1:].reshape(-1)[order])
     return np.concatenate([[counts.sum()], values])
-
-
-def _ends(count: int) -> Array:
-    """Half for the two outermost levels, which have neighbours on one side only."""
-    halves = np.ones(count)
-    halves[[0, -1]] = 0.5
-    return halves

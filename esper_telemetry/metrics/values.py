@@ -38,6 +38,9 @@ from esper_telemetry.metrics.statistics import (
 _std = Moments.statistics["std"]
 
 
+CRITIC_MOVED = "Lower the learning rate or the number of epochs; where values are clipped, match clip_value to the scale of the returns."
+"""Advice that several metrics share."""
+
 CRITIC_FAMILY = MetricFamily(
     "value",
     "Critic",
@@ -52,7 +55,10 @@ CRITIC_FAMILY = MetricFamily(
 
 @dataclass(frozen=True, slots=True)
 class ValueFit(MetricGroup):
-    """Estimates of the critic against their regression targets; errors are V - R."""
+    """Estimates of the critic against their regression targets; errors are V - R.
+
+    Explained variance, R² and the normalised error are functions of `value/err/std`, `value/bias` and `ret/std`.
+    """
 
     error: Moments = reports(
         Metric.quantity("value/bias", 401, "bias of the critic", unit="return", level=Level.MINIMAL)
@@ -211,9 +217,7 @@ class ValueMovement(MetricGroup):
         .asks("Which share of the value estimates is held back by value clipping? Depends on the scale of returns.")
         .bounds(healthy="< 0.2", warn="> 0.5", source="SB3#1426")
         .absent("value clipping is off")
-        .advises(
-            "Lower the learning rate or the number of epochs; where values are clipped, match clip_value to the scale of the returns."
-        )
+        .advises(CRITIC_MOVED)
     )
     move: ScaledMean = reports(
         Metric.quantity(
@@ -227,9 +231,7 @@ class ValueMovement(MetricGroup):
         .asks("How far did the update move the critic, in units of the returns' spread?")
         .bounds(healthy="< 0.2", warn="> 0.5", source="heuristic")
         .absent("returns do not vary")
-        .advises(
-            "Lower the learning rate or the number of epochs; where values are clipped, match clip_value to the scale of the returns."
-        )
+        .advises(CRITIC_MOVED)
     )
     nonfinite: Sum = reports(
         Metric.nonfinite("value/clip_frac_nonfinite", 423, "non-finite inputs of clip fraction of values").asks(

@@ -27,7 +27,7 @@ from esper_telemetry.metrics.actions import (
     log_prob_stats,
 )
 from esper_telemetry.metrics.advantages import advantage_stats, flips_in_order, normalized_advantage_stats
-from esper_telemetry.metrics.entropy import PolicyEntropy, entropy_gradients, entropy_rows, head_entropy, policy_entropy
+from esper_telemetry.metrics.entropy import PolicyEntropy, entropy_rows, head_entropy, policy_entropy
 from esper_telemetry.metrics.episodes import episode_ends, episode_stats
 from esper_telemetry.metrics.gradients.concentration import concentration, gradient_decades, layer_concentration
 from esper_telemetry.metrics.gradients.directions import (
@@ -35,6 +35,7 @@ from esper_telemetry.metrics.gradients.directions import (
     gradient_signs,
     gradient_zeros,
     minibatch_alignment,
+    shard_noise,
     successive_alignment,
 )
 from esper_telemetry.metrics.gradients.interference import (
@@ -43,7 +44,6 @@ from esper_telemetry.metrics.gradients.interference import (
     interference,
     parameter_interference,
 )
-from esper_telemetry.metrics.gradients.noise_scale import shard_noise
 from esper_telemetry.metrics.gradients.norms import (
     LayerGradients,
     coefficients,
@@ -60,16 +60,10 @@ from esper_telemetry.metrics.integrity import (
     rows_repeated,
 )
 from esper_telemetry.metrics.kl import categorical_kl, exact_kl, gaussian_kl, head_exact_kl
-from esper_telemetry.metrics.losses import LossTerms, loss_terms, loss_weights
+from esper_telemetry.metrics.losses import LossTerms, entropy_gradients, loss_terms, loss_weights
 from esper_telemetry.metrics.lstm.gates import GateGroups, Gates, gate_stats, gates_between
 from esper_telemetry.metrics.lstm.sequences import bucket_width, cell_growth
 from esper_telemetry.metrics.lstm.states import reset_stats, state_stats
-from esper_telemetry.metrics.observations import (
-    NormalizerClipping,
-    constant_observations,
-    constant_rows,
-    normalizer_drift,
-)
 from esper_telemetry.metrics.optimizer import (
     AdamMemory,
     LayerSteps,
@@ -81,7 +75,14 @@ from esper_telemetry.metrics.optimizer import (
 from esper_telemetry.metrics.performance import SamplingPeriod, update_performance
 from esper_telemetry.metrics.ratio import head_ratio_diagnostics, ratio_diagnostics
 from esper_telemetry.metrics.representation import excess_ratio, feature_rank, unit_activity
-from esper_telemetry.metrics.rewards import return_stats, reward_stats
+from esper_telemetry.metrics.rollout import (
+    NormalizerClipping,
+    constant_observations,
+    constant_rows,
+    normalizer_drift,
+    return_stats,
+    reward_stats,
+)
 from esper_telemetry.metrics.values import (
     ending_bias,
     monte_carlo_fit,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from esper_telemetry.history.critic import advantage_scale
 from esper_telemetry.metrics.advantages import advantage_stats, flips_in_order, normalized_advantage_stats
-from esper_telemetry.metrics.rewards import return_stats, reward_stats
+from esper_telemetry.metrics.rollout import return_stats, reward_stats
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -110,14 +110,14 @@ def test_flips_are_found_by_order_where_nobody_tells_which_row_is_which() -> Non
     raw, valid = torch.tensor([[1.0, 2.0, 99.0], [-1.0, 11.0, math.nan]]), torch.tensor([[1, 1, 0], [1, 1, 0]]).bool()
     used = raw[valid] - 3.25
 
-    found = flips_in_order(used.flip(0), raw, valid=valid)
+    result = flips_in_order(used.flip(0), raw, valid=valid)
 
-    assert float(found.total / found.count) == 0.5
+    assert float(result.total / result.count) == 0.5
     by_row = normalized_advantage_stats(used, raw[valid]).values()["adv/sign_flip_frac"]
     assert by_row == 0.5
 
 
 def test_flips_are_unknown_where_rows_are_missing() -> None:
-    found = flips_in_order(torch.ones(3), torch.ones(4))
+    result = flips_in_order(torch.ones(3), torch.ones(4))
 
-    assert float(found.count) == 0
+    assert float(result.count) == 0

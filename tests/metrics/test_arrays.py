@@ -70,16 +70,16 @@ def measured(name: str, convert: Callable[[Tensor], Any]) -> dict[str, float]:
     positional, keywords = CALLS[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = getattr(metrics, name)(
+        result = getattr(metrics, name)(
             *(converted(value, convert) for value in positional), **converted(keywords, convert)
         )
         if name == "entropy_rows":
-            found = (metrics.policy_entropy(found, valid=convert(VALID)), metrics.head_entropy(found))
-        return {key: value for group in groups_of(found) for key, value in group.values().items()}
+            result = (metrics.policy_entropy(result, valid=convert(VALID)), metrics.head_entropy(result))
+        return {key: value for group in groups_of(result) for key, value in group.values().items()}
 
 
-def groups_of(found: MetricGroup | Iterable[MetricGroup]) -> tuple[MetricGroup, ...]:
-    return (found,) if isinstance(found, MetricGroup) else tuple(found)
+def groups_of(result: MetricGroup | Iterable[MetricGroup]) -> tuple[MetricGroup, ...]:
+    return (result,) if isinstance(result, MetricGroup) else tuple(result)
 
 
 def test_every_function_is_tried() -> None:

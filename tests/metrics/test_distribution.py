@@ -14,7 +14,7 @@ from esper_telemetry.core.packing import Values
 from esper_telemetry.core.record import Level
 from esper_telemetry.metrics.advantages import advantage_stats
 from esper_telemetry.metrics.ratio import ratio_diagnostics
-from esper_telemetry.metrics.rewards import return_stats
+from esper_telemetry.metrics.rollout import return_stats
 from esper_telemetry.metrics.statistics import LOG_RATIOS, REWARDS, SHARES, bin_counts, sample, symmetric_edges
 from esper_telemetry.metrics.values import value_fit
 from esper_telemetry.pipeline.window import Window
@@ -23,7 +23,7 @@ ROWS = torch.randn(600, generator=torch.Generator().manual_seed(0)).exp() - 1
 
 
 def observed(parts: Sequence[Tensor], level: Level = Level.NORMAL) -> Values:
-    """What several calls in one update report."""
+    """Return the values of several calls in one update."""
     window = Window()
     for part in parts:
         zeros = torch.zeros_like(part)
@@ -43,7 +43,7 @@ def test_several_calls_have_the_histograms_of_all_rows_however_they_are_split(cu
 
     assert set(whole.histograms) == {"adv/raw/hist", "ret/hist", "value/err/hist", "policy/logratio/hist"}
     assert split.histograms == whole.histograms
-    assert {sum(found.counts) for found in whole.histograms.values()} == {600}
+    assert {sum(result.counts) for result in whole.histograms.values()} == {600}
 
 
 def test_minibatches_of_one_call_add_up() -> None:

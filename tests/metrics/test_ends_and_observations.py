@@ -1,4 +1,4 @@
-"""How episodes ended, and observations that never change."""
+"""Endings of episodes, and observations that never change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from esper_telemetry.metrics.episodes import episode_ends
 from esper_telemetry.metrics.losses import loss_weights
-from esper_telemetry.metrics.observations import constant_observations, constant_rows
+from esper_telemetry.metrics.rollout import constant_observations, constant_rows
 
 ENDED = torch.tensor([[True, False], [False, True], [True, True]])
 TERMINATED = torch.tensor([[True, False], [False, False], [False, True]])
@@ -15,9 +15,9 @@ TERMINATED = torch.tensor([[True, False], [False, False], [False, True]])
 
 def test_lengths_belong_to_their_ends_in_the_order_of_time_and_environment() -> None:
     """Of 4 episodes those of 7 and 9 steps terminated, those of 30 and 2 were cut off."""
-    found = episode_ends(ENDED, TERMINATED, [7, 30, 2, 9]).values()
+    result = episode_ends(ENDED, TERMINATED, [7, 30, 2, 9]).values()
 
-    assert found == {
+    assert result == {
         "episode/truncated_frac": 0.5,
         "episode/truncated_length_min": 2.0,
         "episode/truncated_length_max": 30.0,
@@ -30,10 +30,10 @@ def test_rows_that_do_not_count_end_nothing() -> None:
     """The last row is masked: one episode of 7 steps terminated, one of 30 was cut off."""
     valid = torch.tensor([[True, True], [True, True], [False, False]])
 
-    found = episode_ends(ENDED, TERMINATED, [7, 30], valid=valid).values()
+    result = episode_ends(ENDED, TERMINATED, [7, 30], valid=valid).values()
 
-    assert found["episode/truncated_frac"] == 0.5
-    assert (found["episode/terminated_length_max"], found["episode/truncated_length_min"]) == (7.0, 30.0)
+    assert result["episode/truncated_frac"] == 0.5
+    assert (result["episode/terminated_length_max"], result["episode/truncated_length_min"]) == (7.0, 30.0)
 
 
 @pytest.mark.parametrize("lengths", [[], [7, 30, 2], [7, 30, 2, 9, 1]])

@@ -12,15 +12,9 @@ from torch import Tensor
 from torch.distributions import Categorical, Independent, Normal, kl_divergence
 
 from esper_telemetry.metrics.actions import gaussian_stats
-from esper_telemetry.metrics.entropy import (
-    entropy_gradient,
-    entropy_gradients,
-    entropy_rows,
-    entropy_stats,
-    head_entropy,
-    policy_entropy,
-)
+from esper_telemetry.metrics.entropy import entropy_rows, entropy_stats, head_entropy, policy_entropy
 from esper_telemetry.metrics.kl import categorical_kl, exact_kl, gaussian_kl, head_exact_kl
+from esper_telemetry.metrics.losses import entropy_gradient, entropy_gradients
 
 
 def logits(*shape: int, seed: int = 0) -> Tensor:
@@ -192,10 +186,10 @@ def test_entropy_gradient_of_all_heads_is_what_autograd_finds() -> None:
 
     def joint(heads: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Log-ratio and entropy of each row, [2, 50]."""
-        found = {head: Categorical(logits=x) for head, x in heads.items()}
+        result = {head: Categorical(logits=x) for head, x in heads.items()}
         zero = torch.zeros(2, 50, dtype=torch.float64)
-        log_prob = found["a"].log_prob(actions["a"]) + found["b"].log_prob(actions["b"]).where(relevant["b"], zero)
-        return log_prob, found["a"].entropy() + found["b"].entropy().where(relevant["b"], zero)
+        log_prob = result["a"].log_prob(actions["a"]) + result["b"].log_prob(actions["b"]).where(relevant["b"], zero)
+        return log_prob, result["a"].entropy() + result["b"].entropy().where(relevant["b"], zero)
 
     ratios = []
     start = joint(heads)[0].detach() + old

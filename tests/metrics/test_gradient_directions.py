@@ -12,7 +12,9 @@ from esper_telemetry.metrics.gradients.directions import (
     gradient_signs,
     gradient_zeros,
     minibatch_alignment,
+    shard_noise,
     successive_alignment,
+    two_batch_noise,
 )
 from esper_telemetry.metrics.gradients.interference import (
     group_interference,
@@ -20,43 +22,42 @@ from esper_telemetry.metrics.gradients.interference import (
     leaf_interference,
     parameter_interference,
 )
-from esper_telemetry.metrics.gradients.noise_scale import shard_noise, two_batch_noise
 from esper_telemetry.metrics.gradients.norms import gradient_norms
 
 
 def test_sizes_of_actor_and_critic_are_compared_step_by_step() -> None:
     """Norms (1, 100) and (1, 1): ratios of 2 and 0 decades."""
-    found = interference(torch.tensor([1.0, 1.0]), torch.tensor([100.0, 1.0]), coefs=torch.tensor([0.5, 1.0])).values()
+    result = interference(torch.tensor([1.0, 1.0]), torch.tensor([100.0, 1.0]), coefs=torch.tensor([0.5, 1.0])).values()
 
-    assert found["grad/interference/log_ratio"] == pytest.approx(1.0)
-    assert found["grad/interference/critic_share"] == pytest.approx((10000 / 10001 + 0.5) / 2)
-    assert found["grad/interference/actor_effective"] == 0.75
-    assert "grad/interference/cos_feat" not in found
+    assert result["grad/interference/log_ratio"] == pytest.approx(1.0)
+    assert result["grad/interference/critic_share"] == pytest.approx((10000 / 10001 + 0.5) / 2)
+    assert result["grad/interference/actor_effective"] == 0.75
+    assert "grad/interference/cos_feat" not in result
 
 
 def test_steps_that_are_not_finite_do_not_count() -> None:
-    found = interference(torch.tensor([1.0, math.nan]), torch.tensor([10.0, 1.0])).values()
+    result = interference(torch.tensor([1.0, math.nan]), torch.tensor([10.0, 1.0])).values()
 
-    assert found["grad/interference/log_ratio"] == pytest.approx(1.0)
-    assert found["grad/interference/actor_effective"] == 1.0
+    assert result["grad/interference/log_ratio"] == pytest.approx(1.0)
+    assert result["grad/interference/actor_effective"] == 1.0
 
 
 def test_separate_networks_are_compared_by_their_parameters() -> None:
     """Actor 3, critic 4 in step one, limit 1: a fifth is left of the actor. In step two the critic is not finite."""
     norms = torch.tensor([[3.0, 4.0], [3.0, math.nan]])
-    found = gradient_norms(norms, ["a", "c"], {"actor": ["a"], "critic": ["c"]}, max_norm=1.0)
+    result = gradient_norms(norms, ["a", "c"], {"actor": ["a"], "critic": ["c"]}, max_norm=1.0)
 
-    values = group_interference(found).values()
+    values = group_interference(result).values()
 
     assert values["grad/interference/actor_effective"] == pytest.approx(0.6, rel=1e-6)
     assert values["grad/interference/critic_share"] == pytest.approx(16 / 25)
-    assert group_interference(found, critic="value").values() == {}
+    assert group_interference(result, critic="value").values() == {}
 
 
 def test_nothing_is_lost_where_nothing_is_clipped() -> None:
-    found = gradient_norms(torch.tensor([[3.0, 4.0]]), ["a", "c"], {"actor": ["a"], "critic": ["c"]})
+    result = gradient_norms(torch.tensor([[3.0, 4.0]]), ["a", "c"], {"actor": ["a"], "critic": ["c"]})
 
-    assert group_interference(found).values()["grad/interference/actor_effective"] == 3.0
+    assert group_interference(result).values()["grad/interference/actor_effective"] == 3.0
 
 
 def test_leaf_gradients_of_one_trunk_have_a_cosine() -> None:
@@ -64,10 +65,10 @@ def test_leaf_gradients_of_one_trunk_have_a_cosine() -> None:
     actors = [torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.0], [0.0, 0.0]])]
     critics = [torch.tensor([[1.0, 1.0]]), torch.tensor([[1.0, 1.0], [0.0, 0.0]])]
 
-    found = leaf_interference(actors, critics).values()
+    result = leaf_interference(actors, critics).values()
 
-    assert found["grad/interference/cos_feat"] == pytest.approx(math.sqrt(0.5))
-    assert found["grad/interference/actor_effective"] == 1.0
+    assert result["grad/interference/cos_feat"] == pytest.approx(math.sqrt(0.5))
+    assert result["grad/interference/actor_effective"] == 1.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -78,16 +79,16 @@ def test_leaf_gradients_may_be_of_any_type(dtype: torch.dtype) -> None:
 
 
 def test_separate_trunks_have_sizes_and_no_cosine() -> None:
-    found = leaf_interference([torch.ones(2, 3)], [torch.ones(2, 3)], shared=False).values()
+    result = leaf_interference([torch.ones(2, 3)], [torch.ones(2, 3)], shared=False).values()
 
-    assert "grad/interference/cos_feat" not in found
-    assert found["grad/interference/critic_share"] == 0.5
+    assert "grad/interference/cos_feat" not in result
+    assert result["grad/interference/critic_share"] == 0.5
 
 
 def test_opposite_parameter_gradients_cancel() -> None:
-    found = parameter_interference([torch.tensor([1.0]), torch.ones(2, 2)], [torch.tensor([-1.0]), -torch.ones(2, 2)])
+    result = parameter_interference([torch.tensor([1.0]), torch.ones(2, 2)], [torch.tensor([-1.0]), -torch.ones(2, 2)])
 
-    assert found.values() == pytest.approx({"grad/interference/cos": -1.0, "grad/interference/cancel": 1.0})
+    assert result.values() == pytest.approx({"grad/interference/cos": -1.0, "grad/interference/cancel": 1.0})
     assert parameter_interference([], []).values() == {}
 
 
@@ -106,9 +107,9 @@ def test_mean_pair_cosine_is_the_mean_over_pairs() -> None:
     directions = gradients / gradients.norm(dim=1, keepdim=True)
     cosines = (directions @ directions.T)[torch.triu_indices(5, 5, 1).unbind()]
 
-    found = minibatch_alignment(gradients).values()
+    result = minibatch_alignment(gradients).values()
 
-    assert found["grad/align/mean_pair_cos"] == pytest.approx(float(cosines.mean()), rel=1e-12)
+    assert result["grad/align/mean_pair_cos"] == pytest.approx(float(cosines.mean()), rel=1e-12)
 
 
 def test_one_minibatch_or_a_zero_gradient_has_no_alignment() -> None:
@@ -144,11 +145,11 @@ def test_concentration_does_not_depend_on_how_entries_are_split_nor_on_their_sca
 def test_concentration_of_gaussian_entries_is_the_published_reference() -> None:
     """Entropy 1 - 0.7296/ln n, participation 1/3, Hoyer's sparsity 0.203."""
     n = 100_000
-    found = concentration([torch.randn(n, generator=torch.Generator().manual_seed(0))]).values()
+    result = concentration([torch.randn(n, generator=torch.Generator().manual_seed(0))]).values()
 
-    assert found["grad/concentration/entropy"] == pytest.approx(1 - 0.7296 / math.log(n), abs=2e-3)
-    assert found["grad/concentration/participation"] == pytest.approx(1 / 3, abs=0.01)
-    assert found["grad/concentration/hoyer"] == pytest.approx(0.203, abs=0.01)
+    assert result["grad/concentration/entropy"] == pytest.approx(1 - 0.7296 / math.log(n), abs=2e-3)
+    assert result["grad/concentration/participation"] == pytest.approx(1 / 3, abs=0.01)
+    assert result["grad/concentration/hoyer"] == pytest.approx(0.203, abs=0.01)
 
 
 def test_layer_entropy_averages_over_steps_and_skips_zero_ones() -> None:

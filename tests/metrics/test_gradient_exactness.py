@@ -42,12 +42,12 @@ def test_norms_are_exact_at_every_scale_that_a_type_can_hold(dtype: torch.dtype,
     generator = torch.Generator().manual_seed(7)
     gradients = [(torch.randn(shape, generator=generator) * scale).to(dtype) for shape in ((33, 7), (5,), (1,))]
 
-    found = values(gradient_health([with_gradient(g) for g in gradients], max_norm=0.5))
+    result = values(gradient_health([with_gradient(g) for g in gradients], max_norm=0.5))
 
     norm = exact_norm(gradients)
-    assert found["grad/global/norm_preclip"] == pytest.approx(norm, rel=1e-6)
-    assert found["grad/clip/coef"] == pytest.approx(min(1.0, 0.5 / (norm + 1e-6)), rel=1e-6)
-    assert found["grad/global/rms"] == pytest.approx(norm / math.sqrt(33 * 7 + 6), rel=1e-6)
+    assert result["grad/global/norm_preclip"] == pytest.approx(norm, rel=1e-6)
+    assert result["grad/clip/coef"] == pytest.approx(min(1.0, 0.5 / (norm + 1e-6)), rel=1e-6)
+    assert result["grad/global/rms"] == pytest.approx(norm / math.sqrt(33 * 7 + 6), rel=1e-6)
 
 
 @pytest.mark.parametrize("size", [65504.0, 1.0, 6.1e-5, 6e-8])
@@ -55,20 +55,20 @@ def test_half_precision_is_exact_from_its_largest_to_its_smallest_number(size: f
     """Four entries of 65504 have norm 131008, which half precision cannot hold; 6e-8 is its smallest number."""
     gradient = torch.full((4,), size, dtype=torch.float16)
 
-    found = values(gradient_health([with_gradient(gradient)]))
+    result = values(gradient_health([with_gradient(gradient)]))
 
-    assert found["grad/global/norm_preclip"] == pytest.approx(2 * float(gradient[0]), rel=1e-6)
-    assert found["grad/global/norm_preclip"] > 0
+    assert result["grad/global/norm_preclip"] == pytest.approx(2 * float(gradient[0]), rel=1e-6)
+    assert result["grad/global/norm_preclip"] > 0
 
 
 def test_half_precision_that_overflowed_is_counted_and_what_underflowed_is_zero() -> None:
     """1e30 is infinite in half precision, 1e-30 zero."""
     infinite, zero = (torch.full((3,), scale).to(torch.float16) for scale in (1e30, 1e-30))
 
-    found = values(gradient_health({"infinite": with_gradient(infinite), "zero": with_gradient(zero)}))
+    result = values(gradient_health({"infinite": with_gradient(infinite), "zero": with_gradient(zero)}))
 
-    assert found["grad/global/norm_preclip_nonfinite"] == 3.0
-    assert found["grad/layer/zero/norm"] == 0.0
+    assert result["grad/global/norm_preclip_nonfinite"] == 3.0
+    assert result["grad/layer/zero/norm"] == 0.0
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -91,9 +91,9 @@ def test_the_norm_is_the_one_that_torch_clips_by() -> None:
     generator = torch.Generator().manual_seed(3)
     parameters = [with_gradient(torch.randn(shape, generator=generator)) for shape in ((64, 64), (64,), (2, 64))]
 
-    found = values(gradient_health(parameters))
+    result = values(gradient_health(parameters))
 
-    assert found["grad/global/norm_preclip"] == pytest.approx(
+    assert result["grad/global/norm_preclip"] == pytest.approx(
         float(nn.utils.clip_grad_norm_(parameters, 0.5)), rel=1e-7
     )
 
@@ -105,10 +105,10 @@ def test_a_weight_that_two_modules_share_counts_once() -> None:
     ones = torch.ones(1, 2)
     (model["encode"](ones) + model["decode"](ones)).sum().backward()
 
-    found = values(gradient_health(model))
+    result = values(gradient_health(model))
 
-    assert found["grad/global/norm_preclip"] == pytest.approx(math.sqrt(8))
-    assert [key for key in found if key.startswith("grad/layer/")] == ["grad/layer/encode_weight/norm"]
+    assert result["grad/global/norm_preclip"] == pytest.approx(math.sqrt(8))
+    assert [key for key in result if key.startswith("grad/layer/")] == ["grad/layer/encode_weight/norm"]
 
 
 def test_sparse_rows_count_like_dense_ones_at_every_scale() -> None:
@@ -125,9 +125,9 @@ def test_groups_of_many_sizes_make_up_the_whole() -> None:
     generator = torch.Generator().manual_seed(5)
     norms = 10 ** (torch.rand(9, 12, generator=generator, dtype=torch.float64) * 40 - 20)
     names = [f"layer{index}" for index in range(12)]
-    found = gradient_norms(norms, names, {"low": names[:5], "high": names[5:]})
+    result = gradient_norms(norms, names, {"low": names[:5], "high": names[5:]})
 
-    parts, whole = found.groups.norm_preclip, found.total.norm_preclip
+    parts, whole = result.groups.norm_preclip, result.total.norm_preclip
     assert parts is not None and whole is not None
     squares = torch.as_tensor(parts.total).square().sum(1)
     torch.testing.assert_close(squares, torch.as_tensor(whole.total).square(), rtol=1e-12, atol=0)
@@ -151,13 +151,13 @@ def test_a_critic_that_nothing_reaches_is_no_healthy_one(tmp_path: Path, level: 
     source = PPO(make_env("CartPole-v1", num_envs=4), PPOConfig(num_steps=32, num_epochs=1, num_minibatches=2))
     source.steps = replace(source.steps, value_loss=without_critic)
 
-    found = first_record(tmp_path, source, level)
+    result = first_record(tmp_path, source, level)
 
-    assert not [key for key in found if key.startswith(("grad/value/", "grad/layer/value_"))]
-    assert found["grad/critic/norm_preclip"] == 0.0
-    assert found["grad/critic/severity_vanish"] == 1.0
-    assert found["grad/health"] < 0.75
-    assert "grad/interference/log_ratio" not in found
+    assert not [key for key in result if key.startswith(("grad/value/", "grad/layer/value_"))]
+    assert result["grad/critic/norm_preclip"] == 0.0
+    assert result["grad/critic/severity_vanish"] == 1.0
+    assert result["grad/health"] < 0.75
+    assert "grad/interference/log_ratio" not in result
 
 
 @pytest.mark.parametrize("level", ["normal", "debug"])
@@ -166,8 +166,8 @@ def test_a_declared_group_without_gradients_is_missing_and_not_healthy(tmp_path:
     source = PPO(make_env("CartPole-v1", num_envs=4), PPOConfig(num_steps=32, num_epochs=1, num_minibatches=2))
     source.policy.heads["action"].requires_grad_(False)
 
-    found = first_record(tmp_path, source, level)
+    result = first_record(tmp_path, source, level)
 
     assert read_run(tmp_path).info.facts["groups"]["head:action"]
-    assert not [key for key in found if key.startswith(("grad/head_action/", "grad/head/action/"))]
-    assert {"grad/actor/norm_preclip", "grad/critic/severity_vanish"} <= set(found)
+    assert not [key for key in result if key.startswith(("grad/head_action/", "grad/head/action/"))]
+    assert {"grad/actor/norm_preclip", "grad/critic/severity_vanish"} <= set(result)

@@ -26,14 +26,14 @@ def with_gradient(gradient: Tensor) -> Tensor:
 
 def test_global_and_group_norms_are_sub_sums_of_the_tensors_norms() -> None:
     """Tensors of norm 3, 4 and 12: the network 13, the actor (3, 4) 5."""
-    found = values(
+    results = values(
         gradient_norms(torch.tensor([3.0, 4.0, 12.0]), ["a.w", "a.b", "c.w"], {"actor": ["a"], "critic": ["c.w"]})
     )
 
-    assert found["grad/global/norm_preclip"] == pytest.approx(13.0)
-    assert found["grad/actor/norm_preclip"] == pytest.approx(5.0)
-    assert found["grad/critic/norm_preclip"] == pytest.approx(12.0)
-    assert found["grad/layer/a_w/norm"] == pytest.approx(3.0)
+    assert results["grad/global/norm_preclip"] == pytest.approx(13.0)
+    assert results["grad/actor/norm_preclip"] == pytest.approx(5.0)
+    assert results["grad/critic/norm_preclip"] == pytest.approx(12.0)
+    assert results["grad/layer/a_w/norm"] == pytest.approx(3.0)
 
 
 def test_squares_of_disjoint_groups_add_up_to_the_global_square() -> None:
@@ -52,21 +52,21 @@ def test_squares_of_disjoint_groups_add_up_to_the_global_square() -> None:
 
 def test_every_optimizer_step_counts_once() -> None:
     """Norms 1 and 3: mean 2, largest 3. At limit 2 the second is clipped: mean coefficient (1 + 2/3)/2."""
-    found = values(gradient_norms(torch.tensor([[1.0], [3.0]]), ["w"], max_norm=2.0))
+    results = values(gradient_norms(torch.tensor([[1.0], [3.0]]), ["w"], max_norm=2.0))
 
-    assert found["grad/global/norm_preclip"] == 2.0
-    assert found["grad/global/norm_preclip_max"] == 3.0
-    assert found["grad/clip/coef"] == pytest.approx((1 + 2 / 3) / 2, rel=1e-6)
-    assert found["grad/clip/coef_min"] == pytest.approx(2 / 3, rel=1e-6)
-    assert found["grad/clip/freq"] == 0.5
-    assert found["grad/global/norm_postclip"] == pytest.approx((1 + 2) / 2, rel=1e-6)
+    assert results["grad/global/norm_preclip"] == 2.0
+    assert results["grad/global/norm_preclip_max"] == 3.0
+    assert results["grad/clip/coef"] == pytest.approx((1 + 2 / 3) / 2, rel=1e-6)
+    assert results["grad/clip/coef_min"] == pytest.approx(2 / 3, rel=1e-6)
+    assert results["grad/clip/freq"] == 0.5
+    assert results["grad/global/norm_postclip"] == pytest.approx((1 + 2) / 2, rel=1e-6)
 
 
 def test_intensity_is_the_norm_per_square_root_of_an_entry() -> None:
-    found = values(gradient_norms(torch.tensor([6.0]), ["w"], {"actor": ["w"]}, [9]))
+    results = values(gradient_norms(torch.tensor([6.0]), ["w"], {"actor": ["w"]}, [9]))
 
-    assert found["grad/global/rms"] == pytest.approx(2.0)
-    assert found["grad/actor/rms"] == pytest.approx(2.0)
+    assert results["grad/global/rms"] == pytest.approx(2.0)
+    assert results["grad/actor/rms"] == pytest.approx(2.0)
 
 
 def test_norm_after_clipping_is_the_one_before_times_the_coefficient() -> None:
@@ -91,9 +91,9 @@ def test_coefficient_is_that_of_torch() -> None:
 
 
 def test_group_without_gradients_is_absent_and_never_zero() -> None:
-    found = values(gradient_norms(torch.tensor([1.0]), ["w"], {"actor": ["w"], "critic": ["v"]}))
+    results = values(gradient_norms(torch.tensor([1.0]), ["w"], {"actor": ["w"], "critic": ["v"]}))
 
-    assert not any("critic" in key for key in found)
+    assert not any("critic" in key for key in results)
 
 
 def test_heads_and_terms_have_norms_of_their_own() -> None:
@@ -105,24 +105,24 @@ def test_heads_and_terms_have_norms_of_their_own() -> None:
 
 
 def test_zero_gradient_of_a_group_is_zero() -> None:
-    found = values(gradient_norms(torch.tensor([0.0, 1.0]), ["w", "v"], {"actor": ["w"]}, max_norm=0.5))
+    results = values(gradient_norms(torch.tensor([0.0, 1.0]), ["w", "v"], {"actor": ["w"]}, max_norm=0.5))
 
-    assert found["grad/actor/norm_preclip"] == 0.0
-    assert found["grad/actor/norm_postclip"] == 0.0
+    assert results["grad/actor/norm_preclip"] == 0.0
+    assert results["grad/actor/norm_postclip"] == 0.0
 
 
 def test_norm_that_is_not_finite_leaves_its_step_and_group_and_is_counted() -> None:
     """Step 2 loses the actor and the whole network; the critic keeps both steps."""
     norms = torch.tensor([[3.0, 4.0], [math.nan, 4.0], [3.0, math.inf]])
-    found = values(gradient_norms(norms, ["w", "v"], {"actor": ["w"], "critic": ["v"]}, max_norm=5.0))
+    results = values(gradient_norms(norms, ["w", "v"], {"actor": ["w"], "critic": ["v"]}, max_norm=5.0))
 
-    assert found["grad/global/norm_preclip"] == pytest.approx(5.0)
-    assert found["grad/global/norm_preclip_nonfinite"] == 2.0
-    assert found["grad/actor/norm_preclip"] == 3.0
-    assert found["grad/actor/norm_preclip_nonfinite"] == 1.0
-    assert found["grad/critic/norm_preclip"] == 4.0
-    assert found["grad/layer/w/norm"] == 3.0
-    assert found["grad/clip/freq"] == 1.0
+    assert results["grad/global/norm_preclip"] == pytest.approx(5.0)
+    assert results["grad/global/norm_preclip_nonfinite"] == 2.0
+    assert results["grad/actor/norm_preclip"] == 3.0
+    assert results["grad/actor/norm_preclip_nonfinite"] == 1.0
+    assert results["grad/critic/norm_preclip"] == 4.0
+    assert results["grad/layer/w/norm"] == 3.0
+    assert results["grad/clip/freq"] == 1.0
 
 
 def test_count_of_non_finite_entries_is_silent_while_all_are_finite() -> None:
@@ -183,18 +183,18 @@ def test_norms_hold_for_every_type_against_float64(dtype: torch.dtype) -> None:
     gradients = [torch.randn(50, 7).to(dtype), torch.randn(3).to(dtype)]
     exact = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
 
-    found = values(gradient_health([with_gradient(g) for g in gradients]))
+    results = values(gradient_health([with_gradient(g) for g in gradients]))
 
-    assert found["grad/global/norm_preclip"] == pytest.approx(exact, rel=1e-3)
+    assert results["grad/global/norm_preclip"] == pytest.approx(exact, rel=1e-3)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_norms_neither_overflow_nor_underflow(scale: float) -> None:
     """Entries 3 and 4 at scales whose squares float32 cannot hold."""
-    found = values(gradient_health([with_gradient(torch.tensor([3.0, 4.0]) * scale)], max_norm=0.5))
+    results = values(gradient_health([with_gradient(torch.tensor([3.0, 4.0]) * scale)], max_norm=0.5))
 
-    assert found["grad/global/norm_preclip"] == pytest.approx(5 * scale, rel=1e-6)
-    assert found["grad/clip/coef"] == pytest.approx(min(1.0, 0.5 / (5 * scale + 1e-6)), rel=1e-6)
+    assert results["grad/global/norm_preclip"] == pytest.approx(5 * scale, rel=1e-6)
+    assert results["grad/clip/coef"] == pytest.approx(min(1.0, 0.5 / (5 * scale + 1e-6)), rel=1e-6)
 
 
 def test_layout_of_a_gradient_does_not_matter() -> None:
@@ -229,11 +229,11 @@ def test_types_may_be_mixed() -> None:
 
 def test_entries_that_are_not_finite_are_left_out_and_counted_and_clipping_is_undefined() -> None:
     gradients = [torch.tensor([3.0, math.nan]), torch.tensor([4.0, -math.inf, math.inf])]
-    found = values(gradient_health([with_gradient(g) for g in gradients], max_norm=0.5))
+    results = values(gradient_health([with_gradient(g) for g in gradients], max_norm=0.5))
 
-    assert found["grad/global/norm_preclip"] == pytest.approx(5.0)
-    assert found["grad/global/norm_preclip_nonfinite"] == 3.0
-    assert not any(key.startswith("grad/clip") or "postclip" in key for key in found)
+    assert results["grad/global/norm_preclip"] == pytest.approx(5.0)
+    assert results["grad/global/norm_preclip_nonfinite"] == 3.0
+    assert not any(key.startswith("grad/clip") or "postclip" in key for key in results)
 
 
 def test_gradients_and_random_numbers_are_left_alone() -> None:

@@ -56,9 +56,9 @@ def test_gates_give_the_states_of_the_stock_lstm(dtype: torch.dtype, tolerance: 
     scanned = lstm_gates(weights, inputs, after[:, 0], state, resets)
     direct = gates_between(weights, inputs, before[:, 0], before[:, 1])
 
-    for found in (scanned, direct):
-        torch.testing.assert_close(found.h, after[:, 0], rtol=0, atol=tolerance)
-        torch.testing.assert_close(found.c, after[:, 1], rtol=0, atol=tolerance)
+    for result in (scanned, direct):
+        torch.testing.assert_close(result.h, after[:, 0], rtol=0, atol=tolerance)
+        torch.testing.assert_close(result.c, after[:, 1], rtol=0, atol=tolerance)
     for one, other in zip(scanned, direct, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
 
@@ -75,17 +75,17 @@ def test_layers_one_by_one_give_what_a_stack_of_them_gives(layers: int, bias: bo
     state = torch.randn(2, layers, ENVS, UNITS, dtype=torch.float64)
     expected, (_, last) = stack(inputs.transpose(0, 1) if batch_first else inputs, (state[0], state[1]))
 
-    found, never = inputs, torch.zeros(STEPS, ENVS, dtype=torch.bool)
+    result, never = inputs, torch.zeros(STEPS, ENVS, dtype=torch.bool)
     for layer in range(layers):
-        cell = nn.LSTM(found.shape[-1], UNITS, bias=bias).double()
+        cell = nn.LSTM(result.shape[-1], UNITS, bias=bias).double()
         for name, parameter in cell.named_parameters():
             parameter.copy_(stack.get_parameter(name.replace("_l0", f"_l{layer}")))
-        outputs, _ = cell(found, (state[0, layer].unsqueeze(0), state[1, layer].unsqueeze(0)))
-        gates = lstm_gates(lstm_weights(cell), found, outputs, (state[0, layer], state[1, layer]), never)
+        outputs, _ = cell(result, (state[0, layer].unsqueeze(0), state[1, layer].unsqueeze(0)))
+        gates = lstm_gates(lstm_weights(cell), result, outputs, (state[0, layer], state[1, layer]), never)
         torch.testing.assert_close(gates.c[-1], last[layer], rtol=0, atol=1e-12)
-        found = gates.h
+        result = gates.h
 
-    torch.testing.assert_close(found, expected.transpose(0, 1) if batch_first else expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(result, expected.transpose(0, 1) if batch_first else expected, rtol=0, atol=1e-12)
 
 
 def test_weights_are_copies() -> None:

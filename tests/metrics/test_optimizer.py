@@ -45,10 +45,10 @@ def test_step_size_is_what_adam_really_changed(fused: bool) -> None:
         stepped(model, optimizer)
 
     moved = float(weight_norm([p.detach() - b for p, b in zip(model.parameters(), before, strict=True)]))
-    found = adam_step(optimizer).values()
-    assert found["opt/update_to_weight"] == pytest.approx(moved / float(weight_norm(before)), rel=1e-3)
-    assert found["opt/update_rms_over_lr"] == pytest.approx(moved / math.sqrt(8) / 1e-2, rel=1e-3)
-    assert found["opt/stable_rms"] > 0
+    result = adam_step(optimizer).values()
+    assert result["opt/update_to_weight"] == pytest.approx(moved / float(weight_norm(before)), rel=1e-3)
+    assert result["opt/update_rms_over_lr"] == pytest.approx(moved / math.sqrt(8) / 1e-2, rel=1e-3)
+    assert result["opt/stable_rms"] > 0
 
 
 def test_layers_are_named() -> None:
@@ -56,11 +56,11 @@ def test_layers_are_named() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     stepped(model, optimizer)
 
-    found = layer_steps(optimizer, ["weight", "bias"]).values()
+    result = layer_steps(optimizer, ["weight", "bias"]).values()
 
     statistics = ("update_to_weight", "weight_norm")
-    assert set(found) == {f"opt/{what}/{name}" for what in statistics for name in ("weight", "bias")}
-    assert found["opt/weight_norm/weight"] == pytest.approx(float(model.weight.detach().norm()), rel=1e-6)
+    assert set(result) == {f"opt/{what}/{name}" for what in statistics for name in ("weight", "bias")}
+    assert result["opt/weight_norm/weight"] == pytest.approx(float(model.weight.detach().norm()), rel=1e-6)
 
 
 def test_other_optimizers_and_unused_ones_have_no_adam_keys() -> None:
@@ -157,8 +157,8 @@ def test_a_step_in_short_numbers_is_reckoned_in_longer_ones() -> None:
     weight.grad = torch.ones_like(weight)
     optimizer.step()
 
-    state, found = adam_state(adam_parameters(optimizer)), adam_step(optimizer).values()
+    state, result = adam_state(adam_parameters(optimizer)), adam_step(optimizer).values()
 
     assert {state.weights.dtype, state.exp_avg.dtype, state.exp_avg_sq.dtype} == {torch.float32}
-    assert found["opt/update_rms_over_lr"] == pytest.approx(1.0, rel=1e-2)
-    assert found["opt/stable_rms"] == pytest.approx(1.0, rel=1e-2)
+    assert result["opt/update_rms_over_lr"] == pytest.approx(1.0, rel=1e-2)
+    assert result["opt/stable_rms"] == pytest.approx(1.0, rel=1e-2)

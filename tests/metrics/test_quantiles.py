@@ -26,14 +26,14 @@ BIN = 1 / 64
 def slots(x: Array, levels: tuple[float, ...] = FINE) -> Array:
     """The slots [1 + levels] of a sample."""
     s = sample(torch.from_numpy(x))
-    found = as_quantiles(quantiles(ascending(s), s.count, levels), s.count)
-    return np.array([float(slot) for slot in found.slots()])
+    result = as_quantiles(quantiles(ascending(s), s.count, levels), s.count)
+    return np.array([float(slot) for slot in result.slots()])
 
 
 def merged(*parts: Array) -> Array:
     """Slots of several samples as those of one."""
-    found: Array = Quantiles.merge(np.stack(parts)[:, None])[0]
-    return found
+    result: Array = Quantiles.merge(np.stack(parts)[:, None])[0]
+    return result
 
 
 def test_one_sample_has_its_own_quantiles() -> None:
@@ -53,21 +53,21 @@ def test_the_quantiles_of_several_samples_lie_within_a_bin_of_those_of_their_uni
     parts[-1] = np.full(700, 2.5)
     union = np.concatenate(parts)
 
-    found = merged(*map(slots, parts))
-    assert found[0] == len(union)
+    result = merged(*map(slots, parts))
+    assert result[0] == len(union)
     for name, level in NAMED.items():
         lowest, highest = np.quantile(union, [max(0.0, level - BIN), min(1.0, level + BIN)])
-        assert lowest <= Quantiles.statistics[name](found.tolist()) <= highest, name
+        assert lowest <= Quantiles.statistics[name](result.tolist()) <= highest, name
 
 
 def test_the_order_of_merging_changes_no_more_than_a_bin() -> None:
     parts = [np.random.default_rng(seed).normal(seed, 1, size=400) for seed in range(6)]
     union = np.concatenate(parts)
 
-    found = reduce(merged, map(slots, parts))
+    result = reduce(merged, map(slots, parts))
     for name, level in NAMED.items():
         lowest, highest = np.quantile(union, [max(0.0, level - 2 * BIN), min(1.0, level + 2 * BIN)])
-        assert lowest <= Quantiles.statistics[name](found.tolist()) <= highest, name
+        assert lowest <= Quantiles.statistics[name](result.tolist()) <= highest, name
 
 
 def test_samples_without_values_and_samples_that_agree_change_nothing() -> None:

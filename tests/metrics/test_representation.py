@@ -20,10 +20,10 @@ from esper_telemetry.metrics.representation import (
 
 def test_equal_singular_values_use_every_dimension() -> None:
     """An orthogonal [4, 4] times 2: every definition finds all four; σ / √4 = 1."""
-    found = feature_rank(2 * torch.eye(4)).values()
+    result = feature_rank(2 * torch.eye(4)).values()
 
-    assert found["repr/effective_rank"] == pytest.approx(4)
-    assert found["repr/srank"] == found["repr/pca99"] == found["repr/feature_rank"] == 4
+    assert result["repr/effective_rank"] == pytest.approx(4)
+    assert result["repr/srank"] == result["repr/pca99"] == result["repr/feature_rank"] == 4
 
 
 def test_the_definitions_of_rank_differ() -> None:
@@ -31,12 +31,12 @@ def test_the_definitions_of_rank_differ() -> None:
     features = torch.zeros(10_000, 2, dtype=torch.float64)
     features[0, 0], features[1, 1] = 100.0, 1.0
 
-    found = feature_rank(features, delta=0.005).values()
+    result = feature_rank(features, delta=0.005).values()
 
-    assert found["repr/srank"] == 2
-    assert found["repr/pca99"] == 1
-    assert found["repr/feature_rank"] == 1
-    assert 1 < found["repr/effective_rank"] < 1.1
+    assert result["repr/srank"] == 2
+    assert result["repr/pca99"] == 1
+    assert result["repr/feature_rank"] == 1
+    assert 1 < result["repr/effective_rank"] < 1.1
 
 
 def test_rows_that_are_not_valid_change_no_rank() -> None:
@@ -57,18 +57,18 @@ def test_dormant_units_are_counted_details_and_over_all_units() -> None:
     """First layer: one of two dormant; second: none of three; overall 1 of 5."""
     first, second = torch.tensor([[1.0, 0.0], [1.0, 0.01]]), torch.ones(2, 3)
 
-    found = unit_activity({"actor.0": first, "actor.2": second}, activation="relu")
+    result = unit_activity({"actor.0": first, "actor.2": second}, activation="relu")
 
-    assert found.layers.values() == {"repr/dormant_frac/actor_0": 0.5, "repr/dormant_frac/actor_2": 0.0}
-    assert found.all.values() == {"repr/dormant_frac": pytest.approx(0.2), "repr/dead_frac": 0.0}
+    assert result.layers.values() == {"repr/dormant_frac/actor_0": 0.5, "repr/dormant_frac/actor_2": 0.0}
+    assert result.all.values() == {"repr/dormant_frac": pytest.approx(0.2), "repr/dead_frac": 0.0}
 
 
 def test_rows_that_are_not_valid_wake_no_unit() -> None:
     x = torch.tensor([[1.0, 0.0], [1.0, 5.0]])
 
-    found = unit_activity({"trunk": x}, activation="relu", valid=torch.tensor([True, False])).all.values()
+    result = unit_activity({"trunk": x}, activation="relu", valid=torch.tensor([True, False])).all.values()
 
-    assert found == {"repr/dormant_frac": 0.5, "repr/dead_frac": 0.5}
+    assert result == {"repr/dormant_frac": 0.5, "repr/dead_frac": 0.5}
 
 
 def test_a_tanh_that_does_not_move_is_dead() -> None:
@@ -82,9 +82,9 @@ def test_dead_units_of_an_unknown_nonlinearity_are_unknown() -> None:
 
 
 def test_without_rows_nothing_is_dormant_or_dead() -> None:
-    found = unit_activity({"trunk": torch.ones(2, 3)}, activation="relu", valid=torch.zeros(2, dtype=torch.bool))
+    result = unit_activity({"trunk": torch.ones(2, 3)}, activation="relu", valid=torch.zeros(2, dtype=torch.bool))
 
-    assert found.all.values() == {} == found.layers.values()
+    assert result.all.values() == {} == result.layers.values()
 
 
 def test_the_feature_norm_is_a_mean_of_lengths() -> None:
@@ -103,9 +103,9 @@ def test_the_excess_counts_from_the_edge_of_the_clip_range() -> None:
     """Ratios 1.5 and 1.3 lie 0.3 and 0.1 above 1.2; 0.6 lies 0.2 below 0.8."""
     log_ratio = torch.tensor([1.5, 1.3, 1.0, 0.6], dtype=torch.float64).log()
 
-    found = excess_ratio(log_ratio, clip=0.2).values()
+    result = excess_ratio(log_ratio, clip=0.2).values()
 
-    assert found == {"repr/excess_ratio/high": pytest.approx(0.2), "repr/excess_ratio/low": pytest.approx(0.2)}
+    assert result == {"repr/excess_ratio/high": pytest.approx(0.2), "repr/excess_ratio/low": pytest.approx(0.2)}
 
 
 def test_without_a_clipped_sample_there_is_no_excess() -> None:

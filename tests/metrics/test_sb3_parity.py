@@ -47,19 +47,19 @@ class Watched:
                 yield batch
 
         def evaluated(observations: Tensor, actions: Tensor) -> Any:
-            found = evaluate(observations, actions)
-            self.new.append(found[1].detach())
+            result = evaluate(observations, actions)
+            self.new.append(result[1].detach())
             self.logits.append(_logits(model, observations))
-            return found
+            return result
 
         model.rollout_buffer.get = batches  # type: ignore[method-assign,assignment] # the same
         return evaluated
 
 
 def _logits(model: PPO, observations: Tensor) -> Tensor:
-    found = model.policy.get_distribution(observations).distribution
-    assert isinstance(found, Categorical)
-    logits: Tensor = found.logits.detach()
+    result = model.policy.get_distribution(observations).distribution
+    assert isinstance(result, Categorical)
+    logits: Tensor = result.logits.detach()
     return logits
 
 
@@ -72,11 +72,11 @@ def test_kl_and_clip_fraction_are_what_it_logs(watched: Watched) -> None:
     """It averages the first minibatch, in which nothing can be clipped, into the clip fraction: ours is 4/3 of it."""
     log_ratio = torch.stack(watched.new) - torch.stack(watched.old)
     packed = pack(ratio_diagnostics(log_ratio, clip=0.2, dim=-1))
-    found = packed.layout.finish(packed.table(), np.arange(MINIBATCHES), np.zeros(MINIBATCHES, int)).values
+    result = packed.layout.finish(packed.table(), np.arange(MINIBATCHES), np.zeros(MINIBATCHES, int)).values
 
     assert len(log_ratio) == MINIBATCHES and float(log_ratio.abs().max()) > 0.01
-    assert found["policy/kl"] == pytest.approx(watched.logged["train/approx_kl"], rel=1e-3, abs=1e-7)
-    assert found["policy/clip_frac"] * 3 / 4 == pytest.approx(watched.logged["train/clip_fraction"], rel=1e-6)
+    assert result["policy/kl"] == pytest.approx(watched.logged["train/approx_kl"], rel=1e-3, abs=1e-7)
+    assert result["policy/clip_frac"] * 3 / 4 == pytest.approx(watched.logged["train/clip_fraction"], rel=1e-6)
 
 
 def test_entropy_loss_is_what_it_logs(watched: Watched) -> None:
@@ -89,8 +89,8 @@ def test_explained_variance_is_its_function(watched: Watched) -> None:
     values, returns = torch.as_tensor(watched.values), torch.as_tensor(watched.returns)
     measured = value_fit(values, returns).values()
     keys = ("value/bias", "value/err/std", "value/std", "value/target/std")
-    found = critic_fit(CriticMoments(*map(measured.get, keys)), VarianceAverage())[0].explained_variance
+    result = critic_fit(CriticMoments(*map(measured.get, keys)), VarianceAverage())[0].explained_variance
     theirs = explained_variance(watched.values, watched.returns)
 
-    assert found == pytest.approx(theirs, rel=1e-5)
-    assert found == pytest.approx(watched.logged["train/explained_variance"], rel=1e-5)
+    assert result == pytest.approx(theirs, rel=1e-5)
+    assert result == pytest.approx(watched.logged["train/explained_variance"], rel=1e-5)

@@ -32,9 +32,9 @@ def pairs(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def fit(values: Tensor, returns: Tensor) -> CriticFit:
     """Derived values on the first update."""
-    found = value_fit(values, returns).values()
+    result = value_fit(values, returns).values()
     keys = ("value/bias", "value/err/std", "value/std", "value/target/std")
-    return critic_fit(CriticMoments(*map(found.get, keys)), VarianceAverage())[0]
+    return critic_fit(CriticMoments(*map(result.get, keys)), VarianceAverage())[0]
 
 
 def test_explained_variance_is_that_of_stable_baselines3() -> None:
@@ -92,12 +92,12 @@ def test_invalid_and_non_finite_pairs_are_left_out() -> None:
     valid = torch.ones_like(values, dtype=torch.bool)
     valid[0], values[0], returns[1, 0] = False, math.nan, math.inf
 
-    found = value_fit(values, returns, valid=valid).values()
+    result = value_fit(values, returns, valid=valid).values()
 
-    assert found.pop("value/explained_variance_nonfinite") == 1.0
+    assert result.pop("value/explained_variance_nonfinite") == 1.0
     kept = valid.clone()
     kept[1, 0] = False
-    assert found == pytest.approx(value_fit(values[kept], returns[kept]).values(), rel=1e-12)
+    assert result == pytest.approx(value_fit(values[kept], returns[kept]).values(), rel=1e-12)
 
 
 def test_movement_is_scaled_by_the_spread_of_all_returns_of_the_update() -> None:
@@ -157,9 +157,9 @@ def test_a_time_limit_that_is_taken_for_an_end_shows_in_the_bias_at_time_limits(
     values = torch.full((2, 2), 10.0)
     returns = torch.tensor([[10.0, 10.0], [1.0, 1.0 + 0.9 * bootstrap]])
 
-    found = ending_bias(values, returns, ended, terminated).values()
+    result = ending_bias(values, returns, ended, terminated).values()
 
-    assert found == pytest.approx({"value/bias_truncated": truncated, "value/bias_terminated": 9.0}, abs=1e-5)
+    assert result == pytest.approx({"value/bias_truncated": truncated, "value/bias_terminated": 9.0}, abs=1e-5)
     assert ending_bias(values, returns, ended, terminated, valid=~terminated).values().keys() == {
         "value/bias_truncated"
     }

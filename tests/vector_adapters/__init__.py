@@ -28,14 +28,14 @@ BY_FORMULA: dict[str, Adapter] = {
 
 
 def adapters_of(case: Mapping[str, Any]) -> list[Adapter]:
-    """What computes the case's values: by its formula where that is listed, by its metric keys otherwise; each once."""
+    """Return the adapters of a case: by its formula where that is listed, by its metric keys otherwise."""
     by_formula = [adapter for start, adapter in BY_FORMULA.items() if case["formula"].startswith(start)]
-    found = by_formula or [BY_KEY[key] for key in case["metric_keys"] if key in BY_KEY]
-    return list(dict.fromkeys(found))
+    result = by_formula or [BY_KEY[key] for key in case["metric_keys"] if key in BY_KEY]
+    return list(dict.fromkeys(result))
 
 
 def uncovered(case: Mapping[str, Any]) -> Iterator[str]:
-    """The keys of a case, or its formula where it has none, that no adapter computes."""
+    """Yield the keys of a case, or its formula where it has none, that no adapter computes."""
     if adapters_of(case) and all(key in BY_KEY for key in case["metric_keys"]):
         return
     if any(case["formula"].startswith(start) for start in BY_FORMULA):

@@ -15,12 +15,13 @@ from esper_telemetry.metrics.gradients.directions import (
     gradient_signs,
     gradient_zeros,
     minibatch_alignment,
+    shard_noise,
     successive_alignment,
+    two_batch_noise,
     weighted_pair_cosine,
 )
 from esper_telemetry.metrics.gradients.health import gradient_health
 from esper_telemetry.metrics.gradients.interference import interference, parameter_interference
-from esper_telemetry.metrics.gradients.noise_scale import shard_noise, two_batch_noise
 from esper_telemetry.metrics.gradients.norms import gradient_norms
 from esper_telemetry.metrics.optimizer import (
     adam_parameters,

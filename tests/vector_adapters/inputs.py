@@ -1,4 +1,4 @@
-"""What adapters share: reading the inputs of reference cases, and finishing groups where the case says they stand."""
+"""Shared by the adapters: inputs of reference cases, and values of groups at the steps that a case names."""
 
 from __future__ import annotations
 

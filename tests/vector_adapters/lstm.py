@@ -37,11 +37,11 @@ def gates(inputs: Inputs) -> Values:
     cell, x, resets = cell_of(inputs), floats(inputs["x"]), torch.tensor(inputs["reset"]).bool()
     state = floats(inputs["h0"]), floats(inputs["c0"])
     outputs, _ = unrolled(cell, x, state, resets)
-    found = lstm_gates(lstm_weights(cell), x, outputs, state, resets)
-    groups = gate_stats(found, resets, bptt_length=inputs.get("bptt_length"))
-    states = torch.stack([found.h, found.c], 1).unsqueeze(1)
+    result = lstm_gates(lstm_weights(cell), x, outputs, state, resets)
+    groups = gate_stats(result, resets, bptt_length=inputs.get("bptt_length"))
+    states = torch.stack([result.h, result.c], 1).unsqueeze(1)
     values: Values = {**state_stats(state_size(states)).values(), **groups.gates.values(), **groups.cell.values()}
-    return {**values, **{f"aux:{name}": part.tolist() for name, part in found._asdict().items()}}
+    return {**values, **{f"aux:{name}": part.tolist() for name, part in result._asdict().items()}}
 
 
 def chrono(inputs: Inputs) -> Values:

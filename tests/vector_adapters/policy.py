@@ -7,8 +7,9 @@ import torch
 from esper_telemetry.alarms.rules.integrity import ratio_init_grade
 from esper_telemetry.history.critic import entropy_rate, largest_shift
 from esper_telemetry.metrics.actions import action_shift, greedy_agreement, log_prob_stats
-from esper_telemetry.metrics.entropy import entropy_gradient, entropy_rows, head_entropy, policy_entropy
+from esper_telemetry.metrics.entropy import entropy_rows, head_entropy, policy_entropy
 from esper_telemetry.metrics.kl import categorical_kl, exact_kl
+from esper_telemetry.metrics.losses import entropy_gradient
 from esper_telemetry.metrics.ratio import head_ratio_diagnostics, joint_log_ratio, ratio_diagnostics
 from vector_adapters.inputs import (
     Inputs,

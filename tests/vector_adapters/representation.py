@@ -18,10 +18,10 @@ from vector_adapters.inputs import Inputs, Values, floats
 def activity(inputs: Inputs) -> Values:
     """R1."""
     x = floats(inputs["activations"])
-    found = unit_activity(
+    result = unit_activity(
         {"trunk": x}, activation=inputs.get("activation", "relu"), threshold=inputs.get("tau", DORMANT)
     )
-    return {**found.all.values(), "aux:scores": dormant_scores(keep(x.t(), None)).tolist()}
+    return {**result.all.values(), "aux:scores": dormant_scores(keep(x.t(), None)).tolist()}
 
 
 def rank(inputs: Inputs) -> Values:

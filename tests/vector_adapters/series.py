@@ -89,11 +89,11 @@ def _test(x: Array, slope: float) -> Values:
 def period(inputs: Inputs) -> Values:
     """T4, and the autocorrelation at `lag`, 1 by default."""
     x = array(inputs["x"])
-    found = periods([x])
-    length = number(found.length)
+    results = periods([x])
+    length = number(results.length)
     return {
-        "*/period/g": number(found.g),
-        "*/period/p": number(found.p),
+        "*/period/g": number(results.g),
+        "*/period/p": number(results.p),
         "*/period/length": length,
         "*/acf1": acf(x, 1),
         "aux:acf": acf(x, inputs.get("lag", 1)),
@@ -171,7 +171,7 @@ def thresholds(inputs: Inputs) -> Values:
 def health(inputs: Inputs) -> Values:
     """G12."""
     weights = inputs.get("layer_weights")
-    found = gradient_condition(
+    results = gradient_condition(
         array(inputs["layer_norms"]),
         tau_vanish=inputs["tau_vanish"],
         tau_explode=inputs["tau_explode"],
@@ -180,7 +180,7 @@ def health(inputs: Inputs) -> Values:
         layer_weights=None if weights is None else array(weights),
     )
     faults = ("vanish", "explode", "imbalance", "zero")
-    return {**found.values(), "grad/health_cause": found.cause, **{f"aux:{f}": getattr(found, f) for f in faults}}
+    return {**results.values(), "grad/health_cause": results.cause, **{f"aux:{f}": getattr(results, f) for f in faults}}
 
 
 def intensity(inputs: Inputs) -> Values:

@@ -13,7 +13,6 @@ from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.metrics.gradients.norms import (
     FrozenGroups,
-    GradientNorms,
     Groups,
     belongs,
     check_limit,
@@ -55,29 +54,15 @@ class GradientHealth(Postponed):
     @classmethod
     def together(cls, measurements: Sequence[Self]) -> Iterable[MetricGroup]:
         """Return the statistics of all passes."""
-        return _summary(measurements)
-
-
-def _summary(measurements: Sequence[GradientHealth]) -> GradientNorms:
-    first = measurements[0]
-    norms = torch.stack([one.norms.double() for one in measurements])
-    return gradient_norms(
-        norms,
-        first.names,
-        dict(first.groups),
-        first.numels,
-        max_norm=first.max_norm,
-        nonfinite=_nonfinite(measurements),
-    )
-
-
-def _nonfinite(measurements: Sequence[GradientHealth]) -> Tensor | None:
-    """[M, K], where anything is not finite."""
-    if all(one.nonfinite is None for one in measurements):
-        return None
-    return torch.stack(
-        [torch.zeros_like(one.norms).double() if one.nonfinite is None else one.nonfinite for one in measurements]
-    )
+        first = measurements[0]
+        norms = torch.stack([one.norms.double() for one in measurements])
+        nonfinite = None
+        if any(one.nonfinite is not None for one in measurements):
+            zeros = torch.zeros_like(first.norms).double()
+            nonfinite = torch.stack([zeros if one.nonfinite is None else one.nonfinite for one in measurements])
+        return gradient_norms(
+            norms, first.names, dict(first.groups), first.numels, max_norm=first.max_norm, nonfinite=nonfinite
+        )
 
 
 @no_grad

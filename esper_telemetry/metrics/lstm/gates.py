@@ -195,7 +195,10 @@ def lstm_gates(
     goes_on = (~resets.bool()).to(outputs.dtype).unsqueeze(-1)
     hidden = torch.cat([state[0].unsqueeze(0), outputs[:-1]]) * goes_on
     i, f, g, o = _activations(weights, inputs, hidden)
-    c = _cells(f * goes_on, i * g, state[1])
+    memory, lasting, written = state[1], f * goes_on, i * g
+    c = torch.empty_like(written)
+    for t in range(len(written)):
+        memory = torch.addcmul(written[t], lasting[t], memory, out=c[t])
     return Gates(i, f, o, g, o * c.tanh(), c)
 
 
@@ -204,14 +207,6 @@ def _activations(weights: LSTMWeights, inputs: Tensor, hidden: Tensor) -> tuple[
     matrix = torch.cat([weights.inputs, weights.hidden], 1)
     i, f, g, o = torch.nn.functional.linear(torch.cat([inputs, hidden], -1), matrix, weights.bias).chunk(4, -1)
     return i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
-
-
-def _cells(forget: Tensor, written: Tensor, memory: Tensor) -> Tensor:
-    """Cell states after each step, [T, B, H]."""
-    cells = torch.empty_like(written)
-    for t in range(len(written)):
-        memory = torch.addcmul(written[t], forget[t], memory, out=cells[t])
-    return cells
 
 
 class GateGroups(NamedTuple):
@@ -255,7 +250,9 @@ def _cell_stats(gates: Gates, resets: Tensor, bptt_length: int | None, valid: Te
     written = keep(gates.g.flatten().double(), _per_unit(valid, gates.g).flatten())
     units = timescales(gates.f, valid=valid)
     at_levels = quantiles(ascending(units), units.count, levels_for(gates.f))
-    lasting = keep(_log(gates.f).flatten(), _per_unit(valid & ~resets, gates.f).flatten())
+    # the logarithm of a shut gate is that of the smallest number of its type
+    log_f = gates.f.clamp(min=torch.finfo(gates.f.dtype).tiny).double().log()
+    lasting = keep(log_f.flatten(), _per_unit(valid & ~resets, gates.f).flatten())
     gain = lasting.mean(lasting.values)
     return CellStats(
         saturated=written.share(written.values.abs() > CANDIDATE_HIGH),
@@ -267,11 +264,6 @@ def _cell_stats(gates: Gates, resets: Tensor, bptt_length: int | None, valid: Te
 
 def _per_unit(flags: Tensor, like: Tensor) -> Tensor:
     return flags.unsqueeze(-1).expand_as(like)
-
-
-def _log(f: Tensor) -> Tensor:
-    """Its logarithm in float64; where the gate is shut as far as its precision goes, that of the smallest number."""
-    return f.clamp(min=torch.finfo(f.dtype).tiny).double().log()
 
 
 @inference_mode

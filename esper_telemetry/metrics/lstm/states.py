@@ -91,7 +91,7 @@ class StateStats(MetricGroup):
 
 
 class StateSize(NamedTuple):
-    """Sums of recurrent states over layers and units: the input of their statistics, at a fraction of the memory.
+    """Sums of recurrent states over layers and units: the input of their statistics, at a sixteenth of the memory or less.
 
     Attributes:
         width: entries of one part of one state, over all layers.
@@ -107,7 +107,10 @@ class StateSize(NamedTuple):
 
     @property
     def empty(self) -> Tensor:
-        """[T, B], bool: the state is exactly zero, as it is where memory begins anew."""
+        """Mask [T, B] of states that are exactly zero.
+
+        Resets are read off the states and not off the flags that should cause them: a trainer that forgets to reset shows.
+        """
         return (self.largest == 0).all(0)
 
 
@@ -164,7 +167,10 @@ class RelativeDistance(AdditiveReduction):
 
 @dataclass(frozen=True, slots=True)
 class Staleness(MetricGroup):
-    """Distance of stored states from those that the current weights reach."""
+    """Distance of all stored states of a rollout from those that the current weights reach.
+
+    All states contain those at the beginnings of sequences, wherever these are, and show a wrong first state before an episode hides it.
+    """
 
     distance: RelativeDistance = reports(
         Metric.quantity(

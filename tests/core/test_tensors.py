@@ -54,9 +54,9 @@ def test_a_norm_at_the_limit_still_clips() -> None:
 @example(norm=math.nan, limit=0.5)
 @example(norm=math.inf, limit=math.inf)
 def test_the_factor_on_the_host_is_that_of_torch_to_the_last_bit(norm: float, limit: float) -> None:
-    found, wanted = ops.clip_factor(norm, limit), ops.clip_coefficient(torch.tensor(norm), limit).item()
+    result, expected = ops.clip_factor(norm, limit), ops.clip_coefficient(torch.tensor(norm), limit).item()
 
-    assert found == wanted or (math.isnan(found) and math.isnan(wanted))
+    assert result == expected or (math.isnan(result) and math.isnan(expected))
 
 
 def test_norms_neither_overflow_nor_underflow() -> None:
