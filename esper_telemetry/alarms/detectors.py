@@ -1,4 +1,8 @@
-"""`Detectors`: records in, alarms out. Deterministic: the same records give the same alarms, live and from a journal."""
+"""`Detectors`: records in, alarms out. Deterministic: the same records give the same alarms, live and from a journal.
+
+Judges read only what the journal holds, so `diagnose` repeats the live verdict, and a resumed run builds its histories again by reading
+the journal. The baselines of alarms exclude outliers, so they are not the averages that records carry.
+"""
 
 from __future__ import annotations
 

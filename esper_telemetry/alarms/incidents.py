@@ -1,4 +1,8 @@
-"""Incidents: alarms that come together, and the one among them that is the cause."""
+"""Incidents: alarms that come together, and the one among them that is the cause.
+
+The cause is a mistake for certain, else what came first, causes before effects. A type may be a mistake in one case only: an entropy
+bonus with the wrong sign is one, a loss of entropy may be a consequence. So a finding can be a claim too (`Finding.claim`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Memory of recurrent policies: gates, cell state, resets, stored states."""
+"""Memory of recurrent policies: gates, cell state, resets, stored states.
+
+A step adds at most 1 to a cell state, so a state of 60 is a counter at work in an episode of 500 steps, and out of hand in one of 100.
+What is inferred about gates between two measurements must be new for the run: sudden, and out of line.
+"""
 
 from __future__ import annotations
 

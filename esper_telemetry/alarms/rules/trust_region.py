@@ -1,4 +1,9 @@
-"""Policy steps that are too far, and none at all."""
+"""Policy steps that are too far, and none at all.
+
+Policies that are sure of themselves, and policies with memory, lose much KL and most of a minibatch's effective samples on a handful of
+rare actions, and go on learning. Broken learning rates move nearly all samples. So a KL counts in full only where a quarter of the
+samples has left the trust region, and an explosion of ratios needs their 99th percentile too.
+"""
 
 from __future__ import annotations
 
