@@ -1,6 +1,6 @@
 """What a record costs the thread that makes it, beside one `wandb.log` of the same numbers; the process beside it; bytes on disk.
 
-python benchmarks/relay.py [--records 2000] [--keys 100] [--per-second 40]
+python benchmarks/delivery.py [--records 2000] [--keys 100] [--per-second 40]
 
 All write the same dict in turn, so that whatever else the machine does falls on all alike, and each finds the processor's caches full of
 something else, as behind an update of a trainer:
