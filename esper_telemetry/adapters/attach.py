@@ -80,6 +80,7 @@ MOST_ENTRIES = 1 << 26
 """Numbers that are copied at most; of larger networks two minibatches are, besides what steps there are."""
 
 MOST_TRAVELLING = 1 << 20
+MOST_SENT = MOST_TRAVELLING
 """Numbers that may go to another process: four megabytes."""
 
 BESIDES_STEPS = 8
@@ -485,7 +486,7 @@ class Update:
     def _take_sample(self) -> GradientSample | None:
         """What was looked at closely; large samples are measured here and now, where no copy travels."""
         sample = self._close_look.take()
-        if sample is None or sample.entries <= MOST_TRAVELLING:
+        if sample is None or sample.entries <= MOST_SENT:
             return sample
         self._telemetry.measure(gradient_sample(sample, self._telemetry.update_level))
         shown = self._telemetry.update_level is Level.DEBUG and sum(sample.numels) <= MOST_SHOWN

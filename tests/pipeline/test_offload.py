@@ -221,7 +221,7 @@ def test_a_tensor_arrives_in_its_shape(shape: tuple[int, ...]) -> None:
 KILLED = """
 import os, signal, sys
 from esper_telemetry import Telemetry
-from esper_telemetry.summary import Gradients, Progress, Snapshot
+from esper_telemetry.updates.data import Snapshot, TrainingProgress as Progress
 telemetry = Telemetry(["tensorboard"], run_dir=sys.argv[1])
 telemetry.expect_updates(candidates=tuple, open_update=Snapshot)
 telemetry.start()

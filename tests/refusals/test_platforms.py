@@ -80,7 +80,7 @@ def test_macos_measures_in_process_and_feeds_sinks_from_a_process(training: str,
     program = f"""
 import esper_telemetry as et
 from trainings import TRAININGS, nothing
-from esper_telemetry.offload import handover
+from esper_telemetry.pipeline import worker as handover
 handover.WORTH_SECONDS, handover.WORTH_RECORDS, handover.WORTH_SHARE = 0.0, 4, 0.0
 with et.Telemetry([et.PrometheusSink("metrics.prom")], run_dir="run", close_timeout=120.0) as telemetry:
     weights = TRAININGS["{training}"](telemetry, nothing)
@@ -111,7 +111,7 @@ import json
 from trainings import TRAININGS, nothing
 import torch
 from esper_telemetry import read_run, value_fit
-from esper_telemetry.cli import main
+from esper_telemetry.cli.main import main
 value_fit(torch.zeros(4), torch.ones(4))
 said = {"weights": TRAININGS["bundled"](None, nothing), "records": len(read_run("run").records)}
 print(json.dumps(said))

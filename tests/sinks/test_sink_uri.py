@@ -236,7 +236,7 @@ def test_a_run_without_directory_needs_a_place_in_the_settings(sink: Any, monkey
 
 def test_importing_the_sinks_imports_no_backend() -> None:
     code = (
-        "import sys, esper_telemetry.sinks, esper_telemetry.zz_testing;"
+        "import sys, esper_telemetry.sinks, esper_telemetry.testing;"
         "print({'torch', 'wandb', 'mlflow', 'tensorboard', 'rich'} & set(sys.modules))"
     )
     root = Path(__file__).parents[2]

@@ -239,7 +239,7 @@ def test_a_run_that_its_owner_has_ended_takes_no_more(theirs: Any) -> None:
 KILL_CORE = """
 import os, pathlib, signal, sys, time
 from sink_runs import record, run_info
-from esper_telemetry.record import RunStatus
+from esper_telemetry.core.record import RunStatus
 from esper_telemetry.sinks import DeadClientError, WandbSink
 
 sink = WandbSink(mode="offline")

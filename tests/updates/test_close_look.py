@@ -231,7 +231,7 @@ def test_a_sample_too_large_to_travel_is_measured_on_the_spot(
     tmp_path: Path, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = values_of(tmp_path / "small", make(), updates=2, level="debug")
-    monkeypatch.setattr(update_module, "MOST_TRAVELLING", 10)
+    monkeypatch.setattr(update_module, "MOST_SENT", 10)
     large = values_of(tmp_path / "large", make(), updates=2, level="debug")
 
     for left, right in zip(small, large, strict=True):

@@ -309,7 +309,7 @@ def test_debug_writes_the_table_and_the_histograms_of_gradients(tmp_path: Path) 
 @pytest.mark.parametrize("most", [1 << 20, 10])
 def test_large_networks_have_a_table_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """What is too large to travel is measured where it is, once, and only its first gradient goes on."""
-    monkeypatch.setattr(wiring_update, "MOST_TRAVELLING", most)
+    monkeypatch.setattr(wiring_update, "MOST_SENT", most)
     source = cartpole()
     with Telemetry(run_dir=tmp_path, level="debug", offload=False) as telemetry:
         attach(telemetry, source)
