@@ -40,7 +40,6 @@ TRAINER = textwrap.dedent("""
     from recording import RecordingSink, seqs
     from waiting import wait_until
     from esper_telemetry.delivery import Deliveries
-    from esper_telemetry.delivery import Relay
 
     tmp_path = Path(sys.argv[1])
     journal = begun(tmp_path / "run")

@@ -37,7 +37,6 @@ SCRIPT = textwrap.dedent("""
     from journals import begun, end
     from recording import GatedSink
     from esper_telemetry.delivery import Deliveries
-    from esper_telemetry.delivery import Relay
 
     tmp_path = Path(sys.argv[1])
     journal = begun(tmp_path / "run", 3)
