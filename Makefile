@@ -66,7 +66,7 @@ bench: install  ## the figures of docs/benchmarks.md, as ratios measured side by
 	@$(BIN)/python benchmarks/trainer.py --lstm 64 --rounds 3
 	@$(BIN)/python benchmarks/trainer.py --lstm 256 --steps 50000 --rounds 3
 	@$(BIN)/python benchmarks/overhead.py
-	@$(BIN)/python benchmarks/relay.py
+	@$(BIN)/python benchmarks/delivery.py
 	@$(BIN)/python benchmarks/paced.py
 
 docs: install  ## write docs/metrics.md from the declarations in the code

@@ -38,7 +38,7 @@ from esper_telemetry.delivery.delivery import Delivery
 from esper_telemetry.delivery.live import Deliveries
 from esper_telemetry.journal.file import Journal, JournalReader
 from esper_telemetry.journal.lines import encode_end, encode_record, encode_run
-from esper_telemetry.sinks.protocol import Shown, Sink, StoredMetrics
+from esper_telemetry.sinks.protocol import Shown, Sink, StoredMetrics, SupportsAlarms, SupportsRecall, runs_in_process
 
 BATCH = 200
 
@@ -68,7 +68,7 @@ def alarm(update: int, event: AlarmEvent) -> Alarm:
 
 
 def batches(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
-    """As the relay hands them over."""
+    """Split records as delivery does."""
     for start in range(0, len(records), BATCH):
         yield tuple(records[start : start + BATCH])
 
@@ -87,7 +87,7 @@ def journalled(run: RunInfo, records: Iterable[Record], *, status: RunStatus | N
 
 
 def delivered(sink: Sink, run: RunInfo, records: Sequence[Record], status: RunStatus = RunStatus.FINISHED) -> None:
-    """Opens, writes and closes a sink as the relay does when all is well."""
+    """Opens, writes and closes a sink as delivery does when nothing fails."""
     sink.open(run)
     for batch in batches(records):
         sink.write(batch)
@@ -179,7 +179,7 @@ def _protocol(factory: Factory, _: Path) -> None:
         inspect.signature(getattr(sink, method)).bind(object())
     assert isinstance(getattr(sink, "name", ""), str), "its name is no text"
     assert getattr(sink, "name", "") == getattr(factory(), "name", ""), "its name changes from one to the next"
-    if not getattr(sink, "in_process", True):
+    if not runs_in_process(sink):
         pickle.loads(pickle.dumps(sink))
 
 
@@ -254,12 +254,13 @@ def _alarms(factory: Factory, directory: Path) -> None:
     """Where it takes alarms, it takes all that becomes of one, and those of before."""
     sink, run = factory(), run_in(directory)
     directory.mkdir()
-    tell: Callable[[Any], object] = getattr(sink, "alarm", lambda _: None)
     sink.open(run)
-    getattr(sink, "recall", lambda _: None)((alarm(1, AlarmEvent.RAISE),))
+    if isinstance(sink, SupportsRecall):
+        sink.recall((alarm(1, AlarmEvent.RAISE),))
     for update, event in enumerate(AlarmEvent, start=2):
         sink.write((record(update),))
-        tell(alarm(update, event))
+        if isinstance(sink, SupportsAlarms):
+            sink.alarm(alarm(update, event))
     sink.close(RunStatus.FAILED)
 
 
@@ -294,10 +295,10 @@ def _hangs(factory: Factory, directory: Path) -> None:
         if method == "write":
             go.wait(HANG_SECONDS)
 
-    relay = Deliveries(journal, [Around(factory(), hang)])
+    deliveries = Deliveries(journal, [Around(factory(), hang)])
     journal.write(encode_end(RunStatus.FINISHED, seq=9))
     begun = time.monotonic()
-    relay.close(CLOSE_SECONDS)
+    deliveries.close(CLOSE_SECONDS)
     took = time.monotonic() - begun
     go.set()
     for thread in set(threading.enumerate()) - others:  # they write into the directory, which will be gone
@@ -333,18 +334,18 @@ def _closes_twice(factory: Factory, directory: Path) -> None:
 
 def _sigterm(factory: Factory, directory: Path) -> None:
     """SIGTERM to the process that feeds it, in the middle of writing, changes nothing."""
-    if getattr(factory(), "in_process", True):
+    if runs_in_process(factory()):
         return
     journal, records = Journal.create(directory), [record(update) for update in range(1, 201)]
     journal.write(encode_run(run_in(directory)))
-    relay = Deliveries(journal, [factory()])
+    deliveries = Deliveries(journal, [factory()])
     for entry in records:
         journal.write(encode_record(entry))
-    _until(lambda: next(iter(relay.stats().sinks.values())).records > 0)
-    if relay.child_pid is not None:
-        os.kill(relay.child_pid, signal.SIGTERM)
+    _until(lambda: next(iter(deliveries.stats().sinks.values())).records > 0)
+    if deliveries.child_pid is not None:
+        os.kill(deliveries.child_pid, signal.SIGTERM)
     journal.write(encode_end(RunStatus.FINISHED, seq=10**6))
-    report = relay.close(120.0)
+    report = deliveries.close(120.0)
     journal.close()
     assert report.complete, f"not everything was delivered: {report}"
     expect_equal(directory, factory())

@@ -218,7 +218,7 @@ def write_statuses(run_dir: Path, statuses: Iterable[SinkStatus]) -> None:
 
 
 def write_reports(run_dir: Path, reports: Iterable[SinkReport], *, under_way: bool) -> None:
-    """Write the results of deliveries, and whether the process that feeds these sinks goes on."""
+    """Write the results of deliveries, and whether the process that feeds these sinks goes on with those that are not done."""
     _update(
         run_dir,
         {
@@ -226,7 +226,7 @@ def write_reports(run_dir: Path, reports: Iterable[SinkReport], *, under_way: bo
                 **_entry(report, report.sent),
                 "pending": report.pending,
                 "command": report.command,
-                "under_way": under_way,
+                "under_way": under_way and report.state not in SETTLED,
             }
             for report in reports
         },

@@ -1,4 +1,7 @@
-"""Sinks by name: `tensorboard:runs/a`, `wandb:project?mode=offline`, or any entry point `name:rest`."""
+"""Sinks by URI: `tensorboard:runs/a`, `wandb:project?mode=offline`, or any entry point `name:rest` of `esper_telemetry.sinks`.
+
+A sink class parses what follows its name in `from_uri(rest, options)`, so everything about a sink stands in its own module.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from esper_telemetry.core.suggestion import did_you_mean
 from esper_telemetry.sinks.protocol import FunctionSink, Sink, logger
 
 SinkLike: TypeAlias = Sink | Callable[[Record], object] | str
-"""What `as_sink` takes."""
+"""Argument of `as_sink`."""
 
 SinkFactory: TypeAlias = Callable[[str, Mapping[str, str]], Sink]
 NAME = re.compile("[a-z0-9_-]+")
@@ -28,18 +31,17 @@ BUNDLED = {
     "mlflow": "esper_telemetry.sinks.mlflow.sink:MLflowSink",
     "prometheus": "esper_telemetry.sinks.prometheus:PrometheusSink",
 }
-"""The sinks of this package, for a checkout that is not installed and so has no entry points."""
-
+"""The sinks of this package; a checkout that is not installed has no entry points."""
 
 _registered: dict[str, SinkFactory] = {}
 
 
 def register_sink(name: str, factory: SinkFactory) -> None:
-    """Makes `name[:rest][?option=value&...]` a sink URI in this process; packages use an entry point instead.
+    """Make `name[:rest][?option=value&...]` a sink URI in this process; packages use an entry point instead.
 
     Args:
-        name: in front of the colon; one that is known already is replaced, with a warning.
-        factory: gets the rest and the options, and makes the sink; raises ValueError where they make no sense.
+        name: in front of the colon; one that exists is replaced, with a warning.
+        factory: makes the sink from the rest and the options; raises ValueError where they are invalid.
 
     Raises ValueError for a name that no URI can have, TypeError for a factory that cannot be called.
     """
@@ -53,7 +55,7 @@ def register_sink(name: str, factory: SinkFactory) -> None:
 
 
 def as_sink(thing: object) -> Sink:
-    """The thing as a sink: a sink itself, a callable that takes a record, or a sink URI.
+    """Return a sink for a sink itself, a callable that takes a record, or a sink URI.
 
     Raises:
         TypeError: for anything else, and for a class where an instance is meant.
@@ -72,7 +74,7 @@ def as_sink(thing: object) -> Sink:
 
 
 def as_sinks(things: SinkLike | Iterable[SinkLike] | None) -> list[Sink]:
-    """The sinks of a list, or the one that is meant; none for None.
+    """Return the sinks of a list, or of one sink without a list; none for None.
 
     Raises:
         TypeError, ValueError, ModuleNotFoundError: as `as_sink`, for any of them.
@@ -85,7 +87,7 @@ def as_sinks(things: SinkLike | Iterable[SinkLike] | None) -> list[Sink]:
 
 
 def sink_from_uri(uri: str) -> Sink:
-    """The sink that `name[:rest][?option=value&...]` describes; nothing is opened or created.
+    """Return the sink that `name[:rest][?option=value&...]` describes; nothing is opened or created.
 
     Raises:
         ValueError: for an unknown name or option, with the known ones.
@@ -100,25 +102,21 @@ def sink_from_uri(uri: str) -> Sink:
         raise ValueError(f"option {twice!r} stands more than once in sink {masked(uri)}")
     if name in _registered:
         return as_sink(_registered[name](rest, options))
-    return _made(name, _found(name), rest, options)
+    sinks = known_sinks()
+    if name not in sinks:
+        names = sorted({*sinks, *_registered})
+        raise ValueError(f"unknown sink {name!r}; known sinks are {', '.join(names)}{did_you_mean(name, names)}")
+    return _from_target(name, sinks[name].load(), rest, options)
 
 
 def known_sinks() -> dict[str, EntryPoint]:
-    """Every sink that a URI can name; an installed entry point goes before a bundled one of that name."""
+    """Return every sink that a URI can name; an installed entry point goes before a bundled one of that name."""
     bundled = {name: EntryPoint(name, target, GROUP) for name, target in BUNDLED.items()}
     return bundled | {entry.name: entry for entry in entry_points(group=GROUP)}
 
 
-def _found(name: str) -> Any:
-    known = known_sinks()
-    if name not in known:
-        names = sorted({*known, *_registered})
-        raise ValueError(f"unknown sink {name!r}; known sinks are {', '.join(names)}{did_you_mean(name, names)}")
-    return known[name].load()
-
-
-def _made(name: str, target: Any, rest: str, options: Mapping[str, str]) -> Sink:
-    """A sink from what the entry point holds: a class with `from_uri`, any other sink class, or a function."""
+def _from_target(name: str, target: Any, rest: str, options: Mapping[str, str]) -> Sink:
+    """Return a sink for what an entry point names: a class with `from_uri`, any other sink class, or a function."""
     if hasattr(target, "from_uri"):
         return cast(Sink, target.from_uri(rest, options))
     if options:

@@ -1,9 +1,7 @@
-"""Small journals, and patience."""
+"""Small journals to deliver."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from esper_telemetry.core.record import Axes, MetricInfo, Record, RunInfo, RunStatus
@@ -41,11 +39,3 @@ def add(journal: Journal | MemoryJournal, seqs: range) -> None:
 
 def end(journal: Journal | MemoryJournal) -> None:
     journal.write(encode_end(RunStatus.FINISHED, seq=journal.records + 1))
-
-
-def eventually(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Waits until the condition holds; fails the test if it does not in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)

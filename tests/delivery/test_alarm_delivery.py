@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from journals import add, begun, end, eventually, info, record
+from journals import add, begun, end, info, record
+from waiting import wait_until
 
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunStatus
 from esper_telemetry.delivery import Cursors, Delivery, SinkState, replay
@@ -180,7 +181,7 @@ def test_a_live_sink_hears_of_an_alarm_while_the_run_goes_on(tmp_path: Path) -> 
     journal = begun(tmp_path)
     deliveries = Deliveries(journal, [sink])
     go_on(journal, range(1, 3), [2])
-    eventually(lambda: sink.alarms)
+    wait_until(lambda: sink.alarms, "the alarm in the sink")
     end(journal)
     deliveries.close()
 

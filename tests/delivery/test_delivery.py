@@ -5,12 +5,12 @@ import logging
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
-from journals import add, begun, ended, eventually, record
+from journals import add, begun, ended, record
 from recording import ExitingSink, FlakySink, HopelessSink, RecordingSink, calls, seqs, statuses
+from waiting import wait_until
 
 from esper_telemetry.core.record import MetricInfo, RunStatus
 from esper_telemetry.delivery import Cursor, Cursors, Delivery, SinkState
@@ -54,11 +54,10 @@ def test_beside_a_trainer_it_rests_between_batches_until_the_run_ends(
     delivery = Delivery(sink, journal.reader(), cursors=Cursors(tmp_path / "run"), in_child=True)
     thread = threading.Thread(target=delivery.run, daemon=True)
     thread.start()
-    eventually(lambda: delivery.status.records == 1)
+    wait_until(lambda: delivery.status.records == 1, "the first record")
 
     for seq in (2, 3):
         add(journal, range(seq, seq + 1))
-        time.sleep(0.05)
     delivery.finish(RunStatus.KILLED)
     thread.join(20.0)
     gc.unfreeze()
@@ -167,7 +166,7 @@ def test_a_journal_without_end_is_closed_with_the_status_it_is_finished_with(tmp
     delivery = delivery_of(tmp_path / "run", sink)
     thread = threading.Thread(target=delivery.run)
     thread.start()
-    eventually(lambda: seqs(sink.file) == [1, 2])
+    wait_until(lambda: seqs(sink.file) == [1, 2], "two records in the sink")
 
     delivery.finish(RunStatus.INTERRUPTED)
     thread.join()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from journals import ended
 from esper_telemetry.cli.main import run as run_command
 from esper_telemetry.delivery import replay
 from esper_telemetry.delivery.cursors import Cursor, Cursors
+from esper_telemetry.delivery.status import read_status, write_uris
 from esper_telemetry.sinks import register_sink
 from esper_telemetry.sinks import registry as uri
 from esper_telemetry.testing import MemorySink
@@ -50,6 +53,34 @@ def test_doctor_prepares_the_clients_of_all_backends(tmp_path: Path) -> None:
     run_command(["doctor", str(run_dir)])
 
     assert calls == ["prepare_child"]
+
+
+class UnreadableSink(NotedSink):
+    """Its server does not answer."""
+
+    def stored(self, run: Any) -> Any:
+        raise ConnectionError("no server")
+
+
+def test_doctor_fails_where_a_backend_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    register_sink("unreadable", lambda rest, options: UnreadableSink(name="unreadable"))
+    run_dir = ended(tmp_path / "run", 2)
+    Cursors(run_dir).save("unreadable", Cursor())
+
+    assert run_command(["doctor", str(run_dir)]) == 1
+    assert "unreadable: cannot be read: ConnectionError: no server" in capsys.readouterr().out
+
+
+def test_doctor_notes_that_nothing_is_under_way_after_a_kill(tmp_path: Path) -> None:
+    """As a sink process that was killed leaves `status.json`, a minute ago."""
+    run_dir = ended(tmp_path / "run", 2)
+    write_uris(run_dir, {"noted": "noted"})
+    long_ago = time.time() - 60.0
+    os.utime(run_dir / "journal.jsonl", (long_ago, long_ago))
+
+    run_command(["doctor", str(run_dir)])
+
+    assert read_status(run_dir)["noted"]["under_way"] is False
 
 
 def test_replay_in_the_users_process_changes_nothing_of_theirs(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from journals import begun, end, eventually
+from journals import begun, end
 from recording import RecordingSink, seqs
+from waiting import wait_until
 
 from esper_telemetry.core.supervisor import PauseDetector
 from esper_telemetry.delivery import process as process_module
@@ -61,13 +62,13 @@ def test_a_client_that_was_stopped_with_its_process_is_not_killed_for_it(
     monkeypatch.setattr(process_module, "MAX_CALL_SECONDS", 4.0)
     journal, sink = begun(tmp_path / "run", 2), RecordingSink(tmp_path / "a", delay=8.0)
     deliveries = Deliveries(journal, [sink])
-    eventually(sink.file.exists)
+    wait_until(sink.file.exists, "the sink to be opened")
     child = deliveries.child_pid
     assert child is not None
     os.kill(child, signal.SIGSTOP)
     time.sleep(6.0)
     os.kill(child, signal.SIGCONT)
-    eventually(lambda: seqs(sink.file) == [1, 2])
+    wait_until(lambda: seqs(sink.file) == [1, 2], "two records in the sink")
 
     assert deliveries.child_pid == child
     end(journal)

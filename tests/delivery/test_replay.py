@@ -6,8 +6,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from journals import add, begun, end, ended, eventually
+from journals import add, begun, end, ended
 from recording import FlakySink, HangingSink, RecordingSink, calls, seqs, statuses
+from waiting import wait_until
 
 from esper_telemetry.delivery import SinkState, replay
 from esper_telemetry.delivery import delivery as delivery_module
@@ -29,7 +30,7 @@ def test_a_replay_into_a_new_sink_sends_everything(tmp_path: Path) -> None:
 def test_a_replay_after_a_deadline_sends_only_the_rest(tmp_path: Path) -> None:
     journal, good = begun(tmp_path / "run", 5), RecordingSink(tmp_path / "good", "good")
     deliveries = Deliveries(journal, [HangingSink(tmp_path / "hanging", "hanging"), good])
-    eventually(lambda: seqs(good.file))
+    wait_until(lambda: seqs(good.file), "records in the good sink")
     end(journal)
     child = deliveries.child_pid
     deliveries.close(1.0)
@@ -62,7 +63,7 @@ def test_following_waits_for_the_end(tmp_path: Path) -> None:
     journal, sink = begun(tmp_path / "run", 2), RecordingSink(tmp_path / "a")
     thread = threading.Thread(target=replay, args=(tmp_path / "run", sink), kwargs={"follow": True})
     thread.start()
-    eventually(lambda: seqs(sink.file) == [1, 2])
+    wait_until(lambda: seqs(sink.file) == [1, 2], "two records in the sink")
     add(journal, range(3, 5))
     end(journal)
     thread.join(20)

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from journals import add, begun, end, eventually
+from journals import add, begun, end
 from recording import GatedSink, LocalSink, RecordingSink, calls, gate, seqs, statuses
+from waiting import wait_until
 
 from esper_telemetry import Telemetry
 from esper_telemetry.cli.main import run as run_command
@@ -35,7 +36,6 @@ SCRIPT = textwrap.dedent("""
     from pathlib import Path
     from journals import begun, end
     from recording import GatedSink
-    from esper_telemetry.delivery import Relay
     from esper_telemetry.delivery import Deliveries
 
     tmp_path = Path(sys.argv[1])
@@ -50,7 +50,7 @@ def left(tmp_path: Path) -> Iterator[Path]:
     """The directory of a run that has ended while its backend was still opening; the process that goes on is waited for."""
     journal = begun(tmp_path / "run", 3)
     deliveries = Deliveries(journal, [GatedSink(tmp_path / "slow", "slow"), RecordingSink(tmp_path / "good", "good")])
-    eventually(lambda: seqs(tmp_path / "good"))
+    wait_until(lambda: seqs(tmp_path / "good"), "records in the good sink")
     end(journal)
     report = deliveries.close(0.5)
     journal.close()
@@ -65,7 +65,7 @@ def left(tmp_path: Path) -> Iterator[Path]:
 
 def open_gate(tmp_path: Path) -> None:
     gate(tmp_path / "slow").touch()
-    eventually(lambda: not is_held(tmp_path / "run", Role.SINKS))
+    wait_until(lambda: not is_held(tmp_path / "run", Role.SINKS), "the end of the sink process")
 
 
 def script(tmp_path: Path, last_lines: str) -> subprocess.Popen[str]:
@@ -107,7 +107,10 @@ def test_a_forked_worker_keeps_nothing_from_going_on(tmp_path: Path) -> None:
     assert process.stdout is not None
     process.stdout.readline()
     try:
-        eventually(lambda: read_status(tmp_path / "run")["slow"].get("pending") == 3)  # an orphan has noted that
+        wait_until(
+            lambda: read_status(tmp_path / "run")["slow"].get("pending") == 3,
+            "the sink process to note that it goes on alone",
+        )  # an orphan has noted that
         open_gate(tmp_path)
     finally:
         os.killpg(os.getpgid(process.pid), 0)
@@ -247,7 +250,7 @@ def test_a_replay_waits_for_the_process_that_goes_on(
     thread = threading.Thread(target=lambda: reports.append(replay(left, sink)))
     with caplog.at_level(logging.WARNING):
         thread.start()
-        eventually(lambda: "waiting for the background process that delivers" in caplog.text)
+        wait_until(lambda: "waiting for the background process that delivers" in caplog.text, "the replay to wait")
         assert replay(left, RecordingSink(tmp_path / "another", "another")).complete, "nobody else delivers to that one"
         assert not reports
         open_gate(tmp_path)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import random
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from esper_telemetry import Axes, Record, RunInfo, RunStatus, doctor
 from esper_telemetry.delivery.live import Deliveries
@@ -28,8 +30,8 @@ def resident_mb(pid: int | str) -> float:
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")) / 1024
 
 
-def slowest(deliveries: Deliveries) -> int:
-    return min(status.records for status in deliveries.stats().sinks.values())
+def reached(deliveries: Deliveries, records: int) -> bool:
+    return min(status.records for status in deliveries.stats().sinks.values()) >= records
 
 
 @pytest.mark.slow
@@ -49,8 +51,8 @@ def test_twenty_thousand_records_leave_memory_flat_and_nothing_behind(
         axes = Axes(update, update * 128, update * 16, 1.7e9 + update / 8)
         journal.write(encode_record(Record(update, axes, values)))
         if update % max(1, RECORDS // 20) == 0:
-            while slowest(deliveries) < update - RECORDS // 20:  # so that all clients are there when it is measured
-                time.sleep(0.1)
+            behind = update - RECORDS // 20  # so that all clients are there when it is measured
+            wait_until(partial(reached, deliveries, behind), "the slowest sink", 3600.0)
             if deliveries.child_pid is not None:
                 sizes = (resident_mb("self"), resident_mb(deliveries.child_pid))
                 print(

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from journals import add, begun, end, eventually, info
+from journals import add, begun, end, info
 from recording import HangingSink, HopelessSink, LocalSink, NoisySink, RecordingSink, calls, seqs, statuses
+from waiting import wait_until
 
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.delivery import SinkState
@@ -44,14 +44,12 @@ def test_sinks_in_the_child_and_in_threads_get_everything_once_and_in_order(tmp_
     assert calls(remote.file)[0]["pid"] == calls(slow.file)[0]["pid"]
 
 
-def test_closing_again_gives_the_same_report_at_once(tmp_path: Path, journal: Journal) -> None:
+def test_closing_again_gives_the_same_report(tmp_path: Path, journal: Journal) -> None:
     deliveries = Deliveries(journal, [RecordingSink(tmp_path / "a")])
     end(journal)
     report = deliveries.close(20)
-    start = time.monotonic()
 
     assert deliveries.close(20) is report
-    assert time.monotonic() - start < 0.01
     assert deliveries.child_pid is None
 
 
@@ -104,7 +102,7 @@ def test_stats_tell_how_far_the_slowest_sink_is_behind(tmp_path: Path, journal: 
     add(journal, range(1, 51))
     assert deliveries.stats().queue_depth == 50
 
-    eventually(lambda: deliveries.stats().queue_depth == 0)
+    wait_until(lambda: deliveries.stats().queue_depth == 0, "all records in both sinks")
 
     assert deliveries.stats().sinks["slow"].records == 50
     deliveries.close(20)
@@ -166,7 +164,7 @@ def test_each_sink_is_told_how_far_it_is_behind(tmp_path: Path, journal: Journal
         journal, [LocalSink(tmp_path / "fast", "Fast!"), HangingSink(tmp_path / "a", "wandb:stuck")]
     )
     add(journal, range(1, 4))
-    eventually(lambda: deliveries.stats().sinks["Fast!"].records == 3)
+    wait_until(lambda: deliveries.stats().sinks["Fast!"].records == 3, "the records in the fast sink")
 
     fast, stuck = deliveries.stats().lags
 
@@ -174,5 +172,5 @@ def test_each_sink_is_told_how_far_it_is_behind(tmp_path: Path, journal: Journal
     assert (stuck.sink, stuck.records, stuck.errors) == ("wandb_stuck", 3, 0)
     assert 0 <= stuck.seconds < 60
     add(journal, range(4, 5))
-    eventually(lambda: deliveries.stats().sinks["Fast!"].records == 4)
+    wait_until(lambda: deliveries.stats().sinks["Fast!"].records == 4, "the records in the fast sink")
     deliveries.close(0.5)

@@ -1,6 +1,6 @@
 """What a record costs the thread that makes it, beside one `wandb.log` of the same numbers; the process beside it; bytes on disk.
 
-python benchmarks/relay.py [--records 2000] [--keys 100] [--per-second 40]
+python benchmarks/delivery.py [--records 2000] [--keys 100] [--per-second 40]
 
 All write the same dict in turn, so that whatever else the machine does falls on all alike, and each finds the processor's caches full of
 something else, as behind an update of a trainer:
@@ -59,13 +59,13 @@ def measure(directory: Path, options: argparse.Namespace) -> None:
     run_dir = directory / "run"
     journal = Journal.create(run_dir)
     journal.write(encode_run(RunInfo("bench", "bench", run_dir, time.time())))
-    relay = Deliveries(journal, [as_sink(sink) for sink in SINKS])
+    deliveries = Deliveries(journal, [as_sink(sink) for sink in SINKS])
     telemetry = Telemetry(SINKS, run_dir=directory / "loop")
     warm_up = int(WARM_UP_SECONDS * options.per_second)
     rows = numbers(options.records + warm_up, options.keys)
 
     def journalled(update: int) -> None:
-        relay.stats()
+        deliveries.stats()
         journal.write(encode_record(Record(update, Axes(update, update * 128, update, time.time()), rows[update - 1])))
 
     def looped(update: int) -> None:
@@ -79,10 +79,10 @@ def measure(directory: Path, options: argparse.Namespace) -> None:
     }
     times = in_turn(contenders, len(rows), 1.0 / options.per_second)
     times = {name: taken[warm_up:] for name, taken in times.items()} | {"at first": times["log, flush"][:FIRST]}
-    child = relay.child_pid
+    child = deliveries.child_pid
     took = cost_of(child) if child is not None else {}
     journal.write(encode_end(RunStatus.FINISHED, seq=10**9))
-    report = relay.close(600.0)
+    report = deliveries.close(600.0)
     telemetry.close()
     theirs.finish()
     show(times, took, report.complete, run_dir, len(rows) * options.keys)
