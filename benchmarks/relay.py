@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from esper_telemetry import Axes, Record, RunInfo, RunStatus, Telemetry
-from esper_telemetry.delivery import Relay
+from esper_telemetry.delivery.live import Deliveries
 from esper_telemetry.journal import Journal, encode_end, encode_record, encode_run
 from esper_telemetry.sinks import as_sink
 
@@ -59,7 +59,7 @@ def measure(directory: Path, options: argparse.Namespace) -> None:
     run_dir = directory / "run"
     journal = Journal.create(run_dir)
     journal.write(encode_run(RunInfo("bench", "bench", run_dir, time.time())))
-    relay = Relay(journal, [as_sink(sink) for sink in SINKS])
+    relay = Deliveries(journal, [as_sink(sink) for sink in SINKS])
     telemetry = Telemetry(SINKS, run_dir=directory / "loop")
     warm_up = int(WARM_UP_SECONDS * options.per_second)
     rows = numbers(options.records + warm_up, options.keys)

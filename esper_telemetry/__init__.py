@@ -21,7 +21,7 @@ Names are imported when they are first used, so that a sink's process needs no t
 from typing import TYPE_CHECKING
 
 from esper_telemetry.core import moved_modules
-from esper_telemetry.core.lazy import lazy_names
+from esper_telemetry.core.lazy import lazy_names as lazy_names
 
 if TYPE_CHECKING:
     from esper_telemetry.adapters.attach import attach as attach
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from esper_telemetry.core.reduction import Moments as Moments
     from esper_telemetry.core.reduction import Sum as Sum
     from esper_telemetry.delivery.catch_up import replay as replay
-    from esper_telemetry.delivery.doctor import doctor as doctor
+    from esper_telemetry.delivery.health import doctor as doctor
     from esper_telemetry.events import Hooks as Hooks
     from esper_telemetry.journal.read import read_run as read_run
     from esper_telemetry.metrics.advantages import advantage_stats as advantage_stats
@@ -80,7 +80,7 @@ __all__, __getattr__, __dir__ = lazy_names(
         "esper_telemetry.core.record": ("Alarm", "Axes", "Level", "Record", "RunInfo", "RunStatus"),
         "esper_telemetry.core.reduction": ("Counts", "Ess", "Last", "Max", "Mean", "Min", "Moments", "Sum"),
         "esper_telemetry.delivery.catch_up": ("replay",),
-        "esper_telemetry.delivery.doctor": ("doctor",),
+        "esper_telemetry.delivery.health": ("doctor",),
         "esper_telemetry.events": ("Hooks",),
         "esper_telemetry.journal.read": ("read_run",),
         "esper_telemetry.metrics.advantages": ("advantage_stats",),

@@ -31,13 +31,13 @@ import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from esper_telemetry.core import processes as forks
 from esper_telemetry.core.arrays import IntegerLike, as_integer, as_number, as_settings, shown
 from esper_telemetry.core.clock import Clock
 from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.core.packing import NO_VALUES, Values
 from esper_telemetry.core.record import Axes, Level, RunInfo, RunStatus
-from esper_telemetry.delivery.live import CLOSE_SECONDS
+from esper_telemetry.core.supervisor import fork_generation
+from esper_telemetry.delivery.live import MAX_CLOSE_SECONDS
 from esper_telemetry.delivery.status import CloseReport
 from esper_telemetry.pipeline.follower import Follower, recorder_for
 from esper_telemetry.pipeline.ranks import Note, Peers
@@ -157,7 +157,7 @@ class Telemetry:
         tags: str | Sequence[str] | None = (),
         notes: str | None = "",
         facts: Mapping[str, Any] | None = None,
-        close_timeout: float = CLOSE_SECONDS,
+        close_timeout: float = MAX_CLOSE_SECONDS,
         budget: float = BUDGET,
         detect: Detect = True,
         offload: bool = True,
@@ -176,7 +176,7 @@ class Telemetry:
         self.sampling = Sampling(self.level, as_number(budget, "budget"))
         self._lock = threading.RLock()
         self.clock = Clock()
-        self._generation = forks.generation()
+        self._generation = fork_generation()
         self._timeout = close_timeout
         self._config = as_settings(config, "config")
         self._facts = {**as_settings(facts, "facts"), **facts_of(detect)}
@@ -562,13 +562,13 @@ class Telemetry:
     @property
     def _active(self) -> bool:
         """Whether this object records: not at OFF, not after close, never in a forked copy of the process."""
-        return self._recorder is not None and not self._closed and forks.generation() == self._generation
+        return self._recorder is not None and not self._closed and fork_generation() == self._generation
 
     def _takes(self, call: str) -> bool:
         """Whether a call of the user's is recorded; the first one that comes after `close` is told."""
         if self._active:
             return True
-        if self._closed and forks.generation() == self._generation:
+        if self._closed and fork_generation() == self._generation:
             self._warn(CLOSED, call)
         return False
 

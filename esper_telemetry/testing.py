@@ -32,11 +32,10 @@ from esper_telemetry.core.record import (
     RunInfo,
     RunStatus,
 )
-from esper_telemetry.delivery.audit import audit
-from esper_telemetry.delivery.catch_up import replay
+from esper_telemetry.delivery.catch_up import audit, replay
 from esper_telemetry.delivery.cursors import Cursors
 from esper_telemetry.delivery.delivery import Delivery
-from esper_telemetry.delivery.live import Relay
+from esper_telemetry.delivery.live import Deliveries
 from esper_telemetry.journal.file import Journal, JournalReader
 from esper_telemetry.journal.lines import encode_end, encode_record, encode_run
 from esper_telemetry.sinks.protocol import Shown, Sink, StoredMetrics
@@ -295,7 +294,7 @@ def _hangs(factory: Factory, directory: Path) -> None:
         if method == "write":
             go.wait(HANG_SECONDS)
 
-    relay = Relay(journal, [Around(factory(), hang)])
+    relay = Deliveries(journal, [Around(factory(), hang)])
     journal.write(encode_end(RunStatus.FINISHED, seq=9))
     begun = time.monotonic()
     relay.close(CLOSE_SECONDS)
@@ -338,7 +337,7 @@ def _sigterm(factory: Factory, directory: Path) -> None:
         return
     journal, records = Journal.create(directory), [record(update) for update in range(1, 201)]
     journal.write(encode_run(run_in(directory)))
-    relay = Relay(journal, [factory()])
+    relay = Deliveries(journal, [factory()])
     for entry in records:
         journal.write(encode_record(entry))
     _until(lambda: next(iter(relay.stats().sinks.values())).records > 0)
@@ -397,7 +396,7 @@ def _deliver_around(sink: Sink, run: Any, before: Callable[[str, Any], None]) ->
     delivery = Delivery(Around(sink, before), reader, cursors=Cursors(run_dir), patience=50)
     delivery.finish(RunStatus.KILLED)
     while not delivery.over:
-        delivery.breaker.hurry()
+        delivery.breaker.retry_now()
         delivery.step()
     reader.close()
     return delivery

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from esper_telemetry.cli.mistakes import WrongUse, without_warnings, wrong_use
 from esper_telemetry.journal.file import compress as pack
 from esper_telemetry.journal.file import damage_sentence, journal_path
-from esper_telemetry.journal.lock import HELPERS, Role, is_held
+from esper_telemetry.journal.lock import HELPER_ROLES, Role, is_held
 from esper_telemetry.journal.read import damaged_lines
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def compress(options: Compress) -> int:
     for run_dir in options.run_dirs:
         with wrong_use():
             journal_path(run_dir)
-        if any(is_held(Path(run_dir), role) for role in (Role.TRAINER, *HELPERS)):
+        if any(is_held(Path(run_dir), role) for role in (Role.TRAINER, *HELPER_ROLES)):
             raise WrongUse(f"{run_dir} is still being trained, or delivered")
     for run_dir in options.run_dirs:
         with wrong_use(), without_warnings():

@@ -17,7 +17,7 @@ from esper_telemetry.cli.mistakes import WrongUse, without_warnings, wrong_use
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.journal.file import damage_sentence, journal_path
 from esper_telemetry.journal.lines import plain
-from esper_telemetry.journal.read import JournalContents, held, read_run
+from esper_telemetry.journal.read import JournalContents, read_contents, read_run
 from esper_telemetry.views.outcome import diagnosis_as_dict, print_diagnosis
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _runs_within(directory: Path) -> dict[str, JournalContents]:
     for path in directory.iterdir() if directory.is_dir() and not _is_run(directory) else ():
         if _is_run(path):
             with suppress(ValueError):  # a journal that does not say which run it is
-                runs[str(path)] = held(path)
+                runs[str(path)] = read_contents(path)
     return dict(sorted(runs.items(), key=lambda item: item[1].info.started))
 
 

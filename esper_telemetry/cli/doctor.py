@@ -12,11 +12,11 @@ from esper_telemetry.alarms.rules.endings import Failure, bad_ending
 from esper_telemetry.cli.mistakes import without_warnings, wrong_use
 from esper_telemetry.cli.replay import prepared_sink
 from esper_telemetry.delivery.cursors import Cursors
-from esper_telemetry.delivery.doctor import Health, SinkCheck, examined
-from esper_telemetry.delivery.doctor import doctor as examine
-from esper_telemetry.delivery.status import sink_name
+from esper_telemetry.delivery.health import RunHealth, SinkCheck, check_backend
+from esper_telemetry.delivery.health import doctor as examine
 from esper_telemetry.journal.file import damage_sentence, journal_path
 from esper_telemetry.sinks.console import is_live, make_console
+from esper_telemetry.sinks.protocol import sink_name
 
 if TYPE_CHECKING:
     from esper_telemetry.cli.main import Doctor
@@ -32,9 +32,11 @@ def doctor(options: Doctor) -> int:
         with _progress() as progress:
             health = examine(options.run_dir, progress=progress)
         directory = Path(options.run_dir).absolute()
-        named = {sink_name(sink): examined(directory, sink, name=sink_name(sink), ended=False) for sink in named_sinks}
+        named = {
+            sink_name(sink): check_backend(directory, sink, name=sink_name(sink), ended=False) for sink in named_sinks
+        }
     sinks = [*(sink for sink in health.sinks if sink.name not in named), *named.values()]
-    is_equal = health.well and all(sink.equal is not False for sink in sinks)
+    is_healthy = not health.lost and all(sink.healthy for sink in sinks)
     event = health.failure
     failures = [] if event is None or event.axes is None else [Failure(event.seq, event.axes, event.data)]
     ending = bad_ending(health.status, health.last_update, failures)
@@ -47,13 +49,13 @@ def doctor(options: Doctor) -> int:
             "closed_stale": health.closed_stale,
             "lost_lines": health.lost,
             "damaged_lines": list(health.damaged),
-            "equal": is_equal,
+            "equal": is_healthy,
             "sinks": [sink.as_dict() for sink in sinks],
         }
         print(json.dumps(values, indent=1))
     else:
         print(_page(options.run_dir, health, ending, sinks))
-    return 0 if is_equal else 1
+    return 0 if is_healthy else 1
 
 
 @contextmanager
@@ -67,7 +69,7 @@ def _progress() -> Iterator[Callable[[str], object]]:
         yield lambda name: status.update(f"comparing {name}")
 
 
-def _page(run_dir: str, health: Health, ending: str, sinks: list[SinkCheck]) -> str:
+def _page(run_dir: str, health: RunHealth, ending: str, sinks: list[SinkCheck]) -> str:
     if health.status is None:
         state = "goes on" if health.under_way else "has no end yet"
     else:

@@ -11,10 +11,9 @@ from esper_telemetry.cli.mistakes import wrong_use
 from esper_telemetry.core.record import Record
 from esper_telemetry.delivery.catch_up import replay as replay_into
 from esper_telemetry.delivery.cursors import Cursors
-from esper_telemetry.delivery.status import sink_name
-from esper_telemetry.journal.read import held
+from esper_telemetry.journal.read import read_contents
 from esper_telemetry.sinks.console import is_live, make_console
-from esper_telemetry.sinks.protocol import Sink
+from esper_telemetry.sinks.protocol import Sink, SupportsChildPreparation, sink_name
 from esper_telemetry.sinks.registry import as_sink
 
 if TYPE_CHECKING:
@@ -35,9 +34,8 @@ def replay(options: Replay) -> int:
 def prepared_sink(uri: str) -> Sink:
     """Return a sink whose client is set up for this process, as in the child process of a run: a command's process holds nothing else."""
     sink = as_sink(uri)
-    prepare = getattr(sink, "prepare_child", None)
-    if prepare is not None:
-        prepare()
+    if isinstance(sink, SupportsChildPreparation):
+        sink.prepare_child()
     return sink
 
 
@@ -77,6 +75,6 @@ def _progress(options: Replay, sink: Sink) -> Iterator[Callable[[int], object]]:
         total = None
         if not (bar.disable or options.follow or options.missing):
             sent = Cursors(Path(options.run_dir)).load(sink_name(sink)).records
-            total = max(0, held(options.run_dir).records - sent)
+            total = max(0, read_contents(options.run_dir).records - sent)
         task = bar.add_task(f"sending records to {sink_name(sink)}", total=total)
         yield lambda count: bar.advance(task, count)

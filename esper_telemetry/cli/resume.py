@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from esper_telemetry.cli.mistakes import WrongUse, wrong_use
 from esper_telemetry.core.redaction import MASKED, masked
-from esper_telemetry.journal.lock import HELPERS, Role, is_held
+from esper_telemetry.journal.lock import HELPER_ROLES, Role, is_held
 from esper_telemetry.journal.read import run_info
 from esper_telemetry.ppo.checkpoint import read
 from esper_telemetry.ppo.config import PPOConfig
@@ -144,7 +144,7 @@ def latest_checkpoint(run_dir: Path) -> Path:
 
 def print_wait_for_helpers(run_dir: str) -> None:
     """Print a line if helper processes of a killed trainer still work."""
-    if any(is_held(Path(run_dir), helper) for helper in HELPERS):
+    if any(is_held(Path(run_dir), helper) for helper in HELPER_ROLES):
         print("waiting until the backends have what was measured before the run stopped", flush=True)
 
 

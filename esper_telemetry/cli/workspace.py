@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from esper_telemetry.cli.mistakes import WrongUse, wrong_use
 from esper_telemetry.core.record import Axes, Record
-from esper_telemetry.delivery.cursors import Cursors, replaced
+from esper_telemetry.delivery.cursors import Cursors, replace_file
 from esper_telemetry.journal.read import Run, read_run
 from esper_telemetry.sinks.wandb.sink import WandbSink
 from esper_telemetry.sinks.wandb.workspace import (
@@ -47,7 +47,7 @@ def workspace(options: Workspace) -> int:
                 run.info, keys(run, sink), project=sink.project, entity=entity, name=options.name
             )
             path = Path(options.output or Path(options.run_dir) / FILE)
-            replaced(path, json.dumps(specification(dashboard), indent=1) + "\n")
+            replace_file(path, json.dumps(specification(dashboard), indent=1) + "\n")
         print(f"the workspace {options.name!r} of project {sink.project} is in {path}")
         if options.push:
             print(f"and at {push(dashboard)}")

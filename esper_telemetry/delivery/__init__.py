@@ -2,7 +2,7 @@
 
 A `Delivery` follows the journal with a cursor and feeds one sink: it opens the sink at the `run` line, writes records
 in batches, remembers in `cursors.json` what the sink has taken, and closes it with the status of the `end` line. What a
-sink raises is caught there and nowhere else. `Relay` runs the deliveries of a live run: sinks that may not share the
+sink raises is caught there and nowhere else. `Deliveries` runs the deliveries of a live run: sinks that may not share the
 trainer's interpreter in one child process, the others in a thread each. `replay` runs one delivery to its end.
 
 Order and loss: a sink gets records in the order of the journal. Delivery is at least once: what a process took in the
@@ -11,20 +11,20 @@ last second before it was killed, and could not note any more, is sent again.
 
 from typing import TYPE_CHECKING
 
-from esper_telemetry.core.lazy import lazy_names
+from esper_telemetry.core.lazy import lazy_names as lazy_names
 
 if TYPE_CHECKING:
     from esper_telemetry.delivery.catch_up import replay as replay
-    from esper_telemetry.delivery.child import ORPHAN_SECONDS as ORPHAN_SECONDS
+    from esper_telemetry.delivery.child import MAX_DETACHED_SECONDS as MAX_DETACHED_SECONDS
     from esper_telemetry.delivery.cursors import Cursor as Cursor
     from esper_telemetry.delivery.cursors import Cursors as Cursors
     from esper_telemetry.delivery.delivery import Delivery as Delivery
-    from esper_telemetry.delivery.doctor import Health as Health
-    from esper_telemetry.delivery.doctor import doctor as doctor
-    from esper_telemetry.delivery.live import CLOSE_SECONDS as CLOSE_SECONDS
-    from esper_telemetry.delivery.live import Relay as Relay
+    from esper_telemetry.delivery.health import RunHealth as RunHealth
+    from esper_telemetry.delivery.health import doctor as doctor
+    from esper_telemetry.delivery.live import MAX_CLOSE_SECONDS as MAX_CLOSE_SECONDS
+    from esper_telemetry.delivery.live import Deliveries as Deliveries
     from esper_telemetry.delivery.status import CloseReport as CloseReport
-    from esper_telemetry.delivery.status import RelayStats as RelayStats
+    from esper_telemetry.delivery.status import DeliveryStats as DeliveryStats
     from esper_telemetry.delivery.status import SinkReport as SinkReport
     from esper_telemetry.delivery.status import SinkState as SinkState
     from esper_telemetry.delivery.status import SinkStatus as SinkStatus
@@ -33,11 +33,11 @@ __all__, __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "esper_telemetry.delivery.catch_up": ("replay",),
-        "esper_telemetry.delivery.child": ("ORPHAN_SECONDS",),
+        "esper_telemetry.delivery.child": ("MAX_DETACHED_SECONDS",),
         "esper_telemetry.delivery.cursors": ("Cursor", "Cursors"),
         "esper_telemetry.delivery.delivery": ("Delivery",),
-        "esper_telemetry.delivery.doctor": ("Health", "doctor"),
-        "esper_telemetry.delivery.live": ("CLOSE_SECONDS", "Relay"),
-        "esper_telemetry.delivery.status": ("CloseReport", "RelayStats", "SinkReport", "SinkState", "SinkStatus"),
+        "esper_telemetry.delivery.health": ("RunHealth", "doctor"),
+        "esper_telemetry.delivery.live": ("MAX_CLOSE_SECONDS", "Deliveries"),
+        "esper_telemetry.delivery.status": ("CloseReport", "DeliveryStats", "SinkReport", "SinkState", "SinkStatus"),
     },
 )

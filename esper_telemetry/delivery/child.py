@@ -1,9 +1,7 @@
-"""The process that feeds the sinks, started by `SinkProcess` with the number of a pipe to report on.
+"""The sink process itself: one thread per delivery, and the main thread that listens to the trainer.
 
-From its parent it gets one line of settings on standard input, later perhaps one that says how the run ended, and one that
-leaves it to itself, as the end of the input does when the parent is gone. To its parent it sends the status of each
-delivery, as JSON lines. It outlives its parent: it writes the end line that a killed trainer could not, delivers what is
-left for minutes at most, and exits.
+Started by `SinkProcess`. It outlives its trainer: it writes the end line that a killed trainer could not, delivers what is left for
+`MAX_DETACHED_SECONDS`, and exits. A normal end is as safe as a killed trainer, because both leave this process to itself.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import logging
 import os
 import pickle
 import select
-import signal
 import sys
 import threading
 import time
@@ -25,98 +22,110 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from esper_telemetry.core.processes import collect_rarely, step_back
 from esper_telemetry.core.record import Record, RunInfo, RunStatus
 from esper_telemetry.core.redaction import masked
-from esper_telemetry.delivery.cursors import Cursors, records_after
+from esper_telemetry.core.supervisor import READ_BYTES, PauseDetector, become_helper_process
+from esper_telemetry.delivery.cursors import Cursors, count_records_after
 from esper_telemetry.delivery.delivery import Delivery
-from esper_telemetry.delivery.sender import Pauses
 from esper_telemetry.delivery.status import (
     SinkReport,
     SinkState,
     SinkStatus,
-    note_reports,
-    note_statuses,
     replay_command,
     sink_report,
+    write_reports,
+    write_statuses,
 )
 from esper_telemetry.journal.file import JournalReader, end_if_open, journal_path
 from esper_telemetry.journal.lock import Role, await_release
 from esper_telemetry.sinks.protocol import Sink
 
 TICK_SECONDS: Final = 0.2
-ORPHAN_SECONDS: Final = 300.0
-"""How long an orphan tries to deliver what is left before it leaves the rest to `replay`."""
-WRITER_SECONDS: Final = 30.0
-"""How long an orphan waits for a process that still appends to the journal."""
-EXIT_SECONDS: Final = 5.0
+MAX_DETACHED_SECONDS: Final = 300.0
+"""Time for which a process without a trainer delivers what is left, before it leaves the rest to `replay`."""
+MAX_WRITER_SECONDS: Final = 30.0
+"""Time for which it waits for the worker of a killed trainer, which still appends to the journal."""
+MAX_EXIT_SECONDS: Final = 5.0
 NICENESS: Final = 19
 """The trainer goes first where cores are scarce: backends can catch up later."""
-FRESH_PROCESS_EXIT: Final = 75
-"""Exit code that asks the parent for a fresh process; EX_TEMPFAIL of sysexits.h."""
+FRESH_PROCESS_EXIT_CODE: Final = 75
+"""Asks the trainer for a fresh process; EX_TEMPFAIL of sysexits.h."""
 HEARTBEAT_SECONDS: Final = 5.0
-STATUS_SECONDS: Final = 5.0
-"""How often `status.json` is written at most."""
+STATUS_FILE_SECONDS: Final = 5.0
+"""Shortest time between two writes of `status.json`."""
 
 
 def main() -> None:
-    """Delivers until every sink is closed or disabled."""
-    _leave_signals_to_the_parent()
-    step_back(NICENESS)
-    collect_rarely()
+    """Deliver until every sink is closed or disabled."""
+    become_helper_process(NICENESS)
     log = logging.StreamHandler()
-    log.setFormatter(_WithoutSecrets("%(asctime)s %(message)s"))
+    log.setFormatter(_MaskingFormatter("%(asctime)s %(message)s"))
     logging.basicConfig(handlers=[log])
     logging.getLogger("esper_telemetry").setLevel(logging.DEBUG)
-    status_fd = int(sys.argv[1])
-    parent = Parent(_private_stdin(), status_fd)
-    settings = parent.settings()
+    trainer = TrainerLink(_take_stdin(), int(sys.argv[1]))
+    settings = trainer.settings()
     sys.argv = settings["command"]  # backends note which program made the run
     run_dir = Path(settings["run_dir"])
-    failures = settings["failures"]
-    deliveries = [_delivery(run_dir, name, text, failures[name]) for name, text in settings["sinks"].items()]
-    sys.exit(serve(parent, deliveries, run_dir, settings["call_seconds"]))
+    deliveries = [
+        Delivery(
+            _unpickle_sink(text),
+            JournalReader(journal_path(run_dir)),
+            name=name,
+            cursors=Cursors(run_dir),
+            in_child=True,
+            failures=settings["failures"][name],
+        )
+        for name, text in settings["sinks"].items()
+    ]
+    sys.exit(serve(trainer, deliveries, run_dir, settings["call_seconds"]))
 
 
-class _WithoutSecrets(logging.Formatter):
-    """What clients raise holds addresses, and these may hold passwords."""
+class _MaskingFormatter(logging.Formatter):
+    """Masks passwords: what clients raise holds addresses."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The message and the traceback."""
         return masked(super().format(record))
 
 
-def serve(parent: Parent, deliveries: Sequence[Delivery], run_dir: Path, call_seconds: float) -> int:
-    """Runs deliveries to their end while listening to the parent; the exit code.
+def serve(trainer: TrainerLink, deliveries: Sequence[Delivery], run_dir: Path, call_seconds: float) -> int:
+    """Run deliveries to their end while listening to the trainer; return the exit code.
 
-    A call that has not come back after `call_seconds` ends the process, so that the other sinks and a fresh client can go on.
+    A call that has not come back after `call_seconds` ends the process, because a thread cannot be killed: the other sinks save their
+    cursors, and go on with a fresh client in a fresh process.
     """
-    threads = _started(parent, deliveries)
-    orphaned_at: float | None = None
-    ended: RunStatus | None = None
-    status_file, pauses = _StatusFile(run_dir), Pauses()
+    threads = _start_threads(trainer, deliveries)
+    detached_at: float | None = None
+    end: RunStatus | None = None
+    status_file, pauses = _StatusFile(run_dir), PauseDetector()
     while not all(delivery.over for delivery in deliveries):
-        status = parent.listen(TICK_SECONDS)
-        if parent.gone and orphaned_at is None:
-            orphaned_at, status = time.monotonic(), _end_run(run_dir, status or ended or RunStatus.KILLED)
-            faulthandler.dump_traceback_later(
-                ORPHAN_SECONDS + 2 * EXIT_SECONDS, exit=True
-            )  # a client may stop all threads
+        status = trainer.listen(TICK_SECONDS)
+        if trainer.gone and detached_at is None:
+            detached_at, status = time.monotonic(), _end_run(run_dir, status or end or RunStatus.KILLED)
+            # a client that holds the interpreter lock stops all threads, this one too
+            faulthandler.dump_traceback_later(MAX_DETACHED_SECONDS + 2 * MAX_EXIT_SECONDS, exit=True)
         if status is not None:
-            ended = status
-            _finish(deliveries, ended)
-        _find_hanging(deliveries, call_seconds, pauses.last())
-        parent.report([delivery.status for delivery in deliveries])
-        status_file.note(deliveries, orphaned=parent.gone)
-        if _needs_fresh_process(deliveries) or (orphaned_at and time.monotonic() - orphaned_at > ORPHAN_SECONDS):
+            end = status
+            for delivery in deliveries:
+                delivery.finish(status)
+        pause = pauses.seconds()
+        for delivery in deliveries:
+            delivery.exclude_pause(pause)
+            if delivery.call_seconds > call_seconds:
+                delivery.give_up_call()
+        trainer.report([delivery.status for delivery in deliveries])
+        status_file.update(deliveries, detached=trainer.gone)
+        if _needs_fresh_process(deliveries) or (detached_at and time.monotonic() - detached_at > MAX_DETACHED_SECONDS):
             break
-    return _leave(parent, deliveries, threads, run_dir)
+    return _end(trainer, deliveries, threads, run_dir)
 
 
-def _started(parent: Parent, deliveries: Sequence[Delivery]) -> list[threading.Thread]:
-    """A thread for each delivery, once all clients are imported, one after the other; none where a fresh process must try again."""
+def _start_threads(trainer: TrainerLink, deliveries: Sequence[Delivery]) -> list[threading.Thread]:
+    """Import all clients, one after the other, then start a thread per delivery; none where a fresh process must try again.
+
+    Imports side by side have left NumPy and MLflow half initialised, for every further attempt in that process too.
+    """
     for delivery in deliveries:
-        parent.report([each.status for each in deliveries])
+        trainer.report([each.status for each in deliveries])
         delivery.import_client()
     if _needs_fresh_process(deliveries):
         return []
@@ -126,131 +135,182 @@ def _started(parent: Parent, deliveries: Sequence[Delivery]) -> list[threading.T
     return threads
 
 
-def _find_hanging(deliveries: Sequence[Delivery], call_seconds: float, paused: float) -> None:
-    for delivery in deliveries:
-        delivery.paused(paused)
-        if delivery.call_seconds > call_seconds:
-            delivery.hung()
+def _end_run(run_dir: Path, status: RunStatus) -> RunStatus:
+    """End the run of a trainer that is gone, after the last record that its worker still writes; return the status."""
+    await_release(run_dir, Role.WRITER, MAX_WRITER_SECONDS)
+    with suppress(OSError):  # a full disk: the sinks are closed without the line
+        end_if_open(run_dir, status)
+    return status
 
 
-class _StatusFile:
-    """Notes how deliveries stand when they fail or recover, and for an orphan how far they are."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-        self._noted: object = None
-        self._noted_at = 0.0
-        self._orphaned = False
-
-    def note(self, deliveries: Sequence[Delivery], *, orphaned: bool) -> None:
-        """Writes what has changed, at most every few seconds."""
-        statuses = [delivery.status for delivery in deliveries]
-        taken = sum(status.records for status in statuses) if orphaned else None
-        news = (taken, [(status.state, status.errors, status.quarantined) for status in statuses])
-        now = time.monotonic()
-        due = now - self._noted_at >= STATUS_SECONDS or (orphaned and not self._orphaned)
-        if news != self._noted and due:
-            self._noted, self._noted_at, self._orphaned = news, now, orphaned
-            if orphaned:
-                note_reports(self._run_dir, _reports(deliveries, self._run_dir), under_way=True)
-            else:
-                note_statuses(self._run_dir, statuses)
-
-
-def _reports(deliveries: Sequence[Delivery], run_dir: Path) -> list[SinkReport]:
-    return [
-        sink_report(
-            delivery.status,
-            pending=records_after(run_dir, delivery.cursor),
-            command=replay_command(run_dir, delivery.sink),
-        )
-        for delivery in deliveries
-    ]
-
-
-def _finish(deliveries: Sequence[Delivery], status: RunStatus) -> None:
-    for delivery in deliveries:
-        delivery.finish(status)
-
-
-def _leave(parent: Parent, deliveries: Sequence[Delivery], threads: Sequence[threading.Thread], run_dir: Path) -> int:
-    """Ends what is under way, so that the cursors are saved, and reports for the last time; the exit code."""
+def _end(
+    trainer: TrainerLink, deliveries: Sequence[Delivery], threads: Sequence[threading.Thread], run_dir: Path
+) -> int:
+    """Stop the deliveries, which saves their cursors, and report for the last time; return the exit code."""
     for delivery in deliveries:
         delivery.stop()
     for thread in threads:
-        thread.join(EXIT_SECONDS / len(threads))
-    parent.report([delivery.status for delivery in deliveries])
-    code = FRESH_PROCESS_EXIT if _needs_fresh_process(deliveries) else 0
-    if not code or parent.gone:  # else the next process goes on
-        note_reports(run_dir, _reports(deliveries, run_dir), under_way=False)
-    _exit_within(EXIT_SECONDS, code)
-    return code
-
-
-def _exit_within(seconds: float, code: int) -> None:
-    """Clients clean up when the interpreter exits; one that hangs there is cut off."""
-    timer = threading.Timer(seconds, os._exit, [code])
+        thread.join(MAX_EXIT_SECONDS / len(threads))
+    trainer.report([delivery.status for delivery in deliveries])
+    code = FRESH_PROCESS_EXIT_CODE if _needs_fresh_process(deliveries) else 0
+    if not code or trainer.gone:  # else the next process goes on
+        write_reports(run_dir, _reports(deliveries, run_dir), under_way=False)
+    timer = threading.Timer(MAX_EXIT_SECONDS, os._exit, [code])  # a client that hangs while the interpreter exits
     timer.daemon = True
     timer.start()
+    return code
 
 
 def _needs_fresh_process(deliveries: Sequence[Delivery]) -> bool:
     return any(delivery.status.state in (SinkState.DEAD_CLIENT, SinkState.HUNG) for delivery in deliveries)
 
 
-def _end_run(run_dir: Path, status: RunStatus) -> RunStatus:
-    """Ends the run of a trainer that is gone, after the last record that is still being written for it; the status."""
-    await_release(run_dir, Role.WRITER, WRITER_SECONDS)
-    with suppress(OSError):  # a full disk: the sinks are closed without the line
-        end_if_open(run_dir, status)
-    return status
+def _reports(deliveries: Sequence[Delivery], run_dir: Path) -> list[SinkReport]:
+    return [
+        sink_report(
+            delivery.status,
+            pending=count_records_after(run_dir, delivery.cursor),
+            command=replay_command(run_dir, delivery.sink),
+        )
+        for delivery in deliveries
+    ]
 
 
-def _leave_signals_to_the_parent() -> None:
-    """Ctrl-C and a scheduler's SIGTERM reach the whole job; the parent decides when the run ends.
+class _StatusFile:
+    """Writes `status.json` when a delivery fails or recovers, and without a trainer also when it gets on."""
 
-    SIGTERM gets a function, not SIG_IGN, which clients started from here would inherit.
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._written: object = None
+        self._written_at = 0.0
+        self._detached = False
+
+    def update(self, deliveries: Sequence[Delivery], *, detached: bool) -> None:
+        """Write what has changed, at most every `STATUS_FILE_SECONDS`."""
+        statuses = [delivery.status for delivery in deliveries]
+        records = sum(status.records for status in statuses) if detached else None
+        content = (records, [(status.state, status.errors, status.quarantined) for status in statuses])
+        now = time.monotonic()
+        due = now - self._written_at >= STATUS_FILE_SECONDS or (detached and not self._detached)
+        if content != self._written and due:
+            self._written, self._written_at, self._detached = content, now, detached
+            if detached:
+                write_reports(self._run_dir, _reports(deliveries, self._run_dir), under_way=True)
+            else:
+                write_statuses(self._run_dir, statuses)
+
+
+class TrainerLink:
+    """The trainer as this process hears it and reports to it, in JSON lines.
+
+    Args:
+        messages: descriptor that the trainer's lines come from.
+        reports: descriptor that takes ours.
+
+    Attributes:
+        gone: whether the trainer has died, or leaves this process to itself.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: None)
+
+    def __init__(self, messages: int, reports: int) -> None:
+        self.gone = False
+        self._parent_pid = os.getppid()
+        self._messages = messages
+        self._received = b""
+        self._reports = reports
+        self._reported: dict[str, SinkStatus] = {}
+        self._reported_at = time.monotonic()
+        os.set_inheritable(reports, False)
+        os.set_blocking(reports, False)
+
+    def settings(self) -> Mapping[str, Any]:
+        """Wait for the first line; exit where the trainer is gone before it came."""
+        while (line := self._next_line()) is None:
+            self._receive(TICK_SECONDS)
+            if self.gone:
+                sys.exit(0)
+        settings: Mapping[str, Any] = json.loads(line)
+        self._parent_pid = settings["parent"]
+        return settings
+
+    def listen(self, seconds: float) -> RunStatus | None:
+        """Return how the run ended, if the trainer sends that within the time."""
+        if self.gone:
+            time.sleep(seconds)
+            return None
+        self._receive(seconds)
+        line = self._next_line()
+        if line is None:
+            return None
+        message = json.loads(line)
+        self.gone = self.gone or "leave" in message
+        return RunStatus(message["end"]) if "end" in message else None
+
+    def report(self, statuses: Sequence[SinkStatus]) -> None:
+        """Send what has changed, or a sign of life; drop it where the trainer does not read, as the next report repeats it."""
+        for status in statuses:
+            if self._reported.get(status.name) != status and self._send(asdict(status)):
+                self._reported[status.name] = status
+        if time.monotonic() - self._reported_at >= HEARTBEAT_SECONDS:
+            self._send({"alive": True})
+
+    def _send(self, message: Mapping[str, Any]) -> bool:
+        with suppress(OSError):
+            os.write(self._reports, json.dumps(message).encode() + b"\n")
+            self._reported_at = time.monotonic()
+            return True
+        return False
+
+    def _receive(self, seconds: float) -> None:
+        """Read what comes within that time, and find out whether the trainer is gone.
+
+        The end of the input may never come, as forked processes hold it open too: so look whether this process has another parent.
+        """
+        poll = select.poll()
+        poll.register(self._messages, select.POLLIN)
+        if poll.poll(seconds * 1000):
+            data = os.read(self._messages, READ_BYTES)
+            self._received += data
+            self.gone = not data
+        self.gone = self.gone or os.getppid() != self._parent_pid
+
+    def _next_line(self) -> bytes | None:
+        line, newline, rest = self._received.partition(b"\n")
+        if not newline:
+            return None
+        self._received = rest
+        return line
 
 
-def _private_stdin() -> int:
-    """Standard input under another number: a client that prompts must read nothing."""
-    lifeline = os.dup(0)
+def _take_stdin() -> int:
+    """Return standard input under another number: a client that prompts must read nothing."""
+    messages = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    return lifeline
+    return messages
 
 
-def _delivery(run_dir: Path, name: str, pickled: str, failures: int) -> Delivery:
-    reader, cursors = JournalReader(journal_path(run_dir)), Cursors(run_dir)
-    return Delivery(_loaded(pickled), reader, name=name, cursors=cursors, in_child=True, failures=failures)
+def pickle_sink(sink: Sink) -> str:
+    """A sink as text that this process can load; raises what pickling raises."""
+    return base64.b64encode(pickle.dumps(sink)).decode()
 
 
-def _loaded(pickled: str) -> Sink:
+def _unpickle_sink(text: str) -> Sink:
     try:
-        sink: Sink = pickle.loads(base64.b64decode(pickled))
+        sink: Sink = pickle.loads(base64.b64decode(text))
     except (Exception, SystemExit) as error:  # whatever importing the sink's module raises: the other sinks go on
         return UnloadableSink(error)
     return sink
 
 
-def dumped(sink: Sink) -> str:
-    """A sink as text that this process can load."""
-    return base64.b64encode(pickle.dumps(sink)).decode()
-
-
 class UnloadableSink:
-    """Stands for a sink whose module cannot be imported here."""
+    """Stands for a sink whose module cannot be imported here: `import_client` raises what that raised, so it is never opened."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
     def import_client(self) -> None:
-        """Raises what importing the module raised."""
+        """Raise what importing the module raised."""
         raise self.error
 
     def open(self, run: RunInfo) -> None:
@@ -261,77 +321,3 @@ class UnloadableSink:
 
     def close(self, status: RunStatus) -> None:
         """Is not reached."""
-
-
-class Parent:
-    """The parent process as seen from here.
-
-    Attributes:
-        gone: whether it has died, or leaves this process to itself.
-    """
-
-    def __init__(self, lifeline: int, status_fd: int) -> None:
-        self.gone = False
-        self._parent_pid = os.getppid()
-        self._lifeline = lifeline
-        self._received = b""
-        self._status_fd = status_fd
-        self._told: dict[str, SinkStatus] = {}
-        self._told_at = time.monotonic()
-        os.set_inheritable(status_fd, False)
-        os.set_blocking(status_fd, False)
-
-    def settings(self) -> Mapping[str, Any]:
-        """Waits for the first line; exits where the parent is gone before it came."""
-        while (line := self._line()) is None:
-            self._receive(TICK_SECONDS)
-            if self.gone:
-                sys.exit(0)
-        settings: Mapping[str, Any] = json.loads(line)
-        self._parent_pid = settings["parent"]
-        return settings
-
-    def listen(self, seconds: float) -> RunStatus | None:
-        """How the run ended, if the parent says so within that time."""
-        if self.gone:
-            time.sleep(seconds)
-            return None
-        self._receive(seconds)
-        line = self._line()
-        if line is None:
-            return None
-        message = json.loads(line)
-        self.gone = self.gone or "leave" in message
-        return RunStatus(message["end"]) if "end" in message else None
-
-    def report(self, statuses: Sequence[SinkStatus]) -> None:
-        """Sends what has changed, or that all is well; drops it where the parent does not read, as the next report repeats it."""
-        for status in statuses:
-            if self._told.get(status.name) != status and self._tell(asdict(status)):
-                self._told[status.name] = status
-        if time.monotonic() - self._told_at >= HEARTBEAT_SECONDS:
-            self._tell({"alive": True})
-
-    def _tell(self, message: Mapping[str, Any]) -> bool:
-        with suppress(OSError):
-            os.write(self._status_fd, json.dumps(message).encode() + b"\n")
-            self._told_at = time.monotonic()
-            return True
-        return False
-
-    def _receive(self, seconds: float) -> None:
-        """An orphan may wait in vain for the end of its input, as forked workers hold it open too."""
-        poll = select.poll()
-        poll.register(self._lifeline, select.POLLIN)
-        if poll.poll(seconds * 1000):
-            data = os.read(self._lifeline, 1 << 16)
-            self._received += data
-            self.gone = not data
-        self.gone = self.gone or os.getppid() != self._parent_pid
-
-    def _line(self) -> bytes | None:
-        line, newline, rest = self._received.partition(b"\n")
-        if not newline:
-            return None
-        self._received = rest
-        return line

@@ -1,6 +1,10 @@
-"""One sink, one reader, one cursor.
+"""The delivery of one sink: it follows the journal with a cursor, live, catching up or replaying, in one code path.
 
-How far one delivery has come, and when that is noted.
+A `Delivery` opens the sink at the `run` line, writes records in batches, saves its cursor in `cursors.json`, and closes the sink with the
+status of the `end` line. What a sink raises is caught here and nowhere else.
+
+A sink gets records in the order of the journal, and each at least once: what it took in the last second before a process was killed,
+and the cursor does not have, is sent again.
 """
 
 from __future__ import annotations
@@ -16,95 +20,69 @@ from typing import Any, Final, Protocol
 
 from esper_telemetry.core.record import Alarm, Record, RunInfo, RunStatus
 from esper_telemetry.delivery.cursors import Cursor, Cursors
-from esper_telemetry.delivery.sender import Breaker, Calls, Sender
-from esper_telemetry.delivery.status import FINAL, SinkState, SinkStatus, one_line, sink_name
+from esper_telemetry.delivery.sender import CircuitBreaker, Sender, SinkCalls
+from esper_telemetry.delivery.status import FINAL, SinkState, SinkStatus, one_line
 from esper_telemetry.journal.lines import End, Entry, JournalEvent
-from esper_telemetry.sinks.protocol import DeadClientError, PermanentSinkError, Sink
+from esper_telemetry.sinks.protocol import (
+    DeadClientError,
+    PermanentSinkError,
+    Sink,
+    SupportsAlarms,
+    SupportsChildPreparation,
+    SupportsClientImport,
+    SupportsHeldUpdate,
+    SupportsRecall,
+    sink_name,
+)
 
-SAVE_SECONDS: Final = 1.0
-
-
-class DeliveryProgress:
-    """The cursor of a delivery, noted at most once a second.
-
-    Args:
-        name: of the sink.
-        cursors: where to note it; None nowhere.
-        cursor: where to begin; where it was noted last by default.
-    """
-
-    def __init__(self, name: str, cursors: Cursors | None, cursor: Cursor | None = None) -> None:
-        self._name = name
-        self._cursors = cursors
-        saved = Cursor() if cursors is None else cursors.load(name)
-        self.cursor = saved if cursor is None else cursor
-        self._saved = saved
-        self._saved_at = 0.0
-
-    def move(self, **changes: Any) -> None:
-        """Changes fields of the cursor."""
-        self.cursor = replace(self.cursor, **changes)
-
-    def save_when_due(self) -> None:
-        """Notes it if the last note is a second old."""
-        if self.cursor != self._saved and time.monotonic() - self._saved_at >= SAVE_SECONDS:
-            self.save()
-
-    def save(self) -> None:
-        """Notes it."""
-        if self._cursors is not None and self.cursor != self._saved:
-            self._cursors.save(self._name, self.cursor)
-            self._saved, self._saved_at = self.cursor, time.monotonic()
-
-
-BATCH_RECORDS: Final = 200
+MAX_BATCH_LINES: Final = 200
+MAX_SAVE_DELAY_SECONDS: Final = 1.0
+"""How old a saved cursor becomes at most: a killed process sends so much again."""
 POLL_SECONDS: Final = 0.1
 REST_SECONDS: Final = 1.0
-"""Between two batches in the relay's own process, where the sink keeps up: ten records one by one cost a backend more than ten at once."""
+"""Between two batches in the sink process, where the sink keeps up: ten records one by one cost a backend more than ten at once."""
 
 _logger = logging.getLogger("esper_telemetry")
 
 
 class SinkReader(Protocol):
-    """A side of a journal that gives its lines in order."""
+    """Gives the lines of a journal in order."""
 
     offset: int
 
     @property
     def run_dir(self) -> Path | None:
-        """The directory of the run; None for one without."""
+        """Directory of the run; None for a run without."""
 
     def read(self, limit: int | None = None) -> list[Entry]:
-        """The next lines, at most `limit`."""
+        """Return the next lines, at most `limit`."""
 
     def head(self) -> RunInfo | None:
-        """What lines before the offset say about the run."""
+        """The run as lines before the offset describe it; None where they do not."""
 
     def alarms(self, before: int | None = None) -> tuple[Alarm, ...]:
-        """The alarms in the lines before an offset, in all lines by default."""
+        """Return the alarms in the lines before an offset, in all lines by default."""
 
     def close(self) -> None:
-        """Reads no more."""
+        """Release the journal."""
 
 
 class Delivery:
-    """Feeds one sink from one reader, by `run` in a thread of its own.
+    """Feeds one sink from one reader: by `run` in a thread of its own, or by `step` in the caller's.
 
-    A sink that raises is called again, first with one record, after 0.5 s, then after twice as long, up to a minute
-    (`Breaker`). A batch that is refused is halved until the record is alone that the sink does not take while it takes
-    the next one: that record is quarantined and the rest goes on. `PermanentSinkError` ends the delivery. The first
-    error is logged.
+    A sink that raises is called again after a while (`CircuitBreaker`), a record that it refuses is set aside (`Sender`), and
+    `PermanentSinkError` ends the delivery. The first error is logged.
 
     Args:
-        sink: where the records go.
-        reader: where they come from; it is the delivery's own.
-        name: what the sink is called; its own name by default.
-        cursors: where to go on from, and to note progress at most once a second; None begins at the reader's position.
-        batch: at most so many records at a time.
-        patience: how many failures in a row end the delivery; None for any number.
-        in_child: whether the process is the relay's own, which the sink may prepare; it rests between batches.
+        sink: takes the records.
+        reader: gives them; it is the delivery's own.
+        name: of the sink in messages and `cursors.json`; its own name by default.
+        cursors: where to go on from, and to save progress; None begins at the reader's position.
+        batch: most lines that are read at a time.
+        patience: failures in a row that end the delivery; None for any number.
+        in_child: whether this is the sink process, which the sink may prepare; the delivery rests between batches there.
         failures: in a row so far, where another process has tried before.
-        wanted: which updates to send, of all; what a backend misses. None for what the cursor says.
+        wanted: says of an update whether to send it, where a backend lacks some; None to go by the cursor.
     """
 
     def __init__(
@@ -114,7 +92,7 @@ class Delivery:
         *,
         name: str | None = None,
         cursors: Cursors | None = None,
-        batch: int = BATCH_RECORDS,
+        batch: int = MAX_BATCH_LINES,
         patience: int | None = None,
         in_child: bool = False,
         failures: int = 0,
@@ -122,30 +100,33 @@ class Delivery:
     ) -> None:
         self.sink = sink
         self.name = name or sink_name(sink)
-        self.breaker = Breaker(failures)
+        self.breaker = CircuitBreaker(failures)
         self._reader = reader
-        self._batch_size = batch
+        self._cursors = cursors
+        self._batch_lines = batch
         self._patience = patience
-        self._must_prepare = self._paced = in_child
+        self._must_prepare = self._in_child = in_child
         self._wanted = wanted
         self._caught_up = False
         self._state = SinkState.OPENING
-        self._calls = Calls(self.name)
+        self._calls = SinkCalls(self.name)
         self._wake = threading.Event()
         self._stopped = False
-        self._fallback: RunStatus | None = None
+        self._fallback_end: RunStatus | None = None
         self._info: RunInfo | None = None
         self._opened = False
-        self._held = 0
+        self._held_update = 0
         self._sender = Sender(sink, self.name, reader.run_dir, self.breaker, self._calls)
-        self._progress = DeliveryProgress(self.name, cursors, None if wanted is None else Cursor())
+        self._saved = Cursor() if cursors is None else cursors.load(self.name)
+        self._saved_at = 0.0
+        self.cursor = self._saved if wanted is None else Cursor()
         if self.cursor.offset:
             self._reader.offset = self.cursor.offset
             self._info = self._reader.head()
 
     @property
     def status(self) -> SinkStatus:
-        """How it goes, at this moment; from any thread."""
+        """The state of the delivery at this moment; from any thread."""
         cursor = self.cursor
         return SinkStatus(
             *(self.name, self._state, cursor.records, cursor.seq, self._calls.errors, self._calls.last_error),
@@ -154,13 +135,8 @@ class Delivery:
         )
 
     @property
-    def cursor(self) -> Cursor:
-        """What the sink has taken."""
-        return self._progress.cursor
-
-    @property
     def sent(self) -> int:
-        """How many records this delivery has sent; what others have sent before is not among them."""
+        """Number of records that this delivery has sent, without those of earlier deliveries."""
         return self._sender.sent
 
     @property
@@ -170,74 +146,76 @@ class Delivery:
 
     @property
     def call_seconds(self) -> float:
-        """For how long the call of the sink that is under way has lasted; 0 where none is."""
+        """Duration of the call of the sink that is under way; 0 where there is none."""
         return self._calls.seconds
 
     def import_client(self) -> None:
-        """Lets the sink import its client, in the calling thread.
-
-        Call it before `run`, for one delivery after the other: imports side by side have left NumPy and MLflow half initialised, and every
-        further attempt in that process failed too.
-        """
-        import_client = getattr(self.sink, "import_client", None)
-        if import_client is None:
+        """Let the sink import its client, in the calling thread: before `run`, and for one delivery after the other."""
+        if not isinstance(self.sink, SupportsClientImport):
             return
         try:
-            import_client()
+            self.sink.import_client()
         except (Exception, SystemExit) as error:  # whatever the modules of a package raise
-            self._disable(self._unimportable(error))
+            self._disable(self._import_error(error))
 
     def run(self) -> None:
-        """Delivers until the journal's end was delivered, the sink is disabled, or `stop` is called."""
+        """Deliver until the journal's end was delivered, the sink is disabled, or `stop` is called."""
         try:
             while not self.over:
-                if not self.step() or self._may_rest:
-                    self._wake.wait(REST_SECONDS if self._may_rest else max(POLL_SECONDS, self.breaker.pause()))
+                moved = self.step()
+                # rest where more lines will come, and these were all that there are
+                rests = self._in_child and self._caught_up and self._fallback_end is None
+                if not moved or rests:
+                    self._wake.wait(REST_SECONDS if rests else max(POLL_SECONDS, self.breaker.pause()))
                     self._wake.clear()
         finally:
-            self._progress.save()
-            self._reader.close()
+            self.release()
 
-    @property
-    def _may_rest(self) -> bool:
-        """Whether more lines will come, and these were all that there are."""
-        return self._paced and self._caught_up and self._fallback is None
+    def release(self) -> None:
+        """Save the cursor and close the reader."""
+        self._save()
+        self._reader.close()
 
     def finish(self, status: RunStatus) -> None:
-        """Says, from any thread, that no more lines will come; `status` ends the sink where the journal has no end."""
-        self._fallback = status
-        self.breaker.hurry()
+        """Announce that no more lines will come; `status` ends the sink where the journal has no end line. From any thread."""
+        self._fallback_end = status
+        self.breaker.retry_now()
         self._wake.set()
 
     def stop(self) -> None:
-        """Makes the delivery end after the call of the sink that is under way; from any thread."""
+        """End the delivery after the call of the sink that is under way; from any thread."""
         self._stopped = True
         self._wake.set()
 
-    def paused(self, seconds: float) -> None:
-        """Says that the process was stopped for so long: the call under way is not to blame."""
-        self._calls.paused(seconds)
+    def exclude_pause(self, seconds: float) -> None:
+        """Leave a time in which the whole process was stopped out of the duration of the call under way."""
+        self._calls.exclude_pause(seconds)
 
-    def hung(self) -> None:
-        """Says that the call under way is given up; its process ends."""
-        self._calls.note(TimeoutError(f"a call has not come back for {self.call_seconds:.0f} s"))
+    def give_up_call(self) -> None:
+        """Report the call under way as one that hangs; the process must end for it."""
+        self._calls.record_error(TimeoutError(f"a call has not come back for {self.call_seconds:.0f} s"))
         self._state = SinkState.HUNG
 
     def step(self) -> bool:
-        """Makes one attempt and says whether to go on at once. Whatever the sink raises ends here."""
+        """Make one attempt and return whether to go on at once. Whatever the sink raises ends here."""
         if self.breaker.pause() > 0:
             return False
         try:
             moved = self._advance()
         except PermanentSinkError as error:
             self._disable(error)
-        except (Exception, SystemExit) as error:  # a backend that calls sys.exit would end its thread in silence
+        except (Exception, SystemExit) as error:  # a backend that calls sys.exit would end its thread without a message
             if isinstance(error, ImportError) and not self._opened:  # a sink without `import_client`
-                self._disable(self._unimportable(error))
+                self._disable(self._import_error(error))
             else:
-                self._retry_later(error)
+                self._calls.record_failure(error)
+                self.breaker.record_failure(at_end=self._fallback_end is not None)
+                self._state = SinkState.RETRYING
+                if self.breaker.failures == self._patience:
+                    self.stop()
         else:
-            self._progress.save_when_due()
+            if time.monotonic() - self._saved_at >= MAX_SAVE_DELAY_SECONDS:
+                self._save()
             return moved
         return False
 
@@ -253,18 +231,18 @@ class Delivery:
         return moved
 
     def _read(self) -> bool:
-        """Takes in the next lines; at the end of a journal that goes no further, its end."""
-        entries = self._reader.read(self._batch_size)
-        self._caught_up = 0 < len(entries) < self._batch_size
+        """Read the next lines into the batch; at the end of a journal that goes no further, set the end of the run."""
+        entries = self._reader.read(self._batch_lines)
+        self._caught_up = 0 < len(entries) < self._batch_lines
         for entry in entries:
-            self._take_in(entry)
+            self._add(entry)
         if not self._sender.batch:
             self._move(offset=self._reader.offset)
-        if not entries and self.cursor.end is None and self._fallback is not None:
-            self._move(end=self._fallback)
+        if not entries and self.cursor.end is None and self._fallback_end is not None:
+            self._move(end=self._fallback_end)
         return bool(entries)
 
-    def _take_in(self, entry: Entry) -> None:
+    def _add(self, entry: Entry) -> None:
         match entry:
             case RunInfo():
                 self._describe(entry)
@@ -274,7 +252,7 @@ class Delivery:
             case Record():
                 self._sender.batch.append(entry)
                 self._move(end=None, closed=False)
-            case Alarm() if self._sender.alarm is not None and not self._is_held(entry.axes.update):
+            case Alarm() if isinstance(self.sink, SupportsAlarms) and not self._is_held(entry.axes.update):
                 self._sender.batch.append(entry)
             case JournalEvent(type="metrics") if self._info is not None:
                 self._info.metrics.update(entry.data)
@@ -282,11 +260,11 @@ class Delivery:
                 self._move(end=entry.status)
 
     def _is_held(self, update: int) -> bool:
-        """Whether the backend has the update already."""
-        return update <= self._held or (self._wanted is not None and not self._wanted(update))
+        """Return whether the backend has the update already."""
+        return update <= self._held_update or (self._wanted is not None and not self._wanted(update))
 
     def _describe(self, info: RunInfo) -> None:
-        """The sink keeps the `RunInfo` it was opened with, so a resumed run adds its descriptions to that."""
+        """Take a `run` line. The sink keeps the `RunInfo` it was opened with, so a resumed run adds its descriptions to that."""
         if self._info is None or not self._opened:
             earlier, self._info = self._info, info
             info.metrics.update({**(earlier.metrics if earlier else {}), **info.metrics})
@@ -294,85 +272,82 @@ class Delivery:
             self._info.metrics.update(info.metrics)
 
     def _open(self, info: RunInfo) -> None:
-        with self._calls.one():
-            prepare = getattr(self.sink, "prepare_child", None)
-            if self._must_prepare and prepare is not None:
-                prepare()
+        with self._calls.timed():
+            if self._must_prepare and isinstance(self.sink, SupportsChildPreparation):
+                self.sink.prepare_child()
             self._must_prepare = False
             self.sink.open(info)
-            if self._paced:
+            if self._in_child:
                 gc.freeze()  # the backends' modules stay: to go through them again and again took a third of MLflow's time
             self._opened = True
-            held = getattr(self.sink, "held", None)
-            self._reconcile(None if held is None or self._wanted is not None else held(info))
+            if self._wanted is None and isinstance(self.sink, SupportsHeldUpdate):
+                self._reconcile(self.sink.held(info))
             self._recall()
-        self._worked()
+        self._record_success()
 
-    def _reconcile(self, held: int | None) -> None:
-        """Goes through the journal again where the sink knows what its backend holds, and passes over that."""
-        if held is not None:
-            self._held = held
+    def _reconcile(self, held_update: int | None) -> None:
+        """Go through the journal again where the backend says which updates it holds, and pass over these."""
+        if held_update is not None:
+            self._held_update = held_update
             self._sender.batch.clear()
             self._reader.offset = 0
             self._move(offset=0, seq=0, records=0, end=None)
 
     def _recall(self) -> None:
-        """Tells the sink of the alarms that it was sent before it was opened this time."""
-        recall = getattr(self.sink, "recall", None)
-        if recall is None:
+        """Give the sink the alarms that it was sent before it was opened this time."""
+        if not isinstance(self.sink, SupportsRecall):
             return
-        whole = self._held or self._wanted is not None
-        before = None if whole else self.cursor.offset
-        known = [alarm for alarm in self._reader.alarms(before) if not whole or self._is_held(alarm.axes.update)]
-        if known:
-            recall(known)
+        from_start = self._held_update or self._wanted is not None
+        alarms = self._reader.alarms(None if from_start else self.cursor.offset)
+        earlier = [alarm for alarm in alarms if not from_start or self._is_held(alarm.axes.update)]
+        if earlier:
+            self.sink.recall(earlier)
 
     def _write(self) -> None:
-        """Delivers all that was read; what the sink has taken of it is not sent again when something later fails."""
+        """Deliver all that was read; what the sink has taken of it is not sent again when something later fails."""
         batch, refused = self._sender.batch, self._sender.refused
         try:
             while batch:
-                self._sender.send(at_end=self._fallback is not None, any_before=self.cursor.records > 0)
+                self._sender.send(at_end=self._fallback_end is not None, any_before=self.cursor.records > 0)
         finally:
             self._move(quarantined=self.cursor.quarantined + self._sender.refused - refused)
         if batch.taken:
             self._move(seq=batch.taken[-1].seq, records=self.cursor.records + len(batch.taken))
         batch.clear_taken()
         self._move(offset=self._reader.offset)
-        self._worked()
+        self._record_success()
 
     def _close(self, status: RunStatus) -> None:
         if self._opened:
-            with self._calls.one():
+            with self._calls.timed():
                 self.sink.close(status)
         self._move(closed=True)
-        self.breaker.worked()
+        self.breaker.record_success()
         self._state = SinkState.CLOSED
 
-    def _worked(self) -> None:
-        self.breaker.worked()
+    def _record_success(self) -> None:
+        self.breaker.record_success()
         self._state = SinkState.DELIVERING
 
-    def _retry_later(self, error: BaseException) -> None:
-        self._calls.failed(error)
-        self.breaker.failed(at_end=self._fallback is not None)
-        self._state = SinkState.RETRYING
-        if self.breaker.failures == self._patience:
-            self.stop()
-
-    def _unimportable(self, error: BaseException) -> PermanentSinkError:
-        """A package that is not installed stays so; what a broken import leaves behind is gone in a fresh process."""
+    def _import_error(self, error: BaseException) -> PermanentSinkError:
+        """Return the error to disable the sink with; in the sink process, a fresh process may import what broke here."""
         if isinstance(error, ModuleNotFoundError):
             return PermanentSinkError(f"it needs a module that is not installed: {error}")
         _logger.debug("sink %s cannot import its client", self.name, exc_info=error)
-        kind = DeadClientError if self._paced else PermanentSinkError
+        kind = DeadClientError if self._in_child else PermanentSinkError
         return kind(f"its client cannot be imported: {one_line(error)}")
 
     def _disable(self, error: PermanentSinkError) -> None:
-        self._calls.note(error)
+        self._calls.record_error(error)
         self._state = SinkState.DEAD_CLIENT if isinstance(error, DeadClientError) else SinkState.DISABLED
-        if self._state is SinkState.DISABLED or not self._paced:
+        if self._state is SinkState.DISABLED or not self._in_child:
             _logger.error("esper-telemetry: sink %s is DISABLED for this run: %s", self.name, self._calls.last_error)
 
     def _move(self, **changes: Any) -> None:
-        self._progress.move(**changes)
+        """Change fields of the cursor."""
+        self.cursor = replace(self.cursor, **changes)
+
+    def _save(self) -> None:
+        if self._cursors is not None and self.cursor != self._saved:
+            self._cursors.save(self.name, self.cursor)
+            self._saved, self._saved_at = self.cursor, time.monotonic()

@@ -1,12 +1,8 @@
-"""How deliveries are going, and what is left of them at the end.
-
-`status.json` in the run directory: how the delivery to each sink stands, for people and for `doctor`.
-"""
+"""The state of deliveries: at one moment, at the end of a run, and in `status.json`."""
 
 from __future__ import annotations
 
 import json
-import logging
 import re
 import shlex
 import time
@@ -21,16 +17,18 @@ from typing import Any, Final
 from esper_telemetry.core.backends import unreachable
 from esper_telemetry.core.record import SinkLag
 from esper_telemetry.core.redaction import masked
-from esper_telemetry.delivery.cursors import locked, replaced
+from esper_telemetry.delivery.cursors import replace_file, run_dir_lock
 from esper_telemetry.journal.lock import Role, is_held
-from esper_telemetry.sinks.protocol import Sink
+from esper_telemetry.sinks.protocol import Sink, sink_name, sink_uri
 from esper_telemetry.sinks.registry import BUNDLED, known_sinks
 
-NOT_IN_SEGMENTS = re.compile("[^a-z0-9]+")
+STATUS_NAME: Final = "status.json"
+MAX_ERROR_CHARACTERS: Final = 300
+NOT_IN_KEYS: Final = re.compile("[^a-z0-9]+")
 
 
 class SinkState(StrEnum):
-    """Where the delivery to a sink stands."""
+    """State of the delivery to a sink."""
 
     OPENING = "opening"
     DELIVERING = "delivering"
@@ -41,11 +39,9 @@ class SinkState(StrEnum):
     HUNG = "hung"
 
 
-FINAL = frozenset({SinkState.CLOSED, SinkState.DISABLED, SinkState.DEAD_CLIENT, SinkState.HUNG})
+FINAL: Final = frozenset({SinkState.CLOSED, SinkState.DISABLED, SinkState.DEAD_CLIENT, SinkState.HUNG})
 """States that a delivery does not leave; of the last two, a fresh process may begin anew."""
-
-
-SETTLED = frozenset({SinkState.CLOSED, SinkState.DISABLED})
+SETTLED: Final = frozenset({SinkState.CLOSED, SinkState.DISABLED})
 """States that a fresh process does not change either."""
 
 
@@ -55,7 +51,7 @@ class SinkStatus:
 
     Attributes:
         name: of the sink, unique within its run.
-        state: what the delivery is doing.
+        state: of the delivery.
         records: records that the sink has taken since the run began.
         seq: of the last of them.
         errors: exceptions of the sink so far.
@@ -74,31 +70,37 @@ class SinkStatus:
     wall_time: float | None = None
 
     def lag(self, records: int) -> int:
-        """Of so many records, how many it has still to take."""
+        """Return how many of `records` records the sink has still to take."""
         return max(0, records - self.records - self.quarantined)
 
     def as_lag(self, records: int, *, now: float, begun: float) -> SinkLag:
-        """How it stands, of so many records, at a time; `begun` is when the relay was. A clock may jump back."""
+        """Return the lag as numbers of a record; all times in seconds since the epoch.
+
+        Args:
+            records: number of records in the journal.
+            now: the time, which may jump back.
+            begun: when the delivery began, for a sink that has taken nothing.
+        """
         behind = self.lag(records)
         since = begun if self.wall_time is None else self.wall_time
-        return SinkLag(segment_of(self.name), behind, max(0.0, now - since) if behind else 0.0, self.errors)
+        return SinkLag(key_segment(self.name), behind, max(0.0, now - since) if behind else 0.0, self.errors)
 
 
 @cache
-def segment_of(name: str) -> str:
-    """A sink's name as a segment of a key: `wandb_walker`."""
-    return NOT_IN_SEGMENTS.sub("_", name.lower()).strip("_") or "sink"
+def key_segment(name: str) -> str:
+    """Return a sink's name as a segment of a key: `wandb_walker`."""
+    return NOT_IN_KEYS.sub("_", name.lower()).strip("_") or "sink"
 
 
 @dataclass(frozen=True, slots=True)
-class RelayStats:
+class DeliveryStats:
     """All deliveries of a run at one moment.
 
     Attributes:
-        queue_depth: records that the slowest working sink has still to take.
+        queue_depth: records that the slowest active sink has still to take.
         errors: exceptions of all sinks so far.
         sinks: each delivery by name.
-        lags: the same as numbers.
+        lags: of each backend, as numbers of a record.
     """
 
     queue_depth: int
@@ -109,16 +111,16 @@ class RelayStats:
 
 @dataclass(frozen=True, slots=True)
 class SinkReport:
-    """What became of one sink.
+    """Result of one delivery.
 
     Attributes:
         name: of the sink.
-        state: where its delivery ended; only `CLOSED` is complete.
+        state: in which its delivery ended; only `CLOSED` is complete.
         sent: records that it took.
         pending: records that it did not take.
-        errors: how often it raised.
-        last_error: the latest exception in one line.
-        command: what sends the rest; empty if there is none, or no journal to send it from.
+        errors: exceptions of the sink.
+        last_error: the latest of them in one line.
+        command: sends the rest; empty if there is none, or no journal to send it from.
         quarantined: records that it refused, which stand in `dead_letter.jsonl`.
         goes_on: whether a process goes on delivering by itself.
     """
@@ -149,7 +151,7 @@ class SinkReport:
 
 @dataclass(frozen=True, slots=True)
 class CloseReport:
-    """What became of each sink of a run."""
+    """Results of all deliveries of a run."""
 
     sinks: tuple[SinkReport, ...] = ()
 
@@ -163,31 +165,26 @@ class CloseReport:
 
 
 def sink_report(status: SinkStatus, *, pending: int, command: str = "", goes_on: bool = False) -> SinkReport:
-    """The report on a delivery that is over or given up; a complete one needs no command."""
+    """Return the result of a delivery that is over or given up; a complete one needs no command."""
     complete = status.state is SinkState.CLOSED and not pending
     return SinkReport(
-        status.name,
-        status.state,
-        status.records,
-        pending,
-        status.errors,
-        status.last_error,
-        "" if complete else command,
-        status.quarantined,
-        goes_on,
+        *(status.name, status.state, status.records, pending, status.errors, status.last_error),
+        command="" if complete else command,
+        quarantined=status.quarantined,
+        goes_on=goes_on,
     )
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception as one line of at most 300 characters, with passwords in addresses masked."""
+    """Return an exception as one line of at most `MAX_ERROR_CHARACTERS`, with passwords in addresses masked."""
     if dead := unreachable(error):
         return dead
     text = masked(" ".join(str(error).split()))
-    return f"{type(error).__name__}: {text}"[:300] if text else type(error).__name__
+    return f"{type(error).__name__}: {text}"[:MAX_ERROR_CHARACTERS] if text else type(error).__name__
 
 
 def replay_command(run_dir: Path | None, sink: Sink) -> str:
-    """What a person types to send the rest; a sink says how it is spelled in `uri`, else in its name. Others are replayed from Python."""
+    """Return the command that sends the rest; a call in Python for a sink that no URI names, nothing without a run directory."""
     if run_dir is None:
         return ""
     uri = sink_uri(sink)
@@ -197,18 +194,8 @@ def replay_command(run_dir: Path | None, sink: Sink) -> str:
     return shlex.join(["esper-telemetry", "replay", str(run_dir), "--to", uri])
 
 
-def sink_uri(sink: Sink) -> str:
-    """How a sink is spelled on the command line: its `uri`, else its name."""
-    return str(getattr(sink, "uri", sink_name(sink)))
-
-
-def sink_name(sink: Sink) -> str:
-    """The identity of a sink: its `name`, or its class's."""
-    return str(getattr(sink, "name", None) or type(sink).__name__)
-
-
-def by_name(sinks: Sequence[Sink]) -> dict[str, Sink]:
-    """Sinks by name; the second and third of a name are numbered."""
+def sinks_by_name(sinks: Sequence[Sink]) -> dict[str, Sink]:
+    """Return sinks by name; the second and third of a name are numbered."""
     named: dict[str, Sink] = {}
     for sink in sinks:
         name, count = sink_name(sink), 1
@@ -219,49 +206,42 @@ def by_name(sinks: Sequence[Sink]) -> dict[str, Sink]:
     return named
 
 
-STATUS_NAME: Final = "status.json"
-_logger = logging.getLogger("esper_telemetry")
+def write_uris(run_dir: Path, uris: Mapping[str, str]) -> None:
+    """Write that deliveries begin, and how each sink is spelled, so that `doctor` finds it; leave what else `status.json` has."""
+    opening = {"state": str(SinkState.OPENING), "under_way": True}
+    _update(run_dir, {name: {"uri": uri, **opening} for name, uri in uris.items()})
 
 
-def note_uris(run_dir: Path, uris: Mapping[str, str]) -> None:
-    """Says that deliveries begin, and how each sink is spelled, so that it can be found again; leaves what else is known of the run."""
-    begun = {"state": str(SinkState.OPENING), "under_way": True}
-    _update(run_dir, {name: {"uri": uri, **begun} for name, uri in uris.items()})
+def write_statuses(run_dir: Path, statuses: Iterable[SinkStatus]) -> None:
+    """Write the state of deliveries at this moment."""
+    _update(run_dir, {status.name: _entry(status, status.records) for status in statuses})
 
 
-def note_statuses(run_dir: Path, statuses: Iterable[SinkStatus]) -> None:
-    """Says how deliveries stand at this moment."""
-    entries: dict[str, dict[str, Any]] = {}
-    for status in statuses:
-        entries[status.name] = {
-            "state": str(status.state),
-            "sent": status.records,
-            "quarantined": status.quarantined,
-            "errors": status.errors,
-            "last_error": status.last_error,
-        }
-    _update(run_dir, entries)
+def write_reports(run_dir: Path, reports: Iterable[SinkReport], *, under_way: bool) -> None:
+    """Write the results of deliveries, and whether the process that feeds these sinks goes on."""
+    _update(
+        run_dir,
+        {
+            report.name: {
+                **_entry(report, report.sent),
+                "pending": report.pending,
+                "command": report.command,
+                "under_way": under_way,
+            }
+            for report in reports
+        },
+    )
 
 
-def note_reports(run_dir: Path, reports: Iterable[SinkReport], *, under_way: bool) -> None:
-    """Says what has become of deliveries, and whether the process that feeds these sinks goes on."""
-    entries: dict[str, dict[str, Any]] = {}
-    for report in reports:
-        entries[report.name] = {
-            "state": str(report.state),
-            "sent": report.sent,
-            "pending": report.pending,
-            "quarantined": report.quarantined,
-            "errors": report.errors,
-            "last_error": report.last_error,
-            "command": report.command,
-            "under_way": under_way,
-        }
-    _update(run_dir, entries)
+def clear_under_way(run_dir: Path) -> None:
+    """Write that no delivery is under way, where the processes that fed the sinks were killed."""
+    entries = {name: {"under_way": False} for name, entry in read_status(run_dir).items() if entry.get("under_way")}
+    if entries:
+        _update(run_dir, entries)
 
 
 def read_status(run_dir: Path) -> dict[str, dict[str, Any]]:
-    """What is known of each sink, by name; empty where nothing is."""
+    """Return the entry of each sink in `status.json`, by name; empty where there is none."""
     try:
         sinks = json.loads((run_dir / STATUS_NAME).read_bytes())["sinks"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -270,19 +250,29 @@ def read_status(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def deliveries_under_way(run_dir: Path) -> dict[str, SinkState]:
-    """The sinks that a process of the run feeds at this moment, by name, and how that stands; needs a file system with locks."""
-    if not any(is_held(run_dir, role) for role in (Role.TRAINER, Role.RELAY)):
+    """Return the state of each sink that a process of the run feeds at this moment, by name; needs a file system with locks."""
+    if not any(is_held(run_dir, role) for role in (Role.TRAINER, Role.SINKS)):
         return {}
     under_way = {name: entry for name, entry in read_status(run_dir).items() if entry.get("under_way")}
     states = {name: SinkState(entry["state"]) for name, entry in under_way.items()}
     return {name: state for name, state in states.items() if state not in SETTLED}
 
 
+def _entry(delivery: SinkStatus | SinkReport, sent: int) -> dict[str, Any]:
+    return {
+        "state": str(delivery.state),
+        "sent": sent,
+        "quarantined": delivery.quarantined,
+        "errors": delivery.errors,
+        "last_error": delivery.last_error,
+    }
+
+
 def _update(run_dir: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
-    """A disk that is full or read-only costs the note: the journal and the cursors have everything."""
-    with suppress(OSError), locked(run_dir):
+    """Change entries of `status.json`. A disk that is full or read-only costs that: the journal and the cursors have everything."""
+    with suppress(OSError), run_dir_lock(run_dir):
         sinks = read_status(run_dir)
         for name, entry in entries.items():
             sinks[name] = {**sinks.get(name, {}), **entry}
         content = json.dumps({"written": time.time(), "sinks": sinks}, indent=1, ensure_ascii=False)
-        replaced(run_dir / STATUS_NAME, content + "\n")
+        replace_file(run_dir / STATUS_NAME, content + "\n")

@@ -11,7 +11,7 @@ raises: what could not be written waits in memory, and goes out first when there
 
 from typing import TYPE_CHECKING
 
-from esper_telemetry.core.lazy import lazy_names
+from esper_telemetry.core.lazy import lazy_names as lazy_names
 
 if TYPE_CHECKING:
     from esper_telemetry.journal.file import JOURNAL_NAME as JOURNAL_NAME
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from esper_telemetry.journal.lines import plain as plain
     from esper_telemetry.journal.lines import to_json as to_json
     from esper_telemetry.journal.lock import HAS_LOCKS as HAS_LOCKS
-    from esper_telemetry.journal.lock import HELPERS as HELPERS
+    from esper_telemetry.journal.lock import HELPER_ROLES as HELPER_ROLES
     from esper_telemetry.journal.lock import Role as Role
     from esper_telemetry.journal.lock import TrainerLock as TrainerLock
     from esper_telemetry.journal.lock import await_release as await_release
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
     from esper_telemetry.journal.lock import remove_lock as remove_lock
     from esper_telemetry.journal.memory import MemoryJournal as MemoryJournal
     from esper_telemetry.journal.memory import MemoryReader as MemoryReader
-    from esper_telemetry.journal.read import Following as Following
+    from esper_telemetry.journal.read import JournalFollower as JournalFollower
     from esper_telemetry.journal.read import Run as Run
     from esper_telemetry.journal.read import alarms as alarms
     from esper_telemetry.journal.read import damaged_lines as damaged_lines
-    from esper_telemetry.journal.read import end_after as end_after
+    from esper_telemetry.journal.read import end_after_parent as end_after_parent
     from esper_telemetry.journal.read import entries as entries
-    from esper_telemetry.journal.read import held as held
+    from esper_telemetry.journal.read import read_contents as read_contents
     from esper_telemetry.journal.read import read_run as read_run
     from esper_telemetry.journal.read import run_info as run_info
 
@@ -86,7 +86,7 @@ __all__, __getattr__, __dir__ = lazy_names(
         ),
         "esper_telemetry.journal.lock": (
             "HAS_LOCKS",
-            "HELPERS",
+            "HELPER_ROLES",
             "Role",
             "TrainerLock",
             "await_release",
@@ -97,13 +97,13 @@ __all__, __getattr__, __dir__ = lazy_names(
         ),
         "esper_telemetry.journal.memory": ("MemoryJournal", "MemoryReader"),
         "esper_telemetry.journal.read": (
-            "Following",
+            "JournalFollower",
             "Run",
             "alarms",
             "damaged_lines",
-            "end_after",
+            "end_after_parent",
             "entries",
-            "held",
+            "read_contents",
             "read_run",
             "run_info",
         ),

@@ -95,12 +95,12 @@ def _checksum(file: IO[bytes] | gzip.GzipFile) -> tuple[int, int]:
 
 
 JOURNAL_NAME: Final = "journal.jsonl"
-BACKLOG_BYTES: Final = 8 << 20
+MAX_BACKLOG_BYTES: Final = 8 << 20
 """How much may wait in memory while the disk is full before new lines are lost: some 1,500 records of 120 values."""
 CHUNK_BYTES: Final = 1 << 20
 LOST: Final = "lost"
 """Type of the event that says how many lines are missing at its place, because the disk was full for too long."""
-TAIL_BYTES: Final = 4 << 20
+MAX_TAIL_BYTES: Final = 4 << 20
 """How far from its end a journal is searched for its last line."""
 
 TORN: Final = b" #torn"
@@ -219,7 +219,7 @@ class Journal:
         self._fd = -1
 
     def _append(self, data: bytes, lines: tuple[Line, ...]) -> bool:
-        if self._fd < 0 or (not self._write_out() and len(self._backlog) + len(data) > BACKLOG_BYTES):
+        if self._fd < 0 or (not self._write_out() and len(self._backlog) + len(data) > MAX_BACKLOG_BYTES):
             self.lost += len(lines)
             self._gap += len(lines)
             return False
@@ -419,7 +419,7 @@ def compress(run_dir: str | os.PathLike[str]) -> tuple[int, int]:
 
 def _last_entries(run_dir: str | os.PathLike[str]) -> list[Entry]:
     reader = JournalReader(journal_path(run_dir))
-    reader.offset = max(0, reader.size - TAIL_BYTES)
+    reader.offset = max(0, reader.size - MAX_TAIL_BYTES)
     entries = reader.read()
     reader.damage.clear()  # it began in the middle of a line, and others read the whole file
     reader.close()

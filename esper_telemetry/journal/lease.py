@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Final, Literal
 
 from esper_telemetry.journal.file import Journal
-from esper_telemetry.journal.lock import HAS_LOCKS, HELPERS, TrainerLock, await_release
+from esper_telemetry.journal.lock import HAS_LOCKS, HELPER_ROLES, TrainerLock, await_release
 from esper_telemetry.journal.memory import MemoryJournal
-from esper_telemetry.journal.read import JournalContents, held, run_info
+from esper_telemetry.journal.read import JournalContents, read_contents, run_info
 
 if not HAS_LOCKS:
     raise ImportError(
@@ -23,7 +23,7 @@ if not HAS_LOCKS:
         " or WSL 2 on Windows. Metric functions, the trainer and commands that read a run work here."
     )
 
-HELPER_SECONDS: Final = 60.0
+MAX_HELPER_SECONDS: Final = 60.0
 """How long the helpers of a killed trainer may take to deliver what it left, before who resumes the run gives up."""
 
 MISTAKES: Final = frozenset({errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ})
@@ -33,16 +33,16 @@ _logger = logging.getLogger("esper_telemetry")
 
 
 @dataclass(slots=True)
-class Claim:
+class RunLease:
     """The right to write a run's journal.
 
     Attributes:
         journal: to append to.
-        held: what it held before; None for a new run.
+        earlier: contents of the journal before this process; None for a new run.
     """
 
     journal: Journal | MemoryJournal
-    held: JournalContents | None = None
+    earlier: JournalContents | None = None
     _lock: TrainerLock | None = None
 
     @property
@@ -57,7 +57,7 @@ class Claim:
             self._lock.release()
 
 
-def claim(run_dir: str | Path | Literal["auto"] | None, name: str | None) -> Claim:
+def lease_new_run(run_dir: str | Path | Literal["auto"] | None, name: str | None) -> RunLease:
     """A run directory for a new run; a default one gets a number where the second is taken.
 
     Where nothing can be written, a warning says so and the run has no journal.
@@ -65,7 +65,7 @@ def claim(run_dir: str | Path | Literal["auto"] | None, name: str | None) -> Cla
     Raises FileExistsError where it holds a journal already, another OSError where the path can be no directory.
     """
     if run_dir is None:
-        return Claim(MemoryJournal())
+        return RunLease(MemoryJournal())
     try:
         journal = _new_journal(name) if run_dir == "auto" else Journal.create(_directory(run_dir))
     except OSError as error:
@@ -76,11 +76,11 @@ def claim(run_dir: str | Path | Literal["auto"] | None, name: str | None) -> Cla
             " pass a run directory that can be written"
         )
         _logger.warning(message, error)
-        return Claim(MemoryJournal())
-    return Claim(journal, None, _locked(journal.run_dir, str(run_dir)))
+        return RunLease(MemoryJournal())
+    return RunLease(journal, None, _locked(journal.run_dir, str(run_dir)))
 
 
-def claim_again(run_dir: str | Path) -> Claim:
+def lease_existing_run(run_dir: str | Path) -> RunLease:
     """A run directory whose run goes on; helpers of a killed trainer are waited for.
 
     Raises:
@@ -93,19 +93,19 @@ def claim_again(run_dir: str | Path) -> Claim:
     directory = run_dir.absolute()
     lock = _locked(directory, str(run_dir))
     try:
-        for helper in HELPERS:
-            if not await_release(directory, helper, HELPER_SECONDS):
+        for helper in HELPER_ROLES:
+            if not await_release(directory, helper, MAX_HELPER_SECONDS):
                 raise BlockingIOError(
                     f"a process of {run_dir} still delivers what was measured before the run stopped: try again later"
                 )
-        found = held(run_dir)
+        found = read_contents(run_dir)
         journal = Journal.open(run_dir)
     except BaseException:
         if lock is not None:
             lock.release()
         raise
     journal.records = found.records
-    return Claim(journal, found, lock)
+    return RunLease(journal, found, lock)
 
 
 def _directory(run_dir: str | Path) -> Path:

@@ -26,10 +26,10 @@ class Role(StrEnum):
 
     TRAINER = "trainer.lock"
     WRITER = "writer.lock"
-    RELAY = "relay.lock"
+    SINKS = "sinks.lock"
 
 
-HELPERS: Final = (Role.WRITER, Role.RELAY)
+HELPER_ROLES: Final = (Role.WRITER, Role.SINKS)
 """They outlive a trainer that is killed, until everything it measured is delivered."""
 
 

@@ -12,7 +12,7 @@ from typing import Final
 from esper_telemetry.core.record import Alarm, RunInfo
 from esper_telemetry.journal.lines import Entry, Line, decode
 
-MEMORY_RECORDS: Final = 10_000
+MAX_WAITING_RECORDS: Final = 10_000
 """How many records may wait for one reader before it loses new ones."""
 
 
@@ -95,7 +95,7 @@ class MemoryReader:
         """Keeps a line until it is read; False if it is droppable and too many wait already."""
         if self.closed:
             return True
-        if droppable and len(self._waiting) >= MEMORY_RECORDS:
+        if droppable and len(self._waiting) >= MAX_WAITING_RECORDS:
             return False
         self._waiting.append(line)
         return True

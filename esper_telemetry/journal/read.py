@@ -61,7 +61,7 @@ class JournalContents:
 
 
 def run_info(run_dir: str | os.PathLike[str]) -> RunInfo:
-    """The run in a directory, without reading its records; raises as `held`."""
+    """The run in a directory, without reading its records; raises as `read_contents`."""
     path = journal_path(run_dir)
     reader = JournalReader(path)
     reader.offset = reader.size
@@ -70,7 +70,7 @@ def run_info(run_dir: str | os.PathLike[str]) -> RunInfo:
     return _required(info, path)
 
 
-def held(run_dir: str | os.PathLike[str]) -> JournalContents:
+def read_contents(run_dir: str | os.PathLike[str]) -> JournalContents:
     """What the journal in a run directory holds.
 
     Raises FileNotFoundError where there is none, ValueError where it does not say which run it is.
@@ -113,7 +113,7 @@ def damaged_lines(run_dir: str | os.PathLike[str]) -> tuple[int, ...]:
     return damaged
 
 
-class Following:
+class JournalFollower:
     """Everything in a journal that grows, each line once, however often it is asked for.
 
     Args:
@@ -241,7 +241,7 @@ GONE_SECONDS: Final = 1.0
 """A process that ends closes its pipes a moment before it is gone."""
 
 
-def end_after(parent: int, run_dir: Path) -> bool:
+def end_after_parent(parent: int, run_dir: Path) -> bool:
     """Ends the run as killed if the trainer with that number is gone, whose child this process is; says whether it did.
 
     A trainer that closes the pipe and lives has taken the run over.

@@ -28,7 +28,7 @@ from esper_telemetry.journal.lines import (
     plain,
 )
 from esper_telemetry.journal.memory import MemoryJournal
-from esper_telemetry.journal.read import Following
+from esper_telemetry.journal.read import JournalFollower
 from esper_telemetry.metrics.performance import telemetry_health
 from esper_telemetry.pipeline.watch import Detector, Found, Judgement, Watches
 from esper_telemetry.pipeline.window import NO_NUMBERS, Logged, Numbers, Transfer, Window
@@ -151,7 +151,7 @@ class JournalWriter:
     def go_on(self, info: RunInfo) -> None:
         """See `Writer`; from the journal derived values and the watch learn again what they knew."""
         self._know(info.facts)
-        self._earlier = Following(info.run_dir) if info.run_dir else ()
+        self._earlier = JournalFollower(info.run_dir) if info.run_dir else ()
         self.catch_up()
 
     def catch_up(self) -> None:

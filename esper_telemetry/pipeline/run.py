@@ -19,11 +19,11 @@ from esper_telemetry.core.metric import declared
 from esper_telemetry.core.packing import SlotLayout, Values
 from esper_telemetry.core.record import Axes, Level, MetricInfo, RunInfo, RunStatus
 from esper_telemetry.core.redaction import redacted
-from esper_telemetry.delivery.child import ORPHAN_SECONDS
-from esper_telemetry.delivery.live import Relay
-from esper_telemetry.delivery.status import CloseReport, RelayStats, SinkReport, SinkState
+from esper_telemetry.delivery.child import MAX_DETACHED_SECONDS
+from esper_telemetry.delivery.live import Deliveries
+from esper_telemetry.delivery.status import CloseReport, DeliveryStats, SinkReport, SinkState
 from esper_telemetry.journal.file import Journal
-from esper_telemetry.journal.lease import Claim, claim, claim_again
+from esper_telemetry.journal.lease import RunLease, lease_existing_run, lease_new_run
 from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_run, plain
 from esper_telemetry.journal.read import JournalContents
 from esper_telemetry.pipeline.record import INTERVENTION, JournalOutput, JournalWriter, Measured, Writer
@@ -76,7 +76,7 @@ class Recorder:
         self.run_dir = self._journal.run_dir
         self.run: RunInfo | None = None
         self.offloaded = False
-        self._held = self._claim.held
+        self._held = self._claim.earlier
         self._seq = 0 if self._held is None else self._held.seq
         self._level = level
         self._watches = watches
@@ -88,11 +88,11 @@ class Recorder:
         self._known_layouts: set[SlotLayout] = set()
         self._writer: Writer = JournalWriter(self._journal, level, watches)
         self._hand_over = HandOver(self._offloaded_writer) if hand_over and self.run_dir is not None else None
-        self._relay: Relay | None = None
-        self._stats: RelayStats | None = None
+        self._relay: Deliveries | None = None
+        self._stats: DeliveryStats | None = None
         self._delivery = JournalOutput(0, 0)
         if self._held is None:
-            self._relay = Relay(self._journal, resolved)
+            self._relay = Deliveries(self._journal, resolved)
 
     @property
     def axes(self) -> Axes | None:
@@ -157,7 +157,7 @@ class Recorder:
         end = [] if held.status else [encode_end(RunStatus.KILLED, seq=self._next_seq())]
         self._journal.write(*end, encode_run(run))
         self._writer.go_on(run)
-        self._relay = Relay(self._journal, self._sinks)
+        self._relay = Deliveries(self._journal, self._sinks)
         changed = sorted(name for name in run.config if plain(run.config[name]) != held.info.config.get(name))
         if changed and held.axes is not None:
             self.event(INTERVENTION, held.axes, {"reason": "the run goes on with other settings", "changed": changed})
@@ -204,7 +204,7 @@ class Recorder:
         if self._hand_over is not None:
             self._hand_over.weigh(time.perf_counter() - begun, elapsed)
 
-    def _where_sinks_stand(self, stats: RelayStats) -> JournalOutput:
+    def _where_sinks_stand(self, stats: DeliveryStats) -> JournalOutput:
         """The same object as long as the relay has not looked again."""
         if stats is not self._stats:
             self._stats, self._delivery = stats, JournalOutput(stats.queue_depth, stats.errors, stats.lags)
@@ -254,7 +254,7 @@ class Recorder:
             if sink not in going_on and (sink.state is not SinkState.CLOSED or sink.pending):
                 _logger.warning("esper-telemetry: %s", sink)
         if going_on:
-            _logger.warning(GOING_ON, _left_to_do(going_on), ORPHAN_SECONDS / 60, self.run_dir)
+            _logger.warning(GOING_ON, _left_to_do(going_on), MAX_DETACHED_SECONDS / 60, self.run_dir)
 
     def _next_seq(self) -> int:
         self._seq += 1
@@ -270,12 +270,12 @@ def metric_infos(group: type) -> dict[str, MetricInfo]:
     return {metric.key: metric.info() for _, metric in declared(group)}
 
 
-def _claimed(run_dir: str | Path | Literal["auto"] | None, name: str | None, *, resume: bool) -> Claim:
+def _claimed(run_dir: str | Path | Literal["auto"] | None, name: str | None, *, resume: bool) -> RunLease:
     if not resume:
-        return claim(run_dir, name)
+        return lease_new_run(run_dir, name)
     if run_dir in ("auto", None):
         raise ValueError("resume needs the run directory to go on in: pass run_dir")
-    return claim_again(run_dir)
+    return lease_existing_run(run_dir)
 
 
 def _resumed(run: RunInfo, held: JournalContents, axes: Axes) -> RunInfo:

@@ -28,12 +28,12 @@ from typing import Any, Final
 import torch
 
 from esper_telemetry.core.packing import Values
-from esper_telemetry.core.processes import collect_rarely, step_back
 from esper_telemetry.core.record import Axes, Level, MetricInfo, RunInfo, RunStatus, SinkLag
+from esper_telemetry.core.supervisor import collect_garbage_rarely, lower_process_priority
 from esper_telemetry.journal.file import Journal
 from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.journal.lock import Role, lock_for, remove_lock
-from esper_telemetry.journal.read import alarms, end_after, held
+from esper_telemetry.journal.read import alarms, end_after_parent, read_contents
 from esper_telemetry.pipeline.channel import (
     Message,
     MessagePacker,
@@ -136,8 +136,8 @@ def main() -> None:
         signal.signal(ignored, signal.SIG_IGN)
     run_dir, level = Path(sys.argv[1]), Level[sys.argv[2]]
     parent, acknowledgements, shared = map(int, sys.argv[3:])
-    step_back(NICENESS)
-    collect_rarely()
+    lower_process_priority(NICENESS)
+    collect_garbage_rarely()
     torch.set_num_threads(1)
     logging.basicConfig(format="%(asctime)s %(message)s")
     told = WorkerOutput()
@@ -162,7 +162,7 @@ def main() -> None:
                 reply(acknowledgements, answer, parent)
         ring.answer(told=speaks)
     if method not in ("", "end"):
-        end_after(parent, run_dir)
+        end_after_parent(parent, run_dir)
 
 
 REPLY_BYTES: Final = 1 << 16
@@ -396,7 +396,7 @@ class OffloadedWriter:
         the first.
         """
         try:
-            return held(self._run_dir).seq
+            return read_contents(self._run_dir).seq
         except ValueError:
             return -1
         except OSError:

@@ -1,4 +1,4 @@
-"""The terminal: a progress bar where it is one and the run's length is known, else a line per update, at most one a second.
+"""The console sink: a progress bar on a terminal where the run's length is known, else a line per update, at most one a second.
 
 Numbers that do not fit into the width of a terminal are left out, the least important first.
 """
@@ -6,8 +6,9 @@ Numbers that do not fit into the width of a terminal are left out, the least imp
 from __future__ import annotations
 
 import os
+import select
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -38,7 +39,7 @@ def is_live(console: Any) -> bool:
 
 
 class Column(NamedTuple):
-    """A number of the line: what it is called, the keys it is taken from (the first present), how it is written."""
+    """A number of the line: its label, its keys (the first present is shown), and its format."""
 
     label: str
     keys: tuple[str, ...]
@@ -56,6 +57,9 @@ COLUMNS = (
 )
 """The most important first."""
 
+REDRAW_SECONDS = 0.5
+"""Shortest time between two drawings of the bar, which take the training thread 1 to 3 ms each."""
+
 TOTALS = ("total_steps", "total_timesteps")
 """Names of the setting that says how many environment steps a run has."""
 
@@ -63,18 +67,21 @@ ALARM_COLOURS = {AlarmLevel.CRITICAL: "bold red", AlarmLevel.WARN: "yellow", Ala
 STATUS_COLOURS = {RunStatus.FINISHED: "green", RunStatus.FAILED: "red"}
 
 
-@dataclass(frozen=True)
+@dataclass
 class ConsoleSink:
-    """Shows where the run stands: steps, speed, return, KL and the like.
+    """Shows the progress of the run: steps, speed, return, KL and the like.
 
-    On a terminal one live bar, if the trainer said how many steps the run has; otherwise one compact line per update, at
-    most one per `every_seconds`, and the last update always. An alarm is a line of its own, when it is raised and when it is over.
+    On a terminal one live bar, if the trainer said how many steps the run has; otherwise one compact line per update, at most one per
+    `every_seconds`, and the last update always. An alarm is a line of its own, when it is raised and when it is over.
+
+    The training thread writes it. Where the terminal takes no output (Ctrl-S, or a pipe that nobody reads), lines wait.
     """
 
     every_seconds: float = 1.0
-    _open: _Terminal | None = field(default=None, init=False, repr=False, compare=False)
+    _output: _Output | None = field(default=None, init=False, repr=False, compare=False)
 
     in_process: ClassVar[bool] = True
+    inline: ClassVar[bool] = True
     name: ClassVar[str] = "console"
 
     def __post_init__(self) -> None:
@@ -92,68 +99,98 @@ class ConsoleSink:
         """The terminal."""
         return Place("this terminal", "")
 
+    def import_client(self) -> None:
+        """Import rich before training begins: it takes a tenth of a second."""
+        import rich.console
+        import rich.markup
+        import rich.progress  # noqa: F401  # `open` uses them
+
     def open(self, run: RunInfo) -> None:
-        """Takes the terminal that stdout is now."""
-        object.__setattr__(self, "_open", _Terminal(run, self.every_seconds))
+        """Take the terminal that stdout is now."""
+        self._output = _Output(run, self.every_seconds)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Shows the newest of the records, unless a line was printed a moment ago."""
-        if self._open and records:
-            self._open.show(records[-1])
+        """Show the newest of the records, unless a line was printed a moment ago."""
+        if self._output and records:
+            self._output.show(records[-1])
 
     def alarm(self, alarm: Alarm) -> None:
-        """Prints one line: red where it is critical, yellow for a warning, green where it is over; nothing where it gets worse."""
-        if self._open and alarm.event is not AlarmEvent.UPDATE:
-            self._open.console.print(alarm_line(alarm))
+        """Print one line: red where it is critical, yellow for a warning, green where it is over; nothing where it gets worse."""
+        if self._output and alarm.event is not AlarmEvent.UPDATE:
+            self._output.print(alarm_line(alarm))
 
     def close(self, status: RunStatus) -> None:
-        """Prints the last update if it was held back, and how the run ended."""
-        if self._open:
-            self._open.end(status)
-            object.__setattr__(self, "_open", None)
+        """Print the last update if it is still to be shown, and how the run ended."""
+        if self._output:
+            self._output.end(status)
+            self._output = None
 
 
-class _Terminal:
-    """What one run shows."""
+class _Output:
+    """The lines, or the bar, of one run."""
 
-    def __init__(self, run: RunInfo, every_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.run = run
-        self.every_seconds = every_seconds
-        self.clock = clock
-        self.console = make_console(highlight=False, soft_wrap=True)
-        self.total = total_steps(run)
-        self.bar = ProgressBar(self.console, self.total) if self.total and is_live(self.console) else None
-        self.printed_at = float("-inf")
-        self.held_back: Record | None = None
-        self.last: Record | None = None
+    def __init__(self, run: RunInfo, every_seconds: float) -> None:
+        self._console = make_console(highlight=False, soft_wrap=True)
+        self._total = total_steps(run)
+        self._bar = ProgressBar(self._console, self._total) if self._total and is_live(self._console) else None
+        self._every_seconds = REDRAW_SECONDS if self._bar else every_seconds
+        self._shown_at = float("-inf")
+        self._waiting: Record | None = None
+        self._last: Record | None = None
+        self._lines: list[str] = []
 
     def show(self, record: Record) -> None:
-        self.last = self.held_back = record
-        if self.bar is not None:
-            self.bar.show(record, numbers(record))
-        elif self.clock() - self.printed_at >= self.every_seconds:
-            self.print(record)
+        """Show a record, or keep it until the next line is due."""
+        self._last = self._waiting = record
+        if time.monotonic() - self._shown_at >= self._every_seconds:
+            self._show_waiting()
+        self._write_lines()
 
-    def print(self, record: Record) -> None:
-        width = self.console.width if self.console.file.isatty() else None
-        self.console.print(line(record, self.total, width))
-        self.printed_at = self.clock()
-        self.held_back = None
+    def print(self, text: str) -> None:
+        """Print a line of its own."""
+        self._lines.append(text)
+        self._write_lines()
 
     def end(self, status: RunStatus) -> None:
-        if self.bar is not None:
-            self.bar.end()
-        elif self.held_back is not None:
-            self.print(self.held_back)
+        """Show what waits, and how the run ended."""
+        if self._waiting is not None:
+            self._show_waiting()
+        if self._bar is not None and self._takes_output():
+            self._bar.end()
         colour = STATUS_COLOURS.get(status, "yellow")
-        reached = f" after {self.last.axes.update:,} updates, {self.last.axes.env_step:,} steps" if self.last else ""
-        self.console.print(f"[{colour}]{status.value}[/{colour}]{reached}")
+        reached = f" after {self._last.axes.update:,} updates, {self._last.axes.env_step:,} steps" if self._last else ""
+        self.print(f"[{colour}]{status.value}[/{colour}]{reached}")
+
+    def _show_waiting(self) -> None:
+        assert self._waiting is not None
+        if not self._takes_output():
+            return
+        if self._bar is not None:
+            self._bar.show(self._waiting, numbers(self._waiting))
+        else:
+            width = self._console.width if self._console.file.isatty() else None
+            self._lines.append(line(self._waiting, self._total, width))
+        self._shown_at, self._waiting = time.monotonic(), None
+
+    def _write_lines(self) -> None:
+        if self._lines and self._takes_output():
+            self._console.print("\n".join(self._lines))
+            self._lines.clear()
+
+    def _takes_output(self) -> bool:
+        """Return whether a line can be written without waiting: the training thread must not wait for a terminal."""
+        try:
+            poll = select.poll()
+            poll.register(self._console.file.fileno(), select.POLLOUT)
+        except (OSError, ValueError, AttributeError):  # no file of the system, such as a notebook's; or Windows
+            return True
+        return bool(poll.poll(0))
 
 
 def total_steps(run: RunInfo) -> int | None:
-    """Return how many environment steps the run has, as its trainer or its settings say; None where nobody does."""
-    known = [source.get(name) for source in (run.facts, run.config) for name in TOTALS]
-    return next((total for total in known if isinstance(total, int) and total > 0), None)
+    """Return how many environment steps the run has, as its trainer or its settings say; None where neither does."""
+    totals = [source.get(name) for source in (run.facts, run.config) for name in TOTALS]
+    return next((total for total in totals if isinstance(total, int) and total > 0), None)
 
 
 def line(record: Record, total: int | None = None, width: int | None = None) -> str:
@@ -165,7 +202,7 @@ def line(record: Record, total: int | None = None, width: int | None = None) -> 
 
 
 def alarm_line(alarm: Alarm) -> str:
-    """One line, in rich's markup: the type, since when, and what it means."""
+    """Return one line, in rich's markup: the type, since when, and what it means."""
     from rich.markup import escape
 
     if alarm.event is AlarmEvent.CLEAR:
@@ -178,9 +215,9 @@ def alarm_line(alarm: Alarm) -> str:
 
 def numbers(record: Record) -> list[str]:
     """Return the numbers that are present, in rich's markup, the most important first."""
-    return [f"[dim]{column.label}[/dim] {text}" for column in COLUMNS if (text := _text(column, record.values))]
-
-
-def _text(column: Column, values: Mapping[str, float]) -> str:
-    found = [values[key] for key in column.keys if key in values]
-    return format(found[0], column.style) if found else ""
+    shown = []
+    for column in COLUMNS:
+        value = next((record.values[key] for key in column.keys if key in record.values), None)
+        if value is not None:
+            shown.append(f"[dim]{column.label}[/dim] {format(value, column.style)}")
+    return shown

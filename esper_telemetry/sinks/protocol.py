@@ -1,8 +1,6 @@
-"""What a sink is: three methods, called by one reader of the journal, in order and never at the same time.
+"""Sinks: the three methods that each has, the optional members that some have, and the errors that they raise.
 
-Any callable as a sink: it is called once with every record.
-
-What a backend holds of a run, read back from it, to be compared with the journal.
+Delivery finds an optional member by `isinstance` with its `Supports...` protocol, so a user's sink needs to inherit nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from esper_telemetry.core.record import Record, RunInfo, RunStatus
+from esper_telemetry.core.record import Alarm, Record, RunInfo, RunStatus
 from esper_telemetry.core.suggestion import did_you_mean
 
 logger = logging.getLogger("esper_telemetry.sinks")
@@ -23,52 +21,161 @@ logger = logging.getLogger("esper_telemetry.sinks")
 
 @runtime_checkable
 class Sink(Protocol):
-    """Where records go. `open` comes first and once, then any number of `write`, then `close`.
+    """A backend: `open` comes first and once, then any number of `write`, then `close`, in order and never at the same time.
 
-    A call that raises is repeated later, with the same records or with some of them, so `write` takes all of them or raises. What it
-    raises says what to do: OSError (and whatever else is not named here) tries again after a while, ValueError and TypeError look for
-    the one record that is refused (`PoisonRecordError`), PermanentSinkError gives the sink up. Optional
-    attributes, read with `getattr`:
-
-    - `in_process: bool`, True when absent: run in a thread of the training process, not in the child process.
-    - `name: str`: stable identity that cursors are kept under; the class's name when absent. No secrets.
-    - `alarm(alarm: Alarm) -> None`: called when an alarm is raised, gets worse or is over, after the record that shows it and before the
-      next; one that raises is repeated, and no record goes by meanwhile. A callable sink gets records only.
-    - `recall(alarms: Sequence[Alarm]) -> None`: called after `open` with the alarms that were delivered before, where there are any.
-    - `prepare_child() -> None`: called once before `open`, and only in a process that holds nothing of the user's.
-    - `import_client() -> None`: imports the backend's client. Called before `open`, for one sink after the other and before any delivery
-      has a thread: packages that several threads import at once are left half initialised. ModuleNotFoundError gives the sink up; after
-      any other exception a fresh process tries again, three times at most.
-    - `held(run: RunInfo) -> int | None`: called after `open`, the last update that the backend holds of this run, 0 for none: records up to
-      it are passed over and all after it are sent, whatever was taken before. None leaves it at what was taken.
-    - `stored(run: RunInfo) -> Stored | None` and `shown(run: RunInfo) -> Shown` (`sinks/stored.py`): what the backend holds of the run,
-      and what it should hold of a record, both without `open`; `doctor` compares them.
-    - `only_forward: bool`, False when absent: the backend draws nothing behind a later point, so what is missing is sent together with
-      everything after it, and `write` begins anew there.
-    - `place(run: RunInfo) -> Place`: where the run will be found, for people.
+    A call that raises is repeated later, with the same records or with some of them, so `write` takes all of them or raises. The exception
+    says what to do: OSError (and whatever else is not named here) tries again after a while, ValueError and TypeError search for the one
+    record that is refused (`PoisonRecordError`), PermanentSinkError disables the sink. A sink may have members of the `Supports...`
+    protocols below, each by itself; `in_process` and `name` are the ones that most sinks have.
     """
 
     def open(self, run: RunInfo) -> None:
-        """Connects, for a new run or one that goes on after a restart."""
+        """Connect, for a new run or one that goes on after a restart."""
 
     def write(self, records: Sequence[Record]) -> None:
-        """Delivers all records, or raises."""
+        """Deliver all records, or raise."""
 
     def close(self, status: RunStatus) -> None:
-        """Delivers what is buffered and ends the run in the backend."""
+        """Deliver what is buffered and end the run in the backend."""
+
+
+@runtime_checkable
+class SupportsName(Protocol):
+    """A sink with an identity of its own, under which cursors are kept; the class's name without it. No secrets."""
+
+    name: str
+
+
+@runtime_checkable
+class SupportsUri(Protocol):
+    """A sink that says how it is spelled on the command line; its name without it. Empty for one that has no spelling."""
+
+    uri: str
+
+
+@runtime_checkable
+class SupportsProcessChoice(Protocol):
+    """A sink that says whether it runs in the training process (`in_process`, True without it) or in the sink process."""
+
+    in_process: bool
+
+
+@runtime_checkable
+class SupportsInline(Protocol):
+    """A sink in the training process that the training thread calls between two updates, where `inline` is True.
+
+    Its calls must return at once, whatever the terminal or file behind it does. Without it, a sink has a thread of its own: in a process
+    with a second thread the locks of the C library take an atomic instruction each, in every tensor operation.
+    """
+
+    inline: bool
+
+
+@runtime_checkable
+class SupportsAlarms(Protocol):
+    """A sink that takes alarms. A callable sink gets records only."""
+
+    def alarm(self, alarm: Alarm) -> None:
+        """Deliver an alarm that is raised, gets worse or is over: after the record that shows it and before the next.
+
+        One that raises is repeated, and no record goes by meanwhile.
+        """
+
+
+@runtime_checkable
+class SupportsRecall(Protocol):
+    """A sink that must know earlier alarms after a restart."""
+
+    def recall(self, alarms: Sequence[Alarm]) -> None:
+        """Take the alarms that were delivered before; called after `open`, where there are any."""
+
+
+@runtime_checkable
+class SupportsChildPreparation(Protocol):
+    """A sink that sets up its client for a process that holds nothing of the user's, such as the sink process."""
+
+    def prepare_child(self) -> None:
+        """Set up the client; called once before `open`, and only in such a process."""
+
+
+@runtime_checkable
+class SupportsClientImport(Protocol):
+    """A sink whose client takes long to import, or starts threads."""
+
+    def import_client(self) -> None:
+        """Import the client; called before `open`, for one sink after the other and before any delivery has a thread.
+
+        Packages that several threads import at once are left half initialised. ModuleNotFoundError disables the sink; after any other
+        exception a fresh process tries again, three times at most.
+        """
+
+
+@runtime_checkable
+class SupportsHeldUpdate(Protocol):
+    """A sink whose backend knows how far it is."""
+
+    def held(self, run: RunInfo) -> int | None:
+        """Return the last update that the backend holds of this run, 0 for none; called after `open`.
+
+        Records up to it are passed over and all after it are sent, whatever the cursor says. None leaves it at the cursor.
+        """
+
+
+@runtime_checkable
+class SupportsAudit(Protocol):
+    """A sink whose backend can be read back, without `open`: `doctor` compares it with the journal."""
+
+    def stored(self, run: RunInfo) -> StoredMetrics | None:
+        """Return the numbers that the backend holds of the run; None where it cannot be read."""
+
+    def shown(self, run: RunInfo) -> Shown:
+        """Return a function that gives the numbers that the backend should hold of a record."""
+
+
+@runtime_checkable
+class SupportsForwardOnly(Protocol):
+    """A sink whose backend draws nothing behind a later point, where `only_forward` is True.
+
+    What it lacks is sent together with everything after it, and `write` begins anew there.
+    """
+
+    only_forward: bool
+
+
+@runtime_checkable
+class SupportsPlace(Protocol):
+    """A sink that tells people where they find the run."""
+
+    def place(self, run: RunInfo) -> Place:
+        """Return where the backend keeps the run, and the command that shows it."""
+
+
+def sink_name(sink: Sink) -> str:
+    """Return the identity of a sink: its `name`, or its class's."""
+    return str((sink.name if isinstance(sink, SupportsName) else "") or type(sink).__name__)
+
+
+def sink_uri(sink: Sink) -> str:
+    """Return how a sink is spelled on the command line: its `uri`, else its name."""
+    return str(sink.uri) if isinstance(sink, SupportsUri) else sink_name(sink)
+
+
+def runs_in_process(sink: Sink) -> bool:
+    """Return whether a sink runs in the training process."""
+    return sink.in_process if isinstance(sink, SupportsProcessChoice) else True
 
 
 class PermanentSinkError(Exception):
-    """Trying again cannot help: the sink is disabled for the rest of the run, with this message."""
+    """Another attempt cannot help: the sink is disabled for the rest of the run, with this message."""
 
 
 class PoisonRecordError(ValueError):
-    """The backend refuses one of the records, and would refuse it for ever: it is put aside and the others are sent.
+    """The backend refuses one of the records, and would refuse it for ever: it goes to `dead_letter.jsonl`, and the others are sent.
 
-    Raise it where you know which one; any ValueError or TypeError has the record looked for.
+    Raise it where you know which one; after any ValueError or TypeError delivery searches for the record.
 
     Attributes:
-        index: its place among the records of this `write`; None where the backend does not say.
+        index: position of the record in this `write`; None where the backend does not say.
     """
 
     def __init__(self, message: str, index: int | None = None) -> None:
@@ -88,7 +195,7 @@ class Place(NamedTuple):
 
 
 def require_package(package: str, sink: str) -> None:
-    """Raises ModuleNotFoundError with the install command unless the package is there; imports nothing."""
+    """Raise ModuleNotFoundError with the install command unless the package is there; imports nothing."""
     if find_spec(package) is None:
         extras = {"rich": "cli", "prometheus_client": "prometheus", "wandb_workspaces": "wandb"}
         extra = extras.get(package, package)
@@ -98,7 +205,7 @@ def require_package(package: str, sink: str) -> None:
 
 
 def require_run_dir(run: RunInfo, sink: str, setting: str) -> Path:
-    """The run's directory, absolute; raises PermanentSinkError naming the setting to give where the run has none."""
+    """Return the run's directory, absolute; raises PermanentSinkError naming the setting to give where the run has none."""
     if run.run_dir is None:
         raise PermanentSinkError(
             f"{sink} has nowhere to write, as run {run.name!r} has no run directory: give it {setting}"
@@ -107,7 +214,7 @@ def require_run_dir(run: RunInfo, sink: str, setting: str) -> Path:
 
 
 def check_options(sink: str, options: Mapping[str, str], known: Sequence[str] = ()) -> None:
-    """Raises ValueError naming the first option of a sink URI that the sink does not know."""
+    """Raise ValueError naming the first option of a sink URI that the sink does not know."""
     for option in options:
         if option not in known:
             knows = f"it knows {', '.join(known)}" if known else "it has none"
@@ -116,13 +223,13 @@ def check_options(sink: str, options: Mapping[str, str], known: Sequence[str] = 
 
 @dataclass(frozen=True)
 class FunctionSink:
-    """Calls `function(record)` for each record, in order: `print` is a sink."""
+    """Any callable as a sink: `function(record)` is called for each record, in order."""
 
     function: Callable[[Record], object]
 
     in_process: ClassVar[bool] = True
     uri: ClassVar[str] = ""
-    """A function has no name on the command line."""
+    """A function has no spelling on the command line."""
 
     @property
     def name(self) -> str:
@@ -130,29 +237,29 @@ class FunctionSink:
         return f"function:{getattr(self.function, '__qualname__', type(self.function).__name__)}"
 
     def open(self, run: RunInfo) -> None:
-        """Does nothing: a function needs no connection."""
+        """Do nothing: a function needs no connection."""
 
     def write(self, records: Sequence[Record]) -> None:
-        """Calls the function; what it raises goes to the relay."""
+        """Call the function; delivery handles what it raises."""
         for record in records:
             self.function(record)
 
     def close(self, status: RunStatus) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 Shown = Callable[[Record], Mapping[str, float]]
-"""Gives, of a record, the numbers that the backend should hold, as precisely as it stores them; called once per record, in order."""
+"""Gives the numbers that the backend should hold of a record, as precisely as it stores them; called once per record, in order."""
 
 
 @dataclass(slots=True)
 class StoredMetrics:
-    """What a backend holds.
+    """The numbers of a run in a backend, read back from it.
 
     Attributes:
         rows: by update, its numbers by key; a histogram is the sum of its counts.
-        repeated: by key, how many numbers stand there more than once, for the same update.
-        ended: whether the backend takes the run for ended; None where it does not say.
+        repeated: by key, how many numbers the backend has more than once, for the same update.
+        ended: whether the backend shows the run as ended; None where it does not say.
     """
 
     rows: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -160,7 +267,7 @@ class StoredMetrics:
     ended: bool | None = None
 
     def add(self, update: int, key: str, value: float) -> None:
-        """One number as the backend holds it; the first stands."""
+        """Add one number of the backend; of several for the same update, the first counts."""
         row = self.rows.setdefault(update, {})
         if key in row:
             self.repeated[key] += 1

@@ -15,7 +15,7 @@ LONGEST_TIME: Final = len("0:00:00")
 
 
 class ProgressBar:
-    """One live line at the bottom of the terminal; rich redraws it from a thread of its own a few times a second.
+    """One live line at the bottom of the terminal, redrawn by `show`: rich's own redrawing takes a thread.
 
     Args:
         console: rich's console.
@@ -34,7 +34,7 @@ class ProgressBar:
             TimeRemainingColumn(compact=True),
             TextColumn("{task.description}"),
         )
-        self._progress = Progress(*columns, console=console, refresh_per_second=4)
+        self._progress = Progress(*columns, console=console, auto_refresh=False)
         self._task = self._progress.add_task("", total=total_steps)
         self._progress.start()
 
@@ -42,7 +42,7 @@ class ProgressBar:
         """Moves the bar to the record's step and writes the numbers beside it that fit."""
         space = self._console.width - self._bar_width - self._steps_width - LONGEST_TIME - 3
         shown = (" " * GAP).join(fitting(numbers, space + GAP))
-        self._progress.update(self._task, completed=record.axes.env_step, description=shown)
+        self._progress.update(self._task, completed=record.axes.env_step, description=shown, refresh=True)
 
     def end(self) -> None:
         """Leaves the bar as it stands."""

@@ -70,8 +70,8 @@ def test_nothing_in_the_run_directory_holds_a_secret(tmp_path: Path, monkeypatch
         telemetry.flush(env_step=1)
 
     written = {file.name: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
-    assert {"journal.jsonl", "config.json", "status.json", "relay.log"} <= written.keys()
+    assert {"journal.jsonl", "config.json", "status.json", "sinks.log"} <= written.keys()
     assert [name for name, content in written.items() if b"hunter2" in content] == []
-    assert b"cannot reach" in written["relay.log"]
+    assert b"cannot reach" in written["sinks.log"]
     assert b"cannot reach" in written["status.json"]
     assert read_run(tmp_path / "run").info.config["store"] == "http://me:***@host"

@@ -10,7 +10,8 @@ import pytest
 from journals import add, begun, end, eventually, info, record
 
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunStatus
-from esper_telemetry.delivery import Cursors, Delivery, Relay, SinkState, replay
+from esper_telemetry.delivery import Cursors, Delivery, SinkState, replay
+from esper_telemetry.delivery.live import Deliveries
 from esper_telemetry.journal import Journal, JournalReader, MemoryJournal, encode_alarm, encode_run
 from esper_telemetry.testing import FailingSink, MemorySink
 
@@ -155,10 +156,10 @@ def test_a_backend_that_holds_some_updates_is_not_told_of_their_alarms_again(tmp
 def test_a_run_without_a_directory_tells_its_alarms_too() -> None:
     journal, sink = MemoryJournal(), Told()
     journal.write(encode_run(info()))
-    relay = Relay(journal, [sink])
+    deliveries = Deliveries(journal, [sink])
     go_on(journal, range(1, 4), [2])
     end(journal)
-    relay.close()
+    deliveries.close()
 
     assert sink.order == [1, 2, "alarm 2", 3]
 
@@ -177,10 +178,10 @@ def test_alarms_up_to_a_place_are_read_without_the_records(tmp_path: Path) -> No
 def test_a_live_sink_hears_of_an_alarm_while_the_run_goes_on(tmp_path: Path) -> None:
     sink = Told()
     journal = begun(tmp_path)
-    relay = Relay(journal, [sink])
+    deliveries = Deliveries(journal, [sink])
     go_on(journal, range(1, 3), [2])
     eventually(lambda: sink.alarms)
     end(journal)
-    relay.close()
+    deliveries.close()
 
     assert sink.order == [1, 2, "alarm 2"]

@@ -15,7 +15,7 @@ from esper_telemetry.core.record import RunStatus
 from esper_telemetry.delivery import Cursors, Delivery, SinkState, replay
 from esper_telemetry.delivery import delivery as delivery_module
 from esper_telemetry.delivery import sender as breaker
-from esper_telemetry.delivery.sender import Breaker
+from esper_telemetry.delivery.sender import CircuitBreaker
 from esper_telemetry.journal import JournalReader
 from esper_telemetry.testing import FailingSink
 
@@ -40,29 +40,29 @@ def dead_letters(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def test_pauses_double_to_a_minute_and_are_short_once_the_run_is_over() -> None:
-    one, pauses = Breaker(draw=lambda: 0.0), []
+    one, pauses = CircuitBreaker(draw=lambda: 0.0), []
     for _ in range(9):
-        one.failed()
+        one.record_failure()
         pauses.append(round(one.pause(), 1))
 
     assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
-    one.failed(at_end=True)
+    one.record_failure(at_end=True)
     assert round(one.pause(), 1) == 2.0
 
 
 def test_pauses_are_shortened_at_random_by_up_to_a_quarter() -> None:
-    one = Breaker(draw=lambda: 0.8)
-    one.failed()
+    one = CircuitBreaker(draw=lambda: 0.8)
+    one.record_failure()
 
     assert round(one.pause(), 2) == 0.4  # 0.5 (1 - 0.25 * 0.8)
 
 
 def test_a_breaker_that_worked_is_closed_and_begins_anew() -> None:
-    one = Breaker(failures=5)
+    one = CircuitBreaker(failures=5)
     assert one.half_open
     assert one.pause() > 5
 
-    one.worked()
+    one.record_success()
 
     assert not one.half_open
     assert one.pause() <= 0

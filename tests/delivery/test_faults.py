@@ -27,8 +27,9 @@ from recording import (
 )
 
 from esper_telemetry.core.record import RunStatus
-from esper_telemetry.delivery import Relay, SinkState
+from esper_telemetry.delivery import SinkState
 from esper_telemetry.delivery import process as process_module
+from esper_telemetry.delivery.live import Deliveries
 from esper_telemetry.delivery.status import read_status
 from esper_telemetry.journal import read_run
 
@@ -38,10 +39,11 @@ TRAINER = textwrap.dedent("""
     from journals import add, begun, end, eventually
     from recording import RecordingSink
     from esper_telemetry.delivery import Relay
+    from esper_telemetry.delivery import Deliveries
 
     tmp_path = Path(sys.argv[1])
     journal = begun(tmp_path / "run")
-    relay = Relay(journal, [RecordingSink(tmp_path / "fast", "fast"), RecordingSink(tmp_path / "slow", "slow", 0.05)])
+    deliveries = Deliveries(journal, [RecordingSink(tmp_path / "fast", "fast"), RecordingSink(tmp_path / "slow", "slow", 0.05)])
 """)
 
 
@@ -79,13 +81,13 @@ def test_an_interrupt_of_the_whole_group_leaves_the_end_to_the_trainer(tmp_path:
         import signal
         eventually((tmp_path / "fast").exists)
         add(journal, range(1, 11))
-        child = relay.child_pid
+        child = deliveries.child_pid
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(child, number)
         time.sleep(0.5)
-        assert relay.child_pid == child
+        assert deliveries.child_pid == child
         end(journal)
-        assert relay.close(20).complete
+        assert deliveries.close(20).complete
         journal.close()
     """
     process = trainer(tmp_path, script)
@@ -100,12 +102,12 @@ def test_a_forked_copy_of_the_trainer_delivers_and_closes_nothing(tmp_path: Path
         if os.fork() == 0:
             add(journal, range(1, 11))
             end(journal)
-            assert relay.close(0).sinks == ()
+            assert deliveries.close(0).sinks == ()
             os._exit(0)
         assert os.wait()[1] == 0
         add(journal, range(1, 11))
         end(journal)
-        assert relay.close(20).complete
+        assert deliveries.close(20).complete
         journal.close()
     """
     process = trainer(tmp_path, script)
@@ -120,7 +122,7 @@ def test_a_script_without_a_main_guard_is_run_once(tmp_path: Path) -> None:
         with open(tmp_path / "runs", "a") as file:
             file.write("x")
         end(journal)
-        assert relay.close(20).complete
+        assert deliveries.close(20).complete
         journal.close()
     """
     process = trainer(tmp_path, script)
@@ -133,17 +135,17 @@ def test_a_script_without_a_main_guard_is_run_once(tmp_path: Path) -> None:
 def test_a_killed_child_is_started_again_and_nothing_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What the killed child took in its last second may come twice; after the first time, order is kept."""
     journal, sink = begun(tmp_path / "run"), RecordingSink(tmp_path / "a")
-    relay = Relay(journal, [sink])
+    deliveries = Deliveries(journal, [sink])
     add(journal, range(1, 11))
     eventually(lambda: len(seqs(sink.file)) == 10)
-    first = relay.child_pid
+    first = deliveries.child_pid
     assert first is not None
     os.kill(first, signal.SIGKILL)
     add(journal, range(11, 21))
     end(journal)
 
     with caplog.at_level(logging.WARNING):
-        report = relay.close(20)
+        report = deliveries.close(20)
 
     assert report.complete
     assert sorted(set(seqs(sink.file))) == list(range(1, 21))
@@ -152,23 +154,23 @@ def test_a_killed_child_is_started_again_and_nothing_is_lost(tmp_path: Path, cap
     assert len({call["pid"] for call in calls(sink.file)}) == 2
     assert [entry.getMessage() for entry in caplog.records] == [
         "esper-telemetry: the process that feeds the sinks died (exit code -9) and is started again, "
-        f"see {tmp_path}/run/relay.log"
+        f"see {tmp_path}/run/sinks.log"
     ]
     journal.close()
 
 
 def test_a_dead_client_gets_a_fresh_process(tmp_path: Path) -> None:
     journal, sink = begun(tmp_path / "run", 2), DyingClientSink(tmp_path / "a")
-    relay = Relay(journal, [sink])
+    deliveries = Deliveries(journal, [sink])
     eventually(lambda: seqs(sink.file) == [1, 2])
     add(journal, range(3, 6))
     end(journal)
 
-    assert relay.close(20).complete
+    assert deliveries.close(20).complete
 
     assert seqs(sink.file) == [1, 2, 3, 4, 5]
     assert len({call["pid"] for call in calls(sink.file)}) == 2
-    assert relay.stats().errors == 1
+    assert deliveries.stats().errors == 1
     journal.close()
 
 
@@ -177,11 +179,11 @@ def test_a_child_that_cannot_live_is_given_up(
 ) -> None:
     monkeypatch.setattr("esper_telemetry.delivery.process.ENTRY", "raise SystemExit(3)")
     journal = begun(tmp_path / "run", 2)
-    relay = Relay(journal, [RecordingSink(tmp_path / "a")])
+    deliveries = Deliveries(journal, [RecordingSink(tmp_path / "a")])
     end(journal)
 
     with caplog.at_level(logging.WARNING):
-        report = relay.close(20)
+        report = deliveries.close(20)
 
     assert [(sink.state, sink.pending) for sink in report.sinks] == [(SinkState.OPENING, 2)]
     assert [entry.getMessage().partition(", see")[0] for entry in caplog.records] == [
@@ -195,13 +197,13 @@ def test_a_child_that_cannot_live_is_given_up(
 def test_a_hanging_sink_cannot_make_closing_longer(tmp_path: Path, kind: type[RecordingSink]) -> None:
     journal, hanging = begun(tmp_path / "run", 5), kind(tmp_path / "hanging", "hanging")
     good = RecordingSink(tmp_path / "good", "good")
-    relay = Relay(journal, [hanging, good])
+    deliveries = Deliveries(journal, [hanging, good])
     eventually(lambda: calls(hanging.file)[1:] and seqs(good.file))
-    child = relay.child_pid
+    child = deliveries.child_pid
     end(journal)
     start = time.monotonic()
 
-    report = relay.close(1.5)
+    report = deliveries.close(1.5)
 
     assert time.monotonic() - start < 3.0
     assert [(sink.name, sink.sent, sink.pending) for sink in report.sinks] == [("hanging", 0, 5), ("good", 5, 0)]
@@ -216,11 +218,11 @@ def test_a_hanging_sink_cannot_make_closing_longer(tmp_path: Path, kind: type[Re
 
 def test_a_flaky_sink_in_the_child_gets_everything_once_and_its_errors_are_counted(tmp_path: Path) -> None:
     journal, sink = begun(tmp_path / "run", 5), FlakySink(tmp_path / "a", failures=2)
-    relay = Relay(journal, [sink])
+    deliveries = Deliveries(journal, [sink])
     eventually(lambda: seqs(sink.file))
     end(journal)
 
-    report = relay.close(20)
+    report = deliveries.close(20)
 
     assert (report.complete, report.sinks[0].errors) == (True, 2)
     assert seqs(sink.file) == [1, 2, 3, 4, 5]
@@ -230,16 +232,16 @@ def test_a_flaky_sink_in_the_child_gets_everything_once_and_its_errors_are_count
 def test_a_client_that_hangs_is_killed_and_a_fresh_one_gets_everything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_module, "CALL_SECONDS", 0.5)
+    monkeypatch.setattr(process_module, "MAX_CALL_SECONDS", 0.5)
     journal, sink = begun(tmp_path / "run", 2), HangingOnceSink(tmp_path / "a")
     good = RecordingSink(tmp_path / "good", "good")
-    relay = Relay(journal, [sink, good])
-    eventually(lambda: relay.stats() and seqs(sink.file) == [1, 2])
+    deliveries = Deliveries(journal, [sink, good])
+    eventually(lambda: deliveries.stats() and seqs(sink.file) == [1, 2])
     add(journal, range(3, 6))
-    eventually(lambda: relay.stats() and seqs(sink.file) == [1, 2, 3, 4, 5])
+    eventually(lambda: deliveries.stats() and seqs(sink.file) == [1, 2, 3, 4, 5])
     end(journal)
 
-    assert relay.close(20).complete
+    assert deliveries.close(20).complete
 
     assert len({call["pid"] for call in calls(sink.file)}) == 2
     assert seqs(good.file) == [1, 2, 3, 4, 5]
@@ -250,15 +252,15 @@ def test_a_client_that_hangs_is_killed_and_a_fresh_one_gets_everything(
 def test_a_sink_that_always_hangs_is_given_up_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(process_module, "CALL_SECONDS", 0.3)
+    monkeypatch.setattr(process_module, "MAX_CALL_SECONDS", 0.3)
     journal, good = begun(tmp_path / "run", 2), RecordingSink(tmp_path / "good", "good")
-    relay = Relay(journal, [HangingSink(tmp_path / "hanging", "hanging"), good])
+    deliveries = Deliveries(journal, [HangingSink(tmp_path / "hanging", "hanging"), good])
 
     with caplog.at_level(logging.ERROR):
-        eventually(lambda: relay.stats().sinks["hanging"].state is SinkState.DISABLED)
+        eventually(lambda: deliveries.stats().sinks["hanging"].state is SinkState.DISABLED)
     add(journal, range(3, 6))
     end(journal)
-    report = relay.close(20)
+    report = deliveries.close(20)
 
     hanging, fine = report.sinks
     assert (hanging.state, hanging.pending) == (SinkState.DISABLED, 5)
@@ -272,30 +274,32 @@ def test_a_sink_that_always_hangs_is_given_up_and_the_others_go_on(
 
 def test_a_child_that_is_frozen_is_killed_and_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a client that never gives the interpreter lock back."""
-    monkeypatch.setattr(process_module, "SILENT_SECONDS", 6.0)
+    monkeypatch.setattr(process_module, "MAX_SILENT_SECONDS", 6.0)
     journal, sink = begun(tmp_path / "run", 2), RecordingSink(tmp_path / "a")
-    relay = Relay(journal, [sink])
+    deliveries = Deliveries(journal, [sink])
     eventually(lambda: seqs(sink.file) == [1, 2])
-    frozen = relay.child_pid
+    frozen = deliveries.child_pid
     assert frozen is not None
     os.kill(frozen, signal.SIGSTOP)
     add(journal, range(3, 6))
 
-    eventually(lambda: relay.child_pid not in (None, frozen))
+    eventually(lambda: deliveries.child_pid not in (None, frozen))
     end(journal)
 
-    assert relay.close(20).complete
+    assert deliveries.close(20).complete
     assert sorted(set(seqs(sink.file))) == [1, 2, 3, 4, 5]
     journal.close()
 
 
 def test_the_status_file_says_what_is_left_and_what_sends_it(tmp_path: Path) -> None:
     journal = begun(tmp_path / "run", 5)
-    relay = Relay(journal, [HangingSink(tmp_path / "hanging", "hanging"), RecordingSink(tmp_path / "good", "good")])
+    deliveries = Deliveries(
+        journal, [HangingSink(tmp_path / "hanging", "hanging"), RecordingSink(tmp_path / "good", "good")]
+    )
     eventually(lambda: seqs(tmp_path / "good"))
     end(journal)
-    child = relay.child_pid
-    relay.close(1.0)
+    child = deliveries.child_pid
+    deliveries.close(1.0)
     journal.close()
     eventually(lambda: "pending" in read_status(tmp_path / "run")["hanging"])
     assert child is not None

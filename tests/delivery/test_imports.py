@@ -10,7 +10,8 @@ import pytest
 from journals import add, begun, end
 from recording import ImportingSink, LateImportingSink, LocalSink, RecordingSink, calls, seqs
 
-from esper_telemetry.delivery import Relay, SinkState
+from esper_telemetry.delivery import SinkState
+from esper_telemetry.delivery.live import Deliveries
 from esper_telemetry.journal import Journal
 
 
@@ -30,10 +31,10 @@ def test_the_main_thread_imports_all_clients_before_any_sink_is_opened(
     tmp_path: Path, journal: Journal, kind: type[ImportingSink]
 ) -> None:
     """All sinks write into one file, which shows the order."""
-    relay = Relay(journal, [kind(tmp_path / "a", name) for name in ("one", "two", "three")])
+    deliveries = Deliveries(journal, [kind(tmp_path / "a", name) for name in ("one", "two", "three")])
     end(journal)
 
-    assert relay.close().complete
+    assert deliveries.close().complete
 
     noted = calls(tmp_path / "a")
     assert [call["call"] for call in noted[:3]] == ["import", "import", "import"]
@@ -43,10 +44,10 @@ def test_the_main_thread_imports_all_clients_before_any_sink_is_opened(
 
 def test_an_import_that_breaks_is_tried_again_in_a_fresh_process(tmp_path: Path, journal: Journal) -> None:
     sink, good = ImportingSink(tmp_path / "a", "broken", failures=1), RecordingSink(tmp_path / "good", "good")
-    relay = Relay(journal, [sink, good])
+    deliveries = Deliveries(journal, [sink, good])
     end(journal)
 
-    assert relay.close().complete
+    assert deliveries.close().complete
 
     assert seqs(sink.file) == seqs(good.file) == [1, 2, 3]
     assert len({call["pid"] for call in calls(sink.file)}) == 2
@@ -56,7 +57,7 @@ def test_an_import_that_breaks_is_tried_again_in_a_fresh_process(tmp_path: Path,
 def test_a_client_that_cannot_be_imported_is_given_up_and_the_others_go_on(
     tmp_path: Path, journal: Journal, caplog: pytest.LogCaptureFixture
 ) -> None:
-    relay = Relay(
+    deliveries = Deliveries(
         journal,
         [
             ImportingSink(tmp_path / "a", "first", failures=100),
@@ -67,7 +68,7 @@ def test_a_client_that_cannot_be_imported_is_given_up_and_the_others_go_on(
     end(journal)
 
     with caplog.at_level(logging.ERROR):
-        first, second, good = relay.close().sinks
+        first, second, good = deliveries.close().sinks
 
     assert (first.state, second.state, good.state) == (SinkState.DISABLED, SinkState.DISABLED, SinkState.CLOSED)
     assert seqs(tmp_path / "good") == [1, 2, 3]
@@ -93,10 +94,10 @@ def test_a_client_that_is_not_installed_is_one_warning(
     monkeypatch.chdir(tmp_path)
     good = RecordingSink(tmp_path / "good", "good")
     with caplog.at_level(logging.WARNING):
-        relay = Relay(journal, [sink, good])
+        deliveries = Deliveries(journal, [sink, good])
         add(journal, range(4, 6))
         end(journal)
-        absent, _ = relay.close().sinks
+        absent, _ = deliveries.close().sinks
 
     assert (absent.state, absent.pending) == (SinkState.DISABLED, 5)
     assert seqs(good.file) == [1, 2, 3, 4, 5]
@@ -109,10 +110,10 @@ def test_a_client_that_is_not_installed_is_one_warning(
 
 def test_an_import_that_breaks_in_the_training_process_gives_the_sink_up(tmp_path: Path, journal: Journal) -> None:
     """A fresh process is not to be had there, and trying again has never helped."""
-    relay = Relay(journal, [LocalImportingSink(tmp_path / "a", failures=1)])
+    deliveries = Deliveries(journal, [LocalImportingSink(tmp_path / "a", failures=1)])
     end(journal)
 
-    (sink,) = relay.close().sinks
+    (sink,) = deliveries.close().sinks
 
     assert (sink.state, sink.pending) == (SinkState.DISABLED, 3)
     assert "its client cannot be imported: RecursionError" in sink.last_error

@@ -11,9 +11,10 @@ import pytest
 from journals import begun, end, eventually
 from recording import RecordingSink, seqs
 
-from esper_telemetry.delivery import Relay
+from esper_telemetry.core.supervisor import PauseDetector
 from esper_telemetry.delivery import process as process_module
-from esper_telemetry.delivery.sender import Calls, Pauses
+from esper_telemetry.delivery.live import Deliveries
+from esper_telemetry.delivery.sender import SinkCalls
 
 
 class Clock:
@@ -31,24 +32,24 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_a_pause_is_a_look_that_comes_much_too_late(clock: Clock) -> None:
     """Ticks of 0.25 and 4 seconds are none, a minute is one, once."""
-    pauses, found = Pauses(), []
+    pauses, found = PauseDetector(), []
     for since in (0.25, 4.0, 60.0, 0.25):
         clock.now += since
-        found.append(pauses.last())
+        found.append(pauses.seconds())
 
     assert found == [0.0, 0.0, 60.0, 0.0]
 
 
 def test_a_call_does_not_last_while_its_process_is_stopped(clock: Clock) -> None:
     """Three seconds, a minute of pause, two seconds; the pause before the next call does not shorten that."""
-    calls = Calls("slow")
-    with calls.one():
+    calls = SinkCalls("slow")
+    with calls.timed():
         clock.now += 3.0 + 60.0
-        calls.paused(60.0)
+        calls.exclude_pause(60.0)
         clock.now += 2.0
         assert calls.seconds == 5.0
     assert calls.seconds == 0.0
-    with calls.one():
+    with calls.timed():
         clock.now += 7.0
         assert calls.seconds == 7.0
 
@@ -57,19 +58,19 @@ def test_a_client_that_was_stopped_with_its_process_is_not_killed_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call of 8 s, 6 of them stopped, may take 4."""
-    monkeypatch.setattr(process_module, "CALL_SECONDS", 4.0)
+    monkeypatch.setattr(process_module, "MAX_CALL_SECONDS", 4.0)
     journal, sink = begun(tmp_path / "run", 2), RecordingSink(tmp_path / "a", delay=8.0)
-    relay = Relay(journal, [sink])
+    deliveries = Deliveries(journal, [sink])
     eventually(sink.file.exists)
-    child = relay.child_pid
+    child = deliveries.child_pid
     assert child is not None
     os.kill(child, signal.SIGSTOP)
     time.sleep(6.0)
     os.kill(child, signal.SIGCONT)
     eventually(lambda: seqs(sink.file) == [1, 2])
 
-    assert relay.child_pid == child
+    assert deliveries.child_pid == child
     end(journal)
-    report = relay.close(20)
+    report = deliveries.close(20)
     assert (report.complete, report.sinks[0].errors) == (True, 0)
     journal.close()

@@ -11,7 +11,8 @@ from journals import add, begun, end, eventually, info
 from recording import HangingSink, HopelessSink, LocalSink, NoisySink, RecordingSink, calls, seqs, statuses
 
 from esper_telemetry.core.record import RunStatus
-from esper_telemetry.delivery import Relay, SinkState
+from esper_telemetry.delivery import SinkState
+from esper_telemetry.delivery.live import Deliveries
 from esper_telemetry.journal import Journal, MemoryJournal, encode_run
 
 
@@ -25,11 +26,11 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 def test_sinks_in_the_child_and_in_threads_get_everything_once_and_in_order(tmp_path: Path, journal: Journal) -> None:
     remote, slow = RecordingSink(tmp_path / "remote", "remote"), RecordingSink(tmp_path / "slow", "slow", delay=0.2)
     local = LocalSink(tmp_path / "local", "local")
-    relay = Relay(journal, [remote, local, slow])
+    deliveries = Deliveries(journal, [remote, local, slow])
     add(journal, range(1, 301))
     end(journal)
 
-    report = relay.close(20)
+    report = deliveries.close(20)
 
     assert report.complete
     assert [(sink.name, sink.sent, sink.pending) for sink in report.sinks] == [
@@ -44,24 +45,24 @@ def test_sinks_in_the_child_and_in_threads_get_everything_once_and_in_order(tmp_
 
 
 def test_closing_again_gives_the_same_report_at_once(tmp_path: Path, journal: Journal) -> None:
-    relay = Relay(journal, [RecordingSink(tmp_path / "a")])
+    deliveries = Deliveries(journal, [RecordingSink(tmp_path / "a")])
     end(journal)
-    report = relay.close(20)
+    report = deliveries.close(20)
     start = time.monotonic()
 
-    assert relay.close(20) is report
+    assert deliveries.close(20) is report
     assert time.monotonic() - start < 0.01
-    assert relay.child_pid is None
+    assert deliveries.child_pid is None
 
 
 def test_without_a_run_directory_everything_runs_in_process(tmp_path: Path) -> None:
     journal, sink = MemoryJournal(), RecordingSink(tmp_path / "a")
     journal.write(encode_run(info()))
-    relay = Relay(journal, [sink])
+    deliveries = Deliveries(journal, [sink])
     add(journal, range(1, 101))
     end(journal)
 
-    report = relay.close(20)
+    report = deliveries.close(20)
 
     assert report.complete
     assert seqs(sink.file) == list(range(1, 101))
@@ -69,51 +70,55 @@ def test_without_a_run_directory_everything_runs_in_process(tmp_path: Path) -> N
 
 
 def test_a_relay_without_sinks_has_nothing_to_report(journal: Journal) -> None:
-    relay = Relay(journal, [])
+    deliveries = Deliveries(journal, [])
 
-    assert relay.stats().queue_depth == 0
-    assert relay.close().complete
+    assert deliveries.stats().queue_depth == 0
+    assert deliveries.close().complete
 
 
 def test_sinks_of_one_name_are_told_apart(tmp_path: Path, journal: Journal) -> None:
-    relay = Relay(journal, [LocalSink(tmp_path / "a"), LocalSink(tmp_path / "b")])
+    deliveries = Deliveries(journal, [LocalSink(tmp_path / "a"), LocalSink(tmp_path / "b")])
 
-    assert list(relay.stats().sinks) == ["recording", "recording-2"]
-    relay.close(20)
+    assert list(deliveries.stats().sinks) == ["recording", "recording-2"]
+    deliveries.close(20)
 
 
-def test_relays_run_side_by_side(tmp_path: Path) -> None:
+def test_all_deliveries_run_side_by_side(tmp_path: Path) -> None:
     journals = [begun(tmp_path / name, records) for name, records in (("one", 10), ("two", 20))]
-    relays = [Relay(journal, [RecordingSink(tmp_path / f"{journal.run_dir.name}.sink")]) for journal in journals]
+    all_deliveries = [
+        Deliveries(journal, [RecordingSink(tmp_path / f"{journal.run_dir.name}.sink")]) for journal in journals
+    ]
     for journal in journals:
         end(journal)
 
-    assert all(relay.close(20).complete for relay in relays)
+    assert all(deliveries.close(20).complete for deliveries in all_deliveries)
     assert [len(seqs(tmp_path / f"{name}.sink")) for name in ("one", "two")] == [10, 20]
     for journal in journals:
         journal.close()
 
 
 def test_stats_tell_how_far_the_slowest_sink_is_behind(tmp_path: Path, journal: Journal) -> None:
-    relay = Relay(journal, [LocalSink(tmp_path / "fast", "fast"), RecordingSink(tmp_path / "slow", "slow", delay=0.3)])
+    deliveries = Deliveries(
+        journal, [LocalSink(tmp_path / "fast", "fast"), RecordingSink(tmp_path / "slow", "slow", delay=0.3)]
+    )
     add(journal, range(1, 51))
-    assert relay.stats().queue_depth == 50
+    assert deliveries.stats().queue_depth == 50
 
-    eventually(lambda: relay.stats().queue_depth == 0)
+    eventually(lambda: deliveries.stats().queue_depth == 0)
 
-    assert relay.stats().sinks["slow"].records == 50
-    relay.close(20)
+    assert deliveries.stats().sinks["slow"].records == 50
+    deliveries.close(20)
 
 
 def test_what_the_child_is_told_is_shown_here_once(
     tmp_path: Path, journal: Journal, caplog: pytest.LogCaptureFixture
 ) -> None:
-    relay = Relay(journal, [HopelessSink(tmp_path / "a"), RecordingSink(tmp_path / "b", "good")])
+    deliveries = Deliveries(journal, [HopelessSink(tmp_path / "a"), RecordingSink(tmp_path / "b", "good")])
     add(journal, range(1, 4))
     end(journal)
 
     with caplog.at_level(logging.WARNING):
-        report = relay.close(20)
+        report = deliveries.close(20)
 
     assert [entry.getMessage() for entry in caplog.records] == [
         "esper-telemetry: sink recording is DISABLED for this run: PermanentSinkError: the key was revoked"
@@ -123,19 +128,19 @@ def test_what_the_child_is_told_is_shown_here_once(
     assert hopeless.command == f"esper_telemetry.replay('{tmp_path}/run', SINK)"
     assert (good.state, good.pending, good.command) == (SinkState.CLOSED, 0, "")
     assert str(good) == "good: closed, 3 records sent"
-    assert relay.stats().errors == 1
+    assert deliveries.stats().errors == 1
 
 
 def test_backends_print_into_the_log_and_cannot_ask(
     tmp_path: Path, journal: Journal, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    relay = Relay(journal, [NoisySink(tmp_path / "a")])
+    deliveries = Deliveries(journal, [NoisySink(tmp_path / "a")])
     end(journal)
 
-    assert relay.close(20).complete
+    assert deliveries.close(20).complete
 
     assert capfd.readouterr() == ("", "")
-    assert "noise of a backend" in (tmp_path / "run" / "relay.log").read_text()
+    assert "noise of a backend" in (tmp_path / "run" / "sinks.log").read_text()
 
 
 def test_a_sink_that_cannot_be_pickled_is_named(tmp_path: Path, journal: Journal) -> None:
@@ -143,29 +148,31 @@ def test_a_sink_that_cannot_be_pickled_is_named(tmp_path: Path, journal: Journal
         pass
 
     with pytest.raises(TypeError, match="sink nested runs in another process and cannot be pickled"):
-        Relay(journal, [Nested(tmp_path / "a", "nested")])
+        Deliveries(journal, [Nested(tmp_path / "a", "nested")])
 
 
 def test_a_run_whose_end_could_not_be_written_ends_with_the_given_status(tmp_path: Path, journal: Journal) -> None:
     remote, local = RecordingSink(tmp_path / "remote", "remote"), LocalSink(tmp_path / "local", "local")
-    relay = Relay(journal, [remote, local])
+    deliveries = Deliveries(journal, [remote, local])
 
-    relay.close(20, status=RunStatus.PREEMPTED)
+    deliveries.close(20, status=RunStatus.PREEMPTED)
 
     assert statuses(remote.file) == statuses(local.file) == ["preempted"]
 
 
 def test_each_sink_is_told_how_far_it_is_behind(tmp_path: Path, journal: Journal) -> None:
     """Records of these journals are made at 1 + seq seconds after the epoch."""
-    relay = Relay(journal, [LocalSink(tmp_path / "fast", "Fast!"), HangingSink(tmp_path / "a", "wandb:stuck")])
+    deliveries = Deliveries(
+        journal, [LocalSink(tmp_path / "fast", "Fast!"), HangingSink(tmp_path / "a", "wandb:stuck")]
+    )
     add(journal, range(1, 4))
-    eventually(lambda: relay.stats().sinks["Fast!"].records == 3)
+    eventually(lambda: deliveries.stats().sinks["Fast!"].records == 3)
 
-    fast, stuck = relay.stats().lags
+    fast, stuck = deliveries.stats().lags
 
     assert fast == ("fast", 0, 0.0, 0)
     assert (stuck.sink, stuck.records, stuck.errors) == ("wandb_stuck", 3, 0)
     assert 0 <= stuck.seconds < 60
     add(journal, range(4, 5))
-    eventually(lambda: relay.stats().sinks["Fast!"].records == 4)
-    relay.close(0.5)
+    eventually(lambda: deliveries.stats().sinks["Fast!"].records == 4)
+    deliveries.close(0.5)

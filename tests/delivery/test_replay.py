@@ -9,9 +9,10 @@ import pytest
 from journals import add, begun, end, ended, eventually
 from recording import FlakySink, HangingSink, RecordingSink, calls, seqs, statuses
 
-from esper_telemetry.delivery import Relay, SinkState, replay
+from esper_telemetry.delivery import SinkState, replay
 from esper_telemetry.delivery import delivery as delivery_module
 from esper_telemetry.delivery import sender as breaker
+from esper_telemetry.delivery.live import Deliveries
 
 
 def test_a_replay_into_a_new_sink_sends_everything(tmp_path: Path) -> None:
@@ -27,11 +28,11 @@ def test_a_replay_into_a_new_sink_sends_everything(tmp_path: Path) -> None:
 
 def test_a_replay_after_a_deadline_sends_only_the_rest(tmp_path: Path) -> None:
     journal, good = begun(tmp_path / "run", 5), RecordingSink(tmp_path / "good", "good")
-    relay = Relay(journal, [HangingSink(tmp_path / "hanging", "hanging"), good])
+    deliveries = Deliveries(journal, [HangingSink(tmp_path / "hanging", "hanging"), good])
     eventually(lambda: seqs(good.file))
     end(journal)
-    child = relay.child_pid
-    relay.close(1.0)
+    child = deliveries.child_pid
+    deliveries.close(1.0)
     journal.close()
     assert child is not None
     os.kill(child, signal.SIGKILL)

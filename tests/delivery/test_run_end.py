@@ -23,12 +23,12 @@ from esper_telemetry import Telemetry
 from esper_telemetry.cli.main import run as run_command
 from esper_telemetry.cli.mistakes import WrongUse
 from esper_telemetry.core.record import RunStatus
-from esper_telemetry.delivery import Relay, SinkState, SinkStatus, doctor, replay
+from esper_telemetry.delivery import SinkState, SinkStatus, doctor, replay
 from esper_telemetry.delivery import live as waiting
-from esper_telemetry.delivery.live import Wait
+from esper_telemetry.delivery.live import Deliveries, DeliveryWait
 from esper_telemetry.delivery.status import read_status
 from esper_telemetry.journal import Role, is_held
-from esper_telemetry.journal.lease import claim_again
+from esper_telemetry.journal.lease import lease_existing_run
 
 SCRIPT = textwrap.dedent("""
     import sys
@@ -36,10 +36,11 @@ SCRIPT = textwrap.dedent("""
     from journals import begun, end
     from recording import GatedSink
     from esper_telemetry.delivery import Relay
+    from esper_telemetry.delivery import Deliveries
 
     tmp_path = Path(sys.argv[1])
     journal = begun(tmp_path / "run", 3)
-    relay = Relay(journal, [GatedSink(tmp_path / "slow", "slow")])
+    deliveries = Deliveries(journal, [GatedSink(tmp_path / "slow", "slow")])
     end(journal)
 """)
 
@@ -48,10 +49,10 @@ SCRIPT = textwrap.dedent("""
 def left(tmp_path: Path) -> Iterator[Path]:
     """The directory of a run that has ended while its backend was still opening; the process that goes on is waited for."""
     journal = begun(tmp_path / "run", 3)
-    relay = Relay(journal, [GatedSink(tmp_path / "slow", "slow"), RecordingSink(tmp_path / "good", "good")])
+    deliveries = Deliveries(journal, [GatedSink(tmp_path / "slow", "slow"), RecordingSink(tmp_path / "good", "good")])
     eventually(lambda: seqs(tmp_path / "good"))
     end(journal)
-    report = relay.close(0.5)
+    report = deliveries.close(0.5)
     journal.close()
     assert [(sink.name, sink.pending, sink.goes_on) for sink in report.sinks] == [
         ("slow", 3, True),
@@ -64,7 +65,7 @@ def left(tmp_path: Path) -> Iterator[Path]:
 
 def open_gate(tmp_path: Path) -> None:
     gate(tmp_path / "slow").touch()
-    eventually(lambda: not is_held(tmp_path / "run", Role.RELAY))
+    eventually(lambda: not is_held(tmp_path / "run", Role.SINKS))
 
 
 def script(tmp_path: Path, last_lines: str) -> subprocess.Popen[str]:
@@ -98,7 +99,7 @@ def test_a_forked_worker_keeps_nothing_from_going_on(tmp_path: Path) -> None:
         import os, signal
         if os.fork() == 0:
             signal.pause()
-        relay.close(0.1)
+        deliveries.close(0.1)
         print("closed", flush=True)
         signal.pause()
     """
@@ -126,9 +127,9 @@ def test_an_interrupt_ends_the_wait_and_leaves_the_process(tmp_path: Path) -> No
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         try:
             print("closing", flush=True)
-            relay.close(600.0)
+            deliveries.close(600.0)
         except KeyboardInterrupt:
-            assert [sink.goes_on for sink in relay.close().sinks] == [True]
+            assert [sink.goes_on for sink in deliveries.close().sinks] == [True]
             print("interrupted", flush=True)
     """
     process = script(tmp_path, last_lines)
@@ -158,12 +159,12 @@ def test_a_trainer_that_is_killed_while_it_waits_leaves_the_end_as_it_is(
 
 def test_closing_again_does_not_end_what_goes_on(tmp_path: Path) -> None:
     journal = begun(tmp_path / "run", 3)
-    relay = Relay(journal, [GatedSink(tmp_path / "slow", "slow")])
+    deliveries = Deliveries(journal, [GatedSink(tmp_path / "slow", "slow")])
     end(journal)
-    report = relay.close(0.1)
+    report = deliveries.close(0.1)
 
-    assert relay.close(60.0) is report
-    assert is_held(tmp_path / "run", Role.RELAY)
+    assert deliveries.close(60.0) is report
+    assert is_held(tmp_path / "run", Role.SINKS)
     open_gate(tmp_path)
     delivered(tmp_path)
     journal.close()
@@ -171,8 +172,8 @@ def test_closing_again_does_not_end_what_goes_on(tmp_path: Path) -> None:
 
 def test_an_end_line_that_the_disk_refused_is_what_the_trainer_said(tmp_path: Path) -> None:
     journal = begun(tmp_path / "run", 3)
-    relay = Relay(journal, [GatedSink(tmp_path / "slow", "slow")])
-    relay.close(0.1, status=RunStatus.PREEMPTED)
+    deliveries = Deliveries(journal, [GatedSink(tmp_path / "slow", "slow")])
+    deliveries.close(0.1, status=RunStatus.PREEMPTED)
     journal.close()
 
     open_gate(tmp_path)
@@ -214,7 +215,7 @@ def test_an_interrupted_close_has_closed_the_run(tmp_path: Path, monkeypatch: py
     def interrupted(*_: Any) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Wait, "goes_on", interrupted)
+    monkeypatch.setattr(DeliveryWait, "goes_on", interrupted)
     with pytest.raises(KeyboardInterrupt):
         telemetry.close()
 
@@ -269,26 +270,26 @@ def test_a_replay_into_what_the_trainer_itself_delivers_is_refused(tmp_path: Pat
 def test_a_run_that_is_being_delivered_is_neither_resumed_nor_compressed(
     tmp_path: Path, left: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("esper_telemetry.journal.lease.HELPER_SECONDS", 0.1)
+    monkeypatch.setattr("esper_telemetry.journal.lease.MAX_HELPER_SECONDS", 0.1)
     with pytest.raises(BlockingIOError, match="still delivers what was measured before the run stopped"):
-        claim_again(left)
+        lease_existing_run(left)
     with pytest.raises(WrongUse, match="is still being trained, or delivered"):
         run_command(["compress", str(left)])
     open_gate(tmp_path)
 
     assert run_command(["compress", str(left)]) == 0
-    claim_again(left).release()
+    lease_existing_run(left).release()
 
 
 def test_a_resumed_run_begins_where_the_process_that_went_on_has_ended(tmp_path: Path, left: Path) -> None:
     gate(tmp_path / "slow").touch()
-    claim = claim_again(left)
+    claim = lease_existing_run(left)
     sink = RecordingSink(tmp_path / "slow", "slow")
-    relay = Relay(claim.journal, [sink])
+    deliveries = Deliveries(claim.journal, [sink])
     add(claim.journal, range(4, 6))
     end(claim.journal)
 
-    assert relay.close().complete
+    assert deliveries.close().complete
 
     claim.release()
     assert seqs(sink.file) == [1, 2, 3, 4, 5]
@@ -308,7 +309,7 @@ def test_the_wait_goes_on_while_records_are_taken_up_to_its_cap(monkeypatch: pyt
 
     def waited(last_record: float) -> float:
         clock.now = 0.0
-        wait = Wait(60.0)
+        wait = DeliveryWait(60.0)
         while wait.goes_on([SinkStatus("slow", SinkState.DELIVERING, int(min(clock.now, last_record) // 10))]):
             clock.now += 1.0
         return clock.now
@@ -322,7 +323,7 @@ def test_a_backend_that_opens_is_waited_for_and_one_that_fails_is_not(monkeypatc
 
     def waited(status: SinkStatus) -> float:
         clock.now = 0.0
-        wait = Wait(60.0)
+        wait = DeliveryWait(60.0)
         while wait.goes_on([status]):
             clock.now += 1.0
         return clock.now
@@ -340,7 +341,7 @@ def test_a_wait_says_for_what_once_it_is_longer_than_some_seconds(
     for terminal in (False, True):
         monkeypatch.setattr(waiting, "_on_terminal", lambda terminal=terminal: terminal)
         clock.now = 0.0
-        wait = Wait(60.0)
+        wait = DeliveryWait(60.0)
         for clock.now in (0.0, 3.0, 12.0, 12.1, 13.0):
             wait.goes_on(opening)
         wait.end()
@@ -353,11 +354,11 @@ def test_a_wait_says_for_what_once_it_is_longer_than_some_seconds(
 
 def test_status_says_of_every_sink_from_the_beginning_that_it_is_under_way(tmp_path: Path) -> None:
     journal = begun(tmp_path / "run", 1)
-    relay = Relay(journal, [LocalSink(tmp_path / "a")])
+    deliveries = Deliveries(journal, [LocalSink(tmp_path / "a")])
     sinks = json.loads((tmp_path / "run" / "status.json").read_text())["sinks"]
     assert sinks["recording"]["under_way"]
     end(journal)
-    relay.close()
+    deliveries.close()
 
     assert not read_status(tmp_path / "run")["recording"]["under_way"]
     journal.close()

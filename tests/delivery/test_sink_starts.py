@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from journals import begun, end
 
-from esper_telemetry.delivery import Relay
+from esper_telemetry.delivery.live import Deliveries
 from esper_telemetry.sinks import as_sink
 
 STARTS = int(os.environ.get("ESPER_SINK_STARTS", "20"))
@@ -34,9 +34,9 @@ def test_clients_are_imported_whole_on_busy_cores(tmp_path: Path, busy_cores: No
     broken: list[str] = []
     for number in range(STARTS):
         journal = begun(tmp_path / f"run{number}", 3)
-        relay = Relay(journal, [as_sink(uri) for uri in BACKENDS])
+        deliveries = Deliveries(journal, [as_sink(uri) for uri in BACKENDS])
         end(journal)
-        report = relay.close(600.0)
+        report = deliveries.close(600.0)
         journal.close()
         broken += [f"start {number}: {sink}" for sink in report.sinks if not sink.complete or sink.errors]
         print(f"start {number}: {report}", flush=True)

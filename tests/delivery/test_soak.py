@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from esper_telemetry import Axes, Record, RunInfo, RunStatus, doctor
-from esper_telemetry.delivery import Relay
+from esper_telemetry.delivery.live import Deliveries
 from esper_telemetry.journal import Journal, encode_end, encode_record, encode_run
 from esper_telemetry.sinks import as_sink
 
@@ -28,8 +28,8 @@ def resident_mb(pid: int | str) -> float:
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS")) / 1024
 
 
-def slowest(relay: Relay) -> int:
-    return min(status.records for status in relay.stats().sinks.values())
+def slowest(deliveries: Deliveries) -> int:
+    return min(status.records for status in deliveries.stats().sinks.values())
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_twenty_thousand_records_leave_memory_flat_and_nothing_behind(
     draw = random.Random(1)
     journal = Journal.create(tmp_path / "run")
     journal.write(encode_run(RunInfo("soak", "soak", tmp_path / "run", time.time())))
-    relay = Relay(journal, [as_sink(sink) for sink in SINKS])
+    deliveries = Deliveries(journal, [as_sink(sink) for sink in SINKS])
     measured: list[tuple[float, float]] = []
     began = time.monotonic()
     for update in range(1, RECORDS + 1):
@@ -49,20 +49,20 @@ def test_twenty_thousand_records_leave_memory_flat_and_nothing_behind(
         axes = Axes(update, update * 128, update * 16, 1.7e9 + update / 8)
         journal.write(encode_record(Record(update, axes, values)))
         if update % max(1, RECORDS // 20) == 0:
-            while slowest(relay) < update - RECORDS // 20:  # so that all clients are there when it is measured
+            while slowest(deliveries) < update - RECORDS // 20:  # so that all clients are there when it is measured
                 time.sleep(0.1)
-            if relay.child_pid is not None:
-                sizes = (resident_mb("self"), resident_mb(relay.child_pid))
+            if deliveries.child_pid is not None:
+                sizes = (resident_mb("self"), resident_mb(deliveries.child_pid))
                 print(
-                    f"{update:6} records, {time.monotonic() - began:5.0f} s: {sizes[0]:.0f} MB, relay {sizes[1]:.0f} MB"
+                    f"{update:6} records, {time.monotonic() - began:5.0f} s: {sizes[0]:.0f} MB, deliveries {sizes[1]:.0f} MB"
                 )
                 if update > RECORDS // 4:
                     measured.append(sizes)
     journal.write(encode_end(RunStatus.FINISHED, seq=RECORDS + 1))
-    report = relay.close(1800.0)
+    report = deliveries.close(1800.0)
     journal.close()
 
-    for process, sizes in zip(("this process", "the relay"), zip(*measured, strict=True), strict=True):
+    for process, sizes in zip(("this process", "the deliveries"), zip(*measured, strict=True), strict=True):
         assert max(sizes) - sizes[0] < FLAT_MB, f"{process}: {[round(size) for size in sizes]} MB"
     assert report.complete, str(report)
     health = doctor(tmp_path / "run")

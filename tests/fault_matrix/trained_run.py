@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from esper_telemetry import doctor, read_run, replay
-from esper_telemetry.delivery import ORPHAN_SECONDS
-from esper_telemetry.delivery.audit import audit
+from esper_telemetry.delivery.catch_up import audit
+from esper_telemetry.delivery.child import MAX_DETACHED_SECONDS
 from esper_telemetry.sinks import as_sink
 
 HERE = Path(__file__).parent
@@ -92,7 +92,7 @@ def outcome(run_dir: Path, process: subprocess.Popen[str], *, mend: Callable[[],
     """Waits for the end of the training, mends what was broken, lets its helpers end, sends what is missing and compares."""
     stdout, stderr = process.communicate(timeout=LIMIT_SECONDS)
     mend()
-    until(lambda: not doctor_sees_processes(run_dir), ORPHAN_SECONDS + LIMIT_SECONDS)
+    until(lambda: not doctor_sees_processes(run_dir), MAX_DETACHED_SECONDS + LIMIT_SECONDS)
     told: dict[str, Any] = json.loads(stdout.splitlines()[-1]) if process.returncode == 0 else {}
     assert process.returncode <= 0, stderr
     run = read_run(run_dir)
@@ -117,7 +117,7 @@ def doctor_sees_processes(run_dir: Path) -> bool:
 
 
 def commands() -> Iterator[str]:
-    """The command lines of processes that are part of a run; the relay's child is found by its lock."""
+    """The command lines of processes that are part of a run; the deliveries's child is found by its lock."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             yield from (link for link in _links(entry) if link.endswith(".lock"))

@@ -106,7 +106,7 @@ def test_what_a_full_disk_has_cost_stands_where_it_is_missing(
         from esper_telemetry.journal import Journal, encode_record, encode_run
         from esper_telemetry.journal import file
         from esper_telemetry.core.record import Axes, Record, RunInfo
-        file.BACKLOG_BYTES = 400
+        file.MAX_BACKLOG_BYTES = 400
         journal = Journal.create(sys.argv[1])
         journal.write(encode_run(RunInfo("id-1", "walker", None, 1.0)))
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -43,12 +43,12 @@ from esper_telemetry.journal import (
     encode_record,
     encode_run,
     end_if_open,
-    held,
     plain,
     read_run,
     to_json,
 )
 from esper_telemetry.journal import file as journal_file
+from esper_telemetry.journal.read import read_contents
 
 KL = MetricInfo("nats", "Is the policy moving?", low=0.0, healthy="< 0.02")
 ALARM = Alarm(
@@ -269,7 +269,7 @@ def test_what_waits_for_a_full_disk_is_bounded(
 ) -> None:
     """Room for two lines in memory: of three, the last is lost, and closing loses the two as well."""
     line = encode_record(record(1))
-    monkeypatch.setattr(journal_file, "BACKLOG_BYTES", 2 * len(to_json(line)))
+    monkeypatch.setattr(journal_file, "MAX_BACKLOG_BYTES", 2 * len(to_json(line)))
     journal = Journal(tmp_path, os.open("/dev/full", os.O_WRONLY))
 
     with caplog.at_level(logging.WARNING):
@@ -355,7 +355,7 @@ def test_every_reader_says_once_which_lines_are_damaged(
 
     run = read_run(run_dir)
     assert (run.damaged, run.skipped, len(run.records)) == ((17,), 1, 29)
-    assert held(run_dir).damaged == damaged_lines(run_dir) == (17,)
+    assert read_contents(run_dir).damaged == damaged_lines(run_dir) == (17,)
     assert [entry.getMessage() for entry in caplog.records] == [f"esper-telemetry: {sentence}"]
 
     assert f"{sentence}." in said(["diagnose", str(run_dir)], capsys)
@@ -468,7 +468,7 @@ def test_in_memory_each_reader_gets_the_head_and_what_follows() -> None:
 def test_in_memory_a_reader_that_lags_too_far_loses_new_records_but_no_other_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("esper_telemetry.journal.memory.MEMORY_RECORDS", 2)
+    monkeypatch.setattr("esper_telemetry.journal.memory.MAX_WAITING_RECORDS", 2)
     journal = MemoryJournal()
     reader, closed = journal.reader(), journal.reader()
     closed.close()

@@ -13,7 +13,9 @@ import pytest
 
 from esper_telemetry import PPO, PPOConfig, RunStatus, Telemetry, attach, make_env, read_run
 from esper_telemetry.events import MinibatchEnd, UpdateEnd
-from esper_telemetry.journal import HELPERS, Role, TrainerLock, await_release, held, is_held, lock_for
+from esper_telemetry.journal import Role, TrainerLock, await_release, is_held, lock_for
+from esper_telemetry.journal.lock import HELPER_ROLES
+from esper_telemetry.journal.read import read_contents
 from esper_telemetry.ppo import Checkpoints
 from esper_telemetry.testing import MemorySink
 
@@ -101,7 +103,7 @@ def test_a_killed_run_without_an_end_gets_one_before_it_goes_on(tmp_path: Path) 
         "telemetry = Telemetry(run_dir=sys.argv[1]); telemetry.flush(env_step=1); os._exit(9)"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False)
-    assert held(tmp_path).status is None
+    assert read_contents(tmp_path).status is None
 
     Telemetry(run_dir=tmp_path, resume=True).close()
 
@@ -121,10 +123,10 @@ def test_a_run_that_is_still_trained_is_left_alone(tmp_path: Path) -> None:
     Telemetry(run_dir=tmp_path, resume=True).close()
 
 
-@pytest.mark.parametrize("helper", HELPERS)
+@pytest.mark.parametrize("helper", HELPER_ROLES)
 def test_helpers_of_a_killed_run_are_waited_for(tmp_path: Path, helper: Role, monkeypatch: pytest.MonkeyPatch) -> None:
     begun(tmp_path)
-    monkeypatch.setattr("esper_telemetry.journal.lease.HELPER_SECONDS", 0.1)
+    monkeypatch.setattr("esper_telemetry.journal.lease.MAX_HELPER_SECONDS", 0.1)
     lock = lock_for(tmp_path, helper)
     with pytest.raises(BlockingIOError, match="still delivers what was measured before the run stopped"):
         Telemetry(run_dir=tmp_path, resume=True)

@@ -10,7 +10,8 @@ from fake_wandb import KEY, FakeWandb
 from waiting import wait_until
 
 from esper_telemetry.core.record import AlarmEvent, RunStatus
-from esper_telemetry.delivery import Relay, SinkState
+from esper_telemetry.delivery import SinkState
+from esper_telemetry.delivery.live import Deliveries
 from esper_telemetry.journal import Journal, encode_alarm, encode_end, encode_record, encode_run, read_run
 from esper_telemetry.sinks import Place, WandbSink
 from esper_telemetry.testing import alarm, record, run_in
@@ -28,13 +29,13 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWandb]:
     one.stop()
 
 
-def begun(tmp_path: Path) -> tuple[Journal, Relay, str]:
+def begun(tmp_path: Path) -> tuple[Journal, Deliveries, str]:
     journal, run = Journal.create(tmp_path / "run"), run_in(tmp_path / "run")
     journal.write(encode_run(run))
-    return journal, Relay(journal, [WandbSink("online", mode="online")]), run.run_id
+    return journal, Deliveries(journal, [WandbSink("online", mode="online")]), run.run_id
 
 
-def ended(journal: Journal, relay: Relay, seconds: float = 60.0) -> SinkState:
+def ended(journal: Journal, relay: Deliveries, seconds: float = 60.0) -> SinkState:
     journal.write(encode_end(RunStatus.FAILED, seq=99))
     report = relay.close(seconds)
     journal.close()

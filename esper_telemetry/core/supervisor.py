@@ -1,0 +1,285 @@
+"""Helper processes beside a trainer: the sink process, and the worker that computes records.
+
+The trainer's side is `ProcessSupervisor`: it starts one helper, listens to it, kills one that falls silent, decides when it is
+started again, and reaps it. It has no thread: the trainer drives it between two updates, because in a process with a second
+thread the locks of the C library take an atomic instruction each, in every tensor operation. No call waits longer than its
+argument says.
+
+The helper's side is `become_helper_process`. A helper is no child of `multiprocessing`, which would run a script
+without a main guard again. It leads a session of its own, so that the processes it starts can be killed with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+MIN_PAUSE_SECONDS: Final = 5.0
+"""Time between two looks of a loop that looks several times a second, from which on the process must have been stopped."""
+RESTART_STEP_SECONDS: Final = 0.5
+MAX_RESTART_SECONDS: Final = 30.0
+"""A helper that died n times in a row is started again after n times the first, and after the second at most."""
+READ_BYTES: Final = 1 << 16
+GARBAGE_THRESHOLD_OBJECTS: Final = 20_000
+"""New objects after which a helper looks for garbage, instead of 700: clients make dozens of objects for each number and let go of
+them at once. For MLflow's SQLite store that is 10 ms of processor time for a hundred numbers instead of 14."""
+
+
+class ProcessSupervisor:
+    """One helper process: started, heard, restarted, killed and reaped.
+
+    The owner drives it: `start`, then `read` again and again. Where it `has_ended` and `read` gives nothing more: `reap`,
+    `schedule_restart`, and `start` again once that is `restart_due`. What the bytes mean is the owner's.
+
+    Args:
+        entry: Python code that its interpreter runs; `sys.argv[1]` is the descriptor that it replies through.
+        log: file that its output is appended to.
+        arguments: further elements of its `sys.argv`.
+        environment: variables besides those of this process.
+        max_restarts: deaths in a row, without progress in between, after which it is given up.
+        max_silent_seconds: a helper that writes nothing for so long is killed; None for one that need not write.
+
+    Attributes:
+        log: as given.
+        given_up: whether it died too often.
+    """
+
+    def __init__(
+        self,
+        entry: str,
+        log: Path,
+        *,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        max_restarts: int = 0,
+        max_silent_seconds: float | None = None,
+    ) -> None:
+        self.log = log
+        self.given_up = False
+        self._entry, self._arguments, self._environment = entry, arguments, environment or {}
+        self._max_restarts = max_restarts
+        self._max_silent_seconds = max_silent_seconds
+        self._import_path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._replies = -1
+        self._closed = False
+        self._heard_at = 0.0
+        self._pauses = PauseDetector()
+        self._deaths = 0
+        self._restart_at = 0.0
+
+    @property
+    def pid(self) -> int | None:
+        """Process number of the helper; None where none runs."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def input(self) -> int:
+        """Descriptor of the helper's standard input, for an owner that writes without waiting."""
+        assert self._process is not None and self._process.stdin is not None
+        return self._process.stdin.fileno()
+
+    @property
+    def replies(self) -> int:
+        """Descriptor that the helper's replies come from, for an owner that polls several."""
+        return self._replies
+
+    def start(self, descriptors: Sequence[int] = ()) -> None:
+        """Start the helper, which inherits these descriptors.
+
+        Raises OSError or MemoryError where the system refuses what it needs; nothing is left open then.
+        """
+        replies, reply_end = os.pipe()
+        try:
+            with self.log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", self._entry, str(reply_end), *self._arguments],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[reply_end, *descriptors],
+                    env={**os.environ, **self._environment, "PYTHONPATH": self._import_path},
+                    bufsize=0,
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(replies)
+            raise
+        finally:
+            os.close(reply_end)
+        self._replies, self._closed, self._heard_at = replies, False, time.monotonic()
+
+    def send(self, data: bytes) -> None:
+        """Write all of `data` to the helper's input; a helper that is dead is noticed by `read`."""
+        with suppress(OSError):
+            while data and self._process is not None and self._process.stdin is not None:
+                data = data[self._process.stdin.write(data) :]
+
+    def read(self, seconds: float = 0.0) -> bytes:
+        """Return what the helper writes within that time; empty where it wrote nothing, or has ended.
+
+        A helper that is silent for too long is killed here. Of the time between two calls little counts as silence: it may be a long
+        update, or one in which this process was stopped, and the helper with it.
+        """
+        if self._process is None:
+            return b""
+        if self._closed:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+            return b""
+        self._heard_at += max(0.0, self._pauses.seconds() - MIN_PAUSE_SECONDS)
+        poll = select.poll()  # select takes no descriptor above 1023
+        poll.register(self._replies, select.POLLIN)
+        if poll.poll(seconds * 1000):
+            data, self._heard_at = os.read(self._replies, READ_BYTES), time.monotonic()
+            self._closed = not data
+            return data
+        silent = time.monotonic() - self._heard_at
+        if self._max_silent_seconds is not None and silent > self._max_silent_seconds:
+            self.kill()
+            self._heard_at = time.monotonic()
+        return b""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the helper has exited; what it wrote may still wait to be read."""
+        return self._process is not None and self._process.poll() is not None
+
+    def reap(self) -> int:
+        """Return the exit code of a helper that has ended or is about to, and release what it had.
+
+        Do not wait for the end of its replies: a forked process may hold open what a dead helper wrote into.
+        """
+        assert self._process is not None
+        code = self._process.wait()
+        if code:  # processes that it started would outlive one that did not end by itself
+            _kill_session(self._process.pid)
+        self._release()
+        return code
+
+    def schedule_restart(self, *, progressed: bool) -> None:
+        """Count a death, or a start that the system refused, and set when the next start is due.
+
+        Args:
+            progressed: whether the helper got on since its last start, or the cause of its death is gone: the count begins anew.
+        """
+        self._deaths = 1 if progressed else self._deaths + 1
+        self.given_up = self._deaths > self._max_restarts
+        self._restart_at = time.monotonic() + min(MAX_RESTART_SECONDS, RESTART_STEP_SECONDS * self._deaths)
+
+    def restart_due(self, seconds: float) -> bool:
+        """Wait that long at most for the next start to be due; return whether it is."""
+        time.sleep(max(0.0, min(seconds, self._restart_at - time.monotonic())))
+        return time.monotonic() >= self._restart_at
+
+    def kill(self) -> None:
+        """Kill the helper and the processes that it started; `reap` releases it."""
+        if self._process is not None and not self.has_ended:
+            _kill_session(self._process.pid)
+
+    def stop(self, seconds: float = 0.0) -> int:
+        """Close the helper's input, give it that long to end by itself, then kill it; reap it and return its exit code."""
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        self.kill()
+        return self.reap()
+
+    def detach(self) -> None:
+        """Let the helper go on by itself; it sees the end of its input."""
+        if self._process is not None:
+            detached = (*_detached, self._process)
+            self._release()
+            _detached[:] = [process for process in detached if process.poll() is None]
+
+    def _release(self) -> None:
+        assert self._process is not None
+        os.close(self._replies)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process = None
+
+
+_detached: list[subprocess.Popen[bytes]] = []
+"""Helpers that go on by themselves: `Popen` warns of one that is forgotten."""
+
+
+def _kill_session(leader: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+class PauseDetector:
+    """Notices that the process was stopped: by Ctrl-Z, by a scheduler that suspends jobs, in a container that is frozen.
+
+    A process that was stopped with everything else does not hang.
+    """
+
+    def __init__(self) -> None:
+        self._looked_at = time.monotonic()
+
+    def seconds(self) -> float:
+        """Length of the pause since the last call; 0 where there was none."""
+        now = time.monotonic()
+        since, self._looked_at = now - self._looked_at, now
+        return since if since > MIN_PAUSE_SECONDS else 0.0
+
+
+def become_helper_process(niceness: int) -> None:
+    """Leave signals, the first core and most processor time to the trainer; collect garbage rarely.
+
+    Ctrl-C and a scheduler's SIGTERM reach the whole job, and the trainer decides when the run ends. SIGTERM gets a function, not SIG_IGN,
+    which processes started from here would inherit.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    lower_process_priority(niceness)
+    collect_garbage_rarely()
+
+
+def lower_process_priority(niceness: int) -> None:
+    """Lower the priority of this process and its children, and leave the first core to the trainer.
+
+    Priority alone is not enough: the system wakes a reader on the core of whoever wrote to its pipe, and lets it take that core for
+    milliseconds; a process for batch work never does. All helpers leave the trainer the same core, and the scheduler moves it there.
+    """
+    with suppress(OSError):
+        os.nice(niceness)
+    with suppress(OSError, AttributeError):  # names that Linux alone has
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with suppress(OSError, AttributeError):
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, cores - {min(cores)} or cores)
+
+
+def collect_garbage_rarely() -> None:
+    """Look for garbage after `GARBAGE_THRESHOLD_OBJECTS` new objects."""
+    gc.set_threshold(GARBAGE_THRESHOLD_OBJECTS, *gc.get_threshold()[1:])
+
+
+_fork_generation = 0
+
+
+def fork_generation() -> int:
+    """Return a number that differs in every fork of this process: a fork must not write to what its parent has open."""
+    return _fork_generation
+
+
+def _count_fork() -> None:
+    global _fork_generation
+    _fork_generation += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)

@@ -1,0 +1,205 @@
+"""The `doctor` of a run: every backend compared with the journal, and a run that its trainer left open closed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from esper_telemetry.core.record import RunStatus
+from esper_telemetry.core.redaction import MASKED
+from esper_telemetry.delivery.catch_up import BackendAudit, audit, format_ranges, replay
+from esper_telemetry.delivery.cursors import Cursors
+from esper_telemetry.delivery.status import (
+    clear_under_way,
+    deliveries_under_way,
+    one_line,
+    read_status,
+    replay_command,
+)
+from esper_telemetry.journal.file import end_if_open, journal_path
+from esper_telemetry.journal.lines import JournalEvent
+from esper_telemetry.journal.lock import HELPER_ROLES, Role, is_held
+from esper_telemetry.journal.read import read_contents
+from esper_telemetry.sinks.protocol import Sink
+from esper_telemetry.sinks.registry import as_sink
+
+MIN_IDLE_SECONDS: Final = 30.0
+"""Time since the last write after which a journal without an end is closed: not every file system has locks."""
+MAX_NAMED_KEYS: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class SinkCheck:
+    """One backend of a run.
+
+    Attributes:
+        name: of the sink.
+        audit: the comparison; None where nothing could be compared.
+        reason: why nothing could be compared.
+        unreadable: whether the backend did not answer, or what it holds could not be understood.
+        command: repairs the backend; empty where nothing is to be done, or can be.
+        note: what `doctor` did, or what else is to be known.
+        under_way: whether a process of the run still delivers what is missing.
+    """
+
+    name: str
+    audit: BackendAudit | None = None
+    reason: str = ""
+    unreadable: bool = False
+    command: str = ""
+    note: str = ""
+    under_way: bool = False
+
+    @property
+    def equal(self) -> bool | None:
+        """Whether the backend holds exactly what the journal holds; None where that is not known."""
+        return None if self.audit is None else self.audit.equal
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the backend could be read, where it can be, and holds what the journal holds."""
+        return not self.unreadable and self.equal is not False
+
+    def __str__(self) -> str:
+        finding = self.reason
+        if self.audit is not None:
+            whole = f"all {self.audit.numbers:,} numbers of {self.audit.updates:,} updates"
+            finding = "; ".join(_findings(self.audit)) or whole
+        parts = [finding, self.note, f"repair it with: {self.command}" if self.command else ""]
+        return f"{self.name}: {'; '.join(part for part in parts if part)}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for programs."""
+        check = {
+            "name": self.name,
+            "equal": self.equal,
+            "reason": self.reason,
+            "command": self.command,
+            "note": self.note,
+            "under_way": self.under_way,
+        }
+        if self.audit is None:
+            return check
+        return check | {
+            "updates": self.audit.updates,
+            "numbers": self.audit.numbers,
+            "missing_updates": list(format_ranges(sorted(self.audit.absent))),
+            "incomplete_updates": list(format_ranges(sorted(self.audit.incomplete))),
+            "missing": dict(self.audit.missing),
+            "different": dict(self.audit.different),
+            "repeated": dict(self.audit.repeated),
+            "unknown_updates": list(format_ranges(self.audit.unknown)),
+            "ended": self.audit.ended,
+        }
+
+
+def _findings(audit: BackendAudit) -> Iterator[str]:
+    if audit.missing:
+        updates = ", ".join(format_ranges(audit.lacking))
+        yield f"{audit.missing.total():,} of {audit.numbers:,} numbers are missing, in updates {updates}"
+    for what, counted in (("differ", audit.different), ("stand there more than once", audit.repeated)):
+        if counted:
+            keys = ", ".join(key for key, _ in counted.most_common(MAX_NAMED_KEYS))
+            yield f"{counted.total():,} numbers {what}, of {keys}{' and others' if len(counted) > MAX_NAMED_KEYS else ''}"
+    if audit.unknown:
+        yield f"updates {', '.join(format_ranges(audit.unknown))} are not in the journal"
+
+
+@dataclass(frozen=True, slots=True)
+class RunHealth:
+    """A run and its backends.
+
+    Attributes:
+        records: number of records in the journal.
+        status: how the run ended; None where it goes on.
+        under_way: whether a process still trains or delivers it.
+        closed_stale: whether a trainer that is gone had left it open, and `doctor` has closed it.
+        lost: lines that the journal could not take, as the disk was full for too long.
+        sinks: its backends.
+        last_update: of its records.
+        failure: the event of the exception that ended it; None without one.
+        damaged: numbers of the lines of the journal that are left out everywhere.
+    """
+
+    records: int
+    status: RunStatus | None
+    under_way: bool
+    closed_stale: bool
+    lost: int
+    sinks: tuple[SinkCheck, ...]
+    last_update: int = 0
+    failure: JournalEvent | None = None
+    damaged: tuple[int, ...] = ()
+
+    @property
+    def well(self) -> bool:
+        """Whether all backends could be read and none is known to lack anything."""
+        return not self.lost and all(sink.healthy for sink in self.sinks)
+
+
+def doctor(run_dir: str | os.PathLike[str], *, progress: Callable[[str], object] = lambda name: None) -> RunHealth:
+    """Compare every backend of a run with its journal; end a run whose trainer is gone as killed, in the backends too.
+
+    `progress` is called with the name of each backend before it is read, and how many there are.
+
+    Raises FileNotFoundError where there is no journal, ValueError where it does not say which run it is.
+    """
+    directory = journal_path(run_dir).parent.absolute()
+    read_contents(directory)
+    under_way = any(is_held(directory, role) for role in (Role.TRAINER, *HELPER_ROLES))
+    idle = time.time() - journal_path(directory).stat().st_mtime >= MIN_IDLE_SECONDS
+    closed = not under_way and idle and end_if_open(directory, RunStatus.KILLED)
+    if not under_way and idle:
+        clear_under_way(directory)
+    contents = read_contents(directory)
+    ended = contents.status is not None and not under_way
+    delivering = deliveries_under_way(directory)
+    uris = sorted(_uris(directory).items())
+    sinks = []
+    for number, (name, uri) in enumerate(uris, 1):
+        progress(f"{name} ({number} of {len(uris)})")
+        check = _check_uri(directory, name, uri, ended=ended)
+        if name in delivering and not check.equal:  # what is missing needs no repair yet
+            check = replace(check, under_way=True, note="still being delivered", command="")
+        sinks.append(check)
+    return RunHealth(
+        *(contents.records, contents.status, under_way, closed, contents.lost, tuple(sinks)),
+        *(contents.recorded, contents.failure, contents.damaged),
+    )
+
+
+def _uris(directory: Path) -> Mapping[str, str]:
+    """Spelling of each sink that the run has, or was replayed into; a sink that exists in a program only has none."""
+    uris = {name: name for name in Cursors(directory).names()}
+    uris |= {name: str(entry.get("uri", name)) for name, entry in read_status(directory).items()}
+    return {name: uri for name, uri in uris.items() if uri}
+
+
+def _check_uri(directory: Path, name: str, uri: str, *, ended: bool) -> SinkCheck:
+    if MASKED in uri:
+        return SinkCheck(name, reason="its address holds a password that is not kept: name it with --sink")
+    try:
+        sink = as_sink(uri)
+    except (ValueError, TypeError, ImportError) as error:
+        return SinkCheck(name, reason=f"cannot be made from its name here ({one_line(error)})")
+    return check_backend(directory, sink, name=name, ended=ended)
+
+
+def check_backend(directory: Path, sink: Sink, *, name: str, ended: bool) -> SinkCheck:
+    """Compare one backend with the journal; end a run that is over there too, where nothing else is wrong."""
+    try:
+        result = audit(directory, sink)
+    except Exception as error:  # whatever a client raises whose server does not answer
+        return SinkCheck(name, reason=f"cannot be read: {one_line(error)}", unreadable=True)
+    if result is None:
+        return SinkCheck(name, reason="cannot say what it holds")
+    if result.missing:
+        return SinkCheck(name, result, command=f"{replay_command(directory, sink)} --missing")
+    if ended and result.ended is False:
+        closed = replay(directory, sink, missing=True).complete
+        return SinkCheck(name, result, note="it was left open, and is ended now" if closed else "it is still open")
+    return SinkCheck(name, result)
