@@ -36,7 +36,7 @@ def doctor(options: Doctor) -> int:
             sink_name(sink): check_backend(directory, sink, name=sink_name(sink), ended=False) for sink in named_sinks
         }
     sinks = [*(sink for sink in health.sinks if sink.name not in named), *named.values()]
-    is_equal = not health.lost and all(sink.healthy for sink in sinks)
+    is_healthy = not health.lost and all(sink.healthy for sink in sinks)
     event = health.failure
     failures = [] if event is None or event.axes is None else [Failure(event.seq, event.axes, event.data)]
     ending = bad_ending(health.status, health.last_update, failures)
@@ -49,13 +49,13 @@ def doctor(options: Doctor) -> int:
             "closed_stale": health.closed_stale,
             "lost_lines": health.lost,
             "damaged_lines": list(health.damaged),
-            "equal": is_equal,
+            "equal": is_healthy,
             "sinks": [sink.as_dict() for sink in sinks],
         }
         print(json.dumps(values, indent=1))
     else:
         print(_page(options.run_dir, health, ending, sinks))
-    return 0 if is_equal else 1
+    return 0 if is_healthy else 1
 
 
 @contextmanager

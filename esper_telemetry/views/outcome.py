@@ -19,7 +19,7 @@ from esper_telemetry.journal.lines import encode_alarm, plain
 from esper_telemetry.journal.read import alarms
 from esper_telemetry.sinks.console import ConsoleSink, make_console
 from esper_telemetry.sinks.pages import IncidentCards, alarm_text, cause_of
-from esper_telemetry.sinks.protocol import Place, Sink
+from esper_telemetry.sinks.protocol import Place, Sink, SupportsPlace
 
 PIPED_WIDTH: Final = 120
 """Columns of the text in a pipe or a file, unless COLUMNS says how many."""
@@ -155,9 +155,8 @@ class Summary:
             return
         yield "journal", Place(str(run.run_dir / "journal.jsonl"), "")
         for sink in self._sinks:
-            place = getattr(sink, "place", None)
-            if place is not None and not isinstance(sink, ConsoleSink):
-                yield type(sink).__name__.removesuffix("Sink").replace("Wandb", "W&B"), place(run)
+            if isinstance(sink, SupportsPlace) and not isinstance(sink, ConsoleSink):
+                yield type(sink).__name__.removesuffix("Sink").replace("Wandb", "W&B"), sink.place(run)
 
 
 def _print_incidents(console: Console, cards: IncidentCards, run_dir: Path) -> None:
