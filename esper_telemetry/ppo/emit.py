@@ -100,11 +100,14 @@ class TrainerEvents:
         self._trainer: PPO = weakref.proxy(
             trainer
         )  # a cycle would keep the tensors of a trainer that is no longer used
-        self._hooks = trainer.hooks
         self._steps: list[StepTensors] = []
         self._norms: list[tuple[int, tuple[str, ...], Tensor]] = []
         self._replay: PolicyReplay | None = None
         self._start = self._cpu_start = self._learning_rate = 0.0
+
+    @property
+    def _hooks(self) -> Hooks:
+        return self._trainer.hooks  # whichever the trainer has now: a test or a user may replace them
 
     def run_start(self, total_steps: int) -> None:
         """Emit `RunStart`."""
