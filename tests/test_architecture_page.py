@@ -25,7 +25,7 @@ LAYOUT = re.findall(r"^\| `(\w+)(?:/|\.py)` \|.*\| ([^|]*) \|$", PROSE, re.MULTI
 def defined_names() -> set[str]:
     """Names of classes, functions, methods (`Class.method`), constants and parts of the package and the examples."""
     names = {path.stem for path in PACKAGE.iterdir()}
-    for path in (*PACKAGE.rglob("*.py"), *ROOT.glob("examples/*.py"), ROOT / "tests" / "test_architecture.py"):
+    for path in (*PACKAGE.rglob("*.py"), *ROOT.glob("examples/*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef)]
@@ -51,7 +51,7 @@ def test_every_module_or_group_of_entry_points_exists(name: str) -> None:
 
 
 def test_every_name_exists() -> None:
-    defined = defined_names() | {"journal.jsonl"}
+    defined = defined_names() | {"journal.jsonl", "clip_grad_norm_"}
 
     assert len(NAMES) > 50
     assert [name for name in NAMES if name not in defined] == []
