@@ -3,15 +3,15 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# One worker more than there are cores, because many a test waits for processes; four at most. Files are dealt out in their order, not by
-# their numbers of tests: that would leave those with few but long ones for the end.
+# One worker more than there are cores, because many tests wait for processes; four at most. Files are distributed in their order: sorted by
+# their number of tests, files with few but long tests would come last.
 WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((cores < 3 ? cores + 1 : 4)))
 export WANDB_SILENT ?= true
 DEMO_SINKS := --sink console --sink tensorboard --sink 'wandb:esper-demo?mode=offline' --sink 'mlflow?experiment=esper-demo'
 
 .PHONY: help install demo demo-mlp demo-fault test pytest test-adapters test-slow test-faults lint bench docs clean
 
-help:  ## say what there is
+help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(STAMP)  ## create .venv with the package, every backend and the development tools
@@ -30,11 +30,11 @@ demo-mlp: install  ## the same with velocities, for which a policy without memor
 	@echo "Training an MLP on CartPole-v1 with telemetry in four places; the end says how to open each"
 	@$(BIN)/esper-telemetry train --env CartPole-v1 --total-steps 200000 --seed 1 $(DEMO_SINKS)
 
-demo-fault: install  ## the demo, with a learning rate 100 times too large from the middle on; the console says so
+demo-fault: install  ## the demo, with a learning rate 100 times too large in its second half, and the alarms that this raises
 	@echo "Training as in the demo; half-way the learning rate becomes 100 times too large, and the console says what is wrong"
 	@$(BIN)/python -m esper_telemetry.lab.faults demo --fault lr_x100 $(DEMO_SINKS)
 
-test: install  ## lint, check types, run the tests, side by side (7 to 10 minutes on 2 cores)
+test: install  ## lint, check types and run the tests in parallel (7 to 10 minutes on 2 cores)
 	@$(MAKE) --no-print-directory --jobs 2 lint pytest
 
 pytest: install
@@ -45,11 +45,11 @@ test-adapters: install  ## TelemetryCallback against the real Stable-Baselines3 
 	@echo "Running the tests of the adapters"
 	@$(BIN)/pytest -q -m sb3 --numprocesses auto --maxprocesses 4
 
-test-slow: install  ## learning curves over seeds, soak runs
+test-slow: install  ## learning curves over five seeds, soak runs
 	@echo "Running the slow tests: learning curves over five seeds"
 	@$(BIN)/pytest -q -m slow -rP --show-capture=stdout --numprocesses auto --maxprocesses 4
 
-test-faults: install  ## trainings that meet a real fault each; writes docs/fault_matrix.md (15 minutes)
+test-faults: install  ## trainings under real faults (dead servers, full disks); writes docs/fault_matrix.md (15 minutes)
 	@echo "Breaking servers, disks, clients and trainers, one at a time"
 	@$(BIN)/pytest -q -m fault_matrix tests/fault_matrix
 
@@ -59,7 +59,7 @@ lint: install  ## ruff and mypy --strict on package, tests, examples and benchma
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
 
-bench: install  ## the figures of docs/benchmarks.md, as ratios measured side by side
+bench: install  ## speed and memory beside other trainers and loggers; see docs/benchmarks.md
 	@echo "Measuring (close other programs; this takes some minutes)"
 	@$(BIN)/python benchmarks/trainer.py --num-envs 8 64
 	@$(BIN)/python benchmarks/trainer.py --num-envs 1024 --rounds 3

@@ -207,7 +207,10 @@ class UpdateCollector:
         return update
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next update is compared with; the journal holds the records of those before when this returns."""
+        """Return what the next update is compared with; the journal holds the records of those before when this returns.
+
+        Averages and baselines are not among it: they are read from the journal.
+        """
         return {
             "counts": self._telemetry.state_dict(),
             "recent": list(self._recent),

@@ -226,7 +226,7 @@ def always(facts: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmRule:
-    """The declaration of one alarm.
+    """The declaration of one alarm; apart from metrics, because one alarm reads several keys and its advice belongs to the fault.
 
     Attributes:
         type: its name, `family/what`.

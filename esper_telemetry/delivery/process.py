@@ -29,7 +29,8 @@ ENTRY: Final = "from esper_telemetry.delivery.child import main; main()"
 MAX_RESTARTS: Final = 3
 """Deaths in a row, without a record delivered in between, after which the process is not started again."""
 MAX_CALL_SECONDS: Final = 120.0
-"""Duration of one call of a sink: MLflow waits 20 s for a locked database, W&B a minute for a server."""
+"""Duration of one call of a sink, after which the process ends, because a thread cannot be killed: MLflow waits 20 s for a locked database,
+W&B a minute for a server."""
 MAX_FRESH_PROCESSES: Final = 3
 """Fresh processes in a row that one sink may ask for, by a call that hangs or a client that is dead, before it is disabled."""
 MAX_SILENT_SECONDS: Final = 120.0

@@ -1,5 +1,8 @@
 """Values of a record that are derived from its measured ones and from earlier records.
 
+Values that need other values, such as explained variance, are computed here from the record and not from tensors, so that reading an old
+journal computes them again in the same way.
+
 Chosen keys have a history: levels, drifts, outliers, trends, periods and changes, as keys with a suffix (T1 to T7).
 """
 
@@ -66,6 +69,7 @@ class HistorySpec:
     scale_min: float = SCALE_MIN
 
 
+# Histories are listed here and not in each metric: the keys of groups of parameters are known from a run's facts only.
 HEADLINES = (
     HistorySpec("policy/kl", ALL_SUFFIXES),
     HistorySpec("policy/entropy_norm", ALL_SUFFIXES),

@@ -1,4 +1,8 @@
-"""Records made from what another trainer logged, with the histories that can be derived from them."""
+"""Records made from what another trainer logged, with the histories that can be derived from them.
+
+Signs, factors and rollouts that are logged late are corrected here, so that no alarm needs to know other trainers. A value that
+stands in for another one is named; what was not logged stays missing.
+"""
 
 from __future__ import annotations
 

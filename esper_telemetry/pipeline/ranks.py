@@ -193,7 +193,7 @@ MAX_KNOWN_SIGNATURES: Final = 256
 
 
 class RankZeroDecision(NamedTuple):
-    """What rank 0 decides for all ranks.
+    """What rank 0 decides for all ranks; it travels in the header of the exchange that they make anyway.
 
     Attributes:
         sample_every: one update in so many is sampled.

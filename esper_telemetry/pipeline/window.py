@@ -94,7 +94,8 @@ class Window:
     def add(self, group: MetricGroup, epoch: int | Sequence[int], step: int | Sequence[int] | None) -> None:
         """Pack a group; its first row stands at `step`, or after the rows that its layout has already; or its rows at `step`.
 
-        A group in which everything is undefined has no rows.
+        It is packed now and not when the window is sent, because the owner of its tensors may change them. A group in which everything is
+        undefined has no rows.
         """
         packed = pack(group)
         if packed.layout.fields:

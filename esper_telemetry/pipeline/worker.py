@@ -1,5 +1,9 @@
 """`WorkerPipeline`: the pipeline in a process beside the trainer, behind a pipe and shared memory.
 
+A record takes some five hundred small operations, a seventh of a fast CPU trainer's time on its own thread; to pack the update takes about
+a millisecond. The price is a second interpreter with torch, some 200 MB. Tensors lie in shared memory because the system finds fresh pages
+for every write to a pipe, half a millisecond per update, and because a pipe takes a megabyte at a time.
+
 Two cases of a dying process lose nothing. Where the trainer is killed, the worker still finds the finished updates in the pipe, and ends
 the run as killed. Where the worker dies or hangs, the training process reads in the journal how far it came, and does the rest itself.
 """

@@ -18,6 +18,8 @@ from esper_telemetry.ppo.networks.mlp import MLP
 from esper_telemetry.ppo.networks.recurrent import RecurrentTrunk
 from esper_telemetry.ppo.trainer import PPO
 
+# Faults replace what a trainer holds (steps, settings, parameters, environments), never what a class or a module defines, and each change
+# takes back itself alone: so several may come and go in any order.
 Undo: TypeAlias = Callable[[], None]
 Break: TypeAlias = Callable[[PPO, float], Undo]
 Need: TypeAlias = Callable[[PPO], str | None]

@@ -40,6 +40,7 @@ QUANTILES: Final = {"p05": 0.05, "p50": 0.5, "p95": 0.95}
 RUN_TAG: Final = "esper.run_id"
 KEYMAP_TAG: Final = "esper.keymap"
 CHANGED_TAG: Final = "esper.changed."
+"""Prefix of the tag that holds a setting with which a resumed run goes on: MLflow lets no parameter change."""
 ALARM_TAG: Final = "esper.alarm."
 """Prefix of the tag that holds the state of an alarm; its type follows."""
 METRICS_TAG: Final = "esper.metrics"
@@ -280,7 +281,7 @@ def _without_migration_lines() -> Iterator[None]:
 
 
 class Artifacts:
-    """Stores the files of a run. A store that refuses files, as many do, costs one warning and no number."""
+    """Stores the files of a run. A store that refuses files, as many do, costs one warning, and holds up no number."""
 
     def __init__(self, client: Any, run_id: str) -> None:
         self._client = client
