@@ -34,7 +34,7 @@ from esper_telemetry import __version__
 from esper_telemetry.cli.arguments import PROGRAM, parse_arguments, with_help
 from esper_telemetry.cli.mistakes import WrongUse
 from esper_telemetry.core.lazy import collection_paused
-from esper_telemetry.core.suggestion import did_you_mean
+from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.ppo.config import PPOConfig, preset
 
 FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130

@@ -11,8 +11,8 @@ from rich.table import Column, Table
 from esper_telemetry.alarms.metric_registry import MetricEntry, registry
 from esper_telemetry.cli.mistakes import WrongUse
 from esper_telemetry.core.lazy import collection_paused
+from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.core.record import template_of
-from esper_telemetry.core.suggestion import did_you_mean
 from esper_telemetry.sinks.console import make_console
 from esper_telemetry.views.metrics_page import entry_text, entry_values
 
