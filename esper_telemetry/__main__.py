@@ -15,8 +15,10 @@ def main() -> None:
 
         run_script(sys.argv[2:])
     else:
-        from esper_telemetry.cli.main import main as command_line
+        from esper_telemetry.core.lazy import collection_paused
 
+        with collection_paused():
+            from esper_telemetry.cli.main import main as command_line
         command_line()
 
 

@@ -37,8 +37,7 @@ from torch.optim import Optimizer
 
 from esper_telemetry.core.arrays import IntegerLike, as_integer
 from esper_telemetry.core.clock import Clock
-from esper_telemetry.core.group import Postponed
-from esper_telemetry.core.packing import NO_VALUES, Values
+from esper_telemetry.core.group import NO_VALUES, Postponed, Values
 from esper_telemetry.core.record import Axes, Level, RunInfo, RunStatus
 from esper_telemetry.core.supervisor import fork_generation
 from esper_telemetry.delivery.child import MAX_DETACHED_SECONDS

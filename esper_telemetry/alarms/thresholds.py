@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from esper_telemetry.alarms.registry import alarm_rules
 from esper_telemetry.alarms.rule import Bound, Limits
-from esper_telemetry.core.suggestion import did_you_mean
+from esper_telemetry.core.messages import did_you_mean
 
 ON, OFF = "on", "off"
 

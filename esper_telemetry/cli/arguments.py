@@ -13,7 +13,7 @@ from typing import Any, Final
 import tyro
 
 from esper_telemetry.cli.mistakes import WrongUse
-from esper_telemetry.core.suggestion import question
+from esper_telemetry.core.messages import question
 
 PROGRAM: Final = "esper-telemetry"
 UNKNOWN: Final = "Unrecognized options: "

@@ -33,7 +33,8 @@ except ModuleNotFoundError as missing:
 from esper_telemetry import __version__
 from esper_telemetry.cli.arguments import PROGRAM, parse_arguments, with_help
 from esper_telemetry.cli.mistakes import WrongUse
-from esper_telemetry.core.suggestion import did_you_mean
+from esper_telemetry.core.lazy import collection_paused
+from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.ppo.config import PPOConfig, preset
 
 FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
@@ -243,7 +244,8 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code; raises WrongUse before anything is created."""
     command = parse(arguments)
     name = type(command).__name__.lower()
-    function: Callable[[Any], int] = getattr(import_module(f"esper_telemetry.cli.{name}"), name)
+    with collection_paused():
+        function: Callable[[Any], int] = getattr(import_module(f"esper_telemetry.cli.{name}"), name)
     return function(command)
 
 

@@ -10,8 +10,9 @@ from rich.table import Column, Table
 
 from esper_telemetry.alarms.metric_registry import MetricEntry, registry
 from esper_telemetry.cli.mistakes import WrongUse
+from esper_telemetry.core.lazy import collection_paused
+from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.core.record import template_of
-from esper_telemetry.core.suggestion import did_you_mean
 from esper_telemetry.sinks.console import make_console
 from esper_telemetry.views.metrics_page import entry_text, entry_values
 
@@ -22,6 +23,7 @@ WIDTH = 200
 """Columns of the table in a pipe or a file, where COLUMNS does not say how many."""
 
 
+@collection_paused()
 def metrics(options: Metrics) -> int:
     """Print every declared metric, or the matching ones."""
     entries = _matching(options.key)

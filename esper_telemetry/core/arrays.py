@@ -42,8 +42,14 @@ def as_tensor(value: ArrayLike, like: Tensor | None = None) -> Tensor:
     """
     if isinstance(value, Tensor):
         return value
-    holds_tensors = isinstance(value, Sequence) and any(isinstance(item, Tensor) for item in value)
-    tensor = _stacked(value) if holds_tensors else torch.from_numpy(_array(value))
+    if isinstance(value, Sequence) and any(isinstance(item, Tensor) for item in value):
+        tensors = [as_tensor(item).detach() for item in value]
+        shapes = sorted({tuple(tensor.shape) for tensor in tensors})
+        if len(shapes) > 1:
+            raise ValueError(f"the tensors of a list must have one shape, got {shapes}")
+        tensor = torch.stack(tensors)
+    else:
+        tensor = torch.from_numpy(_array(value))
     return tensor if like is None else tensor.to(like.device)
 
 
@@ -148,14 +154,6 @@ def shown(value: object) -> str:
     if isinstance(value, Tensor | np.ndarray) and value.ndim:
         return f"a {'tensor' if isinstance(value, Tensor) else 'NumPy array'} of shape {list(value.shape)}"
     return reprlib.repr(value)
-
-
-def _stacked(values: Any) -> Tensor:
-    tensors = [as_tensor(value).detach() for value in values]
-    shapes = sorted({tuple(tensor.shape) for tensor in tensors})
-    if len(shapes) > 1:
-        raise ValueError(f"the tensors of a list must have one shape, got {shapes}")
-    return torch.stack(tensors)
 
 
 def _array(value: Any) -> npt.NDArray[Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import logging
 import pkgutil
-from collections.abc import Iterator
 from functools import lru_cache
 from importlib.metadata import entry_points
 from types import ModuleType
@@ -72,10 +71,8 @@ def _modules() -> tuple[ModuleType, ...]:
             packages.append(entry.load())
         except Exception as error:  # a broken plugin costs its metrics their descriptions, never the run
             _logger.warning("the metrics of the plugin %r (%s) cannot be loaded: %s", entry.name, entry.value, error)
-    return tuple(module for package in packages for module in _walk(package))
-
-
-def _walk(package: ModuleType) -> Iterator[ModuleType]:
-    yield package
-    for info in pkgutil.walk_packages(getattr(package, "__path__", ()), package.__name__ + "."):
-        yield importlib.import_module(info.name)
+    modules: list[ModuleType] = []
+    for package in packages:
+        inner = pkgutil.walk_packages(getattr(package, "__path__", ()), package.__name__ + ".")
+        modules += [package, *(importlib.import_module(info.name) for info in inner)]
+    return tuple(modules)

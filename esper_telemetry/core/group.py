@@ -10,16 +10,18 @@ turns them into values once they have reached the host. A field that was left ou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
-from functools import lru_cache
-from typing import ClassVar, NamedTuple, Self
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property, lru_cache
+from typing import Any, ClassVar, Final, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
-from esper_telemetry.core.metric import Metric, Rows, label, label_field, reports
-from esper_telemetry.core.packing import Field, SlotLayout, Values
+from esper_telemetry.core.metric import Metric, Rows, declared, label, label_field, reports
+from esper_telemetry.core.record import Histogram, Level
 from esper_telemetry.core.reduction import (
     Absent,
     Array,
@@ -31,6 +33,7 @@ from esper_telemetry.core.reduction import (
     Min,
     Moments,
     Reduction,
+    Statistic,
     Sum,
     as_reduction,
 )
@@ -54,6 +57,249 @@ __all__ = [
     "pack",
     "reports",
 ]
+
+Index = npt.NDArray[np.intp]
+
+
+class Values(NamedTuple):
+    """Values of the rows of one update.
+
+    Attributes:
+        values: finite floats by key.
+        histograms: by key.
+        undefined: number of declared keys without a value.
+        unreported: values of keys of NORMAL above the level of the run; derived values of that level may need them: `grad/health`
+            belongs to MINIMAL, the norms of layers from which it is derived to NORMAL.
+        copies: number of vectors copied from the device.
+    """
+
+    values: dict[str, float]
+    histograms: dict[str, Histogram]
+    undefined: int
+    unreported: dict[str, float]
+    copies: int = 0
+
+    def united(self, other: Values) -> Values:
+        """Return both; of a key in both the other's value."""
+        return Values(
+            self.values | other.values,
+            self.histograms | other.histograms,
+            self.undefined + other.undefined,
+            self.unreported | other.unreported,
+            self.copies + other.copies,
+        )
+
+
+NO_VALUES: Final = Values({}, {}, 0, {})
+
+
+class Field(NamedTuple):
+    """One field that is present in a group: its reduction, its number of slots, and the edges of a histogram."""
+
+    name: str
+    reduction: type[Reduction]
+    width: int
+    edges: tuple[float, ...] = ()
+
+
+class RowReader(NamedTuple):
+    """One key of a layout: the metric, the columns that hold its slots, and the function from slots to the value."""
+
+    key: str
+    metric: Metric
+    field: Field
+    columns: slice
+    statistic: Statistic
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """The signature of a packed group: rows of the same layout can be merged.
+
+    Attributes:
+        group: the group's type.
+        labels: the labels of a labelled group, () otherwise.
+        fields: the fields that are present, in order.
+        constant: per slot, whether it is a plain number.
+    """
+
+    group: type
+    labels: tuple[str, ...]
+    fields: tuple[Field, ...]
+    constant: tuple[bool, ...]
+
+    def finish(self, rows: Array, steps: Index, epochs: Index, level: Level = Level.DEBUG) -> Values:
+        """Return the values of `level` of a `table` whose rows were measured at optimizer `steps` of `epochs`."""
+        window = PackedWindow(self, rows, steps, epochs)
+        result: dict[str, float] = {}
+        unreported: dict[str, float] = {}
+        undefined = 0
+        for reader in self.readers:
+            reported = reader.metric.level <= level
+            if not reported and reader.metric.level > Level.NORMAL:
+                continue
+            value = window.read(reader)
+            if math.isfinite(value) and (value > 0 or not reader.metric.when_positive):
+                (result if reported else unreported)[reader.key] = value
+            else:
+                undefined += reported and not reader.metric.when_positive
+        return Values(result, self._finish_histograms(window, level), undefined, unreported)
+
+    def table(self, tensors: Array, numbers: Sequence[float], rows: int) -> Array:
+        """Return [rows, labels * slots], every slot in its column, from [tensor slots, rows * labels] and the plain numbers."""
+        labels = max(1, len(self.labels))
+        table = np.empty((rows, labels, len(self.constant)))
+        table[..., self._places[0]] = tensors.reshape(-1, rows, labels).transpose(1, 2, 0)
+        table[..., self._places[1]] = numbers
+        return table.reshape(rows, -1)
+
+    def _finish_histograms(self, window: PackedWindow, level: Level) -> dict[str, Histogram]:
+        """Return the histograms of `level` that are not empty."""
+        readers = [reader for reader in self.histograms if reader.metric.level <= level]
+        counts = {reader.key: window.slots(reader) for reader in readers}
+        return {
+            reader.key: Histogram(reader.field.edges, tuple(counts[reader.key]))
+            for reader in readers
+            if any(counts[reader.key])
+        }
+
+    @property
+    def replicated(self) -> bool:
+        """True where all ranks measure the same."""
+        return bool(self.group.replicated)  # type: ignore[attr-defined]  # every group is a `MetricGroup`
+
+    @property
+    def name(self) -> str:
+        """Module and name of the group's type."""
+        return f"{self.group.__module__}.{self.group.__qualname__}"
+
+    @cached_property
+    def fields_text(self) -> str:
+        """Text of the fields that is the same in every process."""
+        return repr([(name, reduction.__qualname__, width, edges) for name, reduction, width, edges in self.fields])
+
+    @cached_property
+    def readers(self) -> tuple[RowReader, ...]:
+        """Every scalar key of the layout."""
+        return tuple(reader for reader in self._all_readers() if not _is_histogram(reader))
+
+    @cached_property
+    def histograms(self) -> tuple[RowReader, ...]:
+        """Every histogram key of the layout."""
+        return tuple(reader for reader in self._all_readers() if _is_histogram(reader))
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[type[Reduction], Index], ...]:
+        """Columns of the fields by reduction, [fields, slots]: each block is merged in one call."""
+        columns_of: dict[tuple[type[Reduction], int], list[range]] = {}
+        for field, start in self._starts():
+            for offset in self._label_offsets:
+                columns = range(offset + start, offset + start + field.width)
+                columns_of.setdefault((field.reduction, field.width), []).append(columns)
+        return tuple((reduction, np.array(columns)) for (reduction, _), columns in columns_of.items())
+
+    def _all_readers(self) -> Iterator[RowReader]:
+        present = {field.name: (field, start) for field, start in self._starts()}
+        name = label_field(self.group)
+        for item, metric in declared(self.group):
+            if item.name in present:
+                field, start = present[item.name]
+                for offset, text in zip(self._label_offsets, self.labels or ("",), strict=True):
+                    columns = slice(offset + start, offset + start + field.width)
+                    key = metric.key.replace(f"{{{name}}}", text)
+                    statistics = field.reduction.statistics
+                    # a histogram has no statistic: it is read as a whole
+                    first = next(iter(statistics.values()), lambda _: math.nan)
+                    statistic = statistics[metric.of] if metric.of else first
+                    yield RowReader(key, metric, field, columns, statistic)
+
+    def _starts(self) -> Iterator[tuple[Field, int]]:
+        start = 0
+        for field in self.fields:
+            yield field, start
+            start += field.width
+
+    @cached_property
+    def _label_offsets(self) -> range:
+        width = len(self.constant)
+        return range(0, width * max(1, len(self.labels)), width) if width else range(0)
+
+    @cached_property
+    def _places(self) -> tuple[Index, Index]:
+        """Places of the slots that are tensors, and of those that are plain numbers."""
+        constant = np.array(self.constant, dtype=bool)
+        return np.flatnonzero(~constant), np.flatnonzero(constant)
+
+
+class PackedWindow:
+    """Rows of one layout within one update."""
+
+    def __init__(self, layout: SlotLayout, rows: Array, steps: Index, epochs: Index) -> None:
+        self._rows = rows
+        self._steps = steps
+        self._epochs = epochs
+        self._all = merge(layout, rows)
+        self._selected: dict[Rows, Array] = {Rows.ALL: rows}
+
+    def read(self, reader: RowReader) -> float:
+        """Return the value of one key; NaN where it is undefined."""
+        metric, columns = reader.metric, reader.columns
+        if metric.over == "merge" and metric.rows is Rows.ALL:
+            return reader.statistic(self._all[columns])
+        if metric.rows not in self._selected:
+            self._selected[metric.rows] = self._rows[_select(metric.rows, self._steps, self._epochs)]
+        slots = self._selected[metric.rows][:, columns]
+        if metric.over == "merge":
+            return reader.statistic(_merge_key(reader, slots)) if len(slots) else math.nan
+        if metric.over == "slope":
+            epochs = self._epochs[_select(metric.rows, self._steps, self._epochs)]
+            return _slope([reader.statistic(_merge_key(reader, slots[epochs == epoch])) for epoch in np.unique(epochs)])
+        defined = [value for row in slots.tolist() if not math.isnan(value := reader.statistic(row))]
+        return (max if metric.over == "max" else min)(defined, default=math.nan)
+
+    def slots(self, reader: RowReader) -> list[float]:
+        """Return the slots of one key, merged over all rows."""
+        return self._all[reader.columns]
+
+
+def merge(layout: SlotLayout, rows: Array) -> list[float]:
+    """Merge [rows, columns] into one row."""
+    if len(rows) == 1:
+        return list(rows[0].tolist())
+    merged = np.empty(rows.shape[1])
+    for reduction, columns in layout.blocks:
+        merged[columns] = reduction.merge(rows[:, columns])
+    return list(merged.tolist())
+
+
+def _merge_key(reader: RowReader, slots: Array) -> list[float]:
+    """Merge one key's [rows, slots]; a single row is returned as it is."""
+    merged = slots[0] if len(slots) == 1 else reader.field.reduction.merge(slots[:, None])[0]
+    return list(merged.tolist())
+
+
+def _is_histogram(reader: RowReader) -> bool:
+    return reader.field.reduction is Counts
+
+
+def _slope(values: Sequence[float]) -> float:
+    """Least-squares slope against the index; undefined for one value."""
+    if len(values) < 2:
+        return math.nan
+    x = np.arange(len(values)) - (len(values) - 1) / 2
+    return float(x @ np.array(values) / (x @ x))
+
+
+def _select(rows: Rows, steps: Index, epochs: Index) -> Any:
+    """Return the mask of the rows of an update from which a metric is read."""
+    if rows is Rows.ALL:
+        return np.ones(len(steps), dtype=bool)
+    if rows is Rows.FIRST:
+        return steps == 0
+    if rows is Rows.AFTER_STEP:
+        return steps > 0
+    last = epochs == epochs.max()
+    return last if rows is Rows.LAST_EPOCH else last & (steps > 0)
 
 
 class MetricGroup:
@@ -152,7 +398,7 @@ def pack(group: MetricGroup) -> Packed:
     names = getattr(group, label) if label else ()
     layout = _layout(kind, (names,) if isinstance(names, str) else tuple(names), tuple(kinds), constant)
     tensors = [slot for slot in slots if isinstance(slot, Tensor)]
-    stacked, rows = _stacked(tensors, layout.labels)
+    stacked, rows = _stack_slots(tensors, layout.labels)
     return Packed(layout, stacked, tuple([float(slot) for slot in slots if not isinstance(slot, Tensor)]), rows)
 
 
@@ -167,7 +413,7 @@ def _layout(group: type, labels: tuple[str, ...], kinds: tuple[Kind, ...], const
     return SlotLayout(group, labels, tuple(present), constant)
 
 
-def _stacked(tensors: list[Tensor], labels: tuple[str, ...]) -> tuple[Tensor, int]:
+def _stack_slots(tensors: list[Tensor], labels: tuple[str, ...]) -> tuple[Tensor, int]:
     """Return tensors of [], [rows] or, under labels, [labels] and [rows, labels] as [tensors, rows * labels], and the number of rows."""
     if not tensors:
         return torch.empty(0, 1, dtype=torch.float64), 1

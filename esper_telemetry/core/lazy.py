@@ -1,4 +1,4 @@
-"""Imports at first use: of a package's public names, and of torch.
+"""Imports at first use, of a package's public names and of torch; and imports without garbage collection.
 
 Modules that declare metrics also hold the functions that measure them. torch takes a second to import, and readers of the declarations
 (the catalogue, a journal's run line, `esper-telemetry metrics`) need none. Such modules write
@@ -7,8 +7,10 @@ Modules that declare metrics also hold the functions that measure them. torch ta
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
 from types import ModuleType
@@ -63,6 +65,18 @@ def no_grad(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
 
     return decorated
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Collect no garbage inside: the objects that imports make stay, and looking through them takes a fifth of a command's start."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def lazy_names(

@@ -25,7 +25,7 @@ MOVED: Final = {
     "hooks": "events",
     "metric": "core.metric",
     "record": "core.record",
-    "redaction": "core.redaction",
+    "redaction": "core.messages",
     "reduction": "core.reduction",
     "registry": "alarms.registry",
     "relay": "delivery",

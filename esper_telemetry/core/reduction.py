@@ -138,12 +138,8 @@ def _std(s: Sequence[float]) -> float:
     if not n:
         return NAN
     variance = m2 / n
-    return math.sqrt(variance) if variance > _rounding(mean) else 0.0
-
-
-def _rounding(mean: float) -> float:
-    """Return the variance below which values differ from their mean by rounding only: seven times 0.1 has std 1.4e-17."""
-    return float((8 * np.finfo(np.float64).eps * mean) ** 2)
+    rounding = float((8 * np.finfo(np.float64).eps * mean) ** 2)  # seven times 0.1 has a std of 1.4e-17
+    return math.sqrt(variance) if variance > rounding else 0.0
 
 
 def _skew(s: Sequence[float]) -> float:

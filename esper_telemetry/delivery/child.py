@@ -22,8 +22,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from esper_telemetry.core.messages import masked
 from esper_telemetry.core.record import Record, RunInfo, RunStatus
-from esper_telemetry.core.redaction import masked
 from esper_telemetry.core.supervisor import READ_BYTES, PauseDetector, become_helper_process
 from esper_telemetry.delivery.cursors import Cursors, count_records_after
 from esper_telemetry.delivery.delivery import Delivery

@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from esper_telemetry.core.messages import redacted
 from esper_telemetry.core.record import RunStatus
-from esper_telemetry.core.redaction import redacted
 from esper_telemetry.core.supervisor import ProcessSupervisor
 from esper_telemetry.delivery.child import pickle_sink
 from esper_telemetry.delivery.status import SETTLED, SinkState, SinkStatus

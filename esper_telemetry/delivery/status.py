@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from esper_telemetry.core.backends import unreachable
+from esper_telemetry.core.messages import masked
 from esper_telemetry.core.record import SinkLag
-from esper_telemetry.core.redaction import masked
 from esper_telemetry.delivery.cursors import replace_file, run_dir_lock
 from esper_telemetry.journal.lock import Role, is_held
 from esper_telemetry.sinks.protocol import Sink, sink_name, sink_uri

@@ -34,11 +34,7 @@ FIRST_STEPS = 6
 
 
 OBSERVATIONS_FAMILY = MetricFamily(
-    "obs",
-    "Observations",
-    "Change in what the policy sees.",
-    place=150,
-    question="Does the policy see anything change?",
+    "obs", "Observations", "Change in what the policy sees.", place=150, question="Does the policy see anything change?"
 )
 
 

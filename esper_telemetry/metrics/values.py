@@ -446,13 +446,7 @@ class MonteCarloFit(MetricGroup):
 
 @inference_mode
 def monte_carlo_fit(
-    values: Tensor,
-    rewards: Tensor,
-    ended: Tensor,
-    terminated: Tensor,
-    *,
-    gamma: float,
-    valid: Tensor | None = None,
+    values: Tensor, rewards: Tensor, ended: Tensor, terminated: Tensor, *, gamma: float, valid: Tensor | None = None
 ) -> MonteCarloFit:
     """Return the explained variance against the Monte-Carlo returns of the steps whose episode terminates inside the rollout.
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from esper_telemetry.core.packing import SlotLayout
+from esper_telemetry.core.group import SlotLayout
 from esper_telemetry.core.reduction import Array
 from esper_telemetry.pipeline.window import Table, Tables
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from esper_telemetry.core.packing import NO_VALUES, Values
+from esper_telemetry.core.group import NO_VALUES, Values
 from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Level, MetricInfo, Record, RunInfo, RunStatus, SinkLag
 from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.journal.file import Journal

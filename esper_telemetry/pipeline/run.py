@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from esper_telemetry.alarms.metric_registry import registry
+from esper_telemetry.core.group import SlotLayout
+from esper_telemetry.core.messages import redacted
 from esper_telemetry.core.metric import declared
-from esper_telemetry.core.packing import SlotLayout
 from esper_telemetry.core.record import Axes, MetricInfo, RunInfo, RunStatus
-from esper_telemetry.core.redaction import redacted
 from esper_telemetry.journal.file import Journal
 from esper_telemetry.journal.lease import lease_existing_run, lease_new_run
 from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_run, plain

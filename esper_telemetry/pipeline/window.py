@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core.arrays import as_integer, as_number, shown
-from esper_telemetry.core.group import MetricGroup, Packed, Postponed, pack
-from esper_telemetry.core.packing import Index, SlotLayout, Values
+from esper_telemetry.core.group import Index, MetricGroup, Packed, Postponed, SlotLayout, Values, pack
 from esper_telemetry.core.record import Level, check_key
 from esper_telemetry.core.reduction import Array
 

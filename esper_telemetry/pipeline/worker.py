@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import torch
 
-from esper_telemetry.core.packing import Values
+from esper_telemetry.core.group import Values
 from esper_telemetry.core.record import Axes, Level, MetricInfo, RunInfo, RunStatus, SinkLag
 from esper_telemetry.core.supervisor import ProcessSupervisor, become_helper_process
 from esper_telemetry.journal.file import Journal

@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
+from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.core.record import Alarm, Record, RunInfo, RunStatus
-from esper_telemetry.core.suggestion import did_you_mean
 
 logger = logging.getLogger("esper_telemetry.sinks")
 

@@ -49,12 +49,7 @@ several, as many as the budget allows (2 % of the wall time; `Telemetry(budget=.
 """
 
 UNBOUNDED = "no fixed bounds: compare with its own history"
-COSTS = {
-    "free": "every update",
-    "update": "one pass per update",
-    "sampled": "sampled updates",
-    "debug": "debug only",
-}
+COSTS = {"free": "every update", "update": "one pass per update", "sampled": "sampled updates", "debug": "debug only"}
 CONSOLE_KEYS = frozenset(key for column in COLUMNS for key in column.keys)
 
 

@@ -56,13 +56,7 @@ def test_rows_select_the_steps_of_the_update() -> None:
 
     values = packed.layout.finish(packed.table(), np.arange(4), np.array([0, 0, 1, 1])).values
 
-    assert values == {
-        "a/kl": 1.5,
-        "a/kl_max": 3.0,
-        "a/kl_first": 0.0,
-        "a/kl_last": 2.5,
-        "a/kl_epoch_slope": 2.0,
-    }
+    assert values == {"a/kl": 1.5, "a/kl_max": 3.0, "a/kl_first": 0.0, "a/kl_last": 2.5, "a/kl_epoch_slope": 2.0}
 
 
 def test_what_needs_a_step_is_absent_before_one() -> None:

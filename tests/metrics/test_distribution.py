@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from esper_telemetry.core.packing import Values
+from esper_telemetry.core.group import Values
 from esper_telemetry.core.record import Level
 from esper_telemetry.metrics.advantages import advantage_stats
 from esper_telemetry.metrics.ratio import ratio_diagnostics

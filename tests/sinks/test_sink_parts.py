@@ -12,8 +12,8 @@ from sink_runs import HISTOGRAM, METRICS, record, run_info
 
 from esper_telemetry.alarms.metric_registry import registry
 from esper_telemetry.core.catalogue import family_name
+from esper_telemetry.core.messages import masked
 from esper_telemetry.core.record import Histogram, MetricInfo
-from esper_telemetry.core.redaction import masked
 from esper_telemetry.delivery.status import replay_command
 from esper_telemetry.sinks import MLflowSink, Sink, TensorBoardSink, WandbSink, as_sink
 from esper_telemetry.sinks.layout import Chart, sections

@@ -11,18 +11,7 @@ from esper_telemetry.metrics.entropy import entropy_rows, head_entropy, policy_e
 from esper_telemetry.metrics.kl import categorical_kl, exact_kl
 from esper_telemetry.metrics.losses import entropy_gradient
 from esper_telemetry.metrics.ratio import head_ratio_diagnostics, joint_log_ratio, ratio_diagnostics
-from vector_adapters.inputs import (
-    Inputs,
-    Values,
-    at_any_step,
-    by_head,
-    finished,
-    floats,
-    mask,
-    masks,
-    numbers,
-    padded,
-)
+from vector_adapters.inputs import Inputs, Values, at_any_step, by_head, finished, floats, mask, masks, numbers, padded
 
 
 def ratio(inputs: Inputs) -> Values:

@@ -346,8 +346,7 @@ def parameter_interference(actor: Sequence[Tensor], critic: Sequence[Tensor]) ->
     a, c = (torch.cat([part.reshape(-1) for part in parts]).double() for parts in (actor, critic))
     size = torch.linalg.vector_norm
     return ParameterInterference(
-        cos=defined(cosine(a, c)),
-        cancel=defined((1.0 - size(a + c) / (size(a) + size(c))).clamp(min=0.0)),
+        cos=defined(cosine(a, c)), cancel=defined((1.0 - size(a + c) / (size(a) + size(c))).clamp(min=0.0))
     )
 
 

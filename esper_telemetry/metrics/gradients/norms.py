@@ -282,10 +282,7 @@ def membership(names: Sequence[str], groups: Groups, numels: Sequence[int] | Non
 
 @lru_cache(maxsize=64)
 def _membership(
-    names: tuple[str, ...],
-    groups: FrozenGroups,
-    numels: tuple[int, ...] | None,
-    device: torch.device,
+    names: tuple[str, ...], groups: FrozenGroups, numels: tuple[int, ...] | None, device: torch.device
 ) -> Membership:
     columns = {segment(group): [belongs(name, members) for name in names] for group, members in groups}
     present = {label: column for label, column in columns.items() if any(column)}

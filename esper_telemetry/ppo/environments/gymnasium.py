@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from esper_telemetry.core.suggestion import did_you_mean
+from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.ppo.environments.protocol import Array, Bools, Step
 from esper_telemetry.ppo.environments.spaces import ObservationPacker, action_parts, observation_form
 from esper_telemetry.ppo.environments.state import capture, packed, restore, unpacked

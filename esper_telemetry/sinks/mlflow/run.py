@@ -20,8 +20,8 @@ from posixpath import normpath
 from typing import Any, Final
 
 from esper_telemetry.core.backends import SQLITE
+from esper_telemetry.core.messages import masked
 from esper_telemetry.core.record import Alarm, AlarmEvent, Record, RunInfo, RunStatus
-from esper_telemetry.core.redaction import masked
 from esper_telemetry.sinks.layout import KeyBudget
 from esper_telemetry.sinks.mlflow.database import ensure_database, metric_table, split_latest
 from esper_telemetry.sinks.pages import IncidentCards, alarm_text, glossary, run_readme

@@ -13,8 +13,8 @@ from typing import Final
 from urllib.parse import urlencode
 
 from esper_telemetry.core.backends import SQLITE, check_tracking_uri, limit_mlflow_requests
+from esper_telemetry.core.messages import masked
 from esper_telemetry.core.record import Alarm, Record, RunInfo, RunStatus
-from esper_telemetry.core.redaction import masked
 from esper_telemetry.sinks.layout import KeyBudget
 from esper_telemetry.sinks.mlflow.run import LegalNames, MlflowRun, joined_run, numbers_of, own_run
 from esper_telemetry.sinks.mlflow.stored import stored_run

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlencode
 
+from esper_telemetry.core.messages import did_you_mean, masked
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
-from esper_telemetry.core.redaction import masked
-from esper_telemetry.core.suggestion import did_you_mean
 from esper_telemetry.sinks.layout import KeyBudget, family_of
 from esper_telemetry.sinks.pages import ALARM_COLUMNS, IncidentCards, alarm_text, cause_of
 from esper_telemetry.sinks.protocol import (

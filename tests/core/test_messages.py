@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from esper_telemetry import Telemetry, read_run
-from esper_telemetry.core.redaction import is_secret, masked, redacted
+from esper_telemetry.core.messages import is_secret, masked, redacted
 from esper_telemetry.testing import FailingSink
 
 

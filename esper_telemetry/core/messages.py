@@ -1,9 +1,10 @@
-"""Removal of secrets from settings, addresses and messages before they are written or sent."""
+"""Texts for users: settings, addresses and messages without secrets, and suggestions for misspelt names."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any
 
@@ -67,3 +68,16 @@ def _hidden(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_hidden(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float) else HIDDEN
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean A or B?", with the nearest names first, or nothing where no name is near."""
+    return question(get_close_matches(name, list(known)))
+
+
+def question(names: Sequence[str]) -> str:
+    """Return "; did you mean A, B or C?", or nothing where there are no names."""
+    if not names:
+        return ""
+    *others, last = names
+    return f"; did you mean {', '.join(others)}{' or ' if others else ''}{last}?"
