@@ -54,10 +54,7 @@ def left(tmp_path: Path) -> Iterator[Path]:
     end(journal)
     report = deliveries.close(0.5)
     journal.close()
-    assert [(sink.name, sink.pending, sink.goes_on) for sink in report.sinks] == [
-        ("slow", 3, True),
-        ("good", 0, False),
-    ]
+    assert [(sink.name, sink.pending, sink.goes_on) for sink in report.sinks] == [("slow", 3, True), ("good", 0, False)]
     assert str(report.sinks[0]) == "slow: opening, 0 records sent, 3 pending; a background process goes on"
     yield tmp_path / "run"
     open_gate(tmp_path)

@@ -97,9 +97,7 @@ def test_only_a_run_that_is_over_is_packed(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_what_a_full_disk_has_cost_stands_where_it_is_missing(
-    tmp_path: Path,
-) -> None:
+def test_what_a_full_disk_has_cost_stands_where_it_is_missing(tmp_path: Path) -> None:
     """Room for two lines in memory while the disk is full; when there is space again, they come, then how many did not."""
     script = textwrap.dedent("""
         import resource, sys

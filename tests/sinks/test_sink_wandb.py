@@ -302,8 +302,7 @@ class FakeInit:
 
 
 @pytest.mark.parametrize(
-    ("mode", "key", "modes"),
-    [("auto", False, ["offline"]), ("auto", True, ["online"]), ("online", False, ["online"])],
+    ("mode", "key", "modes"), [("auto", False, ["offline"]), ("auto", True, ["online"]), ("online", False, ["online"])]
 )
 def test_without_a_key_the_run_is_offline(
     mode: str, key: bool, modes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -246,8 +246,7 @@ def test_a_project_that_is_not_known_is_asked_for(tmp_path: Path, sinks: list[st
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [(["--project", "a/b"], "got 'a/b'"), (["--name", "\N{SNOWMAN}"], "got '\N{SNOWMAN}'")],
+    ("options", "said"), [(["--project", "a/b"], "got 'a/b'"), (["--name", "\N{SNOWMAN}"], "got '\N{SNOWMAN}'")]
 )
 def test_names_that_wandb_refuses_are_named(run_dir: Path, options: list[str], said: str) -> None:
     with pytest.raises(WrongUse, match=said):
