@@ -31,8 +31,7 @@ except ModuleNotFoundError as missing:
     raise SystemExit(2) from None
 
 from esper_telemetry import __version__
-from esper_telemetry.cli.arguments import PROGRAM, parse_arguments, with_help
-from esper_telemetry.cli.mistakes import WrongUse
+from esper_telemetry.cli.arguments import PROGRAM, WrongUse, parse_arguments, with_help
 from esper_telemetry.core.suggestion import did_you_mean
 from esper_telemetry.ppo.config import PPOConfig, preset
 
@@ -214,6 +213,8 @@ COMMANDS: Final[dict[str, type]] = {
     "workspace": Workspace,
     "metrics": Metrics,
 }
+MODULES: Final = dict.fromkeys(("replay", "doctor", "compress", "workspace"), "stored_runs")
+"""Modules of the commands whose module has another name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -243,7 +244,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code; raises WrongUse before anything is created."""
     command = parse(arguments)
     name = type(command).__name__.lower()
-    function: Callable[[Any], int] = getattr(import_module(f"esper_telemetry.cli.{name}"), name)
+    function: Callable[[Any], int] = getattr(import_module(f"esper_telemetry.cli.{MODULES.get(name, name)}"), name)
     return function(command)
 
 

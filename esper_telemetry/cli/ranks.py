@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from esper_telemetry.cli.mistakes import WrongUse, wrong_use
+from esper_telemetry.cli.arguments import WrongUse, wrong_use
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from esper_telemetry.cli.mistakes import WrongUse, wrong_use
+from esper_telemetry.cli.arguments import WrongUse, wrong_use
 from esper_telemetry.core.redaction import MASKED, masked
 from esper_telemetry.journal.lock import HELPER_ROLES, Role, is_held
 from esper_telemetry.journal.read import run_info

@@ -25,7 +25,7 @@ from esper_telemetry.adapters.script.program import (
     say,
 )
 from esper_telemetry.adapters.script.taps import Taps
-from esper_telemetry.cli.mistakes import WrongUse, wrong_use
+from esper_telemetry.cli.arguments import WrongUse, wrong_use
 
 if TYPE_CHECKING:
     from esper_telemetry.adapters.script.listener import ScriptListener

@@ -19,7 +19,7 @@ import torch
 from esper_telemetry.adapters.attach import attach
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.cli import resume
-from esper_telemetry.cli.mistakes import WrongUse, wrong_use
+from esper_telemetry.cli.arguments import WrongUse, wrong_use
 from esper_telemetry.cli.profiling import UpdateProfiler
 from esper_telemetry.cli.ranks import (
     RankLostError,

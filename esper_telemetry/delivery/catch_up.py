@@ -126,7 +126,14 @@ def repair_filter(sink: Sink, result: BackendAudit) -> Callable[[int], bool]:
     return lambda update: update in lacking
 
 
-def replay(run_dir: str | os.PathLike[str], sink: Sink, *, follow: bool = False, missing: bool = False) -> CloseReport:
+def replay(
+    run_dir: str | os.PathLike[str],
+    sink: Sink,
+    *,
+    follow: bool = False,
+    missing: bool = False,
+    progress: Callable[[int], object] | None = None,
+) -> CloseReport:
     """Send a journal into a sink: what is missing if the sink has taken some of it before, else all.
 
     `cursors.json` has what a sink has taken, under its name. With `follow` the call waits for lines that are still to come, until the end
@@ -137,7 +144,8 @@ def replay(run_dir: str | os.PathLike[str], sink: Sink, *, follow: bool = False,
     record was refused. A backend that draws nothing behind a later point gets everything from the first missing update on, and takes
     what it had from there as void. Sinks without `stored` get everything again.
 
-    The call waits for a process that goes on delivering to this sink after the end of the run.
+    The call waits for a process that goes on delivering to this sink after the end of the run. `progress` is called with the number of
+    records sent so far, after every batch.
 
     Raises:
         FileNotFoundError: there is no journal.
@@ -161,7 +169,7 @@ def replay(run_dir: str | os.PathLike[str], sink: Sink, *, follow: bool = False,
     before = delivery.cursor.quarantined
     if not follow:
         delivery.finish(RunStatus.KILLED)
-    delivery.run()
+    delivery.run(progress)
     refused = delivery.cursor.quarantined - before
     status = replace(delivery.status, records=delivery.sent, quarantined=refused)
     pending = count_records_after(directory, delivery.cursor)

@@ -158,11 +158,16 @@ class Delivery:
         except (Exception, SystemExit) as error:  # whatever the modules of a package raise
             self._disable(self._import_error(error))
 
-    def run(self) -> None:
-        """Deliver until the journal's end was delivered, the sink is disabled, or `stop` is called."""
+    def run(self, progress: Callable[[int], object] | None = None) -> None:
+        """Deliver until the journal's end was delivered, the sink is disabled, or `stop` is called.
+
+        `progress` is called with `sent` after every attempt.
+        """
         try:
             while not self.over:
                 moved = self.step()
+                if progress is not None:
+                    progress(self.sent)
                 # rest where more lines will come, and these were all that there are
                 rests = self._in_child and self._caught_up and self._fallback_end is None
                 if not moved or rests:

@@ -21,8 +21,8 @@ from recording import GatedSink, LocalSink, RecordingSink, calls, gate, seqs, st
 from waiting import wait_until
 
 from esper_telemetry import Telemetry
+from esper_telemetry.cli.arguments import WrongUse
 from esper_telemetry.cli.main import run as run_command
-from esper_telemetry.cli.mistakes import WrongUse
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.delivery import SinkState, SinkStatus, doctor, replay
 from esper_telemetry.delivery import live as waiting

@@ -16,9 +16,9 @@ from fake_wandb import ENTITY, KEY, FakeWandb
 from sink_runs import HISTOGRAM, record, run_info
 
 from esper_telemetry.alarms.metric_registry import registry
+from esper_telemetry.cli.arguments import WrongUse
 from esper_telemetry.cli.main import run as run_command
-from esper_telemetry.cli.mistakes import WrongUse
-from esper_telemetry.cli.workspace import keys
+from esper_telemetry.cli.stored_runs import keys
 from esper_telemetry.core.record import MetricInfo, RunInfo, RunStatus
 from esper_telemetry.delivery.cursors import Cursor, Cursors
 from esper_telemetry.journal import Journal, encode_end, encode_record, encode_run, read_run
