@@ -98,13 +98,17 @@ def _trainer(prepared: Prepared, options: Train) -> TrainingRun:
 
 def _check_task(options: Train) -> None:
     """Refuse a task or a controller of another environment, and an evaluation of a controller."""
-    known, policy = {name: registered(name) for name in environment_names()}, options.ppo.policy
-    with_task = [name for name, environment in known.items() if environment and "task" in environment.train_options]
+    environments, policy = {name: registered(name) for name in environment_names()}, options.ppo.policy
+    with_task = [
+        name for name, environment in environments.items() if environment and "task" in environment.train_options
+    ]
     if options.task != "synthetic" and options.env not in with_task:
         raise WrongUse(f"--task {options.task} is for --env {' or '.join(with_task)}, got --env {options.env}")
     if policy in POLICIES:
         return
-    with_policy = [name for name, environment in known.items() if environment and policy in environment.controllers]
+    with_policy = [
+        name for name, environment in environments.items() if environment and policy in environment.controllers
+    ]
     if options.env not in with_policy:
         raise WrongUse(f"--policy {policy} is for --env {' or '.join(with_policy)}, got --env {options.env}")
     if options.eval_every > 0:

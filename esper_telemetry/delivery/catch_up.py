@@ -58,7 +58,7 @@ class BackendAudit:
 
     @property
     def equal(self) -> bool:
-        """Whether the backend holds exactly what the journal holds."""
+        """True where the backend holds exactly what the journal holds."""
         return not (self.missing or self.different or self.repeated or self.unknown)
 
     @property
@@ -86,12 +86,12 @@ def audit(run_dir: str | os.PathLike[str], sink: Sink) -> BackendAudit | None:
     return compare_records(records, sink.shown(run), stored)
 
 
-def compare_records(records: Mapping[int, list[Record]], shown: Shown, stored: StoredMetrics) -> BackendAudit:
+def compare_records(records: Mapping[int, list[Record]], numbers_of: Shown, stored: StoredMetrics) -> BackendAudit:
     """Compare the records of each update with the stored numbers; where a journal holds an update twice, either record will do."""
     result = BackendAudit(ended=stored.ended, untouched=not stored.rows, repeated=stored.repeated)
     for update, versions in records.items():
-        shown_versions = [shown(record) for record in versions]
-        expected = shown_versions[0]
+        expected_versions = [numbers_of(record) for record in versions]
+        expected = expected_versions[0]
         result.updates += 1
         result.numbers += len(expected)
         row = stored.rows.get(update)
@@ -104,7 +104,7 @@ def compare_records(records: Mapping[int, list[Record]], shown: Shown, stored: S
             result.incomplete.append(update)
             result.missing.update(missing)
         for key in expected.keys() & row.keys():
-            if all(version.get(key) != row[key] for version in shown_versions):
+            if all(version.get(key) != row[key] for version in expected_versions):
                 result.different[key] += 1
     result.unknown.extend(sorted(stored.rows.keys() - records.keys()))
     return result

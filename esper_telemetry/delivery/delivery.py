@@ -58,7 +58,7 @@ class SinkReader(Protocol):
         """Return the next lines, at most `limit`."""
 
     def head(self) -> RunInfo | None:
-        """The run as lines before the offset describe it; None where they do not."""
+        """Return the run as lines before the offset describe it; None where they do not."""
 
     def alarms(self, before: int | None = None) -> tuple[Alarm, ...]:
         """Return the alarms in the lines before an offset, in all lines by default."""
@@ -141,7 +141,7 @@ class Delivery:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will be delivered."""
+        """True when nothing more will be delivered."""
         return self._stopped or self._state in FINAL
 
     @property
