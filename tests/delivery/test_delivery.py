@@ -200,7 +200,7 @@ def test_cursors_that_cannot_be_read_begin_at_the_beginning(tmp_path: Path) -> N
     assert Cursors(tmp_path).load("a") == Cursor()
 
 
-def test_the_relay_needs_no_torch_and_no_backend() -> None:
+def test_the_delivery_needs_no_torch_and_no_backend() -> None:
     script = (
         "import sys, esper_telemetry.delivery.child\n"
         "print([m for m in ('torch', 'wandb', 'mlflow', 'tensorboard') if m in sys.modules])"

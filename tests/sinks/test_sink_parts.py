@@ -136,9 +136,9 @@ def test_families_stand_at_the_places_that_their_declarations_say() -> None:
 def test_every_key_stands_in_exactly_one_chart() -> None:
     keys = [f"ret/{name}" for name in ("mean", "std", "p10", "p90")] + ["value/err/p05", "value/err/p95", "value/r2"]
 
-    shown = [key for section in sections(keys, run_info()) for chart in section.charts for key in chart.keys]
+    charted = [key for section in sections(keys, run_info()) for chart in section.charts for key in chart.keys]
 
-    assert sorted(shown) == sorted(keys)
+    assert sorted(charted) == sorted(keys)
 
 
 @pytest.mark.parametrize(
