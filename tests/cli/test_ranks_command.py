@@ -1,4 +1,4 @@
-"""What `torchrun` needs of the command line besides what its end-to-end tests show."""
+"""Torch backends of the ranks that `torchrun` starts; end-to-end tests show the rest."""
 
 from __future__ import annotations
 

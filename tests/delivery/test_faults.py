@@ -135,7 +135,7 @@ def test_a_script_without_a_main_guard_is_run_once(tmp_path: Path) -> None:
 
 
 def test_a_killed_child_is_started_again_and_nothing_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What the killed child took in its last second may come twice; after the first time, order is kept."""
+    """Records that the killed child took in its last second may come twice; first deliveries are in order."""
     journal, sink = begun(tmp_path / "run"), RecordingSink(tmp_path / "a")
     deliveries = Deliveries(journal, [sink])
     add(journal, range(1, 11))

@@ -147,4 +147,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Nobody reads it."""
+        """Print nothing."""

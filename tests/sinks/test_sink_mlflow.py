@@ -541,7 +541,7 @@ def test_nobody_is_let_in_without_the_password_and_nothing_is_tried_again(server
 
 
 def test_a_file_is_read_without_mlflow_and_as_its_client_reads_it(store: Path, client: Any) -> None:
-    """What MLflow does not list for a run is not there, whatever rows the table holds."""
+    """Metrics that MLflow does not list for a run are left out, whatever rows the table holds."""
     run = run_info(store, run_id="bulk")
     sink = opened(run)
     sink.write([record(update, {"policy/kl": 0.5, "policy/entropy": float(update)}) for update in (1, 2, 3)])

@@ -1,4 +1,4 @@
-"""What Prometheus' own parser reads from the file and from the port."""
+"""The file and the port, read by Prometheus' own parser."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def joined(run: Any) -> WandbSink:
 
 
 def logged_pairs(entries: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
-    """What each row has of theirs and of ours."""
+    """The owner's and the sink's number of each row."""
     return [(row.get("loss"), row.get("axis/update")) for row in rows(entries)]
 
 

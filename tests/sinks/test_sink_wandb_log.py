@@ -50,7 +50,7 @@ def files(run_dir: Path) -> list[Path]:
 
 
 def updates(run_dir: Path) -> list[int]:
-    """Of all rows of all parts, read as W&B itself reads them."""
+    """Updates of all rows of all parts, read as W&B itself reads them."""
     return [update for file in files(run_dir) for update in rows(file)]
 
 
@@ -94,7 +94,7 @@ def test_only_parts_of_the_same_project_and_id_count(first_part: Path, tmp_path:
     "acknowledged", [2, 5], ids=["fewer acknowledged than on disk", "more acknowledged than on disk"]
 )
 def test_a_run_goes_on_behind_the_last_row_on_disk(first_part: Path, acknowledged: int, tmp_path: Path) -> None:
-    """Of five rows three have reached the disk; the journal has seven records."""
+    """Three of five rows have reached the disk; the journal has seven records."""
     run_dir = tmp_path / "run"
     shutil.copytree(first_part, run_dir, symlinks=True)
     (file,) = files(run_dir)

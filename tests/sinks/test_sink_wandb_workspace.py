@@ -74,7 +74,7 @@ def server() -> Iterator[FakeWandb]:
 
 
 class CommandOutput(NamedTuple):
-    """How the command ended, and what it said."""
+    """Exit code and output of a command."""
 
     code: int
     out: str

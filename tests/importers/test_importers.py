@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 
 import pytest
-from foreign_logs import SB3, STEPS, TRAINERS, UPDATES, logged, written
+from trainer_logs import SB3, STEPS, TRAINERS, UPDATES, logged, written
 
 from esper_telemetry.cli.main import main
 from esper_telemetry.importers import read_foreign, read_source
