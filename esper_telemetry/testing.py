@@ -1,8 +1,6 @@
-"""A kit that tries a sink with everything that has broken one: `check_sink(MySink)`.
+"""Tools for tests of sinks: `check_sink` runs the checks of `CHECKS`, `MemorySink` stores what it gets, `FailingSink` fails on demand.
 
-What a sink is tried on: runs of their own, records of every kind, and sinks that are broken on purpose around yours.
-
-Two sinks: one that remembers everything, one that fails on demand.
+A check delivers runs of its own, with records and alarms of every kind, also through a wrapper that fails on purpose.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -40,18 +38,18 @@ from esper_telemetry.journal.file import Journal, JournalReader
 from esper_telemetry.journal.lines import encode_end, encode_record, encode_run
 from esper_telemetry.sinks.protocol import Shown, Sink, StoredMetrics, SupportsAlarms, SupportsRecall, runs_in_process
 
-BATCH = 200
+BATCH_RECORDS = 200
 
 
 def run_in(directory: Path, **changes: Any) -> RunInfo:
-    """A run that no other one is like."""
-    described = {"policy/kl": MetricInfo("nats", "Is the policy moving?", level="minimal")}
-    given = {"name": "conformance", "config": {"learning_rate": 3e-4, "sizes": [64, 64]}, "tags": ("kit",), **changes}
-    return RunInfo(secrets.token_hex(6), run_dir=directory, started=time.time(), metrics=described, **given)
+    """Return a run with an id of its own in that directory; `changes` replace its name, settings and tags."""
+    metrics = {"policy/kl": MetricInfo("nats", "Is the policy moving?", level="minimal")}
+    fields = {"name": "conformance", "config": {"learning_rate": 3e-4, "sizes": [64, 64]}, "tags": ("kit",), **changes}
+    return RunInfo(secrets.token_hex(6), run_dir=directory, started=time.time(), metrics=metrics, **fields)
 
 
 def record(update: int, *, keys: int = 3, values: dict[str, float] | None = None) -> Record:
-    """A record with so many keys; every axis has another number."""
+    """Return a record with that many keys, or with these values; every axis has another number."""
     numbers = {f"policy/key_{index}": update + index / 1000 for index in range(keys)} if values is None else values
     axes = Axes(update, update * 128, update * 16, 1.7e9 + update / 8)
     counts = Histogram((0.0, 0.5, 1.0), (float(update), 1.0))
@@ -59,7 +57,7 @@ def record(update: int, *, keys: int = 3, values: dict[str, float] | None = None
 
 
 def alarm(update: int, event: AlarmEvent) -> Alarm:
-    """An alarm of the record of that update, with words that need quoting."""
+    """Return an alarm of the record of that update, with words that need quoting."""
     text = "the policy moved <b>too far</b>, “ünïcode” & 'quotes'"
     axes = record(update).axes
     return Alarm(
@@ -67,14 +65,8 @@ def alarm(update: int, event: AlarmEvent) -> Alarm:
     )
 
 
-def batches(records: Sequence[Record]) -> Iterator[Sequence[Record]]:
-    """Split records as delivery does."""
-    for start in range(0, len(records), BATCH):
-        yield tuple(records[start : start + BATCH])
-
-
 def journalled(run: RunInfo, records: Iterable[Record], *, status: RunStatus | None = RunStatus.FINISHED) -> Path:
-    """Writes a journal that holds them into the run's directory, which it returns; without status the run has no end."""
+    """Write a journal of these records into the run's directory and return that; without status the run has no end."""
     assert run.run_dir is not None
     journal = Journal.create(run.run_dir)
     journal.write(encode_run(run))
@@ -87,33 +79,32 @@ def journalled(run: RunInfo, records: Iterable[Record], *, status: RunStatus | N
 
 
 def delivered(sink: Sink, run: RunInfo, records: Sequence[Record], status: RunStatus = RunStatus.FINISHED) -> None:
-    """Opens, writes and closes a sink as delivery does when nothing fails."""
+    """Open, write in batches, and close a sink as delivery does when nothing fails."""
     sink.open(run)
-    for batch in batches(records):
-        sink.write(batch)
+    for start in range(0, len(records), BATCH_RECORDS):
+        sink.write(tuple(records[start : start + BATCH_RECORDS]))
     sink.close(status)
 
 
 def expect_equal(run_dir: Path, sink: Sink) -> None:
-    """Fails unless the backend holds what the journal holds; content with a sink that cannot say what it holds."""
-    found = audit(run_dir, sink)
-    if found is None:
+    """Fail unless the backend holds what the journal holds; pass a sink whose backend cannot be read."""
+    result = audit(run_dir, sink)
+    if result is None:
         return
-    lacks = (
-        f"lacks {found.missing.total()} numbers of updates {found.lacking[:10]} ({dict(found.missing.most_common(3))})"
-    )
-    assert not found.missing, f"the backend {lacks}"
-    assert not found.different, f"numbers differ from the journal's: {dict(found.different.most_common(3))}"
-    assert not found.repeated, f"numbers stand there more than once: {dict(found.repeated.most_common(3))}"
-    assert not found.unknown, f"the backend holds updates that were never sent: {found.unknown[:10]}"
+    missing, updates = result.missing, result.lacking[:10]
+    sentence = f"the backend lacks {missing.total()} numbers of updates {updates} ({dict(missing.most_common(3))})"
+    assert not missing, sentence
+    assert not result.different, f"numbers differ from the journal's: {dict(result.different.most_common(3))}"
+    assert not result.repeated, f"numbers stand there more than once: {dict(result.repeated.most_common(3))}"
+    assert not result.unknown, f"the backend holds updates that were never sent: {result.unknown[:10]}"
 
 
 class Around:
-    """A sink around yours that fails as it is told, and else does what yours does.
+    """A wrapper that can fail before each call of the wrapped sink.
 
     Args:
-        inner: your sink.
-        before: called with the name of the method and its argument before yours is.
+        inner: the wrapped sink.
+        before: called with the name of the method and its argument before the method of the wrapped sink.
     """
 
     def __init__(self, inner: Sink, before: Callable[[str, Any], None]) -> None:
@@ -145,15 +136,16 @@ MANY_RECORDS = 10_000
 MANY_KEYS = 1000
 HANG_SECONDS = 20.0
 CLOSE_SECONDS = 2.0
+MAX_START_SECONDS = 60.0
 
 
 def check_sink(factory: Factory, *, only: Collection[str] = (), leave_out: Collection[str] = ()) -> tuple[str, ...]:
-    """Tries a sink and returns the names of the checks that it passed; it passes all of `CHECKS`, or AssertionError says what is wrong.
+    """Run the checks on a sink and return their names; AssertionError says what is wrong.
 
-    A sink with `stored` and `shown` (`sinks/stored.py`) is also asked what its backend holds after each of them.
+    A sink with `stored` and `shown` (`SupportsAudit`) is also asked what its backend holds after each of them.
 
     Args:
-        factory: makes the sink, each time anew; what it writes belongs into `run.run_dir`, or is told apart by `run.run_id`.
+        factory: makes the sink, each time anew; what it writes belongs into `run.run_dir`, or is identified by `run.run_id`.
         only, leave_out: names of checks, as in `CHECKS`.
 
     Raises ValueError for a name that is no check.
@@ -172,7 +164,7 @@ def check_sink(factory: Factory, *, only: Collection[str] = (), leave_out: Colle
 
 
 def _protocol(factory: Factory, _: Path) -> None:
-    """It has the three methods with their arguments, a name that stays, and can travel to the process that feeds sinks."""
+    """The sink has the three methods with their arguments, a constant name, and can be pickled for the sink process."""
     sink = factory()
     for method in ("open", "write", "close"):
         assert callable(getattr(sink, method, None)), f"it has no method {method}"
@@ -183,17 +175,21 @@ def _protocol(factory: Factory, _: Path) -> None:
         pickle.loads(pickle.dumps(sink))
 
 
-def _steps(factory: Factory, directory: Path) -> None:
-    """What it is given arrives, at its steps."""
-    run, records = run_in(directory), [record(update) for update in range(1, 31)]
+def _expect_arrival(factory: Factory, directory: Path, records: Sequence[Record], **changes: Any) -> None:
+    """Deliver records of a run with these changes, and fail unless the backend holds them."""
+    run, sink = run_in(directory, **changes), factory()
     journalled(run, records)
-    sink = factory()
     delivered(sink, run, records)
     expect_equal(directory, sink)
 
 
+def _steps(factory: Factory, directory: Path) -> None:
+    """Thirty records arrive, each at its step."""
+    _expect_arrival(factory, directory, [record(update) for update in range(1, 31)])
+
+
 def _not_finite(factory: Factory, directory: Path) -> None:
-    """Numbers that are not finite, which records do not hold, may be refused by an exception; the sink lives on."""
+    """The sink may refuse numbers that are not finite, which no record holds, by an exception, and takes the next record."""
     sink, run = factory(), run_in(directory)
     directory.mkdir()
     sink.open(run)
@@ -207,51 +203,30 @@ def _not_finite(factory: Factory, directory: Path) -> None:
 
 
 def _many_keys(factory: Factory, directory: Path) -> None:
-    """A thousand keys in one record: a sink may show fewer, and says so."""
-    run, records = run_in(directory), [record(update, keys=MANY_KEYS) for update in (1, 2)]
-    journalled(run, records)
-    sink = factory()
-    delivered(sink, run, records)
-    expect_equal(directory, sink)
+    """A thousand keys in one record: a sink may show fewer, and `shown` says which."""
+    _expect_arrival(factory, directory, [record(update, keys=MANY_KEYS) for update in (1, 2)])
 
 
 def _many_records(factory: Factory, directory: Path) -> None:
     """Ten thousand records, in batches of two hundred."""
-    run, records = run_in(directory), [record(update) for update in range(1, MANY_RECORDS + 1)]
-    journalled(run, records)
-    sink = factory()
-    delivered(sink, run, records)
-    expect_equal(directory, sink)
+    _expect_arrival(factory, directory, [record(update) for update in range(1, MANY_RECORDS + 1)])
 
 
 def _collisions(factory: Factory, directory: Path) -> None:
     """Keys that become the same where characters are replaced stay apart."""
     values = {"my/key": 1.0, "my_key": 2.0, "my/key/a": 3.0, "my/key_a": 4.0, "my_key_a": 5.0}
-    run, records = run_in(directory), [record(update, values=values) for update in (1, 2)]
-    journalled(run, records)
-    sink = factory()
-    delivered(sink, run, records)
-    expect_equal(directory, sink)
+    _expect_arrival(factory, directory, [record(update, values=values) for update in (1, 2)])
 
 
 def _unicode(factory: Factory, directory: Path) -> None:
     """Names, notes and settings in any script, with markup and quotes, a newline and a null."""
     text = "Läufer <b>№ 7</b> 走る 'quoted' \"twice\" \\ {braces} %s\n\u0007"
-    changes = {
-        "name": text,
-        "notes": text,
-        "tags": ("ünï", "a b"),
-        "config": {"путь": text, "nested": {"ключ": [text]}},
-    }
-    run, records = run_in(directory, **changes), [record(1)]
-    journalled(run, records)
-    sink = factory()
-    delivered(sink, run, records)
-    expect_equal(directory, sink)
+    config = {"путь": text, "nested": {"ключ": [text]}}
+    _expect_arrival(factory, directory, [record(1)], name=text, notes=text, tags=("ünï", "a b"), config=config)
 
 
 def _alarms(factory: Factory, directory: Path) -> None:
-    """Where it takes alarms, it takes all that becomes of one, and those of before."""
+    """A sink that takes alarms takes every event of one, and one that recalls takes earlier alarms."""
     sink, run = factory(), run_in(directory)
     directory.mkdir()
     sink.open(run)
@@ -267,13 +242,19 @@ def _alarms(factory: Factory, directory: Path) -> None:
 def _fails_once(factory: Factory, directory: Path) -> None:
     """A failure before any of its methods costs nothing: it is called again, also when it was open."""
     for method in ("open", "write", "close"):
-        run = run_in(directory / method)
-        _deliver_around(factory(), run, _failing_once(method))
+        failed: list[str] = []
+
+        def fail(called: str, _: Any, method: str = method, failed: list[str] = failed) -> None:
+            if called == method and not failed:
+                failed.append(called)
+                raise ConnectionError("fails on purpose")
+
+        _deliver_around(factory(), run_in(directory / method), fail)
         expect_equal(directory / method, factory())
 
 
 def _refused_record(factory: Factory, directory: Path) -> None:
-    """A record that cannot be taken is put aside, and all others arrive in order."""
+    """A record that is refused is put aside, and all others arrive in order."""
 
     def refuse(method: str, argument: Any) -> None:
         if method == "write" and any(entry.axes.update == 7 for entry in argument):
@@ -289,22 +270,22 @@ def _hangs(factory: Factory, directory: Path) -> None:
     """A call that hangs does not keep the run from ending."""
     journal = Journal.create(directory)
     journal.write(encode_run(run_in(directory)), encode_record(record(1)))
-    go, others = threading.Event(), set(threading.enumerate())
+    resume, others = threading.Event(), set(threading.enumerate())
 
     def hang(method: str, _: Any) -> None:
         if method == "write":
-            go.wait(HANG_SECONDS)
+            resume.wait(HANG_SECONDS)
 
     deliveries = Deliveries(journal, [Around(factory(), hang)])
     journal.write(encode_end(RunStatus.FINISHED, seq=9))
-    begun = time.monotonic()
+    begun_at = time.monotonic()
     deliveries.close(CLOSE_SECONDS)
-    took = time.monotonic() - begun
-    go.set()
+    duration = time.monotonic() - begun_at
+    resume.set()
     for thread in set(threading.enumerate()) - others:  # they write into the directory, which will be gone
         thread.join(CLOSE_SECONDS)
     journal.close()
-    assert took < CLOSE_SECONDS + 2, f"closing took {took:.1f} s where {CLOSE_SECONDS:.0f} s were allowed"
+    assert duration < CLOSE_SECONDS + 2, f"closing took {duration:.1f} s where {CLOSE_SECONDS:.0f} s were allowed"
 
 
 def _fork(factory: Factory, directory: Path) -> None:
@@ -341,7 +322,10 @@ def _sigterm(factory: Factory, directory: Path) -> None:
     deliveries = Deliveries(journal, [factory()])
     for entry in records:
         journal.write(encode_record(entry))
-    _until(lambda: next(iter(deliveries.stats().sinks.values())).records > 0)
+    deadline = time.monotonic() + MAX_START_SECONDS
+    while not next(iter(deliveries.stats().sinks.values())).records:
+        assert time.monotonic() < deadline, f"nothing has arrived after {MAX_START_SECONDS:.0f} s"
+        time.sleep(0.02)
     if deliveries.child_pid is not None:
         os.kill(deliveries.child_pid, signal.SIGTERM)
     journal.write(encode_end(RunStatus.FINISHED, seq=10**6))
@@ -387,11 +371,11 @@ CHECKS: dict[str, Check] = {
     "resume": _resume,
     "replay twice": _replay_twice,
 }
-"""What is tried, by name."""
+"""The checks by name."""
 
 
 def _deliver_around(sink: Sink, run: Any, before: Callable[[str, Any], None]) -> Delivery:
-    """Delivers twenty records through a sink that is disturbed, without the pauses between attempts."""
+    """Deliver twenty records through `Around`, without the pauses between attempts, and return the delivery."""
     run_dir = journalled(run, [record(update) for update in range(1, 21)])
     reader = JournalReader(run_dir / "journal.jsonl")
     delivery = Delivery(Around(sink, before), reader, cursors=Cursors(run_dir), patience=50)
@@ -403,33 +387,12 @@ def _deliver_around(sink: Sink, run: Any, before: Callable[[str, Any], None]) ->
     return delivery
 
 
-def _failing_once(method: str) -> Callable[[str, Any], None]:
-    failed: list[str] = []
-
-    def fail(called: str, _: Any) -> None:
-        if called == method and not failed:
-            failed.append(called)
-            raise ConnectionError("fails on purpose")
-
-    return fail
-
-
-def _until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"nothing has arrived after {seconds:.0f} s"
-        time.sleep(0.02)
-
-
 METHODS = frozenset(["open", "write", "alarm", "close"])
 
 
 @dataclass
 class MemorySink:
-    """Remembers what it was given: the runs it was opened for, the records, the alarms, the statuses it was closed with.
-
-    A sink need not have `alarm`: it then gets records only.
-    """
+    """Stores the runs that it was opened for, the records, the alarms, and the statuses that it was closed with."""
 
     runs: list[RunInfo] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
@@ -440,16 +403,16 @@ class MemorySink:
     _by_run: dict[str, list[Record]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def open(self, run: RunInfo) -> None:
-        """Remembers the run."""
+        """Store the run."""
         self.runs.append(run)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Remembers the records."""
+        """Store the records."""
         self.records.extend(records)
         self._by_run.setdefault(self.runs[-1].run_id, []).extend(records)
 
     def stored(self, run: RunInfo) -> StoredMetrics:
-        """The records of that run."""
+        """Return the numbers of that run."""
         stored = StoredMetrics(ended=bool(self.statuses))
         for record in self._by_run.get(run.run_id, ()):
             for key, value in record.values.items():
@@ -457,15 +420,15 @@ class MemorySink:
         return stored
 
     def shown(self, run: RunInfo) -> Shown:
-        """All values of a record."""
+        """Return the function that gives all values of a record."""
         return lambda record: record.values
 
     def alarm(self, alarm: Alarm) -> None:
-        """Remembers the alarm."""
+        """Store the alarm."""
         self.alarms.append(alarm)
 
     def close(self, status: RunStatus) -> None:
-        """Remembers the status."""
+        """Store the status."""
         self.statuses.append(status)
 
 
@@ -475,9 +438,9 @@ class FailingSink(MemorySink):
 
     Attributes:
         fail_in: any of `open`, `write`, `alarm` and `close`.
-        error: what is raised there; None only hangs.
-        times: how many calls fail before all is well; None never gets well.
-        hang_seconds: how long such a call takes before it fails.
+        error: raised there; None only hangs.
+        times: number of calls that fail before the sink recovers; None for all.
+        hang_seconds: duration of such a call before it fails.
         calls: the methods called, in order, failing or not.
     """
 
@@ -495,22 +458,22 @@ class FailingSink(MemorySink):
             raise ValueError(f"fail_in names methods of a sink, open, write, alarm or close; got {sorted(unknown)}")
 
     def open(self, run: RunInfo) -> None:
-        """Fails, or remembers the run."""
+        """Fail, or store the run."""
         self._called("open")
         super().open(run)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Fails, or remembers the records."""
+        """Fail, or store the records."""
         self._called("write")
         super().write(records)
 
     def alarm(self, alarm: Alarm) -> None:
-        """Fails, or remembers the alarm."""
+        """Fail, or store the alarm."""
         self._called("alarm")
         super().alarm(alarm)
 
     def close(self, status: RunStatus) -> None:
-        """Fails, or remembers the status."""
+        """Fail, or store the status."""
         self._called("close")
         super().close(status)
 

@@ -1,4 +1,4 @@
-"""The commands, one file each, with a function of the command's name that returns the exit code.
+"""The commands: a function of the command's name returns the exit code; `main` says in which module it is.
 
 Nothing is imported here: `run` must not import torch before the script does.
 """

@@ -1,23 +1,49 @@
-"""Parse a command line into a dataclass, or raise one sentence that says what is wrong with it."""
+"""Parse a command line into a dataclass; a mistake in it is one sentence, `WrongUse`."""
 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from typing import Any, Final
 
-import tyro
-
-from esper_telemetry.cli.mistakes import WrongUse
 from esper_telemetry.core.messages import question
 
 PROGRAM: Final = "esper-telemetry"
 UNKNOWN: Final = "Unrecognized options: "
 OPTION: Final = re.compile(r"--[\w-]+")
+
+
+class WrongUse(Exception):  # noqa: N818  # it is the user's mistake, not an error of the program
+    """A mistake in the arguments, in one sentence."""
+
+
+@contextmanager
+def wrong_use() -> Iterator[None]:
+    """Turn the exceptions with which constructors refuse their arguments into `WrongUse`."""
+    try:
+        yield
+    except (ValueError, TypeError, FileExistsError, FileNotFoundError, ImportError) as error:
+        raise WrongUse(str(error)) from error
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise WrongUse(f"{where}{error.strerror or error}") from error
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Silence the warnings of sinks and journals, which are a part of the command's output."""
+    logger = logging.getLogger("esper_telemetry")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def parse_arguments(arguments: Sequence[str], form: Any, *, program: str = PROGRAM, **settings: Any) -> Any:
@@ -29,13 +55,15 @@ def parse_arguments(arguments: Sequence[str], form: Any, *, program: str = PROGR
         program: for help and messages.
         settings: passed on to `tyro.cli`.
     """
-    complaint, shown = io.StringIO(), io.StringIO()
+    import tyro  # here, because `run` refuses wrong use too and imports nothing that the script may want to set up
+
+    complaint, output = io.StringIO(), io.StringIO()
     no_color = bool(os.environ.get("NO_COLOR"))  # tyro ignores it and writes escape sequences to every terminal
     try:
-        with redirect_stderr(complaint), redirect_stdout(shown) if no_color else nullcontext():
+        with redirect_stderr(complaint), redirect_stdout(output) if no_color else nullcontext():
             return tyro.cli(form, args=list(arguments), prog=program, config=(tyro.conf.OmitArgPrefixes,), **settings)
     except SystemExit as stop:
-        sys.stdout.write(shown.getvalue())
+        sys.stdout.write(output.getvalue())
         if not stop.code:
             raise
         raise WrongUse(with_help(sentence(complaint.getvalue()), program)) from None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from esper_telemetry.alarms.diagnosis import diagnose as judge
 from esper_telemetry.alarms.rules.task import Failure, bad_ending
 from esper_telemetry.alarms.thresholds import Thresholds
-from esper_telemetry.cli.mistakes import WrongUse, without_warnings, wrong_use
+from esper_telemetry.cli.arguments import WrongUse, without_warnings, wrong_use
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.journal.file import damage_sentence, journal_path
 from esper_telemetry.journal.lines import plain

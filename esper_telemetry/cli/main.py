@@ -31,8 +31,7 @@ except ModuleNotFoundError as missing:
     raise SystemExit(2) from None
 
 from esper_telemetry import __version__
-from esper_telemetry.cli.arguments import PROGRAM, parse_arguments, with_help
-from esper_telemetry.cli.mistakes import WrongUse
+from esper_telemetry.cli.arguments import PROGRAM, WrongUse, parse_arguments, with_help
 from esper_telemetry.core.lazy import collection_paused
 from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.ppo.config import PPOConfig, preset
@@ -215,20 +214,22 @@ COMMANDS: Final[dict[str, type]] = {
     "workspace": Workspace,
     "metrics": Metrics,
 }
+MODULES: Final = dict.fromkeys(("replay", "doctor", "compress", "workspace"), "stored_runs")
+"""Modules of the commands whose module has another name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    if given[:1] == ["run"]:
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == ["run"]:
         from esper_telemetry.cli.run import main as run_script
 
-        run_script(given[1:])
-    if given[:1] == ["--version"]:
+        run_script(words[1:])
+    if words[:1] == ["--version"]:
         print(f"{PROGRAM} {__version__}")
         raise SystemExit(0)
     try:
-        raise SystemExit(run(given))
+        raise SystemExit(run(words))
     except WrongUse as mistake:
         if os.environ.get("RANK", "0") == "0":  # one of several processes prints what all of them found
             sys.stderr.write(f"esper-telemetry: {mistake}\n")
@@ -245,7 +246,7 @@ def run(arguments: Sequence[str]) -> int:
     command = parse(arguments)
     name = type(command).__name__.lower()
     with collection_paused():
-        function: Callable[[Any], int] = getattr(import_module(f"esper_telemetry.cli.{name}"), name)
+        function: Callable[[Any], int] = getattr(import_module(f"esper_telemetry.cli.{MODULES.get(name, name)}"), name)
     return function(command)
 
 
@@ -256,16 +257,15 @@ def parse(arguments: Sequence[str]) -> Any:
         forms = (Annotated[form, tyro.conf.subcommand(command)] for command, form in COMMANDS.items())
         parse_arguments([name], reduce(or_, forms))
     if name not in COMMANDS:
-        what = "option" if name.startswith("-") else "command"
-        known = COMMANDS if what == "command" else ("--help", "--version")
-        raise WrongUse(with_help(f"there is no {what} {name!r}{did_you_mean(name, known)}", PROGRAM))
+        kind, names = ("option", ("--help", "--version")) if name.startswith("-") else ("command", tuple(COMMANDS))
+        raise WrongUse(with_help(f"there is no {kind} {name!r}{did_you_mean(name, names)}", PROGRAM))
     run_dir = _resumed_run(arguments)
     if run_dir is not None:
         from esper_telemetry.cli import resume
 
         saved = resume.saved_options(Train, run_dir)
-        given: Train = parse_arguments(rest, Train, default=saved, program=f"{PROGRAM} train")
-        return resume.checked(replace(given, sink=given.sink or resume.saved_sinks(run_dir)), saved)
+        options: Train = parse_arguments(rest, Train, default=saved, program=f"{PROGRAM} train")
+        return resume.checked(replace(options, sink=options.sink or resume.saved_sinks(run_dir)), saved)
     program = f"{PROGRAM} {name}"
     command = parse_arguments(rest, COMMANDS[name], program=program)
     if not isinstance(command, Train) or command.preset == "none":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Column, Table
 
 from esper_telemetry.alarms.metric_registry import MetricEntry, registry
-from esper_telemetry.cli.mistakes import WrongUse
+from esper_telemetry.cli.arguments import WrongUse
 from esper_telemetry.core.lazy import collection_paused
 from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.core.record import template_of

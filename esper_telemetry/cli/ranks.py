@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from esper_telemetry.cli.mistakes import WrongUse, wrong_use
+from esper_telemetry.cli.arguments import WrongUse, wrong_use
 
 T = TypeVar("T")
 
@@ -58,9 +58,8 @@ def process_group(device: str) -> Iterator[None]:
         yield
         return
     local_rank = int(os.environ["LOCAL_RANK"])
-    if (
-        device == "cuda" and local_rank < torch.cuda.device_count()
-    ):  # a missing device is refused with the other arguments
+    # A missing device is refused with the other arguments.
+    if device == "cuda" and local_rank < torch.cuda.device_count():
         torch.cuda.set_device(local_rank)
     dist.init_process_group(backends(device), timeout=EXCHANGE_TIMEOUT)
     try:

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from esper_telemetry.cli.mistakes import WrongUse, wrong_use
+from esper_telemetry.cli.arguments import WrongUse, wrong_use
 from esper_telemetry.core.messages import MASKED, masked
 from esper_telemetry.journal.lock import HELPER_ROLES, Role, is_held
 from esper_telemetry.journal.read import run_info
@@ -76,22 +76,22 @@ def saved_options(form: Callable[..., Train], run_dir: str) -> Train:
     )
 
 
-def checked(given: Train, saved: Train) -> Train:
+def checked(options: Train, saved: Train) -> Train:
     """Return the options of the resumed run; raises WrongUse for one that cannot change."""
-    assert given.resume is not None
-    for before, now, names in ((saved, given, FIXED), (saved.ppo, given.ppo, FIXED_PPO)):
+    assert options.resume is not None
+    for before, now, names in ((saved, options, FIXED), (saved.ppo, options.ppo, FIXED_PPO)):
         for name in names:
             if getattr(before, name) != getattr(now, name):
                 raise WrongUse(
-                    f"--{name.replace('_', '-')} cannot change when a run is resumed: {given.resume} was trained with "
+                    f"--{name.replace('_', '-')} cannot change when a run is resumed: {options.resume} was trained with "
                     f"{getattr(before, name)}, got {getattr(now, name)}"
                 )
     for name in ("run_dir", "preset"):
-        if getattr(given, name) != getattr(saved, name):
-            raise WrongUse(f"--{name.replace('_', '-')} goes with a new run: --resume takes it from {given.resume}")
-    if given.level.lower() == "off":
+        if getattr(options, name) != getattr(saved, name):
+            raise WrongUse(f"--{name.replace('_', '-')} goes with a new run: --resume takes it from {options.resume}")
+    if options.level.lower() == "off":
         raise WrongUse("--level off keeps no journal, so there is nothing to resume with it")
-    return given
+    return options
 
 
 def saved_sinks(run_dir: str) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from esper_telemetry.adapters.script.program import (
     say,
 )
 from esper_telemetry.adapters.script.taps import Taps
-from esper_telemetry.cli.mistakes import WrongUse, wrong_use
+from esper_telemetry.cli.arguments import WrongUse, wrong_use
 
 if TYPE_CHECKING:
     from esper_telemetry.adapters.script.listener import ScriptListener
@@ -130,7 +130,7 @@ class ScriptTelemetry:
     _pid: int = field(default_factory=os.getpid)
 
     def __post_init__(self) -> None:
-        self._models = ScriptModels(self._make_telemetry, self._say, self._leave_script)
+        self._models = ScriptModels(self._make_telemetry, self._say, lambda: self._taps.leave_script())
         self._taps = Taps(self._make_listener, self._with_callback)
         self._directory = None if self.options.run_dir is None else Path(self.options.run_dir).absolute()
         self._errors = 0
@@ -194,9 +194,6 @@ class ScriptTelemetry:
         """Return the callback with which a model of Stable-Baselines3 learns; the script's own if the script itself trains by PPO."""
         return callback if self.telemetry is not None else self._models.joined(model, callback)
 
-    def _leave_script(self) -> None:
-        self._taps.leave_script()
-
     def _say(self, sentence: str) -> None:
         say(f"{Path(self.options.script).name}: {sentence}")
 
@@ -207,11 +204,8 @@ class ScriptTelemetry:
     def _announce(self, script: ScriptListener) -> None:
         if not self._announced:
             self._announced = True
-            say(
-                findings_line(
-                    script, Path(self.options.script).name, self.telemetry.run_dir if self.telemetry else None
-                )
-            )
+            run_dir = self.telemetry.run_dir if self.telemetry else None
+            say(findings_line(script, Path(self.options.script).name, run_dir))
 
     def _report_end(self, script: ScriptListener | None) -> None:
         """Print what went wrong in telemetry itself, or that no update was found."""

@@ -19,7 +19,7 @@ import torch
 from esper_telemetry.adapters.attach import attach
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.cli import resume
-from esper_telemetry.cli.mistakes import WrongUse, wrong_use
+from esper_telemetry.cli.arguments import WrongUse, wrong_use
 from esper_telemetry.cli.profiling import UpdateProfiler
 from esper_telemetry.cli.ranks import (
     RankLostError,
@@ -35,7 +35,7 @@ from esper_telemetry.core.record import Level, RunStatus
 from esper_telemetry.events import RolloutEnd
 from esper_telemetry.ppo.checkpoint import Checkpoints, TrainingRun
 from esper_telemetry.ppo.config import POLICIES, PPOConfig
-from esper_telemetry.ppo.environments.protocol import Environment, ObservationLayout, layout_of
+from esper_telemetry.ppo.environments.protocol import Environment, layout_of
 from esper_telemetry.ppo.environments.registry import environment_names, make_env, registered
 from esper_telemetry.ppo.ranks import Ranks
 from esper_telemetry.ppo.trainer import PPO
@@ -98,13 +98,17 @@ def _trainer(prepared: Prepared, options: Train) -> TrainingRun:
 
 def _check_task(options: Train) -> None:
     """Refuse a task or a controller of another environment, and an evaluation of a controller."""
-    known, policy = {name: registered(name) for name in environment_names()}, options.ppo.policy
-    with_task = [name for name, environment in known.items() if environment and "task" in environment.train_options]
+    environments, policy = {name: registered(name) for name in environment_names()}, options.ppo.policy
+    with_task = [
+        name for name, environment in environments.items() if environment and "task" in environment.train_options
+    ]
     if options.task != "synthetic" and options.env not in with_task:
         raise WrongUse(f"--task {options.task} is for --env {' or '.join(with_task)}, got --env {options.env}")
     if policy in POLICIES:
         return
-    with_policy = [name for name, environment in known.items() if environment and policy in environment.controllers]
+    with_policy = [
+        name for name, environment in environments.items() if environment and policy in environment.controllers
+    ]
     if options.env not in with_policy:
         raise WrongUse(f"--policy {policy} is for --env {' or '.join(with_policy)}, got --env {options.env}")
     if options.eval_every > 0:
@@ -133,7 +137,10 @@ def _prepared(options: Train) -> Prepared:
     if options.num_envs % size:
         raise WrongUse(f"num_envs must be a multiple of the {size} processes, got {options.num_envs}")
     env = _make_env(options, options.num_envs // size, device)
-    _choose_threads(options, layout_of(env))
+    # Small networks without convolutions get one thread: waiting for a second one costs more than it computes.
+    layout, widths = layout_of(env), (*options.ppo.hidden_sizes, *options.ppo.encoder_sizes, options.ppo.lstm_size)
+    if options.threads is not None or (max(widths) < MIN_THREADED_WIDTH and not layout.images):
+        torch.set_num_threads(options.threads or 1)
     return Prepared(env, device, [as_sink(sink) for sink in options.sink or ("console",)] if is_first_rank() else [])
 
 
@@ -184,13 +191,6 @@ def _preset_sentence(options: Train) -> str:
     return f"preset {options.preset_name} (--preset none for the defaults): {settings}"
 
 
-def _choose_threads(options: Train, layout: ObservationLayout) -> None:
-    """Choose one thread for small networks without convolutions: waiting for a second one costs more than it computes."""
-    widest = max((*options.ppo.hidden_sizes, *options.ppo.encoder_sizes, options.ppo.lstm_size))
-    if options.threads is not None or (widest < MIN_THREADED_WIDTH and not layout.images):
-        torch.set_num_threads(options.threads or 1)
-
-
 def _device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
@@ -204,7 +204,10 @@ def _run(trainer: TrainingRun, telemetry: Telemetry, options: Train) -> int:
             if is_first_rank() and isinstance(trainer, PPO):
                 _evaluate(trainer, options)
             with _profiled(trainer, telemetry, options):
-                checkpoints = _checkpoints(trainer, telemetry, options)
+                run_dir, every = telemetry.run_dir, options.checkpoint_every
+                checkpoints = (
+                    Checkpoints(trainer, run_dir / "checkpoints", every=every) if run_dir and every > 0 else None
+                )
                 trainer.learn(options.total_steps)
             saved = checkpoints is None or checkpoints.save()
             code = _exit_code(trainer, options, largest_over_ranks(max(signals, default=0)))
@@ -259,12 +262,6 @@ def _profiled(trainer: TrainingRun, telemetry: Telemetry, options: Train) -> Ite
 def _profiler(options: Train, run_dir: Path) -> UpdateProfiler:
     wait, warm_up, active = options.profile_schedule
     return UpdateProfiler(run_dir / "profile", wait=wait, warm_up=warm_up, active=active)
-
-
-def _checkpoints(trainer: TrainingRun, telemetry: Telemetry, options: Train) -> Checkpoints | None:
-    if options.checkpoint_every <= 0 or telemetry.run_dir is None:
-        return None
-    return Checkpoints(trainer, telemetry.run_dir / "checkpoints", every=options.checkpoint_every)
 
 
 def _evaluate(trainer: PPO, options: Train) -> None:

@@ -19,14 +19,7 @@ from esper_telemetry.delivery.status import CloseReport, deliveries_under_way, r
 from esper_telemetry.journal.file import JournalReader, journal_path
 from esper_telemetry.journal.lock import Role, is_held
 from esper_telemetry.journal.read import entries, run_info
-from esper_telemetry.sinks.protocol import (
-    Shown,
-    Sink,
-    StoredMetrics,
-    SupportsAudit,
-    SupportsForwardOnly,
-    sink_name,
-)
+from esper_telemetry.sinks.protocol import Shown, Sink, StoredMetrics, SupportsAudit, SupportsForwardOnly, sink_name
 
 WAIT_POLL_SECONDS: Final = 0.2
 MAX_REPLAY_FAILURES: Final = 8
@@ -65,7 +58,7 @@ class BackendAudit:
 
     @property
     def equal(self) -> bool:
-        """Whether the backend holds exactly what the journal holds."""
+        """True where the backend holds exactly what the journal holds."""
         return not (self.missing or self.different or self.repeated or self.unknown)
 
     @property
@@ -93,12 +86,12 @@ def audit(run_dir: str | os.PathLike[str], sink: Sink) -> BackendAudit | None:
     return compare_records(records, sink.shown(run), stored)
 
 
-def compare_records(records: Mapping[int, list[Record]], shown: Shown, stored: StoredMetrics) -> BackendAudit:
+def compare_records(records: Mapping[int, list[Record]], numbers_of: Shown, stored: StoredMetrics) -> BackendAudit:
     """Compare the records of each update with the stored numbers; where a journal holds an update twice, either record will do."""
     result = BackendAudit(ended=stored.ended, untouched=not stored.rows, repeated=stored.repeated)
     for update, versions in records.items():
-        shown_versions = [shown(record) for record in versions]
-        expected = shown_versions[0]
+        expected_versions = [numbers_of(record) for record in versions]
+        expected = expected_versions[0]
         result.updates += 1
         result.numbers += len(expected)
         row = stored.rows.get(update)
@@ -111,7 +104,7 @@ def compare_records(records: Mapping[int, list[Record]], shown: Shown, stored: S
             result.incomplete.append(update)
             result.missing.update(missing)
         for key in expected.keys() & row.keys():
-            if all(version.get(key) != row[key] for version in shown_versions):
+            if all(version.get(key) != row[key] for version in expected_versions):
                 result.different[key] += 1
     result.unknown.extend(sorted(stored.rows.keys() - records.keys()))
     return result
@@ -133,7 +126,14 @@ def repair_filter(sink: Sink, result: BackendAudit) -> Callable[[int], bool]:
     return lambda update: update in lacking
 
 
-def replay(run_dir: str | os.PathLike[str], sink: Sink, *, follow: bool = False, missing: bool = False) -> CloseReport:
+def replay(
+    run_dir: str | os.PathLike[str],
+    sink: Sink,
+    *,
+    follow: bool = False,
+    missing: bool = False,
+    progress: Callable[[int], object] | None = None,
+) -> CloseReport:
     """Send a journal into a sink: what is missing if the sink has taken some of it before, else all.
 
     `cursors.json` has what a sink has taken, under its name. With `follow` the call waits for lines that are still to come, until the end
@@ -144,7 +144,8 @@ def replay(run_dir: str | os.PathLike[str], sink: Sink, *, follow: bool = False,
     record was refused. A backend that draws nothing behind a later point gets everything from the first missing update on, and takes
     what it had from there as void. Sinks without `stored` get everything again.
 
-    The call waits for a process that goes on delivering to this sink after the end of the run.
+    The call waits for a process that goes on delivering to this sink after the end of the run. `progress` is called with the number of
+    records sent so far, after every batch.
 
     Raises:
         FileNotFoundError: there is no journal.
@@ -168,7 +169,7 @@ def replay(run_dir: str | os.PathLike[str], sink: Sink, *, follow: bool = False,
     before = delivery.cursor.quarantined
     if not follow:
         delivery.finish(RunStatus.KILLED)
-    delivery.run()
+    delivery.run(progress)
     refused = delivery.cursor.quarantined - before
     status = replace(delivery.status, records=delivery.sent, quarantined=refused)
     pending = count_records_after(directory, delivery.cursor)

@@ -28,8 +28,8 @@ from esper_telemetry.core.supervisor import READ_BYTES, PauseDetector, become_he
 from esper_telemetry.delivery.cursors import Cursors, count_records_after
 from esper_telemetry.delivery.delivery import Delivery
 from esper_telemetry.delivery.status import (
+    FRESH_PROCESS_STATES,
     SinkReport,
-    SinkState,
     SinkStatus,
     replay_command,
     sink_report,
@@ -162,7 +162,7 @@ def _end(
 
 
 def _needs_fresh_process(deliveries: Sequence[Delivery]) -> bool:
-    return any(delivery.status.state in (SinkState.DEAD_CLIENT, SinkState.HUNG) for delivery in deliveries)
+    return any(delivery.status.state in FRESH_PROCESS_STATES for delivery in deliveries)
 
 
 def _reports(deliveries: Sequence[Delivery], run_dir: Path) -> list[SinkReport]:
@@ -290,11 +290,6 @@ def _take_stdin() -> int:
     return messages
 
 
-def pickle_sink(sink: Sink) -> str:
-    """A sink as text that this process can load; raises what pickling raises."""
-    return base64.b64encode(pickle.dumps(sink)).decode()
-
-
 def _unpickle_sink(text: str) -> Sink:
     try:
         sink: Sink = pickle.loads(base64.b64decode(text))
@@ -314,10 +309,10 @@ class UnloadableSink:
         raise self.error
 
     def open(self, run: RunInfo) -> None:
-        """Is not reached."""
+        """Do nothing: not reached."""
 
     def write(self, records: Sequence[Record]) -> None:
-        """Is not reached."""
+        """Do nothing: not reached."""
 
     def close(self, status: RunStatus) -> None:
-        """Is not reached."""
+        """Do nothing: not reached."""

@@ -58,7 +58,7 @@ class SinkReader(Protocol):
         """Return the next lines, at most `limit`."""
 
     def head(self) -> RunInfo | None:
-        """The run as lines before the offset describe it; None where they do not."""
+        """Return the run as lines before the offset describe it; None where they do not."""
 
     def alarms(self, before: int | None = None) -> tuple[Alarm, ...]:
         """Return the alarms in the lines before an offset, in all lines by default."""
@@ -141,7 +141,7 @@ class Delivery:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will be delivered."""
+        """True when nothing more will be delivered."""
         return self._stopped or self._state in FINAL
 
     @property
@@ -158,11 +158,16 @@ class Delivery:
         except (Exception, SystemExit) as error:  # whatever the modules of a package raise
             self._disable(self._import_error(error))
 
-    def run(self) -> None:
-        """Deliver until the journal's end was delivered, the sink is disabled, or `stop` is called."""
+    def run(self, progress: Callable[[int], object] | None = None) -> None:
+        """Deliver until the journal's end was delivered, the sink is disabled, or `stop` is called.
+
+        `progress` is called with `sent` after every attempt.
+        """
         try:
             while not self.over:
                 moved = self.step()
+                if progress is not None:
+                    progress(self.sent)
                 # rest where more lines will come, and these were all that there are
                 rests = self._in_child and self._caught_up and self._fallback_end is None
                 if not moved or rests:

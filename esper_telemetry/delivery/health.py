@@ -50,12 +50,12 @@ class SinkCheck:
 
     @property
     def equal(self) -> bool | None:
-        """Whether the backend holds exactly what the journal holds; None where that is not known."""
+        """True where the backend holds exactly what the journal holds; None where that is not known."""
         return None if self.audit is None else self.audit.equal
 
     @property
     def healthy(self) -> bool:
-        """Whether the backend could be read, where it can be, and holds what the journal holds."""
+        """True unless the backend could not be read or is known to differ from the journal."""
         return not self.unreadable and self.equal is not False
 
     def __str__(self) -> str:
@@ -131,7 +131,7 @@ class RunHealth:
 
     @property
     def well(self) -> bool:
-        """Whether all backends could be read and none is known to lack anything."""
+        """True where all backends are healthy and no line of the journal is lost."""
         return not self.lost and all(sink.healthy for sink in self.sinks)
 
 

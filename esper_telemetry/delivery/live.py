@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing, suppress
 from typing import Final
 
-from esper_telemetry.core.record import RunStatus, SinkLag
+from esper_telemetry.core.record import RunStatus
 from esper_telemetry.delivery.cursors import Cursors
 from esper_telemetry.delivery.delivery import Delivery, SinkReader
 from esper_telemetry.delivery.process import SinkProcess
@@ -135,7 +135,9 @@ class Deliveries:
         self._threads: list[threading.Thread] = []
         self._refused: dict[str, SinkStatus] = {}
         run_dir = journal.run_dir
-        remote = {name: sink for name, sink in self._sinks.items() if self._runs_in_sink_process(sink)}
+        remote = {name: sink for name, sink in self._sinks.items() if not runs_in_process(sink)}
+        # The sink process reads the journal's file, and cannot import a class of the script itself.
+        remote = {name: sink for name, sink in remote.items() if run_dir and type(sink).__module__ != "__main__"}
         self._remote = frozenset(remote)
         if remote and run_dir is not None:
             self._process = SinkProcess(run_dir, remote)
@@ -176,7 +178,11 @@ class Deliveries:
             active = [status for status in statuses.values() if status.state not in FINAL]
             depth = max((status.lag(self._journal.records) for status in active), default=0)
             errors = sum(status.errors for status in statuses.values())
-            self._stats = DeliveryStats(max(0, depth), errors, statuses, self._lags(statuses.values()))
+            # Functions are left out: they are many people's callbacks, and nobody's backend.
+            backends = [status for name, status in statuses.items() if not isinstance(self._sinks[name], FunctionSink)]
+            records, time_now = self._journal.records, time.time()
+            lags = tuple(status.as_lag(records, now=time_now, begun=self._begun) for status in backends)
+            self._stats = DeliveryStats(max(0, depth), errors, statuses, lags)
         return self._stats
 
     def _feed_inline(self) -> None:
@@ -186,12 +192,6 @@ class Deliveries:
         for delivery in self._inline:
             while not delivery.over and delivery.step() and time.monotonic() - begun_at < MAX_INLINE_SECONDS:
                 pass
-
-    def _lags(self, statuses: Iterable[SinkStatus]) -> tuple[SinkLag, ...]:
-        """Numbers of each backend. Functions are left out: they are many people's callbacks, and nobody's backend."""
-        records, now = self._journal.records, time.time()
-        backends = [status for status in statuses if not isinstance(self._sinks[status.name], FunctionSink)]
-        return tuple(status.as_lag(records, now=now, begun=self._begun) for status in backends)
 
     def close(self, seconds: float = MAX_CLOSE_SECONDS, *, status: RunStatus = RunStatus.KILLED) -> CloseReport:
         """Wait until every sink took everything and is closed, and report what is left.
@@ -266,10 +266,6 @@ class Deliveries:
         local = self._refused | {delivery.name: delivery.status for delivery in self._local}
         return {name: local.get(name) or remote[name] for name in self._sinks}
 
-    def _runs_in_sink_process(self, sink: Sink) -> bool:
-        importable = type(sink).__module__ != "__main__"
-        return self._journal.run_dir is not None and importable and not runs_in_process(sink)
-
     def _prepare(self, name: str) -> tuple[Delivery, SinkReader] | None:
         """Return the delivery to a sink of this process and its reader; None, and a warning, where the system refuses what they need."""
         run_dir = self._journal.run_dir
@@ -299,5 +295,7 @@ class Deliveries:
     def _refuse(self, name: str, error: BaseException) -> None:
         cause = one_line(error)
         self._refused[name] = SinkStatus(name, SinkState.DISABLED, last_error=cause)
-        kept = "" if self._journal.run_dir is None else "; the journal keeps everything, and replay sends it later"
-        _logger.warning("esper-telemetry: sink %s cannot start (%s): it gets nothing in this run%s", name, cause, kept)
+        remedy = "" if self._journal.run_dir is None else "; the journal keeps everything, and replay sends it later"
+        _logger.warning(
+            "esper-telemetry: sink %s cannot start (%s): it gets nothing in this run%s", name, cause, remedy
+        )

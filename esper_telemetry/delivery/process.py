@@ -6,9 +6,11 @@ on by itself (`leave`). The process sends the `SinkStatus` of each delivery wher
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
+import pickle
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,8 +21,7 @@ from typing import Final
 from esper_telemetry.core.messages import redacted
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.core.supervisor import ProcessSupervisor
-from esper_telemetry.delivery.child import pickle_sink
-from esper_telemetry.delivery.status import SETTLED, SinkState, SinkStatus
+from esper_telemetry.delivery.status import FRESH_PROCESS_STATES, SETTLED, SinkState, SinkStatus
 from esper_telemetry.journal.lock import Role, lock_for, remove_lock
 from esper_telemetry.sinks.protocol import Sink
 
@@ -143,9 +144,8 @@ class SinkProcess:
         self._supervisor.send(json.dumps(message).encode() + b"\n")
 
     def _take_report(self, line: bytes) -> None:
-        with suppress(
-            ValueError, TypeError, KeyError
-        ):  # a sign of life, or a line that the process was killed in the middle of
+        # A sign of life has no status; a process may be killed in the middle of a line.
+        with suppress(ValueError, TypeError, KeyError):
             message = json.loads(line)
             errors = message["errors"] + self._earlier_errors[message["name"]]
             status = SinkStatus(**{**message, "state": SinkState(message["state"]), "errors": errors})
@@ -158,7 +158,10 @@ class SinkProcess:
         for name in delivered:
             self._records[name] = self.statuses[name].records
             self._fresh_processes[name] = 0
-        disabled = [status for status in self.statuses.values() if self._must_disable(status)]
+        asking = [status for status in self.statuses.values() if status.state in FRESH_PROCESS_STATES]
+        for status in asking:
+            self._fresh_processes[status.name] += 1
+        disabled = [status for status in asking if self._fresh_processes[status.name] >= MAX_FRESH_PROCESSES]
         for status in disabled:
             hung = f"it hung {MAX_FRESH_PROCESSES} times in a row for {MAX_CALL_SECONDS:g} s"
             failed = f"{status.last_error} ({MAX_FRESH_PROCESSES} processes in a row)"
@@ -171,12 +174,6 @@ class SinkProcess:
             self.over = self._supervisor.given_up
         else:
             self.over = True
-
-    def _must_disable(self, status: SinkStatus) -> bool:
-        if status.state not in (SinkState.HUNG, SinkState.DEAD_CLIENT):
-            return False
-        self._fresh_processes[status.name] += 1
-        return self._fresh_processes[status.name] >= MAX_FRESH_PROCESSES
 
     def _warn_of_sink(self, status: SinkStatus) -> None:
         """Log one warning per sink, and one more if it is disabled."""
@@ -201,21 +198,19 @@ class SinkProcess:
 
     def _warn_of_death(self, code: int) -> None:
         if self._supervisor.given_up and "given up" not in self._warned:
-            message = (
-                "esper-telemetry: the process that feeds the sinks died again (exit code %s): it is given up, see %s"
-            )
+            event, next_step = "died again", ": it is given up"
         elif "died" not in self._warned:
-            message = (
-                "esper-telemetry: the process that feeds the sinks died (exit code %s) and is started again, see %s"
-            )
+            event, next_step = "died", " and is started again"
         else:
             return
         self._warned.add("died")
-        _logger.warning(message, code, self._supervisor.log)
+        message = "esper-telemetry: the process that feeds the sinks %s (exit code %s)%s, see %s"
+        _logger.warning(message, event, code, next_step, self._supervisor.log)
 
 
 def _pickled(name: str, sink: Sink) -> str:
+    """Return the sink as text; raises TypeError naming one that cannot be pickled."""
     try:
-        return pickle_sink(sink)
+        return base64.b64encode(pickle.dumps(sink)).decode()
     except Exception as error:
         raise TypeError(f"sink {name} runs in another process and cannot be pickled: {error}") from error

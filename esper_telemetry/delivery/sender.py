@@ -73,12 +73,12 @@ class RecordBatch:
         self._max_records = None
 
     def next_alarm(self) -> Alarm | None:
-        """The alarm that comes next; None where a record does."""
+        """Return the alarm that comes next; None where a record does."""
         first = self._entries[0]
         return first if isinstance(first, Alarm) else None
 
     def next_records(self, limit: int | None = None) -> Sequence[Record]:
-        """The records that go next: up to the next alarm, and at most `limit`."""
+        """Return the records that go next: up to the next alarm, and at most `limit`."""
         ready: list[Record] = []
         for entry in self._entries[: min(self._max_records or len(self._entries), limit or len(self._entries))]:
             if isinstance(entry, Alarm):
@@ -87,7 +87,7 @@ class RecordBatch:
         return tuple(ready)
 
     def records_after(self, record: Record, limit: int) -> Sequence[Record]:
-        """At most `limit` records behind that one, as far as they were read."""
+        """Return at most `limit` records behind that one, as far as they were read."""
         later = (entry for entry in self._entries if isinstance(entry, Record) and entry.seq > record.seq)
         return tuple(islice(later, limit))
 
@@ -175,11 +175,11 @@ class CircuitBreaker:
 
     @property
     def half_open(self) -> bool:
-        """Whether the next call is a trial: as little as possible goes with it."""
+        """True where the next call is a trial: as little as possible goes with it."""
         return self.failures > 0
 
     def pause(self) -> float:
-        """Seconds until the next attempt; 0 or less where it may be made now."""
+        """Return the seconds until the next attempt; 0 or less where it may be made now."""
         return self._open_until - time.monotonic() if self.failures else 0.0
 
     def record_success(self) -> None:

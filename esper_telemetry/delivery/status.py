@@ -39,10 +39,12 @@ class SinkState(StrEnum):
     HUNG = "hung"
 
 
-FINAL: Final = frozenset({SinkState.CLOSED, SinkState.DISABLED, SinkState.DEAD_CLIENT, SinkState.HUNG})
-"""States that a delivery does not leave; of the last two, a fresh process may begin anew."""
 SETTLED: Final = frozenset({SinkState.CLOSED, SinkState.DISABLED})
-"""States that a fresh process does not change either."""
+"""States that nothing changes any more."""
+FRESH_PROCESS_STATES: Final = frozenset({SinkState.DEAD_CLIENT, SinkState.HUNG})
+"""States that a delivery does not leave in its process; a fresh process may begin anew."""
+FINAL: Final = SETTLED | FRESH_PROCESS_STATES
+"""States that a delivery does not leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ class SinkReport:
 
     @property
     def complete(self) -> bool:
-        """Whether it took every record and was closed."""
+        """True where it took every record and was closed."""
         return self.state is SinkState.CLOSED and not self.pending and not self.quarantined
 
     def __str__(self) -> str:
@@ -157,7 +159,7 @@ class CloseReport:
 
     @property
     def complete(self) -> bool:
-        """Whether every sink took every record and was closed."""
+        """True where every sink took every record and was closed."""
         return all(sink.complete for sink in self.sinks)
 
     def __str__(self) -> str:

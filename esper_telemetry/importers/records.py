@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from esper_telemetry.core.record import Axes, Level, Record
 from esper_telemetry.history.derive import RunHistory
-from esper_telemetry.importers.rows import LoggedRun, UpdateRow, read_rows
+from esper_telemetry.importers.rows import LoggedRun, UpdateRow, parse_number, read_rows
 from esper_telemetry.importers.trainers import ENTROPY, FIT, KL, STD, trainer_of
 
 MAX_ACTIONS: Final = 64
@@ -77,12 +77,12 @@ def read_foreign(logged: LoggedRun) -> ImportedRun:
     sources = dict(table.sources)
     facts = facts_of(logged.config)
     rows = _with_normalized_entropy([_with_stand_ins(row, sources) for row in table.rows], sources)
-    series = RunHistory(facts)
+    history = RunHistory(facts)
     records = tuple(
         Record(
             seq=place,
             axes=Axes(update=place, env_step=int(row.x), gradient_step=0, wall_time=0.0),
-            values={**row.values, **series.derive(row.values, Level.NORMAL)},
+            values={**row.values, **history.derive(row.values, Level.NORMAL)},
         )
         for place, row in enumerate(rows, 1)
     )
@@ -95,21 +95,10 @@ def facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     settings = {str(name).rpartition("/")[2]: value for name, value in config.items()}
     facts = {}
     for fact, names in FACTS.items():
-        values = [number for name in names if (number := _number(settings.get(name))) is not None]
+        values = [number for name in names if (number := parse_number(settings.get(name))) is not None]
         if values:
             facts[fact] = values[0]
     return facts
-
-
-def _number(value: object) -> float | int | None:
-    if isinstance(value, bool) or value is None:
-        return None
-    if isinstance(value, int | float):
-        return value
-    try:
-        return float(str(value))
-    except ValueError:
-        return None
 
 
 def _with_stand_ins(row: UpdateRow, sources: dict[str, str]) -> UpdateRow:

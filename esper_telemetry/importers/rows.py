@@ -61,6 +61,18 @@ class UpdateTable(NamedTuple):
     tags: frozenset[str]
 
 
+def parse_number(value: object) -> float | int | None:
+    """Return the value, or its text, as a number; None where it is none, as empty cells and switches are."""
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, int | float):
+        return value
+    try:
+        return float(str(value))
+    except ValueError:
+        return None
+
+
 def read_rows(logged: LoggedRun, trainer: Trainer) -> UpdateTable:
     """Return the updates of a run. Values of episodes belong to the next update; values logged late belong to the one before."""
     tags_by_alias: dict[Alias, list[str]] = {}
@@ -84,15 +96,13 @@ def read_rows(logged: LoggedRun, trainer: Trainer) -> UpdateTable:
     for alias, tags in tags_by_alias.items():
         if alias.episodes:
             _add_episodes(table, positions, alias, [point for tag in tags for point in logged.points[tag]])
-    sources = {alias.key: _source(alias, tags) for alias, tags in tags_by_alias.items()}
+    sources = {}
+    for alias, tags in tags_by_alias.items():
+        several = f" and {len(tags) - 1} more" if len(tags) > 1 else ""
+        scaling = "" if alias.factor == 1 else f" times {alias.factor:g}"
+        sources[alias.key] = f"{tags[0]}{several}{scaling}" + (f" ({alias.note})" if alias.note else "")
     rows = [UpdateRow(x, table[x], nonfinite[x]) for x in positions if table[x] or nonfinite[x]]
     return UpdateTable(rows, sources, frozenset(tag for tags in tags_by_alias.values() for tag in tags))
-
-
-def _source(alias: Alias, tags: Sequence[str]) -> str:
-    scaled = "" if alias.factor == 1 else f" times {alias.factor:g}"
-    several = f" and {len(tags) - 1} more" if len(tags) > 1 else ""
-    return f"{tags[0]}{several}{scaled}" + (f" ({alias.note})" if alias.note else "")
 
 
 def _positions(logged: LoggedRun, tags_by_alias: Mapping[Alias, Sequence[str]]) -> list[float]:
@@ -110,20 +120,20 @@ def _positions(logged: LoggedRun, tags_by_alias: Mapping[Alias, Sequence[str]]) 
 
 
 def _values_at(
-    alias: Alias, series: Sequence[Sequence[LoggedPoint]], positions: Sequence[float]
+    alias: Alias, histories: Sequence[Sequence[LoggedPoint]], positions: Sequence[float]
 ) -> Iterable[tuple[float, float]]:
     """Return values at the positions of updates, averaged over several tags; equally many points on another axis are taken in order."""
     by_position: dict[float, list[float]] = {}
-    known = set(positions)
-    for points in series:
-        if {x for x, _ in points} & known:
+    updates = set(positions)
+    for points in histories:
+        if {x for x, _ in points} & updates:
             own = dict(points)
         elif len(points) == len(positions):
             own = dict(zip(positions, (point.value for point in points), strict=True))
         else:
             own = {}
         for x, value in own.items():
-            if x in known:
+            if x in updates:
                 by_position.setdefault(x, []).append(value)
     if not alias.late:
         return [(x, sum(values) / len(values)) for x, values in by_position.items()]

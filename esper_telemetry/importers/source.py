@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from esper_telemetry.core.backends import SQLITE, check_tracking_uri, unreachable, wandb_records
 from esper_telemetry.core.messages import masked
-from esper_telemetry.importers.rows import LoggedPoint, LoggedRun
+from esper_telemetry.importers.rows import LoggedPoint, LoggedRun, parse_number
 
 X_NAMES: Final = (
     "time/total_timesteps",
@@ -92,7 +92,8 @@ def read_csv(file: str) -> LoggedRun:
     if not rows:
         raise ValueError(f"{file} has no rows")
     table = [
-        {name: number for name, cell in row.items() if name and (number := _number(cell)) is not None} for row in rows
+        {name: number for name, cell in row.items() if name and (number := parse_number(cell)) is not None}
+        for row in rows
     ]
     return LoggedRun(path.stem if path.stem != "progress" else path.absolute().parent.name, points_of(table))
 
@@ -112,13 +113,6 @@ def points_of(rows: Iterable[Mapping[str, float]]) -> dict[str, list[LoggedPoint
             if name != axis:
                 points.setdefault(name, []).append(LoggedPoint(x, value))
     return points
-
-
-def _number(cell: str | None) -> float | None:
-    try:
-        return None if cell is None or not cell.strip() else float(cell)
-    except ValueError:
-        return None
 
 
 def read_wandb(path: str) -> LoggedRun:

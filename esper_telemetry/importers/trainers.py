@@ -216,10 +216,10 @@ TRAINERS = (SB3, SAMPLE_FACTORY, RL_GAMES, RSL_RL, RLLIB, SKRL, CLEANRL, TORCHRL
 
 def trainer_of(tags: Iterable[str]) -> Trainer:
     """Return the trainer that wrote these tags; raises ValueError if none of the known ones did."""
-    known = sorted(tags)
+    ordered = sorted(tags)
     for trainer in TRAINERS:
-        if any(re.fullmatch(sign, tag) for sign in trainer.signs for tag in known):
+        if any(re.fullmatch(sign, tag) for sign in trainer.signs for tag in ordered):
             return trainer
     names = ", ".join(trainer.name for trainer in TRAINERS)
-    shown = ", ".join(known[:8]) or "nothing"
-    raise ValueError(f"these are not the tags of {names}: {shown}{' and others' if len(known) > 8 else ''}")
+    examples = ", ".join(ordered[:8]) or "nothing"
+    raise ValueError(f"these are not the tags of {names}: {examples}{' and others' if len(ordered) > 8 else ''}")

@@ -110,7 +110,7 @@ class Journal:
 
     @property
     def settled(self) -> bool:
-        """Whether all lines so far have reached the file."""
+        """True when all lines so far have reached the file."""
         return not self._backlog
 
     def write(self, *lines: Line) -> bool:

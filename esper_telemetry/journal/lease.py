@@ -122,12 +122,12 @@ def _directory(run_dir: str | Path) -> Path:
     return path
 
 
-def _locked(directory: Path, shown: str) -> TrainerLock | None:
+def _locked(directory: Path, name: str) -> TrainerLock | None:
     """Return the lock of the run; None, and a warning, where the system refuses it. Raises BlockingIOError where another process has it."""
     try:
         return TrainerLock(directory)
     except BlockingIOError:
-        raise BlockingIOError(f"{shown} is still being trained: a run goes on in one process at a time") from None
+        raise BlockingIOError(f"{name} is still being trained: a run goes on in one process at a time") from None
     except OSError as error:
         message = (
             "esper-telemetry: cannot lock run directory %s (%s): training goes on; let no other process resume this run"

@@ -202,13 +202,9 @@ def _decode_record(line: Line, _: Path | None) -> Record:
 
 
 def _decode_alarm(line: Line, _: Path | None) -> Alarm:
-    known = {item.name: line[item.name] for item in fields(Alarm) if item.name in line}
-    converted = {
-        "axes": _decode_axes(line["axes"]),
-        "event": AlarmEvent(line["event"]),
-        "level": AlarmLevel(line["level"]),
-    }
-    return Alarm(**{**known, **converted})
+    present = {item.name: line[item.name] for item in fields(Alarm) if item.name in line}
+    enums = {"event": AlarmEvent(line["event"]), "level": AlarmLevel(line["level"])}
+    return Alarm(**{**present, **enums, "axes": _decode_axes(line["axes"])})
 
 
 def _decode_event(line: Line, _: Path | None) -> JournalEvent:

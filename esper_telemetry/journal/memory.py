@@ -104,11 +104,11 @@ class MemoryReader:
         return [entry for entry in entries if entry is not None]
 
     def head(self) -> RunInfo | None:
-        """None: lines that were read are gone."""
+        """Return None: lines that were read are gone."""
         return None
 
     def alarms(self, before: int | None = None) -> tuple[Alarm, ...]:
-        """Nothing: lines that were read are gone."""
+        """Return nothing: lines that were read are gone."""
         return ()
 
     def close(self) -> None:

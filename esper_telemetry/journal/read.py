@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Record, RunInfo, RunStatus
 from esper_telemetry.journal.file import LOST, JournalReader, end_if_open, journal_path
@@ -201,15 +201,11 @@ class Run:
             import pandas as pd
         except ImportError:
             raise ImportError("Run.to_pandas needs pandas: pip install pandas") from None
-        index = pd.Index([record.axes.update for record in self.records], name="update")
-        return pd.DataFrame([_row(record) for record in self.records], index=index)
-
-
-def _row(record: Record) -> dict[str, Any]:
-    """Return the columns of a record: axes first, also where a key is spelled like one of them."""
-    axes = encode_axes(record.axes)
-    del axes["update"]
-    return {**axes, **record.values, **axes}
+        axes = [encode_axes(record.axes) for record in self.records]
+        index = pd.Index([row.pop("update") for row in axes], name="update")
+        # Axes come first, and win over a key that is spelled like one of them.
+        rows = [{**row, **record.values, **row} for row, record in zip(axes, self.records, strict=True)]
+        return pd.DataFrame(rows, index=index)
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> Run:
@@ -241,8 +237,6 @@ def end_after_parent(parent: int, run_dir: Path) -> bool:
         time.sleep(0.01)
     if os.getppid() == parent:
         return False
-    with suppress(
-        OSError, ValueError
-    ):  # a full disk, or a run line that never came: the journal stays without the line
+    with suppress(OSError, ValueError):  # a full disk, or no run line yet: the journal stays without the end line
         return end_if_open(run_dir, RunStatus.KILLED)
     return False

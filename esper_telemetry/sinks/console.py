@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 import select
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
 from esper_telemetry.sinks.protocol import Place, check_options, require_package
-from esper_telemetry.sinks.text import ProgressBar, fitting, plain_length
 
 
 def make_console(*, piped_width: int | None = None, **settings: Any) -> Any:
@@ -46,7 +45,7 @@ class Column(NamedTuple):
     style: str = ".3g"
 
 
-COLUMNS = (
+COLUMNS: Final = (
     Column("return", ("episode/return_mean_100", "episode/return_mean"), ".1f"),
     Column("steps/s", ("train/env_steps_per_second",), ",.0f"),
     Column("kl", ("policy/kl",)),
@@ -57,14 +56,20 @@ COLUMNS = (
 )
 """The most important first."""
 
-REDRAW_SECONDS = 0.5
+NUMBER_GAP_COLUMNS: Final = 2
+"""Columns between two numbers."""
+WIDE_BAR_COLUMNS, NARROW_BAR_COLUMNS, WIDE_TERMINAL_COLUMNS = 24, 8, 100
+"""Columns of the bar on a terminal of at least the last, and on a narrower one."""
+TIME_COLUMNS: Final = len("0:00:00")
+
+REDRAW_SECONDS: Final = 0.5
 """Shortest time between two drawings of the bar, which take the training thread 1 to 3 ms each."""
 
-TOTALS = ("total_steps", "total_timesteps")
+TOTALS: Final = ("total_steps", "total_timesteps")
 """Names of the setting that says how many environment steps a run has."""
 
-ALARM_COLOURS = {AlarmLevel.CRITICAL: "bold red", AlarmLevel.WARN: "yellow", AlarmLevel.INFO: "cyan"}
-STATUS_COLOURS = {RunStatus.FINISHED: "green", RunStatus.FAILED: "red"}
+ALARM_COLOURS: Final = {AlarmLevel.CRITICAL: "bold red", AlarmLevel.WARN: "yellow", AlarmLevel.INFO: "cyan"}
+STATUS_COLOURS: Final = {RunStatus.FINISHED: "green", RunStatus.FAILED: "red"}
 
 
 @dataclass
@@ -89,14 +94,14 @@ class ConsoleSink:
 
     @classmethod
     def from_uri(cls, rest: str, options: Mapping[str, str]) -> ConsoleSink:
-        """`console`, without anything more."""
+        """Return the sink of `console`, which takes nothing more."""
         check_options("console", options)
         if rest:
             raise ValueError(f"sink console takes nothing after its name, got {rest!r}")
         return cls()
 
     def place(self, run: RunInfo) -> Place:
-        """The terminal."""
+        """Return the terminal."""
         return Place("this terminal", "")
 
     def import_client(self) -> None:
@@ -187,6 +192,41 @@ class _Output:
         return bool(poll.poll(0))
 
 
+class ProgressBar:
+    """One live line at the bottom of the terminal, redrawn by `show`: rich's own redrawing takes a thread.
+
+    Args:
+        console: rich's console.
+        total_steps: environment steps of the whole run.
+    """
+
+    def __init__(self, console: Any, total_steps: int) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._console = console
+        self._bar_width = WIDE_BAR_COLUMNS if console.width >= WIDE_TERMINAL_COLUMNS else NARROW_BAR_COLUMNS
+        self._steps_width = len(f"{total_steps:,}/{total_steps:,} steps")
+        columns = (
+            BarColumn(bar_width=self._bar_width),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f} steps"),
+            TimeRemainingColumn(compact=True),
+            TextColumn("{task.description}"),
+        )
+        self._progress = Progress(*columns, console=console, auto_refresh=False)
+        self._task = self._progress.add_task("", total=total_steps)
+        self._progress.start()
+
+    def show(self, record: Record, numbers: Sequence[str]) -> None:
+        """Move the bar to the record's step and write the numbers beside it that fit."""
+        space = self._console.width - self._bar_width - self._steps_width - TIME_COLUMNS - 3
+        description = (" " * NUMBER_GAP_COLUMNS).join(fitting(numbers, space + NUMBER_GAP_COLUMNS))
+        self._progress.update(self._task, completed=record.axes.env_step, description=description, refresh=True)
+
+    def end(self) -> None:
+        """Leave the bar as it stands."""
+        self._progress.stop()
+
+
 def total_steps(run: RunInfo) -> int | None:
     """Return how many environment steps the run has, as its trainer or its settings say; None where neither does."""
     totals = [source.get(name) for source in (run.facts, run.config) for name in TOTALS]
@@ -215,9 +255,26 @@ def alarm_line(alarm: Alarm) -> str:
 
 def numbers(record: Record) -> list[str]:
     """Return the numbers that are present, in rich's markup, the most important first."""
-    shown = []
+    texts = []
     for column in COLUMNS:
         value = next((record.values[key] for key in column.keys if key in record.values), None)
         if value is not None:
-            shown.append(f"[dim]{column.label}[/dim] {format(value, column.style)}")
-    return shown
+            texts.append(f"[dim]{column.label}[/dim] {format(value, column.style)}")
+    return texts
+
+
+def fitting(numbers: Sequence[str], space: int | None) -> Iterator[str]:
+    """Yield the first numbers, in rich's markup, that fit into that many columns, a gap before each; all where it is None."""
+    for number in numbers:
+        if space is not None:
+            space -= NUMBER_GAP_COLUMNS + plain_length(number)
+            if space < 0:
+                return
+        yield number
+
+
+def plain_length(markup: str) -> int:
+    """Return the columns that a text in rich's markup takes."""
+    from rich.text import Text
+
+    return Text.from_markup(markup).cell_len

@@ -94,7 +94,7 @@ def _charts(keys: Sequence[str], run: RunInfo) -> list[Chart]:
     declared = {key: place for place, key in enumerate(run.metrics)}
 
     def rank(key: str) -> tuple[int, int, int]:
-        """Return headlines in their order first, then other keys by priority, then in the order of their declarations."""
+        """Return the precedence of a key: headlines in their order, then by priority, then in the order of declarations."""
         info = described(key, run)
         priority = PRIORITIES.index(info.priority) if info.priority in PRIORITIES else PRIORITIES.index("")
         place = declared.get(template_of(key, run.metrics), len(declared))
@@ -174,7 +174,12 @@ class KeyBudget:
 
     def _decide(self, new: set[str]) -> None:
         if not self._with_details:
-            self._details |= {key for key in new if self._is_detail(key)}
+            templates = {key: template_of(key, self.run.metrics) for key in new}
+            self._details |= {
+                key
+                for key, template in templates.items()
+                if "/layer/" in key or LAYER_LABEL in template or template.startswith(HISTORY_LABEL)
+            }
         refused = []
         for key in sorted(new - self._details, key=self._rank):
             missing = self._expected - self._admitted
@@ -190,11 +195,7 @@ class KeyBudget:
         self._refused.update(refused)
 
     def _rank(self, key: str) -> tuple[bool, bool, int, str]:
-        """Return keys of every level first, histories of other keys last."""
+        """Return the precedence of a key: keys of every level first, histories of other keys last."""
         info = self.run.describe(key)
         is_history = template_of(key, self.run.metrics).startswith(HISTORY_LABEL)
         return (info is not None and info.level != "minimal", is_history, family_of(key).place, key)
-
-    def _is_detail(self, key: str) -> bool:
-        template = template_of(key, self.run.metrics)
-        return "/layer/" in key or LAYER_LABEL in template or template.startswith(HISTORY_LABEL)

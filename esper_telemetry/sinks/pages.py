@@ -68,11 +68,11 @@ def metric_description(info: MetricInfo) -> str:
 
 def guide(keys: Iterable[str], run: RunInfo) -> str:
     """Return a table of what these metrics answer, what is healthy and what to try otherwise; empty without any."""
-    known = {template_of(key, run.metrics): run.describe(key) for key in keys}
+    infos = {template_of(key, run.metrics): run.describe(key) for key in keys}
     rows = [
         f"| **{safe(info.name or key)}** `{key}` | {safe(info.question)} | {safe(info.healthy)} "
         f"| {safe(info.action if info.healthy else '')} |"
-        for key, info in known.items()
+        for key, info in infos.items()
         if info is not None
     ]
     return "\n".join(["| metric | what it answers | healthy | if not |", "|---|---|---|---|", *rows]) if rows else ""
@@ -149,9 +149,9 @@ class IncidentCards:
 
 def cause_of(alarms: Iterable[Alarm]) -> Alarm | None:
     """Return the raised alarm that the incident's latest event names as its cause, else the first; None if none was raised."""
-    known = list(alarms)
-    raised = [alarm for alarm in known if alarm.event is AlarmEvent.RAISE]
-    cause = known[-1].cause if known else ""
+    events = list(alarms)
+    raised = [alarm for alarm in events if alarm.event is AlarmEvent.RAISE]
+    cause = events[-1].cause if events else ""
     return next((alarm for alarm in raised if alarm.type == cause), raised[0] if raised else None)
 
 
@@ -180,13 +180,10 @@ def _number(value: float | None) -> str:
 
 
 def _row(alarm: Alarm) -> list[Any]:
-    named = {
-        "update": alarm.axes.update,
-        "env_step": alarm.axes.env_step,
-        "event": str(alarm.event),
-        "level": str(alarm.level),
-    }
-    return [named[name] if name in named else getattr(alarm, name) for name in ALARM_COLUMNS]
+    axes = {"update": alarm.axes.update, "env_step": alarm.axes.env_step}
+    texts = {"event": str(alarm.event), "level": str(alarm.level)}
+    converted = axes | texts
+    return [converted[name] if name in converted else getattr(alarm, name) for name in ALARM_COLUMNS]
 
 
 def _plain_incident(alarms: list[Alarm]) -> dict[str, Any]:

@@ -188,7 +188,7 @@ class DeadClientError(PermanentSinkError):
 
 
 class Place(NamedTuple):
-    """Where a backend keeps a run, and the command that shows it."""
+    """The place at which a backend keeps a run, and the command that shows it."""
 
     where: str
     command: str

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
-from numbers import Integral, Real
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from esper_telemetry.core.record import Histogram, Record
+from esper_telemetry.journal.lines import plain
 
 
 def with_at_most(bins: int, histogram: Histogram) -> Histogram:
@@ -40,23 +39,6 @@ def by_tag(record: Record) -> Mapping[str, Histogram]:
         f"{key}_hist" if key in record.values else key: trimmed(histogram)
         for key, histogram in record.histograms.items()
     }
-
-
-def plain(value: Any) -> Any:
-    """Return the value as None, bool, int, float, str, list and dict; anything else becomes its text."""
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        return float(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return plain(asdict(value))
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, bytes):
-        return [plain(item) for item in value]
-    return str(value)
 
 
 def flattened(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from two_ranks import run_together
 
 from esper_telemetry import Telemetry, read_run
 from esper_telemetry.alarms import Thresholds
+from esper_telemetry.cli.arguments import WrongUse
 from esper_telemetry.cli.main import run
-from esper_telemetry.cli.mistakes import WrongUse
 from esper_telemetry.core.record import Level
 from esper_telemetry.telemetry import session_of
 

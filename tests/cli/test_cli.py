@@ -29,17 +29,17 @@ def cursors(run_dir: Path) -> dict[str, dict[str, object]]:
     return dict(json.loads((run_dir / "cursors.json").read_text()))
 
 
-class Said(NamedTuple):
+class CommandOutput(NamedTuple):
     code: int
     out: str
     err: str
 
 
-def said(arguments: Sequence[str], capfd: pytest.CaptureFixture[str]) -> Said:
+def run_cli(arguments: Sequence[str], capfd: pytest.CaptureFixture[str]) -> CommandOutput:
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert stop.value.code is None or isinstance(stop.value.code, int)
-    return Said(stop.value.code or 0, *capfd.readouterr())
+    return CommandOutput(stop.value.code or 0, *capfd.readouterr())
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +142,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_wrong_use_is_one_sentence_with_the_offending_value_and_creates_nothing(
     arguments: list[str], sentence: str, here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = said(arguments, capfd)
+    code, out, err = run_cli(arguments, capfd)
 
     assert (code, out) == (2, "")
     assert err.startswith("esper-telemetry: ")
@@ -157,7 +157,7 @@ def test_a_sink_whose_package_is_missing_says_how_to_install_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
 
-    code, out, err = said([*CARTPOLE, "--sink", package], capfd)
+    code, out, err = run_cli([*CARTPOLE, "--sink", package], capfd)
 
     assert (code, out) == (2, "")
     assert f"needs {package}: pip install 'esper-telemetry[{package}]'\n" in err
@@ -169,7 +169,7 @@ def test_without_gymnasium_one_is_told_how_to_install_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "gymnasium", None)
 
-    code, _, err = said(CARTPOLE, capfd)
+    code, _, err = run_cli(CARTPOLE, capfd)
 
     assert code == 2
     assert err == "esper-telemetry: Gymnasium environments need gymnasium: pip install 'esper-telemetry[train]'\n"
@@ -182,7 +182,7 @@ def test_a_directory_that_holds_a_run_is_left_alone(here: Path, capfd: pytest.Ca
         telemetry.flush(env_step=1)
     before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
 
-    code, _, err = said([*CARTPOLE, "--run-dir", "taken", "--sink", "tensorboard"], capfd)
+    code, _, err = run_cli([*CARTPOLE, "--run-dir", "taken", "--sink", "tensorboard"], capfd)
 
     assert code == 2
     assert err.startswith("esper-telemetry: taken already holds a run: ")
@@ -227,7 +227,7 @@ def test_a_run_that_cannot_go_on_as_asked_is_left_as_it_was(
 ) -> None:
     before = contents(half_done)
 
-    code, out, err = said(["train", "--resume", str(half_done), *option], capfd)
+    code, out, err = run_cli(["train", "--resume", str(half_done), *option], capfd)
 
     assert (code, out) == (2, "")
     assert err.startswith("esper-telemetry: ") and err.count("\n") == 1
@@ -282,7 +282,7 @@ def test_a_directory_that_cannot_be_resumed_says_why(
     spoil(here / "run")
     before = contents(here)
 
-    code, out, err = said(["train", "--resume", "run", "--total-steps", "999"], capfd)
+    code, out, err = run_cli(["train", "--resume", "run", "--total-steps", "999"], capfd)
 
     assert (code, out) == (2, "")
     assert err.startswith("esper-telemetry: ") and err.count("\n") == 1
@@ -295,7 +295,7 @@ def test_a_run_that_is_still_trained_is_not_resumed(
 ) -> None:
     shutil.copytree(half_done, "run")
     with Telemetry(run_dir="run", resume=True):
-        code, _, err = said(["train", "--resume", "run", "--total-steps", "999"], capfd)
+        code, _, err = run_cli(["train", "--resume", "run", "--total-steps", "999"], capfd)
 
     assert code == 2
     assert err == "esper-telemetry: run is still being trained: a run goes on in one process at a time\n"
@@ -308,7 +308,7 @@ def test_a_resumed_run_takes_its_settings_and_sinks_from_the_run(
     shutil.copytree(half_done, "run")
     options = ("--total-steps", "200", "--learning-rate", "0.001", "--no-anneal-learning-rate")
 
-    code, out, err = said(["train", "--resume", "run", *options], capfd)
+    code, out, err = run_cli(["train", "--resume", "run", *options], capfd)
 
     assert (code, err) == (0, "")
     assert "run goes on after update 2, step 128\n" in out
@@ -325,7 +325,7 @@ def test_other_sinks_may_be_named_and_get_the_whole_run(
 ) -> None:
     shutil.copytree(half_done, "run")
 
-    code, _, _ = said(["train", "--resume", "run", "--total-steps", "200", "--sink", "tensorboard:other"], capfd)
+    code, _, _ = run_cli(["train", "--resume", "run", "--total-steps", "200", "--sink", "tensorboard:other"], capfd)
 
     assert code == 0
     assert cursors(here / "run")["tensorboard:other"]["records"] == 4
@@ -339,7 +339,7 @@ def test_a_password_is_not_kept_so_the_sink_is_named_again(
     journal = here / "run" / "journal.jsonl"
     journal.write_text(journal.read_text().replace('"tensorboard"]', '"mlflow:http://me:***@host"]', 1))
 
-    code, _, err = said(["train", "--resume", "run", "--total-steps", "200"], capfd)
+    code, _, err = run_cli(["train", "--resume", "run", "--total-steps", "200"], capfd)
 
     assert code == 2
     assert "the password in sink mlflow:http://me:***@host was not kept: name the sinks again with --sink" in err
@@ -349,7 +349,7 @@ def test_a_directory_that_cannot_be_written_is_named(here: Path, capfd: pytest.C
     """A file stands where its parent should be, which stops an administrator too."""
     (here / "file").write_text("")
 
-    code, _, err = said([*CARTPOLE, "--run-dir", "file/run"], capfd)
+    code, _, err = run_cli([*CARTPOLE, "--run-dir", "file/run"], capfd)
 
     assert code == 2
     assert err == "esper-telemetry: cannot write to run directory file/run: Not a directory\n"
@@ -368,7 +368,7 @@ def test_a_mistake_in_a_terminal_is_the_same_sentence_without_a_traceback(argume
 
 @pytest.mark.parametrize("command", ["train", "replay", "doctor", "compress", "metrics"])
 def test_the_help_of_every_command_has_an_example(command: str, capfd: pytest.CaptureFixture[str]) -> None:
-    code, out, err = said([command, "--help"], capfd)
+    code, out, err = run_cli([command, "--help"], capfd)
 
     assert (code, err) == (0, "")
     assert f"Example: esper-telemetry {command} " in " ".join(out.replace("│", " ").split())
@@ -376,14 +376,14 @@ def test_the_help_of_every_command_has_an_example(command: str, capfd: pytest.Ca
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]], ids=str)
 def test_the_help_names_every_command(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(arguments, capfd)
+    code, out, _ = run_cli(arguments, capfd)
 
     assert code == 0
     assert all(command in out for command in ("train", "replay", "doctor", "compress", "metrics"))
 
 
 def test_the_version_is_that_of_the_package(capfd: pytest.CaptureFixture[str]) -> None:
-    assert said(["--version"], capfd) == (0, f"esper-telemetry {__version__}\n", "")
+    assert run_cli(["--version"], capfd) == (0, f"esper-telemetry {__version__}\n", "")
 
 
 def test_a_directory_of_runs_is_listed_with_status_and_command(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -395,8 +395,8 @@ def test_a_directory_of_runs_is_listed_with_status_and_command(here: Path, capfd
     Telemetry(run_dir=here / "runs" / "empty", name="empty").close(RunStatus.INTERRUPTED)
     (here / "runs" / "notes").mkdir()
 
-    code, out, err = said(["diagnose", "runs"], capfd)
-    entries = json.loads(said(["diagnose", "runs", "--json"], capfd).out)["runs"]
+    code, out, err = run_cli(["diagnose", "runs"], capfd)
+    entries = json.loads(run_cli(["diagnose", "runs", "--json"], capfd).out)["runs"]
 
     assert (code, err) == (0, "")
     assert out.splitlines() == [
@@ -418,8 +418,8 @@ def test_a_server_that_is_not_there_is_one_sentence(
         telemetry.flush(env_step=1)
     Cursors(here / "run").save("mlflow:http://127.0.0.1:1", Cursor())
 
-    read = said(["diagnose", "--from", "mlflow:http://127.0.0.1:1?run=abc"], capfd)
-    compared = said(["doctor", "run"], capfd)
+    read = run_cli(["diagnose", "--from", "mlflow:http://127.0.0.1:1?run=abc"], capfd)
+    compared = run_cli(["doctor", "run"], capfd)
 
     dead = "the server does not answer (Connection refused)"
     assert read == (2, "", f"esper-telemetry: MLflow at http://127.0.0.1:1 cannot be read: {dead}\n")
@@ -444,7 +444,7 @@ def test_after_ctrl_c_the_command_that_goes_on_is_printed(here: Path) -> None:
 
 @pytest.mark.parametrize("level", ["debug", "Debug", "DEBUG"])
 def test_levels_may_be_written_in_any_case(level: str, here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, _, err = said([*CARTPOLE, *ONE_UPDATE, "--run-dir", "run", "--level", level], capfd)
+    code, _, err = run_cli([*CARTPOLE, *ONE_UPDATE, "--run-dir", "run", "--level", level], capfd)
 
     assert (code, err) == (0, "")
     assert read_run("run").records[0].values["telemetry/level"] == 3
@@ -453,7 +453,7 @@ def test_levels_may_be_written_in_any_case(level: str, here: Path, capfd: pytest
 def test_a_run_without_a_directory_gets_one_named_after_the_environment(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, _ = said([*CARTPOLE, *ONE_UPDATE], capfd)
+    code, out, _ = run_cli([*CARTPOLE, *ONE_UPDATE], capfd)
 
     (run_dir,) = (here / "runs").iterdir()
     assert code == 0
@@ -463,7 +463,7 @@ def test_a_run_without_a_directory_gets_one_named_after_the_environment(
 
 
 def test_at_level_off_nothing_is_written(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, _, err = said([*CARTPOLE, *ONE_UPDATE, "--level", "off"], capfd)
+    code, _, err = run_cli([*CARTPOLE, *ONE_UPDATE, "--level", "off"], capfd)
 
     assert (code, err) == (0, "")
     assert list(here.iterdir()) == []
@@ -472,7 +472,9 @@ def test_at_level_off_nothing_is_written(here: Path, capfd: pytest.CaptureFixtur
 def test_a_profile_is_a_trace_that_perfetto_and_tensorboard_read(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Updates 1 and 2 are passed over, 3 and 4 traced: twice the ranges of an update, with torch's operations below."""
     four = ("--total-steps", "256", "--num-envs", "2", "--num-steps", "32", "--num-epochs", "1")
-    code, out, _ = said([*CARTPOLE, *four, "--run-dir", "run", "--profile", "--profile-schedule", "1", "1", "2"], capfd)
+    code, out, _ = run_cli(
+        [*CARTPOLE, *four, "--run-dir", "run", "--profile", "--profile-schedule", "1", "1", "2"], capfd
+    )
 
     (path,) = (here / "run" / "profile").iterdir()
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
@@ -485,30 +487,30 @@ def test_a_profile_is_a_trace_that_perfetto_and_tensorboard_read(here: Path, cap
 
 
 def test_a_run_too_short_to_be_profiled_says_so(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said([*CARTPOLE, *ONE_UPDATE, "--run-dir", "run", "--profile"], capfd)
+    code, out, _ = run_cli([*CARTPOLE, *ONE_UPDATE, "--run-dir", "run", "--profile"], capfd)
 
     assert code == 0
     assert "profile: nothing was traced, as the run ended before update 6" in out
 
 
 def test_a_journal_is_packed_once_and_everything_reads_it(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    said([*CARTPOLE, *ONE_UPDATE, "--run-dir", "run"], capfd)
+    run_cli([*CARTPOLE, *ONE_UPDATE, "--run-dir", "run"], capfd)
 
-    first, again = said(["compress", "run"], capfd), said(["compress", "run"], capfd)
+    first, again = run_cli(["compress", "run"], capfd), run_cli(["compress", "run"], capfd)
 
     assert (first.code, first.out[:7], " MB are " in first.out) == (0, "run: 0.", True)
     assert (again.code, again.out) == (0, "run: is packed already\n")
     assert not (here / "run" / "journal.jsonl").exists()
-    assert said(["replay", "run", "--to", "tensorboard:elsewhere"], capfd).code == 0
-    assert said(["diagnose", "run"], capfd).code == 0
-    assert said(["compress", "nowhere"], capfd)[::2] == (2, "esper-telemetry: there is no run directory nowhere\n")
+    assert run_cli(["replay", "run", "--to", "tensorboard:elsewhere"], capfd).code == 0
+    assert run_cli(["diagnose", "run"], capfd).code == 0
+    assert run_cli(["compress", "nowhere"], capfd)[::2] == (2, "esper-telemetry: there is no run directory nowhere\n")
 
 
 def test_a_run_is_replayed_into_another_backend_once(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    said([*CARTPOLE, *ONE_UPDATE, "--run-dir", "run"], capfd)
+    run_cli([*CARTPOLE, *ONE_UPDATE, "--run-dir", "run"], capfd)
 
-    first = said(["replay", "run", "--to", "tensorboard:elsewhere"], capfd)
-    again = said(["replay", "run", "--to", "tensorboard:elsewhere"], capfd)
+    first = run_cli(["replay", "run", "--to", "tensorboard:elsewhere"], capfd)
+    again = run_cli(["replay", "run", "--to", "tensorboard:elsewhere"], capfd)
 
     assert (first.code, first.out) == (0, "tensorboard:elsewhere: closed, 1 records sent\n")
     assert (again.code, again.out) == (0, "tensorboard:elsewhere: closed, 0 records sent\n")
@@ -525,23 +527,23 @@ def test_a_run_is_replayed_into_another_backend_once(here: Path, capfd: pytest.C
     ids=" ".join,
 )
 def test_every_kind_of_policy_is_trained(options: Sequence[str], here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    found = said(["train", *options, *ONE_UPDATE, "--run-dir", "run"], capfd)
+    output = run_cli(["train", *options, *ONE_UPDATE, "--run-dir", "run"], capfd)
 
-    assert (found.code, found.err) == (0, "")
+    assert (output.code, output.err) == (0, "")
     values = read_run(here / "run").records[-1].values
     assert 0 <= values["policy/kl"] < 1
     assert ("policy/head/action/bound_frac" in values) == ("Pendulum-v1" in options)
 
 
 def test_metrics_lists_every_key_with_its_meaning(capfd: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(["metrics"], capfd)
+    code, out, _ = run_cli(["metrics"], capfd)
 
     assert code == 0
     assert all(metric.key in out for metric in catalogue())
 
 
 def test_metrics_as_json_is_for_programs(capfd: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(["metrics", "--json"], capfd)
+    code, out, _ = run_cli(["metrics", "--json"], capfd)
 
     described = json.loads(out)
     assert code == 0

@@ -110,10 +110,10 @@ def in_terminal(
         stderr=theirs,
     )
     os.close(theirs)
-    written = b"".join(iter(lambda: read_terminal(ours), b""))
+    output = b"".join(iter(lambda: read_terminal(ours), b""))
     os.close(ours)
-    assert process.wait() == 0, written.decode()
-    return written
+    assert process.wait() == 0, output.decode()
+    return output
 
 
 def read_terminal(descriptor: int) -> bytes:
@@ -127,8 +127,8 @@ def read_terminal(descriptor: int) -> bytes:
 def environment(changes: Mapping[str, str] | None) -> dict[str, str]:
     """Ours without what changes how terminals are written to."""
     decides = {"NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE"}
-    kept = {name: value for name, value in os.environ.items() if name not in decides}
-    return {**kept, "TERM": "xterm-256color", **(changes or {})}
+    unchanged = {name: value for name, value in os.environ.items() if name not in decides}
+    return {**unchanged, "TERM": "xterm-256color", **(changes or {})}
 
 
 COMMANDS = (
@@ -170,15 +170,15 @@ def test_columns_says_how_wide_a_box_in_a_pipe_is(run_dir: Path, tmp_path: Path)
 def test_at_80_columns_the_bar_of_a_loop_shows_steps_total_and_the_time_that_is_left(tmp_path: Path) -> None:
     code = OWN_LOOP % {"total_timesteps": 100_000}
 
-    written = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", in_terminal([], tmp_path, code=code).decode())
+    output = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", in_terminal([], tmp_path, code=code).decode())
 
-    assert re.search(r"3,000/100,000 steps [-\d:]+ kl 0.01", written)
+    assert re.search(r"3,000/100,000 steps [-\d:]+ kl 0.01", output)
 
 
 def test_with_no_color_the_bar_is_a_line_for_each_update(tmp_path: Path) -> None:
     code = OWN_LOOP % {"total_timesteps": 100_000}
 
-    written = in_terminal([], tmp_path, code=code, env={"NO_COLOR": "1"})
+    output = in_terminal([], tmp_path, code=code, env={"NO_COLOR": "1"})
 
-    assert ESCAPE not in written
-    assert b"update 3  step 3,000/100,000 (3%)  kl 0.01" in written
+    assert ESCAPE not in output
+    assert b"update 3  step 3,000/100,000 (3%)  kl 0.01" in output

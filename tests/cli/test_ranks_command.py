@@ -1,4 +1,4 @@
-"""What `torchrun` needs of the command line besides what its end-to-end tests show."""
+"""Torch backends of the ranks that `torchrun` starts; end-to-end tests show the rest."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from esper_telemetry.cli.ranks import backends
 
 
 @pytest.mark.parametrize(
-    ("device", "expected"),
-    [("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl"), ("cuda:1", "cpu:gloo,cuda:gloo")],
+    ("device", "expected"), [("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl"), ("cuda:1", "cpu:gloo,cuda:gloo")]
 )
 def test_the_host_exchanges_too_where_there_are_accelerators(
     device: str, expected: str, monkeypatch: pytest.MonkeyPatch

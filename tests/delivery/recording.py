@@ -181,7 +181,7 @@ def gate(file: Path) -> Path:
 
 
 def calls(file: Path) -> list[dict[str, Any]]:
-    """What was done to the sink so far, in order."""
+    """The calls of the sink so far, in order."""
     if not file.exists():
         return []
     lines = file.read_text().split("\n")[:-1]
@@ -194,5 +194,5 @@ def seqs(file: Path) -> list[int]:
 
 
 def statuses(file: Path) -> list[str]:
-    """How the sink was closed."""
+    """The statuses that the sink was closed with."""
     return [call["status"] for call in calls(file) if call["call"] == "close"]

@@ -22,7 +22,7 @@ def alarm(seq: int, kind: str = "policy/kl_spike") -> Alarm:
     return Alarm(seq, record(seq).axes, kind, AlarmEvent.RAISE, 0.9, AlarmLevel.CRITICAL, "policy/kl", since=seq)
 
 
-def written(run_dir: Path, records: int, alarms: Sequence[int]) -> Journal:
+def journal_with_alarms(run_dir: Path, records: int, alarms: Sequence[int]) -> Journal:
     """A journal with alarms behind the records of these numbers."""
     journal = begun(run_dir)
     go_on(journal, range(1, records + 1), alarms)
@@ -37,7 +37,7 @@ def go_on(journal: Journal | MemoryJournal, seqs: range, alarms: Sequence[int]) 
 
 
 @dataclass
-class Told(MemorySink):
+class OrderSink(MemorySink):
     """Keeps what it is told in one list."""
 
     name: str = "told"
@@ -60,8 +60,8 @@ EXPECTED = [1, 2, "alarm 2", 3, "alarm 3", 4]
 
 
 def test_alarms_come_between_the_records(tmp_path: Path) -> None:
-    end(written(tmp_path, 4, [2, 3]))
-    sink = Told()
+    end(journal_with_alarms(tmp_path, 4, [2, 3]))
+    sink = OrderSink()
 
     report = replay(tmp_path, sink)
 
@@ -72,8 +72,8 @@ def test_alarms_come_between_the_records(tmp_path: Path) -> None:
 
 
 def test_replayed_again_nothing_is_sent_twice_and_what_is_new_comes_after_what_was(tmp_path: Path) -> None:
-    journal = written(tmp_path, 4, [2, 3])
-    first, second = Told(), Told()
+    journal = journal_with_alarms(tmp_path, 4, [2, 3])
+    first, second = OrderSink(), OrderSink()
 
     replay(tmp_path, first)
     go_on(journal, range(5, 7), [5])
@@ -86,24 +86,24 @@ def test_replayed_again_nothing_is_sent_twice_and_what_is_new_comes_after_what_w
 
 
 def test_a_sink_without_the_method_gets_its_records(tmp_path: Path) -> None:
-    end(written(tmp_path, 3, [1, 3]))
-    found: list[int] = []
+    end(journal_with_alarms(tmp_path, 3, [1, 3]))
+    written_seqs: list[int] = []
 
     class Plain:
         def open(self, run: object) -> None: ...
 
         def write(self, records: Sequence[Record]) -> None:
-            found.extend(entry.seq for entry in records)
+            written_seqs.extend(entry.seq for entry in records)
 
         def close(self, status: RunStatus) -> None: ...
 
     assert replay(tmp_path, Plain()).complete
-    assert found == [1, 2, 3]
+    assert written_seqs == [1, 2, 3]
 
 
 @pytest.mark.parametrize("method", ["alarm", "write"])
 def test_a_failure_is_tried_again_and_nothing_comes_twice(tmp_path: Path, method: str) -> None:
-    end(written(tmp_path, 4, [2, 3]))
+    end(journal_with_alarms(tmp_path, 4, [2, 3]))
     sink = FailingSink(fail_in={method}, times=2)
     delivery = Delivery(sink, JournalReader(tmp_path / "journal.jsonl"), cursors=Cursors(tmp_path))
 
@@ -118,7 +118,7 @@ def test_a_failure_is_tried_again_and_nothing_comes_twice(tmp_path: Path, method
 
 def test_a_delivery_that_goes_on_after_it_was_stopped_counts_every_record_once(tmp_path: Path) -> None:
     """Stopped while an alarm fails: its batch is sent again, and so is the record before it."""
-    end(written(tmp_path, 4, [2]))
+    end(journal_with_alarms(tmp_path, 4, [2]))
     stopped = Delivery(
         FailingSink(fail_in={"alarm"}),
         JournalReader(tmp_path / "journal.jsonl"),
@@ -128,7 +128,7 @@ def test_a_delivery_that_goes_on_after_it_was_stopped_counts_every_record_once(t
     )
     stopped.run()
     assert stopped.cursor.records == 0
-    sink = Told()
+    sink = OrderSink()
 
     Delivery(sink, JournalReader(tmp_path / "journal.jsonl"), name="x", cursors=Cursors(tmp_path)).run()
 
@@ -137,7 +137,7 @@ def test_a_delivery_that_goes_on_after_it_was_stopped_counts_every_record_once(t
 
 
 @dataclass
-class Backend(Told):
+class Backend(OrderSink):
     """Knows that it holds the first three updates."""
 
     def held(self, run: object) -> int:
@@ -145,7 +145,7 @@ class Backend(Told):
 
 
 def test_a_backend_that_holds_some_updates_is_not_told_of_their_alarms_again(tmp_path: Path) -> None:
-    end(written(tmp_path, 5, [2, 3, 5]))
+    end(journal_with_alarms(tmp_path, 5, [2, 3, 5]))
     sink = Backend()
 
     assert replay(tmp_path, sink).complete
@@ -155,7 +155,7 @@ def test_a_backend_that_holds_some_updates_is_not_told_of_their_alarms_again(tmp
 
 
 def test_a_run_without_a_directory_tells_its_alarms_too() -> None:
-    journal, sink = MemoryJournal(), Told()
+    journal, sink = MemoryJournal(), OrderSink()
     journal.write(encode_run(info()))
     deliveries = Deliveries(journal, [sink])
     go_on(journal, range(1, 4), [2])
@@ -166,7 +166,7 @@ def test_a_run_without_a_directory_tells_its_alarms_too() -> None:
 
 
 def test_alarms_up_to_a_place_are_read_without_the_records(tmp_path: Path) -> None:
-    written(tmp_path, 4, [2, 3])
+    journal_with_alarms(tmp_path, 4, [2, 3])
     reader = JournalReader(tmp_path / "journal.jsonl")
     reader.read(4)  # the run line, two records and an alarm
 
@@ -177,7 +177,7 @@ def test_alarms_up_to_a_place_are_read_without_the_records(tmp_path: Path) -> No
 
 
 def test_a_live_sink_hears_of_an_alarm_while_the_run_goes_on(tmp_path: Path) -> None:
-    sink = Told()
+    sink = OrderSink()
     journal = begun(tmp_path)
     deliveries = Deliveries(journal, [sink])
     go_on(journal, range(1, 3), [2])

@@ -48,7 +48,7 @@ def test_a_sink_is_opened_written_in_batches_and_closed_with_the_status_of_the_e
 def test_beside_a_trainer_it_rests_between_batches_until_the_run_ends(
     tmp_path: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What comes during the rest makes one batch, and the end of the run wakes the sleeper."""
+    """Records that come during the rest make one batch, and the end of the run ends the rest."""
     monkeypatch.setattr(delivery_module, "REST_SECONDS", 60.0)
     journal, sink = begun(tmp_path / "run", 1), RecordingSink(tmp_path / "a")
     delivery = Delivery(sink, journal.reader(), cursors=Cursors(tmp_path / "run"), in_child=True)
@@ -200,7 +200,7 @@ def test_cursors_that_cannot_be_read_begin_at_the_beginning(tmp_path: Path) -> N
     assert Cursors(tmp_path).load("a") == Cursor()
 
 
-def test_the_relay_needs_no_torch_and_no_backend() -> None:
+def test_the_delivery_needs_no_torch_and_no_backend() -> None:
     script = (
         "import sys, esper_telemetry.delivery.child\n"
         "print([m for m in ('torch', 'wandb', 'mlflow', 'tensorboard') if m in sys.modules])"

@@ -68,10 +68,10 @@ def test_a_killed_trainer_loses_nothing_and_its_runs_end_as_killed(tmp_path: Pat
     wait_until(lambda: statuses(tmp_path / "fast") and statuses(tmp_path / "slow"), "both sinks to be closed")
 
     run = read_run(tmp_path / "run")
-    written = [record.seq for record in run.records]
+    recorded_seqs = [record.seq for record in run.records]
     assert run.status is RunStatus.KILLED
-    assert written == list(range(1, len(written) + 1))
-    assert seqs(tmp_path / "fast") == seqs(tmp_path / "slow") == written
+    assert recorded_seqs == list(range(1, len(recorded_seqs) + 1))
+    assert seqs(tmp_path / "fast") == seqs(tmp_path / "slow") == recorded_seqs
     assert statuses(tmp_path / "fast") == statuses(tmp_path / "slow") == ["killed"]
     assert process.stderr is not None
     process.stderr.close()
@@ -135,7 +135,7 @@ def test_a_script_without_a_main_guard_is_run_once(tmp_path: Path) -> None:
 
 
 def test_a_killed_child_is_started_again_and_nothing_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What the killed child took in its last second may come twice; after the first time, order is kept."""
+    """Records that the killed child took in its last second may come twice; first deliveries are in order."""
     journal, sink = begun(tmp_path / "run"), RecordingSink(tmp_path / "a")
     deliveries = Deliveries(journal, [sink])
     add(journal, range(1, 11))
@@ -309,11 +309,11 @@ def test_the_status_file_says_what_is_left_and_what_sends_it(tmp_path: Path) -> 
     assert child is not None
     os.kill(child, signal.SIGKILL)
 
-    noted = json.loads((tmp_path / "run" / "status.json").read_text())["sinks"]
+    sink_entries = json.loads((tmp_path / "run" / "status.json").read_text())["sinks"]
 
-    assert {name: (entry["sent"], entry["pending"]) for name, entry in noted.items()} == {
+    assert {name: (entry["sent"], entry["pending"]) for name, entry in sink_entries.items()} == {
         "hanging": (0, 5),
         "good": (5, 0),
     }
-    assert noted["good"]["state"] == "closed"
-    assert noted["hanging"]["command"] == f"esper_telemetry.replay('{tmp_path}/run', SINK)"
+    assert sink_entries["good"]["state"] == "closed"
+    assert sink_entries["hanging"]["command"] == f"esper_telemetry.replay('{tmp_path}/run', SINK)"

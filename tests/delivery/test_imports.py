@@ -36,10 +36,10 @@ def test_the_main_thread_imports_all_clients_before_any_sink_is_opened(
 
     assert deliveries.close().complete
 
-    noted = calls(tmp_path / "a")
-    assert [call["call"] for call in noted[:3]] == ["import", "import", "import"]
-    assert all(call["thread"] for call in noted[:3])
-    assert sum(call["call"] == "import" for call in noted) == 3
+    import_calls = calls(tmp_path / "a")
+    assert [call["call"] for call in import_calls[:3]] == ["import", "import", "import"]
+    assert all(call["thread"] for call in import_calls[:3])
+    assert sum(call["call"] == "import" for call in import_calls) == 3
 
 
 def test_an_import_that_breaks_is_tried_again_in_a_fresh_process(tmp_path: Path, journal: Journal) -> None:

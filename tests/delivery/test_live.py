@@ -67,7 +67,7 @@ def test_without_a_run_directory_everything_runs_in_process(tmp_path: Path) -> N
     assert calls(sink.file)[0]["pid"] == os.getpid()
 
 
-def test_a_relay_without_sinks_has_nothing_to_report(journal: Journal) -> None:
+def test_deliveries_without_sinks_have_nothing_to_report(journal: Journal) -> None:
     deliveries = Deliveries(journal, [])
 
     assert deliveries.stats().queue_depth == 0

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from journals import ended
+from journals import begun, end, ended, record
 
 from esper_telemetry.cli.main import run as run_command
+from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, RunInfo
 from esper_telemetry.delivery import replay
 from esper_telemetry.delivery.cursors import Cursor, Cursors
 from esper_telemetry.delivery.status import read_status, write_uris
+from esper_telemetry.journal import encode_alarm
 from esper_telemetry.sinks import register_sink
 from esper_telemetry.sinks import registry as uri
 from esper_telemetry.testing import MemorySink
@@ -32,6 +34,13 @@ class NotedSink(MemorySink):
         super().open(run)
 
 
+class AheadSink(MemorySink):
+    """Its backend holds two updates."""
+
+    def held(self, run: RunInfo) -> int:
+        return 2
+
+
 @pytest.fixture(autouse=True)
 def noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uri, "_registered", {})
@@ -43,6 +52,24 @@ def test_replay_on_the_command_line_prepares_the_client_first(tmp_path: Path) ->
     run_command(["replay", str(ended(tmp_path / "run", 2)), "--to", "noted"])
 
     assert calls == ["prepare_child", "open"]
+
+
+def test_replay_on_the_command_line_uses_every_optional_member_of_the_sink(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alarms are delivered, and updates that the backend holds already are passed over."""
+    raised = Alarm(3, record(3).axes, "policy/kl_spike", AlarmEvent.RAISE, 0.9, AlarmLevel.CRITICAL, "policy/kl")
+    journal = begun(tmp_path / "run", 3)
+    journal.write(encode_alarm(raised))
+    end(journal)
+    journal.close()
+    sink = AheadSink(name="ahead")
+    monkeypatch.setattr(uri, "_registered", {"ahead": lambda rest, options: sink})
+
+    run_command(["replay", str(tmp_path / "run"), "--to", "ahead"])
+
+    assert [record.seq for record in sink.records] == [3]
+    assert [alarm.type for alarm in sink.alarms] == ["policy/kl_spike"]
 
 
 def test_doctor_prepares_the_clients_of_all_backends(tmp_path: Path) -> None:

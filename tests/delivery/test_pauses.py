@@ -33,12 +33,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_a_pause_is_a_look_that_comes_much_too_late(clock: Clock) -> None:
     """Ticks of 0.25 and 4 seconds are none, a minute is one, once."""
-    pauses, found = PauseDetector(), []
+    pauses, pauses_seen = PauseDetector(), []
     for since in (0.25, 4.0, 60.0, 0.25):
         clock.now += since
-        found.append(pauses.seconds())
+        pauses_seen.append(pauses.seconds())
 
-    assert found == [0.0, 0.0, 60.0, 0.0]
+    assert pauses_seen == [0.0, 0.0, 60.0, 0.0]
 
 
 def test_a_call_does_not_last_while_its_process_is_stopped(clock: Clock) -> None:

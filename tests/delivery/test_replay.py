@@ -27,6 +27,15 @@ def test_a_replay_into_a_new_sink_sends_everything(tmp_path: Path) -> None:
     assert statuses(sink.file) == ["finished"]
 
 
+def test_the_number_of_records_sent_is_reported_after_every_batch(tmp_path: Path) -> None:
+    """The run line and 500 records are read in batches of 200 lines."""
+    counts: list[int] = []
+
+    replay(ended(tmp_path / "run", 500), RecordingSink(tmp_path / "a"), progress=counts.append)
+
+    assert sorted(set(counts)) == [199, 399, 500]
+
+
 def test_a_replay_after_a_deadline_sends_only_the_rest(tmp_path: Path) -> None:
     journal, good = begun(tmp_path / "run", 5), RecordingSink(tmp_path / "good", "good")
     deliveries = Deliveries(journal, [HangingSink(tmp_path / "hanging", "hanging"), good])

@@ -21,8 +21,8 @@ from recording import GatedSink, LocalSink, RecordingSink, calls, gate, seqs, st
 from waiting import wait_until
 
 from esper_telemetry import Telemetry
+from esper_telemetry.cli.arguments import WrongUse
 from esper_telemetry.cli.main import run as run_command
-from esper_telemetry.cli.mistakes import WrongUse
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.delivery import SinkState, SinkStatus, doctor, replay
 from esper_telemetry.delivery import live as waiting
@@ -54,10 +54,7 @@ def left(tmp_path: Path) -> Iterator[Path]:
     end(journal)
     report = deliveries.close(0.5)
     journal.close()
-    assert [(sink.name, sink.pending, sink.goes_on) for sink in report.sinks] == [
-        ("slow", 3, True),
-        ("good", 0, False),
-    ]
+    assert [(sink.name, sink.pending, sink.goes_on) for sink in report.sinks] == [("slow", 3, True), ("good", 0, False)]
     assert str(report.sinks[0]) == "slow: opening, 0 records sent, 3 pending; a background process goes on"
     yield tmp_path / "run"
     open_gate(tmp_path)
@@ -150,7 +147,7 @@ def test_an_interrupt_ends_the_wait_and_leaves_the_process(tmp_path: Path) -> No
 def test_a_trainer_that_is_killed_while_it_waits_leaves_the_end_as_it_is(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    process = script(tmp_path, "print('closing', flush=True)\nrelay.close(600.0)\n")
+    process = script(tmp_path, "print('closing', flush=True)\ndeliveries.close(600.0)\n")
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(number)
@@ -231,15 +228,15 @@ def test_doctor_tells_that_it_goes_on_and_when_it_is_done(
 ) -> None:
     assert doctor(left).under_way
     run_command(["doctor", str(left)])
-    said = capsys.readouterr().out
-    assert "ended as finished, and a background process still delivers it" in said
-    assert "still being delivered" in said
+    output = capsys.readouterr().out
+    assert "ended as finished, and a background process still delivers it" in output
+    assert "still being delivered" in output
     open_gate(tmp_path)
 
     run_command(["doctor", str(left)])
-    said = capsys.readouterr().out
-    assert "the run ended as finished\n" in said
-    assert "still" not in said
+    output = capsys.readouterr().out
+    assert "the run ended as finished\n" in output
+    assert "still" not in output
 
 
 def test_a_replay_waits_for_the_process_that_goes_on(
@@ -349,10 +346,10 @@ def test_a_wait_says_for_what_once_it_is_longer_than_some_seconds(
             wait.goes_on(opening)
         wait.end()
 
-    log, _, shown = capsys.readouterr().err.partition("\n")
+    log, _, lines = capsys.readouterr().err.partition("\n")
     assert log == "esper-telemetry: delivering to mlflow (12 s)... Ctrl-C leaves it to a background process"
     erase, hint = "\r\x1b[2K", "... Ctrl-C leaves it to a background process"
-    assert shown == f"{erase}delivering to mlflow (12 s){hint}{erase}delivering to mlflow (13 s){hint}{erase}"
+    assert lines == f"{erase}delivering to mlflow (12 s){hint}{erase}delivering to mlflow (13 s){hint}{erase}"
 
 
 def test_status_says_of_every_sink_from_the_beginning_that_it_is_under_way(tmp_path: Path) -> None:

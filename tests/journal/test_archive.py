@@ -97,9 +97,7 @@ def test_only_a_run_that_is_over_is_packed(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_what_a_full_disk_has_cost_stands_where_it_is_missing(
-    tmp_path: Path,
-) -> None:
+def test_what_a_full_disk_has_cost_stands_where_it_is_missing(tmp_path: Path) -> None:
     """Room for two lines in memory while the disk is full; when there is space again, they come, then how many did not."""
     script = textwrap.dedent("""
         import resource, sys
@@ -122,13 +120,13 @@ def test_what_a_full_disk_has_cost_stands_where_it_is_missing(
     """)
     done = subprocess.run([sys.executable, "-c", script, tmp_path / "run"], check=True, capture_output=True, text=True)
 
-    found = [entry for entry in entries(tmp_path / "run") if not isinstance(entry, RunInfo)]
-    (gap,) = [entry for entry in found if isinstance(entry, JournalEvent)]
-    seqs = [entry.seq for entry in found if isinstance(entry, Record)]
+    lines = [entry for entry in entries(tmp_path / "run") if not isinstance(entry, RunInfo)]
+    (gap,) = [entry for entry in lines if isinstance(entry, JournalEvent)]
+    seqs = [entry.seq for entry in lines if isinstance(entry, Record)]
     assert gap.type == "lost"
     assert gap.data["lines"] == int(done.stdout) == 12 - len(seqs) > 0
     assert seqs[-2:] == [11, 12]
-    assert found.index(gap) == len(seqs) - 2
+    assert lines.index(gap) == len(seqs) - 2
     assert done.stderr.count("cannot write to") == 1
 
 

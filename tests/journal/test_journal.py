@@ -249,8 +249,8 @@ def test_a_full_disk_costs_nothing_once_there_is_space_again(tmp_path: Path) -> 
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
         def write(seq):
             return journal.write(encode_record(Record(seq, Axes(seq, 8, 4, 2.0), {"policy/kl": 0.25})))
-        told = [write(seq) for seq in range(1, 31)]
-        assert told[0] and not told[-1], told
+        results = [write(seq) for seq in range(1, 31)]
+        assert results[0] and not results[-1], results
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         assert write(31)
         assert (journal.records, journal.lost) == (31, 0)
@@ -358,15 +358,15 @@ def test_every_reader_says_once_which_lines_are_damaged(
     assert read_contents(run_dir).damaged == damaged_lines(run_dir) == (17,)
     assert [entry.getMessage() for entry in caplog.records] == [f"esper-telemetry: {sentence}"]
 
-    assert f"{sentence}." in said(["diagnose", str(run_dir)], capsys)
-    assert json.loads(said(["diagnose", str(run_dir), "--json"], capsys))["damaged_lines"] == [17]
-    assert sentence in said(["doctor", str(run_dir)], capsys)
-    assert "packed as it is" in said(["compress", str(run_dir)], capsys)
+    assert f"{sentence}." in run_cli(["diagnose", str(run_dir)], capsys)
+    assert json.loads(run_cli(["diagnose", str(run_dir), "--json"], capsys))["damaged_lines"] == [17]
+    assert sentence in run_cli(["doctor", str(run_dir)], capsys)
+    assert "packed as it is" in run_cli(["compress", str(run_dir)], capsys)
     assert read_run(run_dir).damaged == (17,)
     assert f"line 17 of {run_dir / JOURNAL_NAME}.gz is damaged" in caplog.text
 
 
-def said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def run_cli(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """A command's stdout."""
     with pytest.raises(SystemExit):
         main(arguments)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from esper_telemetry import read_run
+from esper_telemetry.cli.arguments import WrongUse
 from esper_telemetry.cli.main import run as run_command
-from esper_telemetry.cli.mistakes import WrongUse
 from esper_telemetry.core.record import RunInfo
 from esper_telemetry.delivery import replay
 from esper_telemetry.sinks import TensorBoardSink

@@ -93,16 +93,16 @@ class FakeWandb(ThreadingHTTPServer):
         """As W&B does: without an id a view is new, even where one has its name."""
         if self.status != 200:
             return {}
-        known = [name for name, view in self.views.items() if view["id"] == variables.get("id")]
-        name = known[0] if known else f"{variables['name']}{'+' * (variables['name'] in self.views)}"
+        same_id = [name for name, view in self.views.items() if view["id"] == variables.get("id")]
+        name = same_id[0] if same_id else f"{variables['name']}{'+' * (variables['name'] in self.views)}"
         self.views[name] = {**variables, "id": f"view-{name}"}
-        return {"upsertView": {"view": {"id": f"view-{name}", "name": variables["name"]}, "inserted": not known}}
+        return {"upsertView": {"view": {"id": f"view-{name}", "name": variables["name"]}, "inserted": not same_id}}
 
     def _viewed(self, variables: dict[str, Any]) -> dict[str, Any]:
         if not self.views:
             return {"project": None}
-        found = [view for name, view in self.views.items() if name == variables["viewName"]]
-        return {"project": {"allViews": {"edges": [{"node": view} for view in found]}}}
+        same_name = [view for name, view in self.views.items() if name == variables["viewName"]]
+        return {"project": {"allViews": {"edges": [{"node": view} for view in same_name]}}}
 
     def take(self, run: str, body: dict[str, Any]) -> None:
         """Part of a run's file stream."""
@@ -147,4 +147,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Nobody reads it."""
+        """Print nothing."""

@@ -19,10 +19,10 @@ def test_the_least_important_families_are_left_out_with_one_warning(caplog: pyte
     values = dict.fromkeys(["perf/a", "telemetry/b", "policy/c", "episode/d", "policy/e"], 1.0)
     limited = budget(3, run_info(metrics={}))
 
-    kept = limited.select(record(1, values))
+    selected = limited.select(record(1, values))
     limited.select(record(2, {**values, "perf/late": 1.0}))
 
-    assert set(kept.values) == {"episode/d", "policy/c", "policy/e"}
+    assert set(selected.values) == {"episode/d", "policy/c", "policy/e"}
     assert [entry.getMessage() for entry in caplog.records] == [
         "W&B shows 3 keys and leaves 2 others (of perf, telemetry) to the journal; max_keys= raises that limit"
     ]
@@ -34,9 +34,9 @@ def test_histories_of_other_keys_come_last() -> None:
     run = run_info(metrics={**METRICS, "{key}/ema": history})
     limited = budget(2, run, details=True)
 
-    kept = limited.select(record(1, dict.fromkeys(["episode/return_mean_100/ema", "perf/a", "policy/kl_max"], 1.0)))
+    selected = limited.select(record(1, dict.fromkeys(["episode/return_mean_100/ema", "perf/a", "policy/kl_max"], 1.0)))
 
-    assert set(kept.values) == {"perf/a", "policy/kl_max"}
+    assert set(selected.values) == {"perf/a", "policy/kl_max"}
     assert "policy/kl/ema" not in budget(300, run).select(record(1, {"policy/kl/ema": 1.0})).values
 
 
@@ -65,7 +65,7 @@ def test_keys_of_somebody_elses_lead() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "facts", "shown"),
+    ("settings", "facts", "has_details"),
     [
         ({}, {}, False),
         ({"details": True}, {}, True),
@@ -75,20 +75,20 @@ def test_keys_of_somebody_elses_lead() -> None:
     ],
 )
 def test_single_layers_are_shown_on_request_and_at_debug(
-    settings: dict[str, bool], facts: dict[str, object], shown: bool, caplog: pytest.LogCaptureFixture
+    settings: dict[str, bool], facts: dict[str, object], has_details: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     chosen = budget(300, run_info(facts=facts), **settings).select(record(1, {"grad/layer/actor_0/norm": 1.0}))
 
-    assert bool(chosen.values) is shown
+    assert bool(chosen.values) is has_details
     assert not caplog.records
 
 
 def test_histograms_count_as_keys_too() -> None:
     limited = budget(1, run_info(metrics={}))
 
-    kept = limited.select(record(1, {"episode/a": 1.0}, {"policy/ratio": HISTOGRAM}))
+    selected = limited.select(record(1, {"episode/a": 1.0}, {"policy/ratio": HISTOGRAM}))
 
-    assert not kept.histograms
+    assert not selected.histograms
 
 
 def test_no_budget_at_all_is_a_mistake() -> None:

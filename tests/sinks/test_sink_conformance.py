@@ -19,7 +19,7 @@ SLOW = ("many records", "sigterm")
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where MLflow may keep artifacts in `mlruns`, as it does by default."""
+    """A working directory in which MLflow may make its `mlruns`, and fewer records than users' sinks get."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setattr(conformance, "MANY_RECORDS", 2000)

@@ -7,7 +7,7 @@ from sink_runs import record, run_info
 
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.sinks import ConsoleSink
-from esper_telemetry.sinks.text import fitting
+from esper_telemetry.sinks.console import fitting
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:

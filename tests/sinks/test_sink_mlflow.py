@@ -51,7 +51,7 @@ def opened(run: RunInfo, sink: MLflowSink | None = None) -> MLflowSink:
     return sink
 
 
-def found(client: Any, run_id: str, experiment: str = "esper_telemetry") -> Any:
+def mlflow_run_of(client: Any, run_id: str, experiment: str = "esper_telemetry") -> Any:
     experiment_id = client.get_experiment_by_name(experiment).experiment_id
     (run,) = client.search_runs([experiment_id], f"tags.`esper.run_id` = '{run_id}'")
     return run
@@ -67,7 +67,7 @@ def test_every_number_is_read_back_with_step_and_time(store: Path, client: Any) 
     sink.write([record(1), record(2)])
     sink.close(RunStatus.FINISHED)
 
-    run = found(client, "numbers")
+    run = mlflow_run_of(client, "numbers")
     assert history(client, run, "policy/kl") == [(1000, 0.01, 1_700_000_001_000), (2000, 0.02, 1_700_000_002_000)]
     assert [value for _, value, _ in history(client, run, "axis/update")] == [1.0, 2.0]
 
@@ -94,7 +94,7 @@ def test_more_than_a_thousand_numbers_go_in_batches(store: Path, client: Any) ->
     sink = opened(run_info(store, run_id="many", metrics={}))
     sink.write([record(update, {f"perf/k{n}": float(n) for n in range(299)}) for update in range(1, 5)])
 
-    run = found(client, "many")
+    run = mlflow_run_of(client, "many")
     assert len(run.data.metrics) == 301
     assert [step for step, _, _ in history(client, run, "perf/k298")] == [1000, 2000, 3000, 4000]
 
@@ -122,7 +122,7 @@ def test_history_and_latest_numbers_are_what_the_client_alone_makes_of_them(
     for sink in (fast, plain):
         sink.write(records)
 
-    ours, theirs = (found(client, f"{name}-{way}") for way in ("fast", "plain"))
+    ours, theirs = (mlflow_run_of(client, f"{name}-{way}") for way in ("fast", "plain"))
     assert ours.data.metrics == theirs.data.metrics
     for key in theirs.data.metrics:
         assert sorted(history(client, ours, key)) == sorted(history(client, theirs, key))
@@ -162,7 +162,7 @@ def test_rows_of_several_transactions_are_all_there(store: Path, client: Any, mo
     sink = opened(run_info(store, run_id="transactions", metrics={}))
     sink.write([record(update, {"perf/a": float(update)}) for update in range(1, 20)])
 
-    run = found(client, "transactions")
+    run = mlflow_run_of(client, "transactions")
     assert [value for _, value, _ in history(client, run, "perf/a")] == list(range(1, 20))
 
 
@@ -186,7 +186,7 @@ def test_sending_the_same_records_again_stores_them_once(store: Path, client: An
     for _ in range(2):
         sink.write([record(1)])
 
-    assert len(history(client, found(client, "again"), "policy/kl")) == 1
+    assert len(history(client, mlflow_run_of(client, "again"), "policy/kl")) == 1
 
 
 def test_a_histogram_becomes_three_quantiles(store: Path, client: Any) -> None:
@@ -194,7 +194,7 @@ def test_a_histogram_becomes_three_quantiles(store: Path, client: Any) -> None:
     sink = opened(run_info(store, run_id="histogram"))
     sink.write([record(1, {}, {"policy/ratio": HISTOGRAM})])
 
-    metrics = found(client, "histogram").data.metrics
+    metrics = mlflow_run_of(client, "histogram").data.metrics
     assert metrics["policy/ratio_p05"] == pytest.approx(0.2)
     assert metrics["policy/ratio_p50"] == pytest.approx(1.5)
     assert metrics["policy/ratio_p95"] == pytest.approx(2.8)
@@ -203,7 +203,7 @@ def test_a_histogram_becomes_three_quantiles(store: Path, client: Any) -> None:
 def test_the_run_page_is_complete(store: Path, client: Any) -> None:
     opened(run_info(store, run_id="page"))
 
-    run = found(client, "page")
+    run = mlflow_run_of(client, "page")
     assert run.data.params == {
         "env": "CartPole-v1",
         "ppo.clip": "0.2",
@@ -227,7 +227,7 @@ def test_what_all_metrics_mean_fits_into_tags(store: Path, client: Any) -> None:
     every = {entry.metric.key: entry.info() for entry in registry()}
     opened(run_info(store, run_id="all", metrics=every))
 
-    tags = found(client, "all").data.tags
+    tags = mlflow_run_of(client, "all").data.tags
     assert all("[" in line and "?" in line for line in tags["esper.metrics.policy"].splitlines())
     assert 4000 < len(tags["esper.metrics.policy"]) <= 8000
     assert "grad/health [fraction]" in tags["esper.metrics.grad"]
@@ -236,13 +236,13 @@ def test_what_all_metrics_mean_fits_into_tags(store: Path, client: Any) -> None:
 def test_settings_with_odd_names_and_long_values_are_kept(store: Path, client: Any) -> None:
     opened(run_info(store, run_id="odd", config={"ar@100": "x" * 7000}))
 
-    data = found(client, "odd").data
+    data = mlflow_run_of(client, "odd").data
     assert data.params == {"ar_100": "x" * 6000}
     assert data.tags["esper.keymap"] == '{"ar_100": "ar@100"}'
 
 
 @pytest.mark.parametrize(
-    ("status", "shown"),
+    ("status", "expected"),
     [
         (RunStatus.FINISHED, "FINISHED"),
         (RunStatus.FAILED, "FAILED"),
@@ -251,10 +251,10 @@ def test_settings_with_odd_names_and_long_values_are_kept(store: Path, client: A
         (RunStatus.KILLED, "KILLED"),
     ],
 )
-def test_the_status_says_how_the_run_ended(store: Path, client: Any, status: RunStatus, shown: str) -> None:
+def test_the_status_says_how_the_run_ended(store: Path, client: Any, status: RunStatus, expected: str) -> None:
     opened(run_info(store, run_id=status.value)).close(status)
 
-    assert found(client, status.value).info.status == shown
+    assert mlflow_run_of(client, status.value).info.status == expected
 
 
 def test_a_run_that_goes_on_is_the_same_run_and_keeps_its_settings(store: Path, client: Any) -> None:
@@ -263,11 +263,11 @@ def test_a_run_that_goes_on_is_the_same_run_and_keeps_its_settings(store: Path, 
     sink.close(RunStatus.KILLED)
 
     sink = opened(run_info(store, run_id="resumed", config={"env": "other", "new": 1}))
-    assert found(client, "resumed").info.status == "RUNNING"
+    assert mlflow_run_of(client, "resumed").info.status == "RUNNING"
     sink.write([record(2)])
     sink.close(RunStatus.FINISHED)
 
-    run = found(client, "resumed")
+    run = mlflow_run_of(client, "resumed")
     assert run.info.status == "FINISHED"
     assert (run.data.params["env"], run.data.params["new"]) == ("CartPole-v1", "1")
     assert [step for step, _, _ in history(client, run, "policy/kl")] == [1000, 2000]
@@ -275,14 +275,14 @@ def test_a_run_that_goes_on_is_the_same_run_and_keeps_its_settings(store: Path, 
 
 def test_a_run_is_shown_beneath_its_parent_given_by_either_id(store: Path, client: Any) -> None:
     opened(run_info(store, run_id="above"))
-    above = found(client, "above").info.run_id
+    above = mlflow_run_of(client, "above").info.run_id
 
     for run_id, parent in (("child", "above"), ("other", above)):
         for _ in range(2):
             opened(run_info(store, run_id=run_id), MLflowSink(parent=parent)).close(RunStatus.FINISHED)
 
-        assert found(client, run_id).data.tags["mlflow.parentRunId"] == above
-    assert "mlflow.parentRunId" not in found(client, "above").data.tags
+        assert mlflow_run_of(client, run_id).data.tags["mlflow.parentRunId"] == above
+    assert "mlflow.parentRunId" not in mlflow_run_of(client, "above").data.tags
 
 
 def test_a_parent_that_is_not_there_is_a_mistake_before_anything_is_made(store: Path, client: Any) -> None:
@@ -306,7 +306,7 @@ def test_the_files_of_a_run_are_stored_when_it_ends(
 
     opened(run, MLflowSink(f"sqlite:///{store}/mlflow.db", checkpoints=checkpoints)).close(RunStatus.FINISHED)
 
-    mlflow_id = found(client, run.run_id).info.run_id
+    mlflow_id = mlflow_run_of(client, run.run_id).info.run_id
     names = [artifact.path for artifact in client.list_artifacts(mlflow_id)]
     assert names == [*(["checkpoints"] if checkpoints else []), "config.json", "run.md"]
     folder = Path(client.download_artifacts(mlflow_id, "", str(tmp_path)))
@@ -329,7 +329,7 @@ def test_a_store_of_artifacts_that_is_away_costs_one_warning(
     opened(run_info(store, run_id="away"), MLflowSink(experiment="away")).close(RunStatus.FINISHED)
 
     assert caplog.text.count("MLflow does not store") == 1
-    assert found(client, "away", "away").info.status == "FINISHED"
+    assert mlflow_run_of(client, "away", "away").info.status == "FINISHED"
 
 
 def test_a_joined_run_is_left_open_and_keeps_its_settings(store: Path, client: Any) -> None:
@@ -358,9 +358,9 @@ def test_a_new_database_is_made_without_a_word(store: Path) -> None:
     )
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
 
-    said = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True)
+    output = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True)
 
-    assert (said.returncode, said.stdout, said.stderr) == (0, b"", b"")
+    assert (output.returncode, output.stdout, output.stderr) == (0, b"", b"")
 
 
 def statements(count: int) -> str:
@@ -383,7 +383,7 @@ def test_a_database_that_was_never_finished_is_made_anew(tmp_path: Path, count: 
     sink.write([record(1)])
     sink.close(RunStatus.FINISHED)
 
-    run = found(MlflowClient(f"sqlite:///{tmp_path}/mlflow.db"), "again")
+    run = mlflow_run_of(MlflowClient(f"sqlite:///{tmp_path}/mlflow.db"), "again")
     assert run.data.metrics["policy/kl"] == 0.01
     assert sorted(path.name for path in tmp_path.glob("*.db*")) == ["mlflow.db", "mlflow.db.broken"]
 
@@ -397,7 +397,7 @@ def test_a_database_that_holds_runs_is_never_set_aside(tmp_path: Path) -> None:
     ensure_database(path)
 
     assert path.read_bytes() == before
-    assert [found.name for found in tmp_path.iterdir()] == ["mlflow.db"]
+    assert [mlflow_run_of.name for mlflow_run_of in tmp_path.iterdir()] == ["mlflow.db"]
 
 
 def test_a_database_is_made_once_however_many_want_it(tmp_path: Path) -> None:
@@ -407,7 +407,7 @@ def test_a_database_is_made_once_however_many_want_it(tmp_path: Path) -> None:
         list(makers.map(ensure_database, [path] * 3))
 
     MlflowClient(f"sqlite:///{path}").create_experiment("usable")
-    assert [found.name for found in tmp_path.iterdir()] == ["mlflow.db"]
+    assert [mlflow_run_of.name for mlflow_run_of in tmp_path.iterdir()] == ["mlflow.db"]
 
 
 def test_only_a_child_process_gets_short_time_outs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,7 +496,7 @@ def test_a_server_holds_what_was_sent(server: str) -> None:
     sink.close(RunStatus.FAILED)
 
     client: Any = MlflowClient(server)
-    run = found(client, "abc123", "walker")
+    run = mlflow_run_of(client, "abc123", "walker")
     assert run.info.status == "FAILED"
     assert history(client, run, "policy/kl") == [(1000, 0.01, 1_700_000_001_000), (2000, 0.02, 1_700_000_002_000)]
 
@@ -521,14 +521,14 @@ def test_a_password_in_the_address_opens_the_server_and_is_shown_nowhere(
             telemetry.flush(env_step=8)
 
     info = read_run(tmp_path / "run").info
-    run = found(client, info.run_id, "secret")
+    run = mlflow_run_of(client, info.run_id, "secret")
     assert (run.info.status, run.data.metrics["my/number"]) == ("FINISHED", 1.0)
     assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["checkpoints", "config.json", "run.md"]
-    shown = server.replace("://", f"://{USER}:***@")
-    assert (sink.name, sink.place(info).where, info.config["to"]) == (f"mlflow:{shown}", shown, shown)
+    expected = server.replace("://", f"://{USER}:***@")
+    assert (sink.name, sink.place(info).where, info.config["to"]) == (f"mlflow:{expected}", expected, expected)
     files = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    said = "".join(capfd.readouterr()).encode()
-    assert [text for text in [*files, said] if PASSWORD.encode() in text or quoted.encode() in text] == []
+    output = "".join(capfd.readouterr()).encode()
+    assert [text for text in [*files, output] if PASSWORD.encode() in text or quoted.encode() in text] == []
 
 
 @needs_passwords
@@ -541,13 +541,13 @@ def test_nobody_is_let_in_without_the_password_and_nothing_is_tried_again(server
 
 
 def test_a_file_is_read_without_mlflow_and_as_its_client_reads_it(store: Path, client: Any) -> None:
-    """What MLflow does not list for a run is not there, whatever rows the table holds."""
+    """Metrics that MLflow does not list for a run are left out, whatever rows the table holds."""
     run = run_info(store, run_id="bulk")
     sink = opened(run)
     sink.write([record(update, {"policy/kl": 0.5, "policy/entropy": float(update)}) for update in (1, 2, 3)])
     sink.close(RunStatus.FINISHED)
     with closing(sqlite3.connect(store / "mlflow.db")) as database, database:
-        run_uuid = found(client, "bulk").info.run_id
+        run_uuid = mlflow_run_of(client, "bulk").info.run_id
         database.execute("DELETE FROM latest_metrics WHERE run_uuid = ? AND key = 'policy/entropy'", (run_uuid,))
     code = (
         "import sys; from pathlib import Path; from esper_telemetry.core.record import RunInfo;"
@@ -555,10 +555,12 @@ def test_a_file_is_read_without_mlflow_and_as_its_client_reads_it(store: Path, c
         f"run = RunInfo('bulk', 'bulk', Path({str(store)!r}), 0.0); print(MLflowSink().stored(run)); print('mlflow' in sys.modules)"
     )
 
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    output_lines = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
 
     through_client = mlflow_stored._through_client(client, run, "esper_telemetry")
-    assert shown == [str(through_client), "False"]
+    assert output_lines == [str(through_client), "False"]
     assert through_client.rows[3] == {"policy/kl": 0.5, "axis/update": 3.0, "axis/gradient_step": 48.0}
     assert through_client.ended
 

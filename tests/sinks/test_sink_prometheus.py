@@ -1,4 +1,4 @@
-"""What Prometheus' own parser reads from the file and from the port."""
+"""The file and the port, read by Prometheus' own parser."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from esper_telemetry.testing import alarm, record, run_in
 
 def samples(text: str) -> dict[tuple[str, str], float]:
     """By name and the label beside the run's, what is shown."""
-    found = {}
+    numbers = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             assert sample.labels["run"] == "conformance"
-            found[sample.name, sample.labels.get("type", sample.labels.get("status", ""))] = sample.value
-    return found
+            numbers[sample.name, sample.labels.get("type", sample.labels.get("status", ""))] = sample.value
+    return numbers
 
 
 def free_port() -> int:
@@ -70,9 +70,9 @@ def test_keys_that_become_the_same_name_are_told_apart(tmp_path: Path) -> None:
     sink.open(run_in(tmp_path))
     sink.write((record(1, values={"my/key": 1.0, "my_key": 2.0}),))
 
-    found = samples((tmp_path / "metrics.prom").read_text())
+    numbers = samples((tmp_path / "metrics.prom").read_text())
 
-    assert sorted([found["esper_my_key", ""], found["esper_my_key_2", ""]]) == [1.0, 2.0]
+    assert sorted([numbers["esper_my_key", ""], numbers["esper_my_key_2", ""]]) == [1.0, 2.0]
 
 
 def test_a_port_is_served_on_this_machine_only_and_free_again_after_the_run(tmp_path: Path) -> None:
@@ -80,11 +80,11 @@ def test_a_port_is_served_on_this_machine_only_and_free_again_after_the_run(tmp_
     sink = PrometheusSink(port=port)
     sink.open(run_in(tmp_path))
     sink.write((record(3),))
-    shown = samples(fetched(port))
+    numbers_on_port = samples(fetched(port))
     listening = Path("/proc/net/tcp").read_text()
     sink.close(RunStatus.FINISHED)
 
-    assert shown["esper_axis_update", ""] == 3
+    assert numbers_on_port["esper_axis_update", ""] == 3
     assert f"0100007F:{port:04X} 00000000:0000 0A" in listening  # 127.0.0.1
     assert f"00000000:{port:04X} " not in listening
     with pytest.raises(OSError, match="refused"):

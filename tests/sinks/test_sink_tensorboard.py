@@ -64,10 +64,10 @@ def test_histograms_keep_our_bins(sink: TensorBoardSink, tmp_path: Path) -> None
     """Midpoints 0.5, 1.5, 2.5 with counts 1, 2, 1: the sum is 6, of squares 0.25 + 4.5 + 6.25."""
     sink.write([record(1, {}, {"policy/ratio": HISTOGRAM})])
 
-    found = read(tmp_path / "tensorboard").Histograms("policy/ratio")[0].histogram_value
-    assert list(found.bucket_limit) == [1.0, 2.0, 3.0]
-    assert list(found.bucket) == [1.0, 2.0, 1.0]
-    assert (found.min, found.max, found.num, found.sum, found.sum_squares) == (0.0, 3.0, 4.0, 6.0, 11.0)
+    events = read(tmp_path / "tensorboard").Histograms("policy/ratio")[0].histogram_value
+    assert list(events.bucket_limit) == [1.0, 2.0, 3.0]
+    assert list(events.bucket) == [1.0, 2.0, 1.0]
+    assert (events.min, events.max, events.num, events.sum, events.sum_squares) == (0.0, 3.0, 4.0, 6.0, 11.0)
 
 
 def test_the_dashboard_grows_with_the_keys_that_appear(sink: TensorBoardSink, tmp_path: Path) -> None:
@@ -88,23 +88,23 @@ def test_a_page_says_what_the_run_is(sink: TensorBoardSink, tmp_path: Path) -> N
     assert str(tmp_path) in page
 
 
-@pytest.mark.parametrize(("status", "shown"), [(RunStatus.FINISHED, 1), (RunStatus.FAILED, 2)])
+@pytest.mark.parametrize(("status", "expected"), [(RunStatus.FINISHED, 1), (RunStatus.FAILED, 2)])
 def test_settings_and_status_stand_in_the_table_of_runs(
-    sink: TensorBoardSink, tmp_path: Path, status: RunStatus, shown: int
+    sink: TensorBoardSink, tmp_path: Path, status: RunStatus, expected: int
 ) -> None:
     sink.write([record(1)])
     sink.close(status)
 
-    found = read(tmp_path / "tensorboard")
+    events = read(tmp_path / "tensorboard")
     content = {
-        tag: plugin_data_pb2.HParamsPluginData.FromString(found.SummaryMetadata(tag).plugin_data.content)
+        tag: plugin_data_pb2.HParamsPluginData.FromString(events.SummaryMetadata(tag).plugin_data.content)
         for tag in (hparams.SESSION_START_INFO_TAG, hparams.SESSION_END_INFO_TAG, hparams.EXPERIMENT_TAG)
     }
     start = content[hparams.SESSION_START_INFO_TAG].session_start_info.hparams
     assert start["ppo.clip"].number_value == 0.2
     assert start["ppo.anneal"].bool_value is True
     assert start["ppo.sizes"].string_value == "[64, 64]"
-    assert content[hparams.SESSION_END_INFO_TAG].session_end_info.status == shown
+    assert content[hparams.SESSION_END_INFO_TAG].session_end_info.status == expected
     outcomes = [metric.name.tag for metric in content[hparams.EXPERIMENT_TAG].experiment.metric_infos]
     assert outcomes == ["episode/return_mean", "policy/kl"]
 

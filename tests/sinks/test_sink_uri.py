@@ -161,15 +161,15 @@ def test_the_name_of_a_sink_holds_no_password() -> None:
 
 
 def test_a_function_is_a_sink_that_is_called_with_each_record() -> None:
-    seen: list[Record] = []
+    records_received: list[Record] = []
 
-    sink = as_sink(seen.append)
+    sink = as_sink(records_received.append)
     sink.open(run_info())
     sink.write([record(1), record(2)])
     sink.close(RunStatus.FINISHED)
 
     assert isinstance(sink, FunctionSink)
-    assert [each.seq for each in seen] == [1, 2]
+    assert [each.seq for each in records_received] == [1, 2]
 
 
 def test_a_sink_stays_itself() -> None:

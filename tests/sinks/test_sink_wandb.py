@@ -127,8 +127,8 @@ def joined(run: Any) -> WandbSink:
     return sink
 
 
-def shown(entries: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
-    """What each row has of theirs and of ours."""
+def logged_pairs(entries: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
+    """The owner's and the sink's number of each row."""
     return [(row.get("loss"), row.get("axis/update")) for row in rows(entries)]
 
 
@@ -145,7 +145,7 @@ def test_rows_of_an_owner_who_passes_steps_are_never_lost(theirs: Any, tmp_path:
     theirs.finish()
 
     entries = inspect(tmp_path)
-    assert shown(entries) == [(1, 3), (4, 4), (5, 6)]
+    assert logged_pairs(entries) == [(1, 3), (4, 4), (5, 6)]
     assert [row["again"] for row in rows(entries)] == [1, 4, 5]
     assert rows(entries)[0].get("perf/only_1") is None
     assert sum("only the newest is shown" in entry.getMessage() for entry in caplog.records) == 1
@@ -161,7 +161,7 @@ def test_an_owner_who_passes_no_steps_gets_rows_in_between(theirs: Any, tmp_path
     sink.close(RunStatus.FINISHED)
     theirs.finish()
 
-    assert shown(inspect(tmp_path)) == [(1, None), (None, 1), (None, 2), (2, None), (None, 3), (None, 4)]
+    assert logged_pairs(inspect(tmp_path)) == [(1, None), (None, 1), (None, 2), (2, None), (None, 3), (None, 4)]
 
 
 def test_a_row_that_its_owner_fills_in_two_calls_is_not_torn(theirs: Any, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_row_that_its_owner_fills_in_two_calls_is_not_torn(theirs: Any, tmp_pa
     theirs.finish()
 
     entries = inspect(tmp_path)
-    assert shown(entries) == [(1, 1), (2, 2)]
+    assert logged_pairs(entries) == [(1, 1), (2, 2)]
     assert [row["again"] for row in rows(entries)] == [1, 2]
 
 
@@ -186,7 +186,7 @@ def test_steps_are_seen_through_the_module_too(theirs: Any, tmp_path: Path) -> N
     sink.close(RunStatus.FINISHED)
     theirs.finish()
 
-    assert shown(inspect(tmp_path)) == [(1, 1), (2, 2)]
+    assert logged_pairs(inspect(tmp_path)) == [(1, 1), (2, 2)]
 
 
 def test_an_owner_who_never_logs_gets_a_row_per_record(theirs: Any, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_an_owner_who_never_logs_gets_a_row_per_record(theirs: Any, tmp_path: Pa
     sink.close(RunStatus.FINISHED)
     theirs.finish()
 
-    assert [update for _, update in shown(inspect(tmp_path))] == list(range(1, MAX_WAITING_ROWS + 4))
+    assert [update for _, update in logged_pairs(inspect(tmp_path))] == list(range(1, MAX_WAITING_ROWS + 4))
 
 
 def test_the_first_step_of_an_owner_who_comes_late_is_kept(theirs: Any, tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_the_first_step_of_an_owner_who_comes_late_is_kept(theirs: Any, tmp_path
     sink.close(RunStatus.FINISHED)
     theirs.finish()
 
-    assert shown(inspect(tmp_path)) == [(0, 4), (1, None)]
+    assert logged_pairs(inspect(tmp_path)) == [(0, 4), (1, None)]
 
 
 def test_a_joined_run_stays_open_as_it_was(theirs: Any, tmp_path: Path) -> None:
@@ -302,8 +302,7 @@ class FakeInit:
 
 
 @pytest.mark.parametrize(
-    ("mode", "key", "modes"),
-    [("auto", False, ["offline"]), ("auto", True, ["online"]), ("online", False, ["online"])],
+    ("mode", "key", "modes"), [("auto", False, ["offline"]), ("auto", True, ["online"]), ("online", False, ["online"])]
 )
 def test_without_a_key_the_run_is_offline(
     mode: str, key: bool, modes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

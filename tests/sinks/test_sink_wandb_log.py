@@ -50,7 +50,7 @@ def files(run_dir: Path) -> list[Path]:
 
 
 def updates(run_dir: Path) -> list[int]:
-    """Of all rows of all parts, read as W&B itself reads them."""
+    """Updates of all rows of all parts, read as W&B itself reads them."""
     return [update for file in files(run_dir) for update in rows(file)]
 
 
@@ -72,13 +72,13 @@ def test_the_last_update_on_disk_is_found_across_blocks(first_part: Path) -> Non
 def test_a_file_that_is_cut_off_holds_what_is_whole(first_part: Path, tmp_path: Path) -> None:
     """At any length at all the reader finds some updates, fewer and fewer, and never stumbles."""
     data, cut = files(first_part)[0].read_bytes(), tmp_path / "cut.wandb"
-    found = []
+    updates_of_cuts = []
     for length in range(len(data), 0, -997):
         cut.write_bytes(data[:length])
-        found.append(summary_of(cut).update)
+        updates_of_cuts.append(summary_of(cut).update)
 
-    assert found == sorted(found, reverse=True)
-    assert {0, 1, 2, 3, 4, 5} == set(found)
+    assert updates_of_cuts == sorted(updates_of_cuts, reverse=True)
+    assert {0, 1, 2, 3, 4, 5} == set(updates_of_cuts)
 
 
 def test_only_parts_of_the_same_project_and_id_count(first_part: Path, tmp_path: Path) -> None:
@@ -90,9 +90,11 @@ def test_only_parts_of_the_same_project_and_id_count(first_part: Path, tmp_path:
     assert last_update(folder, "abc123", PROJECT, besides=files(first_part)[0].parent) is None
 
 
-@pytest.mark.parametrize("noted", [2, 5], ids=["fewer were noted than are there", "more were noted than are there"])
-def test_a_run_goes_on_behind_the_last_row_on_disk(first_part: Path, noted: int, tmp_path: Path) -> None:
-    """Of five rows three have reached the disk; the journal has seven records."""
+@pytest.mark.parametrize(
+    "acknowledged", [2, 5], ids=["fewer acknowledged than on disk", "more acknowledged than on disk"]
+)
+def test_a_run_goes_on_behind_the_last_row_on_disk(first_part: Path, acknowledged: int, tmp_path: Path) -> None:
+    """Three of five rows have reached the disk; the journal has seven records."""
     run_dir = tmp_path / "run"
     shutil.copytree(first_part, run_dir, symlinks=True)
     (file,) = files(run_dir)
@@ -101,11 +103,13 @@ def test_a_run_goes_on_behind_the_last_row_on_disk(first_part: Path, noted: int,
         data = data[:-50]
         file.write_bytes(data)
     journal = Journal.create(run_dir)
-    journal.write(encode_run(run_info()), *[encode_record(record(update)) for update in range(1, noted + 1)])
+    journal.write(encode_run(run_info()), *[encode_record(record(update)) for update in range(1, acknowledged + 1)])
     offset = journal.path.stat().st_size
-    journal.write(*[encode_record(record(update)) for update in range(noted + 1, 8)], encode_end(RunStatus.FINISHED))
+    journal.write(
+        *[encode_record(record(update)) for update in range(acknowledged + 1, 8)], encode_end(RunStatus.FINISHED)
+    )
     sink = WandbSink(project=PROJECT, mode="offline")
-    Cursors(run_dir).save(sink.name, Cursor(offset=offset, seq=noted, records=noted))
+    Cursors(run_dir).save(sink.name, Cursor(offset=offset, seq=acknowledged, records=acknowledged))
 
     delivery = Delivery(sink, journal.reader(), cursors=Cursors(run_dir))
     delivery.run()

@@ -35,20 +35,20 @@ def begun(tmp_path: Path) -> tuple[Journal, Deliveries, str]:
     return journal, Deliveries(journal, [WandbSink("online", mode="online")]), run.run_id
 
 
-def ended(journal: Journal, relay: Deliveries, seconds: float = 60.0) -> SinkState:
+def ended(journal: Journal, deliveries: Deliveries, seconds: float = 60.0) -> SinkState:
     journal.write(encode_end(RunStatus.FAILED, seq=99))
-    report = relay.close(seconds)
+    report = deliveries.close(seconds)
     journal.close()
     return report.sinks[0].state
 
 
 def test_a_run_reaches_the_server(tmp_path: Path, server: FakeWandb) -> None:
-    journal, relay, run_id = begun(tmp_path)
+    journal, deliveries, run_id = begun(tmp_path)
     for update in range(1, RECORDS + 1):
         journal.write(encode_record(record(update)))
     journal.write(encode_alarm(alarm(RECORDS, AlarmEvent.RAISE)))
 
-    assert ended(journal, relay) is SinkState.CLOSED
+    assert ended(journal, deliveries) is SinkState.CLOSED
 
     rows = server.rows[run_id]
     assert [row["axis/update"] for row in rows] == list(range(1, RECORDS + 1))
@@ -65,16 +65,16 @@ def test_a_run_reaches_the_server(tmp_path: Path, server: FakeWandb) -> None:
 
 
 def test_a_server_that_fails_for_a_while_gets_everything_later(tmp_path: Path, server: FakeWandb) -> None:
-    journal, relay, run_id = begun(tmp_path)
+    journal, deliveries, run_id = begun(tmp_path)
     journal.write(encode_record(record(1)))
     wait_until(lambda: server.rows.get(run_id), "rows on the server")
     server.status = 500
     for update in range(2, RECORDS + 1):
         journal.write(encode_record(record(update)))
-    wait_until(lambda: relay.stats().queue_depth == 0, "an empty queue")
+    wait_until(lambda: deliveries.stats().queue_depth == 0, "an empty queue")
     server.status = 200
 
-    assert ended(journal, relay) is SinkState.CLOSED
+    assert ended(journal, deliveries) is SinkState.CLOSED
 
     assert [row["axis/update"] for row in server.rows[run_id]] == list(range(1, RECORDS + 1))
 
@@ -85,10 +85,10 @@ def test_without_a_server_the_run_is_kept_offline(
 ) -> None:
     """Nothing listens at its address: W&B waits for twice its time-out, then the run goes on without it."""
     server.stop()
-    journal, relay, run_id = begun(tmp_path)
+    journal, deliveries, run_id = begun(tmp_path)
     for update in range(1, 4):
         journal.write(encode_record(record(update)))
 
-    assert ended(journal, relay, 180.0) is SinkState.CLOSED
+    assert ended(journal, deliveries, 180.0) is SinkState.CLOSED
 
     assert list((tmp_path / "run" / "wandb").glob(f"offline-run-*-{run_id}"))

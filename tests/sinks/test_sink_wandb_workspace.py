@@ -16,9 +16,9 @@ from fake_wandb import ENTITY, KEY, FakeWandb
 from sink_runs import HISTOGRAM, record, run_info
 
 from esper_telemetry.alarms.metric_registry import registry
+from esper_telemetry.cli.arguments import WrongUse
 from esper_telemetry.cli.main import run as run_command
-from esper_telemetry.cli.mistakes import WrongUse
-from esper_telemetry.cli.workspace import keys
+from esper_telemetry.cli.stored_runs import keys
 from esper_telemetry.core.record import MetricInfo, RunInfo, RunStatus
 from esper_telemetry.delivery.cursors import Cursor, Cursors
 from esper_telemetry.journal import Journal, encode_end, encode_record, encode_run, read_run
@@ -47,7 +47,7 @@ def sections(spec: Any) -> dict[str, list[Any]]:
     return {section["name"]: section["panels"] for section in spec["panelBankConfig"]["sections"]}
 
 
-def drawn(panels: list[Any]) -> list[tuple[str, list[str]]]:
+def axes_and_keys(panels: list[Any]) -> list[tuple[str, list[str]]]:
     """The x-axis and the keys of each chart that names its keys."""
     return [
         (panel["config"]["xAxis"], panel["config"]["metrics"]) for panel in panels if panel["config"].get("metrics")
@@ -73,15 +73,15 @@ def server() -> Iterator[FakeWandb]:
     one.stop()
 
 
-class Said(NamedTuple):
-    """How the command ended, and what it said."""
+class CommandOutput(NamedTuple):
+    """Exit code and output of a command."""
 
     code: int
     out: str
     err: str
 
 
-def command(run_dir: Path, *options: str, server: FakeWandb | None = None) -> Said:
+def command(run_dir: Path, *options: str, server: FakeWandb | None = None) -> CommandOutput:
     """`esper-telemetry workspace` as a terminal starts it, in the home of a user who has a key for that server, or none."""
     home = run_dir.parent
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
@@ -90,7 +90,7 @@ def command(run_dir: Path, *options: str, server: FakeWandb | None = None) -> Sa
         environment |= {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY}
     words = [sys.executable, "-m", "esper_telemetry", "workspace", str(run_dir), *options]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
-    return Said(done.returncode, done.stdout, done.stderr)
+    return CommandOutput(done.returncode, done.stdout, done.stderr)
 
 
 def test_charts_stand_under_the_question_that_they_answer_headlines_first() -> None:
@@ -103,8 +103,8 @@ def test_charts_stand_under_the_question_that_they_answer_headlines_first() -> N
         "Is the critic useful?",
         "Your own: my",
     ]
-    assert drawn(dashboard["Is it learning?"]) == [("axis/env_step", ["episode/return_mean_100"])]
-    assert drawn(dashboard["Is the policy moving too far?"]) == [
+    assert axes_and_keys(dashboard["Is it learning?"]) == [("axis/env_step", ["episode/return_mean_100"])]
+    assert axes_and_keys(dashboard["Is the policy moving too far?"]) == [
         ("axis/update", ["policy/kl"]),
         ("axis/update", ["policy/clip_frac"]),
         ("axis/update", ["policy/kl_max"]),
@@ -124,7 +124,7 @@ def test_a_section_begins_with_what_its_headlines_mean() -> None:
 def test_alarms_are_drawn_by_their_names_whenever_they_come() -> None:
     panels = sections(spec_of(run_info(metrics=EVERY), {"alarm/active", "alarm/policy/kl_spike"}))["Is anything wrong?"]
 
-    assert drawn(panels) == [("axis/update", ["alarm/active"])]
+    assert axes_and_keys(panels) == [("axis/update", ["alarm/active"])]
     (pattern,) = [panel["config"]["metricRegex"] for panel in panels if "metricRegex" in panel["config"]]
     assert pattern == "^alarm/.+/.+$"
     assert '"alarms/table"' in json.dumps(panels[-1])
@@ -133,7 +133,9 @@ def test_alarms_are_drawn_by_their_names_whenever_they_come() -> None:
 def test_every_key_of_the_registry_finds_a_chart() -> None:
     keys = {key for key in EVERY if "{" not in key and not key.startswith("alarm/")}
 
-    charts = [chart for panels in sections(spec_of(run_info(metrics=EVERY), keys)).values() for chart in drawn(panels)]
+    charts = [
+        chart for panels in sections(spec_of(run_info(metrics=EVERY), keys)).values() for chart in axes_and_keys(panels)
+    ]
 
     assert sorted(key for _, drawn_keys in charts for key in drawn_keys) == sorted({*keys, "alarm/active"})
 
@@ -164,14 +166,14 @@ def test_what_users_call_their_metrics_cannot_become_markup() -> None:
 
 
 def test_the_command_writes_the_specification(run_dir: Path) -> None:
-    said = command(run_dir)
+    output = command(run_dir)
 
-    assert (said.code, said.err) == (0, "")
-    assert str(run_dir / "wandb_workspace.json") in said.out
-    written = json.loads((run_dir / "wandb_workspace.json").read_text())
-    assert (written["project"], written["displayName"]) == ("walker", "esper_telemetry")
-    panels = [panel for panels in sections(written["spec"]["section"]).values() for panel in panels]
-    assert sorted(key for _, keys in drawn(panels) for key in keys) == sorted([*SEEN, "ret/hist"])
+    assert (output.code, output.err) == (0, "")
+    assert str(run_dir / "wandb_workspace.json") in output.out
+    saved = json.loads((run_dir / "wandb_workspace.json").read_text())
+    assert (saved["project"], saved["displayName"]) == ("walker", "esper_telemetry")
+    panels = [panel for panels in sections(saved["spec"]["section"]).values() for panel in panels]
+    assert sorted(key for _, keys in axes_and_keys(panels) for key in keys) == sorted([*SEEN, "ret/hist"])
 
 
 def test_a_run_without_records_gets_the_charts_of_what_it_declares(tmp_path: Path) -> None:
@@ -186,34 +188,34 @@ def test_pushed_again_it_is_one_workspace_and_under_another_name_another(run_dir
     first, second = command(run_dir, "--push", server=server), command(run_dir, "--push", server=server)
     third = command(run_dir, "--push", "--name", "second", "--entity", "team", server=server)
 
-    assert [(said.code, said.err) for said in (first, second, third)] == [(0, "")] * 3
+    assert [(output.code, output.err) for output in (first, second, third)] == [(0, "")] * 3
     assert f"{server.url}/{ENTITY}/walker?nw=" in first.out
     assert first.out == second.out
     (view, other) = server.views.values()
     assert (view["entityName"], view["projectName"], view["displayName"]) == (ENTITY, "walker", "esper_telemetry")
     assert (other["entityName"], other["displayName"], other["type"]) == ("team", "second", "project-view")
-    sent, written = json.loads(view["spec"]), json.loads((run_dir / "wandb_workspace.json").read_text())["spec"]
-    assert sections(sent["section"]).keys() == sections(written["section"]).keys()
-    assert KEY not in json.dumps([sent, written])
+    sent, saved = json.loads(view["spec"]), json.loads((run_dir / "wandb_workspace.json").read_text())["spec"]
+    assert sections(sent["section"]).keys() == sections(saved["section"]).keys()
+    assert KEY not in json.dumps([sent, saved])
 
 
 def test_a_server_that_does_not_take_it_is_a_failure_in_one_sentence(run_dir: Path, server: FakeWandb) -> None:
     server.status = 500
 
-    said = command(run_dir, "--push", server=server)
+    output = command(run_dir, "--push", server=server)
 
-    assert said.code == 1
-    assert said.err.startswith("esper-telemetry: W&B does not save the workspace: ")
-    assert said.err.count("\n") == 1
-    assert KEY not in said.err
+    assert output.code == 1
+    assert output.err.startswith("esper-telemetry: W&B does not save the workspace: ")
+    assert output.err.count("\n") == 1
+    assert KEY not in output.err
     assert server.views == {}
 
 
 def test_without_a_key_nothing_is_written(run_dir: Path) -> None:
-    said = command(run_dir, "--push")
+    output = command(run_dir, "--push")
 
-    assert said.code == 2
-    assert said.err == (
+    assert output.code == 2
+    assert output.err == (
         "esper-telemetry: --push needs an API key of W&B, and there is none: wandb login, or WANDB_API_KEY\n"
     )
     assert not (run_dir / "wandb_workspace.json").exists()
@@ -233,24 +235,23 @@ def test_without_the_package_a_sentence_says_how_to_get_it(run_dir: Path, monkey
 
 
 @pytest.mark.parametrize(
-    ("sinks", "said"),
+    ("sinks", "output"),
     [([], "has not gone to any project of W&B"), (["wandb:a", "wandb:b"], "has gone to several projects of W&B, a, b")],
 )
-def test_a_project_that_is_not_known_is_asked_for(tmp_path: Path, sinks: list[str], said: str) -> None:
+def test_a_project_that_is_not_known_is_asked_for(tmp_path: Path, sinks: list[str], output: str) -> None:
     head_only(tmp_path / "new")
     for sink in sinks:
         Cursors(tmp_path / "new").save(sink, Cursor())
 
-    with pytest.raises(WrongUse, match=f"{said}: say with --project"):
+    with pytest.raises(WrongUse, match=f"{output}: say with --project"):
         run_command(["workspace", str(tmp_path / "new")])
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [(["--project", "a/b"], "got 'a/b'"), (["--name", "\N{SNOWMAN}"], "got '\N{SNOWMAN}'")],
+    ("options", "output"), [(["--project", "a/b"], "got 'a/b'"), (["--name", "\N{SNOWMAN}"], "got '\N{SNOWMAN}'")]
 )
-def test_names_that_wandb_refuses_are_named(run_dir: Path, options: list[str], said: str) -> None:
-    with pytest.raises(WrongUse, match=said):
+def test_names_that_wandb_refuses_are_named(run_dir: Path, options: list[str], output: str) -> None:
+    with pytest.raises(WrongUse, match=output):
         run_command(["workspace", str(run_dir), *options])
 
     assert not (run_dir / "wandb_workspace.json").exists()

@@ -22,8 +22,7 @@ os.environ.setdefault(
     "OPENBLAS_NUM_THREADS", "1"
 )  # read when NumPy is imported: its threads gain nothing on small networks
 
-from esper_telemetry.cli.arguments import parse_arguments
-from esper_telemetry.cli.mistakes import WrongUse
+from esper_telemetry.cli.arguments import WrongUse, parse_arguments
 
 PROGRAM = "python -m esper_telemetry.lab.faults"
 WRONG_USE, INTERRUPTED = 2, 130

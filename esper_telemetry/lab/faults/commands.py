@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from esper_telemetry.adapters.attach import attach
-from esper_telemetry.cli.mistakes import wrong_use
+from esper_telemetry.cli.arguments import wrong_use
 from esper_telemetry.core.record import Level
 from esper_telemetry.lab.faults.catalogue import FAULTS, find, schedule
 from esper_telemetry.lab.faults.judging import Opinions, all_opinions, kept_runs

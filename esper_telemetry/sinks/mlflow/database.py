@@ -171,8 +171,8 @@ def split_latest(metrics: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """
     latest: dict[str, Any] = {}
     for metric in metrics:
-        known = latest.get(metric.key)
-        if known is None or _moment(metric) >= _moment(known):
+        latest_metric = latest.get(metric.key)
+        if latest_metric is None or _moment(metric) >= _moment(latest_metric):
             latest[metric.key] = metric
     history = [
         metric

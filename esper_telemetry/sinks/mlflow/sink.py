@@ -132,11 +132,13 @@ class MLflowSink:
         if self.run_id is not None:
             self._open = joined_run(store, self.run_id, budget, checkpoints=self.checkpoints)
         else:
+            # Artifacts lie beside the default store; a server has a place of its own for them.
+            beside = self.tracking_uri is None and run.run_dir is not None
             self._open = own_run(
                 store,
                 budget,
                 experiment=self.experiment,
-                artifacts=self._artifact_folder(run),
+                artifacts=Path(run.run_dir).absolute() / "mlflow-artifacts" if beside and run.run_dir else None,
                 parent=self.parent,
                 checkpoints=self.checkpoints,
             )
@@ -182,9 +184,3 @@ class MLflowSink:
         if run.run_dir is None and "MLFLOW_TRACKING_URI" in os.environ:
             return os.environ["MLFLOW_TRACKING_URI"]
         return f"{SQLITE}{require_run_dir(run, 'MLflowSink', 'tracking_uri=')}/mlflow.db"
-
-    def _artifact_folder(self, run: RunInfo) -> Path | None:
-        """Return the folder of artifacts beside the default store; None leaves it to the server."""
-        if self.tracking_uri is not None or run.run_dir is None:
-            return None
-        return Path(run.run_dir).absolute() / "mlflow-artifacts"

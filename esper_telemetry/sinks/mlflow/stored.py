@@ -68,16 +68,16 @@ def _in_database(path: Path, run: RunInfo, experiment: str) -> StoredMetrics:
 
 
 def _through_client(client: Any, run: RunInfo, experiment: str) -> StoredMetrics:
-    known = client.get_experiment_by_name(experiment)
-    entity = None if known is None else find_run(client, known.experiment_id, run.run_id)
-    if entity is None:
+    entity = client.get_experiment_by_name(experiment)
+    mlflow_run = None if entity is None else find_run(client, entity.experiment_id, run.run_id)
+    if mlflow_run is None:
         return StoredMetrics()
     points = [
         MetricPoint(metric.key, metric.step, metric.timestamp, metric.value)
-        for key in entity.data.metrics
-        for metric in client.get_metric_history(entity.info.run_id, key)
+        for key in mlflow_run.data.metrics
+        for metric in client.get_metric_history(mlflow_run.info.run_id, key)
     ]
-    return _by_update(points, ended=entity.info.status != RUNNING)
+    return _by_update(points, ended=mlflow_run.info.status != RUNNING)
 
 
 def _by_update(points: Sequence[MetricPoint], *, ended: bool) -> StoredMetrics:

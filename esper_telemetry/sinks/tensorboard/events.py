@@ -116,10 +116,7 @@ def session_start(run: RunInfo) -> Any:
 
 def session_end(status: RunStatus, wall_time: float) -> Any:
     """Return the status of a run that has ended, for the table that compares runs."""
-    end = plugin_data_pb2.SessionEndInfo(
-        status=STATUSES.get(status, api_pb2.STATUS_FAILURE),
-        end_time_secs=wall_time,
-    )
+    end = plugin_data_pb2.SessionEndInfo(status=STATUSES.get(status, api_pb2.STATUS_FAILURE), end_time_secs=wall_time)
     return _hparams(hparams.SESSION_END_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_end_info=end))
 
 

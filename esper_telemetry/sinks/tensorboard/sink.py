@@ -158,8 +158,8 @@ class _EventFile:
 
     def alarm(self, alarm: Alarm) -> None:
         """Append the page of the whole incident, headed by the exception that ended the run: a viewer keeps one text per tag and step."""
-        known = IncidentCards([*self.incidents.alarms, alarm])
-        text = "\n\n".join([*known.headline(), known.incident(alarm.incident)])
+        cards = IncidentCards([*self.incidents.alarms, alarm])
+        text = "\n\n".join([*cards.headline(), cards.incident(alarm.incident)])
         with self._appending():
             self.writer.add_event(self.events.event(alarm.axes, [self.events.markdown(ALARMS_TAG, text)]))
             self.writer.flush()

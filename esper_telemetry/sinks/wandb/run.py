@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from esper_telemetry.core.catalogue import family_name
 from esper_telemetry.core.record import RunInfo, RunStatus
+from esper_telemetry.journal.lines import plain
 from esper_telemetry.sinks.protocol import logger
-from esper_telemetry.sinks.values import plain
 
 MODES: Final = ("auto", "online", "offline")
 AXES: Final = ("axis/update", "axis/env_step", "axis/gradient_step", "axis/wall_time")

@@ -18,6 +18,7 @@ from urllib.parse import urlencode
 
 from esper_telemetry.core.messages import did_you_mean, masked
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
+from esper_telemetry.journal.lines import encode_axes, plain
 from esper_telemetry.sinks.layout import KeyBudget, family_of
 from esper_telemetry.sinks.pages import ALARM_COLUMNS, IncidentCards, alarm_text, cause_of
 from esper_telemetry.sinks.protocol import (
@@ -31,7 +32,7 @@ from esper_telemetry.sinks.protocol import (
     require_package,
     require_run_dir,
 )
-from esper_telemetry.sinks.values import by_tag, plain, with_at_most
+from esper_telemetry.sinks.values import by_tag, with_at_most
 from esper_telemetry.sinks.wandb.run import MODES, DiskWatch, JoinedRun, OwnRun, start
 from esper_telemetry.sinks.wandb.stored import last_update, stored_in, stored_on_server
 
@@ -114,8 +115,8 @@ class WandbSink:
         """The address for `replay --to`; empty for a joined run."""
         if self.run is not None:
             return ""
-        given = {"mode": None if self.mode == "auto" else self.mode, **self._names()}
-        options = {name: value for name, value in given.items() if value is not None}
+        settings = {"mode": None if self.mode == "auto" else self.mode, **self._names()}
+        options = {name: value for name, value in settings.items() if value is not None}
         return f"wandb:{self.project}" + (f"?{urlencode(options)}" if options else "")
 
     def place(self, run: RunInfo) -> Place:
@@ -255,19 +256,19 @@ class _OpenRun:
 
     def alarm(self, alarm: Alarm) -> None:
         """Alert if the alarm is raised or becomes critical; update the summary: alarms now active, the first cause, the failure."""
-        known = IncidentCards([*self.incidents.alarms, alarm])
+        cards = IncidentCards([*self.incidents.alarms, alarm])
         run = self.target.run
         is_critical_now = alarm.event is AlarmEvent.UPDATE and alarm.level is AlarmLevel.CRITICAL
         if alarm.event is AlarmEvent.RAISE or is_critical_now:
             text = f"{alarm_text(alarm)}\n{alarm.key} at update {alarm.axes.update}, step {alarm.axes.env_step}"
             run.alert(title=alarm.type, text=text, level=ALERT_LEVELS[alarm.level], wait_duration=ALERT_INTERVAL)
-        first = cause_of(known.of(known.alarms[0].incident))
+        first = cause_of(cards.of(cards.alarms[0].incident))
         run.summary.update(
             {
-                "alarms/raised": len(known.raised),
-                "alarms/active": ", ".join(sorted(known.active)),
+                "alarms/raised": len(cards.raised),
+                "alarms/active": ", ".join(sorted(cards.active)),
                 "alarms/first": "" if first is None else f"{first.type}: {alarm_text(first)}",
-                **({"alarms/failure": known.failure} if known.failure or self.incidents.failure else {}),
+                **({"alarms/failure": cards.failure} if cards.failure or self.incidents.failure else {}),
             }
         )
         self.incidents.add(alarm)
@@ -301,10 +302,4 @@ def row_of(record: Record) -> dict[str, Any]:
 
 def axes_of(record: Record) -> dict[str, float]:
     """Return the axes as values of a row."""
-    axes = record.axes
-    return {
-        "axis/update": axes.update,
-        "axis/env_step": axes.env_step,
-        "axis/gradient_step": axes.gradient_step,
-        "axis/wall_time": axes.wall_time,
-    }
+    return {f"axis/{name}": value for name, value in encode_axes(record.axes).items()}

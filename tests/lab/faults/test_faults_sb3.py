@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("sb3_contrib")
 
 from esper_telemetry.alarms import Thresholds
-from esper_telemetry.cli.mistakes import WrongUse
+from esper_telemetry.cli.arguments import WrongUse
 from esper_telemetry.lab.faults.__main__ import run as command
 from esper_telemetry.lab.faults.catalogue import FAULTS as CATALOGUE
 from esper_telemetry.lab.faults.catalogue import find

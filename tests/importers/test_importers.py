@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 
 import pytest
-from foreign_logs import SB3, STEPS, TRAINERS, UPDATES, logged, written
+from trainer_logs import SB3, STEPS, TRAINERS, UPDATES, logged, written
 
 from esper_telemetry.cli.main import main
 from esper_telemetry.importers import read_foreign, read_source
@@ -21,11 +21,11 @@ def test_every_trainer_is_understood(family: str, tmp_path: Path) -> None:
     """Signs and factors are ours: a value loss is half the mean square, an entropy positive, several mini-epochs one share."""
     name, columns, expected = TRAINERS[family]
 
-    found = read_foreign(read_source(f"tensorboard:{written(tmp_path / 'run', columns)}"))
+    imported = read_foreign(read_source(f"tensorboard:{written(tmp_path / 'run', columns)}"))
 
-    assert found.trainer == name
-    assert [record.axes.env_step for record in found.records] == STEPS
-    for record in found.records:
+    assert imported.trainer == name
+    assert [record.axes.env_step for record in imported.records] == STEPS
+    for record in imported.records:
         assert {key: record.values[key] for key in expected} == pytest.approx(expected, rel=1e-6)
 
 
@@ -33,9 +33,9 @@ def test_what_sb3_logs_late_belongs_to_the_update_before() -> None:
     """SB3 collects, logs and then trains: what it logs of training at step 512 was learned from the steps up to 256."""
     kl = [float(place) for place in range(UPDATES)]
 
-    found = read_foreign(logged({**SB3, "train/approx_kl": kl}))
+    imported = read_foreign(logged({**SB3, "train/approx_kl": kl}))
 
-    by_step = {record.axes.env_step: record.values for record in found.records}
+    by_step = {record.axes.env_step: record.values for record in imported.records}
     assert by_step[256]["policy/kl"] == 1.0
     assert by_step[512]["policy/kl"] == 2.0
     assert by_step[256]["episode/return_mean_100"] == 0.0
@@ -131,8 +131,8 @@ def test_the_same_run_from_every_backend(tmp_path: Path) -> None:
     )
     assert len(first.records) == len(table_of.records) == len(offline.records) == UPDATES
     assert len(database.records) == 5
-    for found in (table_of, offline, database):
-        for one, other in zip(first.records, found.records, strict=False):
+    for imported in (table_of, offline, database):
+        for one, other in zip(first.records, imported.records, strict=False):
             assert one.axes == other.axes
             assert one.values == pytest.approx(other.values, rel=1e-6)
     assert offline.facts == database.facts == {"learning_rate": 0.01}
@@ -150,15 +150,15 @@ def test_what_went_wrong_and_what_nobody_can_tell(tmp_path: Path, capsys: pytest
     columns = {**SB3, "train/approx_kl": [0.01] * 20 + [3.0] * 10, "train/clip_fraction": [0.1] * 20 + [0.8] * 10}
     directory = written(tmp_path / "PPO_1", columns)
 
-    found = json.loads(diagnosed(capsys, "--from", f"tensorboard:{directory}", "--json"))
+    imported = json.loads(diagnosed(capsys, "--from", f"tensorboard:{directory}", "--json"))
     text = diagnosed(capsys, "--from", f"tensorboard:{directory}")
 
-    (incident,) = found["incidents"]
+    (incident,) = imported["incidents"]
     assert (incident["cause"], incident["since"]) == ("policy/kl_spike", 20)
-    assert found["unanswered"]["grad/explode"] == "not logged: grad/global/norm_preclip_max"
-    assert found["unanswered"]["policy/entropy_crash"] == "setting not logged: total_steps"
-    assert not [kind for kind in found["unanswered"] if kind.startswith("telemetry/")]
-    assert found["read"]["loss/value"] == "train/value_loss times 0.5"
+    assert imported["unanswered"]["grad/explode"] == "not logged: grad/global/norm_preclip_max"
+    assert imported["unanswered"]["policy/entropy_crash"] == "setting not logged: total_steps"
+    assert not [kind for kind in imported["unanswered"] if kind.startswith("telemetry/")]
+    assert imported["read"]["loss/value"] == "train/value_loss times 0.5"
     assert "PPO_1: 30 updates of Stable-Baselines3, up to 7,680 environment steps" in text
     assert "incident 1, update 20: policy/kl_spike" in text
     assert "policy/kl: train/approx_kl (mean over the last epoch)" in text
@@ -202,9 +202,9 @@ def test_what_cannot_be_read(
         main(["diagnose", "--from", address])
 
     assert left.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("esper-telemetry: ") and sentence in said
-    assert said.count("\n") == 1
+    error_text = capsys.readouterr().err
+    assert error_text.startswith("esper-telemetry: ") and sentence in error_text
+    assert error_text.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.csv", "other.csv"]
 
 

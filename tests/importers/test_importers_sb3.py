@@ -17,12 +17,12 @@ def trained(directory: Path, learning_rate: float) -> dict[int, float]:
     from stable_baselines3 import PPO
     from stable_baselines3.common.logger import configure
 
-    found: dict[int, float] = {}
+    kl_by_step: dict[int, float] = {}
 
     class Noting(PPO):
         def train(self) -> None:
             super().train()
-            found[self.num_timesteps] = float(self.logger.name_to_value["train/approx_kl"])
+            kl_by_step[self.num_timesteps] = float(self.logger.name_to_value["train/approx_kl"])
 
     model: Any = Noting(
         "MlpPolicy", "CartPole-v1", n_steps=128, n_epochs=4, learning_rate=learning_rate, seed=1, device="cpu"
@@ -30,7 +30,7 @@ def trained(directory: Path, learning_rate: float) -> dict[int, float]:
     model.set_logger(configure(str(directory), ["tensorboard", "csv"]))
     model.learn(128 * 25)
     model.logger.close()
-    return found
+    return kl_by_step
 
 
 def causes(run: Foreign) -> set[str]:
@@ -42,10 +42,10 @@ def test_a_healthy_run_and_a_broken_one(tmp_path: Path) -> None:
     healthy, broken = trained(tmp_path / "healthy", 3e-4), trained(tmp_path / "broken", 5e-2)
     first, second = (read_foreign(read_source(f"tensorboard:{tmp_path / name}")) for name in ("healthy", "broken"))
 
-    for run, known in ((first, healthy), (second, broken)):
+    for run, expected in ((first, healthy), (second, broken)):
         read = {record.axes.env_step: record.values.get("policy/kl") for record in run.records}
         assert read.pop(128 * 25) is None  # SB3 never logs its last update
-        assert read == pytest.approx({step: kl for step, kl in known.items() if step in read}, rel=1e-5)
+        assert read == pytest.approx({step: kl for step, kl in expected.items() if step in read}, rel=1e-5)
     assert causes(first) == set()
     assert "policy/kl_spike" in causes(second)
 

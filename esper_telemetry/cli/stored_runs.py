@@ -1,0 +1,199 @@
+"""Commands on the directory of a run: `replay` and `doctor` for its backends, `compress` for its journal, `workspace` for its dashboard."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from esper_telemetry.alarms.rules.task import Failure, bad_ending
+from esper_telemetry.cli.arguments import WrongUse, without_warnings, wrong_use
+from esper_telemetry.core.record import Axes, Record
+from esper_telemetry.delivery import catch_up, health
+from esper_telemetry.delivery.cursors import Cursors, replace_file
+from esper_telemetry.journal import file as journal_file
+from esper_telemetry.journal.lock import HELPER_ROLES, Role, is_held
+from esper_telemetry.journal.read import Run, damaged_lines, read_contents, read_run
+from esper_telemetry.sinks.console import is_live, make_console
+from esper_telemetry.sinks.protocol import Sink, SupportsChildPreparation, sink_name
+from esper_telemetry.sinks.registry import as_sink
+from esper_telemetry.sinks.wandb import workspace as wandb_workspace
+from esper_telemetry.sinks.wandb.sink import WandbSink
+
+if TYPE_CHECKING:
+    from esper_telemetry.cli.main import Compress, Doctor, Replay, Workspace
+
+FAILED: Final = 1
+WORKSPACE_NAME: Final = "wandb_workspace.json"
+WANDB_SINK, JOINED_RUN = "wandb:", "wandb:run/"
+
+
+def replay(options: Replay) -> int:
+    """Send the records that the backend does not have yet, and print how many."""
+    with wrong_use():
+        sink = prepared_sink(options.to)
+        with _replay_progress(options, sink) as progress:
+            report = catch_up.replay(
+                options.run_dir, sink, follow=options.follow, missing=options.missing, progress=progress
+            )
+    print(report)
+    return 0 if report.complete else FAILED
+
+
+def prepared_sink(uri: str) -> Sink:
+    """Return a sink whose client is set up for this process, as in the child process of a run: a command's process holds nothing else."""
+    sink = as_sink(uri)
+    if isinstance(sink, SupportsChildPreparation):
+        sink.prepare_child()
+    return sink
+
+
+@contextmanager
+def _replay_progress(options: Replay, sink: Sink) -> Iterator[Callable[[int], object]]:
+    """Show on a terminal how many records were sent, and of how many; yields the function that takes the number sent so far."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = make_console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not is_live(console)) as bar:
+        total = None
+        if not (bar.disable or options.follow or options.missing):
+            sent = Cursors(Path(options.run_dir)).load(sink_name(sink)).records
+            total = max(0, read_contents(options.run_dir).records - sent)
+        task = bar.add_task(f"sending records to {sink_name(sink)}", total=total)
+        yield lambda count: bar.update(task, completed=count)
+
+
+def doctor(options: Doctor) -> int:
+    """Print the comparison of every backend with the journal; 1 if something is missing, differs, is stored twice or cannot be read."""
+    with wrong_use(), without_warnings():
+        named_sinks = [prepared_sink(uri) for uri in options.sink]
+        for name in Cursors(Path(options.run_dir)).names():
+            with suppress(ValueError, TypeError, ImportError):  # a sink that cannot be made from its name
+                prepared_sink(name)
+        with _comparison_progress() as progress:
+            run = health.doctor(options.run_dir, progress=progress)
+        directory = Path(options.run_dir).absolute()
+        named = {
+            sink_name(sink): health.check_backend(directory, sink, name=sink_name(sink), ended=False)
+            for sink in named_sinks
+        }
+    sinks = [*(sink for sink in run.sinks if sink.name not in named), *named.values()]
+    is_healthy = not run.lost and all(sink.healthy for sink in sinks)
+    event = run.failure
+    failures = [] if event is None or event.axes is None else [Failure(event.seq, event.axes, event.data)]
+    ending = bad_ending(run.status, run.last_update, failures)
+    if options.json:
+        values = {
+            "records": run.records,
+            "status": run.status,
+            "ending": ending,
+            "under_way": run.under_way,
+            "closed_stale": run.closed_stale,
+            "lost_lines": run.lost,
+            "damaged_lines": list(run.damaged),
+            "equal": is_healthy,
+            "sinks": [sink.as_dict() for sink in sinks],
+        }
+        print(json.dumps(values, indent=1))
+    else:
+        print(_health_page(options.run_dir, run, ending, sinks))
+    return 0 if is_healthy else FAILED
+
+
+@contextmanager
+def _comparison_progress() -> Iterator[Callable[[str], object]]:
+    """Show on a terminal which backend is being compared; yields the function that takes its name."""
+    console = make_console(stderr=True)
+    if not is_live(console):
+        yield lambda name: None
+        return
+    with console.status("reading the journal") as status:
+        yield lambda name: status.update(f"comparing {name}")
+
+
+def _health_page(run_dir: str, run: health.RunHealth, ending: str, sinks: list[health.SinkCheck]) -> str:
+    if run.status is None:
+        state = "goes on" if run.under_way else "has no end yet"
+    else:
+        delivered = ", and a background process still delivers it" if run.under_way else ""
+        state = f"ended as {run.status}{delivered}"
+    lines = [f"{run_dir}: {run.records:,} records, the run {state}"]
+    if ending:
+        lines.append(ending)
+    if run.closed_stale:
+        lines.append("its trainer was gone without a word: the run is ended as killed now")
+    if run.lost:
+        lines.append(f"{run.lost:,} lines could not be written, as the disk was full: they are lost")
+    if run.damaged:
+        lines.append(journal_file.damage_sentence(journal_file.journal_path(run_dir), run.damaged))
+    return "\n".join([*lines, *map(str, sinks)])
+
+
+def compress(options: Compress) -> int:
+    """Pack each journal and print how much that saves; all directories are checked before anything is changed."""
+    for run_dir in options.run_dirs:
+        with wrong_use():
+            journal_file.journal_path(run_dir)
+        if any(is_held(Path(run_dir), role) for role in (Role.TRAINER, *HELPER_ROLES)):
+            raise WrongUse(f"{run_dir} is still being trained, or delivered")
+    for run_dir in options.run_dirs:
+        with wrong_use(), without_warnings():
+            damaged = damaged_lines(run_dir)
+            before, after = journal_file.compress(run_dir)
+        saved = "is packed already" if before == after else f"{before / 1e6:.1f} MB are now {after / 1e6:.1f} MB"
+        print(f"{run_dir}: {saved}")
+        if damaged:
+            sentence = journal_file.damage_sentence(journal_file.journal_path(run_dir), damaged)
+            print(f"{sentence} wherever the journal is read, and packed as it is")
+    return 0
+
+
+def workspace(options: Workspace) -> int:
+    """Write the run's dashboard as a W&B workspace and, with --push, save it there; 1 if the server does not accept it."""
+    os.environ.setdefault("WANDB_SILENT", "true")
+    with wrong_use():
+        wandb_workspace.require_workspaces()
+        run = read_run(options.run_dir)
+        sink = WandbSink(project=options.project or _wandb_project(options.run_dir))
+        if options.push and not wandb_workspace.has_key():
+            raise WrongUse("--push needs an API key of W&B, and there is none: wandb login, or WANDB_API_KEY")
+    try:
+        entity = options.entity or (wandb_workspace.default_entity() if options.push else "")
+        with wrong_use():
+            dashboard = wandb_workspace.workspace(
+                run.info, keys(run, sink), project=sink.project, entity=entity, name=options.name
+            )
+            path = Path(options.output or Path(options.run_dir) / WORKSPACE_NAME)
+            replace_file(path, json.dumps(wandb_workspace.specification(dashboard), indent=1) + "\n")
+        print(f"the workspace {options.name!r} of project {sink.project} is in {path}")
+        if options.push:
+            print(f"and at {wandb_workspace.push(dashboard)}")
+    except wandb_workspace.PushError as error:
+        sys.stderr.write(f"esper-telemetry: {error}\n")
+        return FAILED
+    return 0
+
+
+def keys(run: Run, sink: WandbSink) -> set[str]:
+    """Return the keys that the sink shows of a run; of a run without records, those that are declared."""
+    numbers = sink.shown(run.info)
+    declared = {key: 0.0 for key in run.info.metrics if "{" not in key}
+    axes = Axes(update=0, env_step=0, gradient_step=0, wall_time=run.info.started)
+    records = run.records or [Record(0, axes, declared)]
+    return {key for record in records for key in numbers(record) if not key.startswith("axis/")}
+
+
+def _wandb_project(run_dir: str) -> str:
+    """Return the W&B project that the run was sent to; raises WrongUse unless there is exactly one."""
+    own = [name for name in Cursors(Path(run_dir)).names() if not name.startswith(JOINED_RUN)]
+    projects = {name.removeprefix(WANDB_SINK) for name in own if name.startswith(WANDB_SINK)}
+    if len(projects) == 1:
+        return projects.pop()
+    several = f"has gone to several projects of W&B, {', '.join(sorted(projects))}"
+    state = several if projects else "has not gone to any project of W&B"
+    raise WrongUse(f"{run_dir} {state}: say with --project which one the workspace is for")
