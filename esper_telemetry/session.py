@@ -334,10 +334,7 @@ class TelemetrySession:
     # What users call, through `Telemetry`.
 
     def observe(
-        self,
-        groups: Iterable[object],
-        epoch: IntegerLike | Sequence[IntegerLike] = 0,
-        step: IntegerLike | None = None,
+        self, groups: Iterable[object], epoch: IntegerLike | Sequence[IntegerLike] = 0, step: IntegerLike | None = None
     ) -> None:
         """Add groups to the update's record; see `Telemetry.observe`."""
         if not self._accepts("observe"):

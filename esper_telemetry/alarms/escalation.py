@@ -62,11 +62,7 @@ class Escalation:
         ends = {**self.ends, **{kind: now + self.durations[kind] - 1 for kind in opened}}
         remaining = max([self.remaining, *(self.durations[kind] for kind in opened)])
         state = replace(
-            self,
-            updates=now,
-            remaining=max(0, remaining - 1),
-            streak=self.streak + 1 if remaining else 0,
-            ends=ends,
+            self, updates=now, remaining=max(0, remaining - 1), streak=self.streak + 1 if remaining else 0, ends=ends
         )
         return EscalationStep(state, remaining)
 

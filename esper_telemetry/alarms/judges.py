@@ -60,10 +60,7 @@ class OnRamp:
 def clause(words: str, view: View, key: str, value: float) -> str:
     """The words with the value in them, and what it usually is."""
     return words.format(
-        number=number(value),
-        percent=percent(value),
-        inverse=times(1 / max(value, 1e-30)),
-        usual=view.usual(key),
+        number=number(value), percent=percent(value), inverse=times(1 / max(value, 1e-30)), usual=view.usual(key)
     )
 
 

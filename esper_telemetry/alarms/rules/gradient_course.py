@@ -7,18 +7,7 @@ from dataclasses import dataclass, field
 from math import log10
 
 from esper_telemetry.alarms.judges import RATE_GROWN, RollingMean, Z
-from esper_telemetry.alarms.rule import (
-    AlarmRule,
-    Finding,
-    View,
-    above,
-    below,
-    hard,
-    number,
-    percent,
-    power,
-    times,
-)
+from esper_telemetry.alarms.rule import AlarmRule, Finding, View, above, below, hard, number, percent, power, times
 
 MAX_PERIOD = 20
 """Updates of the longest period that counts: longer ones are trends in the hundred updates that are tested."""

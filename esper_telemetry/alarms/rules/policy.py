@@ -27,9 +27,7 @@ MIN_DECISIONS = 0.05
 WRONG_DIRECTION = below("wrong_direction", 0.0, "gain of the update's own objective")
 WRONG_LEAST = above("wrong_direction_least", 0.06, "the same correlation on average over two updates")
 WRONG_CORRELATION = above(
-    "wrong_direction_correlation",
-    0.2,
-    "negative correlation of advantages and ratios that needs no second update",
+    "wrong_direction_correlation", 0.2, "negative correlation of advantages and ratios that needs no second update"
 )
 
 
