@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from esper_telemetry.alarms.metric_registry import registry
+from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.metric import declared
 from esper_telemetry.core.packing import SlotLayout
 from esper_telemetry.core.record import Axes, MetricInfo, RunInfo, RunStatus
@@ -115,7 +115,7 @@ class RunRecorder:
         """
         if worker:
             self._use_worker()
-        metrics = {entry.metric.key: entry.info() for entry in registry()}
+        metrics = {entry.metric.key: entry.info() for entry in metric_entries()}
         self._described.update(metrics)
         options = self._options
         run = RunInfo(
