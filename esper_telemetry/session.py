@@ -21,7 +21,6 @@ On CUDA the tensors of an update are measured where they are, and several ranks 
 from __future__ import annotations
 
 import atexit
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NamedTuple, SupportsFloat, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
 import torch
 from torch import nn
@@ -40,9 +39,8 @@ from esper_telemetry.core.clock import Clock
 from esper_telemetry.core.group import NO_VALUES, Postponed, Values
 from esper_telemetry.core.record import Axes, Level, RunInfo, RunStatus
 from esper_telemetry.core.supervisor import fork_generation
-from esper_telemetry.delivery.child import MAX_DETACHED_SECONDS
-from esper_telemetry.delivery.live import Deliveries
-from esper_telemetry.delivery.status import CloseReport, SinkState
+from esper_telemetry.delivery.live import Deliveries, log_undelivered
+from esper_telemetry.delivery.status import CloseReport
 from esper_telemetry.metrics.performance import telemetry_health
 from esper_telemetry.pipeline.ranks import Peers, RankZeroDecision
 from esper_telemetry.pipeline.record import (
@@ -57,8 +55,9 @@ from esper_telemetry.pipeline.record import (
     SinkBacklog,
 )
 from esper_telemetry.pipeline.response import AlarmCallback, AlarmResponse
-from esper_telemetry.pipeline.run import RunOptions, RunRecorder
+from esper_telemetry.pipeline.run import RunOptions, RunPosition, RunRecorder
 from esper_telemetry.pipeline.sampling import Sampling
+from esper_telemetry.pipeline.usage import AFTER_CLOSE, NEVER_FLUSHED, OVERDUE, UsageWarnings
 from esper_telemetry.pipeline.window import Transfer, as_epochs, finish, flattened
 from esper_telemetry.pipeline.worker import can_use_worker
 from esper_telemetry.sinks.registry import SinkLike, as_sinks
@@ -69,38 +68,6 @@ from esper_telemetry.updates.gradient_watcher import Members, WatchedModels, gro
 from esper_telemetry.updates.groups import measure
 
 Event = TypeVar("Event")
-
-CLOSED: Final = (
-    "esper-telemetry: %s was called after close, and what is measured from here on is not recorded: close telemetry when training is over, "
-    "or make another Telemetry"
-)
-NEVER_FLUSHED: Final = (
-    "esper-telemetry: flush was never called, so everything that was observed and logged is one record, marked as partial: call "
-    "telemetry.flush(env_step=...) at the end of every update"
-)
-OVERDUE: Final = (
-    "esper-telemetry: several updates seem to have been observed since the last flush, and they will be one record: call "
-    "telemetry.flush(env_step=...) at the end of every update"
-)
-BACKWARDS: Final = "esper-telemetry: flush was given %s=%d after %d, so curves over it run backwards: pass the number since the run began"
-REPEATED: Final = (
-    "esper-telemetry: flush was given update=%d after %d, and of an update that comes twice only the first record is shown: leave out "
-    "update, or count on"
-)
-RECOMMENDATION: Final = (
-    "esper-telemetry: records take %.1f %% of the time of this loop, more than the budget of %.1f %%: Telemetry(offload=True) makes them in"
-    " a worker process"
-)
-GOING_ON: Final = (
-    "esper-telemetry: not everything is delivered yet: %s. A background process goes on for %.0f minutes at most; "
-    "`esper-telemetry doctor %s` tells when it is done, and how to send the rest if the machine or container stops before."
-)
-
-RECOMMENDATION_RECORDS: Final = 100
-RECOMMENDATION_SECONDS: Final = 10.0
-"""Records and wall time after which the cost of records in process is compared with the budget."""
-
-_logger = logging.getLogger("esper_telemetry")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,22 +91,6 @@ class SessionOptions:
     facts: dict[str, Any]
     detector_factory: DetectorFactory | None
     all_ranks: bool
-
-
-class RunPosition(NamedTuple):
-    """What every rank knows of the run's journal.
-
-    Attributes:
-        run_dir: where it lives; None without one.
-        axes: of its last record when the run was resumed; None for a new run.
-    """
-
-    run_dir: Path | None = None
-    axes: Axes | None = None
-
-    def covers(self, axes: Axes) -> bool:
-        """Return whether an earlier part of the run has recorded this update."""
-        return self.axes is not None and axes.within(self.axes)
 
 
 class TelemetrySession:
@@ -178,8 +129,7 @@ class TelemetrySession:
         self._take_open_update: Callable[[], UpdateData] = UpdateData
         self._close_callbacks: list[Callable[[], None]] = []
         self._attached = self._closed = False
-        self._warnings: set[str] = set()
-        self._records, self._record_seconds, self._records_elapsed = 0, 0.0, 0.0
+        self._usage = UsageWarnings(options.budget)
         self._peers: Peers | None = None
         self._recorder: RunRecorder | None = None
         self._deliveries: Deliveries | None = None
@@ -204,7 +154,7 @@ class TelemetrySession:
         if recorder.earlier is None:
             self._deliveries = Deliveries(recorder.journal, self._sinks)
         self._recorder = recorder
-        return RunPosition(recorder.run_dir, recorder.earlier.axes if recorder.earlier else None)
+        return recorder.position
 
     @property
     def run_dir(self) -> Path | None:
@@ -266,16 +216,13 @@ class TelemetrySession:
         self._config.update(config or {})
         self._facts.update(facts or {})
         if self._recorder is not None and self._recorder.run is None:
-            self._recorder.start(self._config, self._facts, self._axes, worker=self._wants_worker())
-            if (
-                self._deliveries is None
-            ):  # sinks of a resumed run begin behind its run line: they open what an earlier part has closed
+            offload = self._attached if self._options.offload is None else self._options.offload
+            worker = offload and self._peers is None and not torch.cuda.is_initialized()
+            self._recorder.start(self._config, self._facts, self._axes, worker=worker)
+            # Sinks of a resumed run begin behind its run line: they open what an earlier part has closed.
+            if self._deliveries is None:
                 self._deliveries = Deliveries(self._recorder.journal, self._sinks)
                 self._recorder.report_changed_settings()
-
-    def _wants_worker(self) -> bool:
-        offload = self._attached if self._options.offload is None else self._options.offload
-        return offload and self._peers is None and not torch.cuda.is_initialized()
 
     def begin_update(self, env_step: int) -> None:
         """Begin an update, with data collected so far: its level is what alarms have asked for by now.
@@ -333,10 +280,7 @@ class TelemetrySession:
     # What users call, through `Telemetry`.
 
     def observe(
-        self,
-        groups: Iterable[object],
-        epoch: IntegerLike | Sequence[IntegerLike] = 0,
-        step: IntegerLike | None = None,
+        self, groups: Iterable[object], epoch: IntegerLike | Sequence[IntegerLike] = 0, step: IntegerLike | None = None
     ) -> None:
         """Add groups to the update's record; see `Telemetry.observe`."""
         if not self._accepts("observe"):
@@ -350,15 +294,16 @@ class TelemetrySession:
                 else:
                     self._open.window.add(group, epochs, place)
             if self._open.window.overdue:
-                self._warn_once(OVERDUE)
+                self._usage.warn(OVERDUE)
 
     def watch(
         self, model: nn.Module, optimizer: Optimizer, *, actor: Members | None, critic: Members | None
     ) -> Callable[[], None]:
         """Measure the model's gradients at every step of the optimizer; see `Telemetry.watch`."""
         if not isinstance(model, nn.Module) or not hasattr(optimizer, "register_step_pre_hook"):
-            kinds = f"{_kind_text(model)} and {_kind_text(optimizer)}"
-            raise TypeError(f"watch takes a torch module and its optimizer, got {kinds}")
+            kinds = [f"the class {x.__name__}" if isinstance(x, type) else type(x).__name__ for x in (model, optimizer)]
+            kinds = ["None" if kind == "NoneType" else kind for kind in kinds]
+            raise TypeError(f"watch takes a torch module and its optimizer, got {kinds[0]} and {kinds[1]}")
         parts = {"actor": actor, "critic": critic}
         groups = {name: group_names(model, members) for name, members in parts.items() if members is not None}
         if not self._accepts("watch"):
@@ -430,7 +375,7 @@ class TelemetrySession:
             self._record_pending()
             self.start()
             if status is RunStatus.FINISHED and self._open and not self._flushes and not self._attached:
-                self._warn_once(NEVER_FLUSHED)
+                self._usage.warn(NEVER_FLUSHED)
             last_axes = self._axes
             for callback in self._close_callbacks:
                 self._containment.attempt(callback, lambda _: None)
@@ -469,13 +414,8 @@ class TelemetrySession:
         if self._active:
             return True
         if self._closed and fork_generation() == self._generation:
-            self._warn_once(CLOSED, call)
+            self._usage.warn(AFTER_CLOSE, call)
         return False
-
-    def _warn_once(self, message: str, *args: object) -> None:
-        if message not in self._warnings:
-            self._warnings.add(message)
-            _logger.warning(message, *args)
 
     def _take_watched(self, *, whole: bool) -> None:
         """Measure what watched models did in the update."""
@@ -498,12 +438,7 @@ class TelemetrySession:
         earlier, last = self._journal_position, self._axes
         is_new = not earlier.covers(axes)
         if is_new and self._flushes:
-            if axes.update <= last.update:
-                self._warn_once(REPEATED, axes.update, last.update)
-            if axes.env_step < last.env_step:
-                self._warn_once(BACKWARDS, "env_step", axes.env_step, last.env_step)
-            elif axes.gradient_step < last.gradient_step:
-                self._warn_once(BACKWARDS, "gradient_step", axes.gradient_step, last.gradient_step)
+            self._usage.check_order(axes, last)
         self._flushes += 1
         if is_new or (earlier.axes is not None and axes.update <= earlier.axes.update):
             self._axes = axes
@@ -538,21 +473,15 @@ class TelemetrySession:
             backlog = SinkBacklog(stats.queue_depth, stats.errors, stats.lags)
             begun = time.perf_counter()
             self._recorder.record(flushed._replace(measured=results[-1], cost=cost, backlog=backlog))
-            self._recommend_worker(self._recorder, time.perf_counter() - begun, elapsed)
+            self._usage.add_record(time.perf_counter() - begun, elapsed, can_use_worker=self._can_use_worker)
 
-    def _recommend_worker(self, recorder: RunRecorder, seconds: float, elapsed: float) -> None:
-        """Warn where the records of the user's own loop take more than the budget, and a worker could make them."""
-        self._records += 1
-        self._record_seconds += seconds
-        self._records_elapsed += elapsed
-        if self._records < RECOMMENDATION_RECORDS or self._records_elapsed < RECOMMENDATION_SECONDS:
-            return
-        share, budget = self._record_seconds / self._records_elapsed, self._options.budget
-        if share <= budget or self._attached or self._options.offload is not None or RECOMMENDATION in self._warnings:
-            return
-        possible = recorder.run_dir is not None and self._peers is None and not torch.cuda.is_initialized()
-        if possible and isinstance(recorder.pipeline, InProcessPipeline) and can_use_worker(recorder.settings):
-            self._warn_once(RECOMMENDATION, 100 * share, 100 * budget)
+    def _can_use_worker(self) -> bool:
+        """Return whether records are made here because the loop is the user's own, and a worker could make them."""
+        recorder = self._recorder
+        if recorder is None or recorder.run_dir is None or self._attached or self._options.offload is not None:
+            return False
+        possible = self._peers is None and not torch.cuda.is_initialized()
+        return possible and isinstance(recorder.pipeline, InProcessPipeline) and can_use_worker(recorder.settings)
 
     def _receive_reports(self) -> None:
         """Take in the alarms of records made by now, and call the user's callbacks; between records, so that nothing can interleave."""
@@ -571,22 +500,5 @@ class TelemetrySession:
         finally:  # an interrupt ends the wait, and the run is closed all the same
             report = self._deliveries.close(0.0, status=status)
             recorder.release()
-            _report_undelivered(report, recorder.run_dir)
+            log_undelivered(report, recorder.run_dir)
         return report
-
-
-def _report_undelivered(report: CloseReport, run_dir: Path | None) -> None:
-    """Log one line for each sink that needs help, and one for all that a background process feeds."""
-    going_on = [sink for sink in report.sinks if sink.goes_on]
-    for sink in report.sinks:
-        if sink not in going_on and (sink.state is not SinkState.CLOSED or sink.pending):
-            _logger.warning("esper-telemetry: %s", sink)
-    if going_on:
-        names = [f"{sink.name} ({sink.pending:,} records)" if sink.pending else sink.name for sink in going_on]
-        _logger.warning(GOING_ON, ", ".join(names), MAX_DETACHED_SECONDS / 60, run_dir)
-
-
-def _kind_text(value: object) -> str:
-    if value is None:
-        return "None"
-    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

@@ -44,7 +44,7 @@ NOT_PICKLED: Final = (
 
 
 def _with_suggestions(function: Callable[Parameters, None]) -> Callable[Parameters, None]:
-    """Return the function, whose TypeError for an unnames keyword argument names the one that is probably meant."""
+    """Return the function; its TypeError for an unknown keyword argument names the one that is probably meant."""
     names = [*signature(function).parameters]
 
     @wraps(function)
@@ -136,13 +136,17 @@ class Telemetry:
         if not isinstance(name, str | None):
             raise TypeError(f"name must be a text, got {shown(name)}")
         labels = (tags,) if isinstance(tags, str) else tuple(map(str, tags or ()))
+        rules = tuple(as_rules(alarms))
+        factory = detector_factory(detect, rules)
+        if offload:
+            check_sendable(rules)
         options = SessionOptions(
             run=RunOptions(run_dir, name, labels, notes or "", resume),
             level=Level.parse(level),
-            detector_factory=detector_factory(detect, alarms),
+            detector_factory=factory,
             budget=as_number(budget, "budget"),
             close_timeout=close_timeout,
-            offload=worker_policy(offload, alarms),
+            offload=offload,
             config=as_settings(config, "config"),
             facts={**as_settings(facts, "facts"), **threshold_facts(detect)},
             all_ranks=ranks == "all",
@@ -310,25 +314,19 @@ def detector_factory(detect: Detect, alarms: AlarmRule | Iterable[AlarmRule] = (
     return detect
 
 
-def worker_policy(offload: bool | None, alarms: AlarmRule | Iterable[AlarmRule]) -> bool | None:
-    """Return `offload`, or False where it is None and one of the alarms cannot be sent to a worker process.
-
-    Raises TypeError where a worker is asked for and an alarm cannot be sent to it.
-    """
-    for rule in as_rules(alarms) if offload is not False else ():
+def check_sendable(rules: Iterable[AlarmRule]) -> None:
+    """Raise TypeError where one of the rules cannot be sent to a worker process, for which the user has asked."""
+    for rule in rules:
         try:
             # A worker process cannot import what the script that runs defines.
             reason = "it is defined in the script that runs" if b"__main__" in pickle.dumps(rule) else ""
         except Exception as error:  # pickling runs code of the rule
             reason = str(error)
-        if reason and offload is None:
-            return False
         if reason:
             raise TypeError(
                 f"alarm {rule.type!r} cannot be sent to the worker process ({reason}): define its judge in a module that can be "
                 "imported, name it by an entry point of the group esper_telemetry.alarms, or leave out offload=True"
             )
-    return offload
 
 
 def threshold_facts(detect: Detect) -> dict[str, Any]:

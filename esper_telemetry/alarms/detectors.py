@@ -18,17 +18,17 @@ from esper_telemetry.alarms.alarm_state import (
     AlarmChange,
     AlarmRateLimit,
     AlarmState,
+    Escalation,
+    EscalationRemaining,
     RuleCoverage,
     alarm_values,
 )
 from esper_telemetry.alarms.baselines import Baselines, matcher
-from esper_telemetry.alarms.escalation import Escalation, EscalationRemaining
 from esper_telemetry.alarms.incidents import CausalOrder, Incident, Incidents
 from esper_telemetry.alarms.registry import alarm_rules, with_alarms
 from esper_telemetry.alarms.rule import AlarmRule, Finding, Judge, View
-from esper_telemetry.alarms.rules.task import failure_findings
+from esper_telemetry.alarms.rules.task import Event, TaskEvents, failure_findings
 from esper_telemetry.alarms.rules.telemetry import ALARM_LIMIT, TOO_MANY
-from esper_telemetry.alarms.task_events import Event, TaskEvents
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.core.record import CRITICAL_FROM, RUN_FAILED, Alarm, AlarmEvent, AlarmLevel, Axes, Record
 

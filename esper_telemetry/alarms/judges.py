@@ -32,8 +32,8 @@ class AboveBound:
         value = view.get(self.key)
         if value is not None:
             bound = view.limits[self.bound] if isinstance(self.bound, Bound) else self.bound
-            yield Finding(
-                hard(value > bound), self.key, value, bound, text=lambda: clause(self.words, view, self.key, value)
+            yield Finding(hard(value > bound), self.key, value, bound).with_text(
+                lambda: clause(self.words, view, self.key, value)
             )
 
 
@@ -49,21 +49,14 @@ class OnRamp:
         value = view.get(self.key)
         if value is not None:
             yield Finding(
-                view.limits.severity(self.ramp, value),
-                self.key,
-                value,
-                view.limits.middle(self.ramp),
-                text=lambda: clause(self.words, view, self.key, value),
-            )
+                view.limits.severity(self.ramp, value), self.key, value, view.limits.middle(self.ramp)
+            ).with_text(lambda: clause(self.words, view, self.key, value))
 
 
 def clause(words: str, view: View, key: str, value: float) -> str:
     """The words with the value in them, and what it usually is."""
     return words.format(
-        number=number(value),
-        percent=percent(value),
-        inverse=times(1 / max(value, 1e-30)),
-        usual=view.usual(key),
+        number=number(value), percent=percent(value), inverse=times(1 / max(value, 1e-30)), usual=view.usual(key)
     )
 
 

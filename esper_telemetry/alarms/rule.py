@@ -13,7 +13,7 @@ from functools import lru_cache
 from math import log10
 from typing import Any, Final, Literal, NamedTuple
 
-from esper_telemetry.alarms.baselines import Baselines, History, power
+from esper_telemetry.alarms.baselines import Baselines, History
 from esper_telemetry.core.metric import segment
 
 CAUSE_LAST_RANK: Final = 900
@@ -146,6 +146,10 @@ class Finding(NamedTuple):
     instance: str = ""
     claim: bool = False
     text: Callable[[], str] | None = None
+
+    def with_text(self, text: Callable[[], str]) -> Finding:
+        """Return the same with the clause that `text` returns."""
+        return Finding(*self[:-1], text)
 
 
 class View:
@@ -345,30 +349,3 @@ def span(low: float, high: float) -> str:
 def times(x: float) -> str:
     """A ratio in words: 3.2x."""
     return f"{number(x)}x"
-
-
-__all__ = [
-    "CAUSE_LAST_RANK",
-    "AlarmRule",
-    "Bound",
-    "EvidencePiece",
-    "Finding",
-    "History",
-    "Judge",
-    "Limits",
-    "Ramp",
-    "View",
-    "above",
-    "always",
-    "below",
-    "count",
-    "decade_ramp",
-    "hard",
-    "number",
-    "percent",
-    "power",
-    "ramp",
-    "segment_of",
-    "span",
-    "times",
-]

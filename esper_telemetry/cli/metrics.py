@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Column, Table
 
-from esper_telemetry.alarms.metric_registry import MetricEntry, registry
+from esper_telemetry.alarms.metric_entries import MetricEntry, metric_entries
 from esper_telemetry.cli.arguments import WrongUse
 from esper_telemetry.core.lazy import collection_paused
 from esper_telemetry.core.messages import did_you_mean
@@ -44,7 +44,7 @@ def _matching(text: str) -> Sequence[MetricEntry]:
 
     The text is searched for in keys and in names; keys whose last segment it is come first. Raises WrongUse if none does.
     """
-    entries = {entry.metric.key: entry for entry in registry()}
+    entries = {entry.metric.key: entry for entry in metric_entries()}
     template = template_of(text, entries)
     if text in entries or template in entries:
         return [entries.get(text) or entries[template]]

@@ -16,9 +16,11 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing, suppress
+from pathlib import Path
 from typing import Final
 
 from esper_telemetry.core.record import RunStatus
+from esper_telemetry.delivery.child import MAX_DETACHED_SECONDS
 from esper_telemetry.delivery.cursors import Cursors
 from esper_telemetry.delivery.delivery import Delivery, SinkReader
 from esper_telemetry.delivery.process import SinkProcess
@@ -54,6 +56,11 @@ MAX_INLINE_SECONDS: Final = 0.01
 """Time after which the training thread leaves further batches of inline sinks to its next call."""
 POLL_SECONDS: Final = 0.1
 """Shortest time between two looks of the training thread at its deliveries."""
+
+GOING_ON: Final = (
+    "esper-telemetry: not everything is delivered yet: %s. A background process goes on for %.0f minutes at most; "
+    "`esper-telemetry doctor %s` tells when it is done, and how to send the rest if the machine or container stops before."
+)
 
 _logger = logging.getLogger("esper_telemetry")
 
@@ -299,3 +306,14 @@ class Deliveries:
         _logger.warning(
             "esper-telemetry: sink %s cannot start (%s): it gets nothing in this run%s", name, cause, remedy
         )
+
+
+def log_undelivered(report: CloseReport, run_dir: Path | None) -> None:
+    """Log one line for each sink that needs help, and one for all that a background process feeds."""
+    going_on = [sink for sink in report.sinks if sink.goes_on]
+    for sink in report.sinks:
+        if sink not in going_on and (sink.state is not SinkState.CLOSED or sink.pending):
+            _logger.warning("esper-telemetry: %s", sink)
+    if going_on:
+        names = [f"{sink.name} ({sink.pending:,} records)" if sink.pending else sink.name for sink in going_on]
+        _logger.warning(GOING_ON, ", ".join(names), MAX_DETACHED_SECONDS / 60, run_dir)

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
-from esper_telemetry.alarms.metric_registry import registry
+from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.group import SlotLayout
 from esper_telemetry.core.messages import redacted
 from esper_telemetry.core.metric import declared
@@ -65,6 +65,22 @@ class RunOptions:
     resume: bool = False
 
 
+class RunPosition(NamedTuple):
+    """What every rank knows of the run's journal.
+
+    Attributes:
+        run_dir: where it lives; None without one.
+        axes: of its last record when the run was resumed; None for a new run.
+    """
+
+    run_dir: Path | None = None
+    axes: Axes | None = None
+
+    def covers(self, axes: Axes) -> bool:
+        """Return whether an earlier part of the run has recorded this update."""
+        return self.axes is not None and axes.within(self.axes)
+
+
 class RunRecorder:
     """Writes the journal of a run.
 
@@ -107,6 +123,11 @@ class RunRecorder:
         """Where the journal lives; None without one."""
         return self.journal.run_dir
 
+    @property
+    def position(self) -> RunPosition:
+        """The run directory, and where the journal stood when the run was resumed."""
+        return RunPosition(self.run_dir, self.earlier.axes if self.earlier else None)
+
     def start(self, config: Mapping[str, Any], facts: Mapping[str, Any], axes: Axes, *, worker: bool) -> None:
         """Write the run line, which is what sinks open with, and `config.json`; a resumed run goes on from `axes`.
 
@@ -115,12 +136,15 @@ class RunRecorder:
         """
         if worker:
             self._use_worker()
-        metrics = {entry.metric.key: entry.info() for entry in registry()}
+        metrics = {entry.metric.key: entry.info() for entry in metric_entries()}
         self._described.update(metrics)
         options = self._options
+        name = options.name or "run"
+        if self.run_dir is not None and (options.run_dir == "auto" or options.name is None):
+            name = self.run_dir.name  # a new directory has the given name in it, and the time
         run = RunInfo(
             run_id=secrets.token_hex(6),
-            name=_display_name(options, self.run_dir),
+            name=name,
             run_dir=self.run_dir,
             started=time.time(),
             config=redacted(plain(config)),
@@ -217,13 +241,6 @@ def _resumed(run: RunInfo, earlier: JournalContents, axes: Axes) -> RunInfo:
         metrics={**info.metrics, **run.metrics},
         resumed_from={**resumed_from, "recorded": earlier.recorded, "seq": earlier.seq},
     )
-
-
-def _display_name(options: RunOptions, run_dir: Path | None) -> str:
-    """Return what people call the run: the given name, but that of the directory, which has the time in it, where that is new too."""
-    if run_dir is not None and (options.run_dir == "auto" or options.name is None):
-        return run_dir.name
-    return options.name or "run"
 
 
 def _versions() -> dict[str, str]:

@@ -82,9 +82,9 @@ _logger = logging.getLogger("esper_telemetry")
 
 
 def can_use_worker(settings: PipelineSettings) -> bool:
-    """Return whether a worker can make the records: on Linux (memory files), with a second core, and not from a script's own classes.
+    """Return whether a worker can make the records: on Linux (memory files), with a second core, and with settings that it can import.
 
-    The worker cannot import what stands in the script itself, such as a detector.
+    A worker cannot import what the script itself defines, such as a detector or an alarm.
     """
     if not hasattr(os, "memfd_create"):
         return False
@@ -93,7 +93,7 @@ def can_use_worker(settings: PipelineSettings) -> bool:
         return False
     try:
         return b"__main__" not in pickle.dumps(settings)
-    except (pickle.PicklingError, AttributeError, TypeError):
+    except Exception:  # pickling runs code of detectors and alarms, which need not be made for it
         return False
 
 

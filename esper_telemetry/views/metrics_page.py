@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from esper_telemetry.alarms.metric_registry import PRIORITIES, MetricEntry, registry
+from esper_telemetry.alarms.metric_entries import PRIORITIES, MetricEntry, metric_entries
 from esper_telemetry.alarms.registry import alarm_rules
 from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.core.catalogue import families, family_name
@@ -55,7 +55,7 @@ CONSOLE_KEYS = frozenset(key for column in COLUMNS for key in column.keys)
 
 def page() -> str:
     """Return the whole page, Markdown."""
-    entries = registry()
+    entries = metric_entries()
     names = [*families(), *sorted({_family(entry) for entry in entries} - families().keys())]
     chapters = [(name, sorted((entry for entry in entries if _family(entry) == name), key=_rank)) for name in names]
     parts = [

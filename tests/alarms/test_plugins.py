@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from healthy_run import judged, raised, record, run, set_to
 
-from esper_telemetry import Telemetry, read_run
+from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.alarms import AboveBound, AlarmRule, Detectors, Finding, Thresholds, View, alarm_rules, diagnose
 from esper_telemetry.alarms.rule import above
-from esper_telemetry.core.record import AlarmEvent
+from esper_telemetry.core.record import AlarmEvent, Level
+from esper_telemetry.pipeline.record import PipelineSettings
+from esper_telemetry.pipeline.worker import LOG_NAME, can_use_worker
 
 KEY = "my/number"
 MY_BOUND = above("my_bound", 3.0, "a number of mine")
@@ -130,10 +134,57 @@ def test_rank_is_the_place_among_causes() -> None:
         assert {alarm.cause for alarm in alarms if alarm.event is AlarmEvent.RAISE} == {cause}
 
 
+@pytest.fixture
+def script_rule(monkeypatch: pytest.MonkeyPatch) -> AlarmRule:
+    """A rule whose judge the script that runs defines."""
+    monkeypatch.setattr(Growing, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "Growing", Growing, raising=False)
+    return my_rule(judge=Growing())
+
+
+class Trap:
+    """A judge that cannot be pickled, for a reason of its own."""
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        yield from Growing()(view)
+
+    def __reduce__(self) -> NoReturn:
+        raise ValueError("no")
+
+
+def test_an_alarm_that_the_script_defines_is_judged_in_this_process(tmp_path: Path, script_rule: AlarmRule) -> None:
+    for rule in (script_rule, my_rule(judge=Trap())):
+        settings = PipelineSettings(Level.NORMAL, partial(Detectors, alarms=(rule,)), dict)
+        assert not can_use_worker(settings)
+
+    log(Telemetry(run_dir=tmp_path / "run", alarms=script_rule), 1, 2, 3)
+
+    assert [alarm.type for alarm in read_run(tmp_path / "run").alarms] == ["my/alarm"]
+    assert not (tmp_path / "run" / LOG_NAME).exists()
+
+
+def test_an_attached_trainer_with_such_an_alarm_is_recorded_in_this_process(
+    tmp_path: Path, script_rule: AlarmRule
+) -> None:
+    trainer = PPO(make_env("CartPole-v1", num_envs=2, seed=1), PPOConfig(num_steps=16, seed=1))
+    with Telemetry(run_dir=tmp_path / "run", alarms=iter([script_rule])) as telemetry:
+        attach(telemetry, trainer)
+        trainer.learn(total_steps=64)
+
+    assert read_run(tmp_path / "run").records
+    assert not (tmp_path / "run" / LOG_NAME).exists()
+
+
+def test_a_worker_is_refused_for_an_alarm_that_the_script_defines(tmp_path: Path, script_rule: AlarmRule) -> None:
+    with pytest.raises(TypeError, match=r"'my/alarm' cannot be sent .* .*script that runs.* leave out offload"):
+        Telemetry(run_dir=tmp_path / "run", alarms=iter([script_rule]), offload=True)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "sentence"),
     [
-        ({"alarms": [my_rule(judge=lambda view: ())]}, TypeError, "cannot be sent to the worker process"),
+        ({"alarms": [my_rule(judge=lambda _: ())], "offload": True}, TypeError, "cannot be sent to the worker process"),
         ({"alarms": [my_rule(type="policy/kl_spike")]}, ValueError, "there is an alarm 'policy/kl_spike' already"),
         ({"alarms": [my_rule(), my_rule()]}, ValueError, "there is an alarm 'my/alarm' already"),
         ({"alarms": [7]}, TypeError, "alarms are instances of AlarmRule, got 7"),

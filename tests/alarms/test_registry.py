@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from esper_telemetry.alarms.metric_registry import PRIORITIES, MetricEntry, registry
+from esper_telemetry.alarms.metric_entries import PRIORITIES, MetricEntry, metric_entries
 from esper_telemetry.alarms.registry import alarm_rules, alarms_reading
 from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.cli.main import main
@@ -18,25 +18,25 @@ from esper_telemetry.history.derive import key_histories
 from esper_telemetry.sinks.pages import glossary, metric_description
 from esper_telemetry.views.metrics_page import entry_text, entry_values, page
 
-ENTRIES = {entry.metric.key: entry for entry in registry()}
+ENTRIES = {entry.metric.key: entry for entry in metric_entries()}
 DOCS = Path(__file__).parents[2] / "docs"
 EXPLODES = "grad/{group}/severity_explode"
 
 
 def test_every_declared_metric_has_an_entry() -> None:
-    assert [entry.metric for entry in registry()] == list(catalogue())
+    assert [entry.metric for entry in metric_entries()] == list(catalogue())
 
 
 def test_number_514_is_still_the_explosion_of_gradients() -> None:
     """Numbers never change their meaning: dashboards and reports refer to them."""
-    (entry,) = [entry for entry in registry() if entry.metric.number == 514]
+    (entry,) = [entry for entry in metric_entries() if entry.metric.number == 514]
 
     assert entry.metric.key == EXPLODES
     assert (entry.metric.low, entry.metric.high) == (0.0, 1.0)
     assert entry.info().id == "TELE-514"
 
 
-@pytest.mark.parametrize("entry", registry(), ids=lambda entry: entry.metric.key)
+@pytest.mark.parametrize("entry", metric_entries(), ids=lambda entry: entry.metric.key)
 def test_every_entry_is_complete(entry: MetricEntry) -> None:
     metric = entry.metric
 
@@ -54,7 +54,7 @@ def test_every_entry_is_complete(entry: MetricEntry) -> None:
 
 
 def test_names_are_unique() -> None:
-    names = [entry.name for entry in registry()]
+    names = [entry.name for entry in metric_entries()]
 
     assert sorted(set(names)) == sorted(names)
 
@@ -91,7 +91,7 @@ def test_headlines_are_measured_at_every_level() -> None:
     """What decides whether a run is wrong for certain, and needs no close look, is there at the level minimal too."""
     late = {
         entry.metric.key
-        for entry in registry()
+        for entry in metric_entries()
         if entry.priority == "critical" and entry.metric.cost == "free" and entry.metric.level > Level.MINIMAL
     }
 
@@ -114,7 +114,7 @@ def test_the_reduction_is_that_of_the_field(key: str, reduction: str) -> None:
 
 def test_an_entry_names_the_histories_that_follow_it() -> None:
     """All that a run follows, and nothing else."""
-    found = {entry.metric.key: set(entry.series) for entry in registry() if entry.series}
+    found = {entry.metric.key: set(entry.series) for entry in metric_entries() if entry.series}
     rows = key_histories(["actor"])
 
     assert found["policy/kl"] >= {"ema", "drift", "trend/mk_z", "period/p", "cusum"}
@@ -123,15 +123,15 @@ def test_an_entry_names_the_histories_that_follow_it() -> None:
     assert found["grad/{group}/norm_preclip"] >= {"ema", "robust_z"}
     assert {template_of(row.key, found) for row in rows} == found.keys() - {"opt/update_to_weight"}
     assert {f"{{key}}/{name}" for names in found.values() for name in names} == {
-        entry.metric.key for entry in registry() if entry.metric.key.startswith("{key}/")
+        entry.metric.key for entry in metric_entries() if entry.metric.key.startswith("{key}/")
     }
 
 
 def test_every_metric_with_bounds_has_advice() -> None:
-    bounded = [entry for entry in registry() if entry.metric.warn or entry.metric.critical]
+    bounded = [entry for entry in metric_entries() if entry.metric.warn or entry.metric.critical]
 
     assert [entry.metric.key for entry in bounded if not entry.action] == []
-    assert [entry.metric.key for entry in registry() if entry.metric.advice and entry not in bounded] == []
+    assert [entry.metric.key for entry in metric_entries() if entry.metric.advice and entry not in bounded] == []
     assert [entry.metric.key for entry in bounded if entry.metric.advice and entry.alarms] == []
 
 

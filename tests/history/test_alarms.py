@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esper_telemetry.alarms.alarm_state import Change, Hysteresis, Patience
-from esper_telemetry.alarms.escalation import Escalation
+from esper_telemetry.alarms.alarm_state import Change, Escalation, Hysteresis, Patience
 
 SEVERITIES = st.lists(st.sampled_from([None, math.nan, 0.0, 0.24, 0.25, 0.49, 0.5, 0.9, 1.0]), max_size=60)
 PATIENCES = st.builds(Patience, n_on=st.integers(1, 3), n_off=st.integers(1, 4), warmup=st.integers(0, 5))

@@ -152,7 +152,7 @@ def _gradients(gradients: BackwardGradients, counts: tuple[int, ...], rank: int)
             leaves.actor.double() * actor**0.5 / share,
             leaves.critic.double() * critic**0.5 / share,
             leaves.dots.double() * dots / share**2,
-        ),
+        )
     )
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from waiting import wait_until
 
-from esper_telemetry import RunStatus, Telemetry, attach, read_run, session, value_fit
+from esper_telemetry import RunStatus, Telemetry, attach, read_run, value_fit
 from esper_telemetry.events import MinibatchesEnd, RolloutEnd, RunStart, UpdateEnd
 from esper_telemetry.pipeline.record import InProcessPipeline
 from esper_telemetry.pipeline.worker import WorkerPipeline
@@ -326,8 +326,8 @@ with Telemetry(run_dir="run", detect=Mine, offload=True) as telemetry:
 def test_a_loop_that_records_slow_down_is_told_once_that_a_worker_could_make_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, budget: float, warnings: int
 ) -> None:
-    monkeypatch.setattr(session, "RECOMMENDATION_SECONDS", 0.0)
-    monkeypatch.setattr(session, "RECOMMENDATION_RECORDS", 5)
+    monkeypatch.setattr("esper_telemetry.pipeline.usage.RECOMMENDATION_SECONDS", 0.0)
+    monkeypatch.setattr("esper_telemetry.pipeline.usage.RECOMMENDATION_RECORDS", 5)
     with Telemetry(run_dir=tmp_path, budget=budget) as telemetry:
         logged(telemetry, range(1, 11))
 

@@ -179,7 +179,9 @@ def own_loop(run_dir: Path, poison: str) -> None:
                     actor.weight[0, 0] = torch.nan
             if update == 2 and poison == "crash":
                 raise OSError("the simulator is gone")
-            torch.distributions.Categorical(logits=actor(obs)).log_prob(torch.zeros(8)).sum().backward()
+            torch.distributions.Categorical(logits=actor(obs), validate_args=True).log_prob(
+                torch.zeros(8)
+            ).sum().backward()
             optimizer.step()
             telemetry.flush(env_step=8 * (update + 1))
 

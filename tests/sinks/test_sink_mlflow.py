@@ -24,7 +24,7 @@ from sink_runs import HISTOGRAM, record, run_info
 from waiting import wait_until
 
 from esper_telemetry import Telemetry, read_run
-from esper_telemetry.alarms.metric_registry import registry
+from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.record import Record, RunInfo, RunStatus
 from esper_telemetry.sinks import MLflowSink, PermanentSinkError
 from esper_telemetry.sinks.mlflow import database as mlflow_rows
@@ -224,7 +224,7 @@ def test_the_run_page_is_complete(store: Path, client: Any) -> None:
 
 def test_what_all_metrics_mean_fits_into_tags(store: Path, client: Any) -> None:
     """The whole catalogue; a family that is too long for a tag ends with a whole line."""
-    every = {entry.metric.key: entry.info() for entry in registry()}
+    every = {entry.metric.key: entry.info() for entry in metric_entries()}
     opened(run_info(store, run_id="all", metrics=every))
 
     tags = mlflow_run_of(client, "all").data.tags

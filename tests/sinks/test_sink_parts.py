@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sink_runs import HISTOGRAM, METRICS, record, run_info
 
-from esper_telemetry.alarms.metric_registry import registry
+from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.catalogue import family_name
 from esper_telemetry.core.messages import masked
 from esper_telemetry.core.record import Histogram, MetricInfo
@@ -58,7 +58,7 @@ def test_charts_hold_what_belongs_together_in_one_unit() -> None:
     }
 
 
-EVERY = {entry.metric.key: entry.info() for entry in registry()}
+EVERY = {entry.metric.key: entry.info() for entry in metric_entries()}
 
 
 @pytest.mark.parametrize(

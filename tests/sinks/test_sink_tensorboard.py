@@ -14,7 +14,7 @@ from tensorboard.plugins.hparams import metadata as hparams
 from tensorboard.plugins.hparams import plugin_data_pb2
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from esper_telemetry.alarms.metric_registry import registry
+from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.record import RunStatus
 from esper_telemetry.sinks import Place, TensorBoardSink
 
@@ -111,7 +111,7 @@ def test_settings_and_status_stand_in_the_table_of_runs(
 
 def test_the_table_of_runs_begins_with_what_runs_differ_in_and_with_returns(tmp_path: Path) -> None:
     """TensorBoard shows the settings that are said to differ first, five of them, and the first outcome."""
-    every = {entry.metric.key: entry.info() for entry in registry()}
+    every = {entry.metric.key: entry.info() for entry in metric_entries()}
     sink = TensorBoardSink()
     sink.open(run_info(tmp_path, metrics=every, config={"ppo": {"learning_rate": 1e-3, "clip": 0.2}, "env": "a"}))
     sink.close(RunStatus.FINISHED)

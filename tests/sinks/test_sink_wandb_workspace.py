@@ -15,7 +15,7 @@ import pytest
 from fake_wandb import ENTITY, KEY, FakeWandb
 from sink_runs import HISTOGRAM, record, run_info
 
-from esper_telemetry.alarms.metric_registry import registry
+from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.cli.arguments import WrongUse
 from esper_telemetry.cli.main import run as run_command
 from esper_telemetry.cli.stored_runs import keys
@@ -28,7 +28,7 @@ from esper_telemetry.sinks.wandb.workspace import specification, workspace
 
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic V1 style `@validator` validators")  # in wandb-workspaces 0.4
 
-EVERY = {entry.metric.key: entry.info() for entry in registry()}
+EVERY = {entry.metric.key: entry.info() for entry in metric_entries()}
 SEEN = {
     "policy/kl": 0.01,
     "policy/kl_max": 0.02,

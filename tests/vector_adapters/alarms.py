@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from esper_telemetry.alarms.alarm_state import Hysteresis, Patience
-from esper_telemetry.alarms.escalation import Escalation
+from esper_telemetry.alarms.alarm_state import Escalation, Hysteresis, Patience
 
 Inputs = Mapping[str, Any]
 Values = dict[str, Any]

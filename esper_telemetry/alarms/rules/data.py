@@ -19,17 +19,13 @@ def degenerate_advantages(view: View) -> Iterator[Finding]:
     if share is None and floored is None:
         return
     few = share is not None and share < limits[PARTICIPATION] and (outlier or 0.0) > limits[ADVANTAGE_OUTLIER]
-    yield Finding(
-        hard(bool(floored) or few),
-        "adv/participation",
-        share,
-        limits[PARTICIPATION],
-        text=lambda: (
+    yield Finding(hard(bool(floored) or few), "adv/participation", share, limits[PARTICIPATION]).with_text(
+        lambda: (
             "all advantages are equal but for rounding, which normalisation blows up"
             if floored
             else f"{percent(share or 0.0)} of the steps carry the learning signal (usually 40 % or more); "
             f"the largest advantage is {number(outlier or 0.0)} standard deviations"
-        ),
+        )
     )
 
 
@@ -67,14 +63,10 @@ class ConstantObservationJudge:
             self.steps += (view.transitions or 0) / float(view.facts.get("num_envs") or 1)
         changed, steps = self.changing >= MIN_CHANGING_UPDATES, self.steps
         lasts = self.still >= (STILL_UPDATES if changed else NEVER_CHANGED_UPDATES) and steps >= MIN_STILL_STEPS
-        yield Finding(
-            hard(share > 0 and lasts and (changed or share < 1)),
-            CONSTANT_OBS,
-            share,
-            0.0,
-            text=lambda: (
+        yield Finding(hard(share > 0 and lasts and (changed or share < 1)), CONSTANT_OBS, share, 0.0).with_text(
+            lambda: (
                 f"{percent(share)} of the environments have given one and the same observation in every step, for {number(steps)} steps"
-            ),
+            )
         )
 
 
@@ -121,12 +113,8 @@ class ConstantRewardJudge:
         never = not self.varied and largest == 0 and self.updates >= 10
         enough = view.limits[CONSTANT_STEPS if self.varied else NEVER_STEPS]
         value = view.get("reward/mean") or 0.0
-        yield Finding(
-            hard((gone or never) and transitions >= enough),
-            "reward/std",
-            spread,
-            0.0,
-            text=lambda: f"every one of {transitions} steps has been paid the same reward, {number(value)}",
+        yield Finding(hard((gone or never) and transitions >= enough), "reward/std", spread, 0.0).with_text(
+            lambda: f"every one of {transitions} steps has been paid the same reward, {number(value)}"
         )
 
 
@@ -168,10 +156,11 @@ class NormalizerJudge:
                 cut if by_cuts else value,
                 limits.middle(NORMALIZER_CLIP if by_cuts else NORMALIZER_DRIFT),
                 instance=label,
-                text=lambda label=label, value=value, cut=cut: (  # type: ignore[misc]  # the loop's values at this time
+            ).with_text(
+                lambda label=label, value=value, cut=cut: (  # type: ignore[misc]  # the loop's values at this time
                     f"the normaliser of {label} is off: it has moved by {number(value)} standard deviations within ten updates (settled: "
                     f"below 0.1), and cuts off {percent(cut)} of what it is given (usually nothing)"
-                ),
+                )
             )
 
 

@@ -49,10 +49,11 @@ def entropy_collapse(view: View) -> Iterator[Finding]:
         "policy/entropy_norm",
         entropy,
         limits[ENTROPY_COLLAPSE],
-        text=lambda: (
+    ).with_text(
+        lambda: (
             f"the policy does nearly the same everywhere: its entropy is {percent(entropy)} of the largest, "
             f"that of its actions over all states {percent(mix)}"
-        ),
+        )
     )
 
 
@@ -78,15 +79,11 @@ class EntropyCrashJudge:
         early = view.progress < EARLY and entropy < 0.5 and (kl or 0.0) > 0
         slow, fast = limits.severity(ENTROPY_CRASH, -value), limits.severity(ENTROPY_PLUNGE, latest)
         fall = latest if fast > slow else -value
-        yield Finding(
-            max(slow, fast) if early else 0.0,
-            key,
-            value,
-            -limits.middle(ENTROPY_CRASH),
-            text=lambda: (
+        yield Finding(max(slow, fast) if early else 0.0, key, value, -limits.middle(ENTROPY_CRASH)).with_text(
+            lambda: (
                 f"the policy's entropy has been falling by {percent(1 - exp(-fall))} per update, to {percent(entropy)} of the largest, "
                 f"after {percent(view.progress or 0.0)} of the run"
-            ),
+            )
         )
 
     def latest_fall(self, entropy: float) -> float:
@@ -106,21 +103,15 @@ def punished_entropy(view: View) -> Iterator[Finding]:
         return
     flipped = abs(entropy) > MIN_SIGNED_ENTROPY and abs(loss - entropy) < SAME_SIGN_DISTANCE * abs(entropy)
     negative = weight is not None and weight < 0 <= float(view.facts.get("entropy_coef") or 0.0)
-    yield Finding(
-        hard(flipped or negative),
-        "loss/entropy",
-        loss,
-        -entropy,
-        instance="sign",
-        claim=True,
-        text=lambda: (
+    yield Finding(hard(flipped or negative), "loss/entropy", loss, -entropy, instance="sign", claim=True).with_text(
+        lambda: (
             f"exploring has been punished instead of rewarded: the entropy is {number(entropy)}, and in the loss stands "
             + (
                 f"{number(loss)} instead of {number(-entropy)}"
                 if flipped
                 else f"{number(weight or 0.0)} times its bonus"
             )
-        ),
+        )
     )
 
 
@@ -150,15 +141,11 @@ class EntropyExplosionJudge:
         reason = (
             f"from {percent(lowest)} before" if rose else f"and clipping leaves {percent(coef or 0.0)} of the gradient"
         )
-        yield Finding(
-            hard(wrong),
-            "policy/entropy_norm",
-            entropy,
-            1 - limits[ENTROPY_EXPLOSION],
-            text=lambda: (
+        yield Finding(hard(wrong), "policy/entropy_norm", entropy, 1 - limits[ENTROPY_EXPLOSION]).with_text(
+            lambda: (
                 f"the policy is random: its entropy is {percent(entropy)} of the largest, {reason}, and updates move it by {number(kl)} "
                 "nats"
-            ),
+            )
         )
 
 
@@ -172,13 +159,11 @@ def action_shift(view: View) -> Iterator[Finding]:
     if value is not None:
         by_chance = 1 / view.transitions if view.transitions else 0.0  # of the samples of two rollouts
         yield Finding(
-            limits.severity(ACTION_SHIFT, value - by_chance),
-            key,
-            value,
-            limits.middle(ACTION_SHIFT) + by_chance,
-            text=lambda: (
+            limits.severity(ACTION_SHIFT, value - by_chance), key, value, limits.middle(ACTION_SHIFT) + by_chance
+        ).with_text(
+            lambda: (
                 f"the mix of actions has changed abruptly, by a Jensen-Shannon divergence of {number(value)} (usually below 0.02)"
-            ),
+            )
         )
 
 

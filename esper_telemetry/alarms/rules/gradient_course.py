@@ -6,19 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import log10
 
+from esper_telemetry.alarms.baselines import power
 from esper_telemetry.alarms.judges import RATE_GROWN, RollingMean, Z
-from esper_telemetry.alarms.rule import (
-    AlarmRule,
-    Finding,
-    View,
-    above,
-    below,
-    hard,
-    number,
-    percent,
-    power,
-    times,
-)
+from esper_telemetry.alarms.rule import Finding, View, above, below, hard, number, percent, times
+from esper_telemetry.alarms.rules.gradients import gradient_alarm
 
 MAX_PERIOD = 20
 """Updates of the longest period that counts: longer ones are trends in the hundred updates that are tested."""
@@ -68,11 +59,12 @@ class OscillationJudge:
             max(self.opposed, periodic),
             "grad/align/successive_cos" if mean is not None else "policy/kl/period/p",
             mean if mean is not None else chance,
-            text=lambda: (
+        ).with_text(
+            lambda: (
                 f"the KL divergence swings with a period of {number(length or 0.0)} updates"
                 if periodic
                 else f"successive gradients point against each other: their cosine averages {number(averaged)}"
-            ),
+            )
         )
 
     def swinging_rate(self, view: View) -> Iterator[Finding]:
@@ -84,15 +76,10 @@ class OscillationJudge:
         del rates[:-SWING_UPDATES]
         factor = view.limits[RATE_SWING]
         swings = rate_swings(rates, factor)
-        yield Finding(
-            hard(swings >= MIN_SWINGS),
-            "opt/lr",
-            rate,
-            instance="rate",
-            claim=True,
-            text=lambda: (
+        yield Finding(hard(swings >= MIN_SWINGS), "opt/lr", rate, instance="rate", claim=True).with_text(
+            lambda: (
                 f"the learning rate swings: {swings} times by a factor of {number(factor)} or more within {len(rates)} updates"
-            ),
+            )
         )
 
 
@@ -112,8 +99,8 @@ def noise_dominated(view: View) -> Iterator[Finding]:
     key = "opt/snr_share"
     value = view.get(key)
     if value is not None:
-        yield Finding(
-            hard(value <= 0), key, value, 0.0, text=lambda: f"the gradient is noise: {percent(value)} of it is signal"
+        yield Finding(hard(value <= 0), key, value, 0.0).with_text(
+            lambda: f"the gradient is noise: {percent(value)} of it is signal"
         )
 
 
@@ -147,12 +134,8 @@ class DriftJudge:
             new = abs(view.z(key) or 0.0) > limits.low(Z)
             wrong = new and abs(off) > limits[DRIFT_SIGMAS] * sigma and abs(off) > limits[DRIFT_MIN] / 2.302585
             usual = power(self.mean)
-            yield Finding(
-                hard(wrong),
-                key,
-                value,
-                adaptive=True,
-                text=lambda: f"the gradient's norm has been {number(value)}, away from its average of {number(usual)}",
+            yield Finding(hard(wrong), key, value, adaptive=True).with_text(
+                lambda: f"the gradient's norm has been {number(value)}, away from its average of {number(usual)}"
             )
             if wrong and self.rejected < MAX_REJECTED:
                 self.rejected += 1
@@ -172,15 +155,10 @@ class DriftJudge:
             return
         self.rises = self.rises + 1 if rate > was else 0
         limit = view.limits[RATE_GROWN] * asked
-        yield Finding(
-            hard(self.rises >= MIN_RISES and rate > limit),
-            "opt/lr",
-            rate,
-            limit,
-            instance="rate",
-            text=lambda: (
+        yield Finding(hard(self.rises >= MIN_RISES and rate > limit), "opt/lr", rate, limit, instance="rate").with_text(
+            lambda: (
                 f"the learning rate has crept up to {number(rate)}, {times(rate / asked)} the {number(asked)} that was set"
-            ),
+            )
         )
 
 
@@ -201,12 +179,11 @@ def concentration(view: View) -> Iterator[Finding]:
         value,
         limits[CONCENTRATION],
         z=view.z(key),
-        text=lambda: f"a few parameters own the gradient: its spread is {number(value)}{view.usual(key)}",
-    )
+    ).with_text(lambda: f"a few parameters own the gradient: its spread is {number(value)}{view.usual(key)}")
 
 
 RULES = (
-    AlarmRule(
+    gradient_alarm(
         type="grad/oscillation",
         inputs=("grad/align/successive_cos",),
         meaning="Updates undo each other.",
@@ -219,11 +196,9 @@ RULES = (
         n_off=2,
         debug_updates=3,
         evidence=("grad/align/*", "policy/kl/period/*", "opt/lr"),
-        pieces=("layers", "transitions", "pairs"),
-        histograms=("grad/decades",),
         sampled=True,
     ),
-    AlarmRule(
+    gradient_alarm(
         type="grad/noise_dominated",
         inputs=("grad/gns/noise_dominated", "grad/gns/b_simple", "opt/snr_share"),
         meaning="The gradient is noise.",
@@ -236,12 +211,10 @@ RULES = (
         n_off=10,
         debug_updates=2,
         evidence=("grad/gns/*", "opt/snr_share"),
-        pieces=("layers", "transitions", "pairs"),
-        histograms=("grad/decades",),
         sampled=True,
         default_off=True,
     ),
-    AlarmRule(
+    gradient_alarm(
         type="grad/drift",
         inputs=("grad/global/norm_preclip",),
         meaning="Gradient norms wander away from their average.",
@@ -254,11 +227,9 @@ RULES = (
         n_on=5,
         debug_updates=2,
         evidence=("grad/*/norm_preclip", "opt/lr", "opt/weight_growth", "ret/std"),
-        pieces=("layers", "transitions", "pairs"),
-        histograms=("grad/decades",),
         relative=True,
     ),
-    AlarmRule(
+    gradient_alarm(
         type="grad/concentration",
         inputs=("grad/concentration/entropy", "grad/concentration/layer_entropy", "grad/concentration/participation"),
         meaning="A few parameters own the gradient.",
@@ -271,8 +242,6 @@ RULES = (
         n_on=3,
         debug_updates=2,
         evidence=("grad/concentration/*", "grad/layer/*/norm"),
-        pieces=("layers", "transitions", "pairs"),
-        histograms=("grad/decades",),
         relative=True,
         sampled=True,
     ),

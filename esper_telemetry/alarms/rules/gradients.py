@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from math import log10
 
+from esper_telemetry.alarms.baselines import History, power
 from esper_telemetry.alarms.judges import OUTLIER_BOUNDS, Outlier, RollingMean, list_names
 from esper_telemetry.alarms.rule import (
     AlarmRule,
     Finding,
-    History,
     Ramp,
     View,
     above,
@@ -18,7 +19,6 @@ from esper_telemetry.alarms.rule import (
     hard,
     number,
     percent,
-    power,
     segment_of,
     times,
 )
@@ -46,15 +46,10 @@ class ExplodeJudge:
         median = view.baselines.median(PEAK) or value
         clip = view.facts.get("max_grad_norm")
         left = f"; clipping at {number(clip)} leaves {percent(min(1.0, clip / value))} of it" if clip else ""
-        yield Finding(
-            severity,
-            PEAK,
-            value,
-            adaptive=True,
-            z=view.z(PEAK),
-            text=lambda: (
+        yield Finding(severity, PEAK, value, adaptive=True, z=view.z(PEAK)).with_text(
+            lambda: (
                 f"the gradient has reached a norm of {number(value)}, {times(value / median)} its usual one{view.usual(PEAK)}{left}"
-            ),
+            )
         )
 
 
@@ -89,9 +84,10 @@ def vanish(view: View) -> Iterator[Finding]:
             adaptive=True,
             z=view.z(key),
             instance=layer,
-            text=lambda layer=layer, value=value, key=key: (  # type: ignore[misc]  # the loop's values at this time
+        ).with_text(
+            lambda layer=layer, value=value, key=key: (  # type: ignore[misc]  # the loop's values at this time
                 f"{layer} has {'no gradient: exactly 0' if value == 0 else f'next to no gradient: {number(value)}'}{view.usual(key)}"
-            ),
+            )
         )
 
 
@@ -120,15 +116,11 @@ class MissingGroupJudge:
             absent = [name for name in names if segment_of(name) not in layers] if missing else []
             whole = key not in view.values and f"{key}_nonfinite" not in view.values and bool(names)
             tensors = list_names(absent)
-            yield Finding(
-                hard(whole or bool(absent)),
-                key,
-                view.get(key),
-                instance=group,
-                text=lambda group=group, whole=whole, tensors=tensors: (  # type: ignore[misc]  # the loop's values at this time
+            yield Finding(hard(whole or bool(absent)), key, view.get(key), instance=group).with_text(
+                lambda group=group, whole=whole, tensors=tensors: (  # type: ignore[misc]  # the loop's values at this time
                     f"{'the group' if whole else 'a part of the group'} {group} has no gradient, though it is declared to be trained"
                     + (f": {tensors}" if tensors else "")
-                ),
+                )
             )
 
 
@@ -158,7 +150,7 @@ def actor_starved(view: View) -> Iterator[Finding]:
         return f"the critic's gradient has been {times(power(ratio))} the actor's{usual}{left}{rest}"
 
     wrong = (dominated and share > limits[STARVED_SHARE]) or starved
-    yield Finding(hard(wrong), RATIO, ratio, adaptive=True, z=z, text=text)
+    yield Finding(hard(wrong), RATIO, ratio, adaptive=True, z=z).with_text(text)
 
 
 INTERFERENCE = Ramp("interference", 0.2, 0.7, "negative average cosine of the two losses' gradients")
@@ -175,13 +167,11 @@ class InterferenceJudge:
         mean = self.cosines.add(view.get(key))
         if mean is not None:
             yield Finding(
-                view.limits.severity(INTERFERENCE, -mean),
-                key,
-                mean,
-                -view.limits.middle(INTERFERENCE),
-                text=lambda: (
+                view.limits.severity(INTERFERENCE, -mean), key, mean, -view.limits.middle(INTERFERENCE)
+            ).with_text(
+                lambda: (
                     f"the gradients of actor and critic point in opposite directions: their cosine averages {number(mean)}"
-                ),
+                )
             )
 
 
@@ -196,17 +186,15 @@ def clip_saturated(view: View) -> Iterator[Finding]:
     if value is None or shift is None:
         return
     yield Finding(
-        hard(value < limits[CLIP_COEF] and shift < -limits[CLIP_FALL]),
-        key,
-        value,
-        limits[CLIP_COEF],
-        z=view.z(key),
-        text=lambda: f"clipping leaves {percent(value)} of the gradient{view.usual(key)}",
-    )
+        hard(value < limits[CLIP_COEF] and shift < -limits[CLIP_FALL]), key, value, limits[CLIP_COEF], z=view.z(key)
+    ).with_text(lambda: f"clipping leaves {percent(value)} of the gradient{view.usual(key)}")
 
+
+gradient_alarm = partial(AlarmRule, pieces=("layers", "transitions", "pairs"), histograms=("grad/decades",))
+"""Declare an alarm with the evidence of all gradients."""
 
 RULES = (
-    AlarmRule(
+    gradient_alarm(
         type="grad/explode",
         inputs=(
             "grad/{group}/severity_explode",
@@ -227,11 +215,9 @@ RULES = (
         histories=(PEAK,),
         debug_updates=5,
         evidence=(*NORM_EVIDENCE, "loss/*", "ret/std", "opt/lr"),
-        pieces=("layers", "transitions", "pairs"),
-        histograms=("grad/decades",),
         relative=True,
     ),
-    AlarmRule(
+    gradient_alarm(
         type="grad/vanish",
         inputs=("grad/{group}/severity_vanish", "grad/zero_frac", "grad/layer/{layer}/zero_frac", "grad/health"),
         meaning="A part of the network gets next to no gradient.",
@@ -246,11 +232,9 @@ RULES = (
         histories=("grad/layer/*/norm", "grad/head/*/norm", "loss/value"),
         debug_updates=5,
         evidence=(*NORM_EVIDENCE, "grad/zero_frac", "repr/dormant_frac*"),
-        pieces=("layers", "transitions", "pairs"),
-        histograms=("grad/decades",),
         relative=True,
     ),
-    AlarmRule(
+    gradient_alarm(
         type="grad/missing_group",
         inputs=("grad/{group}/norm_preclip",),
         meaning="A part of the network that is meant to be trained has no gradient at all.",
@@ -265,11 +249,9 @@ RULES = (
         n_off=1,
         debug_updates=10,
         evidence=("grad/*/norm_preclip", "opt/lr"),
-        pieces=("layers", "transitions", "pairs"),
-        histograms=("grad/decades",),
         certain=True,
     ),
-    AlarmRule(
+    gradient_alarm(
         type="grad/actor_starved",
         inputs=(RATIO, SHARE, EFFECTIVE),
         meaning="The critic's gradient fills the clip limit and the actor learns from what is left.",
@@ -284,11 +266,9 @@ RULES = (
         n_on=2,
         debug_updates=5,
         evidence=("grad/interference/*", "grad/clip/*", "ret/std", "loss/*"),
-        pieces=("layers", "transitions", "pairs"),
-        histograms=("grad/decades",),
         relative=True,
     ),
-    AlarmRule(
+    gradient_alarm(
         type="grad/interference",
         inputs=("grad/interference/cos", "grad/interference/cancel"),
         meaning="Actor and critic pull the shared network in opposite directions.",
@@ -301,11 +281,9 @@ RULES = (
         n_on=3,
         debug_updates=3,
         evidence=("grad/interference/*",),
-        pieces=("layers", "transitions", "pairs"),
-        histograms=("grad/decades",),
         sampled=True,
     ),
-    AlarmRule(
+    gradient_alarm(
         type="grad/clip_saturated",
         inputs=("grad/clip/coef_min", "grad/clip/coef", "grad/clip/excess_log10"),
         meaning="Clipping shrinks gradients to a small part of themselves, so the learning rate means little.",
@@ -319,8 +297,6 @@ RULES = (
         n_on=2,
         debug_updates=3,
         evidence=("grad/*/norm_preclip", "grad/interference/*", "grad/clip/*"),
-        pieces=("layers", "transitions", "pairs"),
-        histograms=("grad/decades",),
         relative=True,
     ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Literal
 
 from esper_telemetry.alarms.judges import AboveBound
@@ -47,12 +48,8 @@ def nonfinite(view: View) -> Iterator[Finding]:
     places = [key.removesuffix(NONFINITE) for key in counts if key != NONFINITE_KEY]
     places.sort(key=lambda key: TRAINING_FAMILIES.index(key.partition("/")[0]))
     where = f", among them in {', '.join(places[:3])}" if places else ""
-    yield Finding(
-        float(bool(counts)),
-        NONFINITE_KEY,
-        total,
-        0.0,
-        text=lambda: f"{number(total)} numbers are NaN or infinite{where}",
+    yield Finding(float(bool(counts)), NONFINITE_KEY, total, 0.0).with_text(
+        lambda: f"{number(total)} numbers are NaN or infinite{where}"
     )
 
 
@@ -126,15 +123,11 @@ def ratio_init(view: View) -> Iterator[Finding]:
     rounding = view.limits[RATIO_INIT_FACTOR] * max(1.0, abs(view.get("policy/logp/min") or 0.0) / UNLIKELY_NATS)
     rounding *= MEMORY_ROUNDING if view.matching("lstm/", "") else 1.0
     warn, critical = bounds.warn * rounding, bounds.critical * rounding
-    yield Finding(
-        1.0 if value > critical else WARNING_SEVERITY if value > warn else 0.0,
-        key,
-        value,
-        warn,
-        text=lambda: (
+    yield Finding(1.0 if value > critical else WARNING_SEVERITY if value > warn else 0.0, key, value, warn).with_text(
+        lambda: (
             f"log-probabilities computed before the first step differ from the stored ones by up to {number(value)} nats "
             f"(rounding in {precision} explains {number(warn)}): training does not see what the policy acted on"
-        ),
+        )
     )
 
 
@@ -181,12 +174,8 @@ class AdvantageNormJudge:
             if mean is not None and std is not None
             else ""
         )
-        yield Finding(
-            hard(value > bound or lasting),
-            key,
-            value,
-            bound,
-            text=lambda: f"the advantages in use are not normalised{moments}",
+        yield Finding(hard(value > bound or lasting), key, value, bound).with_text(
+            lambda: f"the advantages in use are not normalised{moments}"
         )
 
 
@@ -196,8 +185,11 @@ ROWS_REPEATED = above(
 )
 BUFFER_AGE = count("buffer_age", 0, "updates that data may be old")
 
+exact_check = partial(AlarmRule, hard=True, n_off=1, pieces=("transitions", "stability"), certain=True)
+"""Declare an alarm of something that is always a mistake."""
+
 RULES = (
-    AlarmRule(
+    exact_check(
         type=NONFINITE_KEY,
         inputs=(NONFINITE_KEY,),
         meaning="A NaN or an infinity has appeared in the data, the losses, the gradients or the weights.",
@@ -206,15 +198,12 @@ RULES = (
         judge=nonfinite,
         source="always an error; ray#28283, coach#87",
         rank=10,
-        hard=True,
-        n_off=1,
         debug_updates=10,
         evidence=("reward/nonfinite", "*_nonfinite", "loss/*", "policy/kl", "grad/global/norm_preclip", "opt/lr"),
         pieces=("stability", "layers"),
-        certain=True,
         partial=True,
     ),
-    AlarmRule(
+    exact_check(
         type="integrity/ratio_init",
         inputs=("integrity/ratio_init", "policy/kl_first"),
         meaning="The log-probabilities that were stored are not those that the trainer computes now, before anything was learned.",
@@ -225,9 +214,7 @@ RULES = (
         # No claim: logits that have exploded are rounded by more than the bounds allow.
         source="bounds by precision, times max(1, 1/σ_min), and wider for actions of tiny probability; trl#454, sb3-contrib#75",
         rank=60,
-        hard=True,
         facts=("precision",),
-        n_off=1,
         debug_updates=10,
         evidence=(
             "policy/kl_first",
@@ -236,11 +223,9 @@ RULES = (
             "lstm/staleness_first",
             "norm/*/drift",
         ),
-        pieces=("transitions", "stability"),
-        certain=True,
         partial=True,
     ),
-    AlarmRule(
+    exact_check(
         type="integrity/gae_identity",
         inputs=("integrity/gae_identity",),
         meaning="Returns are not advantages plus values: rows of the buffer are stale or shuffled against each other.",
@@ -254,16 +239,12 @@ RULES = (
         bounds=(GAE_IDENTITY,),
         source="identity of GAE, 1506.02438",
         rank=40,
-        hard=True,
         claim=True,
-        n_off=1,
         debug_updates=10,
         evidence=("adv/raw/mean", "adv/raw/std", "ret/mean", "ret/std", "buffer/age_updates"),
-        pieces=("transitions", "stability"),
-        certain=True,
         partial=True,
     ),
-    AlarmRule(
+    exact_check(
         type="integrity/adv_norm",
         inputs=("integrity/adv_norm", "adv/norm/mean", "adv/norm/std"),
         meaning="Advantages are said to be normalised and are not.",
@@ -272,17 +253,13 @@ RULES = (
         bounds=(ADV_NORM, ADV_NORM_LASTING),
         source="over the whole update, so that normalisation in minibatches passes as well",
         rank=80,
-        hard=True,
         claim=True,
         facts=("normalize_advantages",),
         applies=lambda facts: bool(facts.get("normalize_advantages", True)),
-        n_off=1,
         debug_updates=5,
         evidence=("adv/norm/mean", "adv/norm/std", "adv/raw/mean", "adv/raw/std"),
-        pieces=("transitions", "stability"),
-        certain=True,
     ),
-    AlarmRule(
+    exact_check(
         type="integrity/mask_violation",
         inputs=("integrity/mask_violation",),
         meaning="Actions were taken that their mask forbids.",
@@ -290,17 +267,13 @@ RULES = (
         judge=AboveBound("integrity/mask_violation", 0.0, "{number} actions were taken that their mask forbids"),
         source="identity",
         rank=20,
-        hard=True,
         claim=True,
-        n_off=1,
         debug_updates=10,
         evidence=("policy/head/*/decision_frac",),
-        pieces=("transitions", "stability"),
-        certain=True,
         optional=True,
         partial=True,
     ),
-    AlarmRule(
+    exact_check(
         type="integrity/rows_repeated",
         inputs=("integrity/rows_repeated",),
         meaning="A pass over the rollout sees some transitions again and again, and leaves others out.",
@@ -313,16 +286,12 @@ RULES = (
         bounds=(ROWS_REPEATED,),
         source="a pass is a permutation of the rollout; more than drawing with replacement explains",
         rank=70,
-        hard=True,
         claim=True,
-        n_off=1,
         debug_updates=5,
         evidence=("integrity/adv_norm", "grad/align/*"),
-        pieces=("transitions", "stability"),
-        certain=True,
         optional=True,
     ),
-    AlarmRule(
+    exact_check(
         type="integrity/buffer_age",
         inputs=("buffer/age_updates",),
         meaning="The update learns from data that an older policy collected.",
@@ -331,11 +300,7 @@ RULES = (
         bounds=(BUFFER_AGE,),
         source="Jones 2021, sample staleness",
         rank=30,
-        hard=True,
-        n_off=1,
         debug_updates=5,
         evidence=("integrity/ratio_init",),
-        pieces=("transitions", "stability"),
-        certain=True,
     ),
 )

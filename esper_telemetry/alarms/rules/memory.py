@@ -8,22 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from esper_telemetry.alarms.baselines import History
 from esper_telemetry.alarms.judges import Z
-from esper_telemetry.alarms.rule import (
-    AlarmRule,
-    Finding,
-    History,
-    Ramp,
-    View,
-    above,
-    below,
-    decade_ramp,
-    hard,
-    number,
-    percent,
-)
+from esper_telemetry.alarms.rule import AlarmRule, Finding, Ramp, View, above, below, decade_ramp, hard, number, percent
 from esper_telemetry.alarms.rules.trust_region import KL_SPIKE
 
 CELL, LARGEST, GROWTH = "lstm/c/rms", "lstm/c/absmax", "lstm/c_growth"
@@ -100,12 +90,13 @@ class ForgetClosedJudge:
             CLOSED if by_gates else LARGEST,
             self.shut if by_gates else largest,
             limits.middle(FORGET_CLOSED) if by_gates else MAX_WRITTEN,
-            text=lambda: (
+        ).with_text(
+            lambda: (
                 f"{percent(share)} of the forget gates are shut: memory lasts {number(timescale or 1.0)} steps"
                 if by_gates
                 else f"cell states hold no more than a single step can write: {number(view.get(CELL) or 0.0)}{view.usual(CELL)}, "
                 f"at most {number(largest or 0.0)}{view.usual(LARGEST)}: the forget gates are shut"
-            ),
+            )
         )
 
     def gates_open(self, view: View) -> bool:
@@ -177,12 +168,13 @@ class ForgetOpenJudge:
             OPEN if by_gates else GROWTH,
             last if by_gates else growth,
             limits.middle(FORGET_OPEN) if by_gates else limits[ADDS_UP_GROWTH],
-            text=lambda: (
+        ).with_text(
+            lambda: (
                 f"{percent(last or 0.0)} of the forget gates never close: the memory only adds up"
                 if by_gates
                 else f"the cell state has begun to grow with every step, to {number(view.values.get(CELL, 0.0))}{view.usual(CELL)} in one "
                 "update: the forget gates no longer close"
-            ),
+            )
         )
 
     def adds_up(self, view: View, growth: float) -> bool:
@@ -230,15 +222,8 @@ def cell_drift(view: View) -> Iterator[Finding]:
         GROWTH: 0.0 if growth is None else limits.severity(CELL_GROWTH, growth),
     }
     key = max(severities, key=lambda name: severities[name])
-    yield Finding(
-        severities[key],
-        key,
-        view.values[key],
-        adaptive=key == CELL,
-        z=z if key == CELL else None,
-        text=lambda: (
-            f"the cell state has grown to {number(value)}{view.usual(CELL)}, at most {number(largest or value)}"
-        ),
+    yield Finding(severities[key], key, view.values[key], adaptive=key == CELL, z=z if key == CELL else None).with_text(
+        lambda: f"the cell state has grown to {number(value)}{view.usual(CELL)}, at most {number(largest or value)}"
     )
 
 
@@ -261,8 +246,7 @@ def stale_state(view: View) -> Iterator[Finding]:
         key,
         value,
         limits[STALE_FIRST] if wrong else limits.middle(STALE),
-        text=lambda: f"stored states differ by {percent(value or 0.0)} from those that the weights reach {when}",
-    )
+    ).with_text(lambda: f"stored states differ by {percent(value or 0.0)} from those that the weights reach {when}")
 
 
 @dataclass(slots=True)
@@ -289,16 +273,15 @@ class ResetMissingJudge:
         waiting = before[-late] if len(before) >= late else 0.0
         self.ended_before = [*before, ended][-late:] if rate == 0 else []
         yield Finding(
-            hard(rate == 0 and (waiting > 0 or ended > environments)),
-            "lstm/reset_rate",
-            rate,
-            0.0,
-            text=lambda: f"memory has not been reset once, though {number(waiting + ended)} episodes have ended",
-        )
+            hard(rate == 0 and (waiting > 0 or ended > environments)), "lstm/reset_rate", rate, 0.0
+        ).with_text(lambda: f"memory has not been reset once, though {number(waiting + ended)} episodes have ended")
 
+
+memory_alarm = partial(AlarmRule, debug_updates=5, pieces=("transitions",))
+"""Declare an alarm of a recurrent policy."""
 
 RULES = (
-    AlarmRule(
+    memory_alarm(
         type="lstm/forget_closed",
         inputs=("lstm/gate/{gate}/sat_lo", TIMESCALE),
         meaning="The forget gate is shut: memory does not last from one step to the next.",
@@ -310,11 +293,9 @@ RULES = (
         required=(CLOSED,),
         histories=(LARGEST, CELL_HISTORY),
         applies=remembers,
-        debug_updates=5,
         evidence=("lstm/gate/f/*", "lstm/timescale/*", "lstm/c/*"),
-        pieces=("transitions",),
     ),
-    AlarmRule(
+    memory_alarm(
         type="lstm/forget_open",
         inputs=("lstm/gate/{gate}/sat_hi",),
         meaning="The forget gate never closes: the memory only adds up.",
@@ -329,10 +310,9 @@ RULES = (
         applies=remembers,
         debug_updates=3,
         evidence=("lstm/gate/f/*", "lstm/timescale/*", "lstm/c/*", GROWTH),
-        pieces=("transitions",),
         sampled=True,
     ),
-    AlarmRule(
+    memory_alarm(
         type="lstm/cell_drift",
         inputs=("lstm/{part}/rms", "lstm/{part}/absmax", GROWTH),
         meaning="The cell state grows with its age.",
@@ -345,12 +325,10 @@ RULES = (
         histories=(CELL_HISTORY,),
         applies=remembers,
         warmup=10,
-        debug_updates=5,
         evidence=("lstm/c/*", GROWTH, "lstm/age/*", "lstm/reset_rate"),
-        pieces=("transitions",),
         relative=True,
     ),
-    AlarmRule(
+    memory_alarm(
         type="lstm/stale_state",
         inputs=("lstm/staleness",),
         meaning="Training begins with states that the current weights would not have reached.",
@@ -360,12 +338,10 @@ RULES = (
         source="Any update makes stored states stale, by 0.05-0.3 in healthy runs: 1 is as wrong as no memory. sb3-contrib#265",
         rank=300,
         applies=recurrent,
-        debug_updates=5,
         evidence=("lstm/staleness", "lstm/staleness_first", "integrity/ratio_init"),
-        pieces=("transitions",),
         sampled=True,
     ),
-    AlarmRule(
+    memory_alarm(
         type="lstm/reset_missing",
         inputs=("lstm/reset_rate",),
         meaning="Episodes end and memory is never reset: it leaks from one episode into the next.",
@@ -381,7 +357,6 @@ RULES = (
         n_off=1,
         debug_updates=10,
         evidence=("lstm/reset_rate", "lstm/age/*", "episode/count", CELL),
-        pieces=("transitions",),
         certain=True,
     ),
 )

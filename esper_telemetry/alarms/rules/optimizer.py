@@ -48,14 +48,12 @@ class UpdateSizeJudge:
             return
         size = self.size_per_rate * rate
         yield Finding(
-            view.limits.log_severity(UPDATE_TO_WEIGHT, size),
-            SIZE,
-            size,
-            view.limits.log_middle(UPDATE_TO_WEIGHT),
-            text=lambda: (
+            view.limits.log_severity(UPDATE_TO_WEIGHT, size), SIZE, size, view.limits.log_middle(UPDATE_TO_WEIGHT)
+        ).with_text(
+            lambda: (
                 f"every optimizer step changes the weights by {percent(size)} of themselves (usual are 0.01 % to 1 %), "
                 f"at a learning rate of {number(rate)}"
-            ),
+            )
         )
 
     def jumping_rate(self, view: View) -> Iterator[Finding]:
@@ -69,16 +67,11 @@ class UpdateSizeJudge:
         elif not rate > limit:
             self.rate_before_jump = None
         origin = self.rate_before_jump
-        yield Finding(
-            hard(origin is not None),
-            RATE,
-            rate,
-            limit,
-            instance="rate",
-            text=lambda: (
+        yield Finding(hard(origin is not None), RATE, rate, limit, instance="rate").with_text(
+            lambda: (
                 f"the learning rate has jumped from {number(origin or rate)} to {number(rate)}, "
                 f"{times(rate / asked)} the {number(asked)} that was set"
-            ),
+            )
         )
 
 
@@ -99,15 +92,13 @@ class StalledWeightsJudge(AnnealedRate):
             if value == 0 and layer in declared and view.values.get(f"grad/layer/{layer}/norm", 0.0) > 0
         ]
         yield Finding(
-            hard(not annealed and (rate == 0 or bool(still))),
-            f"{SIZE}/{still[0]}" if still else RATE,
-            0.0,
-            0.0,
-            text=lambda: (
+            hard(not annealed and (rate == 0 or bool(still))), f"{SIZE}/{still[0]}" if still else RATE, 0.0, 0.0
+        ).with_text(
+            lambda: (
                 "the learning rate has been 0: no weight moves"
                 if rate == 0
                 else f"weights have a gradient and do not move: {list_names(still)}"
-            ),
+            )
         )
 
 
@@ -137,9 +128,8 @@ class RmsSpikeJudge:
                 key,
                 value,
                 limits.log_middle(STABLE_RMS),
-                text=lambda: (
-                    f"gradients have been {number(value)} times what Adam remembers of them (settled: about 1)"
-                ),
+            ).with_text(
+                lambda: f"gradients have been {number(value)} times what Adam remembers of them (settled: about 1)"
             )
 
     def short_memory(self, view: View) -> Iterator[Finding]:
@@ -164,10 +154,11 @@ class RmsSpikeJudge:
             beta2,
             1 - 1 / max(1.0, need),
             instance="memory",
-            text=lambda: (
+        ).with_text(
+            lambda: (
                 f"Adam's memory of squared gradients reaches back {number(reach)} steps, less than the {steps} of an update, and {why}: a "
                 "gradient that is larger than usual meets a memory that has forgotten the like"
-            ),
+            )
         )
 
 

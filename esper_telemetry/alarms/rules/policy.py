@@ -27,9 +27,7 @@ MIN_DECISIONS = 0.05
 WRONG_DIRECTION = below("wrong_direction", 0.0, "gain of the update's own objective")
 WRONG_LEAST = above("wrong_direction_least", 0.06, "the same correlation on average over two updates")
 WRONG_CORRELATION = above(
-    "wrong_direction_correlation",
-    0.2,
-    "negative correlation of advantages and ratios that needs no second update",
+    "wrong_direction_correlation", 0.2, "negative correlation of advantages and ratios that needs no second update"
 )
 
 
@@ -54,16 +52,11 @@ class WrongDirectionJudge:
         small = (view.get("policy/kl") or 0.0) < limits.low(KL_SPIKE)
         once = small and against > max(limits[WRONG_CORRELATION], 6 * chance)
         twice = min(against, before) > 0 and against + before > max(2 * limits[WRONG_LEAST], CHANCE_FACTOR * chance)
-        yield Finding(
-            hard(once or twice),
-            key,
-            value,
-            limits[WRONG_DIRECTION],
-            z=view.z(key),
-            text=lambda: (
+        yield Finding(hard(once or twice), key, value, limits[WRONG_DIRECTION], z=view.z(key)).with_text(
+            lambda: (
                 f"updates have made good actions rarer and bad ones likelier: they lower their own "
                 f"objective by {number(-value)}{view.usual(key)}"
-            ),
+            )
         )
 
 
@@ -81,15 +74,10 @@ def dead_head(view: View) -> Iterator[Finding]:
         decides = view.get(f"policy/head/{head}/decision_frac")
         if decides is None or decides < MIN_DECISIONS:
             continue
-        yield Finding(
-            hard(value == 0),
-            key,
-            value,
-            0.0,
-            instance=head,
-            text=lambda head=head, decides=decides: (  # type: ignore[misc]  # the loop's values at this time
+        yield Finding(hard(value == 0), key, value, 0.0, instance=head).with_text(
+            lambda head=head, decides=decides: (  # type: ignore[misc]  # the loop's values at this time
                 f"the head {head} has got no gradient at all, though it decides in {percent(decides)} of the steps"
-            ),
+            )
         )
 
 

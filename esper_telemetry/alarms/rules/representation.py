@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from esper_telemetry.alarms.judges import RollingMedian
 from esper_telemetry.alarms.rule import AlarmRule, Finding, Ramp, View, below, hard, number, percent, times
@@ -19,14 +20,11 @@ def dormant(view: View) -> Iterator[Finding]:
     whole = [("", DORMANT, view.values[DORMANT])] if DORMANT in view.values else []
     for layer, key, value in [*whole, *view.labelled(f"{DORMANT}/", "")]:
         yield Finding(
-            view.limits.severity(DORMANT_SHARE, value),
-            key,
-            value,
-            view.limits.middle(DORMANT_SHARE),
-            instance=layer,
-            text=lambda layer=layer, value=value: (  # type: ignore[misc]  # the loop's values at this time
+            view.limits.severity(DORMANT_SHARE, value), key, value, view.limits.middle(DORMANT_SHARE), instance=layer
+        ).with_text(
+            lambda layer=layer, value=value: (  # type: ignore[misc]  # the loop's values at this time
                 f"{percent(value)} of the units{' of ' + layer if layer else ''} respond to nothing any more"
-            ),
+            )
         )
 
 
@@ -42,13 +40,8 @@ class RankCollapseJudge:
         if value is None or usual is None:
             return
         bound = view.limits[RANK_FALL] * usual
-        yield Finding(
-            hard(value < bound),
-            RANK,
-            value,
-            bound,
-            adaptive=True,
-            text=lambda: f"the features use {number(value)} dimensions instead of {number(usual)}",
+        yield Finding(hard(value < bound), RANK, value, bound, adaptive=True).with_text(
+            lambda: f"the features use {number(value)} dimensions instead of {number(usual)}"
         )
 
 
@@ -65,17 +58,17 @@ class NormGrowthJudge:
             return
         low, high = view.limits.ends(NORM_GROWTH)
         yield Finding(
-            view.limits.severity(NORM_GROWTH, value / usual),
-            NORM,
-            value,
-            usual * (low + high) / 2,
-            adaptive=True,
-            text=lambda: f"the features have grown to {times(value / usual)} what they were, a norm of {number(value)}",
+            view.limits.severity(NORM_GROWTH, value / usual), NORM, value, usual * (low + high) / 2, adaptive=True
+        ).with_text(
+            lambda: f"the features have grown to {times(value / usual)} what they were, a norm of {number(value)}"
         )
 
 
+feature_alarm = partial(AlarmRule, debug_updates=5, pieces=("layers",), sampled=True)
+"""Declare an alarm of features, which are measured in some updates only."""
+
 RULES = (
-    AlarmRule(
+    feature_alarm(
         type="repr/dormant",
         inputs=(DORMANT, "repr/dead_frac", "repr/dormant_frac/{layer}"),
         meaning="Many units no longer respond to anything.",
@@ -84,12 +77,9 @@ RULES = (
         bounds=(DORMANT_SHARE,),
         source="Sokar 2023",
         rank=200,
-        debug_updates=5,
         evidence=("repr/dormant_frac*", "repr/dead_frac", "grad/layer/*/zero_frac"),
-        pieces=("layers",),
-        sampled=True,
     ),
-    AlarmRule(
+    feature_alarm(
         type="repr/rank_collapse",
         inputs=(RANK, "repr/feature_rank", "repr/srank"),
         meaning="The features use far fewer dimensions than before: the network loses the ability to tell states apart.",
@@ -99,13 +89,10 @@ RULES = (
         source="Moalla 2024, Kumar 2021; a third instead of half, which a task that is solved takes: its states become alike",
         warmup=10,
         n_on=2,
-        debug_updates=5,
         evidence=("repr/*",),
-        pieces=("layers",),
         relative=True,
-        sampled=True,
     ),
-    AlarmRule(
+    feature_alarm(
         type="repr/norm_growth",
         inputs=(NORM, "opt/weight_growth"),
         meaning="Features grow, which precedes a collapse of their rank.",
@@ -118,8 +105,6 @@ RULES = (
         n_off=5,
         debug_updates=3,
         evidence=("repr/feature_norm", "opt/weight_growth", "repr/effective_rank"),
-        pieces=("layers",),
         relative=True,
-        sampled=True,
     ),
 )

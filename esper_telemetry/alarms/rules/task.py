@@ -1,26 +1,17 @@
-"""The task, and the exception that ends a run: alarms that explain no other one."""
+"""The task and the exception that ends a run: alarms that explain no other one, and the course of the return as events."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from esper_telemetry.alarms.rule import (
-    CAUSE_LAST_RANK,
-    AlarmRule,
-    Finding,
-    View,
-    above,
-    count,
-    hard,
-    number,
-    percent,
-)
+from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, AlarmRule, Finding, View, above, count, hard, number, percent
 from esper_telemetry.alarms.rules.integrity import NONFINITE_KEY
 from esper_telemetry.core.record import RUN_FAILED, Axes, RunStatus
 
-COUNT, RETURN = "episode/count", "episode/return_mean_100"
+COUNT, RETURN, EPISODE_RETURN = "episode/count", "episode/return_mean_100", "episode/return_mean"
 SETTLE_UPDATES = 10
 """Updates with episodes, after which the average return means something."""
 
@@ -56,12 +47,8 @@ class NoEpisodesJudge:
         expected = by_limit or self.longest
         bound = max(limits[EPISODES_UPDATES], limits[EPISODES_FACTOR] * expected)
         gap = self.gap
-        yield Finding(
-            hard((self.ended or by_limit is not None) and gap > bound),
-            COUNT,
-            ends,
-            0.0,
-            text=lambda: f"no episode has ended for {gap} updates (usually at most {number(max(expected, 1))})",
+        yield Finding(hard((self.ended or by_limit is not None) and gap > bound), COUNT, ends, 0.0).with_text(
+            lambda: f"no episode has ended for {gap} updates (usually at most {number(max(expected, 1))})"
         )
 
 
@@ -102,10 +89,11 @@ class ReturnDropJudge:
             value,
             best - limits[RETURN_DROP] * learned,
             adaptive=True,
-            text=lambda: (
+        ).with_text(
+            lambda: (
                 f"the return has been {number(value)}, down from {number(best)}: "
                 f"{percent(min(1.0, lost / learned))} of what was learned is lost"
-            ),
+            )
         )
 
 
@@ -126,12 +114,12 @@ class Failure(NamedTuple):
 def failure_findings(data: Mapping[str, Any], update: int) -> dict[str, Finding]:
     """The findings of a failure event by type of alarm, causes first."""
     sentence = failure_sentence(data, update)
-    findings = {RUN_FAILED: Finding(1.0, FAILED_KEY, text=lambda: sentence)}
+    findings = {RUN_FAILED: Finding(1.0, FAILED_KEY).with_text(lambda: sentence)}
     tensor = first_tensor(data)
     if tensor:
         entries = float(data.get("nonfinite", {}).get("count", 1))
-        nonfinite = Finding(
-            1.0, NONFINITE_KEY, entries, 0.0, text=lambda: f"the first tensor that is not finite: {tensor}"
+        nonfinite = Finding(1.0, NONFINITE_KEY, entries, 0.0).with_text(
+            lambda: f"the first tensor that is not finite: {tensor}"
         )
         findings = {NONFINITE_KEY: nonfinite, **findings}
     return findings
@@ -178,6 +166,97 @@ def resumed(view: View) -> Iterator[Finding]:
     yield Finding(0.0, FAILED_KEY)
 
 
+SPAN_UPDATES: Final = 10
+"""Updates with episodes that are compared with as many before them."""
+
+STARTED_SHARE: Final = 0.1
+"""Share of a run after which its returns are judged."""
+
+STARTED_UPDATES: Final = 20
+"""Updates after which they are, where the length of the run is not known."""
+
+PLATEAU_SPANS: Final = 5
+"""Spans in a row without progress that make a plateau."""
+
+CHANGED_SHARE: Final = 0.1
+"""Share of the range of returns so far that counts as a change."""
+
+NOISE_ERRORS: Final = 4.0
+"""Standard errors of the difference that it must exceed besides."""
+
+MAX_RETURN: Final = 1e100
+"""Returns beyond it are passed over: their squares are no numbers."""
+
+Event = tuple[str, Mapping[str, Any]]
+
+
+class TaskEvents:
+    """Course of the return of one run."""
+
+    def __init__(self) -> None:
+        self._returns: deque[float] = deque(maxlen=2 * SPAN_UPDATES)
+        self._range: tuple[float, float] | None = None
+        self._state = ""
+        self._still = 0
+        self._since = 0
+
+    def step(self, values: Mapping[str, float], update: int, progress: float | None) -> tuple[Event, ...]:
+        """Add an update; returns the event, if anything changed."""
+        value = values.get(EPISODE_RETURN)
+        if value is None or abs(value) > MAX_RETURN:
+            return ()
+        self._returns.append(value)
+        low, high = self._range or (value, value)
+        self._range = (min(low, value), max(high, value))
+        self._since += 1
+        started = update > STARTED_UPDATES if progress is None else progress >= STARTED_SHARE
+        if not started or len(self._returns) < 2 * SPAN_UPDATES or self._since < SPAN_UPDATES:
+            return ()
+        self._since = 0
+        return self._event(update)
+
+    def _event(self, update: int) -> tuple[Event, ...]:
+        """Compare the last two spans."""
+        returns = [*self._returns]
+        before, now = returns[:SPAN_UPDATES], returns[SPAN_UPDATES:]
+        (old, variance_before), (new, variance) = _moments(before), _moments(now)
+        error = ((variance_before + variance) / SPAN_UPDATES) ** 0.5
+        low, high = self._range or (old, new)
+        change = new - old
+        clear = abs(change) > CHANGED_SHARE * (high - low) and abs(change) > NOISE_ERRORS * error
+        self._still = 0 if clear else self._still + 1
+        state = (
+            ("improvement" if change > 0 else "degradation")
+            if clear
+            else "plateau"
+            if self._still >= PLATEAU_SPANS
+            else ""
+        )
+        if not state or state == self._state:
+            return ()
+        self._state = state
+        return ((f"task/{state}", self._data(state, old, new, update)),)
+
+    def _data(self, state: str, old: float, new: float, update: int) -> dict[str, Any]:
+        updates = self._still * SPAN_UPDATES if state == "plateau" else SPAN_UPDATES
+        low, high = self._range or (old, new)
+        place = (
+            "" if high <= low else f", {percent((new - low) / (high - low))} of the way from its lowest to its highest"
+        )
+        words = {
+            "improvement": f"the return rises: {number(new)} after {number(old)}",
+            "degradation": f"the return falls: {number(new)} after {number(old)}",
+            "plateau": f"the return has stood still at {number(new)} for about {updates} updates{place}",
+        }
+        return {"update": update, "return": new, "before": old, "updates": updates, "text": words[state]}
+
+
+def _moments(values: list[float]) -> tuple[float, float]:
+    """Return mean and variance."""
+    mean = sum(values) / len(values)
+    return mean, sum((value - mean) ** 2 for value in values) / len(values)
+
+
 RULES = (
     AlarmRule(
         type="task/no_episodes",
@@ -195,7 +274,7 @@ RULES = (
     ),
     AlarmRule(
         type="task/return_drop",
-        inputs=(RETURN, "episode/return_mean"),
+        inputs=(RETURN, EPISODE_RETURN),
         meaning="The return has fallen well below its best.",
         action="Look for the alarm that came first; go back to the best checkpoint with a lower learning rate.",
         judge=ReturnDropJudge(),

@@ -6,17 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from esper_telemetry.alarms.rule import (
-    CAUSE_LAST_RANK,
-    AlarmRule,
-    Finding,
-    View,
-    above,
-    count,
-    hard,
-    number,
-    percent,
-)
+from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, AlarmRule, Finding, View, above, count, hard, number, percent
 from esper_telemetry.core.record import Level
 
 ALWAYS = (
@@ -69,11 +59,8 @@ class MissingMetricJudge:
             elif present >= MIN_UPDATES:
                 self.counts[key] = present, absent + 1
                 due = self.every if key in SAMPLED else 1
-                yield Finding(
-                    hard(absent + 1 >= MISSING_UPDATES * due),
-                    key,
-                    instance=key,
-                    text=lambda key=key, absent=absent: f"{key} has had no value for {absent + 1} updates",  # type: ignore[misc]
+                yield Finding(hard(absent + 1 >= MISSING_UPDATES * due), key, instance=key).with_text(
+                    lambda key=key, absent=absent: f"{key} has had no value for {absent + 1} updates"  # type: ignore[misc]
                 )
 
 
@@ -101,12 +88,8 @@ class OverheadJudge:
         del shares[:-OVERHEAD_UPDATES]
         mean = sum(shares) / len(shares)
         yield Finding(
-            OVERHEAD_SEVERITY * hard(len(shares) == OVERHEAD_UPDATES and mean > bound),
-            key,
-            mean,
-            bound,
-            text=lambda: f"telemetry has taken {percent(mean)} of the training time",
-        )
+            OVERHEAD_SEVERITY * hard(len(shares) == OVERHEAD_UPDATES and mean > bound), key, mean, bound
+        ).with_text(lambda: f"telemetry has taken {percent(mean)} of the training time")
 
 
 def busy_share(view: View) -> float | None:
@@ -142,9 +125,8 @@ class DeliveryJudge:
             hard(self.failures(view, errors or 0.0) >= OUTAGE_FAILURES or lost),
             "telemetry/dropped" if lost else "telemetry/errors",
             dropped if lost else errors,
-            text=lambda: (
-                f"backends have failed {number(errors or 0.0)} times and lost {number(dropped or 0.0)} records"
-            ),
+        ).with_text(
+            lambda: f"backends have failed {number(errors or 0.0)} times and lost {number(dropped or 0.0)} records"
         )
 
     def failures(self, view: View, errors: float) -> float:

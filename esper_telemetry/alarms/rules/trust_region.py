@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from esper_telemetry.alarms.judges import AnnealedRate, OnRamp
 from esper_telemetry.alarms.rule import (
@@ -78,7 +79,8 @@ class KlSpikeJudge:
             value,
             limits.log_middle(KL_SUDDEN if sudden >= lasting else KL_SPIKE) * value / max(counts, 1e-300),
             z=view.z(key),
-            text=lambda: f"updates have moved the policy by a KL divergence of {number(value)} nats{view.usual(key)}",
+        ).with_text(
+            lambda: f"updates have moved the policy by a KL divergence of {number(value)} nats{view.usual(key)}"
         )
 
     def relative_steps(self, view: View) -> float | None:
@@ -105,10 +107,11 @@ class KlSpikeJudge:
             adaptive=True,
             z=view.z(key),
             instance="passes",
-            text=lambda: (
+        ).with_text(
+            lambda: (
                 f"updates have made {times(passes)} the steps of those before, and have moved the policy {times(relative)} as far as "
                 f"usual: by a KL divergence of {number(kl)} nats{view.usual(key)}"
-            ),
+            )
         )
 
 
@@ -141,10 +144,11 @@ class RatioExplosionJudge:
             "policy/ess_frac_min",
             effective,
             1 - limits.middle(ESS),
-            text=lambda: (
+        ).with_text(
+            lambda: (
                 f"{percent(effective)} of a minibatch's samples carry its weight (usually 90 % or more); "
                 f"the largest probability ratio is {number(largest or 0.0)}{blamed_head(view)}"
-            ),
+            )
         )
 
 
@@ -170,23 +174,22 @@ class KlStallJudge(AnnealedRate):
         value, rate = view.get(key), view.get("opt/lr")
         if value is None:
             return
-        yield Finding(
-            hard(value < bound and not annealed),
-            key,
-            value,
-            bound,
-            text=lambda: (
+        yield Finding(hard(value < bound and not annealed), key, value, bound).with_text(
+            lambda: (
                 f"the policy has not moved: its KL divergence is {number(value)} nats at most"
                 + ("" if rate is None else f", at a learning rate of {number(rate)}")
-            ),
+            )
         )
 
 
 RATIO_COLLAPSE = Ramp("ratio_collapse", 0.1, 0.02, "first percentile of the probability ratios")
 CLIP_FRAC = Ramp("clip_frac", 0.2, 0.5, "share of the samples outside of the trust region")
 
+step_alarm = partial(AlarmRule, debug_updates=3, pieces=("transitions",))
+"""Declare an alarm of the size of policy steps."""
+
 RULES = (
-    AlarmRule(
+    step_alarm(
         type="policy/kl_spike",
         inputs=("policy/kl", "policy/kl_max"),
         meaning="One update moved the policy much further than usual.",
@@ -201,10 +204,9 @@ RULES = (
         n_off=2,
         debug_updates=5,
         evidence=("policy/kl*", "policy/head/*/kl", "policy/ratio/*", "opt/lr", "grad/global/*", "adv/norm/*"),
-        pieces=("transitions",),
         relative=True,
     ),
-    AlarmRule(
+    step_alarm(
         type="policy/ratio_explosion",
         inputs=(
             "policy/ess_frac_min",
@@ -222,9 +224,8 @@ RULES = (
         n_off=2,
         debug_updates=5,
         evidence=("policy/ess_frac*", *RATIO_EVIDENCE),
-        pieces=("transitions",),
     ),
-    AlarmRule(
+    step_alarm(
         type="policy/ratio_collapse",
         inputs=("policy/ratio/min", "policy/ratio/p01"),
         meaning="Actions that turned out well have become ten times less likely.",
@@ -238,11 +239,9 @@ RULES = (
         source="first percentile in place of the share of rows, which a record does not have",
         required=("policy/ratio/p01",),
         n_on=3,
-        debug_updates=3,
         evidence=RATIO_EVIDENCE,
-        pieces=("transitions",),
     ),
-    AlarmRule(
+    step_alarm(
         type="policy/clip_saturation",
         inputs=(
             "policy/clip_frac",
@@ -259,11 +258,9 @@ RULES = (
         histories=("policy/clip_frac",),
         warmup=15,
         n_on=2,
-        debug_updates=3,
         evidence=("policy/clip_frac*", "policy/head/*/clip_frac", "policy/kl*", "opt/lr"),
-        pieces=("transitions",),
     ),
-    AlarmRule(
+    step_alarm(
         type="policy/kl_stall",
         inputs=("policy/kl_max", "opt/lr"),
         meaning="The policy does not move at all.",
@@ -275,8 +272,6 @@ RULES = (
         rank=240,
         n_on=3,
         n_off=1,
-        debug_updates=3,
         evidence=("policy/kl*", "opt/lr", "grad/*/norm_preclip", "opt/update_to_weight*"),
-        pieces=("transitions",),
     ),
 )

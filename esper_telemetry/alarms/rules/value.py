@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
+from esper_telemetry.alarms.baselines import History
 from esper_telemetry.alarms.judges import OUTLIER_BOUNDS, Outlier, Z
-from esper_telemetry.alarms.rule import (
-    AlarmRule,
-    Finding,
-    History,
-    Ramp,
-    View,
-    above,
-    below,
-    hard,
-    number,
-    percent,
-    ramp,
-    times,
-)
+from esper_telemetry.alarms.rule import AlarmRule, Finding, Ramp, View, above, below, hard, number, percent, ramp, times
 
 LOSS, R2, EXPLAINED, SPREAD = "loss/value", "value/r2", "value/explained_variance", "value/target/std"
 EXPECTED_FIT = ((0.10, -0.5), (0.25, -0.2), (0.75, 0.0), (1.0, 0.1))
@@ -76,12 +65,13 @@ class FitCollapseJudge:
             r2 if by_fit else loss_norm,
             limits[FIT_NOW] if by_fit else limits.log_middle(LOSS_NORM),
             z=view.z(LOSS),
-            text=lambda: (
+        ).with_text(
+            lambda: (
                 f"the critic no longer predicts returns: R² has fallen from {number(best or 0.0)} to {number(r2 or 0.0)}, "
                 f"its loss is {number(view.get(LOSS) or 0.0)}{view.usual(LOSS)}"
                 if by_fit
                 else f"the critic's squared error has been {times(loss_norm or 0.0)} the variance of returns"
-            ),
+            )
         )
 
 
@@ -132,14 +122,11 @@ class LossJumpJudge:
         median = view.baselines.median(LOSS) or value
         paid_more = (view.z("reward/absmax") or 0.0) >= view.limits.high(Z)
         yield Finding(
-            max(severity, recently if paid_more else 0.0),
-            LOSS,
-            value,
-            adaptive=True,
-            z=view.z(LOSS),
-            text=lambda: (
+            max(severity, recently if paid_more else 0.0), LOSS, value, adaptive=True, z=view.z(LOSS)
+        ).with_text(
+            lambda: (
                 f"the critic's loss has jumped to {number(value)}, {times(value / median)} its median{view.usual(LOSS)}"
-            ),
+            )
         )
 
 
@@ -221,11 +208,12 @@ class ScaleShiftJudge:
             adaptive=True,
             z=z,
             instance="rewards",
-            text=lambda: (
+        ).with_text(
+            lambda: (
                 f"rewards have been {times(max(largest / usual, usual / max(largest, 1e-300)))} as {'large' if risen else 'small'} as "
                 f"before: up to {number(largest)}{view.usual('reward/absmax')}, returns spread by {number(view.get('ret/std') or 0.0)}"
                 f"{view.usual('ret/std')}"
-            ),
+            )
         )
 
     def returns_shift(self, view: View) -> Iterator[Finding]:
@@ -244,10 +232,11 @@ class ScaleShiftJudge:
             adaptive=True,
             z=z,
             instance="returns",
-            text=lambda: (
+        ).with_text(
+            lambda: (
                 f"returns have been {times(abs(mean) / usual)} as large as before: {number(mean)} on average{view.usual('ret/mean')}, "
                 f"spread by {number(view.get('ret/std') or 0.0)}{view.usual('ret/std')}"
-            ),
+            )
         )
 
 
@@ -319,8 +308,7 @@ class EpisodeEnds:
             TRUNCATED if error is None else TERMINAL_ERROR,
             cut if error is None else error,
             instance="ends",
-            text=lambda: confusion_text(latest, limit, error),
-        )
+        ).with_text(lambda: confusion_text(latest, limit, error))
 
     def contradiction(self, ends: set[str]) -> str | None:
         """The end that contradicts those that the task has had; None where there is no such end.
@@ -390,19 +378,20 @@ class BiasJudge:
         self.severities.append(severity)
         del self.severities[:-BIAS_UPDATES]
         yield Finding(
-            min(self.severities) if len(self.severities) == BIAS_UPDATES else 0.0,
-            key,
-            value,
-            limits.middle(BIAS),
-            text=lambda: (
+            min(self.severities) if len(self.severities) == BIAS_UPDATES else 0.0, key, value, limits.middle(BIAS)
+        ).with_text(
+            lambda: (
                 f"the critic has been {'over' if off > 0 else 'under'}estimating returns by {number(abs(off))} on average, "
                 f"{percent(share)} of their size, which explained variance cannot see"
-            ),
+            )
         )
 
 
+critic_alarm = partial(AlarmRule, pieces=("transitions",), histograms=("value/", "ret/"), relative=True)
+"""Declare an alarm of the critic, which is judged by its own history."""
+
 RULES = (
-    AlarmRule(
+    critic_alarm(
         type="value/fit_collapse",
         inputs=(R2, EXPLAINED, "value/loss_norm"),
         meaning="The critic predicted returns and no longer does.",
@@ -417,11 +406,8 @@ RULES = (
         n_on=2,
         debug_updates=5,
         evidence=("value/*", "ret/std", "loss/value"),
-        pieces=("transitions",),
-        histograms=("value/", "ret/"),
-        relative=True,
     ),
-    AlarmRule(
+    critic_alarm(
         type="value/loss_jump",
         inputs=(LOSS,),
         meaning="The critic's error jumped.",
@@ -434,11 +420,8 @@ RULES = (
         histories=(LOSS, REWARD_HISTORIES[0]),
         debug_updates=5,
         evidence=("loss/*", "ret/*", "reward/*", "value/r2", "opt/lr"),
-        pieces=("transitions",),
-        histograms=("value/", "ret/"),
-        relative=True,
     ),
-    AlarmRule(
+    critic_alarm(
         type="value/scale_shift",
         inputs=("ret/std", "reward/absmax"),
         meaning="Returns are on another scale than before.",
@@ -454,11 +437,8 @@ RULES = (
         histories=(*RETURNS, *REWARD_HISTORIES),
         debug_updates=5,
         evidence=("reward/*", "ret/mean", "ret/std", "norm/*/drift", "loss/value"),
-        pieces=("transitions",),
-        histograms=("value/", "ret/"),
-        relative=True,
     ),
-    AlarmRule(
+    critic_alarm(
         type="value/bias",
         inputs=("value/bias_over_std", "value/bias", "value/terminal_err", "episode/truncated_frac"),
         meaning="The critic is wrong by much in one direction, which explained variance cannot see.",
@@ -471,8 +451,5 @@ RULES = (
         warmup=10,
         debug_updates=3,
         evidence=("value/bias", "value/bias_over_std", "value/terminal_err", "ret/mean", "ret/std", "episode/*"),
-        pieces=("transitions",),
-        histograms=("value/", "ret/"),
-        relative=True,
     ),
 )

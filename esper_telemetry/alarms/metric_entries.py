@@ -1,8 +1,7 @@
-"""The registry: declared metrics joined with the alarms that read them and the histories that follow them."""
+"""Declared metrics, joined with the alarms that read them and the histories that follow them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -34,7 +33,7 @@ PRIORITIES = ("critical", "high", "normal", "detail")
 
 @dataclass(frozen=True, slots=True)
 class MetricEntry:
-    """One metric of the registry.
+    """One metric, its alarms and its histories.
 
     Attributes:
         metric: its declaration.
@@ -85,29 +84,18 @@ class MetricEntry:
 
 
 @lru_cache(maxsize=1)
-def registry() -> tuple[MetricEntry, ...]:
+def metric_entries() -> tuple[MetricEntry, ...]:
     """Return the entry of every declared metric, by number."""
-    reductions = dict(_reductions())
-    return tuple(_entry(metric, reductions[metric.key]) for metric in catalogue())
-
-
-def _entry(metric: Metric, reduction: str) -> MetricEntry:
-    alarms = alarms_reading(metric.key)
-    return MetricEntry(
-        metric=metric,
-        priority=_priority(metric, alarms),
-        reduction=metric.info(reduction).reduction,
-        alarms=alarms,
-        series=histories(metric.key),
-    )
-
-
-def _reductions() -> Iterator[tuple[str, str]]:
-    """Yield each key with the reduction of the field that holds it."""
+    reductions = {}
     for group in groups():
         for item, metric in declared(group):
-            kind = str(item.type).partition(" ")[0]
-            yield metric.key, "from other values" if issubclass(group, Derived) else REDUCTIONS.get(kind, "mean")
+            own = REDUCTIONS.get(str(item.type).partition(" ")[0], "mean")
+            reductions[metric.key] = "from other values" if issubclass(group, Derived) else own
+    entries = []
+    for metric in catalogue():
+        alarms, reduction = alarms_reading(metric.key), metric.info(reductions[metric.key]).reduction
+        entries.append(MetricEntry(metric, _priority(metric, alarms), reduction, alarms, histories(metric.key)))
+    return tuple(entries)
 
 
 def _priority(metric: Metric, alarms: tuple[AlarmRule, ...]) -> str:
