@@ -7,7 +7,7 @@ tensors are there anyway: to copy and correct Adam's moments in float64 takes on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ from esper_telemetry.events import (
 )
 from esper_telemetry.metrics.actions import greedy_agreement
 from esper_telemetry.metrics.gradients.health import gradients_of
-from esper_telemetry.metrics.kl import categorical_kl, gaussian_kl, kl_after_update
+from esper_telemetry.metrics.kl import kl_after_update
 from esper_telemetry.metrics.lstm.sequences import bptt_stats, memory_use
 from esper_telemetry.metrics.lstm.states import first_staleness, state_staleness
 from esper_telemetry.metrics.optimizer import AdamState, adam_parameters, adam_state, flat, weight_norm
@@ -46,6 +46,7 @@ from esper_telemetry.metrics.representation import (
 from esper_telemetry.session import TelemetrySession
 from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.data import GradientSample
+from esper_telemetry.updates.groups import kl_rows
 
 Event = TypeVar("Event")
 
@@ -332,12 +333,3 @@ def update_metrics(stored: Outputs, before: Outputs, now: Outputs) -> Iterator[M
         yield partial(feature_drift, before.features[some], now.features[some])
     if stored.memory is not None and now.memory is not None:
         yield partial(state_staleness, stored.memory, now.memory)
-
-
-def kl_rows(old: Outputs, new: Outputs) -> Mapping[str, Tensor]:
-    """KL(old‖new) of every head in every transition, [N] each."""
-    rows = {head: categorical_kl(old.logits[head], logits) for head, logits in new.logits.items()}
-    for head, means in new.means.items():
-        old_std, new_std = (side.log_std[head].expand_as(means) for side in (old, new))
-        rows[head] = gaussian_kl(old.means[head], old_std, means, new_std)
-    return rows

@@ -130,9 +130,7 @@ def test_what_is_not_finite_counts_wherever_it_is() -> None:
 def test_every_layer_has_a_line() -> None:
     """Entries 3, -4, 0 and NaN: norm 5, mean -1/3, a quarter zero, one in each of three bins and one not finite."""
     sample = GradientSample(
-        names=("w", "b"),
-        numels=(4, 2),
-        minibatches=(torch.tensor([3.0, -4.0, 0.0, math.nan, 1e-7, 20.0]),),
+        names=("w", "b"), numels=(4, 2), minibatches=(torch.tensor([3.0, -4.0, 0.0, math.nan, 1e-7, 20.0]),)
     )
 
     w, b = layer_table(UpdateData(sample=sample))
