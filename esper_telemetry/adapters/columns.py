@@ -171,6 +171,6 @@ class FinishedEpisode(NamedTuple):
 
 
 def episodes_event(episodes: Iterable[FinishedEpisode], env_step: int) -> EpisodeEnd | None:
-    """The event of a rollout's episodes; None where none finished."""
+    """Return the event of a rollout's episodes; None where none finished."""
     columns = [list(column) for column in zip(*episodes, strict=True)]
     return EpisodeEnd(env_step, *columns) if columns else None
