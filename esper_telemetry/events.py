@@ -171,12 +171,8 @@ class RunStart:
 
 
 class Scale(NamedTuple):
-    """Statistics of a running normaliser after a rollout, and its outputs.
-
-    Attributes:
-        mean, std: of each entry, [...]; they stay as they are until the next rollout.
-        limit: magnitude at which normalised entries are cut.
-        normalized: [T, B, ...], entries after they were cut.
+    """Statistics of a running normaliser after a rollout: mean and standard deviation of each entry, [...], the magnitude at which
+    normalised entries are cut, and these entries after the cut, [T, B, ...]. All stay as they are until the next rollout.
     """
 
     mean: Tensor
@@ -283,11 +279,8 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MinibatchStart:
-    """The start of the first minibatch of an update.
-
-    Attributes:
-        shards: gradients of that many equal parts of it, at the parameters as they are; fewer where it has fewer samples.
-            Each call costs a forward and a backward pass and changes nothing; valid during the event only.
+    """The start of the first minibatch of an update. `shards` returns the gradients of that many equal parts of it, fewer where it has
+    fewer samples, at the present parameters; each costs a forward and a backward pass and changes nothing. Valid during the event only.
     """
 
     epoch: int

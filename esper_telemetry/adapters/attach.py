@@ -70,7 +70,7 @@ RECENT_EPISODES = 100
 """Episodes over which `episode/return_mean_100` is the mean."""
 
 MAX_ROLLOUT_STEPS = 1 << 24
-"""More than a rollout has: what ends in a later rollout ended later."""
+"""More steps than a rollout has, so that ends of a later rollout are larger numbers."""
 
 MAX_EVIDENCE_ENTRIES = 1 << 22
 """Entries of a gradient up to which DEBUG shows it layer by layer."""
@@ -130,8 +130,8 @@ class UpdateCollector:
     when it is over.
 
     Args:
-        telemetry: takes the updates.
-        source: emits the events; at once, everything but what a run turns out to have is listened to.
+        telemetry: receives the updates.
+        source: emits the events; hooks of a shared trunk and of clipped values follow when `RunStart` shows that the run has them.
     """
 
     def __init__(self, telemetry: TelemetrySession, source: EventSource) -> None:
@@ -175,7 +175,7 @@ class UpdateCollector:
             part.stop()
 
     def take(self, progress: TrainingProgress | None = None) -> UpdateData:
-        """Return what has happened since the last call."""
+        """Return the data of the update since the last call."""
         self._join()
         rollout = self._rollouts[-1] if self._rollouts else None
         minibatches = self._minibatches[-1] if self._minibatches else None
@@ -214,7 +214,7 @@ class UpdateCollector:
         return update
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next update is compared with; the journal holds the records of those before when this returns."""
+        """Return the history that the next update is compared with; the journal has all earlier records when this returns."""
         return {
             "counts": self._telemetry.state_dict(),
             "recent": list(self._recent),
@@ -246,7 +246,7 @@ class UpdateCollector:
             yield from of_backward(backwards)
 
     def _start(self, event: RunStart) -> None:
-        """Announce the run with the trainer's config and facts; listen to what only such runs have."""
+        """Announce the run with the trainer's config and facts; listen to events that only such runs have."""
         if event.update is not None:
             counts = {"update": event.update, "env_step": event.env_step, "gradient_step": event.gradient_step}
             self._telemetry.load_state_dict({name: count or 0 for name, count in counts.items()})
@@ -304,7 +304,7 @@ class UpdateCollector:
         self._features = event.outputs[0].detach()[:MAX_FEATURE_ROWS]
 
     def _join(self) -> None:
-        """Join what the source has not joined itself."""
+        """Join the events that the source has not joined itself."""
         minibatches = joined_minibatches(self._columns)
         if minibatches is not None:
             self._minibatches.append(minibatches)
@@ -349,7 +349,7 @@ class UpdateCollector:
 
 
 def attach(telemetry: Telemetry, source: EventSource) -> Remover:
-    """Make `telemetry` observe and flush what happens in `source`; returns the function that ends this.
+    """Make `telemetry` observe and flush the events of `source`; returns the function that ends this.
 
     At level OFF nothing is registered, so the trainer does no extra work. See `JoiningSource` and `CheckpointedSource` for what a source
     may offer besides its hooks.

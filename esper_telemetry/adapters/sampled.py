@@ -1,7 +1,7 @@
 """Sampled updates: whole gradients, the optimizer's state, and the policy shown its rollout once more, before and after the update.
 
-The hooks of these probes exist only while an update is sampled, so they cost nothing in the others, and each ends as soon as it has what
-it needs. What they copy or measure leaves no trace in training. States of the optimizer and zeros in gradients are sampled although their
+The hooks of these probes exist only while an update is sampled, so they cost nothing in the others, and each ends as soon as its sample is
+complete. Copies and measurements leave no trace in training. States of the optimizer and zeros in gradients are sampled although their
 tensors are there anyway: to copy and correct Adam's moments in float64 takes one to four training steps.
 """
 
@@ -172,7 +172,7 @@ class GradientProbe:
         return sample
 
     def state_dict(self) -> dict[str, Tensor | None]:
-        """Return what later samples are compared with."""
+        """Return the state that later samples are compared with."""
         return {"initial_norm": self._initial_norm, "steps": self._steps}
 
     def load_state_dict(self, state: dict[str, Tensor | None]) -> None:
@@ -255,8 +255,8 @@ class GradientProbe:
 class ReplayProbe:
     """Measures the policy on its rollout before and after sampled updates, while the policy is there to be asked.
 
-    Exact divergences after the last step, churn, staleness of states and gradients through time need the live policy: no event could carry
-    their answers without costing every update a pass.
+    Exact divergences after the last step, churn, staleness of states and gradients through time need the live policy: as columns of an
+    event they would cost every update a pass.
 
     Attributes:
         samples: number of sampled updates so far; a checkpoint keeps it.
@@ -314,7 +314,7 @@ def layer_metrics(activations: Activations, level: Level) -> Iterator[Measuremen
 
 
 def _memory_metrics(policy: PolicyReplay) -> Iterator[Measurement]:
-    """Gradients at the states of a recurrent policy, and what it would do without memory."""
+    """Measure gradients at the states of a recurrent policy, and its distance from its policy without memory."""
     gradients = policy.state_gradients()
     if gradients is not None:
         yield partial(bptt_stats, gradients.first, gradients.last)

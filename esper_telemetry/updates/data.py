@@ -69,7 +69,7 @@ class RecurrentState(NamedTuple):
 
 
 class Normalizer(NamedTuple):
-    """Statistics of a running normaliser, [D] each, now and ten updates ago (None before that), and how many of its entries it cut."""
+    """Statistics of a running normaliser, [D] each, now and ten updates ago (None before that), and the number of entries that it cut."""
 
     mean: Tensor
     std: Tensor
@@ -102,7 +102,7 @@ class Episodes(NamedTuple):
     Attributes:
         returns, lengths: of those that finished in this update.
         recent_returns: of the last hundred.
-        recent_ends: when these ended, as numbers that grow over the run in the same way in all processes; None with one process.
+        recent_ends: order of their ends, as numbers that grow over the run alike in all processes; None with one process.
     """
 
     returns: tuple[float, ...]
@@ -214,7 +214,7 @@ class TrainingProgress(NamedTuple):
 
 
 class UpdateData(NamedTuple):
-    """One update, as far as it got; what did not happen is None or empty.
+    """One update as far as it got; parts that did not happen are None or empty.
 
     Its tensors may be the trainer's own: they stay as they are until the next rollout is collected, and `copied` gives some that last.
 

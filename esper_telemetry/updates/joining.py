@@ -71,7 +71,7 @@ class RolloutHistory:
         self._scales: dict[str, deque[tuple[Tensor, Tensor]]] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next rollout is compared with."""
+        """Return the columns that the next rollout is compared with."""
         return {
             "chosen": {head: tuple(choices) for head, choices in self._choices.items()},
             "means": {head: tuple(total) for head, total in self._means.items()},
@@ -89,9 +89,9 @@ class RolloutHistory:
     def take(
         self, event: RolloutEnd, *, categorical: Iterable[str], layers: tuple[Layer, ...]
     ) -> tuple[RolloutEnd, RolloutContext]:
-        """Return the rollout without its largest columns, and what it is compared with.
+        """Return the rollout without its largest columns, and the columns that it is compared with.
 
-        The trainer may collect the next rollout in the same memory, so what outlives the update is copied.
+        The trainer may collect the next rollout in the same memory, so columns that outlive the update are copied.
 
         Args:
             event: the next rollout.
@@ -122,7 +122,7 @@ class RolloutHistory:
         return replace(event, logits=NONE, means=NONE, states=None, scales=NONE, observations=small), context
 
     def _normalizer(self, name: str, scale: Scale, valid: Tensor | None) -> Normalizer:
-        """Count what was cut here, because the normalised entries do not travel."""
+        """Count the cut entries here, because the normalised entries do not travel."""
         history = self._scales.setdefault(name, deque(maxlen=DRIFT_UPDATES + 1))
         history.append((scale.mean.flatten().clone(), scale.std.flatten().clone()))
         cut, entries = cut_entries(scale.normalized, scale.limit, valid=valid)
