@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -35,8 +36,7 @@ class Hooks:
     """
 
     def __init__(self) -> None:
-        self._early: dict[type, list[Callable[[Any], None]]] = {}
-        self._late: dict[type, list[Callable[[Any], None]]] = {}
+        self._entries: dict[type, list[tuple[bool, Callable[[Any], None]]]] = {}
         self._hooks: dict[type, tuple[Callable[[Any], None], ...]] = {}
 
     def on(self, event_type: type[Event], hook: Callable[[Event], None], *, last: bool = False) -> Remover:
@@ -45,19 +45,20 @@ class Hooks:
         Args:
             last: call it after the hooks registered without `last`, whenever these were registered.
         """
-        hooks = (self._late if last else self._early).setdefault(event_type, [])
-        hooks.append(hook)
+        entry = (last, hook)
+        entries = self._entries.setdefault(event_type, [])
+        entries.append(entry)
         self._sort(event_type)
 
         def remove() -> None:
-            if hook in hooks:
-                hooks.remove(hook)
+            if entry in entries:
+                entries.remove(entry)
                 self._sort(event_type)
 
         return remove
 
     def _sort(self, event_type: type) -> None:
-        self._hooks[event_type] = (*self._early.get(event_type, ()), *self._late.get(event_type, ()))
+        self._hooks[event_type] = tuple(hook for _, hook in sorted(self._entries[event_type], key=itemgetter(0)))
         if not self._hooks[event_type]:
             del self._hooks[event_type]
 
@@ -91,11 +92,8 @@ class Outputs(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """Responses of the actor's layers to some hundred transitions, evenly spread over a rollout.
-
-    Attributes:
-        layers: by name [n, D], after the nonlinearity, in order.
-        last: [n, F], of the last layer before its nonlinearity; None where there is no such layer.
+    """Responses of the actor's layers to some hundred transitions, evenly spread over a rollout: by name [n, D] after the nonlinearity, in
+    order; `last` [n, F] is that of the last layer before its nonlinearity, None where there is no such layer.
     """
 
     layers: Mapping[str, Tensor]
@@ -103,11 +101,8 @@ class Activations(NamedTuple):
 
 
 class StateGradients(NamedTuple):
-    """Gradients of the loss at the actor's h, in the environments that begin a rollout with memory.
-
-    Attributes:
-        first: [layers, envs, H], before the first step.
-        last: [envs, H], of the last layer after the last step.
+    """Gradients of the loss at the actor's h in the environments that begin a rollout with memory: before the first step [layers, envs, H],
+    and of the last layer after the last step [envs, H].
     """
 
     first: Tensor
@@ -115,12 +110,8 @@ class StateGradients(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A copy of the actor's trunk that may be trained, and observations.
-
-    Attributes:
-        network: [n, ...] to features [n, F], without memory.
-        parameters: the copy's own.
-        observations: [n, ...], evenly spread over a rollout.
+    """A copy of the actor's trunk without memory, from observations [n, ...] to features [n, F], its own parameters, which may be trained,
+    and observations [n, ...] that are evenly spread over a rollout.
     """
 
     network: Callable[[Tensor], Tensor]
@@ -180,12 +171,8 @@ class RunStart:
 
 
 class Scale(NamedTuple):
-    """Statistics of a running normaliser after a rollout, and its outputs.
-
-    Attributes:
-        mean, std: of each entry, [...]; they stay as they are until the next rollout.
-        limit: magnitude at which normalised entries are cut.
-        normalized: [T, B, ...], entries after they were cut.
+    """Statistics of a running normaliser after a rollout: mean and standard deviation of each entry, [...], the magnitude at which
+    normalised entries are cut, and these entries after the cut, [T, B, ...]. All stay as they are until the next rollout.
     """
 
     mean: Tensor
@@ -282,11 +269,8 @@ class EpisodeEnd:
 
 
 class Shard(NamedTuple):
-    """A part of a minibatch.
-
-    Attributes:
-        samples: independent samples in it: rows, or whole sequences where the policy has memory.
-        gradient: [d] of the part's mean loss, all parameters one after the other, zero where one has none.
+    """A part of a minibatch: its independent samples (rows, or whole sequences where the policy has memory), and the gradient [d] of its
+    mean loss, all parameters one after the other, zero where one has none.
     """
 
     samples: int
@@ -295,11 +279,8 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MinibatchStart:
-    """The start of the first minibatch of an update.
-
-    Attributes:
-        shards: gradients of that many equal parts of it, at the parameters as they are; fewer where it has fewer samples.
-            Each call costs a forward and a backward pass and changes nothing; valid during the event only.
+    """The start of the first minibatch of an update. `shards` returns the gradients of that many equal parts of it, fewer where it has
+    fewer samples, at the present parameters; each costs a forward and a backward pass and changes nothing. Valid during the event only.
     """
 
     epoch: int
@@ -384,10 +365,8 @@ class BackwardsEnd(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """A step that the optimizer has taken; the gradients that it used, clipped where they were, are still there.
-
-    Attributes:
-        parameters: trainable parameters by name; they, their `.grad` and the optimizer's state are valid during the call only.
+    """A step that the optimizer has taken. The trainable parameters, by name, their `.grad`, clipped where it was, and the optimizer's
+    state are valid during the call only.
     """
 
     epoch: int
@@ -495,10 +474,9 @@ class UpdateEnd:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationEnd:
-    """An evaluation between two updates: whole episodes with the likeliest actions.
+    """An evaluation between two updates: whole episodes with the likeliest actions; none of their steps count in `env_step`.
 
     Attributes:
-        env_step: environment steps of training so far; none of these count.
         returns: undiscounted sums of raw rewards.
         lengths: steps.
     """
@@ -510,11 +488,8 @@ class EvaluationEnd:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """An update that left weights that were not finite: those before it are restored and the optimizer's moments are reset.
-
-    Attributes:
-        update: the update that is undone.
-        rollbacks: how many there were in this run, this one included.
+    """An update that left weights that were not finite and is undone: the weights before it are restored, the optimizer's moments reset;
+    `rollbacks` counts those of the run, this one included.
     """
 
     update: int

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -70,7 +70,7 @@ RECENT_EPISODES = 100
 """Episodes over which `episode/return_mean_100` is the mean."""
 
 MAX_ROLLOUT_STEPS = 1 << 24
-"""More than a rollout has: what ends in a later rollout ended later."""
+"""More steps than a rollout has, so that ends of a later rollout are larger numbers."""
 
 MAX_EVIDENCE_ENTRIES = 1 << 22
 """Entries of a gradient up to which DEBUG shows it layer by layer."""
@@ -97,11 +97,21 @@ class JoiningSource(Protocol):
         """Types that it emits once per update: `MinibatchesEnd`, `BackwardsEnd` or both."""
 
 
-class MemberRegistry(Protocol):
-    """Whatever a source saves and loads with itself."""
+class Checkpointable(Protocol):
+    """State that a checkpoint saves and loads."""
 
-    def join(self, name: str, member: Any) -> Callable[[], None]:
-        """Add an object with `state_dict` and `load_state_dict`; returns the function that ends this."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+
+
+class CheckpointRegistry(Protocol):
+    """Objects that a source saves and loads with itself."""
+
+    def join(self, name: str, member: Checkpointable) -> Remover:
+        """Add an object; returns the function that ends this."""
 
 
 @runtime_checkable
@@ -109,8 +119,8 @@ class CheckpointedSource(Protocol):
     """A source whose checkpoints keep the history of what is measured."""
 
     @property
-    def checkpointables(self) -> MemberRegistry:
-        """What is saved and loaded with it."""
+    def checkpointables(self) -> CheckpointRegistry:
+        """Objects that are saved and loaded with it."""
 
 
 class UpdateCollector:
@@ -120,8 +130,8 @@ class UpdateCollector:
     when it is over.
 
     Args:
-        telemetry: takes the updates.
-        source: emits the events; at once, everything but what a run turns out to have is listened to.
+        telemetry: receives the updates.
+        source: emits the events; hooks of a shared trunk and of clipped values follow when `RunStart` shows that the run has them.
     """
 
     def __init__(self, telemetry: TelemetrySession, source: EventSource) -> None:
@@ -165,20 +175,17 @@ class UpdateCollector:
             part.stop()
 
     def take(self, progress: TrainingProgress | None = None) -> UpdateData:
-        """Return what has happened since the last call."""
+        """Return the data of the update since the last call."""
         self._join()
         rollout = self._rollouts[-1] if self._rollouts else None
         minibatches = self._minibatches[-1] if self._minibatches else None
         collected: CollectedRows | None = None
         if minibatches is not None:
-            minibatches = with_critic(minibatches, self._critic) if self._hears_critic else without_critic(minibatches)
-            if (
-                self._sampled
-                and rollout is not None
-                and minibatches.rows is not None
-                and minibatches.values is not None
-            ):
-                collected = collected_rows(rollout, minibatches.rows)
+            keeps_critic = self._keeps_critic or self._sampled
+            minibatches = with_critic(minibatches, self._critic) if keeps_critic else without_critic(minibatches)
+            rows = None if minibatches.values is None else minibatches.rows
+            if self._sampled and rollout is not None and rows is not None:
+                collected = collected_rows(rollout, rows)
         compared: list[tuple[RolloutEnd, RolloutContext]] = []
         if rollout is not None:
             categorical = {} if minibatches is None else minibatches.logits
@@ -201,8 +208,8 @@ class UpdateCollector:
         self._for_this_update.stop()
         if self._backwards:
             self._last_backwards = self._backwards[-1]
-        kept: list[list[Any]] = [self._rollouts, self._episodes, self._minibatches, self._trunk, self._backwards]
-        for events in (*kept, *(events for _, events in self._extensions)):
+        lists: list[list[Any]] = [self._rollouts, self._episodes, self._minibatches, self._trunk, self._backwards]
+        for events in (*lists, *(events for _, events in self._extensions)):
             events.clear()
         return update
 
@@ -231,7 +238,7 @@ class UpdateCollector:
         self._replay_probe.samples = state.get("looks", 0)
 
     def nonfinite_candidates(self) -> Iterator[Candidate]:
-        """The tensors of the update under way, in forward order; between updates the parameters that the last one left."""
+        """Yield the tensors of the update under way, in forward order; between updates the parameters that the last one left."""
         for rollout in self._rollouts[-1:]:
             yield from of_rollout(rollout)
         self._join()
@@ -242,7 +249,7 @@ class UpdateCollector:
             yield from of_backward(backwards)
 
     def _start(self, event: RunStart) -> None:
-        """Announce the run with the trainer's config and facts; listen to what only such runs have."""
+        """Announce the run with the trainer's config and facts; listen to events that only such runs have."""
         if event.update is not None:
             counts = {"update": event.update, "env_step": event.env_step, "gradient_step": event.gradient_step}
             self._telemetry.load_state_dict({name: count or 0 for name, count in counts.items()})
@@ -252,11 +259,11 @@ class UpdateCollector:
         if event.facts.get("groups", {}).get("shared") and not self._listens_to_trunk:
             self._listener.on(TrunkBackward, self._keep_trunk_gradients)
             self._listens_to_trunk = True
-        level = (
-            self._telemetry.level
-        )  # where values are clipped, NORMAL measures in every update how far the critic moves
-        always = level >= Level.DEBUG or (level is Level.NORMAL and event.facts.get("clip_value") is not None)
-        if always and not self._keeps_critic:
+        level = self._telemetry.level
+        clips_values = (
+            event.facts.get("clip_value") is not None
+        )  # then NORMAL measures the critic's move in every update
+        if (level >= Level.DEBUG or (level is Level.NORMAL and clips_values)) and not self._keeps_critic:
             self._listener.untimed(MinibatchEnd, self._critic.add)
             self._keeps_critic = True
 
@@ -299,13 +306,8 @@ class UpdateCollector:
     def _keep_features(self, event: TrunkBackward) -> None:
         self._features = event.outputs[0].detach()[:MAX_FEATURE_ROWS]
 
-    @property
-    def _hears_critic(self) -> bool:
-        """Whether this update keeps `CRITIC_COLUMNS`."""
-        return self._keeps_critic or self._sampled
-
     def _join(self) -> None:
-        """Join what the source has not joined itself."""
+        """Join the events that the source has not joined itself."""
         minibatches = joined_minibatches(self._columns)
         if minibatches is not None:
             self._minibatches.append(minibatches)
@@ -327,9 +329,8 @@ class UpdateCollector:
         records: list[UpdateExtension] = []
         for kind, events in self._extensions:
             if events:
-                self._telemetry.attempt(
-                    lambda pair: records.append(pair[0].from_events(pair[1])), (kind, tuple(events))
-                )
+                pair = kind, tuple(events)
+                self._telemetry.attempt(lambda pair: records.append(pair[0].from_events(pair[1])), pair)
         return tuple(records)
 
     def _take_episodes(self, progress: TrainingProgress | None) -> Episodes | None:
@@ -351,7 +352,7 @@ class UpdateCollector:
 
 
 def attach(telemetry: Telemetry, source: EventSource) -> Remover:
-    """Make `telemetry` observe and flush what happens in `source`; returns the function that ends this.
+    """Make `telemetry` observe and flush the events of `source`; returns the function that ends this.
 
     At level OFF nothing is registered, so the trainer does no extra work. See `JoiningSource` and `CheckpointedSource` for what a source
     may offer besides its hooks.
@@ -370,13 +371,13 @@ def attach(telemetry: Telemetry, source: EventSource) -> Remover:
     session = session_of(telemetry)
     collector = UpdateCollector(session, source)
     session.expect_updates(candidates=collector.nonfinite_candidates, open_update=collector.take)
-    leave = (
-        source.checkpointables.join("telemetry", collector) if isinstance(source, CheckpointedSource) else lambda: None
-    )
+    removers = [collector.stop]
+    if isinstance(source, CheckpointedSource):
+        removers.append(source.checkpointables.join("telemetry", collector))
 
     def stop() -> None:
-        collector.stop()
-        leave()
+        for remove in removers:
+            remove()
 
     return stop
 

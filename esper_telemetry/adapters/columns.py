@@ -138,11 +138,7 @@ def value_loss(columns: LossColumns, clip: float | None) -> Tensor:
 
 def loss_columns(columns: LossColumns, clip: float | None, clip_value: float | None) -> dict[str, Tensor]:
     """Losses of each row [N] by the names of `MinibatchEnd`: `policy`, `value` (half the squared error), `entropy` (negative)."""
-    return {
-        "policy": policy_loss(columns, clip),
-        "value": value_loss(columns, clip_value),
-        "entropy": -columns.entropy,
-    }
+    return {"policy": policy_loss(columns, clip), "value": value_loss(columns, clip_value), "entropy": -columns.entropy}
 
 
 def normalized_advantages(advantages: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -175,6 +171,6 @@ class FinishedEpisode(NamedTuple):
 
 
 def episodes_event(episodes: Iterable[FinishedEpisode], env_step: int) -> EpisodeEnd | None:
-    """The event of a rollout's episodes; None where none finished."""
+    """Return the event of a rollout's episodes; None where none finished."""
     columns = [list(column) for column in zip(*episodes, strict=True)]
     return EpisodeEnd(env_step, *columns) if columns else None

@@ -1,13 +1,13 @@
 """Sampled updates: whole gradients, the optimizer's state, and the policy shown its rollout once more, before and after the update.
 
-The hooks of these probes exist only while an update is sampled, so they cost nothing in the others, and each ends as soon as it has what
-it needs. What they copy or measure leaves no trace in training. States of the optimizer and zeros in gradients are sampled although their
+The hooks of these probes exist only while an update is sampled, so they cost nothing in the others, and each ends as soon as its sample is
+complete. Copies and measurements leave no trace in training. States of the optimizer and zeros in gradients are sampled although their
 tensors are there anyway: to copy and correct Adam's moments in float64 takes one to four training steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ from esper_telemetry.events import (
 )
 from esper_telemetry.metrics.actions import greedy_agreement
 from esper_telemetry.metrics.gradients.health import gradients_of
-from esper_telemetry.metrics.kl import categorical_kl, gaussian_kl, kl_after_update
+from esper_telemetry.metrics.kl import kl_after_update
 from esper_telemetry.metrics.lstm.sequences import bptt_stats, memory_use
 from esper_telemetry.metrics.lstm.states import first_staleness, state_staleness
 from esper_telemetry.metrics.optimizer import AdamState, adam_parameters, adam_state, flat, weight_norm
@@ -46,6 +46,7 @@ from esper_telemetry.metrics.representation import (
 from esper_telemetry.session import TelemetrySession
 from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.data import GradientSample
+from esper_telemetry.updates.groups import kl_rows
 
 Event = TypeVar("Event")
 
@@ -171,7 +172,7 @@ class GradientProbe:
         return sample
 
     def state_dict(self) -> dict[str, Tensor | None]:
-        """Return what later samples are compared with."""
+        """Return the state that later samples are compared with."""
         return {"initial_norm": self._initial_norm, "steps": self._steps}
 
     def load_state_dict(self, state: dict[str, Tensor | None]) -> None:
@@ -254,8 +255,8 @@ class GradientProbe:
 class ReplayProbe:
     """Measures the policy on its rollout before and after sampled updates, while the policy is there to be asked.
 
-    Exact divergences after the last step, churn, staleness of states and gradients through time need the live policy: no event could carry
-    their answers without costing every update a pass.
+    Exact divergences after the last step, churn, staleness of states and gradients through time need the live policy: as columns of an
+    event they would cost every update a pass.
 
     Attributes:
         samples: number of sampled updates so far; a checkpoint keeps it.
@@ -313,7 +314,7 @@ def layer_metrics(activations: Activations, level: Level) -> Iterator[Measuremen
 
 
 def _memory_metrics(policy: PolicyReplay) -> Iterator[Measurement]:
-    """Gradients at the states of a recurrent policy, and what it would do without memory."""
+    """Measure gradients at the states of a recurrent policy, and its distance from its policy without memory."""
     gradients = policy.state_gradients()
     if gradients is not None:
         yield partial(bptt_stats, gradients.first, gradients.last)
@@ -332,12 +333,3 @@ def update_metrics(stored: Outputs, before: Outputs, now: Outputs) -> Iterator[M
         yield partial(feature_drift, before.features[some], now.features[some])
     if stored.memory is not None and now.memory is not None:
         yield partial(state_staleness, stored.memory, now.memory)
-
-
-def kl_rows(old: Outputs, new: Outputs) -> Mapping[str, Tensor]:
-    """KL(old‖new) of every head in every transition, [N] each."""
-    rows = {head: categorical_kl(old.logits[head], logits) for head, logits in new.logits.items()}
-    for head, means in new.means.items():
-        old_std, new_std = (side.log_std[head].expand_as(means) for side in (old, new))
-        rows[head] = gaussian_kl(old.means[head], old_std, means, new_std)
-    return rows

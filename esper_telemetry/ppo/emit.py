@@ -90,16 +90,11 @@ class StepTensors(NamedTuple):
 
 
 class TrainerEvents:
-    """Emits what happens in a trainer.
-
-    Args:
-        trainer: whose state the events are built from.
-    """
+    """Emits the events of a trainer, built from its state."""
 
     def __init__(self, trainer: PPO) -> None:
-        self._trainer: PPO = weakref.proxy(
-            trainer
-        )  # a cycle would keep the tensors of a trainer that is no longer used
+        # a cycle would keep the tensors of a trainer that is no longer used
+        self._trainer: PPO = weakref.proxy(trainer)
         self._steps: list[StepTensors] = []
         self._norms: list[tuple[int, tuple[str, ...], Tensor]] = []
         self._replay: PolicyReplay | None = None
@@ -123,7 +118,7 @@ class TrainerEvents:
 
     @property
     def numbers_rows(self) -> bool:
-        """Whether minibatches have to say which transitions their rows are."""
+        """True where minibatches have to say which transitions their rows are."""
         return self._hooks.wants(MinibatchEnd) or self._hooks.wants(MinibatchesEnd)
 
     def rollout_end(self, rollout: Rollout, advantages: Tensor, returns: Tensor) -> None:
@@ -172,8 +167,6 @@ class TrainerEvents:
         """Emit `BackwardEnd`, and keep the norms for `BackwardsEnd`.
 
         Args:
-            epoch: of the pass.
-            step: within the update.
             gradients: of all ranks, before clipping, by the names of their parameters.
             norms: [K], L2 norm of each; None where nothing is clipped.
         """
@@ -326,15 +319,8 @@ def joined_minibatches(steps: Sequence[StepTensors], policy: ActorCritic) -> Min
     counts = tuple(map(len, log_ratios))
     action_masks, now, old = _joined(masks), _joined(log_probs), _joined(old_log_probs)
     described = describe(policy, _joined(scores), action_masks)
-    log_std = described.log_std and {
-        **described.log_std,
-        **_joined(
-            [
-                {head: std.expand(count, -1) for head, std in own.items()}
-                for own, count in zip(log_stds, counts, strict=True)
-            ]
-        ),
-    }
+    spreads = zip(log_stds, counts, strict=True)
+    rows_of_std = [{head: std.expand(count, -1) for head, std in spread.items()} for spread, count in spreads]
     return MinibatchesEnd(
         epochs=epochs,
         counts=counts,
@@ -344,7 +330,7 @@ def joined_minibatches(steps: Sequence[StepTensors], policy: ActorCritic) -> Min
         losses=_joined(losses, torch.stack),
         logits=described.logits,
         action_masks=action_masks,
-        log_std=log_std,
+        log_std=described.log_std and {**described.log_std, **_joined(rows_of_std)},
         head_log_ratios={head: now[head] - old[head] for head in old},
         relevance=_joined(relevance),
         rows=torch.cat(rows),

@@ -34,6 +34,10 @@ class ActionChoices(NamedTuple):
     actions: Tensor
     counted: Tensor | None
 
+    def to(self, device: torch.device) -> ActionChoices:
+        """Return the choices on that device: a checkpoint may restore them on another."""
+        return ActionChoices(self.actions.to(device), None if self.counted is None else self.counted.to(device))
+
 
 class Layer(NamedTuple):
     """One LSTM layer in the first b environments; see `metrics.lstm.gates_between`.
@@ -65,7 +69,7 @@ class RecurrentState(NamedTuple):
 
 
 class Normalizer(NamedTuple):
-    """Statistics of a running normaliser, [D] each, now and ten updates ago (None before that), and how many of its entries it cut."""
+    """Statistics of a running normaliser, [D] each, now and ten updates ago (None before that), and the number of entries that it cut."""
 
     mean: Tensor
     std: Tensor
@@ -98,7 +102,7 @@ class Episodes(NamedTuple):
     Attributes:
         returns, lengths: of those that finished in this update.
         recent_returns: of the last hundred.
-        recent_ends: when these ended, as numbers that grow over the run in the same way in all processes; None with one process.
+        recent_ends: order of their ends, as numbers that grow over the run alike in all processes; None with one process.
     """
 
     returns: tuple[float, ...]
@@ -125,7 +129,8 @@ class CollectedRows(NamedTuple):
 
 
 class BackwardGradients(NamedTuple):
-    """Backward passes with gradients in the same parameters.
+    """Backward passes with gradients in the same parameters, stacked: a pickle of one tensor costs a fraction of that of one per pass, as
+    `BackwardsEnd` has them, and the parameters of that event do not travel.
 
     Attributes:
         epochs: epoch of each of the M passes.
@@ -161,7 +166,7 @@ class GradientSample(NamedTuple):
         state_names: of the parameters that have a state.
         previous_steps: [K'], steps that the optimizer had counted in the sampled update before.
         initial_norm: 0-d, of all weights when training began.
-        measured: whether everything is measured already, and only evidence needs it.
+        measured: everything is measured already, and only evidence needs it.
     """
 
     names: tuple[str, ...]
@@ -209,7 +214,7 @@ class TrainingProgress(NamedTuple):
 
 
 class UpdateData(NamedTuple):
-    """One update, as far as it got; what did not happen is None or empty.
+    """One update as far as it got; parts that did not happen are None or empty.
 
     Its tensors may be the trainer's own: they stay as they are until the next rollout is collected, and `copied` gives some that last.
 
@@ -243,12 +248,11 @@ class UpdateData(NamedTuple):
 
     @property
     def on_device(self) -> bool:
-        """Whether its tensors would have to be copied to the host before another process can have them."""
+        """True where tensors have to be copied to the host before another process can have them."""
         rollout = [] if self.rollout is None else [self.rollout.rewards]
         minibatches = [] if self.minibatches is None else [self.minibatches.log_ratio]
-        return not all(tensor.is_cpu for tensor in rollout + minibatches) or any(
-            extension.on_device for extension in self.extensions
-        )
+        on_host = all(tensor.is_cpu for tensor in rollout + minibatches)
+        return not on_host or any(extension.on_device for extension in self.extensions)
 
     @property
     def gradient_steps(self) -> int:

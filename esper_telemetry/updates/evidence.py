@@ -41,14 +41,12 @@ UNREMARKABLE: Final = ("ok", "undefined", "host_fast")
 
 @dataclass(frozen=True, slots=True)
 class StepEvidence:
-    """One optimizer step.
+    """One optimizer step, counted from 0.
 
     Attributes:
-        step, epoch: which, from 0.
         kl: estimate k3 of the policy's move, nats.
-        norm: of the gradient before clipping.
-        clip_coef: what clipping multiplied it with.
-        groups: norms of the declared groups.
+        norm, groups: of the gradient before clipping, whole and of the declared groups.
+        clip_coef: factor of the clipping.
     """
 
     step: int
@@ -171,7 +169,7 @@ def _worst_rows(update: UpdateData, count: int) -> Iterator[WorstRow]:
 
 
 def _with_place(worst: WorstRow, minibatches: MinibatchesEnd, rollout: RolloutEnd, row: int) -> WorstRow:
-    """The same with its place in the rollout, and what was collected there."""
+    """Return the row with its place in the rollout, and the columns collected there."""
     assert minibatches.rows is not None
     place = divmod(int(minibatches.rows[row]), rollout.log_probs.shape[1])
     old = rollout.log_probs[place].item()
@@ -278,14 +276,7 @@ def norm_table(update: UpdateData) -> tuple[NormLine, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Offender:
-    """A tensor that is not finite everywhere.
-
-    Attributes:
-        name: of the tensor.
-        shape: its shape.
-        nan, infinite: how many entries are NaN, and how many infinite.
-        indices: of the first hundred of them.
-    """
+    """A tensor that is not finite everywhere: numbers of NaN and of infinite entries, and `indices` of the first `MAX_INDICES` of them."""
 
     name: str
     shape: tuple[int, ...]
@@ -296,12 +287,8 @@ class Offender:
 
 @dataclass(frozen=True, slots=True)
 class StabilityReport:
-    """What is not finite in an update.
-
-    Attributes:
-        first: name of the first tensor in forward order that is not finite; empty if all are.
-        offenders: it and those after it.
-        largest: largest finite |entry| of every tensor, by name.
+    """Tensors of an update that are not finite, in forward order, the name of the `first` (empty if all are finite), and the `largest`
+    finite |entry| of every tensor by name.
     """
 
     first: str
@@ -347,11 +334,11 @@ class Scene:
     """An update in which an alarm was raised.
 
     Attributes:
-        record: what was measured of it.
-        updates: what it left behind, of several ranks on the first one.
+        record: its metrics.
+        updates: its data; with several ranks those of the first.
         facts: of the run.
-        pairs: why modules learn as they do next to their hosts, by name.
-        health_cause: what takes most from the health of the gradients: `nonfinite`, `vanish`, `explode`, `imbalance` or `zero`.
+        pairs: cause of the learning speed of each module beside its host, by name.
+        health_cause: largest deduction from the health of the gradients: `nonfinite`, `vanish`, `explode`, `imbalance` or `zero`.
     """
 
     record: Record
@@ -362,7 +349,7 @@ class Scene:
 
 
 class EvidenceChoice(Protocol):
-    """What an alarm's declaration says of its evidence; see `alarms.rule.AlarmRule`."""
+    """The evidence that an alarm's declaration asks for; see `alarms.rule.AlarmRule`."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -378,16 +365,11 @@ class EvidenceChoice(Protocol):
 
 
 def evidence_of(alarm: Alarm, scene: Scene, choice: EvidenceChoice | None) -> dict[str, Any]:
-    """Return what there is to show for an alarm, by name; plain values.
+    """Return the evidence for an alarm that the update of `scene` raised, by name, as plain values.
 
     `values` are the metrics that it reads; by its declaration come `steps`, `worst` (transitions), `layers`, `stability`, `histograms`
-    and `pairs`, the cause of unhealthy gradients (`health_cause`), and of several ranks whose rows they are, `rank`. Without a
-    declaration there is the deciding value alone.
-
-    Args:
-        alarm: that is raised.
-        scene: the update that raised it.
-        choice: the alarm's declaration.
+    and `pairs`, the cause of unhealthy gradients (`health_cause`), and with several ranks the `rank` of the rows. Without a declaration
+    there is the deciding value alone.
     """
     values = scene.record.values
     if choice is None:
@@ -453,13 +435,7 @@ COLLECTORS: Final[Mapping[str, Callable[[UpdateData, Mapping[str, Any]], dict[st
 def captures(
     update: UpdateData, facts: Mapping[str, Any], pairs: Mapping[str, Mapping[str, Any]] | None = None
 ) -> Iterator[Capture]:
-    """Yield the evidence that the journal keeps of an update at DEBUG: all of it.
-
-    Args:
-        update: what happened.
-        facts: of the run.
-        pairs: why modules learn as they do next to their hosts, by name.
-    """
+    """Yield the evidence that the journal keeps of an update at DEBUG: all of it; `pairs` as in `Scene`."""
     yield Capture("stability", asdict(stability_report(update)))
     yield Capture("flight", asdict(flight_of(update, facts)))
     if pairs:

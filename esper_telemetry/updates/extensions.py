@@ -47,7 +47,7 @@ class UpdateExtension(Protocol):
 
     @property
     def on_device(self) -> bool:
-        """Whether tensors are not on the CPU: then the update is measured in the trainer's process."""
+        """True where tensors are not on the CPU: then the update is measured in the trainer's process."""
 
     def measure(self, facts: Mapping[str, Any], level: Level) -> Iterable[Measurement]:
         """Yield metric functions with their arguments; those that raise cost their group and a warning."""

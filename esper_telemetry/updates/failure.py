@@ -61,7 +61,7 @@ def failure_data(error: BaseException, *sources: Candidates) -> dict[str, Any]:
     """Return the data of a run's `failure` event: the exception and the first non-finite tensor, which is also logged.
 
     Args:
-        error: what training raised.
+        error: raised by training.
         sources: yield tensors in forward order; the first one that is not finite counts. After them come the local variables of the
             frames that the exception left.
     """

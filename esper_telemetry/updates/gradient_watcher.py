@@ -43,7 +43,7 @@ BY_HAND = (
     "ranks train a model that is not wrapped in DistributedDataParallel: if you average its gradients by hand, their norms before clipping "
     "are those of this rank alone; after clipping they are right"
 )
-UNSEEN = (
+UNMEASURED = (
     "the optimizer took a step that no backward pass came before: its gradients are left out (graphs that are replayed, and gradients that "
     "are set by hand, pass autograd by)"
 )
@@ -59,13 +59,8 @@ LARGER = (
 
 
 class StepNorms(NamedTuple):
-    """One optimizer step: the parameters with a gradient, and its norms [K] before and after clipping.
-
-    Attributes:
-        names: of the K parameters.
-        numels: their numbers of entries.
-        before, after: [K].
-        found_inf: 0-d, above 0 where a fused optimizer skips the step; None for other optimizers.
+    """One optimizer step: the K parameters with a gradient, their numbers of entries, and the norms [K] before and after clipping;
+    `found_inf`, 0-d, is above 0 where a fused optimizer skips the step, None for other optimizers.
     """
 
     names: tuple[str, ...]
@@ -90,7 +85,7 @@ class GradientTap:
     def __init__(self, model: nn.Module, optimizer: Optimizer, clock: AbstractContextManager[None]) -> None:
         self.model = model
         self.names = {id(parameter): inner_name(name) for name, parameter in model.named_parameters()}
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._clock = clock
         self._pid = os.getpid()
         self._steps: list[StepNorms] = []
@@ -123,7 +118,7 @@ class GradientTap:
         """Return the steps since the last call, without skipped ones; `whole` updates have at least one."""
         steps, self._steps = self._steps, []
         if self._missed:
-            self.warn(UNSEEN)
+            self.warn(UNMEASURED)
         elif whole and not self._stepped:
             self.warn(SILENT)
         self._stepped = self._missed = False
@@ -142,10 +137,8 @@ class GradientTap:
     def _in_backward(self, _: Tensor) -> None:
         """Ask for a call when backward ends, after whatever was queued before, such as the averaging over ranks."""
         if os.getpid() == self._pid:
-            marks, queue = (
-                self._marks(),
-                torch.autograd.Variable._execution_engine.queue_callback,
-            )  # as torch's wrappers do
+            marks = self._marks()
+            queue = torch.autograd.Variable._execution_engine.queue_callback  # as torch's wrappers do
             queue(lambda: queue(lambda: self._after_backward(marks)))
 
     def _marks(self) -> list[tuple[int, int]]:
@@ -179,18 +172,16 @@ class GradientTap:
     def _norms(self, present: Sequence[tuple[Tensor, Tensor]], before: dict[int, Tensor]) -> StepNorms:
         first = torch.stack([before[id(parameter)] for parameter, _ in present])
         after = norms_of([gradient for _, gradient in present])
-        left = getattr(self._optimizer, "grad_scale", None)  # a fused optimizer divides by it itself
-        found_inf = getattr(self._optimizer, "found_inf", None)
+        own_scale = getattr(self.optimizer, "grad_scale", None)  # a fused optimizer divides by it itself
+        found_inf = getattr(self.optimizer, "found_inf", None)
         scale = scale_around()
-        if isinstance(left, Tensor):
+        if isinstance(own_scale, Tensor):
             if after.is_cpu and bool((total_norm(after) * GROWTH_TOLERANCE < total_norm(first)).all()):
                 self.warn(SCALED)
-            after = after / left.to(after.device)
+            after = after / own_scale.to(after.device)
         if scale is not None:
             first = first / scale.to(first.device)
-        names = tuple(
-            self.names.get(id(parameter), f"parameter_{place}") for place, (parameter, _) in enumerate(present)
-        )
+        names = tuple(self.names.get(id(p), f"parameter_{place}") for place, (p, _) in enumerate(present))
         numels = tuple(parameter.numel() for parameter, _ in present)
         return StepNorms(names, numels, first, after, found_inf if isinstance(found_inf, Tensor) else None)
 
@@ -203,17 +194,17 @@ class GradientTap:
             self.warn(f"gradients of a step could not be measured: {type(error).__name__}: {error}")
 
     def _parameters(self) -> Iterator[Tensor]:
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             yield from group["params"]
 
     def _present(self) -> list[tuple[Tensor, Tensor]]:
         """Return parameters with their gradients, as they are now, dense."""
-        return [(p, _dense(p.grad)) for p in self._parameters() if p.grad is not None]
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    dense = gradient.coalesce().values() if gradient.layout is torch.sparse_coo else gradient
-    return torch.view_as_real(dense) if dense.is_complex() else dense
+        present: list[tuple[Tensor, Tensor]] = []
+        for p in self._parameters():
+            if p.grad is not None:
+                dense = p.grad.coalesce().values() if p.grad.layout is torch.sparse_coo else p.grad
+                present.append((p, torch.view_as_real(dense) if dense.is_complex() else dense))
+        return present
 
 
 def norms_of(gradients: Sequence[Tensor]) -> Tensor:
@@ -286,7 +277,7 @@ class WatchedModels:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._taps: list[tuple[GradientTap, Optimizer]] = []
+        self._taps: list[GradientTap] = []
 
     def __bool__(self) -> bool:
         """Return whether anything is watched."""
@@ -298,48 +289,41 @@ class WatchedModels:
         Raises:
             ValueError: where the optimizer is watched with another model.
         """
-        for known, of in self._taps:
-            if of is optimizer:
-                if known.model is not model:
-                    raise ValueError(
-                        "this optimizer is watched already: watch it once, with a module that holds all its parameters"
-                    )
-                return partial(self._remove, (known, of))
-        tap = GradientTap(model, optimizer, self._clock)
-        entry = (tap, optimizer)
-        self._taps.append(entry)
-        return partial(self._remove, entry)
+        tap = next((tap for tap in self._taps if tap.optimizer is optimizer), None)
+        if tap is None:
+            tap = GradientTap(model, optimizer, self._clock)
+            self._taps.append(tap)
+        elif tap.model is not model:
+            raise ValueError(
+                "this optimizer is watched already: watch it once, with a module that holds all its parameters"
+            )
+        return partial(self._remove, tap)
 
-    def _remove(self, entry: tuple[GradientTap, Optimizer]) -> None:
-        entry[0].remove()
-        if entry in self._taps:
-            self._taps.remove(entry)
+    def _remove(self, tap: GradientTap) -> None:
+        tap.remove()
+        if tap in self._taps:
+            self._taps.remove(tap)
 
     def stop(self) -> None:
         """Watch nothing any more."""
-        for tap, _ in self._taps:
-            tap.remove()
-        self._taps = []
+        for tap in list(self._taps):
+            self._remove(tap)
 
     def take(self, *, whole: bool) -> UpdateData:
         """Return the gradients of all steps since the last call: a `whole` update or what there is of it."""
-        return UpdateData(gradients=tuple(stacked([tap.take(whole=whole) for tap, _ in self._taps])))
+        return UpdateData(gradients=tuple(stacked([tap.take(whole=whole) for tap in self._taps])))
 
     def nonfinite_candidates(self) -> Iterator[Candidate]:
         """Yield the parameters that optimizers train, as they are, then their gradients."""
-        trained = [item for tap, _ in self._taps for item in tap.trained().items()]
+        trained = [item for tap in self._taps for item in tap.trained().items()]
         yield from (Candidate(name, parameter.detach()) for name, parameter in trained)
         yield from (Candidate(f"gradient of {name}", p.grad) for name, p in trained if p.grad is not None)
 
     def rates(self) -> list[Measurement]:
         """Return the measurement of the first optimizer's learning rate."""
-        rates = [
-            group["lr"] for _, optimizer in self._taps[:1] for group in optimizer.param_groups[:1] if "lr" in group
-        ]
-        return [
-            partial(LearningRate, lr=rate.detach().clone() if isinstance(rate, torch.Tensor) else rate)
-            for rate in rates
-        ]
+        groups = [group for tap in self._taps[:1] for group in tap.optimizer.param_groups[:1]]
+        rates = [group["lr"] for group in groups if "lr" in group]
+        return [partial(LearningRate, lr=rate.detach().clone() if isinstance(rate, Tensor) else rate) for rate in rates]
 
 
 def stacked(taps: Iterable[Sequence[StepNorms]]) -> list[BackwardGradients]:

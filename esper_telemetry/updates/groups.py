@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -184,7 +184,7 @@ def _normalizers(normalizers: Mapping[str, Normalizer]) -> Iterator[Measurement]
 
 
 def _actions(update: UpdateData, rollout: RolloutEnd) -> Iterator[Measurement]:
-    """Masked choices, how far the mix of a head's actions moved since the last rollout, and how often a Gaussian head met its bounds."""
+    """Measure masked choices, the change of each head's mix of actions since the last rollout, and Gaussian actions at their bounds."""
     context, actions = update.context, rollout.actions
     counted = {head: rows_that_count(rollout.valid, rollout.relevance.get(head)) for head in actions}
     if rollout.action_masks:
@@ -193,9 +193,8 @@ def _actions(update: UpdateData, rollout: RolloutEnd) -> Iterator[Measurement]:
         yield partial(mask_violation, restricted, rollout.action_masks, relevant=relevant)
     for head, logits in (update.minibatches.logits if update.minibatches else {}).items():
         if head in context.previous_choices:
-            yield partial(
-                _shift, head, logits.shape[-1], (actions[head], counted[head]), context.previous_choices[head]
-            )
+            choices = (actions[head], counted[head]), context.previous_choices[head]
+            yield partial(_shift, head, logits.shape[-1], *choices)
     for head, previous in context.mean_actions.items():
         bounds, log_std, valid = rollout.bounds.get(head), rollout.log_std.get(head), counted[head]
         if bounds is not None:
@@ -250,9 +249,8 @@ def _minibatches(
     if clip is not None:
         yield partial(excess_ratio, minibatches.log_ratio, clip=clip, valid=valid, dim=-1)
     if minibatches.head_log_ratios:
-        yield partial(
-            head_ratio_diagnostics, minibatches.head_log_ratios, relevant=relevant, clip=clip, valid=valid, dim=-1
-        )
+        ratios = minibatches.head_log_ratios
+        yield partial(head_ratio_diagnostics, ratios, relevant=relevant, clip=clip, valid=valid, dim=-1)
     entropy = None
     if minibatches.logits or minibatches.log_std:
         masks, log_std = minibatches.action_masks, minibatches.log_std
@@ -263,14 +261,8 @@ def _minibatches(
     weights = {"value": facts.get("value_coef"), "entropy": facts.get("entropy_coef"), **coefficients}
     if {"policy", "value"} <= set(minibatches.losses):
         yield partial(_losses, minibatches, entropy, weights)
-    yield partial(
-        bonus_gradient,
-        minibatches.logits,
-        entropy_coef=weights["entropy"] or 0.0,
-        action_masks=minibatches.action_masks,
-        relevant=relevant,
-        valid=valid,
-    )
+    bonus = partial(bonus_gradient, minibatches.logits, entropy_coef=weights["entropy"] or 0.0)
+    yield partial(bonus, action_masks=minibatches.action_masks, relevant=relevant, valid=valid)
 
 
 def _used_advantages(minibatches: MinibatchesEnd, update: UpdateData, facts: Mapping[str, Any]) -> MetricGroup:
@@ -295,7 +287,7 @@ def _details(
     facts: Mapping[str, Any],
     coefficients: Mapping[str, float],
 ) -> Iterator[Measurement]:
-    """How far the critic moved, how far the policy moved over all actions, and whether the entropy bonus steers it."""
+    """Measure the moves of the critic and of the policy over all actions, and the weight of the entropy bonus in the policy's gradient."""
     valid, relevant = minibatches.valid, minibatches.relevance
     if minibatches.values is None or minibatches.old_values is None or minibatches.returns is None:
         return
@@ -304,18 +296,40 @@ def _details(
     if collected is None:
         return
     collected = columns_in_grid(collected, minibatches.counts)
-    rows = {head: categorical_kl(old, minibatches.logits[head]) for head, old in collected.logits.items()}
-    for head, std in collected.log_std.items():
-        new_std = minibatches.log_std[head]
-        rows[head] = gaussian_kl(collected.means[head], std, minibatches.means[head], new_std)
+    rows = kl_rows(collected, minibatches)
     if rows:
         yield partial(exact_kl, rows, relevant=relevant, valid=valid, dim=-1)
         yield partial(head_exact_kl, rows, relevant=relevant, valid=valid, dim=-1)
     clip, coefficient = facts.get("clip"), coefficients.get("entropy", facts.get("entropy_coef"))
-    if collected.actions and clip is not None and coefficient is not None:
+    if minibatches.logits and minibatches.logits.keys() <= collected.actions.keys() and None not in (clip, coefficient):
         steered = partial(entropy_gradients, minibatches.logits, collected.actions, minibatches.log_ratio)
         ends: dict[str, Any] = {"clip": clip, "entropy_coef": coefficient, "relevant": relevant, "valid": valid}
         yield partial(steered, minibatches.advantages, **ends)
+
+
+class HeadDistributions(Protocol):
+    """Distributions of a policy by head; a source may leave out any of them."""
+
+    @property
+    def logits(self) -> Mapping[str, Tensor]:
+        """Per categorical head [..., A]."""
+
+    @property
+    def means(self) -> Mapping[str, Tensor]:
+        """Per Gaussian head [..., D]."""
+
+    @property
+    def log_std(self) -> Mapping[str, Tensor]:
+        """Per Gaussian head [..., D] or [D]."""
+
+
+def kl_rows(old: HeadDistributions, new: HeadDistributions) -> dict[str, Tensor]:
+    """Return KL(old‖new) of every head that both sides have, in every row [...]."""
+    rows = {head: categorical_kl(old.logits[head], logits) for head, logits in new.logits.items() if head in old.logits}
+    for head in [head for head in new.means if all(head in part for part in (old.means, old.log_std, new.log_std))]:
+        old_std, new_std = (side.log_std[head].expand_as(new.means[head]) for side in (old, new))
+        rows[head] = gaussian_kl(old.means[head], old_std, new.means[head], new_std)
+    return rows
 
 
 def _whole_update(minibatches: MinibatchesEnd) -> Iterator[Measurement]:
@@ -363,17 +377,8 @@ def _gradients(
 ) -> Iterator[Measurement]:
     """Norms and interference; `counts` are a rank's rows of each minibatch, where several ranks report together."""
     groups, numels = facts.get("groups", {}), gradients.numels
-    norms = cache(
-        partial(
-            gradient_norms,
-            gradients.norms,
-            gradients.names,
-            groups,
-            numels,
-            max_norm=gradients.max_norm,
-            applied=gradients.applied,
-        )
-    )
+    per_tensor = partial(gradient_norms, gradients.norms, gradients.names, groups, numels)
+    norms = cache(partial(per_tensor, max_norm=gradients.max_norm, applied=gradients.applied))
     yield norms
     yield partial(layer_concentration, gradients.norms)
     yield from _heads(gradients, facts)
@@ -390,9 +395,7 @@ def _heads(gradients: BackwardGradients, facts: Mapping[str, Any]) -> Iterator[M
     """Gradients of the policy's heads and of the value head, one by one."""
     norms, names = gradients.norms, gradients.names
     groups: Mapping[str, Sequence[str]] = facts.get("groups", {})
-    heads = {
-        group.removeprefix(HEAD_GROUP): members for group, members in groups.items() if group.startswith(HEAD_GROUP)
-    }
+    heads = {name.removeprefix(HEAD_GROUP): own for name, own in groups.items() if name.startswith(HEAD_GROUP)}
     if heads:
         yield partial(head_gradients, norms, names, heads)
     if gradients.heads is not None:

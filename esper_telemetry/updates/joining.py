@@ -51,7 +51,7 @@ MAX_OBSERVATION_ENTRIES = 1 << 15
 
 
 def rows_that_count(valid: Tensor | None, relevant: Tensor | None) -> Tensor | None:
-    """Rows that are valid and in which a head matters; None where that is every row."""
+    """Return the rows that are valid and in which a head matters; None where that is every row."""
     if valid is None or relevant is None:
         return relevant if valid is None else valid
     return valid & relevant
@@ -71,7 +71,7 @@ class RolloutHistory:
         self._scales: dict[str, deque[tuple[Tensor, Tensor]]] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next rollout is compared with."""
+        """Return the columns that the next rollout is compared with."""
         return {
             "chosen": {head: tuple(choices) for head, choices in self._choices.items()},
             "means": {head: tuple(total) for head, total in self._means.items()},
@@ -89,9 +89,9 @@ class RolloutHistory:
     def take(
         self, event: RolloutEnd, *, categorical: Iterable[str], layers: tuple[Layer, ...]
     ) -> tuple[RolloutEnd, RolloutContext]:
-        """Return the rollout without its largest columns, and what it is compared with.
+        """Return the rollout without its largest columns, and the columns that it is compared with.
 
-        The trainer may collect the next rollout in the same memory, so what outlives the update is copied.
+        The trainer may collect the next rollout in the same memory, so columns that outlive the update are copied.
 
         Args:
             event: the next rollout.
@@ -102,11 +102,11 @@ class RolloutHistory:
         travels = observations is not None and observations.numel() <= MAX_OBSERVATION_ENTRIES
         context = RolloutContext(
             previous_choices={
-                head: _on(choices, event.actions[head].device)
+                head: choices.to(event.actions[head].device)
                 for head, choices in self._choices.items()
                 if head in event.actions
             },
-            mean_actions={head: self._means.get(head) for head in event.means},
+            mean_actions={head: self._means.get(head) for head in event.means if head in event.actions},
             memory=self._memory(event, layers),
             normalizers={name: self._normalizer(name, scale, event.valid) for name, scale in event.scales.items()},
             constant=None if observations is None or travels else constant_rows(observations, valid=event.valid),
@@ -115,13 +115,14 @@ class RolloutHistory:
         self._choices = {
             head: copied(ActionChoices(event.actions[head], counted[head]))
             for head in dict.fromkeys((*categorical, *event.action_masks))
+            if head in event.actions
         }
-        self._means = {head: mean_action(event.actions[head], valid=counted[head]) for head in event.means}
-        kept = observations if travels else None
-        return replace(event, logits=NONE, means=NONE, states=None, scales=NONE, observations=kept), context
+        self._means = {head: mean_action(event.actions[head], valid=counted[head]) for head in context.mean_actions}
+        small = observations if travels else None
+        return replace(event, logits=NONE, means=NONE, states=None, scales=NONE, observations=small), context
 
     def _normalizer(self, name: str, scale: Scale, valid: Tensor | None) -> Normalizer:
-        """Count what was cut here, because the normalised entries do not travel."""
+        """Count the cut entries here, because the normalised entries do not travel."""
         history = self._scales.setdefault(name, deque(maxlen=DRIFT_UPDATES + 1))
         history.append((scale.mean.flatten().clone(), scale.std.flatten().clone()))
         cut, entries = cut_entries(scale.normalized, scale.limit, valid=valid)
@@ -136,11 +137,6 @@ class RolloutHistory:
         ages = state_ages(size.empty, None if self._ages is None else self._ages.to(size.empty.device))
         self._ages = ages[-1] + 1
         return RecurrentState(size, ages, layers)
-
-
-def _on(choices: ActionChoices, device: torch.device) -> ActionChoices:
-    """The choices on that device: a checkpoint may bring them back on another."""
-    return ActionChoices(choices.actions.to(device), None if choices.counted is None else choices.counted.to(device))
 
 
 def layers_of(event: RecurrentForward) -> tuple[Layer, ...]:
@@ -224,10 +220,10 @@ def without_critic(minibatches: MinibatchesEnd) -> MinibatchesEnd:
 
 
 def collected_rows(rollout: RolloutEnd, rows: Tensor) -> CollectedRows:
-    """Return what was acted on in these rows [R] of the rollout."""
+    """Return the columns of the rollout in these rows [R]."""
     return CollectedRows(
         advantages=rollout.advantages.flatten()[rows],
-        actions={head: rollout.actions[head].flatten()[rows] for head in rollout.logits},
+        actions={head: rollout.actions[head].flatten()[rows] for head in rollout.logits if head in rollout.actions},
         logits={head: logits.flatten(0, 1)[rows] for head, logits in rollout.logits.items()},
         means={head: means.flatten(0, 1)[rows] for head, means in rollout.means.items()},
         log_std={

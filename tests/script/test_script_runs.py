@@ -31,16 +31,16 @@ SPEED = re.compile(r"^SPS: \d+$", re.MULTILINE)
 
 
 class ProcessResult(NamedTuple):
-    """How a process ended, and what it wrote."""
+    """Exit code and output of a process."""
 
     code: int
     stdout: str
     stderr: str
 
 
-def python(here: Path, *words: str, cores: int = 1) -> ProcessResult:
-    """In a process that Ctrl-C ends, also where these tests run in the background, where it does not. With one core no other is started
-    beside it, which would take seconds.
+def python(directory: Path, *words: str, cores: int = 1) -> ProcessResult:
+    """Run Python as a process that Ctrl-C ends, also where these tests run in the background. With one core it starts no worker, which
+    would take seconds.
     """
 
     def as_in_a_terminal() -> None:
@@ -49,7 +49,7 @@ def python(here: Path, *words: str, cores: int = 1) -> ProcessResult:
 
     result = subprocess.run(
         [sys.executable, *words],
-        cwd=here,
+        cwd=directory,
         capture_output=True,
         text=True,
         timeout=120,
@@ -59,12 +59,12 @@ def python(here: Path, *words: str, cores: int = 1) -> ProcessResult:
     return ProcessResult(result.returncode, SPEED.sub("SPS", result.stdout), result.stderr)
 
 
-def with_telemetry(here: Path, script: str, *arguments: str, cores: int = 1) -> ProcessResult:
-    return python(here, "-m", "esper_telemetry", "run", "--run-dir", "run", script, *arguments, cores=cores)
+def with_telemetry(directory: Path, script: str, *arguments: str, cores: int = 1) -> ProcessResult:
+    return python(directory, "-m", "esper_telemetry", "run", "--run-dir", "run", script, *arguments, cores=cores)
 
 
 def script_stderr(result: ProcessResult) -> str:
-    """What a script wrote to stderr, without our own lines."""
+    """Lines that a script wrote to stderr, without our own."""
     return "".join(line for line in result.stderr.splitlines(keepends=True) if not line.startswith("esper-telemetry: "))
 
 
@@ -101,7 +101,7 @@ MEMORY = {"lstm/h/rms", "lstm/c/rms", "lstm/reset_rate", "lstm/age/mean", "lstm/
 
 def test_a_script_in_one_piece(tmp_path: Path, plain: ProcessResult) -> None:
     """The same prints and weights as without; the critic's fit and the gradients' norms are those that the script knows itself; one line
-    says what was found, of episodes too, which the script, written for another Gymnasium, does not see.
+    names what is measured, episodes too, which the script, written for another Gymnasium, does not see.
     """
     result = with_telemetry(tmp_path, str(SCRIPTS / "categorical.py"), "--seed=4", cores=TWO_CORES)
 
@@ -277,7 +277,7 @@ def recorded(run_dir: Path, *, updates: int) -> Run:
     ],
 )
 def test_a_script_of_cleanrl(tmp_path: Path, script: str, mend: bool, arguments: tuple[str, ...]) -> None:
-    """What it writes to its own event file is the same with and without, to the bit; or it fails alike with this Gymnasium.
+    """Its own event file is the same with and without telemetry, to the bit; or it fails alike with this Gymnasium.
 
     Unedited; or, mended, a copy that gives `TransformObservation` the space that Gymnasium 1.x asks for.
     """
@@ -305,7 +305,7 @@ def test_a_script_of_cleanrl(tmp_path: Path, script: str, mend: bool, arguments:
 
 
 def event_values(directory: Path) -> dict[str, list[float]]:
-    """What the script's own writer wrote, by tag; without its speed."""
+    """Values of the script's own writer by tag, without its speed."""
     (file,) = directory.glob("*/events.*")
     accumulator = EventAccumulator(str(file))
     accumulator.Reload()

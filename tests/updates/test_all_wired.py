@@ -16,7 +16,7 @@ ALARMED = {"telemetry/escalation_remaining"}
 """There only where somebody raises alarms."""
 
 
-def reported(run_dir: Path, source: PPO, *, level: str, updates: int = 5) -> set[str]:
+def keys_of(run_dir: Path, source: PPO, *, level: str, updates: int = 5) -> set[str]:
     """Keys, as their templates, of a run with a watched head."""
     with Telemetry([MemorySink()], run_dir=run_dir, detect=False, offload=False, level=level) as telemetry:
         attach(telemetry, source)
@@ -39,7 +39,7 @@ def sources() -> list[PPO]:
 
 
 def declared(level: Level) -> set[str]:
-    """What must be there: everything of these families but counters of what did not happen."""
+    """Keys of these families that must be there: all but counters of events that did not happen."""
     return {
         metric.key
         for metric in catalogue()
@@ -48,22 +48,22 @@ def declared(level: Level) -> set[str]:
 
 
 def test_debug_reports_everything(tmp_path: Path) -> None:
-    found = {key for i, s in enumerate(sources()) for key in reported(tmp_path / str(i), s, level="debug")}
+    keys = {key for i, s in enumerate(sources()) for key in keys_of(tmp_path / str(i), s, level="debug")}
 
-    assert declared(Level.DEBUG) - found == set()
+    assert declared(Level.DEBUG) - keys == set()
 
 
 def test_normal_reports_what_belongs_to_it_and_nothing_else(tmp_path: Path) -> None:
     """Two of nine updates are sampled."""
-    found = {key for i, s in enumerate(sources()) for key in reported(tmp_path / str(i), s, level="normal", updates=9)}
+    keys = {key for i, s in enumerate(sources()) for key in keys_of(tmp_path / str(i), s, level="normal", updates=9)}
 
-    assert declared(Level.NORMAL) - found <= {"grad/gns/b_simple"}  # two estimates of the signal may both be negative
-    assert not found & (declared(Level.DEBUG) - declared(Level.NORMAL))
+    assert declared(Level.NORMAL) - keys <= {"grad/gns/b_simple"}  # two estimates of the signal may both be negative
+    assert not keys & (declared(Level.DEBUG) - declared(Level.NORMAL))
 
 
 def test_minimal_reports_the_headlines(tmp_path: Path) -> None:
     (recall, _) = sources()
 
-    found = reported(tmp_path, recall, level="minimal", updates=2)
+    keys = keys_of(tmp_path, recall, level="minimal", updates=2)
 
-    assert {key for key in found if key.startswith(FAMILIES)} == declared(Level.MINIMAL)
+    assert {key for key in keys if key.startswith(FAMILIES)} == declared(Level.MINIMAL)

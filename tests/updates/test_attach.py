@@ -36,11 +36,11 @@ def values_of(run_dir: Path, *, offload: bool, level: str = "normal", **settings
     "settings", [{"shared_trunk": True, "entropy_coef": 0.01}, {"max_grad_norm": None, "policy": "lstm"}]
 )
 def test_the_worker_measures_what_the_trainer_would(tmp_path: Path, settings: dict[str, Any]) -> None:
-    beside = values_of(tmp_path / "beside", offload=True, **settings)
-    here = values_of(tmp_path / "here", offload=False, **settings)
+    in_worker = values_of(tmp_path / "worker", offload=True, **settings)
+    in_process = values_of(tmp_path / "process", offload=False, **settings)
 
-    assert beside == here
-    assert len(here) >= 3
+    assert in_worker == in_process
+    assert len(in_process) >= 3
 
 
 @pytest.mark.parametrize("method", ["outputs", "activations", "state_gradients"])
@@ -51,10 +51,10 @@ def test_a_bug_in_a_probe_leaves_training_alone(
         raise IndexError("a bug")
 
     monkeypatch.setattr(TrainerReplay, method, broken)
-    found = values_of(tmp_path, offload=False, level="debug", policy="lstm")
+    updates = values_of(tmp_path, offload=False, level="debug", policy="lstm")
 
-    assert len(found) >= 3
-    assert all("policy/kl" in values for values in found)
+    assert len(updates) >= 3
+    assert all("policy/kl" in values for values in updates)
     assert read_run(tmp_path).records[0].values["telemetry/metric_errors"] >= 1
     assert any("IndexError: a bug" in record.getMessage() for record in caplog.records)
 
@@ -67,11 +67,13 @@ def test_columns_of_sampled_updates_travel_to_the_worker(tmp_path: Path) -> None
         "level": "debug",
         "normalize_observations": True,
     }
-    beside = values_of(tmp_path / "beside", offload=True, **settings)
-    here = values_of(tmp_path / "here", offload=False, **settings)
+    in_worker = values_of(tmp_path / "worker", offload=True, **settings)
+    in_process = values_of(tmp_path / "process", offload=False, **settings)
 
-    assert beside == here
-    assert {"policy/kl_exact", "policy/kl_post", "policy/entropy_grad_ratio", "norm/obs/clip_frac"} <= set(here[-1])
+    assert in_worker == in_process
+    assert {"policy/kl_exact", "policy/kl_post", "policy/entropy_grad_ratio", "norm/obs/clip_frac"} <= set(
+        in_process[-1]
+    )
 
 
 def test_normal_reports_the_families_of_a_discrete_policy(tmp_path: Path) -> None:

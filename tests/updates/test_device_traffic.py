@@ -1,4 +1,4 @@
-"""What telemetry reads from the device: one packed vector per record, and no single number, which would wait for the device."""
+"""Telemetry reads one packed vector per record from the device, and no single number, which would wait for the device."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ class Counted(TorchDispatchMode):
 
 
 def operations(work: Callable[[], object], *kinds: ProfilerActivity) -> dict[str, int]:
-    """How often each operation was called, copies of the device included, by the profiler."""
-    with profile(activities=[ProfilerActivity.CPU, *kinds]) as found:
+    """Number of calls of each operation, copies of the device included, by the profiler."""
+    with profile(activities=[ProfilerActivity.CPU, *kinds]) as profiled:
         work()
-    return {event.key: event.count for event in found.key_averages()}
+    return {event.key: event.count for event in profiled.key_averages()}
 
 
-def single_numbers(found: dict[str, int]) -> int:
-    return sum(found.get(name, 0) for name in SINGLE_NUMBERS)
+def single_numbers(counts: dict[str, int]) -> int:
+    return sum(counts.get(name, 0) for name in SINGLE_NUMBERS)
 
 
 def own_loop(telemetry: Telemetry, device: str) -> Callable[[], None]:
-    """What a hand-written loop asks telemetry to do in some updates; its tensors are there already."""
+    """Return the calls of a hand-written loop in some updates; its tensors are there already."""
     agent = nn.Linear(8, 3, device=device)
     rows = torch.randn(64, device=device)
     agent(torch.randn(64, 8, device=device)).square().mean().backward()
@@ -91,10 +91,10 @@ def test_a_loop_of_ones_own_reads_no_single_number(tmp_path: Path) -> None:
     """Once the fused norms have been tried, which happens at the first call of a process."""
     gradient_norms([torch.ones(1)])
     with Telemetry(run_dir=tmp_path / "run") as telemetry:
-        found = operations(own_loop(telemetry, "cpu"))
+        counts = operations(own_loop(telemetry, "cpu"))
 
-    assert found["aten::linalg_vector_norm"] >= 1, "the profiler saw nothing"
-    assert single_numbers(found) == 0
+    assert counts["aten::linalg_vector_norm"] >= 1, "the profiler saw nothing"
+    assert single_numbers(counts) == 0
     assert copies_of(tmp_path / "run") == [0.0] * UPDATES
 
 
@@ -122,12 +122,12 @@ def test_on_a_gpu_a_flush_is_one_copy_and_nothing_waits(tmp_path: Path) -> None:
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            found = operations(work, ProfilerActivity.CUDA)
+            counts = operations(work, ProfilerActivity.CUDA)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    assert sum(count for name, count in found.items() if name.startswith("Memcpy DtoH")) == UPDATES
-    assert single_numbers(found) == 0
+    assert sum(count for name, count in counts.items() if name.startswith("Memcpy DtoH")) == UPDATES
+    assert single_numbers(counts) == 0
     assert copies_of(tmp_path / "run")[UPDATES:] == [1.0] * UPDATES
 
 
@@ -138,9 +138,9 @@ def test_on_a_gpu_an_attached_trainer_copies_once_per_update(tmp_path: Path) -> 
             config = PPOConfig(num_steps=16, num_epochs=2, num_minibatches=2, hidden_sizes=(8,))
             trainer = PPO(make_env("CartPole-v1", num_envs=4, seed=0), config, device="cuda")
             attach(telemetry, trainer)
-            found = operations(lambda: trainer.learn(UPDATES * 64), ProfilerActivity.CUDA)
-        copies = sum(count for name, count in found.items() if name.startswith("Memcpy DtoH"))
-        return copies, single_numbers(found)
+            counts = operations(lambda: trainer.learn(UPDATES * 64), ProfilerActivity.CUDA)
+        copies = sum(count for name, count in counts.items() if name.startswith("Memcpy DtoH"))
+        return copies, single_numbers(counts)
 
     (copies_off, numbers_off), (copies_on, numbers_on) = copied("off"), copied("normal")
 

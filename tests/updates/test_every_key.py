@@ -12,7 +12,6 @@ import pytest
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run, watch_pair
 from esper_telemetry.core.catalogue import catalogue
-from esper_telemetry.core.metric import Metric
 from esper_telemetry.core.record import template_of
 from esper_telemetry.testing import MemorySink
 
@@ -42,7 +41,7 @@ def measured(run_dir: Path, env: str, *, num_steps: int, **settings: Any) -> set
 
 @pytest.fixture(scope="module")
 def emitted(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Of a policy with memory and several heads, one that grows networks, and a continuous one whose critic shares the actor's network."""
+    """Keys of a policy with memory and several heads, one that grows networks, and a continuous one with a shared trunk."""
     directory = tmp_path_factory.mktemp("runs")
     recall = measured(
         directory / "recall",
@@ -63,20 +62,15 @@ def emitted(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     return recall | pendulum | grown
 
 
-def counts_what_went_wrong(metric: Metric) -> bool:
-    """Whether a key appears only when something does; other tests break the data for each."""
-    return metric.when_positive
-
-
 def test_everything_that_is_emitted_is_registered(emitted: set[str]) -> None:
     assert {key for key in emitted if template_of(key, KEYS) not in KEYS} == set()
 
 
 def test_everything_that_is_registered_is_emitted_or_has_a_reason(emitted: set[str]) -> None:
-    found = {template_of(key, KEYS) for key in emitted}
-    expected = {key for key in KEYS if not counts_what_went_wrong(KEYS[key])}
+    templates = {template_of(key, KEYS) for key in emitted}
+    expected = {key for key, metric in KEYS.items() if not metric.when_positive}  # other tests break the data for those
 
-    assert expected - found == set(ELSEWHERE)
+    assert expected - templates == set(ELSEWHERE)
 
 
 def test_reasons_are_for_registered_keys() -> None:

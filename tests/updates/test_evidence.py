@@ -38,12 +38,12 @@ def minibatches(log_ratio: list[float], **named: Any) -> MinibatchesEnd:
 
 
 def rollout(log_probs: Tensor, **named: Any) -> RolloutEnd:
-    """Of T steps in B environments; what is not given is zero."""
+    """A rollout of T steps in B environments; columns that are left out are zero."""
     zeros = torch.zeros_like(log_probs)
     flags = zeros.bool()
-    given = {name: named.pop(name, zeros) for name in ("rewards", "values", "advantages", "returns", "next_values")}
+    columns = {name: named.pop(name, zeros) for name in ("rewards", "values", "advantages", "returns", "next_values")}
     others: dict[str, Any] = {"ended": flags, "terminated": flags, "gamma": 0.99, "actions": {}} | named
-    return RolloutEnd(1, 8, **given, log_probs=log_probs, **others)
+    return RolloutEnd(1, 8, **columns, log_probs=log_probs, **others)
 
 
 def test_the_worst_rows_lead_and_masked_ones_never_do() -> None:
@@ -130,9 +130,7 @@ def test_what_is_not_finite_counts_wherever_it_is() -> None:
 def test_every_layer_has_a_line() -> None:
     """Entries 3, -4, 0 and NaN: norm 5, mean -1/3, a quarter zero, one in each of three bins and one not finite."""
     sample = GradientSample(
-        names=("w", "b"),
-        numels=(4, 2),
-        minibatches=(torch.tensor([3.0, -4.0, 0.0, math.nan, 1e-7, 20.0]),),
+        names=("w", "b"), numels=(4, 2), minibatches=(torch.tensor([3.0, -4.0, 0.0, math.nan, 1e-7, 20.0]),)
     )
 
     w, b = layer_table(UpdateData(sample=sample))
@@ -153,41 +151,41 @@ def alarm(kind: str, key: str = "policy/kl") -> Alarm:
 
 
 def evidence(kind: str, update: UpdateData | None = None, key: str = "policy/kl", **named: Any) -> dict[str, Any]:
-    """What an alarm of that type is raised with in update 7; JSON."""
+    """Evidence of an alarm of that type in update 7, as JSON."""
     values = named.pop("values", {"policy/kl": 0.3, "policy/ratio/max": 11.0, "value/bias": 0.1})
     record = Record(7, AXES, values, named.pop("histograms", {}))
     updates = () if update is None else (update,)
     scene = Scene(record, updates, {}, named.pop("pairs", {}), **named)
     choice = next((rule for rule in alarm_rules() if rule.type == kind), None)
-    found = evidence_of(alarm(kind, key), scene, choice)
-    loaded: dict[str, Any] = json.loads(json.dumps(plain(found)))
+    pieces = evidence_of(alarm(kind, key), scene, choice)
+    loaded: dict[str, Any] = json.loads(json.dumps(plain(pieces)))
     return loaded
 
 
 def test_an_alarm_brings_the_metrics_that_it_reads_the_deciding_one_first() -> None:
-    found = evidence(
+    pieces = evidence(
         "policy/ratio_explosion",
         key="policy/ratio/max",
         values={"policy/ess_frac_min": 0.5, "policy/ratio/max": 11.0, "my/number": 1.0},
     )
 
-    assert list(found["values"].items()) == [("policy/ratio/max", 11.0), ("policy/ess_frac_min", 0.5)]
-    assert found.keys() == {"values"}
+    assert list(pieces["values"].items()) == [("policy/ratio/max", 11.0), ("policy/ess_frac_min", 0.5)]
+    assert pieces.keys() == {"values"}
 
 
 def test_an_alarm_of_the_policy_brings_the_steps_and_the_worst_transitions() -> None:
-    found = evidence("policy/kl_spike", UpdateData(minibatches=minibatches([0.1, -3.0, math.nan, 0.5])))
+    pieces = evidence("policy/kl_spike", UpdateData(minibatches=minibatches([0.1, -3.0, math.nan, 0.5])))
 
-    assert [row["log_ratio"] for row in found["worst"]] == ["nan", -3.0, 0.5, pytest.approx(0.1)]
-    assert [step["step"] for step in found["steps"]] == [0, 1]
+    assert [row["log_ratio"] for row in pieces["worst"]] == ["nan", -3.0, 0.5, pytest.approx(0.1)]
+    assert [step["step"] for step in pieces["steps"]] == [0, 1]
 
 
 def test_an_alarm_of_the_numbers_brings_the_first_tensor_that_is_not_finite() -> None:
     values = torch.tensor([[1.0, math.nan]])
-    found = evidence("numerics/nonfinite", UpdateData(rollout=rollout(torch.zeros(1, 2), values=values)))
+    pieces = evidence("numerics/nonfinite", UpdateData(rollout=rollout(torch.zeros(1, 2), values=values)))
 
-    assert found["stability"]["first"] == "values"
-    assert found["stability"]["offenders"][0]["indices"] == [[0, 1]]
+    assert pieces["stability"]["first"] == "values"
+    assert pieces["stability"]["offenders"][0]["indices"] == [[0, 1]]
 
 
 def test_an_alarm_of_the_gradient_says_what_spoils_its_health() -> None:
@@ -212,22 +210,22 @@ def test_a_run_whose_gradients_explode_says_so_with_the_alarm(tmp_path: Path) ->
 def test_an_alarm_of_the_gradient_brings_a_line_for_each_tensor_in_every_update() -> None:
     """Norms 1 and 3 of w over two steps; of b one is not finite."""
     part = BackwardGradients((0, 0), ("w", "b"), (3, 1), torch.tensor([[1.0, math.inf], [3.0, 2.0]]), None)
-    found = evidence(
+    pieces = evidence(
         "grad/explode", UpdateData(gradients=(part,)), pairs={"a": {"cause": "starved"}, "b": {"cause": "ok"}}
     )
 
-    assert found["layers"] == [
+    assert pieces["layers"] == [
         {"name": "w", "entries": 3, "norm_first": 1.0, "norm_mean": 2.0, "norm_max": 3.0},
         {"name": "b", "entries": 1, "norm_first": None, "norm_mean": 2.0, "norm_max": 2.0},
     ]
-    assert found["pairs"] == {"a": {"cause": "starved"}}
+    assert pieces["pairs"] == {"a": {"cause": "starved"}}
 
 
 def test_an_alarm_of_the_memory_brings_the_histograms_of_the_gates() -> None:
     histograms = {"lstm/gate/f/hist": HISTOGRAM, "adv/raw/hist": HISTOGRAM}
-    found = evidence("lstm/forget_closed", histograms=histograms)
+    pieces = evidence("lstm/forget_closed", histograms=histograms)
 
-    assert found["histograms"] == {"lstm/gate/f/hist": {"edges": [0.0, 0.5, 1.0], "counts": [3.0, 1.0]}}
+    assert pieces["histograms"] == {"lstm/gate/f/hist": {"edges": [0.0, 0.5, 1.0], "counts": [3.0, 1.0]}}
 
 
 @pytest.mark.parametrize("kind", [kind.type for kind in alarm_rules()])
@@ -243,9 +241,9 @@ def test_evidence_stays_small_however_large_the_update(kind: str) -> None:
     update = UpdateData(rollout=rollout(spoilt, rewards=spoilt, values=spoilt), minibatches=batch, gradients=(part,))
     values = {f"grad/layer/encoder_block_{index}_weight/zero_frac": 1.0 for index in range(300)}
 
-    found = evidence(kind, update, values=values, histograms={f"lstm/gate/{n}/hist": HISTOGRAM for n in range(50)})
+    pieces = evidence(kind, update, values=values, histograms={f"lstm/gate/{n}/hist": HISTOGRAM for n in range(50)})
 
-    assert len(json.dumps(found)) < 50_000
+    assert len(json.dumps(pieces)) < 50_000
 
 
 def cartpole(**settings: Any) -> PPO:
@@ -266,10 +264,10 @@ def test_a_real_run_finds_its_worst_transitions_again(tmp_path: Path, make: Any,
     """The recorder's rows against what the trainer's own events say of the same transitions."""
     source = make()
     rollouts: list[RolloutEnd] = []
-    found: list[MinibatchEnd] = []
+    events: list[MinibatchEnd] = []
     norms: list[float] = []
     source.hooks.on(RolloutEnd, rollouts.append)
-    source.hooks.on(MinibatchEnd, found.append)
+    source.hooks.on(MinibatchEnd, events.append)
     source.hooks.on(BackwardEnd, lambda event: norms.append(float(event.norms.double().norm())))
 
     with Telemetry(run_dir=tmp_path, offload=offload, level="debug") as telemetry:
@@ -277,7 +275,7 @@ def test_a_real_run_finds_its_worst_transitions_again(tmp_path: Path, make: Any,
         source.learn(1)
 
     (flight,) = (event.data for event in read_run(tmp_path).events if event.type == "evidence/flight")
-    largest = max(float(event.log_ratio.abs().max()) for event in found)
+    largest = max(float(event.log_ratio.abs().max()) for event in events)
     row = flight["worst"][0]
     place = row["time"], row["env"]
     assert abs(row["log_ratio"]) == pytest.approx(largest)
@@ -306,7 +304,7 @@ def test_debug_writes_the_table_and_the_histograms_of_gradients(tmp_path: Path) 
 
 @pytest.mark.parametrize("most", [1 << 20, 10])
 def test_large_networks_have_a_table_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """What is too large to travel is measured where it is, once, and only its first gradient goes on."""
+    """A sample that is too large to travel is measured in process, once, and only its first gradient goes on."""
     monkeypatch.setattr(attach_module, "MAX_TRAVELLING_ENTRIES", most)
     source = cartpole()
     with Telemetry(run_dir=tmp_path, level="debug", offload=False) as telemetry:

@@ -120,9 +120,9 @@ def test_gates_are_those_of_the_weights_that_collected() -> None:
 
     def check(event: RecurrentForward) -> None:
         for cell, inputs, states in zip(event.cells, event.inputs, event.states, strict=True):
-            found = gates_between(lstm_weights(cell), inputs, states[:, 0], states[:, 1])
+            gates = gates_between(lstm_weights(cell), inputs, states[:, 0], states[:, 1])
             goes_on = states[1:, 1].any(-1, keepdim=True)
-            worst.append(float(((found.c[:-1] - states[1:, 1]) * goes_on).abs().max()))
+            worst.append(float(((gates.c[:-1] - states[1:, 1]) * goes_on).abs().max()))
 
     source.hooks.on(RecurrentForward, check)
     source.learn(3 * 128)
@@ -176,9 +176,9 @@ def test_forbidden_actions_are_counted_where_they_matter() -> None:
     groups: list[MetricGroup] = []
     for part in measure(UpdateData(rollout=rollout, context=context), {}, Level.NORMAL):
         Containment().measure(part.functions, groups.append)
-    (found,) = [group.values() for group in groups if isinstance(group, MaskViolation)]
+    (values,) = [group.values() for group in groups if isinstance(group, MaskViolation)]
 
-    assert found == {"integrity/mask_violation": 16 * 5}
+    assert values == {"integrity/mask_violation": 16 * 5}
     _, later = history.take(event, categorical=["arg"], layers=())
     counted = later.previous_choices["arg"].counted
     assert counted is not None and counted.sum() == 16 * 5
@@ -229,13 +229,13 @@ def test_minibatches_of_several_sizes_are_padded_in_every_part() -> None:
         buffer.add(minibatch(size, generator))
     rows = joined_minibatches(buffer)
     assert rows is not None and rows.valid is None
-    found = in_grid(rows)
+    grid = in_grid(rows)
 
-    assert found.valid is not None
-    assert found.valid.sum(-1).tolist() == [5, 4]
-    for part in (found.head_log_ratios["a"], found.head_log_ratios["b"], found.relevance["a"]):
+    assert grid.valid is not None
+    assert grid.valid.sum(-1).tolist() == [5, 4]
+    for part in (grid.head_log_ratios["a"], grid.head_log_ratios["b"], grid.relevance["a"]):
         assert part.shape == (2, 5)
-    assert found.action_masks["a"].shape == (2, 5, 3)
+    assert grid.action_masks["a"].shape == (2, 5, 3)
 
 
 @pytest.mark.parametrize("level", ["minimal", "normal", "debug"])

@@ -68,16 +68,18 @@ def test_a_frozen_module_is_disconnected_and_the_journal_says_so(tmp_path: Path)
 
 
 def test_watching_changes_nothing_and_ends_when_asked(tmp_path: Path) -> None:
-    bare, seen = trainer(), trainer()
+    bare, observed = trainer(), trainer()
     bare.learn(200)
     with Telemetry(run_dir=None) as telemetry:
-        stop = watch_pair(telemetry, seen, "head", module=seen.policy.heads["action"], host=seen.policy.actor)
-        seen.learn(200)
+        stop = watch_pair(
+            telemetry, observed, "head", module=observed.policy.heads["action"], host=observed.policy.actor
+        )
+        observed.learn(200)
         stop()
 
-    pairs = zip(bare.policy.parameters(), seen.policy.parameters(), strict=True)
+    pairs = zip(bare.policy.parameters(), observed.policy.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    assert not seen.policy.heads["action"]._forward_hooks
+    assert not observed.policy.heads["action"]._forward_hooks
 
 
 def test_mistakes_are_named() -> None:

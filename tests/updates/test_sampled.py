@@ -25,7 +25,7 @@ NOISE = {"grad/gns/g2", "grad/gns/tr_sigma", "grad/gns/noise_dominated"}
 STEP = {"opt/update_to_weight", "opt/update_rms_over_lr", "opt/stable_rms", "opt/eps_dominated_frac"}
 WEIGHTS = {"opt/weight_growth", "opt/weight_norm/value_weight", "opt/update_to_weight/value_weight"}
 SECOND = {"opt/state_reset", "opt/snr_share", "grad/align/successive_cos"}
-"""What compares with an earlier sample, or needs more than one step of the optimizer."""
+"""Keys that compare with an earlier sample, or need more than one step of the optimizer."""
 SHARED = {"grad/interference/cos", "grad/interference/cancel"}
 SAMPLED = ALIGNMENT | ENTRIES | NOISE | STEP | WEIGHTS
 
@@ -88,9 +88,9 @@ def test_debug_samples_every_step_of_every_update(tmp_path: Path) -> None:
     assert "opt/snr_share" in records[0]
 
 
-@pytest.mark.parametrize(("room", "kept"), [(1.0, range(8)), (0.65, range(0, 8, 2)), (0.4, (0, 4)), (0.0, (0,))])
+@pytest.mark.parametrize(("room", "steps"), [(1.0, range(8)), (0.65, range(0, 8, 2)), (0.4, (0, 4)), (0.0, (0,))])
 def test_of_a_large_network_steps_are_left_out_evenly(
-    tmp_path: Path, room: float, kept: Iterable[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, room: float, steps: Iterable[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = trainer()
     size = sum(parameter.numel() for parameter in source.policy.parameters())
@@ -108,7 +108,7 @@ def test_of_a_large_network_steps_are_left_out_evenly(
 
     values_of(tmp_path, source, updates=1, level="debug")
 
-    assert [int(state.step[0]) - 1 for state in samples[0].states] == list(kept)
+    assert [int(state.step[0]) - 1 for state in samples[0].states] == list(steps)
 
 
 def test_minimal_samples_nothing_and_still_knows_the_health(tmp_path: Path) -> None:
@@ -139,9 +139,11 @@ def test_the_cosine_is_that_of_the_two_losses_own_gradients(tmp_path: Path) -> N
     def both(batch: Any, epoch: int, step: int) -> Tensor:
         if step == 0:
             (output,) = source.policy.trunks(batch.observations)
-            found = {name: source._weights[name] * loss for name, loss in losses(batch, output, output).losses.items()}
+            weighted = {
+                name: source._weights[name] * loss for name, loss in losses(batch, output, output).losses.items()
+            }
             parameters = list(source.policy.actor.parameters())
-            terms = {"actor": found["policy"] + found["entropy"], "critic": found["value"]}
+            terms = {"actor": weighted["policy"] + weighted["entropy"], "critic": weighted["value"]}
             for name, loss in terms.items():
                 parts = torch.autograd.grad(loss, parameters, retain_graph=True)
                 alone[name] = torch.cat([part.reshape(-1) for part in parts])
@@ -214,7 +216,7 @@ def test_a_new_optimizer_in_mid_training_is_noticed_at_the_next_sample(tmp_path:
 
 
 def test_hooks_of_a_probe_are_gone_as_soon_as_they_have_enough(tmp_path: Path) -> None:
-    """Of eight steps in two epochs: the optimizer after the first one, whole gradients in the first epoch."""
+    """Eight steps in two epochs: the optimizer after the first one, whole gradients in the first epoch."""
     source = trainer()
     wanted = []
     types = (MinibatchStart, OptimizerStep)
@@ -273,7 +275,7 @@ def test_a_baseline_that_starts_anew_is_an_event_in_the_journal(tmp_path: Path) 
             hooks.emit(BackwardEnd(0, 0, {"weight": weight}, ("weight",), weight.grad.abs(), 0.5))
             hooks.emit(UpdateEnd(update, 8 * update, update, 1e-3, {}))
 
-    found = [(event.axes, event.data) for event in read_run(tmp_path).events if event.type == "rebaseline"]
-    assert [(axes.update if axes else None, data) for axes, data in found] == [
+    changes = [(event.axes, event.data) for event in read_run(tmp_path).events if event.type == "rebaseline"]
+    assert [(axes.update if axes else None, data) for axes, data in changes] == [
         (80, {"keys": ["grad/actor/norm_preclip"]})
     ]

@@ -45,9 +45,9 @@ class Loop:
     def expected(self, *losses: Tensor) -> dict[str, list[Tensor]]:
         """Gradients of the summed losses by group."""
         names = [name for name, _ in self.agent.named_parameters()]
-        found = torch.autograd.grad(sum(losses, torch.zeros(())), list(self.agent.parameters()))
+        gradients = torch.autograd.grad(sum(losses, torch.zeros(())), list(self.agent.parameters()))
         groups: dict[str, list[Tensor]] = {"actor": [], "critic": []}
-        for name, gradient in zip(names, found, strict=True):
+        for name, gradient in zip(names, gradients, strict=True):
             groups[name.partition(".")[0]].append(gradient)
         return groups
 

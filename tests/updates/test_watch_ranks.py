@@ -15,21 +15,21 @@ from two_ranks import run_together
 from esper_telemetry import Telemetry, read_run
 
 
-class Kept(logging.Handler):
-    """Keeps what is said."""
+class WarningLog(logging.Handler):
+    """Collects the messages of warnings."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[str] = []
+        self.sentences: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+        self.sentences.append(record.getMessage())
 
 
 def stepped(rank: int, run_dir: str, wrapped: bool) -> dict[str, Any]:
     """One step on data that differ; returns the norm that clipping saw, the rank's own norm, and what was warned of."""
-    kept = Kept()
-    logging.getLogger("esper_telemetry").addHandler(kept)
+    handler = WarningLog()
+    logging.getLogger("esper_telemetry").addHandler(handler)
     torch.manual_seed(0)
     inner = nn.Linear(3, 1)
     model: nn.Module = DistributedDataParallel(inner) if wrapped else inner
@@ -43,7 +43,11 @@ def stepped(rank: int, run_dir: str, wrapped: bool) -> dict[str, Any]:
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         telemetry.flush(env_step=1)
-    return {"norm": float(norm), "own": float(torch.cat([g.flatten() for g in own]).norm()), "said": kept.said}
+    return {
+        "norm": float(norm),
+        "own": float(torch.cat([g.flatten() for g in own]).norm()),
+        "warnings": handler.sentences,
+    }
 
 
 def test_norms_are_those_of_the_average(tmp_path: Path) -> None:
@@ -54,10 +58,10 @@ def test_norms_are_those_of_the_average(tmp_path: Path) -> None:
     (record,) = read_run(tmp_path / "run").records
     assert record.values["grad/global/norm_preclip"] == pytest.approx(first["norm"], rel=1e-6)
     assert record.values["grad/global/norm_postclip"] == pytest.approx(0.5, rel=1e-5)
-    assert first["said"] == []
+    assert first["warnings"] == []
 
 
 def test_ranks_without_averaging_cost_a_warning(tmp_path: Path) -> None:
     first, _ = run_together(stepped, tmp_path, str(tmp_path / "run"), False)
 
-    assert [said for said in first["said"] if "not wrapped in DistributedDataParallel" in said]
+    assert [sentence for sentence in first["warnings"] if "not wrapped in DistributedDataParallel" in sentence]

@@ -102,11 +102,8 @@ def equals_torch(gradients: Sequence[Tensor], max_norm: float) -> bool:
             parameter.grad = gradient.clone()
         norm = ops.clip_by_norms(ours, ops.raw_norms(ours), limit)
         expected = clip_grad.clip_grad_norm_(theirs, limit)
-        pairs = [
-            (norm, expected),
-            *((mine, p.grad) for mine, p in zip(ours, theirs, strict=True) if p.grad is not None),
-        ]
-        return all(torch.equal(mine, other) for mine, other in pairs)
+        clipped = [(mine, p.grad) for mine, p in zip(ours, theirs, strict=True) if p.grad is not None]
+        return all(torch.equal(mine, other) for mine, other in [(norm, expected), *clipped])
 
     return all(map(equal, (float(max_norm), 0.5 * float(ops.total_norm(ops.raw_norms(gradients))))))
 
@@ -132,12 +129,7 @@ def listen_to_clipping(listener: ClipListener, on_error: ErrorHandler) -> Remove
 
 
 class HeadNorms:
-    """Gradient norms of the heads of a policy, each of which has rows of its last layer.
-
-    Args:
-        policy: has `action_net`.
-        heads: of its actions.
-    """
+    """Gradient norms of the heads of a policy, each of which has rows of its last layer, `action_net`."""
 
     def __init__(self, policy: Any, heads: ActionHeads) -> None:
         layer, self._count = getattr(policy, "action_net", None), len(heads.names)
@@ -162,8 +154,8 @@ class TrunkListener:
     """Emits `TrunkBackward` for one forward pass at a time, from the features to the heads and back.
 
     Args:
-        place: epoch and step of the minibatch.
-        attempt: calls a function with an argument and handles what it raises.
+        place: returns epoch and step of the minibatch.
+        attempt: calls a function with an argument and handles its exceptions.
     """
 
     def __init__(
@@ -247,9 +239,8 @@ def _parts(samples: Any, advantages: Tensor, count: int) -> Iterator[tuple[int, 
     count = max(1, min(count, sample_count))
     for start, stop in pairwise([sample_count * part // count for part in range(count + 1)]):
         rows, sequences = slice(start * length, stop * length), slice(start, stop)
-        part = type(samples)(
-            *(_cut(name, value, rows, sequences) for name, value in zip(samples._fields, samples, strict=True))
-        )
+        columns = zip(samples._fields, samples, strict=True)
+        part = type(samples)(*(_cut(name, value, rows, sequences) for name, value in columns))
         yield stop - start, part, advantages[rows]
 
 
@@ -292,10 +283,8 @@ def _evaluate(model: Any, samples: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         actions = actions.long().flatten()
     memory = [samples.lstm_states, samples.episode_starts] if "lstm_states" in fields else []
     masks = {"action_masks": samples.action_masks} if "action_masks" in fields else {}
-    evaluated: tuple[Tensor, Tensor, Tensor | None] = model.policy.evaluate_actions(
-        samples.observations, actions, *memory, **masks
-    )
-    return evaluated
+    evaluate: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = model.policy.evaluate_actions
+    return evaluate(samples.observations, actions, *memory, **masks)
 
 
 def _valid_rows(samples: Any) -> Tensor | None:

@@ -37,14 +37,12 @@ MinibatchRow: TypeAlias = tuple[int, int, Array, Tensor | None, tuple[Tensor, ..
 
 
 class Block(NamedTuple):
-    """Some minibatches, one after the other, without padding.
+    """Some minibatches, one after the other, without padding: epoch and number of rows of each, and columns of all R rows.
 
     Attributes:
-        epochs, counts: epoch and rows of each.
-        rows: [R], which transitions of the record's rollouts they are, counted time by time.
+        rows: [R], transitions of the record's rollouts, counted time by time.
         columns: [R] each: `sample_columns`, then values and log-probabilities now.
         entropy: [R]; None where the policy returns none.
-        heads: columns of the distributions.
     """
 
     epochs: tuple[int, ...]
@@ -56,13 +54,7 @@ class Block(NamedTuple):
 
 
 class MinibatchJoiner:
-    """Joins the minibatches of an update.
-
-    Args:
-        model: its settings say how advantages are normalised and losses are clipped.
-        heads: of its actions.
-        recorder: captured the policy's distributions.
-    """
+    """Joins the minibatches of an update; `model` says how advantages are normalised and losses are clipped."""
 
     def __init__(self, model: Any, heads: ActionHeads, recorder: DistributionRecorder) -> None:
         self._model, self._heads, self._recorder = model, heads, recorder
@@ -115,6 +107,10 @@ class MinibatchJoiner:
         losses = loss_columns(columns, clip_of(self._model), clip_of(self._model, "clip_range_vf"))
         heads = join_columns(fields.heads, torch.cat)
         rows = torch.from_numpy(np.concatenate(fields.rows)).to(log_probs.device)
+        ratios: dict[str, Tensor] = {}
+        if rollout is not None and len(self._heads.names) > 1:
+            now = self._heads.log_probs(heads, self._heads.actions(actions))
+            ratios = {name: part - rollout.head_log_probs[name].flatten()[rows] for name, part in now.items()}
         return MinibatchesEnd(
             epochs=tuple(chain.from_iterable(fields.epochs)),
             valid=None,
@@ -125,7 +121,7 @@ class MinibatchJoiner:
             old_values=old_values,
             returns=returns,
             losses={name: means(column).to(column.dtype) for name, column in losses.items()},
-            head_log_ratios=self._head_log_ratios(heads, actions, rows, rollout),
+            head_log_ratios=ratios,
             rows=rows,
             **heads._asdict(),
         )
@@ -144,21 +140,13 @@ class MinibatchJoiner:
             used = torch.where(count[minibatch] < 2, advantages, used)  # PPO leaves a single row as it is
         return used
 
-    def _head_log_ratios(
-        self, columns: HeadColumns, actions: Tensor, rows: Tensor, rollout: RolloutEnd | None
-    ) -> dict[str, Tensor]:
-        if len(self._heads.names) < 2 or rollout is None:
-            return {}
-        now = self._heads.log_probs(columns, self._heads.actions(actions))
-        return {name: now[name] - rollout.head_log_probs[name].flatten()[rows] for name in self._heads.names}
-
 
 class MinibatchListener:
     """Emits gradients and steps at once, and all minibatches when the update is over.
 
     Attributes:
         epoch: pass over the rollout, from 0; -1 before the first.
-        step: optimizer steps taken in this update.
+        step: optimizer steps so far in this update.
         sees_clipping: the trainer has clipped where `before_clip` is called.
     """
 

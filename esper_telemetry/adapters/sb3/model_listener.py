@@ -37,15 +37,11 @@ from esper_telemetry.session import TelemetrySession
 
 
 class ModelListener:
-    """Follows a model until `stop`.
+    """Emits the events of a model that is ready to learn until `stop`; `session` handles exceptions of the listeners.
 
     Args:
-        session: receives what the model logs, and handles what goes wrong here.
-        model: of Stable-Baselines3, ready to learn.
-        heads: of its actions.
-        hooks: where events go.
         before: progress before, as axes are to count it.
-        updates_per_record: how many updates share a record.
+        updates_per_record: number of updates that share a record.
 
     Attributes:
         progress: progress by now.

@@ -70,11 +70,9 @@ def stored_rollout(buffer: Any) -> StoredRollout:
 
 
 class CallbackReplay:
-    """A `PolicyReplay` of a model of Stable-Baselines3.
+    """A `PolicyReplay` of a model of Stable-Baselines3, whose policy is asked as it is when a method is called.
 
     Args:
-        model: its policy is asked as it is when a method is called.
-        heads: of its actions.
         rollout: the event of the rollout.
         stored: its inputs.
         after: states after each step [T, layers, 2, B, H]; None for a feed-forward policy.
@@ -96,11 +94,10 @@ class CallbackReplay:
     @torch.no_grad()
     def outputs(self) -> Outputs:
         """See `PolicyReplay`."""
-        states, memory = self._rollout.states, None
+        states, memory, forward = self._rollout.states, None, self._policy.mlp_extractor.forward_actor
         with without_trace(self._policy):
             if states is None:
-                chunks = [self._policy.mlp_extractor.forward_actor(part) for part in self._feature_chunks(self._rows)]
-                latents = torch.cat(chunks)
+                latents = torch.cat([forward(part) for part in self._feature_chunks(self._rows)])
             else:
                 latents, memory = self._recurrent_latents(states[0])
             outputs = self._outputs_of(latents, self._rows)
@@ -118,12 +115,12 @@ class CallbackReplay:
     def activations(self) -> Activations:
         """See `PolicyReplay`; layers of a recurrent policy respond to memory as it was stored."""
         policy = self._policy
-        with without_trace(policy), _nonlinearities(policy) as recorded:
+        with without_trace(policy), _nonlinearities(policy) as responses:
             features = _features(policy, self._observations)
             memory = self._memory(self._part)
             policy.mlp_extractor.forward_actor(features if memory is None else memory)
-        layers = recorded.layers if memory is None else {**recorded.layers, "core": memory}
-        return Activations(layers, recorded.last)
+        layers = responses.layers if memory is None else {**responses.layers, "core": memory}
+        return Activations(layers, responses.last)
 
     def state_gradients(self) -> StateGradients | None:
         """See `PolicyReplay`."""
@@ -237,7 +234,7 @@ class CallbackReplay:
         return loss
 
 
-class _Recorded:
+class _Responses:
     """Responses of nonlinearities, in order: `layers` [n, D] by name, and the input `last` [n, F] of the last one."""
 
     def __init__(self) -> None:
@@ -246,14 +243,14 @@ class _Recorded:
 
 
 @contextmanager
-def _nonlinearities(policy: Any) -> Iterator[_Recorded]:
+def _nonlinearities(policy: Any) -> Iterator[_Responses]:
     """Record the actor's nonlinearities; those of convolutions are left out, as their responses are maps and not units."""
-    recorded = _Recorded()
+    responses = _Responses()
 
     def recorder(name: str) -> Any:
         def record(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
             if result.dim() == 2:
-                recorded.layers[name], recorded.last = result, args[0].flatten(1)
+                responses.layers[name], responses.last = result, args[0].flatten(1)
 
         return record
 
@@ -263,7 +260,7 @@ def _nonlinearities(policy: Any) -> Iterator[_Recorded]:
             for name, module in network.named_modules():
                 if isinstance(module, NONLINEAR):
                     stack.callback(listen(module, "forward", recorder(f"{part}_{name}".replace(".", "_"))))
-        yield recorded
+        yield responses
 
 
 def _features(policy: Any, observations: Observations) -> Tensor:

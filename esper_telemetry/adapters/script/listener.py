@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from esper_telemetry.adapters.columns import HeadColumns, episodes_event, head_actions, head_names
+from esper_telemetry.adapters.columns import episodes_event, head_actions, head_names
 from esper_telemetry.adapters.script import variables as names
 from esper_telemetry.adapters.script.recorders import (
     EPISODE_TAGS,
@@ -64,7 +64,7 @@ class ScriptListener:
 
     Attributes:
         hooks: where to listen.
-        findings: what is measured so far, in words and in order.
+        findings: parts of an update that are measured so far, in words and in order.
         updates: that have ended.
         lstm_count: modules of that type that the script has made.
         open: an update is under way.
@@ -97,7 +97,7 @@ class ScriptListener:
 
     @property
     def missing(self) -> list[str]:
-        """What is looked for and not measured, in words."""
+        """Parts of an update that are searched for and not measured, in words."""
         wanted = [GRADIENTS, RATIOS, ROLLOUTS, DISTRIBUTIONS, LOSSES, EPISODES, *([MEMORY] if self.lstm_count else [])]
         return [what for what in wanted if not any(finding.startswith(what) for finding in self.findings)]
 
@@ -195,7 +195,11 @@ class ScriptListener:
     def _emit_rollout(self, rollout: RolloutVariables) -> None:
         steps, envs = rollout.rewards.shape
         heads, lstm = self.distributions.take_rollout(steps, envs), self.lstm.take(steps, envs)
-        columns = rollout._asdict() | {"actions": _actions_by_head(rollout.actions, heads)}
+        count, actions = len(heads.logits) + len(heads.means), rollout.actions
+        by_head: dict[str, Tensor] = {}
+        if actions is not None and (count == 1 or actions.shape[-1] >= count > 1):
+            by_head = head_actions(actions, head_names(count), heads.means)
+        columns = rollout._asdict() | {"actions": by_head}
         self.hooks.emit(
             RolloutEnd(
                 update=self.updates + 1,
@@ -248,11 +252,3 @@ class ScriptListener:
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _actions_by_head(actions: Tensor | None, heads: HeadColumns) -> dict[str, Tensor]:
-    """Actions [T, B, D] by head; empty where there are fewer than heads."""
-    count = len(heads.logits) + len(heads.means)
-    if actions is None or not count or actions.shape[-1] < count > 1:
-        return {}
-    return head_actions(actions, head_names(count), heads.means)

@@ -57,7 +57,7 @@ def findings_line(script: ScriptListener, name: str, run_dir: Path | None) -> st
     """The line after the first update: what is measured, what is missing, and where the journal is."""
     labels = {"memory": "recurrent states", "episodes": "episodes"}
     if script.hides_episodes:
-        labels["episodes"] += " (the script itself misses them: Gymnasium 1.x tells of them elsewhere)"
+        labels["episodes"] += " (the script itself misses them: Gymnasium 1.x reports them elsewhere)"
     measured = [labels.get(what, what) for what in script.findings]
     missing = [labels.get(what, what) if what != "episodes" else what for what in script.missing]
     lacking = f"; not found: {', '.join(missing)}" if missing else ""

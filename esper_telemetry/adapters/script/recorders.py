@@ -1,4 +1,4 @@
-"""What the taps record of a script between two of its optimizer steps: distributions, recurrent states, gradients, episodes, scalars.
+"""Records of a script between two of its optimizer steps: distributions, recurrent states, gradients, episodes, scalars.
 
 Shapes: T steps, B environments, N rows, K parameters.
 """
@@ -20,16 +20,16 @@ from esper_telemetry.core.metric import segment
 from esper_telemetry.core.tensors import gradient_norms
 
 MAX_DISTRIBUTIONS = 64
-"""Distributions of one minibatch that are kept: more of them are no heads."""
+"""Distributions of one minibatch that are recorded: more of them are no heads."""
 
 MAX_DISTRIBUTION_ENTRIES = 1 << 22
-"""Entries of the distributions of one rollout that are kept."""
+"""Entries of the distributions of one rollout that are recorded."""
 
 MAX_GATE_ENVS = 4
-"""Environments whose LSTM inputs are kept, for the gates."""
+"""Environments whose LSTM inputs are recorded, for the gates."""
 
 MAX_STATE_ENTRIES = 1 << 24
-"""Entries of the recurrent states of one rollout that are kept."""
+"""Entries of the recurrent states of one rollout that are recorded."""
 
 MAX_TAGS = 256
 """Different tags of a script's scalars that are copied."""

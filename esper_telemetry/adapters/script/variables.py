@@ -111,7 +111,7 @@ CO_OPTIMIZED = 0x1
 class Variables:
     """The variables of a frame, then the attributes of its `self` and its settings, then those of the frames that called it.
 
-    An instance keeps alive what the script would release: hold it no longer than the call in which it was made.
+    An instance keeps alive what the script would release: do not store it beyond the call that made it.
     """
 
     def __init__(self, scopes: list[Mapping[str, Any]]) -> None:
@@ -132,7 +132,7 @@ class Variables:
 
 
 def calling_variables() -> Variables:
-    """The variables of whoever called into torch."""
+    """Return the variables of the script's frames that called into torch."""
     scopes: list[Mapping[str, Any]] = []
     for frame in _frames():
         scopes.append(_locals(frame))
@@ -217,7 +217,7 @@ class Ratio(NamedTuple):
 
 
 def find_ratio(variables: Variables) -> Ratio | None:
-    """The minibatch's log-ratio: itself, from the ratio, or from new and old log-probabilities."""
+    """Return the minibatch's log-ratio: itself, from the ratio, or from new and old log-probabilities."""
 
     def accept(value: object) -> Ratio | None:
         tensor = as_tensor(value) if isinstance(value, Tensor) else None
@@ -235,7 +235,7 @@ def find_ratio(variables: Variables) -> Ratio | None:
 
 
 class MinibatchVariables(NamedTuple):
-    """Columns of a minibatch, [N] each; None for those that were not found."""
+    """Columns of a minibatch, [N] each; None for those that the script does not have."""
 
     advantages: Tensor | None
     values: Tensor | None
@@ -245,7 +245,7 @@ class MinibatchVariables(NamedTuple):
 
 
 def find_minibatch(variables: Variables, length: int) -> MinibatchVariables:
-    """The columns of a minibatch, under a name of their own or as rows of the flattened rollout."""
+    """Return the columns of a minibatch, under a name of their own or as rows of the flattened rollout."""
 
     def accept_rows(value: object) -> Tensor | None:
         if isinstance(value, np.ndarray) and value.dtype.kind == "i":
@@ -276,7 +276,7 @@ def find_minibatch(variables: Variables, length: int) -> MinibatchVariables:
 
 
 def find_losses(variables: Variables) -> dict[str, Tensor]:
-    """Losses by the names of `MinibatchEnd`; the entropy's is its negative mean."""
+    """Return the losses by the names of `MinibatchEnd`; the entropy's is its negative mean."""
     kinds = {"policy": POLICY_LOSS, "value": VALUE_LOSS, "total": LOSS}
     losses = {kind: loss for kind, names in kinds.items() if (loss := variables.find(names, as_scalar)) is not None}
     entropy = variables.find(ENTROPY, as_column())
@@ -299,7 +299,7 @@ class RolloutVariables(NamedTuple):
 
 
 def find_rollout(variables: Variables) -> RolloutVariables | None:
-    """The rollout that the script learns from now; None where a part of it is missing.
+    """Return the rollout that the script learns from now; None where a part of it is missing.
 
     Where there is a flag of the step after the last, `dones[t]` says that step t begins an episode, and otherwise that it ends one.
     """
@@ -360,7 +360,7 @@ def _grid(steps: int | None = None, envs: int | None = None) -> Callable[[object
 
 
 def find_facts(variables: Variables, max_norm: float | None) -> dict[str, Any]:
-    """What alarms need to know, as far as the script's settings say it."""
+    """Return the facts that alarms read, as far as the script's settings say them."""
 
     def number(value: object) -> float | int | None:
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
@@ -386,13 +386,13 @@ def find_facts(variables: Variables, max_norm: float | None) -> dict[str, Any]:
 
 
 def find_config(variables: Variables) -> dict[str, Any]:
-    """The script's settings, as far as they are plain values."""
+    """Return the script's settings, as far as they are plain values."""
     settings = variables.find(SETTINGS, lambda value: _settings(value) or None) or {}
     return {key: value for key, value in settings.items() if isinstance(value, str | int | float | bool | None)}
 
 
 def parameter_names(variables: Variables, parameters: Iterable[Tensor]) -> dict[int, str]:
-    """Names of parameters by `id`, from the smallest of the script's modules that have most of them; else by their places."""
+    """Return names of parameters by `id`, from the smallest of the script's modules that have most of them; else by their places."""
     places = {key: f"parameter_{place}" for place, key in enumerate(dict.fromkeys(map(id, parameters)))}
     best: tuple[int, int] = (0, 0)
     names: dict[int, str] = {}
@@ -407,7 +407,7 @@ def parameter_names(variables: Variables, parameters: Iterable[Tensor]) -> dict[
 
 
 def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """Parameters that serve the actor, the critic or both, by their names; empty where the names do not say."""
+    """Return the parameters that serve the actor, the critic or both, by their names; empty where the names do not say."""
     groups: dict[str, list[str]] = {}
     for name in names:
         group = "critic" if re.search(CRITIC, name) else "actor" if re.search(ACTOR, name) else "shared"
@@ -416,7 +416,7 @@ def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def half_square_factor(losses: Mapping[str, Tensor], minibatch: MinibatchVariables) -> float:
-    """Factor that makes the script's value loss half the mean squared error, from a minibatch before the first step."""
+    """Return the factor that makes the script's value loss half the mean squared error, from a minibatch before the first step."""
     if "value" not in losses or minibatch.values is None or minibatch.returns is None:
         return 1.0
     square = float((minibatch.values - minibatch.returns).square().mean())
