@@ -11,18 +11,7 @@ from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
-from esper_telemetry.core.reduction import (
-    NAN,
-    AdditiveReduction,
-    Counts,
-    Max,
-    Mean,
-    Min,
-    Moments,
-    Slot,
-    Statistic,
-    Sum,
-)
+from esper_telemetry.core.reduction import NAN, AdditiveReduction, Counts, Max, Mean, Min, Moments, Slot, Statistic, Sum
 from esper_telemetry.metrics.statistics import (
     REWARDS,
     Quantiles,

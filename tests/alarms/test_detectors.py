@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper_telemetry.alarms import Detectors, Thresholds, diagnose
+from esper_telemetry.alarms.baselines import power
 from esper_telemetry.alarms.escalation import CAP
-from esper_telemetry.alarms.rule import power
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Axes, Record
 
 

@@ -6,19 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import log10
 
+from esper_telemetry.alarms.baselines import power
 from esper_telemetry.alarms.judges import RATE_GROWN, RollingMean, Z
-from esper_telemetry.alarms.rule import (
-    AlarmRule,
-    Finding,
-    View,
-    above,
-    below,
-    hard,
-    number,
-    percent,
-    power,
-    times,
-)
+from esper_telemetry.alarms.rule import AlarmRule, Finding, View, above, below, hard, number, percent, times
 
 MAX_PERIOD = 20
 """Updates of the longest period that counts: longer ones are trends in the hundred updates that are tested."""

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import log10
 
+from esper_telemetry.alarms.baselines import History, power
 from esper_telemetry.alarms.judges import OUTLIER_BOUNDS, Outlier, RollingMean, list_names
 from esper_telemetry.alarms.rule import (
     AlarmRule,
     Finding,
-    History,
     Ramp,
     View,
     above,
@@ -18,7 +18,6 @@ from esper_telemetry.alarms.rule import (
     hard,
     number,
     percent,
-    power,
     segment_of,
     times,
 )

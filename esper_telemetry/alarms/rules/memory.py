@@ -10,20 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from esper_telemetry.alarms.baselines import History
 from esper_telemetry.alarms.judges import Z
-from esper_telemetry.alarms.rule import (
-    AlarmRule,
-    Finding,
-    History,
-    Ramp,
-    View,
-    above,
-    below,
-    decade_ramp,
-    hard,
-    number,
-    percent,
-)
+from esper_telemetry.alarms.rule import AlarmRule, Finding, Ramp, View, above, below, decade_ramp, hard, number, percent
 from esper_telemetry.alarms.rules.trust_region import KL_SPIKE
 
 CELL, LARGEST, GROWTH = "lstm/c/rms", "lstm/c/absmax", "lstm/c_growth"

@@ -6,17 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from esper_telemetry.alarms.rule import (
-    CAUSE_LAST_RANK,
-    AlarmRule,
-    Finding,
-    View,
-    above,
-    count,
-    hard,
-    number,
-    percent,
-)
+from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, AlarmRule, Finding, View, above, count, hard, number, percent
 from esper_telemetry.alarms.rules.integrity import NONFINITE_KEY
 from esper_telemetry.core.record import RUN_FAILED, Axes, RunStatus
 

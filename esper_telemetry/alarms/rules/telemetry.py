@@ -6,17 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from esper_telemetry.alarms.rule import (
-    CAUSE_LAST_RANK,
-    AlarmRule,
-    Finding,
-    View,
-    above,
-    count,
-    hard,
-    number,
-    percent,
-)
+from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, AlarmRule, Finding, View, above, count, hard, number, percent
 from esper_telemetry.core.record import Level
 
 ALWAYS = (

@@ -5,21 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from esper_telemetry.alarms.baselines import History
 from esper_telemetry.alarms.judges import OUTLIER_BOUNDS, Outlier, Z
-from esper_telemetry.alarms.rule import (
-    AlarmRule,
-    Finding,
-    History,
-    Ramp,
-    View,
-    above,
-    below,
-    hard,
-    number,
-    percent,
-    ramp,
-    times,
-)
+from esper_telemetry.alarms.rule import AlarmRule, Finding, Ramp, View, above, below, hard, number, percent, ramp, times
 
 LOSS, R2, EXPLAINED, SPREAD = "loss/value", "value/r2", "value/explained_variance", "value/target/std"
 EXPECTED_FIT = ((0.10, -0.5), (0.25, -0.2), (0.75, 0.0), (1.0, 0.1))

@@ -9,25 +9,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from esper_telemetry.lab.morphogenesis.lifecycle import (
+from esper_telemetry.lab.morphogenesis.network import BLUEPRINTS, STYLES
+from esper_telemetry.lab.morphogenesis.slots import (
     ADVANCES,
-    BUSY,
+    ALPHA_TARGETS,
+    BLOCKING,
     CURVES,
+    GATES,
     MIN_PRUNE_AGE,
-    OPEN_TO,
-    SPEEDS,
-    TARGETS,
-    TEMPOS,
+    OP_STAGES,
+    SPEED_EPOCHS,
+    TEMPO_EPOCHS,
     Op,
+    Slots,
     Stage,
+    TransitionGates,
     among,
     look_up,
 )
-from esper_telemetry.lab.morphogenesis.network import BLUEPRINTS, STYLES
-from esper_telemetry.lab.morphogenesis.slots import GATES, Slots, TransitionGates
 from esper_telemetry.ppo.environments.protocol import ActionSpec
 
-UNASKED, REFUSED, PASSED = -1, 0, 1
+NOT_ASKED, REFUSED, PASSED = -1, 0, 1
 """What a gate answers."""
 
 SIGMOID_STYLE, SIGMOID_CURVE = STYLES.index("sigmoid_add"), CURVES.index("sigmoid")
@@ -39,9 +41,9 @@ def specs(slots: int) -> dict[str, ActionSpec]:
         "slot": (slots, tuple(op for op in Op if op is not Op.WAIT)),
         "blueprint": (len(BLUEPRINTS), (Op.GERMINATE,)),
         "style": (len(STYLES), (Op.GERMINATE,)),
-        "tempo": (len(TEMPOS), (Op.GERMINATE,)),
-        "alpha_target": (len(TARGETS), (Op.GERMINATE, Op.SET_ALPHA)),
-        "alpha_speed": (len(SPEEDS), (Op.SET_ALPHA, Op.PRUNE)),
+        "tempo": (len(TEMPO_EPOCHS), (Op.GERMINATE,)),
+        "alpha_target": (len(ALPHA_TARGETS), (Op.GERMINATE, Op.SET_ALPHA)),
+        "alpha_speed": (len(SPEED_EPOCHS), (Op.SET_ALPHA, Op.PRUNE)),
         "alpha_curve": (len(CURVES), (Op.SET_ALPHA, Op.PRUNE)),
     }
     parts = {
@@ -54,7 +56,7 @@ def specs(slots: int) -> dict[str, ActionSpec]:
 def slot_masks(slots: Slots) -> Tensor:
     """[N, operations, S], bool: the slots on which each operation is possible; all for WAIT, which needs none."""
     still = ~slots.moving & ~slots.leaving
-    free = ~among(slots.stage, BUSY).any(1, keepdim=True)
+    free = ~among(slots.stage, BLOCKING).any(1, keepdim=True)
     extra = {
         Op.GERMINATE: free,
         Op.SET_ALPHA: still,
@@ -62,7 +64,7 @@ def slot_masks(slots: Slots) -> Tensor:
         Op.ADVANCE: ~slots.leaving,
         Op.FOSSILIZE: still,
     }
-    rows = [among(slots.stage, OPEN_TO[op]) & extra[op] for op in list(Op)[1:]]
+    rows = [among(slots.stage, OP_STAGES[op]) & extra[op] for op in list(Op)[1:]]
     return torch.stack([torch.ones_like(rows[0]), *rows], 1)
 
 
@@ -79,7 +81,7 @@ class ActionOutcome(NamedTuple):
     Attributes:
         op: [N], the operation; WAIT where it was not possible.
         born, pruned, fossilized: [N, S], bool: what has become of slots at once.
-        gates: [N, gates], `UNASKED`, `REFUSED` or `PASSED`.
+        gates: [N, gates], `NOT_ASKED`, `REFUSED` or `PASSED`.
     """
 
     op: Tensor
@@ -119,7 +121,7 @@ def _ask(
         wanting = _wanting(gate.to, slots, on)
         moved[gate.to] = passing = wanting & gates.passed(gate, slots, accuracy) if wanting.any() else wanting
         answer = torch.where(passing.any(1), PASSED, REFUSED)
-        answers.append(torch.where(wanting.any(1), answer, UNASKED))
+        answers.append(torch.where(wanting.any(1), answer, NOT_ASKED))
     return torch.stack(answers, 1), moved
 
 
@@ -143,13 +145,13 @@ def _wanting(to: Stage, slots: Slots, on: Mapping[Op, Tensor]) -> Tensor:
 
 def _germinate(slots: Slots, where: Tensor, chosen: Mapping[str, Tensor]) -> None:
     slots.empty_out(where)
-    tempo, goal = look_up(TEMPOS, chosen["tempo"]), look_up(TARGETS, chosen["alpha_target"])
+    tempo, goal = look_up(TEMPO_EPOCHS, chosen["tempo"]), look_up(ALPHA_TARGETS, chosen["alpha_target"])
     slots.set(where, blueprint=chosen["blueprint"], style=chosen["style"], tempo=tempo, goal=goal)
 
 
 def _fade(slots: Slots, where: Tensor, chosen: Mapping[str, Tensor]) -> Tensor:
     """Begins to fade seeds out; returns those that are pruned at once, having no weight to lose or no time."""
-    speed = look_up(SPEEDS, chosen["alpha_speed"])
+    speed = look_up(SPEED_EPOCHS, chosen["alpha_speed"])
     at_once = where & ((slots.alpha == 0) | (speed == 0))
     fading = where & ~at_once
     slots.head_for(fading, 0.0, speed, chosen["alpha_curve"])
@@ -159,5 +161,5 @@ def _fade(slots: Slots, where: Tensor, chosen: Mapping[str, Tensor]) -> Tensor:
 
 def _aim(slots: Slots, where: Tensor, chosen: Mapping[str, Tensor]) -> None:
     """Gives seeds another weight to move to."""
-    target, speed = look_up(TARGETS, chosen["alpha_target"]), look_up(SPEEDS, chosen["alpha_speed"])
+    target, speed = look_up(ALPHA_TARGETS, chosen["alpha_target"]), look_up(SPEED_EPOCHS, chosen["alpha_speed"])
     slots.head_for(where, target, speed, chosen["alpha_curve"])

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.lab.morphogenesis import training as watchdog
-from esper_telemetry.lab.morphogenesis.effects import INERT, Who
-from esper_telemetry.lab.morphogenesis.lifecycle import ALIVE, LEARNING, Stage, among
+from esper_telemetry.lab.morphogenesis.effects import INERT, Owners
 from esper_telemetry.lab.morphogenesis.network import ANATOMY, Mixing, Network, anatomy, newborn, presence
-from esper_telemetry.lab.morphogenesis.slots import Slots
+from esper_telemetry.lab.morphogenesis.slots import ALIVE, LEARNING, Slots, Stage, among
 from esper_telemetry.lab.morphogenesis.training import (
     OPTIMIZERS,
     AdamMoments,
@@ -163,7 +162,7 @@ def _keep_freed_memory() -> None:
     torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
-def _who(has: Tensor, amounts: list[int]) -> Who:
+def _who(has: Tensor, amounts: list[int]) -> Owners:
     """Who has what, from [N, `ANATOMY`] and how many have it; all, where it is less work to include those who have zeros."""
     found = dict[str, Tensor | None]()
     for place, (name, amount) in enumerate(zip(ANATOMY, amounts, strict=True)):

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from esper_telemetry.events import Hooks
 from esper_telemetry.lab.morphogenesis import rewards
-from esper_telemetry.lab.morphogenesis import rewards as contributions
 from esper_telemetry.lab.morphogenesis.actions import ActionOutcome, act, action_masks, advanceable, specs
 from esper_telemetry.lab.morphogenesis.colony import Colony, ColonyResult
 from esper_telemetry.lab.morphogenesis.gradient_health import (
@@ -21,12 +20,17 @@ from esper_telemetry.lab.morphogenesis.gradient_health import (
     intensity_ratio,
     vanishing,
 )
-from esper_telemetry.lab.morphogenesis.lifecycle import ALIVE, FELT, LEARNING, Op, Stage, among
-from esper_telemetry.lab.morphogenesis.observation import VERSION, HostState, feature_names, observe
-from esper_telemetry.lab.morphogenesis.slots import Slots, TransitionGates
-from esper_telemetry.lab.morphogenesis.step_report import Report, report
+from esper_telemetry.lab.morphogenesis.observation import (
+    VERSION,
+    HostState,
+    StepReport,
+    feature_names,
+    observe,
+    step_event,
+)
+from esper_telemetry.lab.morphogenesis.slots import ALIVE, EFFECTIVE, LEARNING, Op, Slots, Stage, TransitionGates, among
 from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
-from esper_telemetry.lab.morphogenesis.training import EVERY, OPTIMIZERS, make_task
+from esper_telemetry.lab.morphogenesis.training import OPTIMIZERS, SNAPSHOT_EPOCHS, make_task
 from esper_telemetry.ppo.environments.protocol import TensorStep
 
 
@@ -80,8 +84,8 @@ class Morphogenesis:
         for name, value, least in (("num_envs", num_envs, 1), ("slots", slots, 1), ("horizon", horizon, 2)):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
-        if slots > contributions.MOST_SLOTS:
-            raise ValueError(f"slots must be at most {contributions.MOST_SLOTS}, got {slots}")
+        if slots > rewards.MAX_SLOTS:
+            raise ValueError(f"slots must be at most {rewards.MAX_SLOTS}, got {slots}")
         for name, chosen, known in (("reward", reward, rewards.REWARDS), ("optimizer", optimizer, OPTIMIZERS)):
             if chosen not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {chosen!r}")
@@ -147,8 +151,8 @@ class Morphogenesis:
         earned = rewards.total(paid, self._reward)
         if self.hooks.wants(GrowthStep):
             gone = outcome.pruned | pruned | faded
-            found = Report(slots, self._host, result, outcome, gone, cause, self.colony, self.horizon)
-            self.hooks.emit(report(found, paid, masks, mode=self._reward, last=last))
+            found = StepReport(slots, self._host, result, outcome, gone, cause, self.colony, self.horizon)
+            self.hooks.emit(step_event(found, paid, masks, mode=self._reward, last=last))
         if last:
             self._begin()
         ended = torch.full((self.num_envs,), last, device=self.device)
@@ -203,8 +207,8 @@ class Morphogenesis:
         entries, host_entries = self.colony.parameters(slots), self.colony.network.host.size
         ratio = intensity_ratio(epoch.seed_norm, entries, epoch.host_norm, host_entries)
         smooth = torch.where(slots.ratio < 0, ratio, torch.lerp(ratio, slots.ratio, INTENSITY_DECAY))
-        worth = contributions.contributions(result.accuracy)
-        felt = among(slots.stage, FELT) & (slots.alpha > 0)
+        worth = rewards.contributions(result.accuracy)
+        felt = among(slots.stage, EFFECTIVE) & (slots.alpha > 0)
         severities = {"exploding": exploding(epoch.seed_peak), "vanishing": vanishing(epoch.seed_norm)}
         slots.set(learning, norm=epoch.seed_norm, ratio=smooth, **severities)
         slots.set(torch.ones_like(felt), contribution=torch.where(felt, worth, -1.0))
@@ -219,7 +223,7 @@ class Morphogenesis:
         """Keeps what is well and goes back where something broke; returns the seeds [B, S] that this costs."""
         slots, panic = self._slots, result.verdict.panic
         well = result.loss[:, 0].isfinite() & ~panic
-        due = torch.full_like(well, self._epoch % EVERY == 0)
+        due = torch.full_like(well, self._epoch % SNAPSHOT_EPOCHS == 0)
         self.colony.keep(well & (due | outcome.fossilized.any(1)))
         lost = panic.unsqueeze(1) & among(slots.stage, ALIVE[:-1])
         if panic.any():

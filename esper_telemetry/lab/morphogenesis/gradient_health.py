@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper_telemetry.lab.morphogenesis.training import MAX_NORM
+from esper_telemetry.lab.morphogenesis.training import MAX_GRADIENT_NORM
 
-EXPLODING = (0.0, 2.0)
-VANISHING = (-3.0, -7.0)
+EXPLODING_DECADES = (0.0, 2.0)
+VANISHING_DECADES = (-3.0, -7.0)
 """Decades of the norm over the clip limit between which the severity rises: half at ten times the limit, and at a 100,000th of it."""
 
 INTENSITY_DECAY = 0.7
@@ -21,18 +21,18 @@ INTENSITY_DECAY = 0.7
 
 
 def _ramp(norm: Tensor, ends: tuple[float, float]) -> Tensor:
-    decades = (norm.clamp(min=1e-30) / MAX_NORM).log10()
+    decades = (norm.clamp(min=1e-30) / MAX_GRADIENT_NORM).log10()
     return ((decades - ends[0]) / (ends[1] - ends[0])).clamp(0, 1)
 
 
 def exploding(peak: Tensor) -> Tensor:
     """Severity of the largest norm before clipping; 1 where it is not finite."""
-    return torch.where(peak.isfinite(), _ramp(peak, EXPLODING), 1.0)
+    return torch.where(peak.isfinite(), _ramp(peak, EXPLODING_DECADES), 1.0)
 
 
 def vanishing(norm: Tensor) -> Tensor:
     """Severity of the mean norm; 0 where it is not finite."""
-    return torch.where(norm.isfinite(), _ramp(norm, VANISHING), 0.0)
+    return torch.where(norm.isfinite(), _ramp(norm, VANISHING_DECADES), 0.0)
 
 
 def intensity_ratio(seed: Tensor, seed_entries: Tensor, host: Tensor, host_entries: int) -> Tensor:
@@ -45,10 +45,10 @@ def intensity_ratio(seed: Tensor, seed_entries: Tensor, host: Tensor, host_entri
 CAUSES = ("ok", "disconnected", "dormant", "saturated", "host_fast", "indeterminate")
 """Not weak; the loss does not reach the seed; little reaches it; what reaches it is lost inside; the host is quick; nobody knows."""
 
-LOW = 0.01
+LOW_INTENSITY_RATIO = 0.01
 """Intensity ratio from which on nothing is weak."""
 
-FAR, MIN_SPREAD, ENOUGH, DECAY = 2.0, 0.15, 4, 0.8
+UNUSUAL_Z, MIN_SPREAD_DECADES, MIN_HISTORY_EPOCHS, HISTORY_DECAY = 2.0, 0.15, 4, 0.8
 """Standard scores that count, the least spread in decades, epochs it takes to know, and how fast old ones fade."""
 
 
@@ -86,16 +86,16 @@ def diagnose(
         alpha: [N, S], weight of the effect.
     """
     now = torch.stack([seed, host, upstream, seed / upstream.clamp(min=1e-30)]).clamp(1e-30, 1e30).nan_to_num().log10()
-    spread = (history.square - history.mean.square()).clamp(min=0).sqrt().clamp(min=MIN_SPREAD)
+    spread = (history.square - history.mean.square()).clamp(min=0).sqrt().clamp(min=MIN_SPREAD_DECADES)
     z_seed, z_host, z_upstream, z_gain = (now - history.mean) / spread
     conditions = [
-        (ratio >= LOW, "ok"),
+        (ratio >= LOW_INTENSITY_RATIO, "ok"),
         ((upstream == 0) & (alpha > 0), "disconnected"),
         (upstream == 0, "dormant"),
-        (history.epochs < ENOUGH, "indeterminate"),
-        (z_upstream <= -FAR, "dormant"),
-        (z_gain <= -FAR, "saturated"),
-        ((z_seed > -FAR) & (z_host >= FAR), "host_fast"),
+        (history.epochs < MIN_HISTORY_EPOCHS, "indeterminate"),
+        (z_upstream <= -UNUSUAL_Z, "dormant"),
+        (z_gain <= -UNUSUAL_Z, "saturated"),
+        ((z_seed > -UNUSUAL_Z) & (z_host >= UNUSUAL_Z), "host_fast"),
     ]
     cause = torch.full_like(ratio, CAUSES.index("indeterminate"), dtype=torch.int64)
     for condition, name in reversed(conditions):
@@ -106,7 +106,7 @@ def diagnose(
 def _counting(history: CauseHistory, now: Tensor, counted: Tensor) -> CauseHistory:
     """One epoch more, in a mean over all epochs at first and over the last few later."""
     count = torch.where(counted, history.epochs + 1, 0.0)
-    share = torch.maximum(1 / count.clamp(min=1), torch.tensor(1 - DECAY, device=count.device))
+    share = torch.maximum(1 / count.clamp(min=1), torch.tensor(1 - HISTORY_DECAY, device=count.device))
     mean = torch.where(counted, torch.lerp(history.mean, now, share.expand_as(now)), 0.0)
     square = torch.where(counted, torch.lerp(history.square, now.square(), share.expand_as(now)), 0.0)
     return CauseHistory(mean, square, count)

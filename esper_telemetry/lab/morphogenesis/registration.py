@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 from esper_telemetry.ppo.environments.registry import PresetSettings, RegisteredEnvironment
 
 if TYPE_CHECKING:
+    from esper_telemetry.lab.morphogenesis.controllers import ScriptedRun
     from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
-    from esper_telemetry.lab.morphogenesis.scripted import ScriptedRun
     from esper_telemetry.ppo.config import PPOConfig
 
 CONTROLLERS: Final = ("heuristic", "oracle", "random")
@@ -41,7 +41,7 @@ def make(num_envs: int = NUM_ENVS, **arguments: Any) -> Morphogenesis:
 
 def control(env: Morphogenesis, config: PPOConfig) -> ScriptedRun:
     """Return a run of the controller that `config.policy` names."""
-    from esper_telemetry.lab.morphogenesis.scripted import ScriptedRun
+    from esper_telemetry.lab.morphogenesis.controllers import ScriptedRun
 
     return ScriptedRun(env, config)
 

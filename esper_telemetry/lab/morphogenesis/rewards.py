@@ -11,10 +11,9 @@ from math import factorial
 import torch
 from torch import Tensor
 
-from esper_telemetry.lab.morphogenesis.lifecycle import FELT, Op, among, look_up, potential
-from esper_telemetry.lab.morphogenesis.slots import Slots
+from esper_telemetry.lab.morphogenesis.slots import EFFECTIVE, Op, Slots, among, look_up, potential
 
-PATIENCE = (0.3, 2.0)
+AGE_POTENTIAL = (0.3, 2.0)
 """Potential per epoch in a stage, and the most of it."""
 
 OP_COSTS: Mapping[Op, float] = {Op.GERMINATE: 0.15, Op.FOSSILIZE: 0.01, Op.PRUNE: 0.005, Op.SET_ALPHA: 0.005}
@@ -40,7 +39,7 @@ REWARDS: Mapping[str, Mapping[str, float]] = {
 
 def potentials(slots: Slots) -> Tensor:
     """[N]: how far all seeds of an environment have come, by stage and by the epochs in it."""
-    rate, most = PATIENCE
+    rate, most = AGE_POTENTIAL
     height = potential(slots.stage)
     return (height + (height > 0) * (rate * (slots.age - 1).clamp(min=0)).clamp(max=most)).sum(1)
 
@@ -58,7 +57,7 @@ def attribution(slots: Slots, accuracy: Tensor) -> Tensor:
     progress = (accuracy.unsqueeze(1) - slots.anchor).clamp(min=0)
     worth = slots.contribution.clamp(min=0)
     both = 2 * progress * worth / (progress + worth).clamp(min=1e-8)
-    return torch.where(among(slots.stage, FELT), both, 0.0).sum(1)
+    return torch.where(among(slots.stage, EFFECTIVE), both, 0.0).sum(1)
 
 
 def rent(parameters: Tensor) -> Tensor:
@@ -76,7 +75,7 @@ def total(components: Mapping[str, Tensor], mode: str) -> Tensor:
     return torch.stack([weight * components[name] for name, weight in REWARDS[mode].items()]).sum(0)
 
 
-MOST_SLOTS = 4
+MAX_SLOTS = 4
 """All 2^S subsets are measured every epoch, which few slots allow."""
 
 

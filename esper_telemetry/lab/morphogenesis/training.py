@@ -21,8 +21,8 @@ from torch import Tensor
 
 from esper_telemetry.lab.morphogenesis.network import Mixing, Network, Views
 
-MOMENTUM = 0.9
-BETAS, EPS = (0.9, 0.999), 1e-8
+SGD_MOMENTUM = 0.9
+ADAM_BETAS, ADAM_EPS = (0.9, 0.999), 1e-8
 
 
 class AdamMoments(NamedTuple):
@@ -54,10 +54,10 @@ def adam(rows: Tensor, gradients: Tensor, moments: AdamMoments, rate: float, whe
     """One step (Kingma & Ba 2015) of the rows where [R] is set; the others and their moments stay as they are."""
     on = where.to(rows.dtype).unsqueeze(-1)
     steps = moments.steps.add_(where).clamp(min=1).unsqueeze(-1)
-    moments.first.lerp_(gradients, on * (1 - BETAS[0]))
-    moments.second.lerp_(gradients.square(), on * (1 - BETAS[1]))
-    first, second = (1 - beta**steps for beta in BETAS)
-    size = moments.second.sqrt().mul_(second.rsqrt()).add_(EPS)
+    moments.first.lerp_(gradients, on * (1 - ADAM_BETAS[0]))
+    moments.second.lerp_(gradients.square(), on * (1 - ADAM_BETAS[1]))
+    first, second = (1 - beta**steps for beta in ADAM_BETAS)
+    size = moments.second.sqrt().mul_(second.rsqrt()).add_(ADAM_EPS)
     rows.addcdiv_(moments.first * (on * rate / first), size, value=-1.0)
 
 
@@ -65,7 +65,7 @@ def sgd(rows: Tensor, gradients: Tensor, moments: AdamMoments, rate: float, wher
     """One step with momentum of the rows where [R] is set."""
     on = where.to(rows.dtype).unsqueeze(-1)
     moments.steps.add_(where)
-    moments.first.lerp_(moments.first * MOMENTUM + gradients, on)
+    moments.first.lerp_(moments.first * SGD_MOMENTUM + gradients, on)
     rows.addcmul_(moments.first, on, value=-rate)
 
 
@@ -73,16 +73,16 @@ Optimizer = Callable[[Tensor, Tensor, AdamMoments, float, Tensor], None]
 OPTIMIZERS: Mapping[str, Optimizer] = {"adam": adam, "sgd": sgd}
 
 
-WINDOW, ENOUGH = 20, 10
+WATCHDOG_WINDOW_EPOCHS, WATCHDOG_MIN_EPOCHS = 20, 10
 """Losses that are remembered, and how many it takes to judge by them."""
 
-SIGMAS, TIMES, ABSOLUTE, PATIENCE = 6.0, 3.0, 12.0, 3
+DIVERGENCE_SIGMAS, DIVERGENCE_FACTOR, MIN_DIVERGENT_LOSS, DIVERGENCE_EPOCHS = 6.0, 3.0, 12.0, 3
 """A loss diverges beyond so many standard deviations, so many times the mean and this much, so often in a row."""
 
-LEARNED, NEAR_CHANCE = 0.6, 0.065
+MAX_LEARNED_LOSS_FRAC, CHANCE_LOSS_TOLERANCE = 0.6, 0.065
 """A lobotomy: a host that was below this share of the loss of guessing is back within this share of it."""
 
-EVERY = 5
+SNAPSHOT_EPOCHS = 5
 """Epochs between snapshots."""
 
 
@@ -95,7 +95,9 @@ class TrainingWatchdog(NamedTuple):
     @staticmethod
     def fresh(envs: int, device: torch.device) -> TrainingWatchdog:
         """Nothing is known."""
-        return TrainingWatchdog(torch.full((envs, WINDOW), torch.nan, device=device), torch.zeros(envs, device=device))
+        return TrainingWatchdog(
+            torch.full((envs, WATCHDOG_WINDOW_EPOCHS), torch.nan, device=device), torch.zeros(envs, device=device)
+        )
 
     def cleared(self, where: Tensor) -> TrainingWatchdog:
         """Nothing is known where [N] is set."""
@@ -123,16 +125,23 @@ def look(watch: TrainingWatchdog, loss: Tensor, classes: int) -> tuple[TrainingW
     count = known.sum(1)
     mean = watch.losses.nan_to_num().sum(1) / count.clamp(min=1)
     spread = ((watch.losses - mean.unsqueeze(1)).nan_to_num().square().sum(1) / count.clamp(min=1)).sqrt()
-    nonfinite, enough, chance = ~loss.isfinite(), count >= ENOUGH, log(classes)
-    lobotomy = enough & (mean < LEARNED * chance) & ((loss - chance).abs() < NEAR_CHANCE * chance)
-    far = enough & (loss > ABSOLUTE) & (loss > mean + SIGMAS * spread) & (loss > TIMES * mean)
+    nonfinite, enough, chance = ~loss.isfinite(), count >= WATCHDOG_MIN_EPOCHS, log(classes)
+    lobotomy = (
+        enough & (mean < MAX_LEARNED_LOSS_FRAC * chance) & ((loss - chance).abs() < CHANCE_LOSS_TOLERANCE * chance)
+    )
+    far = (
+        enough
+        & (loss > MIN_DIVERGENT_LOSS)
+        & (loss > mean + DIVERGENCE_SIGMAS * spread)
+        & (loss > DIVERGENCE_FACTOR * mean)
+    )
     strikes = torch.where(far, watch.strikes + 1, 0.0)
     odd = nonfinite | lobotomy | far
     losses = torch.where(odd.unsqueeze(1), watch.losses, torch.cat([watch.losses[:, 1:], loss.unsqueeze(1)], 1))
-    return TrainingWatchdog(losses, strikes), WatchdogVerdict(nonfinite, lobotomy, strikes >= PATIENCE)
+    return TrainingWatchdog(losses, strikes), WatchdogVerdict(nonfinite, lobotomy, strikes >= DIVERGENCE_EPOCHS)
 
 
-TOKENS = 16
+WINDOW_TOKENS = 16
 """Characters of a window of text."""
 
 
@@ -224,10 +233,10 @@ def text() -> LearningTask:
     story = Path(__file__).with_name("text.txt").read_text(encoding="utf-8").lower()
     letters = sorted(set(story))
     codes = torch.tensor([letters.index(letter) for letter in story])
-    windows = codes.unfold(0, TOKENS + 1, 4)
+    windows = codes.unfold(0, WINDOW_TOKENS + 1, 4)
     held = len(windows) // 5  # the end of the story, less the windows that reach into both parts
-    train, validation = windows[: -held - TOKENS // 4], windows[-held:]
-    place = torch.eye(TOKENS)
+    train, validation = windows[: -held - WINDOW_TOKENS // 4], windows[-held:]
+    place = torch.eye(WINDOW_TOKENS)
 
     def data(rows: Tensor) -> Data:
         inputs = torch.cat([F.one_hot(rows[:, :-1], len(letters)).float(), place.expand(len(rows), -1, -1)], -1)
@@ -239,7 +248,7 @@ def text() -> LearningTask:
         *parts,
         classes=len(letters),
         width=16,
-        tokens=TOKENS,
+        tokens=WINDOW_TOKENS,
         batch=32,
         validation_windows=64,
         learning_rate=0.03,
@@ -263,7 +272,7 @@ def make_task(name: str) -> LearningTask:
     return TASKS[name]()
 
 
-MAX_NORM = 1.0
+MAX_GRADIENT_NORM = 1.0
 """Limit of the gradient norm of a host, and of each seed by itself."""
 
 
@@ -343,7 +352,7 @@ def train_epoch(
     logs, norms, upstream = list[Tensor](), list[Tensor](), list[Tensor]()
     for data in batches:
         found, reached = gradients(network, views, data, mixing, into)
-        norms.append(clip(slopes, MAX_NORM))
+        norms.append(clip(slopes, MAX_GRADIENT_NORM))
         optimizer(weights.rows, slopes, weights.moments, rate, where)
         logs.append(found)
         upstream.append(reached)
