@@ -167,7 +167,7 @@ def verdict(losses: list[float], classes: int = 10) -> watchdog.WatchdogVerdict:
     """Of the last loss."""
     watch = watchdog.TrainingWatchdog.fresh(1, torch.device("cpu"))
     for loss in losses:
-        watch, found = watchdog.look(watch, torch.tensor([loss]), classes)
+        watch, found = watchdog.watch_losses(watch, torch.tensor([loss]), classes)
     return found
 
 
