@@ -21,7 +21,7 @@ import tyro
 from esper_telemetry import Telemetry, attach, read_run
 from esper_telemetry.alarms import Detectors
 from esper_telemetry.journal import Run
-from esper_telemetry.lab.faults.runs import bed, train
+from esper_telemetry.lab.faults.runs import find_environment, train
 
 WARM = 25
 """Updates after which every history is there: those before cost less."""
@@ -41,7 +41,7 @@ class Settings:
 
 def recorded(env: str, updates: int, run_dir: Path) -> Run:
     """A run that nobody watches, at NORMAL."""
-    trainer = bed(env).trainer(1)
+    trainer = find_environment(env).trainer(1)
     with Telemetry([], run_dir=run_dir, detect=False, offload=False) as telemetry:
         attach(telemetry, trainer)
         train(trainer, updates=updates, planned=updates)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from esper_telemetry.lab.morphogenesis import Morphogenesis
 from esper_telemetry.lab.morphogenesis.controllers import SCRIPTS
-from esper_telemetry.lab.morphogenesis.network import UNITS
-from esper_telemetry.lab.morphogenesis.training import MAX_NORM, LearningTask, minibatches
+from esper_telemetry.lab.morphogenesis.network import MAX_HIDDEN_UNITS
+from esper_telemetry.lab.morphogenesis.training import MAX_GRADIENT_NORM, LearningTask, minibatches
 
 
 class Seed(nn.Module):
@@ -30,7 +30,7 @@ class Seed(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.enter, self.leave = nn.Linear(width, UNITS), nn.Linear(UNITS, width, bias=False)
+        self.enter, self.leave = nn.Linear(width, MAX_HIDDEN_UNITS), nn.Linear(MAX_HIDDEN_UNITS, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """What it adds."""
@@ -78,7 +78,7 @@ class Alone:
             logits = self.net(batch.inputs)
             loss = F.cross_entropy(logits, batch.targets)
             loss.backward()
-            norms = [nn.utils.clip_grad_norm_(part, MAX_NORM) for part in self.parts]
+            norms = [nn.utils.clip_grad_norm_(part, MAX_GRADIENT_NORM) for part in self.parts]
             for optimizer in self.optimizers:
                 optimizer.step()
             measured += [loss.detach(), (logits.argmax(-1) == batch.targets).float().mean(), *norms]

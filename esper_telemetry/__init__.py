@@ -20,7 +20,7 @@ Names are imported when they are first used, so that a sink's process needs no t
 
 from typing import TYPE_CHECKING
 
-from esper_telemetry.core import moved_modules
+from esper_telemetry.core import moved_modules as moved_modules
 from esper_telemetry.core.lazy import lazy_names as lazy_names
 
 if TYPE_CHECKING:

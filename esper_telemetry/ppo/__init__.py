@@ -5,7 +5,7 @@ Names are imported when they are first used: the command line reads `PPOConfig` 
 
 from typing import TYPE_CHECKING
 
-from esper_telemetry.core.lazy import lazy_names
+from esper_telemetry.core.lazy import lazy_names as lazy_names
 
 if TYPE_CHECKING:
     from esper_telemetry.ppo.checkpoint import Checkpoints as Checkpoints

@@ -109,11 +109,11 @@ def _short(value: float | None) -> float | None:
 
 def main(journals: str, *chosen: str) -> None:
     """Makes them from kept journals."""
-    from esper_telemetry.lab.faults.judging import kept
+    from esper_telemetry.lab.faults.verdicts import read_journaled_run
 
     for name in chosen:
-        run = kept(Path(journals) / name)
-        store(name, run.facts, run.course.at_update, run.records)
+        run = read_journaled_run(Path(journals) / name)
+        store(name, run.facts, run.run.at_update, run.records)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from esper_telemetry.alarms.registry import alarm_rules
 from esper_telemetry.core.record import RUN_FAILED
 from esper_telemetry.events import Hooks, MinibatchesEnd, RolloutEnd, UpdateEnd
 from esper_telemetry.lab.faults.catalogue import schedule
-from esper_telemetry.lab.faults.data import Altered
-from esper_telemetry.lab.faults.fault import environment
+from esper_telemetry.lab.faults.data import StepFilter
+from esper_telemetry.lab.faults.fault import wrap_environment
 from esper_telemetry.ppo.environments.protocol import Step
 from esper_telemetry.testing import FailingSink
 
@@ -102,7 +102,7 @@ def endless(trainer: PPO) -> None:
     def change(step: Step, _: Any) -> Step:
         return step._replace(terminated=step.terminated & False, truncated=step.truncated & False)
 
-    environment(trainer, partial(Altered, change))
+    wrap_environment(trainer, partial(StepFilter, change))
 
 
 def equal_advantages(trainer: PPO) -> None:

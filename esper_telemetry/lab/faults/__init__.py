@@ -1,11 +1,11 @@
-"""Ways to break a training run on purpose, and the score of who noticed.
+"""Faults that break a training run on purpose, and the score of the alarms that find them.
 
     with inject(trainer, "lr_x100"):
         trainer.learn(total_steps=50_000)
 
     schedule(trainer, "lr", dose=30, at_update=25)
 
-`python -m esper_telemetry.lab.faults list` says what there is, `score` runs faults on several environments and judges the detectors.
+`python -m esper_telemetry.faults list` prints the faults, `score` trains them on several environments and scores the detectors.
 """
 
 from typing import TYPE_CHECKING

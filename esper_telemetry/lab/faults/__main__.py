@@ -1,4 +1,4 @@
-"""`python -m esper_telemetry.lab.faults list | score | demo`: what can be broken, who notices, and how it looks.
+"""The command line `python -m esper_telemetry.faults list | score | demo`.
 
 Exit codes: 0 done, 1 a run could not be trained, 2 wrong use (one sentence on stderr, nothing created), 130 interrupted.
 """
@@ -30,7 +30,7 @@ WRONG_USE, INTERRUPTED = 2, 130
 
 @dataclass(frozen=True)
 class List:
-    """Says what can be broken: every fault, its dose, and the alarms that name it.
+    """List every fault, its dose, and the alarms that name it.
 
     Example: python -m esper_telemetry.lab.faults list
     """
@@ -41,13 +41,13 @@ class List:
 
 @dataclass(frozen=True)
 class Score:
-    """Breaks many runs on purpose and counts who noticed, how soon, and how often for nothing.
+    """Break many runs on purpose, and score the alarms: how many faults they find, how soon, and how many alarms are false.
 
     Example: python -m esper_telemetry.lab.faults score --faults lr_x100 h0_zero --envs cue-recall cartpole --seeds 1 2
     """
 
     trainer: Literal["esper", "sb3"] = "esper"
-    """What is broken: the bundled trainer, or Stable-Baselines3 under TelemetryCallback."""
+    """Trainer to break: the bundled one, or Stable-Baselines3 under TelemetryCallback."""
     faults: tuple[str, ...] = ()
     """Names, or name=dose; all by default."""
     envs: tuple[str, ...] = ()
@@ -58,26 +58,26 @@ class Score:
     doses: tuple[float, ...] | None = None
     """Doses of the faults that are named; without values, a table of doses for lr, forget and reward."""
     workers: int = 2
-    """Processes that train side by side, each with one thread."""
+    """Processes that train in parallel, with one thread each."""
     healthy: bool = True
-    """Train runs in which nothing is wrong, too."""
+    """Also train healthy runs."""
     curve: bool = True
-    """Judge with all thresholds multiplied by 1/4 to 4, too."""
+    """Also score with all thresholds multiplied by 1/4 to 4."""
     split: bool = False
-    """Report seeds and environments on which thresholds were set apart from the others."""
+    """Report the seeds and environments on which thresholds were set separately from the others."""
     keep: str | None = None
-    """Directory that keeps the journals; what it holds already is not trained again."""
+    """Directory for the journals; runs that it already holds are not trained again."""
     from_: Annotated[str | None, tyro.conf.arg(name="from")] = None
-    """Score the journals that a directory holds, and train nothing."""
+    """Directory whose journals are scored, without training."""
     level: str = "normal"
-    """How much is measured: minimal, normal or debug."""
+    """Telemetry level: minimal, normal or debug."""
     json: bool = False
     """Print JSON."""
 
 
 @dataclass(frozen=True)
 class Demo:
-    """Trains with telemetry and breaks training half-way.
+    """Train with telemetry, and break training half-way.
 
     Example: python -m esper_telemetry.lab.faults demo --fault lr_x100 --sink console --sink tensorboard
     """
@@ -93,11 +93,11 @@ class Demo:
     total_steps: int = 80_000
     """Environment steps to train for."""
     seed: int = 1
-    """Of the run."""
+    """Seed of the run."""
     run_dir: str | None = None
-    """Where the journal and the local backends go; runs/<fault>-<time> by default."""
+    """Directory of the journal and the local backends; runs/<fault>-<time> by default."""
     sink: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """As for train; console by default."""
+    """Sinks, as for train; console by default."""
 
 
 Command = (
@@ -108,7 +108,7 @@ Command = (
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs the command line and returns the exit code; raises WrongUse before anything is created."""
+    """Run the command line and return the exit code; raise WrongUse before anything is created."""
     command: List | Score | Demo = parse_arguments(arguments, Command, program=PROGRAM)
     from esper_telemetry.lab.faults import commands
 
@@ -117,7 +117,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line and exits."""
+    """Run the command line and exit."""
     try:
         raise SystemExit(run(sys.argv[1:] if arguments is None else arguments))
     except WrongUse as mistake:

@@ -1,7 +1,4 @@
-"""All faults, and how to find one.
-
-Breaking a trainer for a while: now, or from an update on.
-"""
+"""All faults by name, and applying one to a trainer: within a block (`inject`) or from an update on (`schedule`)."""
 
 from __future__ import annotations
 
@@ -17,26 +14,26 @@ from esper_telemetry.lab.faults.optimisation import NETWORK, OPTIMISATION
 from esper_telemetry.ppo.trainer import PPO
 
 FAULTS: tuple[Fault, ...] = (*OPTIMISATION, *DATA, *BOUNDARY, *NETWORK)
-"""By what they break: the optimizer and the losses, the data, the boundary of the environments, the network."""
+"""Faults of the optimizer and the losses, the data, the boundary of the environments, and the network."""
 
 
 def find(name: str, dose: float | None = None) -> Fault:
-    """The fault of that name, or of a family of doses the one whose own dose is nearest; raises ValueError for an unknown name."""
+    """Return the fault of that name, or the member of a family whose own dose is nearest; raise ValueError for an unknown name."""
     named = next((fault for fault in FAULTS if fault.name == name), None)
-    kin = [fault for fault in FAULTS if fault.family == name]
+    family = [fault for fault in FAULTS if fault.family == name]
     if named is not None:
         return named
-    if kin:
-        return kin[0] if dose is None else min(kin, key=lambda fault: distance(fault.dose, dose))
-    known = sorted({fault.name for fault in FAULTS} | {fault.family for fault in FAULTS if fault.family})
-    near = difflib.get_close_matches(name, known, n=3) or known
+    if family:
+        return family[0] if dose is None else min(family, key=lambda fault: _log_distance(fault.dose, dose))
+    names = sorted({fault.name for fault in FAULTS} | {fault.family for fault in FAULTS if fault.family})
+    near = difflib.get_close_matches(name, names, n=3) or names
     raise ValueError(
         f"there is no fault {name!r}; {'did you mean' if len(near) <= 3 else 'there are'} {', '.join(near)}"
     )
 
 
-def distance(one: float, other: float) -> float:
-    """How many factors of e apart two doses are; infinite where their signs differ."""
+def _log_distance(one: float, other: float) -> float:
+    """Distance of two doses in factors of e; infinite where their signs differ."""
     if one * other <= 0:
         return 0.0 if one == other else math.inf
     return abs(math.log(one / other))
@@ -44,21 +41,21 @@ def distance(one: float, other: float) -> float:
 
 @contextmanager
 def inject(trainer: PPO, fault: str | Fault, dose: float | None = None) -> Iterator[Fault]:
-    """Breaks the trainer within, and yields the fault.
+    """Break the trainer inside the block, and yield the fault.
 
         with inject(trainer, "lr_x100"):
             trainer.learn(total_steps=50_000)
 
-    Steps, settings, wrappers and parameters that were replaced are put back; what the broken updates have learned stays.
+    Steps, settings, wrappers and parameters that were replaced are restored; what the broken updates have learned stays.
 
     Raises:
         ValueError: an unknown fault, or a dose out of its range.
         NotApplicableError: the trainer lacks what the fault needs.
     """
-    found = resolved(fault, dose)
-    undo = applied(trainer, found, dose)
+    fault = fault if isinstance(fault, Fault) else find(fault, dose)
+    undo = fault.apply(trainer, _applicable_dose(trainer, fault, dose))
     try:
-        yield found
+        yield fault
     finally:
         undo()
 
@@ -66,60 +63,44 @@ def inject(trainer: PPO, fault: str | Fault, dose: float | None = None) -> Itera
 def schedule(
     trainer: PPO, fault: str | Fault, dose: float | None = None, *, at_update: int, until: int | None = None
 ) -> Undo:
-    """Breaks the trainer from that update on, its rollout included, and mends it before the update `until`.
+    """Break the trainer from that update on, its rollout included, and restore it before the update `until`.
 
-    Returns the function that takes everything back, whenever it is called.
+    Returns the function that restores the trainer, whenever it is called.
 
     Raises:
         ValueError: an unknown fault, a dose out of its range, an update that has passed.
         NotApplicableError: the trainer lacks what the fault needs.
     """
-    found = resolved(fault, dose)
-    _require_applicable(trainer, found, dose)
+    fault = fault if isinstance(fault, Fault) else find(fault, dose)
+    checked_dose = _applicable_dose(trainer, fault, dose)
     if at_update <= trainer.updates:
         raise ValueError(f"at_update must come after the {trainer.updates} updates already made, got {at_update}")
     if until is not None and until <= at_update:
         raise ValueError(f"until must come after at_update {at_update}, got {until}")
     undos: list[Undo] = []
 
-    def mend() -> None:
+    def restore() -> None:
         while undos:
             undos.pop()()
 
-    def turn(update: int) -> None:
+    def after_update(update: int) -> None:
         if update + 1 == at_update:
-            undos.append(applied(trainer, found, dose))
+            undos.append(fault.apply(trainer, checked_dose))
         if update + 1 == until:
-            mend()
+            restore()
 
-    stop = trainer.hooks.on(UpdateEnd, lambda event: turn(event.update), last=True)
-    turn(trainer.updates)
-
-    def take_back() -> None:
-        stop()
-        mend()
-
-    return take_back
-
-
-def resolved(fault: str | Fault, dose: float | None) -> Fault:
-    """The fault that is meant."""
-    return fault if isinstance(fault, Fault) else find(fault, dose)
-
-
-def applied(trainer: PPO, fault: Fault, dose: float | None) -> Undo:
-    """Breaks the trainer; returns the function that mends it, which does so once."""
-    undos = [fault.apply(trainer, _require_applicable(trainer, fault, dose))]
+    unsubscribe = trainer.hooks.on(UpdateEnd, lambda event: after_update(event.update), last=True)
+    after_update(trainer.updates)
 
     def undo() -> None:
-        while undos:
-            undos.pop()()
+        unsubscribe()
+        restore()
 
     return undo
 
 
-def _require_applicable(trainer: PPO, fault: Fault, dose: float | None) -> float:
-    """The dose; raises where fault, dose and trainer do not fit."""
+def _applicable_dose(trainer: PPO, fault: Fault, dose: float | None) -> float:
+    """Return the dose; raise where fault, dose and trainer do not fit."""
     missing = fault.missing(trainer)
     if missing is not None:
         raise NotApplicableError(missing)

@@ -1,13 +1,10 @@
-"""What `list`, `score` and `demo` do; each returns the exit code.
-
-Faults and scores as tables.
-"""
+"""The commands `list`, `score` and `demo` of `python -m esper_telemetry.faults`; each returns the exit code."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,9 +20,9 @@ from esper_telemetry.adapters.attach import attach
 from esper_telemetry.cli.arguments import wrong_use
 from esper_telemetry.core.record import Level
 from esper_telemetry.lab.faults.catalogue import FAULTS, find, schedule
-from esper_telemetry.lab.faults.judging import Opinions, all_opinions, kept_runs
-from esper_telemetry.lab.faults.runs import BEDS, TrainingCourse, bed, cost, courses, processes, train_all
-from esper_telemetry.lab.faults.score import FACTORS, halves, result
+from esper_telemetry.lab.faults.runs import ENVIRONMENTS, FaultRun, find_environment, plan_runs, train_all, worker_pool
+from esper_telemetry.lab.faults.score import THRESHOLD_FACTORS, score_figures, tuning_and_held_out
+from esper_telemetry.lab.faults.verdicts import RunVerdicts, all_run_verdicts, list_runs
 from esper_telemetry.ppo.config import preset
 from esper_telemetry.ppo.environments.registry import make_env
 from esper_telemetry.ppo.trainer import PPO
@@ -37,11 +34,16 @@ from esper_telemetry.views.outcome import Summary
 if TYPE_CHECKING:
     from esper_telemetry.lab.faults.__main__ import Demo, List, Score
 
-Result = Mapping[str, Any]
+DOSES = {"lr": (3, 10, 30, 100), "forget": (-2, -4, -10), "reward": (10, 100, 1e4)}
+"""Doses of `score --doses`, from mild to severe."""
+
+PIPED_WIDTH_COLUMNS = 150
+
+FAULT_COLUMNS = ("fault", "what it does", "dose", "needs", "alarms that name it", "within")
 
 
 def fault_entries() -> list[dict[str, Any]]:
-    """All faults as plain data."""
+    """Return all faults as plain data."""
     return [
         {
             "name": fault.name,
@@ -58,115 +60,21 @@ def fault_entries() -> list[dict[str, Any]]:
 
 
 def fault_table() -> Table:
-    """All faults."""
+    """Return all faults as a table for the terminal."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("fault", "what it does", "dose", "needs", "alarms that name it", "within"):
+    for name in FAULT_COLUMNS:
         table.add_column(name, overflow="fold", no_wrap=name in ("fault", "dose"))
     for entry in fault_entries():
         low, high = entry["doses"]
         dose = f"{entry['dose']:g} ({low:g} to {high:g})" if low < high else ""
-        table.add_row(
-            entry["name"],
-            entry["what"],
-            dose,
-            "; ".join(entry["needs"]),
-            ", ".join(entry["alarms"]),
-            str(entry["bound"]),
-        )
+        needs, alarms = "; ".join(entry["needs"]), ", ".join(entry["alarms"])
+        table.add_row(entry["name"], entry["what"], dose, needs, alarms, str(entry["bound"]))
     return table
-
-
-def result_tables(result: Result, title: str) -> list[Table]:
-    """A score: by fault, then as a whole beside the baselines."""
-    tables = [judges_table(result, title)]
-    if result["per_fault"]:
-        tables.insert(0, per_fault_table(result))
-    return tables
-
-
-def per_fault_table(result: Result) -> Table:
-    """Recall, lag and causes by fault."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in (
-        "fault",
-        "runs",
-        "in time",
-        "in 20",
-        "any",
-        "lag",
-        "lead",
-        "cause",
-        "alarms that named it",
-        "put down to",
-    ):
-        table.add_column(name, overflow="fold", justify="right" if name in NUMERIC else "left")
-    for name, row in result["per_fault"].items():
-        table.add_row(
-            name,
-            str(row["runs"]),
-            *(percent(row[key]) for key in ("strict_recall", "recall", "lenient_recall")),
-            number(row["median_lag"]),
-            number(row["median_lead"]),
-            percent(row["root_cause_accuracy"]),
-            listed(row["hits"]),
-            listed(row["causes"]),
-        )
-    return table
-
-
-NUMERIC = ("runs", "in time", "in 20", "any", "lag", "lead", "cause")
-
-
-def judges_table(result: Result, title: str) -> Table:
-    """The detectors beside the baselines."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    heads = ("", "runs", "in time", "in 20", "any", "lag", "cause", "false", "healthy updates", "false per 100", "area")
-    for name in heads:
-        table.add_column(name, justify="left" if not name else "right")
-    for name, row in {"detectors": result, **result["baselines"]}.items():
-        table.add_row(
-            name,
-            str(row["runs"]),
-            *(percent(row[key]) for key in ("strict_recall", "recall", "lenient_recall")),
-            number(row["median_lag"]),
-            percent(row["root_cause_accuracy"]),
-            str(row["false_alarms"]),
-            str(row["healthy_updates"]),
-            number(row["false_alarms_per_100"]),
-            number(row.get("partial_auc")),
-        )
-    table.caption = caption(result)
-    table.caption_justify = "left"
-    return table
-
-
-def caption(result: Result) -> str:
-    """What the intervals are, and which alarms were false."""
-    names = {"strict_recall": "in time", "false_alarms_per_100": "false per 100"}
-    parts = [f"{names[key]} {low:.3f} to {high:.3f} (95 %)" for key, (low, high) in result["intervals"].items()]
-    if result["false_by_type"]:
-        parts.append(f"false: {listed(result['false_by_type'])}")
-    return "; ".join(parts)
-
-
-def percent(value: float | None) -> str:
-    """A share."""
-    return "" if value is None else f"{100 * value:.0f} %"
-
-
-def number(value: float | None) -> str:
-    """A number with as many digits as matter."""
-    return "" if value is None else f"{value:.3g}"
-
-
-def listed(counts: Mapping[str, int]) -> str:
-    """Types and how often."""
-    return ", ".join(f"{kind or '?'} {count}" for kind, count in counts.items())
 
 
 def fault_markdown() -> str:
-    """All faults as a table for the documentation."""
-    rows = ["| fault | what it does | dose | needs | alarms that name it | within |", "|---|---|---|---|---|---|"]
+    """Return all faults as a table for the documentation."""
+    rows = [f"| {' | '.join(FAULT_COLUMNS)} |", "|---" * len(FAULT_COLUMNS) + "|"]
     for entry in fault_entries():
         low, high = entry["doses"]
         dose = f"{entry['dose']:g} ({low:g} to {high:g}, as `{entry['family']}`)" if low < high else ""
@@ -176,40 +84,95 @@ def fault_markdown() -> str:
     return "\n".join(rows) + "\n"
 
 
-DOSES = {"lr": (3, 10, 30, 100), "forget": (-2, -4, -10), "reward": (10, 100, 1e4)}
-"""Faults whose dose matters, from mild to plain."""
+def score_tables(figures: Mapping[str, Any], title: str) -> list[Table]:
+    """Return a score as tables: by fault if there are broken runs, then the detectors beside the baselines."""
+    return [*([_per_fault_table(figures)] if figures["per_fault"] else []), _detectors_table(figures, title)]
 
-WIDTH = 150
+
+def _per_fault_table(figures: Mapping[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    numbers = ("runs", "in time", "in 20", "any", "lag", "lead", "cause")
+    for name in ("fault", *numbers, "alarms that named it", "put down to"):
+        table.add_column(name, overflow="fold", justify="right" if name in numbers else "left")
+    for name, row in figures["per_fault"].items():
+        table.add_row(
+            name,
+            str(row["runs"]),
+            *(_percent(row[key]) for key in ("strict_recall", "recall", "lenient_recall")),
+            _number(row["median_lag"]),
+            _number(row["median_lead"]),
+            _percent(row["root_cause_accuracy"]),
+            _counts(row["hits"]),
+            _counts(row["causes"]),
+        )
+    return table
+
+
+def _detectors_table(figures: Mapping[str, Any], title: str) -> Table:
+    """The caption has the intervals and the types of the false alarms."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    heads = ("", "runs", "in time", "in 20", "any", "lag", "cause", "false", "healthy updates", "false per 100", "area")
+    for name in heads:
+        table.add_column(name, justify="left" if not name else "right")
+    for name, row in {"detectors": figures, **figures["baselines"]}.items():
+        table.add_row(
+            name,
+            str(row["runs"]),
+            *(_percent(row[key]) for key in ("strict_recall", "recall", "lenient_recall")),
+            _number(row["median_lag"]),
+            _percent(row["root_cause_accuracy"]),
+            str(row["false_alarms"]),
+            str(row["healthy_updates"]),
+            _number(row["false_alarms_per_100"]),
+            _number(row.get("partial_auc")),
+        )
+    names = {"strict_recall": "in time", "false_alarms_per_100": "false per 100"}
+    parts = [f"{names[key]} {low:.3f} to {high:.3f} (95 %)" for key, (low, high) in figures["intervals"].items()]
+    if figures["false_by_type"]:
+        parts.append(f"false: {_counts(figures['false_by_type'])}")
+    table.caption, table.caption_justify = "; ".join(parts), "left"
+    return table
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.0f} %"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{kind or '?'} {count}" for kind, count in counts.items())
 
 
 def show_faults(options: List) -> int:
-    """Prints the faults."""
+    """Print the faults."""
     if options.json:
         print(json.dumps(fault_entries(), indent=1))
     else:
-        make_console(piped_width=WIDTH).print(fault_table())
+        make_console(piped_width=PIPED_WIDTH_COLUMNS).print(fault_table())
     return 0
 
 
 def score(options: Score) -> int:
-    """Trains, judges and prints; every argument is checked before anything is created."""
+    """Train and score runs, and print the score; every argument is checked before anything is created."""
     with wrong_use():
-        work = planned(options)
-        directory = None if options.from_ is None else kept_runs(Path(options.from_))
-    errors = make_console(stderr=True)
-    with processes(options.workers) as pool, progress_bar(errors) as bar:
-        if directory is None:
-            with kept_in(options.keep) as keep:
-                done = trained(work, keep, pool, bar, options.level)
-                found = judged([keep / course.name for course in done if not course.missing], pool, bar, options)
+        plan = _plan(options)
+        run_dirs = None if options.from_ is None else list_runs(Path(options.from_))
+    with worker_pool(options.workers) as pool, _progress_bar(make_console(stderr=True)) as bar:
+        if run_dirs is None:
+            with _journal_directory(options.keep) as directory:
+                runs = _train(plan, directory, pool, bar, options)
+                verdicts = _evaluate([directory / run.name for run in runs if not run.missing], pool, bar, options)
         else:
-            done, found = [], judged(directory, pool, bar, options)
-    show(options, done, found)
+            runs, verdicts = [], _evaluate(run_dirs, pool, bar, options)
+    _print_score(options, runs, verdicts)
     return 0
 
 
-def planned(options: Score) -> list[TrainingCourse]:
-    """The runs that were asked for; raises ValueError for what does not exist or makes no sense."""
+def _plan(options: Score) -> list[FaultRun]:
+    """Return the runs that the options ask for; raise ValueError for what does not exist or makes no sense."""
     Level.parse(options.level)
     if options.workers < 1:
         raise ValueError(f"workers must be at least 1, got {options.workers}")
@@ -218,43 +181,38 @@ def planned(options: Score) -> list[TrainingCourse]:
     if not options.seeds or min(options.seeds) < 0:
         raise ValueError(f"seeds must be 0 or more, and at least one, got {options.seeds}")
     if options.trainer == "sb3":
-        return planned_for_sb3(options)
+        try:
+            from esper_telemetry.lab.faults.sb3.runs import plan_sb3_runs
+        except ModuleNotFoundError as missing:
+            raise ValueError(f"--trainer sb3 needs {missing.name}: pip install 'esper-telemetry[sb3]'") from missing
+        faults = _faults_with_doses(options)
+        return plan_sb3_runs(
+            faults, options.envs, options.seeds, healthy=options.healthy, explicit=bool(options.faults)
+        )
     for env in options.envs:
-        bed(env)
-    return courses(dosed(options), options.envs or tuple(BEDS), options.seeds, healthy=options.healthy)
+        find_environment(env)
+    envs = options.envs or tuple(ENVIRONMENTS)
+    return plan_runs(_faults_with_doses(options), envs, options.seeds, healthy=options.healthy)
 
 
-def planned_for_sb3(options: Score) -> list[TrainingCourse]:
-    """The same for Stable-Baselines3; raises ValueError where it is not installed, too."""
-    try:
-        from esper_telemetry.lab.faults.sb3 import models as sb3_beds
-        from esper_telemetry.lab.faults.sb3 import runs as sb3_courses
-    except ModuleNotFoundError as missing:
-        raise ValueError(f"--trainer sb3 needs {missing.name}: pip install 'esper-telemetry[sb3]'") from missing
-    for env in options.envs:
-        sb3_beds.bed(env)
-    faults = sb3_courses.faults_among(dosed(options), named=bool(options.faults))
-    return sb3_courses.courses(faults, options.envs or tuple(sb3_beds.BEDS), options.seeds, healthy=options.healthy)
-
-
-def dosed(options: Score) -> list[tuple[str, float]]:
-    """Faults and their doses."""
+def _faults_with_doses(options: Score) -> list[tuple[str, float]]:
+    """Return the faults by their own names, with their doses."""
     if options.doses is not None and not options.doses:
         names = options.faults or tuple(DOSES)
         wrong = [name for name in names if name not in DOSES]
         if wrong:
             raise ValueError(f"--doses without values knows {', '.join(DOSES)}, got {wrong[0]}")
-        return [one(name, dose) for name in names for dose in DOSES[name]]
-    named = [split_dose(text) for text in options.faults] or [(fault.name, None) for fault in FAULTS]
+        return [_checked(name, dose) for name in names for dose in DOSES[name]]
+    named = [_split_dose(text) for text in options.faults] or [(fault.name, None) for fault in FAULTS]
     if options.doses is None:
-        return [one(name, dose) for name, dose in named]
+        return [_checked(name, dose) for name, dose in named]
     if not options.faults:
         raise ValueError("--doses with values needs --faults: doses of one fault mean nothing to another")
-    return [one(name, dose) for name, _ in named for dose in options.doses]
+    return [_checked(name, dose) for name, _ in named for dose in options.doses]
 
 
-def split_dose(text: str) -> tuple[str, float | None]:
-    """`name` or `name=dose`."""
+def _split_dose(text: str) -> tuple[str, float | None]:
+    """Return the parts of `name` or `name=dose`."""
     name, sign, number = text.partition("=")
     try:
         return name, float(number) if sign else None
@@ -262,15 +220,14 @@ def split_dose(text: str) -> tuple[str, float | None]:
         raise ValueError(f"a fault is a name or name=dose, got {text!r}") from None
 
 
-def one(name: str, dose: float | None) -> tuple[str, float]:
-    """A fault by its own name, with its dose; raises ValueError for one that does not exist."""
+def _checked(name: str, dose: float | None) -> tuple[str, float]:
     fault = find(name, dose)
     return fault.name, fault.checked(dose)
 
 
 @contextmanager
-def kept_in(keep: str | None) -> Iterator[Path]:
-    """The directory for journals: that one, or one that is removed in the end."""
+def _journal_directory(keep: str | None) -> Iterator[Path]:
+    """Yield the directory for journals: `keep`, or a temporary one."""
     if keep is not None:
         Path(keep).mkdir(parents=True, exist_ok=True)
         yield Path(keep)
@@ -279,67 +236,52 @@ def kept_in(keep: str | None) -> Iterator[Path]:
         yield Path(directory)
 
 
-def progress_bar(console: Console) -> Progress:
-    """A bar on the terminal; nothing where there is none."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+def _progress_bar(console: Console) -> Progress:
+    """Return a bar, which draws nothing where the output is no terminal."""
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times)
     return Progress(*columns, console=console, disable=not is_live(console))
 
 
-def trained(
-    work: Sequence[TrainingCourse], keep: Path, pool: Executor, bar: Progress, level: str
-) -> list[TrainingCourse]:
-    """All runs, when they are there."""
-    task = bar.add_task("training, updates", total=sum(map(cost, work)))
+def _train(plan: Sequence[FaultRun], directory: Path, pool: Executor, bar: Progress, options: Score) -> list[FaultRun]:
+    task = bar.add_task("training, updates", total=sum(run.trained_updates for run in plan))
+    train = train_all
+    if options.trainer == "sb3":
+        from esper_telemetry.lab.faults.sb3.runs import train_all_sb3 as train
     done = []
-    for course in trainer_of(work)(work, keep, pool, level):
-        bar.advance(task, cost(course))
-        done.append(course)
+    for run in train(plan, directory, pool, options.level):
+        bar.advance(task, run.trained_updates)
+        done.append(run)
     return done
 
 
-def trainer_of(work: Sequence[TrainingCourse]) -> Callable[..., Iterator[TrainingCourse]]:
-    """What trains these runs: all of one trainer."""
-    if not work or not work[0].env.startswith("sb3-"):
-        return train_all
-    from esper_telemetry.lab.faults.sb3.runs import train_all as train_sb3
-
-    return train_sb3
-
-
-def judged(run_dirs: Sequence[Path], pool: Executor, bar: Progress, options: Score) -> list[Opinions]:
-    """What is said of all runs."""
+def _evaluate(run_dirs: Sequence[Path], pool: Executor, bar: Progress, options: Score) -> list[RunVerdicts]:
     task = bar.add_task("judging, runs", total=len(run_dirs))
-    found = []
-    for said in all_opinions(run_dirs, pool, FACTORS if options.curve else ()):
+    verdicts = []
+    for verdict in all_run_verdicts(run_dirs, pool, THRESHOLD_FACTORS if options.curve else ()):
         bar.advance(task)
-        found.append(said)
-    return found
+        verdicts.append(verdict)
+    return verdicts
 
 
-def show(options: Score, done: Sequence[TrainingCourse], found: Sequence[Opinions]) -> None:
-    """Prints the score."""
-    whole = result(found)
-    whole["not_applicable"] = sorted({course.missing for course in done if course.missing})
-    parts = {name: result(part) for name, part in halves(found).items()} if options.split else {}
+def _print_score(options: Score, runs: Sequence[FaultRun], verdicts: Sequence[RunVerdicts]) -> None:
+    figures = score_figures(verdicts)
+    figures["not_applicable"] = sorted({run.missing for run in runs if run.missing})
+    halves = tuning_and_held_out(verdicts) if options.split else {}
+    parts = {name: score_figures(part) for name, part in halves.items()}
     if options.json:
-        print(json.dumps({**whole, "halves": parts} if parts else whole, indent=1))
+        print(json.dumps({**figures, "halves": parts} if parts else figures, indent=1))
         return
-    console = make_console(piped_width=WIDTH)
-    for title, part in parts.items() or {"all runs": whole}.items():
-        console.print(*result_tables(part, title), sep="\n")
-    for text in whole["not_applicable"]:
+    console = make_console(piped_width=PIPED_WIDTH_COLUMNS)
+    for title, part in parts.items() or {"all runs": figures}.items():
+        console.print(*score_tables(part, title), sep="\n")
+    for text in figures["not_applicable"]:
         console.print(f"[dim]{text}[/dim]", highlight=False)
 
 
 def demo(options: Demo) -> int:
-    """Trains with telemetry; from the middle on training is broken."""
-    name, dose = split_dose(options.fault)
+    """Train with telemetry; from the middle of the run on training is broken."""
+    name, dose = _split_dose(options.fault)
     with wrong_use():
         fault = find(name, dose)
         tuned = preset(options.env, options.policy, mask_velocity=options.mask_velocity)

@@ -1,7 +1,4 @@
-"""Faults of what an update is fed: rewards, advantages, targets, observations, masks, states.
-
-Faults at the boundary of the environments: what they give is altered before the trainer sees it.
-"""
+"""Faults of the data of an update (`DATA`): rewards, advantages, targets, masks, states; and of the environments' steps (`BOUNDARY`)."""
 
 from __future__ import annotations
 
@@ -14,9 +11,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from esper_telemetry.lab.faults import fault as changes
-from esper_telemetry.lab.faults import fault as needs
-from esper_telemetry.lab.faults.fault import Fault, Undo
+from esper_telemetry.lab.faults.fault import (
+    Fault,
+    Undo,
+    needs_choices,
+    needs_host_environments,
+    needs_memory,
+    needs_normalized_advantages,
+    needs_normalized_observations,
+    needs_numeric_observations,
+    needs_restrictions,
+    needs_several_environments,
+    replace_config,
+    replace_observation_normalizer,
+    replace_steps,
+    undo_all,
+    wrap_environment,
+)
 from esper_telemetry.ppo.environments.protocol import Array, Step
 from esper_telemetry.ppo.normalizer import ObservationNormalizer
 from esper_telemetry.ppo.rollout import Rollout
@@ -24,42 +35,42 @@ from esper_telemetry.ppo.trainer import PPO
 
 
 def scaled_rewards(trainer: PPO, dose: float) -> Undo:
-    """Multiplies the rewards that are learned from, behind any normaliser."""
-    return changes.steps(trainer, rewards=lambda rewards: rewards * dose)
+    """Multiply the rewards that are learned from, behind any normaliser."""
+    return replace_steps(trainer, rewards=lambda rewards: rewards * dose)
 
 
 def one_nan(trainer: PPO, dose: float) -> Undo:
-    """Makes one reward NaN, once."""
-    left = [1]
+    """Make one reward NaN, once."""
+    pending = [True]
 
-    def rewards(given: Tensor) -> Tensor:
-        if not left:
-            return given
-        left.clear()
-        broken = given.clone()
+    def rewards(original: Tensor) -> Tensor:
+        if not pending:
+            return original
+        pending.clear()
+        broken = original.clone()
         broken[len(broken) // 2, 0] = torch.nan
         return broken
 
-    return changes.steps(trainer, rewards=rewards)
+    return replace_steps(trainer, rewards=rewards)
 
 
 def huge_advantages(trainer: PPO, dose: float) -> Undo:
-    """Multiplies advantages in the place of normalising them."""
-    return changes.steps(trainer, normalize=lambda advantages: advantages * dose)
+    """Multiply advantages instead of normalising them."""
+    return replace_steps(trainer, normalize=lambda advantages: advantages * dose)
 
 
 def flipped_advantages(trainer: PPO, dose: float) -> Undo:
-    """Flips the sign of advantages; returns stay right."""
+    """Negate advantages; returns stay correct."""
     right = trainer.steps.advantages
 
     def advantages(rollout: Rollout, gamma: float, gae_lambda: float) -> Tensor:
         return -right(rollout, gamma, gae_lambda)
 
-    return changes.steps(trainer, advantages=advantages, returns=lambda wrong, values: values - wrong)
+    return replace_steps(trainer, advantages=advantages, returns=lambda wrong, values: values - wrong)
 
 
 def stale_advantages(trainer: PPO, dose: float) -> Undo:
-    """Uses the advantages of the rollout before, in the first update those of the environment beside; returns stay right."""
+    """Use the advantages of the previous rollout, in the first update those of the next environment; returns stay correct."""
     right = trainer.steps.advantages
     computed: list[Tensor] = []
 
@@ -73,47 +84,47 @@ def stale_advantages(trainer: PPO, dose: float) -> Undo:
         del computed[:-1]
         return computed[-1] + values
 
-    return changes.steps(trainer, advantages=advantages, returns=returns)
+    return replace_steps(trainer, advantages=advantages, returns=returns)
 
 
 def shuffled_returns(trainer: PPO, dose: float) -> Undo:
-    """Permutes the critic's targets."""
+    """Permute the critic's targets."""
     right, generator = trainer.steps.returns, torch.Generator().manual_seed(0)
 
     def returns(advantages: Tensor, values: Tensor) -> Tensor:
-        found = right(advantages, values)
-        order = torch.randperm(found.numel(), generator=generator).to(found.device)
-        return found.flatten()[order].view_as(found)
+        targets = right(advantages, values)
+        order = torch.randperm(targets.numel(), generator=generator).to(targets.device)
+        return targets.flatten()[order].view_as(targets)
 
-    return changes.steps(trainer, returns=returns)
+    return replace_steps(trainer, returns=returns)
 
 
 def other_observations(trainer: PPO, dose: float) -> Undo:
-    """Trains on `dose` x + 1 of what was acted on."""
-    return changes.steps(trainer, observations=lambda observations: dose * observations + 1)
+    """Train on `dose` x + 1 of the observations x of acting."""
+    return replace_steps(trainer, observations=lambda observations: dose * observations + 1)
 
 
 def no_masks(trainer: PPO, dose: float) -> Undo:
-    """Trains without the restrictions of actions under which they were chosen."""
+    """Train without the masks and the relevance under which actions were chosen."""
 
     def dropped(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {}
 
-    return changes.steps(trainer, action_masks=dropped, relevance=dropped)
+    return replace_steps(trainer, action_masks=dropped, relevance=dropped)
 
 
 def zero_state(trainer: PPO, dose: float) -> Undo:
-    """Begins training in states of zeros instead of the stored ones."""
+    """Replace the stored initial states of training by zeros."""
 
     def zeros(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: torch.zeros_like(state) for name, state in states.items()}
 
-    return changes.steps(trainer, initial_state=zeros)
+    return replace_steps(trainer, initial_state=zeros)
 
 
 def no_reset(trainer: PPO, dose: float) -> Undo:
-    """Never resets memory, in acting and in training."""
-    return changes.steps(trainer, resets=lambda ended: ended & False)
+    """Never reset memory, in acting and in training."""
+    return replace_steps(trainer, resets=lambda ended: ended & False)
 
 
 GAE_IDENTITY, RATIO_INIT = "integrity/gae_identity", "integrity/ratio_init"
@@ -146,7 +157,7 @@ DATA = (
         family="advantages",
         dose=100,
         doses=(1, 1e6),
-        needs=(needs.normalized_advantages,),
+        needs=(needs_normalized_advantages,),
     ),
     Fault(
         "adv_sign", "Advantages have the wrong sign; returns are right.", flipped_advantages, (GAE_IDENTITY,), bound=0
@@ -168,7 +179,7 @@ DATA = (
         family="observations",
         dose=3,
         doses=(1, 1000),
-        needs=(needs.numbers,),
+        needs=(needs_numeric_observations,),
     ),
     Fault(
         "h0_zero",
@@ -176,7 +187,7 @@ DATA = (
         zero_state,
         (RATIO_INIT,),
         bound=0,
-        needs=(needs.memory,),
+        needs=(needs_memory,),
     ),
     Fault(
         "mask_bug",
@@ -184,7 +195,7 @@ DATA = (
         no_masks,
         (RATIO_INIT,),
         bound=0,
-        needs=(needs.restrictions,),
+        needs=(needs_restrictions,),
     ),
     Fault(
         "no_reset",
@@ -192,30 +203,30 @@ DATA = (
         no_reset,
         ("lstm/cell_drift", "integrity/ratio_init", "lstm/reset_missing"),
         bound=10,
-        needs=(needs.memory,),
+        needs=(needs_memory,),
     ),
 )
 
 
-Change = Callable[[Step, Mapping[str, Array]], Step]
+StepChange = Callable[[Step, Mapping[str, Array]], Step]
 
 
-class Altered:
-    """Environments whose steps are changed on their way to the trainer; everything else is theirs."""
+class StepFilter:
+    """Environments whose steps are changed on their way to the trainer; other attributes are theirs."""
 
-    def __init__(self, change: Change, env: Any) -> None:
+    def __init__(self, change: StepChange, env: Any) -> None:
         self._env, self._change = env, change
 
     def step(self, actions: Mapping[str, Array]) -> Step:
-        """A step, changed."""
+        """Return a changed step."""
         return self._change(self._env.step(actions), actions)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._env, name)
 
 
-class Stuck(nn.Module):
-    """A normaliser with the moments of another one, except that it believes in a smaller spread, and learns nothing."""
+class FixedNormalizer(nn.Module):
+    """A normaliser with the moments of another one, but a smaller standard deviation; it does not update."""
 
     def __init__(self, other: ObservationNormalizer, spread: float) -> None:
         super().__init__()
@@ -230,24 +241,24 @@ class Stuck(nn.Module):
         return normalized
 
     def update(self, rows: Tensor) -> None:
-        """Learns nothing."""
+        """Ignore the rows."""
 
 
 def favoured_action(trainer: PPO, dose: float) -> Undo:
-    """Rewards the second choice of the first categorical head and nothing else; the entropy bonus is off."""
+    """Reward only the second choice of the first categorical head, without an entropy bonus."""
     name = next(name for name, spec in trainer.env.action_specs.items() if spec.kind == "categorical")
 
     def change(step: Step, actions: Mapping[str, Array]) -> Step:
         return step._replace(rewards=(dose * (np.asarray(actions[name]) == 1)).astype(np.float32))
 
-    return changes.together(
-        changes.environment(trainer, partial(Altered, change)),
-        changes.config(trainer, entropy_coef=0.0, final_entropy_coef=None),
+    return undo_all(
+        wrap_environment(trainer, partial(StepFilter, change)),
+        replace_config(trainer, entropy_coef=0.0, final_entropy_coef=None),
     )
 
 
 def constant_observations(trainer: PPO, dose: float) -> Undo:
-    """Gives ones for the observations of the first `dose` environments."""
+    """Replace the observations of the first `dose` environments by ones."""
     count = round(dose)
 
     def change(step: Step, _: Mapping[str, Array]) -> Step:
@@ -255,23 +266,23 @@ def constant_observations(trainer: PPO, dose: float) -> Undo:
         observations[:count] = 1
         return step._replace(observations=observations)
 
-    return changes.environment(trainer, partial(Altered, change))
+    return wrap_environment(trainer, partial(StepFilter, change))
 
 
 def swapped_ends(trainer: PPO, dose: float) -> Undo:
-    """Takes termination for a time limit, and a time limit for termination."""
+    """Exchange termination and time limit."""
 
     def change(step: Step, _: Mapping[str, Array]) -> Step:
         return step._replace(terminated=step.truncated & ~step.terminated, truncated=step.terminated)
 
-    return changes.environment(trainer, partial(Altered, change))
+    return wrap_environment(trainer, partial(StepFilter, change))
 
 
 def stuck_normalizer(trainer: PPO, dose: float) -> Undo:
-    """Puts in a normaliser that stands still, at `dose` times the spread that observations have."""
+    """Fix the normaliser at `dose` times the standard deviation of the observations."""
     current = trainer.normalizers.observations
     assert current is not None
-    return changes.observation_normalizer(trainer, Stuck(current, dose))
+    return replace_observation_normalizer(trainer, FixedNormalizer(current, dose))
 
 
 BOUNDARY = (
@@ -283,7 +294,7 @@ BOUNDARY = (
         bound=5,
         dose=5,
         doses=(0.01, 1e4),
-        needs=(needs.choices, needs.on_the_host),
+        needs=(needs_choices, needs_host_environments),
     ),
     Fault(
         "constant_observations",
@@ -293,7 +304,7 @@ BOUNDARY = (
         bound=20,
         dose=1,
         doses=(1, 1e6),
-        needs=(needs.on_the_host, needs.several_environments),
+        needs=(needs_host_environments, needs_several_environments),
         core=False,
     ),
     Fault(
@@ -302,7 +313,7 @@ BOUNDARY = (
         swapped_ends,
         ("value/bias",),
         bound=20,
-        needs=(needs.on_the_host,),
+        needs=(needs_host_environments,),
         core=False,
     ),
     Fault(
@@ -313,7 +324,7 @@ BOUNDARY = (
         bound=5,
         dose=0.05,
         doses=(1e-4, 0.9),
-        needs=(needs.normalized_observations,),
+        needs=(needs_normalized_observations,),
         core=False,
     ),
 )

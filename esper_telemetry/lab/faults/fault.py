@@ -1,8 +1,7 @@
-"""What is known of a way to break training on purpose: plain data and one function.
+"""A fault: a way to break training on purpose, as plain data and one function.
 
-The changes that faults are made of; each is done at once and returns the function that takes it back.
-
-What a fault needs of a trainer: functions that return the sentence that says what is missing, or None.
+The module also holds what faults are made of: changes of a trainer, each made at once and returning the function that undoes it, and
+requirements on a trainer, each returning the sentence that names what is missing, or None.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Undo: TypeAlias = Callable[[], None]
 Break: TypeAlias = Callable[[PPO, float], Undo]
 Need: TypeAlias = Callable[[PPO], str | None]
 
-WINDOW = 20
+WINDOW_UPDATES = 20
 """Updates after the first broken one in which an alarm still counts."""
 
 
@@ -37,18 +36,18 @@ class Fault:
     """One way to break training.
 
     Attributes:
-        name: what people call it, `lr_x100`.
-        what: what it does, in one sentence.
-        apply: breaks a trainer by a dose and returns the function that mends it.
-        accepts: types of alarms that name it rightly.
-        bound: updates after the first broken one by which the first of them is due; 0: in that update.
-        family: name under which doses of one kind of fault are found, `lr`; its own name where there is one of the kind.
-        dose: how much, by default.
-        doses: the least and the most that make sense; the same twice where there is nothing to choose.
-        needs: what a trainer must have; each returns the sentence that says what is missing, or None.
-        causes: types that an incident may rightly be put down to; the accepted ones unless said otherwise.
-        noisy: it raises an exception in training, as it would in life.
-        core: one of those that metrics were designed with; the others were added to see what these cannot name.
+        name: unique name, such as `lr_x100`.
+        what: its effect, in one sentence.
+        apply: breaks a trainer by a dose and returns the function that undoes it.
+        accepts: alarm types that name it correctly.
+        bound: updates after the first broken one by which the first accepted alarm is due; 0 means in that update.
+        family: name shared by the doses of one kind of fault, such as `lr`; empty where there is one dose.
+        dose: default dose.
+        doses: smallest and largest dose; equal where there is no choice.
+        needs: requirements on a trainer.
+        causes: accepted causes of an incident; those of `accepts` where empty.
+        noisy: it raises an exception in training.
+        core: one of the faults for which metrics and alarms were designed; the others test what the alarms find beyond them.
     """
 
     name: str
@@ -65,12 +64,12 @@ class Fault:
     core: bool = True
 
     def missing(self, trainer: PPO) -> str | None:
-        """Why it does not apply to this trainer, in one sentence; None where it does."""
+        """Return the sentence that says why it does not apply to this trainer, or None."""
         lacks = next((text for need in self.needs if (text := need(trainer))), None)
         return None if lacks is None else f"{self.name} does not apply to {trainer.env.name}: {lacks}"
 
     def checked(self, dose: float | None) -> float:
-        """The dose, the default for None; raises ValueError outside of the range that makes sense."""
+        """Return the dose, the default for None; raise ValueError outside of `doses`."""
         dose = self.dose if dose is None else dose
         low, high = self.doses
         if not low <= dose <= high:
@@ -79,13 +78,13 @@ class Fault:
         return dose
 
     @property
-    def named_by(self) -> tuple[str, ...]:
-        """Types that an incident may rightly be put down to."""
+    def accepted_causes(self) -> tuple[str, ...]:
+        """Accepted causes of an incident."""
         return self.causes or self.accepts
 
 
-def together(*undos: Undo) -> Undo:
-    """Takes all back, the last one first."""
+def undo_all(*undos: Undo) -> Undo:
+    """Return a function that undoes all changes, the last one first."""
 
     def undo() -> None:
         for one in reversed(undos):
@@ -94,8 +93,8 @@ def together(*undos: Undo) -> Undo:
     return undo
 
 
-def steps(trainer: PPO, **functions: Callable[..., Any]) -> Undo:
-    """Replaces steps of the update."""
+def replace_steps(trainer: PPO, **functions: Callable[..., Any]) -> Undo:
+    """Replace steps of the update."""
     before = {name: getattr(trainer.steps, name) for name in functions}
     trainer.steps = replace(trainer.steps, **cast("Any", functions))
 
@@ -105,8 +104,8 @@ def steps(trainer: PPO, **functions: Callable[..., Any]) -> Undo:
     return undo
 
 
-def config(trainer: PPO, **settings: Any) -> Undo:
-    """Replaces settings of the trainer."""
+def replace_config(trainer: PPO, **settings: Any) -> Undo:
+    """Replace settings of the trainer."""
     before = {name: getattr(trainer.config, name) for name in settings}
     trainer.config = replace(trainer.config, **settings)
 
@@ -116,8 +115,8 @@ def config(trainer: PPO, **settings: Any) -> Undo:
     return undo
 
 
-def optimizer(trainer: PPO, **settings: Any) -> Undo:
-    """Replaces settings of the optimizer, in all groups of parameters."""
+def replace_optimizer_settings(trainer: PPO, **settings: Any) -> Undo:
+    """Replace settings of the optimizer, in all parameter groups."""
     before = [{name: group[name] for name in settings} for group in trainer.optimizer.param_groups]
     for group in trainer.optimizer.param_groups:
         group.update(settings)
@@ -129,8 +128,8 @@ def optimizer(trainer: PPO, **settings: Any) -> Undo:
     return undo
 
 
-def parameter(tensor: Tensor, value: float, rows: slice = slice(None)) -> Undo:
-    """Overwrites rows of a parameter."""
+def fill_parameter(tensor: Tensor, value: float, rows: slice = slice(None)) -> Undo:
+    """Overwrite rows of a parameter."""
     part = tensor.detach()[rows]
     before = part.clone()
     part.fill_(value)
@@ -141,8 +140,8 @@ def parameter(tensor: Tensor, value: float, rows: slice = slice(None)) -> Undo:
     return undo
 
 
-def frozen(parameters: Iterable[torch.nn.Parameter]) -> Undo:
-    """Takes parameters out of training, as far as they were in it."""
+def freeze(parameters: Iterable[torch.nn.Parameter]) -> Undo:
+    """Exclude the parameters that require gradients from training."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for one in trained:
         one.requires_grad_(False)
@@ -154,8 +153,8 @@ def frozen(parameters: Iterable[torch.nn.Parameter]) -> Undo:
     return undo
 
 
-def environment(trainer: PPO, wrap: Callable[[Any], Any]) -> Undo:
-    """Puts a wrapper between the trainer and its environments."""
+def wrap_environment(trainer: PPO, wrap: Callable[[Any], Any]) -> Undo:
+    """Put a wrapper between the trainer and its environments."""
     collector: Any = trainer.collector
     before = collector.env
     collector.env = wrap(before)
@@ -166,8 +165,8 @@ def environment(trainer: PPO, wrap: Callable[[Any], Any]) -> Undo:
     return undo
 
 
-def observation_normalizer(trainer: PPO, other: torch.nn.Module) -> Undo:
-    """Puts another normaliser in the place of that of observations."""
+def replace_observation_normalizer(trainer: PPO, other: torch.nn.Module) -> Undo:
+    """Replace the normaliser of observations."""
     normalizers: Any = trainer.normalizers
     before = normalizers.observations
     normalizers.observations = other
@@ -178,81 +177,83 @@ def observation_normalizer(trainer: PPO, other: torch.nn.Module) -> Undo:
     return undo
 
 
-def memory(trainer: PPO) -> str | None:
+# The docstrings of the requirements are the column "needs" of `list` and of docs/faults.md.
+
+
+def needs_memory(trainer: PPO) -> str | None:
     """A recurrent policy."""
     return None if trainer.policy.cores() else "its policy has no memory"
 
 
-def lstm(trainer: PPO) -> str | None:
+def needs_lstm(trainer: PPO) -> str | None:
     """An LSTM: a GRU has no forget gate."""
     kinds = {core.kind for core in trainer.policy.cores().values()}
     return None if "lstm" in kinds else "its policy has no LSTM"
 
 
-def restrictions(trainer: PPO) -> str | None:
+def needs_restrictions(trainer: PPO) -> str | None:
     """Actions that are masked or matter only sometimes."""
     masked = hasattr(trainer.env, "action_masks")
     partly = any(spec.relevant_for is not None for spec in trainer.env.action_specs.values())
     return None if masked or partly else "it has no action masks"
 
 
-def several_heads(trainer: PPO) -> str | None:
+def needs_several_heads(trainer: PPO) -> str | None:
     """An action of several parts."""
     return None if len(trainer.env.action_specs) > 1 else "its actions have one part"
 
 
-def choices(trainer: PPO) -> str | None:
+def needs_choices(trainer: PPO) -> str | None:
     """A categorical part of the action."""
     kinds = {spec.kind for spec in trainer.env.action_specs.values()}
     return None if "categorical" in kinds else "its actions are continuous"
 
 
-def relu(trainer: PPO) -> str | None:
+def needs_relu(trainer: PPO) -> str | None:
     """Hidden layers with ReLU that read the observation."""
     layers = first_layers(trainer)
     return None if layers and trainer.config.activation == "relu" else "no layer with ReLU reads its observations"
 
 
-def normalized_advantages(trainer: PPO) -> str | None:
+def needs_normalized_advantages(trainer: PPO) -> str | None:
     """Advantages that are said to be normalised."""
     return None if trainer.config.normalize_advantages else "its advantages are not normalised"
 
 
-def normalized_observations(trainer: PPO) -> str | None:
+def needs_normalized_observations(trainer: PPO) -> str | None:
     """A running normaliser of observations."""
     return None if trainer.normalizers.observations is not None else "its observations are not normalised"
 
 
-def numbers(trainer: PPO) -> str | None:
+def needs_numeric_observations(trainer: PPO) -> str | None:
     """Observations that can be scaled."""
     layout = getattr(trainer.env, "observation_layout", None)
     return "its observations hold images" if layout is not None and layout.images else None
 
 
-def on_the_host(trainer: PPO) -> str | None:
+def needs_host_environments(trainer: PPO) -> str | None:
     """Environments that are stepped as arrays."""
     env: object = trainer.collector.env
-    arrays = not hasattr(env, "device")
-    return None if arrays else "its environments step on a device"
+    return "its environments step on a device" if hasattr(env, "device") else None
 
 
-def several_environments(trainer: PPO) -> str | None:
+def needs_several_environments(trainer: PPO) -> str | None:
     """More than one environment side by side."""
     return None if trainer.env.num_envs > 1 else "it has one environment only"
 
 
-def scheduled_rate(trainer: PPO) -> str | None:
+def needs_scheduled_rate(trainer: PPO) -> str | None:
     """A learning rate that does not follow the KL."""
     return None if trainer.config.desired_kl is None else "its learning rate follows the KL"
 
 
-def several_minibatches(trainer: PPO) -> str | None:
+def needs_several_minibatches(trainer: PPO) -> str | None:
     """More than one minibatch in a pass."""
     return None if trainer.config.num_minibatches > 1 else "it takes one minibatch per pass"
 
 
 def first_layers(trainer: PPO) -> list[MLP]:
-    """The hidden layers that read the observations, of every trunk; those behind convolutions are none."""
+    """Return the hidden layers of every trunk that read the observations; none behind convolutions."""
     trunks = trainer.policy.named_trunks().values()
     readers = [trunk.encoder if isinstance(trunk, RecurrentTrunk) else trunk for trunk in trunks]
     return [reader for reader in readers if isinstance(reader, MLP) and len(reader.layers)]

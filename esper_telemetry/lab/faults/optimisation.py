@@ -1,7 +1,4 @@
-"""Faults of the optimizer, the losses and their weights.
-
-Faults of the network: units, gates, heads and what is trained.
-"""
+"""Faults of the optimizer and the losses (`OPTIMISATION`), and of the network (`NETWORK`): units, gates, heads, frozen parts."""
 
 from __future__ import annotations
 
@@ -12,96 +9,110 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from esper_telemetry.lab.faults import fault as changes
-from esper_telemetry.lab.faults import fault as needs
-from esper_telemetry.lab.faults.fault import Fault, Undo
+from esper_telemetry.lab.faults.fault import (
+    Fault,
+    Undo,
+    fill_parameter,
+    first_layers,
+    freeze,
+    needs_choices,
+    needs_lstm,
+    needs_relu,
+    needs_scheduled_rate,
+    needs_several_heads,
+    needs_several_minibatches,
+    replace_config,
+    replace_optimizer_settings,
+    replace_steps,
+    undo_all,
+)
 from esper_telemetry.ppo.rollout import Batch
 from esper_telemetry.ppo.trainer import PPO
 
-PERIOD = 6
-"""Updates in which an oscillating learning rate comes back."""
+OSCILLATION_UPDATES = 6
+"""Period of an oscillating learning rate."""
 
-ENTROPY_COEF = 0.01
-"""Of an entropy bonus where the settings have none."""
+DEFAULT_ENTROPY_COEF = 0.01
+"""Entropy bonus for faults where the settings have none."""
 
 
 def scaled_rate(trainer: PPO, dose: float) -> Undo:
-    """Multiplies the learning rate."""
-    return changes.steps(trainer, learning_rate=lambda rate: rate * dose)
+    """Multiply the learning rate."""
+    return replace_steps(trainer, learning_rate=lambda rate: rate * dose)
 
 
 def oscillating_rate(trainer: PPO, dose: float) -> Undo:
-    """Multiplies the learning rate by powers of the dose between -1 and 1 that come back."""
+    """Multiply the learning rate by the dose to the power of a sine of the update."""
     count = itertools.count(1)
 
     def rate(planned: float) -> float:
-        return float(planned * dose ** math.sin(2 * math.pi * next(count) / PERIOD))
+        return float(planned * dose ** math.sin(2 * math.pi * next(count) / OSCILLATION_UPDATES))
 
-    return changes.steps(trainer, learning_rate=rate)
+    return replace_steps(trainer, learning_rate=rate)
 
 
 def leaking_rate(trainer: PPO, dose: float) -> Undo:
-    """Multiplies the learning rate by the dose once more in every update."""
+    """Multiply the learning rate by the dose once more in every update."""
     count = itertools.count(1)
-    return changes.steps(trainer, learning_rate=lambda rate: rate * dose ** next(count))
+    return replace_steps(trainer, learning_rate=lambda rate: rate * dose ** next(count))
 
 
 def more_epochs(trainer: PPO, dose: float) -> Undo:
-    """Multiplies the passes over a rollout."""
-    return changes.config(trainer, num_epochs=round(trainer.config.num_epochs * dose))
+    """Multiply the passes over a rollout."""
+    return replace_config(trainer, num_epochs=round(trainer.config.num_epochs * dose))
 
 
 def heavy_value_loss(trainer: PPO, dose: float) -> Undo:
-    """Multiplies the weight of the value loss."""
-    return changes.config(trainer, value_coef=trainer.config.value_coef * dose)
+    """Multiply the weight of the value loss."""
+    return replace_config(trainer, value_coef=trainer.config.value_coef * dose)
 
 
 def flipped_loss(trainer: PPO, dose: float) -> Undo:
-    """Gives the policy loss advantages of the wrong sign."""
+    """Negate the advantages of the policy loss."""
     loss = trainer.steps.policy_loss
-    return changes.steps(trainer, policy_loss=lambda log_ratio, advantages, clip: loss(log_ratio, -advantages, clip))
+    return replace_steps(trainer, policy_loss=lambda log_ratio, advantages, clip: loss(log_ratio, -advantages, clip))
 
 
 def flipped_entropy(trainer: PPO, dose: float) -> Undo:
-    """Punishes entropy instead of rewarding it, `dose` times as much."""
-    coefficient = (trainer.config.entropy_coef or ENTROPY_COEF) * dose
-    weight = changes.config(trainer, entropy_coef=coefficient, final_entropy_coef=None)
-    return changes.together(weight, changes.steps(trainer, entropy_loss=lambda entropy: entropy))
+    """Penalise entropy instead of rewarding it, `dose` times as much."""
+    coefficient = (trainer.config.entropy_coef or DEFAULT_ENTROPY_COEF) * dose
+    weight = replace_config(trainer, entropy_coef=coefficient, final_entropy_coef=None)
+    return undo_all(weight, replace_steps(trainer, entropy_loss=lambda entropy: entropy))
 
 
 def sparse_rewards_short_memory(trainer: PPO, dose: float) -> Undo:
-    """Shortens Adam's memory of squares to ten steps and lets rewards through in one update of `dose` only."""
+    """Set Adam's beta2 to 0.9, and pass rewards on in one update of `dose` only."""
     count = itertools.count(1)
 
-    def rewards(given: Tensor) -> Tensor:
-        return given if next(count) % round(dose) == 0 else torch.zeros_like(given)
+    def rewards(original: Tensor) -> Tensor:
+        return original if next(count) % round(dose) == 0 else torch.zeros_like(original)
 
     first, _ = trainer.optimizer.param_groups[0]["betas"]
-    return changes.together(changes.optimizer(trainer, betas=(first, 0.9)), changes.steps(trainer, rewards=rewards))
+    return undo_all(replace_optimizer_settings(trainer, betas=(first, 0.9)), replace_steps(trainer, rewards=rewards))
 
 
 def repeated_minibatches(trainer: PPO, dose: float) -> Undo:
-    """Every minibatch of a pass holds the rows of the first."""
+    """Give every minibatch of a pass the rows of the first."""
     split: Callable[..., Iterable[Batch]] = trainer.steps.minibatches
 
     def minibatches(batch: Batch, count: int, generator: torch.Generator) -> Iterable[Batch]:
         parts = list(split(batch, count, generator))
         return [parts[0]] * len(parts)
 
-    return changes.steps(trainer, minibatches=minibatches)
+    return replace_steps(trainer, minibatches=minibatches)
 
 
 def rounded_log_probs(trainer: PPO, dose: float) -> Undo:
-    """Accumulates log-probabilities in bfloat16 in training, and not in acting."""
+    """Round log-probabilities to bfloat16 in training, and not in acting."""
 
     def log_probs(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: part.bfloat16().to(part.dtype) for name, part in parts.items()}
 
-    return changes.steps(trainer, log_probs=log_probs)
+    return replace_steps(trainer, log_probs=log_probs)
 
 
 KL_SPIKE, TOO_LARGE, SATURATED = "policy/kl_spike", "opt/update_too_large", "policy/clip_saturation"
-RATE = (needs.scheduled_rate,)
+RATE = (needs_scheduled_rate,)
 
 OPTIMISATION = (
     Fault(
@@ -163,7 +174,7 @@ OPTIMISATION = (
         "Five times as many passes are made over every rollout.",
         more_epochs,
         (KL_SPIKE, SATURATED),
-        bound=20,  # so many passes are not pathological at once: measured on CueRecall, KL passes 0.1 after 9 to 12 updates
+        bound=20,  # so many passes do harm only after a while: on CueRecall the KL exceeds 0.1 after 9 to 12 updates
         family="epochs",
         dose=5,
         doses=(1.5, 50),
@@ -210,8 +221,8 @@ OPTIMISATION = (
         "All minibatches of a pass hold the same rows.",
         repeated_minibatches,
         ("integrity/rows_repeated", "integrity/adv_norm"),
-        bound=20,  # the second where nobody says which rows a minibatch has: those left out show in the moments of advantages
-        needs=(needs.several_minibatches,),
+        bound=20,  # adv_norm where the trainer does not emit rows: the rows left out change the moments of the advantages
+        needs=(needs_several_minibatches,),
         core=False,
     ),
     Fault(
@@ -226,42 +237,42 @@ OPTIMISATION = (
 
 
 def dead_units(trainer: PPO, dose: float) -> Undo:
-    """Sets the biases of the layers that read the observations."""
-    layers = [reader.layers[0] for reader in needs.first_layers(trainer)]
-    return changes.together(*(changes.parameter(layer.get_parameter("bias"), dose) for layer in layers))
+    """Set the biases of the layers that read the observations."""
+    layers = [reader.layers[0] for reader in first_layers(trainer)]
+    return undo_all(*(fill_parameter(layer.get_parameter("bias"), dose) for layer in layers))
 
 
 def forget_bias(trainer: PPO, dose: float) -> Undo:
-    """Sets the biases of all forget gates; torch packs gates as [i, f, g, o] and adds two biases."""
+    """Set the biases of all forget gates; torch packs gates as [i, f, g, o] and adds two biases."""
     undos = []
     for core in trainer.policy.cores().values():
         gate = slice(core.size, 2 * core.size)
         for cell in core.cells if core.kind == "lstm" else ():
-            undos.append(changes.parameter(cell.get_parameter("bias_ih_l0"), dose, gate))
-            undos.append(changes.parameter(cell.get_parameter("bias_hh_l0"), 0.0, gate))
-    return changes.together(*undos)
+            undos.append(fill_parameter(cell.get_parameter("bias_ih_l0"), dose, gate))
+            undos.append(fill_parameter(cell.get_parameter("bias_hh_l0"), 0.0, gate))
+    return undo_all(*undos)
 
 
 def frozen_trunk(trainer: PPO, dose: float) -> Undo:
-    """Takes the hidden layers of the actor out of training; they are still declared to be in it."""
-    return changes.frozen(trainer.policy.actor.parameters())
+    """Exclude the hidden layers of the actor from training; they remain declared as trained."""
+    return freeze(trainer.policy.actor.parameters())
 
 
 def detached_head(trainer: PPO, dose: float) -> Undo:
-    """Detaches the scores of the last head."""
+    """Detach the scores of the last head."""
     last = list(trainer.policy.heads)[-1]
 
-    def scores(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: score.detach() if name == last else score for name, score in found.items()}
+    def scores(by_head: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: score.detach() if name == last else score for name, score in by_head.items()}
 
-    return changes.steps(trainer, scores=scores)
+    return replace_steps(trainer, scores=scores)
 
 
 def saturated_head(trainer: PPO, dose: float) -> Undo:
-    """Adds to the bias of the first choice of the last categorical head."""
+    """Add the dose to the bias of the first choice of the last categorical head."""
     name = [name for name, spec in trainer.env.action_specs.items() if spec.kind == "categorical"][-1]
     bias = trainer.policy.head(name).linear.bias
-    return changes.parameter(bias, float(bias[0].detach()) + dose, slice(0, 1))
+    return fill_parameter(bias, float(bias[0].detach()) + dose, slice(0, 1))
 
 
 NETWORK = (
@@ -273,7 +284,7 @@ NETWORK = (
         bound=0,
         dose=-10,
         doses=(-1000, -0.1),
-        needs=(needs.relu,),
+        needs=(needs_relu,),
     ),
     Fault(
         "forget_m10",
@@ -284,7 +295,7 @@ NETWORK = (
         family="forget",
         dose=-10,
         doses=(-100, -0.5),
-        needs=(needs.lstm,),
+        needs=(needs_lstm,),
     ),
     Fault(
         "forget_p10",
@@ -295,7 +306,7 @@ NETWORK = (
         family="forget",
         dose=10,
         doses=(0.5, 100),
-        needs=(needs.lstm,),
+        needs=(needs_lstm,),
     ),
     Fault(
         "frozen_trunk",
@@ -310,7 +321,7 @@ NETWORK = (
         detached_head,
         ("grad/missing_group", "policy/dead_head"),
         bound=0,
-        needs=(needs.several_heads,),
+        needs=(needs_several_heads,),
         core=False,
     ),
     Fault(
@@ -321,7 +332,7 @@ NETWORK = (
         bound=5,
         dose=50,
         doses=(1, 1000),
-        needs=(needs.several_heads, needs.choices),
+        needs=(needs_several_heads, needs_choices),
         core=False,
     ),
 )

@@ -1,13 +1,7 @@
-"""One run of the fault bed: which it is, how it is trained, and the journal it leaves.
+"""Runs of the fault bench: their environments, the plan of a score, and training each run into a journal.
 
-Runs of the same environment and seed share what comes before the fault: it is trained once, and every fault goes on from its
-checkpoint and a copy of its journal.
-
-The environments on which faults are tried: small, quick, and of different kinds.
-
-Runs in which nothing is wrong, some of which look as if something were: who raises an alarm there cries wolf.
-
-Which runs a score is made of, and training them in several processes.
+Runs of the same environment and seed share the updates before the fault: these are trained once, and every fault continues from their
+checkpoint and a copy of their journal. A run directory appears complete or not at all, so an interrupted score can be continued.
 """
 
 from __future__ import annotations
@@ -19,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,25 +23,36 @@ import torch
 from esper_telemetry.adapters.attach import attach
 from esper_telemetry.events import UpdateEnd
 from esper_telemetry.lab.faults.catalogue import find, schedule
-from esper_telemetry.lab.faults.data import Altered
-from esper_telemetry.lab.faults.fault import environment
+from esper_telemetry.lab.faults.data import StepFilter
+from esper_telemetry.lab.faults.fault import wrap_environment
 from esper_telemetry.ppo.config import preset
 from esper_telemetry.ppo.environments.protocol import Array, Step
 from esper_telemetry.ppo.environments.registry import make_env
 from esper_telemetry.ppo.trainer import PPO
 from esper_telemetry.telemetry import Telemetry
 
+RUN_FILE = "course.json"
+"""File of a run directory with the fields of its `FaultRun`."""
+
+CHECKPOINT_FILE = "checkpoint.pt"
+
+FIRST_BROKEN_UPDATE, LAST_UPDATE = 25, 45
+"""The policy is half-trained when it breaks, and an alarm has `WINDOW_UPDATES` updates to come."""
+
+REWARD_CHANGE_UPDATE = 31
+"""First update of the tripled rewards of the healthy kind `rewards_x3`."""
+
 
 @dataclass(frozen=True, slots=True)
-class Bed:
-    """A task and a policy for it.
+class FaultEnvironment:
+    """A small task, and a policy for it.
 
     Attributes:
-        env: what `make_env` takes.
+        env: name for `make_env`.
         policy: `mlp` or `lstm`.
-        mask_velocity: whether velocities are hidden.
-        settings: where they differ from the preset's.
-        updates: updates of a full run, which schedules refer to.
+        mask_velocity: velocities are hidden.
+        settings: settings that differ from the preset's.
+        updates: updates of a full run, over which schedules anneal.
     """
 
     env: str
@@ -57,128 +62,106 @@ class Bed:
     updates: int = 150
 
     def trainer(self, seed: int, **changes: Any) -> PPO:
-        """A trainer of that seed; `changes` of its settings win."""
+        """Return a trainer of that seed; `changes` override the settings."""
         tuned = preset(self.env, self.policy, mask_velocity=self.mask_velocity)
         env = make_env(self.env, num_envs=tuned.num_envs, mask_velocity=self.mask_velocity)
         return PPO(env, tuned.config(**{**self.settings, "seed": seed, **changes}))
 
 
-BEDS: Mapping[str, Bed] = {
-    "cue-recall": Bed("cue-recall", "lstm"),
-    "cartpole": Bed("CartPole-v1", "mlp"),
-    "cartpole-lstm": Bed("CartPole-v1", "lstm", mask_velocity=True),
-    "acrobot": Bed("Acrobot-v1", "mlp", settings={"activation": "relu"}),
-    "pendulum": Bed("Pendulum-v1", "mlp", settings={"num_steps": 128, "num_epochs": 8, "normalize_rewards": False}),
+ENVIRONMENTS: Mapping[str, FaultEnvironment] = {
+    "cue-recall": FaultEnvironment("cue-recall", "lstm"),
+    "cartpole": FaultEnvironment("CartPole-v1", "mlp"),
+    "cartpole-lstm": FaultEnvironment("CartPole-v1", "lstm", mask_velocity=True),
+    "acrobot": FaultEnvironment("Acrobot-v1", "mlp", settings={"activation": "relu"}),
+    "pendulum": FaultEnvironment(
+        "Pendulum-v1", "mlp", settings={"num_steps": 128, "num_epochs": 8, "normalize_rewards": False}
+    ),
 }
 
 
-def bed(name: str) -> Bed:
-    """That bed, or the preset of any other environment; raises ValueError for one that cannot be made."""
-    if name in BEDS:
-        return BEDS[name]
+def find_environment(name: str) -> FaultEnvironment:
+    """Return that environment, or the preset of any other task; raise ValueError for one that cannot be made."""
+    if name in ENVIRONMENTS:
+        return ENVIRONMENTS[name]
     make_env(name, num_envs=1).close()
-    return Bed(name, "mlp")
+    return FaultEnvironment(name, "mlp")
 
 
-PLAIN = "plain"
+def triple_rewards(trainer: PPO) -> None:
+    """Multiply rewards by three from `REWARD_CHANGE_UPDATE` on, as a curriculum would."""
 
-
-def nothing(trainer: PPO) -> None:
-    """Leaves the trainer alone."""
-
-
-def threefold(step: Step, _: Mapping[str, Array]) -> Step:
-    """A step with three times the reward."""
-    return step._replace(rewards=3 * step.rewards)
-
-
-def rewards_x3(trainer: PPO) -> None:
-    """Gives three times the reward from update 31 on, as a curriculum would."""
+    def tripled(step: Step, _: Mapping[str, Array]) -> Step:
+        return step._replace(rewards=3 * step.rewards)
 
     def change(event: UpdateEnd) -> None:
-        if event.update == CHANGE - 1:
-            environment(trainer, partial(Altered, threefold))
+        if event.update == REWARD_CHANGE_UPDATE - 1:
+            wrap_environment(trainer, partial(StepFilter, tripled))
 
     trainer.hooks.on(UpdateEnd, change, last=True)
 
 
-CHANGE = 31
-"""The first update with changed rewards."""
-
-
 @dataclass(frozen=True, slots=True)
-class Healthy:
-    """A kind of healthy run.
+class HealthyKind:
+    """A kind of healthy run; some look unhealthy, so that every alarm in them is false.
 
     Attributes:
-        what: in words.
-        updates: how many.
-        beds: where it is tried.
-        settings: where they differ from the bed's.
-        prepare: what is done to the trainer before training.
-        whole: schedules come to their end within the run.
+        what: description.
+        updates: length of the run.
+        environments: names of the environments in which it is run.
+        settings: settings that differ from the environment's.
+        prepare: changes the trainer before training.
+        anneals: schedules end within the run.
         interventions: updates whose changes the user announces.
     """
 
     what: str
     updates: int
-    beds: tuple[str, ...]
+    environments: tuple[str, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    prepare: Callable[[PPO], None] = nothing
-    whole: bool = False
+    prepare: Callable[[PPO], None] = lambda trainer: None
+    anneals: bool = False
     interventions: tuple[int, ...] = ()
 
-    def trainer(self, bed: Bed, seed: int) -> PPO:
-        """A trainer for it."""
-        return bed.trainer(seed, **self.settings)
 
+PLAIN = "plain"
 
-EVERYWHERE = ("cue-recall", "cartpole", "cartpole-lstm", "acrobot", "pendulum")
-
-HEALTHY: Mapping[str, Healthy] = {
-    PLAIN: Healthy("as the preset says", 150, EVERYWHERE),
-    "annealed": Healthy(
+HEALTHY_KINDS: Mapping[str, HealthyKind] = {
+    PLAIN: HealthyKind("as the preset says", 150, tuple(ENVIRONMENTS)),
+    "annealed": HealthyKind(
         "learning rate and entropy bonus fall to 0 within the run",
         80,
-        EVERYWHERE,
+        tuple(ENVIRONMENTS),
         {"anneal_learning_rate": True, "entropy_coef": 0.02, "final_entropy_coef": 0.0},
-        whole=True,
+        anneals=True,
     ),
-    "plateau": Healthy("a solved task is trained on", 250, ("cue-recall", "cartpole")),
-    "slow": Healthy(
+    "plateau": HealthyKind("a solved task is trained on", 250, ("cue-recall", "cartpole")),
+    "slow": HealthyKind(
         "the learning rate is a hundredth", 100, ("cue-recall", "acrobot", "pendulum"), {"learning_rate": 2.5e-5}
     ),
-    "rewards_x3": Healthy(
+    "rewards_x3": HealthyKind(
         "rewards grow threefold, and the user says so",
         80,
         ("cue-recall", "pendulum", "cartpole-lstm"),
-        prepare=rewards_x3,
-        interventions=(CHANGE,),
+        prepare=triple_rewards,
+        interventions=(REWARD_CHANGE_UPDATE,),
     ),
 }
 
 
-DESCRIPTION = "course.json"
-CHECKPOINT = "checkpoint.pt"
-
-AT_UPDATE, LAST = 25, 45
-"""The first broken update, and the last one that is trained: the policy is half-trained, and an alarm has 20 updates to come."""
-
-
 @dataclass(frozen=True, slots=True)
-class TrainingCourse:
-    """One run.
+class FaultRun:
+    """One run of a score.
 
     Attributes:
-        env: name of the bed.
-        seed: of the trainer.
-        fault: what breaks it; None in a healthy run.
-        dose: how much.
-        healthy: what happens in a healthy run.
-        at_update: the first broken update.
-        last: the last update.
+        env: name of the environment.
+        seed: seed of the trainer.
+        fault: name of the fault; None in a healthy run.
+        dose: dose of the fault.
+        healthy: kind of a healthy run.
+        at_update: first broken update.
+        last: last update.
         status: `done`, or the exception that ended training.
-        missing: why the fault does not apply here; nothing was trained then.
+        missing: sentence that says why the fault does not apply; the run was not trained then.
         interventions: updates whose changes the user announced.
     """
 
@@ -187,8 +170,8 @@ class TrainingCourse:
     fault: str | None = None
     dose: float = 1.0
     healthy: str = PLAIN
-    at_update: int = AT_UPDATE
-    last: int = LAST
+    at_update: int = FIRST_BROKEN_UPDATE
+    last: int = LAST_UPDATE
     status: str = "done"
     missing: str = ""
     interventions: tuple[int, ...] = ()
@@ -199,80 +182,91 @@ class TrainingCourse:
         what = f"healthy-{self.healthy}" if self.fault is None else f"{self.fault}-{self.dose:g}"
         return f"{self.env}-{what}-s{self.seed}".replace("/", "_")
 
+    @property
+    def trained_updates(self) -> int:
+        """Updates that it trains itself, without the shared ones before the fault."""
+        return self.last if self.fault is None else self.last - self.at_update + 1
+
+    def prefix_dir(self, directory: Path) -> Path:
+        """Return the directory of the updates before the fault, shared by all runs of an environment and seed."""
+        return directory / f".{self.env}-{self.at_update}-s{self.seed}".replace("/", "_")
+
     def write(self, run_dir: Path) -> None:
-        """Says in its directory which run it is."""
-        (run_dir / DESCRIPTION).write_text(json.dumps(asdict(self)), encoding="utf-8")
+        """Write the fields to `RUN_FILE`."""
+        (run_dir / RUN_FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
-def read_course(run_dir: Path) -> TrainingCourse:
-    """The run that a directory holds; raises ValueError where it does not say so."""
+def read_fault_run(run_dir: Path) -> FaultRun:
+    """Return the run of a directory; raise ValueError where there is none."""
     try:
-        found = json.loads((run_dir / DESCRIPTION).read_text(encoding="utf-8"))
-        return TrainingCourse(**{**found, "interventions": tuple(found["interventions"])})
+        fields = json.loads((run_dir / RUN_FILE).read_text(encoding="utf-8"))
+        return FaultRun(**{**fields, "interventions": tuple(fields["interventions"])})
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{run_dir} holds no run of the fault bed: {error}") from error
+        raise ValueError(f"{run_dir} holds no run of the fault bench: {error}") from error
 
 
-def train_prefix(env: str, seed: int, run_dir: Path, *, at_update: int, level: str = "normal") -> None:
-    """What comes before the fault, with its checkpoint."""
-    trainer = bed(env).trainer(seed)
-    with recorded(run_dir, level) as telemetry:
+def train_prefix(run: FaultRun, run_dir: Path, level: str = "normal") -> None:
+    """Train the updates before the fault, and save a checkpoint."""
+    environment = find_environment(run.env)
+    trainer = environment.trainer(run.seed)
+    with journal_telemetry(run_dir, level) as telemetry:
         attach(telemetry, trainer)
-        train(trainer, updates=at_update - 1, planned=bed(env).updates)
-        trainer.save(run_dir / CHECKPOINT)
+        train(trainer, updates=run.at_update - 1, planned=environment.updates)
+        trainer.save(run_dir / CHECKPOINT_FILE)
 
 
-def train_fault(course: TrainingCourse, prefix: Path, run_dir: Path, level: str = "normal") -> TrainingCourse:
-    """A run that goes on from the prefix and breaks; where the fault does not apply nothing is kept."""
-    assert course.fault is not None
-    trainer = bed(course.env).trainer(course.seed)
-    missing = find(course.fault, course.dose).missing(trainer)
+def train_fault(run: FaultRun, prefix: Path, run_dir: Path, level: str = "normal") -> FaultRun:
+    """Continue from the prefix, break the trainer, and return the run with its status; write nothing where the fault does not apply."""
+    assert run.fault is not None
+    environment = find_environment(run.env)
+    trainer = environment.trainer(run.seed)
+    missing = find(run.fault, run.dose).missing(trainer)
     if missing is not None:
-        return _with(course, missing=missing)
+        return replace(run, missing=missing)
     shutil.copytree(prefix, run_dir)
-    with recorded(run_dir, level, resume=True) as telemetry:
+    with journal_telemetry(run_dir, level, resume=True) as telemetry:
         attach(telemetry, trainer)
-        trainer.load(run_dir / CHECKPOINT)
-        undo = schedule(trainer, course.fault, course.dose, at_update=course.at_update)
-        status = attempted(lambda: train(trainer, updates=course.last, planned=bed(course.env).updates), telemetry)
+        trainer.load(run_dir / CHECKPOINT_FILE)
+        undo = schedule(trainer, run.fault, run.dose, at_update=run.at_update)
+        status = training_status(lambda: train(trainer, updates=run.last, planned=environment.updates), telemetry)
         undo()
-    (run_dir / CHECKPOINT).unlink()
-    course = _with(course, status=status)
-    course.write(run_dir)
-    return course
+    (run_dir / CHECKPOINT_FILE).unlink()
+    run = replace(run, status=status)
+    run.write(run_dir)
+    return run
 
 
-def train_healthy(course: TrainingCourse, run_dir: Path, level: str = "normal") -> TrainingCourse:
-    """A run in which nothing is wrong, whatever it looks like."""
-    kind: Healthy = HEALTHY[course.healthy]
-    trainer = kind.trainer(bed(course.env), course.seed)
-    with recorded(run_dir, level) as telemetry:
+def train_healthy(run: FaultRun, run_dir: Path, level: str = "normal") -> FaultRun:
+    """Train a healthy run, and return it with its status."""
+    kind, environment = HEALTHY_KINDS[run.healthy], find_environment(run.env)
+    trainer = environment.trainer(run.seed, **kind.settings)
+    with journal_telemetry(run_dir, level) as telemetry:
         attach(telemetry, trainer)
         kind.prepare(trainer)
-        planned = course.last if kind.whole else max(course.last, bed(course.env).updates)
-        status = attempted(lambda: train(trainer, updates=course.last, planned=planned), telemetry)
-    course = _with(course, status=status, interventions=kind.interventions)
-    course.write(run_dir)
-    return course
+        planned = run.last if kind.anneals else max(run.last, environment.updates)
+        status = training_status(lambda: train(trainer, updates=run.last, planned=planned), telemetry)
+    run = replace(run, status=status, interventions=kind.interventions)
+    run.write(run_dir)
+    return run
 
 
-def recorded(run_dir: Path, level: str, *, resume: bool = False) -> Telemetry:
-    """Telemetry that leaves a journal and nothing else, in this process."""
+def journal_telemetry(run_dir: Path, level: str, *, resume: bool = False) -> Telemetry:
+    """Return telemetry that writes a journal in this process and has no sinks."""
     return Telemetry([], run_dir=run_dir, level=level, offload=False, resume=resume)
 
 
 def train(trainer: PPO, *, updates: int, planned: int) -> None:
-    """Trains up to that many updates of a run that was planned with more."""
+    """Train up to that many updates of a run whose schedules are `planned` for more."""
     per_update = trainer.config.num_steps * trainer.env.num_envs
-    stop = trainer.hooks.on(UpdateEnd, lambda event: trainer.stop() if event.update >= updates else None)
+    unsubscribe = trainer.hooks.on(UpdateEnd, lambda event: trainer.stop() if event.update >= updates else None)
     try:
         trainer.learn(per_update * planned)
     finally:
-        stop()
+        unsubscribe()
 
 
-def attempted(training: Callable[[], None], telemetry: Telemetry) -> str:
-    """Trains, and closes the run with what came of it: `done`, or the exception in one line."""
+def training_status(training: Callable[[], None], telemetry: Telemetry) -> str:
+    """Train; return `done`, or close the run as failed and return the exception in one line."""
     try:
         training()
     except Exception as error:
@@ -281,110 +275,86 @@ def attempted(training: Callable[[], None], telemetry: Telemetry) -> str:
     return "done"
 
 
-def one_thread() -> None:
-    """Prepares a process that trains beside others."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(1)
-
-
-def _with(course: TrainingCourse, **changes: Any) -> TrainingCourse:
-    return TrainingCourse(**{**asdict(course), **changes})
-
-
-Result = TypeVar("Result")
-Group = tuple[str, int]
-"""Environment and seed."""
-
-
-def courses(
+def plan_runs(
     faults: Sequence[tuple[str, float]], envs: Sequence[str], seeds: Sequence[int], *, healthy: bool = True
-) -> list[TrainingCourse]:
-    """The runs of every fault with its dose on every environment with every seed, and the healthy ones, the longest first."""
-    broken = [TrainingCourse(env, seed, name, dose) for seed in seeds for env in envs for name, dose in faults]
+) -> list[FaultRun]:
+    """Return the runs of every fault and dose on every environment with every seed, after the healthy ones, the longest first."""
+    broken = [FaultRun(env, seed, name, dose) for seed in seeds for env in envs for name, dose in faults]
     sound = [
-        TrainingCourse(env, seed, healthy=name, last=kind.updates)
+        FaultRun(env, seed, healthy=name, last=kind.updates)
         for seed in seeds
-        for name, kind in HEALTHY.items()
+        for name, kind in HEALTHY_KINDS.items()
         for env in envs
-        if healthy and (name == PLAIN or env in kind.beds)
+        if healthy and (name == PLAIN or env in kind.environments)
     ]
-    return [*sorted(sound, key=lambda course: -course.last), *broken]
-
-
-def cost(course: TrainingCourse) -> int:
-    """Updates that it trains, what it shares with others left out."""
-    return course.last if course.fault is None else course.last - course.at_update + 1
+    return [*sorted(sound, key=lambda run: -run.last), *broken]
 
 
 @contextmanager
-def processes(workers: int) -> Iterator[Executor]:
-    """So many processes of one thread each; what waits is dropped when something raises."""
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=one_thread)
+def worker_pool(workers: int) -> Iterator[Executor]:
+    """Yield a pool of processes of one thread each; jobs that have not begun are cancelled when the block raises."""
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_use_one_thread)
     try:
         yield pool
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def train_all(
-    work: Sequence[TrainingCourse], directory: Path, pool: Executor, level: str = "normal"
-) -> Iterator[TrainingCourse]:
-    """Trains what the directory does not hold yet, and yields every run when it is there or does not apply."""
-    waiting: dict[Group, list[TrainingCourse]] = {}
-    running: dict[Future[TrainingCourse], Group | None] = {}
-    for course in work:
-        if (directory / course.name).exists():
-            yield read_course(directory / course.name)
-        elif course.fault is None:
-            running[pool.submit(healthy_run, course, directory, level)] = None
+def _use_one_thread() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+
+
+def train_all(runs: Sequence[FaultRun], directory: Path, pool: Executor, level: str = "normal") -> Iterator[FaultRun]:
+    """Train the runs that the directory does not hold yet, and yield every run when it is done or does not apply."""
+    waiting: dict[Path, list[FaultRun]] = {}
+    running: dict[Future[Any], Path | None] = {}
+    for run in runs:
+        if (directory / run.name).exists():
+            yield read_fault_run(directory / run.name)
+        elif run.fault is None:
+            running[pool.submit(run_healthy, run, directory, level)] = None
         else:
-            waiting.setdefault((course.env, course.seed), []).append(course)
-    for group, broken in waiting.items():
-        running[pool.submit(prefix_run, broken[0], directory, level)] = group
+            waiting.setdefault(run.prefix_dir(directory), []).append(run)
+    for prefix, broken in waiting.items():
+        running[pool.submit(_run_prefix, broken[0], directory, level)] = prefix
     while running:
         for done in wait(running, return_when=FIRST_COMPLETED).done:
-            shared, course = running.pop(done), done.result()
-            if shared is None:
-                yield course
-            else:
-                running |= {pool.submit(fault_run, one, directory, level): None for one in waiting.pop(shared)}
-    remove_prefixes(work, directory)
-
-
-def prefix_run(course: TrainingCourse, directory: Path, level: str) -> TrainingCourse:
-    """What comes before the fault, for all runs of an environment and seed."""
-    target = prefix_of(course, directory)
-    whole(target, lambda work: train_prefix(course.env, course.seed, work, at_update=course.at_update, level=level))
-    return course
-
-
-def fault_run(course: TrainingCourse, directory: Path, level: str) -> TrainingCourse:
-    """A run that breaks."""
-    return whole(directory / course.name, lambda work: train_fault(course, prefix_of(course, directory), work, level))
-
-
-def healthy_run(course: TrainingCourse, directory: Path, level: str) -> TrainingCourse:
-    """A run in which nothing is wrong."""
-    return whole(directory / course.name, lambda work: train_healthy(course, work, level))
-
-
-def prefix_of(course: TrainingCourse, directory: Path) -> Path:
-    """Where runs of this environment and seed begin."""
-    return directory / f".{course.env}-{course.at_update}-s{course.seed}".replace("/", "_")
-
-
-def remove_prefixes(work: Sequence[TrainingCourse], directory: Path) -> None:
-    """Removes what runs began with."""
-    for prefix in {prefix_of(course, directory) for course in work}:
+            shared, result = running.pop(done), done.result()
+            if result is not None:
+                yield result
+            if shared is not None:
+                running |= {pool.submit(_run_fault, run, directory, level): None for run in waiting.pop(shared)}
+    for prefix in {run.prefix_dir(directory) for run in runs}:
         shutil.rmtree(prefix, ignore_errors=True)
 
 
-def whole(target: Path, run: Callable[[Path], Result]) -> Result:
-    """What `run` gives, and what it writes as a directory that is there whole or not at all."""
-    work = target.with_name(f"{target.name}.part")
-    shutil.rmtree(work, ignore_errors=True)
-    found = run(work)
-    if work.exists():
+# Module-level functions, since a pool of spawned processes pickles them by name.
+
+
+def _run_prefix(run: FaultRun, directory: Path, level: str) -> None:
+    write_atomically(run.prefix_dir(directory), lambda part: train_prefix(run, part, level))
+
+
+def _run_fault(run: FaultRun, directory: Path, level: str) -> FaultRun:
+    prefix = run.prefix_dir(directory)
+    return write_atomically(directory / run.name, lambda part: train_fault(run, prefix, part, level))
+
+
+def run_healthy(run: FaultRun, directory: Path, level: str) -> FaultRun:
+    """Train a healthy run into its directory."""
+    return write_atomically(directory / run.name, lambda part: train_healthy(run, part, level))
+
+
+Result = TypeVar("Result")
+
+
+def write_atomically(target: Path, write: Callable[[Path], Result]) -> Result:
+    """Return what `write` returns for a temporary directory, which becomes `target` if it was created."""
+    part = target.with_name(f"{target.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    result = write(part)
+    if part.exists():
         shutil.rmtree(target, ignore_errors=True)
-        work.rename(target)
-    return found
+        part.rename(target)
+    return result

@@ -1,4 +1,4 @@
-"""Morphogenesis: networks that are trained while a controller grows modules, called seeds, into them."""
+"""Morphogenesis: an environment in which a controller adds modules, called seeds, to networks while these are trained."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""All hosts with their seeds: weights, optimizers, data and the watchdog, for N environments at once."""
+"""The hosts and seeds of N environments: weights, optimizers, data and the"""
 
 from __future__ import annotations
 
@@ -8,51 +8,54 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper_telemetry.lab.morphogenesis import training as watchdog
-from esper_telemetry.lab.morphogenesis.effects import INERT, Who
-from esper_telemetry.lab.morphogenesis.lifecycle import ALIVE, LEARNING, Stage, among
+from esper_telemetry.lab.morphogenesis.effects import INERT, Owners
 from esper_telemetry.lab.morphogenesis.network import ANATOMY, Mixing, Network, anatomy, newborn, presence
-from esper_telemetry.lab.morphogenesis.slots import Slots
+from esper_telemetry.lab.morphogenesis.slots import ALIVE, LEARNING, Slots, Stage, among
 from esper_telemetry.lab.morphogenesis.training import (
     OPTIMIZERS,
     AdamMoments,
     Epoch,
     LearningTask,
+    TrainingWatchdog,
+    WatchdogVerdict,
     Weights,
     minibatches,
     train_epoch,
     validate,
+    watch_losses,
 )
 
 
 class ColonyResult(NamedTuple):
-    """An epoch of all environments.
+    """Results of an epoch in all environments.
 
     Attributes:
-        epoch: of training.
-        loss, accuracy: [N, 2^S], in validation, with every subset of the seeds off; all are on in the first.
-        verdict: of the watchdog.
+        epoch: results of training.
+        loss, accuracy: [N, 2^S], in validation, with every subset of the seeds off; in the first column all are on.
+        verdict: verdict of the watchdog.
     """
 
     epoch: Epoch
     loss: Tensor
     accuracy: Tensor
-    verdict: watchdog.WatchdogVerdict
+    verdict: WatchdogVerdict
 
 
 class Colony:
     """The networks of N environments.
 
     Attributes:
-        network, task: what is trained on what.
-        weights: what is trained.
+        network, task: architecture and data.
+        weights: parameters and optimizer state.
     """
 
     def __init__(
         self, task: LearningTask, envs: int, slots: int, *, optimizer: str, generator: torch.Generator
     ) -> None:
         device = generator.device
-        _keep_freed_memory()
+        # After one large block has been freed, glibc keeps up to twice as much freed memory for the next step. Otherwise fetching it again,
+        # page by page, takes a third of every step of 64 environments.
+        torch.empty(31 * 2**20, dtype=torch.uint8)
         sizes = {"inputs": task.inputs, "width": task.width, "classes": task.classes, "tokens": task.tokens}
         self.network, self.task = Network(slots=slots, linear=task.linear, **sizes), task.to(device)
         self._envs, self._slots, self._generator = envs, slots, generator
@@ -62,44 +65,44 @@ class Colony:
         self.reset()
 
     def reset(self) -> None:
-        """New hosts without seeds."""
+        """Replace everything by new hosts without seeds."""
         hosts = self.network.hosts(self._envs, self._generator)
         rows = hosts.new_zeros(self._envs, 1 + self._slots, self.network.size)
         self.weights = Weights(rows, AdamMoments.of(rows))
         self.hosts.copy_(hosts)
-        self._watch = watchdog.TrainingWatchdog.fresh(self._envs, hosts.device)
+        self._watchdog = TrainingWatchdog.fresh(self._envs, hosts.device)
         self._snapshot = rows.clone()
 
     @property
     def hosts(self) -> Tensor:
-        """[N, size of a host]: their parameters, to read and to write."""
+        """Parameters of the hosts [N, size of a host], a writable view."""
         return self.weights.rows[:, 0, : self.network.host.size]
 
     @property
     def seeds(self) -> Tensor:
-        """[N, S, size of a seed]: their parameters, to read and to write; zero where a blueprint has none."""
+        """Parameters of the seeds [N, S, size of a seed], a writable view; zero where a blueprint has none."""
         return self.weights.rows[:, 1:, : self.network.seed.size]
 
     def parameters(self, slots: Slots) -> Tensor:
-        """[N, S]: how many parameters each seed has."""
+        """Return the number of parameters of each seed [N, S]."""
         return self._sizes[slots.style, slots.blueprint] * among(slots.stage, ALIVE)
 
     def plant(self, slots: Slots, born: Tensor) -> None:
-        """Draws the seeds that are born, [N, S]; the optimizers of the others remember all they did."""
+        """Initialise the seeds that are germinated, [N, S]; the optimizer state of the others is kept."""
         fresh = newborn(self.network.seed, (self._envs, self._slots), self._generator)
         if born.any():
             present = self._present[slots.style, slots.blueprint]
             self.seeds.copy_(torch.where(born.unsqueeze(-1), fresh * present, self.seeds))
-            self._forget(born)
+            self._clear_moments(born)
 
     def drop(self, gone: Tensor) -> None:
-        """Forgets the seeds that are gone, [N, S], and what their optimizers remember."""
+        """Remove the seeds that are gone, [N, S], and their optimizer state."""
         if gone.any():
             self.seeds.masked_fill_(gone.unsqueeze(-1), 0.0)
-            self._forget(gone)
+            self._clear_moments(gone)
 
     def train(self, slots: Slots) -> ColonyResult:
-        """One epoch, its validation, and the watchdog's verdict."""
+        """Train for one epoch, validate, and return the results with the watchdog's verdict."""
         epoch = train_epoch(
             self.network,
             self.weights,
@@ -110,64 +113,56 @@ class Colony:
             rate=self.task.learning_rate,
         )
         loss, accuracy = self.validate(slots)
-        self._watch, verdict = watchdog.look(self._watch, loss[:, 0], self.task.classes)
+        self._watchdog, verdict = watch_losses(self._watchdog, loss[:, 0], self.task.classes)
         return ColonyResult(epoch, loss, accuracy, verdict)
 
     def validate(self, slots: Slots) -> tuple[Tensor, Tensor]:
-        """Loss and accuracy [N, 2^S] with every subset of the seeds switched off; all are on in the first."""
+        """Return loss and accuracy [N, 2^S] with every subset of the seeds switched off; in the first column all are on."""
         return validate(self.network, self.weights.rows, self.task.validation, self._mixing(slots, training=False))
 
-    def keep(self, where: Tensor) -> None:
-        """Remembers the weights of the environments where [N] is set, to go back to."""
+    def snapshot(self, where: Tensor) -> None:
+        """Copy the weights of the environments where [N] is set, for `roll_back`."""
         if where.any():
             self._snapshot = torch.where(where[:, None, None], self.weights.rows, self._snapshot)
 
     def roll_back(self, where: Tensor, pruned: Tensor) -> None:
-        """Goes back where [N] is set, without the seeds that are `pruned` there, [N, S]; optimizers begin anew."""
+        """Restore the snapshot where [N] is set, without the `pruned` seeds [N, S]; clear the optimizer state there."""
         self.weights.rows.copy_(torch.where(where[:, None, None], self._snapshot, self.weights.rows))
         self.weights.moments.clear(where.unsqueeze(1).expand(-1, 1 + self._slots))
         self.drop(pruned)
-        self._watch = self._watch.cleared(where)
+        self._watchdog = self._watchdog.cleared(where)
 
     def state_dict(self) -> dict[str, list[Tensor]]:
-        """Everything that the next epoch depends on, but the random generator."""
+        """Return the state that the next epoch depends on, without the random generator."""
         weights = [part.clone() for part in (self.weights.rows, *self.weights.moments)]
-        return {"weights": weights, "watch": list(self._watch), "snapshot": [self._snapshot]}
+        return {"weights": weights, "watch": list(self._watchdog), "snapshot": [self._snapshot]}
 
     def load_state_dict(self, state: Mapping[str, list[Tensor]]) -> None:
-        """Goes on from a saved state."""
+        """Continue from a saved state."""
         device = self._generator.device
         rows, *moments = (tensor.to(device, copy=True) for tensor in state["weights"])
         self.weights = Weights(rows, AdamMoments(*moments))
-        self._watch = watchdog.TrainingWatchdog(*(tensor.to(device) for tensor in state["watch"]))
+        self._watchdog = TrainingWatchdog(*(tensor.to(device) for tensor in state["watch"]))
         (self._snapshot,) = (tensor.to(device) for tensor in state["snapshot"])
 
-    def _forget(self, seeds: Tensor) -> None:
+    def _clear_moments(self, seeds: Tensor) -> None:
         self.weights.moments.clear(torch.cat([torch.zeros_like(seeds[:, :1]), seeds], 1))
 
     def _mixing(self, slots: Slots, *, training: bool) -> Mixing:
-        """How seeds take part; one that neither counts nor learns is left out."""
+        """Return the seeds' part in a pass; one that has no weight and does not learn is left out."""
         isolated = slots.stage == Stage.TRAINING
         counts = (slots.alpha > 0) | isolated if training else slots.alpha > 0
         has = self._anatomy[slots.style, slots.blueprint] & counts.unsqueeze(-1)
         return Mixing(
-            slots.alpha, isolated, [_who(has[:, slot], amounts) for slot, amounts in enumerate(has.sum(0).tolist())]
+            slots.alpha, isolated, [_owners(has[:, slot], amounts) for slot, amounts in enumerate(has.sum(0).tolist())]
         )
 
 
-def _keep_freed_memory() -> None:
-    """Frees one large block, after which glibc keeps up to twice as much of what is freed, for the next step.
-
-    It gives memory back at once otherwise; to fetch it page by page again takes a third of every step of 64 environments.
-    """
-    torch.empty(31 * 2**20, dtype=torch.uint8)
-
-
-def _who(has: Tensor, amounts: list[int]) -> Who:
-    """Who has what, from [N, `ANATOMY`] and how many have it; all, where it is less work to include those who have zeros."""
-    found = dict[str, Tensor | None]()
+def _owners(has: Tensor, amounts: list[int]) -> Owners:
+    """Return the networks with each part, from [N, `ANATOMY`] and the number of each; None, all, where including zeros is less work."""
+    owners = dict[str, Tensor | None]()
     for place, (name, amount) in enumerate(zip(ANATOMY, amounts, strict=True)):
         least = len(has) / 2 if name in INERT else len(has)
         if amount:
-            found[name] = None if amount >= least else has[:, place].nonzero().squeeze(1)
-    return found
+            owners[name] = None if amount >= least else has[:, place].nonzero().squeeze(1)
+    return owners

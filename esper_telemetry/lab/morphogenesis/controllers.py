@@ -1,64 +1,74 @@
-"""Controllers that learn nothing: at random, by rules of thumb, and by knowing what pays. They act through the same step as PPO."""
+"""Controllers that do not learn (random, heuristic, oracle), and their runs, with the rollouts and updates of PPO but no minibatches."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from esper_telemetry.events import EpisodeEnd, RunStart, UpdateEnd
 from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
-from esper_telemetry.lab.morphogenesis.lifecycle import ADVANCES, LEARNING, TARGETS, TEMPOS, Op, Stage, among
 from esper_telemetry.lab.morphogenesis.network import BLUEPRINTS
+from esper_telemetry.lab.morphogenesis.slots import ADVANCES, ALPHA_TARGETS, LEARNING, TEMPO_EPOCHS, Op, Stage, among
+from esper_telemetry.ppo import checkpoint
+from esper_telemetry.ppo.checkpointables import Checkpointables
+from esper_telemetry.ppo.collectors.base import EpisodeCounter
+from esper_telemetry.ppo.config import PPOConfig, require
+from esper_telemetry.ppo.ranks import Ranks
 
-NAMES = [kind.name for kind in BLUEPRINTS]
+BLUEPRINT_NAMES = [kind.name for kind in BLUEPRINTS]
 
 
 class ScriptedController(Protocol):
-    """Chooses actions by looking at the environment itself."""
+    """Chooses actions from the state of the environment."""
 
     def __call__(self, env: Morphogenesis) -> dict[str, Tensor]:
-        """One choice [B] per head for the next step."""
+        """Return one choice [B] per head for the next step."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What it remembers."""
+        """Return its state."""
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Goes on with what was remembered."""
+        """Restore a state."""
 
 
-class Random:
-    """Every possible choice of every head is equally likely."""
+class RandomController:
+    """Chooses uniformly among the possible choices of every head."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, env: Morphogenesis) -> dict[str, Tensor]:
-        """An operation, then what goes with it."""
-        masks, taken = env.action_masks(), dict[str, Tensor]()
+        """Return an operation, and choices of the other heads that it allows."""
+        masks, actions = env.action_masks(), dict[str, Tensor]()
         for name, spec in env.action_specs.items():
             mask = masks.get(name, torch.ones(env.num_envs, spec.size, dtype=torch.bool, device=env.device))
             if mask.dim() == 3:
-                mask = mask[torch.arange(env.num_envs, device=env.device), taken["op"]]
+                mask = mask[torch.arange(env.num_envs, device=env.device), actions["op"]]
             noise = torch.rand(mask.shape, generator=self._generator).to(env.device)
-            taken[name] = noise.masked_fill(~mask, -1.0).argmax(1)
-        return taken
+            actions[name] = noise.masked_fill(~mask, -1.0).argmax(1)
+        return actions
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Of the random generator."""
+        """Return the state of the random generator."""
         return {"generator": self._generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Goes on drawing."""
+        """Restore the random generator."""
         self._generator.set_state(state["generator"])
 
 
-class Oracle:
-    """Grows the largest fitting seed as early as it can, in every slot, and keeps what helps."""
+class OracleController:
+    """Germinates the largest suitable seed in every slot as early as possible, and prunes what does harm."""
 
     def __call__(self, env: Morphogenesis) -> dict[str, Tensor]:
-        """Whatever brings a seed on: fossilise, advance, germinate; a seed that does harm goes."""
+        """Return an operation that prunes a harmful seed, or advances one towards fossilisation."""
         slots = env.slots
         harmful = (slots.stage == Stage.HOLDING) & (slots.contribution < 0)
         wants = {
@@ -68,102 +78,105 @@ class Oracle:
             Op.GERMINATE: slots.stage == Stage.DORMANT,
         }
         kind = "attention" if env.colony.task.tokens > 1 else "mlp"
-        return _carry_out(env, wants, torch.full_like(env.host.op, NAMES.index(kind)))
+        return _choose(env, wants, torch.full_like(env.host.op, BLUEPRINT_NAMES.index(kind)))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Nothing."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Has nothing to go on with."""
+        """Do nothing."""
 
 
-class Heuristic:
-    """Rules of thumb: a seed when a host that has settled stops improving, out when it does harm, for good when it helps.
+class HeuristicController:
+    """Germinates when the host has stabilised and stops improving, prunes seeds that do harm, and fossilises those that help.
 
-    Blueprints take turns; one that was pruned is avoided for a while.
+    Blueprints rotate; a blueprint whose seed was pruned is avoided for some epochs.
     """
 
-    earliest, plateau, calm, settled = 5, 3, (-0.05, 0.03), 3
-    """Epochs before the first seed; without a better accuracy; relative improvements of the loss that are calm, so often in a row."""
-    patience, harm, worth = 5, 0.02, 0.005
-    """Epochs in a stage before accuracy that was lost counts, how much of it, and what a seed must add to be kept."""
-    penalty, forgiving, avoided = 2.0, 0.5, 3.0
-    first = "bottleneck"
-    """Added to a blueprint with every prune, kept of it per epoch, from where on it is not used; and whose turn comes first."""
+    FIRST_SEED_EPOCH = 5
+    PLATEAU_EPOCHS = 3
+    """Epochs without a better accuracy."""
+    STABLE_LOSS_GAIN, STABLE_EPOCHS = (-0.05, 0.03), 3
+    """Relative improvements of the loss that count as stable, and the epochs in a row that this takes."""
+    MIN_FAILING_AGE, MAX_LOST_ACCURACY = 5, 0.02
+    """Epochs in a stage from which on a loss of accuracy counts, and the loss for which a seed is pruned."""
+    MIN_CONTRIBUTION = 0.005
+    """Accuracy that a seed must add to be fossilised."""
+    PRUNE_PENALTY, PENALTY_DECAY, MAX_PENALTY = 2.0, 0.5, 3.0
+    """Penalty of a blueprint per prune, its decay per epoch, and the penalty at which it is avoided."""
+    FIRST_BLUEPRINT = "bottleneck"
 
     def __init__(self) -> None:
-        self._loss = self._calm = self._penalty = self._next = torch.empty(0)
+        self._loss = self._stable_epochs = self._penalty = self._next = torch.empty(0)
 
     def __call__(self, env: Morphogenesis) -> dict[str, Tensor]:
-        """One operation per environment; the most pressing one first."""
+        """Return one operation per environment, in the order prune, fossilise, advance, germinate."""
         slots, host = env.slots, env.host
-        self._remember(env)
+        self._update_history(env)
         lost = slots.anchor - host.val_accuracy.unsqueeze(1)
         holding = slots.stage == Stage.HOLDING
-        worthy = slots.contribution > self.worth
-        failing = among(slots.stage, LEARNING) & (slots.age >= self.patience) & (lost > self.harm)
-        ready = (self._calm >= self.settled) & (host.stale >= self.plateau)
-        if host.epoch * env.horizon < self.earliest:
+        useful = slots.contribution > self.MIN_CONTRIBUTION
+        failing = among(slots.stage, LEARNING) & (slots.age >= self.MIN_FAILING_AGE) & (lost > self.MAX_LOST_ACCURACY)
+        ready = (self._stable_epochs >= self.STABLE_EPOCHS) & (host.stale >= self.PLATEAU_EPOCHS)
+        if host.epoch * env.horizon < self.FIRST_SEED_EPOCH:
             ready = torch.zeros_like(ready)
         wants = {
-            Op.PRUNE: (failing & (slots.stage != Stage.FOSSILIZED)) | (holding & ~worthy),
-            Op.FOSSILIZE: holding & worthy,
+            Op.PRUNE: (failing & (slots.stage != Stage.FOSSILIZED)) | (holding & ~useful),
+            Op.FOSSILIZE: holding & useful,
             Op.ADVANCE: _ready(env),
             Op.GERMINATE: (slots.stage == Stage.DORMANT) & ready.unsqueeze(1),
         }
-        actions = _carry_out(env, wants, self._blueprint(env))
-        self._learn(env, actions)
+        # the next blueprint in turn that fits and is not avoided; else the next that fits
+        fits = env.action_masks()["blueprint"]
+        distance = (torch.arange(len(BLUEPRINTS), device=env.device) - self._next.unsqueeze(1)) % len(BLUEPRINTS)
+        cost = distance + len(BLUEPRINTS) * (self._penalty >= self.MAX_PENALTY) + 100 * ~fits
+        actions = _choose(env, wants, cost.argmin(1))
+        self._update_penalties(env, actions)
         return actions
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The last loss, how calm it was, the penalties of blueprints, and whose turn it is."""
-        return {"loss": self._loss, "calm": self._calm, "penalty": self._penalty, "next": self._next}
+        """Return the last loss, the stable epochs, and the penalties and the turn of the blueprints."""
+        return {"loss": self._loss, "calm": self._stable_epochs, "penalty": self._penalty, "next": self._next}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Goes on with them."""
-        self._loss, self._calm, self._penalty, self._next = (
+        """Restore a state."""
+        self._loss, self._stable_epochs, self._penalty, self._next = (
             state[name] for name in ("loss", "calm", "penalty", "next")
         )
 
-    def _remember(self, env: Morphogenesis) -> None:
+    def _update_history(self, env: Morphogenesis) -> None:
         loss = env.host.val_loss
         if env.host.epoch == 0 or len(self._loss) != env.num_envs:
-            self._calm = torch.zeros_like(loss)
+            self._stable_epochs = torch.zeros_like(loss)
             self._penalty = torch.zeros(env.num_envs, len(BLUEPRINTS), device=env.device)
-            self._next = torch.full_like(env.host.op, NAMES.index(self.first))
+            self._next = torch.full_like(env.host.op, BLUEPRINT_NAMES.index(self.FIRST_BLUEPRINT))
         else:
             gain = (self._loss - loss) / self._loss.abs().clamp(min=1e-8)
-            low, high = self.calm
-            quiet = (gain > low) & (gain < high)
-            latched = self._calm >= self.settled
-            self._calm = torch.where(latched, self._calm, torch.where(quiet, self._calm + 1, 0.0))
-            self._penalty = self._penalty * self.forgiving
+            low, high = self.STABLE_LOSS_GAIN
+            stable = (gain > low) & (gain < high)
+            latched = self._stable_epochs >= self.STABLE_EPOCHS
+            count = torch.where(stable, self._stable_epochs + 1, 0.0)
+            self._stable_epochs = torch.where(latched, self._stable_epochs, count)
+            self._penalty = self._penalty * self.PENALTY_DECAY
         self._loss = loss
 
-    def _blueprint(self, env: Morphogenesis) -> Tensor:
-        """The next in turn that fits and is not avoided; else the next that fits."""
-        fits = env.action_masks()["blueprint"]
-        distance = (torch.arange(len(BLUEPRINTS), device=env.device) - self._next.unsqueeze(1)) % len(BLUEPRINTS)
-        cost = distance + len(BLUEPRINTS) * (self._penalty >= self.avoided) + 100 * ~fits
-        return cost.argmin(1)
-
-    def _learn(self, env: Morphogenesis, actions: Mapping[str, Tensor]) -> None:
+    def _update_penalties(self, env: Morphogenesis, actions: Mapping[str, Tensor]) -> None:
         rows = torch.arange(env.num_envs, device=env.device)
         pruned = env.slots.blueprint[rows, actions["slot"]]
         hit = torch.nn.functional.one_hot(pruned, len(BLUEPRINTS)) * (actions["op"] == Op.PRUNE).unsqueeze(1)
-        self._penalty = self._penalty + self.penalty * hit
+        self._penalty = self._penalty + self.PRUNE_PENALTY * hit
         turn = (actions["blueprint"] + 1) % len(BLUEPRINTS)
         self._next = torch.where(actions["op"] == Op.GERMINATE, turn, self._next)
 
 
 def _ready(env: Morphogenesis) -> Tensor:
-    """Seeds [B, S] that would pass the gate before them."""
+    """Return the seeds [B, S] that would pass their next gate."""
     return among(env.slots.stage, tuple(ADVANCES)) & ~env.slots.moving & env.would_advance()
 
 
-def _carry_out(env: Morphogenesis, wants: Mapping[Op, Tensor], blueprint: Tensor) -> dict[str, Tensor]:
-    """The first operation that is wanted [B, S] and possible, on the first slot; else WAIT."""
+def _choose(env: Morphogenesis, wants: Mapping[Op, Tensor], blueprint: Tensor) -> dict[str, Tensor]:
+    """Return the first operation that is wanted [B, S] and possible, on the first such slot; else WAIT."""
     possible = env.action_masks()["slot"]
     op, slot = torch.zeros_like(env.host.op), torch.zeros_like(env.host.op)
     for wanted, where in reversed(list(wants.items())):
@@ -171,13 +184,117 @@ def _carry_out(env: Morphogenesis, wants: Mapping[Op, Tensor], blueprint: Tensor
         op = torch.where(here.any(1), int(wanted), op)
         slot = torch.where(here.any(1), here.int().argmax(1), slot)
     rest = {name: torch.zeros_like(op) for name in env.action_specs}
-    full, quick = torch.full_like(op, TARGETS.index(1.0)), torch.full_like(op, TEMPOS.index(3))
+    full, quick = torch.full_like(op, ALPHA_TARGETS.index(1.0)), torch.full_like(op, TEMPO_EPOCHS.index(3))
     return {**rest, "op": op, "slot": slot, "blueprint": blueprint, "alpha_target": full, "tempo": quick}
 
 
 SCRIPTS: Mapping[str, Callable[[int], ScriptedController]] = {
-    "heuristic": lambda _: Heuristic(),
-    "oracle": lambda _: Oracle(),
-    "random": Random,
+    "heuristic": lambda _: HeuristicController(),
+    "oracle": lambda _: OracleController(),
+    "random": RandomController,
 }
-"""By name, from a seed."""
+"""Controllers by name, from a seed."""
+
+
+class ScriptedRun:
+    """A run of a controller that does not learn; it emits the events of episodes and updates, as PPO does.
+
+    Args:
+        env: the environment.
+        config: settings of PPO, of which it uses `policy` (the name of the controller), `num_steps`, `seed` and `gamma`.
+
+    Attributes:
+        hooks: hooks of the environment.
+        checkpointables: objects that are saved with it.
+        env_steps, updates: progress so far.
+    """
+
+    gradient_steps = 0
+
+    def __init__(self, env: Morphogenesis, config: PPOConfig) -> None:
+        require(config.policy in SCRIPTS, f"policy must be one of {', '.join(SCRIPTS)}", config.policy)
+        self.env, self.config = env, config
+        self.hooks, self.checkpointables, self.ranks = env.hooks, Checkpointables(), Ranks.current()
+        self.env_steps = self.updates = 0
+        seed = self.ranks.seed(config.seed)
+        self._choose: ScriptedController = SCRIPTS[config.policy](seed)
+        self._episodes = EpisodeCounter(env.num_envs)
+        self._stopping = False
+        env.reset(seed)
+
+    def learn(self, total_steps: int) -> None:
+        """Act until that many environment steps are done; raise ValueError where they are done already."""
+        if total_steps <= self.env_steps:
+            raise ValueError(f"total_steps must exceed the {self.env_steps} steps already taken, got {total_steps}")
+        if self.hooks.wants(RunStart):
+            facts = self._facts(total_steps)
+            self.hooks.emit(RunStart(asdict(self.config), facts, self.updates, self.env_steps, 0))
+        while self.env_steps < total_steps and not self._stopping:
+            self._roll_out()
+        self._stopping = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of a checkpoint."""
+        collector = {"environment": self.env.state_dict(), "episodes": self._episodes.state_dict()}
+        return {
+            "format": checkpoint.FORMAT,
+            "config": asdict(self.config),
+            "made_of": self._made_of(),
+            "counts": {"env_steps": self.env_steps, "updates": self.updates},
+            "collector": {**collector, "script": self._choose.state_dict()},
+            "companions": self.checkpointables.state_dict(),
+        }
+
+    def save(self, path: str | Path) -> Path:
+        """Write a checkpoint atomically."""
+        return checkpoint.save(self, path)
+
+    def load(self, path: str | Path) -> None:
+        """Continue from a checkpoint, bit-identically; raise ValueError with the difference where it does not fit."""
+        state = checkpoint.own_state(self.ranks, self._made_of(), path)
+        self.env_steps, self.updates = state["counts"]["env_steps"], state["counts"]["updates"]
+        self.env.load_state_dict(state["collector"]["environment"])
+        self._episodes.load_state_dict(state["collector"]["episodes"])
+        self._choose.load_state_dict(state["collector"]["script"])
+        self.checkpointables.load_state_dict(state["companions"])
+
+    def _made_of(self) -> dict[str, Any]:
+        """Return the facts that a checkpoint must share."""
+        env = self.env
+        return {
+            "env": env.name,
+            "num_envs": env.num_envs,
+            "policy": self.config.policy,
+            "features": env.observation_shape,
+        }
+
+    def stop(self) -> None:
+        """Make `learn` return after the current rollout."""
+        self._stopping = True
+
+    def _roll_out(self) -> None:
+        start = time.perf_counter()
+        steps = [self.env.step(self._choose(self.env)) for _ in range(self.config.num_steps)]
+        self.updates += 1
+        (transitions,) = self.ranks.totals(self.config.num_steps * self.env.num_envs)
+        self.env_steps += transitions
+        rewards = np.stack([step.rewards.cpu().numpy() for step in steps])
+        ended = np.stack([(step.terminated | step.truncated).cpu().numpy() for step in steps])
+        episodes = self._episodes
+        episodes.count(rewards, ended, None)
+        if episodes.returns:
+            self.hooks.emit(EpisodeEnd(self.env_steps, episodes.returns, episodes.lengths, episodes.times))
+        seconds = {"environment": time.perf_counter() - start, "inference": 0.0, "update": 0.0}
+        self.hooks.emit(UpdateEnd(self.updates, self.env_steps, 0, 0.0, seconds))
+
+    def _facts(self, total_steps: int) -> Mapping[str, Any]:
+        return {
+            "env": self.env.name,
+            "total_steps": total_steps,
+            "num_envs": self.env.num_envs * self.ranks.size,
+            "ranks": self.ranks.size,
+            "horizon": self.env.horizon,
+            "num_steps": self.config.num_steps,
+            "gamma": self.config.gamma,
+            "policy": self.config.policy,
+        }

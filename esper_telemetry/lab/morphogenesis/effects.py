@@ -17,7 +17,7 @@ Pull = Callable[[Tensor], tuple[Tensor, Parameters]]
 PullJoin = Callable[[Tensor], tuple[Tensor, Tensor, Parameters]]
 """From the gradient at the value to those at the features, at what was found in them, and at the parameters."""
 
-EPS = 1e-5
+NORM_EPS = 1e-5
 """Added to the variance of features that are normalised."""
 
 
@@ -100,7 +100,7 @@ def rectified_(d: Tensor, after: Tensor) -> Tensor:
 def _normed(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Features without their mean, by their standard deviation."""
     centred = x - x.mean(1, keepdim=True)
-    slope = (centred.square().mean(1, keepdim=True) + EPS).rsqrt()
+    slope = (centred.square().mean(1, keepdim=True) + NORM_EPS).rsqrt()
     normed = centred * slope
 
     def pull(d: Tensor) -> Tensor:
@@ -132,11 +132,13 @@ INERT = ("units",)
 JOINS = {"gated": (gated, ("gate", "gate_bias")), "multiplied": (multiplied, ())}
 """Ways to join what was found with the features, and their parameters; the others add it as it is."""
 
-Who = Mapping[str, Tensor | None]
+Owners = Mapping[str, Tensor | None]
 """The networks, by index, whose seeds have a part or a join; None for all; what nobody has is not named."""
 
 
-def effect(x: Tensor, seed: Parameters, who: Who, tokens: int) -> tuple[Tensor, Callable[[Tensor, Parameters], Tensor]]:
+def effect(
+    x: Tensor, seed: Parameters, who: Owners, tokens: int
+) -> tuple[Tensor, Callable[[Tensor, Parameters], Tensor]]:
     """What the seeds of a slot add to features x [N, width, M]; nothing where a network has none.
 
     Returns it, and what takes the gradient at it, writes those of the parameters into tensors of their names, and returns that at x.

@@ -1,4 +1,4 @@
-"""The tensor environment: one step is an operation on seeds and an epoch of training, in all environments at once."""
+"""The environment: one step is an operation on seeds and an epoch of training, in all environments at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from esper_telemetry.events import Hooks
 from esper_telemetry.lab.morphogenesis import rewards
-from esper_telemetry.lab.morphogenesis import rewards as contributions
 from esper_telemetry.lab.morphogenesis.actions import ActionOutcome, act, action_masks, advanceable, specs
 from esper_telemetry.lab.morphogenesis.colony import Colony, ColonyResult
 from esper_telemetry.lab.morphogenesis.gradient_health import (
@@ -21,20 +20,24 @@ from esper_telemetry.lab.morphogenesis.gradient_health import (
     intensity_ratio,
     vanishing,
 )
-from esper_telemetry.lab.morphogenesis.lifecycle import ALIVE, FELT, LEARNING, Op, Stage, among
-from esper_telemetry.lab.morphogenesis.observation import VERSION, HostState, feature_names, observe
-from esper_telemetry.lab.morphogenesis.slots import Slots, TransitionGates
-from esper_telemetry.lab.morphogenesis.step_report import Report, report
+from esper_telemetry.lab.morphogenesis.observation import (
+    VERSION,
+    HostState,
+    StepReport,
+    feature_names,
+    observe,
+)
+from esper_telemetry.lab.morphogenesis.slots import ALIVE, EFFECTIVE, LEARNING, Op, Slots, Stage, TransitionGates, among
 from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
-from esper_telemetry.lab.morphogenesis.training import EVERY, OPTIMIZERS, make_task
+from esper_telemetry.lab.morphogenesis.training import OPTIMIZERS, SNAPSHOT_EPOCHS, make_task
 from esper_telemetry.ppo.environments.protocol import TensorStep
 
 
 class Morphogenesis:
-    """B hosts that learn a task while a controller grows seeds into them, as tensors with a leading environment axis.
+    """B hosts that learn a task while a controller adds seeds to them, as tensors with a leading environment axis.
 
-    An episode is `horizon` epochs of training of a new host. It ends in a terminal state, since the observation tells the time. What
-    counts in the end is `score`: validation accuracy less what the seeds' parameters are priced at.
+    An episode is `horizon` epochs of training of a new host. It ends in a terminal state, since the observation includes the time. Its
+    `score` is the validation accuracy minus the price of the seeds' parameters.
 
     Args:
         num_envs: B.
@@ -42,19 +45,19 @@ class Morphogenesis:
         slots: places for seeds, S, one behind each hidden layer; four at most.
         horizon: epochs of an episode.
         reward: `shaped`, `basic` or `sparse`.
-        strict: gates ask for more.
+        strict: gates require more.
         optimizer: of hosts and seeds, `adam` or `sgd`.
-        gamma: discount factor of the shaping; that of the controller.
-        seed: makes everything repeatable.
-        device: where its tensors are.
+        gamma: discount factor of the shaping, equal to the controller's.
+        seed: seed of the hosts, the seeds and the minibatches.
+        device: device of the tensors.
 
     Attributes:
-        hooks: told of every step, see `telemetry.GrowthStep`.
+        hooks: emit `telemetry.GrowthStep` for every step.
         score: [B], of the last episodes that ended; NaN before.
 
     Raises:
-        ValueError: for a setting that is none.
-        ImportError: where the task's data are not installed.
+        ValueError: an invalid setting.
+        ImportError: the data of the task are not installed.
     """
 
     name = "morphogenesis"
@@ -80,8 +83,8 @@ class Morphogenesis:
         for name, value, least in (("num_envs", num_envs, 1), ("slots", slots, 1), ("horizon", horizon, 2)):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
-        if slots > contributions.MOST_SLOTS:
-            raise ValueError(f"slots must be at most {contributions.MOST_SLOTS}, got {slots}")
+        if slots > rewards.MAX_SLOTS:
+            raise ValueError(f"slots must be at most {rewards.MAX_SLOTS}, got {slots}")
         for name, chosen, known in (("reward", reward, rewards.REWARDS), ("optimizer", optimizer, OPTIMIZERS)):
             if chosen not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {chosen!r}")
@@ -98,16 +101,16 @@ class Morphogenesis:
 
     @property
     def slots(self) -> Slots:
-        """The state of the slots, as it is before the next step."""
+        """State of the slots before the next step."""
         return self._slots
 
     @property
     def host(self) -> HostState:
-        """How the hosts do, before the next step."""
+        """State of the hosts before the next step."""
         return self._host
 
     def reset(self, seed: int | None = None) -> Tensor:
-        """Begins episodes everywhere; returns the observations [B, features]."""
+        """Begin new episodes; return the observations [B, features]."""
         seed = seed if self._seed is None else self._seed
         if seed is not None:
             self._generator.manual_seed(seed)
@@ -115,16 +118,16 @@ class Morphogenesis:
         return self._observe(torch.zeros_like(self._slots.alpha))
 
     def action_masks(self) -> dict[str, Tensor]:
-        """What the next action may be; WAIT always."""
+        """Return the masks of the next action; WAIT is always allowed."""
         return action_masks(self._slots, tokens=self.colony.task.tokens)
 
     def would_advance(self) -> Tensor:
-        """Whether the gate in front of each seed would open, [B, S]."""
+        """Return the seeds that would pass their next gate, [B, S]."""
         return advanceable(self._slots, self._gates, self._host.val_accuracy)
 
     @torch.no_grad()
     def step(self, actions: Mapping[str, Tensor]) -> TensorStep:
-        """Takes one action per head, [B] each; what is not possible is WAIT."""
+        """Take one action per head, [B] each; an impossible one is WAIT."""
         slots, before = self._slots, rewards.potentials(self._slots)
         masks = self.action_masks() if self.hooks.wants(GrowthStep) else {}
         weights = slots.alpha
@@ -135,30 +138,33 @@ class Morphogenesis:
         velocity = slots.alpha - weights
         result = self.colony.train(slots)
         cause = self._measure(result)
-        pruned = self._guard(result, outcome)
+        pruned = self._roll_back(result, outcome)
         self._epoch += 1
         last = self._epoch == self.horizon
-        self._host = self._look(result, outcome)
-        paid = self._pay(result, outcome, velocity)
+        self._host = self._host_state(result, outcome)
+        components = self._reward_components(result, outcome, velocity)
         faded = slots.tick(self._host.val_accuracy)
         self.colony.drop(faded)
-        paid["shaping"] = rewards.shaping(before, rewards.potentials(slots), self._gamma, last=last)
-        paid["final"] = self._final(last)
-        earned = rewards.total(paid, self._reward)
+        components["shaping"] = rewards.shaping(before, rewards.potentials(slots), self._gamma, last=last)
+        score = self._host.val_accuracy - self.colony.task.price * self._host.parameters
+        components["final"] = score if last else torch.zeros_like(score)
+        if last:
+            self.score = score
+        reward = rewards.total(components, self._reward)
         if self.hooks.wants(GrowthStep):
             gone = outcome.pruned | pruned | faded
-            found = Report(slots, self._host, result, outcome, gone, cause, self.colony, self.horizon)
-            self.hooks.emit(report(found, paid, masks, mode=self._reward, last=last))
+            report = StepReport(slots, self._host, result, outcome, gone, cause, self.colony, self.horizon)
+            self.hooks.emit(report.event(components, masks, mode=self._reward, last=last))
         if last:
             self._begin()
         ended = torch.full((self.num_envs,), last, device=self.device)
-        return TensorStep(self._observe(velocity * (not last)), earned, ended, torch.zeros_like(ended))
+        return TensorStep(self._observe(velocity * (not last)), reward, ended, torch.zeros_like(ended))
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to release."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Networks, optimizers, slots, histories and the random generator."""
+        """Return networks, optimizers, slots, histories and the state of the random generator."""
         return {
             "colony": self.colony.state_dict(),
             "slots": self._slots.tensors(),
@@ -171,7 +177,7 @@ class Morphogenesis:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a saved state; raises ValueError where its observations mean something else."""
+        """Continue from a saved state; raise ValueError where its observations have another layout."""
         if state["layout"] != VERSION:
             raise ValueError(
                 f"observations are laid out by version {VERSION}, got a state of version {state['layout']}"
@@ -186,7 +192,7 @@ class Morphogenesis:
 
     @torch.no_grad()
     def _begin(self) -> None:
-        """New hosts, dormant slots."""
+        """Begin episodes with new hosts and dormant slots."""
         self._epoch = 0
         self._slots = Slots.empty(self.num_envs, self.slot_count, self.device)
         self._history = CauseHistory.fresh(self.num_envs, self.slot_count, self.device)
@@ -197,17 +203,17 @@ class Morphogenesis:
         self._host = HostState(0.0, loss, accuracy, loss, accuracy, accuracy, zero, zero, zero, zero, op)
 
     def _measure(self, result: ColonyResult) -> Tensor:
-        """Writes what the epoch showed of the seeds to their slots; returns why weak gradients are weak, [B, S]."""
+        """Store the measurements of the epoch in the slots; return the causes of weak gradients, [B, S]."""
         slots, epoch = self._slots, result.epoch
         learning = among(slots.stage, LEARNING) & ~slots.leaving
         entries, host_entries = self.colony.parameters(slots), self.colony.network.host.size
         ratio = intensity_ratio(epoch.seed_norm, entries, epoch.host_norm, host_entries)
         smooth = torch.where(slots.ratio < 0, ratio, torch.lerp(ratio, slots.ratio, INTENSITY_DECAY))
-        worth = contributions.contributions(result.accuracy)
-        felt = among(slots.stage, FELT) & (slots.alpha > 0)
+        contribution = rewards.contributions(result.accuracy)
+        effective = among(slots.stage, EFFECTIVE) & (slots.alpha > 0)
         severities = {"exploding": exploding(epoch.seed_peak), "vanishing": vanishing(epoch.seed_norm)}
         slots.set(learning, norm=epoch.seed_norm, ratio=smooth, **severities)
-        slots.set(torch.ones_like(felt), contribution=torch.where(felt, worth, -1.0))
+        slots.set(torch.ones_like(effective), contribution=torch.where(effective, contribution, -1.0))
         seed = epoch.seed_norm / entries.clamp(min=1).sqrt()
         host = (epoch.host_norm / host_entries**0.5).unsqueeze(1).expand_as(seed)
         self._history, cause = diagnose(
@@ -215,12 +221,12 @@ class Morphogenesis:
         )
         return cause
 
-    def _guard(self, result: ColonyResult, outcome: ActionOutcome) -> Tensor:
-        """Keeps what is well and goes back where something broke; returns the seeds [B, S] that this costs."""
+    def _roll_back(self, result: ColonyResult, outcome: ActionOutcome) -> Tensor:
+        """Snapshot the healthy environments and restore the broken ones; return the seeds [B, S] that are pruned by it."""
         slots, panic = self._slots, result.verdict.panic
-        well = result.loss[:, 0].isfinite() & ~panic
-        due = torch.full_like(well, self._epoch % EVERY == 0)
-        self.colony.keep(well & (due | outcome.fossilized.any(1)))
+        healthy = result.loss[:, 0].isfinite() & ~panic
+        due = torch.full_like(healthy, self._epoch % SNAPSHOT_EPOCHS == 0)
+        self.colony.snapshot(healthy & (due | outcome.fossilized.any(1)))
         lost = panic.unsqueeze(1) & among(slots.stage, ALIVE[:-1])
         if panic.any():
             self.colony.roll_back(panic, lost)
@@ -228,8 +234,8 @@ class Morphogenesis:
         slots.empty_out(lost)
         return lost
 
-    def _look(self, result: ColonyResult, outcome: ActionOutcome) -> HostState:
-        """How the hosts do after the epoch."""
+    def _host_state(self, result: ColonyResult, outcome: ActionOutcome) -> HostState:
+        """Return the state of the hosts after the epoch."""
         old, accuracy = self._host, result.accuracy[:, 0]
         best = torch.maximum(old.best, accuracy)
         return HostState(
@@ -246,8 +252,8 @@ class Morphogenesis:
             op=outcome.op,
         )
 
-    def _pay(self, result: ColonyResult, outcome: ActionOutcome, velocity: Tensor) -> dict[str, Tensor]:
-        """The components of the reward that do not depend on whether the episode ends."""
+    def _reward_components(self, result: ColonyResult, outcome: ActionOutcome, velocity: Tensor) -> dict[str, Tensor]:
+        """Return the components of the reward that do not depend on the end of the episode."""
         slots, host = self._slots, self._host
         return {
             "accuracy_delta": host.delta,
@@ -258,13 +264,6 @@ class Morphogenesis:
             "fossil_bonus": (outcome.fossilized * slots.contribution.clamp(min=0)).sum(1),
             "rollback": result.verdict.panic.float(),
         }
-
-    def _final(self, last: bool) -> Tensor:
-        """What the episode was worth, when it is over."""
-        worth = self._host.val_accuracy - self.colony.task.price * self._host.parameters
-        if last:
-            self.score = worth
-        return worth if last else torch.zeros_like(worth)
 
     def _observe(self, velocity: Tensor) -> Tensor:
         return observe(self._host, self._slots, velocity, self.horizon)

@@ -1,6 +1,7 @@
-"""How far gradients are from what is normal: severities from 0 to 1 instead of flags, half where the flag would be raised.
+"""Health of the gradients of seeds: severities from 0 to 1, and the cause of a gradient that is weak relative to the host's.
 
-Why a seed's gradient is weak beside its host's: each seed's last epochs, judged by those before them.
+Severities are continuous, so that the controller observes a trend before a limit is reached; 0.5 is the limit of a flag. Causes compare
+each seed's last epoch with its own history.
 """
 
 from __future__ import annotations
@@ -10,46 +11,46 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper_telemetry.lab.morphogenesis.training import MAX_NORM
+from esper_telemetry.lab.morphogenesis.training import MAX_GRADIENT_NORM
 
-EXPLODING = (0.0, 2.0)
-VANISHING = (-3.0, -7.0)
+EXPLODING_DECADES = (0.0, 2.0)
+VANISHING_DECADES = (-3.0, -7.0)
 """Decades of the norm over the clip limit between which the severity rises: half at ten times the limit, and at a 100,000th of it."""
 
 INTENSITY_DECAY = 0.7
-"""Of the running mean of the intensity ratio, per epoch."""
+"""Decay per epoch of the running mean of the intensity ratio."""
 
 
 def _ramp(norm: Tensor, ends: tuple[float, float]) -> Tensor:
-    decades = (norm.clamp(min=1e-30) / MAX_NORM).log10()
+    decades = (norm.clamp(min=1e-30) / MAX_GRADIENT_NORM).log10()
     return ((decades - ends[0]) / (ends[1] - ends[0])).clamp(0, 1)
 
 
 def exploding(peak: Tensor) -> Tensor:
     """Severity of the largest norm before clipping; 1 where it is not finite."""
-    return torch.where(peak.isfinite(), _ramp(peak, EXPLODING), 1.0)
+    return torch.where(peak.isfinite(), _ramp(peak, EXPLODING_DECADES), 1.0)
 
 
 def vanishing(norm: Tensor) -> Tensor:
     """Severity of the mean norm; 0 where it is not finite."""
-    return torch.where(norm.isfinite(), _ramp(norm, VANISHING), 0.0)
+    return torch.where(norm.isfinite(), _ramp(norm, VANISHING_DECADES), 0.0)
 
 
 def intensity_ratio(seed: Tensor, seed_entries: Tensor, host: Tensor, host_entries: int) -> Tensor:
-    """Gradient per root of parameter of each seed [N, S] over that of its host [N]; -1 where either has none."""
+    """Gradient per root of the parameter count of each seed [N, S] over that of its host [N]; -1 where either has none."""
     of_seed = seed / seed_entries.clamp(min=1).sqrt()
     of_host = (host / host_entries**0.5).unsqueeze(1)
     return torch.where((seed_entries > 0) & (of_host > 0), of_seed / of_host.clamp(min=1e-30), -1.0)
 
 
 CAUSES = ("ok", "disconnected", "dormant", "saturated", "host_fast", "indeterminate")
-"""Not weak; the loss does not reach the seed; little reaches it; what reaches it is lost inside; the host is quick; nobody knows."""
+"""Not weak; no gradient reaches the seed; little reaches it; it is lost inside the seed; the host's is unusually large; unknown."""
 
-LOW = 0.01
-"""Intensity ratio from which on nothing is weak."""
+LOW_INTENSITY_RATIO = 0.01
+"""Intensity ratio below which a gradient is weak."""
 
-FAR, MIN_SPREAD, ENOUGH, DECAY = 2.0, 0.15, 4, 0.8
-"""Standard scores that count, the least spread in decades, epochs it takes to know, and how fast old ones fade."""
+UNUSUAL_Z, MIN_SPREAD_DECADES, MIN_HISTORY_EPOCHS, HISTORY_DECAY = 2.0, 0.15, 4, 0.8
+"""Z-score that is unusual, smallest standard deviation in decades, epochs before causes are given, and decay of the history per epoch."""
 
 
 class CauseHistory(NamedTuple):
@@ -61,7 +62,7 @@ class CauseHistory(NamedTuple):
 
     @staticmethod
     def fresh(envs: int, slots: int, device: torch.device) -> CauseHistory:
-        """Nothing is known."""
+        """Return an empty history."""
         empty = torch.zeros(4, envs, slots, device=device)
         return CauseHistory(empty, empty, empty[0])
 
@@ -76,37 +77,33 @@ def diagnose(
     counted: Tensor,
     alpha: Tensor,
 ) -> tuple[CauseHistory, Tensor]:
-    """The history with this epoch, and each seed's cause [N, S], an index into `CAUSES`; -1 where it is not counted.
+    """Return the history with this epoch, and each seed's cause [N, S], an index into `CAUSES`; -1 where it is not counted.
 
     Args:
         history: of the epochs before.
         ratio: [N, S], intensity ratio.
-        seed, host, upstream: [N, S], gradient per root of parameter of seed and host, and the norm at the seed's effect.
+        seed, host, upstream: [N, S], gradient per root of the parameter count of seed and host, and the norm at the seed's effect.
         counted: [N, S], bool: seeds that train; the history of others begins anew.
         alpha: [N, S], weight of the effect.
     """
     now = torch.stack([seed, host, upstream, seed / upstream.clamp(min=1e-30)]).clamp(1e-30, 1e30).nan_to_num().log10()
-    spread = (history.square - history.mean.square()).clamp(min=0).sqrt().clamp(min=MIN_SPREAD)
+    spread = (history.square - history.mean.square()).clamp(min=0).sqrt().clamp(min=MIN_SPREAD_DECADES)
     z_seed, z_host, z_upstream, z_gain = (now - history.mean) / spread
     conditions = [
-        (ratio >= LOW, "ok"),
+        (ratio >= LOW_INTENSITY_RATIO, "ok"),
         ((upstream == 0) & (alpha > 0), "disconnected"),
         (upstream == 0, "dormant"),
-        (history.epochs < ENOUGH, "indeterminate"),
-        (z_upstream <= -FAR, "dormant"),
-        (z_gain <= -FAR, "saturated"),
-        ((z_seed > -FAR) & (z_host >= FAR), "host_fast"),
+        (history.epochs < MIN_HISTORY_EPOCHS, "indeterminate"),
+        (z_upstream <= -UNUSUAL_Z, "dormant"),
+        (z_gain <= -UNUSUAL_Z, "saturated"),
+        ((z_seed > -UNUSUAL_Z) & (z_host >= UNUSUAL_Z), "host_fast"),
     ]
     cause = torch.full_like(ratio, CAUSES.index("indeterminate"), dtype=torch.int64)
     for condition, name in reversed(conditions):
         cause = torch.where(condition, CAUSES.index(name), cause)
-    return _counting(history, now, counted), torch.where(counted, cause, -1)
-
-
-def _counting(history: CauseHistory, now: Tensor, counted: Tensor) -> CauseHistory:
-    """One epoch more, in a mean over all epochs at first and over the last few later."""
+    # a mean over all epochs at first, and over the last few later
     count = torch.where(counted, history.epochs + 1, 0.0)
-    share = torch.maximum(1 / count.clamp(min=1), torch.tensor(1 - DECAY, device=count.device))
-    mean = torch.where(counted, torch.lerp(history.mean, now, share.expand_as(now)), 0.0)
-    square = torch.where(counted, torch.lerp(history.square, now.square(), share.expand_as(now)), 0.0)
-    return CauseHistory(mean, square, count)
+    weight = torch.maximum(1 / count.clamp(min=1), torch.tensor(1 - HISTORY_DECAY, device=count.device)).expand_as(now)
+    mean = torch.where(counted, torch.lerp(history.mean, now, weight), 0.0)
+    square = torch.where(counted, torch.lerp(history.square, now.square(), weight), 0.0)
+    return CauseHistory(mean, square, count), torch.where(counted, cause, -1)

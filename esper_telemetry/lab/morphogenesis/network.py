@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from esper_telemetry.lab.morphogenesis.effects import Parameters, Who, effect, rectified_
+from esper_telemetry.lab.morphogenesis.effects import Owners, Parameters, effect, rectified_
 
 
 class Packing:
@@ -49,7 +49,7 @@ class Packing:
         )
 
 
-UNITS = 24
+MAX_HIDDEN_UNITS = 24
 """Hidden units that a slot has room for."""
 
 
@@ -72,7 +72,7 @@ class Blueprint:
 BLUEPRINTS = (
     Blueprint("norm", scales=True),
     Blueprint("bottleneck", units=4),
-    Blueprint("mlp", units=UNITS),
+    Blueprint("mlp", units=MAX_HIDDEN_UNITS),
     Blueprint("attention", attends=True),
 )
 
@@ -93,9 +93,9 @@ def seed_packing(width: int, *, attends: bool) -> Packing:
         {
             "gain": (width,),
             "shift": (width,),
-            "enter": (width, UNITS),
-            "enter_bias": (UNITS,),
-            "leave": (width, UNITS),
+            "enter": (width, MAX_HIDDEN_UNITS),
+            "enter_bias": (MAX_HIDDEN_UNITS,),
+            "leave": (width, MAX_HIDDEN_UNITS),
             **(dict.fromkeys(ATTENTION, square) if attends else {}),
             "gate": (width, 1),
             "gate_bias": (1,),
@@ -154,7 +154,7 @@ class Mixing(NamedTuple):
 
     alpha: Tensor
     isolated: Tensor
-    who: Sequence[Who]
+    who: Sequence[Owners]
 
 
 class Views(NamedTuple):

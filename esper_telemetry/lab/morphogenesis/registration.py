@@ -1,4 +1,4 @@
-"""Morphogenesis as an environment that trainers and the command line find by name, without torch until it is made."""
+"""The entry point that registers the environment `morphogenesis`; imports torch only when an environment is made."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 from esper_telemetry.ppo.environments.registry import PresetSettings, RegisteredEnvironment
 
 if TYPE_CHECKING:
+    from esper_telemetry.lab.morphogenesis.controllers import ScriptedRun
     from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
-    from esper_telemetry.lab.morphogenesis.scripted import ScriptedRun
     from esper_telemetry.ppo.config import PPOConfig
 
 CONTROLLERS: Final = ("heuristic", "oracle", "random")
@@ -33,7 +33,7 @@ LSTM_PRESET: Final[PresetSettings] = (
 
 
 def make(num_envs: int = NUM_ENVS, **arguments: Any) -> Morphogenesis:
-    """Return `num_envs` hosts; the arguments are those of `Morphogenesis`."""
+    """Return `num_envs` environments; the arguments are those of `Morphogenesis`."""
     from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
 
     return Morphogenesis(num_envs, **arguments)
@@ -41,7 +41,7 @@ def make(num_envs: int = NUM_ENVS, **arguments: Any) -> Morphogenesis:
 
 def control(env: Morphogenesis, config: PPOConfig) -> ScriptedRun:
     """Return a run of the controller that `config.policy` names."""
-    from esper_telemetry.lab.morphogenesis.scripted import ScriptedRun
+    from esper_telemetry.lab.morphogenesis.controllers import ScriptedRun
 
     return ScriptedRun(env, config)
 

@@ -1,35 +1,167 @@
-"""The state of all slots of all environments: [N, S] tensors, and what time and operations do to them.
+"""The lifecycle of seeds: stages, transitions and operations as data, the state of all slots, and the gates between stages.
 
-Gates: what a seed must show before a stage, as named checks on tensors. Strict gates ask for more than permissive ones.
+The state is one tensor [N, S] per fact, for N environments with S slots. A seed's weight moves along a curve over a number of epochs. Gates
+are named conditions on tensors; strict gates require more than permissive ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from enum import IntEnum
+from functools import cache
+from math import exp
 
 import torch
 from torch import Tensor
 
-from esper_telemetry.lab.morphogenesis.lifecycle import TICKS, Stage, progress
+
+class Stage(IntEnum):
+    """Stage of a slot."""
+
+    UNKNOWN = 0
+    DORMANT = 1
+    GERMINATED = 2
+    TRAINING = 3
+    BLENDING = 4
+    HOLDING = 5
+    FOSSILIZED = 6
+    PRUNED = 7
+    EMBARGOED = 8
+    RESETTING = 9
+
+
+class Op(IntEnum):
+    """Operation of a step."""
+
+    WAIT = 0
+    GERMINATE = 1
+    SET_ALPHA = 2
+    PRUNE = 3
+    FOSSILIZE = 4
+    ADVANCE = 5
+
+
+TRANSITIONS: Mapping[Stage, tuple[Stage, ...]] = {
+    Stage.UNKNOWN: (Stage.DORMANT,),
+    Stage.DORMANT: (Stage.GERMINATED,),
+    Stage.GERMINATED: (Stage.TRAINING, Stage.PRUNED),
+    Stage.TRAINING: (Stage.BLENDING, Stage.PRUNED),
+    Stage.BLENDING: (Stage.HOLDING, Stage.PRUNED),
+    Stage.HOLDING: (Stage.FOSSILIZED, Stage.BLENDING, Stage.PRUNED),
+    Stage.FOSSILIZED: (),
+    Stage.PRUNED: (Stage.EMBARGOED,),
+    Stage.EMBARGOED: (Stage.RESETTING,),
+    Stage.RESETTING: (Stage.DORMANT,),
+}
+"""The stages that may follow each; a new episode begins with new slots."""
+
+ADVANCES: Mapping[Stage, Stage] = {
+    Stage.GERMINATED: Stage.TRAINING,
+    Stage.TRAINING: Stage.BLENDING,
+    Stage.BLENDING: Stage.HOLDING,
+}
+"""Target of ADVANCE, if its gate opens."""
+
+TICKS: Mapping[Stage, tuple[Stage, int]] = {
+    Stage.PRUNED: (Stage.EMBARGOED, 1),
+    Stage.EMBARGOED: (Stage.RESETTING, 2),
+    Stage.RESETTING: (Stage.DORMANT, 1),
+}
+"""Automatic transitions, and the epochs after which they happen."""
+
+OP_STAGES: Mapping[Op, tuple[Stage, ...]] = {
+    Op.GERMINATE: (Stage.DORMANT,),
+    Op.SET_ALPHA: (Stage.BLENDING, Stage.HOLDING),
+    Op.PRUNE: (Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING),
+    Op.FOSSILIZE: (Stage.HOLDING,),
+    Op.ADVANCE: tuple(ADVANCES),
+}
+"""Stages in which an operation on a slot is possible."""
+
+BLOCKING = (Stage.GERMINATED, Stage.TRAINING, Stage.PRUNED, Stage.EMBARGOED, Stage.RESETTING)
+"""No seed is germinated while any slot is in one of these stages."""
+
+ALIVE = (Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED)
+LEARNING = (Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED)
+EFFECTIVE = (Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED)
+"""Stages in which a seed has parameters (`ALIVE`), trains them (`LEARNING`), and has an effect on the host (`EFFECTIVE`)."""
+
+MIN_PRUNE_AGE = 2
+"""Epochs in its stage before a seed may be pruned."""
+
+POTENTIALS: Mapping[Stage, float] = {
+    Stage.GERMINATED: 1.0,
+    Stage.TRAINING: 2.0,
+    Stage.BLENDING: 3.5,
+    Stage.HOLDING: 5.5,
+    Stage.FOSSILIZED: 6.0,
+}
+"""Potential of a seed for the shaping of rewards; 0 elsewhere."""
+
+
+def among(stage: Tensor, stages: tuple[Stage, ...]) -> Tensor:
+    """Return True where a stage is one of these."""
+    return look_up(tuple(one in stages for one in Stage), stage)
+
+
+def potential(stage: Tensor) -> Tensor:
+    """Return the potential of each stage."""
+    return look_up(tuple(POTENTIALS.get(one, 0.0) for one in Stage), stage)
+
+
+def look_up(values: tuple[float, ...], index: Tensor) -> Tensor:
+    """Return the value at each index."""
+    return _table(values, type(values[0]).__name__, index.device)[index]
+
+
+@cache
+def _table(values: tuple[float, ...], _: str, device: torch.device) -> Tensor:
+    """Return the values as a tensor; the name of their type distinguishes 1 from True in the cache."""
+    return torch.tensor(values, device=device)
+
+
+CURVES = ("linear", "cosine", "sigmoid_soft", "sigmoid", "sigmoid_steep")
+STEEPNESS = (6.0, 12.0, 24.0)
+"""Steepness of the three sigmoid curves."""
+
+ALPHA_TARGETS = (0.5, 0.7, 1.0)
+TEMPO_EPOCHS = (2, 3, 5)
+SPEED_EPOCHS = (0, 2, 3, 5)
+"""Epochs of blending, and of a change of the weight; 0 is immediate."""
+
+
+def progress(done: Tensor, total: Tensor, curve: Tensor) -> Tensor:
+    """Progress, 0 to 1, after `done` of `total` epochs along a curve (an index into `CURVES`).
+
+    Every curve is monotonic from 0 to 1; sigmoids are stretched to reach both ends.
+    """
+    t = torch.where(total > 0, (done / total.clamp(min=1)).clamp(0, 1), 1.0)
+    shapes = [t, (1 - torch.cos(torch.pi * t)) / 2, *(_sigmoid(t, steepness) for steepness in STEEPNESS)]
+    return torch.stack(shapes, -1).gather(-1, curve.unsqueeze(-1)).squeeze(-1)
+
+
+def _sigmoid(t: Tensor, steepness: float) -> Tensor:
+    low, high = (1 / (1 + exp(-end * steepness / 2)) for end in (-1.0, 1.0))
+    return (torch.sigmoid(steepness * (t - 0.5)) - low) / (high - low)
 
 
 @dataclass(slots=True)
 class Slots:
-    """One tensor [N, S] per fact; replaced, never written to.
+    """State of all slots, one tensor [N, S] per fact; tensors are replaced, never written to.
 
     Attributes:
         stage, age: the `Stage`, and epochs in it.
         life: epochs since germination.
-        blueprint, style, tempo, goal: as chosen at germination: two indices, epochs that blending takes, and the weight it leads to.
-        alpha, start, target: weight of the seed, where its change began and where it leads.
-        done, total, curve: epochs of that change behind, in all, and along which curve.
-        leaving: whether the seed is being faded out to be pruned; its parameters rest meanwhile.
+        blueprint, style, tempo, goal: chosen at germination: two indices, epochs of blending, and its final weight.
+        alpha, start, target: weight of the seed, and the ends of its current change.
+        done, total, curve: epochs of that change done and in total, and its curve.
+        leaving: the seed is being faded out to be pruned; its parameters are not trained.
         anchor: validation accuracy when the stage began.
-        norm: mean norm of the last epoch's gradients; -1 where nothing was measured.
-        exploding, vanishing: severities of these gradients, see `severity`.
-        ratio: running mean of the intensity ratio to the host; -1 where nothing was measured.
-        contribution: accuracy that is lost when the seed alone is switched off; -1 where it has no effect.
+        norm: mean norm of the last epoch's gradients; -1 where not measured.
+        exploding, vanishing: severities of these gradients, see `gradient_health`.
+        ratio: running mean of the intensity ratio to the host; -1 where not measured.
+        contribution: accuracy lost when the seed alone is switched off; -1 where it has no effect.
     """
 
     stage: Tensor
@@ -55,20 +187,22 @@ class Slots:
 
     @classmethod
     def empty(cls, envs: int, slots: int, device: torch.device) -> Slots:
-        """Dormant slots."""
+        """Return dormant slots."""
         types = dict.fromkeys(("stage", "age", "life", "blueprint", "style", "tempo"), torch.int64)
         types |= dict.fromkeys(("done", "total", "curve"), torch.int64) | {"leaving": torch.bool}
         names = [item.name for item in fields(cls)]
-        found = {name: torch.zeros(envs, slots, dtype=types.get(name, torch.float32), device=device) for name in names}
-        unmeasured = {name: found[name] - 1 for name in ("norm", "ratio", "contribution")}
-        return cls(**{**found, **unmeasured, "stage": found["stage"] + Stage.DORMANT})
+        tensors = {
+            name: torch.zeros(envs, slots, dtype=types.get(name, torch.float32), device=device) for name in names
+        }
+        unmeasured = {name: tensors[name] - 1 for name in ("norm", "ratio", "contribution")}
+        return cls(**{**tensors, **unmeasured, "stage": tensors["stage"] + Stage.DORMANT})
 
     def tensors(self) -> dict[str, Tensor]:
-        """All by name."""
+        """Return all tensors by name."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def set(self, where: Tensor, **values: Tensor | float) -> None:
-        """Sets facts of the slots where [N, S] is set."""
+        """Set facts of the slots where [N, S] is set."""
         if not where.any():
             return
         for name, value in values.items():
@@ -81,39 +215,39 @@ class Slots:
             setattr(self, name, new)
 
     def enter(self, where: Tensor, stage: Stage | Tensor, accuracy: Tensor) -> None:
-        """Moves slots to a stage; the accuracy [N] is what they are measured from."""
+        """Move slots to a stage; their progress is measured from the accuracy [N]."""
         self.set(where, stage=stage, age=0, anchor=accuracy.unsqueeze(1))
 
     def head_for(self, where: Tensor, target: Tensor | float, epochs: Tensor, curve: Tensor) -> None:
-        """Begins to move the weight to a target over so many epochs; over none, it is there at once."""
+        """Move the weight to a target over that many epochs; over 0, at once."""
         at_once = where & (epochs == 0)
         self.set(where, start=self.alpha, target=target, done=0, total=epochs, curve=curve)
         self.set(at_once, alpha=self.target)
 
     @property
     def health(self) -> Tensor:
-        """1 less the worse of the two severities, [N, S]."""
+        """1 minus the larger of the two severities, [N, S]."""
         return 1 - torch.maximum(self.exploding, self.vanishing)
 
     @property
     def moving(self) -> Tensor:
-        """Whether the weight is on its way, [N, S]."""
+        """True where the weight is changing, [N, S]."""
         return self.done < self.total
 
     def empty_out(self, where: Tensor) -> None:
-        """Forgets the seed that was there."""
+        """Clear the facts of a removed seed."""
         self.set(where, alpha=0, start=0, target=0, done=0, total=0, leaving=False, life=0)
         self.set(where, norm=-1, exploding=0, vanishing=0, ratio=-1, contribution=-1)
 
     def move_weights(self) -> None:
-        """One epoch of every schedule that runs."""
+        """Advance every change of a weight by one epoch."""
         running = self.moving
         self.done = self.done + running
         way = progress(self.done, self.total, self.curve)
         self.set(running, alpha=self.start + (self.target - self.start) * way)
 
     def tick(self, accuracy: Tensor) -> Tensor:
-        """What happens by itself at the end of an epoch; returns where [N, S] a seed has faded out and is pruned."""
+        """Make the automatic transitions at the end of an epoch; return where [N, S] a seed has faded out and is pruned."""
         before, age = self.stage, self.age
         faded = self.leaving & ~self.moving & (before != Stage.PRUNED)
         self.enter(faded, Stage.PRUNED, accuracy)
@@ -131,18 +265,18 @@ MIN_IMPROVEMENT = 0.005
 MIN_RATIO = 0.01
 MIN_HEALTH = 0.7
 MIN_CONTRIBUTION = 0.01
-"""Epochs, accuracy, intensity ratio (`grad/pair` calls 0.01 low), health and accuracy that the checks ask for."""
+"""Epochs, accuracy, intensity ratio (0.01 is the low bound of `grad/pair`), health and accuracy that the checks require."""
 
 Test = Callable[[Slots, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One condition: from the slots and the validation accuracy [N, 1] to where it holds, [N, S].
+    """One condition, from the slots and the validation accuracy [N, 1] to a mask [N, S].
 
     Attributes:
-        strict: asked by strict gates only.
-        permissive: asked by permissive gates only.
+        strict: required by strict gates only.
+        permissive: required by permissive gates only.
     """
 
     name: str
@@ -153,7 +287,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What stands before a stage."""
+    """The conditions for entering a stage."""
 
     name: str
     to: Stage
@@ -197,7 +331,7 @@ GATES = (
 
 
 class TransitionGates:
-    """All gates, strict or permissive."""
+    """All gates, either strict or permissive."""
 
     def __init__(self, *, strict: bool = False) -> None:
         self.checks: Mapping[str, tuple[Check, ...]] = {
@@ -205,6 +339,6 @@ class TransitionGates:
         }
 
     def passed(self, gate: Gate, slots: Slots, accuracy: Tensor) -> Tensor:
-        """Where [N, S] every check of a gate holds, for an accuracy [N]."""
-        found = [check.test(slots, accuracy.unsqueeze(1)) for check in self.checks[gate.name]]
-        return torch.stack(found).all(0)
+        """Return where [N, S] every check of a gate holds, for an accuracy [N]."""
+        masks = [check.test(slots, accuracy.unsqueeze(1)) for check in self.checks[gate.name]]
+        return torch.stack(masks).all(0)

@@ -1,7 +1,6 @@
-"""Networks that grow, as columns of an update: the event of a step, and its metrics. Reached through the entry point `morphogenesis`.
+"""The event of a step of morphogenesis and its metrics: the entry point `morphogenesis` of the group `esper_telemetry.updates`.
 
-Environments may emit events on hooks of their own that their trainer makes its own, so `attach` stays one call and a trainer knows nothing
-of growth.
+The environment emits the event on its own hooks, which its trainer adopts: `attach` remains one call, and the trainer needs no code for it.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from esper_telemetry.updates.extensions import Capture
 
 @dataclass(frozen=True, slots=True)
 class GrowthStep:
-    """One step of B environments in which networks grow: an epoch of training of every host, with S slots for seeds in each.
+    """One step of B environments: an epoch of training of every host, with S slots for seeds in each.
 
     Attributes:
-        last: whether episodes end with it.
+        last: episodes end with this step.
         horizon: steps of an episode.
         hosts: [B] each: `train_loss`, `train_accuracy`, `val_loss`, `val_accuracy`, `best` (accuracy so far), `stale` (epochs since then),
             `norm` (gradient before clipping), `growth` (parameters over those of the host alone), `score` (accuracy less the price of the
             parameters), `seeds_gain` (accuracy that all seeds add), `synergy` (what they add beyond the sum of each alone), `op` (an
-            index), `decides` (whether there was a choice), and the watchdog's `nonfinite`, `lobotomy` and `divergence`.
+            index), `decides` (there was a choice), and the watchdog's `nonfinite`, `lobotomy` and `divergence`.
         seeds: [B, S] each: `stage` (an index), `life` (epochs), `alpha`, `blueprint`, `born`, `pruned`, `fossilized` (bool, in this step),
-            and NaN where unknown: gradient `norm`, severities `exploding` and `vanishing`, `ratio` (gradient intensity over the host's),
-            `contribution`, `shapley`; `cause` (an index, -1 where there is no seed that learns).
-        rewards: [B] per component, weighted: they add up to the reward.
+            and NaN where it was not measured: gradient `norm`, severities `exploding` and `vanishing`, `ratio` (gradient intensity over
+            the host's), `contribution`, `shapley`; `cause` (an index, -1 where there is no seed that learns).
+        rewards: [B] per component, weighted; their sum is the reward.
         gates: [B] per gate: -1 not asked, 0 refused, 1 passed.
         labels: names of the values of `stage`, `op` and `cause`.
     """
@@ -52,11 +51,11 @@ class GrowthStep:
 
 @dataclass(frozen=True, slots=True)
 class GrowthUpdate:
-    """Growth in T steps of the environments; an `updates.extensions.UpdateExtension`.
+    """T steps of the environments; an `updates.extensions.UpdateExtension`.
 
     Attributes:
         steps: columns as in `GrowthStep`, with T as their first dimension.
-        last: per step, whether episodes ended with it.
+        last: per step: episodes ended with it.
     """
 
     event_type: ClassVar[type] = GrowthStep
@@ -84,11 +83,11 @@ class GrowthUpdate:
 
     @property
     def on_device(self) -> bool:
-        """Whether the hosts are trained elsewhere than on the CPU."""
+        """True where the hosts are not trained on the CPU."""
         return not self.steps.hosts["score"].is_cpu
 
     def measure(self, _: Mapping[str, Any], level: Level) -> Iterator[Measurement]:
-        """Measure hosts, their seeds, and what was paid for them; at DEBUG one by one too."""
+        """Yield the measurements of hosts, seeds and rewards; at DEBUG also of single environments and slots."""
         hosts, seeds, rewards, labels = self.steps.hosts, self.steps.seeds, self.steps.rewards, self.steps.labels
         last = torch.tensor(self.last, device=hosts["score"].device)
         yield partial(host_stats, hosts)
@@ -99,5 +98,5 @@ class GrowthUpdate:
             yield partial(each_stats, hosts, seeds, rewards)
 
     def evidence(self, _: Mapping[str, Any]) -> Iterator[Capture]:
-        """Nothing: alarms about growth read metrics alone."""
+        """Yield nothing: the alarms of morphogenesis read metrics only."""
         yield from ()

@@ -1,10 +1,7 @@
-"""One epoch of training for all hosts and seeds, and what accuracy came of it.
+"""Training of hosts and seeds: their tasks, the optimizers, one epoch with its validation, and the watchdog.
 
-Adam and SGD for rows of parameters, in place: each row has its own clipping, its own moments and its own count of steps.
-
-A watchdog for every host: what has broken gets the weights back that it had when it was well.
-
-What hosts learn: inputs and targets for training and validation, made once and shared by all environments.
+Optimizers work on rows of parameters, in place: each row has its own clipping, moments and step count. The data are made once and shared by
+all environments. The watchdog finds hosts whose validation loss has broken, which then get older weights back.
 """
 
 from __future__ import annotations
@@ -21,12 +18,12 @@ from torch import Tensor
 
 from esper_telemetry.lab.morphogenesis.network import Mixing, Network, Views
 
-MOMENTUM = 0.9
-BETAS, EPS = (0.9, 0.999), 1e-8
+SGD_MOMENTUM = 0.9
+ADAM_BETAS, ADAM_EPS = (0.9, 0.999), 1e-8
 
 
 class AdamMoments(NamedTuple):
-    """An optimizer's memory of R rows: [R, size] twice and the steps taken [R]; R may be several axes."""
+    """Optimizer state of R rows: first and second moments [R, size] and step counts [R]; R may be several axes."""
 
     first: Tensor
     second: Tensor
@@ -34,38 +31,38 @@ class AdamMoments(NamedTuple):
 
     @staticmethod
     def of(rows: Tensor) -> AdamMoments:
-        """Empty, as of new parameters."""
+        """Return the state of new parameters."""
         return AdamMoments(torch.zeros_like(rows), torch.zeros_like(rows), torch.zeros_like(rows[..., 0]))
 
     def clear(self, where: Tensor) -> None:
-        """Forgets the rows where [R] is set; all others keep what they have."""
+        """Zero the rows where [R] is set."""
         for part in self:
             part.masked_fill_(where.view(*where.shape, *[1] * (part.dim() - where.dim())), 0.0)
 
 
 def clip(gradients: Tensor, limit: float) -> Tensor:
-    """Shortens the rows of gradients [..., size] that are longer than that; returns the norms [...] that they had."""
+    """Clip rows of gradients [..., size] to that norm, in place; return the norms [...] before clipping."""
     norms: Tensor = torch.linalg.vector_norm(gradients, dim=-1)
     gradients.mul_((limit / (norms + 1e-6)).clamp(max=1.0).unsqueeze(-1))
     return norms
 
 
 def adam(rows: Tensor, gradients: Tensor, moments: AdamMoments, rate: float, where: Tensor) -> None:
-    """One step (Kingma & Ba 2015) of the rows where [R] is set; the others and their moments stay as they are."""
+    """Take one step (Kingma & Ba 2015) in the rows where [R] is set; the others and their moments stay unchanged."""
     on = where.to(rows.dtype).unsqueeze(-1)
     steps = moments.steps.add_(where).clamp(min=1).unsqueeze(-1)
-    moments.first.lerp_(gradients, on * (1 - BETAS[0]))
-    moments.second.lerp_(gradients.square(), on * (1 - BETAS[1]))
-    first, second = (1 - beta**steps for beta in BETAS)
-    size = moments.second.sqrt().mul_(second.rsqrt()).add_(EPS)
+    moments.first.lerp_(gradients, on * (1 - ADAM_BETAS[0]))
+    moments.second.lerp_(gradients.square(), on * (1 - ADAM_BETAS[1]))
+    first, second = (1 - beta**steps for beta in ADAM_BETAS)
+    size = moments.second.sqrt().mul_(second.rsqrt()).add_(ADAM_EPS)
     rows.addcdiv_(moments.first * (on * rate / first), size, value=-1.0)
 
 
 def sgd(rows: Tensor, gradients: Tensor, moments: AdamMoments, rate: float, where: Tensor) -> None:
-    """One step with momentum of the rows where [R] is set."""
+    """Take one step with momentum in the rows where [R] is set."""
     on = where.to(rows.dtype).unsqueeze(-1)
     moments.steps.add_(where)
-    moments.first.lerp_(moments.first * MOMENTUM + gradients, on)
+    moments.first.lerp_(moments.first * SGD_MOMENTUM + gradients, on)
     rows.addcmul_(moments.first, on, value=-rate)
 
 
@@ -73,39 +70,41 @@ Optimizer = Callable[[Tensor, Tensor, AdamMoments, float, Tensor], None]
 OPTIMIZERS: Mapping[str, Optimizer] = {"adam": adam, "sgd": sgd}
 
 
-WINDOW, ENOUGH = 20, 10
-"""Losses that are remembered, and how many it takes to judge by them."""
+WATCHDOG_WINDOW_EPOCHS, WATCHDOG_MIN_EPOCHS = 20, 10
+"""Losses in the watchdog's history, and the number it needs."""
 
-SIGMAS, TIMES, ABSOLUTE, PATIENCE = 6.0, 3.0, 12.0, 3
-"""A loss diverges beyond so many standard deviations, so many times the mean and this much, so often in a row."""
+DIVERGENCE_SIGMAS, DIVERGENCE_FACTOR, MIN_DIVERGENT_LOSS, DIVERGENCE_EPOCHS = 6.0, 3.0, 12.0, 3
+"""A loss diverges beyond so many standard deviations and multiples of the mean, and this value, for so many epochs in a row."""
 
-LEARNED, NEAR_CHANCE = 0.6, 0.065
-"""A lobotomy: a host that was below this share of the loss of guessing is back within this share of it."""
+MAX_LEARNED_LOSS_FRAC, CHANCE_LOSS_TOLERANCE = 0.6, 0.065
+"""A lobotomy: a host whose loss was below this fraction of the loss of guessing is back within this fraction of it."""
 
-EVERY = 5
-"""Epochs between snapshots."""
+SNAPSHOT_EPOCHS = 5
+"""Epochs between snapshots of the weights."""
 
 
 class TrainingWatchdog(NamedTuple):
-    """What is remembered of the losses: [N, WINDOW] with NaN where there is none yet, and divergences in a row [N]."""
+    """History of the losses [N, WATCHDOG_WINDOW_EPOCHS], NaN where there is none yet, and divergences in a row [N]."""
 
     losses: Tensor
     strikes: Tensor
 
     @staticmethod
     def fresh(envs: int, device: torch.device) -> TrainingWatchdog:
-        """Nothing is known."""
-        return TrainingWatchdog(torch.full((envs, WINDOW), torch.nan, device=device), torch.zeros(envs, device=device))
+        """Return an empty history."""
+        return TrainingWatchdog(
+            torch.full((envs, WATCHDOG_WINDOW_EPOCHS), torch.nan, device=device), torch.zeros(envs, device=device)
+        )
 
     def cleared(self, where: Tensor) -> TrainingWatchdog:
-        """Nothing is known where [N] is set."""
+        """Return a history that is empty where [N] is set."""
         return TrainingWatchdog(
             self.losses.masked_fill(where.unsqueeze(1), torch.nan), self.strikes.masked_fill(where, 0.0)
         )
 
 
 class WatchdogVerdict(NamedTuple):
-    """Where [N] something is wrong, by reason."""
+    """Broken hosts [N], by reason."""
 
     nonfinite: Tensor
     lobotomy: Tensor
@@ -113,27 +112,33 @@ class WatchdogVerdict(NamedTuple):
 
     @property
     def panic(self) -> Tensor:
-        """Where anything is."""
+        """Hosts broken for any reason."""
         return self.nonfinite | self.lobotomy | self.divergence
 
 
-def look(watch: TrainingWatchdog, loss: Tensor, classes: int) -> tuple[TrainingWatchdog, WatchdogVerdict]:
-    """Judges the losses [N] of an epoch by those before it; what is out of line is not remembered."""
-    known = watch.losses.isfinite()
-    count = known.sum(1)
+def watch_losses(watch: TrainingWatchdog, loss: Tensor, classes: int) -> tuple[TrainingWatchdog, WatchdogVerdict]:
+    """Compare the losses [N] of an epoch with the history; unusual losses do not enter it."""
+    count = watch.losses.isfinite().sum(1)
     mean = watch.losses.nan_to_num().sum(1) / count.clamp(min=1)
     spread = ((watch.losses - mean.unsqueeze(1)).nan_to_num().square().sum(1) / count.clamp(min=1)).sqrt()
-    nonfinite, enough, chance = ~loss.isfinite(), count >= ENOUGH, log(classes)
-    lobotomy = enough & (mean < LEARNED * chance) & ((loss - chance).abs() < NEAR_CHANCE * chance)
-    far = enough & (loss > ABSOLUTE) & (loss > mean + SIGMAS * spread) & (loss > TIMES * mean)
+    nonfinite, enough, chance = ~loss.isfinite(), count >= WATCHDOG_MIN_EPOCHS, log(classes)
+    lobotomy = (
+        enough & (mean < MAX_LEARNED_LOSS_FRAC * chance) & ((loss - chance).abs() < CHANCE_LOSS_TOLERANCE * chance)
+    )
+    far = (
+        enough
+        & (loss > MIN_DIVERGENT_LOSS)
+        & (loss > mean + DIVERGENCE_SIGMAS * spread)
+        & (loss > DIVERGENCE_FACTOR * mean)
+    )
     strikes = torch.where(far, watch.strikes + 1, 0.0)
-    odd = nonfinite | lobotomy | far
-    losses = torch.where(odd.unsqueeze(1), watch.losses, torch.cat([watch.losses[:, 1:], loss.unsqueeze(1)], 1))
-    return TrainingWatchdog(losses, strikes), WatchdogVerdict(nonfinite, lobotomy, strikes >= PATIENCE)
+    unusual = nonfinite | lobotomy | far
+    losses = torch.where(unusual.unsqueeze(1), watch.losses, torch.cat([watch.losses[:, 1:], loss.unsqueeze(1)], 1))
+    return TrainingWatchdog(losses, strikes), WatchdogVerdict(nonfinite, lobotomy, strikes >= DIVERGENCE_EPOCHS)
 
 
-TOKENS = 16
-"""Characters of a window of text."""
+WINDOW_TOKENS = 16
+"""Characters in a window of text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,19 +151,19 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class LearningTask:
-    """A data set, and the host that is to learn it.
+    """A data set, and the host that learns it.
 
     Attributes:
         train, validation: examples; no row is in both.
-        classes: that rows are told apart into.
-        width: of the host's hidden layers.
+        classes: number of classes of the rows.
+        width: units of the host's hidden layers.
         tokens: rows of a window; 1 where rows are independent.
         linear: the host has no activations.
-        batch: windows of a minibatch.
-        train_batches: minibatches of an epoch.
-        validation_windows: windows that accuracy is measured on, a limit of its own.
-        learning_rate: of hosts and seeds.
-        price: accuracy that as many parameters in seeds as the host has are thought to be worth.
+        batch: windows per minibatch.
+        train_batches: minibatches per epoch.
+        validation_windows: largest number of windows for validation.
+        learning_rate: learning rate of hosts and seeds.
+        price: accuracy charged for as many parameters in seeds as the host has.
     """
 
     name: str
@@ -180,7 +185,7 @@ class LearningTask:
         return self.train.inputs.shape[1]
 
     def to(self, device: torch.device) -> LearningTask:
-        """The task with its data on that device, and no more validation data than is looked at."""
+        """Return the task with its data on that device, and with at most `validation_windows` windows for validation."""
         rows = self.validation_windows * self.tokens
         train, validation = (
             Data(data.inputs[:limit].to(device), data.targets[:limit].to(device))
@@ -190,7 +195,7 @@ class LearningTask:
 
 
 def synthetic() -> LearningTask:
-    """Points in the plane, lifted to 16 noisy dimensions, in three arms of a spiral: more than a narrow host can bend around."""
+    """Return the task `synthetic`: three arms of a spiral, lifted to 16 noisy dimensions, too curved for a narrow host."""
     generator = torch.Generator().manual_seed(7)
     rows, arms, turns = 1536, 3, 1.25
     targets = torch.arange(rows) % arms
@@ -203,11 +208,12 @@ def synthetic() -> LearningTask:
 
 
 def digits() -> LearningTask:
-    """What is left when a handwritten digit is divided by three: the 1,797 images of 8 x 8 pixels that scikit-learn brings.
+    """Return the task `digits`: a handwritten digit modulo three, on the 1,797 images of 8 x 8 pixels of scikit-learn.
 
-    Digits with the same remainder look nothing alike, so a host without activations falls short.
+    Digits with the same remainder do not look alike, so a host without activations cannot separate them.
 
-    Raises ImportError where scikit-learn is missing.
+    Raises:
+        ImportError: scikit-learn is missing.
     """
     try:
         from sklearn.datasets import load_digits
@@ -220,14 +226,14 @@ def digits() -> LearningTask:
 
 
 def text() -> LearningTask:
-    """The next character of a short story, in windows of 16; accuracy is the share of characters told right, in training too."""
+    """Return the task `text`: the next character of a short story, in windows of 16; accuracy is per character."""
     story = Path(__file__).with_name("text.txt").read_text(encoding="utf-8").lower()
     letters = sorted(set(story))
     codes = torch.tensor([letters.index(letter) for letter in story])
-    windows = codes.unfold(0, TOKENS + 1, 4)
-    held = len(windows) // 5  # the end of the story, less the windows that reach into both parts
-    train, validation = windows[: -held - TOKENS // 4], windows[-held:]
-    place = torch.eye(TOKENS)
+    windows = codes.unfold(0, WINDOW_TOKENS + 1, 4)
+    rows = len(windows) // 5  # the end of the story, without the windows that overlap both parts
+    train, validation = windows[: -rows - WINDOW_TOKENS // 4], windows[-rows:]
+    place = torch.eye(WINDOW_TOKENS)
 
     def data(rows: Tensor) -> Data:
         inputs = torch.cat([F.one_hot(rows[:, :-1], len(letters)).float(), place.expand(len(rows), -1, -1)], -1)
@@ -239,7 +245,7 @@ def text() -> LearningTask:
         *parts,
         classes=len(letters),
         width=16,
-        tokens=TOKENS,
+        tokens=WINDOW_TOKENS,
         batch=32,
         validation_windows=64,
         learning_rate=0.03,
@@ -247,7 +253,7 @@ def text() -> LearningTask:
 
 
 def _split(inputs: Tensor, targets: Tensor, rows: int, generator: torch.Generator) -> tuple[Data, Data]:
-    """The first so many rows in a random order, and the rest."""
+    """Return that many rows in a random order, and the rest."""
     order = torch.randperm(len(inputs), generator=generator)
     first, rest = order[:rows], order[rows:]
     return Data(inputs[first], targets[first]), Data(inputs[rest], targets[rest])
@@ -257,22 +263,22 @@ TASKS: Mapping[str, Callable[[], LearningTask]] = {"synthetic": synthetic, "digi
 
 
 def make_task(name: str) -> LearningTask:
-    """The task of that name; raises ValueError for one that does not exist, ImportError where its data are not installed."""
+    """Return the task of that name; raise ValueError for an unknown one, ImportError where its data are not installed."""
     if name not in TASKS:
         raise ValueError(f"task must be one of {', '.join(TASKS)}, got {name!r}")
     return TASKS[name]()
 
 
-MAX_NORM = 1.0
-"""Limit of the gradient norm of a host, and of each seed by itself."""
+MAX_GRADIENT_NORM = 1.0
+"""Clip limit of the gradient norm of a host, and of each seed separately."""
 
 
 class Weights(NamedTuple):
-    """All that is trained, and written to in place.
+    """Parameters and optimizer state, written to in place.
 
     Attributes:
-        rows: [N, 1 + S, size], a host in the first row of each network, its seeds in the others; zero where nothing is.
-        moments: what their optimizers remember.
+        rows: [N, 1 + S, size], a host in the first row of each network, its seeds in the others; zero elsewhere.
+        moments: optimizer state of the rows.
     """
 
     rows: Tensor
@@ -280,10 +286,10 @@ class Weights(NamedTuple):
 
 
 class Epoch(NamedTuple):
-    """What happened in an epoch, over all its minibatches; norms are those before clipping.
+    """Results of an epoch, over all its minibatches; norms are those before clipping.
 
     Attributes:
-        loss, accuracy: [N], on the training data as they were seen.
+        loss, accuracy: [N], on the training data, before each step.
         host_norm: [N], mean.
         seed_norm, seed_peak: [N, S], mean and largest.
         upstream: [N, S], mean norm of the loss's gradient with respect to a seed's effect.
@@ -298,9 +304,9 @@ class Epoch(NamedTuple):
 
 
 def gradients(network: Network, weights: Views, data: Data, mixing: Mixing, into: Views) -> tuple[Tensor, Tensor]:
-    """Writes every network's gradients of its own mean cross-entropy over M rows of data.
+    """Write every network's gradients of its own mean cross-entropy over M rows of data.
 
-    Returns the logarithms of the probabilities [N, classes, M], and the norms at the seeds' effects [N, S].
+    Returns the log-probabilities [N, classes, M], and the gradient norms at the seeds' effects [N, S].
     """
     passed = network.forward(weights, data.inputs, mixing)
     logs = passed.logits.log_softmax(1)
@@ -310,16 +316,16 @@ def gradients(network: Network, weights: Views, data: Data, mixing: Mixing, into
 
 
 def scores(logs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's loss, and whether it was told right, 1 or 0, [N, M], from log-probabilities [N, classes, M] and classes [M]."""
+    """Loss of each row and its accuracy, 1 or 0, [N, M], from log-probabilities [N, classes, M] and classes [M]."""
     own = logs.gather(1, _wide(targets, logs)).squeeze(1)
     return -own, (own >= logs.amax(1)).to(logs.dtype)
 
 
 def minibatches(task: LearningTask, generator: torch.Generator) -> list[Data]:
-    """Those of an epoch: windows in a random order, the same ones for all networks."""
-    tokens, wanted = task.tokens, task.train_batches * task.batch
+    """Return the minibatches of an epoch: windows in a random order, the same for all networks."""
+    tokens, limit = task.tokens, task.train_batches * task.batch
     windows = len(task.train.targets) // tokens
-    order = torch.randperm(windows, generator=generator, device=generator.device)[:wanted]
+    order = torch.randperm(windows, generator=generator, device=generator.device)[:limit]
     rows = (order.unsqueeze(1) * tokens + torch.arange(tokens, device=order.device)).flatten()
     parts = (task.train.inputs[rows].split(task.batch * tokens), task.train.targets[rows].split(task.batch * tokens))
     return [Data(*pair) for pair in zip(*parts, strict=True)]
@@ -336,17 +342,17 @@ def train_epoch(
     optimizer: Optimizer,
     rate: float,
 ) -> Epoch:
-    """Trains the hosts, and the seeds where [N, S] `learning` is set, for one epoch; see `gradients` for the rest."""
+    """Train the hosts, and the seeds where `learning` [N, S] is set, for one epoch."""
     slopes = torch.zeros_like(weights.rows)
     views, into = network.views(weights.rows), network.views(slopes)
     where = torch.cat([torch.ones_like(learning[:, :1]), learning], 1)
     logs, norms, upstream = list[Tensor](), list[Tensor](), list[Tensor]()
     for data in batches:
-        found, reached = gradients(network, views, data, mixing, into)
-        norms.append(clip(slopes, MAX_NORM))
+        log_probs, norm = gradients(network, views, data, mixing, into)
+        norms.append(clip(slopes, MAX_GRADIENT_NORM))
         optimizer(weights.rows, slopes, weights.moments, rate, where)
-        logs.append(found)
-        upstream.append(reached)
+        logs.append(log_probs)
+        upstream.append(norm)
     loss, right = scores(torch.cat(logs, 2), torch.cat([data.targets for data in batches]))
     norm, peak = torch.stack(norms).mean(0), torch.stack(norms).amax(0)
     return Epoch(loss.mean(1), right.mean(1), norm[:, 0], norm[:, 1:], peak[:, 1:], torch.stack(upstream).mean(0))
@@ -354,17 +360,17 @@ def train_epoch(
 
 @torch.no_grad()
 def validate(network: Network, rows: Tensor, data: Data, mixing: Mixing) -> tuple[Tensor, Tensor]:
-    """Loss and accuracy, [N, 2^S] each, with every subset of the seeds switched off: seed s where bit s of the column's number is set."""
-    felt = [slot for slot, who in enumerate(mixing.who) if who]
+    """Return loss and accuracy, [N, 2^S] each, with every subset of the seeds switched off: seed s in columns with bit s set."""
+    occupied = [slot for slot, who in enumerate(mixing.who) if who]
     logits = network.forward(network.views(rows), data.inputs, mixing, subsets=True).logits
-    found = scores(logits.log_softmax(1), data.targets.repeat(2 ** len(felt)))
+    by_row = scores(logits.log_softmax(1), data.targets.repeat(2 ** len(occupied)))
     columns = [
-        sum((subset >> slot & 1) << place for place, slot in enumerate(felt)) for subset in range(2**network.slots)
+        sum((subset >> slot & 1) << place for place, slot in enumerate(occupied)) for subset in range(2**network.slots)
     ]
-    loss, accuracy = (part.unflatten(1, (-1, len(data.targets))).mean(2)[:, columns] for part in found)
+    loss, accuracy = (part.unflatten(1, (-1, len(data.targets))).mean(2)[:, columns] for part in by_row)
     return loss, accuracy
 
 
 def _wide(targets: Tensor, like: Tensor) -> Tensor:
-    """Classes [M] as an index [N, 1, M] into the classes of all networks."""
+    """Return classes [M] as an index [N, 1, M]."""
     return targets.expand(len(like), 1, -1)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from esper_telemetry.core.lazy import lazy_names
+from esper_telemetry.core.lazy import lazy_names as lazy_names
 
 if TYPE_CHECKING:
     from esper_telemetry.sinks.tensorboard.sink import TensorBoardSink as TensorBoardSink

@@ -1,4 +1,4 @@
-"""What the tests of faults start from: tiny trainers, and what telemetry records of them."""
+"""Small trainers for the tests of faults, and the records of their runs."""
 
 from __future__ import annotations
 
@@ -46,27 +46,27 @@ def pendulum(**settings: Any) -> PPO:
 
 
 def learn(trainer: PPO, updates: int) -> None:
-    """Trains that many updates more."""
+    """Train that many more updates."""
     per_update = trainer.config.num_steps * trainer.env.num_envs
     trainer.learn(per_update * (trainer.updates + updates))
 
 
 def weights(trainer: PPO) -> list[torch.Tensor]:
-    """Copies of all parameters."""
+    """Return copies of all parameters."""
     return [parameter.detach().clone() for parameter in trainer.policy.parameters()]
 
 
 def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    """Whether the tensors agree bit for bit."""
+    """Return True where all tensors are bit-identical."""
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 def recorded(trainer: PPO, fault: str | Fault | None = None, *, at_update: int = 2, updates: int = 3) -> list[Record]:
-    """The records of a run that breaks at that update, up to where weights that are not finite end it."""
-    found: list[Record] = []
-    with suppress(FloatingPointError), Telemetry([found.append], run_dir=None, level="debug") as telemetry:
+    """Return the records of a run that breaks at that update, until non-finite weights end it."""
+    records: list[Record] = []
+    with suppress(FloatingPointError), Telemetry([records.append], run_dir=None, level="debug") as telemetry:
         attach(telemetry, trainer)
         if fault is not None:
             schedule(trainer, fault, at_update=at_update)
         learn(trainer, updates)
-    return found
+    return records

@@ -1,4 +1,4 @@
-"""`python -m esper_telemetry.lab.faults`, in processes of its own where it trains."""
+"""The command line `python -m esper_telemetry.faults`; commands that train run in their own processes."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The journals of a score of two faults on one environment, and what it printed."""
-    directory = tmp_path_factory.mktemp("kept")
+def journals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Journals of a score of three faults on one environment, and its output."""
+    directory = tmp_path_factory.mktemp("journals")
     trained = command(
         *("score", "--faults", "lr_zero", "h0_zero", "mask_bug", "--envs", "cartpole", "--no-healthy"),
         *("--workers", "1", "--keep", str(directory), "--json", "--no-curve"),
@@ -45,25 +45,25 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow  # training for a score
-def test_a_score_is_json_with_all_figures(kept: Path) -> None:
-    """A learning rate of 0 is found at once; the other two do not apply, which is said and not counted."""
-    found = json.loads((kept / "printed.json").read_text())
+def test_a_score_as_json_has_all_figures(journals: Path) -> None:
+    """A learning rate of 0 raises its alarm at once; the other two faults do not apply and are not counted."""
+    figures = json.loads((journals / "printed.json").read_text())
 
-    assert set(found) >= FIELDS
-    assert (found["runs"], found["strict_recall"], found["healthy_updates"]) == (1, 1.0, 24)
-    assert set(found["per_fault"]) == {"lr_zero"}
-    assert found["baselines"]["nan_only"]["strict_recall"] == 0
-    assert found["not_applicable"] == [
+    assert set(figures) >= FIELDS
+    assert (figures["runs"], figures["strict_recall"], figures["healthy_updates"]) == (1, 1.0, 24)
+    assert set(figures["per_fault"]) == {"lr_zero"}
+    assert figures["baselines"]["nan_only"]["strict_recall"] == 0
+    assert figures["not_applicable"] == [
         "h0_zero does not apply to CartPole-v1: its policy has no memory",
         "mask_bug does not apply to CartPole-v1: it has no action masks",
     ]
 
 
 @pytest.mark.slow
-def test_kept_journals_are_scored_again_without_training(kept: Path) -> None:
-    before = json.loads((kept / "printed.json").read_text())
+def test_kept_journals_are_scored_again_without_training(journals: Path) -> None:
+    before = json.loads((journals / "printed.json").read_text())
 
-    again = json.loads(command("score", "--from", str(kept), "--workers", "1", "--json", "--split").stdout)
+    again = json.loads(command("score", "--from", str(journals), "--workers", "1", "--json", "--split").stdout)
 
     for name in FIELDS:
         assert again[name] == before[name]
@@ -73,9 +73,9 @@ def test_kept_journals_are_scored_again_without_training(kept: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_kept_is_whole_runs_and_nothing_else(kept: Path) -> None:
-    assert sorted(path.name for path in kept.iterdir()) == ["cartpole-lr_zero-0-s3", "printed.json"]
-    assert {path.name for path in (kept / "cartpole-lr_zero-0-s3").iterdir()} >= {"course.json", "journal.jsonl"}
+def test_keep_leaves_complete_runs_and_nothing_else(journals: Path) -> None:
+    assert sorted(path.name for path in journals.iterdir()) == ["cartpole-lr_zero-0-s3", "printed.json"]
+    assert {path.name for path in (journals / "cartpole-lr_zero-0-s3").iterdir()} >= {"course.json", "journal.jsonl"}
 
 
 def test_faults_are_listed_with_the_alarms_that_name_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,12 +88,12 @@ def test_faults_are_listed_with_the_alarms_that_name_them(capsys: pytest.Capture
 
 
 def test_every_alarm_that_a_fault_expects_exists() -> None:
-    known = {alarm.type for alarm in alarm_rules()}
+    types = {alarm.type for alarm in alarm_rules()}
 
-    assert {kind for fault in FAULTS for kind in fault.accepts} <= known
+    assert {kind for fault in FAULTS for kind in fault.accepts} <= types
 
 
-def test_the_documentation_lists_the_faults_there_are() -> None:
+def test_the_documentation_lists_all_faults() -> None:
     page = (Path(__file__).parents[3] / "docs" / "faults.md").read_text(encoding="utf-8")
 
     assert fault_markdown() in page
@@ -107,7 +107,7 @@ def test_the_documentation_lists_the_faults_there_are() -> None:
         (["score", "--faults", "lr=1"], "the dose of lr_x10 must be from 2 to 10000, got 1"),
         (["score", "--workers", "0"], "workers must be at least 1, got 0"),
         (["score", "--seeds", "-1"], "seeds must be 0 or more, and at least one, got (-1,)"),
-        (["score", "--from", "nowhere"], "nowhere holds no runs of the fault bed"),
+        (["score", "--from", "nowhere"], "nowhere holds no runs of the fault bench"),
         (
             ["score", "--from", "a", "--keep", "b"],
             "--from scores what is kept and --keep keeps what is trained: give one of them",

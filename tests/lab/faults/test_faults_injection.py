@@ -1,4 +1,4 @@
-"""Every fault really breaks training, and leaves nothing behind."""
+"""Every fault breaks training, and restores the trainer afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from esper_telemetry.ppo.environments import make_env
 
 Values = Mapping[str, float]
 Effect = Callable[[Values, Values], bool]
-"""What shows a fault: the values of the first broken update, and those of the same update of a healthy run."""
+"""Condition on the values of the first broken update and those of the same update of a healthy run."""
 
 
 def rises(key: str, bound: float) -> Effect:
@@ -101,21 +101,21 @@ def test_a_fault_shows_in_the_first_broken_update(fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", [fault.name for fault in FAULTS])
-def test_what_a_fault_changed_is_put_back_bit_for_bit(fault: str) -> None:
-    healthy, mended = make(fault), make(fault)
+def test_a_fault_is_undone_bit_for_bit(fault: str) -> None:
+    healthy, restored = make(fault), make(fault)
     learn(healthy, 1)
-    learn(mended, 1)
+    learn(restored, 1)
 
-    with inject(mended, fault):
+    with inject(restored, fault):
         pass
     learn(healthy, 1)
-    learn(mended, 1)
+    learn(restored, 1)
 
-    assert equal(weights(healthy), weights(mended))
+    assert equal(weights(healthy), weights(restored))
 
 
 @pytest.mark.parametrize("fault", [fault.name for fault in FAULTS if not fault.noisy])
-def test_broken_updates_change_training_and_leave_only_what_they_taught(fault: str) -> None:
+def test_broken_updates_change_weights_and_nothing_else(fault: str) -> None:
     healthy, broken = make(fault), make(fault)
     before = surroundings(broken)
     learn(healthy, 2)
@@ -128,7 +128,7 @@ def test_broken_updates_change_training_and_leave_only_what_they_taught(fault: s
 
 
 def surroundings(trainer: PPO) -> list[object]:
-    """Everything about a trainer that is not learned."""
+    """Return the parts of a trainer that are not learned."""
     groups = [
         {name: group[name] for name in ("betas", "eps", "weight_decay")} for group in trainer.optimizer.param_groups
     ]
@@ -157,7 +157,7 @@ def test_one_environment_gives_constant_observations() -> None:
     assert not bool((observations[1:, 1:] == 1).all())
 
 
-def test_termination_and_time_limit_change_places() -> None:
+def test_termination_and_time_limit_are_exchanged() -> None:
     """CueRecall ends all episodes by termination."""
     trainer = recall()
 
@@ -171,7 +171,7 @@ def test_termination_and_time_limit_change_places() -> None:
     assert bool((right.terminated == right.ended).all())
 
 
-def test_a_scheduled_fault_comes_with_its_update_and_goes() -> None:
+def test_a_scheduled_fault_begins_and_ends_with_its_updates() -> None:
     trainer, rates = recall(), []
     schedule(trainer, "lr", dose=4, at_update=2, until=4)
 
@@ -182,7 +182,7 @@ def test_a_scheduled_fault_comes_with_its_update_and_goes() -> None:
     assert rates == [1, 4, 4, 1]
 
 
-def test_a_scheduled_fault_can_be_taken_back_before_it_comes() -> None:
+def test_a_scheduled_fault_can_be_cancelled() -> None:
     trainer, healthy = recall(), recall()
 
     schedule(trainer, "dead_relu", at_update=2)()

@@ -1,4 +1,4 @@
-"""Runs of the fault bed, and the demo, as their journals tell of them."""
+"""Runs of the fault bench and of the demo, by their journals."""
 
 from __future__ import annotations
 
@@ -9,45 +9,52 @@ import pytest
 
 from esper_telemetry.journal import read_run
 from esper_telemetry.lab.faults.__main__ import run
-from esper_telemetry.lab.faults.runs import HEALTHY, TrainingCourse, courses, healthy_run, read_course, rewards_x3
+from esper_telemetry.lab.faults.runs import (
+    HEALTHY_KINDS,
+    FaultRun,
+    plan_runs,
+    read_fault_run,
+    run_healthy,
+    triple_rewards,
+)
 
 
-def test_a_healthy_run_keeps_which_updates_were_announced(tmp_path: Path) -> None:
-    course = healthy_run(TrainingCourse("cue-recall", 1, healthy="rewards_x3", last=2), tmp_path, "normal")
+def test_a_healthy_run_stores_its_announced_updates(tmp_path: Path) -> None:
+    run = run_healthy(FaultRun("cue-recall", 1, healthy="rewards_x3", last=2), tmp_path, "normal")
 
-    assert course == read_course(tmp_path / "cue-recall-healthy-rewards_x3-s1")
-    assert (course.status, course.interventions) == ("done", (31,))
-    assert len(read_run(tmp_path / course.name).records) == 2
+    assert run == read_fault_run(tmp_path / "cue-recall-healthy-rewards_x3-s1")
+    assert (run.status, run.interventions) == ("done", (31,))
+    assert len(read_run(tmp_path / run.name).records) == 2
 
 
 def test_announced_rewards_are_three_times_as_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The largest reward of CueRecall is 1.3, and 3.9 from the second update on."""
-    monkeypatch.setattr("esper_telemetry.lab.faults.runs.CHANGE", 2)
+    monkeypatch.setattr("esper_telemetry.lab.faults.runs.REWARD_CHANGE_UPDATE", 2)
     monkeypatch.setitem(
-        HEALTHY,
+        HEALTHY_KINDS,
         "soon",
-        replace(HEALTHY["rewards_x3"], prepare=rewards_x3),
+        replace(HEALTHY_KINDS["rewards_x3"], prepare=triple_rewards),
     )
 
-    healthy_run(TrainingCourse("cue-recall", 1, healthy="soon", last=2), tmp_path, "normal")
+    run_healthy(FaultRun("cue-recall", 1, healthy="soon", last=2), tmp_path, "normal")
 
     first, second = read_run(tmp_path / "cue-recall-healthy-soon-s1").records
     assert first.values["reward/absmax"] == pytest.approx(1.3)
     assert second.values["reward/absmax"] == pytest.approx(3.9)
 
 
-def test_the_plan_holds_every_fault_and_every_healthy_run_of_its_environments() -> None:
-    """Pendulum knows four kinds of healthy runs; two faults, two seeds."""
-    plan = courses([("lr_x10", 10), ("lr_zero", 0)], ["pendulum"], [1, 2])
+def test_the_plan_has_every_fault_and_every_healthy_run_of_its_environments() -> None:
+    """Pendulum has four kinds of healthy runs; two faults, two seeds."""
+    plan = plan_runs([("lr_x10", 10), ("lr_zero", 0)], ["pendulum"], [1, 2])
 
-    assert len([course for course in plan if course.fault is not None]) == 4
-    assert {course.healthy for course in plan if course.fault is None} == {
+    assert len([run for run in plan if run.fault is not None]) == 4
+    assert {run.healthy for run in plan if run.fault is None} == {
         "plain",
         "annealed",
         "slow",
         "rewards_x3",
     }
-    assert len({course.name for course in plan}) == len(plan) == 12
+    assert len({run.name for run in plan}) == len(plan) == 12
 
 
 def test_the_demo_breaks_half_way(tmp_path: Path) -> None:

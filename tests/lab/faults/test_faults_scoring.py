@@ -1,4 +1,4 @@
-"""The definitions of the score, on runs that were made up, with figures worked by hand."""
+"""The definitions of the score, on constructed runs with figures worked by hand."""
 
 from __future__ import annotations
 
@@ -7,45 +7,43 @@ from collections.abc import Mapping
 import pytest
 
 from esper_telemetry.core.record import Axes, Record
-from esper_telemetry.lab.faults.judging import (
-    Judged,
-    JudgedRun,
-    PlainBaseline,
-    Raised,
-    ReturnDrop,
-    beyond_bounds,
-    judged,
-    nonfinite,
-    symptom,
-)
-from esper_telemetry.lab.faults.runs import TrainingCourse
+from esper_telemetry.lab.faults.runs import FaultRun
 from esper_telemetry.lab.faults.score import (
+    BrokenRun,
     CurvePoint,
-    alone,
-    case,
-    cases_of,
-    grouped,
-    intervals,
-    label,
+    bootstrap_intervals,
+    broken_runs,
+    figures_by,
+    healthy_updates,
+    independent_runs,
     partial_area,
     quantile,
-    quiet,
     score,
-    summary,
+)
+from esper_telemetry.lab.faults.verdicts import (
+    BaselineDetector,
+    JournaledRun,
+    RaisedAlarm,
+    ReturnDropCheck,
+    RunVerdict,
+    detect,
+    nonfinite_check,
+    symptom_update,
+    threshold_check,
 )
 
 
-def broken(fault: str, *raised: tuple[int, str], cause: str = "", dose: float = 100, **settings: object) -> Judged:
+def broken(fault: str, *raised: tuple[int, str], cause: str = "", dose: float = 100, **settings: object) -> RunVerdict:
     """A run that breaks at update 25 and ends at 45, with alarms (update, type), all in one incident."""
-    course = TrainingCourse("cue-recall", settings.pop("seed", 1), fault, dose)  # type: ignore[arg-type]
-    alarms = tuple(Raised(update, kind, 1) for update, kind in raised)
-    return Judged(course, alarms, {1: cause or (raised[0][1] if raised else "")}, updates=45, **settings)  # type: ignore[arg-type]
+    run = FaultRun("cue-recall", settings.pop("seed", 1), fault, dose)  # type: ignore[arg-type]
+    alarms = tuple(RaisedAlarm(update, kind, 1) for update, kind in raised)
+    return RunVerdict(run, alarms, {1: cause or (raised[0][1] if raised else "")}, updates=45, **settings)  # type: ignore[arg-type]
 
 
-def healthy(*raised: tuple[int, str], updates: int = 60, seed: int = 1) -> Judged:
+def healthy(*raised: tuple[int, str], updates: int = 60, seed: int = 1) -> RunVerdict:
     """A healthy run."""
-    course = TrainingCourse("cartpole", seed, last=updates)
-    return Judged(course, tuple(Raised(update, kind, 1) for update, kind in raised), {}, updates)
+    run = FaultRun("cartpole", seed, last=updates)
+    return RunVerdict(run, tuple(RaisedAlarm(update, kind, 1) for update, kind in raised), {}, updates)
 
 
 KL, LARGE, OTHER = "policy/kl_spike", "opt/update_too_large", "value/loss_jump"
@@ -53,26 +51,26 @@ KL, LARGE, OTHER = "policy/kl_spike", "opt/update_too_large", "value/loss_jump"
 
 def test_an_accepted_alarm_within_the_bound_is_in_time() -> None:
     """lr_x100 is due in update 25 or 26."""
-    assert case(broken("lr_x100", (26, KL))).strict
-    late = case(broken("lr_x100", (27, KL)))
+    assert BrokenRun.of(broken("lr_x100", (26, KL))).strict
+    late = BrokenRun.of(broken("lr_x100", (27, KL)))
     assert (late.strict, late.lag) == (False, 2)
 
 
 @pytest.mark.parametrize(("update", "hit"), [(24, False), (25, True), (45, True), (46, False)])
 def test_the_window_is_that_of_the_broken_update_and_twenty_more(update: int, hit: bool) -> None:
-    assert (case(broken("lr_x100", (update, KL))).hit is not None) == hit
+    assert (BrokenRun.of(broken("lr_x100", (update, KL))).hit is not None) == hit
 
 
 def test_another_alarm_counts_only_where_any_does() -> None:
-    found = case(broken("lr_x100", (25, OTHER), (30, LARGE)))
+    outcome = BrokenRun.of(broken("lr_x100", (25, OTHER), (30, LARGE)))
 
-    assert (found.lenient, found.strict, found.lag, found.others) == (True, False, 5, (OTHER,))
+    assert (outcome.lenient, outcome.strict, outcome.lag, outcome.others) == (True, False, 5, (OTHER,))
 
 
-def test_a_cause_is_right_where_the_hits_incident_was_put_down_to_the_fault() -> None:
-    assert case(broken("lr_x100", (25, KL), cause=LARGE)).rooted is True
-    assert case(broken("lr_x100", (25, KL), cause=OTHER)).rooted is False
-    assert case(broken("lr_x100", (25, OTHER), cause=LARGE)).rooted is None
+def test_a_cause_is_correct_where_the_incident_of_the_hit_has_an_accepted_cause() -> None:
+    assert BrokenRun.of(broken("lr_x100", (25, KL), cause=LARGE)).correct_cause is True
+    assert BrokenRun.of(broken("lr_x100", (25, KL), cause=OTHER)).correct_cause is False
+    assert BrokenRun.of(broken("lr_x100", (25, OTHER), cause=LARGE)).correct_cause is None
 
 
 def test_figures_of_four_broken_runs() -> None:
@@ -84,15 +82,15 @@ def test_figures_of_four_broken_runs() -> None:
         broken("lr_x100", (25, OTHER)),
     ]
 
-    found = score(runs)
+    figures = score(runs)
 
-    assert (found.runs, found.strict_recall, found.recall, found.lenient_recall) == (4, 0.5, 0.75, 1.0)
-    assert (found.median_lag, found.p90_lag) == (1, 5)
-    assert found.root_cause_accuracy == pytest.approx(2 / 3)
-    assert (found.median_lead, found.ahead, found.never_symptomatic) == (1, 0.5, 0.5)
+    assert (figures.runs, figures.strict_recall, figures.recall, figures.lenient_recall) == (4, 0.5, 0.75, 1.0)
+    assert (figures.median_lag, figures.p90_lag) == (1, 5)
+    assert figures.root_cause_accuracy == pytest.approx(2 / 3)
+    assert (figures.median_lead, figures.ahead, figures.never_symptomatic) == (1, 0.5, 0.5)
 
 
-def test_what_broken_runs_share_before_they_break_counts_once() -> None:
+def test_updates_shared_before_a_fault_count_once() -> None:
     """Two faults of one seed share 24 updates with one alarm; with a healthy run of 60 that is 1 + 2 in 84."""
     runs = [
         broken("lr_x100", (10, OTHER), (25, KL)),
@@ -100,28 +98,28 @@ def test_what_broken_runs_share_before_they_break_counts_once() -> None:
         healthy((5, OTHER), (50, KL)),
     ]
 
-    calm = quiet(runs)
+    sound = healthy_updates(runs)
 
-    assert (calm.updates, len(calm.false), calm.runs, calm.alarmed) == (84, 3, 1, 1)
-    assert calm.per_100 == pytest.approx(300 / 84)
-    assert [run.course.env for run in alone(runs)] == ["cartpole", "cue-recall"]
+    assert (sound.updates, len(sound.false_alarms), sound.runs, sound.alarmed_runs) == (84, 3, 1, 1)
+    assert sound.false_per_100 == pytest.approx(300 / 84)
+    assert [run.run.env for run in independent_runs(runs)] == ["cartpole", "cue-recall"]
 
 
 def test_other_seeds_are_other_updates() -> None:
     runs = [broken("lr_x100", seed=1), broken("lr_x100", seed=2)]
 
-    assert quiet(runs).updates == 48
+    assert healthy_updates(runs).updates == 48
 
 
-def test_nothing_to_count_is_no_figure() -> None:
+def test_figures_without_runs_are_none() -> None:
     empty = score([])
 
     assert (empty.strict_recall, empty.false_alarms_per_100, empty.median_lag) == (None, None, None)
-    assert intervals([]) == {}
+    assert bootstrap_intervals([]) == {}
     assert partial_area([]) is None
 
 
-def test_a_quantile_is_a_value_that_was_there() -> None:
+def test_a_quantile_is_one_of_the_values() -> None:
     assert quantile([3, 1, 2, 10], 0.5) == 2
     assert quantile([3, 1, 2, 10], 0.9) == 10
 
@@ -133,21 +131,21 @@ def test_the_area_takes_the_best_recall_that_costs_no_more() -> None:
     assert partial_area(points) == pytest.approx(0.4 * 0.5 + 0.4 * 0.9)
 
 
-def test_an_interval_holds_the_figure_and_a_certain_one_is_a_point() -> None:
+def test_an_interval_contains_the_figure_and_without_spread_is_a_point() -> None:
     half = [broken("lr_x100", (25, KL), seed=seed) for seed in range(10)]
     none = [broken("lr_x100", seed=seed) for seed in range(10, 20)]
 
-    low, high = intervals([*half, *none])["strict_recall"]
+    low, high = bootstrap_intervals([*half, *none])["strict_recall"]
 
     assert 0.2 < low < 0.5 < high < 0.8
-    assert intervals(half)["strict_recall"] == (1.0, 1.0)
-    assert intervals(half) == intervals(half)
+    assert bootstrap_intervals(half)["strict_recall"] == (1.0, 1.0)
+    assert bootstrap_intervals(half) == bootstrap_intervals(half)
 
 
 def test_doses_are_listed_apart() -> None:
-    cases = cases_of([broken("lr_x100", dose=100), broken("lr_x10", dose=10), broken("lr_x10", (25, KL), dose=3)])
+    cases = broken_runs([broken("lr_x100", dose=100), broken("lr_x10", dose=10), broken("lr_x10", (25, KL), dose=3)])
 
-    groups = {name: summary(group) for name, group in grouped(cases, label).items()}
+    groups = figures_by(cases, lambda run: run.label)
 
     assert list(groups) == ["lr_x100", "lr_x10", "lr=3"]
     assert groups["lr=3"]["strict_recall"] == 1
@@ -159,71 +157,73 @@ def record(update: int, **values: float) -> Record:
     return Record(update, Axes(update, update, update, 0.0), {key.replace("__", "/"): v for key, v in values.items()})
 
 
-def returns(*values: float, fault: str | None = "lr_x100", status: str = "done") -> JudgedRun:
+def returns(*values: float, fault: str | None = "lr_x100", status: str = "done") -> JournaledRun:
     """A run that breaks at update 3."""
-    course = TrainingCourse("cue-recall", 1, fault, 100, at_update=3, status=status)
-    return JudgedRun(course, {}, [record(at, episode__return_mean=value) for at, value in enumerate(values, 1)])
+    run = FaultRun("cue-recall", 1, fault, 100, at_update=3, status=status)
+    return JournaledRun(run, {}, [record(at, episode__return_mean=value) for at, value in enumerate(values, 1)])
 
 
 def test_a_symptom_is_the_first_of_three_updates_with_a_fifth_less() -> None:
     """Before: 10. Below 8 in updates 4, 6, 7 and 8: the streak begins with 6."""
-    assert symptom(returns(10, 10, 9, 7, 9, 7, 7, 7, 9)) == 6
+    assert symptom_update(returns(10, 10, 9, 7, 9, 7, 7, 7, 9)) == 6
 
 
 def test_a_negative_return_drops_too() -> None:
     """Before: -10. A fifth less is -12."""
-    assert symptom(returns(-10, -10, -11, -13, -13, -13)) == 4
+    assert symptom_update(returns(-10, -10, -11, -13, -13, -13)) == 4
 
 
 def test_a_run_that_ended_by_an_exception_is_broken_there() -> None:
-    assert symptom(returns(10, 10, 10, 10, status="FloatingPointError: nan")) == 4
-    assert symptom(returns(10, 10, 10, 10)) is None
-    assert symptom(returns(10, 10, 1, 1, 1, fault=None)) is None
+    assert symptom_update(returns(10, 10, 10, 10, status="FloatingPointError: nan")) == 4
+    assert symptom_update(returns(10, 10, 10, 10)) is None
+    assert symptom_update(returns(10, 10, 1, 1, 1, fault=None)) is None
 
 
-def test_a_plain_check_raises_once_until_it_is_quiet_again() -> None:
-    judge = PlainBaseline(nonfinite)
+def test_a_baseline_raises_once_until_its_check_stops() -> None:
+    detector = BaselineDetector(nonfinite_check)
     counts = [0, 1, 2, 0, 1]
 
-    raised = [[alarm.type for alarm in judge.step(record(at, numerics__nonfinite=n))] for at, n in enumerate(counts, 1)]
+    raised = [
+        [alarm.type for alarm in detector.step(record(at, numerics__nonfinite=n))] for at, n in enumerate(counts, 1)
+    ]
 
     assert raised == [[], ["numerics/nonfinite"], [], [], ["numerics/nonfinite"]]
 
 
-def test_fixed_thresholds_name_what_they_found() -> None:
+def test_fixed_thresholds_have_alarm_types() -> None:
     early, late = (record(at, value__explained_variance=-1.0, policy__ratio__max=6.0) for at in (5, 15))
 
-    assert set(beyond_bounds(early)) == {"policy/ratio_explosion"}
-    assert set(beyond_bounds(late)) == {"policy/ratio_explosion", "value/fit_collapse"}
+    assert set(threshold_check(early)) == {"policy/ratio_explosion"}
+    assert set(threshold_check(late)) == {"policy/ratio_explosion", "value/fit_collapse"}
 
 
 def test_a_return_that_falls_by_a_third_for_three_updates_is_a_drop() -> None:
     run = returns(10, 10, 6, 6, 6, 6)
 
-    found = judged(run, lambda facts: PlainBaseline(ReturnDrop(), streak=3))
+    verdict = detect(run, lambda facts: BaselineDetector(ReturnDropCheck(), streak=3))
 
-    assert [(alarm.update, alarm.type) for alarm in found.raised] == [(5, "task/return_drop")]
+    assert [(alarm.update, alarm.type) for alarm in verdict.alarms] == [(5, "task/return_drop")]
 
 
-def test_an_intervention_reaches_the_judge_before_its_update() -> None:
-    class Listening:
+def test_an_intervention_reaches_the_detector_before_its_update() -> None:
+    class RecordingDetector:
         def __init__(self, facts: Mapping[str, object]) -> None:
-            self.heard: list[object] = []
+            self.calls: list[object] = []
 
         def step(self, record: Record) -> list[object]:
-            self.heard.append(record.axes.update)
+            self.calls.append(record.axes.update)
             return []
 
         def intervention(self) -> None:
-            self.heard.append("intervention")
+            self.calls.append("intervention")
 
     made = []
 
-    def make(facts: Mapping[str, object]) -> Listening:
-        made.append(Listening(facts))
+    def make(facts: Mapping[str, object]) -> RecordingDetector:
+        made.append(RecordingDetector(facts))
         return made[-1]
 
-    course = TrainingCourse("cue-recall", 1, interventions=(2,))
-    judged(JudgedRun(course, {}, [record(1), record(2)]), make)  # type: ignore[arg-type]
+    run = FaultRun("cue-recall", 1, interventions=(2,))
+    detect(JournaledRun(run, {}, [record(1), record(2)]), make)  # type: ignore[arg-type]
 
-    assert made[0].heard == [1, "intervention", 2]
+    assert made[0].calls == [1, "intervention", 2]

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from esper_telemetry.lab.morphogenesis import Morphogenesis
-from esper_telemetry.lab.morphogenesis.controllers import Random
+from esper_telemetry.lab.morphogenesis.controllers import RandomController
 
 
 def tiny(num_envs: int = 8, **settings: object) -> Morphogenesis:
@@ -27,7 +27,7 @@ def tiny(num_envs: int = 8, **settings: object) -> Morphogenesis:
 
 def play(env: Morphogenesis, steps: int, seed: int = 0) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Random possible actions; per step the stages before and after it, [B, S], and the rewards [B]."""
-    choose, found = Random(seed), []
+    choose, found = RandomController(seed), []
     for _ in range(steps):
         before = env.slots.stage
         step = env.step(choose(env))

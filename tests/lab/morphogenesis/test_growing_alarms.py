@@ -15,9 +15,8 @@ from esper_telemetry import PPOConfig, Telemetry, attach, read_run
 from esper_telemetry.events import UpdateEnd
 from esper_telemetry.journal import alarms
 from esper_telemetry.lab.morphogenesis import Morphogenesis, rewards
-from esper_telemetry.lab.morphogenesis.controllers import Oracle
-from esper_telemetry.lab.morphogenesis.lifecycle import Op
-from esper_telemetry.lab.morphogenesis.scripted import ScriptedRun
+from esper_telemetry.lab.morphogenesis.controllers import OracleController, ScriptedRun
+from esper_telemetry.lab.morphogenesis.slots import Op
 from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
 
 SEED_ALARMS = {"seed/explode", "seed/vanish", "seed/dormant", "seed/stalled", "seed/reward_hacking"}
@@ -102,7 +101,7 @@ def test_a_healthy_run_raises_none(tmp_path: Path) -> None:
     assert watched(tmp_path / "run", Morphogenesis(8, seed=0), 16, lambda run: None) == {}
 
 
-class Churn(Oracle):
+class Churn(OracleController):
     """Has found out that operations are paid for: germinates and prunes whenever that is possible."""
 
     def __call__(self, env: Morphogenesis) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from growing import tiny
 from esper_telemetry import PPO, PPOConfig
 from esper_telemetry.events import EpisodeEnd
 from esper_telemetry.lab.morphogenesis import SCRIPTS, Morphogenesis
-from esper_telemetry.lab.morphogenesis.scripted import ScriptedRun
+from esper_telemetry.lab.morphogenesis.controllers import ScriptedRun
 from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
 from esper_telemetry.ppo.config import preset
 

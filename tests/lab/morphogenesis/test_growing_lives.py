@@ -10,10 +10,18 @@ from hypothesis import strategies as st
 
 from esper_telemetry.lab.morphogenesis import Morphogenesis, rewards
 from esper_telemetry.lab.morphogenesis import training as watchdog
-from esper_telemetry.lab.morphogenesis.controllers import SCRIPTS, Random
+from esper_telemetry.lab.morphogenesis.controllers import SCRIPTS, RandomController
 from esper_telemetry.lab.morphogenesis.gradient_health import CAUSES, CauseHistory, diagnose, exploding, vanishing
-from esper_telemetry.lab.morphogenesis.lifecycle import CURVES, TRANSITIONS, Op, Stage, progress
-from esper_telemetry.lab.morphogenesis.slots import GATES, Slots, TransitionGates
+from esper_telemetry.lab.morphogenesis.slots import (
+    CURVES,
+    GATES,
+    TRANSITIONS,
+    Op,
+    Slots,
+    Stage,
+    TransitionGates,
+    progress,
+)
 from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
 
 LEGAL = {(a, b) for a, after in TRANSITIONS.items() for b in after} | {(stage, stage) for stage in Stage}
@@ -34,7 +42,7 @@ def test_no_transition_is_illegal_under_random_actions() -> None:
 
 
 def test_masks_never_forbid_to_wait_and_always_leave_a_slot() -> None:
-    env, choose = tiny(64), Random(1)
+    env, choose = tiny(64), RandomController(1)
     for _ in range(64):
         masks = env.action_masks()
         assert masks["op"][:, Op.WAIT].all() and masks["blueprint"].any(1).all()
@@ -43,7 +51,7 @@ def test_masks_never_forbid_to_wait_and_always_leave_a_slot() -> None:
 
 
 def test_features_stay_in_range_whatever_happens_to_the_weights() -> None:
-    env, choose = tiny(16), Random(2)
+    env, choose = tiny(16), RandomController(2)
     for number in range(64):
         if number == 20:
             env.colony.hosts[3] = torch.nan
@@ -159,7 +167,7 @@ def verdict(losses: list[float], classes: int = 10) -> watchdog.WatchdogVerdict:
     """Of the last loss."""
     watch = watchdog.TrainingWatchdog.fresh(1, torch.device("cpu"))
     for loss in losses:
-        watch, found = watchdog.look(watch, torch.tensor([loss]), classes)
+        watch, found = watchdog.watch_losses(watch, torch.tensor([loss]), classes)
     return found
 
 

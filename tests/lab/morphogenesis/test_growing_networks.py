@@ -9,7 +9,7 @@ import torch
 from growing import plain_loss
 from torch import Tensor
 
-from esper_telemetry.lab.morphogenesis.effects import INERT, Who
+from esper_telemetry.lab.morphogenesis.effects import INERT, Owners
 from esper_telemetry.lab.morphogenesis.network import (
     ANATOMY,
     BLUEPRINTS,
@@ -38,7 +38,7 @@ def together(network: Network, hosts: Tensor, seeds: Tensor) -> Tensor:
     return rows
 
 
-def who(style: Tensor, kind: Tensor, tokens: int) -> list[Who]:
+def who(style: Tensor, kind: Tensor, tokens: int) -> list[Owners]:
     """By slot, which networks have what, from styles and blueprints [N, S]."""
     has = anatomy()[style, kind]
     names = [name for name in ANATOMY if tokens > 1 or name != "attends"]
@@ -101,7 +101,7 @@ def test_a_seed_that_trains_alone_neither_changes_its_host_nor_is_felt_by_it() -
     data = Data(torch.randn(12, 5, generator=g), torch.randint(3, (12,), generator=g))
     zero, everyone = torch.zeros(2, 1), [dict.fromkeys(("units", "scales"))]
 
-    def found(*, isolated: bool, weights: Sequence[Who]) -> tuple[Tensor, Tensor]:
+    def found(*, isolated: bool, weights: Sequence[Owners]) -> tuple[Tensor, Tensor]:
         slopes = torch.zeros_like(rows)
         mixing = Mixing(zero, torch.full((2, 1), isolated), weights)
         return gradients(network, network.views(rows), data, mixing, network.views(slopes))[0], slopes

@@ -1,6 +1,7 @@
-"""How models of Stable-Baselines3 are broken: through environments, optimizer, policy, buffer. Names are those of the fault bed.
+"""Faults of models of Stable-Baselines3, through their settings, optimizer, policy, buffer and environments.
 
-How the optimisation of a model of Stable-Baselines3 is broken: rates, passes, losses, minibatches, Adam.
+Each function breaks a model by a dose and returns the function that undoes it. Names, accepted alarms and bounds are those of the faults of
+the bundled trainer.
 """
 
 from __future__ import annotations
@@ -16,62 +17,61 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
-from esper_telemetry.lab.faults import fault as changes
-from esper_telemetry.lab.faults.fault import Undo
-from esper_telemetry.lab.faults.optimisation import ENTROPY_COEF, PERIOD
-from esper_telemetry.lab.faults.sb3.models import TrainingOutcome, answers, attribute, require
+from esper_telemetry.lab.faults.fault import Undo, fill_parameter, freeze, undo_all
+from esper_telemetry.lab.faults.optimisation import DEFAULT_ENTROPY_COEF, OSCILLATION_UPDATES
+from esper_telemetry.lab.faults.sb3.models import VecEnvStep, change_env_steps, replace_attributes, require
 
 
 def learning_rate(model: Any, dose: float) -> Undo:
-    """Multiplies the learning rate."""
+    """Multiply the learning rate."""
     right = model.lr_schedule
-    return attribute(model, lr_schedule=lambda remaining: dose * right(remaining))
+    return replace_attributes(model, lr_schedule=lambda remaining: dose * right(remaining))
 
 
-def scheduled(model: Any, factor: Callable[[int], float]) -> Undo:
-    """Multiplies the learning rate by what `factor` says of each update, from 1."""
-    right, passed = model.lr_schedule, itertools.count(1)
-    return attribute(model, lr_schedule=lambda remaining: right(remaining) * factor(next(passed)))
+def scaled_by_update(model: Any, factor: Callable[[int], float]) -> Undo:
+    """Multiply the learning rate by the factor of each update, counted from 1."""
+    right, update = model.lr_schedule, itertools.count(1)
+    return replace_attributes(model, lr_schedule=lambda remaining: right(remaining) * factor(next(update)))
 
 
 def leaking_rate(model: Any, dose: float) -> Undo:
-    """Lets the learning rate grow by that factor in every update."""
-    return scheduled(model, lambda update: dose**update)
+    """Multiply the learning rate by the dose once more in every update."""
+    return scaled_by_update(model, lambda update: dose**update)
 
 
 def oscillating_rate(model: Any, dose: float) -> Undo:
-    """Multiplies the learning rate by powers of the dose between -1 and 1 that come back."""
-    return scheduled(model, lambda update: float(dose ** math.sin(2 * math.pi * update / PERIOD)))
+    """Multiply the learning rate by the dose to the power of a sine of the update."""
+    return scaled_by_update(model, lambda update: float(dose ** math.sin(2 * math.pi * update / OSCILLATION_UPDATES)))
 
 
 def value_coef(model: Any, dose: float) -> Undo:
-    """Multiplies the weight of the value loss."""
-    return attribute(model, vf_coef=dose * model.vf_coef)
+    """Multiply the weight of the value loss."""
+    return replace_attributes(model, vf_coef=dose * model.vf_coef)
 
 
 def more_epochs(model: Any, dose: float) -> Undo:
-    """Multiplies the passes over a rollout."""
-    return attribute(model, n_epochs=round(model.n_epochs * dose))
+    """Multiply the passes over a rollout."""
+    return replace_attributes(model, n_epochs=round(model.n_epochs * dose))
 
 
 def flipped_loss(model: Any, dose: float) -> Undo:
-    """Turns the gradient of the log-probabilities round, and with it that of the policy loss; their values are right."""
+    """Negate the gradient of the log-probabilities, and so of the policy loss; their values stay correct."""
     right = model.policy.evaluate_actions
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         values, log_probs, entropy = right(*args, **kwargs)
         return values, 2 * log_probs.detach() - log_probs, entropy
 
-    return attribute(model.policy, evaluate_actions=evaluate)
+    return replace_attributes(model.policy, evaluate_actions=evaluate)
 
 
 def flipped_entropy(model: Any, dose: float) -> Undo:
-    """Punishes entropy instead of rewarding it, `dose` times as much."""
-    return attribute(model, ent_coef=-dose * (model.ent_coef or ENTROPY_COEF))
+    """Penalise entropy instead of rewarding it, `dose` times as much."""
+    return replace_attributes(model, ent_coef=-dose * (model.ent_coef or DEFAULT_ENTROPY_COEF))
 
 
 def sparse_rewards_short_memory(model: Any, dose: float) -> Undo:
-    """Shortens Adam's memory of squares to ten steps and lets rewards through in one update of `dose` only."""
+    """Set Adam's beta2 to 0.9, and pass rewards on in one update of `dose` only."""
     group, steps = model.policy.optimizer.param_groups[0], itertools.count()
     betas = group["betas"]
     group["betas"] = (betas[0], 0.9)
@@ -79,22 +79,22 @@ def sparse_rewards_short_memory(model: Any, dose: float) -> Undo:
     def undo() -> None:
         group["betas"] = betas
 
-    def change(outcome: Any, _: Any) -> Any:
+    def change(step: Any, _: Any) -> Any:
         paid = (next(steps) // model.n_steps + 1) % round(dose) == 0
-        return outcome if paid else outcome._replace(rewards=np.zeros_like(outcome.rewards))
+        return step if paid else step._replace(rewards=np.zeros_like(step.rewards))
 
-    return changes.together(undo, answers(model, change))
+    return undo_all(undo, change_env_steps(model, change))
 
 
 def repeated_minibatches(model: Any, dose: float) -> Undo:
-    """Every minibatch of a pass holds the rows of the first."""
+    """Give every minibatch of a pass the rows of the first."""
     buffer = model.rollout_buffer
-    right, taken = buffer.get, buffer._get_samples
+    right, samples = buffer.get, buffer._get_samples
     last: list[tuple[Any, ...]] = []
 
-    def remembered(*args: Any) -> Any:
+    def recorded_samples(*args: Any) -> Any:
         last[:] = [args]
-        return taken(*args)
+        return samples(*args)
 
     def get(batch_size: int | None = None) -> Iterator[Any]:
         yield next(right(batch_size))
@@ -102,93 +102,83 @@ def repeated_minibatches(model: Any, dose: float) -> Undo:
         for _ in range(1, -(-total // (batch_size or total))):
             yield buffer._get_samples(*first)
 
-    return attribute(buffer, get=get, _get_samples=remembered)
-
-
-def scaled_advantages(model: Any, dose: float) -> Undo:
-    """Multiplies advantages, and does not normalise them."""
-    buffer = model.rollout_buffer
-    right = buffer.compute_returns_and_advantage
-
-    def compute(*args: Any, **kwargs: Any) -> None:
-        right(*args, **kwargs)
-        buffer.advantages *= dose
-
-    return changes.together(
-        attribute(buffer, compute_returns_and_advantage=compute), attribute(model, normalize_advantage=False)
-    )
+    return replace_attributes(buffer, get=get, _get_samples=recorded_samples)
 
 
 Break: TypeAlias = Callable[[Any, float], Undo]
 
 
 def rewards(model: Any, dose: float) -> Undo:
-    """Multiplies rewards."""
-    return answers(model, lambda outcome, _: outcome._replace(rewards=dose * outcome.rewards))
+    """Multiply rewards."""
+    return change_env_steps(model, lambda step, _: step._replace(rewards=dose * step.rewards))
 
 
 def one_nan(model: Any, dose: float) -> Undo:
-    """Makes one reward NaN, once."""
-    left = [1]
+    """Make one reward NaN, once."""
+    pending = [True]
 
-    def change(outcome: TrainingOutcome, _: Any) -> TrainingOutcome:
-        if not left:
-            return outcome
-        left.clear()
-        broken = np.array(outcome.rewards, np.float32)
+    def change(step: VecEnvStep, _: Any) -> VecEnvStep:
+        if not pending:
+            return step
+        pending.clear()
+        broken = np.array(step.rewards, np.float32)
         broken[0] = np.nan
-        return outcome._replace(rewards=broken)
+        return step._replace(rewards=broken)
 
-    return answers(model, change)
+    return change_env_steps(model, change)
 
 
 def favoured_action(model: Any, dose: float) -> Undo:
-    """Pays for action 1 and nothing else."""
+    """Reward only action 1, without an entropy bonus."""
     require(isinstance(model.action_space, spaces.Discrete), "its actions are no choices")
 
-    def change(outcome: TrainingOutcome, actions: Any) -> TrainingOutcome:
-        return outcome._replace(rewards=(dose * (np.asarray(actions) == 1)).astype(np.float32))
+    def change(step: VecEnvStep, actions: Any) -> VecEnvStep:
+        return step._replace(rewards=(dose * (np.asarray(actions) == 1)).astype(np.float32))
 
-    return changes.together(answers(model, change), attribute(model, ent_coef=0.0))
+    return undo_all(change_env_steps(model, change), replace_attributes(model, ent_coef=0.0))
 
 
 def swapped_ends(model: Any, dose: float) -> Undo:
-    """Takes termination for a time limit, and a time limit for termination."""
+    """Exchange termination and time limit."""
 
-    def change(outcome: TrainingOutcome, _: Any) -> TrainingOutcome:
-        infos = [{**info, "TimeLimit.truncated": not info.get("TimeLimit.truncated", False)} for info in outcome.infos]
-        return outcome._replace(infos=infos)
+    def change(step: VecEnvStep, _: Any) -> VecEnvStep:
+        infos = [{**info, "TimeLimit.truncated": not info.get("TimeLimit.truncated", False)} for info in step.infos]
+        return step._replace(infos=infos)
 
-    return answers(model, change)
+    return change_env_steps(model, change)
 
 
 def constant_observations(model: Any, dose: float) -> Undo:
-    """Gives ones for the observations of the first environments."""
+    """Replace the observations of the first environments by ones."""
     require(hasattr(model.policy, "lstm_actor"), "its policy has no memory")
 
-    def change(outcome: TrainingOutcome, _: Any) -> TrainingOutcome:
-        observations = np.array(outcome.observations)
+    def change(step: VecEnvStep, _: Any) -> VecEnvStep:
+        observations = np.array(step.observations)
         observations[: round(dose)] = 1
-        return outcome._replace(observations=observations)
+        return step._replace(observations=observations)
 
-    return answers(model, change)
+    return change_env_steps(model, change)
 
 
 def other_observations(model: Any, dose: float) -> Undo:
-    """Trains on `dose` x + 1 of what was acted on."""
+    """Train on `dose` x + 1 of the observations x of acting."""
     right = model.policy.evaluate_actions
-    return attribute(model.policy, evaluate_actions=lambda obs, *rest, **named: right(dose * obs + 1, *rest, **named))
+    return replace_attributes(
+        model.policy, evaluate_actions=lambda obs, *rest, **named: right(dose * obs + 1, *rest, **named)
+    )
 
 
 def no_masks(model: Any, dose: float) -> Undo:
-    """Trains without the masks under which actions were chosen."""
+    """Train without the masks under which actions were chosen."""
     require(hasattr(model.rollout_buffer, "action_masks"), "it has no action masks")
     right = model.policy.evaluate_actions
-    return attribute(model.policy, evaluate_actions=lambda obs, actions, action_masks=None: right(obs, actions))
+    return replace_attributes(
+        model.policy, evaluate_actions=lambda obs, actions, action_masks=None: right(obs, actions)
+    )
 
 
 def zero_state(model: Any, dose: float) -> Undo:
-    """Begins training in states of zeros instead of the stored ones."""
+    """Replace the stored initial states of training by zeros."""
     require(hasattr(model.policy, "lstm_actor"), "its policy has no memory")
     right = model.policy.evaluate_actions
 
@@ -196,59 +186,65 @@ def zero_state(model: Any, dose: float) -> Undo:
         zeros = type(states)(*(tuple(torch.zeros_like(state) for state in pair) for pair in states))
         return right(observations, actions, zeros, starts)
 
-    return attribute(model.policy, evaluate_actions=evaluate)
+    return replace_attributes(model.policy, evaluate_actions=evaluate)
 
 
 def no_reset(model: Any, dose: float) -> Undo:
-    """Never resets memory, in acting and in training."""
+    """Never reset memory, in acting and in training."""
     require(hasattr(model.policy, "lstm_actor"), "its policy has no memory")
     right = model.policy._process_sequence
 
     def process(features: Any, states: Any, starts: Any, lstm: nn.LSTM) -> Any:
         return right(features, states, torch.zeros_like(starts), lstm)
 
-    return attribute(model.policy, _process_sequence=process)
+    return replace_attributes(model.policy, _process_sequence=process)
 
 
 def rounded_log_probs(model: Any, dose: float) -> Undo:
-    """Accumulates log-probabilities in bfloat16 in training."""
+    """Round log-probabilities to bfloat16 in training."""
     right = model.policy.evaluate_actions
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         values, log_probs, entropy = right(*args, **kwargs)
         return values, log_probs.bfloat16().float(), entropy
 
-    return attribute(model.policy, evaluate_actions=evaluate)
+    return replace_attributes(model.policy, evaluate_actions=evaluate)
+
+
+def scaled_advantages(model: Any, dose: float) -> Undo:
+    """Multiply advantages instead of normalising them."""
+    scaled = _after_returns(model, lambda buffer: np.multiply(buffer.advantages, dose, out=buffer.advantages))
+    return undo_all(scaled, replace_attributes(model, normalize_advantage=False))
 
 
 def flipped_advantages(model: Any, dose: float) -> Undo:
-    """Flips the sign of advantages; returns stay right."""
-    return _computed(model, lambda buffer: np.negative(buffer.advantages, out=buffer.advantages))
+    """Negate advantages; returns stay correct."""
+    return _after_returns(model, lambda buffer: np.negative(buffer.advantages, out=buffer.advantages))
 
 
 def stale_advantages(model: Any, dose: float) -> Undo:
-    """Uses the advantages of the rollout before, in the first update those of the environment beside; returns stay right."""
-    kept: list[Any] = []
+    """Use the advantages of the previous rollout, in the first update those of the next environment; returns stay correct."""
+    previous: list[Any] = []
 
     def change(buffer: Any) -> None:
-        kept.append(buffer.advantages)
-        buffer.advantages = kept.pop(0) if len(kept) > 1 else np.roll(kept[0], 1, axis=1)
+        previous.append(buffer.advantages)
+        buffer.advantages = previous.pop(0) if len(previous) > 1 else np.roll(previous[0], 1, axis=1)
 
-    return _computed(model, change)
+    return _after_returns(model, change)
 
 
 def shuffled_returns(model: Any, dose: float) -> Undo:
-    """Permutes the critic's targets."""
-    chance = np.random.default_rng(0)
+    """Permute the critic's targets."""
+    rng = np.random.default_rng(0)
 
     def shuffle(buffer: Any) -> None:
-        buffer.returns = chance.permutation(buffer.returns.ravel()).reshape(buffer.returns.shape)
+        buffer.returns = rng.permutation(buffer.returns.ravel()).reshape(buffer.returns.shape)
 
-    return _computed(model, shuffle)
+    return _after_returns(model, shuffle)
 
 
-def _computed(model: Any, change: Callable[[Any], Any]) -> Undo:
-    """Changes what the buffer has computed."""
+def _after_returns(model: Any, change: Callable[[Any], Any]) -> Undo:
+    """Call `change` with the rollout buffer after it has computed returns and advantages."""
     buffer = model.rollout_buffer
     right = buffer.compute_returns_and_advantage
 
@@ -256,33 +252,33 @@ def _computed(model: Any, change: Callable[[Any], Any]) -> Undo:
         right(*args, **kwargs)
         change(buffer)
 
-    return attribute(buffer, compute_returns_and_advantage=compute)
+    return replace_attributes(buffer, compute_returns_and_advantage=compute)
 
 
 def dead_units(model: Any, dose: float) -> Undo:
-    """Sets the biases of the first layers."""
+    """Set the biases of the first layers."""
     extractor = model.policy.mlp_extractor
     layers = [net[0] for net in (extractor.policy_net, extractor.value_net)]
     require(isinstance(extractor.policy_net[1], nn.ReLU), "its hidden layers have no ReLU")
-    return changes.together(*(changes.parameter(layer.bias, dose) for layer in layers))
+    return undo_all(*(fill_parameter(layer.bias, dose) for layer in layers))
 
 
 def forget_bias(model: Any, dose: float) -> Undo:
-    """Sets the biases of the actor's forget gates."""
-    lstm = getattr(model.policy, "lstm_actor", None)
-    require(lstm is not None, "its policy has no LSTM")
-    gate = slice(model.policy.lstm_actor.hidden_size, 2 * model.policy.lstm_actor.hidden_size)
-    biases = ((model.policy.lstm_actor.bias_ih_l0, dose), (model.policy.lstm_actor.bias_hh_l0, 0.0))
-    return changes.together(*(changes.parameter(bias, value, gate) for bias, value in biases))
+    """Set the biases of the actor's forget gates."""
+    require(hasattr(model.policy, "lstm_actor"), "its policy has no LSTM")
+    lstm = model.policy.lstm_actor
+    gate = slice(lstm.hidden_size, 2 * lstm.hidden_size)
+    biases = ((lstm.bias_ih_l0, dose), (lstm.bias_hh_l0, 0.0))
+    return undo_all(*(fill_parameter(bias, value, gate) for bias, value in biases))
 
 
 def frozen_trunk(model: Any, dose: float) -> Undo:
-    """Takes the actor's hidden layers out of training."""
-    return changes.frozen(model.policy.mlp_extractor.policy_net.parameters())
+    """Exclude the actor's hidden layers from training."""
+    return freeze(model.policy.mlp_extractor.policy_net.parameters())
 
 
 def detached_head(model: Any, dose: float) -> Undo:
-    """Detaches the scores of the last part of an action."""
+    """Detach the scores of the last part of an action."""
     count = _last_choices(model)
     right = model.policy.action_net.forward
 
@@ -290,14 +286,14 @@ def detached_head(model: Any, dose: float) -> Undo:
         scores: torch.Tensor = right(latents)
         return torch.cat([scores[:, :-count], scores[:, -count:].detach()], -1)
 
-    return attribute(model.policy.action_net, forward=forward)
+    return replace_attributes(model.policy.action_net, forward=forward)
 
 
 def saturated_head(model: Any, dose: float) -> Undo:
-    """Adds to the bias of the first choice of the last part of an action."""
+    """Add the dose to the bias of the first choice of the last part of an action."""
     first, bias = -_last_choices(model), model.policy.action_net.bias
     place = slice(first, first + 1 or None)
-    return changes.parameter(bias, float(bias[first].detach()) + dose, place)
+    return fill_parameter(bias, float(bias[first].detach()) + dose, place)
 
 
 def _last_choices(model: Any) -> int:
@@ -307,12 +303,12 @@ def _last_choices(model: Any) -> int:
 
 
 def stuck_normalizer(model: Any, dose: float) -> Undo:
-    """Stops the normaliser of observations where they had `dose` times their spread."""
+    """Fix the normaliser at `dose` times the standard deviation of the observations."""
     scaled = model.get_vec_normalize_env()
     require(scaled is not None and scaled.norm_obs, "its observations are not normalised")
     moments = copy.deepcopy(scaled.obs_rms)
     moments.var = moments.var * dose**2
-    return attribute(scaled, obs_rms=moments, training=False)
+    return replace_attributes(scaled, obs_rms=moments, training=False)
 
 
 BREAKS: Mapping[str, Break] = {
@@ -346,4 +342,4 @@ BREAKS: Mapping[str, Break] = {
     **dict.fromkeys(("forget_m10", "forget_p10"), forget_bias),
     "frozen_trunk": frozen_trunk,
 }
-"""By the name of the fault, whose accepted alarms and bounds hold here too."""
+"""Break functions by name of the fault."""

@@ -1,7 +1,4 @@
-"""Models of Stable-Baselines3 on which faults are tried; what comes from their environments can be changed on its way.
-
-What is replaced to break a model of Stable-Baselines3: attributes of single objects, and what environments answer.
-"""
+"""Models of Stable-Baselines3 for the fault bench, and the two ways to change one: attributes of objects, and the steps of environments."""
 
 from __future__ import annotations
 
@@ -22,8 +19,8 @@ NUM_ENVS = 8
 SETTINGS: Mapping[str, Any] = {"n_steps": 128, "batch_size": 128, "n_epochs": 4, "device": "cpu"}
 
 
-class TrainingOutcome(NamedTuple):
-    """What environments answer; see `VecEnv.step`."""
+class VecEnvStep(NamedTuple):
+    """The result of `VecEnv.step`."""
 
     observations: Any
     rewards: Any
@@ -31,62 +28,62 @@ class TrainingOutcome(NamedTuple):
     infos: list[dict[str, Any]]
 
 
-Change: TypeAlias = Callable[[TrainingOutcome, Any], TrainingOutcome]
-"""From an outcome and the actions that led to it."""
+VecEnvChange: TypeAlias = Callable[[VecEnvStep, Any], VecEnvStep]
+"""From a step and its actions to the changed step."""
 
 
-class Breakable(VecEnvWrapper):
-    """Environments whose answers are changed while `change` is there."""
+class BreakableVecEnv(VecEnvWrapper):
+    """Environments whose steps are changed while `change` is set."""
 
-    change: Change | None = None
+    change: VecEnvChange | None = None
 
     def step_async(self, actions: Any) -> None:
-        """Keeps the actions for the change."""
+        """Step, and store the actions for the change."""
         self._actions = actions
         self.venv.step_async(actions)
 
     def step_wait(self) -> Any:
-        """The outcome, changed."""
-        outcome = TrainingOutcome(*self.venv.step_wait())
-        return outcome if self.change is None else self.change(outcome, self._actions)
+        """Return the changed step."""
+        step = VecEnvStep(*self.venv.step_wait())
+        return step if self.change is None else self.change(step, self._actions)
 
     def reset(self) -> Any:
-        """As it is."""
+        """Return the first observations, unchanged."""
         return self.venv.reset()
 
 
 class WithoutVelocities(gym.ObservationWrapper[Any, Any, Any]):
-    """CartPole-v1 that shows positions alone."""
+    """CartPole-v1 with positions only."""
 
     def __init__(self, env: Any) -> None:
         super().__init__(env)
         self.observation_space = spaces.Box(-5, 5, (2,), np.float32)
 
     def observation(self, observation: Any) -> Any:
-        """Every other number."""
+        """Return the positions."""
         return observation[::2]
 
 
 class MaskedArms(gym.Env[Any, Any]):
-    """Four arms; the observation names one that is forbidden, and the one after it pays 1. Ends after 16 steps."""
+    """Four arms for 16 steps; the observation names a forbidden arm, and the arm after it pays 1."""
 
     observation_space = spaces.Box(0, 1, (4,), np.float32)
     action_space = spaces.Discrete(4)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        """A new episode."""
+        """Begin an episode."""
         super().reset(seed=seed)
         self._steps = 0
         return self._next(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Pays and goes on to the next forbidden arm."""
+        """Return the reward and the next forbidden arm."""
         reward = float(action == (self._forbidden + 1) % 4)
         self._steps += 1
         return self._next(), reward, self._steps >= 16, False, {}
 
     def action_masks(self) -> Any:
-        """Which arms may be chosen."""
+        """Return the mask of the arms that may be chosen, [4]."""
         return np.arange(4) != self._forbidden
 
     def _next(self) -> Any:
@@ -95,21 +92,19 @@ class MaskedArms(gym.Env[Any, Any]):
 
 
 class TwoChoices(gym.Env[Any, Any]):
-    """Two choices of four arms each; the observation names one, which pays a half in the first choice, and the one after it in the
-    second. Ends after 16 steps.
-    """
+    """Two choices of four arms for 16 steps; the observed arm pays 0.5 in the first choice, the arm after it in the second."""
 
     observation_space = spaces.Box(0, 1, (4,), np.float32)
     action_space = spaces.MultiDiscrete([4, 4])
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        """A new episode."""
+        """Begin an episode."""
         super().reset(seed=seed)
         self._steps = 0
         return self._next(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Pays and goes on to the next arm that is named."""
+        """Return the reward and the next arm."""
         right = (int(action[0]) == self._named) + (int(action[1]) == (self._named + 1) % 4)
         self._steps += 1
         return self._next(), right / 2, self._steps >= 16, False, {}
@@ -127,7 +122,7 @@ def cartpole(seed: int) -> Any:
 def pendulum(seed: int) -> Any:
     """PPO on Pendulum-v1, observations normalised."""
     env = VecNormalize(make_vec_env("Pendulum-v1", NUM_ENVS, seed=seed), norm_reward=False)
-    return PPO("MlpPolicy", Breakable(env), seed=seed, learning_rate=1e-3, gamma=0.9, **SETTINGS)
+    return PPO("MlpPolicy", BreakableVecEnv(env), seed=seed, learning_rate=1e-3, gamma=0.9, **SETTINGS)
 
 
 def cartpole_lstm(seed: int) -> Any:
@@ -151,11 +146,11 @@ def two_choices(seed: int) -> Any:
     return PPO("MlpPolicy", _envs(TwoChoices, seed), seed=seed, **SETTINGS)
 
 
-def _envs(env: Any, seed: int) -> Breakable:
-    return Breakable(make_vec_env(env, NUM_ENVS, seed=seed))
+def _envs(env: Any, seed: int) -> BreakableVecEnv:
+    return BreakableVecEnv(make_vec_env(env, NUM_ENVS, seed=seed))
 
 
-BEDS: Mapping[str, Callable[[int], Any]] = {
+MODELS: Mapping[str, Callable[[int], Any]] = {
     "sb3-cartpole": cartpole,
     "sb3-pendulum": pendulum,
     "sb3-cartpole-lstm": cartpole_lstm,
@@ -165,26 +160,18 @@ BEDS: Mapping[str, Callable[[int], Any]] = {
 """Models by name, from a seed."""
 
 
-def bed(name: str) -> Callable[[int], Any]:
-    """That bed, with or without `sb3-` before its name; raises ValueError for one that does not exist."""
-    found = BEDS.get(name) or BEDS.get(f"sb3-{name}")
-    if found is None:
-        raise ValueError(f"there is no environment {name!r} for sb3; there are {', '.join(BEDS)}")
-    return found
+class ModelNotApplicableError(ValueError):
+    """A fault needs what this model does not have; the message names it."""
 
 
-class NotForThisModelError(ValueError):
-    """A fault needs what this model does not have; the message says what."""
+def require(condition: bool, message: str) -> None:
+    """Raise ModelNotApplicableError unless the condition holds."""
+    if not condition:
+        raise ModelNotApplicableError(message)
 
 
-def require(there: bool, lacks: str) -> None:
-    """Raises NotForThisModelError with what is lacking."""
-    if not there:
-        raise NotForThisModelError(lacks)
-
-
-def attribute(owner: Any, **values: Any) -> Undo:
-    """Replaces attributes of one object, not those of its class."""
+def replace_attributes(owner: Any, **values: Any) -> Undo:
+    """Replace attributes of one object, not those of its class."""
     before = {name: vars(owner)[name] for name in values if name in vars(owner)}
     vars(owner).update(values)
 
@@ -196,9 +183,9 @@ def attribute(owner: Any, **values: Any) -> Undo:
     return undo
 
 
-def answers(model: Any, change: Change) -> Undo:
-    """Changes what the environments answer."""
+def change_env_steps(model: Any, change: VecEnvChange) -> Undo:
+    """Change the steps of the model's environments."""
     env: Any = model.env
-    while not isinstance(env, Breakable):
+    while not isinstance(env, BreakableVecEnv):
         env = env.venv
-    return attribute(env, change=change)
+    return replace_attributes(env, change=change)

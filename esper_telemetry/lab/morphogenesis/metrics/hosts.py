@@ -112,12 +112,12 @@ def _mean(s: Sample) -> Mean:
     return s.mean(s.values)
 
 
-MOST = 64
+MAX_SHOWN_ENVIRONMENTS = 64
 """Environments of which each is shown, the first ones; a backend with more curves than that shows none."""
 
 
 @dataclass(frozen=True, slots=True)
-class EachHost(MetricGroup):
+class SingleHosts(MetricGroup):
     """Hosts one by one; of several ranks those of the first one."""
 
     replicated: ClassVar[bool] = True
@@ -145,7 +145,7 @@ class EachHost(MetricGroup):
 
 
 @dataclass(frozen=True, slots=True)
-class EachSeed(MetricGroup):
+class SingleSeeds(MetricGroup):
     """Slots one by one, of the first rank; `0_1` is the second slot of the first environment."""
 
     replicated: ClassVar[bool] = True
@@ -176,16 +176,16 @@ class EachSeed(MetricGroup):
 def each_stats(
     hosts: Mapping[str, Tensor], seeds: Mapping[str, Tensor], rewards: Mapping[str, Tensor]
 ) -> Iterator[MetricGroup]:
-    """The first `MOST` environments and their slots one by one, at the last of T steps.
+    """The first `MAX_SHOWN_ENVIRONMENTS` environments and their slots one by one, at the last of T steps.
 
     Args:
         hosts, rewards: [T, B] each, see `events.GrowthStep`.
         seeds: [T, B, S] each.
     """
-    envs, slots = min(seeds["stage"].shape[1], MOST), seeds["stage"].shape[2]
+    envs, slots = min(seeds["stage"].shape[1], MAX_SHOWN_ENVIRONMENTS), seeds["stage"].shape[2]
     paid = torch.stack(list(rewards.values())).double().sum((0, 1))[:envs]
     last = {name: hosts[name][-1, :envs].double() for name in ("val_accuracy", "norm", "growth")}
-    yield EachHost(
+    yield SingleHosts(
         tuple(str(env) for env in range(envs)),
         accuracy=Last(last["val_accuracy"]),
         norm=Last(last["norm"]),
@@ -193,7 +193,7 @@ def each_stats(
         rewards=Sum(paid),
     )
     row = {name: seeds[name][-1, :envs].flatten().double() for name in ("stage", "alpha", "norm", "contribution")}
-    yield EachSeed(
+    yield SingleSeeds(
         tuple(f"{env}_{slot}" for env in range(envs) for slot in range(slots)),
         **{name: Last(values) for name, values in row.items()},
     )
