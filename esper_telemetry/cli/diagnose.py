@@ -89,7 +89,7 @@ def _diagnose_logs(options: Diagnose) -> None:
         thresholds = Thresholds.parse(options.threshold)
         run = read_foreign(read_source(options.source))
     verdict = judge(run.facts, run.records, thresholds=thresholds.without(TELEMETRY_ALARMS))
-    # Nobody but the trainer could have logged more, so the reasons say what was not logged.
+    # Only the trainer could have logged more, so the reasons say what was not logged.
     reasons = {
         kind: reason.replace("no record has ", "not logged: ").replace(
             "the run does not say its ", "setting not logged: "

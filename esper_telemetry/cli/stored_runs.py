@@ -126,7 +126,7 @@ def _health_page(run_dir: str, run: health.RunHealth, ending: str, sinks: list[h
     if ending:
         lines.append(ending)
     if run.closed_stale:
-        lines.append("its trainer was gone without a word: the run is ended as killed now")
+        lines.append("its trainer ended without an end line: the run is ended as killed now")
     if run.lost:
         lines.append(f"{run.lost:,} lines could not be written, as the disk was full: they are lost")
     if run.damaged:

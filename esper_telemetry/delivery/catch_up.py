@@ -111,7 +111,7 @@ def compare_records(records: Mapping[int, list[Record]], numbers_of: Shown, stor
 
 
 def format_ranges(updates: list[int]) -> Iterator[str]:
-    """Yield sorted numbers as people write them: 1-3, 7."""
+    """Yield the ranges of sorted numbers: 1-3, 7."""
     for _, group in groupby(enumerate(updates), key=lambda pair: pair[1] - pair[0]):
         members = [update for _, update in group]
         yield str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}"

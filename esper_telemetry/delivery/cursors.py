@@ -26,7 +26,7 @@ _logger = logging.getLogger("esper_telemetry")
 
 @contextlib.contextmanager
 def run_dir_lock(run_dir: Path) -> Iterator[None]:
-    """Admit one process and thread at a time, as far as the file system knows locks; raises OSError where there is no journal."""
+    """Admit one process and thread at a time, as far as the file system has locks; raises OSError where there is no journal."""
     with journal_path(run_dir).open("rb") as journal:  # it is there as long as the run is
         with contextlib.suppress(OSError):
             lock_file(journal.fileno(), wait=True)

@@ -1,6 +1,6 @@
 """The deliveries of a live run, and the wait for them at its end.
 
-Sinks with `in_process = False` share one sink process; user callables and sinks have a thread each, so that a slow one holds up nobody;
+Sinks with `in_process = False` share one sink process; user callables and sinks have a thread each, so that a slow one delays no other;
 sinks whose calls return at once (`inline`, the console) are called by the training thread between two updates, without a thread.
 
 `close` waits, because in a container nothing outlives the main process: while deliveries make progress, up to a cap. Then the sink
@@ -185,7 +185,7 @@ class Deliveries:
             active = [status for status in statuses.values() if status.state not in FINAL]
             depth = max((status.lag(self._journal.records) for status in active), default=0)
             errors = sum(status.errors for status in statuses.values())
-            # Functions are left out: they are many people's callbacks, and nobody's backend.
+            # Functions are left out: they are callbacks of the user, not backends.
             backends = [status for name, status in statuses.items() if not isinstance(self._sinks[name], FunctionSink)]
             records, time_now = self._journal.records, time.time()
             lags = tuple(status.as_lag(records, now=time_now, begun=self._begun) for status in backends)

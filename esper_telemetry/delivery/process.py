@@ -117,7 +117,7 @@ class SinkProcess:
         self._earlier_errors = {name: status.errors for name, status in self.statuses.items()}
         self._received = b""
         try:
-            lock = lock_for(self.run_dir, Role.SINKS)  # the process holds it as long as it lives
+            lock = lock_for(self.run_dir, Role.SINKS)  # the process holds it until it ends
             try:
                 self._supervisor.start([lock])
             finally:

@@ -26,7 +26,7 @@ from esper_telemetry.sinks.protocol import PermanentSinkError, PoisonRecordError
 FIRST_RETRY_SECONDS: Final = 0.5
 MAX_RETRY_SECONDS: Final = 60.0
 MAX_RETRY_SECONDS_AT_END: Final = 2.0
-"""Between attempts once no more lines come: somebody waits for the end."""
+"""Between attempts once no more lines come: `close` waits for the end."""
 RETRY_JITTER: Final = 0.25
 """Share by which a pause is shortened at random: a hundred runs whose server comes back must not all call at once."""
 

@@ -48,7 +48,7 @@ class TrainerLock:
             os.close(self._descriptor)
             raise
         except OSError:
-            pass  # a file system without locks, where nobody can find out
+            pass  # a file system without locks: no process can see who trains
         reference = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _closed_in_fork(reference()))
 
@@ -78,7 +78,7 @@ def lock_file(descriptor: int, *, wait: bool, shared: bool = False) -> None:
 def lock_for(run_dir: Path, helper: Role) -> int:
     """Return a descriptor that holds a helper's lock: hand it to the helper and close it here."""
     descriptor = _opened(run_dir, helper)
-    with suppress(OSError):  # a file system without locks, where nobody can wait for it either
+    with suppress(OSError):  # a file system without locks: no process can wait for it either
         lock_file(descriptor, wait=False)
     return descriptor
 

@@ -230,7 +230,7 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
 def end_after_parent(parent: int, run_dir: Path) -> bool:
     """End the run as killed if the trainer with that process number, whose child this process is, is gone; return whether it did.
 
-    A trainer that closes the pipe and lives makes the records itself from then on.
+    A trainer that closes the pipe and goes on makes the records itself from then on.
     """
     deadline = time.monotonic() + MAX_EXIT_SECONDS
     while os.getppid() == parent and time.monotonic() < deadline:

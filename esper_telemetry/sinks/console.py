@@ -79,7 +79,7 @@ class ConsoleSink:
     On a terminal one live bar, if the trainer said how many steps the run has; otherwise one compact line per update, at most one per
     `every_seconds`, and the last update always. An alarm is a line of its own, when it is raised and when it is over.
 
-    The training thread writes it. Where the terminal takes no output (Ctrl-S, or a pipe that nobody reads), lines wait.
+    The training thread writes it. Where the terminal takes no output (Ctrl-S, or a pipe without a reader), lines wait.
     """
 
     every_seconds: float = 1.0

@@ -34,7 +34,7 @@ RESERVED_SHARE: Final = 5
 
 
 def family_of(key: str) -> MetricFamily:
-    """Return the family of a key; one that is named after the key and stands first where nobody declares it."""
+    """Return the family of a key; for a key without a declared family, one that is named after it and comes first."""
     name = family_name(key)
     return families().get(name) or MetricFamily(name, name, "", place=0, question=f"Your own: {name}")
 

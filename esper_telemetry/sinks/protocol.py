@@ -112,7 +112,7 @@ class SupportsClientImport(Protocol):
 
 @runtime_checkable
 class SupportsHeldUpdate(Protocol):
-    """A sink whose backend knows how far it is."""
+    """A sink whose backend can be asked for the last update that it holds."""
 
     def held(self, run: RunInfo) -> int | None:
         """Return the last update that the backend holds of this run, 0 for none; called after `open`.
@@ -144,7 +144,7 @@ class SupportsForwardOnly(Protocol):
 
 @runtime_checkable
 class SupportsPlace(Protocol):
-    """A sink that tells people where they find the run."""
+    """A sink that says where the run is."""
 
     def place(self, run: RunInfo) -> Place:
         """Return where the backend keeps the run, and the command that shows it."""
@@ -213,12 +213,12 @@ def require_run_dir(run: RunInfo, sink: str, setting: str) -> Path:
     return Path(run.run_dir).absolute()
 
 
-def check_options(sink: str, options: Mapping[str, str], known: Sequence[str] = ()) -> None:
-    """Raise ValueError naming the first option of a sink URI that the sink does not know."""
+def check_options(sink: str, options: Mapping[str, str], names: Sequence[str] = ()) -> None:
+    """Raise ValueError naming the first option of a sink URI that is not among the sink's."""
     for option in options:
-        if option not in known:
-            knows = f"it knows {', '.join(known)}" if known else "it has none"
-            raise ValueError(f"sink {sink} has no option {option!r}: {knows}{did_you_mean(option, known)}")
+        if option not in names:
+            choice = f"it knows {', '.join(names)}" if names else "it has none"
+            raise ValueError(f"sink {sink} has no option {option!r}: {choice}{did_you_mean(option, names)}")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 from urllib.parse import parse_qsl
 
 from esper_telemetry.core.messages import did_you_mean, masked
@@ -33,6 +33,14 @@ BUNDLED = {
 """The sinks of this package; a checkout that is not installed has no entry points."""
 
 _registered: dict[str, SinkFactory] = {}
+
+
+@runtime_checkable
+class SupportsFromUri(Protocol):
+    """A sink class that parses what follows its name in a URI; other classes are called with the rest alone."""
+
+    def from_uri(self, rest: str, options: Mapping[str, str]) -> Sink:
+        """Return the sink; raises ValueError where the rest or an option is invalid."""
 
 
 def register_sink(name: str, factory: SinkFactory) -> None:
@@ -116,8 +124,8 @@ def known_sinks() -> dict[str, EntryPoint]:
 
 def _from_target(name: str, target: Any, rest: str, options: Mapping[str, str]) -> Sink:
     """Return a sink for what an entry point names: a class with `from_uri`, any other sink class, or a function."""
-    if hasattr(target, "from_uri"):
-        return cast(Sink, target.from_uri(rest, options))
+    if isinstance(target, SupportsFromUri):
+        return target.from_uri(rest, options)
     if options:
         raise ValueError(f"sink {name} has no option {next(iter(options))!r}: it has none")
     if isinstance(target, type):

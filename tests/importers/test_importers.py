@@ -12,8 +12,7 @@ from trainer_logs import SB3, STEPS, TRAINERS, UPDATES, logged, written
 
 from esper_telemetry.cli.main import main
 from esper_telemetry.importers import read_foreign, read_source
-from esper_telemetry.importers.records import number_of_actions
-from esper_telemetry.importers.rows import LoggedPoint, LoggedRun
+from esper_telemetry.importers.records import LoggedPoint, LoggedRun, number_of_actions
 
 
 @pytest.mark.parametrize("family", sorted(TRAINERS))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from esper_telemetry.importers.rows import LoggedPoint, LoggedRun
+from esper_telemetry.importers.records import LoggedPoint, LoggedRun
 
 UPDATES = 30
 STEPS = [256.0 * place for place in range(1, UPDATES + 1)]

@@ -28,7 +28,7 @@ from esper_telemetry.alarms.metric_entries import metric_entries
 from esper_telemetry.core.record import Record, RunInfo, RunStatus
 from esper_telemetry.sinks import MLflowSink, PermanentSinkError
 from esper_telemetry.sinks.mlflow import database as mlflow_rows
-from esper_telemetry.sinks.mlflow import stored as mlflow_stored
+from esper_telemetry.sinks.mlflow import sink as mlflow_sink
 from esper_telemetry.sinks.mlflow.database import ensure_database, metric_table
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
@@ -559,7 +559,7 @@ def test_a_file_is_read_without_mlflow_and_as_its_client_reads_it(store: Path, c
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.splitlines()
 
-    through_client = mlflow_stored._through_client(client, run, "esper_telemetry")
+    through_client = mlflow_sink._through_client(client, run, "esper_telemetry")
     assert output_lines == [str(through_client), "False"]
     assert through_client.rows[3] == {"policy/kl": 0.5, "axis/update": 3.0, "axis/gradient_step": 48.0}
     assert through_client.ended
@@ -572,6 +572,6 @@ def test_a_file_with_other_tables_is_read_through_the_client(
     sink = opened(run)
     sink.write([record(1, {"policy/kl": 0.5})])
     sink.close(RunStatus.FINISHED)
-    monkeypatch.setattr(mlflow_stored, "READ_METRICS", "SELECT no_such_column FROM metrics WHERE run_uuid = ?1")
+    monkeypatch.setattr(mlflow_sink, "READ_METRICS", "SELECT no_such_column FROM metrics WHERE run_uuid = ?1")
 
-    assert MLflowSink().stored(run) == mlflow_stored._through_client(client, run, "esper_telemetry")
+    assert MLflowSink().stored(run) == mlflow_sink._through_client(client, run, "esper_telemetry")

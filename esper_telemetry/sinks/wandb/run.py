@@ -46,7 +46,7 @@ FULL_DISK_SIGNS: Final = (b"no space left", b"disk quota exceeded", b"file too l
 
 
 class OwnRun:
-    """A run that the sink started: one row per `log`, nobody else writes.
+    """A run that the sink started: one row per `log`, and no other writer.
 
     W&B has no field for the meaning of a metric; its definitions hold the axis of each family, and that axes need no charts.
     """
