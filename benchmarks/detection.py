@@ -32,7 +32,7 @@ class Settings:
     """Judges records of small runs, round by round."""
 
     envs: tuple[str, ...] = ("cue-recall", "cartpole-lstm", "acrobot")
-    """Environments of the fault bed."""
+    """Environments of the fault bench."""
     updates: int = 60
     """Of every run."""
     rounds: int = 20

@@ -34,11 +34,6 @@ from esper_telemetry.ppo.rollout import Rollout
 from esper_telemetry.ppo.trainer import PPO
 
 
-def scaled_rewards(trainer: PPO, dose: float) -> Undo:
-    """Multiply the rewards that are learned from, behind any normaliser."""
-    return replace_steps(trainer, rewards=lambda rewards: rewards * dose)
-
-
 def one_nan(trainer: PPO, dose: float) -> Undo:
     """Make one reward NaN, once."""
     pending = [True]
@@ -52,11 +47,6 @@ def one_nan(trainer: PPO, dose: float) -> Undo:
         return broken
 
     return replace_steps(trainer, rewards=rewards)
-
-
-def huge_advantages(trainer: PPO, dose: float) -> Undo:
-    """Multiply advantages instead of normalising them."""
-    return replace_steps(trainer, normalize=lambda advantages: advantages * dose)
 
 
 def flipped_advantages(trainer: PPO, dose: float) -> Undo:
@@ -99,11 +89,6 @@ def shuffled_returns(trainer: PPO, dose: float) -> Undo:
     return replace_steps(trainer, returns=returns)
 
 
-def other_observations(trainer: PPO, dose: float) -> Undo:
-    """Train on `dose` x + 1 of the observations x of acting."""
-    return replace_steps(trainer, observations=lambda observations: dose * observations + 1)
-
-
 def no_masks(trainer: PPO, dose: float) -> Undo:
     """Train without the masks and the relevance under which actions were chosen."""
 
@@ -122,18 +107,13 @@ def zero_state(trainer: PPO, dose: float) -> Undo:
     return replace_steps(trainer, initial_state=zeros)
 
 
-def no_reset(trainer: PPO, dose: float) -> Undo:
-    """Never reset memory, in acting and in training."""
-    return replace_steps(trainer, resets=lambda ended: ended & False)
-
-
 GAE_IDENTITY, RATIO_INIT = "integrity/gae_identity", "integrity/ratio_init"
 
 DATA = (
     Fault(
         "reward_1e4",
         "Rewards that are learned from are 10,000 times as large, behind any normaliser.",
-        scaled_rewards,
+        lambda trainer, dose: replace_steps(trainer, rewards=lambda rewards: rewards * dose),
         ("value/scale_shift", "grad/explode"),
         bound=1,
         family="reward",
@@ -151,7 +131,7 @@ DATA = (
     Fault(
         "adv_x100",
         "Advantages are multiplied by 100 and not normalised.",
-        huge_advantages,
+        lambda trainer, dose: replace_steps(trainer, normalize=lambda advantages: advantages * dose),
         ("integrity/adv_norm",),
         bound=0,
         family="advantages",
@@ -173,7 +153,7 @@ DATA = (
     Fault(
         "obs_mismatch",
         "The update trains on 3 x + 1 of what was acted on.",
-        other_observations,
+        lambda trainer, dose: replace_steps(trainer, observations=lambda x: dose * x + 1),
         (RATIO_INIT,),
         bound=0,
         family="observations",
@@ -200,7 +180,7 @@ DATA = (
     Fault(
         "no_reset",
         "Memory is never reset, neither in acting nor in training.",
-        no_reset,
+        lambda trainer, _: replace_steps(trainer, resets=lambda ended: ended & False),
         ("lstm/cell_drift", "integrity/ratio_init", "lstm/reset_missing"),
         bound=10,
         needs=(needs_memory,),

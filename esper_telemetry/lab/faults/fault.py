@@ -1,7 +1,8 @@
 """A fault: a way to break training on purpose, as plain data and one function.
 
 The module also holds what faults are made of: changes of a trainer, each made at once and returning the function that undoes it, and
-requirements on a trainer, each returning the sentence that names what is missing, or None.
+requirements on a trainer, each returning the sentence that names what is missing, or None. Changes replace attributes of the trainer's
+objects, never of a class or a module, and undo only themselves, so that several faults may begin and end in any order.
 """
 
 from __future__ import annotations

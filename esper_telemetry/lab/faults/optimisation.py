@@ -57,16 +57,6 @@ def leaking_rate(trainer: PPO, dose: float) -> Undo:
     return replace_steps(trainer, learning_rate=lambda rate: rate * dose ** next(count))
 
 
-def more_epochs(trainer: PPO, dose: float) -> Undo:
-    """Multiply the passes over a rollout."""
-    return replace_config(trainer, num_epochs=round(trainer.config.num_epochs * dose))
-
-
-def heavy_value_loss(trainer: PPO, dose: float) -> Undo:
-    """Multiply the weight of the value loss."""
-    return replace_config(trainer, value_coef=trainer.config.value_coef * dose)
-
-
 def flipped_loss(trainer: PPO, dose: float) -> Undo:
     """Negate the advantages of the policy loss."""
     loss = trainer.steps.policy_loss
@@ -172,7 +162,7 @@ OPTIMISATION = (
     Fault(
         "epochs_x5",
         "Five times as many passes are made over every rollout.",
-        more_epochs,
+        lambda trainer, dose: replace_config(trainer, num_epochs=round(trainer.config.num_epochs * dose)),
         (KL_SPIKE, SATURATED),
         bound=20,  # so many passes do harm only after a while: on CueRecall the KL exceeds 0.1 after 9 to 12 updates
         family="epochs",
@@ -182,7 +172,7 @@ OPTIMISATION = (
     Fault(
         "vf_x1000",
         "The value loss weighs 1000 times as much.",
-        heavy_value_loss,
+        lambda trainer, dose: replace_config(trainer, value_coef=trainer.config.value_coef * dose),
         ("grad/actor_starved", "grad/explode"),
         bound=3,
         family="value_coef",
@@ -253,11 +243,6 @@ def forget_bias(trainer: PPO, dose: float) -> Undo:
     return undo_all(*undos)
 
 
-def frozen_trunk(trainer: PPO, dose: float) -> Undo:
-    """Exclude the hidden layers of the actor from training; they remain declared as trained."""
-    return freeze(trainer.policy.actor.parameters())
-
-
 def detached_head(trainer: PPO, dose: float) -> Undo:
     """Detach the scores of the last head."""
     last = list(trainer.policy.heads)[-1]
@@ -311,7 +296,7 @@ NETWORK = (
     Fault(
         "frozen_trunk",
         "The actor's hidden layers are out of training, and said to be in it.",
-        frozen_trunk,
+        lambda trainer, _: freeze(trainer.policy.actor.parameters()),  # they remain declared as trained
         ("grad/missing_group", "opt/stalled_weights"),
         bound=0,
     ),

@@ -1,6 +1,6 @@
-"""Alarms of networks that grow: seeds that explode, vanish, are out of reach or stuck, or are grown for the reward instead of the host.
+"""Alarms of morphogenesis: exploding, vanishing, dormant and stalled seeds, and a reward that rises while hosts get worse.
 
-An entry point of the group `esper_telemetry.alarms` names them, as it does those of any plugin.
+The entry point `morphogenesis` of the group `esper_telemetry.alarms` registers them, as for any plugin.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ DORMANT, DISCONNECTED = "seed/cause/dormant", "seed/cause/disconnected"
 GERMINATED, BLENDING = "seed/germinated", "seed/gate/g2/pass_frac"
 
 SETTLE_UPDATES = 5
-"""Updates after which an average is a level."""
+"""Updates before the levels of score and return are compared."""
 
 LEVEL_WEIGHT = 0.2
-"""Share of a new value in the levels of score and return."""
+"""Weight of a new value in the levels of score and return."""
 
 SEED_EXPLODING = above(
     "seed_exploding", 0.75, "severity of the largest gradient of a seed; 0.75 is 32 times its clip limit"
@@ -32,7 +32,7 @@ SEED_SCORE_DROP = above("seed_score_drop", 0.05, "accuracy by which hosts are wo
 
 
 def explode(view: View) -> Iterator[Finding]:
-    """A seed's gradient far beyond its clip limit, or those of many beyond ten times theirs."""
+    """A seed's gradient far above its clip limit, or many above ten times theirs."""
     value, limit = view.get(EXPLODING), view.limits[SEED_EXPLODING]
     if value is not None:
         share = view.get("seed/exploding_frac") or 0.0
@@ -48,7 +48,7 @@ def explode(view: View) -> Iterator[Finding]:
 
 
 def vanish(view: View) -> Iterator[Finding]:
-    """Seeds with next to no gradient."""
+    """Seeds with almost no gradient."""
     value, limit = view.get(VANISHING), view.limits[SEED_VANISHING]
     if value is not None:
         yield Finding(
@@ -61,7 +61,7 @@ def vanish(view: View) -> Iterator[Finding]:
 
 
 def dormant(view: View) -> Iterator[Finding]:
-    """Too little of the loss reaches the seeds; one whose host is fast is none of these."""
+    """Almost no gradient of the loss reaches the seeds; seeds of fast hosts do not count."""
     parts = [view.get(key) for key in (DORMANT, DISCONNECTED)]
     share, limit = sum(part or 0.0 for part in parts), view.limits[SEED_DORMANT]
     if parts[0] is not None:
@@ -75,7 +75,7 @@ def dormant(view: View) -> Iterator[Finding]:
 
 
 def stalled(view: View) -> Iterator[Finding]:
-    """Seeds that are germinated while none begins to blend."""
+    """Seeds germinate while none begins to blend."""
     germinated = view.get(GERMINATED)
     if germinated is not None:
         yield Finding(
@@ -90,10 +90,10 @@ def stalled(view: View) -> Iterator[Finding]:
 
 @dataclass(slots=True)
 class RewardHackingJudge:
-    """A score well below its best while the return is not below what it was then.
+    """A score well below its best while the return has not fallen since.
 
     Attributes:
-        count: updates with both.
+        count: updates with score and return.
         score, paid: levels of score and return.
         best, paid_then: the best level of the score, and the return at that time.
     """

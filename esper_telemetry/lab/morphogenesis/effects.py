@@ -1,6 +1,6 @@
-"""What seeds add to their features, and the way back: every part is a function that returns its value and what pulls gradients through it.
+"""The effects of seeds on features: every part is a function that returns its value and its backward function.
 
-Features come first and rows last, [K, features, M], so that products run along M, which is long, and not along features, which are few.
+Tensors are [K, features, M] for K networks and M rows, so that products run along M, which is long, and not along the few features.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from torch import Tensor
 
 Parameters = Mapping[str, Tensor]
 Pull = Callable[[Tensor], tuple[Tensor, Parameters]]
-"""From the gradient at the value to those at the features and the parameters."""
+"""Backward function: from the gradient at the value to those at the features and the parameters."""
 
 PullJoin = Callable[[Tensor], tuple[Tensor, Tensor, Parameters]]
-"""From the gradient at the value to those at the features, at what was found in them, and at the parameters."""
+"""Backward function of a join: from the gradient at the value to those at the features, at the parts' value, and at the parameters."""
 
 NORM_EPS = 1e-5
-"""Added to the variance of features that are normalised."""
+"""Added to the variance of normalised features."""
 
 
 def units(x: Tensor, own: Parameters, _: int) -> tuple[Tensor, Pull]:
-    """A network of two layers with ReLU."""
+    """Return the value of a network of two layers with ReLU."""
     inner = torch.baddbmm(own["enter_bias"].unsqueeze(2), own["enter"].mT, x).relu_()
 
     def pull(d: Tensor) -> tuple[Tensor, Parameters]:
         slope = rectified_(torch.bmm(own["leave"].mT, d), inner)
-        found = {"enter": torch.bmm(x, slope.mT), "enter_bias": slope.sum(2), "leave": torch.bmm(d, inner.mT)}
-        return torch.bmm(own["enter"], slope), found
+        slopes = {"enter": torch.bmm(x, slope.mT), "enter_bias": slope.sum(2), "leave": torch.bmm(d, inner.mT)}
+        return torch.bmm(own["enter"], slope), slopes
 
     return torch.bmm(own["leave"], inner), pull
 
 
 def scaled(x: Tensor, own: Parameters, _: int) -> tuple[Tensor, Pull]:
-    """Normalised features, scaled and shifted."""
+    """Return normalised features, scaled and shifted."""
     normed, pull_normed = _normed(x)
     gain = own["gain"].unsqueeze(2)
 
@@ -45,45 +45,45 @@ def scaled(x: Tensor, own: Parameters, _: int) -> tuple[Tensor, Pull]:
 
 
 def attended(x: Tensor, own: Parameters, tokens: int) -> tuple[Tensor, Pull]:
-    """Causal attention with one head among the tokens of each window, to normalised features."""
+    """Return causal attention with one head over the tokens of each window of normalised features."""
     normed, pull_normed = _normed(x)
     query, key, value = (_windows(torch.bmm(own[name], normed), tokens) for name in ("query", "key", "value"))
     future = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).triu(1)
     scale = x.shape[1] ** -0.5
     shares = (torch.bmm(query.mT, key) * scale).masked_fill(future, -torch.inf).softmax(2)
-    heard = _rows(torch.bmm(value, shares.mT), len(x))
+    attention = _rows(torch.bmm(value, shares.mT), len(x))
 
     def pull(d: Tensor) -> tuple[Tensor, Parameters]:
-        at_heard = _windows(torch.bmm(own["out"].mT, d), tokens)
-        at_shares = torch.bmm(at_heard.mT, value)
+        at_attention = _windows(torch.bmm(own["out"].mT, d), tokens)
+        at_shares = torch.bmm(at_attention.mT, value)
         at_scores = scale * shares * (at_shares - (at_shares * shares).sum(2, keepdim=True))
         parts = {
             "query": torch.bmm(key, at_scores.mT),
             "key": torch.bmm(query, at_scores),
-            "value": torch.bmm(at_heard, shares),
+            "value": torch.bmm(at_attention, shares),
         }
         slopes = {name: _rows(part, len(x)) for name, part in parts.items()}
-        found = {name: torch.bmm(slope, normed.mT) for name, slope in slopes.items()}
+        gradients = {name: torch.bmm(slope, normed.mT) for name, slope in slopes.items()}
         at_normed = sum(torch.bmm(own[name].mT, slope) for name, slope in slopes.items())
-        return pull_normed(torch.as_tensor(at_normed)), {**found, "out": torch.bmm(d, heard.mT)}
+        return pull_normed(torch.as_tensor(at_normed)), {**gradients, "out": torch.bmm(d, attention.mT)}
 
-    return torch.bmm(own["out"], heard), pull
+    return torch.bmm(own["out"], attention), pull
 
 
-def gated(x: Tensor, found: Tensor, own: Parameters) -> tuple[Tensor, PullJoin]:
-    """What was found, as far as a gate opens for the features."""
+def gated(x: Tensor, value: Tensor, own: Parameters) -> tuple[Tensor, PullJoin]:
+    """Return the parts' value times a gate that depends on the features."""
     gate = torch.sigmoid(torch.baddbmm(own["gate_bias"].unsqueeze(2), own["gate"].mT, x))
 
     def pull(d: Tensor) -> tuple[Tensor, Tensor, Parameters]:
-        slope = (d * found).sum(1, keepdim=True) * gate * (1 - gate)
+        slope = (d * value).sum(1, keepdim=True) * gate * (1 - gate)
         return own["gate"] * slope, gate * d, {"gate": torch.bmm(x, slope.mT), "gate_bias": slope.sum(2)}
 
-    return gate * found, pull
+    return gate * value, pull
 
 
-def multiplied(x: Tensor, found: Tensor, _: Parameters) -> tuple[Tensor, PullJoin]:
-    """What was found, between -1 and 1, as a factor of the features."""
-    factor = 2 * torch.sigmoid(2 * found) - 1  # tanh, ten times as fast
+def multiplied(x: Tensor, value: Tensor, _: Parameters) -> tuple[Tensor, PullJoin]:
+    """Return the features times the tanh of the parts' value."""
+    factor = 2 * torch.sigmoid(2 * value) - 1  # tanh, ten times as fast
 
     def pull(d: Tensor) -> tuple[Tensor, Tensor, Parameters]:
         return d * factor, d * x * (1 - factor.square()), {}
@@ -92,13 +92,13 @@ def multiplied(x: Tensor, found: Tensor, _: Parameters) -> tuple[Tensor, PullJoi
 
 
 def rectified_(d: Tensor, after: Tensor) -> Tensor:
-    """Makes the gradient before a ReLU of that behind it, whose values [like d] were these; ten times as fast as a product with a mask."""
-    found: Tensor = torch.ops.aten.threshold_backward.grad_input(d, after, 0, grad_input=d)
-    return found
+    """Turn the gradient after a ReLU with the values `after` into that before it, in place; ten times as fast as a mask."""
+    gradient: Tensor = torch.ops.aten.threshold_backward.grad_input(d, after, 0, grad_input=d)
+    return gradient
 
 
 def _normed(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Features without their mean, by their standard deviation."""
+    """Return standardised features, and their backward function."""
     centred = x - x.mean(1, keepdim=True)
     slope = (centred.square().mean(1, keepdim=True) + NORM_EPS).rsqrt()
     normed = centred * slope
@@ -110,12 +110,12 @@ def _normed(x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
 
 
 def _windows(x: Tensor, tokens: int) -> Tensor:
-    """[K, width, M] window by window, [K M / tokens, width, tokens]."""
+    """Return [K, width, M] by window, [K M / tokens, width, tokens]."""
     return x.view(*x.shape[:2], -1, tokens).transpose(1, 2).flatten(0, 1)
 
 
 def _rows(x: Tensor, count: int) -> Tensor:
-    """The windows of K networks one behind the other again."""
+    """Return the inverse of `_windows` for K networks."""
     return x.view(count, -1, *x.shape[1:]).transpose(1, 2).flatten(2)
 
 
@@ -124,46 +124,46 @@ PARTS = {
     "units": (units, ("enter", "enter_bias", "leave")),
     "attends": (attended, ("query", "key", "value", "out")),
 }
-"""Parts of seeds and their parameters; their values add up."""
+"""Parts of seeds and their parameters; the value is the sum of the parts."""
 
 INERT = ("units",)
-"""Parts that come to nothing, there and back, where their parameters are zero."""
+"""Parts whose value and gradients are zero where their parameters are zero."""
 
 JOINS = {"gated": (gated, ("gate", "gate_bias")), "multiplied": (multiplied, ())}
-"""Ways to join what was found with the features, and their parameters; the others add it as it is."""
+"""Ways to join the parts' value with the features, and their parameters; other styles add the value unchanged."""
 
 Owners = Mapping[str, Tensor | None]
-"""The networks, by index, whose seeds have a part or a join; None for all; what nobody has is not named."""
+"""Indices of the networks whose seeds have a part or a join; None for all; without those that no seed has."""
 
 
 def effect(
     x: Tensor, seed: Parameters, who: Owners, tokens: int
 ) -> tuple[Tensor, Callable[[Tensor, Parameters], Tensor]]:
-    """What the seeds of a slot add to features x [N, width, M]; nothing where a network has none.
+    """Return the effect of a slot's seeds on features x [N, width, M], zero where a network has none, and its backward function.
 
-    Returns it, and what takes the gradient at it, writes those of the parameters into tensors of their names, and returns that at x.
+    The backward function takes the gradient at the effect, writes those of the parameters into tensors by name, and returns that at x.
     """
-    found, pulls, pulls_join = None, list[tuple[Tensor | None, Pull]](), list[tuple[Tensor | None, PullJoin]]()
+    total, pulls, pulls_join = None, list[tuple[Tensor | None, Pull]](), list[tuple[Tensor | None, PullJoin]]()
     for name, (part, needs) in PARTS.items():
         if name in who:
             rows = who[name]
             value, pull = part(_pick(x, rows), {need: _pick(seed[need], rows) for need in needs}, tokens)
-            found = _plus(found, rows, value, x)
+            total = _plus(total, rows, value, x)
             pulls.append((rows, pull))
-    found = torch.zeros_like(x) if found is None else found
+    total = torch.zeros_like(x) if total is None else total
     for name, (join, needs) in JOINS.items():
         if name in who:
             rows = who[name]
             own = {need: _pick(seed[need], rows) for need in needs}
-            value, pull_join = join(_pick(x, rows), _pick(found, rows), own)
-            found = _put(found, rows, value)
+            value, pull_join = join(_pick(x, rows), _pick(total, rows), own)
+            total = _put(total, rows, value)
             pulls_join.append((rows, pull_join))
 
     def back(d: Tensor, gradients: Parameters) -> Tensor:
         at_x = None
         for rows, pull_join in reversed(pulls_join):
-            at_own, at_found, slopes = pull_join(_pick(d, rows))
-            at_x, d = _plus(at_x, rows, at_own, x), _put(d, rows, at_found)
+            at_own, at_value, slopes = pull_join(_pick(d, rows))
+            at_x, d = _plus(at_x, rows, at_own, x), _put(d, rows, at_value)
             _write(gradients, rows, slopes)
         for rows, pull in pulls:
             at_own, slopes = pull(_pick(d, rows))
@@ -171,7 +171,7 @@ def effect(
             _write(gradients, rows, slopes)
         return torch.zeros_like(x) if at_x is None else at_x
 
-    return found, back
+    return total, back
 
 
 def _pick(tensor: Tensor, rows: Tensor | None) -> Tensor:
@@ -179,7 +179,7 @@ def _pick(tensor: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def _plus(total: Tensor | None, rows: Tensor | None, value: Tensor, like: Tensor) -> Tensor:
-    """A value added to a total, which is nothing at first, in rows of that shape."""
+    """Return the total, None at first, plus a value in the given rows."""
     if rows is None:
         return value if total is None else total + value
     return (torch.zeros_like(like) if total is None else total).index_add(0, rows, value)

@@ -20,13 +20,7 @@ from esper_telemetry.lab.morphogenesis.gradient_health import (
     intensity_ratio,
     vanishing,
 )
-from esper_telemetry.lab.morphogenesis.observation import (
-    VERSION,
-    HostState,
-    StepReport,
-    feature_names,
-    observe,
-)
+from esper_telemetry.lab.morphogenesis.observation import VERSION, HostState, StepReport, feature_names, observe
 from esper_telemetry.lab.morphogenesis.slots import ALIVE, EFFECTIVE, LEARNING, Op, Slots, Stage, TransitionGates, among
 from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
 from esper_telemetry.lab.morphogenesis.training import OPTIMIZERS, SNAPSHOT_EPOCHS, make_task

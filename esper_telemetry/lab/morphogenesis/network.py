@@ -1,10 +1,8 @@
-"""N hosts and their seeds in one pass there and back: every weight has a leading environment axis, every layer is a batched product.
+"""The networks of N environments: parameters as rows of one tensor, blueprints of seeds, and batched forward and backward passes.
 
-Gradients are written down by hand: these networks are so small that to record and replay a graph would cost as much as the arithmetic.
-
-Parameters of many networks as one tensor: one row per network, so that norms, steps and snapshots are single operations.
-
-What a seed can become: a blueprint says which of a slot's parameters are there. The others are zero and stay so.
+There is one row per network, so that norms, optimizer steps and snapshots are single operations; every layer is a batched product.
+Gradients are hand-written: for networks this small, autograd's graph would cost as much as the arithmetic. A blueprint selects which of
+a slot's parameters a seed has; the others are and stay zero.
 """
 
 from __future__ import annotations
@@ -21,10 +19,10 @@ from esper_telemetry.lab.morphogenesis.effects import Owners, Parameters, effect
 
 
 class Packing:
-    """Where each named parameter stands in a row.
+    """Layout of named parameters in a row.
 
     Attributes:
-        shapes: of the parameters, in order.
+        shapes: shapes of the parameters, in order.
         size: entries of a row.
     """
 
@@ -34,12 +32,12 @@ class Packing:
         self.size = sum(self.sizes)
 
     def unpack(self, rows: Tensor) -> dict[str, Tensor]:
-        """Views of the parameters in rows [..., size or more], each [..., *shape]."""
+        """Return views of the parameters in rows [..., size or more], each [..., *shape]."""
         parts = rows[..., : self.size].split(self.sizes, -1)
         return {name: part.unflatten(-1, shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
     def pack(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """The rows [..., size] of all parameters, each [..., *shape]."""
+        """Return the rows [..., size] of all parameters, each [..., *shape]."""
         return torch.cat(
             [
                 parameters[name].flatten(-len(shape)) if shape else parameters[name]
@@ -50,17 +48,17 @@ class Packing:
 
 
 MAX_HIDDEN_UNITS = 24
-"""Hidden units that a slot has room for."""
+"""Hidden units of the largest seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """One kind of seed; all are residual and the identity at birth.
+    """One kind of seed; all are residual, and the identity after germination.
 
     Attributes:
-        scales: it scales and shifts the normalised features.
+        scales: scales and shifts the normalised features.
         units: hidden units of its two-layer network.
-        attends: it attends to earlier tokens, so the host must have some.
+        attends: attends to earlier tokens, so the host must have tokens.
     """
 
     name: str
@@ -77,17 +75,17 @@ BLUEPRINTS = (
 )
 
 STYLES = ("add", "sigmoid_add", "multiply", "gated")
-"""How a seed's effect joins the features: added with a linear or a sigmoid schedule, as a factor, or through a gate of its own."""
+"""Ways to blend a seed's effect: added with a linear or a sigmoid schedule, as a factor, or through a learned gate."""
 
 GATE = ("gate", "gate_bias")
 ATTENTION = ("query", "key", "value", "out")
 
 ANATOMY = ("scales", "units", "attends", "gated", "multiplied")
-"""What seeds may have: parts, and ways to join what these find with the features; see `effects`."""
+"""Names of the parts of seeds, and of the ways to join their value with the features; see `effects`."""
 
 
 def seed_packing(width: int, *, attends: bool) -> Packing:
-    """Parameters of a slot behind features of that width, with room for attention or without."""
+    """Return the layout of a slot's parameters for features of that width, with or without attention."""
     square = (width, width)
     return Packing(
         {
@@ -104,7 +102,7 @@ def seed_packing(width: int, *, attends: bool) -> Packing:
 
 
 def anatomy() -> Tensor:
-    """[styles, blueprints, `ANATOMY`], bool: what a seed of that style and blueprint has."""
+    """Return the parts of a seed by style and blueprint, [styles, blueprints, `ANATOMY`], bool."""
     rows = [
         [[kind.scales, kind.units > 0, kind.attends, style == "gated", style == "multiply"] for kind in BLUEPRINTS]
         for style in STYLES
@@ -113,7 +111,7 @@ def anatomy() -> Tensor:
 
 
 def presence(packing: Packing) -> Tensor:
-    """[styles, blueprints, size], bool: which parameters a seed of that style and blueprint has."""
+    """Return the parameters of a seed by style and blueprint, [styles, blueprints, size], bool."""
     rows = [torch.stack([_present(packing, kind, style) for kind in BLUEPRINTS]) for style in STYLES]
     return torch.stack(rows)
 
@@ -132,24 +130,24 @@ def _present(packing: Packing, blueprint: Blueprint, style: str) -> Tensor:
 
 
 def newborn(packing: Packing, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Rows [*shape, size] of seeds at birth: what reads the features is drawn, what writes to them is zero."""
+    """Return rows [*shape, size] of new seeds: input weights are random, output weights are zero."""
 
-    def drawn(name: str, size: tuple[int, ...]) -> Tensor:
+    def initial(name: str, size: tuple[int, ...]) -> Tensor:
         if name in ("enter", "query", "key", "value"):
             scale = ((2 if name == "enter" else 1) / size[0]) ** 0.5
             return torch.randn(*shape, *size, generator=generator, device=generator.device).mul_(scale)
         return torch.zeros(*shape, *size, device=generator.device)
 
-    return packing.pack({name: drawn(name, size) for name, size in packing.shapes.items()})
+    return packing.pack({name: initial(name, size) for name, size in packing.shapes.items()})
 
 
 class Mixing(NamedTuple):
-    """How seeds take part in a pass.
+    """The part of the seeds in a pass.
 
     Attributes:
         alpha: [N, S], weight of each seed's effect.
-        isolated: [N, S], bool: the seed learns as if it counted in full, and the host neither feels it nor is felt by it.
-        who: by slot, which networks have seeds with which parts; those of neither weight nor isolation need not be named.
+        isolated: [N, S], bool: the seed learns as if it had full weight, and host and seed do not affect each other.
+        who: by slot, the networks with each part; seeds that have no weight and are not isolated may be left out.
     """
 
     alpha: Tensor
@@ -165,7 +163,7 @@ class Views(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What a pass gives: logits [N, classes, M], and what the way back needs: inputs of the layers, features and effects of the slots."""
+    """Logits [N, classes, M], and the values for the backward pass: inputs of the layers, features and effects of the slots."""
 
     logits: Tensor
     inputs: list[Tensor]
@@ -174,22 +172,22 @@ class Pass(NamedTuple):
 
 
 class Network:
-    """The shape of hosts and seeds; holds no parameters.
+    """The architecture of hosts and seeds, without parameters.
 
-    A host is a row of dense layers with a slot behind each but the last. Inputs with tokens are rows of one-hot vectors, window by
-    window: the host sees each token alone, and only seeds that attend see those before it.
+    A host is a sequence of dense layers with a slot behind each but the last. Inputs with tokens are rows of one-hot vectors, window by
+    window: the host sees each token alone, and only seeds with attention see those before it.
 
     Args:
         inputs: entries of an input row.
-        width: of the hidden layers.
-        classes: what rows are told apart into.
+        width: units of the hidden layers.
+        classes: number of classes.
         slots: hidden layers, S, each followed by a slot.
         tokens: rows of a window; 1 where rows are independent.
-        linear: hosts have no activations, so that whatever bends is a seed.
+        linear: hosts have no activations; only seeds are nonlinear.
 
     Attributes:
-        host, seed: where parameters stand in a row of theirs.
-        size: of a row that has room for either.
+        host, seed: layouts of their rows.
+        size: entries of a row for either.
     """
 
     def __init__(
@@ -203,51 +201,51 @@ class Network:
         self.size = max(self.host.size, self.seed.size)
 
     def hosts(self, count: int, generator: torch.Generator) -> Tensor:
-        """New hosts [count, size of a host] (He et al. 2015)."""
+        """Return new hosts [count, size of a host] (He et al. 2015)."""
 
-        def drawn(shape: tuple[int, ...]) -> Tensor:
+        def initial(shape: tuple[int, ...]) -> Tensor:
             if len(shape) == 1:
                 return torch.zeros(count, *shape, device=generator.device)
             scale = (2 / shape[1]) ** 0.5
             return torch.randn(count, *shape, generator=generator, device=generator.device).mul_(scale)
 
-        return self.host.pack({name: drawn(shape) for name, shape in self.host.shapes.items()})
+        return self.host.pack({name: initial(shape) for name, shape in self.host.shapes.items()})
 
     def views(self, rows: Tensor) -> Views:
-        """The parameters in rows [N, 1 + S, size]: a host in the first, its seeds in the others."""
+        """Return views of rows [N, 1 + S, size]: a host in the first, its seeds in the others."""
         return Views(self.host.unpack(rows[:, 0]), [self.seed.unpack(rows[:, 1 + slot]) for slot in range(self.slots)])
 
     def forward(self, weights: Views, inputs: Tensor, mixing: Mixing, *, subsets: bool = False) -> Pass:
-        """One pass of rows [M, inputs], the same for all N networks.
+        """Return the forward pass of rows [M, inputs], the same for all N networks.
 
         Args:
-            weights: of hosts and seeds; zero where a blueprint has no parameter.
+            weights: parameters of hosts and seeds; zero where a blueprint has none.
             inputs: [M, inputs]; M is a multiple of `tokens`.
-            mixing: how the seeds take part.
-            subsets: every subset of the seeds is switched off in turn. A slot with seeds doubles the blocks of M columns that come out:
-                in the second half it is off. What blocks have in common is computed once.
+            mixing: part of the seeds.
+            subsets: switch every subset of the seeds off in turn. A slot with seeds doubles the blocks of M output columns; in the second
+                half it is off. What blocks share is computed once.
         """
-        found = Pass(inputs, [inputs], [], [])
+        passed = Pass(inputs, [inputs], [], [])
         for slot, who in enumerate(mixing.who):
-            x = self._dense(weights.host, slot, found.inputs[-1])
+            x = self._dense(weights.host, slot, passed.inputs[-1])
             joined, back = x if self.linear else x.relu_(), None
             if who:
                 value, back = effect(x, weights.seeds[slot], who, self.tokens)
                 joined = torch.addcmul(x, mixing.alpha[:, slot, None, None], value)
                 joined = torch.cat([joined, x], 2) if subsets else joined
-            found.features.append(x)
-            found.inputs.append(joined)
-            found.backs.append(back)
-        return found._replace(logits=self._dense(weights.host, self.slots, found.inputs[-1]))
+            passed.features.append(x)
+            passed.inputs.append(joined)
+            passed.backs.append(back)
+        return passed._replace(logits=self._dense(weights.host, self.slots, passed.inputs[-1]))
 
     def backward(self, weights: Views, passed: Pass, d: Tensor, mixing: Mixing, gradients: Views) -> Tensor:
-        """Writes every network's own gradients; returns the norms of those at the seeds' effects, [N, S].
+        """Write every network's own gradients; return the gradient norms at the seeds' effects, [N, S].
 
         Args:
-            weights, mixing: as in the pass.
-            passed: what it gave, without subsets.
+            weights, mixing: arguments of the forward pass.
+            passed: its result, without subsets.
             d: gradients at the logits, [N, classes, M].
-            gradients: to be written to, wherever a parameter is.
+            gradients: output, for every parameter.
         """
         alone = mixing.isolated.to(d.dtype)
         strength, through = mixing.alpha + alone, (1 - alone)[..., None, None]
@@ -265,7 +263,7 @@ class Network:
         return strength * torch.stack(norms[::-1], 1)
 
     def _dense(self, host: Parameters, layer: int, h: Tensor) -> Tensor:
-        """A layer [N, out, M] behind features [N, in, M], or behind inputs [M, in] that all networks share, where it is one product."""
+        """Return a layer [N, out, M] of features [N, in, M], or of inputs [M, in] that all networks share, which is one product."""
         weight, bias = host[f"weight_{layer}"], host[f"bias_{layer}"]
         if layer:
             return torch.baddbmm(bias.unsqueeze(2), weight, h)

@@ -15,14 +15,7 @@ from esper_telemetry.lab.faults import FAULTS
 from esper_telemetry.lab.faults.__main__ import run
 from esper_telemetry.lab.faults.commands import fault_markdown
 
-FIELDS = {
-    "strict_recall",
-    "lenient_recall",
-    "false_alarms_per_100",
-    "median_lag",
-    "root_cause_accuracy",
-    "per_fault",
-}
+FIELDS = {"strict_recall", "lenient_recall", "false_alarms_per_100", "median_lag", "root_cause_accuracy", "per_fault"}
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

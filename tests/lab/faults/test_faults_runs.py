@@ -30,11 +30,7 @@ def test_a_healthy_run_stores_its_announced_updates(tmp_path: Path) -> None:
 def test_announced_rewards_are_three_times_as_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The largest reward of CueRecall is 1.3, and 3.9 from the second update on."""
     monkeypatch.setattr("esper_telemetry.lab.faults.runs.REWARD_CHANGE_UPDATE", 2)
-    monkeypatch.setitem(
-        HEALTHY_KINDS,
-        "soon",
-        replace(HEALTHY_KINDS["rewards_x3"], prepare=triple_rewards),
-    )
+    monkeypatch.setitem(HEALTHY_KINDS, "soon", replace(HEALTHY_KINDS["rewards_x3"], prepare=triple_rewards))
 
     run_healthy(FaultRun("cue-recall", 1, healthy="soon", last=2), tmp_path, "normal")
 
@@ -48,12 +44,7 @@ def test_the_plan_has_every_fault_and_every_healthy_run_of_its_environments() ->
     plan = plan_runs([("lr_x10", 10), ("lr_zero", 0)], ["pendulum"], [1, 2])
 
     assert len([run for run in plan if run.fault is not None]) == 4
-    assert {run.healthy for run in plan if run.fault is None} == {
-        "plain",
-        "annealed",
-        "slow",
-        "rewards_x3",
-    }
+    assert {run.healthy for run in plan if run.fault is None} == {"plain", "annealed", "slow", "rewards_x3"}
     assert len({run.name for run in plan}) == len(plan) == 12
 
 

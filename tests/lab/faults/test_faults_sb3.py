@@ -9,8 +9,6 @@ import torch
 
 pytest.importorskip("sb3_contrib")
 
-from esper_telemetry.lab.faults.verdicts import RuleDetector, detect, read_journaled_run
-
 from esper_telemetry.alarms import Thresholds
 from esper_telemetry.cli.arguments import WrongUse
 from esper_telemetry.lab.faults.__main__ import run as command
@@ -21,6 +19,7 @@ from esper_telemetry.lab.faults.sb3.breaks import BREAKS
 from esper_telemetry.lab.faults.sb3.models import MODELS, BreakableVecEnv, ModelNotApplicableError
 from esper_telemetry.lab.faults.sb3.runs import plan_sb3_runs, train_run
 from esper_telemetry.lab.faults.score import BrokenRun
+from esper_telemetry.lab.faults.verdicts import RuleDetector, detect, read_journaled_run
 
 pytestmark = pytest.mark.sb3
 
@@ -75,18 +74,12 @@ def test_the_plan_has_the_faults_that_can_be_injected_from_outside() -> None:
     with pytest.raises(ValueError, match="power_cut cannot be injected into sb3 from outside"):
         plan_sb3_runs([("power_cut", 5)], ["cartpole"], [3])
     plan = plan_sb3_runs([("lr_x100", 100), ("power_cut", 5)], ["cartpole"], [3], explicit=False)
-    assert [fault_run.name for fault_run in plan] == [
-        "sb3-cartpole-healthy-plain-s3",
-        "sb3-cartpole-lr_x100-100-s3",
-    ]
+    assert [fault_run.name for fault_run in plan] == ["sb3-cartpole-healthy-plain-s3", "sb3-cartpole-lr_x100-100-s3"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
-    [
-        (("--faults", "power_cut"), "power_cut"),
-        (("--envs", "acrobot"), "there is no environment 'acrobot' for sb3"),
-    ],
+    [(("--faults", "power_cut"), "power_cut"), (("--envs", "acrobot"), "there is no environment 'acrobot' for sb3")],
 )
 def test_wrong_use_is_refused_in_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(WrongUse, match=sentence):

@@ -1,6 +1,8 @@
-"""Shared by the tests of morphogenesis: random play, and networks one at a time."""
+"""Helpers for the tests of morphogenesis: small environments, random actions, and plain single networks."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -8,35 +10,32 @@ from torch import Tensor
 
 from esper_telemetry.lab.morphogenesis import Morphogenesis
 from esper_telemetry.lab.morphogenesis.controllers import RandomController
+from esper_telemetry.lab.morphogenesis.training import Data
 
 
 def tiny(num_envs: int = 8, **settings: object) -> Morphogenesis:
-    """An environment with next to no data, so that a step takes a millisecond or two."""
+    """Return an environment with very few data, so that a step takes one or two milliseconds."""
     env = Morphogenesis(num_envs, seed=0, **settings)  # type: ignore[arg-type]  # as they are named
     task = env.colony.task
     rows = 16 * task.tokens
-    small = {"batch": 8, "train_batches": 1}
-    for name, value in small.items():
-        object.__setattr__(task, name, value)
-    for data in (task.train, task.validation):
-        object.__setattr__(data, "inputs", data.inputs[:rows])
-        object.__setattr__(data, "targets", data.targets[:rows])
+    train, validation = (Data(data.inputs[:rows], data.targets[:rows]) for data in (task.train, task.validation))
+    env.colony.task = replace(task, batch=8, train_batches=1, train=train, validation=validation)
     env.reset()
     return env
 
 
 def play(env: Morphogenesis, steps: int, seed: int = 0) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Random possible actions; per step the stages before and after it, [B, S], and the rewards [B]."""
-    choose, found = RandomController(seed), []
+    """Take random possible actions; return per step the stages before and after it, [B, S], and the rewards [B]."""
+    choose, steps_taken = RandomController(seed), []
     for _ in range(steps):
         before = env.slots.stage
         step = env.step(choose(env))
-        found.append((before, env.slots.stage, step.rewards))
-    return found
+        steps_taken.append((before, env.slots.stage, step.rewards))
+    return steps_taken
 
 
 def plain_loss(host: dict[str, Tensor], seeds: list[dict[str, Tensor]], plan: dict[str, object]) -> Tensor:
-    """Loss of one network, written down layer by layer without any batching; `plan` says what the seeds are and do."""
+    """Return the loss of one network, layer by layer without batching; `plan` describes the seeds."""
     x = plan["inputs"]
     assert isinstance(x, Tensor)
     for slot, seed in enumerate(seeds):
@@ -61,7 +60,7 @@ def plain_loss(host: dict[str, Tensor], seeds: list[dict[str, Tensor]], plan: di
 
 
 def plain_attention(x: Tensor, seed: dict[str, Tensor], tokens: int) -> Tensor:
-    """Causal attention window by window, by its definition."""
+    """Return causal attention window by window, by its definition."""
     out = []
     for window in x.split(tokens):
         scores = (window @ seed["query"].T) @ (window @ seed["key"].T).T / x.shape[-1] ** 0.5

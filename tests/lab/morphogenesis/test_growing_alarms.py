@@ -1,8 +1,9 @@
-"""Every alarm about seeds, raised by a fault that is really there in a run that really trains."""
+"""Every alarm about seeds, raised by a fault in a training run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +21,33 @@ from esper_telemetry.lab.morphogenesis.slots import Op
 from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
 
 SEED_ALARMS = {"seed/explode", "seed/vanish", "seed/dormant", "seed/stalled", "seed/reward_hacking"}
-FROM = 5
-"""The fault begins when this update ends, in the middle of an episode of two."""
+LAST_HEALTHY_UPDATE = 5
+"""The fault begins when this update ends, in the middle of an episode of two updates."""
 
 
-def watched(path: Path, env: Morphogenesis, updates: int, fault: Callable[[ScriptedRun], None]) -> dict[str, int]:
-    """Lets the oracle act for so many updates; returns in which update each alarm about seeds was first raised."""
+def raised_alarms(path: Path, env: Morphogenesis, updates: int, fault: Callable[[ScriptedRun], None]) -> dict[str, int]:
+    """Run the oracle for that many updates; return the update in which each alarm about seeds was first raised."""
     run = ScriptedRun(env, PPOConfig(policy="oracle", num_steps=16))
 
     def begin(event: UpdateEnd) -> None:
-        if event.update == FROM:
+        if event.update == LAST_HEALTHY_UPDATE:
             fault(run)
 
     with Telemetry(run_dir=path, offload=False) as telemetry:
         attach(telemetry, run)
         run.hooks.on(UpdateEnd, begin)
         run.learn(updates * 16 * env.num_envs)
-    found = [alarm for alarm in alarms(path) if alarm.type in SEED_ALARMS]
-    return {alarm.type: alarm.since for alarm in reversed(found)}
+    seed_alarms = [alarm for alarm in alarms(path) if alarm.type in SEED_ALARMS]
+    return {alarm.type: alarm.since for alarm in reversed(seed_alarms)}
 
 
 def explode(run: ScriptedRun) -> None:
-    """All weights of seeds are ten thousand times as large."""
+    """Multiply all weights of seeds by 10,000."""
     run.env.colony.seeds.mul_(1e4)
 
 
 def kill_units(run: ScriptedRun) -> None:
-    """Biases are pulled so low that no unit of any seed is ever active, so no gradient comes back."""
+    """Keep biases so low that no unit of any seed is active, so that its gradient is zero."""
     packing = run.env.colony.network.seed
 
     def pull(_: object) -> None:
@@ -56,53 +57,48 @@ def kill_units(run: ScriptedRun) -> None:
 
 
 def cut_off(run: ScriptedRun) -> None:
-    """Whatever hosts learn, their last layer does not listen to what is before it, so no loss reaches a seed."""
+    """Keep the weights of the hosts' last layer at zero, so that no gradient of the loss reaches a seed."""
     colony = run.env.colony
     train, last = colony._optimizer, f"weight_{colony.network.slots}"
 
-    def deaf(rows: Tensor, *rest: Any) -> None:
+    def train_and_zero(rows: Tensor, *rest: Any) -> None:
         train(rows, *rest)
         colony.network.host.unpack(rows[:, 0])[last].zero_()
 
-    colony._optimizer = deaf
+    colony._optimizer = train_and_zero
     colony.network.host.unpack(colony.hosts)[last].zero_()
 
 
 def stop_learning(run: ScriptedRun) -> None:
-    """The learning rate is zero, so no seed ever improves its host."""
-    object.__setattr__(run.env.colony.task, "learning_rate", 0.0)
+    """Set the learning rate to zero, so that no seed improves its host."""
+    run.env.colony.task = replace(run.env.colony.task, learning_rate=0.0)
 
 
 @pytest.mark.parametrize(
     ("alarm", "fault", "settings", "updates", "by"),
     [
-        ("seed/explode", explode, {}, 7, FROM + 1),
-        ("seed/vanish", kill_units, {}, 8, FROM + 2),
-        ("seed/dormant", cut_off, {}, 10, FROM + 3),
-        ("seed/stalled", stop_learning, {"strict": True, "horizon": 16}, 12, FROM + 6),
+        ("seed/explode", explode, {}, 7, LAST_HEALTHY_UPDATE + 1),
+        ("seed/vanish", kill_units, {}, 8, LAST_HEALTHY_UPDATE + 2),
+        ("seed/dormant", cut_off, {}, 10, LAST_HEALTHY_UPDATE + 3),
+        ("seed/stalled", stop_learning, {"strict": True, "horizon": 16}, 12, LAST_HEALTHY_UPDATE + 6),
     ],
 )
 def test_a_fault_raises_its_alarm(
-    alarm: str,
-    fault: Callable[[ScriptedRun], None],
-    settings: dict[str, Any],
-    updates: int,
-    by: int,
-    tmp_path: Path,
+    alarm: str, fault: Callable[[ScriptedRun], None], settings: dict[str, Any], updates: int, by: int, tmp_path: Path
 ) -> None:
-    """Within as many updates as its rule is patient, and not before the fault began."""
-    found = watched(tmp_path / "run", tiny(**settings), updates, fault)
+    """Within the updates that its rule requires, and not before the fault begins."""
+    raised = raised_alarms(tmp_path / "run", tiny(**settings), updates, fault)
 
-    assert FROM < found[alarm] <= by, found
+    assert LAST_HEALTHY_UPDATE < raised[alarm] <= by, raised
 
 
 @pytest.mark.slow
 def test_a_healthy_run_raises_none(tmp_path: Path) -> None:
-    assert watched(tmp_path / "run", Morphogenesis(8, seed=0), 16, lambda run: None) == {}
+    assert raised_alarms(tmp_path / "run", Morphogenesis(8, seed=0), 16, lambda run: None) == {}
 
 
 class Churn(OracleController):
-    """Has found out that operations are paid for: germinates and prunes whenever that is possible."""
+    """Germinates and prunes whenever that is possible."""
 
     def __call__(self, env: Morphogenesis) -> dict[str, Tensor]:
         actions, possible = super().__call__(env), env.action_masks()["slot"]
@@ -114,15 +110,13 @@ class Churn(OracleController):
 
 
 @pytest.mark.slow
-def test_a_controller_that_is_paid_for_the_wrong_thing_is_told_by_its_hosts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The reward pays for operations instead of charging for them, and after five episodes the controller lives by that."""
+def test_a_reward_for_operations_raises_reward_hacking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reward pays for operations instead of charging for them, and after five episodes the controller exploits it."""
     monkeypatch.setitem(rewards.REWARDS, "shaped", {"op_cost": 1.0})
     run = ScriptedRun(Morphogenesis(8, seed=0), PPOConfig(policy="oracle", num_steps=32))
 
     def learn(event: UpdateEnd) -> None:
-        if event.update == FROM:
+        if event.update == LAST_HEALTHY_UPDATE:
             run._choose = Churn()
 
     with Telemetry(run_dir=tmp_path / "run", offload=False) as telemetry:
@@ -131,6 +125,6 @@ def test_a_controller_that_is_paid_for_the_wrong_thing_is_told_by_its_hosts(
         run.learn(14 * 32 * 8)
 
     records = read_run(tmp_path / "run").records
-    before, after = records[FROM - 1].values, records[-1].values
+    before, after = records[LAST_HEALTHY_UPDATE - 1].values, records[-1].values
     assert after["episode/return_mean"] > before["episode/return_mean"] and after["env/score"] < before["env/score"]
     assert "seed/reward_hacking" in {alarm.type for alarm in alarms(tmp_path / "run")}

@@ -1,4 +1,4 @@
-"""PPO grows networks better than rules of thumb, and those better than chance; a resumed run is one that was not interrupted."""
+"""PPO scores above the heuristic, and the heuristic above random actions; a resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from esper_telemetry.lab.morphogenesis.controllers import ScriptedRun
 from esper_telemetry.lab.morphogenesis.telemetry import GrowthStep
 from esper_telemetry.ppo.config import preset
 
-UPDATES, LAST = 25, 4
-"""Updates of a run, each an episode of 16 environments, and how many of its last episodes count."""
+UPDATES, LAST_EPISODES = 25, 4
+"""Updates of a run, each an episode of 16 environments, and the number of its last episodes that are scored."""
 
 
 def learned(task: str, seed: int) -> float:
-    """Mean final score of the last episodes of a run of PPO."""
-    found, scores = preset("morphogenesis", "lstm"), list[float]()
-    trainer = PPO(Morphogenesis(found.num_envs, task=task), found.config(seed=seed))
+    """Return the mean final score of the last episodes of a run of PPO."""
+    tuned, scores = preset("morphogenesis", "lstm"), list[float]()
+    trainer = PPO(Morphogenesis(tuned.num_envs, task=task), tuned.config(seed=seed))
 
     def keep(event: GrowthStep) -> None:
         if event.last:
             scores.append(float(event.hosts["score"].mean()))
 
     trainer.hooks.on(GrowthStep, keep)
-    trainer.learn(UPDATES * 32 * found.num_envs)
-    return statistics.mean(scores[-LAST:])
+    trainer.learn(UPDATES * 32 * tuned.num_envs)
+    return statistics.mean(scores[-LAST_EPISODES:])
 
 
 def scripted(task: str, policy: str, seed: int) -> float:
-    """The same of a policy that does not learn."""
+    """Return the same for a policy that does not learn."""
     env, choose, scores = Morphogenesis(16, task=task, seed=seed), SCRIPTS[policy](seed), list[float]()
-    for _ in range(LAST * env.horizon):
+    for _ in range(LAST_EPISODES * env.horizon):
         if env.step(choose(env)).terminated.any():
             scores.append(float(env.score.mean()))
     return statistics.mean(scores)
@@ -46,7 +46,7 @@ def scripted(task: str, policy: str, seed: int) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["synthetic", "digits"])
 def test_ppo_beats_the_heuristic_which_beats_chance(task: str) -> None:
-    """Medians over five seeds. `benchmarks/controllers.py` shows the whole curve."""
+    """Medians over five seeds. `benchmarks/controllers.py` shows the uninterrupted curve."""
     torch.set_num_threads(1)
     seeds = range(1, 6)
     ppo = statistics.median(learned(task, seed) for seed in seeds)
@@ -58,8 +58,8 @@ def test_ppo_beats_the_heuristic_which_beats_chance(task: str) -> None:
     assert ppo > heuristic > chance
 
 
-def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path: Path) -> None:
-    """Three updates at a stretch, or two, a checkpoint in the middle of an episode, and one."""
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    """Three updates without interruption, or two, a checkpoint in the middle of an episode, and one."""
     config = PPOConfig(
         policy="lstm",
         num_steps=12,
@@ -69,37 +69,37 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path: Path) -> No
         hidden_sizes=(8,),
         anneal_learning_rate=False,
     )
-    whole, first, second = (PPO(tiny(4), config) for _ in range(3))
+    uninterrupted, first, second = (PPO(tiny(4), config) for _ in range(3))
     steps = 12 * 4
 
-    whole.learn(3 * steps)
+    uninterrupted.learn(3 * steps)
     first.learn(2 * steps)
     second.load(first.save(tmp_path / "a.pt"))
     second.learn(3 * steps)
 
-    pairs = zip(whole.policy.parameters(), second.policy.parameters(), strict=True)
+    pairs = zip(uninterrupted.policy.parameters(), second.policy.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-    assert isinstance(whole.env, Morphogenesis) and isinstance(second.env, Morphogenesis)
-    assert torch.equal(whole.env.colony.hosts, second.env.colony.hosts)
-    assert torch.equal(whole.env.colony.seeds, second.env.colony.seeds)
+    assert isinstance(uninterrupted.env, Morphogenesis) and isinstance(second.env, Morphogenesis)
+    assert torch.equal(uninterrupted.env.colony.hosts, second.env.colony.hosts)
+    assert torch.equal(uninterrupted.env.colony.seeds, second.env.colony.seeds)
 
 
 @pytest.mark.parametrize("policy", SCRIPTS)
-def test_a_script_that_is_resumed_is_one_that_was_not_interrupted(policy: str, tmp_path: Path) -> None:
-    """Six updates at a stretch, or three, a checkpoint in the middle of an episode, and three."""
-    whole, first, second = (ScriptedRun(tiny(4), PPOConfig(policy=policy, num_steps=12)) for _ in range(3))
-    told, again = list[float](), list[float]()
-    whole.hooks.on(EpisodeEnd, lambda event: told.extend(event.returns))
-    second.hooks.on(EpisodeEnd, lambda event: again.extend(event.returns))
+def test_a_resumed_script_equals_an_uninterrupted_one(policy: str, tmp_path: Path) -> None:
+    """Six updates without interruption, or three, a checkpoint in the middle of an episode, and three."""
+    uninterrupted, first, second = (ScriptedRun(tiny(4), PPOConfig(policy=policy, num_steps=12)) for _ in range(3))
+    returns, resumed_returns = list[float](), list[float]()
+    uninterrupted.hooks.on(EpisodeEnd, lambda event: returns.extend(event.returns))
+    second.hooks.on(EpisodeEnd, lambda event: resumed_returns.extend(event.returns))
 
-    whole.learn(6 * 48)
+    uninterrupted.learn(6 * 48)
     first.learn(3 * 48)
     second.load(first.save(tmp_path / "a.pt"))
     second.learn(6 * 48)
 
-    assert second.updates == 6 and torch.equal(whole.env.colony.hosts, second.env.colony.hosts)
-    assert torch.equal(whole.env.colony.seeds, second.env.colony.seeds)
-    assert len(again) == 4 and again == told[-4:]
+    assert second.updates == 6 and torch.equal(uninterrupted.env.colony.hosts, second.env.colony.hosts)
+    assert torch.equal(uninterrupted.env.colony.seeds, second.env.colony.seeds)
+    assert len(resumed_returns) == 4 and resumed_returns == returns[-4:]
 
 
 def test_a_checkpoint_of_another_script_does_not_fit(tmp_path: Path) -> None:

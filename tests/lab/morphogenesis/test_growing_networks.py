@@ -1,4 +1,4 @@
-"""Batched networks do what plain ones do, one at a time, and optimizers do what torch's do."""
+"""Batched networks equal plain single networks, and the optimizers equal those of torch."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def together(network: Network, hosts: Tensor, seeds: Tensor) -> Tensor:
-    """Rows of hosts and seeds [N, 1 + S, size]."""
+    """Return rows of hosts and seeds [N, 1 + S, size]."""
     rows = torch.zeros(len(hosts), 1 + network.slots, network.size)
     rows[:, 0, : network.host.size], rows[:, 1:, : network.seed.size] = hosts, seeds
     return rows
 
 
 def who(style: Tensor, kind: Tensor, tokens: int) -> list[Owners]:
-    """By slot, which networks have what, from styles and blueprints [N, S]."""
+    """Return the networks with each part by slot, from styles and blueprints [N, S]."""
     has = anatomy()[style, kind]
     names = [name for name in ANATOMY if tokens > 1 or name != "attends"]
     return [
@@ -94,7 +94,7 @@ def test_gradients_are_those_of_each_network_alone(tokens: int, linear: bool, in
             assert torch.allclose(found[env, 1 + slot, : network.seed.size], row.grad * present[env, slot], atol=1e-5)
 
 
-def test_a_seed_that_trains_alone_neither_changes_its_host_nor_is_felt_by_it() -> None:
+def test_an_isolated_seed_and_its_host_do_not_affect_each_other() -> None:
     network = Network(inputs=5, width=6, classes=3, slots=1)
     g = generator()
     rows = together(network, network.hosts(2, g), torch.randn(2, 1, network.seed.size, generator=g))
@@ -113,7 +113,7 @@ def test_a_seed_that_trains_alone_neither_changes_its_host_nor_is_felt_by_it() -
     assert (slopes[:, 1].norm(dim=-1) > 0).all() and (host_slopes[:, 1] == 0).all()
 
 
-def test_seeds_are_the_identity_at_birth() -> None:
+def test_new_seeds_are_the_identity() -> None:
     network = Network(inputs=5, width=6, classes=3, slots=SLOTS, tokens=4)
     g = generator()
     rows = together(network, network.hosts(2, g), newborn(network.seed, (2, SLOTS), g))
@@ -141,7 +141,7 @@ def test_all_subsets_of_seeds_are_switched_off_in_one_pass() -> None:
         assert torch.allclose(found[:, :, subset], one, atol=1e-5)
 
 
-def test_subsets_of_seeds_that_are_not_there_are_those_without_them() -> None:
+def test_switching_an_empty_slot_off_changes_nothing() -> None:
     """Three slots, of which the second is empty: subset 2 is subset 0, 6 is 4."""
     network = Network(inputs=5, width=6, classes=3, slots=3)
     g = generator()
@@ -157,8 +157,8 @@ def test_subsets_of_seeds_that_are_not_there_are_those_without_them() -> None:
 
 
 @pytest.mark.parametrize("name", ["adam", "sgd"])
-def test_optimizers_are_torchs_row_by_row(name: str) -> None:
-    """Row 1 rests in the second of three steps and goes on with what it remembered."""
+def test_optimizers_equal_torch_row_by_row(name: str) -> None:
+    """Row 1 skips the second of three steps and continues with its moments."""
     g = generator()
     rows, steps = torch.randn(2, 4, generator=g), torch.randn(3, 2, 4, generator=g)
     step, moments, found = (adam if name == "adam" else sgd), AdamMoments.of(rows), rows.clone()
@@ -176,7 +176,7 @@ def test_optimizers_are_torchs_row_by_row(name: str) -> None:
         assert moments.steps[row] == len(numbers)
 
 
-def test_moments_of_a_dead_seed_are_gone_and_those_of_others_stay() -> None:
+def test_moments_are_cleared_by_row() -> None:
     rows = torch.ones(2, 3)
     moments = AdamMoments(rows, rows * 2, torch.tensor([5.0, 7.0]))
     moments.clear(torch.tensor([True, False]))
@@ -212,7 +212,7 @@ def test_shapley_values_add_up(slots: int) -> None:
     assert torch.allclose(shapley_values(accuracy).sum(1), accuracy[:, 0] - accuracy[:, -1], atol=1e-6)
 
 
-def test_what_is_packed_is_unpacked() -> None:
+def test_unpack_inverts_pack() -> None:
     packing = Packing({"a": (2, 3), "b": (4,)})
     rows = torch.arange(20.0).view(2, 10)
 

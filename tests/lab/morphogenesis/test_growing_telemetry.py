@@ -1,4 +1,4 @@
-"""What telemetry tells of networks that grow: from the same steps whoever acts, without a trace in them, and in time."""
+"""Telemetry of morphogenesis: records and metrics of scripted and learning controllers, and the command line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def scripted(policy: str, *, num_steps: int = 16, num_envs: int = 8) -> Scripted
 
 
 @pytest.mark.parametrize("policy", ["heuristic", "oracle", "random"])
-def test_scripts_are_told_of_without_a_policy(policy: str, tmp_path: Path) -> None:
+def test_scripted_runs_have_records_without_metrics_of_a_policy(policy: str, tmp_path: Path) -> None:
     run = scripted(policy)
     with Telemetry(run_dir=tmp_path / "run", offload=False) as telemetry:
         attach(telemetry, run)
@@ -38,7 +38,7 @@ def test_scripts_are_told_of_without_a_policy(policy: str, tmp_path: Path) -> No
     assert not [key for record in records for key in record.values if key.startswith(("policy/", "value/", "adv/"))]
 
 
-def test_the_parts_of_a_reward_and_the_stages_of_all_slots_add_up(tmp_path: Path) -> None:
+def test_components_of_the_reward_and_stages_of_the_slots_add_up(tmp_path: Path) -> None:
     run = scripted("oracle", num_steps=32)
     with Telemetry(run_dir=tmp_path / "run", offload=False) as telemetry:
         attach(telemetry, run)
@@ -53,7 +53,7 @@ def test_the_parts_of_a_reward_and_the_stages_of_all_slots_add_up(tmp_path: Path
 
 @pytest.mark.parametrize("level", ["normal", "debug"])
 def test_single_hosts_and_seeds_are_shown_at_debug(level: str, tmp_path: Path) -> None:
-    """As they stand after the last step; what is paid adds up to the return, and an update is half an episode."""
+    """Values after the last step; rewards add up to the return, and an update is half an episode."""
     run, steps = scripted("oracle", num_envs=3), list[GrowthStep]()
     run.hooks.on(GrowthStep, steps.append)
     with Telemetry(run_dir=tmp_path / "run", offload=False, level=level) as telemetry:
@@ -61,21 +61,21 @@ def test_single_hosts_and_seeds_are_shown_at_debug(level: str, tmp_path: Path) -
         run.learn(2 * 16 * 3)
 
     (first, second), last = read_run(tmp_path / "run").records, steps[-1]
-    found = {key: value for key, value in second.values.items() if "/each/" in key}
+    single = {key: value for key, value in second.values.items() if "/each/" in key}
     if level == "normal":
-        assert not found
+        assert not single
         return
-    assert [found[f"host/each/{env}/accuracy"] for env in range(3)] == pytest.approx(
+    assert [single[f"host/each/{env}/accuracy"] for env in range(3)] == pytest.approx(
         last.hosts["val_accuracy"].tolist()
     )
     places = [f"{env}_{slot}" for env in range(3) for slot in range(2)]
-    assert [found[f"seed/each/{place}/stage"] for place in places] == last.seeds["stage"].flatten().tolist()
+    assert [single[f"seed/each/{place}/stage"] for place in places] == last.seeds["stage"].flatten().tolist()
     paid = sum(record.values[f"host/each/{env}/reward"] for record in (first, second) for env in range(3))
     assert paid / 3 == pytest.approx(second.values["episode/return_mean"], rel=1e-4)
 
 
 @pytest.mark.parametrize("level", ["off", "debug"])
-def test_telemetry_changes_nothing(level: str, tmp_path: Path) -> None:
+def test_telemetry_does_not_change_training(level: str, tmp_path: Path) -> None:
     def weights(telemetry: Telemetry | None) -> list[torch.Tensor]:
         env = tiny(4)
         config = PPOConfig(policy="lstm", num_steps=16, num_epochs=1, num_minibatches=2, lstm_size=8, hidden_sizes=(8,))
@@ -86,13 +86,13 @@ def test_telemetry_changes_nothing(level: str, tmp_path: Path) -> None:
         return [env.colony.hosts, env.colony.seeds, *(p.detach() for p in trainer.policy.parameters())]
 
     with Telemetry(run_dir=tmp_path / "run", offload=False, level=level) as telemetry:
-        watched = weights(telemetry)
+        with_telemetry = weights(telemetry)
 
-    assert all(torch.equal(a, b) for a, b in zip(watched, weights(None), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(with_telemetry, weights(None), strict=True))
 
 
 def test_seeds_are_counted_by_hand() -> None:
-    """Two steps, one environment, two slots. Slot 0 is born, then prunes; slot 1 is fossilised. An episode has two steps."""
+    """Two steps, one environment, two slots. Slot 0 is germinated, then pruned; slot 1 is fossilised. An episode has two steps."""
     unknown = torch.nan
     seeds = {
         "stage": torch.tensor([[[2, 5]], [[7, 6]]]),
@@ -111,7 +111,7 @@ def test_seeds_are_counted_by_hand() -> None:
     }
     labels = {"stage": [f"s{i}" for i in range(10)], "cause": ["ok", "dormant"]}
 
-    found = {key: value for group in seed_stats(seeds, labels, horizon=2) for key, value in group.values().items()}
+    values = {key: value for group in seed_stats(seeds, labels, horizon=2) for key, value in group.values().items()}
 
     expected = {
         "seed/active": 1.5,
@@ -129,39 +129,41 @@ def test_seeds_are_counted_by_hand() -> None:
         "seed/cause/dormant": 0.5,
         "seed/stage/s6": 0.5,
     }
-    assert {key: found[key] for key in expected} == pytest.approx(expected)
-    assert "seed/intensity_ratio" not in found
+    assert {key: values[key] for key in expected} == pytest.approx(expected)
+    assert "seed/intensity_ratio" not in values
 
 
 def test_gates_are_counted_by_hand() -> None:
-    """Asked three times, opened once; nobody asked the other."""
+    """One gate is asked three times and passed once; the other is never asked."""
     answers = {"g2": torch.tensor([[0, 1], [-1, 0]]), "g5": torch.full((2, 2), -1)}
 
-    found = gate_stats(answers).values()
+    values = gate_stats(answers).values()
 
-    assert found["seed/gate/g2/asked"] == 3 and found["seed/gate/g2/pass_frac"] == pytest.approx(1 / 3)
-    assert found["seed/gate/g5/asked"] == 0 and "seed/gate/g5/pass_frac" not in found
+    assert values["seed/gate/g2/asked"] == 3 and values["seed/gate/g2/pass_frac"] == pytest.approx(1 / 3)
+    assert values["seed/gate/g5/asked"] == 0 and "seed/gate/g5/pass_frac" not in values
 
 
-def test_nothing_in_the_data_raises() -> None:
+def test_nonfinite_data_do_not_raise() -> None:
     env = tiny(2)
     names = ("score", "val_accuracy", "best", "growth", "nonfinite", "lobotomy", "divergence", "decides")
     hosts = {name: torch.full((3, 2), torch.nan) for name in names} | {"op": torch.zeros(3, 2, dtype=torch.int64)}
     stages, last = torch.zeros(3, 2, env.slot_count, dtype=torch.int64), torch.tensor([False, False, True])
 
-    found = [group.values() for group in environment_stats(hosts, {"rent": hosts["score"]}, stages, last, ops=["wait"])]
+    values_by_group = [
+        group.values() for group in environment_stats(hosts, {"rent": hosts["score"]}, stages, last, ops=["wait"])
+    ]
 
-    assert not [key for values in found for key in values if key == "env/score"]
+    assert not [key for values in values_by_group for key in values if key == "env/score"]
 
 
-def test_an_environment_that_grows_is_made_by_name() -> None:
+def test_the_environment_is_made_by_name() -> None:
     env = make_env("morphogenesis", num_envs=2, task="text")
 
     assert isinstance(env, Morphogenesis) and env.colony.task.name == "text"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (
             ("--env", "CartPole-v1", "--policy", "oracle"),
@@ -174,9 +176,9 @@ def test_an_environment_that_grows_is_made_by_name() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_in_a_sentence(
+def test_wrong_use_is_refused_in_one_sentence(
     arguments: tuple[str, ...],
-    said: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -186,12 +188,12 @@ def test_what_does_not_fit_is_refused_in_a_sentence(
     with pytest.raises(SystemExit) as stop:
         main(["train", *arguments])
 
-    assert stop.value.code == 2 and said in capfd.readouterr().err
+    assert stop.value.code == 2 and message in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("policy", ["lstm", "heuristic"])
-def test_the_command_line_trains_and_scripts_alike(
+def test_the_command_line_trains_and_runs_scripts(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -22,36 +22,10 @@ from esper_telemetry.lab.faults.optimisation import DEFAULT_ENTROPY_COEF, OSCILL
 from esper_telemetry.lab.faults.sb3.models import VecEnvStep, change_env_steps, replace_attributes, require
 
 
-def learning_rate(model: Any, dose: float) -> Undo:
-    """Multiply the learning rate."""
-    right = model.lr_schedule
-    return replace_attributes(model, lr_schedule=lambda remaining: dose * right(remaining))
-
-
 def scaled_by_update(model: Any, factor: Callable[[int], float]) -> Undo:
     """Multiply the learning rate by the factor of each update, counted from 1."""
     right, update = model.lr_schedule, itertools.count(1)
     return replace_attributes(model, lr_schedule=lambda remaining: right(remaining) * factor(next(update)))
-
-
-def leaking_rate(model: Any, dose: float) -> Undo:
-    """Multiply the learning rate by the dose once more in every update."""
-    return scaled_by_update(model, lambda update: dose**update)
-
-
-def oscillating_rate(model: Any, dose: float) -> Undo:
-    """Multiply the learning rate by the dose to the power of a sine of the update."""
-    return scaled_by_update(model, lambda update: float(dose ** math.sin(2 * math.pi * update / OSCILLATION_UPDATES)))
-
-
-def value_coef(model: Any, dose: float) -> Undo:
-    """Multiply the weight of the value loss."""
-    return replace_attributes(model, vf_coef=dose * model.vf_coef)
-
-
-def more_epochs(model: Any, dose: float) -> Undo:
-    """Multiply the passes over a rollout."""
-    return replace_attributes(model, n_epochs=round(model.n_epochs * dose))
 
 
 def flipped_loss(model: Any, dose: float) -> Undo:
@@ -63,11 +37,6 @@ def flipped_loss(model: Any, dose: float) -> Undo:
         return values, 2 * log_probs.detach() - log_probs, entropy
 
     return replace_attributes(model.policy, evaluate_actions=evaluate)
-
-
-def flipped_entropy(model: Any, dose: float) -> Undo:
-    """Penalise entropy instead of rewarding it, `dose` times as much."""
-    return replace_attributes(model, ent_coef=-dose * (model.ent_coef or DEFAULT_ENTROPY_COEF))
 
 
 def sparse_rewards_short_memory(model: Any, dose: float) -> Undo:
@@ -106,11 +75,6 @@ def repeated_minibatches(model: Any, dose: float) -> Undo:
 
 
 Break: TypeAlias = Callable[[Any, float], Undo]
-
-
-def rewards(model: Any, dose: float) -> Undo:
-    """Multiply rewards."""
-    return change_env_steps(model, lambda step, _: step._replace(rewards=dose * step.rewards))
 
 
 def one_nan(model: Any, dose: float) -> Undo:
@@ -217,11 +181,6 @@ def scaled_advantages(model: Any, dose: float) -> Undo:
     return undo_all(scaled, replace_attributes(model, normalize_advantage=False))
 
 
-def flipped_advantages(model: Any, dose: float) -> Undo:
-    """Negate advantages; returns stay correct."""
-    return _after_returns(model, lambda buffer: np.negative(buffer.advantages, out=buffer.advantages))
-
-
 def stale_advantages(model: Any, dose: float) -> Undo:
     """Use the advantages of the previous rollout, in the first update those of the next environment; returns stay correct."""
     previous: list[Any] = []
@@ -272,11 +231,6 @@ def forget_bias(model: Any, dose: float) -> Undo:
     return undo_all(*(fill_parameter(bias, value, gate) for bias, value in biases))
 
 
-def frozen_trunk(model: Any, dose: float) -> Undo:
-    """Exclude the actor's hidden layers from training."""
-    return freeze(model.policy.mlp_extractor.policy_net.parameters())
-
-
 def detached_head(model: Any, dose: float) -> Undo:
     """Detach the scores of the last part of an action."""
     count = _last_choices(model)
@@ -312,13 +266,17 @@ def stuck_normalizer(model: Any, dose: float) -> Undo:
 
 
 BREAKS: Mapping[str, Break] = {
-    **dict.fromkeys(("lr_x100", "lr_x10", "lr_zero"), learning_rate),
-    "lr_leak": leaking_rate,
-    "lr_period6": oscillating_rate,
-    "epochs_x5": more_epochs,
-    "vf_x1000": value_coef,
+    **dict.fromkeys(("lr_x100", "lr_x10", "lr_zero"), lambda model, dose: scaled_by_update(model, lambda _: dose)),
+    "lr_leak": lambda model, dose: scaled_by_update(model, lambda update: dose**update),
+    "lr_period6": lambda model, dose: scaled_by_update(
+        model, lambda update: float(dose ** math.sin(2 * math.pi * update / OSCILLATION_UPDATES))
+    ),
+    "epochs_x5": lambda model, dose: replace_attributes(model, n_epochs=round(model.n_epochs * dose)),
+    "vf_x1000": lambda model, dose: replace_attributes(model, vf_coef=dose * model.vf_coef),
     "loss_sign": flipped_loss,
-    "entropy_sign": flipped_entropy,
+    "entropy_sign": lambda model, dose: replace_attributes(
+        model, ent_coef=-dose * (model.ent_coef or DEFAULT_ENTROPY_COEF)
+    ),
     "adam_beta2": sparse_rewards_short_memory,
     "repeated_minibatches": repeated_minibatches,
     "adv_x100": scaled_advantages,
@@ -327,9 +285,13 @@ BREAKS: Mapping[str, Break] = {
     "detached_head": detached_head,
     "saturated_head": saturated_head,
     "bf16_log_probs": rounded_log_probs,
-    "reward_1e4": rewards,
+    "reward_1e4": lambda model, dose: change_env_steps(
+        model, lambda step, _: step._replace(rewards=dose * step.rewards)
+    ),
     "nan_reward": one_nan,
-    "adv_sign": flipped_advantages,
+    "adv_sign": lambda model, _: _after_returns(
+        model, lambda buffer: np.negative(buffer.advantages, out=buffer.advantages)
+    ),
     "returns_shuffled": shuffled_returns,
     "obs_mismatch": other_observations,
     "h0_zero": zero_state,
@@ -340,6 +302,6 @@ BREAKS: Mapping[str, Break] = {
     "swapped_ends": swapped_ends,
     "dead_relu": dead_units,
     **dict.fromkeys(("forget_m10", "forget_p10"), forget_bias),
-    "frozen_trunk": frozen_trunk,
+    "frozen_trunk": lambda model, _: freeze(model.policy.mlp_extractor.policy_net.parameters()),
 }
 """Break functions by name of the fault."""

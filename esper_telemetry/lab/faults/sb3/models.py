@@ -64,38 +64,10 @@ class WithoutVelocities(gym.ObservationWrapper[Any, Any, Any]):
         return observation[::2]
 
 
-class MaskedArms(gym.Env[Any, Any]):
-    """Four arms for 16 steps; the observation names a forbidden arm, and the arm after it pays 1."""
+class ArmTask(gym.Env[Any, Any]):
+    """An episode of 16 steps in which every observation names one of four arms."""
 
     observation_space = spaces.Box(0, 1, (4,), np.float32)
-    action_space = spaces.Discrete(4)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode."""
-        super().reset(seed=seed)
-        self._steps = 0
-        return self._next(), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Return the reward and the next forbidden arm."""
-        reward = float(action == (self._forbidden + 1) % 4)
-        self._steps += 1
-        return self._next(), reward, self._steps >= 16, False, {}
-
-    def action_masks(self) -> Any:
-        """Return the mask of the arms that may be chosen, [4]."""
-        return np.arange(4) != self._forbidden
-
-    def _next(self) -> Any:
-        self._forbidden = int(self.np_random.integers(4))
-        return np.eye(4, dtype=np.float32)[self._forbidden]
-
-
-class TwoChoices(gym.Env[Any, Any]):
-    """Two choices of four arms for 16 steps; the observed arm pays 0.5 in the first choice, the arm after it in the second."""
-
-    observation_space = spaces.Box(0, 1, (4,), np.float32)
-    action_space = spaces.MultiDiscrete([4, 4])
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode."""
@@ -105,13 +77,41 @@ class TwoChoices(gym.Env[Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Return the reward and the next arm."""
-        right = (int(action[0]) == self._named) + (int(action[1]) == (self._named + 1) % 4)
+        reward = self.reward(action)
         self._steps += 1
-        return self._next(), right / 2, self._steps >= 16, False, {}
+        return self._next(), reward, self._steps >= 16, False, {}
+
+    def reward(self, action: Any) -> float:
+        """Return the reward of an action."""
+        raise NotImplementedError
 
     def _next(self) -> Any:
-        self._named = int(self.np_random.integers(4))
-        return np.eye(4, dtype=np.float32)[self._named]
+        self._arm = int(self.np_random.integers(4))
+        return np.eye(4, dtype=np.float32)[self._arm]
+
+
+class MaskedArms(ArmTask):
+    """The observed arm is forbidden, and the arm after it pays 1."""
+
+    action_space = spaces.Discrete(4)
+
+    def reward(self, action: Any) -> float:
+        """Return 1 for the arm after the forbidden one."""
+        return float(action == (self._arm + 1) % 4)
+
+    def action_masks(self) -> Any:
+        """Return the mask of the arms that may be chosen, [4]."""
+        return np.arange(4) != self._arm
+
+
+class TwoChoices(ArmTask):
+    """The observed arm pays 0.5 in the first of two choices, the arm after it in the second."""
+
+    action_space = spaces.MultiDiscrete([4, 4])
+
+    def reward(self, action: Any) -> float:
+        """Return half the number of correct choices."""
+        return ((int(action[0]) == self._arm) + (int(action[1]) == (self._arm + 1) % 4)) / 2
 
 
 def cartpole(seed: int) -> Any:

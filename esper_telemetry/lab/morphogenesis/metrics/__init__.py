@@ -1,4 +1,4 @@
-"""Networks that grow: hosts, the seeds in them, and the environments that pay for it."""
+"""Metrics of morphogenesis: hosts, the seeds in them, and their environments."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What environments in which networks grow pay for, what the controller does in them, and how episodes end."""
+"""Metrics of the environments: rewards, operations of the controller, final scores of episodes, roll-backs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Max, Mean, Moments, Sum
 from esper_telemetry.metrics.statistics import sample, spread, where_any
 
-REASONS = ("nonfinite", "lobotomy", "divergence")
-"""Why a watchdog puts older weights back."""
+ROLLBACK_REASONS = ("nonfinite", "lobotomy", "divergence")
+"""Reasons for a roll-back by the watchdog."""
 
 
 GROWTH_FAMILY = MetricFamily(
@@ -29,7 +29,7 @@ GROWTH_FAMILY = MetricFamily(
 
 @dataclass(frozen=True, slots=True)
 class EpisodeScores(MetricGroup):
-    """How episodes ended: the scoreboard."""
+    """Final scores of the episodes that ended."""
 
     score: Moments = reports(
         Metric.accuracy("env/score", 1691, "final score of hosts", low=None, high=None, level=Level.MINIMAL)
@@ -68,7 +68,7 @@ class EpisodeScores(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class RewardParts(MetricGroup):
-    """What the reward is made of."""
+    """Components of the reward."""
 
     component: tuple[str, ...] = label()
     mean: Mean = reports(
@@ -80,7 +80,7 @@ class RewardParts(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class Operations(MetricGroup):
-    """What the controller does."""
+    """Operations of the controller."""
 
     op: tuple[str, ...] = label()
     share: Mean = reports(
@@ -92,7 +92,7 @@ class Operations(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class Decisions(MetricGroup):
-    """How often there is a choice."""
+    """Steps with a choice, and roll-backs."""
 
     density: Mean = reports(
         Metric.fraction("env/decision_density", 1693, "share of steps with a choice").asks(
@@ -115,7 +115,7 @@ class Decisions(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class RollbackReasons(MetricGroup):
-    """Why watchdogs intervened."""
+    """Roll-backs by reason."""
 
     reason: tuple[str, ...] = label()
     count: Sum = reports(
@@ -126,23 +126,18 @@ class RollbackReasons(MetricGroup):
 
 
 FOSSILIZED = 6
-"""Index of the stage."""
+"""Index of the stage `fossilized`."""
 
 
 @inference_mode
 def environment_stats(
-    hosts: Mapping[str, Tensor],
-    rewards: Mapping[str, Tensor],
-    stages: Tensor,
-    last: Tensor,
-    *,
-    ops: Sequence[str],
+    hosts: Mapping[str, Tensor], rewards: Mapping[str, Tensor], stages: Tensor, last: Tensor, *, ops: Sequence[str]
 ) -> Iterator[MetricGroup]:
-    """Everything about environments.
+    """Yield the metrics of the environments.
 
     Args:
         hosts: [T, B] each, see `telemetry.GrowthStep`.
-        rewards: per component [T, B], as they are paid.
+        rewards: weighted components, [T, B] each.
         stages: [T, B, S], indices.
         last: [T], bool: steps that end episodes.
         ops: names of the operations.
@@ -153,17 +148,23 @@ def environment_stats(
     yield RewardParts(tuple(rewards), Mean(parts, torch.full_like(parts, steps)))
     taken = torch.bincount(hosts["op"].flatten(), minlength=len(ops)).double()
     yield Operations(tuple(ops), Mean(taken, torch.full_like(taken, steps)))
-    reasons = torch.stack([hosts[name].double().sum() for name in REASONS])
-    back = torch.stack([hosts[name] for name in REASONS]).any(0)
+    reasons = torch.stack([hosts[name].double().sum() for name in ROLLBACK_REASONS])
+    back = torch.stack([hosts[name] for name in ROLLBACK_REASONS]).any(0)
     yield Decisions(density=Mean(hosts["decides"].double().sum(), steps), rollbacks=Sum(back.double().sum()))
-    yield RollbackReasons(REASONS, Sum(reasons))
+    yield RollbackReasons(ROLLBACK_REASONS, Sum(reasons))
 
 
 def _scores(hosts: Mapping[str, Tensor], fossilized: Tensor, last: Tensor) -> EpisodeScores:
-    kept = {"score": hosts["score"], "final": hosts["val_accuracy"], "peak": hosts["best"], "growth": hosts["growth"]}
-    found = {name: sample(x, last.unsqueeze(1).expand_as(x)) for name, x in (kept | {"fossils": fossilized}).items()}
-    score = found["score"]
-    means = {name: s.mean(s.values) for name, s in found.items()}
+    columns = {
+        "score": hosts["score"],
+        "final": hosts["val_accuracy"],
+        "peak": hosts["best"],
+        "growth": hosts["growth"],
+    }
+    columns["fossils"] = fossilized
+    samples = {name: sample(x, last.unsqueeze(1).expand_as(x)) for name, x in columns.items()}
+    score = samples["score"]
+    means = {name: s.mean(s.values) for name, s in samples.items()}
     return EpisodeScores(
         score=spread(score),
         best=Max(where_any(score.where(-torch.inf).amax(-1), score.count)),

@@ -1,7 +1,4 @@
-"""Hosts: how well they have learned, and how much larger they are than they were. T steps, B environments.
-
-Single hosts and single seeds, as they stand at the end of an update: detail for DEBUG, where aggregates leave a question open.
-"""
+"""Metrics of hosts (accuracy, loss, size) over T steps of B environments; at DEBUG also those of single hosts and seeds."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Last, Max, Mean, Moments, Sum
-from esper_telemetry.metrics.statistics import Sample, sample, spread, where_any
+from esper_telemetry.metrics.statistics import sample, spread, where_any
 
 HOSTS_FAMILY = MetricFamily(
     "host",
@@ -28,7 +25,7 @@ HOSTS_FAMILY = MetricFamily(
 
 @dataclass(frozen=True, slots=True)
 class HostStats(MetricGroup):
-    """How hosts do, over all epochs of the update."""
+    """Accuracy, loss, gradients and size of hosts, over all epochs of the update."""
 
     accuracy: Moments = reports(
         Metric.accuracy("host/accuracy", 1635, "accuracy of hosts", level=Level.MINIMAL).asks(
@@ -87,15 +84,15 @@ class HostStats(MetricGroup):
 
 @inference_mode
 def host_stats(hosts: Mapping[str, Tensor]) -> HostStats:
-    """How hosts do; [T, B] each, see `telemetry.GrowthStep`."""
-    found = {name: sample(x) for name, x in hosts.items()}
-    best = found["best"]
+    """Return the metrics of hosts from columns [T, B], see `telemetry.GrowthStep`."""
+    samples = {name: sample(x) for name, x in hosts.items()}
+    best = samples["best"]
 
     def mean(name: str) -> Mean:
-        return _mean(found[name])
+        return samples[name].mean(samples[name].values)
 
     return HostStats(
-        accuracy=spread(found["val_accuracy"]),
+        accuracy=spread(samples["val_accuracy"]),
         best=Max(where_any(best.values.amax(-1), best.count)),
         stale=mean("stale"),
         loss=mean("val_loss"),
@@ -108,17 +105,13 @@ def host_stats(hosts: Mapping[str, Tensor]) -> HostStats:
     )
 
 
-def _mean(s: Sample) -> Mean:
-    return s.mean(s.values)
-
-
 MAX_SHOWN_ENVIRONMENTS = 64
-"""Environments of which each is shown, the first ones; a backend with more curves than that shows none."""
+"""Number of environments with metrics of their own; with more curves the views of backends are unusable."""
 
 
 @dataclass(frozen=True, slots=True)
 class SingleHosts(MetricGroup):
-    """Hosts one by one; of several ranks those of the first one."""
+    """Single hosts, of the first rank."""
 
     replicated: ClassVar[bool] = True
     env: tuple[str, ...] = label()
@@ -146,7 +139,7 @@ class SingleHosts(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class SingleSeeds(MetricGroup):
-    """Slots one by one, of the first rank; `0_1` is the second slot of the first environment."""
+    """Single slots, of the first rank; `0_1` is the second slot of the first environment."""
 
     replicated: ClassVar[bool] = True
     place: tuple[str, ...] = label()
@@ -176,10 +169,10 @@ class SingleSeeds(MetricGroup):
 def each_stats(
     hosts: Mapping[str, Tensor], seeds: Mapping[str, Tensor], rewards: Mapping[str, Tensor]
 ) -> Iterator[MetricGroup]:
-    """The first `MAX_SHOWN_ENVIRONMENTS` environments and their slots one by one, at the last of T steps.
+    """Yield the metrics of the first `MAX_SHOWN_ENVIRONMENTS` environments and their slots, at the last of T steps.
 
     Args:
-        hosts, rewards: [T, B] each, see `events.GrowthStep`.
+        hosts, rewards: [T, B] each, see `telemetry.GrowthStep`.
         seeds: [T, B, S] each.
     """
     envs, slots = min(seeds["stage"].shape[1], MAX_SHOWN_ENVIRONMENTS), seeds["stage"].shape[2]

@@ -1,4 +1,4 @@
-"""Seeds: where they are in their lives, how they learn, and what they are worth. T steps, B environments, S slots.
+"""Metrics of seeds: stages, gradients, gates and contributions, over T steps of B environments with S slots.
 
 Ids are those of esper-lite plus 1000 where the meaning is the same: TELE-514 there is TELE-1514 here.
 """
@@ -29,7 +29,7 @@ SEEDS_FAMILY = MetricFamily(
 
 @dataclass(frozen=True, slots=True)
 class SeedCounts(MetricGroup):
-    """How many seeds there are, and what became of them."""
+    """Numbers of seeds: alive, germinated, fossilised, pruned."""
 
     active: Mean = reports(
         Metric.quantity(
@@ -79,7 +79,7 @@ class SeedCounts(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class SeedStages(MetricGroup):
-    """How slots are spread over the stages of a seed's life."""
+    """Slots by stage."""
 
     stage: tuple[str, ...] = label()
     slots: Mean = reports(
@@ -91,7 +91,7 @@ class SeedStages(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class SeedGradients(MetricGroup):
-    """How strongly the losses pull at seeds, before each is clipped by itself."""
+    """Gradients of seeds, before each is clipped separately."""
 
     norm: Mean = reports(
         Metric.gradient_norm("seed/grad/norm", 1581, "gradient of seeds")
@@ -133,7 +133,7 @@ class SeedGradients(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class SeedCauses(MetricGroup):
-    """Why seeds learn as they do."""
+    """Causes of weak gradients of seeds."""
 
     cause: tuple[str, ...] = label()
     share: Mean = reports(
@@ -145,7 +145,7 @@ class SeedCauses(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class SeedWorth(MetricGroup):
-    """What seeds add to accuracy, told by switching them off."""
+    """Contributions of seeds to the accuracy, measured by switching them off."""
 
     contribution: Moments = reports(
         Metric.accuracy("seed/contribution", 1524, "contribution of a seed", low=-1.0)
@@ -170,7 +170,7 @@ class SeedWorth(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class SeedGateStats(MetricGroup):
-    """What the gates between stages answer."""
+    """Results of the gates between stages."""
 
     gate: tuple[str, ...] = label()
     asked: Sum = reports(
@@ -186,14 +186,14 @@ class SeedGateStats(MetricGroup):
 
 
 ALIVE = slice(2, 7)
-"""Stages, by index, in which a seed is alive: germinated to fossilised."""
+"""Indices of the stages in which a seed is alive: germinated to fossilised."""
 
 
 @inference_mode
 def seed_stats(
     seeds: Mapping[str, Tensor], labels: Mapping[str, Sequence[str]], *, horizon: int
 ) -> Iterator[MetricGroup]:
-    """Everything about seeds.
+    """Yield the metrics of seeds.
 
     Args:
         seeds: [T, B, S] each, see `telemetry.GrowthStep`.
@@ -217,16 +217,16 @@ def seed_stats(
 def _counts(seeds: Mapping[str, Tensor], steps: float, horizon: int) -> SeedCounts:
     stage, episodes = seeds["stage"], steps / horizon
     alive = (stage >= ALIVE.start) & (stage < ALIVE.stop)
-    born, kept, gone = (seeds[name].double().sum() for name in ("born", "fossilized", "pruned"))
+    born, fossilized, pruned = (seeds[name].double().sum() for name in ("born", "fossilized", "pruned"))
     return SeedCounts(
         active=Mean(alive.double().sum(), steps),
         germinated=Sum(born),
-        fossilized=Sum(kept),
-        pruned=Sum(gone),
+        fossilized=Sum(fossilized),
+        pruned=Sum(pruned),
         germination_rate=Mean(born, episodes),
-        fossilize_rate=Mean(kept, episodes),
-        prune_rate=Mean(gone, episodes),
-        success=Mean(kept, kept + gone),
+        fossilize_rate=Mean(fossilized, episodes),
+        prune_rate=Mean(pruned, episodes),
+        success=Mean(fossilized, fossilized + pruned),
         alpha=_mean(seeds["alpha"], seeds["alpha"] > 0),
         life=_mean(seeds["life"], alive),
     )
@@ -245,13 +245,13 @@ def _gradients(seeds: Mapping[str, Tensor]) -> SeedGradients:
 
 @inference_mode
 def gate_stats(gates: Mapping[str, Tensor]) -> SeedGateStats:
-    """How often each gate was asked and opened; [T, B] per gate: -1 not asked, 0 refused, 1 passed."""
-    answers = torch.stack([found.flatten() for found in gates.values()], -1)
+    """Return the results of gates; [T, B] per gate: -1 not asked, 0 refused, 1 passed."""
+    answers = torch.stack([results.flatten() for results in gates.values()], -1)
     asked, passed = ((answers >= least).double().sum(0) for least in (0, 1))
     return SeedGateStats(tuple(gates), Sum(asked), Mean(passed, asked))
 
 
 def _mean(x: Tensor, where: Tensor | None = None) -> Mean:
-    """Mean of the finite values that count."""
-    found = sample(x, where)
-    return found.mean(found.values)
+    """Return the mean of the finite values."""
+    finite = sample(x, where)
+    return finite.mean(finite.values)
