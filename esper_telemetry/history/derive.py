@@ -174,7 +174,9 @@ class KeyHistories:
         yield periods([prewhiten(x).y for x in series.values()], keys)
         yield memory([*series.values()], keys)
         if self._cycle is not None:
-            yield KnownPeriod(keys, np.array([_power(x, *self._cycle) for x in series.values()]))
+            cycles, length = self._cycle  # its power is undefined before there are `length` values
+            powers = [goertzel(x[-length:], cycles) if len(x) >= length else np.nan for x in series.values()]
+            yield KnownPeriod(keys, np.array(powers))
 
     def _response(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
         """Correlation of the updates with the learning rate, every tenth update."""
@@ -194,11 +196,6 @@ def _cycle(horizon: Any, num_steps: Any) -> tuple[int, int] | None:
     updates = horizon / num_steps
     cycles = max(2, math.ceil(N_MIN / updates))
     return cycles, round(cycles * updates)
-
-
-def _power(x: Array, cycles: int, length: int) -> float:
-    """Power of the last `length` values at so many cycles; NaN before there are as many."""
-    return goertzel(x[-length:], cycles) if len(x) >= length else np.nan
 
 
 HEADS, SHIFT = "policy/head/", "/action_shift_js"

@@ -141,7 +141,8 @@ class PairHistories:
         self.diagnoses = {}
         found: dict[str, float] = {}
         for pair in pairs:
-            signals = _signals(pair, values)
+            signals = {name: values.get(f"{START}{pair}/{name}") for name in SIGNALS[:3]}
+            signals["gain"] = _ratio(signals["intensity"], signals["upstream"])
             ratio = _ratio(signals["intensity"], signals["host_intensity"])
             self.diagnoses[pair] = self._diagnose(pair, values, signals, ratio)
             found.update(PairIntensity(pair, ratio).values(level))
@@ -173,11 +174,6 @@ class PairHistories:
         found = np.where((raw == 0) & (history.count >= N_MIN), -np.inf, found)
         history.push(decades(raw))
         return {name: None if math.isnan(z) else z for name, z in zip(SIGNALS, found.tolist(), strict=True)}
-
-
-def _signals(pair: str, values: Mapping[str, float]) -> dict[str, float | None]:
-    found = {name: values.get(f"{START}{pair}/{name}") for name in SIGNALS[:3]}
-    return {**found, "gain": _ratio(found["intensity"], found["upstream"])}
 
 
 def _ratio(above: float | None, below: float | None) -> float | None:

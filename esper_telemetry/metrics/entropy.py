@@ -363,8 +363,7 @@ def head_entropy(
     flat = _aligned(list(heads.values()), valid, dim)
     allowed = None if valid is None else rows_of(valid, dim)
     parts = [_head_means(head, allowed) for head in flat]
-    entropy, normalized, decision = (_side_by_side([part[i] for part in parts]) for i in range(3))
-    return HeadEntropy(tuple(map(segment, heads)), entropy, normalized, decision)
+    return HeadEntropy(tuple(map(segment, heads)), *map(_side_by_side, zip(*parts, strict=True)))
 
 
 def _head_means(head: HeadRows, allowed: Tensor | None) -> tuple[Mean, Mean, Mean]:

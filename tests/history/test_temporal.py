@@ -80,7 +80,7 @@ def test_oscillation_at_the_time_limit_is_found_at_its_length() -> None:
 
 @pytest.mark.parametrize("horizon", [None, "long", math.nan, 0, 20, 10_000])
 def test_a_time_limit_that_is_unknown_or_out_of_reach_is_no_period(horizon: Any) -> None:
-    """Of 20 steps an update: one update and 500 updates are no cycle that a window could hold."""
+    """A cycle of 20 steps: one update and 500 updates are no cycle that a window could hold."""
     assert "policy/kl/period/goertzel" not in records(wave(40), horizon=horizon)[-1]
 
 
@@ -154,7 +154,7 @@ def test_running_sums_seldom_exceed_their_bound_on_noise(phi: float, most: float
 
 
 def test_drift_beyond_four_spreads_is_rare_on_noise_and_certain_for_a_step() -> None:
-    """Of independent values; the first twenty make up the spread."""
+    """Independent values; the first twenty make up the spread."""
     state, off = LogDrift(200), []
     x = np.exp(0.3 * noise(0.0, 200, 120))
     x[:, -1] *= 10

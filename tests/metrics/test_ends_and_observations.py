@@ -14,7 +14,7 @@ TERMINATED = torch.tensor([[True, False], [False, False], [False, True]])
 
 
 def test_lengths_belong_to_their_ends_in_the_order_of_time_and_environment() -> None:
-    """Of 4 episodes those of 7 and 9 steps terminated, those of 30 and 2 were cut off."""
+    """Among 4 episodes those of 7 and 9 steps terminated, those of 30 and 2 were cut off."""
     result = episode_ends(ENDED, TERMINATED, [7, 30, 2, 9]).values()
 
     assert result == {

@@ -27,7 +27,7 @@ from esper_telemetry.metrics.rollout import cut_entries, normalizer_clipping, no
 
 
 def test_rows_that_come_again_in_a_pass() -> None:
-    """Of six rows 3 comes three times and 1 twice: three of six had been there; padding counts for nothing."""
+    """Among six rows 3 comes three times and 1 twice: three of six repeat an earlier one; padding counts for nothing."""
     rows = torch.tensor([[3, 1, 3], [0, 3, 1]])
     valid = torch.tensor([[True, True, True], [True, False, False]])
 

@@ -41,7 +41,7 @@ class GradientHealth(Postponed):
 
     @property
     def kind(self) -> Hashable:
-        """The same gradients, groups and limit."""
+        """Gradients, groups and limit."""
         return type(self), self.names, self.numels, self.groups, self.max_norm, self.norms.device
 
     @classmethod

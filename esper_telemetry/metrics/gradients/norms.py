@@ -1,12 +1,7 @@
 """Norms of the gradients: of the whole network, of declared groups and of every tensor.
 
-Everything follows from the norm of each tensor, which clipping computes anyway: groups are sub-sums of squares.
-
-What clipping the global norm does to the gradients (G3).
-
-What is reported of gradient norms: of the whole network, of declared groups, of heads and of every tensor (G1, G2, G4).
-
-Which gradient belongs to which group: the matrix from squared tensor norms to squared group norms.
+Everything follows from the norm of each tensor, which clipping computes anyway: the squared norm of a group (G1, G2, G4) is a sum of
+squares, one matrix product for all groups, and the effect of clipping (G3) is a factor of the global norm.
 """
 
 from __future__ import annotations
