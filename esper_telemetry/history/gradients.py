@@ -415,18 +415,18 @@ class GradientHistory:
 
     def _health(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
         """Health over layers, each judged by its own history: a naturally small gradient is no fault."""
-        found = {
+        layer_norms = {
             key[len(LAYER[0]) : -len(LAYER[1])]: value
             for key, value in values.items()
             if key.startswith(LAYER[0]) and key.endswith(LAYER[1])
         }
-        if tuple(found) != self._layers.groups:
-            self._layers = NormBaseline(tuple(found), self._limit)
+        if tuple(layer_norms) != self._layers.groups:
+            self._layers = NormBaseline(tuple(layer_norms), self._limit)
         flawed = "grad/global/norm_preclip_nonfinite" in values
-        if not found and not flawed:
+        if not layer_norms and not flawed:
             self.condition = GradientCondition()
             return {}
-        norms = np.array(list(found.values()))
+        norms = np.array(list(layer_norms.values()))
         severity, _ = self._layers.step(norms, norms)
         self.condition = gradient_condition(
             np.append(norms, np.inf) if flawed else norms,
@@ -434,5 +434,5 @@ class GradientHistory:
             tau_explode=np.asarray(severity.threshold_explode),
             zero_frac=values.get("grad/zero_frac"),
         )
-        layers = LayerSeverity(tuple(found), severity.severity_explode, severity.severity_vanish)
+        layers = LayerSeverity(tuple(layer_norms), severity.severity_explode, severity.severity_vanish)
         return {**self.condition.values(level), **layers.values(level)}

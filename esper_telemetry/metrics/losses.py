@@ -101,8 +101,8 @@ def loss_terms(
         total: what is minimised, same shape; None where it is unknown.
         count: valid rows behind each, same shape, or one number for all.
     """
-    known = {"policy": policy, "value": value, "entropy": entropy, "total": total}
-    given = {name: as_tensor(term).detach() for name, term in known.items() if term is not None}
+    by_name = {"policy": policy, "value": value, "entropy": entropy, "total": total}
+    given = {name: as_tensor(term).detach() for name, term in by_name.items() if term is not None}
     same_shape(**given)
     terms = torch.stack(list(given.values())).double()
     finite = terms.abs() < torch.inf

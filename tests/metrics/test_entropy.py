@@ -66,7 +66,7 @@ def test_heads_add_up_where_they_take_part() -> None:
     assert heads["policy/head/b/decision_frac"] == 0.5
 
 
-def test_confident_is_told_from_stuck() -> None:
+def test_a_confident_policy_differs_from_a_stuck_one() -> None:
     """Two states with two sure but different actions: I(S; A) = ln 2; with the same action: 0."""
     sure = torch.tensor([[50.0, 0.0], [0.0, 50.0]], dtype=torch.float64)
     stuck = sure[[0, 0]]

@@ -21,9 +21,9 @@ class Stats:
 
 def test_speed_and_phases_of_an_update() -> None:
     """1024 steps in 2 s; phases in milliseconds; what the trainer does not time is absent."""
-    found = update_performance(7, env_steps=1024, elapsed=2.0, seconds={"environment": 0.5, "update": 1.25}).values()
+    values = update_performance(7, env_steps=1024, elapsed=2.0, seconds={"environment": 0.5, "update": 1.25}).values()
 
-    assert found == {
+    assert values == {
         "train/update": 7.0,
         "train/env_steps_per_second": 512.0,
         "perf/environment_ms": 500.0,
@@ -34,9 +34,9 @@ def test_speed_and_phases_of_an_update() -> None:
 def test_processor_time_has_phases() -> None:
     """0.6 s of rollout and 0.9 s of update in 2 s of wall time: three quarters of a core."""
     cpu = {"rollout": 0.6, "environment": 0.2, "inference": 0.4, "update": 0.9}
-    found = update_performance(7, env_steps=1, elapsed=2.0, seconds={}, cpu_seconds=cpu).values()
+    values = update_performance(7, env_steps=1, elapsed=2.0, seconds={}, cpu_seconds=cpu).values()
 
-    assert {key: value for key, value in found.items() if "cpu" in key} == {
+    assert {key: value for key, value in values.items() if "cpu" in key} == {
         "perf/rollout_cpu_ms": 600.0,
         "perf/environment_cpu_ms": 200.0,
         "perf/inference_cpu_ms": 400.0,
@@ -112,9 +112,9 @@ def test_no_time_means_no_speed() -> None:
 
 def test_every_sink_has_its_lag_and_the_errors_that_it_had() -> None:
     stats = Stats(sinks=(SinkLag("tensorboard", 0, 0.0, 0), SinkLag("wandb_walker", 12, 3.5, 2)))
-    found = telemetry_health(seconds=0.0, elapsed=1.0, undefined=0, copies=0, level=Level.NORMAL, stats=stats)
+    result = telemetry_health(seconds=0.0, elapsed=1.0, undefined=0, copies=0, level=Level.NORMAL, stats=stats)
 
-    assert {key: value for key, value in found.items() if key.count("/") == 2} == {
+    assert {key: value for key, value in result.items() if key.count("/") == 2} == {
         "telemetry/tensorboard/lag_records": 0.0,
         "telemetry/wandb_walker/lag_records": 12.0,
         "telemetry/tensorboard/lag_seconds": 0.0,
@@ -125,11 +125,11 @@ def test_every_sink_has_its_lag_and_the_errors_that_it_had() -> None:
 
 def test_telemetry_reports_on_itself_at_every_level() -> None:
     """2 ms of 100 ms are 2 %."""
-    found = telemetry_health(
+    result = telemetry_health(
         seconds=0.002, cpu_seconds=0.001, elapsed=0.1, undefined=5, copies=1, level=Level.MINIMAL, stats=Stats()
     )
 
-    assert found == {
+    assert result == {
         "perf/telemetry_ms": 2.0,
         "perf/telemetry_cpu_ms": 1.0,
         "perf/telemetry_frac": 0.02,
