@@ -264,9 +264,8 @@ def entropy_gradients(
         valid: [M, N] bool; None where every row is.
     """
     a, r = advantages.detach().double(), log_ratio.detach().double().clamp(-EXP_LIMIT, EXP_LIMIT).exp()
-    pull = torch.where(
-        ((a > 0) & (r > 1 + clip)) | ((a < 0) & (r < 1 - clip)), 0.0, a * r
-    )  # 0 where the clip is active
+    clipped = ((a > 0) & (r > 1 + clip)) | ((a < 0) & (r < 1 - clip))
+    pull = torch.where(clipped, 0.0, a * r)
     mask = torch.isfinite(pull) if valid is None else torch.isfinite(pull) & valid.bool()
     squares = [
         _squares(
