@@ -68,9 +68,11 @@ def check_tracking_uri(uri: str) -> None:
         raise ValueError(f"the tracking URI {shown!r} of MLflow cannot be read: {error}") from None
     scheme = parts.scheme.partition("+")[0]
     is_windows_drive = len(scheme) == 1
-    known = {*SCHEMES, *(entry.name for entry in entry_points(group=STORE_GROUP))} if scheme not in SCHEMES else SCHEMES
-    if scheme and not is_windows_drive and scheme not in known:
-        near = did_you_mean(scheme, known) or f": it knows {', '.join(SCHEMES)}"
+    schemes = (
+        {*SCHEMES, *(entry.name for entry in entry_points(group=STORE_GROUP))} if scheme not in SCHEMES else SCHEMES
+    )
+    if scheme and not is_windows_drive and scheme not in schemes:
+        near = did_you_mean(scheme, schemes) or f": it knows {', '.join(SCHEMES)}"
         raise ValueError(f"MLflow knows no tracking URI with the scheme {scheme!r}, got {shown!r}{near}")
     if scheme in SERVERS and (not parts.hostname or port == 0):
         raise ValueError(f"the tracking URI of an MLflow server is like http://HOST:PORT, got {shown!r}")

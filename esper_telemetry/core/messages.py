@@ -70,9 +70,9 @@ def _hidden(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float) else HIDDEN
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean A or B?", with the nearest names first, or nothing where no name is near."""
-    return question(get_close_matches(name, list(known)))
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return "; did you mean A or B?" from `names`, with the nearest names first, or nothing where no name is near."""
+    return question(get_close_matches(name, list(names)))
 
 
 def question(names: Sequence[str]) -> str:

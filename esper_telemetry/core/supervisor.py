@@ -151,7 +151,7 @@ class ProcessSupervisor:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the helper has exited; what it wrote may still wait to be read."""
+        """True once the helper has exited; what it wrote may still wait to be read."""
         return self._process is not None and self._process.poll() is not None
 
     def reap(self) -> int:

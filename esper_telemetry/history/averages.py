@@ -89,13 +89,13 @@ class Ema:
 
     def step(self, x: Array) -> None:
         """Add one value of each series, [K]."""
-        known = np.isfinite(x)
+        finite = np.isfinite(x)
         t, weight, mean, squares = self._state
-        new_weight = np.where(known, self.beta * weight + 1.0 - self.beta, weight)
-        distance = np.where(known, x - mean, 0.0)
+        new_weight = np.where(finite, self.beta * weight + 1.0 - self.beta, weight)
+        distance = np.where(finite, x - mean, 0.0)
         new_mean = mean + (1.0 - self.beta) / np.where(new_weight > 0, new_weight, 1.0) * distance
-        off = (1.0 - self.beta) * distance * np.where(known, x - new_mean, 0.0)
-        self._state = np.stack([t + known, new_weight, new_mean, np.where(known, self.beta * squares, squares) + off])
+        off = (1.0 - self.beta) * distance * np.where(finite, x - new_mean, 0.0)
+        self._state = np.stack([t + finite, new_weight, new_mean, np.where(finite, self.beta * squares, squares) + off])
 
 
 @dataclass(frozen=True, slots=True)

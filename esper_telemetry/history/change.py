@@ -79,10 +79,10 @@ class Cusum:
 
     def step(self, z: Array, keys: tuple[str, ...] = ()) -> Changes:
         """Add one standardised value per series, [K]; NaN is passed over."""
-        known = np.isfinite(z)
-        grown = np.maximum(self._sums + np.where(known, np.stack([z, -z]) - self.slack, 0.0), 0.0)
-        self._sums = np.where(known, grown, self._sums)
-        return Changes(keys, np.where(known, self._sums.max(axis=0), np.nan))
+        finite = np.isfinite(z)
+        grown = np.maximum(self._sums + np.where(finite, np.stack([z, -z]) - self.slack, 0.0), 0.0)
+        self._sums = np.where(finite, grown, self._sums)
+        return Changes(keys, np.where(finite, self._sums.max(axis=0), np.nan))
 
     def reset(self, where: npt.NDArray[np.bool_]) -> None:
         """Begin the series in `where`, [K], anew."""
@@ -140,14 +140,14 @@ class ChangeState:
 
     def step(self, x: Array) -> Array:
         """Add one value per series, [K], NaN is passed over; returns the sums, NaN where there are none yet."""
-        known = np.isfinite(x)
+        finite = np.isfinite(x)
         sums = np.asarray(self._cusum.step(LevelModel(*self._models).score(x, self._before)).cusum)
-        for row in np.flatnonzero(known & (self._count < self._first.shape[1])):
+        for row in np.flatnonzero(finite & (self._count < self._first.shape[1])):
             self._first[row, self._count[row]] = x[row]
             self._count[row] += 1
             if self._count[row] == self._first.shape[1]:
                 self._models[:, row] = level_model(self._first[row])
-        self._before = np.where(known, x, self._before)
+        self._before = np.where(finite, x, self._before)
         return sums
 
 
@@ -164,14 +164,14 @@ class PageHinkley:
 
     def step(self, x: Array, keys: tuple[str, ...] = ()) -> SlowChanges:
         """Add one value per series, [K]; the running mean includes it. NaN is passed over."""
-        known = np.isfinite(x)
+        finite = np.isfinite(x)
         count, mean, total, lowest = self._state
-        count = count + known
-        mean = mean + np.where(known, x - mean, 0.0) / np.maximum(count, 1)
-        total = total + np.where(known, x - mean - self.delta, 0.0)
-        lowest = np.where(known, np.minimum(lowest, total), lowest)
+        count = count + finite
+        mean = mean + np.where(finite, x - mean, 0.0) / np.maximum(count, 1)
+        total = total + np.where(finite, x - mean - self.delta, 0.0)
+        lowest = np.where(finite, np.minimum(lowest, total), lowest)
         self._state = np.stack([count, mean, total, lowest])
-        return SlowChanges(keys, np.where(known, total - np.where(known, lowest, 0.0), np.nan))
+        return SlowChanges(keys, np.where(finite, total - np.where(finite, lowest, 0.0), np.nan))
 
 
 class TwoSided:

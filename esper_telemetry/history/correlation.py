@@ -68,8 +68,8 @@ def ranks(x: Array) -> Array:
 
 def spearman(x: Array, y: Array) -> float | None:
     """Rank correlation of x and y [n], in which pairs with a NaN do not count; None where either is constant."""
-    known = np.isfinite(x) & np.isfinite(y)
-    a, b = ranks(x[known]), ranks(y[known])
+    finite = np.isfinite(x) & np.isfinite(y)
+    a, b = ranks(x[finite]), ranks(y[finite])
     if len(a) < 2 or a.max() == a.min() or b.max() == b.min():
         return None
     a, b = a - a.mean(), b - b.mean()

@@ -121,13 +121,13 @@ class KeyHistories:
     """
 
     def __init__(self, facts: Mapping[str, Any] | None = None) -> None:
-        known = facts or {}
-        self._rows = key_histories(known.get("groups", ()))
+        facts = facts or {}
+        self._rows = key_histories(facts.get("groups", ()))
         self._keys = tuple([row.key for row in self._rows])
         self._wanted = {f"{row.key}/{suffix}" for row in self._rows for suffix in row.suffixes}
         self._positive = np.array([row.positive for row in self._rows])
         self._scale_min = np.array([row.scale_min for row in self._rows])
-        self._cycle = _cycle(known.get("horizon"), known.get("num_steps"))
+        self._cycle = _cycle(facts.get("horizon"), facts.get("num_steps"))
         self._level, self._drift = Ema(len(self._rows)), LogDrift(len(self._rows))
         self._history = RobustHistory(len(self._rows))
         self._changes, self._slow = ChangeState(len(self._rows)), TwoSided(len(self._rows))
@@ -141,17 +141,16 @@ class KeyHistories:
             return {}
         self._updates += 1
         self._begun = self._begun or any(key in values for key in self._keys)
-        if (
-            not self._begun
-        ):  # a loop that only logs its own keys: empty histories would take a third of its record's time
+        # a loop that logs only its own keys: empty histories would take a third of its record's time
+        if not self._begun:
             return self._response(values, level)
         x = np.array([values.get(key, np.nan) for key in self._keys])
         x = np.where(np.abs(x) < MAX_VALUE, x, np.nan)
         scaled = np.where(self._positive, decades(x), x)
-        found = [*self._steps(x, scaled, np.isfinite(x))]
+        groups = [*self._steps(x, scaled, np.isfinite(x))]
         if self._updates % TEST_EVERY_UPDATES == 0:
-            found += self._tests(np.isfinite(x))
-        result = {key: number for group in found for key, number in group.values(level).items() if key in self._wanted}
+            groups += self._tests(np.isfinite(x))
+        result = {key: number for group in groups for key, number in group.values(level).items() if key in self._wanted}
         return result | self._response(values, level)
 
     def _steps(self, x: Array, scaled: Array, new: Array) -> Iterable[Derived]:
@@ -178,7 +177,9 @@ class KeyHistories:
         yield periods([prewhiten(x).y for x in series.values()], keys)
         yield memory([*series.values()], keys)
         if self._cycle is not None:
-            yield KnownPeriod(keys, np.array([_power(x, *self._cycle) for x in series.values()]))
+            cycles, length = self._cycle  # its power is undefined before there are `length` values
+            powers = [goertzel(x[-length:], cycles) if len(x) >= length else np.nan for x in series.values()]
+            yield KnownPeriod(keys, np.array(powers))
 
     def _response(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
         """Correlation of the updates with the learning rate, every tenth update."""
@@ -200,11 +201,6 @@ def _cycle(horizon: Any, num_steps: Any) -> tuple[int, int] | None:
     return cycles, round(cycles * updates)
 
 
-def _power(x: Array, cycles: int, length: int) -> float:
-    """Power of the last `length` values at so many cycles; NaN before there are as many."""
-    return goertzel(x[-length:], cycles) if len(x) >= length else np.nan
-
-
 HEADS, SHIFT = "policy/head/", "/action_shift_js"
 """Beginning and end of the keys of single heads' shifts."""
 
@@ -221,23 +217,27 @@ class RunHistory:
     """
 
     def __init__(self, facts: Mapping[str, Any] | None = None) -> None:
-        known = facts or {}
+        facts = facts or {}
         self._variance = VarianceAverage()
         self._entropies: deque[float] = deque(maxlen=ENTROPY_WINDOW)
         self.pairs = PairHistories()
         self.gradients = GradientHistory(
-            [segment(name) for name in known.get("groups", ())], known.get("max_grad_norm")
+            [segment(name) for name in facts.get("groups", ())], facts.get("max_grad_norm")
         )
-        self._temporal = KeyHistories(known)
+        self._temporal = KeyHistories(facts)
 
     def derive(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
         """The derived values of a record with these measured ones, as far as they belong to `level`."""
+        entropy: dict[str, float] = {}
+        if "policy/entropy" in values:
+            self._entropies.append(values["policy/entropy"])
+            entropy = entropy_rate(np.array(self._entropies)).values(level)
         advantages = [values.get(f"adv/raw/{name}") for name in ("mean", "std", "min", "max")]
         shifts = [value for key, value in values.items() if key.startswith(HEADS) and key.endswith(SHIFT)]
         return {
             **self._critic(values, level),
             **advantage_scale(*advantages).values(level),
-            **self._entropy(values, level),
+            **entropy,
             **largest_shift(shifts).values(level),
             **self.gradients.derive(values, level),
             **self.pairs.derive(values, level),
@@ -253,9 +253,3 @@ class RunHistory:
         )
         fit, self._variance = critic_fit(moments, self._variance)
         return fit.values(level)
-
-    def _entropy(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
-        if "policy/entropy" not in values:
-            return {}
-        self._entropies.append(values["policy/entropy"])
-        return entropy_rate(np.array(self._entropies)).values(level)

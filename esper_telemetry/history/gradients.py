@@ -341,14 +341,10 @@ def gradient_condition(
     factors = [
         1.0 - phi * min(severity, 1.0) for phi, severity in zip(factor_weights, severities.values(), strict=True)
     ]
-    return GradientCondition(health=math.prod(factors), cause=_cause(factors), **severities)  # type: ignore[arg-type]  # four floats
-
-
-def _cause(factors: list[float]) -> Cause | None:
-    """The fault with the smallest factor, the first of equals."""
     names: tuple[Cause, ...] = ("vanish", "explode", "imbalance", "zero")
     smallest = min(factors)
-    return names[factors.index(smallest)] if smallest < 1.0 else None
+    cause = names[factors.index(smallest)] if smallest < 1.0 else None  # the first of equals
+    return GradientCondition(health=math.prod(factors), cause=cause, **severities)  # type: ignore[arg-type]  # four floats
 
 
 def _imbalance(norms: Array) -> float:
@@ -364,7 +360,7 @@ def _ramp(x: float, start: float, end: float) -> float:
 
 
 LAYER = ("grad/layer/", "/norm")
-"""How the keys of single layers' norms begin and end."""
+"""Begin and end of the keys of single layers' norms."""
 
 DEFAULT_CLIP_LIMIT = 1.0
 """Scale of the thresholds where nothing is clipped."""
@@ -393,41 +389,44 @@ class GradientHistory:
         self._pairs: deque[tuple[float, float]] = deque(maxlen=CORRELATION_WINDOW)
 
     def derive(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
-        """The derived values of a record with these measured ones."""
+        """Return the derived values of a record with these measured ones."""
+        self._pairs.append((values.get("adv/raw/std", np.nan), values.get("grad/actor/norm_preclip", np.nan)))
+        spread, norm = np.array(self._pairs).T
         return {
             **self._severity(values, level),
             **self._health(values, level),
             **self._noise.step(values.get("grad/gns/g2"), values.get("grad/gns/tr_sigma")).values(level),
-            **self._scale_leak(values, level),
+            **advantage_gradient(spread, norm).values(level),
         }
 
     def _severity(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
         if not self._groups:
             return {}
         means = [values.get(f"grad/{group}/norm_preclip", np.nan) for group in self._groups]
-        peaks = [self._peak(values, group) for group in self._groups]
+        peaks = [
+            np.inf
+            if f"grad/{group}/norm_preclip_nonfinite" in values
+            else values.get(f"grad/{group}/norm_preclip_max", np.nan)
+            for group in self._groups
+        ]
         severity, anew = self._baseline.step(np.array(means), np.array(peaks))
         self.rebaselined = tuple(group for group, new in zip(self._groups, anew.tolist(), strict=True) if new)
         return severity.values(level)
 
-    def _peak(self, values: Mapping[str, float], group: str) -> float:
-        flawed = f"grad/{group}/norm_preclip_nonfinite" in values
-        return np.inf if flawed else values.get(f"grad/{group}/norm_preclip_max", np.nan)
-
     def _health(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
         """Health over layers, each judged by its own history: a naturally small gradient is no fault."""
-        found = {
+        layer_norms = {
             key[len(LAYER[0]) : -len(LAYER[1])]: value
             for key, value in values.items()
             if key.startswith(LAYER[0]) and key.endswith(LAYER[1])
         }
-        if tuple(found) != self._layers.groups:
-            self._layers = NormBaseline(tuple(found), self._limit)
+        if tuple(layer_norms) != self._layers.groups:
+            self._layers = NormBaseline(tuple(layer_norms), self._limit)
         flawed = "grad/global/norm_preclip_nonfinite" in values
-        if not found and not flawed:
+        if not layer_norms and not flawed:
             self.condition = GradientCondition()
             return {}
-        norms = np.array(list(found.values()))
+        norms = np.array(list(layer_norms.values()))
         severity, _ = self._layers.step(norms, norms)
         self.condition = gradient_condition(
             np.append(norms, np.inf) if flawed else norms,
@@ -435,11 +434,5 @@ class GradientHistory:
             tau_explode=np.asarray(severity.threshold_explode),
             zero_frac=values.get("grad/zero_frac"),
         )
-        layers = LayerSeverity(tuple(found), severity.severity_explode, severity.severity_vanish)
+        layers = LayerSeverity(tuple(layer_norms), severity.severity_explode, severity.severity_vanish)
         return {**self.condition.values(level), **layers.values(level)}
-
-    def _scale_leak(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
-        names = ("adv/raw/std", "grad/actor/norm_preclip")
-        self._pairs.append((values.get(names[0], np.nan), values.get(names[1], np.nan)))
-        spread, norm = np.array(self._pairs).T
-        return advantage_gradient(spread, norm).values(level)

@@ -136,16 +136,17 @@ class PairHistories:
         self._histories: dict[str, RobustHistory] = {}
 
     def derive(self, values: Mapping[str, float], level: Level) -> dict[str, float]:
-        """The intensity ratios of a record with these measured values."""
+        """Return the intensity ratios of a record with these measured values."""
         pairs = [key[len(START) : -len(END)] for key in values if key.startswith(START) and key.endswith(END)]
         self.diagnoses = {}
-        found: dict[str, float] = {}
+        derived: dict[str, float] = {}
         for pair in pairs:
-            signals = _signals(pair, values)
+            signals = {name: values.get(f"{START}{pair}/{name}") for name in SIGNALS[:3]}
+            signals["gain"] = _ratio(signals["intensity"], signals["upstream"])
             ratio = _ratio(signals["intensity"], signals["host_intensity"])
             self.diagnoses[pair] = self._diagnose(pair, values, signals, ratio)
-            found.update(PairIntensity(pair, ratio).values(level))
-        return found
+            derived.update(PairIntensity(pair, ratio).values(level))
+        return derived
 
     def _diagnose(
         self, pair: str, values: Mapping[str, float], signals: Mapping[str, float | None], ratio: float | None
@@ -169,15 +170,10 @@ class PairHistories:
         """Robust z of every signal in its own history; minus infinity of an exact zero, None without a history."""
         history = self._histories.setdefault(pair, RobustHistory(len(SIGNALS)))
         raw = np.array([math.nan if signals[name] is None else signals[name] for name in SIGNALS], dtype=np.float64)
-        found = np.asarray(robust_z(decades(raw), history.values, keys=SIGNALS).robust_z)
-        found = np.where((raw == 0) & (history.count >= N_MIN), -np.inf, found)
+        scores = np.asarray(robust_z(decades(raw), history.values, keys=SIGNALS).robust_z)
+        scores = np.where((raw == 0) & (history.count >= N_MIN), -np.inf, scores)
         history.push(decades(raw))
-        return {name: None if math.isnan(z) else z for name, z in zip(SIGNALS, found.tolist(), strict=True)}
-
-
-def _signals(pair: str, values: Mapping[str, float]) -> dict[str, float | None]:
-    found = {name: values.get(f"{START}{pair}/{name}") for name in SIGNALS[:3]}
-    return {**found, "gain": _ratio(found["intensity"], found["upstream"])}
+        return {name: None if math.isnan(z) else z for name, z in zip(SIGNALS, scores.tolist(), strict=True)}
 
 
 def _ratio(above: float | None, below: float | None) -> float | None:

@@ -82,16 +82,16 @@ def greedy_agreement(
         valid: [..] bool; None where every row is.
     """
     masks, relevant = action_masks or {}, relevant or {}
-    same = [_same_favourite(old_logits[h], x, masks.get(h), relevant.get(h)) for h, x in logits.items()]
+    same = []
+    for head, new in logits.items():
+        both = [old_logits[head], new]
+        if masks.get(head) is not None:
+            both = [x.masked_fill(~masks[head].bool(), -torch.inf) for x in both]
+        old_best, best = (x.argmax(-1) for x in both)
+        agrees = old_best == best
+        same.append(agrees | ~relevant[head].bool() if relevant.get(head) is not None else agrees)
     s = sample(torch.stack(same).all(0), valid)
     return GreedyAgreement(s.mean(s.values))
-
-
-def _same_favourite(old: Tensor, new: Tensor, mask: Tensor | None, relevant: Tensor | None) -> Tensor:
-    if mask is not None:
-        old, new = (x.masked_fill(~mask.bool(), -torch.inf) for x in (old, new))
-    same = old.argmax(-1) == new.argmax(-1)
-    return same if relevant is None else same | ~relevant.bool()
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,7 +199,7 @@ def _over_heads(slots: Sequence[float]) -> MarginalEntropy:
 
 
 def _heads(slots: Sequence[float], sizes: Sequence[int]) -> Iterator[tuple[float, Array, Array]]:
-    """Per head its rows, summed probabilities and counts of validity."""
+    """Yield for each head its rows, summed probabilities and counts of validity."""
     start = 0
     for size in sizes:
         middle, end = start + 1 + size, start + 1 + 2 * size
@@ -363,8 +363,7 @@ def head_entropy(
     flat = _aligned(list(heads.values()), valid, dim)
     allowed = None if valid is None else rows_of(valid, dim)
     parts = [_head_means(head, allowed) for head in flat]
-    entropy, normalized, decision = (_side_by_side([part[i] for part in parts]) for i in range(3))
-    return HeadEntropy(tuple(map(segment, heads)), entropy, normalized, decision)
+    return HeadEntropy(tuple(map(segment, heads)), *map(_side_by_side, zip(*parts, strict=True)))
 
 
 def _head_means(head: HeadRows, allowed: Tensor | None) -> tuple[Mean, Mean, Mean]:
@@ -383,7 +382,7 @@ def _head_means(head: HeadRows, allowed: Tensor | None) -> tuple[Mean, Mean, Mea
 
 
 def _side_by_side(means: Sequence[Mean]) -> Mean:
-    """Means of single heads as one of [.., H]."""
+    """Return means of single heads as one of [.., H]."""
     totals = [torch.as_tensor(mean.total, dtype=torch.float64) for mean in means]
     counts = [torch.as_tensor(mean.count, dtype=torch.float64) for mean in means]
     return Mean(torch.stack(totals, -1), torch.stack(counts, -1))
@@ -399,22 +398,21 @@ def _aligned(heads: Sequence[HeadRows], valid: Tensor | None, dim: int | None) -
         rows = []
     if not rows or (valid is not None and valid.shape != shape):
         raise ValueError(f"all heads and valid must have the same rows, got shapes {[list(shape) for shape in shapes]}")
-    return [_flattened(replace(head, entropy=x), dim) for head, x in zip(heads, rows, strict=True)]
-
-
-def _flattened(head: HeadRows, dim: int | None) -> HeadRows:
-    """The head with all rows on one axis where everything is reduced to one row."""
-    if dim is None:
-        return HeadRows(*(_one_axis(getattr(head, name), name) for name in HeadRows.__slots__))
-    if dim not in (-1, head.entropy.ndim - 1):
+    if dim not in (None, -1, len(shape) - 1):
         raise ValueError(f"dim must be None or -1, got {dim}")
-    return head
+    aligned = [replace(head, entropy=x) for head, x in zip(heads, rows, strict=True)]
+    return aligned if dim is not None else [_on_one_axis(head) for head in aligned]
 
 
-def _one_axis(x: Tensor | float | None, name: str) -> Any:
-    if not isinstance(x, Tensor):
-        return x
-    return x.reshape(len(x), -1) if name in ("probabilities", "allowed") else x.reshape(-1)
+def _on_one_axis(head: HeadRows) -> HeadRows:
+    """Return the head with all its rows on one axis."""
+    return HeadRows(
+        head.entropy.reshape(-1),
+        head.uniform.reshape(-1) if isinstance(head.uniform, Tensor) else head.uniform,
+        None if head.probabilities is None else head.probabilities.reshape(len(head.probabilities), -1),
+        None if head.allowed is None else head.allowed.reshape(len(head.allowed), -1),
+        None if head.relevant is None else head.relevant.reshape(-1),
+    )
 
 
 def _entropy(head: HeadRows) -> Tensor:
@@ -447,7 +445,7 @@ def _normalized(heads: Sequence[HeadRows], joint: Sample) -> Mean:
 
 
 def _marginal(head: HeadRows, joint: Sample) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows [..] on which the head took part, probabilities and validity [A, ..] summed over them."""
+    """Return the rows [..] on which the head took part, probabilities and validity [A, ..] summed over them."""
     mask = joint.mask if head.relevant is None else joint.mask & head.relevant
     rows = joint.count if head.relevant is None else mask.sum(-1)
     sums = _over_rows(head.probabilities, mask)

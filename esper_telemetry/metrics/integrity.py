@@ -246,10 +246,8 @@ def nonfinite_count(tensors: Iterable[ArrayLike], *, valid: ArrayLike | None = N
         valid: bool; None where every entry is.
     """
     mask = as_mask(valid)
-    counts = [_nonfinite(x, mask) for x in as_tensors(tensors)]
+    counts = []
+    for x in as_tensors(tensors):
+        bad = ~torch.isfinite(x.detach())
+        counts.append((bad & mask if mask is not None and mask.shape == bad.shape else bad).sum())
     return Numerics(Sum(torch.stack(counts).sum() if counts else 0.0))
-
-
-def _nonfinite(x: Tensor, valid: Tensor | None) -> Tensor:
-    bad = ~torch.isfinite(x.detach())
-    return (bad & valid if valid is not None and valid.shape == bad.shape else bad).sum()

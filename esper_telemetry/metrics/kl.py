@@ -13,7 +13,7 @@ from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Mean, Sum
-from esper_telemetry.metrics.ratio import MOVED_TOO_FAR
+from esper_telemetry.metrics.ratio import MOVED_TOO_FAR, joint_log_ratio
 from esper_telemetry.metrics.statistics import keep, rows_of, same_shape, sample
 
 
@@ -79,14 +79,12 @@ def categorical_kl(old_logits: Tensor, logits: Tensor, action_mask: Tensor | Non
         action_mask: [.., A] bool, True where an action is valid; None where all are.
     """
     same_shape(old_logits=old_logits, logits=logits, action_mask=action_mask)
-    old, new = (_log_probs(x.detach(), action_mask) for x in (old_logits, logits))
+    both = [x.detach().double() for x in (old_logits, logits)]
+    if action_mask is not None:
+        both = [x.masked_fill(~action_mask.bool(), -torch.inf) for x in both]
+    old, new = (torch.log_softmax(x, -1) for x in both)
     p = old.exp()
     return torch.where(p > 0, p * (old - new), 0.0).sum(-1)
-
-
-def _log_probs(logits: Tensor, action_mask: Tensor | None) -> Tensor:
-    x = logits.double()
-    return torch.log_softmax(x if action_mask is None else x.masked_fill(~action_mask.bool(), -torch.inf), -1)
 
 
 @no_grad
@@ -134,9 +132,7 @@ def joint_kl(rows: Mapping[str, Tensor], relevant: Mapping[str, Tensor] | None =
 def _joint(
     rows: Mapping[str, Tensor], relevant: Mapping[str, Tensor] | None, valid: Tensor | None, dim: int | None
 ) -> tuple[Mean, Sum]:
-    relevant = relevant or {}
-    parts = [torch.where(relevant[h].bool(), x, 0.0) if h in relevant else x for h, x in rows.items()]
-    s = sample(torch.stack(parts).sum(0), valid, dim=dim)
+    s = sample(joint_log_ratio(rows, relevant), valid, dim=dim)  # a sum over heads, as of log-ratios
     return s.mean(s.values), Sum(s.nonfinite)
 
 
@@ -149,12 +145,10 @@ def head_exact_kl(
     dim: int | None = None,
 ) -> HeadExactKl:
     """Return the exact KL of every head on the rows where it is relevant; arguments as for `exact_kl`."""
-    parts = [_head_mean(x, (relevant or {}).get(head), valid, dim) for head, x in rows.items()]
-    totals, counts = zip(*parts, strict=True)
+    totals, counts = [], []
+    for head, x in rows.items():
+        masks = [rows_of(mask, dim).bool() for mask in ((relevant or {}).get(head), valid) if mask is not None]
+        s = keep(rows_of(x, dim).double(), torch.stack(masks).all(0) if masks else None)
+        totals.append(s.values.sum(-1))
+        counts.append(s.count)
     return HeadExactKl(tuple(map(segment, rows)), Mean(torch.stack(totals, -1), torch.stack(counts, -1)))
-
-
-def _head_mean(x: Tensor, relevant: Tensor | None, valid: Tensor | None, dim: int | None) -> tuple[Tensor, Tensor]:
-    masks = [rows_of(mask, dim).bool() for mask in (relevant, valid) if mask is not None]
-    s = keep(rows_of(x, dim).double(), torch.stack(masks).all(0) if masks else None)
-    return s.values.sum(-1), s.count

@@ -101,8 +101,8 @@ def loss_terms(
         total: what is minimised, same shape; None where it is unknown.
         count: valid rows behind each, same shape, or one number for all.
     """
-    known = {"policy": policy, "value": value, "entropy": entropy, "total": total}
-    given = {name: as_tensor(term).detach() for name, term in known.items() if term is not None}
+    by_name = {"policy": policy, "value": value, "entropy": entropy, "total": total}
+    given = {name: as_tensor(term).detach() for name, term in by_name.items() if term is not None}
     same_shape(**given)
     terms = torch.stack(list(given.values())).double()
     finite = terms.abs() < torch.inf
@@ -150,19 +150,15 @@ def ppo_losses(
     squared = sample((values.detach().double() - returns.detach().double()).square() / 2, valid, dim=dim)
     negative = sample(-entropy.detach(), valid, dim=dim)
     policy, value, bonus = (s.values.sum(-1) / s.count for s in (surrogate, squared, negative))
+    total = policy + value_coef * value + entropy_coef * bonus
+    defined = ~total.isnan()
     return LossTerms(
         policy=surrogate.mean(surrogate.values),
         value=squared.mean(squared.values),
         entropy=negative.mean(negative.values),
-        total=_where_defined(policy + value_coef * value + entropy_coef * bonus, surrogate.count),
+        total=Mean(torch.where(defined, total * surrogate.count, 0.0), surrogate.count * defined),
         nonfinite=Sum(surrogate.nonfinite + squared.nonfinite + negative.nonfinite),
     )
-
-
-def _where_defined(value: Tensor, count: Tensor) -> Mean:
-    """Mean `value` of `count` rows, empty where it is NaN."""
-    defined = ~value.isnan()
-    return Mean(torch.where(defined, value * count, 0.0), count * defined)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +263,9 @@ def entropy_gradients(
         relevant: per head [M, N] bool; heads left out always take part.
         valid: [M, N] bool; None where every row is.
     """
-    pull = _pull(log_ratio, advantages, clip)
+    a, r = advantages.detach().double(), log_ratio.detach().double().clamp(-EXP_LIMIT, EXP_LIMIT).exp()
+    clipped = ((a > 0) & (r > 1 + clip)) | ((a < 0) & (r < 1 - clip))
+    pull = torch.where(clipped, 0.0, a * r)
     mask = torch.isfinite(pull) if valid is None else torch.isfinite(pull) & valid.bool()
     squares = [
         _squares(
@@ -277,13 +275,6 @@ def entropy_gradients(
     ]
     bonus, policy = torch.stack(squares).sum(0).unbind()
     return EntropyGradient(norm_ratio(entropy_coef**2 * bonus, policy))
-
-
-def _pull(log_ratio: Tensor, advantages: Tensor, clip: float) -> Tensor:
-    """A r [M, N], 0 where the clip is active."""
-    a, r = advantages.detach().double(), log_ratio.detach().double().clamp(-EXP_LIMIT, EXP_LIMIT).exp()
-    active = ((a > 0) & (r > 1 + clip)) | ((a < 0) & (r < 1 - clip))
-    return torch.where(active, 0.0, a * r)
 
 
 def _squares(z: Tensor, actions: Tensor, pull: Tensor, mask: Tensor) -> Tensor:

@@ -403,10 +403,11 @@ def _whole(sums: _Sums | None) -> AdamStep:
         return AdamStep()
     kappa, count = sums.kappa[0], sums.numbers.sum()
     over_lr = sums.step / sums.lr.square()
+    stable = (sums.stable / sums.numbers).sqrt()
     return AdamStep(
         update_to_weight=defined((sums.step.sum() / sums.before.sum()).sqrt()),
         update_rms_over_lr=defined((over_lr.sum() / count).sqrt()),
-        stable_rms=_largest((sums.stable / sums.numbers).sqrt()),
+        stable_rms=Max(torch.where(torch.isfinite(stable), stable, -torch.inf).max()),
         snr_share=defined((sums.m.sum() / sums.v.sum() - kappa) / (1.0 - kappa)),
         eps_dominated_frac=Mean(sums.small.sum(), count),
     )
@@ -447,8 +448,3 @@ def state_reset(steps: Tensor, previous: Tensor | None) -> StateReset:
     if previous is None or previous.shape != steps.shape:
         return StateReset()
     return StateReset(Sum((steps < previous).sum().double()))
-
-
-def _largest(values: Tensor) -> Max:
-    """Return the largest finite value of [K], if there is any."""
-    return Max(torch.where(torch.isfinite(values), values, -torch.inf).max())

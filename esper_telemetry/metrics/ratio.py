@@ -9,30 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
 
 from esper_telemetry.core.arrays import ArrayLike, as_mask, as_tensor
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, Rows, label, reports, segment
 from esper_telemetry.core.record import Level
-from esper_telemetry.core.reduction import (
-    NAN,
-    AdditiveReduction,
-    Counts,
-    Ess,
-    Max,
-    Mean,
-    Min,
-    Moments,
-    Slot,
-    Statistic,
-    Sum,
-)
+from esper_telemetry.core.reduction import Counts, Ess, Max, Mean, Min, Moments, Sum
 from esper_telemetry.metrics.statistics import (
     LOG_RATIOS,
     Quantiles,
     Sample,
+    Share,
     as_quantiles,
     ascending,
     histogram,
@@ -51,7 +39,6 @@ EXP_LIMIT = 20.0
 """Log-ratios are clamped to this only where they are the argument of exp or expm1."""
 
 SCHULMAN = "Schulman 2020, joschu.net/blog/kl-approx.html"
-
 
 MOVED_TOO_FAR = (
     "Lower the learning rate or the number of epochs; set target_kl. "
@@ -335,21 +322,30 @@ def ratio_diagnostics(
     e = s.values.clamp(-EXP_LIMIT, EXP_LIMIT).expm1_()
     a = None if advantages is None else keep(rows_of(advantages, dim).double(), s.mask)
     gain = None if a is None else a.values * e
-    moved = _movement(s, e)
-    ratio_min, ratio_quantiles, ratio_max = _ratio_quantiles(s)
+    both = torch.stack([s.values, e])
+    sums = both.sum(-1)
+    k3 = (e - s.values).sum(-1)
+    squares = torch.linalg.vecdot(both, s.values)  # of l² and e l: the reverse k3 is e l - k3
+    means = sums / s.count.clamp(min=1)
+    d = (both - means.unsqueeze(-1)) * s.weight
+    m2 = torch.linalg.vecdot(d, d)
+    ends, fraction = neighbours(ascending(s), s.count.sum(), levels_for(s.values))
+    ratio_ends = ends.clamp(-EXP_LIMIT, EXP_LIMIT).exp()
+    at_levels = torch.lerp(ratio_ends[0], ratio_ends[1], fraction)
+    smallest, largest = per_row(at_levels[:: len(at_levels) - 1], s.count)
     clip_frac, clip_frac_pos, clip_frac_neg, clip_frac_active = _clip_fractions(s, e, a, gain, clip)
     return RatioDiagnostics(
-        kl=Mean(moved.k3, s.count),
-        kl_k1=Mean(-moved.sums[0], s.count),
-        kl_k2=Mean(moved.squares[0] / 2, s.count),
-        kl_rev=Mean(moved.squares[1] - moved.k3, s.count),
+        kl=Mean(k3, s.count),
+        kl_k1=Mean(-sums[0], s.count),
+        kl_k2=Mean(squares[0] / 2, s.count),
+        kl_rev=Mean(squares[1] - k3, s.count),
         nonfinite=Sum(s.nonfinite),
-        logratio=Moments(s.count, moved.means[0], moved.m2[0], math.nan, math.nan),
+        logratio=Moments(s.count, means[0], m2[0], math.nan, math.nan),
         logratio_absmax=Max(where_any(s.values.abs().amax(-1), s.count)),
-        ratio=Moments(s.count, moved.means[1] + 1, moved.m2[1], math.nan, math.nan),
-        ratio_min=ratio_min,
-        ratio_max=ratio_max,
-        ratio_quantiles=ratio_quantiles,
+        ratio=Moments(s.count, means[1] + 1, m2[1], math.nan, math.nan),
+        ratio_min=Min(smallest),
+        ratio_max=Max(largest),
+        ratio_quantiles=as_quantiles(at_levels, s.count),
         histogram=histogram(s, LOG_RATIOS),
         clip_frac=clip_frac,
         clip_frac_pos=clip_frac_pos,
@@ -359,35 +355,6 @@ def ratio_diagnostics(
         surrogate_gain=None if a is None or gain is None else Mean(gain.sum(-1), a.count),
         advantages_nonfinite=None if a is None else Sum(a.nonfinite),
     )
-
-
-class _Movement(NamedTuple):
-    """Sums over the last axis for l and e = r - 1, [2, ..] each, and of k3 = e - l, [..]."""
-
-    sums: Tensor
-    k3: Tensor
-    squares: Tensor
-    means: Tensor
-    m2: Tensor
-
-
-def _movement(s: Sample, e: Tensor) -> _Movement:
-    """Return sums of l and e, of k3, of l² and e l (the reverse k3 is e l - k3), their means and centred squares."""
-    both = torch.stack([s.values, e])
-    sums = both.sum(-1)
-    means = sums / s.count.clamp(min=1)
-    d = (both - means.unsqueeze(-1)) * s.weight
-    dot = torch.linalg.vecdot
-    return _Movement(sums, (e - s.values).sum(-1), dot(both, s.values), means, dot(d, d))
-
-
-def _ratio_quantiles(s: Sample) -> tuple[Min, Quantiles, Max]:
-    """Return smallest ratio, quantiles and largest ratio of all rows together."""
-    ends, fraction = neighbours(ascending(s), s.count.sum(), levels_for(s.values))
-    ratios = ends.clamp(-EXP_LIMIT, EXP_LIMIT).exp()
-    at_levels = torch.lerp(ratios[0], ratios[1], fraction)
-    smallest, largest = per_row(at_levels[:: len(at_levels) - 1], s.count)
-    return Min(smallest), as_quantiles(at_levels, s.count), Max(largest)
 
 
 def _clip_fractions(
@@ -411,17 +378,6 @@ def effective_sample_size(s: Sample) -> Ess:
     top = log_weights.amax(-1)
     shifted = (log_weights - top.clamp(min=torch.finfo(top.dtype).min).unsqueeze(-1)).exp_()
     return Ess(s.count, top, shifted.sum(-1), torch.linalg.vecdot(shifted, shifted))
-
-
-@dataclass(frozen=True, slots=True)
-class Share(AdditiveReduction):
-    """A part of a whole, where `count` is above zero."""
-
-    part: Slot
-    whole: Slot
-    count: Slot
-
-    statistics: ClassVar[Mapping[str, Statistic]] = {"share": lambda s: s[0] / s[1] if s[1] and s[2] else NAN}
 
 
 @dataclass(frozen=True, slots=True)

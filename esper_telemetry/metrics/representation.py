@@ -1,14 +1,8 @@
-"""Units that no longer do anything: dormant ones hardly respond, dead ones always respond the same.
+"""Representation: dormant and dead units, features and their rank, and the ability to learn something new.
 
-Whether the network can still learn something new: a copy of it is asked to fit random targets (Lyle 2022).
-
-How far clipped samples travel beyond the trust region: clipping stops their gradient, not the steps of the others.
-
-The features that the heads read: how long they are, and how far they turn within an update.
-
-How many dimensions the features use: four definitions that must never be mixed.
-
-How the responses of each layer are spread: at DEBUG, beside an alarm of the representation (R1).
+Dormant units hardly respond, dead ones always respond the same. Four definitions of the number of dimensions that the features use stand
+side by side and must never be mixed. The ability to learn is that of a copy of the network to fit random targets (Lyle 2022). Clipping
+stops the gradient of samples beyond the trust region, not the steps of the others: these still move them.
 """
 
 from __future__ import annotations
@@ -199,7 +193,12 @@ def capacity_loss(
 
     """
     with torch.enable_grad():
-        targets, readout = _drawn(network, inputs, seed)
+        generator = torch.Generator().manual_seed(seed)
+        targets = torch.randn(len(inputs), 1, generator=generator).to(inputs.device)
+        targets = targets - targets.mean()
+        width = network(inputs).shape[-1]
+        # weights so small that the first estimates are near 0
+        readout = (torch.randn(width, 1, generator=generator).to(inputs.device) / (10 * width)).requires_grad_()
         optimizer = torch.optim.Adam([*parameters, readout], lr=learning_rate)
         for _ in range(steps):
             optimizer.zero_grad()
@@ -207,15 +206,6 @@ def capacity_loss(
             optimizer.step()
         left = _error(network(inputs), readout, targets).detach()
     return CapacityLoss(Last(left / targets.square().mean()))
-
-
-def _drawn(network: Callable[[Tensor], Tensor], inputs: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Return targets [n, 1] of mean 0, and weights [F, 1] so small that the first estimates are near 0."""
-    generator = torch.Generator().manual_seed(seed)
-    targets = torch.randn(len(inputs), 1, generator=generator).to(inputs.device)
-    width = network(inputs).shape[-1]
-    weights = torch.randn(width, 1, generator=generator).to(inputs.device) / (10 * width)
-    return targets - targets.mean(), weights.requires_grad_()
 
 
 def _error(features: Tensor, readout: Tensor, targets: Tensor) -> Tensor:
@@ -376,29 +366,15 @@ def feature_rank(features: Tensor, *, delta: float = 0.01, valid: Tensor | None 
     if rows < width:
         return FeatureRank()
     s = keep(features.detach().double().t(), None if valid is None else valid.bool())
-    sigma = _singular_values(s.values)
-    if sigma is None:
+    try:
+        sigma: Tensor = torch.linalg.svdvals(s.values)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # it does not converge; torch's stubs leave the class out
         return FeatureRank()
     used = (s.count.amin() >= width) & (s.nonfinite.sum() == 0)
-    ranks = _ranks(sigma, s.count.amax(), delta)
+    effective = torch.special.entr(sigma / sigma.sum()).sum().exp()
+    longer = (sigma / s.count.amax().sqrt() > SMALL).sum().double()
+    ranks = (effective, _covering(sigma, 1 - delta), _covering(sigma**2, VARIANCE), longer)
     return FeatureRank(*defined_together(*(torch.where(used, rank, torch.nan) for rank in ranks)))
-
-
-def _singular_values(features: Tensor) -> Tensor | None:
-    """Return the singular values in descending order; None where they do not converge."""
-    try:
-        sigma: Tensor = torch.linalg.svdvals(features)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # public, but torch's stubs leave it out
-        return None
-    return sigma
-
-
-def _ranks(sigma: Tensor, rows: Tensor, delta: float) -> tuple[Tensor, ...]:
-    """Return effective rank, srank, pca99 and feature rank, float64; NaN where all singular values are zero."""
-    p = sigma / sigma.sum()
-    effective = torch.special.entr(p).sum().exp()
-    longer = sigma / rows.sqrt() > SMALL
-    return effective, _covering(sigma, 1 - delta), _covering(sigma**2, VARIANCE), longer.sum().double()
 
 
 def _covering(parts: Tensor, share: float) -> Tensor:

@@ -15,7 +15,17 @@ from typing import ClassVar, Final, NamedTuple
 import numpy as np
 
 from esper_telemetry.core.lazy import Tensor, torch
-from esper_telemetry.core.reduction import NAN, Array, Counts, Mean, Moments, Reduction, Slot, Statistic
+from esper_telemetry.core.reduction import (
+    NAN,
+    AdditiveReduction,
+    Array,
+    Counts,
+    Mean,
+    Moments,
+    Reduction,
+    Slot,
+    Statistic,
+)
 
 
 class Sample(NamedTuple):
@@ -221,6 +231,17 @@ COARSE: Final = (0.0, *NAMED.values(), 1.0)
 FINE: Final = tuple(sorted({*COARSE, *(step / 64 for step in range(65))}))
 """On the host, where numbers cost nothing."""
 LEVELS: Final = {len(COARSE): COARSE, len(FINE): FINE}
+
+
+@dataclass(frozen=True, slots=True)
+class Share(AdditiveReduction):
+    """A part of a whole, where `count` is above zero."""
+
+    part: Slot
+    whole: Slot
+    count: Slot
+
+    statistics: ClassVar[Mapping[str, Statistic]] = {"share": lambda s: s[0] / s[1] if s[1] and s[2] else NAN}
 
 
 def _read(level: float, slots: Sequence[float]) -> float:

@@ -1,7 +1,4 @@
-"""The critic: fit to the returns, movement in an update, and consistency of its estimates.
-
-The critic step by step: Bellman errors, terminal steps, and complete episodes.
-"""
+"""The critic: fit to the returns, movement in an update, Bellman errors, terminal steps, and complete episodes."""
 
 from __future__ import annotations
 
@@ -190,7 +187,9 @@ class ScaledMean(Reduction):
     mean: Slot
     m2: Slot
 
-    statistics: ClassVar[Mapping[str, Statistic]] = {"scaled": lambda s: _scaled(s[0], s[1], _std(s[1:4]))}
+    statistics: ClassVar[Mapping[str, Statistic]] = {
+        "scaled": lambda s: s[0] / s[1] / std if s[1] and (std := _std(s[1:4])) > 0 else NAN
+    }
 
     @staticmethod
     def merge(rows: Array) -> Array:
@@ -202,10 +201,6 @@ def merge_spreads(rows: Array) -> Array:
     """Merge [rows, fields, (count, mean, m2)] around the common means into [fields, 3]."""
     padded = np.concatenate([rows, np.zeros((*rows.shape[:-1], 2))], axis=-1)
     return Moments.merge(padded)[..., :3]
-
-
-def _scaled(total: float, count: float, std: float) -> float:
-    return total / count / std if count and std > 0 else NAN
 
 
 @dataclass(frozen=True, slots=True)

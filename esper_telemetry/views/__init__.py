@@ -1,1 +1,1 @@
-"""What people look at."""
+"""Texts and pages about a run and its metrics."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from esper_telemetry.alarms.metric_entries import PRIORITIES, MetricEntry, metric_entries
 from esper_telemetry.alarms.registry import alarm_rules
-from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.core.catalogue import families, family_name
 from esper_telemetry.history.derive import ALL_SUFFIXES
 from esper_telemetry.sinks.console import COLUMNS
@@ -57,7 +56,8 @@ def page() -> str:
     """Return the whole page, Markdown."""
     entries = metric_entries()
     names = [*families(), *sorted({_family(entry) for entry in entries} - families().keys())]
-    chapters = [(name, sorted((entry for entry in entries if _family(entry) == name), key=_rank)) for name in names]
+    ranked = sorted(entries, key=lambda entry: (PRIORITIES.index(entry.priority), entry.metric.number))
+    chapters = [(name, [entry for entry in ranked if _family(entry) == name]) for name in names]
     parts = [
         INTRODUCTION,
         _contents(chapters),
@@ -156,13 +156,12 @@ def _symptoms() -> str:
         "| what has happened | look at | what to try |",
         "|---|---|---|",
     ]
-    return "\n".join([*head, *map(_symptom, alarm_rules()), ""])
-
-
-def _symptom(alarm: AlarmRule) -> str:
-    keys = ", ".join(f"[`{key}`](#{_anchor(key)})" for key in alarm.inputs[:3])
-    meaning, action = (text.replace("|", "\\|") for text in (alarm.meaning, alarm.action))
-    return f"| **{alarm.type}**: {meaning} | {keys} | {action} |"
+    rows = []
+    for alarm in alarm_rules():
+        keys = ", ".join(f"[`{key}`](#{_anchor(key)})" for key in alarm.inputs[:3])
+        meaning, action = (text.replace("|", "\\|") for text in (alarm.meaning, alarm.action))
+        rows.append(f"| **{alarm.type}**: {meaning} | {keys} | {action} |")
+    return "\n".join([*head, *rows, ""])
 
 
 def _chapter(name: str, entries: Sequence[MetricEntry]) -> str:
@@ -177,10 +176,6 @@ def _chapter(name: str, entries: Sequence[MetricEntry]) -> str:
             "",
         ]
     return "\n".join([*head, *map(entry_text, entries)])
-
-
-def _rank(entry: MetricEntry) -> tuple[int, int]:
-    return PRIORITIES.index(entry.priority), entry.metric.number
 
 
 def _family(entry: MetricEntry) -> str:

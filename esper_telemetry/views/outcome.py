@@ -1,4 +1,4 @@
-"""What a person reads about how a run went: the verdict of `diagnose`, and the summary at the end of a training command."""
+"""Texts about the outcome of a run: the verdict of `diagnose`, and the summary at the end of a training command."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_templates_name_the_label_of_their_group() -> None:
             check_key(re.sub(r"\{[a-z_]+\}", "x", metric.key))
 
 
-def test_labels_are_known_to_readers_of_records() -> None:
+def test_readers_of_records_have_every_label() -> None:
     names = {name for metric in catalogue() for name in re.findall(r"\{([a-z_]+)\}", metric.key)}
 
     assert names <= {*LABELS, *WHOLE_KEYS}

@@ -73,7 +73,7 @@ def test_gradients_that_overflow_float32_are_scaled_and_not_erased() -> None:
     assert torch.allclose(clipped[0], torch.tensor([3.0, 4.0]))
 
 
-def test_norms_of_half_precision_are_taken_in_single() -> None:
+def test_norms_of_half_precision_are_computed_in_single() -> None:
     """Four entries of 60000 overflow float16 when squared; their norm is 120000."""
     norms = ops.gradient_norms([torch.full((4,), 60000.0, dtype=torch.float16)])
 

@@ -19,40 +19,40 @@ DURATIONS = st.fixed_dictionaries({kind: st.integers(1, 12) for kind in KINDS})
 
 
 def changes(patience: Patience, severities: list[float | None]) -> list[Change]:
-    state, found = Hysteresis(patience), []
+    state, result = Hysteresis(patience), []
     for severity in severities:
         state, change = state.step(severity)
-        found += [change] if change else []
-    return found
+        result += [change] if change else []
+    return result
 
 
 def remaining(state: Escalation, raised: list[set[str]]) -> list[int]:
-    found = []
+    result = []
     for kinds in raised:
         state, left = state.step(kinds)
-        found.append(left)
-    return found
+        result.append(left)
+    return result
 
 
 @given(PATIENCES, SEVERITIES)
 def test_raises_and_clears_alternate_and_begin_with_a_raise(patience: Patience, severities: list[float | None]) -> None:
-    found = changes(patience, severities)
+    result = changes(patience, severities)
 
-    assert found[:1] in ([], ["RAISE"])
-    assert all(a != b for a, b in pairwise(found))
+    assert result[:1] in ([], ["RAISE"])
+    assert all(a != b for a, b in pairwise(result))
 
 
 @given(PATIENCES, SEVERITIES)
 def test_missing_severities_change_nothing(patience: Patience, severities: list[float | None]) -> None:
     """After the warm-up, in which they count as updates."""
     warm = Hysteresis(patience, updates=patience.warmup)
-    known, state = warm, warm
+    reference, state = warm, warm
     for severity in severities:
         state = state.step(severity).state
         if severity is not None and not math.isnan(severity):
-            known = known.step(severity).state
+            reference = reference.step(severity).state
 
-    assert (state.active, state.streak) == (known.active, known.streak)
+    assert (state.active, state.streak) == (reference.active, reference.streak)
     assert state.updates == patience.warmup + len(severities)
 
 
@@ -79,10 +79,10 @@ def test_patience_must_make_sense() -> None:
 def test_the_level_is_never_raised_for_longer_than_the_cap(
     durations: dict[str, int], raised: list[set[str]], cap: int
 ) -> None:
-    found = remaining(Escalation(durations, cap=cap), raised)
+    result = remaining(Escalation(durations, cap=cap), raised)
 
     longest = streak = 0
-    for left in found:
+    for left in result:
         streak = streak + 1 if left else 0
         longest = max(longest, streak)
     assert longest <= cap
@@ -93,9 +93,9 @@ def test_a_type_that_never_stops_opens_one_window_in_three_durations(durations: 
     """A duration of d: DEBUG for d updates, then none for 2d."""
     kind, d = KINDS[0], durations[KINDS[0]]
 
-    found = remaining(Escalation(durations), [{kind}] * updates)
+    result = remaining(Escalation(durations), [{kind}] * updates)
 
-    assert found == [max(0, d - t % (3 * d)) for t in range(updates)]
+    assert result == [max(0, d - t % (3 * d)) for t in range(updates)]
 
 
 @given(DURATIONS)

@@ -25,9 +25,9 @@ TAU_VANISH, TAU_EXPLODE = 1e-7, 5.0
 
 
 def health(norms: list[float], zero_frac: float = 0.0) -> float:
-    found = gradient_condition(np.array(norms), tau_vanish=TAU_VANISH, tau_explode=TAU_EXPLODE, zero_frac=zero_frac)
-    assert found.health is not None
-    return found.health
+    result = gradient_condition(np.array(norms), tau_vanish=TAU_VANISH, tau_explode=TAU_EXPLODE, zero_frac=zero_frac)
+    assert result.health is not None
+    return result.health
 
 
 @given(st.floats(0, 1e12), st.floats(0, 1e12))
@@ -47,14 +47,14 @@ def test_norm_that_is_not_finite_explodes_and_does_not_vanish(norm: float) -> No
 
 @given(NORMS, st.floats(0, 1))
 def test_health_is_bounded_and_its_losses_add_up(norms: list[float], zero_frac: float) -> None:
-    found = gradient_condition(np.array(norms), tau_vanish=TAU_VANISH, tau_explode=TAU_EXPLODE, zero_frac=zero_frac)
-    assert found.health is not None and 0 <= found.health <= 1
+    result = gradient_condition(np.array(norms), tau_vanish=TAU_VANISH, tau_explode=TAU_EXPLODE, zero_frac=zero_frac)
+    assert result.health is not None and 0 <= result.health <= 1
 
-    faults = (found.vanish, found.explode, found.imbalance, found.zero)
+    faults = (result.vanish, result.explode, result.imbalance, result.zero)
     factors = [1 - phi * fault for phi, fault in zip(FACTOR_WEIGHTS, faults, strict=True)]
-    if found.health > 0:
-        assert -math.log(found.health) == pytest.approx(sum(-math.log(f) for f in factors), abs=1e-12)
-    assert (found.cause is None) == (found.health == 1)
+    if result.health > 0:
+        assert -math.log(result.health) == pytest.approx(sum(-math.log(f) for f in factors), abs=1e-12)
+    assert (result.cause is None) == (result.health == 1)
 
 
 @given(NORMS, st.floats(0, 1e6, allow_subnormal=False), st.floats(0, 1))
@@ -94,10 +94,10 @@ def test_health_without_gradients_is_unknown_and_zeros_need_not_be_measured() ->
 def test_thresholds_are_learnt_per_group_and_bounded() -> None:
     """Norms of about 1 and 0.01 with limit 0.5: 6 · 0.15 decades above and below, within 1..100 and 5e-9..5e-3."""
     history = np.log10(np.array([[1.0] * 30, [0.01] * 30]))
-    found = adaptive_thresholds(history, 0.5)
+    result = adaptive_thresholds(history, 0.5)
 
-    assert found.explode == pytest.approx([10**0.9, 1.0])
-    assert found.vanish == pytest.approx([5e-3, 10**-2.9])
+    assert result.explode == pytest.approx([10**0.9, 1.0])
+    assert result.vanish == pytest.approx([5e-3, 10**-2.9])
 
 
 def test_baseline_learns_from_healthy_updates_only_and_starts_anew_after_fifty_others() -> None:
@@ -116,17 +116,17 @@ def test_baseline_learns_from_healthy_updates_only_and_starts_anew_after_fifty_o
 
 
 def test_group_without_gradients_has_no_severity_and_one_that_is_not_finite_explodes() -> None:
-    found, _ = NormBaseline(("actor", "critic"), 0.5).step(np.array([np.nan, np.nan]), np.array([np.nan, np.inf]))
+    result, _ = NormBaseline(("actor", "critic"), 0.5).step(np.array([np.nan, np.nan]), np.array([np.nan, np.inf]))
 
-    assert "grad/actor/severity_explode" not in found.values()
-    assert found.values()["grad/critic/severity_explode"] == 1.0
+    assert "grad/actor/severity_explode" not in result.values()
+    assert result.values()["grad/critic/severity_explode"] == 1.0
 
 
 def test_intensity_does_not_depend_on_the_modules_sizes() -> None:
     """Entries of 0.1 and 1 throughout: ratio 0.1 for any number of them."""
-    found = pair_intensity("seed", seed_norm=0.1 * 4, seed_params=16, host_norm=1.0 * 30, host_params=900)
+    result = pair_intensity("seed", seed_norm=0.1 * 4, seed_params=16, host_norm=1.0 * 30, host_params=900)
 
-    assert found.values() == {"grad/pair/seed/intensity_ratio": pytest.approx(0.1)}
+    assert result.values() == {"grad/pair/seed/intensity_ratio": pytest.approx(0.1)}
     assert pair_intensity("seed", seed_norm=None, seed_params=1, host_norm=1.0, host_params=1).values() == {}
 
 
@@ -137,9 +137,9 @@ def evidence(**changes: float | None) -> PairEvidence:
 
 def test_confidence_is_how_far_the_deciding_z_lies_beyond_its_threshold() -> None:
     """At -5: (5 - 2)/(1 + 5)."""
-    found = diagnose_pair(evidence(z_up=-5.0))
+    result = diagnose_pair(evidence(z_up=-5.0))
 
-    assert (found.cause, found.confidence) == ("dormant", 0.5)
+    assert (result.cause, result.confidence) == ("dormant", 0.5)
     assert diagnose_pair(evidence(z_up=-math.inf)).confidence == 1.0
     assert diagnose_pair(evidence(ratio=0.01)).cause == "ok"
 

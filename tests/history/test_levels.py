@@ -45,7 +45,7 @@ def test_effective_samples_start_at_one_and_end_at_the_memory() -> None:
     assert (n_eff(np.array([11.0, 12.0]), 0.9) < 10).tolist() == [True, False]
 
 
-def test_nothing_is_known_before_the_first_value_and_missing_values_wait() -> None:
+def test_nothing_is_defined_before_the_first_value_and_missing_values_wait() -> None:
     ema = Ema(2)
     ema.step(np.array([1.0, np.nan]))
     ema.step(np.array([np.nan, np.inf]))

@@ -47,10 +47,10 @@ def test_first_value_has_a_level_and_no_drift() -> None:
 
 def test_doubling_is_a_drift_of_ln_2_and_a_spike_is_unusual() -> None:
     """A constant history has the smallest scale, 0.15 decades: a tenfold value lies 1/0.15 off."""
-    found = records([0.01] * 20 + [0.02])[-1], records([0.01] * 20 + [0.1])[-1]
+    result = records([0.01] * 20 + [0.02])[-1], records([0.01] * 20 + [0.1])[-1]
 
-    assert found[0]["policy/kl/drift"] == pytest.approx(math.log(2))
-    assert found[1]["policy/kl/robust_z"] == pytest.approx(1 / 0.15)
+    assert result[0]["policy/kl/drift"] == pytest.approx(math.log(2))
+    assert result[1]["policy/kl/robust_z"] == pytest.approx(1 / 0.15)
 
 
 def test_a_key_that_is_missing_reports_nothing_and_goes_on_later() -> None:
@@ -62,14 +62,14 @@ def test_a_key_that_is_missing_reports_nothing_and_goes_on_later() -> None:
 
 def test_tests_for_trends_come_every_tenth_update_in_decades() -> None:
     """x grows by a tenth of a decade per update."""
-    found = records([10 ** (0.1 * t) for t in range(31)])
+    result = records([10 ** (0.1 * t) for t in range(31)])
 
-    assert [t for t, values in enumerate(found, 1) if "policy/kl/trend/slope" in values] == [20, 30]
-    assert found[29]["policy/kl/trend/slope"] == pytest.approx(0.1)
-    assert found[29]["policy/kl/trend/mk_z"] > 3
+    assert [t for t, values in enumerate(result, 1) if "policy/kl/trend/slope" in values] == [20, 30]
+    assert result[29]["policy/kl/trend/slope"] == pytest.approx(0.1)
+    assert result[29]["policy/kl/trend/mk_z"] > 3
 
 
-def test_oscillation_at_the_time_limit_is_found_at_its_length() -> None:
+def test_oscillation_at_the_time_limit_has_its_length() -> None:
     x = wave(100)
     last = records(x)[-1]
 
@@ -80,7 +80,7 @@ def test_oscillation_at_the_time_limit_is_found_at_its_length() -> None:
 
 @pytest.mark.parametrize("horizon", [None, "long", math.nan, 0, 20, 10_000])
 def test_a_time_limit_that_is_unknown_or_out_of_reach_is_no_period(horizon: Any) -> None:
-    """Of 20 steps an update: one update and 500 updates are no cycle that a window could hold."""
+    """A cycle of 20 steps: one update and 500 updates are no cycle that a window could hold."""
     assert "policy/kl/period/goertzel" not in records(wave(40), horizon=horizon)[-1]
 
 
@@ -107,9 +107,9 @@ def test_groups_of_parameters_have_levels_and_outliers_only() -> None:
 def test_updates_that_follow_the_learning_rate() -> None:
     temporal = KeyHistories(FACTS)
     for t in range(20):
-        found = temporal.derive({"opt/lr": 0.9**t, "opt/update_to_weight": 3 * 0.9**t}, Level.NORMAL)
+        result = temporal.derive({"opt/lr": 0.9**t, "opt/update_to_weight": 3 * 0.9**t}, Level.NORMAL)
 
-    assert found["opt/update_to_weight/lr_response"] == pytest.approx(1)
+    assert result["opt/update_to_weight/lr_response"] == pytest.approx(1)
 
 
 def test_minimal_follows_nothing() -> None:
@@ -119,16 +119,16 @@ def test_minimal_follows_nothing() -> None:
 def test_no_value_makes_a_history_raise() -> None:
     temporal = KeyHistories(FACTS)
     for x in (0.0, -1.0, 1e308, 1e-308, 5e-324, *[0.01] * 60, 1e308, -1e308):
-        found = temporal.derive({row.key: x for row in HEADLINES}, Level.NORMAL)
+        result = temporal.derive({row.key: x for row in HEADLINES}, Level.NORMAL)
 
-        assert all(math.isfinite(value) for value in found.values())
+        assert all(math.isfinite(value) for value in result.values())
 
 
 def test_sums_of_a_running_series_are_those_of_the_whole() -> None:
     x = np.random.default_rng(1).normal(size=80)
-    standing, cusum = ChangeState(1), Cusum(1)
+    changes, cusum = ChangeState(1), Cusum(1)
 
-    running = [float(standing.step(np.array([value]))[0]) for value in x]
+    running = [float(changes.step(np.array([value]))[0]) for value in x]
 
     whole = [float(np.asarray(cusum.step(np.array([z])).cusum)[0]) for z in prewhitened_z(x, baseline=50)]
     assert np.isnan(running[:50]).all()
@@ -147,14 +147,14 @@ def noise(phi: float, series: int, points: int) -> Array:
 @pytest.mark.parametrize(("phi", "most"), [(0.0, 0.05), (0.6, 0.09), (0.9, 0.22)])
 def test_running_sums_seldom_exceed_their_bound_on_noise(phi: float, most: float) -> None:
     """The rates of the null table: .023, .047 and .17 of 100 values."""
-    standing = ChangeState(300)
-    sums = np.array([standing.step(x) for x in noise(phi, 300, 150).T])
+    changes = ChangeState(300)
+    sums = np.array([changes.step(x) for x in noise(phi, 300, 150).T])
 
     assert (np.nanmax(sums[50:], axis=0) > 8).mean() <= most
 
 
 def test_drift_beyond_four_spreads_is_rare_on_noise_and_certain_for_a_step() -> None:
-    """Of independent values; the first twenty make up the spread."""
+    """Independent values; the first twenty make up the spread."""
     state, off = LogDrift(200), []
     x = np.exp(0.3 * noise(0.0, 200, 120))
     x[:, -1] *= 10
@@ -167,11 +167,11 @@ def test_drift_beyond_four_spreads_is_rare_on_noise_and_certain_for_a_step() -> 
     assert np.mean(off[-1]) > 0.9
 
 
-def test_rise_and_fall_are_both_seen() -> None:
+def test_rise_and_fall_both_count() -> None:
     step = [0.0] * 10 + [1.0] * 20
     for x in (step, [-value for value in step]):
         state = TwoSided(1)
-        found = [float(np.asarray(state.step(np.array([value]), np.array([0.1])).page_hinkley)[0]) for value in x]
+        result = [float(np.asarray(state.step(np.array([value]), np.array([0.1])).page_hinkley)[0]) for value in x]
 
-        assert found[9] == 0
-        assert found[-1] > 5
+        assert result[9] == 0
+        assert result[-1] > 5

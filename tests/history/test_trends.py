@@ -46,7 +46,7 @@ def test_trend_test_seldom_fires_on_noise(phi: float, most: float) -> None:
     assert (np.abs(np.asarray(scores)) > 3).mean() <= most
 
 
-def test_trend_of_a_twentieth_of_the_noise_per_update_is_found() -> None:
+def test_trend_of_a_twentieth_of_the_noise_per_update_is_significant() -> None:
     scores = trends(list(noise(0.6) + 0.05 * np.arange(POINTS))).mk_z
 
     assert (np.abs(np.asarray(scores)) > 3).mean() >= 0.95
@@ -54,17 +54,17 @@ def test_trend_of_a_twentieth_of_the_noise_per_update_is_found() -> None:
 
 @pytest.mark.parametrize("phi", [0.0, 0.6, 0.9])
 def test_period_test_seldom_fires_on_noise(phi: float) -> None:
-    found = periods([prewhiten(x).y for x in noise(phi)])
+    result = periods([prewhiten(x).y for x in noise(phi)])
 
-    assert (np.asarray(found.p) < 1e-3).mean() <= 0.01
+    assert (np.asarray(result.p) < 1e-3).mean() <= 0.01
 
 
-def test_period_of_a_strong_oscillation_is_found() -> None:
+def test_period_of_a_strong_oscillation_is_reported() -> None:
     wave = math.sqrt(2) * np.sin(2 * np.pi * np.arange(POINTS) / 7)
-    found = periods([prewhiten(x + wave).y for x in noise(0.3)])
+    result = periods([prewhiten(x + wave).y for x in noise(0.3)])
 
-    assert (np.asarray(found.p) < 1e-3).mean() >= 0.8
-    assert np.median(np.asarray(found.length)) == pytest.approx(7, abs=0.5)
+    assert (np.asarray(result.p) < 1e-3).mean() >= 0.8
+    assert np.median(np.asarray(result.length)) == pytest.approx(7, abs=0.5)
 
 
 @pytest.mark.parametrize(("phi", "most"), [(0.0, 0.05), (0.6, 0.09), (0.9, 0.22)])
@@ -124,9 +124,9 @@ def test_slope_is_the_median_over_pairs_so_that_one_outlier_does_not_matter() ->
 
 
 def test_constants_and_short_series_have_no_significance() -> None:
-    found = trends([np.full(10, 0.1), np.arange(4.0)], ("constant", "short"))
+    result = trends([np.full(10, 0.1), np.arange(4.0)], ("constant", "short"))
 
-    assert found.values() == {"constant/trend/slope": 0.0}
+    assert result.values() == {"constant/trend/slope": 0.0}
     assert mann_kendall(np.ones(5)).z is None
     with pytest.raises(ValueError, match="at least 5 values, got 4"):
         prewhiten(np.arange(4.0))

@@ -77,7 +77,7 @@ def test_normalisation_over_the_update_is_judged_over_all_its_minibatches() -> N
     assert values["integrity/adv_norm"] == pytest.approx(0.0, abs=1e-12)
 
 
-def test_normalisation_that_reverses_credit_is_seen() -> None:
+def test_normalisation_that_reverses_credit_is_counted() -> None:
     """Less their mean of 2, the advantages 1 and 3 become -1 and 1: one of two signs flips."""
     advantages = torch.tensor([1.0, 3.0])
 
@@ -105,7 +105,7 @@ def test_rewards_count_exact_zeros_and_what_is_not_finite() -> None:
     assert values["reward/nonfinite"] == 1.0
 
 
-def test_flips_are_found_by_order_where_nobody_tells_which_row_is_which() -> None:
+def test_flips_follow_the_order_where_rows_have_no_indices() -> None:
     """Two of four, 1 and 2, lie between 0 and the mean of 3.25; shuffled and masked they are the same two."""
     raw, valid = torch.tensor([[1.0, 2.0, 99.0], [-1.0, 11.0, math.nan]]), torch.tensor([[1, 1, 0], [1, 1, 0]]).bool()
     used = raw[valid] - 3.25
@@ -117,7 +117,7 @@ def test_flips_are_found_by_order_where_nobody_tells_which_row_is_which() -> Non
     assert by_row == 0.5
 
 
-def test_flips_are_unknown_where_rows_are_missing() -> None:
+def test_flips_are_undefined_where_rows_are_missing() -> None:
     result = flips_in_order(torch.ones(3), torch.ones(4))
 
     assert float(result.count) == 0

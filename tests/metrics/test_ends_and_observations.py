@@ -14,7 +14,7 @@ TERMINATED = torch.tensor([[True, False], [False, False], [False, True]])
 
 
 def test_lengths_belong_to_their_ends_in_the_order_of_time_and_environment() -> None:
-    """Of 4 episodes those of 7 and 9 steps terminated, those of 30 and 2 were cut off."""
+    """Among 4 episodes those of 7 and 9 steps terminated, those of 30 and 2 were cut off."""
     result = episode_ends(ENDED, TERMINATED, [7, 30, 2, 9]).values()
 
     assert result == {
@@ -72,7 +72,7 @@ def test_nan_is_not_constant_and_bytes_are_compared_too() -> None:
     assert constant_rows(torch.zeros(3, 1, 84, 84, dtype=torch.uint8)).tolist() == [True]
 
 
-def test_weights_of_losses_are_told_where_they_are_known() -> None:
+def test_weights_of_losses_are_reported_where_they_are_given() -> None:
     assert loss_weights({"policy": 1.0, "value": 0.5, "entropy": 0.01}).values() == {
         "loss/value_coef": 0.5,
         "loss/entropy_coef": 0.01,

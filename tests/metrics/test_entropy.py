@@ -66,7 +66,7 @@ def test_heads_add_up_where_they_take_part() -> None:
     assert heads["policy/head/b/decision_frac"] == 0.5
 
 
-def test_confident_is_told_from_stuck() -> None:
+def test_a_confident_policy_differs_from_a_stuck_one() -> None:
     """Two states with two sure but different actions: I(S; A) = ln 2; with the same action: 0."""
     sure = torch.tensor([[50.0, 0.0], [0.0, 50.0]], dtype=torch.float64)
     stuck = sure[[0, 0]]
@@ -163,7 +163,7 @@ def test_without_a_policy_gradient_the_ratio_is_absent() -> None:
 
 
 def test_saturated_actions_are_those_at_or_beyond_the_bounds() -> None:
-    """Of four components, 1 and -1.5 are at or beyond ±1."""
+    """Among four components, 1 and -1.5 are at or beyond ±1."""
     actions = torch.tensor([[1.0, 0.0], [-1.5, 0.5]])
 
     values = gaussian_stats("move", torch.tensor([0.0, math.log(3.0)]), actions=actions, low=-1.0, high=1.0).values()

@@ -27,7 +27,7 @@ from esper_telemetry.metrics.rollout import cut_entries, normalizer_clipping, no
 
 
 def test_rows_that_come_again_in_a_pass() -> None:
-    """Of six rows 3 comes three times and 1 twice: three of six had been there; padding counts for nothing."""
+    """Among six rows 3 comes three times and 1 twice: three of six repeat an earlier one; padding counts for nothing."""
     rows = torch.tensor([[3, 1, 3], [0, 3, 1]])
     valid = torch.tensor([[True, True, True], [True, False, False]])
 
@@ -134,7 +134,7 @@ def test_without_a_finished_episode_there_is_only_their_count() -> None:
         episode_stats([1.0], [])
 
 
-def test_the_unlikeliest_action_is_found_among_the_valid_ones() -> None:
+def test_the_unlikeliest_action_is_one_of_the_valid_ones() -> None:
     log_probs = torch.tensor([-9.0, -3.0, -1.0])
 
     assert log_prob_stats(log_probs).values() == {"policy/logp/min": -9.0}

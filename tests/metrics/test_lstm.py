@@ -196,7 +196,7 @@ def test_ages_count_from_the_reset_and_go_on_from_the_rollout_before() -> None:
 
 
 def test_resets_on_invalid_steps_do_not_count() -> None:
-    """Of five valid steps one resets; the second environment has no valid reset; ages 0, 1, 0 and 4, 5."""
+    """One of five valid steps resets; the second environment has no valid reset; ages 0, 1, 0 and 4, 5."""
     resets = torch.tensor([[True, False], [False, False], [False, True]])
     valid = torch.tensor([[True, True], [True, True], [True, False]])
     ages = torch.tensor([[0, 4], [1, 5], [0, 0]])

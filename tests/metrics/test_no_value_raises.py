@@ -232,7 +232,7 @@ def as_tuple(found: MetricGroup | Iterable[MetricGroup]) -> tuple[MetricGroup, .
 
 def recorded(updates: Iterable[UpdateData]) -> list[dict[str, float]]:
     """The values of the updates' records, evidence on the way."""
-    series, found = RunHistory(FACTS), []
+    series, result = RunHistory(FACTS), []
     for update in updates:
         window = Window()
         for measurements, epochs in measure(update, FACTS, Level.DEBUG):
@@ -243,8 +243,8 @@ def recorded(updates: Iterable[UpdateData]) -> list[dict[str, float]]:
         record = dict(values.values) | series.derive(values.unreported | values.values, Level.DEBUG)
         list(captures(update, FACTS))
         assert flight_of(update, FACTS) and stability_report(update) and layer_table(update) is not None
-        found.append(record)
-    return found
+        result.append(record)
+    return result
 
 
 @given(st.lists(updates_of_anything(), min_size=1, max_size=3))

@@ -121,12 +121,12 @@ def test_copies_of_the_state_say_what_the_optimizer_says(fused: bool) -> None:
     average = optimizer.state[model.weight]["exp_avg"].clone()
     stepped(model, optimizer)
 
-    kept, now = adam_state(adam_parameters(optimizer)), adam_step(optimizer).values()
+    copy, now = adam_state(adam_parameters(optimizer)), adam_step(optimizer).values()
     stepped(model, optimizer)
 
-    assert adam_step(kept).values() == now
+    assert adam_step(copy).values() == now
     assert adam_step(optimizer).values() != now
-    torch.testing.assert_close(kept.moment_before()[:6] / 0.9, average.double().flatten())
+    torch.testing.assert_close(copy.moment_before()[:6] / 0.9, average.double().flatten())
 
 
 @pytest.mark.parametrize("most", [1, 5, 8, 1000])
@@ -144,10 +144,10 @@ def test_pieces_say_what_the_whole_says(most: int, monkeypatch: pytest.MonkeyPat
 
     whole = {**adam_step(optimizer).values(), **layer_steps(optimizer, names).values()}
     monkeypatch.setattr(adam, "MAX_PIECE_NUMBERS", most)
-    pieces, kept = adam_steps(optimizer, names), adam_steps(adam_state(adam_parameters(optimizer)), names)
+    pieces, copied = adam_steps(optimizer, names), adam_steps(adam_state(adam_parameters(optimizer)), names)
 
     assert len(list(adam_pieces(optimizer))) == {1: 6, 5: 3, 8: 2, 1000: 1}[most]
-    for groups in (pieces, kept):
+    for groups in (pieces, copied):
         assert {**groups[0].values(), **groups[1].values()} == pytest.approx(whole, rel=1e-6)
 
 

@@ -46,7 +46,7 @@ def test_one_sample_has_its_own_quantiles() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_the_quantiles_of_several_samples_lie_within_a_bin_of_those_of_their_union(ranks: int) -> None:
-    """Of different sizes, places and widths, one with heavy tails and one with a single value."""
+    """Samples of different sizes, places and widths, one with heavy tails and one with a single value."""
     rng = np.random.default_rng(ranks)
     parts = [rng.normal(rank, 1 + rank, size=200 + 300 * rank) for rank in range(ranks)]
     parts[0] = rng.standard_cauchy(size=500) * 100

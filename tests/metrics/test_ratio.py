@@ -104,7 +104,7 @@ def test_nothing_valid_means_nothing_reported() -> None:
 
 
 def test_non_finite_advantages_are_left_out_of_the_gain_and_counted() -> None:
-    """Of two rows one counts: A (r - 1) = 1 · (2 - 1)."""
+    """One of two rows counts: A (r - 1) = 1 · (2 - 1)."""
     log_ratio = torch.full((2,), 2.0, dtype=torch.float64).log()
 
     values = after_a_step(ratio_diagnostics(log_ratio, torch.tensor([1.0, math.nan]), clip=0.2))

@@ -142,7 +142,7 @@ def test_testing_capacity_leaves_the_generators_of_others_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_responses_of_a_layer_are_told_by_their_quantiles() -> None:
+def test_responses_of_a_layer_have_quantiles() -> None:
     """0 to 20 in some order, of 21 entries with a NaN beside them; a layer without anything finite has none."""
     first = torch.randperm(21, generator=torch.Generator().manual_seed(0)).float()
     layers = {

@@ -95,9 +95,9 @@ def test_invalid_and_non_finite_pairs_are_left_out() -> None:
     result = value_fit(values, returns, valid=valid).values()
 
     assert result.pop("value/explained_variance_nonfinite") == 1.0
-    kept = valid.clone()
-    kept[1, 0] = False
-    assert result == pytest.approx(value_fit(values[kept], returns[kept]).values(), rel=1e-12)
+    mask = valid.clone()
+    mask[1, 0] = False
+    assert result == pytest.approx(value_fit(values[mask], returns[mask]).values(), rel=1e-12)
 
 
 def test_movement_is_scaled_by_the_spread_of_all_returns_of_the_update() -> None:
@@ -145,9 +145,7 @@ def test_terminal_errors_ignore_time_limits() -> None:
 
 
 @pytest.mark.parametrize(("bootstrap", "truncated"), [(10.0, 0.0), (0.0, 9.0)])
-def test_a_time_limit_that_is_taken_for_an_end_shows_in_the_bias_at_time_limits(
-    bootstrap: float, truncated: float
-) -> None:
+def test_a_time_limit_treated_as_an_end_shows_in_the_bias_at_time_limits(bootstrap: float, truncated: float) -> None:
     """Reward 1 for ever at γ = 0.9 is worth 10: a critic that says so is right at a time limit, unless 0 is taken to follow.
 
     At the termination it says 10 where 1 is all there is. Both count once, and neither touches the other.

@@ -65,7 +65,11 @@ def concentration(gradients: Sequence[Tensor]) -> Concentration:
     count = sum(gradient.numel() for gradient in gradients)
     if count == 0:
         return Concentration()
-    first, squares, fourth, logs = torch.stack([_power_sums(gradient) for gradient in gradients]).sum(0).unbind()
+    sums = []  # [4] float64 of each tensor: Σ|g|, Σg², Σg⁴, Σg² ln g²
+    for gradient in gradients:
+        g2 = gradient.double().square()
+        sums.append(torch.stack([g2.sqrt().sum(), g2.sum(), g2.square().sum(), torch.special.xlogy(g2, g2).sum()]))
+    first, squares, fourth, logs = torch.stack(sums).sum(0).unbind()
     if count == 1:
         return Concentration(participation=defined(squares.square() / fourth))
     root = math.sqrt(count)
@@ -74,14 +78,6 @@ def concentration(gradients: Sequence[Tensor]) -> Concentration:
         entropy=defined(entropy.clamp(0.0, 1.0)),
         participation=defined(squares.square() / (count * fourth)),
         hoyer=defined(((root - first / squares.sqrt()) / (root - 1.0)).clamp(0.0, 1.0)),
-    )
-
-
-def _power_sums(gradient: Tensor) -> Tensor:
-    """Return [4] float64: Σ|g|, Σg², Σg⁴, Σg² ln g²."""
-    squares = gradient.double().square()
-    return torch.stack(
-        [squares.sqrt().sum(), squares.sum(), squares.square().sum(), torch.special.xlogy(squares, squares).sum()]
     )
 
 

@@ -41,7 +41,7 @@ class GradientHealth(Postponed):
 
     @property
     def kind(self) -> Hashable:
-        """The same gradients, groups and limit."""
+        """Gradients, groups and limit."""
         return type(self), self.names, self.numels, self.groups, self.max_norm, self.norms.device
 
     @classmethod
@@ -106,15 +106,16 @@ def named_parameters(parameters: Parameters) -> dict[str, Tensor]:
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the existing gradients as dense real tensors: of a sparse one its values, with repeated rows summed."""
-    return [_dense(parameter.grad) for parameter in parameters if parameter.grad is not None]
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    if gradient.layout is torch.sparse_coo:
-        gradient = gradient.coalesce().values()
-    elif gradient.layout is not torch.strided:
-        gradient = gradient.values()
-    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    dense = []
+    for gradient in (parameter.grad for parameter in parameters):
+        if gradient is None:
+            continue
+        if gradient.layout is torch.sparse_coo:
+            gradient = gradient.coalesce().values()
+        elif gradient.layout is not torch.strided:
+            gradient = gradient.values()
+        dense.append(torch.view_as_real(gradient) if gradient.is_complex() else gradient)
+    return dense
 
 
 @no_grad

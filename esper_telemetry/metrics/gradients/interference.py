@@ -87,28 +87,20 @@ def pair_gradients(
         norms: [K] of the module's gradients and [K'] of the host's.
         upstream: 0-d, norm of the gradient at the module's output; None where none arrived.
     """
-    own, hosts = (_intensity(parts, sizes) for parts, sizes in zip(norms, (module, host), strict=True))
+    entries, host_entries = (sum(gradient.numel() for gradient in gradients) for gradients in (module, host))
+    own, hosts = (
+        defined(parts.double().norm() / count**0.5) if count else None
+        for parts, count in zip(norms, (entries, host_entries), strict=True)
+    )
+    filled = torch.stack([torch.count_nonzero(gradient) for gradient in module]).sum() if module else None
     return PairGradients(
         pair,
         connected=float(bool(module) and upstream is not None),
         intensity=own,
         host_intensity=hosts,
         upstream=None if upstream is None else defined(upstream.double()),
-        zero_frac=_zeros(module),
+        zero_frac=None if filled is None else Mean(entries - filled, float(entries)),
     )
-
-
-def _intensity(norms: Tensor, gradients: Sequence[Tensor]) -> Mean | None:
-    entries = sum(gradient.numel() for gradient in gradients)
-    return defined(norms.double().norm() / entries**0.5) if entries else None
-
-
-def _zeros(gradients: Sequence[Tensor]) -> Mean | None:
-    if not gradients:
-        return None
-    entries = sum(gradient.numel() for gradient in gradients)
-    filled = torch.stack([torch.count_nonzero(gradient) for gradient in gradients]).sum()
-    return Mean(entries - filled, float(entries))
 
 
 def compared(actor: Tensor, critic: Tensor, coefs: Tensor | float, dots: Tensor | None) -> list[Tensor]:

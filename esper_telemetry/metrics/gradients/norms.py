@@ -1,12 +1,7 @@
 """Norms of the gradients: of the whole network, of declared groups and of every tensor.
 
-Everything follows from the norm of each tensor, which clipping computes anyway: groups are sub-sums of squares.
-
-What clipping the global norm does to the gradients (G3).
-
-What is reported of gradient norms: of the whole network, of declared groups, of heads and of every tensor (G1, G2, G4).
-
-Which gradient belongs to which group: the matrix from squared tensor norms to squared group norms.
+Everything follows from the norm of each tensor, which clipping computes anyway: the squared norm of a group (G1, G2, G4) is a sum of
+squares, one matrix product for all groups, and the effect of clipping (G3) is a factor of the global norm.
 """
 
 from __future__ import annotations
@@ -391,7 +386,8 @@ def gradient_norms(
     used = None if applied is None else _sums(*_finite(applied.reshape(-1, len(names)).double()), members, None)
     if used is not None:
         clean = clean * used.usable.select(1, 0)
-        coefs: Tensor | None = _measured(total_norm, used.norms.select(1, 0)) * clean
+        factor = torch.where(total_norm > 0, used.norms.select(1, 0) / total_norm, 1.0)
+        coefs: Tensor | None = torch.where(factor > UNTOUCHED, 1.0, factor) * clean
     else:
         coefs = None if max_norm is None else clip_coefficients(total_norm, max_norm) * clean
     total, parts = _split(sums, members, coefs, clean, None if used is None else used.norms * clean.unsqueeze(1))
@@ -404,7 +400,7 @@ def gradient_norms(
 
 
 def _finite(norms: Tensor) -> tuple[Tensor, Tensor]:
-    """The norms with 0 in place of what is not finite, and where they are: both [M, K]."""
+    """Return the norms with 0 in place of non-finite ones, and the mask of the finite ones: both [M, K]."""
     values = norms.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     return values, values == norms
 
@@ -415,12 +411,6 @@ def _sums(values: Tensor, finite: Tensor, members: Membership, nonfinite: Tensor
     usable = (missing == 0).double()
     flaws = missing if nonfinite is None else nonfinite.reshape(values.shape).double() @ members.matrix
     return _Sums(norms * usable, usable, flaws)
-
-
-def _measured(before: Tensor, after: Tensor) -> Tensor:
-    """Return the factor [M] by which gradients were shrunk: 1 where they differ by rounding only, and where they are zero."""
-    factor = torch.where(before > 0, after / before, 1.0)
-    return torch.where(factor > UNTOUCHED, 1.0, factor)
 
 
 def _split(
