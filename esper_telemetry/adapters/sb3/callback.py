@@ -1,9 +1,15 @@
-"""`TelemetryCallback`, the callback that makes Stable-Baselines3 emit events."""
+"""`TelemetryCallback`, the callback that makes Stable-Baselines3 emit events.
+
+Each `learn` has a `ModelListener`, which turns calls of the model's policy, buffer and optimizer into events.
+"""
 
 from __future__ import annotations
 
 import re
+import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from numbers import Real
 from types import TracebackType
 from typing import Any, Self
@@ -16,20 +22,254 @@ except ModuleNotFoundError as missing:
         "TelemetryCallback needs stable-baselines3: pip install 'esper-telemetry[sb3]'", name=missing.name
     ) from missing
 
+from torch import Tensor
+
 from esper_telemetry.adapters.attach import attach
-from esper_telemetry.adapters.sb3.distributions import ActionHeads
+from esper_telemetry.adapters.sb3.distributions import ActionHeads, DistributionRecorder
 from esper_telemetry.adapters.sb3.facts import (
     ModelProgress,
     config_of,
     default_updates_per_record,
     facts_of,
+    groups_of,
     nonfinite_candidates,
+    parameters_by_name,
     progress_of,
 )
-from esper_telemetry.adapters.sb3.model_listener import ModelListener
+from esper_telemetry.adapters.sb3.gradients import TrunkListener, listen_to_clipping
+from esper_telemetry.adapters.sb3.minibatches import MinibatchListener
+from esper_telemetry.adapters.sb3.replay import CallbackReplay, stored_rollout
+from esper_telemetry.adapters.sb3.rollouts import (
+    CollectedRollout,
+    RolloutRecorder,
+    recurrent_event,
+    rollout_episodes,
+    rollout_event,
+)
+from esper_telemetry.adapters.taps import Listener, listen
 from esper_telemetry.core.record import Level
-from esper_telemetry.events import Hooks, MinibatchesEnd, RunStart, UpdateEnd
+from esper_telemetry.events import (
+    AfterUpdate,
+    BeforeUpdate,
+    Hooks,
+    MinibatchesEnd,
+    RecurrentForward,
+    Remover,
+    RolloutEnd,
+    RunStart,
+    TrunkBackward,
+    UpdateEnd,
+)
+from esper_telemetry.session import TelemetrySession
 from esper_telemetry.telemetry import Telemetry, session_of
+
+
+class ModelListener:
+    """Emits the events of a model that is ready to learn until `stop`; `session` handles exceptions of the listeners.
+
+    Args:
+        before: progress before, as axes are to count it.
+        updates_per_record: number of updates that share a record.
+
+    Attributes:
+        progress: progress by now.
+    """
+
+    def __init__(
+        self,
+        session: TelemetrySession,
+        model: Any,
+        heads: ActionHeads,
+        hooks: Hooks,
+        *,
+        before: ModelProgress,
+        updates_per_record: int,
+    ) -> None:
+        self.progress = before
+        self._offset = before.env_step - model.num_timesteps
+        self._session, self._model, self._heads, self._hooks = session, model, heads, hooks
+        recorder = DistributionRecorder(heads, model.policy)
+        self._recorder = RolloutRecorder(model, recorder)
+        self._minibatches = MinibatchListener(model, heads, recorder, hooks)
+        self._last_values: Tensor | None = None
+        self._updates_per_record, self._updates = updates_per_record, 0
+        self._rollouts: list[CollectedRollout] = []
+        self._rollout_event: RolloutEnd | None = None
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._cpu_seconds: dict[str, float] = defaultdict(float)
+        self._replay: CallbackReplay | None = None
+        self._learning = False
+        self._started = time.perf_counter(), time.process_time()
+        self._always: list[Remover] = self._collecting_taps()
+        self._for_update: list[Remover] = []
+
+    def rollout_begins(self) -> None:
+        """The update before it, if there is one, is over."""
+        self.update_ends()
+        self._recorder.begin()
+        self._started = time.perf_counter(), time.process_time()
+
+    def after_step(self, variables: Mapping[str, Any]) -> None:
+        """The environments answered; `variables` are the local ones of the collecting loop."""
+        self._recorder.after_step(variables)
+
+    def rollout_ends(self) -> None:
+        """Prepare for the update that the rollout feeds; emit the rollouts of a record before the last of its updates."""
+        model, recorder, before = self._model, self._recorder, self.progress
+        seconds, cpu = self._elapsed()
+        self._seconds["environment"] += recorder.environment_seconds
+        self._seconds["inference"] += max(0.0, seconds - recorder.environment_seconds)
+        self._cpu_seconds["rollout"] += cpu
+        self.progress = before._replace(update=before.update + 1, env_step=self._offset + model.num_timesteps)
+        self._learning = True
+        self._updates += 1
+        assert self._last_values is not None
+        self._rollouts.append(recorder.finish(self._last_values))
+        if self._updates == self._updates_per_record:
+            self._emit_rollouts()
+            self._emit_before_update()
+        self._minibatches.begin(len(self._rollouts) - 1, parameters_by_name(model.policy))
+        self._for_update = self._update_taps()
+
+    def update_ends(self) -> None:
+        """An update is over, and with it, perhaps, a record; nothing happens where none was under way."""
+        if not self._learning:
+            return
+        self._learning = False
+        _remove_all(self._for_update)
+        self._minibatches.finish()
+        seconds, cpu = self._elapsed()
+        self._seconds["update"] += seconds
+        self._cpu_seconds["update"] += cpu
+        self.progress = self.progress._replace(gradient_step=self.progress.gradient_step + self._minibatches.step)
+        if self._updates == self._updates_per_record:
+            self._record_ends()
+
+    def training_ends(self) -> None:
+        """Emit what is left, also where a record wants more updates."""
+        self.update_ends()
+        if self._updates:
+            self._record_ends()
+
+    def stop(self) -> None:
+        """Listen to nothing any more; emit what is open first."""
+        _remove_all(self._for_update)
+        _remove_all(self._always)
+        self._emit_rest()
+
+    def _record_ends(self) -> None:
+        self._emit_rest()
+        self._updates, model = 0, self._model
+        replay, self._replay = self._replay, None
+        if replay is not None and self._hooks.wants(AfterUpdate):
+            self._hooks.emit(AfterUpdate(self.progress.update, replay))
+        group = model.policy.optimizer.param_groups[0]
+        betas = group.get("betas")
+        seconds, self._seconds = dict(self._seconds), defaultdict(float)
+        cpu_seconds, self._cpu_seconds = dict(self._cpu_seconds), defaultdict(float)
+        self._hooks.emit(
+            UpdateEnd(
+                *self.progress,
+                learning_rate=float(group["lr"]),
+                seconds=seconds,
+                epochs=self._minibatches.epoch + 1,
+                # their value loss is the mean squared error, ours half of it
+                coefficients={"value": 2 * float(model.vf_coef), "entropy": float(model.ent_coef)},
+                cpu_seconds=cpu_seconds,
+                beta2=None if betas is None else float(betas[1]),
+            )
+        )
+
+    def _elapsed(self) -> tuple[float, float]:
+        """Seconds of the wall and of the processor since the phase began; the next one begins."""
+        before, self._started = self._started, (time.perf_counter(), time.process_time())
+        return self._started[0] - before[0], self._started[1] - before[1]
+
+    def _emit_rest(self) -> None:
+        """Emit the minibatches that are done, and the rollouts whose event is missing."""
+        if self._rollout_event is None and self._rollouts:
+            self._session.attempt(lambda listener: listener._emit_rollouts(), self)
+        self._session.attempt(lambda minibatches: minibatches.emit(self._rollout_event), self._minibatches)
+        self._rollouts, self._rollout_event = [], None
+
+    def _emit_rollouts(self) -> None:
+        """Emit what was collected for a record."""
+        hooks, model, recorder, progress = self._hooks, self._model, self._recorder, self.progress
+        axes = {"update": progress.update, "env_step": progress.env_step}
+        self._rollout_event = rollout_event(model, self._rollouts, self._heads, recorder.states(), **axes)
+        hooks.emit(self._rollout_event)
+        if hooks.wants(RecurrentForward):
+            event = recurrent_event(model.policy, recorder, max(1, model.n_envs // 4))
+            if event is not None:
+                hooks.emit(event)
+        episodes = rollout_episodes(self._rollouts, progress.env_step)
+        if episodes is not None:
+            hooks.emit(episodes)
+
+    def _emit_before_update(self) -> None:
+        """Emit the last rollout's replay before the first step of its update."""
+        hooks, model, last, recorder = self._hooks, self._model, self._rollout_event, self._recorder
+        if not (hooks.wants(BeforeUpdate) or hooks.wants(AfterUpdate)) or last is None:
+            return
+        if len(self._rollouts) > 1:
+            axes = {"update": last.update, "env_step": last.env_step}
+            last = rollout_event(model, self._rollouts[-1:], self._heads, recorder.states(), **axes)
+        inputs = stored_rollout(model.rollout_buffer)
+        self._replay = CallbackReplay(model, self._heads, last, inputs, recorder.states(after=True))
+        hooks.emit(BeforeUpdate(last.update, self._replay))
+
+    def _collecting_taps(self) -> list[Remover]:
+        """Taps on what is called while a rollout is collected."""
+        model, recorder = self._model, self._recorder
+        taps = [
+            self._listen(model.policy, "forward", recorder.after_action),
+            self._listen(model.rollout_buffer, "compute_returns_and_advantage", self._keep_last_values),
+        ]
+        if hasattr(model.policy, "lstm_actor"):
+            taps.insert(0, self._listen(model.policy.lstm_actor, "forward", recorder.after_lstm))
+        clipping = listen_to_clipping(self._minibatches, self._session.failed)
+        return taps if clipping is None else [*taps, clipping]
+
+    def _update_taps(self) -> list[Remover]:
+        """Taps on what is called while minibatches are learned from."""
+        model, minibatches = self._model, self._minibatches
+        policy, buffer = model.policy, model.rollout_buffer
+        handle = policy.optimizer.register_step_post_hook(self._after_optimizer_step)
+        taps = [
+            self._listen(buffer, "get", minibatches.after_pass),
+            self._listen(buffer, "_get_samples", minibatches.after_samples),
+            self._listen(policy, "evaluate_actions", minibatches.after_evaluation),
+            handle.remove,
+        ]
+        if self._hooks.wants(TrunkBackward):
+            trunk = TrunkListener(
+                policy, self._hooks, lambda: (max(minibatches.epoch, 0), minibatches.step), self._session.attempt
+            )
+            for head, network in {"actor": policy.action_net, "critic": policy.value_net}.items():
+                taps.append(self._listen(network, "forward", partial(trunk.after_head, head)))
+            if groups_of(policy).get("shared"):
+                taps.append(self._listen(policy.features_extractor, "forward", trunk.after_features))
+        if not minibatches.sees_clipping:
+            taps.append(self._listen(policy, "parameters", minibatches.after_parameters))
+        return taps
+
+    def _keep_last_values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:
+        self._last_values = kwargs["last_values"] if "last_values" in kwargs else args[0]
+
+    def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        try:
+            self._minibatches.after_optimizer_step(optimizer)
+        except Exception as error:  # a bug of ours must not reach the trainer
+            self._session.failed(self._minibatches.after_optimizer_step, error)
+
+    def _listen(self, owner: object, name: str, listener: Listener) -> Remover:
+        return listen(owner, name, listener, self._session.failed)
+
+
+def _remove_all(taps: list[Remover]) -> None:
+    while taps:
+        taps.pop()()
+
 
 REQUIRED_ATTRIBUTES = ("rollout_buffer", "normalize_advantage", "max_grad_norm", "n_steps")
 """Attributes of a model whose updates the callback understands."""
