@@ -14,7 +14,7 @@ from esper_telemetry.events import EpisodeEnd, RunStart, UpdateEnd
 from esper_telemetry.lab.morphogenesis.controllers import SCRIPTS, ScriptedController
 from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
 from esper_telemetry.ppo import checkpoint
-from esper_telemetry.ppo.checkpointables import Checkpointables
+from esper_telemetry.ppo.checkpoint import Checkpointables
 from esper_telemetry.ppo.collectors.base import EpisodeCounter
 from esper_telemetry.ppo.config import PPOConfig, require
 from esper_telemetry.ppo.environments.protocol import TensorStep
