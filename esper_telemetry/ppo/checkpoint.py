@@ -151,6 +151,7 @@ def restore_generators(states: Mapping[str, Any]) -> None:
 FORMAT = 1
 RECENT_EPISODES: Final = 100
 
+# `companions`, in files of every release, are the checkpointables.
 PARTS_OF_RANKS: Final = ("normalizers", "generator", "collector", "generators", "companions")
 """Parts of a checkpoint that differ between ranks."""
 

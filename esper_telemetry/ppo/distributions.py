@@ -97,6 +97,7 @@ class PolicyHead(nn.Module):
         super().__init__()
         self.size, self.width = size, width or size
         self.squash = None
+        # the first actions hardly depend on the observation (Andrychowicz et al. 2021, arXiv:2006.05990)
         self.linear = orthogonal(nn.Linear(features, self.width), gain=0.01)
 
     def forward(self, features: Tensor) -> Tensor:

@@ -94,6 +94,7 @@ class PPO:
         self.steps = steps_for(self.config, self.ranks)
         self.policy = build_policy(env, self.config).to(device)
         self.ranks.share(self.policy)
+        # the epsilon of OpenAI Baselines and Stable-Baselines3; torch's own is 1e-8
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=self.config.learning_rate, eps=1e-5, fused=True)
         self.env_steps = self.updates = self.gradient_steps = 0
         self.normalizers = normalizers_for(env, self.config, self.ranks).to(device)

@@ -1,4 +1,4 @@
-"""Checkpoints: going on from one is as if there had been no break; a file is whole, harmless, and fits or says why not."""
+"""Checkpoints: training continues bit for bit; a file is whole, runs no code, and is refused where it does not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation: the likeliest actions, one whole episode per environment, and no trace in training."""
+"""Evaluation: the likeliest actions, one whole episode per environment, and training unchanged."""
 
 from __future__ import annotations
 

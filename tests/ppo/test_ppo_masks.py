@@ -1,4 +1,4 @@
-"""Masks and relevance: what is forbidden is never chosen, and what is masked has no influence, even NaN."""
+"""Masks and relevance: forbidden choices are never made, and masked values have no influence, even NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running statistics: what they hold, and that acting and training see the same."""
+"""Running statistics: their values, and that acting and training use the same ones."""
 
 from __future__ import annotations
 

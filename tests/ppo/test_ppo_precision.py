@@ -1,4 +1,4 @@
-"""Precision and compilation change how fast an update is, and hardly what it does."""
+"""Precision and compilation change the speed of an update, and its results by rounding only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Presets: what a known task starts from, and that explicit options win."""
+"""Presets: the settings of tuned tasks, and the precedence of explicit options."""
 
 from __future__ import annotations
 

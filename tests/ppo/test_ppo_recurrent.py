@@ -1,4 +1,4 @@
-"""Memory: what acting, valuing and training make of it must be the same, and none may cross an episode."""
+"""Memory: the same in acting, valuing and training, and cleared at every end of an episode."""
 
 from __future__ import annotations
 

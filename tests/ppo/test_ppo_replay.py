@@ -1,4 +1,4 @@
-"""The rollout shown to the policy once more: what it says before and after an update, and that it leaves no trace."""
+"""Replay of a rollout: outputs of the policy before and after an update, and training unchanged."""
 
 from __future__ import annotations
 

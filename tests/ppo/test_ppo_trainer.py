@@ -1,4 +1,4 @@
-"""The trainer as a whole: what must hold in any run, whatever is learned."""
+"""The trainer as a whole: properties of every run, whatever is learned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watchdog: one bad rollout is survived, three in a row are not, and good ones are left alone."""
+"""The watchdog: it restores weights after one bad rollout, ends training after three in a row, and alters no good one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole update takes no notice of what is masked: rows that are no transitions, parts that do not matter, whatever they hold."""
+"""Values in rows that are no transitions, and in irrelevant parts of actions, do not change an update."""
 
 from __future__ import annotations
 

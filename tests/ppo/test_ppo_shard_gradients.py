@@ -1,4 +1,4 @@
-"""Gradients of parts of a minibatch: together they are the gradient of the whole, and they leave no trace."""
+"""Gradients of parts of a minibatch: they add up to that of the whole, and training does not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CueRecall learned: memory solves it, and neither a policy without memory nor one whose cue was an episode ago does."""
+"""Learning of CueRecall: a policy with memory solves it; one without, or with the cue of the episode before, does not."""
 
 from __future__ import annotations
 
