@@ -28,14 +28,14 @@ from esper_telemetry.events import RolloutEnd
 
 @dataclass(frozen=True, slots=True)
 class Surprise(MetricGroup):
-    """How far single rewards were from what the critic expected of the step."""
+    """Distance between single rewards and the critic's expectation of the step."""
 
     mean: Mean = reports(Metric(key="surprise/mean", unit="reward", question="How wrong is one step's expectation?"))
     worst: Max = reports(Metric(key="surprise/worst", unit="reward", question="And the worst of them?"))
 
 
 def surprise(event: RolloutEnd) -> Surprise:
-    """Of the temporal-difference errors [T, B] of a rollout."""
+    """Return the group of the temporal-difference errors [T, B] of a rollout."""
     error = (event.rewards + event.gamma * event.next_values - event.values).abs().double()
     return Surprise(mean=Mean(error.sum(), float(error.numel())), worst=Max(error.max()))
 

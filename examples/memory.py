@@ -17,11 +17,11 @@ TASK = "CartPole-v1"
 
 
 def final_return(policy: str, total_steps: int) -> float:
-    chosen = preset(TASK, policy, mask_velocity=True)
-    env = make_env(TASK, num_envs=chosen.num_envs, seed=1, mask_velocity=True)
+    tuned = preset(TASK, policy, mask_velocity=True)
+    env = make_env(TASK, num_envs=tuned.num_envs, seed=1, mask_velocity=True)
     returns: deque[float] = deque(maxlen=100)
     with Telemetry(["console"], run_dir=None) as telemetry:
-        trainer = PPO(env, chosen.config(seed=1))
+        trainer = PPO(env, tuned.config(seed=1))
         attach(telemetry, trainer)
         trainer.hooks.on(EpisodeEnd, lambda event: returns.extend(event.returns))
         trainer.learn(total_steps)

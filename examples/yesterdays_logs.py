@@ -1,4 +1,4 @@
-"""What went wrong in a run that Stable-Baselines3 has logged, from Python.
+"""Diagnose a run that Stable-Baselines3 has logged, from Python.
 
 python examples/yesterdays_logs.py csv:progress.csv        # or tensorboard:DIR, wandb:PATH, mlflow:URI?run=ID
 """
@@ -13,11 +13,11 @@ from esper_telemetry.importers import read_foreign, read_source
 
 def main() -> None:
     run = read_foreign(read_source(sys.argv[1]))
-    found = diagnose(run.facts, run.records)
+    verdicts = diagnose(run.facts, run.records)
     print(f"{run.name}: {len(run.records)} updates of {run.trainer}")
-    for incident in found.incidents:
+    for incident in verdicts.incidents:
         print(f"{incident.cause}: {incident.main.text}")
-    print(f"{len(found.unanswered)} questions are open, for what {run.trainer} does not log")
+    print(f"{len(verdicts.unanswered)} questions are open, for what {run.trainer} does not log")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,6 +24,14 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
+@pytest.fixture(autouse=True)
+def distribution_checks() -> Iterator[None]:
+    """Torch's checks of distributions, switched on again after each test: `torch.compile` switches them off in the whole process."""
+    yield
+    if "torch.distributions" in sys.modules:
+        sys.modules["torch.distributions"].Distribution.set_default_validate_args(__debug__)
+
+
 @pytest.fixture
 def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with one core, where everything is measured in this process: to start another, which imports torch, takes seconds."""
@@ -36,11 +46,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     place = tmp_path_factory.getbasetemp()
     place = (place.parent if "PYTEST_XDIST_WORKER" in os.environ else place) / "finished"
     place.mkdir(exist_ok=True)
-    said = place / "command.json"
+    saved_command = place / "command.json"
     with (place / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not said.exists():
+        if not saved_command.exists():
             command = ended(started(place / "cartpole", "--total-steps", "5500", "--seed", "1"))
             assert command.code == 0, command
-            said.write_text(json.dumps(command))
-    return Finished(place / "cartpole", Ended(*json.loads(said.read_text())))
+            saved_command.write_text(json.dumps(command))
+    return Finished(place / "cartpole", Ended(*json.loads(saved_command.read_text())))

@@ -1,4 +1,4 @@
-"""Small environments whose observations have to be seen: an image, or an image beside other parts."""
+"""Small environments with images among their observations, alone or beside other parts."""
 
 from __future__ import annotations
 

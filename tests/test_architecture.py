@@ -44,20 +44,9 @@ BELOW: dict[str, set[str]] = {
 }
 BELOW["telemetry"] = {*BELOW["session"], "session"}
 BELOW["adapters"] = {"core", "events", "updates", "metrics", "session", "telemetry"}
-"""Of ours, what each module or folder may import besides itself; `lab`, `cli` and `__main__` may import everything."""
+"""Parts of the package that each part may import besides itself; `lab`, `cli` and `__main__` may import everything."""
 
 ABOVE_ALL = {"lab", "cli", "__main__", "__init__"}
-
-NOT_YET = {
-    ("pipeline", "metrics"),
-    ("pipeline", "sinks"),
-    ("pipeline", "delivery"),
-    ("updates", "alarms"),
-    ("updates", "lab"),
-    ("ppo", "lab"),
-    ("adapters", "ppo"),
-}
-"""Imports against this order that remain."""
 
 WITHOUT_TORCH = ("metrics", "history", "alarms", "journal", "delivery", "sinks", "views", "importers", "testing")
 
@@ -90,14 +79,10 @@ def test_parts_import_only_what_lies_below_them() -> None:
         f"{place} imports {imported}"
         for place, importer, imported in imports()
         if importer not in ABOVE_ALL
-        if imported not in BELOW[importer] | {importer} and (importer, imported) not in NOT_YET
+        if imported not in BELOW[importer] | {importer}
     ]
 
     assert wrong == []
-
-
-def test_exceptions_to_the_order_are_still_needed() -> None:
-    assert {(importer, imported) for _, importer, imported in imports()} >= NOT_YET
 
 
 @pytest.mark.parametrize("part", WITHOUT_TORCH)
@@ -119,8 +104,8 @@ def test_importing_telemetry_imports_no_backend() -> None:
 
 def _loaded_by(statement: str) -> set[str]:
     code = f"{statement}\nimport sys\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(process.stdout.split())
 
 
 def test_no_module_hides_a_public_name() -> None:

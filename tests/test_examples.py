@@ -44,10 +44,10 @@ def test_cartpole(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     """The run is in TensorBoard, and the last line says where the journal is."""
     run("cartpole", monkeypatch)
 
-    found = read_run("run")
-    assert found.status is RunStatus.FINISHED
-    assert found.info.name == "cartpole"
-    assert "episode/return_mean_100" in found.records[-1].values
+    result = read_run("run")
+    assert result.status is RunStatus.FINISHED
+    assert result.info.name == "cartpole"
+    assert "episode/return_mean_100" in result.records[-1].values
     assert len(list((here / "run/tensorboard").glob("events.*"))) == 1
     assert capfd.readouterr().out.endswith(f"journal: {here / 'run/journal.jsonl'}\n")
 
@@ -64,9 +64,9 @@ def test_own_loop(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the four lines has done its part: advantages and critic, gradients and ratios, a record per update."""
     run("own_loop", monkeypatch)
 
-    found = read_run("run")
-    assert [record.axes.env_step for record in found.records] == [1024, 2048]
-    assert [record.axes.gradient_step for record in found.records] == [16, 32]
+    result = read_run("run")
+    assert [record.axes.env_step for record in result.records] == [1024, 2048]
+    assert [record.axes.gradient_step for record in result.records] == [16, 32]
     keys = {
         "adv/raw/std",
         "value/explained_variance",
@@ -75,7 +75,7 @@ def test_own_loop(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "policy/kl",
         "opt/lr",
     }
-    assert all(keys <= record.values.keys() for record in found.records)
+    assert all(keys <= record.values.keys() for record in result.records)
     assert list((here / "run/tensorboard").glob("events.*"))
 
 
@@ -94,10 +94,10 @@ def test_custom_metric(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFix
     """The metric and the logged number are in the journal, and what the metric means is there too."""
     run("custom_metric", monkeypatch)
 
-    found = read_run("run")
-    assert {"surprise/mean", "surprise/worst", "my/threads"} <= found.records[0].values.keys()
-    assert found.records[0].values["surprise/worst"] >= found.records[0].values["surprise/mean"] > 0
-    described = found.info.describe("surprise/mean")
+    result = read_run("run")
+    assert {"surprise/mean", "surprise/worst", "my/threads"} <= result.records[0].values.keys()
+    assert result.records[0].values["surprise/worst"] >= result.records[0].values["surprise/mean"] > 0
+    described = result.info.describe("surprise/mean")
     assert described is not None
     assert described.question == "How wrong is one step's expectation?"
     assert "'surprise/mean': " in capfd.readouterr().out
@@ -107,10 +107,10 @@ def test_custom_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Metrics of every part of the update are there; tests/adapters compares their numbers."""
     run("custom_adapter", monkeypatch)
 
-    found = read_run("run")
-    assert [record.axes.env_step for record in found.records] == [512, 1024, 1536, 2048]
+    result = read_run("run")
+    assert [record.axes.env_step for record in result.records] == [512, 1024, 1536, 2048]
     keys = {"adv/raw/std", "policy/entropy", "grad/actor/norm_preclip", "episode/return_mean_100", "opt/lr"}
-    assert all(keys <= record.values.keys() for record in found.records)
+    assert all(keys <= record.values.keys() for record in result.records)
 
 
 def test_memory(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -127,10 +127,10 @@ def test_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both parts of the action are chosen by heads of their own, the second within its bounds."""
     run("pixels", monkeypatch)
 
-    found = read_run("run")
+    result = read_run("run")
     keys = {"policy/head/side/entropy_norm", "policy/head/height/std/mean", "policy/head/height/bound_frac"}
-    assert found.status is RunStatus.FINISHED
-    assert keys <= found.records[-1].values.keys()
+    assert result.status is RunStatus.FINISHED
+    assert keys <= result.records[-1].values.keys()
 
 
 def test_resume(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,11 +138,11 @@ def test_resume(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run("resume", monkeypatch)
     run("resume", monkeypatch, "--total-steps", "4096")
 
-    found = read_run("run")
-    assert [record.axes.update for record in found.records] == list(range(1, len(found.records) + 1))
-    assert found.records[-1].axes.env_step >= 4096
-    assert found.info.resumed_from is not None
-    assert found.info.resumed_from["update"] == found.info.resumed_from["recorded"] >= 2
+    result = read_run("run")
+    assert [record.axes.update for record in result.records] == list(range(1, len(result.records) + 1))
+    assert result.records[-1].axes.env_step >= 4096
+    assert result.info.resumed_from is not None
+    assert result.info.resumed_from["update"] == result.info.resumed_from["recorded"] >= 2
     assert len(list((here / "run/tensorboard").glob("events.*"))) == 2
 
 
@@ -155,10 +155,10 @@ def test_unedited(here: Path) -> None:
     )
 
     assert watched.stdout == alone.stdout
-    found = read_run("run")
-    assert [record.axes.env_step for record in found.records] == [1024, 2048]
+    result = read_run("run")
+    assert [record.axes.env_step for record in result.records] == [1024, 2048]
     keys = {"policy/kl", "grad/clip/coef", "episode/return_mean_100", "value/explained_variance", "policy/entropy_norm"}
-    assert all(keys <= record.values.keys() for record in found.records)
+    assert all(keys <= record.values.keys() for record in result.records)
 
 
 def test_yesterdays_logs(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -180,9 +180,9 @@ def test_sb3(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
     """Two updates, in TensorBoard too, with what Stable-Baselines3 logs beside what it does not."""
     run("sb3", monkeypatch)
 
-    found = read_run("run")
-    assert [record.axes.env_step for record in found.records] == [1024, 2048]
-    assert all({"policy/kl", "sb3/train/approx_kl"} <= record.values.keys() for record in found.records)
+    result = read_run("run")
+    assert [record.axes.env_step for record in result.records] == [1024, 2048]
+    assert all({"policy/kl", "sb3/train/approx_kl"} <= record.values.keys() for record in result.records)
     assert len(list((here / "run/tensorboard").glob("events.*"))) == 1
     assert capfd.readouterr().out.endswith(f"journal: {here / 'run/journal.jsonl'}\n")
 
@@ -191,13 +191,13 @@ def test_on_alarm(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[
     """The learning rate was raised by mistake; it is back, and the journal says that this was on purpose."""
     run("on_alarm", monkeypatch, "--total-steps", "32768")
 
-    found = read_run("run")
-    rates = [record.values["opt/lr"] for record in found.records]
+    result = read_run("run")
+    rates = [record.values["opt/lr"] for record in result.records]
     mistake = 1 + next(i for i, rate in enumerate(rates) if rate > rates[0])
     assert rates[mistake - 1] > 20 * rates[0] > 20 * rates[-1]
-    assert next(event.data["reason"] for event in found.events if event.type == "intervention").startswith("took the")
-    assert found.alarms[0].event == "raise" and found.alarms[0].since >= mistake
-    assert f"raise: {found.alarms[0].type} since update" in capfd.readouterr().out
+    assert next(event.data["reason"] for event in result.events if event.type == "intervention").startswith("took the")
+    assert result.alarms[0].event == "raise" and result.alarms[0].since >= mistake
+    assert f"raise: {result.alarms[0].type} since update" in capfd.readouterr().out
 
 
 def test_the_plugin_package_has_an_entry_point_that_is_a_sink(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,5 +221,5 @@ def test_the_plugin_passes_its_own_test(monkeypatch: pytest.MonkeyPatch, here: P
 
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(plugin / "tests")]
 
-    done = subprocess.run(tests, cwd=here, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    process = subprocess.run(tests, cwd=here, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout

@@ -73,12 +73,14 @@ def test_the_license_is_named_in_the_package() -> None:
     ],
 )
 def test_every_python_block_runs_as_printed(block: str, tmp_path: Path) -> None:
-    """It ends well and leaves one finished run with a record for each update."""
+    """Each block exits with 0 and leaves one finished run with a record for each update."""
     environment = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
 
-    done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    process = subprocess.run(
+        [sys.executable, "-c", block], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
 
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     (run_dir,) = (tmp_path / "runs").iterdir()
     journal = read_run(run_dir)
     assert journal.status is RunStatus.FINISHED
@@ -99,7 +101,7 @@ def test_every_command_line_parses(words: list[str], tmp_path: Path, monkeypatch
 @pytest.mark.filterwarnings("ignore:Pydantic V1 style `@validator` validators")  # in wandb-workspaces 0.4
 @pytest.mark.usefixtures("one_core")
 def test_the_commands_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the training of a run to the packing of its journal; `run SCRIPT` has its test with the examples."""
+    """Commands from the training of a run to the packing of its journal; tests/test_examples.py covers `run SCRIPT`."""
     monkeypatch.chdir(tmp_path)
     Path("progress.csv").write_text(PROGRESS_CSV, encoding="utf-8")
 

@@ -34,7 +34,9 @@ def test_reference_case(case: Mapping[str, Any]) -> None:
         if not agrees(values.get(key), expected, case["tolerance"])
     }
 
-    assert not wrong, "\n".join(f"{key}: got {got}, expected {expected}" for key, (got, expected) in wrong.items())
+    assert not wrong, "\n".join(
+        f"{key}: got {actual}, expected {expected}" for key, (actual, expected) in wrong.items()
+    )
 
 
 def agrees(got: Any, expected: Any, tolerance: float) -> bool:

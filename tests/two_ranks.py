@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 PRELOADED = ["torch._dynamo", "esper_telemetry.ppo.trainer"]
-"""What every rank imports, four seconds of it: once, in the process that all of them are forked from."""
+"""Modules that the fork server imports once for all ranks: four seconds."""
 
 
 def run_together(body: Callable[..., Any], directory: Path, *arguments: Any) -> list[Any]:
-    """What `body(rank, *arguments)`, a function of a test module, gives in two processes; None of one that died."""
+    """Results of `body(rank, *arguments)`, a function of a test module, in two processes; None of one that died."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     processes = [

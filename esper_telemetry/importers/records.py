@@ -11,27 +11,23 @@ import math
 import re
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from typing import Any
-from typing import Final
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
-from esper_telemetry.core.record import Axes
-from esper_telemetry.core.record import Level
-from esper_telemetry.core.record import Record
+from esper_telemetry.core.record import Axes, Level, Record
 from esper_telemetry.history.derive import RunHistory
-from esper_telemetry.importers.trainers import Alias
-from esper_telemetry.importers.trainers import ENTROPY
-from esper_telemetry.importers.trainers import FIT
-from esper_telemetry.importers.trainers import KL
-from esper_telemetry.importers.trainers import RETURN
-from esper_telemetry.importers.trainers import RETURN_100
-from esper_telemetry.importers.trainers import STD
-from esper_telemetry.importers.trainers import Trainer
-from esper_telemetry.importers.trainers import VALUE_LOSS
-from esper_telemetry.importers.trainers import trainer_of
+from esper_telemetry.importers.trainers import (
+    ENTROPY,
+    FIT,
+    KL,
+    RETURN,
+    RETURN_100,
+    STD,
+    VALUE_LOSS,
+    Alias,
+    Trainer,
+    trainer_of,
+)
 
 RECENT_EPISODES: Final = 100
 """Episodes over which `episode/return_mean_100` is the mean."""

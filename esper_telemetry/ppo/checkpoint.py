@@ -7,6 +7,7 @@ once. Files side by side could stem from different updates after a kill.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -14,10 +15,10 @@ import pickle
 import random
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -25,21 +26,63 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper_telemetry.events import EpisodeEnd, Hooks, UpdateEnd
-from esper_telemetry.ppo.checkpointables import Checkpointables
 from esper_telemetry.ppo.ranks import Ranks
 
 if TYPE_CHECKING:
     from esper_telemetry.ppo.trainer import PPO
 
-PATIENCE = 3
-"""Rollbacks in a row after which training gives up."""
+
+class Stateful(Protocol):
+    """Anything with a state of tensors and plain data."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+
+
+class Checkpointables:
+    """Objects by name that are saved with a trainer and no part of it, such as a schedule; they may join after a checkpoint is loaded."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, Stateful] = {}
+        self._loaded: dict[str, Any] = {}
+
+    def join(self, name: str, member: Stateful) -> Callable[[], None]:
+        """Save and load `member` from now on; return a function that ends this. Further members of a name are numbered."""
+        numbered = (f"{name}-{number}" for number in itertools.count(2))
+        name = name if name not in self._members else next(other for other in numbered if other not in self._members)
+        self._members[name] = member
+        if name in self._loaded:
+            member.load_state_dict(self._loaded[name])
+
+        def leave() -> None:
+            self._members.pop(name, None)
+
+        return leave
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all."""
+        return {name: member.state_dict() for name, member in self._members.items()}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Load the state of each member, now or when it joins; one that was not saved stays as it is."""
+        self._loaded = dict(states)
+        for name, member in self._members.items():
+            if name in states:
+                member.load_state_dict(states[name])
+
+
+MAX_ROLLBACKS: Final = 3
+"""Rollbacks in a row at which training ends."""
 
 
 class Watchdog:
-    """Check of the weights after every update, which waits for the device; the last good ones return where some are not finite.
+    """Check of the weights after every update, which waits for the device, and restores the last finite ones.
 
     Attributes:
-        rollbacks: how often the weights were put back, over the run.
+        rollbacks: number of restorations in the run.
     """
 
     def __init__(self, modules: nn.Module, optimizer: Optimizer) -> None:
@@ -62,33 +105,30 @@ class Watchdog:
         self.rollbacks, self._in_a_row = state.get("rollbacks", 0), state.get("in_a_row", 0)
         self.remember()
 
-    def look(self) -> bool:
+    def check(self) -> bool:
         """Return True where all weights are finite; otherwise restore the good ones and drop the optimizer's moments.
 
         Raises:
             FloatingPointError: for the third time in a row.
         """
-        if self._finite():
+        tensors = [tensor for tensor in self._modules.state_dict().values() if tensor.is_floating_point()]
+        if torch.stack([tensor.isfinite().all() for tensor in tensors]).all():
             self._in_a_row = 0
             self.remember()
             return True
         self.rollbacks += 1
         self._in_a_row += 1
-        if self._in_a_row >= PATIENCE:
+        if self._in_a_row >= MAX_ROLLBACKS:
             raise FloatingPointError(
-                f"weights were not finite after {PATIENCE} updates in a row; rolled back each time"
+                f"weights were not finite after {MAX_ROLLBACKS} updates in a row; rolled back each time"
             )
         self._modules.load_state_dict(self._good)
         self._optimizer.state.clear()
         return False
 
-    def _finite(self) -> bool:
-        tensors = [tensor for tensor in self._modules.state_dict().values() if tensor.is_floating_point()]
-        return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
-
 
 def generator_states() -> dict[str, Any]:
-    """The states of all of them, as tensors and plain data."""
+    """Return the states of the global random generators, as tensors and plain data."""
     name, keys, *rest = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -109,9 +149,10 @@ def restore_generators(states: Mapping[str, Any]) -> None:
 
 
 FORMAT = 1
-RECENT = 100
+RECENT_EPISODES: Final = 100
 
-OWN = ("normalizers", "generator", "collector", "generators", "companions")
+# `companions`, in files of every release, are the checkpointables.
+PARTS_OF_RANKS: Final = ("normalizers", "generator", "collector", "generators", "companions")
 """Parts of a checkpoint that differ between ranks."""
 
 _logger = logging.getLogger("esper_telemetry")
@@ -136,18 +177,17 @@ class TrainingRun(Protocol):
         """Go on from a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that it goes on from; `made_of` says what must be the same for it to fit, `counts` how far it has come."""
+        """Return its state: `made_of` holds the properties that must agree when it is loaded, `counts` its progress."""
 
 
 class Checkpoints:
     """Writer of `latest.pt`, and of `best.pt` at the highest mean return over the last hundred episodes.
 
-    Where several ranks train, each keeps its own: all save at the same updates, and the first writes. Its episodes say which is the best.
+    With several ranks each has one: all save at the same updates, and the first rank writes. Its episodes decide which is the best.
 
     Args:
-        trainer: whose checkpoints; they are written at the ends of its updates, after everybody else was told of them. One that cannot be
-            written costs a warning, once.
-        directory: where.
+        trainer: is saved at the ends of its updates, after all other hooks; a file that cannot be written costs one warning.
+        directory: of the files.
         every: environment steps between two.
     """
 
@@ -155,15 +195,15 @@ class Checkpoints:
         self.latest, self.best = Path(directory) / "latest.pt", Path(directory) / "best.pt"
         self._trainer, self._every = trainer, every
         self._due, self._highest = trainer.env_steps + every, -math.inf
-        self._returns: deque[float] = deque(maxlen=RECENT)
+        self._returns: deque[float] = deque(maxlen=RECENT_EPISODES)
         self._warned = False
         trainer.hooks.on(EpisodeEnd, lambda event: self._returns.extend(event.returns))
-        trainer.hooks.on(UpdateEnd, self._keep, last=True)
+        trainer.hooks.on(UpdateEnd, self.save_when_due, last=True)
         trainer.checkpointables.join("checkpoints", self)
 
     def save(self) -> bool:
         """Write `latest.pt` now, and `best.pt` if no mean return was higher; return False where the disk does not take them."""
-        mean = statistics.fmean(self._returns) if len(self._returns) == RECENT else -math.inf
+        mean = statistics.fmean(self._returns) if len(self._returns) == RECENT_EPISODES else -math.inf
         best, self._highest = mean > self._highest, max(mean, self._highest)
         state = gathered(self._trainer)
         try:
@@ -171,7 +211,13 @@ class Checkpoints:
                 if state is not None:
                     write(state, path)
         except OSError as error:
-            self._warn(error)
+            if not self._warned:
+                self._warned = True
+                message = (
+                    "esper-telemetry: cannot write a checkpoint to %s (%s): training goes on; the last one that was written stays,"
+                    " and the next is tried when it is due"
+                )
+                _logger.warning(message, self.latest.parent, error.strerror)
             return False
         return True
 
@@ -185,26 +231,15 @@ class Checkpoints:
         self._returns.clear()
         self._returns.extend(state["returns"])
 
-    def _warn(self, error: OSError) -> None:
-        if not self._warned:
-            self._warned = True
-            message = (
-                "esper-telemetry: cannot write a checkpoint to %s (%s): training goes on; the last one that was written stays,"
-                " and the next is tried when it is due"
-            )
-            _logger.warning(message, self.latest.parent, error.strerror)
-
-    def _keep(self, event: UpdateEnd) -> None:
+    def save_when_due(self, event: UpdateEnd) -> None:
+        """Write a checkpoint where enough steps have passed since the last one."""
         if event.env_step >= self._due:
             self._due = event.env_step + self._every
             self.save()
 
 
 def state_of(trainer: PPO) -> dict[str, Any]:
-    """All that training goes on from.
-
-    Weights, optimizer, normalisers, random generators, counts, open episodes, checkpointables and, where it can be saved, the environment.
-    """
+    """Return the state that training continues from, with that of the environment where it can be saved."""
     return {
         "format": FORMAT,
         "config": asdict(trainer.config),
@@ -222,10 +257,7 @@ def state_of(trainer: PPO) -> dict[str, Any]:
 
 
 def save(trainer: TrainingRun, path: str | Path) -> Path:
-    """Write a checkpoint; a reader finds the old file or the new one, never a part.
-
-    Every rank calls it, and the first one writes.
-    """
+    """Write a checkpoint, whole or not at all; every rank calls it, and the first one writes."""
     state = gathered(trainer)
     if state is not None:
         write(state, Path(path))
@@ -233,10 +265,12 @@ def save(trainer: TrainingRun, path: str | Path) -> Path:
 
 
 def gathered(trainer: TrainingRun) -> dict[str, Any] | None:
-    """The state of a trainer with what the other ranks have for themselves; None on all ranks but the first."""
+    """Return the state of a trainer with the parts of the other ranks; None on all ranks but the first."""
     state = trainer.state_dict()
-    found = trainer.ranks.gather({name: state[name] for name in OWN if name in state} if trainer.ranks.rank else {})
-    return {**state, "others": found[1:]} if found else None
+    parts = trainer.ranks.gather(
+        {name: state[name] for name in PARTS_OF_RANKS if name in state} if trainer.ranks.rank else {}
+    )
+    return {**state, "others": parts[1:]} if parts else None
 
 
 def write(state: Mapping[str, Any], path: Path) -> None:
@@ -258,7 +292,7 @@ def write(state: Mapping[str, Any], path: Path) -> None:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """A checkpoint's content, on the CPU; raises ValueError where the file is none of ours."""
+    """Return a checkpoint's content, on the CPU; raise ValueError where the file is not a checkpoint."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
@@ -269,10 +303,10 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def load(trainer: PPO, path: str | Path) -> None:
-    """Make a trainer go on from a checkpoint.
+    """Make a trainer continue from a checkpoint.
 
-    With the environment's state the run is the one that would have been without a break, bit for bit; where it could not be saved, new
-    episodes begin. The global generators of Python, NumPy and torch go on too, as an environment may draw from them.
+    With the environment's state the run continues bit for bit; where it could not be saved, new episodes begin. The global random
+    generators of Python, NumPy and torch are restored too, as an environment may draw from them.
 
     Raises:
         ValueError: the file does not fit; the sentence says which part differs.
@@ -297,8 +331,8 @@ def own_state(ranks: Ranks, made_of: Mapping[str, Any], path: str | Path) -> dic
     state = read(path)
     saved_by, here = 1 + len(state.get("others", ())), ranks.size
     if saved_by != here:
-        found = f"{path} was saved by {saved_by} {'rank' if saved_by == 1 else 'ranks'}"
-        raise ValueError(f"{found}, here {'is' if here == 1 else 'are'} {here}")
+        saved = f"{path} was saved by {saved_by} {'rank' if saved_by == 1 else 'ranks'}"
+        raise ValueError(f"{saved}, here {'is' if here == 1 else 'are'} {here}")
     for name, present in made_of.items():
         saved = state["made_of"].get(name)
         if present != saved:
@@ -313,8 +347,8 @@ def check_shapes(trainer: PPO, state: Mapping[str, Any], path: str | Path) -> No
         others = {key: tuple(tensor.shape) for key, tensor in state[name].items()}
         for key in sorted(shapes.keys() | others.keys()):
             if shapes.get(key) != others.get(key):
-                found = f"has {others.get(key, 'nothing')}, here it is {shapes.get(key, 'not there')}"
-                raise ValueError(f"{path} does not fit: {name} {key} {found}")
+                difference = f"has {others.get(key, 'nothing')}, here it is {shapes.get(key, 'not there')}"
+                raise ValueError(f"{path} does not fit: {name} {key} {difference}")
 
 
 def made_of(trainer: PPO) -> dict[str, Any]:
@@ -329,6 +363,6 @@ def made_of(trainer: PPO) -> dict[str, Any]:
 
 
 def kind_of(trainer: PPO, part: str) -> str:
-    """Kind of the head for that part; a squash has no weights by which `check_shapes` could tell it."""
+    """Return the kind of the head for that part, with its squash: that has no weights whose shapes could differ."""
     head = trainer.policy.head(part)
     return head.kind if head.squash is None else f"{head.kind}, squashed"

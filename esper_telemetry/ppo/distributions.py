@@ -97,6 +97,7 @@ class PolicyHead(nn.Module):
         super().__init__()
         self.size, self.width = size, width or size
         self.squash = None
+        # the first actions hardly depend on the observation (Andrychowicz et al. 2021, arXiv:2006.05990)
         self.linear = orthogonal(nn.Linear(features, self.width), gain=0.01)
 
     def forward(self, features: Tensor) -> Tensor:
@@ -129,7 +130,7 @@ class PolicyHead(nn.Module):
         raise NotImplementedError
 
     def action_buffer(self, shape: tuple[int, ...]) -> Array:
-        """Room for actions, `shape` of them."""
+        """Return an array for actions, `shape` of them."""
         raise NotImplementedError
 
     def description(self, scores: Tensor, mask: Tensor | None = None) -> Mapping[str, Tensor]:
@@ -227,7 +228,7 @@ class Gaussian(PolicyHead):
         return log_prob if self.squash is None else log_prob - self.squash.log_slope(actions)
 
     def entropy(self, normalized: Tensor, relevance: Tensor | None = None) -> Tensor:
-        """It depends on the standard deviation alone."""
+        """Return the entropy, which depends on the standard deviation alone."""
         entropy = self.log_std.sum() + self.size * (HALF_LOG_TWO_PI + 0.5)
         return entropy if relevance is None else entropy * relevance.to(entropy.dtype).mean()
 

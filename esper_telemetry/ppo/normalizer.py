@@ -155,7 +155,7 @@ class RewardNormalizer(nn.Module):
 
 
 class Normalizers(nn.Module):
-    """Those that the settings ask for; saved and loaded together."""
+    """Normalisers of observations and rewards, each None where the settings have none; saved and loaded together."""
 
     def __init__(
         self, observations: ObservationNormalizer | None = None, rewards: RewardNormalizer | None = None
@@ -189,7 +189,7 @@ class Normalizers(nn.Module):
         return scales
 
     def frozen(self) -> Normalizers:
-        """These, as they are now and will stay; rewards are left as they come."""
+        """Return copies that learn nothing; rewards are not scaled."""
         return Frozen(copy.deepcopy(self.observations))
 
 
@@ -205,7 +205,7 @@ PLAIN = Normalizers()
 
 
 def normalizers_for(env: Task, config: PPOConfig, ranks: Ranks = ALONE) -> Normalizers:
-    """The normalisers that the settings ask for."""
+    """Return the normalisers that the settings ask for."""
     return Normalizers(
         observation_normalizer(env, ranks) if config.normalize_observations else None,
         RewardNormalizer(env.num_envs, config.gamma, ranks) if config.normalize_rewards else None,

@@ -229,9 +229,9 @@ def backward_trunks(outputs: Sequence[Tensor], actor: Tensor, critic: Tensor) ->
     A trunk whose parameters are all frozen has no graph and is passed over.
     """
     gradients = [actor + critic] if len(outputs) == 1 else [actor, critic]
-    reached = [(output, grad) for output, grad in zip(outputs, gradients, strict=True) if output.requires_grad]
-    if reached:
-        torch.autograd.backward([output for output, _ in reached], [grad for _, grad in reached])
+    pairs = [(output, grad) for output, grad in zip(outputs, gradients, strict=True) if output.requires_grad]
+    if pairs:
+        torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
 
 
 def shard_gradients(
@@ -257,9 +257,9 @@ def shard_gradients(
 
 def flat_gradient(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """All gradients one after the other, [d], zero for parameters that are frozen or not reached."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad] if loss.requires_grad else []
-    gradients = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True) if trained else ()
-    by_parameter = {id(parameter): part for parameter, part in zip(trained, gradients, strict=True)}
+    trainable = [parameter for parameter in parameters if parameter.requires_grad] if loss.requires_grad else []
+    gradients = torch.autograd.grad(loss, trainable, allow_unused=True, materialize_grads=True) if trainable else ()
+    by_parameter = {id(parameter): part for parameter, part in zip(trainable, gradients, strict=True)}
     parts = (by_parameter[id(p)] if id(p) in by_parameter else torch.zeros_like(p) for p in parameters)
     return torch.cat([part.reshape(-1) for part in parts])
 

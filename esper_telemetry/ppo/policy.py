@@ -131,9 +131,16 @@ class ActorCritic(nn.Module):
 
     def log_probs(self, normalized: Tensors, actions: Tensors, relevance: Tensors = NOTHING) -> dict[str, Tensor]:
         """Log-probability [N] of each part of the action; 0 where the part is irrelevant, whatever it holds."""
-        return {
-            name: self._log_prob(name, part, actions[name], relevance.get(name)) for name, part in normalized.items()
-        }
+        log_probs = {}
+        for name, part in normalized.items():
+            head, action, relevant = self.head(name), actions[name], relevance.get(name)
+            if relevant is None:
+                log_probs[name] = head.log_prob(part, action)
+                continue
+            matters = relevant if action.dim() == 1 else relevant.unsqueeze(-1)
+            log_prob = head.log_prob(part, torch.where(matters, action, action.new_zeros(())))
+            log_probs[name] = torch.where(relevant, log_prob, log_prob.new_zeros(()))
+        return log_probs
 
     def log_prob(self, normalized: Tensors, actions: Tensors, relevance: Tensors = NOTHING) -> Tensor:
         """Log-probability [N] of the joint action: the sum over the heads that are relevant."""
@@ -142,13 +149,6 @@ class ActorCritic(nn.Module):
     def entropy(self, normalized: Tensors, relevance: Tensors = NOTHING) -> Tensor:
         """Mean entropy of the joint action in nats, 0-d: the sum over the heads that are relevant."""
         return add([self.head(name).entropy(part, relevance.get(name)) for name, part in normalized.items()])
-
-    def _log_prob(self, name: str, normalized: Tensor, action: Tensor, relevance: Tensor | None) -> Tensor:
-        if relevance is None:
-            return self.head(name).log_prob(normalized, action)
-        matters = relevance if action.dim() == 1 else relevance.unsqueeze(-1)
-        log_prob = self.head(name).log_prob(normalized, torch.where(matters, action, action.new_zeros(())))
-        return torch.where(relevance, log_prob, log_prob.new_zeros(()))
 
     def values(self, features: Tensor) -> Tensor:
         """Estimates [N] from the critic's trunk output [N, F]."""
@@ -200,7 +200,7 @@ def make_head(part: str, spec: ActionSpec, features: int, config: PPOConfig) -> 
 
 
 def add(terms: Sequence[Tensor]) -> Tensor:
-    """Their sum; the term itself where there is one."""
+    """Return the sum of the terms; the term itself where there is one."""
     total = terms[0]
     for term in terms[1:]:
         total = total + term

@@ -29,7 +29,7 @@ class Ranks:
 
     @classmethod
     def current(cls) -> Ranks:
-        """Those of the process group, if one is initialised."""
+        """Return the ranks of the process group, if one is initialised."""
         if dist.is_available() and dist.is_initialized():
             return cls(dist.get_world_size(), dist.get_rank())
         return cls()

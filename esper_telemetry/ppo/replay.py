@@ -1,7 +1,6 @@
-"""The policy, shown the rollout of an update again, for hooks that ask before and after the update.
+"""Outputs of the policy for the rollout of an update, before and after it, for hooks that ask.
 
-Nothing is computed unless a hook asks, and nothing changes: gradients come from `torch.autograd.grad`, which leaves `.grad` alone, and no
-random number is drawn.
+Training is not altered: gradients come from `torch.autograd.grad`, which leaves `.grad` alone, and no random number is drawn.
 """
 
 from __future__ import annotations
@@ -77,8 +76,8 @@ def core_outputs(core: Core, inputs: Tensor, state: Tensor, fresh: Flags) -> Ten
     begins = [0, *np.flatnonzero(fresh[1:].any(1)) + 1]
     outputs = []
     for first, after in itertools.pairwise([*begins, len(inputs)]):
-        begun = torch.from_numpy(fresh[first]).to(inputs.device)
-        output, state = core(inputs[first:after], state.masked_fill(begun[:, None], 0.0))
+        without_memory = torch.from_numpy(fresh[first]).to(inputs.device)
+        output, state = core(inputs[first:after], state.masked_fill(without_memory[:, None], 0.0))
         outputs.append(output)
     return torch.cat(outputs)
 
@@ -86,7 +85,7 @@ def core_outputs(core: Core, inputs: Tensor, state: Tensor, fresh: Flags) -> Ten
 Loss: TypeAlias = Callable[[Batch, Tensor], Tensor]
 
 SAMPLE_ROWS = 512
-"""Transitions that are enough to tell how layers respond (Moalla 2024)."""
+"""Number of transitions from which the responses of layers are measured (Moalla 2024)."""
 
 
 class TrainerReplay:
@@ -147,7 +146,10 @@ class TrainerReplay:
         """See `Replay`."""
         if not isinstance(self._policy.actor, RecurrentTrunk):
             return None
-        return state_gradients(self._policy, self._rollout, self._columns(), self._loss, envs=self._envs)
+        empty = torch.zeros_like(self._returns)  # rows that are no transitions have an advantage of 0
+        advantages = empty.flatten().index_copy(0, self._rows, self._batch.advantages).view_as(empty)
+        table = columns(self._rollout, advantages, self._returns)
+        return state_gradients(self._policy, self._rollout, table, self._loss, envs=self._envs)
 
     def copy(self) -> Copy:
         """See `Replay`."""
@@ -161,12 +163,6 @@ class TrainerReplay:
         rows = flatten(self._rollout, self._returns, self._returns, numbered=True).rows
         assert rows is not None
         return rows
-
-    def _columns(self) -> Batch:
-        """All rows of the rollout as [T, B], those that are no transitions too, with advantages of 0."""
-        empty = torch.zeros_like(self._returns)
-        advantages = empty.flatten().index_copy(0, self._rows, self._batch.advantages).view_as(empty)
-        return columns(self._rollout, advantages, self._returns)
 
     @cached_property
     def _sample_places(self) -> Tensor:

@@ -1,12 +1,12 @@
-"""Proximal policy optimisation for vector environments, with an event for everything worth watching."""
+"""Proximal policy optimisation for vector environments, which emits its events, and evaluation of its policies."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,14 +14,12 @@ from torch import Tensor
 from esper_telemetry.core import tensors as ops
 from esper_telemetry.events import BackwardsEnd, MinibatchesEnd, Shard
 from esper_telemetry.ppo import checkpoint
-from esper_telemetry.ppo.checkpoint import Watchdog
-from esper_telemetry.ppo.checkpointables import Checkpointables
-from esper_telemetry.ppo.collectors.factory import collector_for
+from esper_telemetry.ppo.checkpoint import Checkpointables, Watchdog
+from esper_telemetry.ppo.collectors.collector import collector_for
 from esper_telemetry.ppo.config import POLICIES, PPOConfig, require
 from esper_telemetry.ppo.emit import TrainerEvents, hooks_of
 from esper_telemetry.ppo.environments.protocol import Environment, Task, horizon_of, layout_of
-from esper_telemetry.ppo.evaluation import Evaluation, evaluate
-from esper_telemetry.ppo.normalizer import normalizers_for
+from esper_telemetry.ppo.normalizer import Normalizers, normalizers_for
 from esper_telemetry.ppo.objective import (
     STOP_FACTOR,
     ObjectiveLeaves,
@@ -96,15 +94,12 @@ class PPO:
         self.steps = steps_for(self.config, self.ranks)
         self.policy = build_policy(env, self.config).to(device)
         self.ranks.share(self.policy)
+        # the epsilon of OpenAI Baselines and Stable-Baselines3; torch's own is 1e-8
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=self.config.learning_rate, eps=1e-5, fused=True)
         self.env_steps = self.updates = self.gradient_steps = 0
         self.normalizers = normalizers_for(env, self.config, self.ranks).to(device)
         self.collector = collector_for(
-            env,
-            self.policy,
-            self.normalizers,
-            num_steps=self.config.num_steps,
-            seed=self.ranks.seed(self.config.seed),
+            env, self.policy, self.normalizers, num_steps=self.config.num_steps, seed=self.ranks.seed(self.config.seed)
         )
         self.generator = torch.Generator().manual_seed(self.config.seed)
         self.watchdog: Watchdog | None = None
@@ -132,7 +127,7 @@ class PPO:
         if total_steps <= self.env_steps:
             raise ValueError(f"total_steps must exceed the {self.env_steps} steps already collected, got {total_steps}")
         if self._device.type == "cpu":
-            keep_freed_memory()
+            retain_freed_memory()
         self.events.run_start(total_steps)
         self._agreed_to_stop = False
         while self.env_steps < total_steps and not self._agreed_to_stop:
@@ -200,7 +195,7 @@ class PPO:
         epochs = self._update(self.steps.transform(rollout))
         if self.watchdog is None:
             self.policy.check_finite()
-        elif not self.watchdog.look():
+        elif not self.watchdog.check():
             self.events.rollback(self.watchdog.rollbacks)
         self.events.update_end(epochs, self._coefficients)
         self._agreed_to_stop = self.ranks.totals(self._stopping)[0] > 0
@@ -216,7 +211,11 @@ class PPO:
             return 0
         if config.normalize_advantages and not config.normalize_minibatches:
             batch = replace(batch, advantages=self.steps.normalize(batch.advantages))
-        self.events.before_update(partial(self._replay, rollout, batch, returns))
+        self.events.before_update(
+            lambda: TrainerReplay(
+                self.policy, rollout, batch, returns, loss=self._loss_of_actor, envs=self.minibatch_envs
+            )
+        )
         try:
             step = 0
             for epoch in range(config.num_epochs):
@@ -240,11 +239,6 @@ class PPO:
     def minibatch_envs(self) -> int:
         """Number of environments whose rows make up about one minibatch."""
         return max(1, self.env.num_envs // self.config.num_minibatches)
-
-    def _replay(self, rollout: Rollout, batch: Batch, returns: Tensor) -> TrainerReplay:
-        """Return the replay for hooks that show the rollout to the policy again."""
-        loss, envs = self._loss_of_actor, self.minibatch_envs
-        return TrainerReplay(self.policy, rollout, batch, returns, loss=loss, envs=envs)
 
     def _loss_of_actor(self, batch: Batch, actor: Tensor) -> Tensor:
         """Part of the loss that depends on the actor's trunk, 0-d, from its outputs [N, F]."""
@@ -316,6 +310,56 @@ class PPO:
         self.gradient_steps += 1
 
 
+EVALUATION_STEPS: Final = 128
+"""Steps that an evaluation takes between checks of which episodes have ended."""
+
+
+class Evaluation(NamedTuple):
+    """The first episode of each environment.
+
+    Attributes:
+        returns: undiscounted sums of raw rewards; of an episode that did not end in time, up to there.
+        lengths: steps.
+    """
+
+    returns: Sequence[float]
+    lengths: Sequence[int]
+
+
+def evaluate(
+    policy: ActorCritic, env: Environment, normalizers: Normalizers, *, seed: int = 0, max_steps: int = 10_000
+) -> Evaluation:
+    """One episode in each environment, with the likeliest choice or the mean of every head.
+
+    Args:
+        policy: acts; its memory begins empty.
+        env: where; as many episodes as it has environments, so that short ones are not preferred.
+        normalizers: as they are; they learn nothing here.
+        seed: of the episodes, unless the environment has its own.
+        max_steps: when to give up on episodes that do not end.
+    """
+    collector = collector_for(env, policy, normalizers.frozen(), num_steps=EVALUATION_STEPS, seed=seed, greedy=True)
+    returns, lengths = torch.zeros(env.num_envs, dtype=torch.float64), torch.zeros(env.num_envs, dtype=torch.int64)
+    unfinished = torch.ones(env.num_envs, dtype=torch.bool)
+    for _ in range(0, max_steps, EVALUATION_STEPS):
+        rollout = collector.collect()
+        ended, in_first = rollout.ended.cpu(), first_episode(rollout.ended.cpu(), unfinished)
+        if rollout.valid is not None:
+            in_first &= rollout.valid.cpu()
+        returns += torch.where(in_first, rollout.rewards.cpu().double(), 0.0).sum(0)
+        lengths += in_first.sum(0)
+        unfinished &= ~ended.any(0)
+        if not unfinished.any():
+            break
+    return Evaluation(returns.tolist(), lengths.tolist())
+
+
+def first_episode(ended: Tensor, unfinished: Tensor) -> Tensor:
+    """Flags [T, B] of the steps that belong to the first episode of environments that are still in it [B]."""
+    before = ended.int().cumsum(0) - ended.int()
+    return (before == 0) & unfinished
+
+
 def build_policy(env: Task, config: PPOConfig) -> ActorCritic:
     """Return the policy for these environments; its weights depend on the seed alone, and torch's generator is left alone."""
     with torch.random.fork_rng(devices=[]):
@@ -323,11 +367,11 @@ def build_policy(env: Task, config: PPOConfig) -> ActorCritic:
         return ActorCritic(layout_of(env), env.action_specs, config)
 
 
-def keep_freed_memory() -> bool:
-    """Make the GNU C library keep freed blocks in this process; return False for other libraries, which are left as they are.
+def retain_freed_memory() -> bool:
+    """Make the GNU C library retain freed blocks in this process; return False where another library is used.
 
-    Otherwise it gives large blocks back to the system as soon as they are freed, and gets them anew page by page, zeroed. A trainer whose
-    minibatches have tens of thousands of rows needs the same blocks in each of them: that takes a fifth of its time.
+    By default it returns large blocks to the system when they are freed, and requests them again page by page, zeroed. With minibatches
+    of tens of thousands of rows this takes a fifth of the training time.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

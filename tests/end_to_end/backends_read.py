@@ -1,4 +1,4 @@
-"""What the journal and the three backends hold of a run, each in its own numbers, in the order in which they were written."""
+"""Contents of a run in the journal and in the three backends, each in its own numbers, in the order of writing."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ BACKEND_SECONDS = 240.0
 
 
 def cursors(run_dir: Path) -> dict[str, dict[str, Any]]:
-    """What each sink has taken, by its name."""
+    """Delivery state of each sink by name."""
     file = run_dir / "cursors.json"
     return dict(json.loads(file.read_text())) if file.exists() else {}
 
 
 def all_backends_have(records: int, run_dir: Path) -> bool:
-    """Whether each of the three has taken so many records."""
-    taken = cursors(run_dir)
-    return all(name in taken and taken[name]["records"] >= records for name in BACKENDS)
+    """Return True where all three backends have so many records."""
+    cursor = cursors(run_dir)
+    return all(name in cursor and cursor[name]["records"] >= records for name in BACKENDS)
 
 
 def all_backends_closed(run_dir: Path) -> bool:
-    """Whether each of the three has been closed."""
-    taken = cursors(run_dir)
-    return all(name in taken and taken[name]["closed"] for name in BACKENDS)
+    """Return True where all three backends are closed."""
+    cursor = cursors(run_dir)
+    return all(name in cursor and cursor[name]["closed"] for name in BACKENDS)
 
 
 def shown(record: Record) -> dict[str, float]:
@@ -62,13 +62,13 @@ def shown(record: Record) -> dict[str, float]:
 
 def shown_histograms(record: Record) -> Mapping[str, Histogram]:
     """The same of the histograms, by the name that they have there."""
-    kept = {key: histogram for key, histogram in record.histograms.items() if not is_detail(key)}
-    return by_tag(replace(record, histograms=kept))
+    visible = {key: histogram for key, histogram in record.histograms.items() if not is_detail(key)}
+    return by_tag(replace(record, histograms=visible))
 
 
 @cache
 def is_detail(key: str) -> bool:
-    """Whether a key is that of a single layer, or the history of another key."""
+    """Return True where a key belongs to a single layer, or to the history of another key."""
     template = template_of(key, {metric.key: metric for metric in catalogue()})
     return "{layer}" in template or template.startswith("{key}/")
 
@@ -84,7 +84,7 @@ def journal_points(run_dir: Path) -> dict[str, list[Point]]:
 
 
 def quantile_points(run_dir: Path) -> dict[str, list[Point]]:
-    """What MLflow, which has no histograms, holds in their place."""
+    """Statistics that MLflow, which has no histograms, holds in their place."""
     points: dict[str, list[Point]] = {}
     for record in read_run(run_dir).records:
         for key, histogram in shown_histograms(record).items():
@@ -97,11 +97,11 @@ def quantile_points(run_dir: Path) -> dict[str, list[Point]]:
 
 def journal_histograms(run_dir: Path) -> dict[str, list[tuple[int, list[float]]]]:
     """By key, the step and the counts of every histogram, without the empty bins at both ends."""
-    found: dict[str, list[tuple[int, list[float]]]] = {}
+    histograms: dict[str, list[tuple[int, list[float]]]] = {}
     for record in read_run(run_dir).records:
         for key, histogram in shown_histograms(record).items():
-            found.setdefault(key, []).append((record.axes.env_step, list(histogram.counts)))
-    return found
+            histograms.setdefault(key, []).append((record.axes.env_step, list(histogram.counts)))
+    return histograms
 
 
 def tensorboard_histograms(run_dir: Path) -> dict[str, list[tuple[int, list[float]]]]:
@@ -172,7 +172,7 @@ def wandb_rows(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def wandb_exit_codes(entries: list[dict[str, Any]]) -> list[int]:
-    """How each part of the run ended."""
+    """Endings of the parts of the run."""
     return [int(entry["exit"].get("exit_code", 0)) for entry in entries if entry["type"] == "exit"]
 
 

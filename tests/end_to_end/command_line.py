@@ -27,7 +27,7 @@ CLOSING = ("--close-timeout", f"{CLOSE_DEADLINE_SECONDS:g}")
 
 
 class Ended(NamedTuple):
-    """How a command ended."""
+    """Exit code and output of a command."""
 
     code: int
     stdout: str

@@ -75,17 +75,17 @@ def test_the_level_was_raised_afterwards(run: Run, first: Alarm) -> None:
 
 
 def test_the_journal_raises_the_same_alarms_again(run: Run, run_dir: Path) -> None:
-    detectors, found = Detectors(run.info.facts), list[Alarm]()
+    detectors, raised_again = Detectors(run.info.facts), list[Alarm]()
     for entry in entries(run_dir):
         if isinstance(entry, Record):
-            found.extend(detectors.step(entry).alarms)
+            raised_again.extend(detectors.step(entry).alarms)
         elif isinstance(entry, JournalEvent) and entry.type == "intervention":
             detectors.intervention()
 
     def told(alarms: Any) -> list[tuple[Any, ...]]:
         return [(a.axes, a.type, a.event, a.severity, a.value, a.incident, a.text) for a in alarms]
 
-    assert told(found) == told(run.alarms)
+    assert told(raised_again) == told(run.alarms)
 
 
 def test_tensorboard_has_its_page(run_dir: Path, first: Alarm) -> None:
@@ -104,10 +104,10 @@ def test_wandb_has_its_alert_and_the_table(run_dir: Path, run: Run, first: Alarm
 
 
 def test_mlflow_has_its_tag_and_the_incidents(run_dir: Path, run: Run, first: Alarm, tmp_path: Path) -> None:
-    found = mlflow_run(run_dir)
-    assert {f"esper.alarm.{alarm.type}" for alarm in run.alarms} <= found.data.tags.keys()
+    in_mlflow = mlflow_run(run_dir)
+    assert {f"esper.alarm.{alarm.type}" for alarm in run.alarms} <= in_mlflow.data.tags.keys()
     client = MlflowClient(f"sqlite:///{run_dir}/mlflow.db")
-    stored = client.download_artifacts(found.info.run_id, "incidents.json", str(tmp_path))
+    stored = client.download_artifacts(in_mlflow.info.run_id, "incidents.json", str(tmp_path))
     incidents = json.loads(Path(stored).read_text())
     last = [alarm for alarm in run.alarms if alarm.incident == first.incident][-1]
     assert incidents[0]["cause"] == last.cause and incidents[0]["since"] == first.since

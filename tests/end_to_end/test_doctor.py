@@ -33,8 +33,8 @@ def examined(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> tuple[int, dic
     capfd.readouterr()
     with pytest.raises(SystemExit) as stop:
         main(["doctor", str(run_dir), "--json"])
-    found = json.loads(capfd.readouterr().out)
-    return int(str(stop.value.code)), {sink["name"]: sink for sink in found["sinks"]}
+    report = json.loads(capfd.readouterr().out)
+    return int(str(stop.value.code)), {sink["name"]: sink for sink in report["sinks"]}
 
 
 def carried_out(command: str) -> int:
@@ -109,28 +109,28 @@ def test_what_is_damaged_is_found_and_the_command_that_is_named_repairs_it(
 ) -> None:
     damage(run_dir)
 
-    code, found = examined(run_dir, capfd)
+    code, report = examined(run_dir, capfd)
     assert code == 1
-    assert [name for name, entry in found.items() if entry["equal"] is False] == [sink]
-    assert found[sink]["missing"]
-    assert carried_out(found[sink]["command"]) == 0
+    assert [name for name, entry in report.items() if entry["equal"] is False] == [sink]
+    assert report[sink]["missing"]
+    assert carried_out(report[sink]["command"]) == 0
 
     code, repaired = examined(run_dir, capfd)
     assert code == 0
     assert repaired[sink]["equal"]
     assert repaired[sink]["repeated"] == {}
-    assert carried_out(found[sink]["command"]) == 0  # once more changes nothing
+    assert carried_out(report[sink]["command"]) == 0  # once more changes nothing
     assert examined(run_dir, capfd)[0] == 0
 
 
 def test_a_number_that_is_not_the_journals_is_found(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     change(run_dir, "UPDATE metrics SET value = value + 1 WHERE key = 'policy/kl'")
 
-    code, found = examined(run_dir, capfd)
+    code, report = examined(run_dir, capfd)
 
     assert code == 1
-    assert found["mlflow"]["different"] == {"policy/kl": len(read_run(run_dir).records)}
-    assert found["mlflow"]["command"] == ""
+    assert report["mlflow"]["different"] == {"policy/kl": len(read_run(run_dir).records)}
+    assert report["mlflow"]["command"] == ""
 
 
 def test_a_run_whose_trainer_is_gone_is_ended_here_and_in_mlflow(
@@ -147,12 +147,12 @@ def test_a_run_whose_trainer_is_gone_is_ended_here_and_in_mlflow(
 
     long_ago = time.time() - 3600
     os.utime(journal, (long_ago, long_ago))
-    code, found = examined(run_dir, capfd)
+    code, report = examined(run_dir, capfd)
 
     assert code == 0
     assert read_run(run_dir).status == "killed"
     assert mlflow_run(run_dir).info.status == "KILLED"
-    assert found["mlflow"]["note"] == "it was left open, and is ended now"
+    assert report["mlflow"]["note"] == "it was left open, and is ended now"
 
 
 def test_a_page_for_people_names_what_is_missing_and_the_command(

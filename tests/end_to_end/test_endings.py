@@ -23,7 +23,7 @@ from esper_telemetry import RunStatus, read_run
 
 
 def failure(run_dir: Path) -> Mapping[str, str]:
-    """What the journal says of the exception that ended the run."""
+    """Data of the journal's failure event."""
     (event,) = [event for event in read_run(run_dir).events if event.type == "failure"]
     return event.data
 

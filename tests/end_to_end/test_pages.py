@@ -39,9 +39,9 @@ def mlflow(finished: Finished) -> Iterator[str]:
 
 
 def texts(page: Any, selector: str) -> list[str]:
-    """What the elements of the page say, once there are some."""
-    found = eventually(lambda: page.find_elements("css selector", selector), what=selector)
-    return [element.text for element in found]
+    """Texts of the elements of the page, once there are some."""
+    elements = eventually(lambda: page.find_elements("css selector", selector), what=selector)
+    return [element.text for element in elements]
 
 
 def fetched(address: str) -> Any:

@@ -28,7 +28,7 @@ DEAD_RANK_SECONDS = 90.0
 
 
 def records(run_dir: Path) -> int:
-    """How many the journal has by now."""
+    """Number of records in the journal."""
     try:
         return len(read_run(run_dir).records)
     except (FileNotFoundError, ValueError):  # not there, or its first line is not
@@ -144,7 +144,7 @@ def test_a_mistake_is_said_once_and_ends_every_rank(tmp_path: Path, options: tup
     with started(*TRAIN, "--env", "CartPole-v1", *options, cwd=tmp_path) as launcher:
         _, stderr = output(launcher, DEAD_RANK_SECONDS)
 
-    said = [line for line in stderr.splitlines() if line.startswith("esper-telemetry: ")]
-    assert len(said) == 1 and sentence in said[0]
+    messages = [line for line in stderr.splitlines() if line.startswith("esper-telemetry: ")]
+    assert len(messages) == 1 and sentence in messages[0]
     assert stderr.count("exitcode  : 2 ") >= 1 and "exitcode  : 1 " not in stderr
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]

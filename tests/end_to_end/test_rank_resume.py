@@ -47,7 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Resumed:
 
 
 def together(directory: Path, *options: str) -> tuple[str, str]:
-    """What two ranks said by their end."""
+    """Output of two ranks that have ended."""
     with started(*TRAIN, *options, cwd=directory) as launcher:
         return output(launcher, PATIENCE_SECONDS)
 

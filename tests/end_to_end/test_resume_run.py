@@ -47,7 +47,7 @@ UNSAVED = ("--checkpoint-every", ENDLESS[1])
 """No checkpoint is due."""
 
 OF_TIME = ("perf/", "train/env_steps_per_second", "telemetry/queue_depth")
-"""What depends on how fast the machine is."""
+"""Prefixes of keys that depend on the speed of the machine."""
 
 
 class Resumed(NamedTuple):

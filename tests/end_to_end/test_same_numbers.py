@@ -45,10 +45,10 @@ def test_histograms_are_compared_too(run_dir: Path) -> None:
     histograms = [record.histograms for record in read_run(run_dir).records]
 
     assert all(
-        {"policy/logratio/hist", "adv/raw/hist", "ret/hist", "value/err/hist"} <= found.keys() for found in histograms
+        {"policy/logratio/hist", "adv/raw/hist", "ret/hist", "value/err/hist"} <= by_key.keys() for by_key in histograms
     )
-    rows = [sum(found["ret/hist"].counts) for found in histograms]
-    assert [sum(found["policy/logratio/hist"].counts) for found in histograms] == [8 * count for count in rows]
+    rows = [sum(by_key["ret/hist"].counts) for by_key in histograms]
+    assert [sum(by_key["policy/logratio/hist"].counts) for by_key in histograms] == [8 * count for count in rows]
 
 
 def test_only_details_are_left_to_the_journal(run_dir: Path) -> None:

@@ -39,7 +39,7 @@ def started(*program: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def output(launcher: subprocess.Popen[str], seconds: float) -> tuple[str, str]:
-    """What it said on both streams by its end, which comes within that time."""
+    """Return stdout and stderr once it has ended; raise after so many seconds."""
     return launcher.communicate(timeout=seconds)
 
 
@@ -56,7 +56,7 @@ def _children(pid: int) -> list[int]:
 
 
 def until(condition: Callable[[], bool], launcher: subprocess.Popen[str]) -> None:
-    """Waits for it; fails where they end first."""
+    """Wait for the condition; fail where the ranks end first."""
 
     def holds() -> bool:
         assert launcher.poll() is None, "torchrun has ended"

@@ -74,16 +74,16 @@ class Page:
 
 
 def _row(fault: str, pairs: list[tuple[Outcome, Outcome]]) -> str:
-    found, free = pairs[0]
+    first, free = pairs[0]
     ended = sorted({outcome.ended for outcome, _ in pairs})
-    trained = sum(outcome.trained for outcome, _ in pairs)
+    updates = sum(outcome.trained for outcome, _ in pairs)
     lost = sum(max(0, outcome.trained - outcome.journalled) for outcome, _ in pairs)
     cells = (
         fault,
         ", ".join(ended),
-        _ratio(found.wall, free.wall),
-        _ratio(found.speed, free.speed),
-        f"{trained:,}",
+        _ratio(first.wall, free.wall),
+        _ratio(first.speed, free.speed),
+        f"{updates:,}",
         str(lost),
         _backends([outcome for outcome, _ in pairs]),
     )

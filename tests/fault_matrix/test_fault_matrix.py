@@ -24,6 +24,7 @@ import pytest
 from faulty_proxy import FORWARD, HANG, REFUSE, RESET, Proxy
 from faulty_sinks import REFUSED
 from trained_run import (
+    LIMIT_SECONDS,
     UPDATES,
     Outcome,
     at_update,
@@ -32,9 +33,9 @@ from trained_run import (
     outcome,
     repaired,
     started,
-    until,
     updates_of,
 )
+from waiting import wait_until
 
 from esper_telemetry import doctor, read_run
 from esper_telemetry.delivery import Cursors
@@ -64,9 +65,9 @@ def page() -> Iterator[matrix_page.Page]:
 @pytest.fixture(scope="module")
 def fault_free(tmp_path_factory: pytest.TempPathFactory, page: matrix_page.Page) -> Outcome:
     run_dir = tmp_path_factory.mktemp("free") / "run"
-    found = outcome(run_dir, started(run_dir, *BACKENDS))
-    page.add("none", found, found)
-    return found
+    result = outcome(run_dir, started(run_dir, *BACKENDS))
+    page.add("none", result, result)
+    return result
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ class Server:
                 "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
             },  # ten processes that nobody asks anything
         )
-        until(self.answers)
+        wait_until(self.answers, "the server", LIMIT_SECONDS)
 
     def answers(self) -> bool:
         with socket.socket() as one:
@@ -125,20 +126,20 @@ class Server:
     def kill(self) -> None:
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        until(lambda: not self.answers())
+        wait_until(lambda: not self.answers(), "the end of the server", LIMIT_SECONDS)
 
 
 @pytest.mark.parametrize("mode", [REFUSE, RESET, "500", "401", HANG])
 def test_a_server_that_is_ill(mode: str, server: Server, tmp_path: Path, check: Check) -> None:
-    """From update 30 to the end of the run."""
+    """A fault that lasts from update 30 to the end of the run."""
     run_dir = tmp_path / "run"
     process = started(run_dir, "tensorboard", server.sink)
     at_update(run_dir, process, 30)
     server.proxy.become(mode)
     names = {REFUSE: "server refuses", RESET: "server resets", HANG: "server hangs"}
-    found = outcome(run_dir, process, mend=lambda: server.proxy.become(FORWARD))
+    result = outcome(run_dir, process, mend=lambda: server.proxy.become(FORWARD))
 
-    check(names.get(mode, f"server answers {mode}"), found)
+    check(names.get(mode, f"server answers {mode}"), result)
 
 
 def test_a_server_that_is_killed_and_comes_back(server: Server, tmp_path: Path, check: Check) -> None:
@@ -163,7 +164,7 @@ def test_a_quota_that_is_used_up_and_raised_again(tmp_path: Path, check: Check) 
     """Neither the journal nor MLflow's database can grow for two seconds."""
     run_dir = tmp_path / "run"
     process = started(run_dir, "tensorboard", "mlflow", updates=4 * UPDATES)
-    until(partial(has_lines, run_dir, 40))
+    wait_until(partial(has_lines, run_dir, 40), "40 lines of the journal", LIMIT_SECONDS)
     journal = run_dir / "journal.jsonl"
     limit_files(process, journal.stat().st_size)
     time.sleep(0.5)
@@ -183,7 +184,7 @@ def test_a_full_disk_that_is_cleared_again(tmp_path: Path, check: Check) -> None
     try:
         run_dir = disk / "run"
         process = started(run_dir, "tensorboard", "mlflow", updates=4 * UPDATES)
-        until(partial(has_lines, run_dir, 40))
+        wait_until(partial(has_lines, run_dir, 40), "40 lines of the journal", LIMIT_SECONDS)
         ballast = disk / "ballast"
         with pytest.raises(OSError, match="No space"), ballast.open("wb", buffering=0) as file:
             while True:
@@ -192,8 +193,8 @@ def test_a_full_disk_that_is_cleared_again(tmp_path: Path, check: Check) -> None
         at_update(run_dir, process, before + 60)
         assert len(read_run(run_dir).records) < before + 50, "the disk was not full"
         ballast.unlink()
-        found = outcome(run_dir, process)
-        check("full disk, cleared again", found)
+        result = outcome(run_dir, process)
+        check("full disk, cleared again", result)
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
@@ -218,7 +219,7 @@ def test_a_client_process_that_is_killed(tmp_path: Path, check: Check) -> None:
     run_dir = tmp_path / "run"
     process = started(run_dir, *BACKENDS, updates=3 * UPDATES)
     at_update(run_dir, process, 20)
-    until(lambda: descendants(process, "wandb-core"))
+    wait_until(lambda: descendants(process, "wandb-core"), "wandb-core", LIMIT_SECONDS)
     at_update(run_dir, process, updates_of(run_dir) + 20)
     for pid in descendants(process, "wandb-core"):
         os.kill(pid, signal.SIGKILL)
@@ -230,7 +231,7 @@ def test_a_database_that_somebody_else_holds(tmp_path: Path, check: Check) -> No
     run_dir = tmp_path / "run"
     process = started(run_dir, "tensorboard", "mlflow", updates=2 * UPDATES)
     at_update(run_dir, process, 20)
-    until(lambda: "mlflow" in Cursors(run_dir).names())
+    wait_until(lambda: "mlflow" in Cursors(run_dir).names(), "the cursor of MLflow", LIMIT_SECONDS)
     with closing(sqlite3.connect(run_dir / "mlflow.db", timeout=30)) as database:
         database.execute("BEGIN EXCLUSIVE")
         time.sleep(8.0)
@@ -247,22 +248,22 @@ def test_a_sink_that_takes_ten_seconds_a_write(tmp_path: Path, check: Check) -> 
 
 def test_records_that_are_refused(tmp_path: Path, check: Check) -> None:
     run_dir = tmp_path / "run"
-    found = outcome(run_dir, started(run_dir, *BACKENDS, "picky"))
+    result = outcome(run_dir, started(run_dir, *BACKENDS, "picky"))
 
     lines = (run_dir / "dead_letter.jsonl").read_text(encoding="utf-8").splitlines()
     letters = [json.loads(line)["record"]["axes"]["update"] for line in lines]
     status = read_status(run_dir)["picky"]
     assert sorted(letters) == sorted(REFUSED)
-    assert (status["sent"], status["pending"], status["quarantined"]) == (found.journalled - 3, 0, 3)
-    check("three records refused", found)
+    assert (status["sent"], status["pending"], status["quarantined"]) == (result.journalled - 3, 0, 3)
+    check("three records refused", result)
 
 
 def test_a_forked_copy(tmp_path: Path, check: Check) -> None:
     run_dir = tmp_path / "run"
-    found = outcome(run_dir, started(run_dir, *BACKENDS, flags=("--fork",)))
+    result = outcome(run_dir, started(run_dir, *BACKENDS, flags=("--fork",)))
 
     assert all("my/child" not in record.values for record in read_run(run_dir).records)
-    check("fork", found)
+    check("fork", result)
 
 
 def test_a_run_that_ends_before_a_backend_is_open(tmp_path: Path, check: Check) -> None:
@@ -271,7 +272,7 @@ def test_a_run_that_ends_before_a_backend_is_open(tmp_path: Path, check: Check) 
     process = started(run_dir, *BACKENDS, updates=20, flags=("--hurry",))
     process.wait()
     assert read_status(run_dir)["mlflow"]["under_way"], "MLflow was open before the end"
-    until(partial(deserted, run_dir, process))
+    wait_until(partial(deserted, run_dir, process), "the end of the run", LIMIT_SECONDS)
 
     assert [sink.equal for sink in doctor(run_dir).sinks] == [True, True, True]
     assert {entry["state"] for entry in read_status(run_dir).values()} == {"closed"}
@@ -293,13 +294,13 @@ def test_a_trainer_that_is_killed_at_random_moments(tmp_path: Path, check: Check
         at_update(run_dir, process, moment.update)
         time.sleep(moment.seconds)
         process.kill()
-        until(partial(deserted, run_dir, process))
+        wait_until(partial(deserted, run_dir, process), "the end of the run", LIMIT_SECONDS)
         return run_dir, process
 
     for run_dir, process in several_at_once(killed, moments(seed=7, last=60)):
-        found = outcome(run_dir, process)
+        result = outcome(run_dir, process)
         assert read_run(run_dir).status == "killed"
-        check(f"kill -9 of the trainer, {KILLS} times", found)
+        check(f"kill -9 of the trainer, {KILLS} times", result)
 
 
 def test_a_trainer_that_is_told_to_end_at_random_moments(tmp_path: Path, check: Check) -> None:
@@ -308,10 +309,10 @@ def test_a_trainer_that_is_told_to_end_at_random_moments(tmp_path: Path, check: 
     def terminated(moment: Moment) -> Ended:
         run_dir = tmp_path / f"run{moment.attempt}"
         process = command_line(run_dir, moment.sinks)
-        until(partial(has_lines, run_dir, moment.update))
+        wait_until(partial(has_lines, run_dir, moment.update), "the moment of the signal", LIMIT_SECONDS)
         time.sleep(moment.seconds)
         process.terminate()
-        until(partial(deserted, run_dir, process))
+        wait_until(partial(deserted, run_dir, process), "the end of the run", LIMIT_SECONDS)
         return run_dir, process
 
     for run_dir, process in several_at_once(terminated, moments(seed=8, last=30)):
@@ -320,8 +321,8 @@ def test_a_trainer_that_is_told_to_end_at_random_moments(tmp_path: Path, check: 
         assert (process.returncode, run.status) == (143, "preempted"), complaint
         updates = [record.axes.update for record in run.records]
         assert updates == list(range(1, len(updates) + 1))
-        found = Outcome("preempted", None, None, len(updates), len(updates), repaired(run_dir))
-        check(f"SIGTERM to the trainer, {KILLS} times", found)
+        result = Outcome("preempted", None, None, len(updates), len(updates), repaired(run_dir))
+        check(f"SIGTERM to the trainer, {KILLS} times", result)
         assert doctor(run_dir).status == "preempted"
 
 
@@ -356,7 +357,7 @@ def moments(*, seed: int, last: int) -> list[Moment]:
 
 
 def several_at_once(meet: Callable[[Moment], Ended], found: Iterable[Moment]) -> list[Ended]:
-    """How they ended: nobody looks at the speed of a trainer that is killed, so several of them share the machine."""
+    """Outcomes of trainings side by side: the speed of a trainer that is killed is not measured."""
     with ThreadPoolExecutor(TRAINERS) as pool:
         return list(pool.map(meet, found))
 

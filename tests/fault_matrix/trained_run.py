@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from waiting import wait_until
 
 from esper_telemetry import doctor, read_run, replay
 from esper_telemetry.delivery.catch_up import audit
@@ -61,12 +62,12 @@ def started(run_dir: Path, *sinks: str, updates: int = UPDATES, flags: tuple[str
 
 
 def counter_of(run_dir: Path) -> Path:
-    """Where the trainer notes how far it is: not on a disk that is full."""
+    """Path of the trainer's own count of updates, outside the disk that is full."""
     return Path(tempfile.gettempdir()) / f"esper-faults-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:16]}"
 
 
 def updates_of(run_dir: Path) -> int:
-    """How many updates the trainer says that it has trained."""
+    """Number of updates that the trainer has counted."""
     try:
         return int(counter_of(run_dir).read_text() or 0)
     except OSError:
@@ -74,32 +75,24 @@ def updates_of(run_dir: Path) -> int:
 
 
 def at_update(run_dir: Path, process: subprocess.Popen[str], update: int) -> None:
-    """Waits until the training has come so far."""
-    until(lambda: updates_of(run_dir) >= update or process.poll() is not None)
+    """Wait until the training has reached that update."""
+    wait_until(lambda: updates_of(run_dir) >= update or process.poll() is not None, f"update {update}", LIMIT_SECONDS)
     assert process.poll() is None, process.communicate()
 
 
-def until(condition: Callable[[], object], seconds: float = LIMIT_SECONDS) -> None:
-    """Waits for it; raises TimeoutError where it does not come."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {seconds:.0f} s in vain")
-        time.sleep(0.05)
-
-
 def outcome(run_dir: Path, process: subprocess.Popen[str], *, mend: Callable[[], object] = lambda: None) -> Outcome:
-    """Waits for the end of the training, mends what was broken, lets its helpers end, sends what is missing and compares."""
+    """Wait for the end of the training, repair the fault, wait for its helpers, send missing records and compare."""
     stdout, stderr = process.communicate(timeout=LIMIT_SECONDS)
     mend()
-    until(lambda: not doctor_sees_processes(run_dir), MAX_DETACHED_SECONDS + LIMIT_SECONDS)
-    told: dict[str, Any] = json.loads(stdout.splitlines()[-1]) if process.returncode == 0 else {}
+    seconds = MAX_DETACHED_SECONDS + LIMIT_SECONDS
+    wait_until(lambda: not doctor_sees_processes(run_dir), "the end of the helper processes", seconds)
+    report: dict[str, Any] = json.loads(stdout.splitlines()[-1]) if process.returncode == 0 else {}
     assert process.returncode <= 0, stderr
     run = read_run(run_dir)
     return Outcome(
         ended="finished" if process.returncode == 0 else f"died of {signal.Signals(-process.returncode).name}",
-        speed=told["updates"] / told["cpu"] if told else None,
-        wall=told["updates"] / told["wall"] if told else None,
+        speed=report["updates"] / report["cpu"] if report else None,
+        wall=report["updates"] / report["wall"] if report else None,
         trained=updates_of(run_dir),
         journalled=len(run.records),
         whole=repaired(run_dir),
@@ -107,12 +100,12 @@ def outcome(run_dir: Path, process: subprocess.Popen[str], *, mend: Callable[[],
 
 
 def deserted(run_dir: Path, process: subprocess.Popen[str]) -> bool:
-    """Whether the training has ended, and its helpers with it."""
+    """Return True where the training and its helper processes have ended."""
     return process.poll() is not None and not doctor_sees_processes(run_dir)
 
 
 def doctor_sees_processes(run_dir: Path) -> bool:
-    """Whether helpers of the run are still at work."""
+    """Return True where helper processes of the run still work."""
     return any(f"{run_dir}{os.sep}" in command for command in commands())
 
 
@@ -132,16 +125,16 @@ def _links(process: Path) -> Iterator[str]:
 
 
 def repaired(run_dir: Path) -> dict[str, bool | None]:
-    """Whether each sink holds what the journal holds, after `replay --missing` where it did not."""
-    found: dict[str, bool | None] = {}
+    """By sink, True where it equals the journal, after `replay --missing` where it did not."""
+    equality: dict[str, bool | None] = {}
     for sink in doctor(run_dir).sinks:
-        found[sink.name] = sink.equal
+        equality[sink.name] = sink.equal
         if sink.audit is not None and not sink.audit.equal and sink.command:
             uri = sink.command.split()[sink.command.split().index("--to") + 1].strip("'")
             replay(run_dir, as_sink(uri), missing=True)
             again = audit(run_dir, as_sink(uri))
-            found[sink.name] = again is not None and again.equal
-    return found
+            equality[sink.name] = again is not None and again.equal
+    return equality
 
 
 def descendants(process: subprocess.Popen[str], name: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""What several tests of the trainer start from."""
+"""Small trainers and rollouts for tests of the trainer."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def weights(trainer: PPO) -> list[Tensor]:
 
 
 def equal(left: list[Tensor], right: list[Tensor]) -> bool:
-    """Whether the tensors agree bit for bit."""
+    """Return True where the tensors agree bit for bit."""
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 @dataclass
-class Seen:
-    """Every event of some types, in order."""
+class EventLog:
+    """Events of some types that trainers emitted, in order."""
 
     events: list[Any] = field(default_factory=list)
 
-    def listen(self, trainer: PPO, *types: type) -> Seen:
-        """Collects these events of the trainer."""
+    def listen(self, trainer: PPO, *types: type) -> EventLog:
+        """Record these events of the trainer; return the log."""
         for event_type in types:
             trainer.hooks.on(event_type, self.events.append)
         return self

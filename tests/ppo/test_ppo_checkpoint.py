@@ -1,4 +1,4 @@
-"""Checkpoints: going on from one is as if there had been no break; a file is whole, harmless, and fits or says why not."""
+"""Checkpoints: training continues bit for bit; a file is whole, runs no code, and is refused where it does not fit."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from ppo_builders import Seen, cartpole, equal, pendulum, weights
+from ppo_builders import EventLog, cartpole, equal, pendulum, weights
 
 from esper_telemetry.events import EpisodeEnd, UpdateEnd
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.checkpoint import Checkpoints, read
-from esper_telemetry.ppo.collectors.tensors import TensorCollector
+from esper_telemetry.ppo.collectors.collector import TensorCollector
 from esper_telemetry.ppo.environments import CueRecall, make_env
 
 SMALL: dict[str, Any] = {"num_steps": 16, "num_minibatches": 2, "hidden_sizes": (8,), "lstm_size": 8}
@@ -42,19 +42,19 @@ def recall_in_tensors(**changes: Any) -> PPO:
 def test_a_resumed_run_is_bit_identical(make: Any, settings: dict[str, Any], tmp_path: Path) -> None:
     """Saved after the third update; both go on to the same end."""
     whole = make(**settings)
-    seen = Seen().listen(whole, EpisodeEnd, UpdateEnd)
+    emitted = EventLog().listen(whole, EpisodeEnd, UpdateEnd)
     whole.hooks.on(UpdateEnd, lambda event: event.update == 3 and whole.save(tmp_path / "latest.pt"))
     whole.learn(1000)
 
     resumed = make(**settings)
-    later = Seen().listen(resumed, EpisodeEnd, UpdateEnd)
+    later = EventLog().listen(resumed, EpisodeEnd, UpdateEnd)
     resumed.load(tmp_path / "latest.pt")
     resumed.learn(1000)
 
     assert equal(weights(whole), weights(resumed))
     assert later.of(UpdateEnd)[0].update == 4
-    assert [event.env_step for event in later.of(UpdateEnd)] == [event.env_step for event in seen.of(UpdateEnd)][3:]
-    returns = [event.returns for event in seen.of(EpisodeEnd)]
+    assert [event.env_step for event in later.of(UpdateEnd)] == [event.env_step for event in emitted.of(UpdateEnd)][3:]
+    returns = [event.returns for event in emitted.of(EpisodeEnd)]
     assert returns[len(returns) - len(later.of(EpisodeEnd)) :] == [event.returns for event in later.of(EpisodeEnd)]
 
 

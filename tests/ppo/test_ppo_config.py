@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ppo_builders import Seen
+from ppo_builders import EventLog
 
 from esper_telemetry.events import UpdateEnd
 from esper_telemetry.ppo import PPO, PPOConfig
@@ -63,11 +63,11 @@ def test_ranks_need_rows_for_every_minibatch(settings: dict[str, Any], sentence:
 def test_a_rollout_without_a_transition_trains_nothing(policy: str) -> None:
     """One environment and one step: the step after an episode's end is a reset."""
     trainer = PPO(make_env("CartPole-v1", num_envs=1, seed=0), PPOConfig(num_steps=1, num_minibatches=1, policy=policy))
-    seen = Seen().listen(trainer, UpdateEnd)
+    emitted = EventLog().listen(trainer, UpdateEnd)
 
     trainer.learn(60)
 
-    assert {event.epochs for event in seen.events} == {0, 8}
+    assert {event.epochs for event in emitted.events} == {0, 8}
     assert trainer.gradient_steps == 8 * 60 == 8 * trainer.env_steps < 8 * trainer.updates
 
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
-from ppo_builders import Seen, equal, weights
+from ppo_builders import EventLog, equal, weights
 from seeing_env import Spotlight, spotlights
 from torch import Tensor, nn
 
 from esper_telemetry.events import BackwardEnd, EpisodeEnd, MinibatchEnd, RecurrentForward, RolloutEnd, TrunkBackward
 from esper_telemetry.ppo import PPO, PPOConfig
+from esper_telemetry.ppo.collectors.collector import TensorCollector
 from esper_telemetry.ppo.collectors.inference import host_policy, torch_network
-from esper_telemetry.ppo.collectors.tensors import TensorCollector
 from esper_telemetry.ppo.environments import ActionSpec, GymnasiumEnvironment, Image, TensorStep, make_env
 from esper_telemetry.ppo.environments.protocol import ObservationLayout
 from esper_telemetry.ppo.networks.encoders import Encoded, ImageEncoder
@@ -122,11 +122,11 @@ def test_a_rollout_keeps_bytes(env_id: str) -> None:
 @pytest.mark.parametrize("env_id", ENVS)
 def test_the_first_minibatch_finds_what_collection_found(env_id: str, settings: dict[str, Any]) -> None:
     source = trainer(env_id, **settings)
-    seen = Seen().listen(source, MinibatchEnd)
+    emitted = EventLog().listen(source, MinibatchEnd)
 
     source.learn(1)
 
-    first = seen.events[0]
+    first = emitted.events[0]
     assert first.log_ratio.abs().max() < 1e-5
     assert (first.values - first.old_values).abs().max() < 1e-5
 
@@ -135,7 +135,7 @@ def test_the_first_minibatch_finds_what_collection_found(env_id: str, settings: 
 @pytest.mark.parametrize("env_id", ENVS)
 def test_watching_changes_nothing(env_id: str, settings: dict[str, Any]) -> None:
     bare, watched = (trainer(env_id, **settings, entropy_coef=0.01) for _ in range(2))
-    Seen().listen(watched, RolloutEnd, RecurrentForward, TrunkBackward, BackwardEnd, MinibatchEnd, EpisodeEnd)
+    EventLog().listen(watched, RolloutEnd, RecurrentForward, TrunkBackward, BackwardEnd, MinibatchEnd, EpisodeEnd)
 
     bare.learn(100)
     watched.learn(100)
@@ -226,9 +226,9 @@ def test_many_rows_go_through_in_parts(rows: int, monkeypatch: pytest.MonkeyPatc
     encoder = ImageEncoder(Image((1, 8, 8)))
     pixels = np.random.default_rng(0).integers(256, size=(rows, 1, 8, 8), dtype=np.uint8)
 
-    found = torch_network(encoder, torch.device("cpu"))(pixels)
+    features = torch_network(encoder, torch.device("cpu"))(pixels)
 
-    assert found == pytest.approx(encoder(torch.from_numpy(pixels)).detach().numpy(), abs=1e-5)
+    assert features == pytest.approx(encoder(torch.from_numpy(pixels)).detach().numpy(), abs=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["mlp", "lstm"])
@@ -256,13 +256,13 @@ def test_only_vectors_are_normalised() -> None:
 
     scaled = normalizer(torch.from_numpy(rows))
 
-    found = layout.numbers_of(scaled)
-    assert found[:, :2].mean(0).tolist() == pytest.approx([0, 0], abs=1e-5)
-    assert found[:, :2].std(0, correction=0).tolist() == pytest.approx([1, 1], abs=1e-4)
-    assert np.array_equal(found[:, 2:].numpy(), numbers[1])
+    normalised = layout.numbers_of(scaled)
+    assert normalised[:, :2].mean(0).tolist() == pytest.approx([0, 0], abs=1e-5)
+    assert normalised[:, :2].std(0, correction=0).tolist() == pytest.approx([1, 1], abs=1e-4)
+    assert np.array_equal(normalised[:, 2:].numpy(), numbers[1])
     assert np.array_equal(scaled[:, 20:].numpy(), rows[:, 20:])
     host = normalizer.as_numpy()(rows)
-    assert host.dtype == np.uint8 and layout.numbers_of(host) == pytest.approx(found.numpy(), abs=1e-6)
+    assert host.dtype == np.uint8 and layout.numbers_of(host) == pytest.approx(normalised.numpy(), abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -273,8 +273,8 @@ def test_what_has_no_vectors_has_nothing_to_normalise(env_id: str, kind: type | 
 
     source.learn(1)
 
-    found = source.normalizers.observations
-    assert found is None if kind is None else isinstance(found, kind)
+    normalizer = source.normalizers.observations
+    assert normalizer is None if kind is None else isinstance(normalizer, kind)
 
 
 def test_statistics_of_vectors_follow_the_rollouts() -> None:
@@ -283,8 +283,8 @@ def test_statistics_of_vectors_follow_the_rollouts() -> None:
 
     source.learn(1)
 
-    found = source.normalizers.observations
-    assert found is not None and found.mean.tolist() == pytest.approx([3.5]) and float(found.count) == 64
+    normalizer = source.normalizers.observations
+    assert normalizer is not None and normalizer.mean.tolist() == pytest.approx([3.5]) and float(normalizer.count) == 64
 
 
 def test_training_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Any) -> None:
@@ -304,9 +304,9 @@ def test_evaluation_sees_images_too() -> None:
     source = trainer(num_envs=8, **LEARNING)
     source.learn(4_000)
 
-    found = source.evaluate(make_env("Spotlight-v0", num_envs=5, seed=9))
+    evaluation = source.evaluate(make_env("Spotlight-v0", num_envs=5, seed=9))
 
-    assert list(found.lengths) == [8] * 5 and statistics.fmean(found.returns) > 5
+    assert list(evaluation.lengths) == [8] * 5 and statistics.fmean(evaluation.returns) > 5
 
 
 class Lights:
@@ -367,11 +367,11 @@ def test_several_kinds_of_actions_are_chosen_from_pixels() -> None:
 
     vector = gymnasium.vector.SyncVectorEnv([Many, Many], autoreset_mode=AutoresetMode.SAME_STEP)
     source = PPO(GymnasiumEnvironment(vector), PPOConfig(**{**SETTINGS, "num_minibatches": 2, "squash": True}))
-    seen = Seen().listen(source, RolloutEnd, MinibatchEnd)
+    emitted = EventLog().listen(source, RolloutEnd, MinibatchEnd)
 
     source.learn(64)
 
-    rollout = seen.of(RolloutEnd)[0]
+    rollout = emitted.of(RolloutEnd)[0]
     assert set(rollout.actions) == {"bits_0", "bits_1", "pick", "push"}
     assert torch.allclose(rollout.log_probs, torch.stack(list(rollout.head_log_probs.values())).sum(0), atol=1e-5)
-    assert seen.of(MinibatchEnd)[0].log_ratio.abs().max() < 1e-5
+    assert emitted.of(MinibatchEnd)[0].log_ratio.abs().max() < 1e-5

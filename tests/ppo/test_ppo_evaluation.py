@@ -1,4 +1,4 @@
-"""Evaluation: the likeliest actions, one whole episode per environment, and no trace in training."""
+"""Evaluation: the likeliest actions, one whole episode per environment, and training unchanged."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from ppo_builders import Seen, cartpole, equal, weights
+from ppo_builders import EventLog, cartpole, equal, weights
 from test_ppo_masks import Restricted, restricted
 from test_ppo_trainer import Forever
 
 from esper_telemetry.events import EvaluationEnd
 from esper_telemetry.ppo import PPO, PPOConfig
 from esper_telemetry.ppo.environments import CueRecall, make_env
-from esper_telemetry.ppo.evaluation import evaluate, first_episode
 from esper_telemetry.ppo.normalizer import Normalizers
+from esper_telemetry.ppo.trainer import evaluate, first_episode
 
 
 def test_steps_of_the_first_episode_include_its_end() -> None:
@@ -38,14 +38,14 @@ def test_evaluating_leaves_training_as_it_is(settings: dict[str, Any]) -> None:
 
 def test_actions_are_the_likeliest_so_the_same_seed_gives_the_same_episodes() -> None:
     trainer = cartpole()
-    seen = Seen().listen(trainer, EvaluationEnd)
+    emitted = EventLog().listen(trainer, EvaluationEnd)
     trainer.learn(400)
 
     first, second = (trainer.evaluate(make_env("CartPole-v1", num_envs=5), seed=7) for _ in range(2))
 
     assert first == second and len(set(first.lengths)) > 1
     assert first.returns == [float(length) for length in first.lengths]
-    assert [event.returns for event in seen.events] == [first.returns] * 2
+    assert [event.returns for event in emitted.events] == [first.returns] * 2
     assert trainer.env_steps < 600
 
 
@@ -61,6 +61,6 @@ def test_masks_and_tensors_are_evaluated_too() -> None:
     restricted().evaluate(Restricted())
     trainer = PPO(CueRecall(4, seed=0), PPOConfig(policy="lstm"))
 
-    found = evaluate(trainer.policy, CueRecall(6, seed=0), Normalizers())
+    evaluation = evaluate(trainer.policy, CueRecall(6, seed=0), Normalizers())
 
-    assert len(found.returns) == 6 and max(found.lengths) <= 10
+    assert len(evaluation.returns) == 6 and max(evaluation.lengths) <= 10

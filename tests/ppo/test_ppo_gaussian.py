@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from ppo_builders import Seen, equal, pendulum, weights
+from ppo_builders import EventLog, equal, pendulum, weights
 from torch import Tensor
 from torch.distributions import AffineTransform, Independent, Normal, TanhTransform, TransformedDistribution
 
 from esper_telemetry.events import BackwardEnd, MinibatchEnd, RolloutEnd, TrunkBackward
 from esper_telemetry.ppo import PPO, PPOConfig
-from esper_telemetry.ppo.collectors.tensors import TensorCollector
+from esper_telemetry.ppo.collectors.collector import TensorCollector
 from esper_telemetry.ppo.distributions import Gaussian, Squash, StateDependentGaussian, make_gaussian
 from esper_telemetry.ppo.environments import ActionSpec, Step, TensorStep, make_env
 
@@ -35,9 +35,9 @@ def head(*, squashed: bool, state_dependent: bool, spec: ActionSpec = SPEC) -> G
     """A head in float64 whose scores differ from row to row."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        made = make_gaussian("move", spec, FEATURES, -0.5, state_dependent=state_dependent, squashed=squashed)
-        torch.nn.init.normal_(made.linear.weight, std=0.2)
-    return made.double()
+        gaussian = make_gaussian("move", spec, FEATURES, -0.5, state_dependent=state_dependent, squashed=squashed)
+        torch.nn.init.normal_(gaussian.linear.weight, std=0.2)
+    return gaussian.double()
 
 
 def theirs(ours: Gaussian, scores: Tensor) -> Independent[Normal]:
@@ -146,10 +146,10 @@ def test_the_spread_begins_where_the_settings_say_and_is_held_within_its_range()
     ours = make_gaussian("move", SPEC, FEATURES, -0.5, state_dependent=True, squashed=False)
 
     begins = ours.description(ours(torch.zeros(1, FEATURES)))["log_std"]
-    held = ours.description(torch.tensor([[0.0, 0.0, 0.0, -99.0, 0.5, 99.0]]))["log_std"]
+    log_std = ours.description(torch.tensor([[0.0, 0.0, 0.0, -99.0, 0.5, 99.0]]))["log_std"]
 
     assert begins.tolist() == [[-0.5] * D]
-    assert held.tolist() == [[-5.0, 0.5, 2.0]]
+    assert log_std.tolist() == [[-5.0, 0.5, 2.0]]
 
 
 finite = st.floats(-(2.0**100), 2.0**100, width=32)
@@ -188,9 +188,9 @@ def test_an_environment_cuts_what_is_stored_uncut(actions: np.ndarray[Any, Any])
     space = Box(np.array([-1, 0], np.float32), np.array([1, np.inf], np.float32))
     before = actions.copy()
 
-    taken = [action_parts(space, "it").join({"action": row}) for row in actions]
+    joined = [action_parts(space, "it").join({"action": row}) for row in actions]
 
-    assert np.array_equal(np.stack(taken), np.clip(actions, space.low, space.high))
+    assert np.array_equal(np.stack(joined), np.clip(actions, space.low, space.high))
     assert np.array_equal(actions, before)
     assert isinstance(space, gymnasium.Space)
 
@@ -200,13 +200,13 @@ class Witness:
 
     def __init__(self) -> None:
         self._env: Any = make_env("Pendulum-v1", num_envs=2, seed=0)
-        self.taken: list[Any] = []
+        self.received_actions: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._env, name)
 
     def step(self, actions: Any) -> Step:
-        self.taken.append(actions["action"].copy())
+        self.received_actions.append(actions["action"].copy())
         step: Step = self._env.step(actions)
         return step
 
@@ -218,7 +218,7 @@ def test_the_draw_is_stored_and_its_tanh_is_acted_on() -> None:
     rollout = trainer.collector.collect()
 
     stored = rollout.actions["action"].numpy()
-    assert np.stack(env.taken) == pytest.approx(2 * np.tanh(stored), abs=1e-6)
+    assert np.stack(env.received_actions) == pytest.approx(2 * np.tanh(stored), abs=1e-6)
     assert np.abs(stored).max() > 2.5
 
 
@@ -228,20 +228,20 @@ def test_without_a_squash_the_environment_gets_what_is_stored() -> None:
 
     rollout = trainer.collector.collect()
 
-    assert np.array_equal(np.stack(env.taken), rollout.actions["action"].numpy())
-    assert np.abs(np.stack(env.taken)).max() > 2.5
+    assert np.array_equal(np.stack(env.received_actions), rollout.actions["action"].numpy())
+    assert np.abs(np.stack(env.received_actions)).max() > 2.5
 
 
 @pytest.mark.parametrize("settings", KINDS, ids=str)
 def test_the_first_minibatch_finds_the_probabilities_of_collection(settings: dict[str, Any]) -> None:
     trainer = pendulum(**settings)
-    seen = Seen().listen(trainer, MinibatchEnd, RolloutEnd)
+    emitted = EventLog().listen(trainer, MinibatchEnd, RolloutEnd)
 
     trainer.learn(1)
 
-    assert seen.of(MinibatchEnd)[0].log_ratio.abs().max() < 1e-5
-    assert seen.of(MinibatchEnd)[4].log_ratio.abs().max() > 1e-4
-    (rollout,) = seen.of(RolloutEnd)
+    assert emitted.of(MinibatchEnd)[0].log_ratio.abs().max() < 1e-5
+    assert emitted.of(MinibatchEnd)[4].log_ratio.abs().max() > 1e-4
+    (rollout,) = emitted.of(RolloutEnd)
     wide = (32, 2, 1) if "state_dependent_std" in settings else (1,)
     assert rollout.means["action"].shape == (32, 2, 1) and rollout.log_std["action"].shape == wide
 
@@ -249,7 +249,7 @@ def test_the_first_minibatch_finds_the_probabilities_of_collection(settings: dic
 @pytest.mark.parametrize("settings", KINDS[1:], ids=str)
 def test_watching_changes_nothing(settings: dict[str, Any]) -> None:
     bare, watched = (pendulum(**settings, entropy_coef=0.01) for _ in range(2))
-    Seen().listen(watched, RolloutEnd, TrunkBackward, BackwardEnd, MinibatchEnd)
+    EventLog().listen(watched, RolloutEnd, TrunkBackward, BackwardEnd, MinibatchEnd)
 
     bare.learn(200)
     watched.learn(200)
@@ -283,9 +283,9 @@ class Target:
         return np.ones((8, 2), np.float32)
 
     def step(self, actions: Any) -> Step:
-        taken = np.clip(actions["action"][:, 0], -2, 2)
+        amounts = np.clip(actions["action"][:, 0], -2, 2)
         never = np.zeros(8, bool)
-        return Step(np.ones((8, 2), np.float32), -np.square(taken - 0.7), never, never)
+        return Step(np.ones((8, 2), np.float32), -np.square(amounts - 0.7), never, never)
 
     def close(self) -> None:
         """Nothing to free."""
@@ -316,13 +316,13 @@ class Throws:
         self.device = torch.device("cpu")
         amount = ActionSpec("continuous", 2, given="way", relevant_for=(1,), low=(0.0, -1.0), high=(4.0, 1.0))
         self.action_specs = {"way": ActionSpec("categorical", 2), "amount": amount}
-        self.taken: list[Tensor] = []
+        self.received_actions: list[Tensor] = []
 
     def reset(self, seed: int | None = None) -> Tensor:
         return torch.ones(5, 3)
 
     def step(self, actions: Any) -> TensorStep:
-        self.taken.append(actions["amount"].clone())
+        self.received_actions.append(actions["amount"].clone())
         never = torch.zeros(5, dtype=torch.bool)
         return TensorStep(torch.ones(5, 3), torch.ones(5), never, never)
 
@@ -333,7 +333,7 @@ class Throws:
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("state_dependent_std", [False, True])
 def test_squashed_parts_may_depend_on_others(on_device: bool, state_dependent_std: bool) -> None:
-    """Where the amount does not matter, 0 is stored, which the squash takes to the middle: [2, 0]."""
+    """An irrelevant amount is stored as 0, which the squash maps to the middle: [2, 0]."""
     env = Throws()
     config = PPOConfig(num_steps=20, seed=1, squash=True, state_dependent_std=state_dependent_std, log_std=1.0)
     trainer = PPO(env, config)
@@ -341,8 +341,8 @@ def test_squashed_parts_may_depend_on_others(on_device: bool, state_dependent_st
 
     rollout = collector.collect()
 
-    drawn, matters = rollout.actions["amount"], rollout.relevance["amount"]
-    expected = torch.tensor([2.0, 0.0]) + torch.tensor([2.0, 1.0]) * drawn.tanh()
-    torch.testing.assert_close(torch.stack(env.taken), expected, rtol=0, atol=1e-5)
+    amounts, matters = rollout.actions["amount"], rollout.relevance["amount"]
+    expected = torch.tensor([2.0, 0.0]) + torch.tensor([2.0, 1.0]) * amounts.tanh()
+    torch.testing.assert_close(torch.stack(env.received_actions), expected, rtol=0, atol=1e-5)
     assert 0 < int(matters.sum()) < matters.numel()
-    assert not drawn[~matters].any() and torch.equal(rollout.head_log_probs["amount"] != 0, matters)
+    assert not amounts[~matters].any() and torch.equal(rollout.head_log_probs["amount"] != 0, matters)

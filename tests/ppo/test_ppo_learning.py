@@ -19,10 +19,10 @@ SEEDS = range(5)
 
 
 def final_return(env_id: str, total_steps: int, seed: int, *, policy: str = "mlp", hidden: bool = False) -> float:
-    """What the preset alone makes of a task."""
-    chosen = preset(env_id, policy, mask_velocity=hidden)
-    env = make_env(env_id, num_envs=chosen.num_envs, seed=seed, mask_velocity=hidden)
-    trainer = PPO(env, chosen.config(seed=seed))
+    """Final return of a training with the preset alone."""
+    tuned = preset(env_id, policy, mask_velocity=hidden)
+    env = make_env(env_id, num_envs=tuned.num_envs, seed=seed, mask_velocity=hidden)
+    trainer = PPO(env, tuned.config(seed=seed))
     returns: deque[float] = deque(maxlen=100)
     trainer.hooks.on(EpisodeEnd, lambda event: returns.extend(event.returns))
     trainer.learn(total_steps)
@@ -33,9 +33,9 @@ def median_return(env_id: str, total_steps: int, **view: Any) -> float:
     """The median over the seeds; says what each has reached."""
     returns = [final_return(env_id, total_steps, seed, **view) for seed in SEEDS]
     reached = statistics.median(returns)
-    shown = " ".join(f"{name}={value}" for name, value in view.items())
+    options = " ".join(f"{name}={value}" for name, value in view.items())
     numbers = " ".join(f"{value:.1f}" for value in returns)
-    print(f"{env_id} {shown or 'mlp'} at {total_steps:,}: median {reached:.1f}, seeds {numbers}")
+    print(f"{env_id} {options or 'mlp'} at {total_steps:,}: median {reached:.1f}, seeds {numbers}")
     return reached
 
 

@@ -1,4 +1,4 @@
-"""Masks and relevance: what is forbidden is never chosen, and what is masked has no influence, even NaN."""
+"""Masks and relevance: forbidden choices are never made, and masked values have no influence, even NaN."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ppo_builders import Seen
+from ppo_builders import EventLog
 from torch import Tensor
 
 from esper_telemetry.events import MinibatchEnd, RolloutEnd
@@ -34,7 +34,7 @@ class Restricted:
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)
-        self.taken: list[dict[str, Any]] = []
+        self.received_actions: list[dict[str, Any]] = []
         self.offered: list[dict[str, Any]] = []
 
     def reset(self, seed: int | None = None) -> Any:
@@ -45,7 +45,7 @@ class Restricted:
         return self.masks
 
     def step(self, actions: Any) -> Any:
-        self.taken.append({name: action.copy() for name, action in actions.items()})
+        self.received_actions.append({name: action.copy() for name, action in actions.items()})
         self.offered.append(self.masks)
         self._offer()
         ends = self.rng.random(4) < 0.1
@@ -75,37 +75,37 @@ def test_only_what_is_allowed_is_chosen_and_the_irrelevant_is_zero() -> None:
     trainer.learn(640)
 
     rows = np.arange(4)
-    for masks, action in zip(env.offered, env.taken, strict=True):
+    for masks, action in zip(env.offered, env.received_actions, strict=True):
         op, arg, size = (action[name] for name in SPECS)
         matters = op > 0
         assert masks["op"][rows, op].all()
         assert masks["arg"][rows, op, arg][matters].all()
         assert (arg[~matters] == 0).all()
         assert ((size == 0).all(-1) == ~(matters & (arg < 2))).all()
-    assert {int(value) for action in env.taken for value in action["arg"]} == {0, 1, 2, 3}
+    assert {int(value) for action in env.received_actions for value in action["arg"]} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("policy", ["mlp", "lstm"])
 def test_log_probabilities_add_up_over_the_relevant_heads(policy: str) -> None:
     trainer = restricted(policy=policy)
-    seen = Seen().listen(trainer, RolloutEnd, MinibatchEnd)
+    emitted = EventLog().listen(trainer, RolloutEnd, MinibatchEnd)
 
     trainer.learn(640)
 
-    for event in seen.of(RolloutEnd)[-1:]:  # tensors of earlier rollouts are overwritten by now
+    for event in emitted.of(RolloutEnd)[-1:]:  # tensors of earlier rollouts are overwritten by now
         assert torch.allclose(event.log_probs, sum(event.head_log_probs.values()), atol=1e-6)
         assert list(event.head_log_probs) == ["op", "arg", "size"]
         assert {name: tuple(logits.shape) for name, logits in event.logits.items()} == {
             "op": (16, 4, 3),
             "arg": (16, 4, 4),
         }
-        chosen = event.logits["op"].log_softmax(-1).gather(-1, event.actions["op"].unsqueeze(-1)).squeeze(-1)
-        assert torch.allclose(chosen, event.head_log_probs["op"], atol=1e-6)
+        log_prob = event.logits["op"].log_softmax(-1).gather(-1, event.actions["op"].unsqueeze(-1)).squeeze(-1)
+        assert torch.allclose(log_prob, event.head_log_probs["op"], atol=1e-6)
         assert event.means["size"].shape == (16, 4, 2)
         for name, relevance in event.relevance.items():
             assert (event.head_log_probs[name][~relevance] == 0).all()
         assert torch.equal(event.relevance["arg"], event.actions["op"] > 0)
-    for event in seen.of(MinibatchEnd):
+    for event in emitted.of(MinibatchEnd):
         assert torch.allclose(event.log_ratio, sum(event.head_log_ratios.values()), atol=1e-5)
         assert event.step > 0 or event.log_ratio.abs().max() < 1e-5
         for name, mask in event.action_masks.items():
@@ -186,19 +186,19 @@ def test_masked_content_has_no_influence(seed: int, poison: float) -> None:
         (log_prob.sum() + entropy).backward()
         results.append([log_prob.detach(), entropy.detach(), *(leaf.grad for leaf in leaves.values())])
 
-    for clean, found in zip(*results, strict=True):
-        assert clean is not None and found is not None
-        assert torch.equal(clean, found) and found.isfinite().all()
+    for clean, other in zip(*results, strict=True):
+        assert clean is not None and other is not None
+        assert torch.equal(clean, other) and other.isfinite().all()
 
 
 def test_training_without_the_masks_breaks_the_identity() -> None:
     trainer = restricted()
     trainer.steps = replace(trainer.steps, action_masks=lambda masks: {})
-    seen = Seen().listen(trainer, MinibatchEnd)
+    emitted = EventLog().listen(trainer, MinibatchEnd)
 
     trainer.learn(64)
 
-    assert seen.events[0].log_ratio.abs().max() > 0.1
+    assert emitted.events[0].log_ratio.abs().max() > 0.1
 
 
 def test_a_mask_that_allows_nothing_is_named() -> None:

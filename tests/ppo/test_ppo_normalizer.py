@@ -1,4 +1,4 @@
-"""Running statistics: what they hold, and that acting and training see the same."""
+"""Running statistics: their values, and that acting and training use the same ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ppo_builders import Seen, cartpole, pendulum
+from ppo_builders import EventLog, cartpole, pendulum
 
 from esper_telemetry.events import MinibatchEnd, RolloutEnd
 from esper_telemetry.ppo.normalizer import ObservationNormalizer, RewardNormalizer, RunningMoments
@@ -67,11 +67,11 @@ def test_invalid_rewards_count_for_nothing_even_nan() -> None:
 @pytest.mark.parametrize("policy", ["mlp", "lstm"])
 def test_the_first_minibatch_finds_the_probabilities_of_collection(make: Any, policy: str) -> None:
     trainer = make(policy=policy, num_minibatches=2, normalize_observations=True, normalize_rewards=True)
-    seen = Seen().listen(trainer, MinibatchEnd)
+    emitted = EventLog().listen(trainer, MinibatchEnd)
 
     trainer.learn(1000)
 
-    first = [event for event in seen.events if event.step == 0]
+    first = [event for event in emitted.events if event.step == 0]
     assert len(first) > 5 and max(event.log_ratio.abs().max().item() for event in first) < 1e-5
 
 
@@ -111,10 +111,10 @@ def test_a_limit_is_bootstrapped_from_the_normalised_last_observation() -> None:
 
 def test_episodes_report_raw_rewards() -> None:
     trainer = pendulum(normalize_rewards=True)
-    seen = Seen().listen(trainer, RolloutEnd)
+    emitted = EventLog().listen(trainer, RolloutEnd)
 
     trainer.learn(64)
 
-    event = seen.events[0]
+    event = emitted.events[0]
     assert event.raw_rewards is not None and not torch.equal(event.rewards, event.raw_rewards)
     assert torch.allclose(event.rewards / event.raw_rewards, (event.rewards / event.raw_rewards)[0, 0], rtol=1e-4)

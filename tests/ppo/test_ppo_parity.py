@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from ppo_builders import Seen, cartpole, pendulum
+from ppo_builders import EventLog, cartpole, pendulum
 from stable_baselines3.common.policies import ActorCriticPolicy
 from torch import Tensor
 
@@ -34,7 +34,7 @@ NAMES = {
     "value_net": "value",
     "log_std": "heads.action.log_std",
 }
-"""What their parts are called here."""
+"""Names of the parts of Stable-Baselines3's policy, and of ours."""
 
 
 def ours_named(name: str) -> str:
@@ -102,16 +102,16 @@ def test_one_step_equals_that_of_stable_baselines(make: Any, env_id: str) -> Non
     trainer: PPO = make(entropy_coef=0.01)
     batch = moved(trainer)
     policy = their_policy(env_id, trainer)
-    seen = Seen().listen(trainer, MinibatchEnd, BackwardEnd)
+    emitted = EventLog().listen(trainer, MinibatchEnd, BackwardEnd)
 
     trainer._optimize(batch, 0, 0)
     theirs = their_update(policy, batch, trainer)
 
-    losses = seen.of(MinibatchEnd)[0].losses
+    losses = emitted.of(MinibatchEnd)[0].losses
     assert_equal(losses["policy"], theirs["policy"])
     assert_equal(losses["value"] / theirs["value"], 0.5)
     assert_equal(losses["entropy"], theirs["entropy"])
-    assert_equal(seen.of(BackwardEnd)[0].norms.norm() / theirs["norm"], 1.0)
+    assert_equal(emitted.of(BackwardEnd)[0].norms.norm() / theirs["norm"], 1.0)
     for name, parameter in policy.named_parameters():
         assert_equal(trainer.policy.get_parameter(ours_named(name)), parameter, name)
 
@@ -141,7 +141,7 @@ def test_gradients_equal_those_of_stable_baselines(make: Any, env_id: str) -> No
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
 def test_advantages_equal_those_of_stable_baselines(env_id: str) -> None:
-    """Their buffer adds the value of a truncated episode's last state to its reward; ours keeps it apart.
+    """Stable-Baselines3's buffer adds the value of a truncated episode's last state to its reward; ours keeps it apart.
 
     Both ends occur: a policy of no skill lets the pole fall within 64 steps, and a pendulum's episode is cut after 200.
     """

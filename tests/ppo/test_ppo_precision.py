@@ -1,4 +1,4 @@
-"""Precision and compilation change how fast an update is, and hardly what it does."""
+"""Precision and compilation change the speed of an update, and its results by rounding only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import seeing_env  # noqa: F401  # registers the environments
 import torch
-from ppo_builders import Seen, cartpole, equal, pendulum, weights
+from ppo_builders import EventLog, cartpole, equal, pendulum, weights
 from torch import Tensor
 
 from esper_telemetry.events import EpisodeEnd, MinibatchEnd, TrunkBackward
@@ -19,7 +19,7 @@ from esper_telemetry.ppo.environments import make_env
 from esper_telemetry.ppo.rollout import flatten
 
 NOISY_IMPORT = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-"""Of torch's compiler itself, when it is first used."""
+"""Warnings of torch's compiler itself, when it is first used."""
 
 
 def spotlight(**settings: Any) -> PPO:
@@ -40,12 +40,12 @@ KINDS: list[Any] = [
 def test_bf16_acts_and_trains_alike(make: Any, settings: dict[str, Any]) -> None:
     """The first minibatch finds the probabilities of collection to three digits, the bound for bf16 being 2e-2."""
     trainer = make(precision="bf16", **settings)
-    seen = Seen().listen(trainer, MinibatchEnd)
+    emitted = EventLog().listen(trainer, MinibatchEnd)
 
     trainer.learn(1)
 
-    assert seen.events[0].log_ratio.abs().max() < 5e-3
-    assert all(math.isfinite(float(loss)) for event in seen.events for loss in event.losses.values())
+    assert emitted.events[0].log_ratio.abs().max() < 5e-3
+    assert all(math.isfinite(float(loss)) for event in emitted.events for loss in event.losses.values())
     assert trainer.facts(1)["precision"] == "bf16"
     assert all(weight.dtype == torch.float32 for weight in trainer.policy.parameters())
 
@@ -88,7 +88,7 @@ def test_bf16_learns_cartpole() -> None:
 
 
 def again(event: TrunkBackward) -> None:
-    """What a hook may do: gradients of one loss alone, before those of both are taken further."""
+    """A hook that takes the gradients of one loss alone, before those of both go on to the trunks."""
     torch.autograd.grad(event.outputs, list(event.shared), [event.actor] * len(event.outputs), retain_graph=True)
 
 
@@ -109,7 +109,7 @@ def test_a_compiled_update_is_the_update(make: Any, settings: dict[str, Any], mo
     """CartPole's minibatches differ in size, because NEXT_STEP wastes rows; a hook may back up through the trunk twice."""
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # without a pool of processes, which outlives the test
     plain, fast = make(**settings), make(compile=True, **settings)
-    seen = Seen().listen(fast, MinibatchEnd)
+    emitted = EventLog().listen(fast, MinibatchEnd)
     if settings.get("shared_trunk"):
         fast.hooks.on(TrunkBackward, again)
 
@@ -118,7 +118,7 @@ def test_a_compiled_update_is_the_update(make: Any, settings: dict[str, Any], mo
 
     assert close(weights(plain), weights(fast))
     assert not equal(weights(make(**settings)), weights(fast))
-    assert len(seen.events) == plain.gradient_steps
+    assert len(emitted.events) == plain.gradient_steps
 
 
 def close(left: list[Tensor], right: list[Tensor]) -> bool:

@@ -1,4 +1,4 @@
-"""Presets: what a known task starts from, and that explicit options win."""
+"""Presets: the settings of tuned tasks, and the precedence of explicit options."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ def train(*options: str) -> Train:
 @pytest.mark.parametrize("key", list(PRESETS), ids=str)
 def test_every_preset_fits_its_task(key: tuple[str, str, bool]) -> None:
     env_id, policy, hidden = key
-    found = preset(env_id, policy, mask_velocity=hidden)
+    tuned = preset(env_id, policy, mask_velocity=hidden)
 
-    config = found.config(seed=3)
+    config = tuned.config(seed=3)
 
     assert (config.policy, config.seed) == (policy, 3)
-    config.check_rollout(found.num_envs)
-    make_env(env_id, num_envs=found.num_envs, mask_velocity=hidden).close()
+    config.check_rollout(tuned.num_envs)
+    make_env(env_id, num_envs=tuned.num_envs, mask_velocity=hidden).close()
 
 
 def test_an_unknown_task_gets_the_defaults() -> None:
-    found = preset("Somewhere-v0")
+    defaults = preset("Somewhere-v0")
 
-    assert (found.name, found.num_envs, found.config()) == ("none", 8, PPOConfig())
+    assert (defaults.name, defaults.num_envs, defaults.config()) == ("none", 8, PPOConfig())
 
 
 def test_an_unknown_task_with_memory_is_normalised() -> None:
     """Rewards of any size, observations of any scale: an LSTM that must see small differences does not learn without."""
-    found = preset("Somewhere-v0", "gru")
+    defaults = preset("Somewhere-v0", "gru")
 
-    assert (found.name, found.config().policy) == ("memory", "gru")
-    assert found.config().normalize_observations and found.config().normalize_rewards
+    assert (defaults.name, defaults.config().policy) == ("memory", "gru")
+    assert defaults.config().normalize_observations and defaults.config().normalize_rewards
 
 
 def test_the_command_line_starts_from_the_preset_and_explicit_options_win() -> None:

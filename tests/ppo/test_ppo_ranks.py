@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ppo_builders import Seen, cartpole, equal, pendulum, random_rollout, weights
+from ppo_builders import EventLog, cartpole, equal, pendulum, random_rollout, weights
 from torch import Tensor
 from two_ranks import run_together
 
@@ -75,10 +75,10 @@ def rolled_back(rank: int) -> tuple[list[Tensor], list[tuple[int, int]]]:
         return usual(log_ratio, advantages, clip) * (torch.nan if rank == 1 and trainer.updates == 2 else 1.0)
 
     trainer.steps = replace(trainer.steps, policy_loss=loss)
-    found: list[tuple[int, int]] = []
-    trainer.hooks.on(Rollback, lambda event: found.append((event.update, event.rollbacks)))
+    results: list[tuple[int, int]] = []
+    trainer.hooks.on(Rollback, lambda event: results.append((event.update, event.rollbacks)))
     trainer.learn(1000)
-    return weights(trainer), found
+    return weights(trainer), results
 
 
 def learned(rank: int, make: Callable[[], PPO]) -> tuple[list[Tensor], int, int]:
@@ -127,7 +127,7 @@ def gone_on(rank: int, directory: str) -> dict[str, Any]:
     whole.learn(1000)
     resumed = remembering()
     resumed.load(path)
-    later = Seen().listen(resumed, EpisodeEnd)
+    later = EventLog().listen(resumed, EpisodeEnd)
     resumed.learn(1000)
     alone = cartpole()
     alone.ranks = Ranks()
@@ -143,7 +143,7 @@ def gone_on(rank: int, directory: str) -> dict[str, Any]:
 
 
 def own_state(trainer: PPO) -> list[Tensor]:
-    """What only this rank has: where its episodes stand, its generators, its discounted returns."""
+    """State of this rank alone: its open episodes, its generators, its discounted returns."""
     state = trainer.collector.state_dict()
     assert trainer.normalizers.rewards is not None
     return [state["observations"], state["generator"], *state["memories"].values(), trainer.normalizers.rewards.sums]
@@ -159,10 +159,10 @@ def test_ranks_go_on_from_one_file_each_with_its_own_episodes(tmp_path: Path) ->
     """Eight updates of 128 steps: all that each rank has is, bit for bit, what it would have had without a break."""
     ranks = run_together(gone_on, tmp_path, str(tmp_path))
 
-    for found in ranks:
-        assert found["updates"] == (8, 8)
-        assert equal(*found["weights"]) and equal(*found["states"])
-    first, second = (found["states"][1] for found in ranks)
+    for result in ranks:
+        assert result["updates"] == (8, 8)
+        assert equal(*result["weights"]) and equal(*result["states"])
+    first, second = (result["states"][1] for result in ranks)
     assert not any(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
     assert ranks[0]["refusal"].endswith("alone0.pt was saved by 1 rank, here are 2")
     saved = read(tmp_path / "latest.pt")

@@ -1,4 +1,4 @@
-"""Memory: what acting, valuing and training make of it must be the same, and none may cross an episode."""
+"""Memory: the same in acting, valuing and training, and cleared at every end of an episode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ppo_builders import Seen, cartpole, equal, pendulum, random_rollout, weights
+from ppo_builders import EventLog, cartpole, equal, pendulum, random_rollout, weights
 from torch import Tensor
 
 from esper_telemetry.events import MinibatchEnd, RolloutEnd
@@ -25,10 +25,10 @@ KINDS = ("lstm", "gru")
 
 def trunk(kind: str, layers: int, size: int = 8) -> RecurrentTrunk:
     torch.manual_seed(0)
-    made = RecurrentTrunk(MLP(3, (5,), "tanh"), Core(kind, 5, size, layers), MLP(size, (4,), "tanh"))
-    for parameter in made.parameters():
+    network = RecurrentTrunk(MLP(3, (5,), "tanh"), Core(kind, 5, size, layers), MLP(size, (4,), "tanh"))
+    for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=size**-0.5)
-    return made
+    return network
 
 
 def step_by_step(core: RecurrentTrunk, observations: Tensor, fresh: Tensor, state: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def test_what_an_earlier_episode_held_has_no_influence(seed: int, shared: bool, 
 
 
 def test_gradients_are_those_of_columns_of_one_run() -> None:
-    found = []
+    gradients = []
     for shared in (False, True):
         core = trunk("lstm", 2)
         fresh = np.random.default_rng(0).random((20, 3)) < 0.3
@@ -103,9 +103,9 @@ def test_gradients_are_those_of_columns_of_one_run() -> None:
         grid = RolloutRecurrence({"actor": state}, fresh, state, None).sequences().grid(shared=shared)
         rows = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
         core(rows, grid, grid.states["actor"]).square().sum().backward()
-        found.append([parameter.grad for parameter in core.parameters()])
+        gradients.append([parameter.grad for parameter in core.parameters()])
 
-    for alone, together in zip(*found, strict=True):
+    for alone, together in zip(*gradients, strict=True):
         assert alone is not None and together is not None and torch.allclose(alone, together, rtol=1e-4, atol=1e-5)
 
 
@@ -160,11 +160,11 @@ def test_a_step_in_numpy_equals_one_in_torch(kind: str) -> None:
 @pytest.mark.parametrize("shared_trunk", [False, True])
 def test_the_first_minibatch_finds_the_probabilities_of_collection(make: Any, kind: str, shared_trunk: bool) -> None:
     trainer = make(policy=kind, shared_trunk=shared_trunk, num_minibatches=2, lstm_size=16)
-    seen = Seen().listen(trainer, MinibatchEnd)
+    emitted = EventLog().listen(trainer, MinibatchEnd)
 
     trainer.learn(1000)
 
-    first = [event for event in seen.events if event.step == 0]
+    first = [event for event in emitted.events if event.step == 0]
     assert len(first) > 5
     assert max(event.log_ratio.abs().max().item() for event in first) < 1e-5
     assert max((event.values - event.old_values).abs().max().item() for event in first) < 1e-4
@@ -175,9 +175,9 @@ def recurrent(**changes: Any) -> PPO:
 
 
 def largest_first_ratio(trainer: PPO) -> float:
-    seen = Seen().listen(trainer, MinibatchEnd)
+    emitted = EventLog().listen(trainer, MinibatchEnd)
     trainer.learn(1500)
-    return float(max(event.log_ratio.abs().max() for event in seen.events if event.step == 0))
+    return float(max(event.log_ratio.abs().max() for event in emitted.events if event.step == 0))
 
 
 def test_training_from_an_empty_state_breaks_the_identity() -> None:
@@ -193,11 +193,11 @@ def test_memory_that_is_never_cleared_stays_consistent_and_crosses_episodes() ->
     """The identity cannot see this fault: acting and training share it."""
     trainer = pendulum(policy="lstm", lstm_size=16, num_minibatches=2)
     trainer.steps = replace(trainer.steps, resets=np.zeros_like)
-    seen = Seen().listen(trainer, RolloutEnd)
+    emitted = EventLog().listen(trainer, RolloutEnd)
 
     assert largest_first_ratio(trainer) < 1e-5
 
-    after_ends = [event.states.movedim(3, 1)[1:][event.ended[:-1]] for event in seen.events]
+    after_ends = [event.states.movedim(3, 1)[1:][event.ended[:-1]] for event in emitted.events]
     assert (torch.cat(after_ends) != 0).any(-1).all()
 
 
@@ -292,9 +292,9 @@ def test_the_facts_name_the_parameters_of_the_memory() -> None:
 
 def test_without_memory_the_event_tells_nothing_of_it() -> None:
     trainer = pendulum()
-    seen = Seen().listen(trainer, RolloutEnd)
+    emitted = EventLog().listen(trainer, RolloutEnd)
 
     trainer.learn(64)
 
-    event = seen.events[0]
+    event = emitted.events[0]
     assert event.states is None

@@ -1,4 +1,4 @@
-"""The rollout shown to the policy once more: what it says before and after an update, and that it leaves no trace."""
+"""Replay of a rollout: outputs of the policy before and after an update, and training unchanged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ppo_builders import Seen, equal, weights
+from ppo_builders import EventLog, equal, weights
 from torch import Tensor
 
 from esper_telemetry.events import (
@@ -36,7 +36,7 @@ def trainer(env: str, policy: str, **settings: Any) -> PPO:
 
 
 def ask(source: PPO, event: type, question: Callable[[PolicyReplay], Any]) -> list[Any]:
-    """What the policy answers in each of three updates."""
+    """Answers of the policy in each of three updates."""
     answers: list[Any] = []
     source.hooks.on(event, lambda e: answers.append(question(e.policy)))
     source.learn(3 * 24 * 4)
@@ -79,9 +79,9 @@ def test_rows_that_are_no_transitions_are_not_shown() -> None:
 @pytest.mark.parametrize("policy", ["mlp", "lstm"])
 def test_rows_of_minibatches_are_those_of_the_rollout(policy: str) -> None:
     source = trainer("CartPole-v1", policy)
-    seen = Seen().listen(source, RolloutEnd, MinibatchEnd)
+    emitted = EventLog().listen(source, RolloutEnd, MinibatchEnd)
     source.learn(1)
-    rollout, minibatches = seen.events[0], seen.of(MinibatchEnd)
+    rollout, minibatches = emitted.events[0], emitted.of(MinibatchEnd)
 
     for minibatch in minibatches:
         assert torch.equal(rollout.values.flatten()[minibatch.rows], minibatch.old_values)
@@ -117,9 +117,9 @@ def test_gradients_at_the_first_state_are_those_of_the_fused_pass(policy: str, s
 
     def question(replay: PolicyReplay) -> tuple[Tensor, Tensor] | None:
         assert isinstance(replay, TrainerReplay)
-        found, batch = replay.state_gradients(), replay._batch
+        gradients, batch = replay.state_gradients(), replay._batch
         assert batch.sequences is not None
-        if found is None:
+        if gradients is None:
             return None
         stored = batch.sequences.states["actor"].clone().requires_grad_()
         fresh = replay._rollout.recurrence.fresh[0]  # type: ignore[union-attr]  # this policy has a memory
@@ -131,7 +131,7 @@ def test_gradients_at_the_first_state_are_those_of_the_fused_pass(policy: str, s
         outputs = source.policy.trunks(part.observations, part.grid())
         (gradient,) = torch.autograd.grad(source._loss_of_actor(part, outputs[0]), [stored])
         part.sequences.states["actor"] = stored.detach()  # type: ignore[index]
-        return found.first, gradient[:, 0, envs]
+        return gradients.first, gradient[:, 0, envs]
 
     answers = [answer for answer in ask(source, BeforeUpdate, question) if answer is not None]
 
@@ -164,7 +164,7 @@ def test_a_policy_without_memory_has_nothing_to_forget() -> None:
 def test_the_first_step_of_an_episode_does_the_same_without_memory() -> None:
     """Rows that begin an episode have none to lose."""
     source = trainer("cue-recall", "lstm")
-    rollouts = Seen().listen(source, RolloutEnd)
+    rollouts = EventLog().listen(source, RolloutEnd)
 
     answers = ask(source, BeforeUpdate, lambda policy: (policy.stored_part(), policy.without_memory()))
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides the trainer itself, and what happens where an environment cannot be saved."""
+"""Members of a checkpoint besides the trainer itself, and environments that cannot be saved."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ppo_builders import Seen, cartpole, pendulum
+from ppo_builders import EventLog, cartpole, pendulum
 
 from esper_telemetry.events import RunStart, UpdateEnd
 from esper_telemetry.ppo import PPO, Checkpoints, PPOConfig
-from esper_telemetry.ppo.checkpointables import Checkpointables
+from esper_telemetry.ppo.checkpoint import Checkpointables
 from esper_telemetry.ppo.environments import make_env
 
 
@@ -122,11 +122,11 @@ def test_a_run_that_goes_on_says_from_where(tmp_path: Path) -> None:
     path = trainer.save(tmp_path / "latest.pt")
 
     resumed = pendulum()
-    seen = Seen().listen(resumed, RunStart)
+    emitted = EventLog().listen(resumed, RunStart)
     resumed.load(path)
     resumed.learn(200)
 
-    (start,) = seen.of(RunStart)
+    (start,) = emitted.of(RunStart)
     assert (start.update, start.env_step, start.gradient_step) == (2, 128, 16)
 
 

@@ -1,4 +1,4 @@
-"""What changes over a run and within an update: rates, bonus, early stop, value clipping, normalisation of advantages."""
+"""Schedules over a run and within an update: rates, bonus, early stop, value clipping, normalisation of advantages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ppo_builders import Seen, cartpole, pendulum
+from ppo_builders import EventLog, cartpole, pendulum
 
 from esper_telemetry.events import MinibatchEnd, UpdateEnd
 from esper_telemetry.ppo import PPOConfig
@@ -22,11 +22,11 @@ from esper_telemetry.ppo.objective import (
 
 def test_a_constant_rate_stays() -> None:
     trainer = pendulum(learning_rate=1e-3, anneal_learning_rate=False)
-    seen = Seen().listen(trainer, UpdateEnd)
+    emitted = EventLog().listen(trainer, UpdateEnd)
 
     trainer.learn(192)
 
-    assert [event.learning_rate for event in seen.events] == [1e-3] * 3
+    assert [event.learning_rate for event in emitted.events] == [1e-3] * 3
 
 
 def test_the_adaptive_rate_follows_the_band_around_the_desired_kl() -> None:
@@ -40,11 +40,11 @@ def test_the_adaptive_rate_follows_the_band_around_the_desired_kl() -> None:
 
 def test_the_rate_adapts_once_per_update() -> None:
     trainer = pendulum(learning_rate=1e-3, desired_kl=1e9)
-    seen = Seen().listen(trainer, UpdateEnd)
+    emitted = EventLog().listen(trainer, UpdateEnd)
 
     trainer.learn(192)
 
-    assert [event.learning_rate for event in seen.events] == pytest.approx([1e-3, 1.5e-3, 2.25e-3])
+    assert [event.learning_rate for event in emitted.events] == pytest.approx([1e-3, 1.5e-3, 2.25e-3])
 
 
 def test_the_kl_of_a_pass_is_schulmans_estimator() -> None:
@@ -55,17 +55,17 @@ def test_the_kl_of_a_pass_is_schulmans_estimator() -> None:
 def test_an_update_ends_after_the_pass_that_went_too_far() -> None:
     """Nothing has moved before the first step; one pass with a large rate moves far."""
     trainer = cartpole(target_kl=1e-6, num_epochs=5, learning_rate=0.01)
-    seen = Seen().listen(trainer, UpdateEnd, MinibatchEnd)
+    emitted = EventLog().listen(trainer, UpdateEnd, MinibatchEnd)
 
     trainer.learn(200)
 
-    assert seen.of(UpdateEnd)[0].epochs == 1
-    assert {event.epoch for event in seen.of(MinibatchEnd)} == {0}
+    assert emitted.of(UpdateEnd)[0].epochs == 1
+    assert {event.epoch for event in emitted.of(MinibatchEnd)} == {0}
 
     patient = cartpole(target_kl=1e9, num_epochs=5)
-    seen = Seen().listen(patient, UpdateEnd)
+    emitted = EventLog().listen(patient, UpdateEnd)
     patient.learn(64)
-    assert seen.events[0].epochs == 5
+    assert emitted.events[0].epochs == 5
 
 
 def test_the_entropy_bonus_moves_linearly() -> None:
@@ -78,11 +78,11 @@ def test_the_entropy_bonus_moves_linearly() -> None:
 def test_an_update_says_how_much_the_bonus_counted() -> None:
     """Two updates: full weight, then half way."""
     trainer = pendulum(entropy_coef=0.1, final_entropy_coef=0.0, num_epochs=1)
-    seen = Seen().listen(trainer, UpdateEnd)
+    emitted = EventLog().listen(trainer, UpdateEnd)
 
     trainer.learn(128)
 
-    assert [event.coefficients["entropy"] for event in seen.events] == pytest.approx([0.1, 0.05])
+    assert [event.coefficients["entropy"] for event in emitted.events] == pytest.approx([0.1, 0.05])
 
 
 def test_the_clipped_value_loss_takes_the_larger_error() -> None:
@@ -116,11 +116,11 @@ def test_the_deviation_of_advantages_has_a_floor() -> None:
 @pytest.mark.parametrize("per_minibatch", [False, True])
 def test_advantages_are_normalised_over_the_rollout_or_each_minibatch(per_minibatch: bool) -> None:
     trainer = pendulum(normalize_minibatches=per_minibatch, num_epochs=1)
-    seen = Seen().listen(trainer, MinibatchEnd)
+    emitted = EventLog().listen(trainer, MinibatchEnd)
 
     trainer.learn(64)
 
-    deviations = [event.advantages.std() for event in seen.events]
-    whole = torch.cat([event.advantages for event in seen.events]).std()
+    deviations = [event.advantages.std() for event in emitted.events]
+    whole = torch.cat([event.advantages for event in emitted.events]).std()
     assert torch.allclose(torch.stack(deviations), torch.ones(4), atol=1e-4) == per_minibatch
     assert torch.allclose(whole, torch.tensor(1.0), atol=1e-4) != per_minibatch

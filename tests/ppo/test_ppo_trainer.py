@@ -1,4 +1,4 @@
-"""The trainer as a whole: what must hold in any run, whatever is learned."""
+"""The trainer as a whole: properties of every run, whatever is learned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ppo_builders import Seen, cartpole, equal, pendulum, weights
+from ppo_builders import EventLog, cartpole, equal, pendulum, weights
 from torch import Tensor
 
 from esper_telemetry import events
@@ -66,11 +66,11 @@ Make = Callable[..., PPO]
 def test_the_first_minibatch_finds_the_probabilities_of_collection(make: Make, shared_trunk: bool) -> None:
     """The rollout acts in NumPy, the update runs in torch; before the first step of an update they must agree."""
     trainer = make(shared_trunk=shared_trunk)
-    seen = Seen().listen(trainer, MinibatchEnd)
+    emitted = EventLog().listen(trainer, MinibatchEnd)
 
     trainer.learn(1000)
 
-    first = [event for event in seen.events if event.step == 0]
+    first = [event for event in emitted.events if event.step == 0]
     assert len(first) > 5
     assert max(event.log_ratio.abs().max().item() for event in first) < 2e-6
 
@@ -89,7 +89,7 @@ def test_the_same_seed_gives_the_same_weights(make: Make) -> None:
 @pytest.mark.parametrize("make", [cartpole, pendulum])
 def test_watching_changes_nothing(make: Make) -> None:
     watched, alone = make(), make()
-    Seen().listen(watched, *EVENTS)
+    EventLog().listen(watched, *EVENTS)
 
     watched.learn(600)
     alone.learn(600)
@@ -109,15 +109,15 @@ def test_the_trainer_leaves_the_generators_of_others_alone() -> None:
 def test_events_come_in_their_order() -> None:
     """Two epochs of four minibatches."""
     trainer = cartpole()
-    seen = Seen().listen(trainer, *EVENTS)
+    emitted = EventLog().listen(trainer, *EVENTS)
 
     trainer.learn(64)
 
     minibatch = [TrunkBackward, BackwardEnd, OptimizerStep, MinibatchEnd]
     before = [RunStart, RolloutEnd, EpisodeEnd, BeforeUpdate]
     after = [MinibatchesEnd, BackwardsEnd, AfterUpdate, UpdateEnd]
-    assert [type(event) for event in seen.events] == [*before, MinibatchStart, *minibatch * 8, *after]
-    assert [(e.epoch, e.step) for e in seen.of(MinibatchEnd)] == [(step // 4, step) for step in range(8)]
+    assert [type(event) for event in emitted.events] == [*before, MinibatchStart, *minibatch * 8, *after]
+    assert [(e.epoch, e.step) for e in emitted.of(MinibatchEnd)] == [(step // 4, step) for step in range(8)]
 
 
 def recall(**settings: Any) -> PPO:
@@ -129,14 +129,14 @@ def recall(**settings: Any) -> PPO:
 def test_joined_minibatches_are_the_minibatches(make: Make, breaks: bool) -> None:
     """One head, a continuous one, several with masks; also where the update breaks off at its third minibatch."""
     trainer = make(num_steps=16, num_epochs=2, num_minibatches=2)
-    seen = Seen().listen(trainer, MinibatchEnd, MinibatchesEnd)
+    emitted = EventLog().listen(trainer, MinibatchEnd, MinibatchesEnd)
     if breaks:
         trainer.hooks.on(MinibatchEnd, lambda event: fail() if event.step == 2 else None, last=True)
 
     with pytest.raises(AssertionError) if breaks else nullcontext():
         trainer.learn(1)
 
-    (joined,), parts = seen.of(MinibatchesEnd), seen.of(MinibatchEnd)[: 2 if breaks else 4]
+    (joined,), parts = emitted.of(MinibatchesEnd), emitted.of(MinibatchEnd)[: 2 if breaks else 4]
     assert joined.epochs == tuple(part.epoch for part in parts)
     assert joined.counts == tuple(len(part.log_ratio) for part in parts)
     for name in ("log_ratio", "advantages", "rows"):
@@ -169,16 +169,16 @@ def fail(*arguments: Any, **named: Any) -> None:
 
 def test_events_keep_their_tensors_until_the_update_ends() -> None:
     trainer = cartpole()
-    seen = Seen().listen(trainer, RolloutEnd, MinibatchEnd)
+    emitted = EventLog().listen(trainer, RolloutEnd, MinibatchEnd)
     copies: list[list[Tensor]] = []
     for event_type in (RolloutEnd, MinibatchEnd):
         trainer.hooks.on(event_type, lambda event: copies.append([tensor.clone() for tensor in tensors(event)]))
 
     def compare(_: UpdateEnd) -> None:
         assert len(copies) == 9
-        assert all(equal(tensors(event), copy) for event, copy in zip(seen.events, copies, strict=True))
+        assert all(equal(tensors(event), copy) for event, copy in zip(emitted.events, copies, strict=True))
         copies.clear()
-        seen.events.clear()
+        emitted.events.clear()
 
     trainer.hooks.on(UpdateEnd, compare)
     trainer.learn(600)
@@ -215,26 +215,26 @@ def test_the_facts_hold_what_detectors_need() -> None:
 
 def test_norms_are_those_before_clipping() -> None:
     trainer = cartpole(max_grad_norm=1e-3)
-    found: list[bool] = []
+    clipped: list[bool] = []
 
     def check(event: BackwardEnd) -> None:
         norms = [event.parameters[name].grad.norm() for name in event.names]  # type: ignore[union-attr] # there are gradients
-        found.append(torch.allclose(torch.stack(norms), event.norms))
+        clipped.append(torch.allclose(torch.stack(norms), event.norms))
         assert event.max_norm == 1e-3
 
     trainer.hooks.on(BackwardEnd, check)
     trainer.learn(100)
 
-    assert found == [True] * 8
+    assert clipped == [True] * 8
 
 
 def test_the_entropy_is_computed_only_where_it_counts() -> None:
     names = []
     for coefficient in (0.0, 0.01):
         trainer = pendulum(entropy_coef=coefficient)
-        seen = Seen().listen(trainer, MinibatchEnd)
+        emitted = EventLog().listen(trainer, MinibatchEnd)
         trainer.learn(64)
-        names.append(set(seen.events[-1].losses))
+        names.append(set(emitted.events[-1].losses))
 
     assert names == [{"policy", "value"}, {"policy", "value", "entropy"}]
 
@@ -242,25 +242,25 @@ def test_the_entropy_is_computed_only_where_it_counts() -> None:
 def test_the_entropy_of_a_fresh_gaussian_is_that_of_the_standard_normal() -> None:
     """½ ln(2πe) = 1.4189 nats per dimension."""
     trainer = pendulum(entropy_coef=0.01)
-    seen = Seen().listen(trainer, MinibatchEnd)
+    emitted = EventLog().listen(trainer, MinibatchEnd)
 
     trainer.learn(64)
 
-    assert seen.events[0].losses["entropy"].item() == pytest.approx(-1.4189385, abs=1e-6)
-    assert seen.events[0].log_std["action"].shape == (1,) and not seen.events[0].logits
+    assert emitted.events[0].losses["entropy"].item() == pytest.approx(-1.4189385, abs=1e-6)
+    assert emitted.events[0].log_std["action"].shape == (1,) and not emitted.events[0].logits
 
 
 def test_the_learning_rate_falls_to_zero_over_the_run() -> None:
     """Four rollouts of 64 steps: 1, 3/4, 1/2, 1/4 of the rate."""
     trainer = pendulum(learning_rate=0.4, max_grad_norm=1e-9)
-    seen = Seen().listen(trainer, UpdateEnd)
+    emitted = EventLog().listen(trainer, UpdateEnd)
 
     trainer.learn(256)
 
-    assert [event.learning_rate for event in seen.events] == pytest.approx([0.4, 0.3, 0.2, 0.1])
-    assert [event.env_step for event in seen.events] == [64, 128, 192, 256]
-    assert [event.gradient_step for event in seen.events] == [8, 16, 24, 32]
-    assert set(seen.events[0].seconds) == {"environment", "inference", "update"}
+    assert [event.learning_rate for event in emitted.events] == pytest.approx([0.4, 0.3, 0.2, 0.1])
+    assert [event.env_step for event in emitted.events] == [64, 128, 192, 256]
+    assert [event.gradient_step for event in emitted.events] == [8, 16, 24, 32]
+    assert set(emitted.events[0].seconds) == {"environment", "inference", "update"}
 
 
 def test_a_stopped_trainer_ends_after_the_update() -> None:
@@ -332,11 +332,11 @@ def test_a_time_limit_does_not_lower_the_value(bootstrap: bool, policy: str) -> 
     trainer = PPO(Forever(), PPOConfig(**settings, policy=policy, lstm_size=8, num_minibatches=2))
     if not bootstrap:
         trainer.steps = replace(trainer.steps, advantages=without_bootstrap)
-    seen = Seen().listen(trainer, RolloutEnd)
+    emitted = EventLog().listen(trainer, RolloutEnd)
 
     trainer.learn(5120)
 
-    value = seen.events[-1].values.mean().item()
+    value = emitted.events[-1].values.mean().item()
     assert value == pytest.approx(10, abs=0.7) if bootstrap else value < 3.5
 
 

@@ -1,4 +1,4 @@
-"""The watchdog: one bad rollout is survived, three in a row are not, and good ones are left alone."""
+"""The watchdog: it restores weights after one bad rollout, ends training after three in a row, and alters no good one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ppo_builders import Seen, cartpole, equal, pendulum, weights
+from ppo_builders import EventLog, cartpole, equal, pendulum, weights
 from torch import Tensor
 
 from esper_telemetry.events import Rollback, UpdateEnd
@@ -32,7 +32,7 @@ def poisoned(updates: set[int]) -> Callable[[Tensor], Tensor]:
 def test_one_bad_rollout_is_undone_and_training_goes_on() -> None:
     trainer = pendulum(watchdog=True, normalize_observations=True)
     trainer.steps = replace(trainer.steps, rewards=poisoned({2}))
-    seen = Seen().listen(trainer, Rollback)
+    emitted = EventLog().listen(trainer, Rollback)
     states: list[list[Tensor]] = []
     moments: list[int] = []
 
@@ -43,7 +43,7 @@ def test_one_bad_rollout_is_undone_and_training_goes_on() -> None:
     trainer.hooks.on(UpdateEnd, keep)
     trainer.learn(256)
 
-    assert [(event.update, event.env_step, event.rollbacks) for event in seen.events] == [(2, 128, 1)]
+    assert [(event.update, event.env_step, event.rollbacks) for event in emitted.events] == [(2, 128, 1)]
     assert equal(states[0], states[1]) and not equal(states[1], states[2])
     assert moments[1] == 0 and moments[0] == moments[2] > 0
     assert all(tensor.isfinite().all() for tensor in states[-1])

@@ -54,8 +54,8 @@ def file_size(run_dir: Path, telemetry: Telemetry | None) -> None:
 
 def descriptors(run_dir: Path, telemetry: Telemetry | None) -> None:
     """Let nothing more be opened."""
-    found = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir()) + 1
-    spare = [os.dup(0) for _ in range(found)]  # no gap may be left below the limit
+    count = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir()) + 1
+    spare = [os.dup(0) for _ in range(count)]  # no gap may be left below the limit
     limit = max(spare) + 1
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 

@@ -80,21 +80,21 @@ with et.Telemetry([et.PrometheusSink("metrics.prom")], run_dir="run", offload=Tr
     weights = TRAININGS["{training}"](telemetry, nothing)
 print(weights)
 """
-    done = without(MACOS, tmp_path, program)
+    process = without(MACOS, tmp_path, program)
 
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.strip() == TRAININGS[training](None, nothing)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert process.stdout.strip() == TRAININGS[training](None, nothing)
     assert not (tmp_path / "run" / "summary.log").exists(), "no worker was started"
     assert "esper_" in (tmp_path / "metrics.prom").read_text()
     assert len(read_run(tmp_path / "run").records) > 5
 
 
 def test_windows_is_told_at_the_import_of_telemetry_what_to_use(tmp_path: Path) -> None:
-    done = without(WINDOWS, tmp_path, "from esper_telemetry import Telemetry")
+    process = without(WINDOWS, tmp_path, "from esper_telemetry import Telemetry")
 
-    assert done.returncode == 1
-    assert "ImportError: esper_telemetry.Telemetry does not run on this system" in done.stderr
-    assert "WSL 2 on Windows" in done.stderr
+    assert process.returncode == 1
+    assert "ImportError: esper_telemetry.Telemetry does not run on this system" in process.stderr
+    assert "WSL 2 on Windows" in process.stderr
 
 
 def test_windows_measures_trains_and_reads_runs(tmp_path: Path) -> None:
@@ -111,11 +111,11 @@ said = {"weights": TRAININGS["bundled"](None, nothing), "records": len(read_run(
 print(json.dumps(said))
 main(["diagnose", "run"])
 """
-    done = without(WINDOWS, tmp_path, program)
+    process = without(WINDOWS, tmp_path, program)
 
-    said, _, verdict = done.stdout.partition("\n")
-    assert done.stderr == ""
-    assert json.loads(said) == {
+    progress, _, verdict = process.stdout.partition("\n")
+    assert process.stderr == ""
+    assert json.loads(progress) == {
         "weights": TRAININGS["bundled"](None, nothing),
         "records": len(read_run(tmp_path / "run").records),
     }

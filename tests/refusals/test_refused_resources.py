@@ -82,7 +82,7 @@ def refused(number: int, original: Call, when: Callable[[tuple[Any, ...]], bool]
 
 
 def names(*endings: str) -> Callable[[tuple[Any, ...]], bool]:
-    """Whether the first argument is a path with one of these endings."""
+    """Return a test: the first argument is a path with one of these endings."""
     return lambda arguments: str(arguments[0]).endswith(endings)
 
 
@@ -166,8 +166,8 @@ def test_training_ends_as_without_telemetry(
 
 
 def test_a_port_that_is_taken_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
         with Telemetry([PrometheusSink(port=port)], run_dir=tmp_path / "run", close_timeout=20.0) as telemetry:
             weights = TRAININGS["own_loop"](telemetry, nothing)
 
@@ -257,9 +257,9 @@ def test_training_ends_as_without_telemetry_where_the_system_itself_refuses(
     )
 
     assert program.returncode == 0, program.stderr
-    said = json.loads(program.stdout)
-    assert said["weights"] == untouched(training)
-    check([warning for warning in said["warnings"] if not REPORTS.search(warning)], patterns)
+    report = json.loads(program.stdout)
+    assert report["weights"] == untouched(training)
+    check([warning for warning in report["warnings"] if not REPORTS.search(warning)], patterns)
 
 
 def test_the_command_trains_where_no_file_may_be_larger_than_60_kb_and_says_that_no_checkpoint_is_there(
@@ -277,8 +277,8 @@ def test_the_command_trains_where_no_file_may_be_larger_than_60_kb_and_says_that
     )
 
     assert "Traceback" not in command.stderr
-    said = [line for line in command.stderr.splitlines() if "esper-telemetry: cannot" in line]
-    check(said, (WORKER, "cannot write to .*journal.jsonl", "cannot write a checkpoint"))
+    messages = [line for line in command.stderr.splitlines() if "esper-telemetry: cannot" in line]
+    check(messages, (WORKER, "cannot write to .*journal.jsonl", "cannot write a checkpoint"))
     assert command.returncode == 1, "the trained policy is lost"
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 

@@ -99,4 +99,4 @@ TRAININGS: dict[str, Callable[[Telemetry | None, Middle], str]] = {
 
 
 def nothing() -> None:
-    """What is refused in the middle: nothing."""
+    """Refuse nothing in the middle of a training."""

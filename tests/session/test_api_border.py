@@ -1,4 +1,4 @@
-"""The border of the Python API: what is meant is taken, what is wrong is refused in one sentence, what is lost is told once."""
+"""Arguments of the Python API: accepted forms, refusals in one sentence, and one warning for lost values."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Curiosity(MetricGroup):
 @pytest.fixture
 def telemetry(tmp_path: Path) -> Iterator[Telemetry]:
     """Telemetry that is open, in `tmp_path / "run"`."""
-    with Telemetry(run_dir=tmp_path / "run") as made:
-        yield made
+    with Telemetry(run_dir=tmp_path / "run") as opened:
+        yield opened
 
 
 def journal(run_dir: Path) -> list[dict[str, Any]]:
@@ -61,12 +61,12 @@ def one_record(sinks: Any, run_dir: Path) -> None:
 
 
 def test_a_single_sink_is_a_list_of_one(tmp_path: Path) -> None:
-    memory, seen = MemorySink(), list[Record]()
+    memory, received = MemorySink(), list[Record]()
     one_record(memory, tmp_path / "object")
-    one_record(seen.append, tmp_path / "callable")
+    one_record(received.append, tmp_path / "callable")
     one_record("prometheus", tmp_path / "uri")
 
-    assert [record.values["a/b"] for record in (*memory.records, *seen)] == [1.0, 1.0]
+    assert [record.values["a/b"] for record in (*memory.records, *received)] == [1.0, 1.0]
     assert (tmp_path / "uri" / "metrics.prom").exists()
 
 
@@ -651,7 +651,7 @@ class FlushedMeanwhile(Postponed):
 
 
 def test_threads_are_served_one_at_a_time(tmp_path: Path) -> None:
-    """What one thread observes while another one flushes belongs to that update or to the next, and is not lost."""
+    """Groups that one thread observes while another one flushes belong to that update or to the next; none is lost."""
     with Telemetry(run_dir=tmp_path / "run") as telemetry:
         measured = FlushedMeanwhile(telemetry)
         telemetry.observe(measured)
@@ -710,14 +710,14 @@ def test_a_run_is_shown_in_a_few_lines(tmp_path: Path) -> None:
             telemetry.flush(env_step=update * 64)
 
     run = read_run(tmp_path / "run")
-    shown = repr(run).splitlines()
+    lines = repr(run).splitlines()
     assert str(run) == repr(run)
-    assert len(shown) <= 8
-    assert max(map(len, shown)) < 200
-    assert shown[0].startswith("Run 'walker' in ")
-    assert "finished" in shown[1]
-    assert "30 of " in shown[2] and "update 1 to 30, env_step 0 to 1856" in shown[2]
-    assert "numerics/nonfinite (1)" in shown[3]
+    assert len(lines) <= 8
+    assert max(map(len, lines)) < 200
+    assert lines[0].startswith("Run 'walker' in ")
+    assert "finished" in lines[1]
+    assert "30 of " in lines[2] and "update 1 to 30, env_step 0 to 1856" in lines[2]
+    assert "numerics/nonfinite (1)" in lines[3]
 
 
 def test_parts_of_a_run_are_shown_on_a_line(tmp_path: Path) -> None:
@@ -725,9 +725,9 @@ def test_parts_of_a_run_are_shown_on_a_line(tmp_path: Path) -> None:
         telemetry.log({f"many/n{number}": number for number in range(500)})
         telemetry.log({"numerics/nonfinite": 3.0})
         telemetry.flush(env_step=64)
-        shown = repr(telemetry)
+        text = repr(telemetry)
 
     run = read_run(tmp_path / "run")
-    assert "run_dir" in shown and "update 1" in shown and "open" in shown
+    assert "run_dir" in text and "update 1" in text and "open" in text
     assert all(len(repr(part)) < 1000 for part in (run.records[0], run.info, *run.alarms))
     assert repr(run.records[0]).startswith("Record(update=1, env_step=64, gradient_step=0, values={'many/n0': 0, ")

@@ -88,14 +88,14 @@ def test_diagnose_begins_with_the_failure(tmp_path: Path, capsys: pytest.Capture
     path = journal(tmp_path, RunStatus.FAILED, NAN_OBSERVATIONS)
 
     text = output(["diagnose", str(path)], capsys)
-    found = json.loads(output(["diagnose", str(path), "--json"], capsys))
+    diagnosis = json.loads(output(["diagnose", str(path), "--json"], capsys))
 
     assert text.startswith(f"run: 6 updates, failed {SENTENCE}.")
     assert "incident 1, update 6: numerics/nonfinite" in text
     assert "Nothing is wrong" not in text
-    assert found["ending"] == f"{SENTENCE}."
-    assert found["failure"]["nonfinite"]["environments"] == [2]
-    assert [incident["cause"] for incident in found["incidents"]] == ["numerics/nonfinite"]
+    assert diagnosis["ending"] == f"{SENTENCE}."
+    assert diagnosis["failure"]["nonfinite"]["environments"] == [2]
+    assert [incident["cause"] for incident in diagnosis["incidents"]] == ["numerics/nonfinite"]
     assert SENTENCE in output(["doctor", str(path)], capsys)
 
 
@@ -259,11 +259,11 @@ def test_gradients_alone_name_no_cause(tmp_path: Path, capsys: pytest.CaptureFix
         book.close()
 
     alone = output(["diagnose", str(tmp_path / "alone")], capsys)
-    found = json.loads(output(["diagnose", str(tmp_path / "alone"), "--json"], capsys))
+    diagnosis = json.loads(output(["diagnose", str(tmp_path / "alone"), "--json"], capsys))
 
     assert "Only gradients were seen, so the cause is not known" in alone
     assert "Nothing is wrong" not in alone
     assert "Try:" not in alone
-    assert found["gradients_alone"]
-    assert found["incidents"] and {incident["cause"] for incident in found["incidents"]} == {None}
+    assert diagnosis["gradients_alone"]
+    assert diagnosis["incidents"] and {incident["cause"] for incident in diagnosis["incidents"]} == {None}
     assert "Only gradients" not in output(["diagnose", str(tmp_path / "explained")], capsys)

@@ -199,7 +199,7 @@ def keep_pace(telemetry: Telemetry, source: PPO) -> None:
 
 
 def values(run_dir: Path) -> list[dict[str, float]]:
-    """Of every record, but for what depends on the clock or on backends."""
+    """Values of every record, without those that depend on the clock or on backends."""
     return [
         {key: value for key, value in record.values.items() if not key.startswith(TIMED)}
         for record in read_run(run_dir).records
@@ -275,7 +275,7 @@ def fail() -> None:
 
 @pytest.mark.usefixtures("one_core")
 def test_a_new_run_may_begin_with_an_old_checkpoint(tmp_path: Path) -> None:
-    """Its first update is not taken for one that collected all steps so far."""
+    """The first update after a resume does not count the steps of the run before."""
     old = trainer()
     old.learn(3 * ROLLOUT)
     old.save(tmp_path / "old.pt")

@@ -17,7 +17,7 @@ from esper_telemetry.lab.morphogenesis.environment import Morphogenesis
 from esper_telemetry.lab.morphogenesis.network import BLUEPRINTS
 from esper_telemetry.lab.morphogenesis.slots import ADVANCES, ALPHA_TARGETS, LEARNING, TEMPO_EPOCHS, Op, Stage, among
 from esper_telemetry.ppo import checkpoint
-from esper_telemetry.ppo.checkpointables import Checkpointables
+from esper_telemetry.ppo.checkpoint import Checkpointables
 from esper_telemetry.ppo.collectors.base import EpisodeCounter
 from esper_telemetry.ppo.config import PPOConfig, require
 from esper_telemetry.ppo.ranks import Ranks

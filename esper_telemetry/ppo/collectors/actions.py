@@ -67,18 +67,18 @@ class Restrictor:
 
 def restrictors(specs: Mapping[str, ActionSpec], num_envs: int) -> dict[str, Restrictor]:
     """Return a restrictor for every part, in NumPy; raise ValueError where a part is given one that is not chosen before it."""
-    made: dict[str, Restrictor] = {}
+    restrictors_of_parts: dict[str, Restrictor] = {}
     for name, spec in specs.items():
         relevant_choices = None
         if spec.given is not None:
-            if spec.given not in made or specs[spec.given].kind != "categorical":
+            if spec.given not in restrictors_of_parts or specs[spec.given].kind != "categorical":
                 raise ValueError(f"part {name!r} must be given an earlier categorical part, got {spec.given!r}")
             if spec.relevant_for is not None:
                 relevant_choices = np.isin(np.arange(specs[spec.given].size), spec.relevant_for)
         elif spec.relevant_for is not None:
             raise ValueError(f"part {name!r} has relevant_for={spec.relevant_for} without a part that it is given")
-        made[name] = Restrictor(spec, relevant_choices, np.arange(spec.size) == 0, np.arange(num_envs))
-    return made
+        restrictors_of_parts[name] = Restrictor(spec, relevant_choices, np.arange(spec.size) == 0, np.arange(num_envs))
+    return restrictors_of_parts
 
 
 def restricted_parts(specs: Mapping[str, ActionSpec], masked: Iterable[str]) -> tuple[list[str], list[str]]:

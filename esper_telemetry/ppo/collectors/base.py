@@ -156,6 +156,7 @@ class RolloutCollector(ABC):
         self.cpu_seconds: dict[str, float] = {}
         self._normalizers, self._greedy = normalizers, greedy
         self._device = policy.value.weight.device
+        # on the host: the noise of a seed is the same on every device
         self._generator = torch.Generator().manual_seed(seed)
         self._action_masks: Callable[[], Mapping[str, Any]] = env.action_masks if isinstance(env, Masked) else dict
 

@@ -1,4 +1,4 @@
-"""The policy as collectors on the host ask it: NumPy where the policy is on the CPU, else torch on its device.
+"""The policy as functions of arrays: NumPy where the policy is on the CPU, else torch on its device.
 
 On an AMD EPYC core NumPy takes a third of torch's time for a step of eight rows. Values are estimated after a rollout, for a critic with a
 memory of its own too; no estimate moves a memory on.
@@ -23,7 +23,7 @@ from esper_telemetry.ppo.policy import ActorCritic
 Context = Callable[[], AbstractContextManager[Any]]
 
 MAX_BATCH_BYTES: Final = 32 << 20
-"""Observations that go through a network at once where a rollout is valued: layers hold several times as much."""
+"""Largest observations that go through a network at once: the outputs of its layers are several times as large."""
 
 
 @dataclass(frozen=True, slots=True)

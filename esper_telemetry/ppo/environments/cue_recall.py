@@ -72,7 +72,7 @@ class CueRecall:
         return TensorStep(self._observe(), rewards, terminated, torch.zeros_like(terminated))
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Phases, cues and the random generator."""

@@ -1,17 +1,25 @@
-"""Gymnasium's vector environments, in any autoreset mode, as a `VectorEnvironment`."""
+"""Gymnasium's vector environments, in any autoreset mode, as a `VectorEnvironment`, and their state as plain data.
+
+An environment is saved through its wrappers: numbers, texts, arrays, tuples and random generators among its attributes, by name. One that
+holds anything else (a physics engine, a window) cannot be saved: its state is None.
+"""
 
 from __future__ import annotations
 
+import enum
 import importlib
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+import torch
 
 from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.ppo.environments.protocol import Array, Bools, Step
 from esper_telemetry.ppo.environments.spaces import ObservationPacker, action_parts, observation_form
-from esper_telemetry.ppo.environments.state import capture, packed, restore, unpacked
 
 if TYPE_CHECKING:
     import gymnasium
@@ -21,30 +29,19 @@ if TYPE_CHECKING:
 
 
 def make_vector(env_id: str, num_envs: int, seed: int | None, kwargs: dict[str, Any]) -> GymnasiumEnvironment:
-    """`num_envs` copies of a registered task, in the fastest form that Gymnasium has for it; raises as `make_env`."""
+    """Return `num_envs` copies of a registered task, in Gymnasium's fastest form; raise as `make_env` does."""
     spec = find_spec(env_id)
-    native = spec.vector_entry_point is not None and not spec.additional_wrappers
-    make = make_native if native else make_synchronous
+    gym = require_gymnasium()
     try:
-        vector = make(spec, num_envs, kwargs)
-    except (ImportError, require_gymnasium().error.Error) as error:
+        if spec.vector_entry_point is not None and not spec.additional_wrappers:
+            vector = gym.make_vec(spec, num_envs, vectorization_mode="vector_entry_point", **kwargs)
+        else:  # single environments, one after the other; the trainer copies their observations, once
+            settings = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
+            kwargs = {"disable_env_checker": True, **kwargs}
+            vector = gym.make_vec(spec, num_envs, vectorization_mode="sync", vector_kwargs=settings, **kwargs)
+    except (ImportError, gym.error.Error) as error:
         raise ValueError(f"environment {env_id!r} cannot be made: {error}") from error
     return GymnasiumEnvironment(vector, name=spec.id, seed=seed)
-
-
-def make_native(spec: EnvSpec, num_envs: int, kwargs: dict[str, Any]) -> Vector:
-    """The task's own vectorised implementation."""
-    vector: Vector = require_gymnasium().make_vec(spec, num_envs, vectorization_mode="vector_entry_point", **kwargs)
-    return vector
-
-
-def make_synchronous(spec: EnvSpec, num_envs: int, kwargs: dict[str, Any]) -> Vector:
-    """Single environments stepped one after the other; what they return is copied once, by the trainer."""
-    gym = require_gymnasium()
-    settings = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP, "copy": False}
-    kwargs = {"disable_env_checker": True, **kwargs}
-    vector: Vector = gym.make_vec(spec, num_envs, vectorization_mode="sync", vector_kwargs=settings, **kwargs)
-    return vector
 
 
 class GymnasiumEnvironment:
@@ -106,9 +103,11 @@ class GymnasiumEnvironment:
 
     def _same_step(self, result: tuple[Any, ...]) -> Step:
         observations, rewards, terminated, truncated, info = result
-        final = info.get("final_obs")
-        if final is not None:
-            final = fill_rows(np.zeros_like(observations), final, info["_final_obs"])
+        final = None
+        if info.get("final_obs") is not None:  # an object array [B] of observations
+            final = np.zeros_like(observations)
+            for index in np.flatnonzero(info["_final_obs"]):
+                final[index] = info["final_obs"][index]
         return Step(observations, rewards, terminated, truncated, None, final)
 
     def _reset_here(self, result: tuple[Any, ...]) -> Step:
@@ -143,33 +142,21 @@ class InRows:
         return self._pack(observations), *outcome, info
 
 
-def fill_rows(target: Array, rows: Array, mask: Bools) -> Array:
-    """The target [B, ...] with its rows under `mask` taken from an object array [B] of observations."""
-    for index in np.flatnonzero(mask):
-        target[index] = rows[index]
-    return target
-
-
 def find_spec(env_id: str) -> EnvSpec:
     """Return Gymnasium's specification of an id; raise ValueError with the closest ids where there is none."""
     gym = require_gymnasium()
     module, _, name = env_id.rpartition(":")
     if module:
-        import_environments(module, env_id)
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"the module of environment {env_id!r} cannot be imported: {error}") from None
     try:
         spec: EnvSpec = gym.spec(name)
     except (gym.error.Error, ValueError):
         hint = did_you_mean(name, gym.registry)
         raise ValueError(f"there is no environment {env_id!r}{hint}") from None
     return spec
-
-
-def import_environments(module: str, env_id: str) -> None:
-    """Import the module that registers an environment; raise ValueError where there is none of that name."""
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"the module of environment {env_id!r} cannot be imported: {error}") from None
 
 
 def require_gymnasium() -> Any:
@@ -179,3 +166,142 @@ def require_gymnasium() -> Any:
     except ImportError:
         raise ImportError("Gymnasium environments need gymnasium: pip install 'esper-telemetry[train]'") from None
     return gymnasium
+
+
+PLAIN = (bool, int, float, str, bytes, type(None))
+SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set}
+CODE = (FunctionType, MethodType, BuiltinFunctionType, ModuleType, partial, type, np.ufunc)
+"""Types of values that are part of the program. An object that can merely be called may have a state."""
+
+State = dict[str, Any]
+
+
+class CannotSaveError(TypeError):
+    """Something among the attributes is neither plain data nor known to stay as it is."""
+
+
+def capture(env: Any) -> State | None:
+    """The state of an environment, its wrappers and its parts; None where it cannot be saved."""
+    try:
+        return {"layers": [layer_state(layer) for layer in layers(env)]}
+    except (CannotSaveError, RecursionError):
+        return None
+
+
+def restore(env: Any, state: Mapping[str, Any]) -> None:
+    """Put a captured state into an environment made in the same way; raise ValueError if it was made otherwise."""
+    present = list(layers(env))
+    saved = state["layers"]
+    if len(present) != len(saved):
+        raise ValueError(f"the environment has {len(present)} layers, the saved one has {len(saved)}")
+    for layer, values in zip(present, saved, strict=True):
+        for name, value in values.items():
+            put(layer, name, value)
+
+
+def layers(env: Any) -> Iterator[Any]:
+    """The environment, what it wraps, and its parts, each once, from the outside in."""
+    yield env
+    for part in getattr(env, "envs", ()):
+        yield from layers(part)
+    if "env" in vars(env):
+        yield from layers(env.env)
+
+
+def layer_state(layer: Any) -> State:
+    """The attributes of one layer that can change."""
+    values = {name: value for name, value in vars(layer).items() if not is_static(value)}
+    return {name: packed(value) for name, value in values.items()}
+
+
+def is_static(value: Any) -> bool:
+    """Return True where a value is part of how an environment was made, or another layer."""
+    import gymnasium
+
+    construction_types = (
+        gymnasium.Space,
+        gymnasium.Env,
+        gymnasium.vector.VectorEnv,
+        gymnasium.envs.registration.EnvSpec,
+        enum.Enum,
+    )
+    if isinstance(value, (list, tuple)) and value:
+        return all(is_static(part) for part in value)
+    return isinstance(value, (*construction_types, *CODE))
+
+
+def packed(value: Any) -> Any:
+    """Return a value as tensors and plain data; raise CannotSaveError for types derived from those that are supported here.
+
+    A derived type may have a constructor of its own.
+    """
+    if isinstance(value, np.random.Generator):
+        return {"generator": packed(value.bit_generator.state)}
+    if isinstance(value, np.generic):
+        return {"scalar": value.item(), "dtype": value.dtype.str} if type(value.item()) in PLAIN else refuse(value)
+    if type(value) is np.ndarray:
+        return packed_array(value)
+    if type(value) is deque:
+        return {"deque": [packed(part) for part in value], "most": value.maxlen}
+    if type(value) is dict:
+        return {"mapping": [(packed(key), packed(part)) for key, part in value.items() if not is_static(part)]}
+    if type(value) in PLAIN:
+        return value
+    kind = next((name for name, form in SEQUENCES.items() if type(value) is form), None)
+    return {"sequence": [packed(part) for part in value], "kind": kind} if kind else refuse(value)
+
+
+def packed_array(value: np.ndarray[Any, Any]) -> Any:
+    """Return an array as a tensor, or as bytes where torch has no such type."""
+    if value.dtype.hasobject or value.dtype.kind == "V":
+        refuse(value)
+    if value.dtype.isnative and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
+        return torch.from_numpy(value.copy())
+    return {"bytes": value.tobytes(), "dtype": value.dtype.str, "shape": value.shape}
+
+
+def refuse(value: Any) -> Any:
+    """Raise CannotSaveError."""
+    raise CannotSaveError(type(value).__name__)
+
+
+def unpacked(value: Any) -> Any:
+    """Return the value that `packed` was given; a random generator becomes a new one in the same state."""
+    if isinstance(value, torch.Tensor):
+        return value.numpy().copy()
+    if not isinstance(value, dict):
+        return value
+    if "scalar" in value:
+        return np.dtype(value["dtype"]).type(value["scalar"])
+    if "bytes" in value:
+        return np.frombuffer(value["bytes"], value["dtype"]).reshape(value["shape"]).copy()
+    if "sequence" in value:
+        return SEQUENCES[value["kind"]](unpacked(part) for part in value["sequence"])
+    if "deque" in value:
+        return deque((unpacked(part) for part in value["deque"]), value["most"])
+    if "generator" in value:
+        return generator(unpacked(value["generator"]))
+    return {unpacked(key): unpacked(part) for key, part in value["mapping"]}
+
+
+def generator(state: Mapping[str, Any]) -> np.random.Generator:
+    """A random generator in that state."""
+    bits = getattr(np.random, state["bit_generator"])()
+    bits.state = state
+    return np.random.Generator(bits)
+
+
+def put(layer: Any, name: str, value: Any) -> None:
+    """Set one attribute; arrays of the same kind and generators are changed in place, because other objects may refer to them."""
+    restored, present = unpacked(value), getattr(layer, name, None)
+    if isinstance(restored, np.ndarray) and isinstance(present, np.ndarray) and same_kind(present, restored):
+        present[...] = restored
+    elif isinstance(restored, np.random.Generator) and isinstance(present, np.random.Generator):
+        present.bit_generator.state = restored.bit_generator.state
+    else:
+        setattr(layer, name, restored)
+
+
+def same_kind(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
+    """Return True where one array can be written into the other without loss."""
+    return bool(left.shape == right.shape and left.dtype == right.dtype)

@@ -195,7 +195,7 @@ def horizon_of(task: Task) -> int | None:
 
 Rows = TypeVar("Rows", Array, "Tensor")
 
-FLOAT = 4
+FLOAT_BYTES = 4
 """Bytes of a float32; rows of bytes are padded to a multiple of it, so that their front can be read as floats."""
 
 
@@ -223,7 +223,7 @@ class Image:
 
     @property
     def channels_first(self) -> tuple[int, int, int]:
-        """Its shape as (C, H, W)."""
+        """Shape as (C, H, W)."""
         return (self.shape[2], *self.shape[:2]) if self.channels_last else self.shape
 
 
@@ -264,8 +264,8 @@ class ObservationLayout:
         floats = self.numbers + sum(image.size for image in self.images if image.dtype == "float32")
         if self.dtype == "float32":
             return (floats,)
-        size = floats * FLOAT + sum(image.size for image in self.images if image.dtype == "uint8")
-        return (-(-size // FLOAT) * FLOAT,)
+        size = floats * FLOAT_BYTES + sum(image.size for image in self.images if image.dtype == "uint8")
+        return (-(-size // FLOAT_BYTES) * FLOAT_BYTES,)
 
     def numbers_of(self, rows: Rows) -> Rows:
         """A view of the numbers [..., numbers] of stored observations [..., *shape], float32."""
@@ -277,14 +277,16 @@ class ObservationLayout:
         if self.alone:
             return [rows]
         floats, at = floats_of(rows), {"float32": self.numbers, "uint8": 0}
-        at["uint8"] = FLOAT * (self.numbers + sum(image.size for image in self.images if image.dtype == "float32"))
-        found = []
+        at["uint8"] = FLOAT_BYTES * (
+            self.numbers + sum(image.size for image in self.images if image.dtype == "float32")
+        )
+        views = []
         for image in self.images:
             source = rows if image.dtype == "uint8" else floats
             part = source[..., at[image.dtype] : at[image.dtype] + image.size]
-            found.append(part.reshape(*part.shape[:-1], *image.shape))
+            views.append(part.reshape(*part.shape[:-1], *image.shape))
             at[image.dtype] += image.size
-        return found
+        return views
 
     def pack(self, numbers: Sequence[Array], images: Sequence[Array]) -> Array:
         """Rows [B, *shape] from parts [B, size] of the numbers, in order, and the images [B, ...], in order."""
@@ -321,8 +323,6 @@ class Structured(Protocol):
 
 def layout_of(task: Task) -> ObservationLayout:
     """Return the layout of a task's observations; a task without one observes a vector."""
-    return (
-        task.observation_layout
-        if isinstance(task, Structured)
-        else ObservationLayout(math.prod(task.observation_shape))
-    )
+    if isinstance(task, Structured):
+        return task.observation_layout
+    return ObservationLayout(math.prod(task.observation_shape))

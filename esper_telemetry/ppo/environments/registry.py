@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -12,7 +13,7 @@ from esper_telemetry.ppo.environments.protocol import Environment
 if TYPE_CHECKING:
     from esper_telemetry.ppo.checkpoint import TrainingRun
 
-GROUP: Final = "esper_telemetry.environments"
+ENTRY_POINT_GROUP: Final = "esper_telemetry.environments"
 BUNDLED: Final = {"cue-recall": "esper_telemetry.ppo.environments.cue_recall:CueRecall"}
 """The environments of this package; an installed entry point of the same name takes precedence."""
 
@@ -91,6 +92,8 @@ def make_env(
     return HiddenVelocity(env, hidden) if mask_velocity else env
 
 
+@cache
 def _registered() -> dict[str, EntryPoint]:
-    bundled = {name: EntryPoint(name, target, GROUP) for name, target in BUNDLED.items()}
-    return bundled | {entry.name: entry for entry in entry_points(group=GROUP)}
+    # The scan opens a file of every installed package: once per process, as a trainer may later have no file descriptor left.
+    bundled = {name: EntryPoint(name, target, ENTRY_POINT_GROUP) for name, target in BUNDLED.items()}
+    return bundled | {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}

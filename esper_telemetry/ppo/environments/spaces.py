@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -41,10 +42,10 @@ def action_parts(space: gymnasium.Space[Any], name: str) -> ActionParts:
     A space without parts has one head, `action`; several choices in one space are numbered: `action_0`, `action_1`. The
     parts of a Dict bear its keys, those of a Tuple their numbers.
     """
-    found = describe(space, name, "action")
-    if not found.specs or any(spec.size == 0 for spec in found.specs.values()):
+    parts = describe(space, name, "action")
+    if not parts.specs or any(spec.size == 0 for spec in parts.specs.values()):
         raise ValueError(f"the action space of {name} holds a part with nothing to choose, got {space}")
-    return found
+    return parts
 
 
 def describe(space: gymnasium.Space[Any], name: str, part: str) -> ActionParts:
@@ -52,18 +53,34 @@ def describe(space: gymnasium.Space[Any], name: str, part: str) -> ActionParts:
     from gymnasium import spaces
 
     if isinstance(space, spaces.Dict):
-        return in_dict(space, name, part)
+        by_key = {
+            key: describe(inner, f"{name}, part {key!r},", below(part, key)) for key, inner in space.spaces.items()
+        }
+        return ActionParts(
+            merged_specs(by_key.values(), name), lambda actions: {key: one.join(actions) for key, one in by_key.items()}
+        )
     if isinstance(space, spaces.Tuple):
-        return in_tuple(space, name, part)
+        inner_parts = [
+            describe(inner, f"{name}, part {index},", f"{part}_{index}") for index, inner in enumerate(space.spaces)
+        ]
+        return ActionParts(
+            merged_specs(inner_parts, name), lambda actions: tuple(one.join(actions) for one in inner_parts)
+        )
     if isinstance(space, spaces.Discrete):
-        return ActionParts({part: ActionSpec("categorical", int(space.n))}, discrete_joiner(part, int(space.start)))
+        start = int(space.start)
+        spec = ActionSpec("categorical", int(space.n))
+        return ActionParts({part: spec}, lambda actions: actions[part] + start if start else actions[part])
     if isinstance(space, spaces.MultiDiscrete):
         return factored(part, space.nvec, space.start)
     if isinstance(space, spaces.MultiBinary):
         return factored(part, np.full(space.shape, 2), np.zeros(space.shape, np.int8))
     if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
-        low, high = bounds(space.low), bounds(space.high)
-        return ActionParts({part: ActionSpec("continuous", len(low), low=low, high=high)}, box_joiner(part, space))
+        spec = ActionSpec("continuous", int(np.prod(space.shape)), low=bounds(space.low), high=bounds(space.high))
+        low, high, shape, dtype = space.low, space.high, (-1, *space.shape), space.dtype
+        # clipped here instead of in the trainer, which learns from the actions as they were chosen
+        return ActionParts(
+            {part: spec}, lambda actions: np.clip(actions[part].reshape(shape), low, high).astype(dtype, copy=False)
+        )
     raise ValueError(f"the action space of {name} must be {ACTION_SPACES}, got {space}")
 
 
@@ -72,51 +89,27 @@ def bounds(values: Array) -> tuple[float, ...]:
     return tuple(float(value) if abs(value) < LARGEST else math.copysign(math.inf, value) for value in values.ravel())
 
 
-def in_dict(space: gymnasium.spaces.Dict, name: str, part: str) -> ActionParts:
-    """The parts of a Dict."""
-    found = {key: describe(inner, f"{name}, part {key!r},", below(part, key)) for key, inner in space.spaces.items()}
-    return ActionParts(
-        merged_specs(found.values(), name), lambda actions: {key: one.join(actions) for key, one in found.items()}
-    )
-
-
-def in_tuple(space: gymnasium.spaces.Tuple[Any], name: str, part: str) -> ActionParts:
-    """The parts of a Tuple."""
-    found = [describe(inner, f"{name}, part {index},", f"{part}_{index}") for index, inner in enumerate(space.spaces)]
-    return ActionParts(merged_specs(found, name), lambda actions: tuple(one.join(actions) for one in found))
-
-
 def below(part: str, key: Any) -> str:
-    """A name for the part under `key`: the key itself, behind those it stands in, in letters that every backend takes."""
+    """Return a name for the part under `key`: the keys from the outside in, in letters that every backend takes."""
+    from torch import nn
+
     name = re.sub(r"[^a-z0-9_]+", "_", str(key).lower()) or "_"
     if part != "action":
         return f"{part}_{name}"
-    return f"action_{name}" if reserved(name) else name
+    # the heads are in a ModuleDict, which refuses names of its own attributes
+    reserved = name[0].isdigit() or keyword.iskeyword(name) or hasattr(nn.ModuleDict, name) or name == "training"
+    return f"action_{name}" if reserved else name
 
 
-def reserved(name: str) -> bool:
-    """Return True where a module of torch cannot have a part of that name."""
-    from torch import nn
-
-    return name[0].isdigit() or keyword.iskeyword(name) or hasattr(nn.ModuleDict, name) or name == "training"
-
-
-def merged_specs(found: Any, name: str) -> dict[str, ActionSpec]:
+def merged_specs(parts: Any, name: str) -> dict[str, ActionSpec]:
     """The parts of several spaces; raises ValueError where two have one name."""
     specs: dict[str, ActionSpec] = {}
-    for one in found:
+    for one in parts:
         for part, spec in one.specs.items():
             if part in specs:
                 raise ValueError(f"two parts of the action space of {name} would both be named {part!r}")
             specs[part] = spec
     return specs
-
-
-def discrete_joiner(part: str, start: int) -> Callable[[PartActions], Array]:
-    """Return `join` for a Discrete space whose first action is number `start`."""
-    if start == 0:
-        return lambda actions: actions[part]
-    return lambda actions: actions[part] + start
 
 
 def factored(part: str, sizes: Array, start: Array) -> ActionParts:
@@ -129,12 +122,6 @@ def factored(part: str, sizes: Array, start: Array) -> ActionParts:
         return (columns + start).astype(start.dtype, copy=False)
 
     return ActionParts(specs, join)
-
-
-def box_joiner(part: str, space: gymnasium.spaces.Box) -> Callable[[PartActions], Array]:
-    """Return `join` for a Box: actions are clipped to its bounds here, so that the trainer learns from what was chosen."""
-    low, high, shape = space.low, space.high, (-1, *space.shape)
-    return lambda actions: np.clip(actions[part].reshape(shape), low, high).astype(space.dtype, copy=False)
 
 
 OBSERVATION_SPACES = "Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these"
@@ -177,13 +164,15 @@ class SpaceLeaf:
 
 def observation_form(space: gymnasium.Space[Any], name: str) -> ObservationForm:
     """Return an observation space as the trainer sees it; raise ValueError naming a part that is not supported."""
+    from gymnasium import spaces
+
     leaves = list(parts(space, name, lambda observations: observations))
     images = tuple(leaf.image for leaf in leaves if leaf.image is not None)
     vectors, choices = (sum(leaf.size for leaf in leaves if leaf.kind == kind) for kind in ("vector", "choices"))
     layout = ObservationLayout(vectors, choices, images)
     if not (layout.numbers or images):
         raise ValueError(f"the observation space of {name} holds nothing to observe, got {space}")
-    shape = box_shape(space)
+    shape = tuple(map(int, space.shape)) if isinstance(space, spaces.Box) else None
     if shape and (not images or len(shape) == len(images[0].shape)):
         return ObservationForm(shape, layout, None)
     return ObservationForm(layout.shape, layout, ObservationPacker(layout, leaves))
@@ -217,17 +206,17 @@ def parts(space: gymnasium.Space[Any], name: str, find: Callable[[Any], Any]) ->
 
     if isinstance(space, spaces.Dict):
         for key, part in space.spaces.items():
-            yield from parts(part, f"{name}, part {key!r},", chained(find, key))
+            yield from parts(part, f"{name}, part {key!r},", partial(find_part, find, key))
     elif isinstance(space, spaces.Tuple):
         for index, part in enumerate(space.spaces):
-            yield from parts(part, f"{name}, part {index},", chained(find, index))
+            yield from parts(part, f"{name}, part {index},", partial(find_part, find, index))
     else:
         yield leaf(space, name, find)
 
 
-def chained(find: Callable[[Any], Any], key: Any) -> Callable[[Any], Any]:
-    """Return a function that takes the part `key` of what `find` returns."""
-    return lambda observations: find(observations)[key]
+def find_part(find: Callable[[Any], Any], key: Any, observations: Any) -> Any:
+    """Return the part `key` of the part that `find` returns."""
+    return find(observations)[key]
 
 
 def leaf(space: gymnasium.Space[Any], name: str, find: Callable[[Any], Any]) -> SpaceLeaf:
@@ -237,11 +226,10 @@ def leaf(space: gymnasium.Space[Any], name: str, find: Callable[[Any], Any]) -> 
     if isinstance(space, spaces.Box):
         image = as_image(space)
         size = int(np.prod(space.shape))
-        return (
-            SpaceLeaf(find, "vector", size, flat)
-            if image is None
-            else SpaceLeaf(find, "image", 0, shaped(image), image)
-        )
+        if image is None:
+            return SpaceLeaf(find, "vector", size, flat)
+        shape = image.shape  # with the axis of channels, which the space may lack
+        return SpaceLeaf(find, "image", 0, lambda values: values.reshape(len(values), *shape), image)
     if isinstance(space, spaces.MultiBinary):
         return SpaceLeaf(find, "choices", int(np.prod(space.shape)), flat)
     if isinstance(space, spaces.Discrete):
@@ -249,13 +237,6 @@ def leaf(space: gymnasium.Space[Any], name: str, find: Callable[[Any], Any]) -> 
     if isinstance(space, spaces.MultiDiscrete):
         return SpaceLeaf(find, "choices", int(space.nvec.sum()), one_hot(space.nvec.ravel(), space.start.ravel()))
     raise ValueError(f"the observation space of {name} must be {OBSERVATION_SPACES}, got {space}")
-
-
-def box_shape(space: gymnasium.Space[Any]) -> tuple[int, ...] | None:
-    """Shape of a Box; None of every other space."""
-    from gymnasium import spaces
-
-    return tuple(map(int, space.shape)) if isinstance(space, spaces.Box) else None
 
 
 def as_image(space: gymnasium.spaces.Box) -> Image | None:
@@ -277,11 +258,6 @@ def as_image(space: gymnasium.spaces.Box) -> Image | None:
 def flat(values: Array) -> Array:
     """One row of numbers per environment."""
     return values.reshape(len(values), -1)
-
-
-def shaped(image: Image) -> Callable[[Array], Array]:
-    """Return a function that adds the axis of channels that an image may lack."""
-    return lambda values: values.reshape(len(values), *image.shape)
 
 
 def one_hot(sizes: Array, starts: Array) -> Callable[[Array], Array]:

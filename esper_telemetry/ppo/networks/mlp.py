@@ -47,7 +47,9 @@ class MLP(nn.Module):
         if not self.layers:
             return rows
         if rows.is_cpu and rows.dtype == torch.float32 and not needs_plain_operations():
-            features: Tensor = Layers.apply(rows, self.activation, *self._weights())  # type: ignore[no-untyped-call] # torch has no types here
+            linears = cast("Iterable[nn.Linear]", self.layers)  # `parameters()` would search the module tree for them
+            parameters = [tensor for linear in linears for tensor in (linear.weight, linear.bias)]
+            features: Tensor = Layers.apply(rows, self.activation, *parameters)  # type: ignore[no-untyped-call] # torch has no types here
             return features
         return self.plain(rows)
 
@@ -66,11 +68,6 @@ class MLP(nn.Module):
             before = layer(rows)
             rows = activate(before)
             yield before, rows
-
-    def _weights(self) -> list[Tensor]:
-        """Weight and bias of each layer in turn; `parameters()` would search the module tree for them."""
-        linears = cast("Iterable[nn.Linear]", self.layers)
-        return [tensor for linear in linears for tensor in (linear.weight, linear.bias)]
 
     def as_numpy(self) -> Network:
         """Return the network as a NumPy function of [N, ...]; it reads the weights in place, so it follows them until they move."""
@@ -112,17 +109,25 @@ class Layers(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the rows, where asked for, and of each layer's weight and bias."""
         outputs, weights, upstream = ctx.outputs, ctx.weights, gradients[0].numpy()
-        wanted, rows = ctx.needs_input_grad[0], len(upstream)
+        needs_rows_gradient, rows = ctx.needs_input_grad[0], len(upstream)
         if rows <= TILE_ROWS:
-            down, parameter_gradients = layer_gradients(outputs, weights, upstream, ctx.activation, through=wanted)
+            down, parameter_gradients = layer_gradients(
+                outputs, weights, upstream, ctx.activation, through=needs_rows_gradient
+            )
             return (down, None, *parameter_gradients)
         cuts = [slice(at, at + TILE_ROWS) for at in range(0, rows, TILE_ROWS)]
         parts = (
-            layer_gradients([x[cut] for x in outputs], weights, upstream[cut], ctx.activation, through=wanted)
+            layer_gradients(
+                [x[cut] for x in outputs], weights, upstream[cut], ctx.activation, through=needs_rows_gradient
+            )
             for cut in cuts
         )
         downs, tiles = zip(*parts, strict=True)
-        return (torch.cat(downs) if wanted else None, None, *(sum_of(tensors) for tensors in zip(*tiles, strict=True)))
+        return (
+            torch.cat(downs) if needs_rows_gradient else None,
+            None,
+            *(sum_of(tensors) for tensors in zip(*tiles, strict=True)),
+        )
 
 
 def layer_gradients(
@@ -151,7 +156,7 @@ def layer_gradients(
 
 
 def sum_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Their sum, in the first of them."""
+    """Add the other tensors to the first and return it."""
     first, *others = tensors
     for tensor in others:
         first.add_(tensor)

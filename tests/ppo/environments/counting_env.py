@@ -20,7 +20,7 @@ class Counting(gymnasium.Env[Observation, Any]):
         self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
         self.action_space = action_space or gymnasium.spaces.Discrete(2)
         self.length, self.count, self.episode, self.start = length, 0, 0, 0.0
-        self.taken: list[Any] = []
+        self.actions: list[Any] = []
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -30,7 +30,7 @@ class Counting(gymnasium.Env[Observation, Any]):
         return self._observe(), {}
 
     def step(self, action: Any) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        self.taken.append(action)
+        self.actions.append(action)
         self.count += 1
         over = self.count >= self.length
         limit = self.episode % 2 == 0

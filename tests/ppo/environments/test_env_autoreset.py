@@ -36,10 +36,10 @@ def valid_rows(mode: AutoresetMode) -> tuple[list[dict[str, Any]], list[float], 
         returns += trainer.collector.episodes.returns
         valid = torch.ones_like(rollout.ended) if rollout.valid is None else rollout.valid
         steps += int(valid.sum())
-        for env, found in enumerate(columns):
+        for env, collected in enumerate(columns):
             for name in COLUMNS:
-                found[name] += getattr(rollout, name)[:, env][valid[:, env]].tolist()
-    return [{name: np.array(rows) for name, rows in found.items()} for found in columns], returns, steps
+                collected[name] += getattr(rollout, name)[:, env][valid[:, env]].tolist()
+    return [{name: np.array(rows) for name, rows in collected.items()} for collected in columns], returns, steps
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
@@ -48,13 +48,13 @@ def test_every_autoreset_mode_gives_the_same_valid_rollout(mode: AutoresetMode) 
     reference, reference_returns, reference_steps = valid_rows(AutoresetMode.SAME_STEP)
     columns, returns, steps = valid_rows(mode)
 
-    for found, expected in zip(columns, reference, strict=True):
-        rows = len(found["rewards"])
+    for collected, expected in zip(columns, reference, strict=True):
+        rows = len(collected["rewards"])
         inside = slice(0, rows - 1)  # the last row's next value is that of where this rollout happens to stop
         assert rows >= 30
         for name in COLUMNS:
-            assert np.allclose(found[name][inside], expected[name][:rows][inside], atol=1e-6), name
-    assert sum(len(found["rewards"]) for found in columns) == steps <= reference_steps == 80
+            assert np.allclose(collected[name][inside], expected[name][:rows][inside], atol=1e-6), name
+    assert sum(len(collected["rewards"]) for collected in columns) == steps <= reference_steps == 80
     assert sorted(set(returns)) == sorted(set(reference_returns)) == [6, 15]
 
 
@@ -78,16 +78,16 @@ def test_rows_of_a_reset_are_not_counted_as_steps() -> None:
 def test_rows_of_a_reset_leave_a_recurrent_policy_consistent(mode: AutoresetMode) -> None:
     """The first minibatch of every update finds the probabilities of collection."""
     trainer = counting(mode, policy="lstm", lstm_size=8, num_minibatches=2)
-    found: list[float] = []
+    largest_log_ratios: list[float] = []
     rows: list[int] = []
 
     def look(event: MinibatchEnd) -> None:
         rows.append(len(event.log_ratio))
         if event.step == 0:
-            found.append(event.log_ratio.abs().max().item())
+            largest_log_ratios.append(event.log_ratio.abs().max().item())
 
     trainer.hooks.on(MinibatchEnd, look)
     trainer.learn(200)
 
-    assert len(found) > 10 and max(found) < 1e-5
+    assert len(largest_log_ratios) > 10 and max(largest_log_ratios) < 1e-5
     assert (min(rows) < 8) == (mode is AutoresetMode.NEXT_STEP)

@@ -14,15 +14,15 @@ def act(op: Tensor, arg: Tensor) -> dict[str, Tensor]:
 
 
 def mean_return(env: CueRecall, *, remembers: bool, episodes: int = 40) -> float:
-    """Of a policy that plays the cue it saw, or for ever op 1, and the right argument; whole episodes only."""
+    """Mean return of a policy that plays the cue, or always op 1, and the right argument; whole episodes only."""
     observations = env.reset(0)
-    seen = torch.zeros(env.num_envs, dtype=torch.int64)
+    cues = torch.zeros(env.num_envs, dtype=torch.int64)
     total, count, running = 0.0, 0, torch.full((env.num_envs,), torch.nan)
     for _ in range(10 * episodes):
         at_start = env._time == 0
         running = torch.where(at_start, 0.0, running)
-        seen = torch.where(at_start, observations[:, :4].argmax(-1), seen)
-        op = seen if remembers else torch.ones_like(seen)
+        cues = torch.where(at_start, observations[:, :4].argmax(-1), cues)
+        op = cues if remembers else torch.ones_like(cues)
         step = env.step(act(op, env._time % 3))
         running, observations = running + step.rewards, step.observations
         whole = step.terminated & running.isfinite()
@@ -35,8 +35,8 @@ def test_the_cue_is_seen_at_the_first_step_only() -> None:
     observations = env.reset()
 
     for _ in range(25):
-        shown = observations[:, :4].sum(-1)
-        assert torch.equal(shown == 1, env._time == 0) and torch.equal(observations[:, 6], env._time / 10)
+        cue_bits = observations[:, :4].sum(-1)
+        assert torch.equal(cue_bits == 1, env._time == 0) and torch.equal(observations[:, 6], env._time / 10)
         observations = env.step(act(torch.zeros(64), torch.zeros(64))).observations
 
 

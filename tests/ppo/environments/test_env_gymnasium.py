@@ -24,18 +24,18 @@ def transitions(mode: AutoresetMode, steps: int) -> list[list[tuple[Any, ...]]]:
     """Per environment, its valid transitions: observation, reward, terminated, truncated, next observation."""
     env = GymnasiumEnvironment(counting_vector(mode), seed=5)
     observations = env.reset().copy()
-    found: list[list[tuple[Any, ...]]] = [[], []]
+    transitions_of_envs: list[list[tuple[Any, ...]]] = [[], []]
     for _ in range(steps):
         step = env.step({"action": np.zeros(2, np.int64)})
         for index in np.flatnonzero(np.ones(2) if step.valid is None else step.valid):
             over = step.terminated[index] or step.truncated[index]
             assert not over or step.final_observations is not None
             following = step.final_observations[index] if over else step.observations[index]  # type: ignore[index]
-            found[index].append(
+            transitions_of_envs[index].append(
                 (*observations[index], step.rewards[index], step.terminated[index], step.truncated[index], *following)
             )
         observations = step.observations.copy()
-    return found
+    return transitions_of_envs
 
 
 def test_every_autoreset_mode_gives_the_same_transitions() -> None:
@@ -122,7 +122,7 @@ def test_parts_of_an_action_are_joined_into_what_the_space_takes(
     env.step({name: np.array(part, np.float32 if "Box" in str(space) else np.int64) for name, part in chosen.items()})
 
     assert env.action_specs == specs
-    assert np.array_equal(inner.taken[0], taken)
+    assert np.array_equal(inner.actions[0], taken)
 
 
 def test_steps_unpack_in_the_order_of_gymnasium() -> None:

@@ -56,10 +56,10 @@ def samples(space: spaces.Space[Any], count: int) -> tuple[list[Any], Any]:
 def test_observations_have_a_layout(
     space: spaces.Space[Any], shape: tuple[int, ...], layout: ObservationLayout
 ) -> None:
-    found = observation_form(space, "it")
+    form = observation_form(space, "it")
 
-    assert (found.shape, found.layout) == (shape, layout)
-    assert found.pack is None or found.layout.shape == shape
+    assert (form.shape, form.layout) == (shape, layout)
+    assert form.pack is None or form.layout.shape == shape
 
 
 def test_vectors_and_single_images_are_passed_on_untouched() -> None:
@@ -85,17 +85,17 @@ def test_every_part_comes_back_out_of_a_row_in_numpy_and_in_torch(batch: int) ->
     """Bytes and floats share rows of 2 x 6 + 5 floats, 64 floats of depth and two images of 216 and 75 bytes."""
     odd = spaces.Box(0, 255, (8, 9, 1), np.uint8)
     space = spaces.Dict(p=PIXELS, z=DEPTH, q=odd, x=FLOATS, y=FLOATS, n=spaces.Discrete(5))
-    found = observation_form(space, "it")
+    form = observation_form(space, "it")
     single, together = samples(space, batch)
-    assert found.pack is not None and found.layout.dtype == "uint8"
+    assert form.pack is not None and form.layout.dtype == "uint8"
 
-    rows = found.pack(together)
+    rows = form.pack(together)
 
-    assert rows.shape == (batch, *found.shape) and rows.dtype == np.uint8
-    assert np.array_equal(rows, np.stack([found.pack.one(observation) for observation in single]))
-    kept: Any
-    for kept in (rows, torch.from_numpy(rows)):
-        numbers, images = found.layout.numbers_of(kept), found.layout.images_of(kept)
+    assert rows.shape == (batch, *form.shape) and rows.dtype == np.uint8
+    assert np.array_equal(rows, np.stack([form.pack.one(observation) for observation in single]))
+    stored: Any
+    for stored in (rows, torch.from_numpy(rows)):
+        numbers, images = form.layout.numbers_of(stored), form.layout.images_of(stored)
         assert np.array_equal(np.asarray(numbers[:, :6]).reshape(-1, 2, 3), together["x"])
         assert np.array_equal(np.asarray(numbers[:, 12:]).argmax(-1), together["n"])
         for image, name in zip(images, ("p", "z", "q"), strict=True):
@@ -151,11 +151,11 @@ def test_an_observation_that_cannot_be_used_is_named(space: spaces.Space[Any], s
 def test_choices_are_factored(
     space: spaces.Space[Any], specs: dict[str, int], chosen: dict[str, Any], taken: Any
 ) -> None:
-    found = action_parts(space, "it")
+    parts = action_parts(space, "it")
 
-    joined = found.join({name: np.array(part) for name, part in chosen.items()})
+    joined = parts.join({name: np.array(part) for name, part in chosen.items()})
 
-    assert found.specs == {name: ActionSpec("categorical", size) for name, size in specs.items()}
+    assert parts.specs == {name: ActionSpec("categorical", size) for name, size in specs.items()}
     assert joined.tolist() == taken and all(row in space for row in joined)
 
 
@@ -168,7 +168,7 @@ def test_parts_of_a_dict_bear_its_keys() -> None:
             "values": spaces.Discrete(2),
         }
     )
-    found = action_parts(space, "it")
+    parts = action_parts(space, "it")
     actions = {
         "move_": np.array([2]),
         "aim": np.array([[-3.0, 7.0]], np.float32),
@@ -177,9 +177,9 @@ def test_parts_of_a_dict_bear_its_keys() -> None:
         "action_values": np.array([1]),
     }
 
-    joined = found.join(actions)
+    joined = parts.join(actions)
 
-    assert found.specs == {
+    assert parts.specs == {
         "move_": ActionSpec("categorical", 3),
         "aim": ActionSpec("continuous", 2, low=(-1.0, -1.0), high=(np.inf, np.inf)),
         "tools_0": ActionSpec("categorical", 2),
@@ -212,7 +212,7 @@ def transitions(mode: AutoresetMode, steps: int, *, parts: bool) -> list[list[li
     """Per environment, its valid transitions: observation, reward, truncated and what followed, in one row."""
     env = GymnasiumEnvironment(spotlights(mode, parts=parts), seed=5)
     observations = env.reset().copy()
-    found: list[list[list[float]]] = [[], []]
+    rows_of_envs: list[list[list[float]]] = [[], []]
     for _ in range(steps):
         step = env.step({"action": np.zeros(2, np.int64)})
         for index in np.flatnonzero(np.ones(2) if step.valid is None else step.valid):
@@ -221,9 +221,9 @@ def transitions(mode: AutoresetMode, steps: int, *, parts: bool) -> list[list[li
                 assert step.final_observations is not None
                 following = step.final_observations[index]
             outcome = [step.rewards[index], float(step.truncated[index])]
-            found[index].append([*observations[index].ravel(), *outcome, *following.ravel()])
+            rows_of_envs[index].append([*observations[index].ravel(), *outcome, *following.ravel()])
         observations = step.observations.copy()
-    return found
+    return rows_of_envs
 
 
 @pytest.mark.parametrize("parts", [False, True])

@@ -40,16 +40,22 @@ class Keeping(gymnasium.Env[Any, Any]):
     action_space = spaces.Discrete(2)
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        self.held = make()
+        self.attribute = make()
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         return np.zeros(1, np.float32), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        found = self.held.values() if isinstance(self.held, dict) else self.held if isinstance(self.held, list) else ()
-        drawn = [part.normal() for part in found if isinstance(part, np.random.Generator)]
-        return np.full(1, sum(drawn), np.float32), 0.0, False, False, {}
+        parts = (
+            self.attribute.values()
+            if isinstance(self.attribute, dict)
+            else self.attribute
+            if isinstance(self.attribute, list)
+            else ()
+        )
+        samples = [part.normal() for part in parts if isinstance(part, np.random.Generator)]
+        return np.full(1, sum(samples), np.float32), 0.0, False, False, {}
 
 
 def holding(make: Callable[[], Any]) -> tuple[GymnasiumEnvironment, Keeping]:
@@ -93,17 +99,17 @@ def test_what_an_attribute_holds_is_given_back(value: Any, tmp_path: Path) -> No
 
     behind.load_state_dict(through_a_file(ahead.state_dict(), tmp_path))
 
-    np.testing.assert_equal(inner.held, value)
-    assert type(inner.held) is type(value)
+    np.testing.assert_equal(inner.attribute, value)
+    assert type(inner.attribute) is type(value)
     if isinstance(value, np.ndarray):
-        assert inner.held.dtype == value.dtype
+        assert inner.attribute.dtype == value.dtype
     if isinstance(value, deque):
-        assert inner.held.maxlen == value.maxlen
+        assert inner.attribute.maxlen == value.maxlen
 
 
 @pytest.mark.parametrize("collect", [list, lambda made: dict(enumerate(made))])
 def test_generators_go_on_wherever_they_are(collect: Any, tmp_path: Path) -> None:
-    """Of two kinds, one of which has an array for its state."""
+    """Two kinds of random generators, one of which has an array for its state."""
 
     def make() -> Any:
         return collect([generator(1), np.random.default_rng(2)])

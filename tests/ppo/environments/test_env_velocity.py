@@ -16,17 +16,17 @@ from esper_telemetry.ppo.environments.wrappers import VELOCITIES
 def test_velocities_are_zero_and_the_rest_is_as_it_was(env_id: str) -> None:
     hidden: Any = make_env(env_id, num_envs=2, seed=0, mask_velocity=True)
     plain: Any = make_env(env_id, num_envs=2, seed=0)
-    shown = [index for index in range(plain.observation_shape[0]) if index not in VELOCITIES[env_id]]
+    visible = [index for index in range(plain.observation_shape[0]) if index not in VELOCITIES[env_id]]
     observations, expected = hidden.reset(), plain.reset()
     kind = plain.action_specs["action"]
     action = np.ones((2, 1), np.float32) if kind.kind == "continuous" else np.ones(2, np.int64)
     for _ in range(250):
         assert (observations[:, list(VELOCITIES[env_id])] == 0).all()
-        assert np.array_equal(observations[:, shown], expected[:, shown])
+        assert np.array_equal(observations[:, visible], expected[:, visible])
         left, right = hidden.step({"action": action}), plain.step({"action": action})
         if left.final_observations is not None:
             assert (left.final_observations[:, list(VELOCITIES[env_id])] == 0).all()
-            assert np.array_equal(left.final_observations[:, shown], right.final_observations[:, shown])
+            assert np.array_equal(left.final_observations[:, visible], right.final_observations[:, visible])
         observations, expected = left.observations, right.observations
 
 

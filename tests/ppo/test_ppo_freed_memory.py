@@ -1,4 +1,4 @@
-"""What a minibatch frees, the next one finds."""
+"""Memory that a minibatch frees is reused by the next one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def pages_fetched(first: str) -> int:
-    """From the system, for four blocks that are freed and needed again twenty times, in a fresh process."""
+    """Page faults of a fresh process that frees and allocates four blocks twenty times."""
     script = SCRIPT.format(first=first, numbers=MAX_HEAP_BLOCK_BYTES // 16)
     run = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True)
     return int(run.stdout)

@@ -1,4 +1,4 @@
-"""A whole update takes no notice of what is masked: rows that are no transitions, parts that do not matter, whatever they hold."""
+"""Values in rows that are no transitions, and in irrelevant parts of actions, do not change an update."""
 
 from __future__ import annotations
 
@@ -85,6 +85,6 @@ def updated(settings: dict[str, Any], seed: int, poison: float | None) -> list[T
 @given(seed=st.integers(0, 1000), poison=POISONS)
 @settings(max_examples=6, deadline=None)
 def test_an_update_takes_no_notice_of_what_is_masked(chosen: dict[str, Any], seed: int, poison: float) -> None:
-    clean, found = updated(chosen, seed, None), updated(chosen, seed, poison)
+    clean, poisoned = updated(chosen, seed, None), updated(chosen, seed, poison)
 
-    assert equal(clean, found) and all(weight.isfinite().all() for weight in found)
+    assert equal(clean, poisoned) and all(weight.isfinite().all() for weight in poisoned)

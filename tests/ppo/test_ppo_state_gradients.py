@@ -1,4 +1,4 @@
-"""Memory over whole environments is memory step by step."""
+"""Unrolling of a memory over whole environments equals unrolling step by step, gradients too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of parts of a minibatch: together they are the gradient of the whole, and they leave no trace."""
+"""Gradients of parts of a minibatch: they add up to that of the whole, and training does not change."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ def test_the_parts_add_up_to_the_gradient_of_the_minibatch(make: Any, shared_tru
 
 def test_sequences_are_the_samples_of_a_policy_with_memory() -> None:
     """Eight environments in two minibatches: four whole sequences each."""
-    trainer, found = recall(), []
-    trainer.hooks.on(MinibatchStart, lambda event: found.append([part.samples for part in event.shards(8)]))
+    trainer, counts = recall(), []
+    trainer.hooks.on(MinibatchStart, lambda event: counts.append([part.samples for part in event.shards(8)]))
 
     trainer.learn(1)
 
-    assert found == [[1, 1, 1, 1]]
+    assert counts == [[1, 1, 1, 1]]
 
 
 @pytest.mark.parametrize("make", [cartpole, recall])
 def test_asking_for_parts_leaves_no_trace(make: Any) -> None:
-    bare, asked = make(), make()
-    asked.hooks.on(MinibatchStart, lambda event: event.shards(3))
+    bare, observed = make(), make()
+    observed.hooks.on(MinibatchStart, lambda event: event.shards(3))
 
     bare.learn(500)
-    asked.learn(500)
+    observed.learn(500)
 
-    assert equal(weights(bare), weights(asked))
+    assert equal(weights(bare), weights(observed))
 
 
 def test_a_minibatch_announces_itself_before_the_first_step_only() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from ppo_builders import Seen, cartpole, pendulum
+from ppo_builders import EventLog, cartpole, pendulum
 from torch import Tensor
 
 from esper_telemetry.events import TrunkBackward
@@ -31,9 +31,9 @@ def first_batch(trainer: PPO) -> Batch:
 
 
 def gradients(trainer: PPO) -> list[Tensor]:
-    found = [parameter.grad for parameter in trainer.policy.parameters()]
+    gradients_or_none = [parameter.grad for parameter in trainer.policy.parameters()]
     trainer.optimizer.zero_grad()
-    return [tensor.clone() for tensor in found if tensor is not None]
+    return [tensor.clone() for tensor in gradients_or_none if tensor is not None]
 
 
 def split_backward(trainer: PPO, batch: Batch) -> list[Tensor]:
@@ -112,10 +112,10 @@ def test_the_critics_gradient_is_what_the_actors_leaves_of_the_whole(make: Make)
 def test_the_leaves_give_exact_parameter_gradients_of_either_loss() -> None:
     """With a shared trunk, what a hook takes from the actor's leaf equals backing up the actor's loss alone."""
     trainer = cartpole(shared_trunk=True)
-    found: list[tuple[Tensor, ...]] = []
+    observed: list[tuple[Tensor, ...]] = []
 
     def measure(event: TrunkBackward) -> None:
-        found.append(torch.autograd.grad(event.outputs, event.shared, [event.actor], retain_graph=True))
+        observed.append(torch.autograd.grad(event.outputs, event.shared, [event.actor], retain_graph=True))
 
     trainer.hooks.on(TrunkBackward, measure)
     batch = first_batch(trainer)
@@ -125,17 +125,17 @@ def test_the_leaves_give_exact_parameter_gradients_of_either_loss() -> None:
     log_ratio = alone.log_prob(normalized, batch.actions) - batch.log_probs
     trainer.steps.policy_loss(log_ratio, batch.advantages, 0.2).backward()
 
-    for ours, parameter in zip(found[0], alone.actor.parameters(), strict=True):
+    for ours, parameter in zip(observed[0], alone.actor.parameters(), strict=True):
         assert parameter.grad is not None and torch.allclose(ours, parameter.grad, atol=1e-8)
 
 
 def test_separate_networks_share_nothing() -> None:
     trainer = cartpole()
-    seen = Seen().listen(trainer, TrunkBackward)
+    emitted = EventLog().listen(trainer, TrunkBackward)
 
     trainer.learn(128)
 
-    event = seen.events[0]
+    event = emitted.events[0]
     assert len(event.outputs) == 2 and list(event.shared) == []
     assert event.actor.shape == event.critic.shape and event.actor.shape[1] == 16
 

@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ppo_builders import Seen
+from ppo_builders import EventLog
 from torch import Tensor
 
 from esper_telemetry.events import MinibatchEnd
 from esper_telemetry.ppo import PPO, PPOConfig
-from esper_telemetry.ppo.collectors.host import Collector
-from esper_telemetry.ppo.collectors.tensors import TensorCollector
+from esper_telemetry.ppo.collectors.collector import Collector, TensorCollector
 from esper_telemetry.ppo.environments import ActionSpec, CueRecall, TensorStep
 from esper_telemetry.ppo.environments.wrappers import on_host
 from esper_telemetry.ppo.normalizer import normalizers_for
@@ -89,9 +88,9 @@ def test_training_on_rollouts_of_the_device_keeps_the_identity() -> None:
     env = CueRecall(8, seed=1)
     trainer = PPO(env, PPOConfig(num_steps=16, policy="lstm", hidden_sizes=(8,), lstm_size=8, num_minibatches=2))
     trainer.collector = TensorCollector(env, trainer.policy, 16, 0)
-    seen = Seen().listen(trainer, MinibatchEnd)
+    emitted = EventLog().listen(trainer, MinibatchEnd)
 
     trainer.learn(1000)
 
-    first = [event for event in seen.events if event.step == 0]
+    first = [event for event in emitted.events if event.step == 0]
     assert len(first) == 8 and max(event.log_ratio.abs().max().item() for event in first) < 1e-5

@@ -1,4 +1,4 @@
-"""CueRecall learned: memory solves it, and neither a policy without memory nor one whose cue was an episode ago does."""
+"""Learning of CueRecall: a policy with memory solves it; one without, or with the cue of the episode before, does not."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CHANCE = 5.25  # for ever the same op, but not 0, and the right arguments: 9 / 4
 
 
 def final_return(steps: int = 25_000, *, stale_cue: bool = False, **changes: Any) -> float:
-    chosen = preset("cue-recall", "lstm")
-    trainer = PPO(CueRecall(chosen.num_envs, seed=1, stale_cue=stale_cue), chosen.config(seed=1, **changes))
+    tuned = preset("cue-recall", "lstm")
+    trainer = PPO(CueRecall(tuned.num_envs, seed=1, stale_cue=stale_cue), tuned.config(seed=1, **changes))
     returns: deque[float] = deque(maxlen=100)
     trainer.hooks.on(EpisodeEnd, lambda event: returns.extend(event.returns))
     trainer.learn(steps)
