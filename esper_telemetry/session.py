@@ -159,17 +159,17 @@ class TelemetrySession:
 
     @property
     def run_dir(self) -> Path | None:
-        """Where the journal lives, on every rank; None without one."""
+        """The run directory, on every rank; None without one."""
         return self._journal_position.run_dir
 
     @property
     def run(self) -> RunInfo | None:
-        """What the sinks know of the run; None at OFF, before it has started and on all ranks but rank 0."""
+        """The run as sinks receive it; None at OFF, before it has started and on all ranks but rank 0."""
         return self._recorder.run if self._recorder else None
 
     @property
     def ranks(self) -> int:
-        """How many processes report together."""
+        """Number of processes that report together."""
         return self._peers.size if self._peers else 1
 
     @property
@@ -179,7 +179,7 @@ class TelemetrySession:
 
     @property
     def escalated(self) -> bool:
-        """Whether an alarm has raised the level of the update under way."""
+        """True while an alarm has raised the level of the update under way."""
         return self._response.escalated
 
     def __repr__(self) -> str:
@@ -407,7 +407,7 @@ class TelemetrySession:
 
     @property
     def _active(self) -> bool:
-        """Whether this session records: not at OFF, not after close, never in a forked copy of the process."""
+        """True while this session records: not at OFF, not after close, never in a forked copy of the process."""
         return self.level > Level.OFF and not self._closed and fork_generation() == self._generation
 
     def _accepts(self, call: str) -> bool:
