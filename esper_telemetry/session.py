@@ -143,9 +143,8 @@ class TelemetrySession:
         """Claim the run directory and start the delivery, on rank 0; what rank 0 raises is raised on all ranks."""
         self._peers = Peers.meet() if self._options.all_ranks else None
         open_journal = partial(self._open_journal, sinks)
-        position = self._peers.from_rank_zero(open_journal) if self._peers else open_journal()
-        self._journal_position = position
-        self._axes = position.axes or self._axes
+        self._journal_position = self._peers.from_rank_zero(open_journal) if self._peers else open_journal()
+        self._axes = self._journal_position.axes or self._axes
         self._at_exit = at_exit(self)
 
     def _open_journal(self, sinks: SinkLike | Iterable[SinkLike] | None) -> RunPosition:
