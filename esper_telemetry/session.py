@@ -142,9 +142,8 @@ class TelemetrySession:
         """Claim the run directory and start the delivery, on rank 0; what rank 0 raises is raised on all ranks."""
         self._peers = Peers.meet() if self._options.all_ranks else None
         open_journal = partial(self._open_journal, sinks)
-        position = self._peers.from_rank_zero(open_journal) if self._peers else open_journal()
-        self._journal_position = position
-        self._axes = position.axes or self._axes
+        self._journal_position = self._peers.from_rank_zero(open_journal) if self._peers else open_journal()
+        self._axes = self._journal_position.axes or self._axes
         self._at_exit = at_exit(self)
 
     def _open_journal(self, sinks: SinkLike | Iterable[SinkLike] | None) -> RunPosition:
@@ -158,17 +157,17 @@ class TelemetrySession:
 
     @property
     def run_dir(self) -> Path | None:
-        """Where the journal lives, on every rank; None without one."""
+        """The run directory, on every rank; None without one."""
         return self._journal_position.run_dir
 
     @property
     def run(self) -> RunInfo | None:
-        """What the sinks know of the run; None at OFF, before it has started and on all ranks but rank 0."""
+        """The run as sinks receive it; None at OFF, before it has started and on all ranks but rank 0."""
         return self._recorder.run if self._recorder else None
 
     @property
     def ranks(self) -> int:
-        """How many processes report together."""
+        """Number of processes that report together."""
         return self._peers.size if self._peers else 1
 
     @property
@@ -178,7 +177,7 @@ class TelemetrySession:
 
     @property
     def escalated(self) -> bool:
-        """Whether an alarm has raised the level of the update under way."""
+        """True while an alarm has raised the level of the update under way."""
         return self._response.escalated
 
     def __repr__(self) -> str:
@@ -406,7 +405,7 @@ class TelemetrySession:
 
     @property
     def _active(self) -> bool:
-        """Whether this session records: not at OFF, not after close, never in a forked copy of the process."""
+        """True while this session records: not at OFF, not after close, never in a forked copy of the process."""
         return self.level > Level.OFF and not self._closed and fork_generation() == self._generation
 
     def _accepts(self, call: str) -> bool:

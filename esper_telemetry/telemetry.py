@@ -160,12 +160,12 @@ class Telemetry:
 
     @property
     def run_dir(self) -> Path | None:
-        """Where this run's journal lives, on every rank; None without one."""
+        """Directory of this run's journal, on every rank; None without one."""
         return self._session.run_dir
 
     @property
     def run(self) -> RunInfo | None:
-        """What the sinks know of the run; None at OFF, before it has started and on all ranks but the first."""
+        """The run as sinks receive it; None at OFF, before it has started and on all ranks but the first."""
         return self._session.run
 
     def observe(

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from esper_telemetry.core.derived import Array
 from esper_telemetry.history.outliers import N_MIN, SCALE_MIN, spread
 
 WINDOW = 100
@@ -109,7 +108,9 @@ class Baselines:
         median, scale = spread(self._values, scale_min=self._floor, n_min=MIN_MEDIAN_VALUES)
         self._medians, self._counts = median.tolist(), self._count.tolist()
         enough = self._count >= N_MIN
-        shift = np.where(enough, self._beyond(median), np.nan)
+        low = np.fmin(median, self._lowest + USUAL_LEVEL_DECADES)  # levels that were usual earlier are no outliers
+        high = np.fmax(median, self._highest - USUAL_LEVEL_DECADES)
+        shift = np.where(enough, self._x - np.clip(self._x, low, high), np.nan)
         self._highest = np.fmax(self._highest, np.where(enough, median, np.nan))
         self._lowest = np.fmin(self._lowest, np.where(enough, median, np.nan))
         with np.errstate(over="ignore"):  # what is infinitely far off is left out below
@@ -122,12 +123,6 @@ class Baselines:
         self.shift = dict(zip(names, shift[scored].tolist(), strict=True))
         self.beyond = dict(zip(names, (self._x[scored] - self._peak[scored]).tolist(), strict=True))
         self.below = dict(zip(names, (self._trough[scored] - self._x[scored]).tolist(), strict=True))
-
-    def _beyond(self, median: Array) -> Array:
-        """Decades between values and their medians, and beyond the levels that have been usual earlier."""
-        low = np.fmin(median, self._lowest + USUAL_LEVEL_DECADES)
-        high = np.fmax(median, self._highest - USUAL_LEVEL_DECADES)
-        return self._x - np.clip(self._x, low, high)
 
     def learn(self) -> None:
         """Add the values of the latest update, without outliers."""

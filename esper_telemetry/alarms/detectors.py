@@ -232,18 +232,15 @@ class Detectors:
         for state in raised:
             state.incident, state.muted = incident, state.rule.type not in reported
         alarms = [self._alarm(state, change, record) for state, change in changes if not state.muted]
-        alarms += [self._joined(alarm, incident) for alarm in recorded]
+        for alarm in recorded:  # of the journal: each joins the incident that it was raised in
+            if alarm.event is AlarmEvent.RAISE:
+                self._recorded[alarm.type] = incident
+            joined = self._recorded.get(alarm.type)
+            alarms.append(replace(alarm, incident=joined.number, cause=joined.cause) if joined else alarm)
         if limited is not None:
             self._limit_incident = incident if limited is AlarmEvent.RAISE else self._limit_incident
             alarms.append(self._limit_alarm(limited, record, self._limit_incident))
         return tuple(alarms)
-
-    def _joined(self, alarm: Alarm, incident: Incident | None) -> Alarm:
-        """An alarm from the journal, in the incident that it was raised in."""
-        if alarm.event is AlarmEvent.RAISE:
-            self._recorded[alarm.type] = incident
-        joined = self._recorded.get(alarm.type)
-        return replace(alarm, incident=joined.number, cause=joined.cause) if joined else alarm
 
     def _alarm(self, state: AlarmState, change: AlarmChange, record: Record) -> Alarm:
         event, finding, streak = change
@@ -347,7 +344,7 @@ def record_evidence(state: AlarmState, finding: Finding, view: View) -> dict[str
     usual = {key: [*ends] for key in values if (ends := view.baselines.usual(key))}
     if usual:
         evidence["usual"] = usual
-    named = {name: found.severity for name, found in state.instances.items() if name}
+    named = {name: finding.severity for name, finding in state.instances.items() if name}
     if named:
         worst = sorted(named, key=lambda name: -named[name])[:MAX_EVIDENCE_INSTANCES]
         evidence["where"] = {name: named[name] for name in worst}

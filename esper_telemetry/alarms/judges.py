@@ -118,7 +118,7 @@ class RollingMedian:
 
 
 ANNEALED_SHARE = 0.05
-"""Of the largest learning rate: from there down a schedule may well end at nothing."""
+"""Share of the largest learning rate below which a schedule may well end at nothing."""
 
 WARMUP_UPDATES = 5
 """Updates at the beginning in which a schedule may not have begun to warm up."""

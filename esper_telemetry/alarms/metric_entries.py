@@ -64,7 +64,7 @@ class MetricEntry:
 
     @property
     def action(self) -> str:
-        """What to try when the value is not normal; empty for a metric without bounds."""
+        """Advice for a value that is not normal; empty for a metric without bounds."""
         return self.alarms[0].action if self.alarms else self.metric.advice
 
     def info(self) -> MetricInfo:

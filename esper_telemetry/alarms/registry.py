@@ -73,12 +73,12 @@ def as_rules(value: AlarmRule | Iterable[AlarmRule]) -> Iterator[AlarmRule]:
 
 def with_alarms(rules: Iterable[AlarmRule], added: Iterable[AlarmRule]) -> tuple[AlarmRule, ...]:
     """The rules and the added ones; raises ValueError where two have one type."""
-    known = {rule.type: rule for rule in rules}
+    by_type = {rule.type: rule for rule in rules}
     for rule in added:
-        if rule.type in known:
+        if rule.type in by_type:
             raise ValueError(f"there is an alarm {rule.type!r} already; the type of an added alarm must be its own")
-        known[rule.type] = rule
-    return tuple(known.values())
+        by_type[rule.type] = rule
+    return tuple(by_type.values())
 
 
 def alarms_reading(key: str) -> tuple[AlarmRule, ...]:

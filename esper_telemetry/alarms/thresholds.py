@@ -40,12 +40,12 @@ class Thresholds(Limits):
     """
 
     def __init__(self, *, off: Iterable[str] | None = None, **values: float) -> None:
-        known = bounds() if values else {}
+        declared = bounds() if values else {}
         for name in values:
-            if name not in known:
-                raise TypeError(f"there is no threshold {name!r}{did_you_mean(name, list(known))}")
+            if name not in declared:
+                raise TypeError(f"there is no threshold {name!r}{did_you_mean(name, list(declared))}")
         changed = {name: _number(name, value) for name, value in values.items()}
-        super().__init__({name: value for name, value in changed.items() if value != known[name].default})
+        super().__init__({name: value for name, value in changed.items() if value != declared[name].default})
         self._off = _default_off() if off is None else frozenset(off)
 
     @property
@@ -103,17 +103,22 @@ class Thresholds(Limits):
 
     def with_changes(self, changes: Mapping[str, float | str | bool]) -> Self:
         """The same with other values by name; raises ValueError for an unknown name or a value that is no number."""
-        off, values, known, types = set(self._off), dict(self._changes), bounds(), {rule.type for rule in alarm_rules()}
+        off, values, declared, types = (
+            set(self._off),
+            dict(self._changes),
+            bounds(),
+            {rule.type for rule in alarm_rules()},
+        )
         for name, value in changes.items():
             if name in types:
                 switch = (ON if value else OFF) if isinstance(value, bool) else value
                 if switch not in (ON, OFF):
                     raise ValueError(f"alarm {name} can be set to on or off, got {value!r}")
                 (off.discard if switch == ON else off.add)(name)
-            elif name in known:
+            elif name in declared:
                 values[name] = _number(name, value)
             else:
-                raise ValueError(f"there is no threshold {name!r}{did_you_mean(name, [*known, *types])}")
+                raise ValueError(f"there is no threshold {name!r}{did_you_mean(name, [*declared, *types])}")
         return type(self)(off=off, **values)
 
     def without(self, types: Iterable[str]) -> Self:

@@ -165,7 +165,7 @@ def _reduction(kind: type) -> Reduction:
 NO_VOCABULARY: Final = Vocabulary()
 
 Shapes: TypeAlias = tuple[tuple[torch.dtype, torch.Size], ...]
-"""Of the tensors of a message, in its order."""
+"""Types and shapes of the tensors of a message, in its order."""
 
 HEAD: Final = struct.Struct(">5Q")
 """Bytes of the pickle, of the shapes (0 where they were sent before) and of the block; number of the shapes; place of the block."""
@@ -174,11 +174,11 @@ IN_PIPE: Final = (1 << 64) - 1
 LENGTH: Final = struct.Struct(">I")
 """Length of a reply, before it."""
 PARENT_SECONDS: Final = 0.5
-"""How often the worker looks whether its parent lives while a reply waits."""
+"""Time between two checks of the worker that its parent lives, while a reply waits."""
 POLL_SECONDS: Final = 0.01
-"""How often the worker looks for the next message. A worker that slept until it comes would have to be woken by the training thread, at
-the price of a core that is called back from idleness: measured, 170 us of that thread instead of 20."""
-MAX_KNOWN_SHAPES: Final = 256
+"""Time between two polls of the worker for the next message. A worker that slept until it comes would have to be woken by the training
+thread: measured, 170 us of that thread instead of 20, because a core is called back from idleness."""
+MAX_LAYOUTS: Final = 256
 """Shapes and blocks that are remembered: more than a small run has."""
 
 
@@ -262,14 +262,14 @@ class MessagePacker:
         self._tensors.clear()
         self._pickler.dump(message)
         shapes = tuple([(tensor.dtype, tensor.shape) for tensor in self._tensors])
-        known = self._numbers.get(shapes)
-        number, size = known or self._learn(shapes)
+        layout = self._numbers.get(shapes)
+        number, size = layout or self._learn(shapes)
         place = self._ring.take(size) if self._ring and size else None
         block, copies = self._block(number, place, shapes, size)
         if copies:
             with torch.no_grad():
                 torch._foreach_copy_(copies, self._tensors)
-        return Message(self._stream.getvalue(), shapes, block, place, number, known is None, self._vocabulary)
+        return Message(self._stream.getvalue(), shapes, block, place, number, layout is None, self._vocabulary)
 
     def _leave_out(self, tensor: Tensor) -> tuple[Callable[[], Tensor], tuple[()]]:
         """Pickle a tensor as a placeholder."""
@@ -278,12 +278,12 @@ class MessagePacker:
 
     def _learn(self, shapes: Shapes) -> tuple[int, int]:
         """Return the number of new shapes, and the bytes of their block."""
-        if len(self._numbers) >= MAX_KNOWN_SHAPES:
+        if len(self._numbers) >= MAX_LAYOUTS:
             self._numbers.clear()
             self._blocks.clear()
-        self._numbers[shapes] = known = self._next_number, block_bytes(shapes)
+        self._numbers[shapes] = layout = self._next_number, block_bytes(shapes)
         self._next_number += 1
-        return known
+        return layout
 
     def _block(self, number: int, place: int | None, shapes: Shapes, size: int) -> tuple[memoryview, list[Tensor]]:
         """Return room for these tensors, and tensors that lie in it."""
@@ -292,7 +292,7 @@ class MessagePacker:
             return block, tensor_views(block, shapes)
         views = self._blocks.get((number, place))
         if views is None:
-            if len(self._blocks) >= MAX_KNOWN_SHAPES:
+            if len(self._blocks) >= MAX_LAYOUTS:
                 self._blocks.clear()
             block = self._ring.view(place, size)
             self._blocks[number, place] = views = block, tensor_views(block, shapes)
@@ -323,18 +323,18 @@ def messages(parent: int, ring: Ring | None = None, vocabulary: Vocabulary = NO_
         ring, vocabulary: as the packer has them.
     """
     os.set_blocking(0, False)
-    known: dict[int, Shapes] = {}
+    layouts: dict[int, Shapes] = {}
     with suppress(EOFError):
         while True:
             first, second, size, number, place = HEAD.unpack(_read_exactly(HEAD.size, parent))
             content, shapes = bytes(_read_exactly(first, parent)), bytes(_read_exactly(second, parent))
             if shapes:
-                if len(known) >= MAX_KNOWN_SHAPES:
-                    known.clear()
-                known[number] = pickle.loads(shapes)
+                if len(layouts) >= MAX_LAYOUTS:
+                    layouts.clear()
+                layouts[number] = pickle.loads(shapes)
             shared = ring.view(place, size) if ring and place != IN_PIPE else None
             block = _read_exactly(size, parent) if shared is None else bytearray(shared)  # whose place is used again
-            yield Message(content, known[number], memoryview(block), vocabulary=vocabulary)
+            yield Message(content, layouts[number], memoryview(block), vocabulary=vocabulary)
 
 
 def _read_exactly(count: int, parent: int) -> bytearray:

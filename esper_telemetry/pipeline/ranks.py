@@ -170,10 +170,10 @@ def check_layouts(parts: Sequence[Tables]) -> None:
     for rank, part in enumerate(parts):
         for layout in part:
             for reader in (*layout.readers, *layout.histograms):
-                other, known = first.setdefault(reader.key, (rank, layout))
-                if known != layout:
+                other, first_layout = first.setdefault(reader.key, (rank, layout))
+                if first_layout != layout:
                     raise LayoutMismatch(
-                        f"ranks {other} and {rank} measure {reader.key} in different ways, {_layout_text(known)} and "
+                        f"ranks {other} and {rank} measure {reader.key} in different ways, {_layout_text(first_layout)} and "
                         f"{_layout_text(layout)}: all ranks have to run the same program with the same settings"
                     )
 
@@ -185,7 +185,7 @@ def _layout_text(layout: SlotLayout) -> str:
 
 
 MEETING_TIMEOUT: Final = timedelta(seconds=60)
-"""How long a rank waits for the others to make their `Telemetry`."""
+"""Time that a rank waits for the others to make their `Telemetry`."""
 HEADER_NUMBERS: Final = 4
 """Numbers before the packed ones: the hash of the layout, how many follow, and the rank's note."""
 MAX_KNOWN_SIGNATURES: Final = 256
@@ -193,7 +193,7 @@ MAX_KNOWN_SIGNATURES: Final = 256
 
 
 class RankZeroDecision(NamedTuple):
-    """What rank 0 decides for all ranks; it travels in the header of the exchange that they make anyway.
+    """Decisions of rank 0 for all ranks.
 
     Attributes:
         sample_every: one update in so many is sampled.
@@ -270,7 +270,7 @@ class Peers:
         signature, vector = packed({layout: table for layout, table in own.items() if not layout.replicated})
         gathered = self._gather(np.concatenate([[digest(signature), len(vector), *decision], vector]))
         signatures = self._signatures(signature, [row[0] for row in gathered])
-        parts = [unpacked(known, row[HEADER_NUMBERS:]) for known, row in zip(signatures, gathered, strict=True)]
+        parts = [unpacked(other, row[HEADER_NUMBERS:]) for other, row in zip(signatures, gathered, strict=True)]
         if any(other is not signature for other in signatures):
             parts = [by_field(part) for part in parts]
             check_layouts(parts)

@@ -41,7 +41,7 @@ from esper_telemetry.updates.extensions import Capture
 from esper_telemetry.updates.groups import measure, without_many_layers
 
 DETECTOR_PREFIXES = ("alarm/", "telemetry/escalation_remaining")
-"""How the keys begin that the detector adds to a record."""
+"""Beginnings of the keys that the detector adds to a record."""
 FAILURE = "failure"
 """The type of the event that names the exception which ended the run."""
 INTERVENTION = "intervention"
@@ -89,14 +89,14 @@ DetectorFactory = Callable[[Mapping[str, Any]], Detector]
 
 
 class AlarmReport(NamedTuple):
-    """What the training thread gets back of one record: its alarms, and for how many updates the level is to be DEBUG."""
+    """News of one record for the training thread: its alarms, and the number of updates for which the level is to be DEBUG."""
 
     alarms: tuple[Alarm, ...]
     remaining: int
 
 
 class SinkBacklog(NamedTuple):
-    """How far the sinks are behind, and how often they have failed: all together, and each."""
+    """Records that the sinks have not taken yet, and failures of sinks: all together, and each."""
 
     queue_depth: int = 0
     errors: int = 0
@@ -104,7 +104,7 @@ class SinkBacklog(NamedTuple):
 
 
 class FlushCost(NamedTuple):
-    """What telemetry took since the last record.
+    """Time that telemetry took since the last record.
 
     Attributes:
         seconds, cpu_seconds: wall and processor time on the training thread; the latter is None where nobody has measured it.
@@ -151,7 +151,7 @@ class FlushedUpdate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PipelineSettings:
-    """What a pipeline is made with; it can be pickled.
+    """Arguments of a pipeline, which can be pickled.
 
     Attributes:
         level: at which the run is measured while nothing is wrong.

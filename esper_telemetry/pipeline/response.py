@@ -1,4 +1,4 @@
-"""What a run does about alarms on the training thread: it calls the user's callbacks, and measures the next updates at DEBUG.
+"""Response to alarms on the training thread: call the user's callbacks, and measure the next updates at DEBUG.
 
 Alarms come back some updates after their record, where a worker makes it: nobody waits for them. Which updates are measured at DEBUG
 may therefore differ between two runs of one seed; weights do not.
@@ -46,7 +46,7 @@ class AlarmResponse:
 
     @property
     def escalated(self) -> bool:
-        """Whether the update under way is measured in more detail than the run."""
+        """True while the update under way is measured in more detail than the run."""
         return self.level > self._configured
 
     def on_alarm(self, callback: AlarmCallback) -> Callable[[], None]:

@@ -34,7 +34,7 @@ from esper_telemetry.pipeline.record import (
 from esper_telemetry.pipeline.worker import WorkerPipeline, can_use_worker
 
 SYNC_SECONDS: Final = 20.0
-"""How long a checkpoint waits for the journal."""
+"""Time that a checkpoint waits for the journal."""
 
 PACKAGES: Final = ("esper-telemetry", "torch", "numpy", "gymnasium", "wandb", "tensorboard", "mlflow")
 """Packages whose versions the run line tells."""
@@ -49,7 +49,7 @@ _logger = logging.getLogger("esper_telemetry")
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What the user says of a run.
+    """Arguments of `Telemetry` that concern the journal.
 
     Attributes:
         run_dir: where its journal lives; `auto` for a new directory, None for none.
@@ -66,7 +66,7 @@ class RunOptions:
 
 
 class RunPosition(NamedTuple):
-    """What every rank knows of the run's journal.
+    """Place of the run's journal, and its last record; the same on every rank.
 
     Attributes:
         run_dir: where it lives; None without one.
@@ -120,7 +120,7 @@ class RunRecorder:
 
     @property
     def run_dir(self) -> Path | None:
-        """Where the journal lives; None without one."""
+        """The run directory; None without one."""
         return self.journal.run_dir
 
     @property

@@ -1,4 +1,4 @@
-"""What one update has gathered before it is flushed: observed groups on the device, logged numbers, whole updates of a trainer.
+"""The update under way before it is flushed: observed groups on the device, logged numbers.
 
 Observed groups stay on their device until `flush`, which starts one copy of all their numbers to the host.
 """
@@ -21,13 +21,13 @@ from esper_telemetry.core.record import Level, check_key
 from esper_telemetry.core.reduction import Array
 
 MAX_EPOCH_RESTARTS: Final = 10
-"""How often the epochs of one update may begin anew: once for each of several policies that are trained in turn."""
+"""Times that the epochs of one update may begin anew: once for each of several policies that are trained in turn."""
 
 MAX_ROWS: Final = 10_000
 """Rows of one kind in one update, beyond which the user has probably forgotten to call `flush`."""
 
 MAX_CHECKED_KEYS: Final = 100_000
-"""How many keys are remembered as checked: a loop that logs more of them makes up new ones for every record."""
+"""Keys that are remembered as checked: a loop that logs more of them makes up new ones for every record."""
 
 NO_NUMBERS = torch.empty(0, dtype=torch.float64)
 
@@ -162,7 +162,7 @@ class Transfer:
 
     @property
     def pending(self) -> bool:
-        """Whether reading would have to wait for the device."""
+        """True while reading would have to wait for the device."""
         return self.arrival is not None
 
     def finish(self, level: Level) -> Values:

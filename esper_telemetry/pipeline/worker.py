@@ -61,15 +61,15 @@ RING_BYTES: Final = 256 << 20
 PIPE_BYTES: Final = 1 << 20
 """Size of the pipe: the descriptions of all metrics, and several updates besides their tensors."""
 MAX_WAITING_BYTES: Final = 64 << 20
-"""What may wait for a worker that is not fast enough; beyond it updates are recorded without what is still to be measured."""
+"""Bytes that may wait for a worker that is not fast enough; beyond it updates are recorded without what is still to be measured."""
 MAX_PARTS: Final = 256
 """Parts that one call writes; systems take 1024."""
 POLL_SECONDS: Final = 0.01
-"""How often `sync` and `end` look at the worker's counter: not every answer comes through the pipe."""
+"""Time between two looks of `sync` and `end` at the worker's counter: not every answer comes through the pipe."""
 KILL_POLL_SECONDS: Final = 0.001
-"""How often the trainer looks whether a worker that it has killed is gone."""
+"""Time between two checks of the trainer that a worker it has killed is gone."""
 EXIT_SECONDS: Final = 5.0
-"""How long the worker may take to exit when everything is done."""
+"""Time that the worker may take to exit when everything is done."""
 NICENESS: Final = 10
 """The trainer goes first where cores are scarce; the sinks' process is nicer still."""
 

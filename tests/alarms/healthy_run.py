@@ -134,14 +134,14 @@ FIXED: Mapping[str, float] = {
 
 
 def values(update: int) -> Values:
-    """Of one update; the same in every run."""
+    """Values of one update; the same in every run."""
     noise = random.Random(update)
     return {**{key: middle * noise.uniform(0.93, 1.07) for key, middle in NOISY.items()}, **FIXED}
 
 
-def record(update: int, found: Values, *, partial: bool = False) -> Record:
+def record(update: int, metrics: Values, *, partial: bool = False) -> Record:
     """A record of these values."""
-    return Record(update, Axes(update, update * BATCH, update * STEPS, 1e9 + update), found, partial=partial)
+    return Record(update, Axes(update, update * BATCH, update * STEPS, 1e9 + update), metrics, partial=partial)
 
 
 Spoil = Callable[[Values, int], None]
@@ -152,10 +152,10 @@ def run(updates: int, spoil: Spoil | None = None, *, since: int = 30) -> list[Re
     """Records of a healthy run that is spoiled from an update on."""
     made = []
     for update in range(1, updates + 1):
-        found = values(update)
+        metrics = values(update)
         if spoil is not None and update >= since:
-            spoil(found, update - since)
-        made.append(record(update, found))
+            spoil(metrics, update - since)
+        made.append(record(update, metrics))
     return made
 
 
@@ -164,7 +164,7 @@ def judged(
 ) -> list[Verdict]:
     """All verdicts."""
     detectors = Detectors(facts, thresholds or Thresholds())
-    return [detectors.step(found) for found in records]
+    return [detectors.step(entry) for entry in records]
 
 
 def alarms(verdicts: Iterable[Verdict], event: AlarmEvent | None = None) -> list[Alarm]:
@@ -174,21 +174,21 @@ def alarms(verdicts: Iterable[Verdict], event: AlarmEvent | None = None) -> list
 
 def raised(verdicts: Iterable[Verdict]) -> dict[str, int]:
     """Types of alarm with the update in which each was first raised."""
-    found: dict[str, int] = {}
+    updates: dict[str, int] = {}
     for alarm in alarms(verdicts, AlarmEvent.RAISE):
-        found.setdefault(alarm.type, alarm.axes.update)
-    return found
+        updates.setdefault(alarm.type, alarm.axes.update)
+    return updates
 
 
 def set_to(changes: Mapping[str, float | None]) -> Spoil:
     """Values become others; None takes a key away."""
 
-    def spoil(found: Values, _: int) -> None:
+    def spoil(metrics: Values, _: int) -> None:
         for key, value in changes.items():
             if value is None:
-                found.pop(key, None)
+                metrics.pop(key, None)
             else:
-                found[key] = value
+                metrics[key] = value
 
     return spoil
 
@@ -196,9 +196,9 @@ def set_to(changes: Mapping[str, float | None]) -> Spoil:
 def multiplied(factors: Mapping[str, float]) -> Spoil:
     """Values are multiplied."""
 
-    def spoil(found: Values, _: int) -> None:
+    def spoil(metrics: Values, _: int) -> None:
         for key, factor in factors.items():
-            found[key] *= factor
+            metrics[key] *= factor
 
     return spoil
 
@@ -206,8 +206,8 @@ def multiplied(factors: Mapping[str, float]) -> Spoil:
 def both(first: Spoil, second: Spoil) -> Spoil:
     """One after the other."""
 
-    def spoil(found: Values, ago: int) -> None:
-        first(found, ago)
-        second(found, ago)
+    def spoil(metrics: Values, ago: int) -> None:
+        first(metrics, ago)
+        second(metrics, ago)
 
     return spoil

@@ -41,7 +41,7 @@ MIDDLES = (
     "histogram",
     "/norm_postclip",
 )
-"""What no rule reads, and what takes half of the space."""
+"""Parts of keys that no rule reads, or that take half of the space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +88,10 @@ def load(name: str) -> Recorded:
 
 def store(name: str, facts: Mapping[str, Any], broken: int, records: Iterable[Record]) -> None:
     """Keeps a run."""
-    kept = list(records)
-    keys = sorted({key for record in kept for key in record.values if wanted(key)})
-    axes = [[r.axes.update, r.axes.env_step, r.axes.gradient_step, int(r.partial)] for r in kept]
-    values = {key: [_short(record.values.get(key)) for record in kept] for key in keys}
+    stored = list(records)
+    keys = sorted({key for record in stored for key in record.values if wanted(key)})
+    axes = [[r.axes.update, r.axes.env_step, r.axes.gradient_step, int(r.partial)] for r in stored]
+    values = {key: [_short(record.values.get(key)) for record in stored] for key in keys}
     content = {"facts": dict(facts), "broken": broken, "axes": axes, "values": values}
     text = json.dumps(content, separators=(",", ":")).encode()
     HERE.mkdir(exist_ok=True)
@@ -99,7 +99,7 @@ def store(name: str, facts: Mapping[str, Any], broken: int, records: Iterable[Re
 
 
 def wanted(key: str) -> bool:
-    """Whether some rule may read it."""
+    """True for a key that some rule may read."""
     return not key.endswith(ENDINGS) and not any(part in key for part in MIDDLES)
 
 

@@ -40,18 +40,18 @@ class ScriptedDetectors:
 
     facts: Mapping[str, Any]
     script: Script
-    seen: list[Record] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
     interventions: list[int] = field(default_factory=list)
     remaining: int = 0
     since: dict[str, int] = field(default_factory=dict)
 
     def step(self, record: Record) -> ScriptedVerdict:
-        self.seen.append(record)
+        self.records.append(record)
         self.remaining = max(0, self.remaining - 1)
         line = self.script.get(record.axes.update)
         self.remaining = max(self.remaining, line.remaining if line else 0)
         count = {
-            "alarm/seen": float(len(self.seen)),
+            "alarm/seen": float(len(self.records)),
             "alarm/interventions": float(len(self.interventions)),
             "telemetry/escalation_remaining": float(self.remaining),
         }
@@ -66,7 +66,7 @@ class ScriptedDetectors:
         return next((rule for rule in alarm_rules() if rule.type == kind), None)
 
     def intervention(self) -> None:
-        self.interventions.append(len(self.seen))
+        self.interventions.append(len(self.records))
 
     def failure(self, seq: int, axes: Axes, data: Mapping[str, Any]) -> ScriptedVerdict:
         return ScriptedVerdict()

@@ -57,9 +57,9 @@ def test_a_threshold_raises_what_it_makes_worth_an_alarm(capsys: pytest.CaptureF
 def test_nothing_is_looked_for_with_no_detect() -> None:
     assert run([*SHORT, "--no-detect"]) == 0
 
-    found = read_run("run")
-    assert found.alarms == ()
-    assert not [key for record in found.records for key in record.values if key.startswith("alarm/")]
+    journal = read_run("run")
+    assert journal.alarms == ()
+    assert not [key for record in journal.records for key in record.values if key.startswith("alarm/")]
 
 
 def test_thresholds_of_another_kind_are_a_mistake(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where alarms show: in the console, in TensorBoard, in W&B, in MLflow, each read back from what is really stored."""
+"""Alarms in the console, in TensorBoard, in W&B, in MLflow, each read back from what is really stored."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ def pages(directory: Path) -> list[tuple[int, str]]:
 def test_tensorboard_has_the_incident_at_each_step_where_it_changes(tmp_path: Path) -> None:
     send_alarms(TensorBoardSink(), run_info(tmp_path))
 
-    found = pages(tmp_path / "tensorboard")
-    assert [step for step, _ in found] == [2000, 3000, 4000, 6000]
-    assert found[-1][1].startswith("## Incident 1, since update 2: policy/kl\\_spike")
-    assert [text.count("\n- ") for _, text in found] == [1, 2, 3, 4]
-    assert "policy/kl 0.3, threshold 0.095): Since update 2 policy/kl has been too large." in found[0][1]
-    assert "over at update 6, after 4 updates" in found[-1][1]
+    texts = pages(tmp_path / "tensorboard")
+    assert [step for step, _ in texts] == [2000, 3000, 4000, 6000]
+    assert texts[-1][1].startswith("## Incident 1, since update 2: policy/kl\\_spike")
+    assert [text.count("\n- ") for _, text in texts] == [1, 2, 3, 4]
+    assert "policy/kl 0.3, threshold 0.095): Since update 2 policy/kl has been too large." in texts[0][1]
+    assert "over at update 6, after 4 updates" in texts[-1][1]
 
 
 def test_tensorboard_goes_on_with_an_incident_of_an_earlier_part(tmp_path: Path) -> None:
@@ -133,11 +133,11 @@ def wandb_entries(directory: Path) -> list[dict[str, Any]]:
 
 
 def summary_of(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
     for entry in entries:
         if entry["type"] == "summary":
-            found.update(entry["summary"].get("update", {}))
-    return found
+            summary.update(entry["summary"].get("update", {}))
+    return summary
 
 
 def assert_wandb_has_the_alarms(directory: Path) -> list[dict[str, Any]]:

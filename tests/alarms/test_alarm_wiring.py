@@ -97,11 +97,11 @@ def test_the_trainer_hears_only_of_records_that_change_something(
 
 def test_what_is_journalled_is_what_was_looked_at(tmp_path: Path) -> None:
     """Through the journal's JSON and back not a digit changes, so the journal gives the same alarms again."""
-    seen: list[Any] = []
+    detectors: list[Any] = []
 
     def watches(facts: Any) -> Any:
         made = scripted({3: SPIKE})(facts)
-        seen.append(made)
+        detectors.append(made)
         return made
 
     with Telemetry(run_dir=tmp_path, detect=watches, offload=False) as telemetry:
@@ -112,7 +112,7 @@ def test_what_is_journalled_is_what_was_looked_at(tmp_path: Path) -> None:
     journalled = [dict(record.values) for record in read_run(tmp_path).records]
     own = ("alarm/", "telemetry/escalation_remaining")
     stripped = [{key: value for key, value in values.items() if not key.startswith(own)} for values in journalled]
-    assert stripped == [dict(record.values) for record in seen[-1].seen]
+    assert stripped == [dict(record.values) for record in detectors[-1].records]
 
 
 @pytest.mark.parametrize("level", ["normal", "minimal"])
@@ -123,8 +123,8 @@ def test_a_grave_alarm_makes_the_next_updates_debug_and_then_it_is_over(tmp_path
     usual = {"normal": 2.0, "minimal": 1.0}[level]
     raised = 3.0 if level == "normal" else usual
     assert levels(tmp_path) == [usual, usual, raised, raised, raised, usual, usual, usual]
-    found = [DEBUG_ONLY in record.histograms for record in read_run(tmp_path).records]
-    assert found == [level == "normal" and 3 <= update <= 5 for update in range(1, 9)]
+    detailed = [DEBUG_ONLY in record.histograms for record in read_run(tmp_path).records]
+    assert detailed == [level == "normal" and 3 <= update <= 5 for update in range(1, 9)]
 
 
 def test_an_escalated_update_has_everything_that_one_of_a_run_at_debug_has(tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ def during(updates: range, changes: dict[str, float]) -> list[Record]:
     """Sixty records, of which some are spoiled."""
     made = []
     for update in range(1, 61):
-        found = values(update)
+        metrics = values(update)
         if update in updates:
-            found.update(changes)
-        made.append(record(update, found))
+            metrics.update(changes)
+        made.append(record(update, metrics))
     return made
 
 
@@ -42,8 +42,8 @@ def test_an_alarm_is_raised_once_and_cleared_with_its_duration() -> None:
 def test_it_is_reported_again_when_it_is_a_quarter_worse() -> None:
     """0.35, 0.4 and 0.9 nats on a ramp from 0.1 to 1: severities 0.54, 0.6 and 0.95."""
 
-    def worse(found: Values, ago: int) -> None:
-        found.update({"policy/kl": (0.35, 0.4, 0.9)[min(ago, 2)], "policy/clip_frac": 0.3})
+    def worse(metrics: Values, ago: int) -> None:
+        metrics.update({"policy/kl": (0.35, 0.4, 0.9)[min(ago, 2)], "policy/clip_frac": 0.3})
 
     reported = [alarm for alarm in alarms(judged(run(34, worse))) if alarm.type == "policy/kl_spike"]
 
@@ -60,11 +60,11 @@ def test_the_beginning_is_the_first_update_of_the_streak() -> None:
 def test_missing_values_hold_an_alarm() -> None:
     """No KL is no recovery: high in updates 30 and 31, absent for four, and calm from 36 on."""
 
-    def goes(found: Values, ago: int) -> None:
+    def goes(metrics: Values, ago: int) -> None:
         if ago < 2:
-            found["policy/kl"] = 2.0
+            metrics["policy/kl"] = 2.0
         elif ago < 6:
-            found.pop("policy/kl")
+            metrics.pop("policy/kl")
 
     reported = alarms(judged(run(45, goes)))
 
@@ -109,10 +109,10 @@ def test_what_comes_together_is_one_incident_with_one_cause() -> None:
 def test_a_mistake_for_certain_is_the_cause_though_it_shows_later() -> None:
     """KL jumps in update 30; two later it turns out that advantages are not what they should be."""
 
-    def late(found: Values, ago: int) -> None:
-        found.update({"policy/kl": 0.5, "policy/clip_frac": 0.3})
+    def late(metrics: Values, ago: int) -> None:
+        metrics.update({"policy/kl": 0.5, "policy/clip_frac": 0.3})
         if ago >= 2:
-            found["integrity/gae_identity"] = 0.5
+            metrics["integrity/gae_identity"] = 0.5
 
     reported = alarms(judged(run(40, late)), AlarmEvent.RAISE)
 
@@ -123,10 +123,10 @@ def test_a_mistake_for_certain_is_the_cause_though_it_shows_later() -> None:
 
 
 def test_what_comes_more_than_three_updates_later_is_another_incident() -> None:
-    def apart(found: Values, ago: int) -> None:
-        found.update({"policy/kl": 0.5, "policy/clip_frac": 0.3})
+    def apart(metrics: Values, ago: int) -> None:
+        metrics.update({"policy/kl": 0.5, "policy/clip_frac": 0.3})
         if ago >= 4:
-            found["integrity/gae_identity"] = 0.5
+            metrics["integrity/gae_identity"] = 0.5
 
     reported = alarms(judged(run(40, apart)), AlarmEvent.RAISE)
 
@@ -136,10 +136,10 @@ def test_what_comes_more_than_three_updates_later_is_another_incident() -> None:
 def test_telemetry_is_never_the_cause() -> None:
     """It is slow from update 21 on, reported in the 25th, and the policy breaks in the 27th: one incident, put down to the policy."""
 
-    def slow(found: Values, ago: int) -> None:
-        found["perf/telemetry_frac"] = 0.5
+    def slow(metrics: Values, ago: int) -> None:
+        metrics["perf/telemetry_frac"] = 0.5
         if ago >= 26:
-            found["policy/kl"] = 2.0
+            metrics["policy/kl"] = 2.0
 
     reported = alarms(judged(run(30, slow, since=1)), AlarmEvent.RAISE)
 
@@ -190,8 +190,8 @@ def test_critical_alarms_raise_the_level_for_their_number_of_updates() -> None:
 def test_warnings_raise_no_level_until_they_are_critical() -> None:
     """A loss of 17 times the usual is 8 scores away, a warning in the second update; one of a hundred times is critical in its second."""
 
-    def worse(found: Values, ago: int) -> None:
-        found["loss/value"] *= 17 if ago < 4 else 100
+    def worse(metrics: Values, ago: int) -> None:
+        metrics["loss/value"] *= 17 if ago < 4 else 100
 
     verdicts = judged(run(40, worse))
 
@@ -211,10 +211,10 @@ def test_after_an_intervention_what_is_new_becomes_the_rule() -> None:
 
     detectors = Detectors(FACTS)
     announced = []
-    for found in records:
-        if found.axes.update == 50:
+    for entry in records:
+        if entry.axes.update == 50:
             detectors.intervention()
-        announced.append(detectors.step(found))
+        announced.append(detectors.step(entry))
 
     assert alarms(announced) == []
     assert set(raised(judged(records))) == {"value/scale_shift", "value/loss_jump"}
@@ -223,18 +223,18 @@ def test_after_an_intervention_what_is_new_becomes_the_rule() -> None:
 def test_an_intervention_ends_what_was_raised_by_history() -> None:
     detectors = Detectors(FACTS)
     reported: list[Alarm] = []
-    for found in run(40, multiplied({"loss/value": 1e4})):
-        if found.axes.update == 35:
+    for entry in run(40, multiplied({"loss/value": 1e4})):
+        if entry.axes.update == 35:
             detectors.intervention()
-        reported += detectors.step(found).alarms
+        reported += detectors.step(entry).alarms
 
     assert [(alarm.event, alarm.axes.update) for alarm in reported] == [(AlarmEvent.RAISE, 30), (AlarmEvent.CLEAR, 35)]
 
 
 def test_an_intervention_silences_no_identity() -> None:
     detectors = Detectors(FACTS)
-    for found in run(29):
-        detectors.step(found)
+    for entry in run(29):
+        detectors.step(entry)
     detectors.intervention()
 
     assert [
@@ -244,7 +244,7 @@ def test_an_intervention_silences_no_identity() -> None:
 
 def test_anomalies_do_not_train_their_own_baseline() -> None:
     """The loss is a thousandfold for forty updates: the alarm lasts as long."""
-    reported = alarms(judged(run(80, lambda found, ago: found.update({"loss/value": 500.0 if ago < 40 else 0.5}))))
+    reported = alarms(judged(run(80, lambda metrics, ago: metrics.update({"loss/value": 500.0 if ago < 40 else 0.5}))))
 
     assert [(alarm.type, alarm.event, alarm.axes.update) for alarm in reported] == [
         ("value/loss_jump", AlarmEvent.RAISE, 30),
@@ -286,7 +286,7 @@ def test_without_facts_questions_stay_open_instead_of_being_guessed() -> None:
 def test_without_values_questions_stay_open_once() -> None:
     bare = [record(update, {"policy/kl": 0.5}) for update in range(1, 60)]
     detectors = Detectors(FACTS)
-    events = [event for found in bare for event in detectors.step(found).events]
+    events = [event for entry in bare for event in detectors.step(entry).events]
 
     assert [name for name, _ in events] == ["detectors/unanswered"]
     assert events[0][1]["questions"]["value/loss_jump"] == "no record has loss/value"
@@ -346,8 +346,8 @@ def test_a_usual_value_may_be_the_largest_number_there_is() -> None:
 def test_no_value_makes_it_raise(spoiled: list[dict[str, float]], known: bool) -> None:
     """Whatever the numbers are, and whatever is missing; an intervention on the way changes nothing about that."""
     detectors = Detectors(FACTS if known else {})
-    for found in run(25):
-        detectors.step(found)
+    for entry in run(25):
+        detectors.step(entry)
     for update, changes in enumerate(spoiled, 26):
         verdict = detectors.step(record(update, {**values(update), **changes}))
         assert verdict.remaining >= 0
@@ -372,7 +372,7 @@ def test_odd_facts_make_it_raise_nothing() -> None:
 
 def test_records_out_of_order_and_twice_make_it_raise_nothing() -> None:
     records = run(40)
-    again = [replace(found, axes=Axes(1, 0, 0, 0.0)) for found in records[:20]]
+    again = [replace(entry, axes=Axes(1, 0, 0, 0.0)) for entry in records[:20]]
 
     assert alarms(judged([*records, *again, *records])) == []
 
@@ -390,8 +390,8 @@ def test_levels_follow_severities() -> None:
 def test_too_many_alarms_without_a_reported_one_are_a_report_too() -> None:
     """Three alarms at once, of which one may be reported: the first, and the storm."""
 
-    def at_once(found: Values, _: int) -> None:
-        found.update({"integrity/gae_identity": 1.0, "integrity/mask_violation": 1.0, "buffer/age_updates": 9.0})
+    def at_once(metrics: Values, _: int) -> None:
+        metrics.update({"integrity/gae_identity": 1.0, "integrity/mask_violation": 1.0, "buffer/age_updates": 9.0})
 
     limits = Thresholds().with_changes({"storm": 1})
     (report,) = diagnose(FACTS, run(35, at_once), thresholds=limits).incidents

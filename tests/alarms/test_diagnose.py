@@ -24,10 +24,10 @@ def journal(
     path = directory / "run"
     book = Journal.create(path)
     book.write(encode_run(RunInfo("r1", "run", path, 1e9, facts=FACTS)))
-    for found in records:
-        book.write(encode_record(found))
-        if found.seq == announced:
-            book.write(encode_event(JournalEvent("intervention", {}, seq=found.seq, axes=found.axes)))
+    for entry in records:
+        book.write(encode_record(entry))
+        if entry.seq == announced:
+            book.write(encode_event(JournalEvent("intervention", {}, seq=entry.seq, axes=entry.axes)))
     if status is not None:
         book.write(encode_end(status, seq=len(records)))
     book.close()
@@ -74,13 +74,13 @@ def test_a_run_that_goes_on_or_was_killed_is_diagnosed_as_far_as_it_went(
 
 def test_json_has_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = said(["diagnose", str(journal(tmp_path, run(40, SPOILED))), "--json"], capsys)
-    found: dict[str, Any] = json.loads(out)
+    data: dict[str, Any] = json.loads(out)
 
-    (incident,) = found["incidents"]
+    (incident,) = data["incidents"]
     assert (incident["cause"], incident["since"]) == ("value/loss_jump", 30)
     assert incident["standing"] == {"value/loss_jump": None, "grad/explode": None}
     assert incident["alarms"][0]["evidence"]["values"]["loss/value"] > 1000
-    assert found["unanswered"] == {}
+    assert data["unanswered"] == {}
 
 
 def test_bounds_are_changed_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +125,7 @@ def test_wrong_use_is_one_sentence(
 
 
 def test_the_report_of_an_incident_says_how_it_ended() -> None:
-    found = diagnose(FACTS, run(60, lambda values, ago: values.update({"policy/kl": 2.0 if ago < 5 else 0.008})))
+    diagnosis = diagnose(FACTS, run(60, lambda values, ago: values.update({"policy/kl": 2.0 if ago < 5 else 0.008})))
 
-    (report,) = found.incidents
+    (report,) = diagnosis.incidents
     assert (report.cause, report.since, report.ends()) == ("policy/kl_spike", 30, {"policy/kl_spike": 36})

@@ -28,7 +28,7 @@ from esper_telemetry.testing import FailingSink
 RAISED = {name: load(name).raised() for name in names()}
 
 
-class Lying(Hooks):
+class FalsifiedEvents(Hooks):
     """Hooks of a trainer that tells something else than what it did."""
 
     def __init__(self, change: Callable[[Any], Any]) -> None:
@@ -64,15 +64,15 @@ def breaking(trainer: PPO, at_update: int, harm: Callable[[PPO], object]) -> PPO
     return trainer
 
 
-def lying(trainer: PPO, kind: type, at_update: int, change: Callable[[Any], Any]) -> PPO:
+def falsified(trainer: PPO, kind: type, at_update: int, change: Callable[[Any], Any]) -> PPO:
     """The trainer, whose events of a kind are others from that update on."""
-    told = [0]
+    rollouts = [0]
 
     def altered(event: Any) -> Any:
-        told[0] += isinstance(event, RolloutEnd)
-        return change(event) if isinstance(event, kind) and told[0] >= at_update else event
+        rollouts[0] += isinstance(event, RolloutEnd)
+        return change(event) if isinstance(event, kind) and rollouts[0] >= at_update else event
 
-    trainer.hooks = Lying(altered)
+    trainer.hooks = FalsifiedEvents(altered)
     return trainer
 
 
@@ -118,10 +118,10 @@ def new_optimizer(trainer: PPO) -> None:
 
 
 LIVE: dict[str, tuple[Callable[[], PPO], int]] = {
-    "integrity/mask_violation": (lambda: lying(recall(), RolloutEnd, 4, shifted_masks), 6),
-    "integrity/buffer_age": (lambda: lying(cartpole(), RolloutEnd, 4, old_data), 6),
-    "integrity/rows_repeated": (lambda: lying(cartpole(num_minibatches=4), MinibatchesEnd, 4, same_rows), 6),
-    "telemetry/missing_metric": (lambda: lying(cartpole(), MinibatchesEnd, 8, no_entropy), 14),
+    "integrity/mask_violation": (lambda: falsified(recall(), RolloutEnd, 4, shifted_masks), 6),
+    "integrity/buffer_age": (lambda: falsified(cartpole(), RolloutEnd, 4, old_data), 6),
+    "integrity/rows_repeated": (lambda: falsified(cartpole(num_minibatches=4), MinibatchesEnd, 4, same_rows), 6),
+    "telemetry/missing_metric": (lambda: falsified(cartpole(), MinibatchesEnd, 8, no_entropy), 14),
     "opt/state_lost": (lambda: breaking(cartpole(), 5, new_optimizer), 8),
     "adv/degenerate": (lambda: breaking(cartpole(), 6, equal_advantages), 12),
     "task/no_episodes": (lambda: breaking(cartpole(num_steps=64), 6, endless), 50),
@@ -172,20 +172,20 @@ def test_a_fault_of_gradients_is_reported_once_it_has_lasted(kind: str, tmp_path
 
 def test_backends_that_fail_for_long_raise_an_alarm() -> None:
     """Retried after one second, two, four: the third failure comes after three seconds or so."""
-    trainer, found = cartpole(), set[str]()
+    trainer, kinds = cartpole(), set[str]()
     ends = time.monotonic() + 60
 
     def act(event: UpdateEnd) -> None:
-        if "telemetry/delivery" in found or time.monotonic() > ends:
+        if "telemetry/delivery" in kinds or time.monotonic() > ends:
             trainer.stop()
 
     with Telemetry([FailingSink(fail_in={"write"})], run_dir=None, offload=False, close_timeout=0.1) as telemetry:
-        telemetry.on_alarm(lambda alarm: found.add(alarm.type))
+        telemetry.on_alarm(lambda alarm: kinds.add(alarm.type))
         attach(telemetry, trainer)
         trainer.hooks.on(UpdateEnd, act, last=True)
         trainer.learn(10**9)
 
-    assert "telemetry/delivery" in found
+    assert "telemetry/delivery" in kinds
 
 
 def test_an_exceeded_budget_raises_an_alarm(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_recorded_run_is_silent_until_it_breaks(name: str) -> None:
 
 
 def test_every_type_is_raised_by_a_real_fault() -> None:
-    recorded = {kind for found in RAISED.values() for kind in found}
+    recorded = {kind for kinds in RAISED.values() for kind in kinds}
     seeds = {alarm.type for alarm in alarm_rules() if alarm.type.startswith("seed/")}  # tests/lab/morphogenesis
     elsewhere = {*LIVE, *SLOW, *seeds, "telemetry/delivery", "telemetry/overhead", "telemetry/storm", RUN_FAILED}
 

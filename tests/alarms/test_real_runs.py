@@ -80,12 +80,12 @@ def test_a_healthy_run_is_silent_and_a_broken_one_is_not(tmp_path: Path) -> None
 
     trainer.hooks.on(UpdateEnd, swap)
     run = trained(tmp_path / "run", trainer, 28)
-    found = {
+    updates = {
         kind: update for kind, update in raised(judged(run.records, run.info.facts)).items() if "telemetry/" not in kind
     }
 
-    assert BREAKS <= found["policy/wrong_direction"] <= BREAKS + 1
-    assert min(found.values()) >= BREAKS
+    assert BREAKS <= updates["policy/wrong_direction"] <= BREAKS + 1
+    assert min(updates.values()) >= BREAKS
 
 
 def test_a_journal_says_what_was_said_live(tmp_path: Path) -> None:

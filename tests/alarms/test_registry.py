@@ -88,7 +88,7 @@ def test_priority_says_what_to_look_at_first() -> None:
 
 
 def test_headlines_are_measured_at_every_level() -> None:
-    """What decides whether a run is wrong for certain, and needs no close look, is there at the level minimal too."""
+    """Metrics that decide whether a run is wrong for certain, and need no sampling, are there at the level minimal too."""
     late = {
         entry.metric.key
         for entry in metric_entries()
@@ -114,15 +114,15 @@ def test_the_reduction_is_that_of_the_field(key: str, reduction: str) -> None:
 
 def test_an_entry_names_the_histories_that_follow_it() -> None:
     """All that a run follows, and nothing else."""
-    found = {entry.metric.key: set(entry.series) for entry in metric_entries() if entry.series}
+    endings = {entry.metric.key: set(entry.series) for entry in metric_entries() if entry.series}
     rows = key_histories(["actor"])
 
-    assert found["policy/kl"] >= {"ema", "drift", "trend/mk_z", "period/p", "cusum"}
-    assert found["grad/interference/cos"] == {"ema", "ew_std"}
-    assert found["opt/update_to_weight"] == {"lr_response"}
-    assert found["grad/{group}/norm_preclip"] >= {"ema", "robust_z"}
-    assert {template_of(row.key, found) for row in rows} == found.keys() - {"opt/update_to_weight"}
-    assert {f"{{key}}/{name}" for names in found.values() for name in names} == {
+    assert endings["policy/kl"] >= {"ema", "drift", "trend/mk_z", "period/p", "cusum"}
+    assert endings["grad/interference/cos"] == {"ema", "ew_std"}
+    assert endings["opt/update_to_weight"] == {"lr_response"}
+    assert endings["grad/{group}/norm_preclip"] >= {"ema", "robust_z"}
+    assert {template_of(row.key, endings) for row in rows} == endings.keys() - {"opt/update_to_weight"}
+    assert {f"{{key}}/{name}" for names in endings.values() for name in names} == {
         entry.metric.key for entry in metric_entries() if entry.metric.key.startswith("{key}/")
     }
 
@@ -196,18 +196,18 @@ def test_the_command_explains_one_metric_by_its_key(capfd: pytest.CaptureFixture
 def test_the_command_lists_what_begins_alike(capfd: pytest.CaptureFixture[str]) -> None:
     code, out, _ = said(["policy/ratio/", "--json"], capfd)
 
-    found = json.loads(out)
+    entries = json.loads(out)
     assert code == 0
-    assert [entry["key"] for entry in found] == [key for key in ENTRIES if key.startswith("policy/ratio/")]
-    assert {"name", "category", "priority", "reduction", "alarms", "action", "sinks", "source", "id"} <= set(found[0])
+    assert [entry["key"] for entry in entries] == [key for key in ENTRIES if key.startswith("policy/ratio/")]
+    assert {"name", "category", "priority", "reduction", "alarms", "action", "sinks", "source", "id"} <= set(entries[0])
 
 
 def test_a_part_of_a_key_or_of_a_name_finds_it(capfd: pytest.CaptureFixture[str]) -> None:
     """Keys whose last segment it is come first; one match alone is explained."""
-    found = [entry["key"] for entry in json.loads(said(["kl", "--json"], capfd)[1])]
+    keys = [entry["key"] for entry in json.loads(said(["kl", "--json"], capfd)[1])]
 
-    assert found[0] == "policy/kl"
-    assert all("kl" in key.lower() or "kl" in ENTRIES[key].name.lower() for key in found) and len(found) > 1
+    assert keys[0] == "policy/kl"
+    assert all("kl" in key.lower() or "kl" in ENTRIES[key].name.lower() for key in keys) and len(keys) > 1
     assert "policy/entropy_norm" in said(["tropy_norm"], capfd)[1]
     assert said(["klx"], capfd)[2].startswith("esper-telemetry: there is no metric 'klx'; did you mean kl")
 
@@ -233,8 +233,8 @@ def test_a_tooltip_of_a_users_metric_says_what_there_is() -> None:
 def test_the_glossary_has_a_text_for_every_family() -> None:
     run = RunInfo("a", "a", None, 0.0, metrics={key: entry.info() for key, entry in ENTRIES.items()})
 
-    found = glossary(run)
+    chapters = glossary(run)
 
-    assert sum(len(text.splitlines()) for text in found.values()) == len(ENTRIES)
-    assert "policy/kl [nats]: How far did this update move the policy" in found["policy"]
-    assert set(found) <= {*families(), "key"}
+    assert sum(len(text.splitlines()) for text in chapters.values()) == len(ENTRIES)
+    assert "policy/kl [nats]: How far did this update move the policy" in chapters["policy"]
+    assert set(chapters) <= {*families(), "key"}

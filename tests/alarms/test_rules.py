@@ -29,27 +29,27 @@ class Case(NamedTuple):
 def growing(key: str, factor: float) -> Spoil:
     """A value grows by a factor per update."""
 
-    def spoil(found: Values, ago: int) -> None:
-        found[key] *= factor ** (ago + 1)
+    def spoil(metrics: Values, ago: int) -> None:
+        metrics[key] *= factor ** (ago + 1)
 
     return spoil
 
 
-def swinging(found: Values, ago: int) -> None:
+def swinging(metrics: Values, ago: int) -> None:
     """The test for periods, every tenth update, finds the same period."""
     if ago % 10 == 0:
-        found.update({"policy/kl/period/p": 1e-9, "policy/kl/period/length": 6.0})
+        metrics.update({"policy/kl/period/p": 1e-9, "policy/kl/period/length": 6.0})
 
 
-def without(found: Values, _: int) -> None:
+def without(metrics: Values, _: int) -> None:
     """The whole actor has no gradient any more."""
     for key in ("grad/actor/norm_preclip", "grad/layer/heads_op_weight/norm", "grad/head/op/norm"):
-        found.pop(key)
+        metrics.pop(key)
 
 
-def errors(found: Values, ago: int) -> None:
+def errors(metrics: Values, ago: int) -> None:
     """A backend fails once per update."""
-    found["telemetry/errors"] = ago + 1.0
+    metrics["telemetry/errors"] = ago + 1.0
 
 
 CASES: dict[str, Case] = {
@@ -140,10 +140,10 @@ def case_records(kind: str) -> list[Any]:
 def test_what_goes_wrong_is_reported_in_time(kind: str) -> None:
     case = CASES[kind]
 
-    found = raised(judged(case_records(kind), case.facts, case.thresholds))
+    updates = raised(judged(case_records(kind), case.facts, case.thresholds))
 
-    assert kind in found
-    assert SINCE <= found[kind] <= SINCE + case.lag
+    assert kind in updates
+    assert SINCE <= updates[kind] <= SINCE + case.lag
 
 
 @pytest.mark.parametrize("kind", CASES)

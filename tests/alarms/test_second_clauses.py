@@ -1,4 +1,4 @@
-"""What tells a fault where the first sign of it is missing, and what must not be taken for it."""
+"""Second signs of a fault where the first one is missing, and what must not be mistaken for it."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_an_actor_that_epsilon_swallows_is_starved_from_the_start() -> None:
 def test_a_learning_rate_that_swings_is_an_oscillation() -> None:
     """Between a tenth and ten times its value, every six updates: at the third swing."""
 
-    def swing(found: Values, ago: int) -> None:
-        found["opt/lr"] *= (10, 10, 1, 0.1, 0.1, 1)[ago % 6]
+    def swing(metrics: Values, ago: int) -> None:
+        metrics["opt/lr"] *= (10, 10, 1, 0.1, 0.1, 1)[ago % 6]
 
     assert SINCE + 6 <= raised(judged(run(60, swing)))["grad/oscillation"] <= SINCE + 10
 
@@ -50,8 +50,8 @@ def test_a_learning_rate_that_swings_is_an_oscillation() -> None:
 def test_a_learning_rate_that_restarts_is_a_schedule() -> None:
     """A cosine of twenty updates, again and again."""
 
-    def restart(found: Values, ago: int) -> None:
-        found["opt/lr"] *= 0.05 + 0.95 * (1 - ago % 20 / 20)
+    def restart(metrics: Values, ago: int) -> None:
+        metrics["opt/lr"] *= 0.05 + 0.95 * (1 - ago % 20 / 20)
 
     assert alarms(judged(run(150, restart, since=1))) == []
 
@@ -59,8 +59,8 @@ def test_a_learning_rate_that_restarts_is_a_schedule() -> None:
 def test_a_learning_rate_that_creeps_up_is_a_drift() -> None:
     """By 3 % per update, from the rate that was set: 1.16 times as much after five."""
 
-    def creep(found: Values, ago: int) -> None:
-        found["opt/lr"] *= 1.03 ** (ago + 1)
+    def creep(metrics: Values, ago: int) -> None:
+        metrics["opt/lr"] *= 1.03 ** (ago + 1)
 
     verdicts = judged(run(60, creep), {**FACTS, "learning_rate": 2.5e-3})
 
@@ -71,10 +71,10 @@ def test_a_learning_rate_that_creeps_up_is_a_drift() -> None:
 def test_a_critic_that_learned_fast_is_judged_by_its_last_losses_when_rewards_grow() -> None:
     """Its losses span three decades, so that 40 is not unusual; but 0.1 is what they are lately, and rewards are four times as large."""
 
-    def fast(found: Values, ago: int) -> None:
-        found["loss/value"] = max(0.1, 100 * 0.7**ago)
+    def fast(metrics: Values, ago: int) -> None:
+        metrics["loss/value"] = max(0.1, 100 * 0.7**ago)
         if ago >= 29:
-            found.update({"loss/value": 40.0, "reward/absmax": 5.2})
+            metrics.update({"loss/value": 40.0, "reward/absmax": 5.2})
 
     assert raised(judged(run(40, fast, since=1))) == {"value/loss_jump": 30}
 
@@ -88,8 +88,8 @@ def test_a_policy_that_a_dominant_critic_carries_along_goes_in_no_direction_of_i
 def test_a_schedule_may_begin_at_nothing() -> None:
     """The first update of a linear warm-up; a rate that stays 0 is a mistake."""
 
-    def warm(found: Values, ago: int) -> None:
-        found["opt/lr"] *= min(1.0, ago / 10)
+    def warm(metrics: Values, ago: int) -> None:
+        metrics["opt/lr"] *= min(1.0, ago / 10)
 
     assert alarms(judged(run(40, warm, since=1))) == []
     assert raised(judged(run(40, set_to({"opt/lr": 0.0}), since=1))) == {"opt/stalled_weights": 6}
@@ -123,28 +123,30 @@ def test_advantages_that_are_a_little_off_for_long_raise_an_alarm() -> None:
 def test_gates_that_were_open_count_as_open_until_they_are_measured_again() -> None:
     """Looked at in every tenth update: open at the first look, as usual at the second."""
 
-    def sometimes(found: Values, ago: int) -> None:
-        found["lstm/gate/f/sat_hi"] = 0.99 if ago < 10 else 0.2
+    def sometimes(metrics: Values, ago: int) -> None:
+        metrics["lstm/gate/f/sat_hi"] = 0.99 if ago < 10 else 0.2
         if ago % 10:
-            del found["lstm/gate/f/sat_hi"]
+            del metrics["lstm/gate/f/sat_hi"]
 
-    told = [(alarm.event, alarm.axes.update) for alarm in alarms(judged(run(60, sometimes)))]
+    changes = [(alarm.event, alarm.axes.update) for alarm in alarms(judged(run(60, sometimes)))]
 
-    assert told == [(AlarmEvent.RAISE, SINCE), (AlarmEvent.CLEAR, SINCE + 12)]
+    assert changes == [(AlarmEvent.RAISE, SINCE), (AlarmEvent.CLEAR, SINCE + 12)]
 
 
 def test_a_small_cell_state_is_no_shut_gate_where_gates_were_just_seen_open() -> None:
     """Cell states that are never larger than one step can write: without a look at the gates they say so, with one they do not."""
 
-    def small(found: Values, ago: int) -> None:
-        found.update({"lstm/c/absmax": 0.9, "lstm/c/rms": 0.8, "lstm/gate/f/sat_lo": 0.0, "lstm/timescale/median": 4.0})
+    def small(metrics: Values, ago: int) -> None:
+        metrics.update(
+            {"lstm/c/absmax": 0.9, "lstm/c/rms": 0.8, "lstm/gate/f/sat_lo": 0.0, "lstm/timescale/median": 4.0}
+        )
 
-    def unseen(found: Values, ago: int) -> None:
-        small(found, ago)
-        del found["lstm/gate/f/sat_lo"], found["lstm/timescale/median"]
+    def unseen(metrics: Values, ago: int) -> None:
+        small(metrics, ago)
+        del metrics["lstm/gate/f/sat_lo"], metrics["lstm/timescale/median"]
 
-    def never(found: Values, _: int) -> None:
-        found.pop("lstm/gate/f/sat_lo", None)
+    def never(metrics: Values, _: int) -> None:
+        metrics.pop("lstm/gate/f/sat_lo", None)
 
     assert "lstm/forget_closed" not in raised(judged(run(40, small)))
     blind = [*run(SINCE - 1, never, since=1), *run(40, unseen)[SINCE - 1 :]]
@@ -155,10 +157,10 @@ def test_a_forget_gate_that_stays_open_shows_in_the_cell_state_before_gates_are_
     """Twice as large within an update, and growing with age; the same growth reached slowly is learning."""
     opened = both(multiplied({"lstm/c/rms": 2}), set_to({"lstm/c_growth": 1.6, "lstm/gate/f/sat_hi": None}))
 
-    def slowly(found: Values, ago: int) -> None:
-        found["lstm/c/rms"] *= min(2.0, 1.05**ago)
-        found["lstm/c_growth"] = 1.6
-        found.pop("lstm/gate/f/sat_hi")
+    def slowly(metrics: Values, ago: int) -> None:
+        metrics["lstm/c/rms"] *= min(2.0, 1.05**ago)
+        metrics["lstm/c_growth"] = 1.6
+        metrics.pop("lstm/gate/f/sat_hi")
 
     assert raised(judged(run(40, opened)))["lstm/forget_open"] == SINCE
     assert "lstm/forget_open" not in raised(judged(run(60, slowly)))
@@ -167,12 +169,12 @@ def test_a_forget_gate_that_stays_open_shows_in_the_cell_state_before_gates_are_
 def test_what_a_look_at_the_gates_has_refuted_is_not_inferred_again() -> None:
     """Cell states that double now and then over long episodes, with gates that are found in use at every tenth update."""
 
-    def bursts(found: Values, ago: int) -> None:
+    def bursts(metrics: Values, ago: int) -> None:
         if ago % 10:
-            del found["lstm/gate/f/sat_hi"]
+            del metrics["lstm/gate/f/sat_hi"]
         if ago % 10 in (5, 6):
-            found["lstm/c/rms"] *= 2 + ago / 10
-            found["lstm/c_growth"] = 1.6
+            metrics["lstm/c/rms"] *= 2 + ago / 10
+            metrics["lstm/c_growth"] = 1.6
 
     told = [alarm for alarm in alarms(judged(run(90, bursts))) if alarm.type == "lstm/forget_open"]
 
@@ -184,8 +186,8 @@ def test_what_a_look_at_the_gates_has_refuted_is_not_inferred_again() -> None:
 def test_a_cell_state_about_its_bound_is_one_alarm() -> None:
     """Between 40 and 60, where 50 is the bound: it is on until the state has become much smaller."""
 
-    def swing(found: Values, ago: int) -> None:
-        found["lstm/c/absmax"] = 40.0 + 20.0 * (ago % 2)
+    def swing(metrics: Values, ago: int) -> None:
+        metrics["lstm/c/absmax"] = 40.0 + 20.0 * (ago % 2)
 
     told = [alarm for alarm in alarms(judged(run(60, swing))) if alarm.type == "lstm/cell_drift"]
 
@@ -195,11 +197,11 @@ def test_a_cell_state_about_its_bound_is_one_alarm() -> None:
 def test_a_normaliser_settles_again_after_what_was_changed_on_purpose() -> None:
     """Rewards that were rescaled at update 50 move their normaliser for thirty updates more."""
     detectors = Detectors({**FACTS, "total_steps": None})
-    found = []
+    verdicts = []
     for record in run(85, set_to({"norm/ret/drift": 1.0}), since=51):
         if record.seq == 51:
             detectors.intervention()
-        found.append(detectors.step(record))
+        verdicts.append(detectors.step(record))
 
-    assert "norm/drift" not in raised(found)
+    assert "norm/drift" not in raised(verdicts)
     assert raised(judged(run(85, set_to({"norm/ret/drift": 1.0}), since=51)))["norm/drift"] == 60

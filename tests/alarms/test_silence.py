@@ -1,4 +1,4 @@
-"""What looks wrong and is not: each rule beside the healthy run that it must not misjudge."""
+"""Healthy runs that look wrong: each rule beside the run that it must not misjudge."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SINCE = 30
 def test_a_learning_rate_that_is_annealed_to_nothing_is_no_stall() -> None:
     """KL falls with the square of the rate, to 1e-8 in the last updates."""
 
-    def anneal(found: Values, ago: int) -> None:
+    def anneal(metrics: Values, ago: int) -> None:
         share = max(0.0, 1 - ago / 69)
-        found["opt/lr"] *= share
-        found["opt/update_to_weight"] *= share
-        found["opt/update_to_weight/encoder_weight"] *= share
-        found["policy/kl"] *= share**2
-        found["policy/kl_max"] *= share**2
+        metrics["opt/lr"] *= share
+        metrics["opt/update_to_weight"] *= share
+        metrics["opt/update_to_weight/encoder_weight"] *= share
+        metrics["policy/kl"] *= share**2
+        metrics["policy/kl_max"] *= share**2
 
     assert alarms(judged(run(100, anneal))) == []
 
@@ -41,19 +41,19 @@ def test_a_constant_reward_per_step_is_no_fault() -> None:
 
 
 def test_a_rare_reward_may_stay_away_for_as_long_as_it_did_before() -> None:
-    def rare(found: Values, ago: int) -> None:
+    def rare(metrics: Values, ago: int) -> None:
         if ago % 8:
-            found.update({"reward/std": 0.0, "reward/mean": 0.0, "reward/absmax": 0.0})
+            metrics.update({"reward/std": 0.0, "reward/mean": 0.0, "reward/absmax": 0.0})
 
     assert "reward/constant" not in raised(judged(run(100, rare, since=1)))
 
 
 def test_a_first_success_is_no_change_of_scale() -> None:
-    """Where a cost of 0.1 per step was all there was, a reward of 100 turns the mean's sign."""
+    """A reward of 100 turns the mean's sign after costs of 0.1 per step."""
 
-    def success(found: Values, ago: int) -> None:
+    def success(metrics: Values, ago: int) -> None:
         paid = ago >= 50
-        found.update({"reward/absmax": 100.0 if paid else 0.1, "reward/mean": 0.3 if paid else -0.03})
+        metrics.update({"reward/absmax": 100.0 if paid else 0.1, "reward/mean": 0.3 if paid else -0.03})
 
     assert "value/scale_shift" not in raised(judged(run(100, success, since=1)))
 
@@ -90,8 +90,8 @@ def test_narrow_gaussians_round_more() -> None:
 def test_an_episode_that_ends_with_the_rollout_is_reset_in_the_next() -> None:
     """Every second rollout all episodes end at its last step, and the next one begins with zeros."""
 
-    def together(found: Values, ago: int) -> None:
-        found.update({"episode/count": 16.0 * (ago % 2), "lstm/reset_rate": 0.5 - 0.5 * (ago % 2)})
+    def together(metrics: Values, ago: int) -> None:
+        metrics.update({"episode/count": 16.0 * (ago % 2), "lstm/reset_rate": 0.5 - 0.5 * (ago % 2)})
 
     assert alarms(judged(run(60, together, since=1))) == []
 
@@ -122,9 +122,9 @@ def test_a_learning_rate_that_was_raised_shows_before_weights_are_looked_at() ->
 def test_a_learning_rate_that_jumps_above_what_was_set_is_no_schedule(rate: float, told: bool) -> None:
     """Small networks bear a raised rate for a while; restarts of a schedule come back to the rate that was set."""
     jump = set_to({"opt/update_to_weight": None, "opt/lr": rate})
-    found = judged(run(40, jump), {**FACTS, "learning_rate": 0.0025})
+    verdicts = judged(run(40, jump), {**FACTS, "learning_rate": 0.0025})
 
-    assert ("opt/update_too_large" in raised(found)) == told
+    assert ("opt/update_too_large" in raised(verdicts)) == told
 
 
 def test_a_critic_that_was_never_right_learns_slowly_and_is_not_biased() -> None:
@@ -165,10 +165,10 @@ def test_a_unit_that_counts_the_steps_of_long_episodes_is_no_drift(age: float, t
 def test_a_memory_that_is_used_less_and_less_is_no_shut_gate() -> None:
     """Cell states that shrink by a twentieth per update, to less than a step can write, without a look at the gates."""
 
-    def fade(found: Values, ago: int) -> None:
-        found["lstm/c/rms"] *= 0.95**ago
-        found["lstm/c/absmax"] = max(0.7, 6.0 * 0.95**ago)
-        del found["lstm/gate/f/sat_lo"], found["lstm/timescale/median"]
+    def fade(metrics: Values, ago: int) -> None:
+        metrics["lstm/c/rms"] *= 0.95**ago
+        metrics["lstm/c/absmax"] = max(0.7, 6.0 * 0.95**ago)
+        del metrics["lstm/gate/f/sat_lo"], metrics["lstm/timescale/median"]
 
     assert "lstm/forget_closed" not in raised(judged(run(100, fade, since=1)))
 
@@ -177,13 +177,13 @@ def test_a_memory_that_is_used_less_and_less_is_no_shut_gate() -> None:
 def test_a_cell_state_that_comes_and_goes_in_bursts_does_not_add_up(spread: float, told: bool) -> None:
     """Twice as large from one update to the next, growing with age: news for a steady state, and none for one that varies as much."""
 
-    def vary(found: Values, update: int) -> None:
-        found["lstm/c/rms"] = 2.0 * 10 ** (spread * ((update % 5) / 2 - 1))
-        del found["lstm/gate/f/sat_hi"]
+    def vary(metrics: Values, update: int) -> None:
+        metrics["lstm/c/rms"] = 2.0 * 10 ** (spread * ((update % 5) / 2 - 1))
+        del metrics["lstm/gate/f/sat_hi"]
 
-    def opened(found: Values, ago: int) -> None:
-        vary(found, ago)
-        found.update({"lstm/c/rms": 2.1 * 10**spread * 1.6, "lstm/c_growth": 1.6})
+    def opened(metrics: Values, ago: int) -> None:
+        vary(metrics, ago)
+        metrics.update({"lstm/c/rms": 2.1 * 10**spread * 1.6, "lstm/c_growth": 1.6})
 
     records = [*run(SINCE, vary, since=1), *run(40, opened, since=SINCE + 1)[SINCE:]]
     assert ("lstm/forget_open" in raised(judged(records))) is told
@@ -191,8 +191,8 @@ def test_a_cell_state_that_comes_and_goes_in_bursts_does_not_add_up(spread: floa
 
 @pytest.mark.parametrize(("looks", "told"), [(1, False), (2, True)])
 def test_gradients_that_outgrow_their_memory_once_are_no_spike(looks: int, told: bool) -> None:
-    def outgrow(found: Values, ago: int) -> None:
-        found["opt/stable_rms"] = 12.0 if ago < looks else 1.2
+    def outgrow(metrics: Values, ago: int) -> None:
+        metrics["opt/stable_rms"] = 12.0 if ago < looks else 1.2
 
     assert ("opt/rms_spike" in raised(judged(run(40, outgrow)))) is told
 
@@ -200,17 +200,17 @@ def test_gradients_that_outgrow_their_memory_once_are_no_spike(looks: int, told:
 def test_a_critic_that_has_nothing_left_to_learn_may_lose_its_gradient() -> None:
     """Its error falls by a fifth of a decade per update, to a millionth of a millionth, and its gradient with the root of it, and a bit."""
 
-    def solved(found: Values, ago: int) -> None:
-        found["loss/value"] *= 10 ** (-0.2 * min(ago, 60))
-        found["grad/layer/value_weight/norm"] *= 10 ** (-0.13 * min(ago, 60))
+    def solved(metrics: Values, ago: int) -> None:
+        metrics["loss/value"] *= 10 ** (-0.2 * min(ago, 60))
+        metrics["grad/layer/value_weight/norm"] *= 10 ** (-0.13 * min(ago, 60))
 
     assert "grad/vanish" not in raised(judged(run(160, solved)))
 
 
 def test_records_that_are_missing_make_no_further_passes() -> None:
-    """Of a journal that holds every sixteenth update only from update 40 on, between two records lie sixteen times the steps."""
+    """From update 40 on the journal holds every sixteenth update only: between two records lie sixteen times the steps."""
     sparse = [
-        found for found in run(200, multiplied({"policy/kl": 4}), since=40) if found.seq < 40 or found.seq % 16 == 0
+        entry for entry in run(200, multiplied({"policy/kl": 4}), since=40) if entry.seq < 40 or entry.seq % 16 == 0
     ]
 
     assert "policy/kl_spike" not in raised(judged(sparse))
@@ -220,8 +220,8 @@ def test_records_that_are_missing_make_no_further_passes() -> None:
 def test_few_rows_are_normalised_as_well_as_they_can_be(rows: int, told: bool) -> None:
     """Divided by the unbiased standard deviation, eight rows keep one of 0.935."""
     few = [
-        replace(found, axes=replace(found.axes, env_step=found.seq * rows))
-        for found in run(40, set_to({"integrity/adv_norm": 0.0323, "adv/norm/std": 0.935}), since=1)
+        replace(entry, axes=replace(entry.axes, env_step=entry.seq * rows))
+        for entry in run(40, set_to({"integrity/adv_norm": 0.0323, "adv/norm/std": 0.935}), since=1)
     ]
 
     assert ("integrity/adv_norm" in raised(judged(few, {**FACTS, "normalize_minibatches": False}))) is told
@@ -231,8 +231,8 @@ def test_few_rows_are_normalised_as_well_as_they_can_be(rows: int, told: bool) -
 def test_a_rollout_of_one_step_shows_a_reset_one_rollout_later(steps: int, told: bool) -> None:
     """An episode ends in update 30, 31 is the step in which its environment begins anew, and in 32 its memory does."""
 
-    def one(found: Values, ago: int) -> None:
-        found.update({"episode/count": float(ago == 0), "lstm/reset_rate": 0.125 * (ago == 2)})
+    def one(metrics: Values, ago: int) -> None:
+        metrics.update({"episode/count": float(ago == 0), "lstm/reset_rate": 0.125 * (ago == 2)})
 
     assert ("lstm/reset_missing" in raised(judged(run(40, one), {**FACTS, "num_steps": steps}))) is told
 

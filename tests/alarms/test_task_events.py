@@ -1,4 +1,4 @@
-"""How the task goes: information, told once, not before there is something to tell."""
+"""Events on the course of the task: each once, and none too early."""
 
 from __future__ import annotations
 

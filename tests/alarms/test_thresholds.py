@@ -77,7 +77,7 @@ def test_every_bound_has_a_meaning() -> None:
 
 
 def test_a_run_has_its_own_thresholds_and_is_judged_by_them() -> None:
-    """What differs travels as plain data; a name of another version is passed over."""
+    """Differences travel as plain data; a name of another version is passed over."""
     strict = Thresholds.parse(["kl_spike_high=0.05", "grad/noise_dominated=on", "policy/kl_stall=off"])
     told = {"thresholds": {**strict.changes(), "of_another_version": 3.0, "storm": "many"}}
 

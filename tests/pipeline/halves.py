@@ -54,7 +54,7 @@ def updates(env: str, **settings: Any) -> tuple[list[UpdateData], dict[str, Any]
 
 
 def half(update: UpdateData, rank: int) -> UpdateData:
-    """What a rank would have seen: its environments, its rows of every minibatch, the gradients of all."""
+    """The data of one rank: its environments, its rows of every minibatch, the gradients of all."""
     assert update.rollout and update.minibatches and update.episodes
     return update._replace(
         rollout=_rollout(update.rollout, rank),

@@ -19,7 +19,7 @@ from esper_telemetry.metrics.rollout import normalizer_clipping, normalizer_drif
 from esper_telemetry.metrics.values import ending_bias, value_movement
 
 ROWS, FIRST = 96, 31
-"""Of both ranks, and of rank 0."""
+"""Rows of both ranks, and of rank 0."""
 WHOLE = slice(None)
 HALVES = (slice(FIRST), slice(FIRST, None))
 OF_ITS_OWN = {
@@ -45,7 +45,7 @@ def columns(*shape: int, seed: int) -> Tensor:
 
 
 def observed(part: slice) -> Iterator[MetricGroup | Postponed]:
-    """Of the rows of a part."""
+    """Groups of the rows of a part."""
     a, b, c = (columns(seed=seed)[part] for seed in range(3))
     wide, other = (columns(5, seed=seed)[part] for seed in (3, 4))
     flags, others = a > 0.5, b > 0

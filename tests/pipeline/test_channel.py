@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from esper_telemetry.core.record import Axes, Level
 from esper_telemetry.pipeline.channel import (
     ALIGNMENT,
-    MAX_KNOWN_SHAPES,
+    MAX_LAYOUTS,
     MessagePacker,
     Ring,
     Vocabulary,
@@ -90,9 +90,7 @@ def test_a_reader_remembers_shapes_that_were_sent_before(descriptor: int) -> Non
     """More kinds of messages than are remembered, each twice, in the ring and, where it is full, through the pipe."""
     ring = Ring(descriptor, SIZE)
     packer = MessagePacker(ring)
-    sent = [
-        torch.full((size % 7 + 1, size), float(size)).half() for size in range(MAX_KNOWN_SHAPES + 20) for _ in range(2)
-    ]
+    sent = [torch.full((size % 7 + 1, size), float(size)).half() for size in range(MAX_LAYOUTS + 20) for _ in range(2)]
     read, write = os.pipe()
     stdin = os.dup(0)
     os.dup2(read, 0)

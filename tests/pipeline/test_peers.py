@@ -22,7 +22,7 @@ from esper_telemetry.telemetry import session_of
 
 @dataclass(frozen=True, slots=True)
 class Bonus(MetricGroup):
-    """What each rank measures of its own data."""
+    """A group that each rank measures of its own data."""
 
     bonus: Mean | None = reports(
         Metric(key="my/bonus", unit="1", question="?"), Metric(key="my/bonus_max", unit="1", question="?", over="max")
@@ -34,7 +34,7 @@ class Bonus(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class Norm(MetricGroup):
-    """What is the same on every rank."""
+    """A group that is the same on every rank."""
 
     replicated: ClassVar[bool] = True
     norm: Sum = reports(Metric(key="my/norm", unit="1", question="?"))
@@ -42,7 +42,7 @@ class Norm(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class Episode(MetricGroup):
-    """What happens on one rank only."""
+    """A group that one rank only observes."""
 
     name: str = label()
     length: Mean = reports(Metric(key="my/{name}/length", unit="1", question="?"))
@@ -50,7 +50,7 @@ class Episode(MetricGroup):
 
 @dataclass(frozen=True, slots=True)
 class Histogram(MetricGroup):
-    """What ranks may disagree about."""
+    """A group that ranks may disagree about."""
 
     counts: Counts = reports(Metric(key="my/counts", unit="1", question="?"))
     last: Last | None = reports(Metric(key="my/last", unit="1", question="?"))

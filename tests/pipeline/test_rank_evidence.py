@@ -1,4 +1,4 @@
-"""What ranks agree on besides numbers: how often they look closely, and whose transitions the evidence shows."""
+"""Agreements of ranks besides numbers: sampled updates, and the rank whose transitions the evidence shows."""
 
 from __future__ import annotations
 

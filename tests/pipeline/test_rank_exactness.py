@@ -1,4 +1,4 @@
-"""What two ranks report of an update is what one process reports of all of it."""
+"""Two ranks report of an update what one process reports of all of it."""
 
 from __future__ import annotations
 

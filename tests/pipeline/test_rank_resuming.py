@@ -17,7 +17,7 @@ from esper_telemetry.core.reduction import Mean
 
 @dataclass(frozen=True, slots=True)
 class Bonus(MetricGroup):
-    """What each rank measures of its own data."""
+    """A group that each rank measures of its own data."""
 
     bonus: Mean = reports(Metric(key="my/bonus", unit="1", question="?"))
 

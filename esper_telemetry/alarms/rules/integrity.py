@@ -99,7 +99,7 @@ def ratio_init_grade(value: float, precision: str, *, smallest_std: float | None
 
 
 UNLIKELY_NATS = 5.0
-"""Of the unlikeliest action, from which on bounds grow with it: so do logits, and with them the rounding of their differences."""
+"""Nats of the unlikeliest action from which on bounds grow with it: so do logits, and with them the rounding of their differences."""
 
 MEMORY_ROUNDING = 4.0
 """Factor of the bounds where a memory carries rounding from step to step; healthy runs came to 1.4 times the plain bound."""

@@ -99,7 +99,7 @@ class ReturnDropJudge:
 
 FAILED_KEY: Final = f"alarm/{RUN_FAILED}"
 MAX_MESSAGE_CHARACTERS: Final = 240
-"""Of the exception's message; the journal's event has a thousand."""
+"""Characters of the exception's message that an alarm quotes; the journal's event has a thousand."""
 MAX_NAMED_ENVIRONMENTS: Final = 8
 
 
