@@ -53,8 +53,6 @@ NOT_YET = {
     ("pipeline", "sinks"),
     ("pipeline", "delivery"),
     ("updates", "alarms"),
-    ("updates", "lab"),
-    ("ppo", "lab"),
     ("adapters", "ppo"),
 }
 """Imports against this order that remain."""
