@@ -27,7 +27,7 @@ MOVED: Final = {
     "record": "core.record",
     "redaction": "core.messages",
     "reduction": "core.reduction",
-    "registry": "alarms.registry",
+    "registry": "alarms.metric_entries",
     "relay": "delivery",
     "series": "history",
     "sinks.stored": "sinks.protocol",
