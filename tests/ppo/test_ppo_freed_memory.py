@@ -20,7 +20,7 @@ SCRIPT = """
 import ctypes, resource
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: pages are small ones, wherever this runs
 import torch
-from esper_telemetry.ppo.trainer import keep_freed_memory
+from esper_telemetry.ppo.trainer import retain_freed_memory
 {first}
 def minibatch():
     return [torch.ones({numbers}) for _ in range(4)]
@@ -42,7 +42,7 @@ def pages_fetched(first: str) -> int:
 def test_what_is_freed_is_there_again() -> None:
     """Without the setting it depends on what lies behind a block, so on the process, whether its memory goes back to the system."""
     assert any(pages_fetched("") > FEW for _ in range(20))
-    assert pages_fetched("keep_freed_memory()") < FEW
+    assert pages_fetched("retain_freed_memory()") < FEW
 
 
 def test_training_keeps_it() -> None:
