@@ -34,7 +34,7 @@ from esper_telemetry.events import (
     UpdateEnd,
 )
 from esper_telemetry.metrics.episodes import evaluation_stats
-from esper_telemetry.metrics.gradients.interference import pair_gradients
+from esper_telemetry.metrics.gradients.actor_critic import pair_gradients
 from esper_telemetry.session import TelemetrySession
 from esper_telemetry.telemetry import Telemetry, session_of
 from esper_telemetry.updates.data import (

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from esper_telemetry.metrics.entropy import head_entropy as head_entropy
     from esper_telemetry.metrics.entropy import policy_entropy as policy_entropy
     from esper_telemetry.metrics.episodes import episode_stats as episode_stats
+    from esper_telemetry.metrics.gradients.actor_critic import interference as interference
+    from esper_telemetry.metrics.gradients.actor_critic import leaf_interference as leaf_interference
     from esper_telemetry.metrics.gradients.directions import gradient_zeros as gradient_zeros
     from esper_telemetry.metrics.gradients.health import gradient_health as gradient_health
-    from esper_telemetry.metrics.gradients.interference import interference as interference
-    from esper_telemetry.metrics.gradients.interference import leaf_interference as leaf_interference
     from esper_telemetry.metrics.gradients.norms import gradient_norms as gradient_norms
     from esper_telemetry.metrics.integrity import buffer_age as buffer_age
     from esper_telemetry.metrics.integrity import gae_identity as gae_identity
@@ -38,7 +38,7 @@ __all__, __getattr__, __dir__ = lazy_names(
         "esper_telemetry.metrics.episodes": ("episode_stats",),
         "esper_telemetry.metrics.gradients.directions": ("gradient_zeros",),
         "esper_telemetry.metrics.gradients.health": ("gradient_health",),
-        "esper_telemetry.metrics.gradients.interference": ("interference", "leaf_interference"),
+        "esper_telemetry.metrics.gradients.actor_critic": ("interference", "leaf_interference"),
         "esper_telemetry.metrics.gradients.norms": ("gradient_norms",),
         "esper_telemetry.metrics.integrity": (
             "buffer_age",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from esper_telemetry.events import NONE, MinibatchesEnd, RolloutEnd, UpdateEnd
 from esper_telemetry.metrics.actions import ActionTotal
-from esper_telemetry.metrics.gradients.interference import LeafGradients
+from esper_telemetry.metrics.gradients.actor_critic import LeafGradients
 from esper_telemetry.metrics.lstm.gates import LSTMWeights
 from esper_telemetry.metrics.lstm.states import StateSize
 from esper_telemetry.metrics.optimizer import AdamState

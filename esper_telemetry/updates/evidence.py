@@ -17,7 +17,7 @@ from torch import Tensor
 from esper_telemetry.core.record import Alarm, Record, template_of
 from esper_telemetry.core.reduction import Mean
 from esper_telemetry.events import MinibatchesEnd, RolloutEnd
-from esper_telemetry.metrics.gradients.concentration import DECADE_EDGES, decade_counts
+from esper_telemetry.metrics.gradients.distribution import DECADE_EDGES, decade_counts
 from esper_telemetry.metrics.gradients.norms import gradient_norms
 from esper_telemetry.updates.data import BackwardGradients, UpdateData
 from esper_telemetry.updates.extensions import Capture

@@ -29,7 +29,12 @@ from esper_telemetry.metrics.actions import (
 from esper_telemetry.metrics.advantages import advantage_stats, flips_in_order, normalized_advantage_stats
 from esper_telemetry.metrics.entropy import PolicyEntropy, entropy_rows, head_entropy, policy_entropy
 from esper_telemetry.metrics.episodes import episode_ends, episode_stats
-from esper_telemetry.metrics.gradients.concentration import concentration, gradient_decades, layer_concentration
+from esper_telemetry.metrics.gradients.actor_critic import (
+    bonus_gradient,
+    group_interference,
+    interference,
+    parameter_interference,
+)
 from esper_telemetry.metrics.gradients.directions import (
     LayerZeros,
     gradient_signs,
@@ -38,12 +43,7 @@ from esper_telemetry.metrics.gradients.directions import (
     shard_noise,
     successive_alignment,
 )
-from esper_telemetry.metrics.gradients.interference import (
-    bonus_gradient,
-    group_interference,
-    interference,
-    parameter_interference,
-)
+from esper_telemetry.metrics.gradients.distribution import concentration, gradient_decades, layer_concentration
 from esper_telemetry.metrics.gradients.norms import (
     LayerGradients,
     coefficients,

@@ -28,7 +28,7 @@ from esper_telemetry.events import (
     Scale,
 )
 from esper_telemetry.metrics.actions import ActionTotal, mean_action
-from esper_telemetry.metrics.gradients.interference import leaf_gradients
+from esper_telemetry.metrics.gradients.actor_critic import leaf_gradients
 from esper_telemetry.metrics.lstm.gates import lstm_weights
 from esper_telemetry.metrics.lstm.states import state_ages, state_size
 from esper_telemetry.metrics.rollout import constant_rows, cut_entries

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
@@ -77,3 +78,25 @@ def test_a_missing_module_is_reported_by_the_name_that_was_asked_for() -> None:
 
 def test_the_command_of_faults_runs_under_its_old_path() -> None:
     assert "esper_telemetry.lab.faults" in run_python("-m", "esper_telemetry.faults", "--help")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("detectors", "Thresholds"),
+        ("detectors", "diagnose"),
+        ("environments", "Layout"),
+        ("environments", "make_env"),
+        ("faults", "inject"),
+        ("foreign", "read_foreign"),
+        ("hooks", "Hooks"),
+        ("metrics.gradients", "concentration"),
+        ("metrics.gradients", "interference"),
+        ("metrics.lstm", "lstm_gates"),
+        ("relay", "doctor"),
+        ("wiring", "attach"),
+    ],
+)
+def test_documented_names_are_importable_from_where_they_were(module: str, name: str) -> None:
+    """Each is a class or a function, whatever module of its package was imported before."""
+    assert callable(getattr(import_module(f"esper_telemetry.{module}"), name))

@@ -7,7 +7,12 @@ import math
 import pytest
 import torch
 
-from esper_telemetry.metrics.gradients.concentration import concentration, layer_concentration
+from esper_telemetry.metrics.gradients.actor_critic import (
+    group_interference,
+    interference,
+    leaf_interference,
+    parameter_interference,
+)
 from esper_telemetry.metrics.gradients.directions import (
     gradient_signs,
     gradient_zeros,
@@ -16,12 +21,7 @@ from esper_telemetry.metrics.gradients.directions import (
     successive_alignment,
     two_batch_noise,
 )
-from esper_telemetry.metrics.gradients.interference import (
-    group_interference,
-    interference,
-    leaf_interference,
-    parameter_interference,
-)
+from esper_telemetry.metrics.gradients.distribution import concentration, layer_concentration
 from esper_telemetry.metrics.gradients.norms import gradient_norms
 
 

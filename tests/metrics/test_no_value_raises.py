@@ -17,7 +17,7 @@ from esper_telemetry.core.record import Level
 from esper_telemetry.events import MinibatchesEnd, RolloutEnd, UpdateEnd
 from esper_telemetry.history.derive import RunHistory
 from esper_telemetry.metrics.actions import ActionTotal
-from esper_telemetry.metrics.gradients.interference import LeafGradients
+from esper_telemetry.metrics.gradients.actor_critic import LeafGradients
 from esper_telemetry.metrics.lstm.gates import lstm_weights
 from esper_telemetry.metrics.lstm.states import state_ages, state_size
 from esper_telemetry.metrics.optimizer import AdamState

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.history.gradients import NoiseAverage
-from esper_telemetry.metrics.gradients.concentration import concentration, layer_concentration
+from esper_telemetry.metrics.gradients.actor_critic import interference, parameter_interference
 from esper_telemetry.metrics.gradients.directions import (
     gradient_signs,
     gradient_zeros,
@@ -20,8 +20,8 @@ from esper_telemetry.metrics.gradients.directions import (
     two_batch_noise,
     weighted_pair_cosine,
 )
+from esper_telemetry.metrics.gradients.distribution import concentration, layer_concentration
 from esper_telemetry.metrics.gradients.health import gradient_health
-from esper_telemetry.metrics.gradients.interference import interference, parameter_interference
 from esper_telemetry.metrics.gradients.norms import gradient_norms
 from esper_telemetry.metrics.optimizer import (
     adam_parameters,

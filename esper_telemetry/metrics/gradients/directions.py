@@ -16,7 +16,7 @@ from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
 from esper_telemetry.core.metric import Metric, label, reports, segment
 from esper_telemetry.core.reduction import Mean
-from esper_telemetry.metrics.gradients.interference import cosine
+from esper_telemetry.metrics.gradients.actor_critic import cosine
 from esper_telemetry.metrics.statistics import defined
 
 

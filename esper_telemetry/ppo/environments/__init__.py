@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from esper_telemetry.ppo.environments.protocol import ActionSpec as ActionSpec
     from esper_telemetry.ppo.environments.protocol import Environment as Environment
     from esper_telemetry.ppo.environments.protocol import Image as Image
+    from esper_telemetry.ppo.environments.protocol import Layout as Layout
     from esper_telemetry.ppo.environments.protocol import Masked as Masked
+    from esper_telemetry.ppo.environments.protocol import ObservationLayout as ObservationLayout
     from esper_telemetry.ppo.environments.protocol import Step as Step
     from esper_telemetry.ppo.environments.protocol import Structured as Structured
     from esper_telemetry.ppo.environments.protocol import TensorEnvironment as TensorEnvironment
@@ -29,7 +31,9 @@ __all__, __getattr__, __dir__ = lazy_names(
             "ActionSpec",
             "Environment",
             "Image",
+            "Layout",
             "Masked",
+            "ObservationLayout",
             "Step",
             "Structured",
             "TensorEnvironment",

@@ -300,6 +300,10 @@ class ObservationLayout:
         return rows
 
 
+Layout = ObservationLayout
+"""The name of the first release, which stays valid."""
+
+
 def floats_of(rows: Any) -> Any:
     """Rows, arrays or tensors, read as float32; bytes are not copied."""
     if isinstance(rows, np.ndarray):
