@@ -486,6 +486,8 @@ class TelemetrySession:
         """Take in the alarms of records made by now, and call the user's callbacks; between records, so that nothing can interleave."""
         if self._recorder is not None:
             self._response.receive(self._recorder.take_reports())
+            if self._deliveries is not None:
+                self._deliveries.poll()  # the console shows an update when it ends, not when the next one does
             self._response.call()
 
     def _end_journal(self, recorder: RunRecorder, status: RunStatus) -> CloseReport:
