@@ -401,10 +401,10 @@ class MinibatchEnd(NamedTuple):
     step: int
     log_ratio: Tensor
     advantages: Tensor
-    values: Tensor | None
-    old_values: Tensor | None
-    returns: Tensor | None
-    losses: Mapping[str, Tensor]
+    values: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
+    losses: Mapping[str, Tensor] = NONE
     logits: Mapping[str, Tensor] = NONE
     action_masks: Mapping[str, Tensor] = NONE
     log_std: Mapping[str, Tensor] = NONE

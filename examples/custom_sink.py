@@ -9,6 +9,7 @@ import argparse
 import csv
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from esper_telemetry import PPO, PPOConfig, Record, RunInfo, RunStatus, Telemetry, attach, make_env
 
@@ -20,20 +21,23 @@ class CsvSink:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.file: TextIO | None = None
 
     def open(self, run: RunInfo) -> None:
         self.file = self.path.open("a", newline="", encoding="utf-8")
-        self.rows = csv.writer(self.file)
-        self.rows.writerow(["update", "env_step", *COLUMNS])
+        csv.writer(self.file).writerow(["update", "env_step", *COLUMNS])
 
     def write(self, records: Sequence[Record]) -> None:
+        assert self.file is not None, "open comes first"
+        rows = csv.writer(self.file)
         for record in records:
             axes = record.axes
-            self.rows.writerow([axes.update, axes.env_step, *(record.values.get(key, "") for key in COLUMNS)])
+            rows.writerow([axes.update, axes.env_step, *(record.values.get(key, "") for key in COLUMNS)])
         self.file.flush()
 
     def close(self, status: RunStatus) -> None:
-        self.file.close()
+        if self.file is not None:
+            self.file.close()
 
 
 def warn_when_clipped(record: Record) -> None:

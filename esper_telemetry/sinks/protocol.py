@@ -26,7 +26,8 @@ class Sink(Protocol):
     A call that raises is repeated later, with the same records or with some of them, so `write` takes all of them or raises. The exception
     says what to do: OSError (and whatever else is not named here) tries again after a while, ValueError and TypeError search for the one
     record that is refused (`PoisonRecordError`), PermanentSinkError disables the sink. A sink may have members of the `Supports...`
-    protocols below, each by itself; `in_process` and `name` are the ones that most sinks have.
+    protocols below, each by itself; `in_process` and `name` are the ones that most sinks have. `close` may come twice, or without
+    `open`; `open` may be repeated after a failure. A classmethod `from_uri` (`sinks.registry.SupportsFromUri`) reads the sink's URI.
     """
 
     def open(self, run: RunInfo) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -27,6 +28,7 @@ from esper_telemetry.sinks import (
     sink_from_uri,
 )
 from esper_telemetry.sinks import registry as uri_module
+from esper_telemetry.sinks.registry import BUNDLED, GROUP
 from esper_telemetry.testing import MemorySink
 
 
@@ -148,6 +150,12 @@ def test_a_missing_package_is_reported_when_the_sink_is_made(make: Any, monkeypa
 
     with pytest.raises(ModuleNotFoundError, match=rf"{make.__name__} needs \w+: pip install 'esper-telemetry\[\w+\]'"):
         make()
+
+
+def test_bundled_sinks_are_the_entry_points_of_the_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+    assert project["entry-points"][GROUP] == BUNDLED
 
 
 @pytest.mark.parametrize("sink", [TensorBoardSink(), WandbSink(), MLflowSink()])
