@@ -240,7 +240,8 @@ class AlarmRule:
         judge: yields findings; a copy of it judges each run. None where another part of telemetry raises the alarm.
         bounds: that the judge compares values with; users change them by name.
         source: who says so, and the reasons behind bounds and patience.
-        rank: place among causes, small first: an alarm explains those of a larger rank that come with it.
+        rank: place among causes, small first: an alarm explains those of a larger rank that come with it. The built-in alarms lie in
+            steps of ten; a new one takes a free number between its causes and its effects.
         hard: the run is wrong for certain, however well it seems to learn.
         claim: a mistake in itself and no consequence: the cause even where it shows an update or two later.
         required: keys without which there is no judgement; the first of `inputs` by default.
@@ -248,12 +249,13 @@ class AlarmRule:
         histories: keys whose history it compares with; `*` stands for a part of a segment.
         applies: says by a run's facts whether the question makes sense.
         warmup: updates at the beginning that raise nothing.
-        n_on, n_off: updates in a row that raise the alarm and end it.
+        n_on, n_off: updates in a row that raise the alarm and end it. A judge counts updates itself only where a miss must not start
+            the count anew.
         debug_updates: updates at DEBUG that follow where it is critical.
         evidence: keys whose values are attached; `*` stands for a part of a segment.
         pieces: parts of the update that are attached.
         histograms: beginnings of the keys whose histograms are attached; the family of the type by default.
-        relative: judges by history, which begins anew after an intervention.
+        relative: judges by history: after an intervention it begins anew, with the judge's own state, and the alarm ends.
         certain: is also raised right after an intervention, whose waves it cannot be.
         sampled: its inputs are measured in some updates only.
         optional: its inputs are there only where the run has what they measure, so that their absence says nothing.

@@ -17,6 +17,7 @@ from esper_telemetry.core.catalogue import catalogue, groups
 from esper_telemetry.core.derived import Derived
 from esper_telemetry.core.metric import declared
 from esper_telemetry.core.record import template_of
+from esper_telemetry.metrics.statistics import Quantiles
 
 TIMED = ("perf/telemetry", "telemetry/queue_depth", "telemetry/errors")
 SAMPLED = ("repr/dormant", "repr/dead", "repr/effective", "repr/srank", "repr/pca99", "repr/feature_rank")
@@ -53,7 +54,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def is_quantile(key: str) -> bool:
     """Quantiles of several ranks are known to one bin."""
-    return key.rpartition("/")[2] in {"p01", "p05", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "median"}
+    return key.rpartition("/")[2] in {*Quantiles.statistics, "median"}
 
 
 @pytest.mark.parametrize("name", RUNS)
