@@ -60,7 +60,7 @@ def measure(directory: Path, options: argparse.Namespace) -> None:
     journal = Journal.create(run_dir)
     journal.write(encode_run(RunInfo("bench", "bench", run_dir, time.time())))
     deliveries = Deliveries(journal, [as_sink(sink) for sink in SINKS])
-    telemetry = Telemetry(SINKS, run_dir=directory / "loop")
+    telemetry = Telemetry(SINKS, run_dir=directory / "loop", offload=True)
     warm_up = int(WARM_UP_SECONDS * options.per_second)
     rows = numbers(options.records + warm_up, options.keys)
 

@@ -5,8 +5,8 @@ python benchmarks/paced.py [--turns 100] [--updates 60] [--per-second 40] [--key
 An update is a fixed number of optimizer steps of an MLP, as many as this machine does in 25 ms on one torch thread. Nothing sleeps, so
 whatever telemetry takes, on this core, of the caches or of the disk, is missing from the updates per second of wall time.
 
-Contenders work in turns (`turns.py`). Starting and ending are not in it: clients are made, and the records of the loop have moved to the
-process beside it, before the first turn.
+Contenders work in turns (`turns.py`). Starting and ending are not in it: clients are made, and the worker process that makes the records of
+the loop (`offload=True`) is up, before the first turn.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def logging_into(contender: str) -> Iterator[Callable[[int, dict[str, float]], N
         return
     with (
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory,
-        Telemetry(SINKS[contender], run_dir=Path(directory) / "run", close_timeout=5.0) as telemetry,
+        Telemetry(SINKS[contender], run_dir=Path(directory) / "run", close_timeout=5.0, offload=True) as telemetry,
     ):
 
         def log(update: int, numbers: dict[str, float]) -> None:
