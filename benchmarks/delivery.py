@@ -6,8 +6,7 @@ All write the same dict in turn, so that whatever else the machine does falls on
 something else, as behind an update of a trainer:
 
     journal       one line of the journal, and the look at how far the sinks are: what a record adds where it is made
-    log, flush    `Telemetry.log` and `Telemetry.flush` of a loop of one's own, once a process beside it makes its records
-    at first      the same, in the first seconds: checks, series and alarms are on the thread too
+    log, flush    `Telemetry.log` and `Telemetry.flush` of an own loop whose records a worker process makes (`offload=True`)
     wandb.log     an offline run in this process
 """
 
@@ -33,11 +32,9 @@ from esper_telemetry.sinks import as_sink
 
 SINKS = ("tensorboard", "wandb:bench?mode=offline", "mlflow")
 WARM_UP_SECONDS = 15.0
-"""After which a loop's records are made beside it."""
+"""Left out of the figures: the worker and the clients start in it."""
 SOMETHING_ELSE = 4 << 20
 """Numbers that go through the caches between two calls: 32 MB."""
-FIRST = 100
-"""Records of which `at first` is told."""
 
 
 def main() -> None:
@@ -78,7 +75,7 @@ def measure(directory: Path, options: argparse.Namespace) -> None:
         "wandb.log": lambda update: theirs.log(rows[update - 1]),
     }
     times = in_turn(contenders, len(rows), 1.0 / options.per_second)
-    times = {name: taken[warm_up:] for name, taken in times.items()} | {"at first": times["log, flush"][:FIRST]}
+    times = {name: taken[warm_up:] for name, taken in times.items()}
     child = deliveries.child_pid
     took = cost_of(child) if child is not None else {}
     journal.write(encode_end(RunStatus.FINISHED, seq=10**9))
