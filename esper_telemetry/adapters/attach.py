@@ -189,7 +189,7 @@ class UpdateCollector:
         compared: list[tuple[RolloutEnd, RolloutContext]] = []
         if rollout is not None:
             categorical = {} if minibatches is None else minibatches.logits
-            take = partial(self._history.take, categorical=categorical, layers=self._layers)
+            take = partial(self._history.take, categorical=categorical, layers=self._layers, sampled=self._sampled)
             self._telemetry.attempt(lambda event: compared.append(take(event)), rollout)
         trimmed, context = compared[0] if compared else (None, RolloutContext())
         update = UpdateData(
@@ -203,6 +203,7 @@ class UpdateCollector:
             sample=self._take_sample(),
             progress=progress,
             extensions=self._take_extensions(),
+            sampled=self._sampled,
         )
         self._layers, self._features, self._sampled = (), None, False
         self._for_this_update.stop()

@@ -11,6 +11,7 @@ from typing import Final
 from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.alarms.rules import (
     data,
+    equations,
     exploration,
     gradient_course,
     gradients,
@@ -31,6 +32,7 @@ ENTRY_POINT_GROUP: Final = "esper_telemetry.alarms"
 
 BUILT_IN: tuple[AlarmRule, ...] = (
     *integrity.RULES,
+    *equations.RULES,
     *trust_region.RULES,
     *exploration.RULES,
     *policy.RULES,

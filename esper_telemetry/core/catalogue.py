@@ -41,7 +41,7 @@ def groups() -> tuple[type, ...]:
     bases = (MetricGroup, Derived)
     return tuple(
         value
-        for module in _modules()
+        for module in declaring_modules()
         for value in vars(module).values()
         if isinstance(value, type)
         and issubclass(value, bases)
@@ -53,7 +53,9 @@ def groups() -> tuple[type, ...]:
 @lru_cache(maxsize=1)
 def families() -> dict[str, MetricFamily]:
     """Return the declared families by name, in the order of their places."""
-    values = [value for module in _modules() for value in vars(module).values() if isinstance(value, MetricFamily)]
+    values = [
+        value for module in declaring_modules() for value in vars(module).values() if isinstance(value, MetricFamily)
+    ]
     return {family.name: family for family in sorted(values, key=lambda family: family.place)}
 
 
@@ -63,7 +65,7 @@ def family_name(key: str) -> str:
 
 
 @lru_cache(maxsize=1)
-def _modules() -> tuple[ModuleType, ...]:
+def declaring_modules() -> tuple[ModuleType, ...]:
     """Return every module that may declare metrics."""
     packages = [importlib.import_module(name) for name in DECLARING_PACKAGES]
     for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name):

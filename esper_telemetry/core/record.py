@@ -309,6 +309,7 @@ LABELS = (
     "place",
     "component",
     "reason",
+    "equation",
 )
 """Labels that stand for one segment of a key."""
 

@@ -229,6 +229,7 @@ class UpdateData(NamedTuple):
         sample: whole gradients and optimizer states, in sampled updates.
         progress: None where the update did not end.
         extensions: records of plugins.
+        sampled: the update was sampled: the rollout has all its columns, unless they are too large to travel.
     """
 
     rollout: RolloutEnd | None = None
@@ -241,6 +242,7 @@ class UpdateData(NamedTuple):
     sample: GradientSample | None = None
     progress: TrainingProgress | None = None
     extensions: tuple[UpdateExtension, ...] = ()
+    sampled: bool = False
 
     def __bool__(self) -> bool:
         """Return whether anything happened."""

@@ -103,6 +103,7 @@ from esper_telemetry.updates.data import (
     columns_in_grid,
     in_grid,
 )
+from esper_telemetry.updates.equations import equation_checks
 from esper_telemetry.updates.joining import rows_that_count
 
 HEAD_GROUP = "head:"
@@ -148,6 +149,8 @@ def measure(update: UpdateData, facts: Mapping[str, Any], level: Level) -> Itera
     for gradients in update.gradients:
         counts = minibatches.counts if minibatches and facts.get("ranks", 1) > 1 else None
         yield Measurements(_gradients(gradients, facts, counts), gradients.epochs)
+    if update.sampled:
+        yield Measurements(equation_checks(update, facts))
     if rollout is not None or minibatches is not None:
         yield Measurements([partial(nonfinite_in, update)])
     if progress is not None:

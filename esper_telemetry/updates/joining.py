@@ -87,7 +87,7 @@ class RolloutHistory:
         self._scales = {name: deque(history, DRIFT_UPDATES + 1) for name, history in state["scales"].items()}
 
     def take(
-        self, event: RolloutEnd, *, categorical: Iterable[str], layers: tuple[Layer, ...]
+        self, event: RolloutEnd, *, categorical: Iterable[str], layers: tuple[Layer, ...], sampled: bool = False
     ) -> tuple[RolloutEnd, RolloutContext]:
         """Return the rollout without its largest columns, and the columns that it is compared with.
 
@@ -97,6 +97,7 @@ class RolloutHistory:
             event: the next rollout.
             categorical: its categorical heads.
             layers: of its LSTM, in sampled updates.
+            sampled: keep the distributions, of which equations are checked in sampled updates.
         """
         observations = event.observations
         travels = observations is not None and observations.numel() <= MAX_OBSERVATION_ENTRIES
@@ -119,7 +120,8 @@ class RolloutHistory:
         }
         self._means = {head: mean_action(event.actions[head], valid=counted[head]) for head in context.mean_actions}
         small = observations if travels else None
-        return replace(event, logits=NONE, means=NONE, states=None, scales=NONE, observations=small), context
+        trimmed = replace(event, states=None, scales=NONE, observations=small)
+        return trimmed if sampled else replace(trimmed, logits=NONE, means=NONE), context
 
     def _normalizer(self, name: str, scale: Scale, valid: Tensor | None) -> Normalizer:
         """Count the cut entries here, because the normalised entries do not travel."""

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from esper_telemetry.core.catalogue import ENTRY_POINT_GROUP, _modules, catalogue, families, groups
+from esper_telemetry.core.catalogue import ENTRY_POINT_GROUP, catalogue, declaring_modules, families, groups
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.metric import Metric, declared, label_field, reports
 from esper_telemetry.core.record import LABELS, WHOLE_KEYS, Level, check_key, template_of
@@ -103,7 +103,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def forget() -> None:
-    for cached in (catalogue, families, _modules):
+    for cached in (catalogue, families, declaring_modules):
         cached.cache_clear()
 
 
