@@ -327,7 +327,11 @@ def alarm_text(state: AlarmState, finding: Finding, event: AlarmEvent, update: i
     more = len(state.instances) - 1
     others = f" (and {more} more)" if more > 0 else ""
     worse = "Worse: since" if event is AlarmEvent.UPDATE else "Since"
-    advice = f"Try: {rule.action}" if explained or not rule.type.startswith(SYMPTOMS) else f"{GRADIENTS_ALONE}."
+    advice = (
+        f"Try: {finding.advice or rule.action}"
+        if explained or not rule.type.startswith(SYMPTOMS)
+        else f"{GRADIENTS_ALONE}."
+    )
     return f"{worse} update {since}, {clause}{others}. {advice}"
 
 

@@ -135,6 +135,7 @@ class Finding(NamedTuple):
         instance: the head, group or layer, where a judge looks at each.
         claim: a mistake in itself and no consequence, whatever else the type is raised for.
         text: returns the clause that continues "Since update 7, ".
+        advice: what to try, where it depends on what was found; else `AlarmRule.action`.
     """
 
     severity: float
@@ -146,10 +147,11 @@ class Finding(NamedTuple):
     instance: str = ""
     claim: bool = False
     text: Callable[[], str] | None = None
+    advice: str = ""
 
     def with_text(self, text: Callable[[], str]) -> Finding:
         """Return the same with the clause that `text` returns."""
-        return Finding(*self[:-1], text)
+        return self._replace(text=text)
 
 
 class View:
