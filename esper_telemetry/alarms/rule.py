@@ -167,6 +167,7 @@ class View:
         progress: share of the run that is over, 0 to 1; None where its length is not known.
         steps: optimizer steps of this update; None in the first.
         transitions: environment steps of this update; None in the first.
+        env_step: environment steps of the run so far.
     """
 
     def __init__(self, facts: Mapping[str, Any], limits: Limits, baselines: Baselines) -> None:
@@ -179,6 +180,7 @@ class View:
         self.progress: float | None = None
         self.steps: int | None = None
         self.transitions: int | None = None
+        self.env_step = 0
         self._keys: set[str] = set()
         self._cache: dict[tuple[str, str], list[str]] = {}
 

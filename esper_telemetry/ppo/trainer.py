@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core import tensors as ops
+from esper_telemetry.core.schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.events import BackwardsEnd, MinibatchesEnd, Shard
 from esper_telemetry.ppo import checkpoint
 from esper_telemetry.ppo.checkpoint import Checkpointables, Watchdog
@@ -173,7 +174,26 @@ class PPO:
             "value_head": ["value"],
             "heads": {name: spec.kind for name, spec in self.env.action_specs.items()},
             **{name: getattr(config, name) for name in FACTS},
+            **self._schedule_fact(total_steps),
         }
+
+    def _schedule_fact(self, total_steps: int) -> dict[str, Any]:
+        """Return the fact of the learning rate's schedule; none where the KL adapts it."""
+        config = self.config
+        if config.desired_kl is not None:
+            return {}
+        schedule = RateSchedule(
+            initial=config.learning_rate,
+            final=0.0 if config.anneal_learning_rate else config.learning_rate,
+            total_steps=total_steps,
+            begin=self.env_steps,
+            counts={
+                "num_epochs": config.num_epochs,
+                "num_minibatches": config.num_minibatches,
+                "num_envs": self.env.num_envs,
+            },
+        )
+        return {SCHEDULE_FACT: schedule.fact()}
 
     def _schedule(self, remaining: float) -> None:
         """Set the learning rate and the weights of the losses, where `remaining` of the run, 1 to 0, is left."""

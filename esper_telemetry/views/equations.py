@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 from rich.table import Column, Table
 from rich.text import Text
 
+from esper_telemetry.alarms.rules.equations import RATE_KEY
 from esper_telemetry.core.equation import (
     Equation,
     EquationResult,
@@ -21,6 +22,7 @@ from esper_telemetry.core.equation import (
     unchecked_reason,
 )
 from esper_telemetry.core.record import Record, RunInfo
+from esper_telemetry.core.schedule import SCHEDULES, RateHistory
 from esper_telemetry.sinks.console import make_console
 
 State = Literal["matches", "variant", "differs", "unchecked"]
@@ -125,9 +127,16 @@ def equation_rows(run: RunInfo, records: Iterable[Record]) -> list[EquationRow]:
         records: all of the run; those of updates that did not end do not count.
     """
     results: dict[str, list[tuple[int, EquationResult]]] = {}
+    rates = RateHistory(run.facts)
     for record in records:
-        for result in () if record.partial else equation_results(record.values, run.facts):
+        if record.partial:
+            continue
+        for result in equation_results(record.values, run.facts):
             results.setdefault(result.equation.name, []).append((record.axes.update, result))
+        rates.add(record.axes.env_step, record.values.get(RATE_KEY))
+        schedules = rates.result()
+        if schedules is not None:
+            results.setdefault(SCHEDULES, []).append((record.axes.update, schedules))
     ordered = sorted(equations().values(), key=lambda equation: equation.rank)
     return [_row(equation, results.get(equation.name, ()), run) for equation in ordered]
 
@@ -148,7 +157,10 @@ def _row(equation: Equation, results: Sequence[tuple[int, EquationResult]], run:
         differing=len(shown),
         since=shown[0][0] if shown else None,
         error=max(result.error for _, result in shown or results),
-        explanations=_common([result.explanations for _, result in shown]),
+        # a schedule is compared over all updates so far: the last comparison knows most
+        explanations=_common(
+            [result.explanations for _, result in (shown[-1:] if equation.name == SCHEDULES else shown)]
+        ),
         fitted=fitted,
     )
 

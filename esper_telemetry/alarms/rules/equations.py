@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from esper_telemetry.alarms.rule import AlarmRule, Finding, View, above, count
-from esper_telemetry.core.equation import EQUATION_KEY, EquationResult, equation_results
+from esper_telemetry.core.equation import EQUATION_KEY, Equation, EquationResult, equation_results
+from esper_telemetry.core.schedule import SCHEDULES, RateHistory
 
 EQUATION_FACTOR = above("equation_factor", 1.0, "times the tolerances of the compute precision, for integrity/equation")
 UNEXPLAINED = count(
     "equation_unexplained", 2.0, "checks in a row that differ without an explanation, for integrity/equation"
 )
+
+RATE_KEY: Final = "opt/lr"
 
 UNEXPLAINED_SEVERITY: Final = 0.5
 """Severity of a difference that no hypothesis explains: the trainer may compute a variant that is not known here."""
@@ -30,13 +33,20 @@ class EquationJudge:
     Attributes:
         differences: latest results that differ, by the name of the equation.
         streaks: checks in a row that differ, likewise.
+        rates: learning rates so far.
     """
 
     differences: dict[str, EquationResult] = field(default_factory=dict)
     streaks: dict[str, int] = field(default_factory=dict)
+    rates: RateHistory | None = None
 
     def __call__(self, view: View) -> Iterator[Finding]:
         results = equation_results(view.values, view.facts, view.limits[EQUATION_FACTOR])
+        self.rates = self.rates or RateHistory(view.facts)
+        self.rates.add(view.env_step, view.get(RATE_KEY))
+        schedules = self.rates.result()
+        if schedules is not None:
+            results.append(schedules)
         for result in results:
             name = result.equation.name
             self.streaks[name] = 0 if result.holds else self.streaks.get(name, 0) + 1
@@ -54,7 +64,7 @@ class EquationJudge:
         if ordered:
             yield _finding(ordered)
         elif results:
-            yield Finding(0.0, EQUATION_KEY + results[0].equation.name)
+            yield Finding(0.0, _key(results[0].equation))
 
 
 def _finding(differences: Sequence[EquationResult]) -> Finding:
@@ -62,13 +72,18 @@ def _finding(differences: Sequence[EquationResult]) -> Finding:
     explained = bool(cause.explanations)
     return Finding(
         1.0 if explained else UNEXPLAINED_SEVERITY,
-        EQUATION_KEY + cause.equation.name,
+        _key(cause.equation),
         cause.error,
         cause.tolerance,
         claim=explained,
         text=lambda: cause.sentence + _others(others),
         advice=f"{cause.advice.rstrip('.')}." if cause.advice else "",
     )
+
+
+def _key(equation: Equation) -> str:
+    """Return the key that shows an equation: schedules are compared by the rates of all records."""
+    return RATE_KEY if equation.name == SCHEDULES else EQUATION_KEY + equation.name
 
 
 def _others(others: Sequence[EquationResult]) -> str:
@@ -87,6 +102,7 @@ RULES = (
             "integrity/equation/{equation}",
             "integrity/equation_tolerance/{equation}",
             "integrity/fitted/{equation}",
+            RATE_KEY,
         ),
         meaning="Numbers of the trainer differ from the equation that they are meant to follow.",
         action="Compare the lines of the trainer that compute them with the reference; `esper-telemetry check RUN` shows all equations.",
