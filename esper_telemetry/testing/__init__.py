@@ -6,6 +6,7 @@ from esper_telemetry.core.lazy import lazy_names as lazy_names
 
 if TYPE_CHECKING:
     from esper_telemetry.testing.equations import assert_gae as assert_gae
+    from esper_telemetry.testing.equations import assert_schedule as assert_schedule
     from esper_telemetry.testing.sinks import CHECKS as CHECKS
     from esper_telemetry.testing.sinks import FailingSink as FailingSink
     from esper_telemetry.testing.sinks import MemorySink as MemorySink
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 __all__, __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "esper_telemetry.testing.equations": ("assert_gae",),
+        "esper_telemetry.testing.equations": ("assert_gae", "assert_schedule"),
         "esper_telemetry.testing.sinks": (
             "CHECKS",
             "FailingSink",

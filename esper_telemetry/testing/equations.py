@@ -16,6 +16,7 @@ from typing import ParamSpec
 
 from esper_telemetry.metrics.integrity.advantages import check_gae
 from esper_telemetry.metrics.integrity.equations import EquationCheck
+from esper_telemetry.metrics.integrity.schedules import check_schedule
 
 P = ParamSpec("P")
 
@@ -40,3 +41,4 @@ def asserting(check: Callable[P, EquationCheck]) -> Callable[P, None]:
 
 
 assert_gae = asserting(check_gae)
+assert_schedule = asserting(check_schedule)

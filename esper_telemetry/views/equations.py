@@ -211,23 +211,24 @@ def print_equations(head: str, rows: Sequence[EquationRow]) -> None:
     console.print(table)
     for row in rows:
         if row.state == "differs":
-            console.print(Text(f"\n{_headline(row)}", "bold"))
+            console.print(Text(f"\n{_title(row.equation)}, since update {row.since}", "bold"))
             for line in _details(row):
                 console.print(f"  {line}")
     counts = Counter(row.state for row in rows)
-    console.print("\n" + ", ".join(f"{counts[state]} {word}" for state, word in SUMMARY.items() if counts[state]) + ".")
+    words = [
+        f"{counts[state]} {one if counts[state] == 1 else many}"
+        for state, (one, many) in SUMMARY.items()
+        if counts[state]
+    ]
+    console.print(f"\n{', '.join(words)}.")
 
 
-SUMMARY: Final[Mapping[State, str]] = {
-    "matches": "match",
-    "variant": "equal a published variant",
-    "differs": "differ",
-    "unchecked": "could not be checked",
+SUMMARY: Final[Mapping[State, tuple[str, str]]] = {
+    "matches": ("matches", "match"),
+    "variant": ("equals a published variant", "equal published variants"),
+    "differs": ("differs", "differ"),
+    "unchecked": ("could not be checked", "could not be checked"),
 }
-
-
-def _headline(row: EquationRow) -> str:
-    return f"{row.equation.quantity.removeprefix('the ').capitalize()}, since update {row.since}"
 
 
 def _details(row: EquationRow) -> Iterable[str]:
@@ -238,3 +239,28 @@ def _details(row: EquationRow) -> Iterable[str]:
         yield f"equal to:  {one.equation} ({text}{f'; {one.source}' if one.source else ''})"
     if row.advice:
         yield f"try:       {row.advice}"
+
+
+def equation_list() -> str:
+    """Return all declared equations and hypotheses as Markdown."""
+    parts = []
+    for equation in sorted(equations().values(), key=lambda equation: equation.rank):
+        head = f"### {_title(equation)}\n\n`{equation.equation}` ({equation.source}). Needs {equation.inputs}."
+        rows = ["| the numbers equal | equation | what to change |", "|---|---|---|"]
+        for one in equation.hypotheses:
+            says = f"{one.says} {one.parameter}, which is fitted" if one.fit is not None else one.says
+            source = f" ({one.source})" if one.source else ""
+            advice = "published variant: no alarm" if one.variant else one.advice
+            rows.append(
+                "| " + " | ".join(_cell(text) for text in (f"{says}{source}", f"`{one.equation}`", advice)) + " |"
+            )
+        parts.append("\n".join([head, "", *rows] if equation.hypotheses else [head]))
+    return "\n\n".join(parts)
+
+
+def _title(equation: Equation) -> str:
+    return equation.quantity.removeprefix("the ").capitalize()
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
