@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from esper_telemetry.core.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
-from esper_telemetry.metrics.integrity.equations import EquationCheck, compare
+from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, told_apart
 from esper_telemetry.metrics.integrity.gradient_terms import fitted, gradient_scale
 from esper_telemetry.metrics.integrity.loss_gradients import flat64
 
@@ -136,7 +136,7 @@ def compare_clipping(
     """Return the comparison of the gradient that the optimizer reads, [d] float64, with the one after the backward pass."""
     scale = gradient_scale(claimed, [gradient], numels)
     inputs = ClipInputs(gradient, numels, scale, max_norm)
-    return compare(CLIPPING, inputs, claimed / scale, precision=precision, tolerance=tolerance)
+    return told_apart(compare(CLIPPING, inputs, claimed / scale, precision=precision, tolerance=tolerance))
 
 
 @no_grad

@@ -305,8 +305,8 @@ GRADIENT = Equation(
             "value_clipped",
             "the gradient of a value loss that is clipped like the ratio though the setting is off",
             "L_value = ½ mean max((V - R)², (V_clip - R)²)",
+            variant=True,
             source="2005.12729, section 3",
-            advice="Switch the setting on, or do not clip the values",
         ),
         _alternative(
             "value_clip_maximum",

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
-from esper_telemetry.metrics.integrity.equations import EquationCheck, compare
+from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, told_apart
 from esper_telemetry.metrics.integrity.gradient_equation import GRADIENT
 from esper_telemetry.metrics.integrity.gradient_terms import TERMS, GradientInputs, TermGradients, gradient_scale
 from esper_telemetry.metrics.integrity.loss_gradients import ALTERNATIVE_LOSSES, flat64
@@ -134,7 +134,7 @@ def compare_gradient(
         max_norm=max_norm,
         alternatives=alternatives,
     )
-    return compare(GRADIENT, inputs, inputs.claimed, precision=precision, tolerance=tolerance)
+    return told_apart(compare(GRADIENT, inputs, inputs.claimed, precision=precision, tolerance=tolerance))
 
 
 def same_gradient(claimed: Tensor, total: Tensor, numels: Sequence[int]) -> float:

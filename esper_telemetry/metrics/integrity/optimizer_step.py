@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from esper_telemetry.core.equation import Equation, Hypothesis
 from esper_telemetry.core.lazy import Tensor, no_grad, torch
-from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, unchecked
+from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, told_apart, unchecked
 from esper_telemetry.metrics.integrity.gradient_terms import fitted, spread
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def next_state(step: ParameterStep, settings: StepSettings) -> tuple[Tensor, dic
     else:
         gradient = gradient + settings.weight_decay * weights
     zero = torch.zeros_like(weights)
-    state = {name: step.state.get(name, zero) for name in step.state}
+    state = dict(step.state)
     match settings.kind:
         case "adam":
             state["exp_avg"] = settings.beta1 * step.state.get("exp_avg", zero) + (1 - settings.beta1) * gradient
@@ -189,6 +189,7 @@ def _state_lost(inputs: StepInputs) -> Tensor | None:
 
 
 def _left_out(inputs: StepInputs) -> Tensor | None:
+    """Return the change without the parameters that the optimizer does not have."""
     if all(step.settings is not None for step in inputs.steps):
         return None
     kept = tuple([step if step.settings is not None else replace(step, gradient=None) for step in inputs.steps])
@@ -210,8 +211,11 @@ def _fit_rate(inputs: StepInputs, numbers: Tensor) -> tuple[float, Tensor] | Non
 
 
 def _fit_decay(inputs: StepInputs, numbers: Tensor) -> tuple[float, Tensor] | None:
-    weights = torch.cat([step.weights.flatten() for step in inputs.steps]) / inputs.scale
-    return fitted(inputs.changed(), -weights, numbers)
+    """Fit a decay of the weights before or after the step, whichever explains the numbers better."""
+    before = torch.cat([step.weights.flatten() for step in inputs.steps]) / inputs.scale
+    change = inputs.changed()
+    fits = [fit for weights in (before, before + change) if (fit := fitted(change, -weights, numbers)) is not None]
+    return min(fits, key=lambda fit: float((fit[1] - numbers).abs().max()), default=None)
 
 
 OPTIMIZER_STEP = Equation(
@@ -409,13 +413,8 @@ def compare_step(
     parts = zip(largest(claimed), largest(expected), largest(weights), strict=True)
     scale = spread([torch.maximum(one, other) + rounding * size for one, other, size in parts], numels)
     scale = torch.where(scale > 0, scale, 1.0)
-    return compare(
-        OPTIMIZER_STEP,
-        replace(inputs, scale=scale),
-        claimed / scale,
-        precision=precision,
-        tolerance=bound,
-    )
+    inputs = replace(inputs, scale=scale)
+    return told_apart(compare(OPTIMIZER_STEP, inputs, claimed / scale, precision=precision, tolerance=bound))
 
 
 @no_grad
