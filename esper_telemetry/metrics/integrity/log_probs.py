@@ -298,8 +298,8 @@ LOG_PROBS = Equation(
 )
 
 
-def _named(columns: ActionColumns | None) -> dict[str, Tensor]:
-    """Columns by head; a column alone is that of the head `action`."""
+def named_columns(columns: ActionColumns | None) -> dict[str, Tensor]:
+    """Return columns by head; a column alone is that of the head `action`."""
     return {} if columns is None else by_head(columns if isinstance(columns, Mapping) else {"action": columns})
 
 
@@ -341,8 +341,8 @@ def check_log_probs(
         ValueError: where there is no distribution, or shapes do not fit together.
     """
     stored = as_tensor(log_probs).detach().double()
-    columns = {name: _named(part) for name, part in (("logits", logits), ("means", means), ("log_std", log_std))}
-    chosen = {head: column.detach().double() for head, column in _named(actions).items()}
+    columns = {name: named_columns(part) for name, part in (("logits", logits), ("means", means), ("log_std", log_std))}
+    chosen = {head: column.detach().double() for head, column in named_columns(actions).items()}
     if not (columns["logits"] or columns["means"]):
         raise ValueError("log-probabilities are checked against logits, or means and log_std; got neither")
     for head in (*columns["logits"], *columns["means"]):
@@ -363,10 +363,10 @@ def check_log_probs(
             head: columns["log_std"][head].detach().double().exp().expand_as(mean)
             for head, mean in columns["means"].items()
         },
-        masks=masks_by_head(_named(action_masks)),
-        relevant=masks_by_head(_named(relevant)),
+        masks=masks_by_head(named_columns(action_masks)),
+        relevant=masks_by_head(named_columns(relevant)),
         squashed=frozenset(columns["means"] if squashed is True else () if squashed is False else squashed),
-        bounds={head: part.double() for head, part in _named(bounds).items()},
+        bounds={head: part.double() for head, part in named_columns(bounds).items()},
     )
     counted = as_mask(valid, stored)
     for head in inputs.squashed:
