@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple, Self
 
@@ -20,6 +20,16 @@ from esper_telemetry.core.reduction import Last, Max
 
 TINY_SCALE = 1e-30
 """Smallest magnitude that an error is divided by: numbers that are all 0 equal each other."""
+
+
+MAX_EXPLAINED_SHARE = 0.2
+"""Largest error of an explanation next to that of the reference: an unknown mistake with a small effect is near to both."""
+
+MAX_ERROR_RATIO = 30.0
+"""Largest error of an explanation next to the best one: of hypotheses that differ by more, the batch tells which it is."""
+
+ROUNDING_ERROR = 2e-6
+"""Error up to which explanations are not told apart, because single precision rounds so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +253,15 @@ def compare(
             if result is not None and (candidate := error_of(result[1])) <= bound:
                 explanations.append(Explanation(one, candidate, result[0]))
     return EquationCheck(equation, error, bound, tuple(explanations))
+
+
+def told_apart(check: EquationCheck) -> EquationCheck:
+    """Return the check with the explanations that are nearest to the numbers, and much nearer than the reference; with none otherwise."""
+    best = min([one.error for one in check.explanations], default=0.0)
+    if check.error is None or best > MAX_EXPLAINED_SHARE * check.error:
+        return replace(check, explanations=())
+    limit = max(ROUNDING_ERROR, MAX_ERROR_RATIO * best)
+    return replace(check, explanations=tuple([one for one in check.explanations if one.error <= limit]))
 
 
 def _largest(values: Tensor, valid: Tensor | None) -> float:
