@@ -67,6 +67,7 @@ def _fit_value(inputs: ClipInputs, numbers: Tensor) -> tuple[float, Tensor]:
 
 CLIPPING = Equation(
     name="clipping",
+    rank=62,
     quantity="the gradients that the optimizer reads",
     equation="g min(1, c / ‖g‖)",
     source="1211.5063, section 3.2",

@@ -220,6 +220,7 @@ def _fit_decay(inputs: StepInputs, numbers: Tensor) -> tuple[float, Tensor] | No
 
 OPTIMIZER_STEP = Equation(
     name="optimizer_step",
+    rank=70,
     quantity="the optimizer's steps",
     equation="θ' - θ of the optimizer's update rule, its state and its settings",
     source="1412.6980, algorithm 1 (Adam); 1711.05101 (AdamW); 1211.5063 (momentum); Hinton 2012, lecture 6 (RMSprop)",

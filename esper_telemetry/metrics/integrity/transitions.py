@@ -77,6 +77,7 @@ def _other_environment(columns: TransitionInputs) -> Tensor | None:
 
 TRANSITIONS = Equation(
     name="transitions",
+    rank=10,
     quantity="the observations",
     equation="o_{t+1} is what the environment returned after a_t, and the first one of a new episode after an end",
     source="Sutton and Barto 2018, figure 3.1",
@@ -142,6 +143,7 @@ def _other_step(steps: int) -> Callable[[tuple[Tensor, Tensor]], Tensor | None]:
 
 STORED_REWARDS = Equation(
     name="stored_rewards",
+    rank=12,
     quantity="the stored rewards",
     equation="r_t is what the environment paid for a_t",
     source="Sutton and Barto 2018, figure 3.1",
