@@ -185,6 +185,7 @@ class Detectors:
             self._families.update(key.partition("/")[0] for key in values)
             self._explained = not self._families.isdisjoint(EXPLAINING_FAMILIES)
         view.update = self._update
+        view.env_step = record.axes.env_step
         total = self.facts.get("total_steps")
         view.progress = min(1.0, record.axes.env_step / total) if isinstance(total, int | float) and total > 0 else None
         passed = max(1, record.axes.update - before.axes.update) if before else 1  # records may be missing between
@@ -327,7 +328,11 @@ def alarm_text(state: AlarmState, finding: Finding, event: AlarmEvent, update: i
     more = len(state.instances) - 1
     others = f" (and {more} more)" if more > 0 else ""
     worse = "Worse: since" if event is AlarmEvent.UPDATE else "Since"
-    advice = f"Try: {rule.action}" if explained or not rule.type.startswith(SYMPTOMS) else f"{GRADIENTS_ALONE}."
+    advice = (
+        f"Try: {finding.advice or rule.action}"
+        if explained or not rule.type.startswith(SYMPTOMS)
+        else f"{GRADIENTS_ALONE}."
+    )
     return f"{worse} update {since}, {clause}{others}. {advice}"
 
 

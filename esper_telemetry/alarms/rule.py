@@ -135,6 +135,7 @@ class Finding(NamedTuple):
         instance: the head, group or layer, where a judge looks at each.
         claim: a mistake in itself and no consequence, whatever else the type is raised for.
         text: returns the clause that continues "Since update 7, ".
+        advice: what to try, where it depends on what was found; else `AlarmRule.action`.
     """
 
     severity: float
@@ -146,10 +147,11 @@ class Finding(NamedTuple):
     instance: str = ""
     claim: bool = False
     text: Callable[[], str] | None = None
+    advice: str = ""
 
     def with_text(self, text: Callable[[], str]) -> Finding:
         """Return the same with the clause that `text` returns."""
-        return Finding(*self[:-1], text)
+        return self._replace(text=text)
 
 
 class View:
@@ -165,6 +167,7 @@ class View:
         progress: share of the run that is over, 0 to 1; None where its length is not known.
         steps: optimizer steps of this update; None in the first.
         transitions: environment steps of this update; None in the first.
+        env_step: environment steps of the run so far.
     """
 
     def __init__(self, facts: Mapping[str, Any], limits: Limits, baselines: Baselines) -> None:
@@ -177,6 +180,7 @@ class View:
         self.progress: float | None = None
         self.steps: int | None = None
         self.transitions: int | None = None
+        self.env_step = 0
         self._keys: set[str] = set()
         self._cache: dict[tuple[str, str], list[str]] = {}
 
