@@ -276,8 +276,8 @@ VALUE_LOSS = Equation(
             says="the squared error without clipping, which the settings ask for",
             equation="L = ½ mean (V - R)²",
             compute=lambda x: None if x.clip is None else x.nearest(clipped_at(x, None)),
-            source=DETAILS_SOURCE,
-            advice="Take the maximum with the error of the clipped value.",
+            variant=True,
+            source="2006.05990 (Andrychowicz et al.), 3.1: no clipping of values is better",
         ),
         Hypothesis(
             name="no_maximum",
