@@ -77,7 +77,7 @@ def _finding(differences: Sequence[EquationResult]) -> Finding:
         cause.tolerance,
         claim=explained,
         text=lambda: cause.sentence + _others(others),
-        advice=f"{cause.advice.rstrip('.')}." if cause.advice else "",
+        advice=(lambda: f"{cause.advice.rstrip('.')}.") if cause.advice else None,
     )
 
 
