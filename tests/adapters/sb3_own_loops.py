@@ -12,9 +12,14 @@ from typing import Any
 import torch
 from gymnasium import spaces
 from stable_baselines3 import PPO
+from stable_baselines3.common.env_util import make_vec_env
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_value_
+
+
+def cartpole(seed: int) -> Any:
+    return make_vec_env("CartPole-v1", 4, seed=seed)
 
 
 @dataclass
@@ -86,20 +91,17 @@ class OwnLoopPPO(PPO):
         self._n_updates += self.n_epochs
 
 
-def scaled_gradients(model: Any, loss: Tensor, *, zero: bool = True, clip: Callable[[Any], None] | None = None) -> None:
-    optimizer = model.policy.optimizer
-    if zero:
-        optimizer.zero_grad()
+def step_with(model: Any, loss: Tensor, clip: Callable[[Any], object]) -> None:
+    model.policy.optimizer.zero_grad()
     loss.backward()
-    if clip is None:
-        torch.nn.utils.clip_grad_norm_(model.policy.parameters(), model.max_grad_norm)
-    else:
-        clip(model)
-    optimizer.step()
+    clip(model)
+    model.policy.optimizer.step()
 
 
 def never_cleared(model: Any, loss: Tensor) -> None:
-    scaled_gradients(model, loss, zero=False)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.policy.parameters(), model.max_grad_norm)
+    model.policy.optimizer.step()
 
 
 def clipped_after(model: Any, loss: Tensor) -> None:
@@ -109,12 +111,8 @@ def clipped_after(model: Any, loss: Tensor) -> None:
     torch.nn.utils.clip_grad_norm_(model.policy.parameters(), model.max_grad_norm)
 
 
-def never_clipped(model: Any, loss: Tensor) -> None:
-    scaled_gradients(model, loss, clip=lambda model: None)
-
-
 def clipped_by_value(model: Any, loss: Tensor) -> None:
-    scaled_gradients(model, loss, clip=lambda model: clip_grad_value_(model.policy.parameters(), 0.01))
+    step_with(model, loss, lambda model: clip_grad_value_(model.policy.parameters(), 0.01))
 
 
 def clipped_each(model: Any, loss: Tensor) -> None:
@@ -122,12 +120,12 @@ def clipped_each(model: Any, loss: Tensor) -> None:
         for parameter in model.policy.parameters():
             torch.nn.utils.clip_grad_norm_(parameter, model.max_grad_norm)
 
-    scaled_gradients(model, loss, clip=clip)
+    step_with(model, loss, clip)
 
 
 def clipped_elsewhere(model: Any, loss: Tensor) -> None:
     limit = 0.1 * model.max_grad_norm
-    scaled_gradients(model, loss, clip=lambda model: torch.nn.utils.clip_grad_norm_(model.policy.parameters(), limit))
+    step_with(model, loss, lambda model: torch.nn.utils.clip_grad_norm_(model.policy.parameters(), limit))
 
 
 def cleared_late(model: Any, loss: Tensor) -> None:
@@ -135,7 +133,7 @@ def cleared_late(model: Any, loss: Tensor) -> None:
         torch.nn.utils.clip_grad_norm_(model.policy.parameters(), model.max_grad_norm)
         model.policy.optimizer.zero_grad(set_to_none=False)
 
-    scaled_gradients(model, loss, clip=clip)
+    step_with(model, loss, clip)
 
 
 def stepped_twice(model: Any, loss: Tensor) -> None:
