@@ -5,7 +5,7 @@ Shapes: N transitions, which stand in a grid [T, B].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -51,10 +51,9 @@ class CollectionProbe:
         if now.values is not None:
             yield partial(self._values, grid, now.values, collection, precision)
         if stored.logits or stored.means:
-            acted, replayed = (_log_probs(outputs, collection) for outputs in (stored, now))
-            self._stored = grid(acted)
-            yield partial(self._log_probs, grid, replayed, collection, precision)
-            if collection.has_modes or self._looks_for_modes:
+            self._stored = grid(_log_probs(stored, collection))
+            yield partial(self._log_probs, grid, now, collection, precision)
+            if self._stored is not None and (collection.has_modes or self._looks_for_modes):
                 training = collection.outputs("training")
                 self._training = None if training is None else grid(_log_probs(training, collection)).numbers
 
@@ -102,18 +101,36 @@ class CollectionProbe:
     def _log_probs(
         self,
         grid: Callable[[Tensor], GridColumn],
-        now: Tensor,
+        replayed: Outputs,
         collection: CollectionReplay,
         precision: str | None,
     ) -> EquationCheck:
         assert self._stored is not None
-        return check_replayed_log_probs(
-            self._stored.numbers,
-            grid(now).numbers,
-            alternatives=_alternatives(collection, lambda outputs: grid(_log_probs(outputs, collection)).numbers),
+        acted = self._stored.numbers
+
+        def of_step(steps: int) -> Tensor:
+            """Log-probabilities of the actions under the distributions of the step `steps` later; the stored ones where it is missing."""
+            envs, rows = acted.shape[1], collection.rows
+            place = torch.full((acted.numel(),), -1, dtype=torch.long, device=rows.device)
+            place[rows] = torch.arange(len(rows), device=rows.device)
+            wanted = rows + steps * envs
+            inside = (wanted >= 0) & (wanted < acted.numel())
+            source = torch.where(inside, place[wanted.clamp(0, acted.numel() - 1)], -1)
+            numbers = _log_probs(_rows_of(replayed, source.clamp(min=0)), collection)
+            return grid(torch.where(source >= 0, numbers, acted.flatten()[rows])).numbers
+
+        passes = _alternatives(collection, lambda outputs: grid(_log_probs(outputs, collection)).numbers)
+        shifts = {"observation_before": partial(of_step, -1), "observation_after": partial(of_step, 1)}
+        check = check_replayed_log_probs(
+            acted,
+            grid(_log_probs(replayed, collection)).numbers,
+            alternatives={**passes, **shifts},
             valid=self._stored.valid,
             precision=precision,
         )
+        if not check.matches:  # then the first minibatch differs for the same reason
+            self._stored = None
+        return check
 
 
 def _alternatives(
@@ -127,6 +144,15 @@ def _alternatives(
 
     equation: Equation = REPLAYED_LOG_PROBS
     return {one.name: partial(run, one.name) for one in equation.hypotheses}
+
+
+def _rows_of(outputs: Outputs, rows: Tensor) -> Outputs:
+    """The distributions of these rows."""
+
+    def take(columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {head: column if column.dim() == 1 else column[rows] for head, column in columns.items()}
+
+    return outputs._replace(logits=take(outputs.logits), means=take(outputs.means), log_std=take(outputs.log_std))
 
 
 def _grid(collection: CollectionReplay, column: Tensor) -> GridColumn:

@@ -112,11 +112,13 @@ class CollectionPasses:
         return None if self._states is None else self._pass(starts=change(self._inputs.starts))
 
     def _received(self) -> Tensor | None:
-        """Observations as the policy received them, where these are not the stored ones."""
+        """Observations as the policy received them, where these are neither the stored ones nor those of a step before or after."""
         stored, acted = self._inputs.observations, self._acted
         if acted is None or not isinstance(stored, np.ndarray) or acted.numel() != stored.size:
             return None
-        return None if bool((acted.cpu().flatten() == torch.from_numpy(stored).flatten()).all()) else acted
+        own, other = acted.cpu().reshape(stored.shape), torch.from_numpy(stored)
+        pairs = [(own, other), (own[1:], other[:-1]), (own[:-1], other[1:])]
+        return None if any(bool((one == two).all()) for one, two in pairs) else acted
 
     def _affine(self, observations: Tensor) -> bool:
         """Return whether the stored observations are these with another mean and another scale, entry by entry."""
