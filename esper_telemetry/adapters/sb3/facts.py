@@ -114,9 +114,10 @@ def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
         "target_kl": getattr(model, "target_kl", None),
         "desired_kl": None,
         **_schedule_fact(model),
-        UNCHECKED_FACT: dict.fromkeys(
-            LOSSES, "Stable-Baselines3 keeps its losses to itself; its gradients are checked"
-        ),
+        UNCHECKED_FACT: {
+            **dict.fromkeys(LOSSES, "Stable-Baselines3 keeps its losses to itself; its gradients are checked"),
+            "schedules": "the learning rate is a function of its own, which is not called: it may count its calls",
+        },
     }
 
 

@@ -26,6 +26,7 @@ from esper_telemetry.adapters.script.recorders import (
     ScalarLog,
 )
 from esper_telemetry.adapters.script.variables import MinibatchVariables, Ratio, RolloutVariables, Variables
+from esper_telemetry.core.equation import UNCHECKED_FACT
 from esper_telemetry.events import (
     BackwardEnd,
     Hooks,
@@ -167,6 +168,7 @@ class ScriptListener:
         facts = names.find_facts(variables, self.clips.max_norm)
         facts["optimizer"] = type(optimizer).__name__
         facts.update(names.find_schedule(variables, facts, float(optimizer.param_groups[0]["lr"])))
+        facts[UNCHECKED_FACT] = names.unchecked_equations(facts)
         facts["policy"] = "lstm" if self.lstm_count else "mlp"
         groups = names.groups_of(self._parameters.values())
         if groups:

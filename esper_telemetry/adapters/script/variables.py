@@ -394,6 +394,19 @@ def find_facts(variables: Variables, max_norm: float | None) -> dict[str, Any]:
     return facts
 
 
+def unchecked_equations(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return why equations of a script cannot be checked that its settings do not allow; `facts` are those found."""
+    reasons = {}
+    if SCHEDULE_FACT not in facts:
+        reasons["schedules"] = (
+            "the settings do not say whether the learning rate is annealed (anneal_lr) or in how many steps"
+        )
+    missing = [name for name in ("gamma", "gae_lambda") if name not in facts]
+    if missing:
+        reasons["advantages"] = f"the settings do not say {' and '.join(missing)}"
+    return reasons
+
+
 def find_schedule(variables: Variables, facts: Mapping[str, Any], rate: float) -> dict[str, Any]:
     """Return the fact of the learning rate's schedule, where the settings say whether it is annealed; `rate` is that of the first step."""
     anneals = variables.find(ANNEALS, lambda value: value if isinstance(value, bool) else None)
