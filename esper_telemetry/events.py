@@ -209,6 +209,10 @@ class RolloutEnd:
             began; parts are h and c of an LSTM, h of a GRU. None for a feed-forward policy.
         scales: of the running normalisers that are on: `obs` and `ret`.
         observations: [T, B, ...] that were acted on; None where the source does not give them.
+        last_values: [K, B], estimates of the states after the last step, also where that ended its episode: then of the next one's first
+            state. K rollouts of equal length, with a bootstrap after each, are joined; None where there is one, or it is not known.
+        time_limits: [T, B], bool: steps that a time limit ended, from a source that counts them among `terminated`, because it does not
+            see what was added for the states after them; else None.
     """
 
     update: int
@@ -235,6 +239,8 @@ class RolloutEnd:
     states: Tensor | None = None
     scales: Mapping[str, Scale] = field(default_factory=dict)
     observations: Tensor | None = None
+    last_values: Tensor | None = None
+    time_limits: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
