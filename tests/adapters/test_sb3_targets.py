@@ -43,12 +43,16 @@ def run(model: Any, updates: int = 3) -> tuple[list[Record], dict[str, str]]:
 
 
 def results(records: list[Record], equation: str) -> tuple[float, set[str]]:
-    """The largest error of an equation, and the hypotheses that explained it in every record that has it."""
+    """The largest error of an equation, and the hypotheses that explained every record that differs."""
     key = EQUATION_KEY + equation
     checked = [record.values for record in records if key in record.values]
     assert checked
-    names = [{name.removeprefix(f"{key}_") for name in values if name.startswith(f"{key}_")} for values in checked]
-    return max(values[key] for values in checked), set.intersection(*names)
+    names = [
+        {name.removeprefix(f"{key}_") for name in values if name.startswith(f"{key}_")}
+        for values in checked
+        if values[key] > 1e-4
+    ]
+    return max(values[key] for values in checked), set.intersection(*names) if names else set()
 
 
 class Limited(gym.Env[Any, Any]):
@@ -185,7 +189,7 @@ class TimeLimitsByTheNextEpisode(PPO):
 
     collect_rollouts = with_line(
         "rewards[idx] += self.gamma * terminal_value",
-        "rewards[idx] += self.gamma * float(self.policy.predict_values(obs_as_tensor(new_obs, self.device))[idx])",
+        "rewards[idx] += self.gamma * self.policy.predict_values(obs_as_tensor(new_obs, self.device))[idx].item()",
     )
 
 
@@ -269,7 +273,7 @@ HEALTHY: dict[str, Callable[[], Any]] = {
     ),
     "one step": lambda: PPO("MlpPolicy", limited(), gae_lambda=0.0, **MINIBATCHES),
     "scaled": lambda: PPO("MlpPolicy", scaled(), **MINIBATCHES),
-    "cliff": lambda: PPO("MlpPolicy", cliff(2), **{**MINIBATCHES, "n_steps": 250}),
+    "cliff": lambda: PPO("MlpPolicy", cliff(2), **{**MINIBATCHES, "n_steps": 256}),
     "a2c": lambda: A2C("MlpPolicy", limited(), **{**SETTINGS, "n_steps": 5}),
     "a2c alone": lambda: A2C("MlpPolicy", limited(1), gae_lambda=0.9, **{**SETTINGS, "n_steps": 8}),
     "recurrent": lambda: RecurrentPPO("MlpLstmPolicy", limited(), **MINIBATCHES),
@@ -281,7 +285,7 @@ HEALTHY: dict[str, Callable[[], Any]] = {
 def test_a_healthy_run_follows_its_equations(name: str) -> None:
     """To rounding: in float32 the errors of these runs are 1e-8 to 3e-7."""
     model = HEALTHY[name]()
-    records, sentences = run(model, updates=600 if isinstance(model, A2C) else 3)
+    records, sentences = run(model, updates=300 if isinstance(model, A2C) else 3)
 
     for equation in ("advantages", "returns"):
         error, names = results(records, equation)
