@@ -211,7 +211,9 @@ def print_equations(head: str, rows: Sequence[EquationRow]) -> None:
     if unchecked:
         console.print("\nCould not be checked:")
     for reason, quantities in unchecked.items():
-        console.print(Padding(Text(f"{', '.join(quantities)}: {reason}", COLOURS["unchecked"]), (0, 0, 0, 2), expand=False))
+        console.print(
+            Padding(Text(f"{', '.join(quantities)}: {reason}", COLOURS["unchecked"]), (0, 0, 0, 2), expand=False)
+        )
     counts = Counter(row.state for row in rows)
     words = [
         f"{counts[state]} {one if counts[state] == 1 else many}"
