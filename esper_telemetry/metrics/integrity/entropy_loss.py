@@ -25,6 +25,9 @@ from esper_telemetry.metrics.statistics import same_shape
 GAUSSIAN_ENTROPY = 0.5 * math.log(2 * math.pi * math.e)
 """Entropy of a Gaussian of standard deviation 1, in nats."""
 
+ROUNDED_SHARE = 0.2
+"""Share of the size of a logit that an error is divided by, where the entropy is smaller: then rounding is a tenth of the tolerance."""
+
 
 @dataclass(frozen=True, slots=True)
 class EntropyInputs:
@@ -361,5 +364,15 @@ def check_entropy(
         trained=rows.get("log_probs"),
         weight=weight,
     )
-    terms = inputs.summed({head: part.abs() for head, part in inputs.entropies().items()})
-    return compare(ENTROPY_LOSS, inputs, claimed, magnitudes=(terms,), precision=precision, tolerance=tolerance)
+    logits_of = {head: flat(column) for head, column in categorical.items()}
+    magnitudes = (inputs.summed(_rounding(inputs, logits_of)),)
+    return compare(ENTROPY_LOSS, inputs, claimed, magnitudes=magnitudes, precision=precision, tolerance=tolerance)
+
+
+def _rounding(inputs: EntropyInputs, logits: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Sizes [R] of the numbers that an entropy is rounded at: where one action is certain, its log-probability is rounded at the size of
+    its logit, and the entropy itself is almost 0.
+    """
+    certain = {head: 1 + (inputs.log_probs[head].exp() * column.abs()).sum(-1) for head, column in logits.items()}
+    spread = {head: (column.abs() + 1).sum(-1) for head, column in inputs.log_std.items()}
+    return {head: ROUNDED_SHARE * size for head, size in {**certain, **spread}.items()}

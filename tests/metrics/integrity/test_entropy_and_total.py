@@ -187,3 +187,13 @@ def test_a_total_with_further_terms_is_not_checked() -> None:
 def test_a_weight_of_the_entropy_needs_the_entropy() -> None:
     with pytest.raises(ValueError, match="needs the entropy loss"):
         check_total_loss(torch.zeros(2), torch.zeros(2), torch.zeros(2), value_coef=0.5, entropy_coef=0.01)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("scale", [0.0, 1.0, 10.0, 100.0, 1e4])
+def test_a_right_entropy_matches_however_certain_the_choice(scale: float, seed: int) -> None:
+    column = scale * logits(seed)
+
+    assert check_entropy(-Categorical(logits=column).entropy().mean(-1), logits={"": column}).matches
+    normalized = column.log_softmax(-1)
+    assert check_entropy((normalized.exp() * normalized).sum(-1).mean(-1), logits={"": column}).matches
