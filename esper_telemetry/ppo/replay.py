@@ -184,8 +184,10 @@ class TrainerReplay:
         grid = self._batch.grid()
         with self._policy.autocast():
             if grid is None or not isinstance(trunk, RecurrentTrunk):
-                return trunk(self._batch.observations).float()
-            return trunk(self._batch.observations, grid, grid.states["critic"]).float()
+                features: Tensor = trunk(self._batch.observations)
+            else:
+                features = trunk(self._batch.observations, grid, grid.states["critic"])
+            return features.float()
 
     def _unrolled(self, recurrence: RolloutRecurrence, fresh: Flags, *, empty: bool) -> tuple[Tensor, Tensor]:
         """The actor's and the critic's features [N, F] with memory that begins anew where `fresh` [T, B], and `empty` at first."""
