@@ -11,7 +11,7 @@ from esper_telemetry.events import RolloutEnd
 from esper_telemetry.metrics.integrity.actions import (
     MAX_SQUASHED,
     action_inputs,
-    action_scores,
+    action_totals,
     judge_actions,
 )
 from esper_telemetry.metrics.integrity.equations import EquationCheck
@@ -19,9 +19,8 @@ from esper_telemetry.metrics.integrity.log_probs import check_log_probs
 from esper_telemetry.metrics.integrity.transitions import (
     check_executed,
     check_rewards,
-    checksums,
+    check_transitions,
     compare_transitions,
-    informative,
 )
 from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.data import UpdateData
@@ -54,10 +53,7 @@ def _collection(rollout: RolloutEnd, facts: Mapping[str, Any]) -> Iterator[Measu
         if transitions.sent is not None and transitions.received is not None:
             yield _explained(check_executed, transitions.sent, transitions.received)
     elif rollout.observations is not None:
-        sums = partial(checksums, rollout.observations)
-        yield lambda: compare_transitions(
-            sums(), None, ended=rollout.ended, finals=None, valid=valid, informative=informative(rollout.observations)
-        )
+        yield partial(check_transitions, rollout.observations, ended=rollout.ended, valid=valid)
 
 
 def _log_probs(rollout: RolloutEnd, facts: Mapping[str, Any]) -> Iterable[MetricGroup]:
@@ -91,9 +87,8 @@ def _actions(rollout: RolloutEnd, facts: Mapping[str, Any]) -> Iterator[MetricGr
     )
     check = judge_actions(inputs)
     yield from check
-    scores = action_scores(inputs) if check.error is not None else None
-    if scores is not None:
-        yield scores
+    if check.error is not None:
+        yield from action_totals(inputs)
 
 
 def _explained(check: Callable[..., EquationCheck], *columns: Any, **settings: Any) -> Measurement:

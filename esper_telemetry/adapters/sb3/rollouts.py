@@ -326,7 +326,7 @@ def _transitions(parts: Sequence[Transitions | None]) -> Transitions | None:
     if len(present) < len(parts) or len(parts) == 1:
         return present[0] if len(parts) == len(present) == 1 else None
     joined: Any = Transitions._make(zip(*present, strict=True))  # each field of all rollouts
-    columns = {
+    columns: dict[str, Any] = {
         name: None if any(x is None for x in column) else torch.cat(column)
         for name, column in joined._asdict().items()
         if name != "informative"
