@@ -24,6 +24,7 @@ from esper_telemetry.adapters.script.recorders import (
     DistributionLog,
     EpisodeLog,
     LstmLog,
+    RecordedEnds,
     ScalarLog,
 )
 from esper_telemetry.adapters.script.variables import Ratio, RolloutVariables, Variables
@@ -197,15 +198,16 @@ class ScriptListener:
         collected = 0 if rollout is None else rollout.rewards.numel()
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
         self._env_step = counted if counted > self._env_step else self._env_step + collected
+        ends = None if rollout is None else self.environments.ends(*rollout.rewards.shape)
         finished, self._seconds = self.environments.take()
         episodes = episodes_event(finished, self._env_step)
         if episodes is not None:
             self.findings[EPISODES] = None
             self.hooks.emit(episodes)
         if rollout is not None:
-            self._emit_rollout(rollout)
+            self._emit_rollout(rollout if ends is None else rollout.with_ends(ends.ended), ends)
 
-    def _emit_rollout(self, rollout: RolloutVariables) -> None:
+    def _emit_rollout(self, rollout: RolloutVariables, ends: RecordedEnds | None) -> None:
         steps, envs = rollout.rewards.shape
         heads, lstm = self.distributions.take_rollout(steps, envs), self.lstm.take(steps, envs)
         count, actions = len(heads.logits) + len(heads.means), rollout.actions
@@ -218,6 +220,7 @@ class ScriptListener:
                 update=self.updates + 1,
                 env_step=self._env_step,
                 terminated=rollout.ended,
+                time_limits=None if ends is None else ends.time_limits.to(rollout.ended.device),
                 gamma=self._gamma,
                 states=None if lstm is None else lstm.states,
                 **columns,

@@ -319,7 +319,7 @@ def find_rows(variables: Variables) -> object:
 
 
 class RolloutVariables(NamedTuple):
-    """A rollout, [T, B] each, and the actions, [T, B, D]; copies, because scripts collect the next one in the same memory."""
+    """A rollout, [T, B] each, values after it, [1, B], and actions, [T, B, D]; copies, because scripts reuse the memory."""
 
     rewards: Tensor
     values: Tensor
@@ -328,7 +328,13 @@ class RolloutVariables(NamedTuple):
     log_probs: Tensor
     ended: Tensor
     next_values: Tensor
+    last_values: Tensor
     actions: Tensor | None
+
+    def with_ends(self, ended: Tensor) -> RolloutVariables:
+        """Return the same with the ends that the environments returned."""
+        ended = ended.to(self.values.device)
+        return self._replace(ended=ended, next_values=next_values(self.values, self.last_values, ended))
 
 
 def find_rollout(variables: Variables) -> RolloutVariables | None:
@@ -374,6 +380,7 @@ def find_rollout(variables: Variables) -> RolloutVariables | None:
         log_probs=log_probs.clone(),
         ended=ended,
         next_values=next_values(values, last, ended),
+        last_values=last.clone().reshape(1, envs),
         actions=variables.find(ACTIONS, accept_actions),
     )
 
@@ -404,7 +411,12 @@ def find_facts(variables: Variables, max_norm: float | None) -> dict[str, Any]:
     def text(value: object) -> str | None:
         return value if isinstance(value, str) else None
 
-    facts: dict[str, Any] = {"precision": "fp32", "max_grad_norm": max_norm, "advantage_correction": 1}
+    facts: dict[str, Any] = {
+        "precision": "fp32",
+        "max_grad_norm": max_norm,
+        "advantage_correction": 1,
+        "columns_by_name": True,
+    }
     for fact, names in FACTS.items():
         accept: Callable[[object], Any] = text if fact == "env" else number
         value = variables.find(names, accept)
