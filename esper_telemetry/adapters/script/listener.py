@@ -29,6 +29,7 @@ from esper_telemetry.adapters.script.recorders import (
 )
 from esper_telemetry.adapters.script.variables import Ratio, RolloutVariables, Variables
 from esper_telemetry.core.equation import UNCHECKED_FACT
+from esper_telemetry.core.objective import MinibatchObjective
 from esper_telemetry.events import (
     BackwardEnd,
     Hooks,
@@ -127,6 +128,21 @@ class ScriptListener:
             self._learning_rate = float(optimizer.param_groups[0]["lr"])
         self._epoch = variables.find(names.EPOCH, names.as_integer) or 0
         parameters = self._named_parameters(optimizer)
+        if self.hooks.wants(MinibatchObjective):
+            self.hooks.emit(
+                MinibatchObjective(
+                    epoch=self._epoch,
+                    step=self._step,
+                    steps=None,
+                    rows=None,
+                    coefficients={},
+                    parameters=parameters,
+                    optimizer=optimizer,
+                    max_norm=None,
+                    learning_rate=None,
+                    gradient_step=None,
+                )
+            )
         gradients = self.clips.take(parameters)
         if gradients is not None:
             self.findings[CLIPPED_GRADIENTS if gradients.max_norm else GRADIENTS] = None
