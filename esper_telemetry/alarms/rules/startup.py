@@ -203,11 +203,26 @@ class ShortSightJudge:
         )
 
 
-def negative_rate(view: View) -> Iterator[Finding]:
-    """A learning rate below 0, with which every step makes the loss larger."""
-    rate = view.get("opt/lr")
-    if rate is not None:
-        yield Finding(hard(rate < 0), "opt/lr", rate, 0.0).with_text(
+OVERRUN_SHARE = 0.05
+"""Share of its largest value by which a linear schedule may fall below 0 in the last update, which overruns the planned steps."""
+
+
+@dataclass(slots=True)
+class NegativeRateJudge:
+    """A learning rate below 0, with which every step makes the loss larger.
+
+    Attributes:
+        highest: learning rate so far.
+    """
+
+    highest: float = 0.0
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        rate = view.get("opt/lr")
+        if rate is None:
+            return
+        self.highest = max(self.highest, rate)
+        yield Finding(hard(rate < -OVERRUN_SHARE * self.highest), "opt/lr", rate, 0.0).with_text(
             lambda: (
                 f"the learning rate has been {number(rate)}, below 0: every optimizer step goes up the loss instead of down"
             )
@@ -326,7 +341,7 @@ RULES = (
         inputs=("opt/lr",),
         meaning="The learning rate is below 0.",
         action="Correct the sign of the learning rate or of its schedule, which may run past the end of the run.",
-        judge=negative_rate,
+        judge=NegativeRateJudge(),
         source="always a mistake",
         rank=84,
         hard=True,
