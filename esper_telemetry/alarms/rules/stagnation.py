@@ -143,15 +143,27 @@ class NeverFitJudge:
         del fits[:-needed]
         middle, half = median(fits), max(1, len(fits) // 2)
         learning = median(fits[half:] or fits) - 1 > LEARNING_CRITIC * (median(fits[:half]) - 1)
-        never = (
-            len(fits) == needed and max(fits) < limits[NEVER_FIT_BEST] and middle < limits[NEVER_FIT] and not learning
-        )
+        never = len(fits) == needed and max(fits) < limits[NEVER_FIT_BEST] and middle < limits[NEVER_FIT]
+        never = never and not learning and view.course.risen is not True and relative_error(view) > LARGE_ERROR
         yield Finding(hard(never), key, value, limits[NEVER_FIT]).with_text(
             lambda: (
                 f"the critic has been worse than a constant in each of the last {len(fits)} updates, and does not become better: its R² is "
                 f"{number(middle)} (a constant has 0)"
             )
         )
+
+
+LARGE_ERROR = 0.3
+"""Error of the critic over the size of returns, from which on it is off: where all returns are equal, R² is far below 0 for nothing."""
+
+
+def relative_error(view: View) -> float:
+    """Root mean square error of the critic over the size of returns; infinite where the record does not say."""
+    bias, scatter, mean, std = (view.get(key) for key in ("value/bias", "value/err/std", "ret/mean", "ret/std"))
+    if bias is None or scatter is None or mean is None or std is None:
+        return float("inf")
+    size = (mean * mean + std * std) ** 0.5
+    return float((bias * bias + scatter * scatter) ** 0.5 / size) if size > 0 else 0.0
 
 
 STD_LOST = Ramp(
@@ -269,7 +281,8 @@ RULES = (
         "computed in the right order; normalise returns where they are large.",
         judge=NeverFitJudge(),
         bounds=(NEVER_FIT_UPDATES, NEVER_FIT, NEVER_FIT_BEST),
-        source="Critics of unscaled returns begin far below 0 and climb: one that climbs is left alone.",
+        source="Critics of unscaled returns begin far below 0 and climb: one that climbs is left alone. So is one of a task that is being "
+        "solved, whose returns become equal.",
         rank=256,
         debug_updates=3,
         evidence=("value/*", "ret/*", "loss/value"),
