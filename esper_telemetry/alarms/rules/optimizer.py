@@ -197,7 +197,7 @@ RULES = (
     ),
     AlarmRule(
         type="opt/stalled_weights",
-        inputs=("opt/update_to_weight/{layer}", RATE),
+        inputs=(RATE, "opt/update_to_weight/{layer}"),
         meaning="Weights that are meant to be trained do not move.",
         action="Set a learning rate that is not 0, or correct the schedule that leads there.",
         judge=StalledWeightsJudge(),

@@ -191,7 +191,7 @@ RULES = (
     ),
     AlarmRule(
         type="telemetry/delivery",
-        inputs=("telemetry/dropped", "telemetry/errors", "telemetry/queue_depth"),
+        inputs=("telemetry/errors", "telemetry/dropped", "telemetry/queue_depth"),
         meaning="A backend fails or falls behind; the journal has everything.",
         action="Check the address and the key of the backend; `esper-telemetry replay` sends what is missing.",
         judge=DeliveryJudge(),

@@ -305,7 +305,7 @@ RULES = (
     ),
     step_alarm(
         type="policy/ratio_collapse",
-        inputs=("policy/ratio/min", "policy/ratio/p01"),
+        inputs=("policy/ratio/p01", "policy/ratio/min"),
         meaning="Actions that turned out well have become ten times less likely.",
         action="Check the sign and the order of advantages; lower the learning rate.",
         judge=OnRamp(
