@@ -51,10 +51,10 @@ class SlowCourse:
     medians: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
-    def add(self, value: float) -> None:
-        """Add the value of an update."""
+    def add(self, value: float, patience: int = 1) -> None:
+        """Add the value of an update; blocks are `patience` times as long where updates are small."""
         self.values.append(value)
-        if len(self.values) == BLOCK_UPDATES:
+        if len(self.values) >= BLOCK_UPDATES * patience:
             self.medians.append(median(self.values))
             self.values.clear()
 
@@ -83,14 +83,14 @@ class SlowGrowthJudge:
     def __call__(self, view: View) -> Iterator[Finding]:
         mean, std = view.get("ret/mean"), view.get("ret/std")
         if mean is not None and std is not None and (mean or std):
-            self.errors.add(log10((mean * mean + std * std) ** 0.5))
+            self.errors.add(log10((mean * mean + std * std) ** 0.5), view.patience)
         excused, bound = max(0.0, self.errors.rise()), view.limits[SLOW_GROWTH]
         for group, key, severity in view.labelled("grad/", "/severity_explode"):
             norm = view.get(f"grad/{group}/norm_preclip")
             if norm is None or norm <= 0:
                 continue
             course = self.norms.setdefault(group, SlowCourse())
-            course.add(log10(norm))
+            course.add(log10(norm), view.patience)
             growth = course.rise() - excused
             factor = 10 ** min(course.rise(), 300.0)
             yield Finding(max(WARNING, severity) * hard(growth > bound), key, severity, instance=group).with_text(
@@ -106,7 +106,7 @@ class SlowGrowthJudge:
         health, bound = view.get(key), view.limits[SICK_GRADIENTS]
         if health is None:
             return
-        self.health.add(health)
+        self.health.add(health, view.patience)
         medians = self.health.medians
         lost = bool(medians) and max(medians) > HEALTHY_GRADIENTS and medians[-1] < bound and view.course.risen is False
         yield Finding(WARNING * hard(lost), key, health, bound, instance="health").with_text(
@@ -138,7 +138,7 @@ class NeverFitJudge:
         value = view.get(key)
         if value is None:
             return
-        fits, needed = self.fits, int(limits[NEVER_FIT_UPDATES])
+        fits, needed = self.fits, int(limits[NEVER_FIT_UPDATES]) * view.patience
         fits.append(value)
         del fits[:-needed]
         middle, half = median(fits), max(1, len(fits) // 2)
@@ -235,7 +235,7 @@ class EmptyStateJudge:
         size = view.get(key)
         if size is None or (rate is not None and rate > limits[ALWAYS_RESET]):
             return
-        self.sizes.add(size)
+        self.sizes.add(size, view.patience)
         largest = max(self.sizes.medians, default=0.0)
         empty, faded = size < limits[EMPTY_STATE], size < limits[EMPTIED_SHARE] * largest
         yield Finding(
