@@ -108,7 +108,7 @@ class ConstantRewardJudge:
 
     An equal reward for every step is no fault where the length of an episode is the task, and a rare one may stay away for long. So from
     the start it counts where all episodes have one and the same return: no policy can be better than another one then, as far as the run
-    has shown. A cost per step is paid for a goal that nobody may have reached yet, and waits for as long as a reward that never came.
+    has shown. A cost per step is no such reward: it is paid for a goal that nobody may have reached yet.
 
     Attributes:
         varied: updates with rewards that differ.
@@ -146,8 +146,8 @@ class ConstantRewardJudge:
         gone = self.varied >= MIN_VARIED_UPDATES and self.updates >= 10 and self.updates > GAP_FACTOR * self.longest
         gone = gone and transitions >= limits[CONSTANT_STEPS]
         never = not self.varied and largest == 0 and self.updates >= 10 and transitions >= limits[NEVER_STEPS]
-        equal = not self.varied and self._equal_returns() and len(self.paid) == 1 and value != 0
-        useless = equal and transitions >= limits[CONSTANT_STEPS if value > 0 else NEVER_STEPS]
+        equal = not self.varied and self._equal_returns() and len(self.paid) == 1 and value > 0
+        useless = equal and transitions >= limits[CONSTANT_STEPS]
         episodes = number(self.episodes)
         yield Finding(hard(gone or never or useless), "reward/std", spread, 0.0).with_text(
             lambda: (
