@@ -5,7 +5,7 @@ Shapes: T steps, B environments; M minibatches of N rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,6 +28,9 @@ BY_NAME = "columns_by_name"
 
 UNKNOWN_COLUMNS = "the variables that were found do not fit it, and their names may mean something else in this script"
 
+SHIFTED_ENDS = ("ends_late", "ends_early")
+"""Hypotheses that a script shows as well whose flags mean the step before or after; only its environments tell."""
+
 OWN_NORMALIZATION = "stable-baselines3"
 """Beginning of the fact `trainer` where the adapter normalises advantages itself, because the trainer keeps its own to itself."""
 
@@ -40,7 +43,8 @@ def target_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Meas
     gae_lambda, discount = facts.get("gae_lambda"), facts.get("gamma")
     if gae_lambda is not None and discount is not None:
         previous = update.context.previous_targets
-        yield partial(_certain, facts, partial(_advantages, rollout, float(gae_lambda), previous, facts))
+        check = partial(_advantages, rollout, float(gae_lambda), previous, facts)
+        yield partial(_certain, facts, check, doubtful=() if rollout.time_limits is not None else SHIFTED_ENDS)
     yield partial(_certain, facts, partial(_returns, rollout, facts))
     if minibatches is not None and collected is not None:
         if minibatches.old_values is not None and minibatches.returns is not None:
@@ -49,11 +53,14 @@ def target_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Meas
             yield partial(_certain, facts, partial(_normalized, rollout, minibatches, collected, facts))
 
 
-def _certain(facts: Mapping[str, Any], check: Callable[[], EquationCheck]) -> Iterable[MetricGroup]:
-    """Return the check; where columns were found by name, a difference without an explanation says nothing."""
+def _certain(
+    facts: Mapping[str, Any], check: Callable[[], EquationCheck], *, doubtful: Collection[str] = ()
+) -> Iterable[MetricGroup]:
+    """Return the check; where columns were found by name, a difference says nothing that has no explanation, or a doubtful one."""
     result = check()
-    doubtful = facts.get(BY_NAME) and not result.matches and not result.explanations
-    return unchecked(result.equation, UNKNOWN_COLUMNS) if doubtful else result
+    known = [one for one in result.explanations if one.hypothesis.name not in doubtful]
+    uncertain = facts.get(BY_NAME) and not result.matches and len(known) < max(1, len(result.explanations))
+    return unchecked(result.equation, UNKNOWN_COLUMNS) if uncertain else result
 
 
 def _advantages(

@@ -49,12 +49,12 @@ class Minibatch:
         return F.mse_loss(self.values, self.returns if target is None else target)
 
     def bonus(self) -> Tensor:
-        return self.model.ent_coef * self.entropy.mean()
+        return float(self.model.ent_coef) * self.entropy.mean()
 
     def loss(self, policy: Tensor | None = None, value: Tensor | None = None) -> Tensor:
         first = self.policy() if policy is None else policy
         second = self.value() if value is None else value
-        return first + self.model.vf_coef * second - self.bonus()
+        return first + float(self.model.vf_coef) * second - self.bonus()
 
 
 Loss = Callable[[Minibatch], Tensor]
@@ -84,6 +84,7 @@ class OwnLoopPPO(PPO):
                 discrete = isinstance(self.action_space, spaces.Discrete)
                 actions = data.actions.long().flatten() if discrete else data.actions
                 values, log_prob, entropy = self.policy.evaluate_actions(data.observations, actions)
+                assert entropy is not None
                 used = (data.advantages - data.advantages.mean()) / (data.advantages.std() + 1e-8)
                 columns = (log_prob, data.old_log_prob, used, data.advantages, values.flatten())
                 minibatch = Minibatch(self, *columns, data.old_values, data.returns, entropy)
@@ -181,7 +182,8 @@ def clipped_maximum(b: Minibatch) -> Tensor:
 
 
 def with_penalty(b: Minibatch) -> Tensor:
-    return b.loss() + 0.5e-2 * sum(p.square().sum() for p in b.model.policy.optimizer.param_groups[0]["params"])
+    squares = [p.square().sum() for p in b.model.policy.parameters()]
+    return b.loss() + 0.005 * torch.stack(squares).sum()
 
 
 LOSS_MISTAKES: Mapping[str, Loss] = {

@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-from esper_telemetry.core.equation import EQUATION_KEY, FITTED_KEY, equations
-from tests.adapters.sb3_models import MODELS, fingerprint, recorded_run
-from tests.adapters.sb3_own_loops import (
+from sb3_models import MODELS, fingerprint, recorded_run
+from sb3_own_loops import (
     LOSS_MISTAKES,
     LOSS_VARIANTS,
     STEP_MISTAKES,
@@ -21,6 +18,9 @@ from tests.adapters.sb3_own_loops import (
     cartpole,
     right_step,
 )
+from torch import nn
+
+from esper_telemetry.core.equation import EQUATION_KEY, FITTED_KEY, equations
 
 pytestmark = pytest.mark.sb3
 
@@ -138,7 +138,7 @@ def test_a_gradient_sign_that_was_changed_in_the_policy_is_named(tmp_path: Path)
         values, log_prob, entropy = right(*args, **kwargs)
         return values, 2 * log_prob.detach() - log_prob, entropy
 
-    learner.policy.evaluate_actions = evaluate
+    vars(learner.policy)["evaluate_actions"] = evaluate
 
     assert named(first_record(learner, tmp_path)) == {"gradient_policy_sign"}
 

@@ -341,7 +341,7 @@ OPTIMIZER_STEP = Equation(
 
 def settings_of(optimizer: Optimizer, group: Mapping[str, Any]) -> StepSettings | None:
     """Return the settings of a parameter group; None where the optimizer's rule is not written out here."""
-    common = {
+    common: dict[str, Any] = {
         "lr": float(group["lr"]),
         "weight_decay": float(group.get("weight_decay", 0.0)),
         "maximize": bool(group.get("maximize", False)),
