@@ -138,7 +138,7 @@ class OutcomeJudge:
     def step(self, record: Record) -> Outcome | None:
         """Add a record; return the outcome where its kind has changed. A long run is judged again when it has grown by 5 %."""
         was_failed = bool(self._ending)
-        self._add(record)
+        self.add(record)
         if self._updates < self._next and not was_failed and self._nonfinite != FAILED_RECORDS:
             return None
         self._next = max(self._updates + 1, math.ceil(1.05 * self._updates))
@@ -160,7 +160,8 @@ class OutcomeJudge:
         before, self.outcome = self.outcome.kind, self._judged()
         return self.outcome if self.outcome.kind is not before else None
 
-    def _add(self, record: Record) -> None:
+    def add(self, record: Record) -> None:
+        """Add a record without judging."""
         values, update, facts = record.values, record.axes.update, self._facts
         self._updates += 1
         self._ending = ""
@@ -342,5 +343,5 @@ def outcome_of(
     """Return the outcome of some records of a run, such as a window of its updates."""
     judge = OutcomeJudge(facts)
     for record in records:
-        judge.step(record)
+        judge.add(record)
     return judge.end(status)
