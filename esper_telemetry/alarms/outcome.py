@@ -246,9 +246,9 @@ class OutcomeJudge:
         )
         name = NAMES.get(key, key)
         if len(blocks.blocks) < MIN_BLOCKS or blocks.episodes < MIN_EPISODES:
-            counted = f"{self._updates:,} updates with {base.episodes:,} episodes"
-            least = f"{MIN_EPISODES} episodes in {MIN_BLOCKS} groups of updates are needed"
-            return replace(base, text=f"{OutcomeKind.TOO_SHORT}: {counted}; at least {least}")
+            counted = f"{base.episodes:,} episodes in {len(blocks.blocks)} groups of updates"
+            least = f"at least {MIN_EPISODES} in {MIN_BLOCKS} are needed"
+            return replace(base, text=f"{OutcomeKind.TOO_SHORT}: {counted}; {least}")
         course = Course.of(sign * blocks.values)
         base = replace(base, last=sign * course.last, best=sign * max(course.best, course.last))
         already = isinstance(threshold, int | float) and base.first is not None and base.first >= threshold
