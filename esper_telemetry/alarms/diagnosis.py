@@ -64,7 +64,7 @@ class Diagnosis:
         outcome: of the run.
         checks: number of alarms that could be raised.
         remedies: the function, fact or option that supplies what an unanswered alarm lacks, by type.
-        unusual: values of an unexplained run that are most unusual, the worst first.
+        unusual: values that are most unusual, the worst first, of a run that failed, is flat or declines and has no lasting alarm.
     """
 
     updates: int
@@ -80,9 +80,18 @@ class Diagnosis:
     @property
     def unexplained(self) -> bool:
         """True where the run failed, is flat or declines, and no alarm says why."""
-        return self.outcome.kind in BAD and not any(
-            not alarm.type.startswith(NOT_EXPLAINING) for incident in self.incidents for alarm in incident.alarms
-        )
+        return self.outcome.kind in BAD and not self._explaining()
+
+    @property
+    def has_lasting_explanation(self) -> bool:
+        """True where an alarm about training lasted to the end."""
+        ends = {kind: end for incident in self.incidents for kind, end in incident.ends().items()}
+        return any(ends[kind] is None for kind in self._explaining())
+
+    def _explaining(self) -> set[str]:
+        """Return the types of alarm that may say why a run does what it does."""
+        kinds = {alarm.type for incident in self.incidents for alarm in incident.alarms}
+        return {kind for kind in kinds if not kind.startswith(NOT_EXPLAINING)}
 
     @property
     def summary(self) -> str:
@@ -159,4 +168,6 @@ def diagnose(
         detectors.checks,
         detectors.remedies(),
     )
-    return replace(diagnosis, unusual=values.unusual(facts)) if diagnosis.unexplained else diagnosis
+    if diagnosis.outcome.kind not in BAD or diagnosis.has_lasting_explanation:
+        return diagnosis
+    return replace(diagnosis, unusual=values.unusual(facts))

@@ -60,7 +60,7 @@ def print_diagnosis(head: str, diagnosis: Diagnosis, ending: str = "", *, list_u
             console.print(_panel(incident, is_symptom=_is_symptom_alone(diagnosis, incident)))
     if diagnosis.gradients_alone:
         console.print(Text(f"{GRADIENTS_ALONE}.", style="yellow"))
-    if diagnosis.updates and diagnosis.unexplained:
+    if diagnosis.updates and diagnosis.outcome.kind in BAD and not diagnosis.has_lasting_explanation:
         for text in unexplained_lines(diagnosis):
             console.print(text)
     for _, data in diagnosis.events:
@@ -82,7 +82,10 @@ def _colour(diagnosis: Diagnosis) -> str:
 
 def unexplained_lines(diagnosis: Diagnosis) -> Iterator[str]:
     """Yield what is known of a run that failed, is flat or declines without an alarm: what is unusual, and what was not measured."""
-    yield f"Unexplained: the run {OUTCOME_VERBS[diagnosis.outcome.kind]}, and no alarm says why."
+    if diagnosis.unexplained:
+        yield f"Unexplained: the run {OUTCOME_VERBS[diagnosis.outcome.kind]}, and no alarm says why."
+    else:
+        yield f"The run {OUTCOME_VERBS[diagnosis.outcome.kind]}, and the alarms above were over before its end."
     if diagnosis.unusual:
         yield f"Most unusual ({len(diagnosis.unusual)} values, medians over the run):"
         for entry in diagnosis.unusual:
