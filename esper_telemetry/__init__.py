@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from esper_telemetry.journal.read import read_run as read_run
     from esper_telemetry.metrics.advantages import advantage_stats as advantage_stats
     from esper_telemetry.metrics.gradients.health import gradient_health as gradient_health
+    from esper_telemetry.metrics.integrity.advantages import check_gae as check_gae
     from esper_telemetry.metrics.ratio import ratio_diagnostics as ratio_diagnostics
     from esper_telemetry.metrics.values import value_fit as value_fit
     from esper_telemetry.ppo.config import PPOConfig as PPOConfig
@@ -84,6 +85,7 @@ __all__, __getattr__, __dir__ = lazy_names(
         "esper_telemetry.journal.read": ("read_run",),
         "esper_telemetry.metrics.advantages": ("advantage_stats",),
         "esper_telemetry.metrics.gradients.health": ("gradient_health",),
+        "esper_telemetry.metrics.integrity.advantages": ("check_gae",),
         "esper_telemetry.metrics.ratio": ("ratio_diagnostics",),
         "esper_telemetry.metrics.values": ("value_fit",),
         "esper_telemetry.ppo.config": ("PPOConfig",),

@@ -32,7 +32,7 @@ from esper_telemetry.events import (
 )
 from esper_telemetry.metrics.actions import greedy_agreement
 from esper_telemetry.metrics.gradients.health import gradients_of
-from esper_telemetry.metrics.kl import kl_after_update
+from esper_telemetry.metrics.kl import kl_after_update, kl_rows
 from esper_telemetry.metrics.lstm.sequences import bptt_stats, memory_use
 from esper_telemetry.metrics.lstm.states import first_staleness, state_staleness
 from esper_telemetry.metrics.optimizer import AdamState, adam_parameters, adam_state, flat, weight_norm
@@ -46,7 +46,6 @@ from esper_telemetry.metrics.representation import (
 from esper_telemetry.session import TelemetrySession
 from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.data import GradientSample
-from esper_telemetry.updates.groups import kl_rows
 
 Event = TypeVar("Event")
 

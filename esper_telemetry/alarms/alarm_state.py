@@ -65,27 +65,31 @@ class Hysteresis:
         updates: updates so far, those without a severity included.
         streak: updates in a row that speak for a change.
         active: True while the alarm is on.
+        lasting: updates in a row that speak for the alarm, those of the warm-up included.
     """
 
     patience: Patience = Patience()  # frozen
     updates: int = 0
     streak: int = 0
     active: bool = False
+    lasting: int = field(default=0, compare=False)
 
     def step(self, severity: float | None) -> HysteresisStep:
         """Judge one update by its severity, 0 to 1; None and NaN change nothing but the count of updates."""
         updates, patience = self.updates + 1, self.patience
         if severity is None or math.isnan(severity):
             return HysteresisStep(replace(self, updates=updates), None)
+        lasting = self.lasting + 1 if severity >= patience.on else 0
         if self.active:
             speaks, needed = severity < patience.off, patience.n_off
         else:
             speaks, needed = severity >= patience.on and updates > patience.warmup, patience.n_on
         streak = self.streak + 1 if speaks else 0
         if streak < needed:
-            return HysteresisStep(replace(self, updates=updates, streak=streak), None)
+            return HysteresisStep(replace(self, updates=updates, streak=streak, lasting=lasting), None)
         active = not self.active
-        return HysteresisStep(replace(self, updates=updates, streak=0, active=active), "RAISE" if active else "CLEAR")
+        state = replace(self, updates=updates, streak=0, active=active, lasting=lasting)
+        return HysteresisStep(state, "RAISE" if active else "CLEAR")
 
 
 class HysteresisStep(NamedTuple):
@@ -118,7 +122,7 @@ class AlarmState:
 
     Attributes:
         rule: its declaration.
-        since: update in which the updates began that spoke for it; None while it is off.
+        since: update in which the updates began that spoke for it, in the warm-up too; None while it is off.
         severity: the worst of the latest of those that are on.
         reported_severity: the last one that was reported.
         muted: it was raised beyond the limit on alarms, so it is not reported.
@@ -141,15 +145,16 @@ class AlarmState:
         if not self._states and max(finding.severity for finding in findings) < self._patience.on:
             return None  # nothing is on, and nothing speaks for a change: the usual case
         was = bool(self.instances)
-        longest = 0
+        longest = lasting = 0
         for finding in findings:
             streak = self._judge(finding, update)
             if finding.instance in self.instances:
                 longest = max(longest, streak)
+                lasting = max(lasting, streak and self._states[finding.instance].lasting)
         worst = self._worst()
         self.severity = worst.severity if worst else 0.0
         if worst is not None and not was:
-            self.since = update - longest + 1
+            self.since = update - max(longest, lasting) + 1
             self.reported_severity = self.severity
             return AlarmChange(AlarmEvent.RAISE, worst, longest)
         if worst is not None and self.severity >= self.reported_severity + WORSE_SEVERITY:
@@ -184,7 +189,7 @@ class AlarmState:
             self.instances[name] = finding
         else:
             self.instances.pop(name, None)
-        if state.active or state.streak:
+        if state.active or state.streak or state.lasting:
             self._states[name] = state
         else:  # as good as new: most instances are, and cost nothing
             self._states.pop(name, None)

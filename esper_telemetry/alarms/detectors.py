@@ -25,8 +25,10 @@ from esper_telemetry.alarms.alarm_state import (
 )
 from esper_telemetry.alarms.baselines import Baselines, matcher
 from esper_telemetry.alarms.incidents import CausalOrder, Incident, Incidents
+from esper_telemetry.alarms.published_settings import PUBLISHED, is_outside, range_sentence, settings_of
 from esper_telemetry.alarms.registry import alarm_rules, with_alarms
-from esper_telemetry.alarms.rule import AlarmRule, Finding, Judge, View
+from esper_telemetry.alarms.remarks import Remarks
+from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, AlarmRule, Finding, Judge, View
 from esper_telemetry.alarms.rules.task import Event, TaskEvents, failure_findings
 from esper_telemetry.alarms.rules.telemetry import ALARM_LIMIT, TOO_MANY
 from esper_telemetry.alarms.thresholds import Thresholds
@@ -106,6 +108,7 @@ class Detectors:
         self._incidents = Incidents(self._order)
         self._escalation = Escalation({rule.type: rule.debug_updates for rule in self.rules if rule.debug_updates})
         self._task = TaskEvents()
+        self._remarks = Remarks()
         self._coverage = RuleCoverage(self.rules, self.facts)
         self._limit = AlarmRateLimit(int(thresholds[ALARM_LIMIT]))
         self._limit_incident: Incident | None = None
@@ -185,6 +188,7 @@ class Detectors:
             self._families.update(key.partition("/")[0] for key in values)
             self._explained = not self._families.isdisjoint(EXPLAINING_FAMILIES)
         view.update = self._update
+        view.env_step = record.axes.env_step
         total = self.facts.get("total_steps")
         view.progress = min(1.0, record.axes.env_step / total) if isinstance(total, int | float) and total > 0 else None
         passed = max(1, record.axes.update - before.axes.update) if before else 1  # records may be missing between
@@ -228,7 +232,10 @@ class Detectors:
         kinds = [state.rule.type for state in raised] + [a.type for a in recorded if a.event is AlarmEvent.RAISE]
         reported, limited = self._limit.step(kinds, self._update)
         claims = [state.rule.type for state, change in changes if change.finding.claim and state.rule.type in reported]
-        incident = self._incidents.raised(reported, self._update, claims) if reported else None
+        began = min(
+            (state.since or self._update for state in raised if state.rule.type in reported), default=self._update
+        )
+        incident = self._incidents.raised(reported, self._update, claims, began=began) if reported else None
         for state in raised:
             state.incident, state.muted = incident, state.rule.type not in reported
         alarms = [self._alarm(state, change, record) for state, change in changes if not state.muted]
@@ -262,7 +269,7 @@ class Detectors:
             streak=streak,
             incident=incident.number if incident else 0,
             cause=incident.cause if incident else "",
-            text=alarm_text(state, finding, event, self._update, explained=self._explained),
+            text=alarm_text(state, finding, event, self._view, explained=self._explained),
             evidence={} if over else record_evidence(state, finding, self._view),
         )
         if over:
@@ -309,26 +316,45 @@ class Detectors:
     def _events(self, record: Record) -> tuple[Event, ...]:
         events: list[Event] = []
         if not record.partial:
+            events += self._remarks.step(self._view)
             events += self._task.step(self._view.values, self._update, self._view.progress)
         if self._update == COVERAGE_UPDATE and (missing := self._coverage.unanswered(sampled=False)):
             events.append(("detectors/unanswered", {"questions": missing}))
         return tuple(events)
 
 
-def alarm_text(state: AlarmState, finding: Finding, event: AlarmEvent, update: int, *, explained: bool = True) -> str:
-    """The sentence of an alarm: what has happened, since when, what to try; only the symptom where no key could explain it."""
-    rule = state.rule
+def alarm_text(state: AlarmState, finding: Finding, event: AlarmEvent, view: View, *, explained: bool = True) -> str:
+    """The sentence of an alarm: what has happened, since when, what the return does, what to try; only the symptom where no key could
+    explain it.
+    """
+    rule, update = state.rule, max(view.update, 1)
     clause = finding.text() if finding.text else rule.meaning.rstrip(".")
     since = state.since or update
     if event is AlarmEvent.CLEAR:
         return f"Over since update {update}, after {update - since} updates: {rule.meaning}"
+    advice = finding.advice() if finding.advice else rule.action
     if rule.type == RUN_FAILED:  # its sentence says by itself when it happened
-        return f"{clause}. Try: {rule.action}"
+        return f"{clause}. Try: {advice}"
     more = len(state.instances) - 1
     others = f" (and {more} more)" if more > 0 else ""
     worse = "Worse: since" if event is AlarmEvent.UPDATE else "Since"
-    advice = f"Try: {rule.action}" if explained or not rule.type.startswith(SYMPTOMS) else f"{GRADIENTS_ALONE}."
-    return f"{worse} update {since}, {clause}{others}. {advice}"
+    known = explained or not rule.type.startswith(SYMPTOMS)
+    course = view.course.sentence() if rule.rank < CAUSE_LAST_RANK and not rule.hard else ""
+    sentences = [f"{worse} update {since}, {clause}{others}.", course, *unusual_settings(rule, view)]
+    sentences.append(f"Try: {advice}" if known else f"{GRADIENTS_ALONE}.")
+    return " ".join(filter(None, sentences))
+
+
+def unusual_settings(rule: AlarmRule, view: View) -> list[str]:
+    """Sentences on the settings that a rule's advice would change, of those outside of all published values."""
+    if not rule.settings:
+        return []
+    values = settings_of(view.facts)
+    return [
+        f"{range_sentence(name, values[name], view.facts)}."
+        for name in rule.settings
+        if name in values and is_outside(PUBLISHED[name], values[name])
+    ]
 
 
 def record_evidence(state: AlarmState, finding: Finding, view: View) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from esper_telemetry.alarms.detectors import Detectors
+from esper_telemetry.alarms.remarks import REMARK
 from esper_telemetry.alarms.rules.task import Failure
 from esper_telemetry.alarms.thresholds import Thresholds
 from esper_telemetry.core.record import Alarm, AlarmEvent, Record
@@ -55,6 +56,7 @@ class Diagnosis:
         incidents: in order.
         events: course of the task, (type, data).
         unanswered: the reason why an alarm cannot be raised, by type.
+        remarks: on what is unusual and need not be wrong; those that are not `quiet` are among the events, too.
         gradients_alone: no record has more of training than gradients and steps of the optimizer: then no cause is known.
     """
 
@@ -63,6 +65,7 @@ class Diagnosis:
     events: tuple[tuple[str, Mapping[str, Any]], ...]
     unanswered: Mapping[str, str]
     gradients_alone: bool = False
+    remarks: tuple[Mapping[str, Any], ...] = ()
 
 
 def diagnose(
@@ -89,6 +92,7 @@ def diagnose(
     changes, exceptions = sorted(interventions), sorted(failures, key=lambda failure: failure.seq)
     incidents: dict[int, IncidentReport] = {}
     events: list[tuple[str, Mapping[str, Any]]] = []
+    remarks: list[Mapping[str, Any]] = []
     updates = 0
 
     def add(alarms: Iterable[Alarm]) -> None:
@@ -108,9 +112,14 @@ def diagnose(
             own.append(recorded.popleft())
         verdict = detectors.step(record, own)
         updates += 1
-        events += [event for event in verdict.events if event[0].startswith("task/")]
+        remarks += [data for kind, data in verdict.events if kind == REMARK]
+        events += [
+            (kind, data)
+            for kind, data in verdict.events
+            if kind.startswith("task/") or (kind == REMARK and not data["quiet"])
+        ]
         add(verdict.alarms)
     for failure in exceptions:
         add(detectors.failure(*failure).alarms)
     alone = updates > 0 and detectors.gradients_alone
-    return Diagnosis(updates, tuple(incidents.values()), tuple(events), detectors.unanswered(), alone)
+    return Diagnosis(updates, tuple(incidents.values()), tuple(events), detectors.unanswered(), alone, tuple(remarks))

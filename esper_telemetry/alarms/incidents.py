@@ -76,15 +76,18 @@ class Incidents:
         self._order = order
         self._open: Incident | None = None
 
-    def raised(self, kinds: Sequence[str], update: int, claims: Iterable[str] = ()) -> Incident:
+    def raised(
+        self, kinds: Sequence[str], update: int, claims: Iterable[str] = (), *, began: int | None = None
+    ) -> Incident:
         """The incident that alarms raised in this update belong to: the open one, or a new one.
 
         Args:
             kinds: their types.
             update: in which they were raised.
             claims: types that are a mistake in themselves this time, besides those that always are.
+            began: update since which the earliest of them has held, which may be long before a patient rule raises it.
         """
-        if self._open is None or update - self._open.last > INCIDENT_UPDATES:
+        if self._open is None or (update if began is None else began) - self._open.last > INCIDENT_UPDATES:
             self._open = Incident(1 if self._open is None else self._open.number + 1, self._order, update)
         self._open.last = update
         for kind in kinds:

@@ -14,6 +14,11 @@ from math import log10
 from typing import Any, Final, Literal, NamedTuple
 
 from esper_telemetry.alarms.baselines import Baselines, History
+from esper_telemetry.alarms.number_text import number as number
+from esper_telemetry.alarms.number_text import percent as percent
+from esper_telemetry.alarms.number_text import span as span
+from esper_telemetry.alarms.number_text import times as times
+from esper_telemetry.alarms.return_course import ReturnCourse
 from esper_telemetry.core.metric import segment
 
 CAUSE_LAST_RANK: Final = 900
@@ -134,6 +139,7 @@ class Finding(NamedTuple):
         z: robust standard scores from that history.
         instance: the head, group or layer, where a judge looks at each.
         claim: a mistake in itself and no consequence, whatever else the type is raised for.
+        advice: returns what to try in place of the rule's action, where that depends on the values.
         text: returns the clause that continues "Since update 7, ".
     """
 
@@ -145,11 +151,16 @@ class Finding(NamedTuple):
     z: float | None = None
     instance: str = ""
     claim: bool = False
+    advice: Callable[[], str] | None = None
     text: Callable[[], str] | None = None
+
+    def with_advice(self, advice: Callable[[], str] | None) -> Finding:
+        """Return the same with advice of its own; None leaves that of the rule."""
+        return self._replace(advice=advice)
 
     def with_text(self, text: Callable[[], str]) -> Finding:
         """Return the same with the clause that `text` returns."""
-        return Finding(*self[:-1], text)
+        return self._replace(text=text)
 
 
 class View:
@@ -165,6 +176,8 @@ class View:
         progress: share of the run that is over, 0 to 1; None where its length is not known.
         steps: optimizer steps of this update; None in the first.
         transitions: environment steps of this update; None in the first.
+        env_step: environment steps of the run so far.
+        course: of the return since the start.
     """
 
     def __init__(self, facts: Mapping[str, Any], limits: Limits, baselines: Baselines) -> None:
@@ -177,6 +190,8 @@ class View:
         self.progress: float | None = None
         self.steps: int | None = None
         self.transitions: int | None = None
+        self.env_step = 0
+        self.course = ReturnCourse()
         self._keys: set[str] = set()
         self._cache: dict[tuple[str, str], list[str]] = {}
 
@@ -191,6 +206,7 @@ class View:
     def look(self, values: Mapping[str, float]) -> None:
         """Turn to the next record."""
         self.previous, self.values = self.values, values
+        self.course.add(values)
         new = values.keys() - self._keys
         if new:
             self._keys |= new
@@ -203,6 +219,14 @@ class View:
             keys = sorted(key for key in self._keys if key.startswith(start) and key.endswith(end))
             self._cache[start, end] = keys
         return keys
+
+    @property
+    def rollout_steps(self) -> int:
+        """Environment steps of this update, in the first one by the run's settings; 0 where neither says."""
+        if self.transitions is not None:
+            return self.transitions
+        steps, envs = (self.facts.get(name) for name in ("num_steps", "num_envs"))
+        return int(steps * envs) if isinstance(steps, int | float) and isinstance(envs, int | float) else 0
 
     def labelled(self, start: str, end: str) -> list[tuple[str, str, float]]:
         """(label, key, value) of all keys that begin and end so, with one segment between."""
@@ -261,6 +285,7 @@ class AlarmRule:
         optional: its inputs are there only where the run has what they measure, so that their absence says nothing.
         partial: also judges the record of an update that did not end.
         default_off: is raised only where a user switches it on.
+        settings: names of settings that the advice would change: those outside of all published values are named with it.
     """
 
     type: str
@@ -290,6 +315,7 @@ class AlarmRule:
     optional: bool = False
     partial: bool = False
     default_off: bool = False
+    settings: tuple[str, ...] = ()
 
     @property
     def required_keys(self) -> tuple[str, ...]:
@@ -322,32 +348,3 @@ def decade_ramp(x: float, low: float, high: float) -> float:
 def hard(wrong: bool) -> float:
     """1 if something is wrong."""
     return 1.0 if wrong else 0.0
-
-
-def number(x: float) -> str:
-    """Three digits of a number, without an exponent between 0.0001 and 100,000."""
-    size = abs(x)
-    if size == 0:
-        return "0"
-    if size >= 1e5 or size < 1e-4:
-        return f"{x:.1e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
-    if size >= 100:
-        return f"{x:.0f}"
-    return f"{x:.2g}" if size < 1 else f"{x:.3g}"
-
-
-def percent(x: float) -> str:
-    """A share in percent."""
-    size = abs(100 * x)
-    return f"{100 * x:.0f} %" if size >= 10 or size == 0 else f"{number(100 * x)} %"
-
-
-def span(low: float, high: float) -> str:
-    """A range in words; one number where both ends read alike."""
-    first, last = number(low), number(high)
-    return first if first == last else f"{first} to {last}" if low < 0 else f"{first}-{last}"
-
-
-def times(x: float) -> str:
-    """A ratio in words: 3.2x."""
-    return f"{number(x)}x"

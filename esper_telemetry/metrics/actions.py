@@ -344,6 +344,43 @@ def _at_bounds(actions: Tensor, low: Tensor | float | None, high: Tensor | float
     return counted.share(outside.reshape(-1))
 
 
+@dataclass(frozen=True, slots=True)
+class SpreadOverRange(MetricGroup):
+    """Standard deviations of one continuous head beside the range of its actions."""
+
+    head: str = label()
+    spread: Mean = reports(
+        Metric.ratio("policy/head/{head}/std_of_range", 866, "spread of a head over half the range of its actions")
+        .asks(
+            "How large is this head's standard deviation, where 1 reaches from the middle of the range to its bounds?"
+        )
+        .bounds(healthy="0.05 to 2.5", warn="> 10: nearly all actions are cut off", source="heuristic")
+        .absent("the action space has no bounds")
+    )
+
+
+@inference_mode
+def spread_over_range(
+    head: str, log_std: Tensor, *, low: Tensor, high: Tensor, valid: Tensor | None = None
+) -> SpreadOverRange:
+    """Return the mean over rows and bounded dimensions of σ over half the range.
+
+    Args:
+        head: name of the head.
+        log_std: [D] or [.., D].
+        low, high: bounds of the action space, [D].
+        valid: [..] bool, rows of a `log_std` that depends on the state; None where every row is.
+    """
+    std = log_std.detach().double().exp() / ((high - low).double() / 2)
+    return SpreadOverRange(segment(head), _bounded_mean(*_columns(std, valid if std.ndim > 1 else None)))
+
+
+def _bounded_mean(ratios: Tensor, valid: Tensor | None) -> Mean:
+    """Mean over dimensions with a range; σ over an infinite range is 0."""
+    counted = keep(ratios, ratios > 0 if valid is None else valid & (ratios > 0))
+    return counted.mean(counted.values)
+
+
 def _columns(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return all components of [.., D] on one axis, and the mask of the valid ones."""
     return x.reshape(-1), None if valid is None else valid.bool().unsqueeze(-1).expand_as(x).reshape(-1)

@@ -264,3 +264,21 @@ def flips_in_order(
     flips = (ascending(used)[:rows] * ascending(raw)[:rows] < 0).sum(-1)
     whole = used.count == raw.count
     return Mean(flips * whole, used.count * whole)
+
+
+@dataclass(frozen=True, slots=True)
+class MinibatchRows(MetricGroup):
+    """Size of the minibatches."""
+
+    rows: Mean = reports(
+        Metric.count("adv/minibatch_rows", 867, "rows of a minibatch")
+        .asks("Over how many rows is a minibatch's gradient averaged, and are its advantages normalised?")
+        .bounds(
+            healthy="8 and more", warn="< 4 with normalisation in minibatches: advantages are signs", source="x/|x|"
+        )
+    )
+
+
+def minibatch_rows(counts: Sequence[int]) -> MinibatchRows:
+    """Return the mean number of rows of the minibatches; `counts` are the rows of each."""
+    return MinibatchRows(Mean(float(sum(counts)), float(len(counts))))

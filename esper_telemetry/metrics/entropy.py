@@ -309,6 +309,31 @@ class HeadEntropy(MetricGroup):
     )
 
 
+@dataclass(frozen=True, slots=True)
+class HeadMix(MetricGroup):
+    """Mix of one head's actions over all states in which it takes part."""
+
+    head: str = label()
+    marginals: Marginals = reports(
+        Metric.quantity(
+            "policy/head/{head}/entropy_marginal_norm",
+            868,
+            "normalised entropy of the mix of a head's actions",
+            unit="fraction of ln n",
+            low=0.0,
+            high=1.0,
+            of="normalized",
+        )
+        .asks("How varied are this head's actions over all states, as a share of the most possible?")
+        .bounds(
+            healthy="> 0.5",
+            warn="< 0.5 with a low policy/head/{head}/entropy_norm",
+            source="as policy/entropy_marginal_norm",
+        )
+        .absent("the policy has one head, or the head has no choice")
+    )
+
+
 def entropy_stats(
     logits: Mapping[str, ArrayLike],
     action_masks: Mapping[str, ArrayLike] | None = None,
@@ -364,6 +389,18 @@ def head_entropy(
     allowed = None if valid is None else rows_of(valid, dim)
     parts = [_head_means(head, allowed) for head in flat]
     return HeadEntropy(tuple(map(segment, heads)), *map(_side_by_side, zip(*parts, strict=True)))
+
+
+@inference_mode
+def head_mix(
+    name: str, heads: Mapping[str, HeadRows], *, valid: ArrayLike | None = None, dim: int | None = None
+) -> HeadMix:
+    """Return the mix of a categorical head's actions; other arguments as for `policy_entropy`."""
+    valid = as_mask(valid)
+    (head,) = _aligned([heads[name]], valid, dim)
+    chosen = sample(_entropy(head), None if valid is None else rows_of(valid, dim), dim=-1)
+    rows, sums, allowed = _marginal(head, chosen)
+    return HeadMix(segment(name), Marginals(chosen.count, chosen.values.sum(-1), (rows,), (sums,), (allowed,)))
 
 
 def _head_means(head: HeadRows, allowed: Tensor | None) -> tuple[Mean, Mean, Mean]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, no_grad, torch
@@ -152,3 +153,28 @@ def head_exact_kl(
         totals.append(s.values.sum(-1))
         counts.append(s.count)
     return HeadExactKl(tuple(map(segment, rows)), Mean(torch.stack(totals, -1), torch.stack(counts, -1)))
+
+
+class HeadDistributions(Protocol):
+    """Distributions of a policy by head; a source may leave out any of them."""
+
+    @property
+    def logits(self) -> Mapping[str, Tensor]:
+        """Per categorical head [..., A]."""
+
+    @property
+    def means(self) -> Mapping[str, Tensor]:
+        """Per Gaussian head [..., D]."""
+
+    @property
+    def log_std(self) -> Mapping[str, Tensor]:
+        """Per Gaussian head [..., D] or [D]."""
+
+
+def kl_rows(old: HeadDistributions, new: HeadDistributions) -> dict[str, Tensor]:
+    """Return KL(old‖new) of every head that both sides have, in every row [...]."""
+    rows = {head: categorical_kl(old.logits[head], logits) for head, logits in new.logits.items() if head in old.logits}
+    for head in [head for head in new.means if all(head in part for part in (old.means, old.log_std, new.log_std))]:
+        old_std, new_std = (side.log_std[head].expand_as(new.means[head]) for side in (old, new))
+        rows[head] = gaussian_kl(old.means[head], old_std, new.means[head], new_std)
+    return rows

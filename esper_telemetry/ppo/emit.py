@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.core import tensors as ops
+from esper_telemetry.core.objective import LossRows, MinibatchObjective
 from esper_telemetry.events import (
     NONE,
     AfterUpdate,
@@ -153,6 +155,26 @@ class TrainerEvents:
         """Emit `MinibatchStart` before the first step."""
         if step == 0 and self._hooks.wants(MinibatchStart):
             self._hooks.emit(MinibatchStart(epoch, step, partial(shards, batch)))
+
+    def minibatch_objective(
+        self, epoch: int, step: int, rows: Callable[[], AbstractContextManager[LossRows]], learning_rate: float | None
+    ) -> None:
+        """Emit `MinibatchObjective`; gradients of several ranks are averages, which no rank can recompute alone."""
+        trainer = self._trainer
+        if self._hooks.wants(MinibatchObjective) and trainer.ranks.alone:
+            event = MinibatchObjective(
+                epoch=epoch,
+                step=step,
+                steps=trainer.config.num_epochs * trainer.config.num_minibatches,
+                rows=rows,
+                coefficients=trainer.coefficients,
+                parameters=trainer.parameters,
+                optimizer=trainer.optimizer,
+                max_norm=trainer.config.max_grad_norm,
+                learning_rate=learning_rate,
+                gradient_step=trainer.gradient_steps,
+            )
+            self._hooks.emit(event)
 
     def trunk_backward(
         self, place: tuple[int, int], outputs: tuple[Tensor, ...], actor: Tensor, critic: Tensor

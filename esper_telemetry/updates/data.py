@@ -87,6 +87,7 @@ class RolloutContext(NamedTuple):
         memory: of a recurrent policy.
         normalizers: running normalisers that are on.
         constant: [B], bool: environments that gave one observation all the time; None where the observations travel themselves.
+        window: [t, B, d], the first steps of observations that do not travel; see `metrics.observations.observation_window`.
     """
 
     previous_choices: Mapping[str, ActionChoices] = NONE
@@ -94,6 +95,7 @@ class RolloutContext(NamedTuple):
     memory: RecurrentState | None = None
     normalizers: Mapping[str, Normalizer] = NONE
     constant: Tensor | None = None
+    window: Tensor | None = None
 
 
 class Episodes(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +25,15 @@ from esper_telemetry.metrics.actions import (
     gaussian_action_shift,
     gaussian_stats,
     log_prob_stats,
+    spread_over_range,
 )
-from esper_telemetry.metrics.advantages import advantage_stats, flips_in_order, normalized_advantage_stats
-from esper_telemetry.metrics.entropy import PolicyEntropy, entropy_rows, head_entropy, policy_entropy
+from esper_telemetry.metrics.advantages import (
+    advantage_stats,
+    flips_in_order,
+    minibatch_rows,
+    normalized_advantage_stats,
+)
+from esper_telemetry.metrics.entropy import PolicyEntropy, entropy_rows, head_entropy, head_mix, policy_entropy
 from esper_telemetry.metrics.episodes import episode_ends, episode_stats
 from esper_telemetry.metrics.gradients.actor_critic import (
     bonus_gradient,
@@ -59,11 +65,12 @@ from esper_telemetry.metrics.integrity import (
     nonfinite_count,
     rows_repeated,
 )
-from esper_telemetry.metrics.kl import categorical_kl, exact_kl, gaussian_kl, head_exact_kl
+from esper_telemetry.metrics.kl import exact_kl, head_exact_kl, kl_rows
 from esper_telemetry.metrics.losses import LossTerms, entropy_gradients, loss_terms, loss_weights
 from esper_telemetry.metrics.lstm.gates import GateGroups, Gates, gate_stats, gates_between
 from esper_telemetry.metrics.lstm.sequences import bucket_width, cell_growth
 from esper_telemetry.metrics.lstm.states import reset_stats, state_stats
+from esper_telemetry.metrics.observations import observation_measurements
 from esper_telemetry.metrics.optimizer import (
     AdamMemory,
     LayerSteps,
@@ -129,6 +136,7 @@ def measure(update: UpdateData, facts: Mapping[str, Any], level: Level) -> Itera
     rollout, minibatches, progress = update.rollout, update.minibatches, update.progress
     if rollout is not None:
         yield Measurements(_rollout(rollout, update.context.constant))
+        yield Measurements(observation_measurements(rollout.observations, update.context.window, rollout))
         yield Measurements(_normalizers(update.context.normalizers))
         yield Measurements(_actions(update, rollout))
         yield Measurements(_memory(update.context.memory, rollout.valid, facts))
@@ -202,6 +210,8 @@ def _actions(update: UpdateData, rollout: RolloutEnd) -> Iterator[Measurement]:
         bounds, log_std, valid = rollout.bounds.get(head), rollout.log_std.get(head), counted[head]
         if bounds is not None:
             yield partial(gaussian_stats, head, actions=actions[head], low=bounds[0], high=bounds[1], valid=valid)
+            if log_std is not None:
+                yield partial(spread_over_range, head, log_std, low=bounds[0], high=bounds[1], valid=valid)
         if previous is not None and log_std is not None:
             std, count = log_std.exp(), previous.number
             moved = partial(gaussian_action_shift, head, actions[head], previous.mean, std)
@@ -261,6 +271,8 @@ def _minibatches(
         entropy = cache(partial(policy_entropy, heads, valid=valid, dim=-1))
         yield entropy
         yield partial(head_entropy, heads, valid=valid, dim=-1)
+        if len(minibatches.logits) > 1:
+            yield from (partial(head_mix, head, heads, valid=valid, dim=-1) for head in minibatches.logits)
     weights = {"value": facts.get("value_coef"), "entropy": facts.get("entropy_coef"), **coefficients}
     if {"policy", "value"} <= set(minibatches.losses):
         yield partial(_losses, minibatches, entropy, weights)
@@ -310,34 +322,10 @@ def _details(
         yield partial(steered, minibatches.advantages, **ends)
 
 
-class HeadDistributions(Protocol):
-    """Distributions of a policy by head; a source may leave out any of them."""
-
-    @property
-    def logits(self) -> Mapping[str, Tensor]:
-        """Per categorical head [..., A]."""
-
-    @property
-    def means(self) -> Mapping[str, Tensor]:
-        """Per Gaussian head [..., D]."""
-
-    @property
-    def log_std(self) -> Mapping[str, Tensor]:
-        """Per Gaussian head [..., D] or [D]."""
-
-
-def kl_rows(old: HeadDistributions, new: HeadDistributions) -> dict[str, Tensor]:
-    """Return KL(old‖new) of every head that both sides have, in every row [...]."""
-    rows = {head: categorical_kl(old.logits[head], logits) for head, logits in new.logits.items() if head in old.logits}
-    for head in [head for head in new.means if all(head in part for part in (old.means, old.log_std, new.log_std))]:
-        old_std, new_std = (side.log_std[head].expand_as(new.means[head]) for side in (old, new))
-        rows[head] = gaussian_kl(old.means[head], old_std, new.means[head], new_std)
-    return rows
-
-
 def _whole_update(minibatches: MinibatchesEnd) -> Iterator[Measurement]:
-    """Measure over all minibatches: standard deviations of Gaussian heads, and rows that occur twice in the first pass."""
+    """Measure over all minibatches: their size, standard deviations of Gaussian heads, and rows that occur twice in the first pass."""
     valid, rows = minibatches.valid, minibatches.rows
+    yield partial(minibatch_rows, minibatches.counts)
     for head, log_std in minibatches.log_std.items():
         counted = rows_that_count(valid, minibatches.relevance.get(head))
         yield partial(gaussian_stats, head, log_std, valid=counted)

@@ -31,6 +31,7 @@ from esper_telemetry.metrics.actions import ActionTotal, mean_action
 from esper_telemetry.metrics.gradients.actor_critic import leaf_gradients
 from esper_telemetry.metrics.lstm.gates import lstm_weights
 from esper_telemetry.metrics.lstm.states import state_ages, state_size
+from esper_telemetry.metrics.observations import observation_window
 from esper_telemetry.metrics.rollout import constant_rows, cut_entries
 from esper_telemetry.updates.data import (
     ActionChoices,
@@ -111,6 +112,7 @@ class RolloutHistory:
             memory=self._memory(event, layers),
             normalizers={name: self._normalizer(name, scale, event.valid) for name, scale in event.scales.items()},
             constant=None if observations is None or travels else constant_rows(observations, valid=event.valid),
+            window=None if observations is None or travels else observation_window(observations),
         )
         counted = {head: rows_that_count(event.valid, event.relevance.get(head)) for head in event.actions}
         self._choices = {

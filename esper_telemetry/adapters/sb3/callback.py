@@ -128,7 +128,8 @@ class ModelListener:
         if self._updates == self._updates_per_record:
             self._emit_rollouts()
             self._emit_before_update()
-        self._minibatches.begin(len(self._rollouts) - 1, parameters_by_name(model.policy))
+        counted = self.progress.gradient_step
+        self._minibatches.begin(len(self._rollouts) - 1, parameters_by_name(model.policy), gradient_step=counted)
         self._for_update = self._update_taps()
 
     def update_ends(self) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.adapters.sb3.distributions import ActionHeads
+from esper_telemetry.core.schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.updates.failure import Candidate
 
 PLAIN_TYPES = (bool, int, float, str, type(None))
@@ -106,7 +107,26 @@ def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
         "normalize_rewards": bool(scaled is not None and scaled.norm_reward),
         "target_kl": getattr(model, "target_kl", None),
         "desired_kl": None,
+        **_schedule_fact(model),
     }
+
+
+def _schedule_fact(model: Any) -> dict[str, Any]:
+    """Return the fact of the learning rate's schedule; none of a function of the user's own, which might count its calls."""
+    set_rate = getattr(model.learning_rate, "value_schedule", model.learning_rate)
+    if isinstance(set_rate, int | float):
+        initial = final = float(set_rate)
+    elif all(hasattr(set_rate, name) for name in ("start", "end", "end_fraction")) and set_rate.end_fraction == 1:
+        initial, final = float(set_rate.start), float(set_rate.end)
+    else:
+        return {}
+    counts = {
+        "num_epochs": getattr(model, "n_epochs", 1),
+        "num_minibatches": minibatches_of(model),
+        "num_envs": model.n_envs,
+    }
+    schedule = RateSchedule(initial=initial, final=final, total_steps=model._total_timesteps, counts=counts)
+    return {SCHEDULE_FACT: schedule.fact()}
 
 
 def groups_of(policy: nn.Module) -> dict[str, list[str]]:

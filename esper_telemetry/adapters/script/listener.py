@@ -166,6 +166,7 @@ class ScriptListener:
         self._parameters = names.parameter_names(variables, _parameters_of(optimizer))
         facts = names.find_facts(variables, self.clips.max_norm)
         facts["optimizer"] = type(optimizer).__name__
+        facts.update(names.find_schedule(variables, facts, float(optimizer.param_groups[0]["lr"])))
         facts["policy"] = "lstm" if self.lstm_count else "mlp"
         groups = names.groups_of(self._parameters.values())
         if groups:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.adapters.columns import next_values
+from esper_telemetry.core.schedule import SCHEDULE_FACT, RateSchedule
 
 T = TypeVar("T")
 
@@ -92,6 +93,14 @@ FACTS: Mapping[str, Aliases] = {
 """Settings that alarms read."""
 
 NORMALIZES: Aliases = ("norm_adv", "normalize_advantage", "normalize_advantages", "norm_advantages")
+ANNEALS: Aliases = (
+    "anneal_lr",
+    "anneal_learning_rate",
+    "lr_anneal",
+    "use_linear_lr_decay",
+    "linear_lr_decay",
+    "ANNEAL_LR",
+)
 CLIPS_VALUES: Aliases = ("clip_vloss", "clip_value_loss", "clip_vf")
 
 ACTOR = r"(^|\.|_)(actor|policy|pi|action|act|logits|mean|mu|log_?std|dist|heads?)(_|\.|\d|$|net|head|mean|log_?std)"
@@ -383,6 +392,20 @@ def find_facts(variables: Variables, max_norm: float | None) -> dict[str, Any]:
     if variables.find(CLIPS_VALUES, flag) and "clip" in facts:
         facts["clip_value"] = facts["clip"]
     return facts
+
+
+def find_schedule(variables: Variables, facts: Mapping[str, Any], rate: float) -> dict[str, Any]:
+    """Return the fact of the learning rate's schedule, where the settings say whether it is annealed; `rate` is that of the first step."""
+    anneals = variables.find(ANNEALS, lambda value: value if isinstance(value, bool) else None)
+    total = facts.get("total_steps")
+    if anneals is None or not isinstance(total, int) or total <= 0 or not rate > 0:
+        return {}
+    counts = {
+        name: facts[name] for name in ("num_epochs", "num_minibatches", "num_envs") if isinstance(facts.get(name), int)
+    }
+    final = 0.0 if anneals else rate
+    schedule = RateSchedule(initial=rate, final=final, total_steps=total, final_is_set=False, counts=counts)
+    return {SCHEDULE_FACT: schedule.fact()}
 
 
 def find_config(variables: Variables) -> dict[str, Any]:

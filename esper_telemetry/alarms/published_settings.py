@@ -1,0 +1,164 @@
+"""Tuned settings of PPO that were published, as ranges with quantiles, and sentences on settings outside of them.
+
+The ranges pool 107 configurations, each counted once, in the units of this package: rl-baselines3-zoo `hyperparams/ppo.yml` and
+`ppo_lstm.yml` (76, at 22e3ff2, April 2026), the twelve PPO scripts of CleanRL that have settings of their own (fe8d8a0), the PPO examples
+of Sample Factory (10, 1894bd1), three RSL-RL configurations of Isaac Lab (ANYmal C, Franka lift, cartpole) and five of skrl (c29ced6).
+Settings that a configuration leaves out are the defaults of its trainer. A value loss without its factor of 1/2 counts twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from esper_telemetry.alarms.number_text import number, span
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRange:
+    """Values that one setting has in published configurations.
+
+    Attributes:
+        name: of the setting, as `PPOConfig` and the facts of a run have it.
+        lowest, p10, median, p90, highest: of the published values.
+        sb3: its name in Stable-Baselines3.
+        sb3_factor: value there over value here.
+        example: the published configurations at both ends.
+    """
+
+    name: str
+    lowest: float
+    p10: float
+    median: float
+    p90: float
+    highest: float
+    sb3: str = ""
+    sb3_factor: float = 1.0
+    example: str = ""
+
+
+PUBLISHED: Final[Mapping[str, PublishedRange]] = {
+    item.name: item
+    for item in (
+        PublishedRange(
+            *("learning_rate", 2e-5, 4.5e-5, 2.5e-4, 5.4e-4, 3e-3),
+            sb3="learning_rate",
+            example="rl-baselines3-zoo HalfCheetah-v3; Sample Factory MuJoCo",
+        ),
+        PublishedRange(
+            *("gamma", 0.8, 0.98, 0.99, 0.999, 0.9999), sb3="gamma", example="skrl ManiSkill; rl-baselines3-zoo Swimmer"
+        ),
+        PublishedRange(
+            *("gae_lambda", 0.8, 0.9, 0.95, 0.98, 1.0),
+            sb3="gae_lambda",
+            example="rl-baselines3-zoo CartPole-v1, Reacher-v2",
+        ),
+        PublishedRange(
+            *("clip", 0.1, 0.1, 0.2, 0.4, 0.4), sb3="clip_range", example="CleanRL Atari; rl-baselines3-zoo PyBullet"
+        ),
+        PublishedRange(
+            *("num_epochs", 1, 4, 10, 20, 20), sb3="n_epochs", example="Sample Factory; rl-baselines3-zoo CartPole-v1"
+        ),
+        PublishedRange(
+            *("minibatch_size", 8, 32, 64, 2048, 25_000),
+            sb3="batch_size",
+            example="rl-baselines3-zoo MountainCarContinuous-v0; RSL-RL ANYmal C",
+        ),
+        PublishedRange(
+            *("rollout_size", 8, 512, 4096, 16_000, 98_000),
+            sb3="n_steps x n_envs",
+            example="rl-baselines3-zoo MountainCarContinuous-v0; RSL-RL ANYmal C",
+        ),
+        PublishedRange(
+            *("entropy_coef", 0.0, 0.0, 0.0, 0.01, 0.01),
+            sb3="ent_coef",
+            example="rl-baselines3-zoo MuJoCo; CleanRL Atari",
+        ),
+        PublishedRange(
+            *("value_coef", 0.38, 0.5, 1.0, 2.0, 5.0),
+            sb3="vf_coef",
+            sb3_factor=0.5,
+            example="rl-baselines3-zoo MountainCarContinuous-v0; skrl",
+        ),
+        PublishedRange(
+            *("max_grad_norm", 0.3, 0.5, 0.5, 1.0, 5.0),
+            sb3="max_grad_norm",
+            example="rl-baselines3-zoo InvertedPendulum-v3, MountainCarContinuous-v0",
+        ),
+    )
+}
+
+INITIAL_STD: Final = PublishedRange(
+    *("initial standard deviation", 0.037, 0.14, 1.0, 1.0, 1.0),
+    example="rl-baselines3-zoo MountainCarContinuous-v0; CleanRL, RSL-RL",
+)
+"""In the units of the network's actions, of 67 configurations with continuous actions; actions with other bounds move it."""
+
+TOLERANCE: Final = 0.02
+"""Relative distance beyond the end of a range that is rounding."""
+
+MIN_SEEN_SHARE: Final = 0.01
+"""Steps that a discount looks ahead, 1 / (1 - gamma), relative to the length of episodes: the least published is 0.015, of Atari games."""
+
+
+class OutsideSetting(NamedTuple):
+    """A setting outside of all published values.
+
+    Attributes:
+        name: of the setting, here.
+        value: that the run has.
+        limit: the end of the range that it is beyond.
+        text: the sentence.
+    """
+
+    name: str
+    value: float
+    limit: float
+    text: str
+
+
+def settings_of(facts: Mapping[str, Any]) -> dict[str, float]:
+    """The run's values of the settings that have a published range, by name."""
+    numbers = {
+        name: float(value)
+        for name, value in facts.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    steps, envs, minibatches = (numbers.get(name, 0.0) for name in ("num_steps", "num_envs", "num_minibatches"))
+    sizes = {}
+    if steps > 0 and envs > 0:
+        sizes["rollout_size"] = steps * envs
+        if minibatches > 0:
+            sizes["minibatch_size"] = max(1.0, steps * envs / minibatches)
+    return {**{name: numbers[name] for name in PUBLISHED if name in numbers}, **sizes}
+
+
+def is_outside(published: PublishedRange, value: float) -> bool:
+    """True for a value beyond all published ones."""
+    return (
+        value < published.lowest * (1 - TOLERANCE) or value > published.highest + TOLERANCE * abs(published.highest)
+    ) and not (published.name == "gamma" and published.highest < value < 1)
+
+
+def range_sentence(name: str, value: float, facts: Mapping[str, Any]) -> str:
+    """`learning_rate is 0.1; published settings lie between 2.0e-5 and 0.003`, under the name that the run's trainer has for it."""
+    published = PUBLISHED[name]
+    theirs = str(facts.get("trainer", "")).startswith("stable-baselines3") and published.sb3
+    factor = published.sb3_factor if theirs else 1.0
+    ends = (number(published.lowest * factor), number(published.highest * factor))
+    return f"{published.sb3 if theirs else name} is {number(value * factor)}; published settings lie between {ends[0]} and {ends[1]}"
+
+
+def outside_settings(facts: Mapping[str, Any]) -> Iterator[OutsideSetting]:
+    """Yield the settings of a run that no published configuration has."""
+    for name, value in settings_of(facts).items():
+        published = PUBLISHED[name]
+        if is_outside(published, value):
+            limit = published.lowest if value < published.lowest else published.highest
+            yield OutsideSetting(name, value, limit, range_sentence(name, value, facts))
+
+
+def spread_sentence(value: float) -> str:
+    """The sentence on an initial standard deviation."""
+    return f"the initial standard deviation is {number(value)} (published settings: {span(INITIAL_STD.lowest, INITIAL_STD.highest)})"

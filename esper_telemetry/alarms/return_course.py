@@ -1,0 +1,92 @@
+"""The return of a run since its first episodes, for rules that ask whether anything was learned."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+
+from esper_telemetry.alarms.number_text import number
+
+MEAN, STD, COUNT = "episode/return_mean", "episode/return_std", "episode/count"
+
+MIN_EPISODES = 20
+"""Episodes that a level of the return is the mean of; fewer where an update has less than one."""
+
+MIN_UPDATES = 3
+"""Updates with episodes that it is the mean of, at least."""
+
+MAX_UPDATES = 20
+"""Updates with episodes that it is the mean of, at most."""
+
+CLEAR_ERRORS = 3.0
+"""Standard errors by which two levels differ clearly."""
+
+CLEAR_SHARE = 0.02
+"""Share of the first level by which they must differ besides."""
+
+
+@dataclass(slots=True)
+class ReturnLevel:
+    """Mean return of some updates with episodes: (mean, variance, count) of each."""
+
+    parts: deque[tuple[float, float, float]] = field(default_factory=deque)
+
+    @property
+    def full(self) -> bool:
+        """True where more episodes would not make it clearer."""
+        few = sum(count for _, _, count in self.parts) < MIN_EPISODES or len(self.parts) < MIN_UPDATES
+        return not few or len(self.parts) >= MAX_UPDATES
+
+    def moments(self) -> tuple[float, float]:
+        """Mean of the episodes, and the square of its standard error."""
+        total = sum(count for _, _, count in self.parts)
+        mean = sum(mean * count for mean, _, count in self.parts) / total
+        within = sum(variance * count for _, variance, count in self.parts)
+        between = sum((part - mean) ** 2 * count for part, _, count in self.parts)
+        return mean, (within + between) / total / total
+
+
+@dataclass(slots=True)
+class ReturnCourse:
+    """Level of the return in the first episodes and in the latest ones.
+
+    Attributes:
+        first, latest: both levels.
+    """
+
+    first: ReturnLevel = field(default_factory=ReturnLevel)
+    latest: ReturnLevel = field(default_factory=ReturnLevel)
+
+    def add(self, values: Mapping[str, float]) -> None:
+        """Add the episodes of an update."""
+        mean, spread, count = values.get(MEAN), values.get(STD, 0.0), values.get(COUNT, 1.0)
+        if mean is None or count <= 0 or not isfinite(mean * mean + spread * spread):
+            return
+        part = (mean, spread * spread, count)
+        if not self.first.full:
+            self.first.parts.append(part)
+            return
+        self.latest.parts.append(part)
+        while len(self.latest.parts) > 1:
+            rest = ReturnLevel(deque(list(self.latest.parts)[1:]))
+            if not rest.full:
+                break
+            self.latest = rest
+
+    @property
+    def risen(self) -> bool | None:
+        """True where the latest returns are clearly above the first ones; None before there are enough of both."""
+        if not self.latest.full:
+            return None
+        (before, error), (now, error_now) = self.first.moments(), self.latest.moments()
+        return now - before > max(CLEAR_ERRORS * (error + error_now) ** 0.5, CLEAR_SHARE * abs(before))
+
+    def sentence(self) -> str:
+        """What the return has done: `The return has not risen: 21.3 after 20.9.`; empty before there are enough episodes."""
+        risen = self.risen
+        if risen is None:
+            return ""
+        before, now = self.first.moments()[0], self.latest.moments()[0]
+        return f"The return has {'' if risen else 'not '}risen: {number(now)}, and {number(before)} at first."
