@@ -56,17 +56,20 @@ SCRIPT_TARGETS = (
         (ALIVE_LAST, "nextnonterminal = torch.ones(args.num_envs)"),
         (ALIVE, "nextnonterminal = torch.ones(args.num_envs)"),
     ),
-    script("ends_late", (ADV,), "shift|one step|late|off by one", (ALIVE, "nextnonterminal = 1.0 - dones[t]")),
+    script("ends_late", (ADV,), "late", (ALIVE, "nextnonterminal = 1.0 - dones[t]")),
     script(
         "dones_after_step",
         (ADV, TRANS),
-        "shift|one step|late|early|off by one",
+        "early",
         ("        dones[step] = next_done\n", ""),
         (STATE, STATE + "        dones[step] = torch.tensor(np.logical_or(terminations, truncations))\n"),
         source=ISSUES.format("DLR-RM/stable-baselines3", 105),
     ),
     script(
-        "no_bootstrap", (ADV,), "bootstrap", ("nextvalues = next_value[0]", "nextvalues = torch.zeros(args.num_envs)")
+        "no_bootstrap",
+        (ADV,),
+        "no_last|without the value after",
+        ("nextvalues = next_value[0]", "nextvalues = torch.zeros(args.num_envs)"),
     ),
     script(
         "bootstrap_old_value",
@@ -86,7 +89,7 @@ SCRIPT_TARGETS = (
     script(
         "reward_shift",
         (ADV,),
-        "reward",
+        "late|step before",
         ("delta = rewards[t] +", "delta = (rewards[t - 1] if t else 0.0 * rewards[0]) +"),
     ),
     script(
@@ -204,7 +207,7 @@ SCRIPT_COLLECTING = (
     script(
         "values_next",
         (VAL, ADV),
-        "next|shift|other",
+        "next|after|shift",
         (
             STATE,
             STATE + "        with torch.no_grad():\n            values[step] = agent.get_value(next_obs).flatten()\n",
@@ -214,7 +217,7 @@ SCRIPT_COLLECTING = (
     script(
         "independent", (ACT,), "independent|uniform", (SAMPLE, "action = torch.randint(0, num_outputs, x.shape[:1])")
     ),
-    script("repeated_env", (ACT,), "repeat|same", (SAMPLE, "action = probs.sample()[:1].expand(len(x))")),
+    script("repeated_env", (ACT,), "repeat|same|environment", (SAMPLE, "action = probs.sample()[:1].expand(len(x))")),
     script(
         "sticky",
         (ACT,),
@@ -266,7 +269,7 @@ SCRIPT_COLLECTING = (
     script(
         "reward_before_obs",
         (TRANS,),
-        "reward",
+        "before|late|shift",
         (REWARD, "        rewards[step], held_reward = held_reward, torch.tensor(reward, dtype=torch.float32)\n"),
         (
             "next_done = torch.zeros(args.num_envs)\n",
@@ -277,7 +280,7 @@ SCRIPT_COLLECTING = (
     script(
         "obs_alias",
         (LOGP, TRANS, VAL),
-        "next|shift|one step|late|early|other",
+        "next|after|led to",
         ("        obs[step] = next_obs\n", ""),
         (STATE, STATE + "        obs[step] = next_obs\n"),
         source=ISSUES.format("leggedrobotics/rsl_rl", 222),

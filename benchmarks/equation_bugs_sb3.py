@@ -67,45 +67,50 @@ SB3_TARGETS = (
     sb3(
         "ends_late",
         (ADV,),
-        "shift|one step|late|off by one",
+        "late",
         (ALIVE, ALIVE.replace("episode_starts[step + 1]", "episode_starts[step]")),
     ),
     sb3(
         "current_dones_stored",
         (ADV, TRANS),
-        "shift|one step|late|early|off by one",
+        "early",
         (ADD, ADD.replace("self._last_episode_starts", "dones")),
         source=SB3.format(105),
     ),
     sb3(
         "last_value_of_old_obs",
         (ADV,),
-        "old value|own value|same state|previous|state before|stale|bootstrap",
+        "old_last|state before",
         (
             "            values = self.policy.predict_values(obs_as_tensor(new_obs, self.device))\n",
             "            values = values.clone()\n",
         ),
         source=SB3.format(183),
     ),
-    sb3("timeouts_as_ends", (ADV,), "trunca|time limit", (TIMEOUT, "if False:"), source=SB3.format(633)),
-    sb3("ends_as_timeouts", (ADV,), "terminat", (TIMEOUT, "if done:")),
+    sb3("timeouts_as_ends", (ADV,), "limit.*terminat", (TIMEOUT, "if False:"), source=SB3.format(633)),
+    sb3(
+        "ends_as_timeouts",
+        (ADV,),
+        "bootstrap.*terminat|terminat.*bootstrap|value after terminat",
+        (TIMEOUT, "if done:"),
+    ),
     sb3(
         "timeout_next_episode",
         (ADV,),
-        "next episode|reset|other episode",
+        "next episode|next_episode",
         (TERMINAL, "self.policy.obs_to_tensor(new_obs[idx])[0]"),
     ),
     sb3(
         "timeout_old_value",
         (ADV,),
-        "old value|own value|same state|previous|before",
+        "current value|acted in|old value|state before",
         (TERMINAL_VALUE, "terminal_value = values[idx]"),
         source="https://github.com/leggedrobotics/rsl_rl/issues/151",
     ),
     sb3(
         "timeout_does_not_cut",
         (ADV,),
-        "trunca|time limit",
+        "limit.*no end|no_end|runs into",
         (
             "trace = delta + self.gamma * self.gae_lambda * alive * trace",
             "trace = delta + self.gamma * self.gae_lambda * (1 - self.failed[step]) * trace",
@@ -124,7 +129,7 @@ SB3_TARGETS = (
     sb3(
         "no_bootstrap",
         (ADV,),
-        "bootstrap",
+        "no_last|without the value after",
         (ALIVE_LAST, "alive, following = 1.0 - dones.astype(np.float32), 0 * last_values"),
     ),
     sb3(
@@ -164,7 +169,10 @@ SB3_TARGETS = (
         (DELTA, DELTA.replace("self.rewards", "swapped")),
     ),
     sb3(
-        "reward_shift", (ADV,), "reward", (DELTA, DELTA.replace("self.rewards[step]", "self.rewards[max(0, step - 1)]"))
+        "reward_shift",
+        (ADV,),
+        "late|step before",
+        (DELTA, DELTA.replace("self.rewards[step]", "self.rewards[max(0, step - 1)]")),
     ),
     sb3(
         "reward_clip",
@@ -290,7 +298,7 @@ SB3_COLLECTING = (
     sb3(
         "obs_alias",
         (LOGP, TRANS, VAL),
-        "next|shift|one step|late|early|other",
+        "next|after|led to",
         (ADD, ADD.replace("self._last_obs", "new_obs")),
         source="https://github.com/Farama-Foundation/SuperSuit/pull/116",
         follows=(LOGP, TRANS, VAL),
@@ -298,7 +306,7 @@ SB3_COLLECTING = (
     sb3(
         "reward_before_obs",
         (TRANS,),
-        "reward",
+        "before|late|shift",
         (
             AFTER_STEP,
             AFTER_STEP + "            rewards, self.held = getattr(self, 'held', 0 * rewards), rewards.copy()\n",
@@ -309,7 +317,7 @@ SB3_COLLECTING = (
         "recurrent",
         "zero_states",
         (LOGP, VAL),
-        "state",
+        "zero|empty",
         (
             "super().evaluate_actions(obs, actions, lstm_states, episode_starts)",
             "super().evaluate_actions(obs, actions, type(lstm_states)(*(tuple(0 * s for s in pair) for pair in lstm_states)), episode_starts)",
@@ -319,7 +327,7 @@ SB3_COLLECTING = (
         "recurrent",
         "no_reset_in_training",
         (LOGP, VAL),
-        "state|reset",
+        "not reset|not_reset",
         (
             "super().evaluate_actions(obs, actions, lstm_states, episode_starts)",
             "super().evaluate_actions(obs, actions, lstm_states, th.zeros_like(episode_starts))",
@@ -329,7 +337,7 @@ SB3_COLLECTING = (
         "recurrent",
         "no_reset_in_acting",
         (LOGP, VAL),
-        "state|reset",
+        "not reset|not_reset",
         (
             "    def evaluate_actions(self, obs: Any, actions: Any, lstm_states",
             """    def forward(self, obs: Any, lstm_states: Any, episode_starts: Any, deterministic: bool = False) -> Any:
@@ -477,7 +485,7 @@ BUNDLED = (
     bundled("loss_sign", "cartpole", (PG, GRAD), "sign|negat|minus|ascent", follows=(GRAD,)),
     bundled("repeated_minibatches", "cartpole", (MB,), "same|repeat|left out|overlap"),
     bundled("obs_mismatch", "acrobot", (LOGP, VAL), "statistic|normali|observation"),
-    bundled("h0_zero", "cue-recall", (LOGP, VAL), "state"),
-    bundled("no_reset", "cartpole-lstm", (LOGP, VAL), "state|reset"),
+    bundled("h0_zero", "cue-recall", (LOGP, VAL), "zero|empty"),
+    bundled("no_reset", "cartpole-lstm", (LOGP, VAL), "not reset|not_reset"),
     bundled("swapped_ends", "cartpole", (ADV, TRANS), "terminat|trunca|time limit"),
 )

@@ -13,16 +13,19 @@ checked and the largest error as a fraction of its tolerance.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import os
 import re
-import subprocess
+import runpy
+import signal
 import sys
 import tempfile
 import time
+import traceback
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,13 +52,12 @@ BUGS: tuple[Bug, ...] = (
 )
 TIME_LIMIT_SECONDS = 300
 SEGMENTS: Mapping[str, str] = {
-    "normalized": "normali",
-    "optimizer": "optimizer|^step",
-    "schedule": "schedul|learning_rate",
-    "entropy": "^entropy",
-    "returns": "^returns",
-    "values": "^values",
-    "advantages": "^advantages",
+    "normalized": "^normali",
+    "values": "^values$",
+    "advantages": "^advantages$",
+    "actions": "^actions$",
+    "gradient": "^(gradient|clipping)$",
+    "transitions": "^(transitions|stored_rewards)$",
 }
 """Regular expressions for the names of the equations of a quantity, where its own name is none."""
 
@@ -78,7 +80,7 @@ class Reading:
     """
 
     status: str = ""
-    checked: Counter[str] = field(default_factory=Counter)
+    checked: dict[str, int] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
     named: dict[str, list[list[str]]] = field(default_factory=dict)
     says: dict[str, str] = field(default_factory=dict)
@@ -107,31 +109,84 @@ class Verdict:
 
 def run_program(text: str, base: str, args: Sequence[str], seed: int, *, telemetry: bool = True) -> Reading:
     """Run a program in a process of its own and return what its journal says."""
-    with tempfile.TemporaryDirectory(prefix="equations-", ignore_cleanup_errors=True) as directory:
-        script, run_dir = Path(directory) / base, Path(directory) / "run"
+    with tempfile.TemporaryDirectory(prefix="equations-", ignore_cleanup_errors=True) as name:
+        directory = Path(name)
+        script, run_dir = directory / base, directory / "run"
         script.write_text(text)
-        command = [sys.executable, "-W", "ignore", str(script), *args, "--seed", str(seed)]
+        command = [str(script), *args, "--seed", str(seed)]
         if base in OWN_TELEMETRY:
             command += ["--run-dir", str(run_dir)]
         elif telemetry:
-            command[3:3] = ["-m", "esper_telemetry", "run", "--level", "debug", "--run-dir", str(run_dir)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAMS)}
+            command = ["run", "--level", "debug", "--run-dir", str(run_dir), *command]
         started = time.perf_counter()
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, env=environment, timeout=TIME_LIMIT_SECONDS, cwd=directory
-            )
-        except subprocess.TimeoutExpired:
-            return Reading(status=f"no end after {TIME_LIMIT_SECONDS} s")
+        code = forked(command, directory)
         seconds = time.perf_counter() - started
-        digest = re.search(r"^weights (\w+)", done.stdout, re.MULTILINE)
-        lines = (done.stderr.strip() or "no message").splitlines()
-        failed = [line for line in lines if " failed (" in line]
-        status = lines[-1] if done.returncode else "; ".join(failed)
-        reading = read_journal(run_dir) if (run_dir / "journal.jsonl").exists() else Reading(updates=0)
-        reading.status, reading.seconds = status, seconds
-        reading.weights = digest[1] if digest else ""
+        output, errors = ((directory / stream).read_text() for stream in ("stdout", "stderr"))
+        digest = re.search(r"^weights (\w+)", output, re.MULTILINE)
+        lines = (errors.strip() or "no message").splitlines()
+        reading = read_journal(run_dir) if (run_dir / "journal.jsonl").exists() else Reading()
+        reading.status = f"exit {code}: {lines[-1]}" if code else "; ".join(one for one in lines if " failed (" in one)
+        reading.seconds, reading.weights = seconds, digest[1] if digest else ""
         return reading
+
+
+def forked(command: Sequence[str], directory: Path) -> int:
+    """Run a command of `esper-telemetry`, or a script, in a fork of this process, which has imported torch; return the exit code.
+
+    The fork has one core, so that the records are made in it and not in a worker process: that saves the import of torch in each.
+    """
+    pid = os.fork()
+    if pid:
+        deadline = time.monotonic() + TIME_LIMIT_SECONDS
+        while time.monotonic() < deadline:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.02)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        return -signal.SIGKILL
+    code = 1
+    atexit._clear()  # those of this process, the removal of the directory among them
+    try:
+        for number, stream in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(directory / stream, os.O_WRONLY | os.O_CREAT), number)
+        os.chdir(directory)
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[os.getpid() % len(os.sched_getaffinity(0))]})
+        sys.path[:0] = [str(directory), str(PROGRAMS)]
+        if command[0] == "run":
+            from esper_telemetry.cli.main import main as esper_telemetry
+
+            esper_telemetry(list(command))
+        else:
+            sys.argv = list(command)
+            runpy.run_path(command[0], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else bool(end.code)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def preload() -> None:
+    """Import what programs import."""
+    import sb3_contrib
+    import stable_baselines3
+    import torch
+
+    import esper_telemetry.adapters.sb3
+    import esper_telemetry.cli.main
+    import esper_telemetry.lab.faults.runs
+    import esper_telemetry.pipeline.run
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    del sb3_contrib, stable_baselines3, esper_telemetry
 
 
 OWN_TELEMETRY = ("bundled.py", "own_loop.py")
@@ -149,7 +204,7 @@ def read_journal(run_dir: Path) -> Reading:
             error = record.values.get(EQUATION_KEY + name)
             if error is None:
                 continue
-            reading.checked[name] += 1
+            reading.checked[name] = reading.checked.get(name, 0) + 1
             share = error / equation.tolerance_at(precision)
             reading.largest[name] = max(share, reading.largest.get(name, 0.0))
             if share > 1:
@@ -159,7 +214,7 @@ def read_journal(run_dir: Path) -> Reading:
                 explained[name].append(any(one.variant for one in explanations))
     reading.variants = [name for name, flags in explained.items() if all(flags)]
     reading.alarms = sorted(
-        {f"{alarm.type}:{alarm.instance or ''}" for alarm in run.alarms if alarm.type.startswith("integrity/")}
+        {f"{alarm.type}: {alarm.text}" for alarm in run.alarms if alarm.type.startswith("integrity/")}
     )
     return reading
 
@@ -169,7 +224,8 @@ def judge(bug: Bug, reading: Reading) -> tuple[str, str]:
     if reading.status and not reading.updates:
         return "crashed", reading.status
     declared = equations()
-    allowed = [name for quantity in bug.quantities for name in named_by(quantity, declared)]
+    quantities = dict.fromkeys([*bug.quantities, *("gradient" for one in bug.quantities if one in LOSSES)])
+    allowed = [name for quantity in quantities for name in named_by(quantity, declared)]
     follows = [name for quantity in bug.follows for name in named_by(quantity, declared)]
     failing = reading.named
     detail = "; ".join(f"{name}: {common_text(records)}" for name, records in failing.items())
@@ -183,6 +239,9 @@ def judge(bug: Bug, reading: Reading) -> tuple[str, str]:
         return "missed", detail or f"checked: {', '.join(reading.checked) or 'nothing'}"
     return max((judge_names(bug, name, failing[name], reading) for name in targets), key=RANKS.index), detail
 
+
+LOSSES = ("normalized", "policy_loss", "value_loss", "entropy")
+"""Quantities whose mistakes also show as a gradient of another loss."""
 
 RANKS = ("wrong name", "unnamed", "set", "right")
 
@@ -279,9 +338,9 @@ def summarise_healthy(results: Sequence[Mapping[str, Any]]) -> None:
     print("\n".join(alarms))
 
 
-def check_soundness(bugs: Sequence[Bug], jobs: int) -> list[str]:
+def check_soundness(bugs: Sequence[Bug]) -> list[str]:
     """Run programs without telemetry, print and return the bugs that crash or train the weights of the healthy program."""
-    healthy: dict[tuple[str, ...], str] = {}
+    healthy: dict[Any, str] = {}
 
     def base_of(bug: Bug) -> tuple[str, tuple[tuple[str, str], ...], tuple[str, ...]]:
         if bug.base == "bundled.py":
@@ -292,18 +351,17 @@ def check_soundness(bugs: Sequence[Bug], jobs: int) -> list[str]:
     def weights(base: str, edits: tuple[tuple[str, str], ...], args: tuple[str, ...]) -> Reading:
         return run_program(edited((PROGRAMS / base).read_text(), edits), base, args, 1, telemetry=False)
 
-    bases = list(dict.fromkeys(map(base_of, bugs)))
-    with ThreadPoolExecutor(jobs) as pool:
-        for key, reading in zip(bases, pool.map(lambda key: weights(*key), bases), strict=True):
-            assert reading.weights, f"{key} crashed: {reading.status}"
-            healthy[str(key),] = reading.weights
-        readings = list(pool.map(lambda bug: weights(bug.base, bug.edits, bug.args), bugs))
+    for key in dict.fromkeys(map(base_of, bugs)):
+        reading = weights(*key)
+        assert reading.weights, f"{key} crashed: {reading.status}"
+        healthy[key] = reading.weights
     unsound = []
-    for bug, reading in zip(bugs, readings, strict=True):
-        same = reading.weights == healthy[str(base_of(bug)),]
+    for bug in bugs:
+        reading = weights(bug.base, bug.edits, bug.args)
+        same = reading.weights == healthy[base_of(bug)]
         if not reading.weights or (same and not bug.same_weights):
             unsound.append(bug.name)
-            print(f"{bug.name}: {'trains what the healthy program trains' if same else reading.status}")
+            print(f"{bug.name}: {'trains what the healthy program trains' if same else reading.status}", flush=True)
     print(f"{len(bugs)} programs, {len(unsound)} unsound")
     return unsound
 
@@ -313,17 +371,17 @@ def main() -> None:
     parser.add_argument("what", choices=["bugs", "healthy", "sound"])
     parser.add_argument("--only", nargs="*", default=[], help="pieces of names")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=1, help="processes of `sound`")
     parser.add_argument("--json", type=Path, help="file for all readings")
     parser.add_argument("--cleanrl", type=Path, help="directory with CleanRL's ppo.py and ppo_continuous_action.py")
     options = parser.parse_args()
+    preload()
 
     def chosen(name: str) -> bool:
         return not options.only or any(piece in name for piece in options.only)
 
     bugs = [bug for bug in BUGS if chosen(bug.name)]
     if options.what == "sound":
-        sys.exit(bool(check_soundness(bugs, options.jobs)))
+        sys.exit(bool(check_soundness(bugs)))
     results: list[Any]
     if options.what == "bugs":
         verdicts = run_bugs(bugs, options.seeds)
