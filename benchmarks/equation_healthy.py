@@ -79,7 +79,7 @@ A2C_VARIANTS: dict[str, tuple[str, ...]] = {
     "annealed": ("--linear-rate",),
 }
 CONTRIB_VARIANTS = ("", "one env", "odd batch", "clip vf", "raw advantages", "vecnormalize", "annealed")
-ENVS = ("CartPole-v1", "Acrobot-v1", "FrozenLake-v1", "CliffWalking-v1", "tasks:Drift-v0", "Taxi-v3")
+ENVS = ("CartPole-v1", "Acrobot-v1", "FrozenLake-v1", "CliffWalking-v1", "tasks:Drift-v0", "Taxi-v4")
 CONTINUOUS_ENVS = ("Pendulum-v1", "MountainCarContinuous-v0", "tasks:Push-v0")
 BOOTSTRAPPED: tuple[Edit, ...] = (
     (

@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import equation_bugs_loop as loop
 import equation_bugs_rollout as rollout
 import equation_bugs_sb3 as sb3
 import equation_bugs_update as update
@@ -49,6 +50,7 @@ BUGS: tuple[Bug, ...] = (
     *sb3.SB3_LOSSES,
     *sb3.SB3_STEPS,
     *sb3.BUNDLED,
+    *loop.LOOP,
 )
 TIME_LIMIT_SECONDS = 300
 SEGMENTS: Mapping[str, str] = {
@@ -58,6 +60,9 @@ SEGMENTS: Mapping[str, str] = {
     "actions": "^actions$",
     "gradient": "^(gradient|clipping)$",
     "transitions": "^(transitions|stored_rewards)$",
+    "policy_loss": "^(policy_loss|total_loss)$",
+    "value_loss": "^(value_loss|total_loss)$",
+    "entropy": "^(entropy|total_loss)$",
 }
 """Regular expressions for the names of the equations of a quantity, where its own name is none."""
 
@@ -114,7 +119,7 @@ def run_program(text: str, base: str, args: Sequence[str], seed: int, *, telemet
         script, run_dir = directory / base, directory / "run"
         script.write_text(text)
         command = [str(script), *args, "--seed", str(seed)]
-        if base in OWN_TELEMETRY:
+        if "Telemetry(" in text:
             command += ["--run-dir", str(run_dir)]
         elif telemetry:
             command = ["run", "--level", "debug", "--run-dir", str(run_dir), *command]
@@ -187,10 +192,6 @@ def preload() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     del sb3_contrib, stable_baselines3, esper_telemetry
-
-
-OWN_TELEMETRY = ("bundled.py", "own_loop.py")
-"""Programs that make their own `Telemetry`."""
 
 
 def read_journal(run_dir: Path) -> Reading:
@@ -343,6 +344,8 @@ def check_soundness(bugs: Sequence[Bug]) -> list[str]:
     healthy: dict[Any, str] = {}
 
     def base_of(bug: Bug) -> tuple[str, tuple[tuple[str, str], ...], tuple[str, ...]]:
+        if bug.edits[-len(loop.OWN_LOOP) :] == loop.OWN_LOOP:
+            return bug.base, loop.OWN_LOOP, ()
         if bug.base == "bundled.py":
             return "bundled.py", (), bug.args[:1]
         edits = CONTINUOUS if bug.edits[: len(CONTINUOUS)] == CONTINUOUS else ()
@@ -370,6 +373,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["bugs", "healthy", "sound"])
     parser.add_argument("--only", nargs="*", default=[], help="pieces of names")
+    parser.add_argument("--every", type=int, default=1, help="only every such program")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--json", type=Path, help="file for all readings")
     parser.add_argument("--cleanrl", type=Path, help="directory with CleanRL's ppo.py and ppo_continuous_action.py")
@@ -379,7 +383,7 @@ def main() -> None:
     def chosen(name: str) -> bool:
         return not options.only or any(piece in name for piece in options.only)
 
-    bugs = [bug for bug in BUGS if chosen(bug.name)]
+    bugs = [bug for bug in BUGS if chosen(bug.name)][:: options.every]
     if options.what == "sound":
         sys.exit(bool(check_soundness(bugs)))
     results: list[Any]
@@ -389,7 +393,7 @@ def main() -> None:
         results = [asdict(verdict) for verdict in verdicts]
     else:
         programs = [*HEALTHY, *(Healthy.of_cleanrl(options.cleanrl) if options.cleanrl else ())]
-        results = run_healthy([one for one in programs if chosen(one.name)], options.seeds)
+        results = run_healthy([one for one in programs if chosen(one.name)][:: options.every], options.seeds)
         summarise_healthy(results)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))

@@ -98,7 +98,7 @@ def main() -> None:
         model = RecurrentPPO("MlpLstmPolicy", env, policy_kwargs=policy_kwargs, **settings)
     else:
         model = MaskablePPO("MlpPolicy", env, policy_kwargs=policy_kwargs, **settings)
-    updates = args.updates * (8 if args.algorithm == "a2c" else 1)
+    updates = args.updates * (24 if args.algorithm == "a2c" else 1)
     model.learn(updates * settings["n_steps"] * args.n_envs)
     parameters = th.cat([p.detach().flatten() for p in model.policy.parameters()])
     print("weights", hashlib.sha256(parameters.numpy().tobytes()).hexdigest()[:12])
