@@ -147,7 +147,7 @@ SCRIPT_TARGETS = (
     script(
         "returns_new_values",
         (RET, VF),
-        "after|new value|current|updated",
+        "after|new value|moving|values of now",
         (
             "        np.random.shuffle(b_inds)\n",
             "        np.random.shuffle(b_inds)\n        b_returns = b_advantages + agent.get_value(b_obs).detach().flatten()\n",

@@ -384,7 +384,12 @@ SB3_LOSSES = (
     sb3("pg_rows", LOSS, "rows|permut|other", (NORMALISE, NORMALISE + "[th.randperm(len(advantages))]")),
     sb3("pg_sum", LOSS, "sum", (SURROGATE, "policy_loss = -th.min(policy_loss_1, policy_loss_2).sum()")),
     sb3("v_advantage", (VF, GRAD), "advantage", (VALUE, "value_loss = F.mse_loss(data.advantages, values)")),
-    sb3("v_old_values", (VF, GRAD), "old value", (VALUE, "value_loss = F.mse_loss(data.old_values, values)")),
+    sb3(
+        "v_old_values",
+        (VF, GRAD),
+        "old.value|at collection",
+        (VALUE, "value_loss = F.mse_loss(data.old_values, values)"),
+    ),
     sb3(
         "v_half",
         (VF, GRAD),
@@ -455,7 +460,7 @@ SB3_STEPS = (
     sb3(
         "first_minibatch_only",
         (MB,),
-        "same|left out|repeat|never|overlap|skip",
+        "same|left out|one.minibatch|never|overlap",
         (BATCHES, "for data in [next(self.rollout_buffer.get(self.batch_size))]:"),
     ),
     sb3(

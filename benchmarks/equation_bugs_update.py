@@ -75,7 +75,12 @@ SCRIPT_LOSSES = (
     script(
         "v_advantage", (VF,), "advantage", (SQUARE, "v_loss = 0.5 * ((newvalue - b_advantages[mb_inds]) ** 2).mean()")
     ),
-    script("v_old_values", (VF,), "old value", (SQUARE, "v_loss = 0.5 * ((newvalue - b_values[mb_inds]) ** 2).mean()")),
+    script(
+        "v_old_values",
+        (VF,),
+        "old.value|at collection",
+        (SQUARE, "v_loss = 0.5 * ((newvalue - b_values[mb_inds]) ** 2).mean()"),
+    ),
     script(
         "v_double",
         (VF,),
@@ -248,7 +253,7 @@ SCRIPT_STEPS = (
     script(
         "first_minibatch_only",
         (MB,),
-        "same|left out|repeat|never|overlap",
+        "same|left out|one.minibatch|never|overlap",
         (ROWS, "            mb_inds = b_inds[:minibatch_size]\n"),
     ),
     script(

@@ -63,8 +63,8 @@ def make_env() -> Any:
         env = gym.wrappers.TransformObservation(env, lambda state: np.eye(count, dtype=np.float32)[state], box)
     if args.algorithm == "masked" and not hasattr(env.unwrapped, "action_masks"):
         rng = np.random.default_rng(args.seed)
-        count = int(env.action_space.n)
-        env = ActionMasker(env, lambda _: np.arange(count) != rng.integers(count + 1))
+        choices = int(env.action_space.n)
+        env = ActionMasker(env, lambda _: np.arange(choices) != rng.integers(choices + 1))
     return env
 
 
