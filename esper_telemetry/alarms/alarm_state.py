@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 
 from esper_telemetry.alarms.incidents import Incident
-from esper_telemetry.alarms.rule import AlarmRule, Finding
+from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, AlarmRule, Finding
 from esper_telemetry.core.derived import Array, Derived
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import AlarmEvent, Level
@@ -120,6 +120,10 @@ class AlarmChange(NamedTuple):
 class AlarmState:
     """State of one type of alarm: one `Hysteresis` per head, group or layer; the alarm is on while any of them is.
 
+    Args:
+        rule: its declaration.
+        patience: times that it waits longer than declared; see `rule.patience_factor`.
+
     Attributes:
         rule: its declaration.
         since: update in which the updates began that spoke for it, in the warm-up too; None while it is off.
@@ -130,14 +134,16 @@ class AlarmState:
         instances: those that are on, with their latest findings.
     """
 
-    def __init__(self, rule: AlarmRule) -> None:
+    def __init__(self, rule: AlarmRule, *, patience: int = 1) -> None:
         self.rule = rule
         self.since: int | None = None
         self.severity = self.reported_severity = 0.0
         self.muted = False
         self.incident: Incident | None = None
         self.instances: dict[str, Finding] = {}
-        self._patience = Patience(n_on=rule.n_on, n_off=rule.n_off, warmup=rule.warmup)
+        exact = rule.hard or rule.certain or rule.rank >= CAUSE_LAST_RANK
+        n_on = rule.n_on if exact else rule.n_on * patience
+        self._patience = Patience(n_on=n_on, n_off=rule.n_off, warmup=rule.warmup)
         self._states: dict[str, Hysteresis] = {}
 
     def step(self, findings: Sequence[Finding], update: int) -> AlarmChange | None:

@@ -103,7 +103,7 @@ class Detectors:
         self._prototypes = judges
         self._baselines = Baselines(history for rule in self.rules for history in rule.histories)
         self._view = View(self.facts, thresholds, self._baselines)
-        self._states = {rule.type: AlarmState(rule) for rule in self.rules}
+        self._states = {rule.type: AlarmState(rule, patience=self._view.patience) for rule in self.rules}
         self._order = CausalOrder(declared)
         self._incidents = Incidents(self._order)
         self._escalation = Escalation({rule.type: rule.debug_updates for rule in self.rules if rule.debug_updates})

@@ -177,6 +177,7 @@ class PPO:
             "groups": self.policy.groups(),
             "value_head": ["value"],
             "heads": {name: spec.kind for name, spec in self.env.action_specs.items()},
+            "squashed": config.squash,
             **{name: getattr(config, name) for name in FACTS},
             **self._schedule_fact(total_steps),
         }

@@ -109,12 +109,15 @@ def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
         "activation": "tanh" if activation is nn.Tanh else "relu" if activation is nn.ReLU else None,
         "normalize_observations": bool(scaled is not None and scaled.norm_obs),
         "normalize_rewards": bool(scaled is not None and scaled.norm_reward),
+        "squashed": bool(getattr(policy, "squash_output", False)),
+        "correlated_noise": bool(getattr(model, "use_sde", False)),
         "target_kl": getattr(model, "target_kl", None),
         "desired_kl": None,
         **_schedule_fact(model),
-        UNCHECKED_FACT: dict.fromkeys(
-            LOSSES, "Stable-Baselines3 keeps its losses to itself; its gradients are checked"
-        ),
+        UNCHECKED_FACT: {
+            **dict.fromkeys(LOSSES, "Stable-Baselines3 keeps its losses to itself; its gradients are checked"),
+            "schedules": "the learning rate is a function of its own, which is not called: it may count its calls",
+        },
     }
 
 

@@ -24,9 +24,12 @@ from esper_telemetry.adapters.script.recorders import (
     DistributionLog,
     EpisodeLog,
     LstmLog,
+    RecordedEnds,
     ScalarLog,
 )
 from esper_telemetry.adapters.script.variables import Ratio, RolloutVariables, Variables
+from esper_telemetry.core.equation import UNCHECKED_FACT
+from esper_telemetry.core.objective import MinibatchObjective
 from esper_telemetry.events import (
     BackwardEnd,
     Hooks,
@@ -126,6 +129,21 @@ class ScriptListener:
             self._learning_rate = float(optimizer.param_groups[0]["lr"])
         self._epoch = variables.find(names.EPOCH, names.as_integer) or 0
         parameters = self._named_parameters(optimizer)
+        if self.hooks.wants(MinibatchObjective):
+            self.hooks.emit(
+                MinibatchObjective(
+                    epoch=self._epoch,
+                    step=self._step,
+                    steps=None,
+                    rows=None,
+                    coefficients={},
+                    parameters=parameters,
+                    optimizer=optimizer,
+                    max_norm=None,
+                    learning_rate=None,
+                    gradient_step=None,
+                )
+            )
         gradients = self.clips.take(parameters)
         if gradients is not None:
             self.findings[CLIPPED_GRADIENTS if gradients.max_norm else GRADIENTS] = None
@@ -174,6 +192,7 @@ class ScriptListener:
         facts = names.find_facts(variables, self.clips.max_norm)
         facts["optimizer"] = type(optimizer).__name__
         facts.update(names.find_schedule(variables, facts, float(optimizer.param_groups[0]["lr"])))
+        facts[UNCHECKED_FACT] = names.unchecked_equations(facts)
         facts["policy"] = "lstm" if self.lstm_count else "mlp"
         groups = names.groups_of(self._parameters.values())
         if groups:
@@ -196,6 +215,7 @@ class ScriptListener:
         collected = 0 if rollout is None else rollout.rewards.numel()
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
         self._env_step = counted if counted > self._env_step else self._env_step + collected
+        ends = None if rollout is None else self.environments.ends(*rollout.rewards.shape)
         finished, self._seconds = self.environments.take()
         episodes = episodes_event(finished, self._env_step)
         if episodes is not None:
@@ -203,9 +223,9 @@ class ScriptListener:
             self.hooks.emit(episodes)
         self._collected_values = None if rollout is None else rollout.values.reshape(-1)
         if rollout is not None:
-            self._emit_rollout(rollout)
+            self._emit_rollout(rollout if ends is None else rollout.with_ends(ends.ended), ends)
 
-    def _emit_rollout(self, rollout: RolloutVariables) -> None:
+    def _emit_rollout(self, rollout: RolloutVariables, ends: RecordedEnds | None) -> None:
         steps, envs = rollout.rewards.shape
         heads, lstm = self.distributions.take_rollout(steps, envs), self.lstm.take(steps, envs)
         count, actions = len(heads.logits) + len(heads.means), rollout.actions
@@ -218,6 +238,7 @@ class ScriptListener:
                 update=self.updates + 1,
                 env_step=self._env_step,
                 terminated=rollout.ended,
+                time_limits=None if ends is None else ends.time_limits.to(rollout.ended.device),
                 gamma=self._gamma,
                 states=None if lstm is None else lstm.states,
                 **columns,

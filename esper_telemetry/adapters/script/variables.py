@@ -319,7 +319,7 @@ def find_rows(variables: Variables) -> object:
 
 
 class RolloutVariables(NamedTuple):
-    """A rollout, [T, B] each, and the actions, [T, B, D]; copies, because scripts collect the next one in the same memory."""
+    """A rollout, [T, B] each, values after it, [1, B], and actions, [T, B, D]; copies, because scripts reuse the memory."""
 
     rewards: Tensor
     values: Tensor
@@ -328,7 +328,13 @@ class RolloutVariables(NamedTuple):
     log_probs: Tensor
     ended: Tensor
     next_values: Tensor
+    last_values: Tensor
     actions: Tensor | None
+
+    def with_ends(self, ended: Tensor) -> RolloutVariables:
+        """Return the same with the ends that the environments returned."""
+        ended = ended.to(self.values.device)
+        return self._replace(ended=ended, next_values=next_values(self.values, self.last_values, ended))
 
 
 def find_rollout(variables: Variables) -> RolloutVariables | None:
@@ -374,6 +380,7 @@ def find_rollout(variables: Variables) -> RolloutVariables | None:
         log_probs=log_probs.clone(),
         ended=ended,
         next_values=next_values(values, last, ended),
+        last_values=last.clone().reshape(1, envs),
         actions=variables.find(ACTIONS, accept_actions),
     )
 
@@ -404,7 +411,12 @@ def find_facts(variables: Variables, max_norm: float | None) -> dict[str, Any]:
     def text(value: object) -> str | None:
         return value if isinstance(value, str) else None
 
-    facts: dict[str, Any] = {"precision": "fp32", "max_grad_norm": max_norm, "advantage_correction": 1}
+    facts: dict[str, Any] = {
+        "precision": "fp32",
+        "max_grad_norm": max_norm,
+        "advantage_correction": 1,
+        "columns_by_name": True,
+    }
     for fact, names in FACTS.items():
         accept: Callable[[object], Any] = text if fact == "env" else number
         value = variables.find(names, accept)
@@ -416,6 +428,19 @@ def find_facts(variables: Variables, max_norm: float | None) -> dict[str, Any]:
     if variables.find(CLIPS_VALUES, flag) and "clip" in facts:
         facts["clip_value"] = facts["clip"]
     return facts
+
+
+def unchecked_equations(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return why equations of a script cannot be checked that its settings do not allow; `facts` are those found."""
+    reasons = {}
+    if SCHEDULE_FACT not in facts:
+        reasons["schedules"] = (
+            "the settings do not say whether the learning rate is annealed (anneal_lr) or in how many steps"
+        )
+    missing = [name for name in ("gamma", "gae_lambda") if name not in facts]
+    if missing:
+        reasons["advantages"] = f"the settings do not say {' and '.join(missing)}"
+    return reasons
 
 
 def find_schedule(variables: Variables, facts: Mapping[str, Any], rate: float) -> dict[str, Any]:

@@ -117,6 +117,7 @@ def _padded(inputs: EntropyInputs) -> Tensor | None:
 
 ENTROPY_LOSS = Equation(
     name="entropy_loss",
+    rank=56,
     quantity="the entropy losses",
     equation="L = -mean Σ_heads H(π)",
     source="1602.01783, 4.3",

@@ -145,6 +145,7 @@ def _in_order(x: PassInputs) -> bool:
 
 MINIBATCHES = Equation(
     name="minibatches",
+    rank=45,
     quantity="the rows of the minibatches",
     equation="a permutation of the rollout in each pass, drawn anew",
     source="1707.06347, algorithm 1",

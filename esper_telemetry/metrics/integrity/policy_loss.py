@@ -145,6 +145,7 @@ DETAILS_SOURCE: Final = "Huang et al. 2022, The 37 implementation details of PPO
 
 POLICY_LOSS = Equation(
     name="policy_loss",
+    rank=52,
     quantity="the policy losses",
     equation="L = -mean min(r A, clip(r, 1 - ε, 1 + ε) A)",
     source=PPO_SOURCE,

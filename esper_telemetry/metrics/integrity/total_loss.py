@@ -52,6 +52,7 @@ def _other_weight(inputs: TotalLossInputs, claimed: Tensor, term: Tensor, rest: 
 
 TOTAL_LOSS = Equation(
     name="total_loss",
+    rank=58,
     quantity="the total losses",
     equation="L = L_policy + c_value L_value + c_entropy L_entropy, L_entropy = -mean H",
     source="1707.06347, eq. 9",

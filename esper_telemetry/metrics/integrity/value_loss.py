@@ -176,6 +176,7 @@ DETAILS_SOURCE: Final = "Huang et al. 2022, The 37 implementation details of PPO
 
 VALUE_LOSS = Equation(
     name="value_loss",
+    rank=54,
     quantity="the value losses",
     equation="L = ½ mean (V - R)², or ½ mean max((V - R)², (clip(V, V_old ± ε) - R)²) where values are clipped",
     source="1707.06347, eq. 9",
