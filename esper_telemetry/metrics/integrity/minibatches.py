@@ -26,7 +26,7 @@ class Pass:
 
     def minibatches(self) -> tuple[Tensor, ...]:
         """Return the rows of each minibatch."""
-        return self.rows.split(list(self.counts))
+        return tuple(self.rows.split(list(self.counts)))
 
     def parts(self) -> set[tuple[int, ...]]:
         """Return the minibatches as sorted rows."""
