@@ -10,6 +10,7 @@ from typing import Final
 
 from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.alarms.rules import (
+    calibration,
     data,
     equations,
     exploration,
@@ -20,6 +21,8 @@ from esper_telemetry.alarms.rules import (
     optimizer,
     policy,
     representation,
+    stagnation,
+    startup,
     task,
     telemetry,
     trust_region,
@@ -33,16 +36,19 @@ ENTRY_POINT_GROUP: Final = "esper_telemetry.alarms"
 BUILT_IN: tuple[AlarmRule, ...] = (
     *integrity.RULES,
     *equations.RULES,
+    *calibration.RULES,
     *trust_region.RULES,
     *exploration.RULES,
     *policy.RULES,
     *value.RULES,
     *data.RULES,
+    *startup.RULES,
     *gradients.RULES,
     *gradient_course.RULES,
     *optimizer.RULES,
     *representation.RULES,
     *memory.RULES,
+    *stagnation.RULES,
     *task.RULES,
     *telemetry.RULES,
 )

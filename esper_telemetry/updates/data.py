@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from esper_telemetry.events import NONE, MinibatchesEnd, RolloutEnd, UpdateEnd
+from esper_telemetry.events import NONE, MinibatchesEnd, RolloutEnd, Transitions, UpdateEnd
 from esper_telemetry.metrics.actions import ActionTotal
 from esper_telemetry.metrics.gradients.actor_critic import LeafGradients
 from esper_telemetry.metrics.lstm.gates import LSTMWeights
@@ -273,7 +273,7 @@ class UpdateData(NamedTuple):
 KINDS: Final = (
     *(RolloutEnd, MinibatchesEnd, UpdateEnd, ActionChoices, Layer, RecurrentState, Normalizer, RolloutContext),
     *(Episodes, CollectedRows, LeafGradients, BackwardGradients, GradientSample, TrainingProgress, UpdateData),
-    *(ActionTotal, AdamState, LSTMWeights, StateSize),
+    *(ActionTotal, AdamState, LSTMWeights, StateSize, Transitions),
 )
 """Types of the records and of their parts, which pickles for the worker need not describe."""
 

@@ -25,8 +25,9 @@ from esper_telemetry.adapters.columns import (
     next_values,
 )
 from esper_telemetry.adapters.sb3.distributions import MAX_CAPTURES, ActionHeads, DistributionRecorder
+from esper_telemetry.adapters.sb3.transitions import CollectedSteps, End, StepRecorder
 from esper_telemetry.adapters.taps import without_trace
-from esper_telemetry.events import EpisodeEnd, RecurrentForward, RolloutEnd, Scale
+from esper_telemetry.events import EpisodeEnd, RecurrentForward, RolloutEnd, Scale, Transitions
 
 NORMALIZER_EPS = 1e-8
 """Added to the variances of a VecNormalize, whatever its own setting is."""
@@ -66,6 +67,7 @@ class CollectedRollout(NamedTuple):
         heads: columns of the distributions that were sampled from, some steps after the others.
         observations: [T, B, ...], as the policy received them; None where they have several parts.
         episodes: that finished.
+        steps: as they were taken.
     """
 
     values: Array
@@ -83,6 +85,7 @@ class CollectedRollout(NamedTuple):
     heads: list[HeadColumns]
     observations: Array | None
     episodes: list[FinishedEpisode]
+    steps: CollectedSteps
 
 
 class RolloutRecorder:
@@ -104,12 +107,14 @@ class RolloutRecorder:
         self._complete = np.asarray(model._last_episode_starts, bool).copy()
         self._lstm_step: RecurrentStep | None = None
         self._acted_at = 0.0
+        self._steps = StepRecorder(model.get_env())
         self.begin()
 
     def begin(self) -> None:
         """Forget all steps: a rollout begins."""
         self._raw_rewards: list[Array] = []
-        self._ends: list[tuple[int, Array, Array, Sequence[Mapping[str, Any]]]] = []
+        self._ends: list[End] = []
+        self._steps.begin()
         self._heads: list[HeadColumns] = []
         self._captures: list[Any] = []
         self.recurrent_steps: list[RecurrentStep] = []
@@ -128,6 +133,7 @@ class RolloutRecorder:
             self._join_captures()
         if self._recurrent and self._lstm_step is not None:
             self.recurrent_steps.append(self._lstm_step)
+        self._steps.after_action(args)
         self._acted_at = perf_counter()
 
     def after_step(self, variables: Mapping[str, Any]) -> None:
@@ -139,6 +145,7 @@ class RolloutRecorder:
             self._ends.append((variables["n_steps"], dones.copy(), rewards, variables["infos"]))
         if self._scaled is not None:
             self._raw_rewards.append(self._scaled.get_original_reward())
+        self._steps.after_step(variables)
 
     def finish(self, last_values: Tensor) -> CollectedRollout:
         """Return the rollout, which is complete in the buffer; `last_values` [B] of the states after it."""
@@ -167,6 +174,7 @@ class RolloutRecorder:
             last_values=last_values,
             heads=self._heads,
             observations=buffer.observations if isinstance(buffer.observations, np.ndarray) else None,
+            steps=self._steps.finish(buffer.observations, self._ends),
         )
 
     def states(self, *, after: bool = False) -> Tensor | None:
@@ -261,6 +269,7 @@ def rollout_event(
         states=states,
         scales=_scales(model, rewards, fields.observations),
         observations=_observations(fields.observations),
+        transitions=_transitions([steps.transitions for steps in fields.steps]),
         last_values=torch.stack([rollout.last_values.detach().flatten() for rollout in rollouts]).to(device),
         **columns._asdict(),
     )
@@ -309,6 +318,20 @@ def _next_values(rollout: CollectedRollout, gamma: float) -> Tensor:
     bootstrap = torch.from_numpy(np.where(rollout.time_limits, added, 0.0).astype(np.float32))
     last = rollout.last_values.detach().cpu()
     return next_values(torch.from_numpy(rollout.values), last, torch.from_numpy(rollout.ended), bootstrap)
+
+
+def _transitions(parts: Sequence[Transitions | None]) -> Transitions | None:
+    """Transitions of rollouts that follow one another; None where one of them has none."""
+    present = [part for part in parts if part is not None]
+    if len(present) < len(parts) or len(parts) == 1:
+        return present[0] if len(parts) == len(present) == 1 else None
+    joined: Any = Transitions._make(zip(*present, strict=True))  # each field of all rollouts
+    columns: dict[str, Any] = {
+        name: None if any(x is None for x in column) else torch.cat(column)
+        for name, column in joined._asdict().items()
+        if name != "informative"
+    }
+    return Transitions(informative=all(joined.informative), **columns)
 
 
 def _observations(arrays: Sequence[Array | None]) -> Tensor | None:

@@ -5,7 +5,7 @@ Shapes: T steps, B environments, A choices, D action dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +14,7 @@ from esper_telemetry.core.equation import Equation, Hypothesis
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, label, reports
-from esper_telemetry.core.reduction import Last
+from esper_telemetry.core.reduction import Sum
 from esper_telemetry.metrics.integrity import calibration
 from esper_telemetry.metrics.integrity.calibration import Z_BOUND, Z_EXPLAINED, ActionInputs
 from esper_telemetry.metrics.integrity.equations import EquationCheck, Explanation, unchecked
@@ -60,6 +60,7 @@ def _test(
 
 ACTIONS = CalibrationEquation(
     name="actions",
+    rank=14,
     quantity="the actions",
     equation="a_t ~ π(· | s_t), independently of everything before, given s_t",
     source="policy gradient theorem (Sutton 1999); scores: Freedman 1975, theorem 1.6",
@@ -149,20 +150,41 @@ WEAKER = {
 
 
 @dataclass(frozen=True, slots=True)
-class ActionScores(MetricGroup):
-    """Standard scores of tests that the actions of a rollout were drawn from their distributions."""
+class ActionTotals(MetricGroup):
+    """Sums of tests that actions were drawn from their distributions, which add up over the rollouts of a run."""
 
     test: tuple[str, ...] = label()
-    score: Last = reports(
+    excess: Sum = reports(
         Metric.quantity(
-            "integrity/actions/{test}", 840, "calibration of the actions", unit="standard score", cost="sampled"
+            "integrity/actions/{test}", 840, "excess of a test of the actions", unit="terms", cost="sampled"
         )
-        .asks("By how many standard errors do the actions differ from draws of the distributions stored beside them?")
+        .asks(
+            "By how much do the actions exceed what their distributions predict: in log-probability, in likeliest choices or squares, in "
+            "agreement with the step before, with the next environment?"
+        )
         .bounds(
-            healthy="-4.6 to 4.6 in a rollout",
-            critical="beyond 7, or lastingly off 0",
-            source="Freedman 1975; Howard 2021, 1810.08240, eq. 14, over the updates of a run",
+            healthy="within 7 roots of its variance, also summed over a run",
+            source="a martingale, Freedman 1975, theorem 1.6",
         )
+        .absent("the distributions are not there, or the update was not sampled")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ActionVariances(MetricGroup):
+    """Variances of the sums of `ActionTotals`."""
+
+    test: tuple[str, ...] = label()
+    variance: Sum = reports(
+        Metric.quantity(
+            "integrity/actions_variance/{test}",
+            841,
+            "variance of a test of the actions",
+            unit="terms squared",
+            low=0.0,
+            cost="sampled",
+        )
+        .asks("How much would the excess vary if the actions were drawn from their distributions?")
         .absent("the distributions are not there, or the update was not sampled")
     )
 
@@ -232,18 +254,13 @@ def judge_actions(inputs: ActionInputs) -> EquationCheck:
 
 
 @inference_mode
-def action_scores(inputs: ActionInputs) -> ActionScores | None:
-    """Return the scores of a rollout that add up over rollouts: those of choices, of the spread of numbers, and of repeats."""
-    totals: dict[str, list[Tensor]] = {}
-    for part in calibration.scores(inputs):
-        for name, z in part.items():
-            if name not in ("classes", "mean"):  # the sign of these is another one in each rollout
-                totals.setdefault(name, []).append(z.sum() / max(1, z.numel()) ** 0.5)
-    names = tuple(totals)
-    if not names:
-        return None
-    columns = [torch.stack(parts).sum() / len(parts) ** 0.5 for parts in totals.values()]
-    return ActionScores(names, Last(torch.stack(columns).unsqueeze(0)))
+def action_totals(inputs: ActionInputs) -> Iterator[MetricGroup]:
+    """Yield the sums of a rollout's tests and their variances."""
+    totals = calibration.totals(inputs)
+    if totals:
+        sums, variances = torch.stack(list(totals.values())).unbind(-1)
+        yield ActionTotals(tuple(totals), Sum(sums.unsqueeze(0)))
+        yield ActionVariances(tuple(totals), Sum(variances.unsqueeze(0)))
 
 
 def action_inputs(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from esper_telemetry.core.lazy import Tensor, torch
 
@@ -88,33 +89,76 @@ def categorical_scores(log_probs: Tensor, actions: Tensor, counted: Tensor) -> S
     `likelihood`: log-probability of the choices; `classes` [A]: number of each choice; `mode`: number of likeliest choices; `repeat`:
     choices equal to that of the step before; `neighbours`: choices equal to that of the environment before.
     """
+    result = {name: bounded_score(*terms) for name, terms in categorical_terms(log_probs, actions, counted).items()}
+    p = log_probs.exp()
+    if p.shape[-1] <= MAX_CLASSES:
+        residuals = torch.nn.functional.one_hot(actions, p.shape[-1]) - p
+        classes = _by_class(residuals, p * (1 - p), counted.unsqueeze(-1).expand_as(p))
+        result["classes"] = torch.cat([bounded_score(*columns) for columns in classes])
+    return result
+
+
+class Terms(NamedTuple):
+    """Martingale differences, their variances given what was before, their largest size, and the rows that count."""
+
+    residuals: Tensor
+    variances: Tensor
+    bound: float
+    counted: Tensor
+
+
+def categorical_terms(log_probs: Tensor, actions: Tensor, counted: Tensor) -> dict[str, Terms]:
+    """Return the terms of the tests of `categorical_scores`, but for those of single choices."""
     p = log_probs.exp()
     f = log_probs.clamp(min=-UNLIKELY_NATS)
     mean = (p * f).sum(-1)
     variance = ((p * f.square()).sum(-1) - mean.square()).clamp(min=0.0)
-    chosen = torch.nn.functional.one_hot(actions, p.shape[-1]).to(p)
+    taken = f.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
 
-    def likelihood_of(others: Tensor, rows: Tensor, own: Tensor, drawn: Tensor, at: Tensor) -> Tensor:
+    def agreement(rows: Tensor, drawn: Tensor, others: Tensor, at: Tensor) -> Terms:
         share = rows.gather(-1, others.unsqueeze(-1)).squeeze(-1)
-        return bounded_score((drawn == others).to(share) - share, share * (1 - share), 1.0, at)
+        return Terms((drawn == others).to(share) - share, share * (1 - share), 1.0, at)
 
-    best = p.argmax(-1)
-    result = {
-        "likelihood": bounded_score((chosen * f).sum(-1) - mean, variance, UNLIKELY_NATS, counted),
-        "mode": likelihood_of(best, p, chosen, actions, counted),
-        "repeat": likelihood_of(actions[:-1], p[1:], chosen[1:], actions[1:], counted[1:]),
-        "neighbours": likelihood_of(actions[:, :-1], p[:, 1:], chosen[:, 1:], actions[:, 1:], counted[:, 1:]),
+    return {
+        "likelihood": Terms(taken - mean, variance, UNLIKELY_NATS, counted),
+        "mode": agreement(p, actions, p.argmax(-1), counted),
+        "repeat": agreement(p[1:], actions[1:], actions[:-1], counted[1:]),
+        "neighbours": agreement(p[:, 1:], actions[:, 1:], actions[:, :-1], counted[:, 1:]),
     }
-    if p.shape[-1] <= MAX_CLASSES:
-        rows = counted.unsqueeze(-1).expand_as(p)
-        classes = [bounded_score(*columns) for columns in _by_class(chosen - p, p * (1 - p), rows)]
-        result["classes"] = torch.cat(classes)
+
+
+def _gaussian_terms(z: Tensor, counted: Tensor) -> dict[str, Terms]:
+    """Return the terms of the tests of `gaussian_scores`, but for the means; entries of z that do not count are 0."""
+    at = counted.unsqueeze(-1).expand_as(z)
+    z = torch.where(at, z, 0.0).clamp(-1e6, 1e6)
+    ones = torch.ones_like(z)
+    # (z² - 1) / √2 has the moments of a variable with bounded terms of this size (Laurent and Massart 2000, lemma 1)
+    return {
+        "spread": Terms((z.square() - 1) / math.sqrt(2.0), ones, 3 * math.sqrt(2.0), at),
+        "repeat": Terms(z[1:] * z[:-1], z[:-1].square(), 1.0, at[1:]),
+        "neighbours": Terms(z[:, 1:] * z[:, :-1], z[:, :-1].square(), 1.0, at[:, 1:]),
+    }
+
+
+def totals(inputs: ActionInputs) -> dict[str, Tensor]:
+    """Return the sum of each test's terms over all heads, and the sum of their variances, [2], in units of their largest size.
+
+    Both add up over rollouts, and the first one stays a martingale.
+    """
+    parts = [categorical_terms(inputs.log_probs[h], inputs.actions[h], inputs.counted[h]) for h in inputs.log_probs]
+    parts += [_gaussian_terms(z_of(inputs, h), inputs.counted[h]) for h in inputs.means]
+    result: dict[str, Tensor] = {}
+    for part in parts:
+        for name, terms in part.items():
+            total = torch.where(terms.counted, terms.residuals, 0.0).sum() / terms.bound
+            variance = torch.where(terms.counted, terms.variances, 0.0).sum() / terms.bound**2
+            result[name] = result.get(name, torch.zeros_like(total)) + torch.stack([total, variance])
     return result
 
 
-def _by_class(residuals: Tensor, variances: Tensor, counted: Tensor) -> list[tuple[Tensor, Tensor, float, Tensor]]:
+def _by_class(residuals: Tensor, variances: Tensor, counted: Tensor) -> list[Terms]:
     columns = zip(residuals.unbind(-1), variances.unbind(-1), counted.unbind(-1), strict=True)
-    return [(residual, variance, 1.0, at) for residual, variance, at in columns]
+    return [Terms(residual, variance, 1.0, at) for residual, variance, at in columns]
 
 
 def bounded_score(residuals: Tensor, variances: Tensor, bound: float, counted: Tensor) -> Tensor:
@@ -356,11 +400,8 @@ def cut_at_bounds(inputs: ActionInputs) -> float | None:
         low, high = bounds
         if not bool((((actions == low) | (actions == high)).any(-1) & counted).any()):
             continue
-        numbers.append(
-            _censored_score(
-                z_of(inputs, head), *((x - inputs.means[head]) / inputs.std[head] for x in (low, high)), counted
-            )
-        )
+        low, high = ((bound - inputs.means[head]) / inputs.std[head] for bound in (low, high))
+        numbers.append(_censored_score(z_of(inputs, head), low, high, counted))
     return max(numbers) if numbers and not inputs.log_probs else None
 
 

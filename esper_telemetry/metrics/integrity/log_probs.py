@@ -20,8 +20,8 @@ from esper_telemetry.metrics.statistics import same_shape
 
 HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 
-LOG_PROB_TOLERANCE = 5.0
-"""Factor of the tolerances. Healthy runs in single precision: up to 2e-7 (categorical), 1e-6 (Gaussian), 9e-6 (gSDE with a tanh)."""
+LOG_PROB_TOLERANCE = 2.0
+"""Factor of the tolerances. Healthy runs in single precision: up to 2e-7, with the epsilon of a tanh in its logarithm 2e-5."""
 
 AMPLIFICATION = 1e-2
 """Share of |z| (|a| + |mean|) / std that counts as the size of a Gaussian's log-probability: float32 rounds it by 1e-7 of that."""
@@ -189,6 +189,7 @@ def shifted(column: Tensor, steps: int, filler: Tensor) -> Tensor | None:
 
 LOG_PROBS = Equation(
     name="log_probs",
+    rank=15,
     quantity="the log-probabilities at collection",
     equation="log π(a | s) = Σ over heads and dimensions of log π_i(a_i | s), of the stored action under the distribution acted on",
     source="1707.06347, eq. 6; 1812.05905, appendix C, for a tanh",

@@ -30,7 +30,7 @@ def checksums(observations: Tensor) -> Tensor:
     rows = observations.reshape(*observations.shape[:2], -1)
     rows = rows[..., :: max(1, -(-rows.shape[-1] // MAX_CHECKSUM_ENTRIES))].double()
     place = torch.arange(1, rows.shape[-1] + 1, dtype=torch.float64, device=rows.device)
-    return rows @ (1.0 + place.sin().abs())
+    return (rows * (1.0 + place.sin().abs())).sum(-1)
 
 
 def informative(observations: Tensor) -> bool:
@@ -77,12 +77,13 @@ def _other_environment(columns: TransitionInputs) -> Tensor | None:
 
 TRANSITIONS = Equation(
     name="transitions",
+    rank=10,
     quantity="the observations",
     equation="o_{t+1} is what the environment returned after a_t, and the first one of a new episode after an end",
     source="Sutton and Barto 2018, figure 3.1",
     inputs="the observations that were stored, and those that the environments returned",
     compute=lambda columns: columns.outcomes[:-1],
-    tolerance=0.1,
+    tolerance=0.01,
     advice="Compare what `env.step` returns with what is stored and acted on.",
     hypotheses=(
         Hypothesis(
@@ -125,12 +126,20 @@ TRANSITIONS = Equation(
 )
 
 
-def _best_rewards(columns: tuple[Tensor, Tensor]) -> Tensor | None:
-    stored, paid = columns
-    if paid.shape[1] < 2:
+def _best_order(columns: tuple[Tensor, Tensor]) -> Tensor | None:
+    """The reference in the order of environments that comes closest to the first column."""
+    own, reference = columns
+    if reference.shape[1] < 2:
         return None
-    orders = [paid.roll(1, 1), paid.roll(-1, 1), paid.flip(1), paid[:, :1].expand_as(paid)]
-    return min(orders, key=lambda x: float((x - stored).abs().sum()))
+    orders = [reference.roll(1, 1), reference.roll(-1, 1), reference.flip(1), reference[:, :1].expand_as(reference)]
+    return min(orders, key=lambda x: float((x - own).abs().sum()))
+
+
+def _any_order(columns: tuple[Tensor, Tensor]) -> Tensor | None:
+    """The first column, where each step has the numbers of the reference in another order."""
+    own, reference = columns
+    same = own.shape[1] > 1 and bool((own.sort(1).values == reference.sort(1).values).all())
+    return own if same else None
 
 
 def _other_step(steps: int) -> Callable[[tuple[Tensor, Tensor]], Tensor | None]:
@@ -142,6 +151,7 @@ def _other_step(steps: int) -> Callable[[tuple[Tensor, Tensor]], Tensor | None]:
 
 STORED_REWARDS = Equation(
     name="stored_rewards",
+    rank=12,
     quantity="the stored rewards",
     equation="r_t is what the environment paid for a_t",
     source="Sutton and Barto 2018, figure 3.1",
@@ -167,8 +177,37 @@ STORED_REWARDS = Equation(
             name="other_environment",
             says="those of another environment",
             equation="r_{t,b} = reward of a_{t,σ(b)}",
-            compute=_best_rewards,
+            compute=_best_order,
             advice="Keep the order of environments; check reshapes of [T, B].",
+        ),
+    ),
+)
+
+
+EXECUTED = Equation(
+    name="executed_actions",
+    rank=13,
+    quantity="the actions that arrive in the environments",
+    equation="those that the policy chose for these environments in this step",
+    source="Sutton and Barto 2018, figure 3.1",
+    inputs="the actions that were sent to the environments, and those that arrived there",
+    compute=lambda columns: columns[1],
+    tolerance=0.01,
+    advice="Follow the actions from the policy's output through all wrappers to `env.step`.",
+    hypotheses=(
+        Hypothesis(
+            name="other_environment",
+            says="those of other environments",
+            equation="executed a_{t,b} = a_{t,σ(b)}",
+            compute=_any_order,
+            advice="Keep the order of environments; check reshapes of [T, B].",
+        ),
+        Hypothesis(
+            name="step_before",
+            says="those of the step before",
+            equation="executed a_t = a_{t-1}",
+            compute=_other_step(-1),
+            advice="Step the environments with the actions that were chosen for this step.",
         ),
     ),
 )
@@ -259,3 +298,16 @@ def check_rewards(rewards: ArrayLike, paid: ArrayLike, *, valid: ArrayLike | Non
     same_shape(rewards=stored, paid=returned)
     settings: dict[str, Any] = {"valid": as_mask(valid, stored)}
     return compare(STORED_REWARDS, (stored, returned), stored, **settings)
+
+
+@inference_mode
+def check_executed(sent: ArrayLike, received: ArrayLike) -> EquationCheck:
+    """Return the comparison of the actions that arrived in the environments with those that were sent there.
+
+    Args:
+        sent, received: [T, B], choices, or checksums of vectors.
+    """
+    reference = as_tensor(sent).detach().double()
+    own = as_tensor(received, reference).detach().double()
+    same_shape(sent=reference, received=own)
+    return compare(EXECUTED, (own, reference), own)
