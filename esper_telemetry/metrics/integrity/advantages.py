@@ -12,7 +12,7 @@ from esper_telemetry.core.equation import Equation
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.metrics.integrity.advantage_fits import ADVANTAGE_TOLERANCE, FITTED
 from esper_telemetry.metrics.integrity.advantage_mistakes import MISTAKES, VARIANTS
-from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, unchecked
+from esper_telemetry.metrics.integrity.equations import EquationCheck, compare, told_apart, unchecked
 from esper_telemetry.metrics.integrity.gae import GaeInputs, accumulated, following_values, gae
 from esper_telemetry.metrics.statistics import same_shape
 
@@ -26,6 +26,7 @@ ADVANTAGES = Equation(
     compute=gae,
     tolerance=ADVANTAGE_TOLERANCE,
     hypotheses=(*MISTAKES, *VARIANTS, *FITTED),
+    rank=20,
     advice="Recompute one environment's advantages by hand, from the last step to the first.",
 )
 
@@ -131,7 +132,7 @@ def compare_advantages(
     if counted is not None and not bool(counted.any()):
         reason = "no row counts" if known is None else "the values after time limits are not known"
         return unchecked(ADVANTAGES, reason)
-    return compare(
+    check = compare(
         ADVANTAGES,
         inputs,
         inputs.claimed,
@@ -140,6 +141,7 @@ def compare_advantages(
         precision=precision,
         tolerance=tolerance,
     )
+    return told_apart(check)
 
 
 def _grid(name: str, column: Tensor) -> Tensor:
