@@ -95,7 +95,7 @@ def test_a_model_of_stable_baselines3(kind: str, tmp_path: Path) -> None:
         calls.append(remaining)
         return 1e-3 * remaining
 
-    rates = {"constant": 1e-3, "linear": LinearSchedule(1e-3, 1e-4, 1.0), "function": function}
+    rates: dict[str, Any] = {"constant": 1e-3, "linear": LinearSchedule(1e-3, 1e-4, 1.0), "function": function}
 
     def learn(callback: Any) -> int:
         calls.clear()
