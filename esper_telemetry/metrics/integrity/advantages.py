@@ -26,7 +26,6 @@ ADVANTAGES = Equation(
     compute=gae,
     tolerance=ADVANTAGE_TOLERANCE,
     hypotheses=(*MISTAKES, *VARIANTS, *FITTED),
-    rank=20,
     advice="Recompute one environment's advantages by hand, from the last step to the first.",
 )
 
