@@ -72,17 +72,20 @@ def _advantages(
 
     def side_by_side(column: Tensor) -> Tensor:
         """The rollouts, [K T, B], as [T, K B]."""
-        return column.unflatten(0, (parts, -1)).transpose(0, 1).flatten(1)
+        placed: Tensor = column.unflatten(0, (parts, -1)).transpose(0, 1).flatten(1)
+        return placed
 
-    columns = {name: side_by_side(getattr(rollout, name)).double() for name in ("rewards", "values", "next_values")}
+    next_values = side_by_side(rollout.next_values).double()
     raw = None if rollout.raw_rewards is None else side_by_side(rollout.raw_rewards).double()
     ended, terminated = side_by_side(rollout.ended), side_by_side(rollout.terminated)
     limits = None if rollout.time_limits is None else side_by_side(rollout.time_limits)
     inputs = GaeInputs(
-        **columns,
+        rewards=side_by_side(rollout.rewards).double(),
+        values=side_by_side(rollout.values).double(),
+        next_values=next_values,
         ended=ended,
         terminated=terminated if limits is None else terminated & ~limits,
-        following=columns["next_values"],
+        following=next_values,
         claimed=side_by_side(rollout.advantages).double(),
         gamma=float(rollout.gamma),
         gae_lambda=gae_lambda,

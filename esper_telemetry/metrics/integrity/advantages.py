@@ -25,7 +25,6 @@ ADVANTAGES = Equation(
     compute=gae,
     tolerance=ADVANTAGE_TOLERANCE,
     hypotheses=(*MISTAKES, *VARIANTS, *FITTED),
-    rank=20,
     advice="Recompute one environment's advantages by hand, from the last step to the first.",
 )
 
@@ -90,22 +89,22 @@ def check_gae(
     if not claimed.numel():
         return unchecked(ADVANTAGES, "there are no rows")
     ends, terminations = _ends(flags)
-    values = columns["values"].double()
-    last = None if last_values is None else as_tensor(last_values, claimed).detach().to(values).reshape(-1)
+    estimates: Tensor = columns["values"].double()
+    last = None if last_values is None else as_tensor(last_values, claimed).detach().to(estimates).reshape(-1)
     if last is not None and len(last) != claimed.shape[1]:
         raise ValueError(f"last_values must have {claimed.shape[1]} entries, one for each environment, got {len(last)}")
     known = None
     if next_values is not None:
-        following = _grid("next_values", as_tensor(next_values, claimed).detach().to(values))
+        following = _grid("next_values", as_tensor(next_values, claimed).detach().to(estimates))
         same_shape(advantages=claimed, next_values=following)
     else:
-        following = torch.cat([values[1:], last[None] if last is not None else values[:0]])
+        following = torch.cat([estimates[1:], last[None] if last is not None else estimates[:0]])
         following = torch.where(ends, 0.0, following)
         known = ~_leads_to(ends & ~terminations, ends)
     mask = flags.get("valid")
     inputs = GaeInputs(
         rewards=columns["rewards"].double(),
-        values=values,
+        values=estimates,
         next_values=torch.where(terminations, 0.0, following),
         ended=ends,
         terminated=terminations,

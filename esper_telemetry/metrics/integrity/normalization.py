@@ -163,7 +163,6 @@ NORMALIZED_ADVANTAGES = Equation(
     inputs="advantages before and after normalisation, and the rows of each minibatch",
     compute=normalized_advantages,
     tolerance=NORMALIZED_TOLERANCE,
-    rank=30,
     advice="Look at every line that changes advantages between the rollout and the loss.",
     hypotheses=(
         Hypothesis(

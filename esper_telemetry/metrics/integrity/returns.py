@@ -159,7 +159,6 @@ RETURNS = Equation(
     inputs="advantages before normalisation, values and returns",
     compute=lambda inputs: inputs.advantages + inputs.values,
     tolerance=RETURNS_TOLERANCE,
-    rank=25,
     advice="Check that advantages, values and returns are indexed and masked alike.",
     hypotheses=(
         Hypothesis(
