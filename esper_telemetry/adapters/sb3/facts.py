@@ -27,8 +27,8 @@ A2C_RECORD_TRANSITIONS = 2048
 ACTOR = ("policy_net", "pi_features_extractor", "action_net", "log_std", "lstm_actor")
 CRITIC = ("value_net", "vf_features_extractor", "critic", "lstm_critic")
 
-LOSSES = ("policy_loss", "value_loss", "entropy_loss", "total_loss")
-"""Equations of losses, which the adapter computes itself."""
+LOSSES = ("log_ratios", "policy_loss", "value_loss", "entropy_loss", "total_loss")
+"""Equations of losses and of ratios, which the adapter computes itself."""
 
 ROLLOUT_ARRAYS = ("observations", "values", "log_probs", "advantages", "returns")
 """Arrays of the buffer, [T, B, ...], in the order in which they are computed."""
