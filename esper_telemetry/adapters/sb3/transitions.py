@@ -69,7 +69,8 @@ class StepRecorder:
 
     def after_step(self, variables: Mapping[str, Any]) -> None:
         """The environments answered; `variables` are the local ones of the collecting loop."""
-        returned, sent = variables.get("new_obs"), variables.get("clipped_actions")
+        returned = variables.get("new_obs")
+        sent = variables.get("clipped_actions", variables.get("actions"))  # MaskablePPO cuts none
         if isinstance(returned, np.ndarray):
             self._returned.append(_entries(returned).copy())
         self._rewards.append(variables["rewards"].copy())
