@@ -234,6 +234,10 @@ class RolloutEnd:
         scales: of the running normalisers that are on: `obs` and `ret`.
         observations: [T, B, ...] that were acted on; None where the source does not give them.
         transitions: what the environments returned; likewise.
+        last_values: [K, B], estimates of the states after the last step, also where that ended its episode: then of the next one's first
+            state. K rollouts of equal length, with a bootstrap after each, are joined; None where there is one, or it is not known.
+        time_limits: [T, B], bool: steps that a time limit ended, from a source that counts them among `terminated`, because it does not
+            see what was added for the states after them; else None.
     """
 
     update: int
@@ -261,6 +265,8 @@ class RolloutEnd:
     scales: Mapping[str, Scale] = field(default_factory=dict)
     observations: Tensor | None = None
     transitions: Transitions | None = None
+    last_values: Tensor | None = None
+    time_limits: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

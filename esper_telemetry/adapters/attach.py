@@ -209,7 +209,7 @@ class UpdateCollector:
         )
         self._layers, self._features, self._sampled = (), None, False
         self._for_this_update.stop()
-        self._step_probe.stop()
+        self._telemetry.attempt(lambda probe: probe.finish(), self._step_probe)
         if self._backwards:
             self._last_backwards = self._backwards[-1]
         lists: list[list[Any]] = [self._rollouts, self._episodes, self._minibatches, self._trunk, self._backwards]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,6 +39,20 @@ MAX_CHECKED_ENTRIES = 1 << 23
 """Entries of the gradients of networks whose steps are checked: some twenty vectors of them in float64 are 1.3 GB."""
 
 
+class MinibatchLoss(NamedTuple):
+    """Gradients of a minibatch's loss, with the random numbers of the trainer's own pass.
+
+    Attributes:
+        gradients: of its terms and of alternatives to them.
+        total: [d], of the whole loss.
+        rows: of the minibatch.
+    """
+
+    gradients: LossGradients
+    total: Tensor
+    rows: int
+
+
 @dataclass(slots=True)
 class CheckedStep:
     """A step that is checked, as far as it got.
@@ -46,9 +60,7 @@ class CheckedStep:
     Attributes:
         objective: of its minibatch.
         parameters: K tensors that it trains.
-        gradients: of the losses, with the random numbers of the trainer's pass.
-        total: [d], gradient of the loss.
-        rows: of the minibatch.
+        loss: gradients of the minibatch's loss; None where the source cannot pass it through the policy.
         previous: [d], that stood in `.grad` before the backward pass; None where nothing did.
         before: the parameters and the optimizer's state before the step, without gradients.
         gradient: [d], after the backward pass; None before it.
@@ -57,9 +69,7 @@ class CheckedStep:
 
     objective: MinibatchObjective
     parameters: list[Tensor]
-    gradients: LossGradients
-    total: Tensor
-    rows: int
+    loss: MinibatchLoss | None
     previous: Tensor | None
     before: list[ParameterStep]
     gradient: Tensor | None = None
@@ -84,7 +94,7 @@ class StepProbe:
         self._telemetry, self._listener = telemetry, listener
         self.precision: str | None = None
         self._early = True
-        self._last_seen = 0
+        self._last_seen, self._checking = 0, False
         self._last_possible: int | None = None
         self._open: CheckedStep | None = None
         self._uncounted: int | None = None
@@ -93,14 +103,21 @@ class StepProbe:
         """Check a step of the update that begins now."""
         self.stop()
         self._early = not self._early
-        self._last_seen = 0
+        self._last_seen, self._checking = 0, True
         self._listener.on(MinibatchObjective, self._objective)
-        self._listener.on(AfterUpdate, self._after_update)
+        self._listener.once(AfterUpdate, lambda event: self.finish())
+
+    def finish(self) -> None:
+        """The update is over: check its last step, or remember how many steps it had where it stopped before the one that was due."""
+        if self._checking:
+            reached = self._open is not None and bool(self._open.steps)
+            self._last_possible = None if reached else max(0, self._last_seen - 1)
+            self._end()
 
     def stop(self) -> None:
         """Check nothing any more."""
         self._listener.stop()
-        self._open = None
+        self._open, self._checking = None, False
 
     def forget(self) -> None:
         """Forget how many steps the optimizer had counted: its state is set on purpose."""
@@ -113,46 +130,43 @@ class StepProbe:
             self._end()
             return
         self._last_seen = event.step
-        early = min(1, event.steps - 1)
-        due = early if self._early else max(early, event.steps - 2)
+        steps = event.steps or 2
+        early = min(1, steps - 1)
+        due = early if self._early else max(early, steps - 2)
         if event.step < (due if self._last_possible is None else min(due, self._last_possible)):
             return
         if sum(parameter.numel() for parameter in event.parameters.values()) > MAX_CHECKED_ENTRIES:
             self.stop()
             return
         parameters = list(event.parameters.values())
-        gradients = LossGradients(with_generators(event.rows, parameters), parameters)
-        total, rows = gradients.total(event.coefficients)
+        loss = None
+        if event.rows is not None:
+            gradients = LossGradients(with_generators(event.rows, parameters), parameters)
+            loss = MinibatchLoss(gradients, *gradients.total(event.coefficients))
+            self._listener.once(BackwardEnd, self._backward)
         previous = None if all(p.grad is None for p in parameters) else _gradient_of(parameters)
         before = list(parameter_steps(parameters, event.optimizer))
-        self._open = CheckedStep(event, parameters, gradients, total, rows, previous, before)
-        self._listener.once(BackwardEnd, self._backward)
+        self._open = CheckedStep(event, parameters, loss, previous, before)
         self._listener.once(OptimizerStep, self._optimizer_step)
-
-    def _after_update(self, event: AfterUpdate) -> None:
-        """Check the last step; remember how many steps there were, where the update stopped before the one that was due."""
-        reached = self._open is not None and bool(self._open.steps)
-        self._last_possible = None if reached else max(0, self._last_seen - 1)
-        self._end()
 
     def _backward(self, event: BackwardEnd) -> None:
         """Check the gradient."""
         step = self._open
-        if step is None:
+        if step is None or step.loss is None:
             return
         claimed = _gradient_of(step.parameters)
         if step.previous is None or not torch.equal(claimed, step.previous):  # else the backward pass is still to come
             step.gradient = claimed
-            self._telemetry.measure([partial(self._gradient_check, step, claimed)])
+            self._telemetry.measure([partial(self._gradient_check, step, step.loss, claimed)])
 
-    def _gradient_check(self, step: CheckedStep, claimed: Tensor) -> EquationCheck:
+    def _gradient_check(self, step: CheckedStep, loss: MinibatchLoss, claimed: Tensor) -> EquationCheck:
         if not torch.isfinite(claimed).all():
             return unchecked(GRADIENT, "some of the numbers are NaN or infinite")
-        error, bound = same_gradient(claimed, step.total, step.numels), GRADIENT.tolerance_at(self.precision)
+        error, bound = same_gradient(claimed, loss.total, step.numels), GRADIENT.tolerance_at(self.precision)
         if error <= bound:
             return EquationCheck(GRADIENT, error, bound)
         coefficients = step.objective.coefficients
-        terms = {name: gradient for name in coefficients if (gradient := step.gradients(name)) is not None}
+        terms = {name: gradient for name in coefficients if (gradient := loss.gradients(name)) is not None}
         return compare_gradient(
             claimed,
             terms,
@@ -160,9 +174,9 @@ class StepProbe:
             step.numels,
             previous=step.previous,
             weights=flat64(step.parameters),
-            rows=step.rows,
+            rows=loss.rows,
             max_norm=step.objective.max_norm,
-            alternatives=step.gradients,
+            alternatives=loss.gradients,
             precision=self.precision,
         )
 
@@ -196,7 +210,7 @@ class StepProbe:
             return unchecked(OPTIMIZER_STEP, f"the update rule of {type(objective.optimizer).__name__} is not known")
         counted = max([one.count for one in step.steps if one.settings is not None], default=0)
         lost = 0
-        if default.kind == "adam":
+        if default.kind == "adam" and objective.gradient_step is not None:
             uncounted = objective.gradient_step - counted
             self._uncounted = uncounted if self._uncounted is None else min(uncounted, self._uncounted)
             lost = uncounted - self._uncounted

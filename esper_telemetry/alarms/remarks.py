@@ -35,6 +35,9 @@ MIN_LIMITED_STEPS: Final = 20
 TINY_REWARD: Final = 1e-3
 """Largest reward below which the scale of rewards is worth a remark."""
 
+SAME_STD: Final = 0.8
+"""Smallest over mean standard deviation, from which on a head has one for all states: else the setting does not say its size."""
+
 UNEQUAL_FEATURES: Final = 1000.0
 """Largest over smallest feature of an observation."""
 
@@ -179,7 +182,10 @@ def _data(text: str, key: str, value: float, limit: float, *, quiet: bool = Fals
 def initial_spread(view: View) -> Iterator[Remark]:
     """Standard deviations that no published configuration begins with."""
     for head, key, value in view.labelled("policy/head/", "/std/mean"):
-        if is_outside(INITIAL_STD, value):
+        constant = (
+            view.values.get(f"policy/head/{head}/std/min", value) > SAME_STD * value
+        )  # else it depends on the state
+        if constant and is_outside(INITIAL_STD, value):
             limit = INITIAL_STD.lowest if value < INITIAL_STD.lowest else INITIAL_STD.highest
             yield f"initial std {head}", _data(spread_sentence(value), key, value, limit)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from math import log10
+from math import ceil, log10
 from typing import Any, Final, Literal, NamedTuple
 
 from esper_telemetry.alarms.baselines import Baselines, History
@@ -178,6 +178,7 @@ class View:
         transitions: environment steps of this update; None in the first.
         env_step: environment steps of the run so far.
         course: of the return since the start.
+        patience: times that rules wait longer in this run, because its updates are small; see `patience_factor`.
     """
 
     def __init__(self, facts: Mapping[str, Any], limits: Limits, baselines: Baselines) -> None:
@@ -192,6 +193,7 @@ class View:
         self.transitions: int | None = None
         self.env_step = 0
         self.course = ReturnCourse()
+        self.patience = patience_factor(facts)
         self._keys: set[str] = set()
         self._cache: dict[tuple[str, str], list[str]] = {}
 
@@ -240,6 +242,18 @@ class View:
         return "" if ends is None else f" (usually {span(*ends)})"
 
 
+MIN_UPDATE_STEPS: Final = 64
+"""Environment steps of an update from which on its statistics are worth judging; in smaller ones they are mostly chance."""
+
+
+def patience_factor(facts: Mapping[str, Any]) -> int:
+    """Times that a run's updates must be repeated to have as many steps as rules are made for; 1 where nobody says how many they have."""
+    steps, envs = facts.get("num_steps"), facts.get("num_envs")
+    if not isinstance(steps, int | float) or not isinstance(envs, int | float) or steps * envs <= 0:
+        return 1
+    return max(1, ceil(MIN_UPDATE_STEPS / (steps * envs)))
+
+
 segment_of = lru_cache(maxsize=4096)(segment)
 """Names of parameters as segments of keys, cached: every update has the same ones."""
 
@@ -273,8 +287,8 @@ class AlarmRule:
         histories: keys whose history it compares with; `*` stands for a part of a segment.
         applies: says by a run's facts whether the question makes sense.
         warmup: updates at the beginning that raise nothing.
-        n_on, n_off: updates in a row that raise the alarm and end it. A judge counts updates itself only where a miss must not start
-            the count anew.
+        n_on, n_off: updates in a row that raise the alarm and end it; of updates of a few steps `patience_factor` times as many raise
+            one that is not `hard` or `certain`. A judge counts updates itself only where a miss must not start the count anew.
         debug_updates: updates at DEBUG that follow where it is critical.
         evidence: keys whose values are attached; `*` stands for a part of a segment.
         pieces: parts of the update that are attached.

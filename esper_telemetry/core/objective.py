@@ -46,23 +46,24 @@ class MinibatchObjective:
 
     Attributes:
         epoch, step: pass over the rollout and optimizer step within the update, from 0.
-        steps: number of steps that an update has, unless it stops early.
-        rows: forward pass over the minibatch, as a context in which its graph is valid; it leaves no trace in training.
+        steps: number of steps that an update has, unless it stops early; None where it is not known.
+        rows: forward pass over the minibatch, as a context in which its graph is valid; it leaves no trace in training. None where the
+            source cannot take one.
         coefficients: weights of the losses `policy`, `value` (half the squared error) and `entropy` (its negative mean).
         parameters: trainable parameters by name.
         optimizer: takes the step.
         max_norm: limit of the gradient's global norm by the trainer's settings; None where nothing is clipped.
         learning_rate: by the trainer's settings and schedule; None where the optimizer's own is meant.
-        gradient_step: optimizer steps of the run so far.
+        gradient_step: steps of this optimizer so far; None where they are not counted.
     """
 
     epoch: int
     step: int
-    steps: int
-    rows: Callable[[], AbstractContextManager[LossRows]]
+    steps: int | None
+    rows: Callable[[], AbstractContextManager[LossRows]] | None
     coefficients: Mapping[str, float]
     parameters: Mapping[str, Tensor]
     optimizer: Optimizer
     max_norm: float | None
     learning_rate: float | None
-    gradient_step: int
+    gradient_step: int | None

@@ -39,7 +39,6 @@ class Periods(Derived):
             source="Fisher 1929; prewhitened, measured null rate at most 0.3 %",
         )
         .absent("fewer than five values, or all the same")
-        .advises("An oscillation: compare `/period/length` with episodes and schedules; lower the learning rate.")
     )
     length: Array | None = reports(
         Metric.quantity(

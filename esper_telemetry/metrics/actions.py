@@ -288,7 +288,6 @@ class GaussianStats(MetricGroup):
         .asks("How narrow is its exploration in the narrowest dimension or state?")
         .bounds(critical="< 0.05 of its initial value while the return does not improve", source="heuristic")
         .absent("no valid row")
-        .advises("Raise entropy_coef or bound log standard deviations from below; check that rewards reward variety.")
     )
     bound: Mean | None = reports(
         Metric.fraction("policy/head/{head}/bound_frac", 183, "share of actions at their bounds")
@@ -297,7 +296,6 @@ class GaussianStats(MetricGroup):
         )
         .bounds(healthy="< 0.1", warn="> 0.3", critical="> 0.6", source="heuristic")
         .absent("the action space has no bounds")
-        .advises("Scale actions to their bounds, squash them (squash=True), or lower the initial standard deviation.")
     )
 
 

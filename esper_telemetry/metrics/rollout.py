@@ -166,7 +166,6 @@ class NormalizerClipping(MetricGroup):
         .asks("Which share of the normalised entries is cut off at the normaliser's limit?")
         .bounds(healthy="< 0.01", warn="> 0.05", source="heuristic")
         .absent("no valid entry")
-        .advises("Look for outliers or a constant dimension; raise the limit of the normaliser, or warm it up.")
     )
 
 

@@ -22,6 +22,12 @@ INITIAL_PERIOD = 8
 MAX_PERIOD = 64
 """At least one update in this many is sampled, whatever it costs."""
 
+EARLY_MAX_PERIOD = 16
+"""The same in the first updates: a short script would be over before a second look. It grows to `MAX_PERIOD` with the updates so far."""
+
+EARLY_SHARE = 4
+"""The updates so far over the longest period, from there on."""
+
 UNCLOCKED_FACTOR = 2.0
 """An update that is not sampled costs the trainer about this many times what telemetry's clock measures: the trainer builds events, and
 finds its caches colder."""
@@ -138,4 +144,5 @@ class Sampling:
         if extra <= 0:
             return 1 if left >= 0 else INITIAL_PERIOD
         room = max(left, MIN_SAMPLES_SHARE * budget)
-        return min(MAX_PERIOD, 1 << max(0, math.ceil(math.log2(extra / room))))
+        longest = min(MAX_PERIOD, max(EARLY_MAX_PERIOD, 1 << (self._updates // EARLY_SHARE).bit_length() >> 1))
+        return min(longest, 1 << max(0, math.ceil(math.log2(extra / room))))

@@ -99,6 +99,7 @@ class TrainerEvents:
         self._trainer: PPO = weakref.proxy(trainer)
         self._steps: list[StepTensors] = []
         self._norms: list[tuple[int, tuple[str, ...], Tensor]] = []
+        self._log_std: Mapping[str, Tensor] = NONE
         self._replay: TrainerReplay | None = None
         self._collected: RolloutEnd | None = None
         self._start = self._cpu_start = self._learning_rate = 0.0
@@ -156,7 +157,9 @@ class TrainerEvents:
     def minibatch_start(
         self, epoch: int, step: int, shards: Callable[[Batch, int], Sequence[Shard]], batch: Batch
     ) -> None:
-        """Emit `MinibatchStart` before the first step."""
+        """Emit `MinibatchStart` before the first step, and keep the standard deviations, which each step changes."""
+        if self.numbers_rows:
+            self._log_std = self._trainer.policy.constant_log_std()
         if step == 0 and self._hooks.wants(MinibatchStart):
             self._hooks.emit(MinibatchStart(epoch, step, partial(shards, batch)))
 
@@ -216,14 +219,15 @@ class TrainerEvents:
         """Emit `MinibatchEnd`, and keep the minibatch for `MinibatchesEnd`."""
         policy = self._trainer.policy
         if self._hooks.wants(MinibatchEnd):
-            self._hooks.emit(minibatch_event(batch, (epoch, step), result, policy))
+            event = minibatch_event(batch, (epoch, step), result, policy)
+            self._hooks.emit(event._replace(log_std={**event.log_std, **self._log_std}))
         if self._hooks.wants(MinibatchesEnd) and batch.rows is not None:  # None where the hook came after the rollout
             parts = detached(result.head_log_probs) if batch.head_log_probs else NONE
             self._steps.append(
                 StepTensors(
                     *(epoch, result.log_ratio.detach(), batch.advantages, batch.rows),
                     *(detached(result.losses), detached(result.scores), parts, batch.head_log_probs),
-                    *(batch.action_masks, batch.relevance, policy.constant_log_std()),
+                    *(batch.action_masks, batch.relevance, self._log_std),
                 )
             )
 

@@ -22,6 +22,9 @@ from esper_telemetry.metrics.lstm.states import StateSize
 from esper_telemetry.metrics.optimizer import AdamState
 from esper_telemetry.updates.extensions import UpdateExtension
 
+TARGET_COLUMNS: Final = ("rewards", "values", "next_values", "advantages", "ended", "valid")
+"""Columns of a rollout from which advantages follow, and the advantages."""
+
 
 class ActionChoices(NamedTuple):
     """Choices of a categorical head in a rollout.
@@ -88,6 +91,8 @@ class RolloutContext(NamedTuple):
         normalizers: running normalisers that are on.
         constant: [B], bool: environments that gave one observation all the time; None where the observations travel themselves.
         window: [t, B, d], the first steps of observations that do not travel; see `metrics.observations.observation_window`.
+        previous_targets: `TARGET_COLUMNS` of the first environment in the rollout before, [6, T]; None after the first, and where the
+            update is not sampled.
     """
 
     previous_choices: Mapping[str, ActionChoices] = NONE
@@ -96,6 +101,7 @@ class RolloutContext(NamedTuple):
     normalizers: Mapping[str, Normalizer] = NONE
     constant: Tensor | None = None
     window: Tensor | None = None
+    previous_targets: Tensor | None = None
 
 
 class Episodes(NamedTuple):

@@ -14,7 +14,6 @@ from esper_telemetry.metrics.integrity.actions import (
     action_totals,
     judge_actions,
 )
-from esper_telemetry.metrics.integrity.advantages import check_gae
 from esper_telemetry.metrics.integrity.equations import EquationCheck
 from esper_telemetry.metrics.integrity.log_probs import check_log_probs
 from esper_telemetry.metrics.integrity.transitions import (
@@ -25,31 +24,16 @@ from esper_telemetry.metrics.integrity.transitions import (
 )
 from esper_telemetry.updates.containment import Measurement
 from esper_telemetry.updates.data import UpdateData
+from esper_telemetry.updates.loss_equations import loss_checks
+from esper_telemetry.updates.target_equations import target_checks
 
 
 def equation_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Measurement]:
     """Yield the check of every equation whose columns the update has; `facts` are those of the run."""
+    yield from target_checks(update, facts)
     if update.rollout is not None:
-        yield from _targets(update.rollout, facts)
         yield from _collection(update.rollout, facts)
-
-
-def _targets(rollout: RolloutEnd, facts: Mapping[str, Any]) -> Iterator[Measurement]:
-    gae_lambda = facts.get("gae_lambda")
-    if gae_lambda is not None:
-        yield partial(
-            check_gae,
-            rollout.rewards,
-            rollout.values,
-            rollout.advantages,
-            ended=rollout.ended,
-            terminated=rollout.terminated,
-            next_values=rollout.next_values,
-            gamma=rollout.gamma,
-            gae_lambda=gae_lambda,
-            valid=rollout.valid,
-            precision=facts.get("precision"),
-        )
+    yield from loss_checks(update, facts)
 
 
 def _collection(rollout: RolloutEnd, facts: Mapping[str, Any]) -> Iterator[Measurement]:

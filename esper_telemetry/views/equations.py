@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -187,47 +188,62 @@ def as_dict(head: Mapping[str, Any], rows: Sequence[EquationRow]) -> dict[str, A
 
 
 def print_equations(head: str, rows: Sequence[EquationRow]) -> None:
-    """Print the table, and below it the formulas and the advice of what differs."""
+    """Print the table, the formulas and the advice of what differs, and what could not be checked, by reason."""
     console = make_console(piped_width=PIPED_WIDTH, markup=False, highlight=False)
     console.print(head)
-    if all(row.state == "unchecked" for row in rows):
-        reasons = {row.reason for row in rows}
+    checked = [row for row in rows if row.state != "unchecked"]
+    unchecked: dict[str, list[str]] = {}
+    for row in rows:
+        if row.state == "unchecked":
+            unchecked.setdefault(row.reason, []).append(row.equation.quantity.removeprefix("the "))
+    if not checked and len(unchecked) == 1:
+        console.print(Text(f"Nothing was checked: {next(iter(unchecked))}.", "yellow"))
+        return
+    if checked:
+        console.print(_table(checked))
+    else:
+        console.print(Text("Nothing was checked.", "yellow"))
+    for row in checked:
+        if row.state == "differs":
+            console.print(Text(f"\n{_title(row.equation)}, since update {row.since}", "bold"))
+            for line in _details(row):
+                console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
+    if unchecked:
+        console.print("\nCould not be checked:")
+    for reason, quantities in unchecked.items():
         console.print(
-            Text(f"Nothing was checked: {reasons.pop()}." if len(reasons) == 1 else "Nothing was checked.", "yellow")
+            Padding(Text(f"{', '.join(quantities)}: {reason}", COLOURS["unchecked"]), (0, 0, 0, 2), expand=False)
         )
-        if not reasons:
-            return
-    table = Table(
-        Column("quantity", no_wrap=True),
-        Column("result", ratio=1),
+    counts = Counter(row.state for row in rows)
+    words = [
+        f"{counts[state]} {one if counts[state] == 1 else many}"
+        for state, (one, many) in SUMMARY.items()
+        if counts[state]
+    ]
+    console.print(f"\n{', '.join(words)}.")
+
+
+def _table(rows: Sequence[EquationRow]) -> Table:
+    columns = (
+        Column("quantity"),
+        Column("result"),
         Column("updates", justify="right"),
         Column("largest error", justify="right"),
-        expand=True,
     )
+    table = Table(*columns)
     for row in rows:
-        updates = str(row.updates) if row.updates else ""
         error = "" if row.error is None else f"{row.error:.1e}"
-        table.add_row(row.equation.quantity.removeprefix("the "), Text(row.result, COLOURS[row.state]), updates, error)
-    console.print(table)
-    for row in rows:
-        if row.state == "differs":
-            console.print(Text(f"\n{_headline(row)}", "bold"))
-            for line in _details(row):
-                console.print(f"  {line}")
-    counts = Counter(row.state for row in rows)
-    console.print("\n" + ", ".join(f"{counts[state]} {word}" for state, word in SUMMARY.items() if counts[state]) + ".")
+        quantity = row.equation.quantity.removeprefix("the ")
+        table.add_row(quantity, Text(row.result, COLOURS[row.state]), str(row.updates), error)
+    return table
 
 
-SUMMARY: Final[Mapping[State, str]] = {
-    "matches": "match",
-    "variant": "equal a published variant",
-    "differs": "differ",
-    "unchecked": "could not be checked",
+SUMMARY: Final[Mapping[State, tuple[str, str]]] = {
+    "matches": ("matches", "match"),
+    "variant": ("equals a published variant", "equal published variants"),
+    "differs": ("differs", "differ"),
+    "unchecked": ("could not be checked", "could not be checked"),
 }
-
-
-def _headline(row: EquationRow) -> str:
-    return f"{row.equation.quantity.removeprefix('the ').capitalize()}, since update {row.since}"
 
 
 def _details(row: EquationRow) -> Iterable[str]:
@@ -235,6 +251,31 @@ def _details(row: EquationRow) -> Iterable[str]:
     equation = row.equation
     yield f"reference: {equation.equation}" + (f" ({equation.source})" if equation.source else "")
     for one, text in zip(row.explanations, row.phrases, strict=True):
-        yield f"equal to:  {one.equation} ({text}{f'; {one.source}' if one.source else ''})"
+        yield f"equal to: {one.equation} ({text}{f'; {one.source}' if one.source else ''})"
     if row.advice:
-        yield f"try:       {row.advice}"
+        yield f"try: {row.advice}"
+
+
+def equation_list() -> str:
+    """Return all declared equations and hypotheses as Markdown."""
+    parts = []
+    for equation in sorted(equations().values(), key=lambda equation: equation.rank):
+        head = f"### {_title(equation)}\n\n`{equation.equation}` ({equation.source}). Needs {equation.inputs}."
+        rows = ["| the numbers equal | equation | what to change |", "|---|---|---|"]
+        for one in equation.hypotheses:
+            says = f"{one.says} {one.parameter}, which is fitted" if one.fit is not None else one.says
+            source = f" ({one.source})" if one.source else ""
+            advice = "published variant: no alarm" if one.variant else one.advice
+            rows.append(
+                "| " + " | ".join(_cell(text) for text in (f"{says}{source}", f"`{one.equation}`", advice)) + " |"
+            )
+        parts.append("\n".join([head, "", *rows] if equation.hypotheses else [head]))
+    return "\n\n".join(parts)
+
+
+def _title(equation: Equation) -> str:
+    return equation.quantity.removeprefix("the ").capitalize()
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

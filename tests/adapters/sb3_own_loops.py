@@ -12,9 +12,14 @@ from typing import Any
 import torch
 from gymnasium import spaces
 from stable_baselines3 import PPO
+from stable_baselines3.common.env_util import make_vec_env
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_value_
+
+
+def cartpole(seed: int) -> Any:
+    return make_vec_env("CartPole-v1", 4, seed=seed)
 
 
 @dataclass
@@ -44,12 +49,12 @@ class Minibatch:
         return F.mse_loss(self.values, self.returns if target is None else target)
 
     def bonus(self) -> Tensor:
-        return self.model.ent_coef * self.entropy.mean()
+        return float(self.model.ent_coef) * self.entropy.mean()
 
     def loss(self, policy: Tensor | None = None, value: Tensor | None = None) -> Tensor:
         first = self.policy() if policy is None else policy
         second = self.value() if value is None else value
-        return first + self.model.vf_coef * second - self.bonus()
+        return first + float(self.model.vf_coef) * second - self.bonus()
 
 
 Loss = Callable[[Minibatch], Tensor]
@@ -79,6 +84,7 @@ class OwnLoopPPO(PPO):
                 discrete = isinstance(self.action_space, spaces.Discrete)
                 actions = data.actions.long().flatten() if discrete else data.actions
                 values, log_prob, entropy = self.policy.evaluate_actions(data.observations, actions)
+                assert entropy is not None
                 used = (data.advantages - data.advantages.mean()) / (data.advantages.std() + 1e-8)
                 columns = (log_prob, data.old_log_prob, used, data.advantages, values.flatten())
                 minibatch = Minibatch(self, *columns, data.old_values, data.returns, entropy)
@@ -86,20 +92,17 @@ class OwnLoopPPO(PPO):
         self._n_updates += self.n_epochs
 
 
-def scaled_gradients(model: Any, loss: Tensor, *, zero: bool = True, clip: Callable[[Any], None] | None = None) -> None:
-    optimizer = model.policy.optimizer
-    if zero:
-        optimizer.zero_grad()
+def step_with(model: Any, loss: Tensor, clip: Callable[[Any], object]) -> None:
+    model.policy.optimizer.zero_grad()
     loss.backward()
-    if clip is None:
-        torch.nn.utils.clip_grad_norm_(model.policy.parameters(), model.max_grad_norm)
-    else:
-        clip(model)
-    optimizer.step()
+    clip(model)
+    model.policy.optimizer.step()
 
 
 def never_cleared(model: Any, loss: Tensor) -> None:
-    scaled_gradients(model, loss, zero=False)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.policy.parameters(), model.max_grad_norm)
+    model.policy.optimizer.step()
 
 
 def clipped_after(model: Any, loss: Tensor) -> None:
@@ -109,12 +112,8 @@ def clipped_after(model: Any, loss: Tensor) -> None:
     torch.nn.utils.clip_grad_norm_(model.policy.parameters(), model.max_grad_norm)
 
 
-def never_clipped(model: Any, loss: Tensor) -> None:
-    scaled_gradients(model, loss, clip=lambda model: None)
-
-
 def clipped_by_value(model: Any, loss: Tensor) -> None:
-    scaled_gradients(model, loss, clip=lambda model: clip_grad_value_(model.policy.parameters(), 0.01))
+    step_with(model, loss, lambda model: clip_grad_value_(model.policy.parameters(), 0.01))
 
 
 def clipped_each(model: Any, loss: Tensor) -> None:
@@ -122,12 +121,12 @@ def clipped_each(model: Any, loss: Tensor) -> None:
         for parameter in model.policy.parameters():
             torch.nn.utils.clip_grad_norm_(parameter, model.max_grad_norm)
 
-    scaled_gradients(model, loss, clip=clip)
+    step_with(model, loss, clip)
 
 
 def clipped_elsewhere(model: Any, loss: Tensor) -> None:
     limit = 0.1 * model.max_grad_norm
-    scaled_gradients(model, loss, clip=lambda model: torch.nn.utils.clip_grad_norm_(model.policy.parameters(), limit))
+    step_with(model, loss, lambda model: torch.nn.utils.clip_grad_norm_(model.policy.parameters(), limit))
 
 
 def cleared_late(model: Any, loss: Tensor) -> None:
@@ -135,7 +134,7 @@ def cleared_late(model: Any, loss: Tensor) -> None:
         torch.nn.utils.clip_grad_norm_(model.policy.parameters(), model.max_grad_norm)
         model.policy.optimizer.zero_grad(set_to_none=False)
 
-    scaled_gradients(model, loss, clip=clip)
+    step_with(model, loss, clip)
 
 
 def stepped_twice(model: Any, loss: Tensor) -> None:
@@ -183,7 +182,8 @@ def clipped_maximum(b: Minibatch) -> Tensor:
 
 
 def with_penalty(b: Minibatch) -> Tensor:
-    return b.loss() + 0.5e-2 * sum(p.square().sum() for p in b.model.policy.optimizer.param_groups[0]["params"])
+    squares = [p.square().sum() for p in b.model.policy.parameters()]
+    return b.loss() + 0.005 * torch.stack(squares).sum()
 
 
 LOSS_MISTAKES: Mapping[str, Loss] = {

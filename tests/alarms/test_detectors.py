@@ -101,7 +101,12 @@ def test_what_comes_together_is_one_incident_with_one_cause() -> None:
 
     reported = alarms(judged(run(32, large)), AlarmEvent.RAISE)
 
-    assert [alarm.type for alarm in reported] == ["value/scale_shift", "value/loss_jump", "grad/explode"]
+    assert [alarm.type for alarm in reported] == [
+        "value/scale_shift",
+        "value/loss_jump",
+        "grad/explode",
+        "reward/unscaled",
+    ]
     assert {alarm.incident for alarm in reported} == {1}
     assert {alarm.cause for alarm in reported} == {"value/scale_shift"}
 

@@ -52,10 +52,20 @@ def errors(metrics: Values, ago: int) -> None:
     metrics["telemetry/errors"] = ago + 1.0
 
 
+def boiling(metrics: Values, ago: int) -> None:
+    """The actor's gradient grows by 8 % per update."""
+    metrics["grad/actor/norm_preclip"] = 0.3 * 1.08 ** (ago + 1)
+    metrics["grad/actor/severity_explode"] = 0.3
+
+
+UNSCALED = {**FACTS, "normalize_observations": False}
 CASES: dict[str, Case] = {
     "numerics/nonfinite": Case(set_to({"numerics/nonfinite": 3.0})),
     "integrity/ratio_init": Case(set_to({"integrity/ratio_init": 0.4})),
     "integrity/gae_identity": Case(set_to({"integrity/gae_identity": 0.01})),
+    "integrity/equation": Case(
+        set_to({"integrity/equation/advantages": 0.3, "integrity/equation/advantages_ends_ignored": 1e-7})
+    ),
     "integrity/adv_norm": Case(set_to({"integrity/adv_norm": 50.0, "adv/norm/std": 100.0})),
     "integrity/mask_violation": Case(set_to({"integrity/mask_violation": 1.0})),
     "integrity/rows_repeated": Case(set_to({"integrity/rows_repeated": 0.75})),
@@ -63,6 +73,24 @@ CASES: dict[str, Case] = {
     "value/scale_shift": Case(multiplied({"reward/absmax": 100, "reward/mean": 100, "reward/std": 100})),
     "reward/constant": Case(set_to({"reward/std": 0.0, "reward/mean": 0.0, "reward/absmax": 0.0}), 9),
     "obs/constant": Case(set_to({"obs/constant_frac": 0.0625}), 3),
+    "obs/copies": Case(set_to({"obs/identical_frac": 1.0}), 5),
+    "obs/unscaled": Case(set_to({"obs/rms_max": 4000.0, "obs/rms_ratio": 5000.0}), 1, facts=UNSCALED),
+    "norm/off": Case(set_to({"obs/rms_median": 40.0}), 1),
+    "reward/unscaled": Case(multiplied({"reward/absmax": 1e5, "reward/mean": 1e5, "reward/std": 1e5}), 1),
+    "policy/actions_cut": Case(set_to({"policy/head/op/std_of_range": 30.0, "policy/head/op/bound_frac": 0.97}), 1),
+    "ret/short_sighted": Case(
+        set_to({"episode/length_mean": 200.0}),
+        facts={**FACTS, "gamma": 0.3},
+        thresholds=Thresholds(discounted_length=50),
+    ),
+    "opt/negative_rate": Case(set_to({"opt/lr": -3e-4})),
+    "adv/signs": Case(set_to({"adv/minibatch_rows": 2.0}), 1),
+    "grad/slow_growth": Case(boiling, 91, updates=130),
+    "value/never_fits": Case(
+        set_to({"value/r2": -5.0, "value/explained_variance": -4.0}), 30, thresholds=Thresholds(), updates=80
+    ),
+    "policy/std_collapse": Case(set_to({"policy/head/op/std/mean": 0.0025}), 2),
+    "lstm/empty": Case(set_to({"lstm/h/rms": 1e-5}), 4),
     "norm/drift": Case(set_to({"norm/obs/drift": 2.0}), 20),
     "adv/degenerate": Case(set_to({"adv/participation": 0.01, "adv/raw/absmax_over_std": 60.0}), 4),
     "opt/stalled_weights": Case(set_to({"opt/lr": 0.0})),
@@ -112,7 +140,7 @@ CASES: dict[str, Case] = {
     ),
     "value/loss_jump": Case(multiplied({"loss/value": 1000})),
     "value/bias": Case(set_to({"value/bias": 6.0, "value/bias_over_std": 3.0}), 9),
-    "seed/explode": Case(set_to({"seed/exploding": 0.9})),
+    "seed/explode": Case(set_to({"seed/exploding": 0.9, "seed/exploding_frac": 0.02})),
     "seed/vanish": Case(set_to({"seed/vanishing": 0.9}), 1),
     "seed/dormant": Case(set_to({"seed/cause/dormant": 0.5, "seed/cause/disconnected": 0.4}), 2),
     "seed/stalled": Case(set_to({"seed/gate/g2/pass_frac": None}), 4),

@@ -139,9 +139,11 @@ def test_without_a_time_limit_nothing_is_said_of_ends() -> None:
 
 
 def test_environments_that_never_changed_are_reported_beside_others_that_do() -> None:
-    """Ten updates from the start; a task with one state for all is another matter."""
+    """Ten updates from the start; four of 32 steps where none of them changes. A task of one step may have one state for all."""
     assert raised(judged(run(40, set_to({"obs/constant_frac": 0.5}), since=1))) == {"obs/constant": 10}
-    assert alarms(judged(run(40, set_to({"obs/constant_frac": 1.0}), since=1))) == []
+    blind = {"obs/constant_frac": 1.0, "obs/still_frac": 1.0}
+    assert raised(judged(run(40, set_to(blind), since=1))) == {"obs/constant": 4}
+    assert alarms(judged(run(40, set_to({**blind, "episode/length_mean": 1.0}), since=1))) == []
 
 
 def test_an_agent_that_waits_for_a_rollout_or_two_is_no_fault() -> None:

@@ -22,7 +22,7 @@ def sampled_updates(sampling: Sampling, updates: int, *, plain: float = 0.0, clo
 
 def test_normal_samples_the_first_update_and_the_ninth_and_then_as_its_costs_allow() -> None:
     assert sampled_updates(Sampling(Level.NORMAL), 12) == [1, 9, 10, 11, 12]
-    assert sampled_updates(Sampling(Level.NORMAL), 100, plain=0.015, close=0.5) == [1, 9, 9 + MAX_PERIOD]
+    assert sampled_updates(Sampling(Level.NORMAL), 100, plain=0.015, close=0.5) == [1, 9, 25, 41, 57, 73, 89]
 
 
 def test_debug_samples_every_update_and_minimal_none() -> None:

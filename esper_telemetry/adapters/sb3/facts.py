@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.adapters.sb3.distributions import ActionHeads
+from esper_telemetry.core.equation import UNCHECKED_FACT
 from esper_telemetry.core.schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.updates.failure import Candidate
 
@@ -25,6 +26,9 @@ A2C_RECORD_TRANSITIONS = 2048
 
 ACTOR = ("policy_net", "pi_features_extractor", "action_net", "log_std", "lstm_actor")
 CRITIC = ("value_net", "vf_features_extractor", "critic", "lstm_critic")
+
+LOSSES = ("policy_loss", "value_loss", "entropy_loss", "total_loss")
+"""Equations of losses, which the adapter computes itself."""
 
 ROLLOUT_ARRAYS = ("observations", "values", "log_probs", "advantages", "returns")
 """Arrays of the buffer, [T, B, ...], in the order in which they are computed."""
@@ -81,6 +85,7 @@ def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
         "num_envs": model.n_envs,
         "ranks": 1,
         "horizon": None if spec is None else spec.max_episode_steps,
+        "reward_threshold": None if spec is None else spec.reward_threshold,
         "precision": "fp32",
         "optimizer": type(policy.optimizer).__name__,
         "advantage_correction": 1,
@@ -110,6 +115,10 @@ def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
         "target_kl": getattr(model, "target_kl", None),
         "desired_kl": None,
         **_schedule_fact(model),
+        UNCHECKED_FACT: {
+            **dict.fromkeys(LOSSES, "Stable-Baselines3 keeps its losses to itself; its gradients are checked"),
+            "schedules": "the learning rate is a function of its own, which is not called: it may count its calls",
+        },
     }
 
 

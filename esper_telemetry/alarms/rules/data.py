@@ -29,7 +29,7 @@ def degenerate_advantages(view: View) -> Iterator[Finding]:
     )
 
 
-CONSTANT_OBS = "obs/constant_frac"
+CONSTANT_OBS, STILL_OBS = "obs/constant_frac", "obs/still_frac"
 
 MIN_CHANGING_UPDATES = 10
 """Updates in which all environments changed, after which standing still is news."""
@@ -41,33 +41,52 @@ NEVER_CHANGED_UPDATES = 10
 """The same where some have never changed, while others do."""
 
 MIN_STILL_STEPS = 100
-"""Steps that these updates must have together: short rollouts may catch an agent that waits."""
+"""Steps of each environment that these updates must have together: short rollouts may catch an agent that waits."""
+
+MIN_EPISODE_STEPS = 1.5
+"""Mean length of episodes from which on an observation that never changes hides something: a task of one step may have one state."""
 
 
 @dataclass(slots=True)
 class ConstantObservationJudge:
-    """Environments that give one and the same observation all the time, and did not before or others do not."""
+    """Environments that give one and the same observation all the time; or all of them, always or but for the starts of episodes.
+
+    Attributes:
+        changing: updates in which all environments changed.
+        still, steps: updates, and steps of each environment, since some do not.
+        blind_steps: steps of each environment, since none changes within an episode.
+        length: of the latest episodes.
+    """
 
     changing: int = 0
     still: int = 0
     steps: float = 0
+    blind_steps: float = 0
+    length: float = float("inf")
 
     def __call__(self, view: View) -> Iterator[Finding]:
-        share = view.get(CONSTANT_OBS)
+        share, repeated = view.get(CONSTANT_OBS), view.get(STILL_OBS)
         if share is None:
             return
+        taken = view.rollout_steps / float(view.facts.get("num_envs") or 1)
+        self.length = view.get("episode/length_mean") or self.length
         if share == 0:
             self.changing, self.still, self.steps = self.changing + 1, 0, 0
         else:
             self.still += 1
-            self.steps += (view.transitions or 0) / float(view.facts.get("num_envs") or 1)
+            self.steps += taken
+        self.blind_steps = self.blind_steps + taken if share == 1 or repeated == 1 else 0.0
+        blind = self.blind_steps >= MIN_STILL_STEPS and self.length >= MIN_EPISODE_STEPS
         changed, steps = self.changing >= MIN_CHANGING_UPDATES, self.steps
         lasts = self.still >= (STILL_UPDATES if changed else NEVER_CHANGED_UPDATES) and steps >= MIN_STILL_STEPS
-        yield Finding(hard(share > 0 and lasts and (changed or share < 1)), CONSTANT_OBS, share, 0.0).with_text(
-            lambda: (
-                f"{percent(share)} of the environments have given one and the same observation in every step, for {number(steps)} steps"
-            )
-        )
+        partly = share > 0 and lasts and (changed or share < 1)
+        if not blind or share == 1:
+            key, value, seen = CONSTANT_OBS, share, max(steps, self.blind_steps)
+            words = f"{percent(share)} of the environments have given one and the same observation in every step, for {number(seen)} steps"
+        else:
+            key, value = STILL_OBS, repeated or 0.0
+            words = f"observations have changed only where episodes begin, for {number(self.blind_steps)} steps"
+        yield Finding(hard(partly or blind), key, value, 0.0).with_text(words.__str__)
 
 
 MIN_VARIED_UPDATES = 10
@@ -76,46 +95,79 @@ MIN_VARIED_UPDATES = 10
 GAP_FACTOR = 3.0
 """A reward that came and went before may stay away for so many times the longest time that it did."""
 
+MIN_EQUAL_EPISODES = 10
+"""Episodes with one and the same return, from which on an equal reward per step carries no information."""
+
 CONSTANT_STEPS = count("reward_constant_transitions", 1000, "transitions with the same reward, at least")
 NEVER_STEPS = count("reward_never_transitions", 30_000, "transitions without any reward from the start, at least")
 
 
 @dataclass(slots=True)
 class ConstantRewardJudge:
-    """A reward that is always the same, and was not before; or none from the start.
+    """A reward that is always the same, and was not before; none from the start; or one that leaves all returns the same.
 
-    An equal reward for every step is no fault where the length of an episode is the task, and a rare one may stay away for long.
+    An equal reward for every step is no fault where the length of an episode is the task, and a rare one may stay away for long. So from
+    the start it counts where all episodes have one and the same return: no policy can be better than another one then, as far as the run
+    has shown. A cost per step is no such reward: it is paid for a goal that nobody may have reached yet.
 
     Attributes:
         varied: updates with rewards that differ.
         longest: updates of the longest gap between two of them.
         updates, transitions: since the last one.
+        paid: the rewards of such updates, two at most.
+        episodes: that have ended with one and the same return, since the start.
+        returned: their lowest and highest return.
     """
 
     varied: int = 0
     longest: int = 0
     updates: int = 0
     transitions: int = 0
+    paid: set[float] = field(default_factory=set)
+    episodes: float = 0.0
+    returned: tuple[float, float] | None = None
 
     def __call__(self, view: View) -> Iterator[Finding]:
         spread, largest = view.get("reward/std"), view.get("reward/absmax")
         if spread is None or largest is None:
             return
+        value = view.get("reward/mean") or 0.0
+        self._add_episodes(view)
         if spread > 0:
             if self.varied:
                 self.longest = max(self.longest, self.updates)
             self.varied, self.updates, self.transitions = self.varied + 1, 0, 0
         else:
             self.updates += 1
-            self.transitions += view.transitions or 0
-        transitions = self.transitions
+            self.transitions += view.rollout_steps
+            if len(self.paid) < 2:
+                self.paid.add(value)
+        transitions, limits = self.transitions, view.limits
         gone = self.varied >= MIN_VARIED_UPDATES and self.updates >= 10 and self.updates > GAP_FACTOR * self.longest
-        never = not self.varied and largest == 0 and self.updates >= 10
-        enough = view.limits[CONSTANT_STEPS if self.varied else NEVER_STEPS]
-        value = view.get("reward/mean") or 0.0
-        yield Finding(hard((gone or never) and transitions >= enough), "reward/std", spread, 0.0).with_text(
-            lambda: f"every one of {transitions} steps has been paid the same reward, {number(value)}"
+        gone = gone and transitions >= limits[CONSTANT_STEPS]
+        never = not self.varied and largest == 0 and self.updates >= 10 and transitions >= limits[NEVER_STEPS]
+        equal = not self.varied and self._equal_returns() and len(self.paid) == 1 and value > 0
+        useless = equal and transitions >= limits[CONSTANT_STEPS]
+        episodes = number(self.episodes)
+        yield Finding(hard(gone or never or useless), "reward/std", spread, 0.0).with_text(
+            lambda: (
+                f"every one of {transitions:,} steps has been paid the same reward, {number(value)}"
+                + (f", and all {episodes} episodes have ended with the same return" if useless else "")
+            )
         )
+
+    def _add_episodes(self, view: View) -> None:
+        low, high = view.get("episode/return_min"), view.get("episode/return_max")
+        if low is not None and high is not None:
+            before = self.returned or (low, high)
+            self.returned = (min(low, before[0]), max(high, before[1]))
+            self.episodes += view.get("episode/count") or 0.0
+
+    def _equal_returns(self) -> bool:
+        if self.returned is None or self.episodes < MIN_EQUAL_EPISODES:
+            return False
+        low, high = self.returned
+        return high - low <= 1e-6 * max(abs(low), abs(high))
 
 
 DRIFT_UPDATES = 10
@@ -123,6 +175,9 @@ DRIFT_UPDATES = 10
 
 SETTLE_UPDATES = 40
 """Updates that it is given to settle, from the start or from an intervention."""
+
+SETTLE_STEPS = 10_000
+"""Environment steps that it is given besides: forty rollouts of 8 steps are next to no data."""
 
 NORMALIZER_CLIP = Ramp("normalizer_clip", 0.02, 0.1, "share of entries that a normaliser cuts off")
 NORMALIZER_DRIFT = Ramp("normalizer_drift", 0.3, 1.0, "drift of a normaliser over ten updates, in standard deviations")
@@ -133,22 +188,25 @@ class NormalizerJudge:
     """A normaliser that still moves late in the run, or whose input lies far outside of what it has seen.
 
     Attributes:
-        age: updates so far.
+        age, steps: updates and environment steps so far.
         drifting: updates in a row that each normaliser has drifted.
     """
 
     age: int = 0
+    steps: int = 0
     drifting: dict[str, int] = field(default_factory=dict)
 
     def __call__(self, view: View) -> Iterator[Finding]:
         limits = view.limits
         self.age += 1
+        self.steps += view.rollout_steps
         for label, key, value in view.labelled("norm/", "/drift"):
             cut_key = f"norm/{label}/clip_frac"
             cut = view.get(cut_key) or 0.0
             drift, cuts = limits.severity(NORMALIZER_DRIFT, value), limits.severity(NORMALIZER_CLIP, cut)
             lasts = self.drifting[label] = self.drifting.get(label, 0) + 1 if drift >= 0.5 else 0
-            moved = drift if lasts >= DRIFT_UPDATES and self.age > SETTLE_UPDATES else 0.0
+            settled = self.age > SETTLE_UPDATES and (not self.steps or self.steps > SETTLE_STEPS)
+            moved = drift if lasts >= DRIFT_UPDATES and settled else 0.0
             by_cuts = cuts > moved
             yield Finding(
                 max(moved, cuts),
@@ -182,16 +240,17 @@ RULES = (
     ),
     AlarmRule(
         type="obs/constant",
-        inputs=(CONSTANT_OBS,),
-        meaning="Some environments give the same observation in every step.",
+        inputs=(CONSTANT_OBS, STILL_OBS),
+        meaning="Some environments give the same observation in every step, or all of them within an episode.",
         action="Look for an environment that hangs or was not reset, a sensor that is not wired, a normaliser that cuts everything off.",
         judge=ConstantObservationJudge(),
-        source="exact comparison; tasks with one state for all time are no fault, and some agents wait for a whole short rollout",
+        required=(CONSTANT_OBS,),
+        source="Exact comparison. Tasks of one step may have one state for all time, and some agents wait for a whole short rollout.",
         rank=130,
         claim=True,
         n_off=1,
         debug_updates=3,
-        evidence=(CONSTANT_OBS, "norm/obs/*", "lstm/c/env_rms/max", "episode/length_mean"),
+        evidence=(CONSTANT_OBS, STILL_OBS, "norm/obs/*", "lstm/c/env_rms/max", "episode/length_mean"),
         optional=True,
     ),
     AlarmRule(
@@ -201,7 +260,8 @@ RULES = (
         action="Check the reward function and its wrappers: clipped away, or not wired.",
         judge=ConstantRewardJudge(),
         bounds=(CONSTANT_STEPS, NEVER_STEPS),
-        source="A constant reward per step is the rule in tasks that are about surviving or arriving, so it must have varied before.",
+        source="A constant reward per step is the rule in tasks that are about surviving or arriving, so it must have varied before, or "
+        "leave all returns the same.",
         rank=140,
         hard=True,
         n_off=1,
@@ -210,7 +270,7 @@ RULES = (
     ),
     AlarmRule(
         type="norm/drift",
-        inputs=("norm/{normalizer}/drift",),
+        inputs=("norm/{normalizer}/drift", "norm/{normalizer}/clip_frac"),
         meaning="A normaliser still moves, so that the networks see shifting inputs.",
         action="Warm it up before training, freeze it later, or bound outliers.",
         judge=NormalizerJudge(),

@@ -34,27 +34,87 @@ def categorical(facts: Mapping[str, Any]) -> bool:
 ENTROPY_COLLAPSE = below("entropy_collapse", 0.1, "normalised entropy of the policy")
 ENTROPY_CLEAR = below("entropy_clear", 0.15, "from which on it has recovered")
 ENTROPY_MARGINAL = below("entropy_marginal", 0.5, "normalised entropy of its actions over all states")
+ENTROPY_LOW = below("entropy_low", 0.3, "normalised entropy that warns, where the return does not rise")
+
+HEAD_WAS = 0.5
+"""Normalised entropy that a head must have had before, to have collapsed."""
+
+MIN_HEAD_DECISIONS = 0.05
+"""Share of the steps in which a head decides, below which its statistics are noise."""
 
 
-def entropy_collapse(view: View) -> Iterator[Finding]:
-    """The same action everywhere: little entropy, and little in the mix of actions over all states."""
-    limits = view.limits
-    entropy, mix = view.get("policy/entropy_norm"), view.get("policy/entropy_marginal_norm")
-    if entropy is None or mix is None:
-        return
-    one_sided = mix < limits[ENTROPY_MARGINAL]
-    low, lowest = entropy < limits[ENTROPY_CLEAR], entropy < limits[ENTROPY_COLLAPSE]
-    yield Finding(
-        (1.0 if lowest else 0.3 if low else 0.0) if one_sided else 0.0,  # 0.3 neither raises an alarm nor ends it
-        "policy/entropy_norm",
-        entropy,
-        limits[ENTROPY_COLLAPSE],
-    ).with_text(
-        lambda: (
-            f"the policy does nearly the same everywhere: its entropy is {percent(entropy)} of the largest, "
-            f"that of its actions over all states {percent(mix)}"
+@dataclass(slots=True)
+class EntropyCollapseJudge:
+    """The same action everywhere: little entropy, and little in the mix of actions over all states; of the policy, or of one head.
+
+    A solved task may need one action of a head only, so heads and the warning wait for a return that does not rise.
+
+    Attributes:
+        highest: largest normalised entropy of each head so far.
+    """
+
+    highest: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        limits = view.limits
+        entropy, mix = view.get("policy/entropy_norm"), view.get("policy/entropy_marginal_norm")
+        yield from self.heads(view)
+        if entropy is None or mix is None:
+            return
+        one_sided = mix < limits[ENTROPY_MARGINAL]
+        lowest = entropy < limits[ENTROPY_COLLAPSE]
+        warns = entropy < limits[ENTROPY_LOW] and view.course.risen is False
+        near = entropy < limits[ENTROPY_CLEAR]
+        severity = 1.0 if lowest else 0.5 if warns else 0.3 if near else 0.0  # 0.3 neither raises an alarm nor ends it
+        bound = limits[ENTROPY_LOW if warns and not lowest else ENTROPY_COLLAPSE]
+        yield (
+            Finding(severity * hard(one_sided), "policy/entropy_norm", entropy, bound)
+            .with_advice(lambda: explore_advice(view))
+            .with_text(
+                lambda: (
+                    f"the policy does nearly the same everywhere: its entropy is {percent(entropy)} of the largest, "
+                    f"that of its actions over all states {percent(mix)}"
+                )
+            )
         )
+
+    def heads(self, view: View) -> Iterator[Finding]:
+        """Heads that always choose the same, and did not before."""
+        limits = view.limits
+        for head, mix_key, mix in view.labelled("policy/head/", "/entropy_marginal_norm"):
+            key = f"policy/head/{head}/entropy_norm"
+            entropy, decides = view.get(key), view.values.get(f"policy/head/{head}/decision_frac", 1.0)
+            if entropy is None or decides < MIN_HEAD_DECISIONS:
+                continue
+            highest = self.highest[head] = max(self.highest.get(head, 0.0), entropy)
+            same = mix < limits[ENTROPY_MARGINAL] and entropy < limits[ENTROPY_COLLAPSE]
+            lost = same and highest > HEAD_WAS and view.course.risen is False
+            yield (
+                Finding(WARNING * hard(lost), key, entropy, limits[ENTROPY_COLLAPSE], instance=head)
+                .with_advice(lambda: explore_advice(view))
+                .with_text(
+                    lambda head=head, entropy=entropy, mix=view.values[mix_key]: (  # type: ignore[misc]  # the loop's values
+                        f"the head {head} does nearly the same everywhere: its entropy is {percent(entropy)} of the largest, "
+                        f"that of its actions over all states {percent(mix)}"
+                    )
+                )
+            )
+
+
+WARNING = 0.5
+"""Severity of what may still be the right thing to do in the task."""
+
+
+def explore_advice(view: View) -> str:
+    """What to try against too little exploration, by the settings of the run."""
+    weight = view.facts.get("entropy_coef")
+    name = "ent_coef" if str(view.facts.get("trainer", "")).startswith("stable-baselines3") else "entropy_coef"
+    raised = (
+        f"Raise {name} from {number(float(weight))}"
+        if isinstance(weight, int | float) and weight
+        else f"Set {name} to 0.01"
     )
+    return f"{raised}, lower the learning rate, check whether one action is rewarded by mistake."
 
 
 ENTROPY_CRASH = Ramp("entropy_crash", 0.1, 0.3, "share of the entropy that is lost per update, early in the run")
@@ -103,7 +163,10 @@ def punished_entropy(view: View) -> Iterator[Finding]:
         return
     flipped = abs(entropy) > MIN_SIGNED_ENTROPY and abs(loss - entropy) < SAME_SIGN_DISTANCE * abs(entropy)
     negative = weight is not None and weight < 0 <= float(view.facts.get("entropy_coef") or 0.0)
-    yield Finding(hard(flipped or negative), "loss/entropy", loss, -entropy, instance="sign", claim=True).with_text(
+    finding = Finding(hard(flipped or negative), "loss/entropy", loss, -entropy, instance="sign", claim=True)
+    yield finding.with_advice(
+        lambda: "Subtract the weighted entropy from the loss, with a weight of 0 or more."
+    ).with_text(
         lambda: (
             f"exploring has been punished instead of rewarded: the entropy is {number(entropy)}, and in the loss stands "
             + (
@@ -116,7 +179,10 @@ def punished_entropy(view: View) -> Iterator[Finding]:
 
 
 ENTROPY_EXPLOSION = below("entropy_explosion", 0.02, "distance of the normalised entropy from 1, late in the run")
-ENTROPY_WAS = below("entropy_was", 0.9, "normalised entropy that it must have had before, to have risen")
+LOW_UPDATES = 5
+"""Updates for which entropy must have been low, to have risen."""
+
+ENTROPY_WAS = below("entropy_was", 0.85, "normalised entropy that it must have had before, to have risen")
 ENTROPY_STARVED = below(
     "entropy_starved", 0.01, "what clipping leaves of the gradient, where it stays random from the start"
 )
@@ -124,8 +190,14 @@ ENTROPY_STARVED = below(
 
 @dataclass(slots=True)
 class EntropyExplosionJudge:
-    """A policy that has become random again, or stays so because clipping leaves the actor nothing."""
+    """A policy that has become random again, or stays so because clipping leaves the actor nothing.
 
+    Attributes:
+        recent: normalised entropy of the latest updates.
+        lowest: value that it was below for that many updates in a row: it wanders for long where nothing is rewarded yet.
+    """
+
+    recent: list[float] = field(default_factory=list)
     lowest: float = 1.0
 
     def __call__(self, view: View) -> Iterator[Finding]:
@@ -133,7 +205,11 @@ class EntropyExplosionJudge:
         entropy, kl, coef = view.get("policy/entropy_norm"), view.get("policy/kl"), view.get("grad/clip/coef")
         if entropy is None or kl is None or view.progress is None:
             return
-        lowest = self.lowest = min(self.lowest, entropy)
+        self.recent.append(entropy)
+        del self.recent[:-LOW_UPDATES]
+        if len(self.recent) == LOW_UPDATES:
+            self.lowest = min(self.lowest, max(self.recent))
+        lowest = self.lowest
         share = view.get("grad/interference/critic_share") or 0.0
         rose = lowest < limits[ENTROPY_WAS]
         starved = coef is not None and coef < limits[ENTROPY_STARVED] and share > limits[STARVED_SHARE]
@@ -141,12 +217,27 @@ class EntropyExplosionJudge:
         reason = (
             f"from {percent(lowest)} before" if rose else f"and clipping leaves {percent(coef or 0.0)} of the gradient"
         )
-        yield Finding(hard(wrong), "policy/entropy_norm", entropy, 1 - limits[ENTROPY_EXPLOSION]).with_text(
-            lambda: (
-                f"the policy is random: its entropy is {percent(entropy)} of the largest, {reason}, and updates move it by {number(kl)} "
-                "nats"
+        yield (
+            Finding(hard(wrong), "policy/entropy_norm", entropy, 1 - limits[ENTROPY_EXPLOSION])
+            .with_advice(lambda: calm_advice(view, starved=starved and not rose))
+            .with_text(
+                lambda: (
+                    f"the policy is random: its entropy is {percent(entropy)} of the largest, {reason}, and updates move it by "
+                    f"{number(kl)} nats"
+                )
             )
         )
+
+
+def calm_advice(view: View, *, starved: bool) -> str:
+    """What to try against a policy that stays random, by the settings of the run."""
+    weight = view.values.get("loss/entropy_coef", view.facts.get("entropy_coef"))
+    checks = "check that rewards arrive and that advantages are not all the same."
+    if starved:
+        return f"Normalise returns, or clip the critic's gradient apart from the actor's; {checks}"
+    if not isinstance(weight, int | float) or weight == 0:  # no bonus that could be lowered
+        return f"Lower the learning rate; {checks}"
+    return f"Lower the weight of the entropy, which is {number(float(weight))}; {checks}"
 
 
 ACTION_SHIFT = Ramp("action_shift", 0.05, 0.25, "change of the mix of actions between rollouts, Jensen-Shannon")
@@ -174,13 +265,16 @@ RULES = (
             "policy/entropy_norm",
             "policy/entropy_marginal_norm",
             "policy/head/{head}/entropy_norm",
+            "policy/head/{head}/entropy_marginal_norm",
             "policy/entropy_grad_ratio",
         ),
         meaning="The policy does the same everywhere: it has stopped exploring without having solved the task.",
         action="Raise entropy_coef, lower the learning rate, check whether one action is rewarded by mistake.",
-        judge=entropy_collapse,
-        bounds=(ENTROPY_COLLAPSE, ENTROPY_CLEAR, ENTROPY_MARGINAL),
-        source="Solved tasks end with 0.05 too, but with all of their actions in use: both entropies count.",
+        judge=EntropyCollapseJudge(),
+        bounds=(ENTROPY_COLLAPSE, ENTROPY_CLEAR, ENTROPY_MARGINAL, ENTROPY_LOW),
+        source="Solved tasks end with 0.05 too, but with all of their actions in use: both entropies count. Some need one action of a head "
+        "alone: between 0.1 and 0.3, and for single heads, the return must not have risen.",
+        settings=("learning_rate", "entropy_coef", "num_epochs"),
         required=("policy/entropy_norm", "policy/entropy_marginal_norm"),
         applies=categorical,
         warmup=10,
@@ -200,6 +294,7 @@ RULES = (
         "A loss of entropy is minus the entropy, in every trainer: where it is the entropy, the sign is wrong.",
         required=("policy/entropy_rate", "policy/entropy_norm"),
         facts=("total_steps",),
+        settings=("learning_rate", "entropy_coef", "num_epochs"),
         warmup=5,
         n_on=2,
         debug_updates=5,
@@ -219,6 +314,7 @@ RULES = (
         required=("policy/entropy_norm", "policy/kl"),
         facts=("total_steps",),
         applies=categorical,
+        settings=("entropy_coef", "learning_rate"),
         n_on=10,
         n_off=5,
         debug_updates=3,

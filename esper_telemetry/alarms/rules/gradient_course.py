@@ -23,6 +23,9 @@ SWING_UPDATES = 16
 MAX_REJECTED = 50
 """Outliers in a row that do not enter the average; then it begins to follow them."""
 
+MIN_FALL = 0.7
+"""Decades by which the norm must have fallen beyond what the critic's error explains."""
+
 MIN_RISES = 5
 """Updates in a row in which a learning rate that creeps rises."""
 
@@ -133,6 +136,7 @@ class DriftJudge:
             sigma = max(self.variance**0.5, 0.05)
             new = abs(view.z(key) or 0.0) > limits.low(Z)
             wrong = new and abs(off) > limits[DRIFT_SIGMAS] * sigma and abs(off) > limits[DRIFT_MIN] / 2.302585
+            wrong = wrong and (off > 0 or self.unexplained_fall(view, -off))
             usual = power(self.mean)
             yield Finding(hard(wrong), key, value, adaptive=True).with_text(
                 lambda: f"the gradient's norm has been {number(value)}, away from its average of {number(usual)}"
@@ -146,6 +150,13 @@ class DriftJudge:
         off = x - self.mean if self.count > 1 else 0.0
         self.mean = (self.mean if self.count > 1 else x) + weight * off
         self.variance = (1 - weight) * (self.variance + weight * off * off)
+
+    def unexplained_fall(self, view: View, decades: float) -> bool:
+        """True where the norm has fallen, by more than the critic's error explains, in a run whose return has not risen.
+
+        Gradients of a solved task fall: there is little left to learn.
+        """
+        return view.course.risen is not True and decades - 0.5 * view.baselines.fallen("loss/value") > MIN_FALL
 
     def creeping_rate(self, view: View) -> Iterator[Finding]:
         """A learning rate that has risen for long, and above what was set; where it follows the KL it may."""
@@ -185,7 +196,7 @@ def concentration(view: View) -> Iterator[Finding]:
 RULES = (
     gradient_alarm(
         type="grad/oscillation",
-        inputs=("grad/align/successive_cos",),
+        inputs=("grad/align/successive_cos", "{key}/period/p", "opt/lr"),
         meaning="Updates undo each other.",
         action="Lower the learning rate, use larger batches or fewer epochs.",
         judge=OscillationJudge(),
@@ -200,7 +211,7 @@ RULES = (
     ),
     gradient_alarm(
         type="grad/noise_dominated",
-        inputs=("grad/gns/noise_dominated", "grad/gns/b_simple", "opt/snr_share"),
+        inputs=("opt/snr_share", "grad/gns/noise_dominated", "grad/gns/b_simple"),
         meaning="The gradient is noise.",
         action="Use larger batches: more environments or more steps per update.",
         judge=noise_dominated,
@@ -216,13 +227,13 @@ RULES = (
     ),
     gradient_alarm(
         type="grad/drift",
-        inputs=("grad/global/norm_preclip",),
+        inputs=("grad/global/norm_preclip", "opt/lr"),
         meaning="Gradient norms wander away from their average.",
         action="Look at the learning-rate schedule, at weight growth and at the scale of returns.",
         judge=DriftJudge(),
         bounds=(DRIFT_SIGMAS, DRIFT_MIN, RATE_GROWN),
         source="A fifth of the norm and less is usual in runs that come to their end; five updates beyond a factor of five are not.",
-        histories=("grad/global/norm_preclip",),
+        histories=("grad/global/norm_preclip", "loss/value"),
         warmup=20,
         n_on=5,
         debug_updates=2,

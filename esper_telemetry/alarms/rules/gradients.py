@@ -196,12 +196,7 @@ gradient_alarm = partial(AlarmRule, pieces=("layers", "transitions", "pairs"), h
 RULES = (
     gradient_alarm(
         type="grad/explode",
-        inputs=(
-            "grad/{group}/severity_explode",
-            "grad/global/norm_preclip_max",
-            "grad/global/norm_preclip",
-            "grad/health",
-        ),
+        inputs=("grad/global/norm_preclip_max", "grad/global/norm_preclip"),
         meaning="Gradients are far larger than this run's usual ones.",
         action="Clip by the global norm (max_grad_norm 0.5), lower the learning rate, look for outliers in returns; the table of "
         "layers says where.",
@@ -212,6 +207,7 @@ RULES = (
         "the critic of unscaled returns has gradients of a thousand limits from the first update on.",
         rank=280,
         required=(PEAK,),
+        settings=("learning_rate", "max_grad_norm"),
         histories=(PEAK,),
         debug_updates=5,
         evidence=(*NORM_EVIDENCE, "loss/*", "ret/std", "opt/lr"),
@@ -219,7 +215,13 @@ RULES = (
     ),
     gradient_alarm(
         type="grad/vanish",
-        inputs=("grad/{group}/severity_vanish", "grad/zero_frac", "grad/layer/{layer}/zero_frac", "grad/health"),
+        inputs=(
+            "grad/layer/{layer}/norm",
+            "grad/head/{head}/norm",
+            "grad/{group}/severity_vanish",
+            "grad/zero_frac",
+            "grad/layer/{layer}/zero_frac",
+        ),
         meaning="A part of the network gets next to no gradient.",
         action="Look for dead ReLUs (repr/dormant_frac), saturated tanhs, a detached branch; lower the learning rate, use another "
         "activation.",
@@ -262,6 +264,7 @@ RULES = (
         "actor whose gradient Adam's epsilon (1e-5) swallows.",
         rank=250,
         required=(RATIO, SHARE),
+        settings=("value_coef", "max_grad_norm"),
         histories=(History(RATIO, linear=True), EFFECTIVE),
         n_on=2,
         debug_updates=5,
@@ -285,7 +288,7 @@ RULES = (
     ),
     gradient_alarm(
         type="grad/clip_saturated",
-        inputs=("grad/clip/coef_min", "grad/clip/coef", "grad/clip/excess_log10"),
+        inputs=("grad/clip/coef", "grad/clip/coef_min", "grad/clip/excess_log10"),
         meaning="Clipping shrinks gradients to a small part of themselves, so the learning rate means little.",
         action="Find what is large (grad/interference/critic_share); normalise returns or lower value_coef before raising the limit.",
         judge=clip_saturated,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from math import log10
 from typing import Any
 
 from esper_telemetry.alarms.baselines import History
@@ -201,6 +202,10 @@ class ForgetOpenJudge:
 
 CELL_ABSMAX = above("cell_absmax", 50.0, "largest cell state, the middle of a ramp from half to twice of it")
 CELL_OF_AGE = above("cell_of_age", 0.5, "the same relative to the longest age, which it cannot exceed, with that")
+CELL_SIZE = above(
+    "cell_size", 3.0, "typical cell state, below which its history says nothing: learning makes a memory larger"
+)
+CELL_JUMP = above("cell_jump", 4.0, "typical cell state over its median, with that")
 CELL_GROWTH = Ramp("cell_growth", 4.0, 12.0, "growth of the cell state over an episode")
 
 
@@ -216,8 +221,9 @@ def cell_drift(view: View) -> Iterator[Finding]:
     z, age = view.z(CELL), view.get("lstm/age/max")
     counts = largest is not None and age is not None and largest <= limits[CELL_OF_AGE] * (age + 1)
     useless = limits[CELL_ABSMAX]
+    jumped = value > MAX_WRITTEN * limits[CELL_SIZE] and view.baselines.shift.get(CELL, 0.0) > log10(limits[CELL_JUMP])
     severities = {
-        CELL: 0.0 if z is None else limits.severity(Z, z),
+        CELL: 0.0 if z is None or not jumped else limits.severity(Z, z),
         LARGEST: 0.0 if largest is None or counts else decade_ramp(largest, useless / 2, useless * 2),
         GROWTH: 0.0 if growth is None else limits.severity(CELL_GROWTH, growth),
     }
@@ -283,7 +289,7 @@ memory_alarm = partial(AlarmRule, debug_updates=5, pieces=("transitions",))
 RULES = (
     memory_alarm(
         type="lstm/forget_closed",
-        inputs=("lstm/gate/{gate}/sat_lo", TIMESCALE),
+        inputs=("lstm/gate/{gate}/sat_lo", "lstm/{part}/absmax", TIMESCALE),
         meaning="The forget gate is shut: memory does not last from one step to the next.",
         action="Initialise the forget bias at 1, lower the learning rate, normalise inputs.",
         judge=ForgetClosedJudge(),
@@ -297,7 +303,7 @@ RULES = (
     ),
     memory_alarm(
         type="lstm/forget_open",
-        inputs=("lstm/gate/{gate}/sat_hi",),
+        inputs=("lstm/gate/{gate}/sat_hi", GROWTH),
         meaning="The forget gate never closes: the memory only adds up.",
         action="Check that states are reset at the ends of episodes; clip the cell state.",
         judge=ForgetOpenJudge(),
@@ -318,8 +324,9 @@ RULES = (
         meaning="The cell state grows with its age.",
         action="Check resets, shorten sequences, clip or regularise the cell state.",
         judge=cell_drift,
-        bounds=(CELL_ABSMAX, CELL_OF_AGE, CELL_GROWTH),
-        source="Scale at least 0.05 decades. States of 50 and more are usual in episodes of hundreds of steps.",
+        bounds=(CELL_ABSMAX, CELL_OF_AGE, CELL_SIZE, CELL_JUMP, CELL_GROWTH),
+        source="Memories that learn become twice to ten times as large within fifty updates. States of 50 and more are usual in episodes "
+        "of hundreds of steps.",
         rank=230,
         required=(CELL,),
         histories=(CELL_HISTORY,),
@@ -330,7 +337,7 @@ RULES = (
     ),
     memory_alarm(
         type="lstm/stale_state",
-        inputs=("lstm/staleness",),
+        inputs=("lstm/staleness", "lstm/staleness_first"),
         meaning="Training begins with states that the current weights would not have reached.",
         action="Recompute states at the start of each epoch, burn in, or use whole episodes.",
         judge=stale_state,

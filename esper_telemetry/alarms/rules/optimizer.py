@@ -77,13 +77,20 @@ class UpdateSizeJudge:
 
 @dataclass(slots=True)
 class StalledWeightsJudge(AnnealedRate):
-    """A tensor that has a gradient and does not move, or a learning rate that fell to 0 at once."""
+    """A tensor that has a gradient and does not move, or a learning rate that fell to 0 at once.
+
+    Attributes:
+        learns: gradients have been seen: a scripted controller has a learning rate of 0 and none of them.
+    """
+
+    learns: bool = False
 
     def __call__(self, view: View) -> Iterator[Finding]:
         annealed = self.stopped(view)
         rate = view.get(RATE)
         measured = view.labelled(f"{SIZE}/", "")
-        if rate is None or (not measured and rate > 0):
+        self.learns = self.learns or "grad/global/norm_preclip" in view.values
+        if rate is None or (not measured and rate > 0) or not self.learns:
             return
         declared = {segment_of(name) for names in dict(view.facts.get("groups") or {}).values() for name in names}
         still = [
@@ -91,13 +98,21 @@ class StalledWeightsJudge(AnnealedRate):
             for layer, _, value in measured
             if value == 0 and layer in declared and view.values.get(f"grad/layer/{layer}/norm", 0.0) > 0
         ]
-        yield Finding(
-            hard(not annealed and (rate == 0 or bool(still))), f"{SIZE}/{still[0]}" if still else RATE, 0.0, 0.0
-        ).with_text(
-            lambda: (
-                "the learning rate has been 0: no weight moves"
+        yield (
+            Finding(
+                hard(not annealed and (rate == 0 or bool(still))), f"{SIZE}/{still[0]}" if still else RATE, 0.0, 0.0
+            )
+            .with_advice(
+                None
                 if rate == 0
-                else f"weights have a gradient and do not move: {list_names(still)}"
+                else lambda: "Check that the optimizer has these weights, and a learning rate for them."
+            )
+            .with_text(
+                lambda: (
+                    "the learning rate has been 0: no weight moves"
+                    if rate == 0
+                    else f"weights have a gradient and do not move: {list_names(still)}"
+                )
             )
         )
 
@@ -165,7 +180,7 @@ class RmsSpikeJudge:
 RULES = (
     AlarmRule(
         type="opt/update_too_large",
-        inputs=(SIZE, "opt/update_to_weight/{layer}"),
+        inputs=(SIZE, RATE, "opt/update_to_weight/{layer}"),
         meaning="A step changes the weights by a large share of themselves.",
         action="Lower the learning rate, or warm it up.",
         judge=UpdateSizeJudge(),
@@ -175,15 +190,16 @@ RULES = (
         required=(SIZE, RATE),
         warmup=3,
         n_off=2,
+        settings=("learning_rate",),
         debug_updates=5,
         evidence=("opt/update_to_weight*", RATE, "policy/kl"),
         pieces=("layers",),
     ),
     AlarmRule(
         type="opt/stalled_weights",
-        inputs=("opt/update_to_weight/{layer}",),
+        inputs=(RATE, "opt/update_to_weight/{layer}"),
         meaning="Weights that are meant to be trained do not move.",
-        action="Check that the optimizer has them, and that their learning rate is not 0.",
+        action="Set a learning rate that is not 0, or correct the schedule that leads there.",
         judge=StalledWeightsJudge(),
         source="A schedule that ends at 0 comes there in small steps; a tensor without gradient is another question.",
         rank=110,

@@ -21,6 +21,9 @@ DEFAULT_TRANSITIONS = 512
 CHANCE_FACTOR = 4.0
 """Times that by which two correlations together must differ from 0."""
 
+RESTART_FACTOR = 2.0
+"""Learning rate over that of the update before, from which on a schedule has begun anew."""
+
 MIN_DECISIONS = 0.05
 """Share of the steps in which a head decides, below which its statistics are noise."""
 
@@ -33,9 +36,15 @@ WRONG_CORRELATION = above(
 
 @dataclass(slots=True)
 class WrongDirectionJudge:
-    """Updates that make good actions rarer: at once where advantages and ratios clearly point against each other, else at the second."""
+    """Updates that make good actions rarer: at once where advantages and ratios clearly point against each other, else at the second.
+
+    Attributes:
+        before: negative correlation in the update before.
+        rate: learning rate of the update before.
+    """
 
     before: float = 0.0
+    rate: float | None = None
 
     def __call__(self, view: View) -> Iterator[Finding]:
         key, limits = "policy/surrogate_gain", view.limits
@@ -43,10 +52,18 @@ class WrongDirectionJudge:
         if value is None:
             return
         before, self.before = self.before, 0.0
-        if (kl is not None and kl < limits[KL_STALL]) or (spread or 0.0) < STILL_STD or follows_critic(view):
+        restarts = self.restarts(view)
+        if (
+            (kl is not None and kl < limits[KL_STALL])
+            or (spread or 0.0) < STILL_STD
+            or follows_critic(view)
+            or restarts
+        ):
             yield Finding(0.0, key, value)
             return
-        against = max(0.0, (limits[WRONG_DIRECTION] - value) / spread) if spread else 0.0
+        value = value - self.offset(view)
+        size = self.size(view)
+        against = max(0.0, (limits[WRONG_DIRECTION] - value) / spread / size) if spread and size else 0.0
         self.before = against
         chance = (view.transitions or DEFAULT_TRANSITIONS) ** -0.5
         small = (view.get("policy/kl") or 0.0) < limits.low(KL_SPIKE)
@@ -58,6 +75,24 @@ class WrongDirectionJudge:
                 f"objective by {number(-value)}{view.usual(key)}"
             )
         )
+
+    def restarts(self, view: View) -> bool:
+        """True where a schedule has begun anew: the first steps at a raised rate go anywhere."""
+        before, self.rate = self.rate, view.get("opt/lr")
+        return before is not None and self.rate is not None and self.rate > RESTART_FACTOR * before
+
+    def size(self, view: View) -> float:
+        """Standard deviation of the advantages in use: 1 where they are normalised."""
+        if view.facts.get("normalize_advantages") is not False:
+            return 1.0
+        return view.values.get("adv/norm/std", view.values.get("adv/raw/std", 1.0))
+
+    def offset(self, view: View) -> float:
+        """Part of the gain that the mean advantage makes up, which moves all ratios alike and is no direction."""
+        mean, ratio = view.get("adv/norm/mean"), view.get("policy/ratio/mean")
+        if view.facts.get("normalize_advantages") is not False or mean is None or ratio is None:
+            return 0.0
+        return mean * (ratio - 1)
 
 
 def follows_critic(view: View) -> bool:

@@ -29,6 +29,8 @@ ALWAYS = (
 SAMPLED = ("opt/update_to_weight", "repr/dormant_frac", "lstm/gate/f/mean")
 """The same of keys that are due in some updates only."""
 
+UNDEFINED = "telemetry/undefined"
+
 MISSING_UPDATES = 5
 """Updates without a value that was due, which raise the alarm."""
 
@@ -55,11 +57,12 @@ class MissingMetricJudge:
             if key in view.values:
                 self.counts[key] = present + 1, 0
                 if present + 1 >= MIN_UPDATES:
-                    yield Finding(0.0, key, instance=key)
+                    yield Finding(0.0, UNDEFINED, instance=key)
             elif present >= MIN_UPDATES:
                 self.counts[key] = present, absent + 1
                 due = self.every if key in SAMPLED else 1
-                yield Finding(hard(absent + 1 >= MISSING_UPDATES * due), key, instance=key).with_text(
+                undefined = view.get(UNDEFINED)
+                yield Finding(hard(absent + 1 >= MISSING_UPDATES * due), UNDEFINED, undefined, instance=key).with_text(
                     lambda key=key, absent=absent: f"{key} has had no value for {absent + 1} updates"  # type: ignore[misc]
                 )
 
@@ -68,15 +71,27 @@ OVERHEAD = above("overhead", 0.1, "telemetry's share of the training time")
 OVERHEAD_UPDATES = 20
 """Updates over which the share is averaged."""
 
+MIN_OVERHEAD_MS = 50.0
+"""Milliseconds of an update that telemetry must take, unless they are half of it: updates of small scripts take less than telemetry's
+fixed cost, and nobody waits for them."""
+
+LARGE_SHARE = 0.5
+"""Share from which on telemetry takes too long however short updates are."""
+
 OVERHEAD_SEVERITY = 0.5
 """Severity of what costs time and harms nothing."""
 
 
 @dataclass(slots=True)
 class OverheadJudge:
-    """Telemetry that takes its time, averaged over sampled and other updates; those at DEBUG were asked for, by someone or by an alarm."""
+    """Telemetry that takes its time, averaged over sampled and other updates; those at DEBUG were asked for, by someone or by an alarm.
+
+    Attributes:
+        shares, milliseconds: of the latest updates.
+    """
 
     shares: list[float] = field(default_factory=list)
+    milliseconds: list[float] = field(default_factory=list)
 
     def __call__(self, view: View) -> Iterator[Finding]:
         key, bound = "perf/telemetry_frac", view.limits[OVERHEAD]
@@ -87,8 +102,11 @@ class OverheadJudge:
         shares.append(value)
         del shares[:-OVERHEAD_UPDATES]
         mean = sum(shares) / len(shares)
+        self.milliseconds.append(view.values.get("perf/telemetry_ms", MIN_OVERHEAD_MS))
+        del self.milliseconds[:-OVERHEAD_UPDATES]
+        noticed = sum(self.milliseconds) / len(self.milliseconds) >= MIN_OVERHEAD_MS or mean > LARGE_SHARE
         yield Finding(
-            OVERHEAD_SEVERITY * hard(len(shares) == OVERHEAD_UPDATES and mean > bound), key, mean, bound
+            OVERHEAD_SEVERITY * hard(len(shares) == OVERHEAD_UPDATES and mean > bound and noticed), key, mean, bound
         ).with_text(lambda: f"telemetry has taken {percent(mean)} of the training time")
 
 
@@ -152,7 +170,7 @@ RULES = (
         action="Lower the level, leave a second core free, or log less of your own.",
         judge=OverheadJudge(),
         bounds=(OVERHEAD,),
-        source="averaged over 20 updates, some of them sampled",
+        source="averaged over 20 updates, some of them sampled; at least 50 ms of an update, or half of it",
         rank=CAUSE_LAST_RANK,
         warmup=20,
         n_on=5,
@@ -161,7 +179,7 @@ RULES = (
     ),
     AlarmRule(
         type="telemetry/missing_metric",
-        inputs=("telemetry/undefined",),
+        inputs=(UNDEFINED,),
         meaning="A metric that was there has had no value for several updates.",
         action="Its description says when it is absent; check what feeds it.",
         judge=MissingMetricJudge(),
@@ -173,7 +191,7 @@ RULES = (
     ),
     AlarmRule(
         type="telemetry/delivery",
-        inputs=("telemetry/dropped", "telemetry/errors", "telemetry/queue_depth"),
+        inputs=("telemetry/errors", "telemetry/dropped", "telemetry/queue_depth"),
         meaning="A backend fails or falls behind; the journal has everything.",
         action="Check the address and the key of the backend; `esper-telemetry replay` sends what is missing.",
         judge=DeliveryJudge(),

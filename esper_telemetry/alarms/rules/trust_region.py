@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 
 from esper_telemetry.alarms.judges import AnnealedRate, OnRamp
 from esper_telemetry.alarms.rule import (
@@ -20,7 +21,6 @@ from esper_telemetry.alarms.rule import (
     above,
     below,
     count,
-    hard,
     number,
     percent,
     times,
@@ -161,29 +161,106 @@ def blamed_head(view: View) -> str:
     return f", {percent(shares[head])} of it by the head {head}"
 
 
-KL_STALL = below("kl_stall", 1e-10, "largest KL of a minibatch in an update that did not move the policy")
+KL_STALL = below("kl_stall", 1e-7, "largest KL of a minibatch in an update that did not move the policy")
+KL_SLOW = below("kl_slow", 1e-5, "the same, median over twenty updates, while the return does not rise")
+SLOW_UPDATES = 20
+"""Updates in which the policy must have hardly moved."""
+
+MIN_MOVED = 1e-5
+"""KL over whole distributions from which on a policy has moved, whatever its ratios say."""
 
 
 @dataclass(slots=True)
 class KlStallJudge(AnnealedRate):
-    """A policy that does not move, though its learning rate is not annealed."""
+    """A policy that does not move, or hardly for long while the return does not rise, though its learning rate is not annealed.
+
+    Attributes:
+        moves: largest KL of the latest updates.
+        exact: KL over whole distributions at the latest look, with the update of that look.
+    """
+
+    moves: list[float] = field(default_factory=list)
+    exact: float = 0.0
 
     def __call__(self, view: View) -> Iterator[Finding]:
         key, bound = "policy/kl_max", view.limits[KL_STALL]
         annealed = self.stopped(view)
         value, rate = view.get(key), view.get("opt/lr")
+        self.exact = view.values.get("policy/kl_exact", self.exact)
         if value is None:
             return
-        yield Finding(hard(value < bound and not annealed), key, value, bound).with_text(
+        moves, exact = self.moves, self.exact
+        moves.append(value)
+        del moves[:-SLOW_UPDATES]
+        stalled = value < bound and not annealed
+        slow = len(moves) == SLOW_UPDATES and median(moves) < view.limits[KL_SLOW] and view.course.risen is False
+        slow = slow and not annealed and not stalled
+        elsewhere = exact > MIN_MOVED
+        at_rate = "" if rate is None else f", at a learning rate of {number(rate)}"
+        finding = Finding(
+            1.0 if stalled else WARNING_SEVERITY if slow else 0.0, key, value, view.limits[KL_SLOW] if slow else bound
+        )
+        yield finding.with_advice(None if elsewhere else lambda: stall_advice(rate)).with_text(
             lambda: (
-                f"the policy has not moved: its KL divergence is {number(value)} nats at most"
-                + ("" if rate is None else f", at a learning rate of {number(rate)}")
+                f"probability ratios have stayed at 1 (KL {number(value)}), though the policy moves by {number(exact)} nats: the old "
+                "log-probabilities are computed anew, so nothing is clipped"
+                if elsewhere
+                else f"the policy has hardly moved for {SLOW_UPDATES} updates: a KL divergence of {number(median(moves))} nats at most in "
+                f"each (usually 0.002 to 0.02){at_rate}"
+                if slow
+                else f"the policy has not moved: its KL divergence is {number(value)} nats at most{at_rate}"
             )
         )
 
 
+WARNING_SEVERITY = 0.5
+"""Severity of a policy that moves too little to learn."""
+
+
+def stall_advice(rate: float | None) -> str:
+    """What to try where the policy does not move, by the learning rate."""
+    if rate == 0:
+        return "Set a learning rate that is not 0, or correct the schedule that leads there."
+    size = "" if rate is None else " If so, raise the learning rate."
+    return f"Check that the policy's parameters are in the optimizer and require gradients, and that advantages vary.{size}"
+
+
 RATIO_COLLAPSE = Ramp("ratio_collapse", 0.1, 0.02, "first percentile of the probability ratios")
 CLIP_FRAC = Ramp("clip_frac", 0.2, 0.5, "share of the samples outside of the trust region")
+
+MIN_SAMPLES = 512
+"""Environment steps of which the share outside of the trust region is the mean: in a rollout of 8 it is a multiple of an eighth."""
+
+
+@dataclass(slots=True)
+class ClipSaturationJudge:
+    """Much of the batch outside of the trust region, over as many updates as have enough samples.
+
+    Attributes:
+        shares: share and steps of the latest updates.
+    """
+
+    shares: list[tuple[float, int]] = field(default_factory=list)
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        key, limits, shares = "policy/clip_frac", view.limits, self.shares
+        value = view.get(key)
+        if value is None:
+            return
+        shares.append((value, view.rollout_steps or MIN_SAMPLES))
+        while len(shares) > 1 and sum(steps for _, steps in shares[1:]) >= MIN_SAMPLES:
+            del shares[0]
+        total = sum(steps for _, steps in shares)
+        if total < MIN_SAMPLES:
+            return
+        mean = sum(share * steps for share, steps in shares) / total
+        yield Finding(
+            limits.severity(CLIP_FRAC, mean),
+            key,
+            mean,
+            limits.middle(CLIP_FRAC),
+        ).with_text(lambda: f"{percent(mean)} of the samples have left the trust region{view.usual(key)}")
+
 
 step_alarm = partial(AlarmRule, debug_updates=3, pieces=("transitions",))
 """Declare an alarm of the size of policy steps."""
@@ -204,6 +281,7 @@ RULES = (
         n_off=2,
         debug_updates=5,
         evidence=("policy/kl*", "policy/head/*/kl", "policy/ratio/*", "opt/lr", "grad/global/*", "adv/norm/*"),
+        settings=("learning_rate", "num_epochs", "minibatch_size"),
         relative=True,
     ),
     step_alarm(
@@ -227,7 +305,7 @@ RULES = (
     ),
     step_alarm(
         type="policy/ratio_collapse",
-        inputs=("policy/ratio/min", "policy/ratio/p01"),
+        inputs=("policy/ratio/p01", "policy/ratio/min"),
         meaning="Actions that turned out well have become ten times less likely.",
         action="Check the sign and the order of advantages; lower the learning rate.",
         judge=OnRamp(
@@ -252,20 +330,21 @@ RULES = (
         ),
         meaning="Much of the batch has left the trust region and teaches nothing more.",
         action="Fewer epochs or a lower learning rate; a larger batch where advantages are noisy.",
-        judge=OnRamp("policy/clip_frac", CLIP_FRAC, "{percent} of the samples have left the trust region{usual}"),
+        judge=ClipSaturationJudge(),
         bounds=(CLIP_FRAC,),
-        source="common practice; healthy runs stay below 0.17, but for their first updates",
+        source="common practice; healthy runs stay below 0.17, but for their first updates. A rollout of a few steps is a sample of a few, "
+        "so the share is that of the last 512 steps.",
         histories=("policy/clip_frac",),
         warmup=15,
         n_on=2,
         evidence=("policy/clip_frac*", "policy/head/*/clip_frac", "policy/kl*", "opt/lr"),
+        settings=("learning_rate", "num_epochs", "clip"),
     ),
     step_alarm(
         type="policy/kl_stall",
         inputs=("policy/kl_max", "opt/lr"),
-        meaning="The policy does not move at all.",
-        action="Check that its parameters are in the optimizer and require gradients, that the learning rate is not 0, that advantages "
-        "vary.",
+        meaning="The policy does not move, or hardly at all.",
+        action="Store the log-probabilities of the actions when they are taken, and compare with those in every minibatch.",
         judge=KlStallJudge(),
         bounds=(KL_STALL,),
         source="KL goes with the square of the learning rate: what a schedule has led to 5 % of its peak may stop.",
@@ -273,5 +352,6 @@ RULES = (
         n_on=3,
         n_off=1,
         evidence=("policy/kl*", "opt/lr", "grad/*/norm_preclip", "opt/update_to_weight*"),
+        settings=("learning_rate",),
     ),
 )

@@ -423,7 +423,7 @@ RULES = (
     ),
     critic_alarm(
         type="value/scale_shift",
-        inputs=("ret/std", "reward/absmax"),
+        inputs=("reward/absmax", "ret/mean", "ret/std"),
         meaning="Returns are on another scale than before.",
         action="Normalise rewards, clip outliers, look for a bug or a new phase in the environment.",
         judge=ScaleShiftJudge(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from esper_telemetry.alarms.rule import AlarmRule, Finding, View, above, hard, number, percent
+from esper_telemetry.alarms.rule import AlarmRule, Finding, View, above, below, hard, number, percent
 
 EXPLODING, VANISHING, SCORE, RETURN = "seed/exploding", "seed/vanishing", "env/score", "episode/return_mean"
 DORMANT, DISCONNECTED = "seed/cause/dormant", "seed/cause/disconnected"
@@ -26,6 +26,9 @@ SEED_EXPLODING = above(
 SEED_EXPLODING_FRAC = above(
     "seed_exploding_frac", 0.05, "share of the seeds that learn whose gradients are beyond ten clip limits"
 )
+SEED_ALONE = below(
+    "seed_alone", 0.005, "share of seeds beyond ten clip limits, below which the largest of thousands is chance"
+)
 SEED_VANISHING = above("seed_vanishing", 0.5, "severity of the vanishing of seeds' gradients, on average")
 SEED_DORMANT = above("seed_dormant", 0.6, "share of the seeds that learn which the loss hardly reaches")
 SEED_SCORE_DROP = above("seed_score_drop", 0.05, "accuracy by which hosts are worth less in the end than they were")
@@ -36,15 +39,24 @@ def explode(view: View) -> Iterator[Finding]:
     value, limit = view.get(EXPLODING), view.limits[SEED_EXPLODING]
     if value is not None:
         share = view.get("seed/exploding_frac") or 0.0
+        largest = value / limit if share >= view.limits[SEED_ALONE] else 0.0
         yield Finding(
-            min(1.0, 0.5 * max(value / limit, share / view.limits[SEED_EXPLODING_FRAC])),
+            min(1.0, 0.5 * max(largest, share / view.limits[SEED_EXPLODING_FRAC])),
             EXPLODING,
             value,
             limit,
             text=lambda: (
-                f"the gradient of a seed has exploded: severity {number(value)}; so it is in {percent(share)} of seeds and steps"
+                f"the gradient of a seed has exploded{place(view)}: severity {number(value)}; so it is in {percent(share)} of seeds and "
+                "steps"
             ),
         )
+
+
+def place(view: View) -> str:
+    """Where the seed with the largest gradient is: `, in environment 3, slot 1, stage 4, blueprint 2`; empty where nobody says."""
+    parts = [(part, view.get(f"seed/largest/{part}")) for part in ("environment", "slot", "stage", "blueprint")]
+    named = [f"{part} {number(index)}" for part, index in parts if index is not None]
+    return f", in {', '.join(named)}" if named else ""
 
 
 def vanish(view: View) -> Iterator[Finding]:
@@ -144,10 +156,11 @@ RULES = (
         action="Lower the learning rate of seeds, or blend them more slowly; the watchdog gives back weights that are lost "
         "(env/rollbacks).",
         judge=explode,
-        bounds=(SEED_EXPLODING, SEED_EXPLODING_FRAC),
-        source="Of a thousand healthy seeds and epochs one passes ten clip limits for a minibatch; none passes thirty.",
+        bounds=(SEED_EXPLODING, SEED_EXPLODING_FRAC, SEED_ALONE),
+        source="Of a thousand healthy seeds and epochs one passes ten clip limits for a minibatch, and of many thousands one passes "
+        "thirty: the largest counts where five in a thousand pass ten.",
         debug_updates=5,
-        evidence=("seed/*", "env/rollbacks"),
+        evidence=("seed/largest/*", "seed/*", "env/rollbacks"),
         optional=True,
     ),
     AlarmRule(

@@ -60,6 +60,7 @@ def _test(
 
 ACTIONS = CalibrationEquation(
     name="actions",
+    rank=14,
     quantity="the actions",
     equation="a_t ~ π(· | s_t), independently of everything before, given s_t",
     source="policy gradient theorem (Sutton 1999); scores: Freedman 1975, theorem 1.6",

@@ -42,7 +42,9 @@ class ClipInputs:
 def _factor(gradient: Tensor, max_norm: float | None) -> Tensor:
     if max_norm is None:
         return gradient.new_ones(())
-    return (max_norm / (torch.linalg.vector_norm(gradient) + NORM_EPS)).clamp(max=1.0)
+    norm: Tensor = torch.linalg.vector_norm(gradient)
+    factor: Tensor = max_norm / (norm + NORM_EPS)
+    return factor.clamp(max=1.0)
 
 
 def _each_tensor(inputs: ClipInputs) -> Tensor:
@@ -67,6 +69,7 @@ def _fit_value(inputs: ClipInputs, numbers: Tensor) -> tuple[float, Tensor]:
 
 CLIPPING = Equation(
     name="clipping",
+    rank=62,
     quantity="the gradients that the optimizer reads",
     equation="g min(1, c / ‖g‖)",
     source="1211.5063, section 3.2",

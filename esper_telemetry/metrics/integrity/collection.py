@@ -173,6 +173,7 @@ INPUT_HYPOTHESES = (
 
 REPLAYED_LOG_PROBS = Equation(
     name="replayed_log_probs",
+    rank=16,
     quantity="the log-probabilities that were acted on",
     equation="log π(a | s) of the policy before the first step, on the stored observations, states and masks",
     source="1707.06347: the ratio of a policy to itself is 1",
@@ -185,6 +186,7 @@ REPLAYED_LOG_PROBS = Equation(
 
 VALUES = Equation(
     name="values",
+    rank=17,
     quantity="the values at collection",
     equation="V(s) of the critic before the first step, on the stored observations and states",
     source="1506.02438",

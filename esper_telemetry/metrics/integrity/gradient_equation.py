@@ -34,6 +34,7 @@ PPO_SOURCE: Final = "1707.06347, eq. 7 and 9"
 
 GRADIENT = Equation(
     name="gradient",
+    rank=60,
     quantity="the gradients before clipping",
     equation="∇(L_policy + c_v L_value - c_e H) of the minibatch",
     source=PPO_SOURCE,

@@ -64,32 +64,31 @@ def check_gradient(
     unknown = sorted(set(alternatives or ()) - {*ALTERNATIVE_LOSSES, "critic_leaks"})
     if unknown:
         raise ValueError(f"unknown alternatives: {', '.join(unknown)}")
+    given = _entries(gradients)
     by_term = {name: _entries(terms[name]) for name in TERMS if name in terms}
-    shapes = [None if entry is None else entry.shape for entry in _entries(gradients)]
-    columns = [*by_term.values()]
-    known = [
-        next((entry.shape for entry in entries if entry is not None), None)
-        for entries in zip(_entries(gradients), *columns, strict=False)
-    ]
-    if len(known) != len(shapes) or any(shape is None for shape in known):
+    counts = {"gradients": len(given)} | {name: len(entries) for name, entries in by_term.items()}
+    if not given or len(set(counts.values())) > 1:
+        raise ValueError(f"gradients and terms must have equally many tensors, got {counts}")
+    columns = zip(given, *by_term.values(), strict=True)
+    present = [next((entry for entry in column if entry is not None), None) for column in columns]
+    models = [entry for entry in present if entry is not None]
+    if len(models) < len(present):
         raise ValueError(
-            f"each of the {len(shapes)} parameters needs a gradient of a term, got {list(map(len, columns))}"
+            f"each parameter needs a gradient, the trainer's or of a term, and number {present.index(None)} has none"
         )
 
     def joined(name: str, tensors: Tensors) -> Tensor:
         entries = _entries(tensors)
-        got = [None if entry is None else entry.shape for entry in entries]
-        if len(got) != len(known) or any(one not in (None, other) for one, other in zip(got, known, strict=True)):
-            raise ValueError(f"{name} must have the shapes {_shown(known)}, got {_shown(got)}")
-        present = [
-            torch.zeros(shape) if e is None else e for e, shape in zip(entries, known, strict=True) if shape is not None
-        ]
-        device = next((entry.device for entry in entries if entry is not None), None)
-        return flat64([entry.to(device) for entry in present])
+        shapes = [None if entry is None else list(entry.shape) for entry in entries]
+        expected = [list(model.shape) for model in models]
+        if len(shapes) != len(expected) or any(one not in (None, e) for one, e in zip(shapes, expected, strict=True)):
+            raise ValueError(f"{name} must have the shapes {expected}, got {shapes}")
+        filled = zip(entries, models, strict=True)
+        return flat64([torch.zeros_like(model) if entry is None else entry.to(model.device) for entry, model in filled])
 
     vectors = {name: joined(name, entries) for name, entries in by_term.items()}
     others = {name: joined(name, entries) for name, entries in (alternatives or {}).items()}
-    numels = tuple([shape.numel() for shape in known if shape is not None])
+    numels = tuple([model.numel() for model in models])
     return compare_gradient(
         joined("gradients", gradients),
         vectors,
@@ -139,6 +138,8 @@ def compare_gradient(
 
 def same_gradient(claimed: Tensor, total: Tensor, numels: Sequence[int]) -> float:
     """Return the largest error [d] of a gradient next to the largest entry of its parameter."""
+    if torch.equal(claimed, total):
+        return 0.0
     scale = gradient_scale(claimed, [total], numels)
     return float(((claimed - total) / scale).abs().max())
 
@@ -150,7 +151,3 @@ def _values(tensors: Tensors) -> list[Tensor | None]:
 def _entries(tensors: Tensors) -> list[Tensor | None]:
     """The gradients: those of parameters in place of parameters."""
     return [entry.grad if isinstance(entry, torch.nn.Parameter) else entry for entry in _values(tensors)]
-
-
-def _shown(shapes: Sequence[tuple[int, ...] | None]) -> str:
-    return ", ".join("none" if shape is None else str(list(shape)) for shape in shapes)

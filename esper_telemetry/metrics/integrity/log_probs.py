@@ -200,6 +200,7 @@ def shifted(column: Tensor, steps: int, filler: Tensor) -> Tensor | None:
 
 LOG_PROBS = Equation(
     name="log_probs",
+    rank=15,
     quantity="the log-probabilities at collection",
     equation="log π(a | s) = Σ over heads and dimensions of log π_i(a_i | s), of the stored action under the distribution acted on",
     source="1707.06347, eq. 6; 1812.05905, appendix C, for a tanh",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from esper_telemetry.core.lazy import Tensor, torch
 from esper_telemetry.core.objective import LossRows
@@ -249,5 +249,5 @@ class LossGradients:
             return None
         if not loss.requires_grad:
             return torch.cat([torch.zeros_like(p).flatten() for p in self._parameters]).double()
-        options: dict[str, bool] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
         return flat64(torch.autograd.grad(loss, self._parameters, **options))

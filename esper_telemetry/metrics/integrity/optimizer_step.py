@@ -6,7 +6,7 @@ parameter are divided by the largest one that the parameter takes, plus what rou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -18,7 +18,7 @@ from esper_telemetry.metrics.integrity.gradient_terms import fitted, spread
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-Tensors: TypeAlias = "Mapping[str, Tensor | None] | Sequence[Tensor | None]"
+Weights: TypeAlias = "Mapping[str, Tensor] | Sequence[Tensor]"
 
 ROUNDINGS: Final = 2.0
 """Roundings of a weight in a step, in units of its type's epsilon: one of weight decay and one of the step, and as much to spare."""
@@ -220,6 +220,7 @@ def _fit_decay(inputs: StepInputs, numbers: Tensor) -> tuple[float, Tensor] | No
 
 OPTIMIZER_STEP = Equation(
     name="optimizer_step",
+    rank=70,
     quantity="the optimizer's steps",
     equation="θ' - θ of the optimizer's update rule, its state and its settings",
     source="1412.6980, algorithm 1 (Adam); 1711.05101 (AdamW); 1211.5063 (momentum); Hinton 2012, lecture 6 (RMSprop)",
@@ -258,10 +259,17 @@ OPTIMIZER_STEP = Equation(
         ),
         Hypothesis(
             name="ascent",
-            says="steps up the gradient",
-            equation="θ' = θ + lr g",
+            says="the opposite of the optimizer's steps",
+            equation="θ' = θ + lr step",
+            compute=lambda inputs: -inputs.changed(),
+            advice="The learning rate is negative, or the step is added with the wrong sign",
+        ),
+        Hypothesis(
+            name="negated_gradient",
+            says="steps with the opposite gradient",
+            equation="g = ∇(-L)",
             compute=lambda inputs: inputs.changed(lambda settings: settings._replace(maximize=not settings.maximize)),
-            advice="The learning rate is negative, or the optimizer maximises",
+            advice="The optimizer maximises: compare its maximize flag with the sign of the loss",
         ),
         Hypothesis(
             name="gradient_descent",
@@ -333,7 +341,7 @@ OPTIMIZER_STEP = Equation(
 
 def settings_of(optimizer: Optimizer, group: Mapping[str, Any]) -> StepSettings | None:
     """Return the settings of a parameter group; None where the optimizer's rule is not written out here."""
-    common = {
+    common: dict[str, Any] = {
         "lr": float(group["lr"]),
         "weight_decay": float(group.get("weight_decay", 0.0)),
         "maximize": bool(group.get("maximize", False)),
@@ -419,9 +427,9 @@ def compare_step(
 
 @no_grad
 def check_optimizer_step(
-    before: Tensors,
-    after: Tensors,
-    gradients: Tensors,
+    before: Weights,
+    after: Weights,
+    gradients: Mapping[str, Tensor | None] | Sequence[Tensor | None],
     optimizer: Optimizer,
     *,
     state: Mapping[str, Any] | None = None,
@@ -446,17 +454,15 @@ def check_optimizer_step(
     Raises:
         ValueError: where numbers or shapes of tensors differ.
     """
-    old, new, read = (list(x.values()) if isinstance(x, Mapping) else list(x) for x in (before, after, gradients))
+    old, new = (list(x.values()) if isinstance(x, Mapping) else list(x) for x in (before, after))
+    read = list(gradients.values()) if isinstance(gradients, Mapping) else list(gradients)
     if not len(old) == len(new) == len(read) > 0:
-        raise ValueError(
-            f"before, after and gradients must have equally many tensors, got {len(old)}, {len(new)} and {len(read)}"
-        )
-    for place, (one, other, gradient) in enumerate(zip(old, new, read, strict=True)):
-        shapes = [None if x is None else list(x.shape) for x in (one, other, gradient)]
-        if shapes[0] is None or shapes[0] != shapes[1] or shapes[2] not in (None, shapes[0]):
-            raise ValueError(
-                f"shapes must agree, got before {shapes[0]}, after {shapes[1]} and gradient {shapes[2]} at {place}"
-            )
+        counts = f"{len(old)}, {len(new)} and {len(read)}"
+        raise ValueError(f"before, after and gradients must have equally many tensors, got {counts}")
+    for place, row in enumerate(zip(old, new, read, strict=True)):
+        shapes = [list((row[0] if x is None else x).shape) for x in row]
+        if shapes != shapes[:1] * 3:
+            raise ValueError("shapes must agree, got before {}, after {} and gradient {} at {}".format(*shapes, place))
     members = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
     saved: Mapping[Any, Any] = optimizer.state
     if state is not None:
@@ -473,26 +479,11 @@ def check_optimizer_step(
     if default is None:
         return unchecked(OPTIMIZER_STEP, f"the update rule of {type(optimizer).__name__} is not known")
     steps = []
-    for one, other, gradient in zip(_present(old), _present(new), read, strict=True):
+    for one, other, gradient in zip(old, new, read, strict=True):
         member = groups.get(id(other))
         held = ({}, 0) if member is None else state_before(saved.get(member[0], {}))
         own = None if member is None else settings_of(optimizer, member[1])
         steps.append(ParameterStep(one.double(), None if gradient is None else gradient.double(), own, *held))
-    epsilon = max(torch.finfo(one.dtype).eps for one in _present(new))
-    return compare_step(
-        steps,
-        _present(new),
-        default,
-        epsilon=epsilon,
-        learning_rate=learning_rate,
-        precision=precision,
-        tolerance=tolerance,
-    )
-
-
-def _present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
-    return [
-        tensor.detach() if not isinstance(tensor, torch.nn.Parameter) else tensor
-        for tensor in tensors
-        if tensor is not None
-    ]
+    epsilon = max(torch.finfo(one.dtype).eps for one in new)
+    options: dict[str, Any] = {"learning_rate": learning_rate, "precision": precision, "tolerance": tolerance}
+    return compare_step(steps, new, default, epsilon=epsilon, **options)

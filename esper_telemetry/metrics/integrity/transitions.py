@@ -77,6 +77,7 @@ def _other_environment(columns: TransitionInputs) -> Tensor | None:
 
 TRANSITIONS = Equation(
     name="transitions",
+    rank=10,
     quantity="the observations",
     equation="o_{t+1} is what the environment returned after a_t, and the first one of a new episode after an end",
     source="Sutton and Barto 2018, figure 3.1",
@@ -150,6 +151,7 @@ def _other_step(steps: int) -> Callable[[tuple[Tensor, Tensor]], Tensor | None]:
 
 STORED_REWARDS = Equation(
     name="stored_rewards",
+    rank=12,
     quantity="the stored rewards",
     equation="r_t is what the environment paid for a_t",
     source="Sutton and Barto 2018, figure 3.1",
@@ -184,6 +186,7 @@ STORED_REWARDS = Equation(
 
 EXECUTED = Equation(
     name="executed_actions",
+    rank=13,
     quantity="the actions that arrive in the environments",
     equation="those that the policy chose for these environments in this step",
     source="Sutton and Barto 2018, figure 3.1",

@@ -203,9 +203,6 @@ class FirstStaleness(MetricGroup):
         )
         .bounds(healthy="about 0", critical="> 1e-4", source=SOURCE)
         .absent("the stored states are zero, or they are not recomputed")
-        .advises(
-            "Acting and training begin with different states: store the state that was acted on, and reset both alike."
-        )
     )
 
 

@@ -12,7 +12,7 @@ from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
 from esper_telemetry.core.record import Level
-from esper_telemetry.core.reduction import Max, Mean, Min, Moments, Sum
+from esper_telemetry.core.reduction import Last, Max, Mean, Min, Moments, Sum
 from esper_telemetry.metrics.statistics import sample, spread, where_any
 
 SEEDS_FAMILY = MetricFamily(
@@ -206,6 +206,7 @@ def seed_stats(
     of_stage = torch.bincount(stage.flatten(), minlength=len(labels["stage"])).double()
     yield SeedStages(tuple(labels["stage"]), Mean(of_stage, torch.full_like(of_stage, steps)))
     yield _gradients(seeds)
+    yield _largest(seeds)
     counted = cause[cause >= 0]
     of_cause = torch.bincount(counted, minlength=len(labels["cause"])).double()
     yield SeedCauses(tuple(labels["cause"]), Mean(of_cause, of_cause.sum().expand_as(of_cause)))
@@ -229,6 +230,50 @@ def _counts(seeds: Mapping[str, Tensor], steps: float, horizon: int) -> SeedCoun
         success=Mean(fossilized, fossilized + pruned),
         alpha=_mean(seeds["alpha"], seeds["alpha"] > 0),
         life=_mean(seeds["life"], alive),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LargestSeed(MetricGroup):
+    """Place of the seed whose gradient is largest beside its clip limit."""
+
+    environment: Last = reports(
+        Metric.quantity("seed/largest/environment", 1583, "environment of the largest gradient", unit="index", low=0.0)
+        .asks("In which environment is the seed with the largest gradient?")
+        .absent("no seed learns")
+    )
+    slot: Last = reports(
+        Metric.quantity("seed/largest/slot", 1584, "slot of the largest gradient", unit="index", low=0.0)
+        .asks("In which slot is it?")
+        .absent("no seed learns")
+    )
+    stage: Last = reports(
+        Metric.quantity("seed/largest/stage", 1585, "stage of the largest gradient", unit="index", low=0.0)
+        .asks("In which stage is it, as a number of `slots.Stage`?")
+        .absent("no seed learns")
+    )
+    blueprint: Last = reports(
+        Metric.quantity("seed/largest/blueprint", 1586, "blueprint of the largest gradient", unit="index", low=0.0)
+        .asks("Of which blueprint is it?")
+        .absent("no seed learns")
+    )
+
+
+def _largest(seeds: Mapping[str, Tensor]) -> LargestSeed:
+    exploding = seeds["exploding"]
+    severity = exploding.nan_to_num(-1.0)
+    place = severity.flatten().argmax()
+    known = severity.flatten()[place] >= 0
+    slots, environments = exploding.shape[-1], exploding.shape[-2]
+
+    def at(index: Tensor) -> Last:
+        return Last(torch.where(known, index.double(), torch.nan))
+
+    return LargestSeed(
+        environment=at(place // slots % environments),
+        slot=at(place % slots),
+        stage=at(seeds["stage"].flatten()[place]),
+        blueprint=at(seeds["blueprint"].flatten()[place]),
     )
 
 

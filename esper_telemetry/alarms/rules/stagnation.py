@@ -1,0 +1,326 @@
+"""Parts of training that never come to work, or shrink and grow slowly, so that no update differs much from the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import log10
+from statistics import median
+from typing import Any
+
+from esper_telemetry.alarms.rule import (
+    AlarmRule,
+    Finding,
+    Ramp,
+    View,
+    above,
+    below,
+    count,
+    decade_ramp,
+    hard,
+    number,
+    percent,
+    times,
+)
+
+BLOCK_UPDATES = 20
+"""Updates whose median is one point of a slow course."""
+
+MIN_BLOCKS = 4
+"""Such points that must each lie above the one before."""
+
+WARNING = 0.5
+"""Severity of what is unusual and may still be harmless."""
+
+SLOW_GROWTH = above("slow_growth", 2.5, "decades by which a group's gradient has grown step by step, beyond its errors")
+HEALTHY_GRADIENTS = 0.75
+"""Health of the gradients that a run must have had before its loss is news."""
+SICK_GRADIENTS = below("sick_gradients", 0.25, "health of the gradients, median of twenty updates")
+
+
+@dataclass(slots=True)
+class SlowCourse:
+    """Medians of a value over blocks of updates.
+
+    Attributes:
+        medians: one for each whole block.
+        values: of the block under way.
+    """
+
+    medians: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def add(self, value: float, patience: int = 1) -> None:
+        """Add the value of an update; blocks are `patience` times as long where updates are small."""
+        self.values.append(value)
+        if len(self.values) >= BLOCK_UPDATES * patience:
+            self.medians.append(median(self.values))
+            self.values.clear()
+
+    def rise(self) -> float:
+        """Difference between the last median and the lowest one, where the last few rise all the way; else 0."""
+        last = self.medians[-MIN_BLOCKS:]
+        if len(last) < MIN_BLOCKS or any(after <= before for before, after in pairwise(last)):
+            return 0.0
+        return last[-1] - min(self.medians)
+
+
+@dataclass(slots=True)
+class SlowGrowthJudge:
+    """Gradients that grow by a few per cent in every update, or whose health is lost, while what they follow stays as it is.
+
+    Attributes:
+        norms: decades of the gradient norm of each group.
+        errors: decades of the size of returns, which a critic's gradient follows.
+        health: of all gradients.
+    """
+
+    norms: dict[str, SlowCourse] = field(default_factory=dict)
+    errors: SlowCourse = field(default_factory=SlowCourse)
+    health: SlowCourse = field(default_factory=SlowCourse)
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        mean, std = view.get("ret/mean"), view.get("ret/std")
+        if mean is not None and std is not None and (mean or std):
+            self.errors.add(log10((mean * mean + std * std) ** 0.5), view.patience)
+        excused, bound = max(0.0, self.errors.rise()), view.limits[SLOW_GROWTH]
+        for group, key, severity in view.labelled("grad/", "/severity_explode"):
+            norm = view.get(f"grad/{group}/norm_preclip")
+            if norm is None or norm <= 0:
+                continue
+            course = self.norms.setdefault(group, SlowCourse())
+            course.add(log10(norm), view.patience)
+            growth = course.rise() - excused
+            factor = 10 ** min(course.rise(), 300.0)
+            yield Finding(max(WARNING, severity) * hard(growth > bound), key, severity, instance=group).with_text(
+                lambda group=group, norm=norm, factor=factor: (  # type: ignore[misc]  # the loop's values at this time
+                    f"the gradient of {group} has grown step by step to {number(norm)}, {times(factor)} what it was, and goes on growing"
+                )
+            )
+        yield from self.lost_health(view)
+
+    def lost_health(self, view: View) -> Iterator[Finding]:
+        """Gradients that were healthy and are not, while the return does not rise."""
+        key = "grad/health"
+        health, bound = view.get(key), view.limits[SICK_GRADIENTS]
+        if health is None:
+            return
+        self.health.add(health, view.patience)
+        medians = self.health.medians
+        lost = bool(medians) and max(medians) > HEALTHY_GRADIENTS and medians[-1] < bound and view.course.risen is False
+        yield Finding(WARNING * hard(lost), key, health, bound, instance="health").with_text(
+            lambda: (
+                f"the health of the gradients has fallen from {percent(max(medians))} to {percent(medians[-1])} (healthy: above 75 %)"
+            )
+        )
+
+
+NEVER_FIT_UPDATES = count("never_fit_updates", 30, "updates in a row in which the critic must be worse than a constant")
+NEVER_FIT = below("never_fit", -0.5, "R² of the critic, median over these updates")
+NEVER_FIT_BEST = below("never_fit_best", 0.0, "best R² of the critic in these updates")
+LEARNING_CRITIC = 0.7
+"""Ratio of the later to the earlier half's error from which on a critic is still learning."""
+
+
+@dataclass(slots=True)
+class NeverFitJudge:
+    """A critic that is worse than a constant for long, and does not become better.
+
+    Attributes:
+        fits: the latest R².
+    """
+
+    fits: list[float] = field(default_factory=list)
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        key, limits = "value/r2", view.limits
+        value = view.get(key)
+        if value is None:
+            return
+        fits, needed = self.fits, int(limits[NEVER_FIT_UPDATES]) * view.patience
+        fits.append(value)
+        del fits[:-needed]
+        middle, half = median(fits), max(1, len(fits) // 2)
+        learning = median(fits[half:] or fits) - 1 > LEARNING_CRITIC * (median(fits[:half]) - 1)
+        never = len(fits) == needed and max(fits) < limits[NEVER_FIT_BEST] and middle < limits[NEVER_FIT]
+        never = never and not learning and view.course.risen is not True and relative_error(view) > LARGE_ERROR
+        yield Finding(hard(never), key, value, limits[NEVER_FIT]).with_text(
+            lambda: (
+                f"the critic has been worse than a constant in each of the last {len(fits)} updates, and does not become better: its R² is "
+                f"{number(middle)} (a constant has 0)"
+            )
+        )
+
+
+LARGE_ERROR = 0.3
+"""Error of the critic over the size of returns, from which on it is off: where all returns are equal, R² is far below 0 for nothing."""
+
+
+def relative_error(view: View) -> float:
+    """Root mean square error of the critic over the size of returns; infinite where the record does not say."""
+    bias, scatter, mean, std = (view.get(key) for key in ("value/bias", "value/err/std", "ret/mean", "ret/std"))
+    if bias is None or scatter is None or mean is None or std is None:
+        return float("inf")
+    size = (mean * mean + std * std) ** 0.5
+    return float((bias * bias + scatter * scatter) ** 0.5 / size) if size > 0 else 0.0
+
+
+STD_LOST = Ramp(
+    "std_lost", 0.25, 0.01, "standard deviation of a head relative to the first one, where the return does not rise"
+)
+STD_LOST_ANYWAY = Ramp("std_lost_anyway", 0.05, 0.001, "the same where the return rises")
+
+
+@dataclass(slots=True)
+class StdCollapseJudge:
+    """A Gaussian head whose standard deviation has shrunk to nothing.
+
+    Attributes:
+        first: standard deviation of each head in its first update.
+    """
+
+    first: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        limits, risen = view.limits, view.course.risen
+        for head, key, value in view.labelled("policy/head/", "/std/mean"):
+            first = self.first.setdefault(head, value)
+            if first <= 0 or value < 0:
+                continue
+            low, high = limits.ends(STD_LOST_ANYWAY if risen is not False else STD_LOST)
+            yield Finding(
+                decade_ramp(first / max(value, 1e-300), 1 / low, 1 / high),
+                key,
+                value,
+                first * (low * high) ** 0.5,
+                instance=head,
+            ).with_text(
+                lambda head=head, value=value, first=first: (  # type: ignore[misc]  # the loop's values at this time
+                    f"the standard deviation of {head} has shrunk from {number(first)} to {number(value)}: "
+                    "the policy no longer tries anything"
+                )
+            )
+
+
+EMPTY_STATE = below("empty_state", 1e-3, "typical size of a recurrent state that holds nothing")
+EMPTIED_SHARE = below("emptied_share", 0.01, "typical size of a recurrent state relative to its largest median")
+ALWAYS_RESET = above("always_reset", 0.99, "share of the steps that begin with an empty memory")
+REMEMBERED_STEPS = 3.0
+"""Mean length of episodes from which on a memory that is reset in every step is a mistake."""
+
+
+@dataclass(slots=True)
+class EmptyStateJudge:
+    """A memory that is reset in every step, holds next to nothing, or fades away.
+
+    Attributes:
+        sizes: of the state over blocks of updates.
+    """
+
+    sizes: SlowCourse = field(default_factory=SlowCourse)
+
+    def __call__(self, view: View) -> Iterator[Finding]:
+        limits = view.limits
+        rate, length = view.get("lstm/reset_rate"), view.get("episode/length_mean")
+        if rate is not None and length is not None:
+            always = rate > limits[ALWAYS_RESET] and length > REMEMBERED_STEPS
+            yield Finding(hard(always), "lstm/reset_rate", rate, limits[ALWAYS_RESET], instance="resets").with_text(
+                lambda: (
+                    f"memory has been reset in {percent(rate)} of the steps, though episodes last {number(length)} steps: the policy "
+                    "remembers nothing"
+                )
+            )
+        key = "lstm/h/rms"
+        size = view.get(key)
+        if size is None or (rate is not None and rate > limits[ALWAYS_RESET]):
+            return
+        self.sizes.add(size, view.patience)
+        largest = max(self.sizes.medians, default=0.0)
+        empty, faded = size < limits[EMPTY_STATE], size < limits[EMPTIED_SHARE] * largest
+        yield Finding(
+            hard(empty or faded), key, size, limits[EMPTY_STATE] if empty else limits[EMPTIED_SHARE] * largest
+        ).with_text(
+            lambda: (
+                f"the memory holds next to nothing: its typical size is {number(size)}"
+                + (f", after {number(largest)}" if largest > size else " (usually 0.05 to 0.8)")
+            )
+        )
+
+
+def remembers(facts: Mapping[str, Any]) -> bool:
+    """True where the policy has a memory of any kind."""
+    return bool(facts.get("policy", "lstm") != "mlp")
+
+
+RULES = (
+    AlarmRule(
+        type="grad/slow_growth",
+        inputs=("grad/{group}/severity_explode", "grad/{group}/norm_preclip", "grad/health"),
+        meaning="Gradients have grown step by step, each time a little.",
+        action="Look at the growth of the weights (opt/weight_growth) and of the rewards; lower the learning rate, or use weight decay.",
+        judge=SlowGrowthJudge(),
+        bounds=(SLOW_GROWTH, SICK_GRADIENTS),
+        source="A history of a hundred updates follows what grows by 4 % in each, so medians of twenty are compared with the lowest of "
+        "the run, less the growth of returns, which a critic's gradient follows.",
+        rank=282,
+        required=("grad/health",),
+        n_on=2,
+        debug_updates=3,
+        evidence=("grad/*/norm_preclip", "grad/*/severity_explode", "grad/health", "opt/weight_growth", "ret/std"),
+        pieces=("layers",),
+        relative=True,
+        settings=("learning_rate", "max_grad_norm"),
+        optional=True,
+    ),
+    AlarmRule(
+        type="value/never_fits",
+        inputs=("value/r2", "value/explained_variance", "value/bias_over_std"),
+        meaning="The critic has been worse than a constant for long.",
+        action="Check that the critic's parameters are trained, that its loss has the right sign and targets, and that returns are "
+        "computed in the right order; normalise returns where they are large.",
+        judge=NeverFitJudge(),
+        bounds=(NEVER_FIT_UPDATES, NEVER_FIT, NEVER_FIT_BEST),
+        source="Critics of unscaled returns begin far below 0 and climb: one that climbs is left alone. So is one of a task that is being "
+        "solved, whose returns become equal.",
+        rank=256,
+        debug_updates=3,
+        evidence=("value/*", "ret/*", "loss/value"),
+        pieces=("transitions",),
+        relative=True,
+        settings=("learning_rate", "value_coef"),
+    ),
+    AlarmRule(
+        type="policy/std_collapse",
+        inputs=("policy/head/{head}/std/mean", "policy/head/{head}/std/min"),
+        meaning="The standard deviation of continuous actions has shrunk to next to nothing.",
+        action="Bound log standard deviations from below, lower the learning rate, check what rewards small actions or little variety.",
+        judge=StdCollapseJudge(),
+        bounds=(STD_LOST, STD_LOST_ANYWAY),
+        source="5 % of the first value while the return does not rise, 0.7 % anyhow: long runs that learn end at 10 % and more",
+        rank=292,
+        n_on=3,
+        debug_updates=3,
+        evidence=("policy/head/*/std/*", "policy/entropy", "policy/kl"),
+        pieces=("transitions",),
+        settings=("learning_rate", "entropy_coef"),
+        optional=True,
+    ),
+    AlarmRule(
+        type="lstm/empty",
+        inputs=("lstm/{part}/rms", "lstm/reset_rate"),
+        meaning="The memory holds next to nothing.",
+        action="Check that states are passed on from step to step and reset only where an episode ended; initialise the forget bias at 1.",
+        judge=EmptyStateJudge(),
+        bounds=(EMPTY_STATE, EMPTIED_SHARE, ALWAYS_RESET),
+        source="fresh LSTMs have states of 0.02 and more",
+        rank=205,
+        required=("lstm/h/rms",),
+        applies=remembers,
+        n_on=5,
+        debug_updates=3,
+        evidence=("lstm/*/rms", "lstm/*/absmax", "lstm/reset_rate", "episode/length_mean"),
+        pieces=("transitions",),
+        optional=True,
+    ),
+)

@@ -1,0 +1,189 @@
+"""Remarks on settings outside of all published values, and on data that need not be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from healthy_run import FACTS, Values, alarms, judged, record, run, set_to, values
+
+from esper_telemetry.alarms import diagnose
+from esper_telemetry.alarms.published_settings import PUBLISHED, outside_settings, range_sentence, settings_of
+from esper_telemetry.ppo.config import PRESETS, PPOConfig
+
+SB3 = {**FACTS, "trainer": "stable-baselines3 PPO"}
+
+
+def remarks(
+    facts: Mapping[str, Any], changes: Mapping[str, float | None] | None = None, updates: int = 12
+) -> dict[str, str]:
+    """Names and texts of the remarks on a run."""
+    verdicts = judged(run(updates, set_to(changes or {}), since=1), facts)
+    data = [data for verdict in verdicts for kind, data in verdict.events if kind == "remark"]
+    assert len({item["name"] for item in data}) == len(data)
+    return {item["name"]: item["text"] for item in data}
+
+
+def test_a_range_has_its_quantiles_in_order() -> None:
+    for item in PUBLISHED.values():
+        assert item.lowest <= item.p10 <= item.median <= item.p90 <= item.highest and item.example
+
+
+def test_published_settings_get_no_remark() -> None:
+    """CleanRL's Atari, zoo's MountainCarContinuous and RSL-RL's ANYmal C, and every preset of the bundled trainer."""
+    atari = {"learning_rate": 2.5e-4, "gamma": 0.99, "gae_lambda": 0.95, "clip": 0.1, "num_epochs": 4, "num_envs": 8}
+    atari |= {"num_steps": 128, "num_minibatches": 4, "entropy_coef": 0.01, "value_coef": 0.5, "max_grad_norm": 0.5}
+    car = {
+        "learning_rate": 7.77e-5,
+        "gamma": 0.9999,
+        "num_steps": 8,
+        "num_envs": 1,
+        "num_minibatches": 1,
+        "value_coef": 0.38,
+    }
+    anymal = {"learning_rate": 1e-3, "num_steps": 24, "num_envs": 4096, "num_minibatches": 4, "value_coef": 2.0}
+    presets = [
+        {name: getattr(PPOConfig(**{"policy": kind, **own}), name) for name in PUBLISHED if hasattr(PPOConfig(), name)}
+        for (_, kind, _), (_, own) in PRESETS.items()
+    ]
+
+    assert [list(outside_settings(facts)) for facts in (atari, car, anymal, *presets)] == [[]] * (3 + len(presets))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("learning_rate", 0.1, "learning_rate is 0.1; published settings lie between 2.0e-5 and 0.003"),
+        ("learning_rate", 1e-7, "learning_rate is 1.0e-7; published"),
+        ("gamma", 0.0, "gamma is 0; published settings lie between 0.8 and 1"),
+        ("clip", 5.0, "clip is 5; published settings lie between 0.1 and 0.4"),
+        ("max_grad_norm", 0.001, "max_grad_norm is 0.001; published"),
+        ("num_epochs", 200, "num_epochs is 200; published settings lie between 1 and 20"),
+        ("entropy_coef", 1.0, "entropy_coef is 1; published settings lie between 0 and 0.01"),
+    ],
+)
+def test_a_setting_outside_of_all_published_ones_is_remarked_at_once(name: str, value: float, said: str) -> None:
+    assert remarks({**FACTS, name: value}, updates=1)[name].startswith(said)
+
+
+def test_a_setting_has_the_name_and_the_unit_of_its_trainer() -> None:
+    """Their value loss has no factor of 1/2: vf_coef 10 is our 20."""
+    assert range_sentence("clip", 5.0, SB3).startswith("clip_range is 5")
+    assert range_sentence("value_coef", 20.0, SB3) == "vf_coef is 10; published settings lie between 0.19 and 2.5"
+
+
+def test_minibatches_are_counted_in_rows() -> None:
+    """Eight environments of 128 steps in 512 minibatches: two rows each."""
+    facts = {"num_envs": 8, "num_steps": 128, "num_minibatches": 512}
+
+    assert settings_of(facts) == {"rollout_size": 1024.0, "minibatch_size": 2.0}
+    assert [item.name for item in outside_settings(facts)] == ["minibatch_size"]
+
+
+def test_a_remark_is_no_alarm_and_diagnose_lists_it() -> None:
+    facts = {**FACTS, "learning_rate": 0.1}
+    verdict = diagnose(facts, run(10))
+
+    assert verdict.incidents == ()
+    assert [data["text"] for kind, data in verdict.events if kind == "remark"] == [remarks(facts)["learning_rate"]]
+    assert verdict.remarks[0]["value"] == 0.1
+
+
+def test_an_initial_standard_deviation_of_50_is_remarked() -> None:
+    assert "50" in remarks(FACTS, {"policy/head/op/std/mean": 50.0}, 1)["initial std op"]
+    by_state = {"policy/head/op/std/mean": 3.9, "policy/head/op/std/min": 1.0}
+    assert "initial std op" not in remarks(FACTS, by_state, 1)
+
+
+def test_a_discount_that_sees_a_hundredth_of_an_episode() -> None:
+    """gamma 0.8 looks 5 steps ahead: 0.5 % of episodes of 1000 steps, 2.5 % of those of 200."""
+    facts = {**FACTS, "gamma": 0.8}
+
+    assert "5 steps ahead" in remarks(facts, {"episode/length_mean": 1000.0})["discount horizon"]
+    assert "discount horizon" not in remarks(facts, {"episode/length_mean": 200.0})
+
+
+def test_episodes_that_all_terminate_after_as_many_steps() -> None:
+    limited = {"episode/terminated_length_min": 200.0, "episode/terminated_length_max": 200.0}
+
+    assert "after exactly 200 steps" in remarks(FACTS, limited)["fixed length"]
+    assert "fixed length" not in remarks(FACTS, {**limited, "episode/terminated_length_min": 190.0})
+    assert "fixed length" not in remarks(FACTS, {**limited, "episode/truncated_frac": 0.1})
+
+
+def test_rewards_that_are_missing_tiny_or_equal() -> None:
+    """Ten updates of 512 steps are 5,120."""
+    none = {"reward/absmax": 0.0, "reward/std": 0.0, "reward/mean": 0.0}
+    tiny = {"reward/absmax": 1e-5, "reward/std": 1e-6, "reward/mean": 1e-6}
+    equal = {"reward/absmax": 1.0, "reward/std": 0.0, "reward/mean": 1.0}
+
+    assert "none of the first 5,120 steps" in remarks(FACTS, none)["no reward"]
+    assert "scale them" in remarks(FACTS, tiny)["tiny rewards"]
+    assert "only the length" in remarks(FACTS, equal)["equal rewards"]
+
+
+def test_a_remark_that_holds_of_many_correct_runs_is_not_listed_without_need() -> None:
+    equal = set_to({"reward/absmax": 1.0, "reward/std": 0.0, "reward/mean": 1.0})
+    verdict = diagnose(FACTS, run(12, equal, since=1))
+
+    assert [data["name"] for data in verdict.remarks] == ["equal rewards"]
+    assert not [kind for kind, _ in verdict.events if kind == "remark"]
+
+
+def test_advice_names_the_setting_its_value_and_the_usual_one() -> None:
+    facts = {**SB3, "learning_rate": 0.1}
+    (alarm,) = alarms(judged(run(31, set_to({"policy/kl": 5.0})), facts))
+
+    assert "learning_rate is 0.1; published settings lie between 2.0e-5 and 0.003." in alarm.text
+    assert "published" not in alarms(judged(run(31, set_to({"policy/kl": 5.0}))))[0].text
+
+
+def test_advice_that_cannot_apply_is_not_given() -> None:
+    """There is no bonus to lower, and a learning rate of 0.1 is not 0."""
+    late = {**FACTS, "total_steps": 60 * 512, "entropy_coef": 0.0}
+
+    def random(metrics: Values, ago: int) -> None:
+        metrics.update({"policy/entropy_norm": 0.999, "loss/entropy_coef": 0.0})
+
+    explosion = next(a for a in alarms(judged(run(60, random), late)) if a.type == "policy/entropy_explosion")
+    stall = next(
+        a for a in alarms(judged(run(40, set_to({"policy/kl_max": 0.0, "opt/lr": 0.1})))) if a.type == "policy/kl_stall"
+    )
+
+    assert "entropy_coef" not in explosion.text and "weight of the entropy" not in explosion.text
+    assert "not 0" not in stall.text
+
+
+def test_an_alarm_says_what_the_return_does() -> None:
+    """From 5 to 50 within thirty updates, and not at all."""
+
+    def rising(metrics: Values, update: int) -> None:
+        metrics["episode/return_mean"] = 5.0 + 1.5 * update
+        if update >= 29:
+            metrics["policy/kl"] = 5.0
+
+    (risen,) = alarms(judged(run(31, rising, since=1)))
+    flat = alarms(judged(run(31, set_to({"policy/kl": 5.0}))))[0]
+
+    assert "The return has risen: 47, and 6.5 at first." in risen.text
+    assert "The return has not risen" in flat.text
+
+
+def test_a_consequence_joins_the_incident_of_its_cause() -> None:
+    """A learning rate of 0.1 from the first update on: the entropy is 0 from the second, and judged from the eleventh."""
+    facts = {**FACTS, "learning_rate": 0.1}
+    spoiled = []
+    for update in range(1, 20):
+        metrics = values(update)
+        if update >= 2:
+            metrics.update(
+                {"policy/entropy_norm": 0.0, "policy/entropy_marginal_norm": 0.0, "opt/update_to_weight": 0.5}
+            )
+        spoiled.append(record(update, metrics))
+
+    verdict = diagnose(facts, spoiled)
+    by_type = {alarm.type: alarm for incident in verdict.incidents for alarm in incident.alarms}
+
+    assert by_type["policy/entropy_collapse"].since == 2
+    assert len(verdict.incidents) == 1
