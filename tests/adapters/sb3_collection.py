@@ -191,7 +191,7 @@ class LastNormalised(PPO):
             del callback.on_rollout_end
 
 
-class NeverReset(RecurrentPPO):
+class NeverReset(RecurrentPPO):  # type: ignore[misc]  # sb3-contrib has no types
     """Acts with a memory that the ends of episodes do not reset."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
