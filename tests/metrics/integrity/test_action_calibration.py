@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -168,7 +169,7 @@ def test_masked_irrelevant_and_invalid_rows_do_not_count() -> None:
     stored = torch.where(relevant, drawn, 0)
 
     def check(**settings: Tensor) -> EquationCheck:
-        heads = {name: {"move": value} for name, value in settings.items()}
+        heads: dict[str, Any] = {name: {"move": value} for name, value in settings.items()}
         return check_actions({"move": stored}, logits={"move": logits}, **heads)
 
     assert check(action_masks=mask, relevant=relevant).matches

@@ -34,7 +34,8 @@ class Gaussians:
         self.log_probs = self.of(self.actions).sum(-1)
 
     def of(self, actions: Tensor) -> Tensor:
-        return Normal(self.means, self.log_std.exp()).log_prob(actions)
+        densities: Tensor = Normal(self.means, self.log_std.exp()).log_prob(actions)
+        return densities
 
     @property
     def slope(self) -> Tensor:
