@@ -69,7 +69,7 @@ bench: install  ## speed and memory beside other trainers and loggers; see docs/
 	@$(BIN)/python benchmarks/delivery.py
 	@$(BIN)/python benchmarks/paced.py
 
-docs: install  ## write docs/metrics.md from the declarations in the code
+docs: install  ## write docs/metrics.md and the list in docs/is_my_ppo_correct.md from the declarations in the code
 	@$(BIN)/python docs/glossary.py
 
 clean:  ## remove everything that the other targets made

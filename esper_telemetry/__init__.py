@@ -51,6 +51,27 @@ if TYPE_CHECKING:
     from esper_telemetry.journal.read import read_run as read_run
     from esper_telemetry.metrics.advantages import advantage_stats as advantage_stats
     from esper_telemetry.metrics.gradients.health import gradient_health as gradient_health
+    from esper_telemetry.metrics.integrity.actions import check_actions as check_actions
+    from esper_telemetry.metrics.integrity.advantages import check_gae as check_gae
+    from esper_telemetry.metrics.integrity.clipping import check_clipping as check_clipping
+    from esper_telemetry.metrics.integrity.collection import check_replayed_log_probs as check_replayed_log_probs
+    from esper_telemetry.metrics.integrity.collection import check_values as check_values
+    from esper_telemetry.metrics.integrity.entropy_loss import check_entropy as check_entropy
+    from esper_telemetry.metrics.integrity.gradients import check_gradient as check_gradient
+    from esper_telemetry.metrics.integrity.log_probs import check_log_probs as check_log_probs
+    from esper_telemetry.metrics.integrity.minibatches import check_minibatches as check_minibatches
+    from esper_telemetry.metrics.integrity.normalization import (
+        check_normalized_advantages as check_normalized_advantages,
+    )
+    from esper_telemetry.metrics.integrity.optimizer_step import check_optimizer_step as check_optimizer_step
+    from esper_telemetry.metrics.integrity.policy_loss import check_policy_loss as check_policy_loss
+    from esper_telemetry.metrics.integrity.returns import check_returns as check_returns
+    from esper_telemetry.metrics.integrity.schedules import check_schedule as check_schedule
+    from esper_telemetry.metrics.integrity.total_loss import check_total_loss as check_total_loss
+    from esper_telemetry.metrics.integrity.transitions import check_executed as check_executed
+    from esper_telemetry.metrics.integrity.transitions import check_rewards as check_rewards
+    from esper_telemetry.metrics.integrity.transitions import check_transitions as check_transitions
+    from esper_telemetry.metrics.integrity.value_loss import check_value_loss as check_value_loss
     from esper_telemetry.metrics.ratio import ratio_diagnostics as ratio_diagnostics
     from esper_telemetry.metrics.values import value_fit as value_fit
     from esper_telemetry.ppo.config import PPOConfig as PPOConfig
@@ -84,6 +105,29 @@ __all__, __getattr__, __dir__ = lazy_names(
         "esper_telemetry.journal.read": ("read_run",),
         "esper_telemetry.metrics.advantages": ("advantage_stats",),
         "esper_telemetry.metrics.gradients.health": ("gradient_health",),
+        "esper_telemetry.metrics.integrity.actions": ("check_actions",),
+        "esper_telemetry.metrics.integrity.advantages": ("check_gae",),
+        "esper_telemetry.metrics.integrity.clipping": ("check_clipping",),
+        "esper_telemetry.metrics.integrity.collection": (
+            "check_replayed_log_probs",
+            "check_values",
+        ),
+        "esper_telemetry.metrics.integrity.entropy_loss": ("check_entropy",),
+        "esper_telemetry.metrics.integrity.gradients": ("check_gradient",),
+        "esper_telemetry.metrics.integrity.log_probs": ("check_log_probs",),
+        "esper_telemetry.metrics.integrity.minibatches": ("check_minibatches",),
+        "esper_telemetry.metrics.integrity.normalization": ("check_normalized_advantages",),
+        "esper_telemetry.metrics.integrity.optimizer_step": ("check_optimizer_step",),
+        "esper_telemetry.metrics.integrity.policy_loss": ("check_policy_loss",),
+        "esper_telemetry.metrics.integrity.returns": ("check_returns",),
+        "esper_telemetry.metrics.integrity.schedules": ("check_schedule",),
+        "esper_telemetry.metrics.integrity.total_loss": ("check_total_loss",),
+        "esper_telemetry.metrics.integrity.transitions": (
+            "check_executed",
+            "check_rewards",
+            "check_transitions",
+        ),
+        "esper_telemetry.metrics.integrity.value_loss": ("check_value_loss",),
         "esper_telemetry.metrics.ratio": ("ratio_diagnostics",),
         "esper_telemetry.metrics.values": ("value_fit",),
         "esper_telemetry.ppo.config": ("PPOConfig",),

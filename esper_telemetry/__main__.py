@@ -1,6 +1,6 @@
 """`python -m esper_telemetry` and `esper-telemetry`: the command line.
 
-`run` is recognised here, before anything is imported that a script should import, or set up, itself.
+`run` and `check` are recognised here, before anything is imported that a script should import, or set up, itself.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ def main() -> None:
         from esper_telemetry.cli.run import main as run_script
 
         run_script(sys.argv[2:])
+    elif sys.argv[1:2] == ["check"]:
+        from esper_telemetry.cli.check import main as check
+
+        check(sys.argv[2:])
     else:
         from esper_telemetry.core.lazy import collection_paused
 

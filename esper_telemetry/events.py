@@ -81,6 +81,7 @@ class Outputs(NamedTuple):
         relevance: per head that is not always relevant [N], bool.
         memory: [N, H], h of the actor's last recurrent layer after each step; None for a feed-forward policy.
         features: [N, F], inputs of the heads; None where they were not kept.
+        values: [N], the critic's estimates; None where they were not asked for.
     """
 
     logits: Mapping[str, Tensor]
@@ -89,6 +90,7 @@ class Outputs(NamedTuple):
     relevance: Mapping[str, Tensor]
     memory: Tensor | None
     features: Tensor | None = None
+    values: Tensor | None = None
 
 
 class Activations(NamedTuple):
@@ -181,6 +183,28 @@ class Scale(NamedTuple):
     normalized: Tensor
 
 
+class Transitions(NamedTuple):
+    """What the environments of a rollout returned, [T, B] each; observations as checksums, float64.
+
+    Attributes:
+        inputs: of the observations that were stored for each step.
+        outcomes: of those that each step returned, after an end of the first one of the next episode.
+        finals: of the last observations of episodes, NaN where none ended.
+        rewards: that each step returned.
+        informative: the observations are vectors of real numbers, which change in every step of a usual environment.
+        sent, received: checksums of the actions that were sent to the environments, and of those that arrived there; None where the
+            source does not see both.
+    """
+
+    inputs: Tensor
+    outcomes: Tensor
+    finals: Tensor
+    rewards: Tensor
+    informative: bool
+    sent: Tensor | None = None
+    received: Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutEnd:
     """A collected rollout with its advantages; nothing is normalised yet.
@@ -209,6 +233,11 @@ class RolloutEnd:
             began; parts are h and c of an LSTM, h of a GRU. None for a feed-forward policy.
         scales: of the running normalisers that are on: `obs` and `ret`.
         observations: [T, B, ...] that were acted on; None where the source does not give them.
+        transitions: what the environments returned; likewise.
+        last_values: [K, B], estimates of the states after the last step, also where that ended its episode: then of the next one's first
+            state. K rollouts of equal length, with a bootstrap after each, are joined; None where there is one, or it is not known.
+        time_limits: [T, B], bool: steps that a time limit ended, from a source that counts them among `terminated`, because it does not
+            see what was added for the states after them; else None.
     """
 
     update: int
@@ -235,6 +264,9 @@ class RolloutEnd:
     states: Tensor | None = None
     scales: Mapping[str, Scale] = field(default_factory=dict)
     observations: Tensor | None = None
+    transitions: Transitions | None = None
+    last_values: Tensor | None = None
+    time_limits: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,12 +320,32 @@ class MinibatchStart:
     shards: Callable[[int], Sequence[Shard]]
 
 
+class CollectionReplay(NamedTuple):
+    """Passes of the policy, as it collected a rollout, over that rollout's inputs, and over those that a known mistake would use.
+
+    Attributes:
+        rollout: that was collected.
+        rows: [N], numbers of its transitions, counted time by time, in the order of the outputs.
+        outputs: (name of a hypothesis of `metrics.integrity.collection`, or nothing for the stored inputs) -> outputs now, with `values`;
+            None where the hypothesis does not apply.
+        has_modes: the policy has layers that work differently in training.
+    """
+
+    rollout: RolloutEnd
+    rows: Tensor
+    outputs: Callable[[str], Outputs | None]
+    has_modes: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class BeforeUpdate:
-    """The moment before the first minibatch; the weights are those that collected the rollout."""
+    """The moment before the first minibatch; the weights are those that collected the rollout. `collection` shows the policy what it
+    acted on, and is valid during the event only; None from a source that cannot.
+    """
 
     update: int
     policy: PolicyReplay
+    collection: CollectionReplay | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,6 +171,12 @@ class TelemetrySession:
         return self._peers.size if self._peers else 1
 
     @property
+    def precision(self) -> str | None:
+        """Precision of the trainer's arithmetic; None where it does not say."""
+        precision = self._facts.get("precision")
+        return None if precision is None else str(precision)
+
+    @property
     def update_level(self) -> Level:
         """Level of the update under way: DEBUG where an alarm asks for it, else `level`."""
         return self._response.level

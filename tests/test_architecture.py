@@ -40,7 +40,7 @@ BELOW: dict[str, set[str]] = {
         "delivery",
         "pipeline",
     },
-    "testing": {"core", "journal", "sinks", "delivery"},
+    "testing": {"core", "metrics", "journal", "sinks", "delivery"},
 }
 BELOW["telemetry"] = {*BELOW["session"], "session"}
 BELOW["adapters"] = {"core", "events", "updates", "metrics", "session", "telemetry"}

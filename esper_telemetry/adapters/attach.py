@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.adapters.sampled import MAX_TRAVELLING_ENTRIES, GradientProbe, ReplayProbe, TimedListener
+from esper_telemetry.adapters.step_checks import StepProbe
 from esper_telemetry.core.metric import segment
 from esper_telemetry.core.record import Level
 from esper_telemetry.events import (
@@ -139,6 +140,7 @@ class UpdateCollector:
         contained = partial(TimedListener, telemetry.clock, source.hooks, telemetry.attempt)
         self._replay_probe = ReplayProbe(telemetry, contained())
         self._gradient_probe = GradientProbe(contained())
+        self._step_probe = StepProbe(telemetry, contained())
         self._for_this_update = contained()
         self._listener = listener = TimedListener(telemetry.clock, source.hooks)
         joins = source.joins if isinstance(source, JoiningSource) else ()
@@ -171,7 +173,7 @@ class UpdateCollector:
 
     def stop(self) -> None:
         """Listen to nothing any more."""
-        for part in (self._listener, self._replay_probe, self._gradient_probe, self._for_this_update):
+        for part in (self._listener, self._replay_probe, self._gradient_probe, self._step_probe, self._for_this_update):
             part.stop()
 
     def take(self, progress: TrainingProgress | None = None) -> UpdateData:
@@ -207,6 +209,7 @@ class UpdateCollector:
         )
         self._layers, self._features, self._sampled = (), None, False
         self._for_this_update.stop()
+        self._telemetry.attempt(lambda probe: probe.finish(), self._step_probe)
         if self._backwards:
             self._last_backwards = self._backwards[-1]
         lists: list[list[Any]] = [self._rollouts, self._episodes, self._minibatches, self._trunk, self._backwards]
@@ -257,6 +260,8 @@ class UpdateCollector:
             self._env_step = event.env_step or 0
         self._ended = time.perf_counter()
         self._telemetry.start(config=event.config, facts=event.facts)
+        self._step_probe.precision = event.facts.get("precision")
+        self._step_probe.forget()
         if event.facts.get("groups", {}).get("shared") and not self._listens_to_trunk:
             self._listener.on(TrunkBackward, self._keep_trunk_gradients)
             self._listens_to_trunk = True
@@ -277,6 +282,7 @@ class UpdateCollector:
                 self._for_this_update.untimed(MinibatchEnd, self._critic.add)
             self._gradient_probe.begin(every_step=self._telemetry.update_level is Level.DEBUG)
             self._replay_probe.begin()
+            self._step_probe.begin()
             self._listener.once(RecurrentForward, self._keep_layers)
             self._listener.once(TrunkBackward, self._keep_features)
 
@@ -296,6 +302,7 @@ class UpdateCollector:
 
     def _rolled_back(self, event: Rollback) -> None:
         """Announce that weights and moments jump, so that no detector takes it for a fault."""
+        self._step_probe.forget()
         self._telemetry.notify_intervention("the update was undone", update=event.update, rollbacks=event.rollbacks)
 
     def _keep_trunk_gradients(self, event: TrunkBackward) -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from esper_telemetry.adapters.replayed import CollectionProbe
 from esper_telemetry.core.clock import Clock
 from esper_telemetry.core.group import MetricGroup
 from esper_telemetry.core.record import Level
@@ -23,6 +24,7 @@ from esper_telemetry.events import (
     BackwardEnd,
     BeforeUpdate,
     Hooks,
+    MinibatchesEnd,
     MinibatchStart,
     OptimizerStep,
     Outputs,
@@ -265,6 +267,7 @@ class ReplayProbe:
         self._telemetry = telemetry
         self._listener = listener
         self.samples = 0
+        self._collection = CollectionProbe()
         self._stored: Outputs | None = None
         self._before: Outputs | None = None
 
@@ -272,6 +275,7 @@ class ReplayProbe:
         """Sample the update that begins now."""
         self.stop()
         self._listener.on(BeforeUpdate, self._before_update)
+        self._listener.on(MinibatchesEnd, self._after_minibatches)
         self._listener.on(AfterUpdate, self._after_update)
 
     def stop(self) -> None:
@@ -281,7 +285,11 @@ class ReplayProbe:
 
     def _before_update(self, event: BeforeUpdate) -> None:
         level, policy, measure = self._telemetry.update_level, event.policy, self._telemetry.measure
-        stored, now = self._stored, self._before = policy.stored(), policy.outputs()
+        collection = event.collection
+        now = None if collection is None else collection.outputs("")
+        stored, now = self._stored, self._before = policy.stored(), policy.outputs() if now is None else now
+        if collection is not None:
+            measure(self._collection.before_update(stored, now, collection, self._telemetry.precision))
         if stored.memory is not None and now.memory is not None:
             measure([partial(first_staleness, stored.memory, now.memory)])
         measure(layer_metrics(policy.activations(), level))
@@ -291,6 +299,9 @@ class ReplayProbe:
             if copy.parameters:
                 measure([partial(capacity_loss, copy.network, copy.parameters, copy.observations)])
         self.samples += 1
+
+    def _after_minibatches(self, event: MinibatchesEnd) -> None:
+        self._telemetry.measure(self._collection.after_minibatches(event, self._telemetry.precision))
 
     def _after_update(self, event: AfterUpdate) -> None:
         if self._stored is not None and self._before is not None:

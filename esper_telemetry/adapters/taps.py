@@ -107,5 +107,17 @@ def without_trace(policy: nn.Module) -> Iterator[None]:
                 buffer.copy_(before)
 
 
+@contextmanager
+def in_mode(policy: nn.Module, *, training: bool, set_mode: Callable[[bool], object] | None = None) -> Iterator[None]:
+    """Within it `policy` and its modules are in that mode, as `set_mode` sets it; after it each is in its own again."""
+    modes = [(module, module.training) for module in policy.modules()]
+    (set_mode or policy.train)(training)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 def _identity(value: Value) -> Value:
     return value

@@ -188,6 +188,7 @@ class Detectors:
             self._families.update(key.partition("/")[0] for key in values)
             self._explained = not self._families.isdisjoint(EXPLAINING_FAMILIES)
         view.update = self._update
+        view.env_step = record.axes.env_step
         total = self.facts.get("total_steps")
         view.progress = min(1.0, record.axes.env_step / total) if isinstance(total, int | float) and total > 0 else None
         passed = max(1, record.axes.update - before.axes.update) if before else 1  # records may be missing between

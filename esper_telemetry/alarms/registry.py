@@ -10,6 +10,7 @@ from typing import Final
 
 from esper_telemetry.alarms.rule import AlarmRule
 from esper_telemetry.alarms.rules import (
+    calibration,
     data,
     equations,
     exploration,
@@ -35,6 +36,7 @@ ENTRY_POINT_GROUP: Final = "esper_telemetry.alarms"
 BUILT_IN: tuple[AlarmRule, ...] = (
     *integrity.RULES,
     *equations.RULES,
+    *calibration.RULES,
     *trust_region.RULES,
     *exploration.RULES,
     *policy.RULES,

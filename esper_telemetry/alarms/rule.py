@@ -160,7 +160,7 @@ class Finding(NamedTuple):
 
     def with_text(self, text: Callable[[], str]) -> Finding:
         """Return the same with the clause that `text` returns."""
-        return Finding(*self[:-1], text)
+        return self._replace(text=text)
 
 
 class View:
@@ -176,6 +176,7 @@ class View:
         progress: share of the run that is over, 0 to 1; None where its length is not known.
         steps: optimizer steps of this update; None in the first.
         transitions: environment steps of this update; None in the first.
+        env_step: environment steps of the run so far.
         course: of the return since the start.
         patience: times that rules wait longer in this run, because its updates are small; see `patience_factor`.
     """
@@ -190,6 +191,7 @@ class View:
         self.progress: float | None = None
         self.steps: int | None = None
         self.transitions: int | None = None
+        self.env_step = 0
         self.course = ReturnCourse()
         self.patience = patience_factor(facts)
         self._keys: set[str] = set()

@@ -107,6 +107,14 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Check:
+    """Compare a script's numbers, or those of a run, with the equations of PPO; `esper-telemetry check --help` says more.
+
+    Example: esper-telemetry check --seconds 60 ppo.py --env-id CartPole-v1
+    """
+
+
+@dataclass(frozen=True)
 class Replay:
     """Send a run's journal to a backend, once or as it grows.
 
@@ -207,6 +215,7 @@ class Diagnose:
 COMMANDS: Final[dict[str, type]] = {
     "train": Train,
     "run": Run,
+    "check": Check,
     "replay": Replay,
     "doctor": Doctor,
     "compress": Compress,
@@ -225,6 +234,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from esper_telemetry.cli.run import main as run_script
 
         run_script(words[1:])
+    if words[:1] == ["check"]:
+        from esper_telemetry.cli.check import main as check
+
+        check(words[1:])
     if words[:1] == ["--version"]:
         print(f"{PROGRAM} {__version__}")
         raise SystemExit(0)
@@ -243,6 +256,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code; raises WrongUse before anything is created."""
+    if list(arguments[:1]) == ["check"]:
+        from esper_telemetry.cli import check
+
+        return check.check(check.parse(arguments[1:]))
     command = parse(arguments)
     name = type(command).__name__.lower()
     with collection_paused():

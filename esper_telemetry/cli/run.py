@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -29,6 +29,7 @@ from esper_telemetry.cli.arguments import WrongUse, wrong_use
 
 if TYPE_CHECKING:
     from esper_telemetry.adapters.script.listener import ScriptListener
+    from esper_telemetry.events import Hooks
     from esper_telemetry.telemetry import Telemetry
 
 LEVELS = ("minimal", "normal", "debug")
@@ -103,10 +104,7 @@ def run(options: ScriptRun) -> int:
 def _check(options: ScriptRun) -> None:
     """Refuse what telemetry would refuse later, when the script is running."""
     if options.run_dir is not None:
-        if not options.run_dir.strip():
-            raise WrongUse(f"run_dir must name a directory, got {options.run_dir!r}")
-        if (Path(options.run_dir) / "journal.jsonl").exists():
-            raise WrongUse(f"{options.run_dir} holds a run already: give another directory")
+        check_run_dir(options.run_dir)
     if options.sink:
         from esper_telemetry.sinks.registry import as_sink
 
@@ -115,17 +113,31 @@ def _check(options: ScriptRun) -> None:
                 as_sink(uri)
 
 
+def check_run_dir(run_dir: str) -> None:
+    """Refuse a directory that cannot be that of a new run."""
+    if not run_dir.strip():
+        raise WrongUse(f"run_dir must name a directory, got {run_dir!r}")
+    if (Path(run_dir) / "journal.jsonl").exists():
+        raise WrongUse(f"{run_dir} holds a run already: give another directory")
+
+
 @dataclass
 class ScriptTelemetry:
     """The telemetry of a script: made when there is something to measure, and ended with the script.
 
     Attributes:
         options: of the command.
+        on_update: called when an update has ended; may raise to stop the script.
+        last_words: print a line at the end of a script that has a run and no failure of telemetry.
         telemetry: None before the first update, and in all ranks but the first.
+        run_dirs: of the runs so far.
     """
 
     options: ScriptRun
+    on_update: Callable[[], None] | None = None
+    last_words: bool = True
     telemetry: Telemetry | None = None
+    run_dirs: list[Path] = field(default_factory=list)
     _announced: bool = False
     _pid: int = field(default_factory=os.getpid)
 
@@ -156,7 +168,8 @@ class ScriptTelemetry:
                 self.telemetry.__exit__(type(error) if error else None, error, None)
         except Exception as failure:  # the script's own exception or exit code must reach the caller
             self._taps.error = self._taps.error or failure
-        self._report_end(script)
+        if self.last_words or self._taps.error is not None or not self.run_dirs:
+            self._report_end(script)
 
     def _make_listener(self) -> ScriptListener:
         from esper_telemetry.adapters.script.listener import ScriptListener
@@ -164,7 +177,15 @@ class ScriptTelemetry:
 
         script = ScriptListener(self._attach, self._log)
         script.hooks.on(UpdateEnd, lambda _: self._announce(script), last=True)
+        self._count_updates(script.hooks)
         return script
+
+    def _count_updates(self, hooks: Hooks) -> None:
+        from esper_telemetry.events import UpdateEnd
+
+        on_update = self.on_update
+        if on_update is not None:
+            hooks.on(UpdateEnd, lambda _: on_update(), last=True)
 
     def _attach(self, script: ScriptListener) -> None:
         """Attach telemetry at the first step of PPO."""
@@ -182,17 +203,26 @@ class ScriptTelemetry:
         directory = self._directory
         if directory is not None and number > 1:
             directory = directory.with_name(f"{directory.name}-{number}")
-        return Telemetry(
+        telemetry = Telemetry(
             list(self.options.sink),
             run_dir=directory or "auto",
             name=Path(self.options.script).stem,
             level=self.options.level,
             ranks="alone",
         )
+        if telemetry.run_dir is not None:
+            self.run_dirs.append(telemetry.run_dir)
+        return telemetry
 
     def _with_callback(self, model: Any, callback: Any) -> Any:
         """Return the callback with which a model of Stable-Baselines3 learns; the script's own if the script itself trains by PPO."""
-        return callback if self.telemetry is not None else self._models.joined(model, callback)
+        if self.telemetry is not None:
+            return callback
+        before = self._models.last
+        joined = self._models.joined(model, callback)
+        if self._models.last is not None and self._models.last is not before:
+            self._count_updates(self._models.last.hooks)
+        return joined
 
     def _say(self, sentence: str) -> None:
         say(f"{Path(self.options.script).name}: {sentence}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from esper_telemetry.core.catalogue import declaring_modules
 
@@ -18,6 +18,19 @@ EQUATION_KEY: Final = "integrity/equation/"
 
 FITTED_KEY: Final = "integrity/fitted/"
 """Beginning of the keys of fitted parameters."""
+
+TOLERANCE_KEY: Final = "integrity/equation_tolerance/"
+"""Beginning of the keys of tolerances that are not those of single precision."""
+
+UNCHECKED_FACT: Final = "unchecked_equations"
+"""Fact of a run: reasons why its trainer does not show what equations need, by their names.
+
+Trainers and adapters add it to the facts of `RunStart`. A reason continues "could not be checked: ", and counts where no record has the
+equation.
+"""
+
+MAX_EXPLANATIONS: Final = 3
+"""Hypotheses that a sentence names; the keys of a record have all."""
 
 TOLERANCES: Final[Mapping[str, float]] = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 2e-2}
 """Largest relative error that rounding explains, by the precision of the trainer's arithmetic."""
@@ -65,6 +78,7 @@ class Equation:
         inputs: what a trainer must show so that the equation can be checked, as a noun phrase.
         tolerance: factor of `TOLERANCES`.
         advice: what to look at where no hypothesis explains a difference.
+        rank: place among causes, small first: of several equations that differ, the one with the smallest rank is named first.
     """
 
     name: str
@@ -76,6 +90,7 @@ class Equation:
     inputs: str
     tolerance: float = 1.0
     advice: str = ""
+    rank: int = 50
 
     def tolerance_at(self, precision: str | None) -> float:
         """Return the largest relative error that rounding explains; that of single precision where the precision is unknown."""
@@ -87,9 +102,10 @@ class Equation:
 
     def sentence(self, error: float, explanations: Sequence[str] = ()) -> str:
         """Return a difference in one clause; `explanations` are noun phrases of the hypotheses that give the numbers."""
+        size = f"by {100 * error:.3g} % of the largest number"
         if not explanations:
-            return f"{self.quantity} differ from {self.equation} by {error:.2g} of the largest number, and no known mistake explains it"
-        return f"{self.quantity} equal {' or '.join(explanations)}, and differ from {self.equation} by {error:.2g} of the largest number"
+            return f"{self.quantity} differ from their reference equation {size}, and no known mistake explains it"
+        return f"{self.quantity} equal {alternatives(explanations)}, and differ from their reference equation {size}"
 
     def explanations(self, values: Mapping[str, float]) -> tuple[Hypothesis, ...]:
         """Return the hypotheses that explained the numbers of a record, by its values."""
@@ -101,3 +117,89 @@ def equations() -> dict[str, Equation]:
     """Return all declared equations by name, in the order of their modules."""
     values = [value for module in declaring_modules() for value in vars(module).values() if isinstance(value, Equation)]
     return {equation.name: equation for equation in values}
+
+
+def alternatives(phrases: Sequence[str]) -> str:
+    """Return phrases joined by "or"; the first ones and the number of the others where there are many."""
+    named, others = phrases[:MAX_EXPLANATIONS], len(phrases) - MAX_EXPLANATIONS
+    return " or ".join([*named, f"{others} other{'s' * (others > 1)}"] if others > 0 else named)
+
+
+class EquationResult(NamedTuple):
+    """An equation in a record.
+
+    Attributes:
+        equation: the reference.
+        error: relative.
+        tolerance: largest error that counts as rounding.
+        explanations: hypotheses that gave the numbers.
+        fitted: parameters that were fitted, by the names of hypotheses.
+    """
+
+    equation: Equation
+    error: float
+    tolerance: float
+    explanations: tuple[Hypothesis, ...]
+    fitted: Mapping[str, float]
+
+    @property
+    def matches(self) -> bool:
+        """True where the numbers equal the reference."""
+        return self.error <= self.tolerance
+
+    @property
+    def holds(self) -> bool:
+        """True where the numbers equal the reference, or a published variant."""
+        return self.matches or any(one.variant for one in self.explanations)
+
+    @property
+    def sentence(self) -> str:
+        """The difference in one clause."""
+        phrases = [phrase(one, self.fitted.get(one.name)) for one in self.explanations]
+        return self.equation.sentence(self.error, phrases)
+
+    @property
+    def advice(self) -> str:
+        """What to change, by the first hypothesis that says so."""
+        return next((one.advice for one in self.explanations if one.advice), self.equation.advice)
+
+
+def phrase(hypothesis: Hypothesis, fitted: float | None) -> str:
+    """Return a hypothesis as a noun phrase, with its fitted parameter."""
+    return hypothesis.says if fitted is None else f"{hypothesis.says} {hypothesis.parameter} = {fitted:.6g}"
+
+
+def equation_results(
+    values: Mapping[str, float], facts: Mapping[str, Any], factor: float = 1.0
+) -> list[EquationResult]:
+    """Return the equations that a record has, causes before effects.
+
+    Args:
+        values: of the record.
+        facts: of the run.
+        factor: of the tolerances.
+    """
+    results = []
+    for name, equation in equations().items():
+        error = values.get(EQUATION_KEY + name)
+        if error is None:
+            continue
+        usual = equation.tolerance_at(facts.get("precision"))
+        labels = {one.name: FITTED_KEY + equation.label(one) for one in equation.hypotheses}
+        results.append(
+            EquationResult(
+                equation,
+                error,
+                factor * max(usual, values.get(TOLERANCE_KEY + name, 0.0)),
+                equation.explanations(values),
+                {one: values[key] for one, key in labels.items() if key in values},
+            )
+        )
+    return sorted(results, key=lambda result: result.equation.rank)
+
+
+def unchecked_reason(equation: Equation, facts: Mapping[str, Any]) -> str:
+    """Return why no record of a run has an equation, as a clause."""
+    reasons = facts.get(UNCHECKED_FACT)
+    given = reasons.get(equation.name) if isinstance(reasons, Mapping) else None
+    return str(given) if given else f"the trainer does not show {equation.inputs}"

@@ -310,6 +310,7 @@ LABELS = (
     "component",
     "reason",
     "equation",
+    "test",
 )
 """Labels that stand for one segment of a key."""
 

@@ -90,12 +90,15 @@ class Window:
         epochs = _epoch_of_each_row(epoch, 1)
         self.overdue |= self._postponed.setdefault(measured.kind, ObservedRows()).add(measured, epochs, step)
 
-    def add(self, group: MetricGroup, epoch: int | Sequence[int], step: int | Sequence[int] | None) -> None:
+    def add(self, group: MetricGroup | Postponed, epoch: int | Sequence[int], step: int | Sequence[int] | None) -> None:
         """Pack a group; its first row stands at `step`, or after the rows that its layout has already; or its rows at `step`.
 
         It is packed now and not when the window is sent, because the owner of its tensors may change them. A group in which everything is
-        undefined has no rows.
+        undefined has no rows. A postponed measurement is kept as `postpone` does.
         """
+        if isinstance(group, Postponed):
+            self.postpone(group, epoch, step if isinstance(step, int) else None)
+            return
         packed = pack(group)
         if packed.layout.fields:
             epochs = _epoch_of_each_row(epoch, packed.rows)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.core import tensors as ops
+from esper_telemetry.core.objective import LossRows, MinibatchObjective
 from esper_telemetry.events import (
     NONE,
     AfterUpdate,
@@ -31,7 +33,6 @@ from esper_telemetry.events import (
     MinibatchesEnd,
     MinibatchStart,
     OptimizerStep,
-    PolicyReplay,
     RecurrentForward,
     Rollback,
     RolloutEnd,
@@ -47,6 +48,7 @@ from esper_telemetry.ppo.policy import ActorCritic
 from esper_telemetry.ppo.rollout import Batch, Rollout
 
 if TYPE_CHECKING:
+    from esper_telemetry.ppo.replay import TrainerReplay
     from esper_telemetry.ppo.trainer import PPO
 
 
@@ -97,7 +99,9 @@ class TrainerEvents:
         self._trainer: PPO = weakref.proxy(trainer)
         self._steps: list[StepTensors] = []
         self._norms: list[tuple[int, tuple[str, ...], Tensor]] = []
-        self._replay: PolicyReplay | None = None
+        self._log_std: Mapping[str, Tensor] = NONE
+        self._replay: TrainerReplay | None = None
+        self._collected: RolloutEnd | None = None
         self._start = self._cpu_start = self._learning_rate = 0.0
 
     @property
@@ -125,7 +129,8 @@ class TrainerEvents:
         """Emit `RolloutEnd`, `RecurrentForward` of a policy with an LSTM, and `EpisodeEnd` if an episode finished."""
         hooks, trainer = self._hooks, self._trainer
         if hooks.wants(RolloutEnd):
-            hooks.emit(self._rollout_event(rollout, advantages, returns))
+            self._collected = self._rollout_event(rollout, advantages, returns)
+            hooks.emit(self._collected)
         if rollout.recurrence is not None and hooks.wants(RecurrentForward):
             event = recurrent_event(trainer.policy, rollout, trainer.minibatch_envs)
             if event is not None:
@@ -134,12 +139,14 @@ class TrainerEvents:
         if episodes.returns and hooks.wants(EpisodeEnd):
             hooks.emit(EpisodeEnd(trainer.env_steps, episodes.returns, episodes.lengths, episodes.times))
 
-    def before_update(self, replay: Callable[[], PolicyReplay]) -> None:
+    def before_update(self, replay: Callable[[], TrainerReplay]) -> None:
         """Emit `BeforeUpdate`; `replay` builds what shows the policy its rollout once more."""
         wanted = self._hooks.wants(BeforeUpdate) or self._hooks.wants(AfterUpdate)
         self._replay = replay() if wanted else None
+        event, self._collected = self._collected, None
         if self._replay is not None:
-            self._hooks.emit(BeforeUpdate(self._trainer.updates, self._replay))
+            collection = None if event is None else self._replay.collection(event)
+            self._hooks.emit(BeforeUpdate(self._trainer.updates, self._replay, collection))
 
     def after_update(self) -> None:
         """Emit `AfterUpdate`."""
@@ -150,9 +157,31 @@ class TrainerEvents:
     def minibatch_start(
         self, epoch: int, step: int, shards: Callable[[Batch, int], Sequence[Shard]], batch: Batch
     ) -> None:
-        """Emit `MinibatchStart` before the first step."""
+        """Emit `MinibatchStart` before the first step, and keep the standard deviations, which each step changes."""
+        if self.numbers_rows:
+            self._log_std = self._trainer.policy.constant_log_std()
         if step == 0 and self._hooks.wants(MinibatchStart):
             self._hooks.emit(MinibatchStart(epoch, step, partial(shards, batch)))
+
+    def minibatch_objective(
+        self, epoch: int, step: int, rows: Callable[[], AbstractContextManager[LossRows]], learning_rate: float | None
+    ) -> None:
+        """Emit `MinibatchObjective`; gradients of several ranks are averages, which no rank can recompute alone."""
+        trainer = self._trainer
+        if self._hooks.wants(MinibatchObjective) and trainer.ranks.alone:
+            event = MinibatchObjective(
+                epoch=epoch,
+                step=step,
+                steps=trainer.config.num_epochs * trainer.config.num_minibatches,
+                rows=rows,
+                coefficients=trainer.coefficients,
+                parameters=trainer.parameters,
+                optimizer=trainer.optimizer,
+                max_norm=trainer.config.max_grad_norm,
+                learning_rate=learning_rate,
+                gradient_step=trainer.gradient_steps,
+            )
+            self._hooks.emit(event)
 
     def trunk_backward(
         self, place: tuple[int, int], outputs: tuple[Tensor, ...], actor: Tensor, critic: Tensor
@@ -190,14 +219,15 @@ class TrainerEvents:
         """Emit `MinibatchEnd`, and keep the minibatch for `MinibatchesEnd`."""
         policy = self._trainer.policy
         if self._hooks.wants(MinibatchEnd):
-            self._hooks.emit(minibatch_event(batch, (epoch, step), result, policy))
+            event = minibatch_event(batch, (epoch, step), result, policy)
+            self._hooks.emit(event._replace(log_std={**event.log_std, **self._log_std}))
         if self._hooks.wants(MinibatchesEnd) and batch.rows is not None:  # None where the hook came after the rollout
             parts = detached(result.head_log_probs) if batch.head_log_probs else NONE
             self._steps.append(
                 StepTensors(
                     *(epoch, result.log_ratio.detach(), batch.advantages, batch.rows),
                     *(detached(result.losses), detached(result.scores), parts, batch.head_log_probs),
-                    *(batch.action_masks, batch.relevance, policy.constant_log_std()),
+                    *(batch.action_masks, batch.relevance, self._log_std),
                 )
             )
 

@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -17,6 +18,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from esper_telemetry.core.objective import LossRows
 from esper_telemetry.events import Shard
 from esper_telemetry.ppo.config import PPOConfig
 from esper_telemetry.ppo.environments.protocol import Array
@@ -205,6 +207,26 @@ def objective(
     if bonus:
         losses["entropy"] = steps.entropy_loss(policy.entropy(normalized, batch.relevance))
     return ObjectiveResult(log_ratio, values, scores, log_probs, losses)
+
+
+@contextmanager
+def loss_rows(policy: ActorCritic, batch: Batch, given: Batch, config: PPOConfig) -> Iterator[LossRows]:
+    """Pass a minibatch through the policy, untouched by the steps of the update; `given` are its rows before normalisation."""
+    outputs = policy.trunks(batch.observations, batch.grid())
+    normalized = policy.normalize(policy.scores(outputs[0]), batch.action_masks)
+    log_probs = add(list(policy.log_probs(normalized, batch.actions, batch.relevance).values()))
+    yield LossRows(
+        log_ratio=log_probs - batch.log_probs,
+        log_probs=log_probs,
+        values=policy.values(outputs[-1]),
+        entropy=policy.entropy(normalized, batch.relevance),
+        advantages=batch.advantages,
+        old_values=batch.values,
+        returns=batch.returns,
+        raw_advantages=None if config.normalize_advantages and not config.normalize_minibatches else given.advantages,
+        clip=config.clip,
+        clip_value=config.clip_value,
+    )
 
 
 def leaf(output: Tensor) -> Tensor:

@@ -9,19 +9,19 @@ import copy
 import itertools
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from esper_telemetry.events import Activations, Copy, Outputs, StateGradients
+from esper_telemetry.events import Activations, CollectionReplay, Copy, Outputs, RolloutEnd, StateGradients
 from esper_telemetry.ppo.emit import describe
 from esper_telemetry.ppo.networks.mlp import MLP
 from esper_telemetry.ppo.networks.recurrent import Core, RecurrentTrunk
-from esper_telemetry.ppo.policy import ActorCritic, Tensors
-from esper_telemetry.ppo.rollout import Batch, Rollout, columns, flatten, on
+from esper_telemetry.ppo.policy import ActorCritic, Tensors, Trunk
+from esper_telemetry.ppo.rollout import Batch, Rollout, RolloutRecurrence, columns, flatten, on
 
 Flags = npt.NDArray[np.bool_]
 
@@ -157,6 +157,52 @@ class TrainerReplay:
         network = (lambda rows: alone(trunk, rows)) if isinstance(trunk, RecurrentTrunk) else trunk
         return Copy(network, [p for p in trunk.parameters() if p.requires_grad], self._observations)
 
+    def collection(self, event: RolloutEnd) -> CollectionReplay:
+        """Return passes over what the rollout of that event acted on."""
+        return CollectionReplay(event, self._rows, self._collected)
+
+    @torch.no_grad()
+    def _collected(self, hypothesis: str) -> Outputs | None:
+        """Outputs now, with values, for the stored inputs or those of a hypothesis of `metrics.integrity.collection`."""
+        policy, recurrence = self._policy, self._rollout.recurrence
+        if hypothesis == "mask_missing":
+            masked = dict(self._rollout.action_masks)
+            return self._outputs(policy.scores(self._forward()[0]), self._rows, None, masks={}) if masked else None
+        if not hypothesis:
+            features, memory = self._forward()
+            outputs = self._outputs(policy.scores(features), self._rows, memory)
+            critic = features if policy.critic is None else self._critic_features(policy.critic)
+            return outputs._replace(features=features, values=policy.values(critic))
+        changes = {} if recurrence is None else memory_changes(recurrence.fresh)
+        if recurrence is None or hypothesis not in changes:
+            return None
+        change = changes[hypothesis]
+        features, critic = self._unrolled(recurrence, change.fresh, empty=change.empty)
+        return self._outputs(policy.scores(features), self._rows, None)._replace(values=policy.values(critic))
+
+    def _critic_features(self, trunk: Trunk) -> Tensor:
+        grid = self._batch.grid()
+        with self._policy.autocast():
+            if grid is None or not isinstance(trunk, RecurrentTrunk):
+                features: Tensor = trunk(self._batch.observations)
+            else:
+                features = trunk(self._batch.observations, grid, grid.states["critic"])
+            return features.float()
+
+    def _unrolled(self, recurrence: RolloutRecurrence, fresh: Flags, *, empty: bool) -> tuple[Tensor, Tensor]:
+        """The actor's and the critic's features [N, F] with memory that begins anew where `fresh` [T, B], and `empty` at first."""
+        features = []
+        with self._policy.autocast():
+            for name, trunk in self._policy.named_trunks().items():
+                if isinstance(trunk, RecurrentTrunk):
+                    state = recurrence.states[name]
+                    first = torch.zeros_like(state) if empty else state
+                    outputs, _ = unroll(trunk, self._rollout.observations, first, fresh)
+                else:
+                    outputs = trunk(self._rollout.observations.flatten(0, 1))
+                features.append(outputs.float()[self._rows])
+        return features[0], features[-1]
+
     @cached_property
     def _rows(self) -> Tensor:
         """Numbers of all transitions, [N]."""
@@ -196,10 +242,36 @@ class TrainerReplay:
         recurrence = self._rollout.recurrence
         return None if recurrence is None else recurrence.after[:, -1, 0].flatten(0, 1)[rows]
 
-    def _outputs(self, scores: Mapping[str, Tensor], rows: Tensor, memory: Tensor | None) -> Outputs:
-        masks = _select_rows(self._rollout.action_masks, rows)
+    def _outputs(
+        self,
+        scores: Mapping[str, Tensor],
+        rows: Tensor,
+        memory: Tensor | None,
+        *,
+        masks: Mapping[str, Tensor] | None = None,
+    ) -> Outputs:
+        masks = _select_rows(self._rollout.action_masks, rows) if masks is None else masks
         logits, log_std, means = describe(self._policy, scores, masks)
         return Outputs(logits, means, log_std, _select_rows(self._rollout.relevance, rows), memory)
+
+
+class MemoryChange(NamedTuple):
+    """Steps [T, B] in which memory begins anew, and whether it begins the rollout empty, under a hypothesis."""
+
+    fresh: Flags
+    empty: bool = False
+
+
+def memory_changes(fresh: Flags) -> dict[str, MemoryChange]:
+    """Return the changes of each hypothesis about memory, of a rollout whose memory begins anew where `fresh` [T, B]."""
+    none = np.zeros_like(fresh[:1])
+    return {
+        "memory_zero": MemoryChange(fresh, empty=True),
+        "memory_not_reset": MemoryChange(np.zeros_like(fresh)),
+        "memory_empty": MemoryChange(np.ones_like(fresh)),
+        "memory_reset_late": MemoryChange(np.concatenate([none, fresh[:-1]])),
+        "memory_reset_early": MemoryChange(np.concatenate([fresh[1:], none])),
+    }
 
 
 def _select_rows(columns: Tensors, rows: Tensor) -> dict[str, Tensor]:

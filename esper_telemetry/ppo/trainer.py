@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from esper_telemetry.core import tensors as ops
+from esper_telemetry.core.schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.events import BackwardsEnd, MinibatchesEnd, Shard
 from esper_telemetry.ppo import checkpoint
 from esper_telemetry.ppo.checkpoint import Checkpointables, Watchdog
@@ -31,6 +33,7 @@ from esper_telemetry.ppo.objective import (
     gradient,
     leaf,
     learning_rate,
+    loss_rows,
     mean_kl,
     objective,
     shard_gradients,
@@ -70,6 +73,7 @@ class PPO:
         events: emits them.
         checkpointables: objects that are saved and loaded with it.
         parameters: trainable parameters by name.
+        coefficients: weights of the losses in this update.
         steps: the steps of the update; replace one to vary the algorithm.
         env_steps, updates, gradient_steps: counts since the run began.
         joins: types of events that it emits once per update instead of once per minibatch.
@@ -113,7 +117,8 @@ class PPO:
         self._stopping = self._agreed_to_stop = False
         self.parameters = dict(self.policy.named_parameters())
         self._device = self.policy.value.weight.device
-        self._coefficients: dict[str, float] = {}
+        self.coefficients: dict[str, float] = {}
+        self._learning_rate: float | None = None  # where it does not follow the KL divergence
         self._weights: dict[str, Tensor] = {}
         self._schedule(1.0)
 
@@ -172,17 +177,39 @@ class PPO:
             "groups": self.policy.groups(),
             "value_head": ["value"],
             "heads": {name: spec.kind for name, spec in self.env.action_specs.items()},
+            "squashed": config.squash,
             **{name: getattr(config, name) for name in FACTS},
+            **self._schedule_fact(total_steps),
         }
+
+    def _schedule_fact(self, total_steps: int) -> dict[str, Any]:
+        """Return the fact of the learning rate's schedule; none where the KL adapts it."""
+        config = self.config
+        if config.desired_kl is not None:
+            return {}
+        schedule = RateSchedule(
+            initial=config.learning_rate,
+            final=0.0 if config.anneal_learning_rate else config.learning_rate,
+            total_steps=total_steps,
+            begin=self.env_steps,
+            counts={
+                "num_epochs": config.num_epochs,
+                "num_minibatches": config.num_minibatches,
+                "num_envs": self.env.num_envs,
+            },
+        )
+        return {SCHEDULE_FACT: schedule.fact()}
 
     def _schedule(self, remaining: float) -> None:
         """Set the learning rate and the weights of the losses, where `remaining` of the run, 1 to 0, is left."""
         for group in self.optimizer.param_groups:
             rate = learning_rate(self.config, group["lr"], remaining)
-            group["lr"] = rate if self.config.desired_kl is not None else self.steps.learning_rate(rate)
+            if self.config.desired_kl is None:
+                self._learning_rate, rate = rate, self.steps.learning_rate(rate)
+            group["lr"] = rate
         weights = {"policy": 1.0, "value": self.config.value_coef, "entropy": entropy_coef(self.config, remaining)}
-        if weights != self._coefficients:
-            self._coefficients = weights
+        if weights != self.coefficients:
+            self.coefficients = weights
             self._weights = {name: torch.tensor(weight, device=self._device) for name, weight in weights.items()}
 
     def _train_once(self) -> None:
@@ -197,7 +224,7 @@ class PPO:
             self.policy.check_finite()
         elif not self.watchdog.check():
             self.events.rollback(self.watchdog.rollbacks)
-        self.events.update_end(epochs, self._coefficients)
+        self.events.update_end(epochs, self.coefficients)
         self._agreed_to_stop = self.ranks.totals(self._stopping)[0] > 0
 
     def _update(self, rollout: Rollout) -> int:
@@ -264,9 +291,12 @@ class PPO:
         The losses end at detached copies of the trunk outputs, one leaf for the actor and one for the critic: their
         gradients there separate the two at no cost, and the trunk is backed up through once.
         """
+        given = batch
         if self.config.normalize_advantages and self.config.normalize_minibatches:
             batch = replace(batch, advantages=self.steps.normalize(batch.advantages))
         self.events.minibatch_start(epoch, step, self._shards, batch)
+        rows = partial(loss_rows, self.policy, batch, given, self.config)
+        self.events.minibatch_objective(epoch, step, rows, self._learning_rate)
         outputs = self.policy.trunks(batch.observations, batch.grid())
         actor, critic = leaf(outputs[0]), leaf(outputs[-1])
         result = self._losses(batch, actor, critic)
@@ -289,7 +319,7 @@ class PPO:
 
     def _losses(self, batch: Batch, actor: Tensor, critic: Tensor) -> ObjectiveResult:
         """Return the losses of a minibatch as functions of the trunk outputs; the entropy only where it counts."""
-        bonus = self._coefficients["entropy"] > 0
+        bonus = self.coefficients["entropy"] > 0
         leaves = ObjectiveLeaves(actor, critic)
         return self._objective(self.policy, self.steps, batch, leaves, clip=self.config.clip, bonus=bonus)
 

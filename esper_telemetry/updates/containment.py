@@ -10,9 +10,9 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, TypeVar
 
-from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.core.group import MetricGroup, Postponed
 
-Measurement = Callable[[], MetricGroup | Iterable[MetricGroup]]
+Measurement = Callable[[], MetricGroup | Postponed | Iterable[MetricGroup]]
 """A metric function with its arguments, as `functools.partial` makes it: not called yet."""
 
 Result = TypeVar("Result")
@@ -35,11 +35,13 @@ class Containment:
         errors, self._errors = self._errors, 0
         return errors
 
-    def measure(self, measurements: Iterable[Measurement], use: Callable[[MetricGroup], object]) -> None:
+    def measure(self, measurements: Iterable[Measurement], use: Callable[[MetricGroup | Postponed], object]) -> None:
         """Hand to `use` the groups of all measurements that do not raise; one that `use` refuses counts as raised."""
 
-        def use_all(groups: MetricGroup | Iterable[MetricGroup]) -> None:
-            for group in [groups] if isinstance(groups, MetricGroup) else list(groups):  # all of them or none
+        def use_all(groups: MetricGroup | Postponed | Iterable[MetricGroup]) -> None:
+            for group in (
+                [groups] if isinstance(groups, MetricGroup | Postponed) else list(groups)
+            ):  # all of them or none
                 use(group)
 
         for measurement in self.steps(measurements):

@@ -14,13 +14,16 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from esper_telemetry.events import NONE, MinibatchesEnd, RolloutEnd, UpdateEnd
+from esper_telemetry.events import NONE, MinibatchesEnd, RolloutEnd, Transitions, UpdateEnd
 from esper_telemetry.metrics.actions import ActionTotal
 from esper_telemetry.metrics.gradients.actor_critic import LeafGradients
 from esper_telemetry.metrics.lstm.gates import LSTMWeights
 from esper_telemetry.metrics.lstm.states import StateSize
 from esper_telemetry.metrics.optimizer import AdamState
 from esper_telemetry.updates.extensions import UpdateExtension
+
+TARGET_COLUMNS: Final = ("rewards", "values", "next_values", "advantages", "ended", "valid")
+"""Columns of a rollout from which advantages follow, and the advantages."""
 
 
 class ActionChoices(NamedTuple):
@@ -88,6 +91,8 @@ class RolloutContext(NamedTuple):
         normalizers: running normalisers that are on.
         constant: [B], bool: environments that gave one observation all the time; None where the observations travel themselves.
         window: [t, B, d], the first steps of observations that do not travel; see `metrics.observations.observation_window`.
+        previous_targets: `TARGET_COLUMNS` of the first environment in the rollout before, [6, T]; None after the first, and where the
+            update is not sampled.
     """
 
     previous_choices: Mapping[str, ActionChoices] = NONE
@@ -96,6 +101,7 @@ class RolloutContext(NamedTuple):
     normalizers: Mapping[str, Normalizer] = NONE
     constant: Tensor | None = None
     window: Tensor | None = None
+    previous_targets: Tensor | None = None
 
 
 class Episodes(NamedTuple):
@@ -267,7 +273,7 @@ class UpdateData(NamedTuple):
 KINDS: Final = (
     *(RolloutEnd, MinibatchesEnd, UpdateEnd, ActionChoices, Layer, RecurrentState, Normalizer, RolloutContext),
     *(Episodes, CollectedRows, LeafGradients, BackwardGradients, GradientSample, TrainingProgress, UpdateData),
-    *(ActionTotal, AdamState, LSTMWeights, StateSize),
+    *(ActionTotal, AdamState, LSTMWeights, StateSize, Transitions),
 )
 """Types of the records and of their parts, which pickles for the worker need not describe."""
 

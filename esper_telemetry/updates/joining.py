@@ -34,6 +34,7 @@ from esper_telemetry.metrics.lstm.states import state_ages, state_size
 from esper_telemetry.metrics.observations import observation_window
 from esper_telemetry.metrics.rollout import constant_rows, cut_entries
 from esper_telemetry.updates.data import (
+    TARGET_COLUMNS,
     ActionChoices,
     BackwardGradients,
     CollectedRows,
@@ -69,6 +70,7 @@ class RolloutHistory:
         self._choices: Mapping[str, ActionChoices] = {}
         self._means: Mapping[str, ActionTotal] = {}
         self._ages: Tensor | None = None
+        self._targets: Tensor | None = None
         self._scales: dict[str, deque[tuple[Tensor, Tensor]]] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,6 +116,9 @@ class RolloutHistory:
             constant=None if observations is None or travels else constant_rows(observations, valid=event.valid),
             window=None if observations is None or travels else observation_window(observations),
         )
+        if sampled:
+            context = context._replace(previous_targets=self._targets)
+        self._targets = _first_targets(event)
         counted = {head: rows_that_count(event.valid, event.relevance.get(head)) for head in event.actions}
         self._choices = {
             head: copied(ActionChoices(event.actions[head], counted[head]))
@@ -141,6 +146,13 @@ class RolloutHistory:
         ages = state_ages(size.empty, None if self._ages is None else self._ages.to(size.empty.device))
         self._ages = ages[-1] + 1
         return RecurrentState(size, ages, layers)
+
+
+def _first_targets(event: RolloutEnd) -> Tensor:
+    """Return `TARGET_COLUMNS` of the first environment, [6, T], so that a sampled update can tell whether advantages are stale."""
+    valid = torch.ones_like(event.ended[:, 0]) if event.valid is None else event.valid[:, 0]
+    columns = [valid if name == "valid" else getattr(event, name)[:, 0] for name in TARGET_COLUMNS]
+    return torch.stack([column.to(event.rewards.dtype) for column in columns])
 
 
 def layers_of(event: RecurrentForward) -> tuple[Layer, ...]:

@@ -24,6 +24,8 @@ from esper_telemetry.lab.faults.catalogue import schedule
 from esper_telemetry.lab.faults.data import FixedNormalizer, StepFilter
 from esper_telemetry.lab.faults.fault import replace_observation_normalizer, wrap_environment
 from esper_telemetry.ppo.environments.protocol import Step
+from esper_telemetry.ppo.objective import generalized_advantages
+from esper_telemetry.ppo.rollout import Rollout
 from esper_telemetry.testing import FailingSink
 
 RAISED = {name: load(name).raised() for name in names()}
@@ -129,6 +131,15 @@ def equal_advantages(trainer: PPO) -> None:
     trainer.steps = replace(trainer.steps, advantages=lambda rollout, gamma, lam: torch.ones_like(rollout.values))
 
 
+def shorter_traces(trainer: PPO) -> None:
+    """Advantages by another λ than the settings say."""
+
+    def advantages(rollout: Rollout, gamma: float, gae_lambda: float) -> torch.Tensor:
+        return generalized_advantages(rollout, gamma, gae_lambda / 2)
+
+    trainer.steps = replace(trainer.steps, advantages=advantages)
+
+
 def new_optimizer(trainer: PPO) -> None:
     """The optimizer's moments are lost, as when it is built anew."""
     for state in trainer.optimizer.state.values():
@@ -163,6 +174,7 @@ class Growing:
 
 
 LIVE: dict[str, tuple[Callable[[], PPO], int]] = {
+    "integrity/equation": (lambda: breaking(cartpole(num_steps=64), 3, shorter_traces), 6),
     "integrity/mask_violation": (lambda: falsified(recall(), RolloutEnd, 4, shifted_masks), 6),
     "integrity/buffer_age": (lambda: falsified(cartpole(), RolloutEnd, 4, old_data), 6),
     "integrity/rows_repeated": (lambda: falsified(cartpole(num_minibatches=4), MinibatchesEnd, 4, same_rows), 6),

@@ -63,6 +63,9 @@ CASES: dict[str, Case] = {
     "numerics/nonfinite": Case(set_to({"numerics/nonfinite": 3.0})),
     "integrity/ratio_init": Case(set_to({"integrity/ratio_init": 0.4})),
     "integrity/gae_identity": Case(set_to({"integrity/gae_identity": 0.01})),
+    "integrity/equation": Case(
+        set_to({"integrity/equation/advantages": 0.3, "integrity/equation/advantages_ends_ignored": 1e-7})
+    ),
     "integrity/adv_norm": Case(set_to({"integrity/adv_norm": 50.0, "adv/norm/std": 100.0})),
     "integrity/mask_violation": Case(set_to({"integrity/mask_violation": 1.0})),
     "integrity/rows_repeated": Case(set_to({"integrity/rows_repeated": 0.75})),

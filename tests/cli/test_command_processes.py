@@ -61,7 +61,10 @@ def delivered_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (),
         ("--help",),
         ("--version",),
-        *((command, "--help") for command in ("train", "run", "replay", "doctor", "compress", "diagnose", "metrics")),
+        *(
+            (command, "--help")
+            for command in ("train", "run", "check", "replay", "doctor", "compress", "diagnose", "metrics")
+        ),
         ("diagnose", "RUN"),
         ("diagnose", "RUN", "--json"),
         ("diagnose", "RUNS"),

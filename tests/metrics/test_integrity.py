@@ -45,6 +45,22 @@ def test_advantages_plus_values_must_be_the_returns() -> None:
     assert gae_identity(ones, ones, ones, valid=torch.zeros(3, dtype=torch.bool)).values() == {}
 
 
+@pytest.mark.parametrize("correction", [0, 1])
+def test_advantages_that_were_normalised_over_all_rows_after_the_returns_agree(correction: int) -> None:
+    """A = (R - V - mean) / std. The same advantages in another order, or with another value in one row, do not."""
+    values, advantages = torch.randn(2, 50, 4, generator=torch.Generator().manual_seed(1)) * 3
+    returns = advantages + values
+    normalized = (advantages - advantages.mean()) / advantages.std(correction=correction)
+    wrong = returns.clone()
+    wrong[7, 1] += 1
+
+    assert gae_identity(normalized, values, returns).values()["integrity/gae_identity"] < 1e-6
+    assert gae_identity(normalized.flip(0), values, returns).values()["integrity/gae_identity"] > 0.1
+    assert gae_identity(normalized, values, wrong).values()["integrity/gae_identity"] > 0.01
+    assert gae_identity(advantages, values, normalized + values).values()["integrity/gae_identity"] > 0.1
+    assert gae_identity(advantages, values, values).values()["integrity/gae_identity"] > 0.1
+
+
 def test_forbidden_actions_count_where_their_head_is_relevant_and_the_row_is_valid() -> None:
     actions = {"move": torch.tensor([0, 1, 1, 1])}
     masks = {"move": torch.tensor([[True, False]] * 4)}

@@ -25,6 +25,7 @@ except ModuleNotFoundError as missing:
 from torch import Tensor
 
 from esper_telemetry.adapters.attach import attach
+from esper_telemetry.adapters.sb3.collection import CollectionPasses, critic_states
 from esper_telemetry.adapters.sb3.distributions import ActionHeads, DistributionRecorder
 from esper_telemetry.adapters.sb3.facts import (
     ModelProgress,
@@ -128,7 +129,8 @@ class ModelListener:
         if self._updates == self._updates_per_record:
             self._emit_rollouts()
             self._emit_before_update()
-        self._minibatches.begin(len(self._rollouts) - 1, parameters_by_name(model.policy))
+        counted = self.progress.gradient_step
+        self._minibatches.begin(len(self._rollouts) - 1, parameters_by_name(model.policy), gradient_step=counted)
         self._for_update = self._update_taps()
 
     def update_ends(self) -> None:
@@ -216,7 +218,15 @@ class ModelListener:
             last = rollout_event(model, self._rollouts[-1:], self._heads, recorder.states(), **axes)
         inputs = stored_rollout(model.rollout_buffer)
         self._replay = CallbackReplay(model, self._heads, last, inputs, recorder.states(after=True))
-        hooks.emit(BeforeUpdate(last.update, self._replay))
+        passes = CollectionPasses(
+            model,
+            self._heads,
+            inputs,
+            acted=self._rollouts[-1].steps.acted,
+            states=last.states,
+            critic=critic_states(model.rollout_buffer, model.device),
+        )
+        hooks.emit(BeforeUpdate(last.update, self._replay, passes.event(last, model.device)))
 
     def _collecting_taps(self) -> list[Remover]:
         """Taps on what is called while a rollout is collected."""

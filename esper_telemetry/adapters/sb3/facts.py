@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.adapters.sb3.distributions import ActionHeads
+from esper_telemetry.core.equation import UNCHECKED_FACT
+from esper_telemetry.core.schedule import SCHEDULE_FACT, RateSchedule
 from esper_telemetry.updates.failure import Candidate
 
 PLAIN_TYPES = (bool, int, float, str, type(None))
@@ -24,6 +26,9 @@ A2C_RECORD_TRANSITIONS = 2048
 
 ACTOR = ("policy_net", "pi_features_extractor", "action_net", "log_std", "lstm_actor")
 CRITIC = ("value_net", "vf_features_extractor", "critic", "lstm_critic")
+
+LOSSES = ("policy_loss", "value_loss", "entropy_loss", "total_loss")
+"""Equations of losses, which the adapter computes itself."""
 
 ROLLOUT_ARRAYS = ("observations", "values", "log_probs", "advantages", "returns")
 """Arrays of the buffer, [T, B, ...], in the order in which they are computed."""
@@ -104,9 +109,34 @@ def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
         "activation": "tanh" if activation is nn.Tanh else "relu" if activation is nn.ReLU else None,
         "normalize_observations": bool(scaled is not None and scaled.norm_obs),
         "normalize_rewards": bool(scaled is not None and scaled.norm_reward),
+        "squashed": bool(getattr(policy, "squash_output", False)),
+        "correlated_noise": bool(getattr(model, "use_sde", False)),
         "target_kl": getattr(model, "target_kl", None),
         "desired_kl": None,
+        **_schedule_fact(model),
+        UNCHECKED_FACT: {
+            **dict.fromkeys(LOSSES, "Stable-Baselines3 keeps its losses to itself; its gradients are checked"),
+            "schedules": "the learning rate is a function of its own, which is not called: it may count its calls",
+        },
     }
+
+
+def _schedule_fact(model: Any) -> dict[str, Any]:
+    """Return the fact of the learning rate's schedule; none of a function of the user's own, which might count its calls."""
+    set_rate = getattr(model.learning_rate, "value_schedule", model.learning_rate)
+    if isinstance(set_rate, int | float):
+        initial = final = float(set_rate)
+    elif all(hasattr(set_rate, name) for name in ("start", "end", "end_fraction")) and set_rate.end_fraction == 1:
+        initial, final = float(set_rate.start), float(set_rate.end)
+    else:
+        return {}
+    counts = {
+        "num_epochs": getattr(model, "n_epochs", 1),
+        "num_minibatches": minibatches_of(model),
+        "num_envs": model.n_envs,
+    }
+    schedule = RateSchedule(initial=initial, final=final, total_steps=model._total_timesteps, counts=counts)
+    return {SCHEDULE_FACT: schedule.fact()}
 
 
 def groups_of(policy: nn.Module) -> dict[str, list[str]]:

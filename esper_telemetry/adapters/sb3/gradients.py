@@ -14,10 +14,11 @@ The losses are those of Stable-Baselines3 2.9, whose `train` keeps them to itsel
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from types import GeneratorType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from gymnasium import spaces
@@ -26,9 +27,10 @@ from torch.nn.utils import clip_grad
 
 from esper_telemetry.adapters.columns import LossColumns, loss_columns, normalized_advantages
 from esper_telemetry.adapters.sb3.distributions import ActionHeads
-from esper_telemetry.adapters.sb3.facts import groups_of, parameters_by_name
+from esper_telemetry.adapters.sb3.facts import groups_of, minibatches_of, parameters_by_name
 from esper_telemetry.adapters.taps import ErrorHandler, without_trace
 from esper_telemetry.core import tensors as ops
+from esper_telemetry.core.objective import LossRows, MinibatchObjective
 from esper_telemetry.events import Hooks, Remover, Shard, TrunkBackward
 
 CLIP_FUNCTION = "clip_grad_norm_"
@@ -231,6 +233,54 @@ def shard_gradients(model: Any, samples: Any, count: int) -> list[Shard]:
         return [Shard(size, _gradient(model, part, used)) for size, part, used in _parts(samples, whole, count)]
 
 
+@contextmanager
+def loss_rows(model: Any, samples: Any) -> Iterator[LossRows]:
+    """Pass a minibatch through the policy without a trace; padding is left out.
+
+    The policy's class is asked, not the object, whose method may be what a trainer has changed.
+    """
+    policy, valid = model.policy, _valid_rows(samples)
+
+    def counted(column: Tensor) -> Tensor:
+        return column if valid is None else column[valid]
+
+    with without_trace(policy):
+        values, log_probs, entropy = _evaluate(model, samples, partial(type(policy).evaluate_actions, policy))
+        yield LossRows(
+            log_ratio=counted(log_probs - samples.old_log_prob),
+            log_probs=counted(log_probs),
+            values=counted(values.flatten()),
+            entropy=counted(-log_probs if entropy is None else entropy),
+            advantages=counted(advantages_as_used(model, samples.advantages, valid)),
+            old_values=counted(samples.old_values),
+            returns=counted(samples.returns),
+            raw_advantages=counted(samples.advantages),
+            clip=clip_of(model),
+            clip_value=clip_of(model, "clip_range_vf"),
+            clip_maximum=False,  # Stable-Baselines3 takes the squared error of the clipped value alone
+        )
+
+
+def objective_event(
+    model: Any, samples: Any, parameters: Mapping[str, Tensor], *, epoch: int, step: int, gradient_step: int
+) -> MinibatchObjective:
+    """Return the event of a minibatch that `train` has taken from the buffer; `gradient_step` counts the optimizer's steps so far."""
+    # their value loss is the mean squared error, ours half of it
+    coefficients = {"policy": 1.0, "value": 2 * float(model.vf_coef), "entropy": float(model.ent_coef)}
+    return MinibatchObjective(
+        epoch=epoch,
+        step=step,
+        steps=getattr(model, "n_epochs", 1) * minibatches_of(model),
+        rows=partial(loss_rows, model, samples),
+        coefficients=coefficients,
+        parameters=parameters,
+        optimizer=model.policy.optimizer,
+        max_norm=model.max_grad_norm,
+        learning_rate=float(model.lr_schedule(model._current_progress_remaining)),
+        gradient_step=gradient_step,
+    )
+
+
 def _parts(samples: Any, advantages: Tensor, count: int) -> Iterator[tuple[int, Any, Tensor]]:
     """Parts with the number of independent samples in each, rows or whole sequences, and their advantages."""
     recurrent = "lstm_states" in samples._fields
@@ -253,7 +303,7 @@ def _cut(name: str, value: Any, rows: slice, sequences: slice) -> Any:
 
 def _gradient(model: Any, samples: Any, advantages: Tensor) -> Tensor:
     """[d]: all gradients of the loss one after the other, zero of what is frozen or not reached."""
-    values, log_probs, entropy = _evaluate(model, samples)
+    values, log_probs, entropy = _evaluate(model, samples, model.policy.evaluate_actions)
     columns = LossColumns(
         log_ratio=log_probs - samples.old_log_prob,
         log_probs=log_probs,
@@ -276,14 +326,16 @@ def _gradient(model: Any, samples: Any, advantages: Tensor) -> Tensor:
     return torch.cat([(next(gradients) if p.requires_grad else torch.zeros_like(p)).flatten() for p in parameters])
 
 
-def _evaluate(model: Any, samples: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+Evaluation: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+
+
+def _evaluate(model: Any, samples: Any, evaluate: Callable[..., Evaluation]) -> Evaluation:
     """Values [N, 1], log-probabilities [N] and entropies [N] of a minibatch, as `train` asks for them."""
     actions, fields = samples.actions, samples._fields
     if isinstance(model.action_space, spaces.Discrete):
         actions = actions.long().flatten()
     memory = [samples.lstm_states, samples.episode_starts] if "lstm_states" in fields else []
     masks = {"action_masks": samples.action_masks} if "action_masks" in fields else {}
-    evaluate: Callable[..., tuple[Tensor, Tensor, Tensor | None]] = model.policy.evaluate_actions
     return evaluate(samples.observations, actions, *memory, **masks)
 
 

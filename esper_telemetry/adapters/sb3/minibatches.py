@@ -22,8 +22,9 @@ from torch import Tensor
 
 from esper_telemetry.adapters.columns import ADVANTAGE_EPS, Array, HeadColumns, LossColumns, join_columns, loss_columns
 from esper_telemetry.adapters.sb3.distributions import MAX_CAPTURES, ActionHeads, DistributionRecorder
-from esper_telemetry.adapters.sb3.gradients import HeadNorms, clip_of, shard_gradients
+from esper_telemetry.adapters.sb3.gradients import HeadNorms, clip_of, objective_event, shard_gradients
 from esper_telemetry.core import tensors as ops
+from esper_telemetry.core.objective import MinibatchObjective
 from esper_telemetry.events import BackwardEnd, Hooks, MinibatchesEnd, MinibatchStart, OptimizerStep, RolloutEnd
 
 sample_columns: Callable[[Any], tuple[Tensor, ...]] = attrgetter(
@@ -159,9 +160,12 @@ class MinibatchListener:
         self._clear()
         self.begin(0, {})
 
-    def begin(self, place: int, named: Mapping[str, Tensor]) -> None:
-        """An update of these parameters begins; `place` is that of its rollout among those of the record."""
+    def begin(self, place: int, named: Mapping[str, Tensor], *, gradient_step: int = 0) -> None:
+        """An update of these parameters begins; `place` is that of its rollout among those of the record, `gradient_step` counts the
+        optimizer's steps before it.
+        """
         self.epoch, self.step = -1, 0
+        self._gradient_step = gradient_step
         self._place = place
         self._parameters = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         self._names = tuple(self._parameters)
@@ -181,6 +185,9 @@ class MinibatchListener:
         self.finish()
         if self.step == 0 and self.epoch == 0 and self._hooks.wants(MinibatchStart):
             self._hooks.emit(MinibatchStart(0, 0, partial(shard_gradients, self._model, samples)))
+        if self._hooks.wants(MinibatchObjective):
+            counts = {"epoch": max(self.epoch, 0), "step": self.step, "gradient_step": self._gradient_step + self.step}
+            self._hooks.emit(objective_event(self._model, samples, self._parameters, **counts))
         self._samples, self._numbers = samples, args[0]
 
     def after_evaluation(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:

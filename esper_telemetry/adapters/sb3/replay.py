@@ -184,7 +184,7 @@ class CallbackReplay:
         return policy.mlp_extractor.forward_actor(memory), memory
 
     def _outputs_of(self, latents: Tensor, rows: Array) -> Outputs:
-        _distribution(self._policy, latents, self._inputs, rows)
+        distribution_of(self._policy, latents, self._inputs, rows)
         columns = self._heads.columns(last_distribution(self._policy))
         return Outputs(columns.logits, columns.means, columns.log_std, {}, None)
 
@@ -221,7 +221,7 @@ class CallbackReplay:
     def _loss(self, latents: Tensor, inputs: StoredRollout, envs: Tensor) -> Tensor:
         """The actor's loss of these environments, 0-d."""
         model, rollout = self._model, self._rollout
-        distribution = _distribution(model.policy, latents, inputs, np.arange(inputs.starts.size))
+        distribution = distribution_of(model.policy, latents, inputs, np.arange(inputs.starts.size))
         actions = torch.as_tensor(inputs.actions, device=latents.device).flatten(0, 1)
         discrete = list(self._heads.kinds.values()) == ["categorical"]
         log_probs = distribution.log_prob(actions.long().flatten() if discrete else actions)
@@ -282,8 +282,8 @@ def _memoryless_latents(policy: Any, observations: Observations) -> Tensor:
     return latents
 
 
-def _distribution(policy: Any, latents: Tensor, inputs: StoredRollout, rows: Array) -> Any:
-    """Distribution of these transitions, from their latents [n, F]; sets the policy's `action_dist`."""
+def distribution_of(policy: Any, latents: Tensor, inputs: StoredRollout, rows: Array) -> Any:
+    """Return the distribution of these transitions, from their latents [n, F]; sets the policy's `action_dist`."""
     distribution = policy._get_action_dist_from_latent(latents)
     if inputs.masks is not None:
         distribution.apply_masking(_flat(inputs.masks)[rows])

@@ -25,8 +25,9 @@ from esper_telemetry.adapters.columns import (
     next_values,
 )
 from esper_telemetry.adapters.sb3.distributions import MAX_CAPTURES, ActionHeads, DistributionRecorder
+from esper_telemetry.adapters.sb3.transitions import CollectedSteps, End, StepRecorder
 from esper_telemetry.adapters.taps import without_trace
-from esper_telemetry.events import EpisodeEnd, RecurrentForward, RolloutEnd, Scale
+from esper_telemetry.events import EpisodeEnd, RecurrentForward, RolloutEnd, Scale, Transitions
 
 NORMALIZER_EPS = 1e-8
 """Added to the variances of a VecNormalize, whatever its own setting is."""
@@ -60,10 +61,13 @@ class CollectedRollout(NamedTuple):
         rewards: [T, B] without it.
         raw_rewards: [B] of each step; empty where rewards are not scaled.
         ended, time_limits: [T, B], bool.
+        final_values: [T, B], estimates of the states after time limits, where the trainer added nothing, or the value of another state; 0
+            elsewhere; None where there are no such steps.
         last_values: [B], the critic's estimates of the states after the last step.
         heads: columns of the distributions that were sampled from, some steps after the others.
         observations: [T, B, ...], as the policy received them; None where they have several parts.
         episodes: that finished.
+        steps: as they were taken.
     """
 
     values: Array
@@ -76,10 +80,12 @@ class CollectedRollout(NamedTuple):
     raw_rewards: list[Array]
     ended: Array
     time_limits: Array
+    final_values: Array | None
     last_values: Tensor
     heads: list[HeadColumns]
     observations: Array | None
     episodes: list[FinishedEpisode]
+    steps: CollectedSteps
 
 
 class RolloutRecorder:
@@ -101,12 +107,14 @@ class RolloutRecorder:
         self._complete = np.asarray(model._last_episode_starts, bool).copy()
         self._lstm_step: RecurrentStep | None = None
         self._acted_at = 0.0
+        self._steps = StepRecorder(model.get_env())
         self.begin()
 
     def begin(self) -> None:
         """Forget all steps: a rollout begins."""
         self._raw_rewards: list[Array] = []
-        self._ends: list[tuple[int, Array, Array, Sequence[Mapping[str, Any]]]] = []
+        self._ends: list[End] = []
+        self._steps.begin()
         self._heads: list[HeadColumns] = []
         self._captures: list[Any] = []
         self.recurrent_steps: list[RecurrentStep] = []
@@ -125,6 +133,7 @@ class RolloutRecorder:
             self._join_captures()
         if self._recurrent and self._lstm_step is not None:
             self.recurrent_steps.append(self._lstm_step)
+        self._steps.after_action(args)
         self._acted_at = perf_counter()
 
     def after_step(self, variables: Mapping[str, Any]) -> None:
@@ -136,6 +145,7 @@ class RolloutRecorder:
             self._ends.append((variables["n_steps"], dones.copy(), rewards, variables["infos"]))
         if self._scaled is not None:
             self._raw_rewards.append(self._scaled.get_original_reward())
+        self._steps.after_step(variables)
 
     def finish(self, last_values: Tensor) -> CollectedRollout:
         """Return the rollout, which is complete in the buffer; `last_values` [B] of the states after it."""
@@ -147,6 +157,7 @@ class RolloutRecorder:
         for step, dones, paid, _ in self._ends:
             ended[step], rewards[step] = dones, paid
         time_limits = np.zeros_like(ended)
+        episodes = self._episodes(rewards, time_limits)
         return CollectedRollout(
             values=buffer.values,
             advantages=buffer.advantages,
@@ -157,11 +168,13 @@ class RolloutRecorder:
             rewards=rewards,
             raw_rewards=self._raw_rewards,
             ended=ended,
-            episodes=self._episodes(rewards, time_limits),
+            episodes=episodes,
             time_limits=time_limits,
+            final_values=self._final_values(rewards, time_limits, last_values),
             last_values=last_values,
             heads=self._heads,
             observations=buffer.observations if isinstance(buffer.observations, np.ndarray) else None,
+            steps=self._steps.finish(buffer.observations, self._ends),
         )
 
     def states(self, *, after: bool = False) -> Tensor | None:
@@ -171,6 +184,26 @@ class RolloutRecorder:
         pairs = [step.after if after else step.before for step in self.recurrent_steps]
         hidden, cell = (torch.stack([pair[part] for pair in pairs]).detach() for part in (0, 1))
         return torch.stack([hidden, cell], 2)
+
+    def _final_values(self, rewards: Array, time_limits: Array, last_values: Tensor) -> Array | None:
+        """Return the critic's estimates after time limits, [T, B], where rewards [T, B] had nothing added, or the value of another state.
+
+        A right trainer adds these estimates, so that nothing is left to ask the critic for.
+        """
+        buffer = self._model.rollout_buffer
+        added = buffer.rewards - rewards
+        following = np.concatenate([buffer.values[1:], last_values.detach().cpu().numpy().reshape(1, -1)])
+        others = (0.0, buffer.gamma * following, buffer.gamma * buffer.values)
+        rows = time_limits & np.logical_or.reduce([np.isclose(added, other, rtol=1e-4, atol=0.0) for other in others])
+        if self._recurrent or not rows.any():
+            return None
+        values = np.zeros(rows.shape, np.float32)
+        with torch.no_grad(), without_trace(self._policy):
+            for step, _, _, infos in self._ends:
+                for index in map(int, np.flatnonzero(rows[step])):
+                    last = self._policy.obs_to_tensor(infos[index]["terminal_observation"])[0]
+                    values[step, index] = float(self._policy.predict_values(last).flatten()[0])
+        return values
 
     def _join_captures(self) -> None:
         captures, self._captures = self._captures, []
@@ -236,6 +269,8 @@ def rollout_event(
         states=states,
         scales=_scales(model, rewards, fields.observations),
         observations=_observations(fields.observations),
+        transitions=_transitions([steps.transitions for steps in fields.steps]),
+        last_values=torch.stack([rollout.last_values.detach().flatten() for rollout in rollouts]).to(device),
         **columns._asdict(),
     )
 
@@ -278,9 +313,25 @@ def _single_layer(lstm: nn.LSTM, layer: int) -> nn.LSTM:
 def _next_values(rollout: CollectedRollout, gamma: float) -> Tensor:
     """The critic's estimate [T, B] of the state that follows each step, 0 after termination."""
     added = (rollout.bootstrapped - rollout.rewards) / gamma if gamma else np.zeros_like(rollout.rewards)
+    if rollout.final_values is not None:
+        added = np.where(rollout.final_values != 0.0, rollout.final_values, added)
     bootstrap = torch.from_numpy(np.where(rollout.time_limits, added, 0.0).astype(np.float32))
     last = rollout.last_values.detach().cpu()
     return next_values(torch.from_numpy(rollout.values), last, torch.from_numpy(rollout.ended), bootstrap)
+
+
+def _transitions(parts: Sequence[Transitions | None]) -> Transitions | None:
+    """Transitions of rollouts that follow one another; None where one of them has none."""
+    present = [part for part in parts if part is not None]
+    if len(present) < len(parts) or len(parts) == 1:
+        return present[0] if len(parts) == len(present) == 1 else None
+    joined: Any = Transitions._make(zip(*present, strict=True))  # each field of all rollouts
+    columns: dict[str, Any] = {
+        name: None if any(x is None for x in column) else torch.cat(column)
+        for name, column in joined._asdict().items()
+        if name != "informative"
+    }
+    return Transitions(informative=all(joined.informative), **columns)
 
 
 def _observations(arrays: Sequence[Array | None]) -> Tensor | None:

@@ -10,22 +10,26 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from esper_telemetry.adapters.columns import episodes_event, head_actions, head_names
 from esper_telemetry.adapters.script import variables as names
+from esper_telemetry.adapters.script.losses import LossReader
 from esper_telemetry.adapters.script.recorders import (
     EPISODE_TAGS,
     ClipLog,
     DistributionLog,
     EpisodeLog,
     LstmLog,
+    RecordedEnds,
     ScalarLog,
 )
-from esper_telemetry.adapters.script.variables import MinibatchVariables, Ratio, RolloutVariables, Variables
+from esper_telemetry.adapters.script.variables import Ratio, RolloutVariables, Variables
+from esper_telemetry.core.equation import UNCHECKED_FACT
+from esper_telemetry.core.objective import MinibatchObjective
 from esper_telemetry.events import (
     BackwardEnd,
     Hooks,
@@ -87,7 +91,9 @@ class ScriptListener:
         self._collected_at: object = None
         self._env_step = self._gradient_step = self._step = self._epoch = 0
         self._learning_rate = self._seconds = 0.0
-        self._value_factor: float | None = None
+        self._losses = LossReader()
+        self._facts: Mapping[str, Any] = {}
+        self._coefficients: dict[str, float] = {}
         self._call: OptimizerCall | None = None
 
     @property
@@ -122,6 +128,21 @@ class ScriptListener:
             self._learning_rate = float(optimizer.param_groups[0]["lr"])
         self._epoch = variables.find(names.EPOCH, names.as_integer) or 0
         parameters = self._named_parameters(optimizer)
+        if self.hooks.wants(MinibatchObjective):
+            self.hooks.emit(
+                MinibatchObjective(
+                    epoch=self._epoch,
+                    step=self._step,
+                    steps=None,
+                    rows=None,
+                    coefficients={},
+                    parameters=parameters,
+                    optimizer=optimizer,
+                    max_norm=None,
+                    learning_rate=None,
+                    gradient_step=None,
+                )
+            )
         gradients = self.clips.take(parameters)
         if gradients is not None:
             self.findings[CLIPPED_GRADIENTS if gradients.max_norm else GRADIENTS] = None
@@ -136,6 +157,8 @@ class ScriptListener:
         if call.ratio is not None and call.ratio.source is not self._ratio:
             self._ratio = call.ratio.source
             self._emit_minibatch(call.variables, call.ratio.log_ratio)
+        else:
+            self._losses.pass_over(call.variables)
         self._step += 1
         self._gradient_step += 1
 
@@ -157,6 +180,7 @@ class ScriptListener:
                 learning_rate=self._learning_rate,
                 seconds={"environment": self._seconds} if self._seconds else {},
                 epochs=self._epoch + 1,
+                coefficients=self._coefficients,
             )
         )
 
@@ -166,12 +190,15 @@ class ScriptListener:
         self._parameters = names.parameter_names(variables, _parameters_of(optimizer))
         facts = names.find_facts(variables, self.clips.max_norm)
         facts["optimizer"] = type(optimizer).__name__
+        facts.update(names.find_schedule(variables, facts, float(optimizer.param_groups[0]["lr"])))
+        facts[UNCHECKED_FACT] = names.unchecked_equations(facts)
         facts["policy"] = "lstm" if self.lstm_count else "mlp"
         groups = names.groups_of(self._parameters.values())
         if groups:
             facts["groups"] = groups
         self.hooks.emit(RunStart(names.find_config(variables), facts, update=0, env_step=0, gradient_step=0))
         self._gamma = float(facts.get("gamma", DEFAULT_GAMMA))
+        self._facts = facts
 
     def _data_of(self, variables: Variables) -> object:
         """Identify the data that are learned from, where no environment step came between: by the steps, else the script's counter."""
@@ -180,19 +207,23 @@ class ScriptListener:
     def _begin_update(self, variables: Variables) -> None:
         self.open, self._step = True, 0
         self._collected_at = self._data_of(variables)
+        weights = names.find_coefficients(variables)
+        constant = all(weight == self._facts.get(f"{name}_coef") for name, weight in weights.items())
+        self._coefficients = {} if constant else weights
         rollout = names.find_rollout(variables)
         collected = 0 if rollout is None else rollout.rewards.numel()
         counted = variables.find(names.GLOBAL_STEP, names.as_integer) or self.environments.steps
         self._env_step = counted if counted > self._env_step else self._env_step + collected
+        ends = None if rollout is None else self.environments.ends(*rollout.rewards.shape)
         finished, self._seconds = self.environments.take()
         episodes = episodes_event(finished, self._env_step)
         if episodes is not None:
             self.findings[EPISODES] = None
             self.hooks.emit(episodes)
         if rollout is not None:
-            self._emit_rollout(rollout)
+            self._emit_rollout(rollout if ends is None else rollout.with_ends(ends.ended), ends)
 
-    def _emit_rollout(self, rollout: RolloutVariables) -> None:
+    def _emit_rollout(self, rollout: RolloutVariables, ends: RecordedEnds | None) -> None:
         steps, envs = rollout.rewards.shape
         heads, lstm = self.distributions.take_rollout(steps, envs), self.lstm.take(steps, envs)
         count, actions = len(heads.logits) + len(heads.means), rollout.actions
@@ -205,6 +236,7 @@ class ScriptListener:
                 update=self.updates + 1,
                 env_step=self._env_step,
                 terminated=rollout.ended,
+                time_limits=None if ends is None else ends.time_limits.to(rollout.ended.device),
                 gamma=self._gamma,
                 states=None if lstm is None else lstm.states,
                 **columns,
@@ -226,20 +258,12 @@ class ScriptListener:
         self.findings[RATIOS] = None
         if heads.logits or heads.means:
             self.findings[DISTRIBUTIONS] = None
-        losses = self._losses(variables, minibatch)
+        losses = self._losses.read(variables, minibatch, heads)
+        if losses:
+            self.findings[LOSSES] = None
         self.hooks.emit(
             MinibatchEnd(self._epoch, self._step, log_ratio, losses=losses, **minibatch._asdict(), **heads._asdict())
         )
-
-    def _losses(self, variables: Variables, minibatch: MinibatchVariables) -> dict[str, Tensor]:
-        losses = names.find_losses(variables)
-        if losses:
-            self.findings[LOSSES] = None
-        if self._value_factor is None:
-            self._value_factor = names.half_square_factor(losses, minibatch)
-        if "value" in losses:
-            losses["value"] = losses["value"] * self._value_factor
-        return losses
 
     def _named_parameters(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """The optimizer's parameters by name; those that were not there in the beginning by their number."""

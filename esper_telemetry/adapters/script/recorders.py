@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +34,9 @@ MAX_STATE_ENTRIES = 1 << 24
 
 MAX_TAGS = 256
 """Different tags of a script's scalars that are copied."""
+
+MAX_END_STEPS = 1 << 14
+"""Steps of an environment whose ends are recorded: more than a rollout has."""
 
 EPISODE_TAGS = {"charts/episodic_return", "episodic_return", "charts/episode_reward"}
 """Tags of single episodes' returns."""
@@ -215,6 +219,13 @@ class _Running:
         self.returns[:], self.lengths[:], self.over[:] = 0.0, 0, False
 
 
+class RecordedEnds(NamedTuple):
+    """Steps of a rollout that ended an episode, [T, B] bool, as the environments returned them; `time_limits` are those by truncation."""
+
+    ended: Tensor
+    time_limits: Tensor
+
+
 class EpisodeLog:
     """Counts episodes at the environments themselves: scripts written for Gymnasium 0.29 see none under 1.x.
 
@@ -233,6 +244,7 @@ class EpisodeLog:
         self._seconds = 0.0
         self._running: weakref.WeakKeyDictionary[Any, _Running] = weakref.WeakKeyDictionary()
         self._finished: list[FinishedEpisode] = []
+        self._ends: deque[Any] = deque(maxlen=MAX_END_STEPS)
         self._calls = 0
         self._depth = 0
         self._reported = False
@@ -260,6 +272,7 @@ class EpisodeLog:
         _, rewards, terminated, truncated, infos = result
         running = self._running[env]
         mode = str(getattr(env, "metadata", {}).get("autoreset_mode", "")).upper()
+        self._ends.append(np.array([np.atleast_1d(terminated), np.atleast_1d(truncated)], dtype=bool))
         self.steps += len(running.returns)
         self._calls += 1
         next_step = "NEXT_STEP" in mode or "NEXTSTEP" in mode
@@ -276,10 +289,18 @@ class EpisodeLog:
         if running is not None:
             running.reset()
 
+    def ends(self, steps: int, envs: int) -> RecordedEnds | None:
+        """Return the ends since the last `take`; None unless these are T steps of B environments that step together."""
+        if len(self._running) != 1 or len(self._ends) != steps or any(flags.shape != (2, envs) for flags in self._ends):
+            return None
+        terminated, truncated = torch.from_numpy(np.stack(self._ends, 1)).unbind()
+        return RecordedEnds(terminated | truncated, truncated & ~terminated)
+
     def take(self) -> tuple[list[FinishedEpisode], float]:
         """Return the episodes that ended since the last call, and the seconds that were spent in environments."""
         episodes, seconds = self._finished, self._seconds
         self._finished, self._seconds, self._calls = [], 0.0, 0
+        self._ends.clear()
         return episodes, seconds
 
 

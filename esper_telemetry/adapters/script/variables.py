@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from esper_telemetry.adapters.columns import next_values
+from esper_telemetry.core.schedule import SCHEDULE_FACT, RateSchedule
 
 T = TypeVar("T")
 
@@ -33,19 +34,22 @@ OLD_LOG_PROBS: Aliases = (
 )
 ADVANTAGES: Aliases = (
     *("mb_advantages", "mb_adv", "mb_advs", "advantages_mb", "batch_advantages", "minibatch_advantages", "advantage"),
-    *("adv", "advs"),
+    *("adv", "advs", "advantages_batch", "norm_advantages_batch"),
 )
 VALUES: Aliases = (
     *("newvalue", "new_value", "new_values", "newvalues", "values_pred", "value_pred", "vpred", "mb_newvalue"),
 )
-OLD_VALUES: Aliases = ("mb_values", "old_values", "old_value", "values_old", "mb_old_values")
-RETURNS: Aliases = ("mb_returns", "returns_mb", "batch_returns", "target", "targets", "return_batch", "ret")
+OLD_VALUES: Aliases = ("mb_values", "old_values", "old_value", "values_old", "mb_old_values", "target_values_batch")
+RETURNS: Aliases = (
+    *("mb_returns", "returns_mb", "batch_returns", "target", "targets", "return_batch", "ret", "returns_batch"),
+)
 ROWS: Aliases = ("mb_inds", "mb_indices", "mb_idx", "minibatch_ind", "inds", "indices", "idx", "rows", "index")
 POLICY_LOSS: Aliases = (
     *("pg_loss", "policy_loss", "actor_loss", "loss_pi", "pi_loss", "policy_gradient_loss", "surrogate_loss"),
     "action_loss",
 )
 VALUE_LOSS: Aliases = ("v_loss", "value_loss", "critic_loss", "vf_loss", "loss_v")
+ENTROPY_LOSS: Aliases = ("entropy_loss", "ent_loss", "loss_entropy", "entropy_bonus")
 ENTROPY: Aliases = ("entropy", "ent", "dist_entropy", "mean_entropy")
 LOSS: Aliases = ("loss", "total_loss")
 EPOCH: Aliases = ("epoch", "epoch_num", "update_epoch", "_epoch")
@@ -92,6 +96,14 @@ FACTS: Mapping[str, Aliases] = {
 """Settings that alarms read."""
 
 NORMALIZES: Aliases = ("norm_adv", "normalize_advantage", "normalize_advantages", "norm_advantages")
+ANNEALS: Aliases = (
+    "anneal_lr",
+    "anneal_learning_rate",
+    "lr_anneal",
+    "use_linear_lr_decay",
+    "linear_lr_decay",
+    "ANNEAL_LR",
+)
 CLIPS_VALUES: Aliases = ("clip_vloss", "clip_value_loss", "clip_vf")
 
 ACTOR = r"(^|\.|_)(actor|policy|pi|action|act|logits|mean|mu|log_?std|dist|heads?)(_|\.|\d|$|net|head|mean|log_?std)"
@@ -209,6 +221,11 @@ def as_integer(value: object) -> int | None:
     return None if isinstance(value, bool) or not isinstance(value, int | np.integer) else int(value)
 
 
+def as_number(value: object) -> float | None:
+    """Accept a number of Python."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
 class Ratio(NamedTuple):
     """The log-ratio of a minibatch, [N], and the object that the script holds it in."""
 
@@ -276,17 +293,33 @@ def find_minibatch(variables: Variables, length: int) -> MinibatchVariables:
 
 
 def find_losses(variables: Variables) -> dict[str, Tensor]:
-    """Return the losses by the names of `MinibatchEnd`; the entropy's is its negative mean."""
-    kinds = {"policy": POLICY_LOSS, "value": VALUE_LOSS, "total": LOSS}
-    losses = {kind: loss for kind, names in kinds.items() if (loss := variables.find(names, as_scalar)) is not None}
-    entropy = variables.find(ENTROPY, as_column())
-    if entropy is not None:
-        losses["entropy"] = -entropy.mean()
+    """Return the script's own losses by the names of `MinibatchEnd`, as it holds them; the entropy's has the script's sign, or is [N]."""
+
+    def accept(value: object) -> Tensor | None:
+        return value if isinstance(value, Tensor) and as_scalar(value) is not None else None
+
+    kinds = {"policy": POLICY_LOSS, "value": VALUE_LOSS, "entropy": (*ENTROPY_LOSS, *ENTROPY), "total": LOSS}
+    losses = {kind: loss for kind, names in kinds.items() if (loss := variables.find(names, accept)) is not None}
+    if "entropy" not in losses:
+        entropy = variables.find(ENTROPY, lambda value: value if isinstance(value, Tensor) else None)
+        if entropy is not None and as_column()(entropy) is not None:
+            losses["entropy"] = entropy
     return losses
 
 
+def find_coefficients(variables: Variables) -> dict[str, float]:
+    """Return the weights of the losses `value` and `entropy` as they are now; scripts may anneal them."""
+    weights = {name: variables.find(FACTS[f"{name}_coef"], as_number) for name in ("value", "entropy")}
+    return {name: weight for name, weight in weights.items() if weight is not None}
+
+
+def find_rows(variables: Variables) -> object:
+    """Return the object in which the script holds the rows of a minibatch, or its returns; None where it has neither."""
+    return variables.find((*ROWS, *RETURNS), lambda value: value if isinstance(value, Tensor | np.ndarray) else None)
+
+
 class RolloutVariables(NamedTuple):
-    """A rollout, [T, B] each, and the actions, [T, B, D]; copies, because scripts collect the next one in the same memory."""
+    """A rollout, [T, B] each, values after it, [1, B], and actions, [T, B, D]; copies, because scripts reuse the memory."""
 
     rewards: Tensor
     values: Tensor
@@ -295,7 +328,13 @@ class RolloutVariables(NamedTuple):
     log_probs: Tensor
     ended: Tensor
     next_values: Tensor
+    last_values: Tensor
     actions: Tensor | None
+
+    def with_ends(self, ended: Tensor) -> RolloutVariables:
+        """Return the same with the ends that the environments returned."""
+        ended = ended.to(self.values.device)
+        return self._replace(ended=ended, next_values=next_values(self.values, self.last_values, ended))
 
 
 def find_rollout(variables: Variables) -> RolloutVariables | None:
@@ -341,6 +380,7 @@ def find_rollout(variables: Variables) -> RolloutVariables | None:
         log_probs=log_probs.clone(),
         ended=ended,
         next_values=next_values(values, last, ended),
+        last_values=last.clone().reshape(1, envs),
         actions=variables.find(ACTIONS, accept_actions),
     )
 
@@ -371,7 +411,12 @@ def find_facts(variables: Variables, max_norm: float | None) -> dict[str, Any]:
     def text(value: object) -> str | None:
         return value if isinstance(value, str) else None
 
-    facts: dict[str, Any] = {"precision": "fp32", "max_grad_norm": max_norm, "advantage_correction": 1}
+    facts: dict[str, Any] = {
+        "precision": "fp32",
+        "max_grad_norm": max_norm,
+        "advantage_correction": 1,
+        "columns_by_name": True,
+    }
     for fact, names in FACTS.items():
         accept: Callable[[object], Any] = text if fact == "env" else number
         value = variables.find(names, accept)
@@ -383,6 +428,33 @@ def find_facts(variables: Variables, max_norm: float | None) -> dict[str, Any]:
     if variables.find(CLIPS_VALUES, flag) and "clip" in facts:
         facts["clip_value"] = facts["clip"]
     return facts
+
+
+def unchecked_equations(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return why equations of a script cannot be checked that its settings do not allow; `facts` are those found."""
+    reasons = {}
+    if SCHEDULE_FACT not in facts:
+        reasons["schedules"] = (
+            "the settings do not say whether the learning rate is annealed (anneal_lr) or in how many steps"
+        )
+    missing = [name for name in ("gamma", "gae_lambda") if name not in facts]
+    if missing:
+        reasons["advantages"] = f"the settings do not say {' and '.join(missing)}"
+    return reasons
+
+
+def find_schedule(variables: Variables, facts: Mapping[str, Any], rate: float) -> dict[str, Any]:
+    """Return the fact of the learning rate's schedule, where the settings say whether it is annealed; `rate` is that of the first step."""
+    anneals = variables.find(ANNEALS, lambda value: value if isinstance(value, bool) else None)
+    total = facts.get("total_steps")
+    if anneals is None or not isinstance(total, int) or total <= 0 or not rate > 0:
+        return {}
+    counts = {
+        name: facts[name] for name in ("num_epochs", "num_minibatches", "num_envs") if isinstance(facts.get(name), int)
+    }
+    final = 0.0 if anneals else rate
+    schedule = RateSchedule(initial=rate, final=final, total_steps=total, final_is_set=False, counts=counts)
+    return {SCHEDULE_FACT: schedule.fact()}
 
 
 def find_config(variables: Variables) -> dict[str, Any]:
@@ -413,12 +485,3 @@ def groups_of(names: Iterable[str]) -> dict[str, list[str]]:
         group = "critic" if re.search(CRITIC, name) else "actor" if re.search(ACTOR, name) else "shared"
         groups.setdefault(group, []).append(name)
     return groups if {"actor", "critic"} & groups.keys() else {}
-
-
-def half_square_factor(losses: Mapping[str, Tensor], minibatch: MinibatchVariables) -> float:
-    """Return the factor that makes the script's value loss half the mean squared error, from a minibatch before the first step."""
-    if "value" not in losses or minibatch.values is None or minibatch.returns is None:
-        return 1.0
-    square = float((minibatch.values - minibatch.returns).square().mean())
-    loss = float(losses["value"])
-    return next((factor for factor in (1.0, 0.5) if square and abs(loss * factor / square - 0.5) < 0.01), 1.0)

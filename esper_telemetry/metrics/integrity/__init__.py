@@ -14,7 +14,7 @@ from esper_telemetry.core.lazy import Tensor, inference_mode, torch
 from esper_telemetry.core.metric import Metric, MetricFamily, reports
 from esper_telemetry.core.record import Level
 from esper_telemetry.core.reduction import Array, Max, Mean, Reduction, Slot, Statistic, Sum
-from esper_telemetry.metrics.statistics import keep, rows_of, same_shape, sample, where_any
+from esper_telemetry.metrics.statistics import Sample, deviations, keep, rows_of, same_shape, sample, where_any
 
 INTEGRITY_FAMILY = MetricFamily(
     "integrity",
@@ -86,14 +86,20 @@ class GaeIdentity(MetricGroup):
     )
 
 
+MIN_NORMALIZED_ROWS = 8
+"""Rows from which on advantages are recognised as normalised over all of them: of fewer, any could be."""
+
+
 @inference_mode
 def gae_identity(
     advantages: ArrayLike, values: ArrayLike, returns: ArrayLike, *, valid: ArrayLike | None = None
 ) -> GaeIdentity:
     """Return max|A + V - R| / max(1, max|R|) over the rows about to be used.
 
+    Advantages that were normalised over all rows after the returns are compared as such: A = (R - V - mean) / std.
+
     Args:
-        advantages: before normalisation, [T, B] or [N].
+        advantages: before minibatches are normalised, [T, B] or [N].
         values: critic's estimates at collection, same shape.
         returns: regression targets, same shape.
         valid: bool, same shape; None where every entry is.
@@ -104,8 +110,26 @@ def gae_identity(
     same_shape(advantages=advantages, values=values, returns=returns, valid=valid)
     s = sample(advantages.detach().double() + values.detach().double() - returns.detach().double(), valid)
     scale = keep(rows_of(returns, None).double(), s.mask).values.abs().amax(-1)
-    error = where_any(s.values.abs().amax(-1), s.count)
+    largest = s.values.abs().amax(-1)
+    if len(s.values) >= MIN_NORMALIZED_ROWS:
+        largest = torch.minimum(largest, _normalized_error(advantages, returns.detach().double() - values, s))
+    error = where_any(largest, s.count)
     return GaeIdentity(RelativeError(error, scale), Sum(s.nonfinite))
+
+
+def _normalized_error(advantages: Tensor, estimates: Tensor, s: Sample) -> Tensor:
+    """Return the largest error, 0-d, of advantages that are the estimates R - V, normalised; infinity where they are not normalised."""
+    stored, raw = (keep(rows_of(x, None).double(), s.mask) for x in (advantages, estimates))
+    (mean, distances), (raw_mean, raw_distances) = deviations(stored), deviations(raw)
+    count = s.count.clamp(min=2)
+    std = (distances.square().sum(-1) / count).sqrt()
+    normalized = (mean.abs() < 0.1) & ((std - 1).abs() < 0.1) & (s.count >= MIN_NORMALIZED_ROWS)
+    squares = raw_distances.square().sum(-1)
+    errors = [
+        ((stored.values * (squares / divisor).sqrt() + raw_mean - raw.values) * s.weight).abs().amax(-1)
+        for divisor in (count, count - 1)  # a biased and an unbiased standard deviation
+    ]
+    return torch.where(normalized, torch.minimum(*errors), torch.inf)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple, Self
 
-from esper_telemetry.core.equation import Equation, Hypothesis
+from esper_telemetry.core.equation import Equation, Hypothesis, phrase
 from esper_telemetry.core.group import MetricGroup, Postponed
 from esper_telemetry.core.lazy import Tensor, torch
 from esper_telemetry.core.metric import Metric, label, reports
@@ -20,6 +20,16 @@ from esper_telemetry.core.reduction import Last, Max
 
 TINY_SCALE = 1e-30
 """Smallest magnitude that an error is divided by: numbers that are all 0 equal each other."""
+
+
+MAX_EXPLAINED_SHARE = 0.2
+"""Largest error of an explanation next to that of the reference: an unknown mistake with a small effect is near to both."""
+
+MAX_ERROR_RATIO = 30.0
+"""Largest error of an explanation next to the best one: of hypotheses that differ by more, the batch tells which it is."""
+
+ROUNDING_ERROR = 2e-6
+"""Error up to which explanations are not told apart, because single precision rounds so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +72,27 @@ class FittedParameters(MetricGroup):
     )
 
 
+@dataclass(frozen=True, slots=True)
+class EquationTolerances(MetricGroup):
+    """Tolerances that are not those of single precision."""
+
+    replicated = True
+
+    equation: tuple[str, ...] = label()
+    tolerance: Max = reports(
+        Metric.quantity(
+            "integrity/equation_tolerance/{equation}",
+            850,
+            "tolerance of an equation",
+            unit="relative error",
+            low=0.0,
+            cost="sampled",
+        )
+        .asks("Up to which error do the trainer's numbers count as equal to the equation?")
+        .absent("it is that of single precision")
+    )
+
+
 class Explanation(NamedTuple):
     """A hypothesis that gives the trainer's numbers, with its relative error and its fitted parameter."""
 
@@ -72,8 +103,7 @@ class Explanation(NamedTuple):
     @property
     def text(self) -> str:
         """The hypothesis in words, with its parameter."""
-        value = "" if self.fitted is None else f" {self.hypothesis.parameter} = {self.fitted:.6g}"
-        return f"{self.hypothesis.says}{value}"
+        return phrase(self.hypothesis, self.fitted)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,8 +141,20 @@ class EquationCheck(Postponed):
         if self.error is None:
             return f"{quantity} could not be checked: {self.reason}"
         if self.matches:
-            return f"{quantity} equal {self.equation.equation}, to {self.error:.0e}"
+            return f"{quantity} equal their reference equation, to {self.error:.0e}"
         return self.equation.sentence(self.error, [one.text for one in self.explanations])
+
+    @property
+    def details(self) -> str:
+        """The result, the equations and the advice, a line each."""
+        lines = [self.text, f"reference: {self.equation.equation} ({self.equation.source})"]
+        for one in () if self.matches else self.explanations:
+            source = f" ({one.hypothesis.source})" if one.hypothesis.source else ""
+            lines.append(f"equal to: {one.hypothesis.equation}{source}")
+        advice = next(
+            (one.hypothesis.advice for one in self.explanations if one.hypothesis.advice), self.equation.advice
+        )
+        return "\n".join(lines if self.matches or not advice else [*lines, advice])
 
     def values(self) -> dict[str, float]:
         """Return this check's values, for tests and notebooks."""
@@ -140,6 +182,9 @@ class EquationCheck(Postponed):
         ]
         labels = (equation.label(), *map(equation.label, hypotheses))
         yield EquationErrors(labels, Max(torch.tensor(rows, dtype=torch.float64)))
+        if any(check.tolerance != equation.tolerance_at(None) for check in measurements):
+            tolerances = [[check.tolerance] for check in measurements]
+            yield EquationTolerances((equation.name,), Max(torch.tensor(tolerances, dtype=torch.float64)))
         fitted = [
             one
             for one in (failing[-1].explanations if failing else ())
@@ -190,8 +235,9 @@ def compare(
 
     if not math.isfinite(scale):
         return unchecked(equation, "some of the numbers are NaN or infinite")
-    reference = equation.compute(inputs)
-    error = error_of(reference)
+    error = error_of(equation.compute(inputs))
+    if not math.isfinite(error):
+        return unchecked(equation, "the reference equation gives NaN or infinite numbers")
     if error <= bound:
         return EquationCheck(equation, error, bound)
     explanations = [
@@ -207,6 +253,15 @@ def compare(
             if result is not None and (candidate := error_of(result[1])) <= bound:
                 explanations.append(Explanation(one, candidate, result[0]))
     return EquationCheck(equation, error, bound, tuple(explanations))
+
+
+def told_apart(check: EquationCheck) -> EquationCheck:
+    """Return the check with the explanations that are nearest to the numbers, and much nearer than the reference; with none otherwise."""
+    best = min([one.error for one in check.explanations], default=0.0)
+    if check.error is None or best > MAX_EXPLAINED_SHARE * check.error:
+        return replace(check, explanations=())
+    limit = max(ROUNDING_ERROR, MAX_ERROR_RATIO * best)
+    return replace(check, explanations=tuple([one for one in check.explanations if one.error <= limit]))
 
 
 def _largest(values: Tensor, valid: Tensor | None) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -33,7 +33,14 @@ PRODUCT = Equation(
     equation="p = a b",
     compute=lambda inputs: inputs.left * inputs.right,
     hypotheses=(
-        Hypothesis("sum", "sums of the factors", "p = a + b", lambda inputs: inputs.left + inputs.right),
+        Hypothesis(
+            "sum",
+            "sums of the factors",
+            "p = a + b",
+            lambda inputs: inputs.left + inputs.right,
+            source="a schoolbook",
+            advice="Multiply.",
+        ),
         Hypothesis("difference", "differences", "p = a - b", lambda inputs: inputs.left - inputs.right, variant=True),
         Hypothesis("absent", "something that needs more", "p = c", lambda inputs: None),
         Hypothesis("factor", "products times a factor", "p = c a b", fit=fitted_factor, parameter="c"),
@@ -54,7 +61,7 @@ def test_numbers_that_equal_their_equation_match() -> None:
     assert result.matches
     assert result.holds
     assert result.values() == {"integrity/equation/product": 0.0}
-    assert result.text == "the products equal p = a b, to 0e+00"
+    assert result.text == "the products equal their reference equation, to 0e+00"
 
 
 def test_a_hypothesis_that_gives_the_numbers_is_named() -> None:
@@ -63,9 +70,14 @@ def test_a_hypothesis_that_gives_the_numbers_is_named() -> None:
     assert not result.holds
     assert [one.hypothesis.name for one in result.explanations] == ["sum"]
     assert result.values() == {"integrity/equation/product": 5 / 12, "integrity/equation/product_sum": 0.0}
-    assert (
-        result.text == "the products equal sums of the factors, and differ from p = a b by 0.42 of the largest number"
+    assert result.text == (
+        "the products equal sums of the factors, and differ from their reference equation by 41.7 % of the largest number"
     )
+    assert result.details.splitlines()[1:] == [
+        "reference: p = a b (arithmetic)",
+        "equal to: p = a + b (a schoolbook)",
+        "Multiply.",
+    ]
 
 
 def test_a_published_variant_is_named_and_holds() -> None:
@@ -112,6 +124,23 @@ def test_numbers_that_are_not_finite_are_not_compared(number: float) -> None:
     assert result.holds
     assert result.reason == "some of the numbers are NaN or infinite"
     assert result.values() == {}
+
+
+def test_a_reference_that_overflows_is_not_compared() -> None:
+    power = replace(PRODUCT, compute=lambda inputs: (1000 * inputs.left).exp())
+
+    assert compare(power, FACTORS, torch.ones(4)).reason == "the reference equation gives NaN or infinite numbers"
+
+
+def test_a_tolerance_of_its_own_is_recorded_beside_the_error() -> None:
+    """Judges read the record alone, and must judge as the check did."""
+    numbers = torch.tensor([2.0, 1.0, 12.0, 5.1])
+    strict, lenient = (compare(PRODUCT, FACTORS, numbers, tolerance=bound) for bound in (None, 0.05))
+
+    assert not strict.matches
+    assert lenient.matches
+    assert "integrity/equation_tolerance/product" not in strict.values()
+    assert lenient.values()["integrity/equation_tolerance/product"] == 0.05
 
 
 def test_what_could_not_be_checked_says_why() -> None:

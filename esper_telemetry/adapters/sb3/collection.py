@@ -1,0 +1,199 @@
+"""Passes of a Stable-Baselines3 policy over the inputs that it collected, and over those that a known mistake would use.
+
+See `events.CollectionReplay`. Shapes: T steps, B environments, N = T B transitions counted time by time, H width of a recurrent state,
+F width of latents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from esper_telemetry.adapters.columns import Array
+from esper_telemetry.adapters.sb3.distributions import ActionHeads, last_distribution
+from esper_telemetry.adapters.sb3.replay import CHUNK_ROWS, StoredRollout, distribution_of
+from esper_telemetry.adapters.taps import in_mode, without_trace
+from esper_telemetry.events import CollectionReplay, Outputs, RolloutEnd
+
+MODE_LAYERS = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+"""Layers that work differently in training."""
+
+AFFINE_CORRELATION = 0.95
+"""Correlation, over the entries of an observation, from which on one is the other with another mean and another scale."""
+
+LstmState: TypeAlias = tuple[Tensor, Tensor]
+
+
+class CollectionPasses:
+    """Passes of a model's policy over a rollout, by the name of a hypothesis.
+
+    Args:
+        inputs: of the rollout, as they were stored.
+        acted: observations [T, B, ...] as the policy received them; None where they were not kept.
+        states: of the actor's LSTM in which each step began, [T, layers, 2, B, H]; None for a feed-forward policy.
+        critic: of the critic's own LSTM before the first step, h and c [layers, B, H]; None without one.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        heads: ActionHeads,
+        inputs: StoredRollout,
+        *,
+        acted: Tensor | None,
+        states: Tensor | None,
+        critic: LstmState | None,
+    ) -> None:
+        self._policy, self._heads, self._inputs = model.policy, heads, inputs
+        self._acted, self._states, self._critic = acted, states, critic
+
+    def event(self, rollout: RolloutEnd, device: torch.device) -> CollectionReplay:
+        """Return what `BeforeUpdate` holds."""
+        rows = torch.arange(rollout.rewards.numel(), device=device)
+        has_modes = any(isinstance(module, MODE_LAYERS) for module in self._policy.modules())
+        return CollectionReplay(rollout, rows, self.outputs, has_modes)
+
+    @torch.no_grad()
+    def outputs(self, hypothesis: str) -> Outputs | None:
+        """Outputs for the stored inputs, or for those of a hypothesis; None where that does not apply."""
+        run = getattr(self, f"_{hypothesis}", None) if hypothesis else self._pass
+        with without_trace(self._policy):
+            result: Outputs | None = None if run is None else run()
+        return result
+
+    def _other_observations(self) -> Outputs | None:
+        observations = self._received()
+        return None if observations is None or self._affine(observations) else self._pass(observations=observations)
+
+    def _other_statistics(self) -> Outputs | None:
+        observations = self._received()
+        return (
+            self._pass(observations=observations) if observations is not None and self._affine(observations) else None
+        )
+
+    def _other_mode(self) -> Outputs | None:
+        policy = self._policy
+        set_mode: Callable[[bool], object] | None = getattr(policy, "set_training_mode", None)
+        with in_mode(policy, training=not policy.training, set_mode=set_mode):
+            return self._pass()
+
+    def _random_passes(self) -> Outputs | None:
+        torch.manual_seed(0)  # of the copy that `without_trace` made
+        return self._pass()
+
+    def _training(self) -> Outputs | None:
+        set_mode: Callable[[bool], object] | None = getattr(self._policy, "set_training_mode", None)
+        with in_mode(self._policy, training=True, set_mode=set_mode):
+            return self._pass()
+
+    def _mask_missing(self) -> Outputs | None:
+        return None if self._inputs.masks is None else self._pass(masked=False)
+
+    def _memory_zero(self) -> Outputs | None:
+        return None if self._states is None else self._pass(empty=True)
+
+    def _memory_not_reset(self) -> Outputs | None:
+        return self._with_starts(lambda starts: np.zeros_like(starts))
+
+    def _memory_empty(self) -> Outputs | None:
+        return self._with_starts(lambda starts: np.ones_like(starts))
+
+    def _memory_reset_late(self) -> Outputs | None:
+        return self._with_starts(lambda starts: np.concatenate([np.zeros_like(starts[:1]), starts[:-1]]))
+
+    def _memory_reset_early(self) -> Outputs | None:
+        return self._with_starts(lambda starts: np.concatenate([starts[1:], np.zeros_like(starts[:1])]))
+
+    def _with_starts(self, change: Callable[[Array], Array]) -> Outputs | None:
+        return None if self._states is None else self._pass(starts=change(self._inputs.starts))
+
+    def _received(self) -> Tensor | None:
+        """Observations as the policy received them, where these are neither the stored ones nor those of a step before or after."""
+        stored, acted = self._inputs.observations, self._acted
+        if acted is None or not isinstance(stored, np.ndarray) or acted.numel() != stored.size:
+            return None
+        own, other = acted.cpu().reshape(stored.shape), torch.from_numpy(stored)
+        pairs = [(own, other), (own[1:], other[:-1]), (own[:-1], other[1:])]
+        return None if any(bool((one == two).all()) for one, two in pairs) else acted
+
+    def _affine(self, observations: Tensor) -> bool:
+        """Return whether the stored observations are these with another mean and another scale, entry by entry."""
+        stored = torch.from_numpy(self._inputs.observations).double().flatten(0, 1).flatten(1)
+        received = observations.cpu().double().flatten(0, 1).reshape(stored.shape)
+        one, other = stored - stored.mean(0), received - received.mean(0)
+        size = (one.square().sum(0) * other.square().sum(0)).sqrt()
+        varies = size > 1e-12
+        correlation = ((one * other).sum(0) / size.clamp(min=1e-12))[varies]
+        return bool(varies.any()) and bool(correlation.median() > AFFINE_CORRELATION)
+
+    def _pass(
+        self,
+        *,
+        observations: Tensor | None = None,
+        masked: bool = True,
+        starts: Array | None = None,
+        empty: bool = False,
+    ) -> Outputs:
+        """Outputs in the policy's present mode, of other inputs where they are given; `empty`: memory begins so."""
+        policy, inputs = self._policy, self._inputs
+        rows = np.arange(inputs.starts.size)
+        latents, critics, memory = [], [], None
+        if self._states is None:
+            for actor, critic in self._features(observations, rows):
+                latents.append(policy.mlp_extractor.forward_actor(actor))
+                critics.append(policy.mlp_extractor.forward_critic(critic))
+            latent, latent_critic = torch.cat(latents), torch.cat(critics)
+        else:
+            begins = inputs.starts if starts is None else starts
+            memory, latent_critic = self._recurrent(observations, rows, begins, self._states[0], empty=empty)
+            latent = policy.mlp_extractor.forward_actor(memory)
+            latent_critic = policy.mlp_extractor.forward_critic(latent_critic)
+        distribution_of(policy, latent, inputs if masked else inputs._replace(masks=None), rows)
+        columns = self._heads.columns(last_distribution(policy))
+        values = policy.value_net(latent_critic).flatten()
+        return Outputs(columns.logits, columns.means, columns.log_std, {}, memory, latent, values)
+
+    def _features(self, observations: Tensor | None, rows: Array) -> Iterator[tuple[Tensor, Tensor]]:
+        """Features of the actor and of the critic, some rows after the others."""
+        policy = self._policy
+        flat = None if observations is None else observations.flatten(0, 1).to(policy.device)
+        for start in range(0, len(rows), CHUNK_ROWS):
+            part = rows[start : start + CHUNK_ROWS]
+            inputs = self._inputs.rows(part, policy.device) if flat is None else flat[start : start + CHUNK_ROWS]
+            features = policy.extract_features(inputs)
+            yield features if isinstance(features, tuple) else (features, features)
+
+    def _recurrent(
+        self, observations: Tensor | None, rows: Array, starts: Array, first: Tensor, *, empty: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Memory [N, H] of the actor, and what the critic reads; the actor begins in the states `first` [layers, 2, B, H]."""
+        policy = self._policy
+        actor, critic = (torch.cat(parts) for parts in zip(*self._features(observations, rows), strict=True))
+        begins = torch.as_tensor(starts, dtype=torch.float32, device=policy.device)
+        states = [(first[:, 0].contiguous(), first[:, 1].contiguous()), self._critic]
+        if empty:
+            states = [None if s is None else (torch.zeros_like(s[0]), torch.zeros_like(s[1])) for s in states]
+        memory = self._through(actor, states[0], begins, policy.lstm_actor)
+        if getattr(policy, "lstm_critic", None) is not None and states[1] is not None:
+            return memory, self._through(critic, states[1], begins, policy.lstm_critic)
+        return memory, memory if getattr(policy, "shared_lstm", False) else policy.critic(critic)
+
+    def _through(self, features: Tensor, state: Any, begins: Tensor, lstm: nn.Module) -> Tensor:
+        outputs = []
+        for row, starts in zip(features.unflatten(0, begins.shape), begins, strict=True):
+            output, state = self._policy._process_sequence(row, state, starts, lstm)
+            outputs.append(output)
+        return torch.cat(outputs)
+
+
+def critic_states(buffer: Any, device: torch.device) -> LstmState | None:
+    """Return the states of the critic's LSTM before the first step, from a full buffer; None without one."""
+    arrays = [getattr(buffer, name, None) for name in ("hidden_states_vf", "cell_states_vf")]
+    if any(array is None for array in arrays):
+        return None
+    hidden, cell = (torch.as_tensor(array[0], device=device) for array in arrays if array is not None)
+    return hidden.clone(), cell.clone()

@@ -1,0 +1,258 @@
+"""Sampled updates: one step of the optimizer, recomputed: its gradient, the clip, and the change of the weights.
+
+The gradient of the whole loss takes a forward and a backward pass. Only where it differs from the trainer's, each term and each alternative
+to it takes a backward pass of its own. Everything else is arithmetic on copies of vectors as long as the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from esper_telemetry.adapters.sampled import TimedListener
+from esper_telemetry.core.objective import LossRows, MinibatchObjective
+from esper_telemetry.events import AfterUpdate, BackwardEnd, OptimizerStep
+from esper_telemetry.metrics.integrity.clipping import compare_clipping
+from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
+from esper_telemetry.metrics.integrity.gradient_equation import GRADIENT
+from esper_telemetry.metrics.integrity.gradients import compare_gradient, same_gradient
+from esper_telemetry.metrics.integrity.loss_gradients import LossGradients, flat64
+from esper_telemetry.metrics.integrity.optimizer_step import (
+    OPTIMIZER_STEP,
+    ParameterStep,
+    compare_step,
+    settings_of,
+    state_before,
+)
+from esper_telemetry.session import TelemetrySession
+
+RowsPass: TypeAlias = Callable[[], AbstractContextManager[LossRows]]
+
+MAX_CHECKED_ENTRIES = 1 << 23
+"""Entries of the gradients of networks whose steps are checked: some twenty vectors of them in float64 are 1.3 GB."""
+
+
+class MinibatchLoss(NamedTuple):
+    """Gradients of a minibatch's loss, with the random numbers of the trainer's own pass.
+
+    Attributes:
+        gradients: of its terms and of alternatives to them.
+        total: [d], of the whole loss.
+        rows: of the minibatch.
+    """
+
+    gradients: LossGradients
+    total: Tensor
+    rows: int
+
+
+@dataclass(slots=True)
+class CheckedStep:
+    """A step that is checked, as far as it got.
+
+    Attributes:
+        objective: of its minibatch.
+        parameters: K tensors that it trains.
+        loss: gradients of the minibatch's loss; None where the source cannot pass it through the policy.
+        previous: [d], that stood in `.grad` before the backward pass; None where nothing did.
+        before: the parameters and the optimizer's state before the step, without gradients.
+        gradient: [d], after the backward pass; None before it.
+        steps: the same with the gradients that the optimizer read, once it has taken its step.
+    """
+
+    objective: MinibatchObjective
+    parameters: list[Tensor]
+    loss: MinibatchLoss | None
+    previous: Tensor | None
+    before: list[ParameterStep]
+    gradient: Tensor | None = None
+    steps: list[ParameterStep] = field(default_factory=list)
+
+    @property
+    def numels(self) -> tuple[int, ...]:
+        """Entries of each parameter."""
+        return tuple([parameter.numel() for parameter in self.parameters])
+
+
+class StepProbe:
+    """Checks one step of each sampled update, by turns the second one and one of the last.
+
+    Ratios differ from 1 and a gradient has been there before from the second step on; the last ones are where ratios are clipped.
+
+    Attributes:
+        precision: of the trainer's arithmetic; None where it is not known.
+    """
+
+    def __init__(self, telemetry: TelemetrySession, listener: TimedListener) -> None:
+        self._telemetry, self._listener = telemetry, listener
+        self.precision: str | None = None
+        self._early = True
+        self._last_seen, self._checking = 0, False
+        self._last_possible: int | None = None
+        self._open: CheckedStep | None = None
+        self._uncounted: int | None = None
+
+    def begin(self) -> None:
+        """Check a step of the update that begins now."""
+        self.stop()
+        self._early = not self._early
+        self._last_seen, self._checking = 0, True
+        self._listener.on(MinibatchObjective, self._objective)
+        self._listener.once(AfterUpdate, lambda event: self.finish())
+
+    def finish(self) -> None:
+        """The update is over: check its last step, or remember how many steps it had where it stopped before the one that was due."""
+        if self._checking:
+            reached = self._open is not None and bool(self._open.steps)
+            self._last_possible = None if reached else max(0, self._last_seen - 1)
+            self._end()
+
+    def stop(self) -> None:
+        """Check nothing any more."""
+        self._listener.stop()
+        self._open, self._checking = None, False
+
+    def forget(self) -> None:
+        """Forget how many steps the optimizer had counted: its state is set on purpose."""
+        self._uncounted = None
+
+    def _objective(self, event: MinibatchObjective) -> None:
+        """Begin with the step whose turn it is; the minibatch after it ends the check."""
+        if self._open is not None:
+            self._last_possible = None
+            self._end()
+            return
+        self._last_seen = event.step
+        steps = event.steps or 2
+        early = min(1, steps - 1)
+        due = early if self._early else max(early, steps - 2)
+        if event.step < (due if self._last_possible is None else min(due, self._last_possible)):
+            return
+        if sum(parameter.numel() for parameter in event.parameters.values()) > MAX_CHECKED_ENTRIES:
+            self.stop()
+            return
+        parameters = list(event.parameters.values())
+        loss = None
+        if event.rows is not None:
+            gradients = LossGradients(with_generators(event.rows, parameters), parameters)
+            loss = MinibatchLoss(gradients, *gradients.total(event.coefficients))
+            self._listener.once(BackwardEnd, self._backward)
+        previous = None if all(p.grad is None for p in parameters) else _gradient_of(parameters)
+        before = list(parameter_steps(parameters, event.optimizer))
+        self._open = CheckedStep(event, parameters, loss, previous, before)
+        self._listener.once(OptimizerStep, self._optimizer_step)
+
+    def _backward(self, event: BackwardEnd) -> None:
+        """Check the gradient."""
+        step = self._open
+        if step is None or step.loss is None:
+            return
+        claimed = _gradient_of(step.parameters)
+        if step.previous is None or not torch.equal(claimed, step.previous):  # else the backward pass is still to come
+            step.gradient = claimed
+            self._telemetry.measure([partial(self._gradient_check, step, step.loss, claimed)])
+
+    def _gradient_check(self, step: CheckedStep, loss: MinibatchLoss, claimed: Tensor) -> EquationCheck:
+        if not torch.isfinite(claimed).all():
+            return unchecked(GRADIENT, "some of the numbers are NaN or infinite")
+        error, bound = same_gradient(claimed, loss.total, step.numels), GRADIENT.tolerance_at(self.precision)
+        if error <= bound:
+            return EquationCheck(GRADIENT, error, bound)
+        coefficients = step.objective.coefficients
+        terms = {name: gradient for name in coefficients if (gradient := loss.gradients(name)) is not None}
+        return compare_gradient(
+            claimed,
+            terms,
+            coefficients,
+            step.numels,
+            previous=step.previous,
+            weights=flat64(step.parameters),
+            rows=loss.rows,
+            max_norm=step.objective.max_norm,
+            alternatives=loss.gradients,
+            precision=self.precision,
+        )
+
+    def _optimizer_step(self, event: OptimizerStep) -> None:
+        """Check the clip; the weights are read when the next step begins, so that changes after this one are seen."""
+        step = self._open
+        if step is None:
+            return
+        applied = _gradient_of(step.parameters)
+        if step.gradient is not None:
+            sizes, limit = step.numels, step.objective.max_norm
+            check = partial(compare_clipping, step.gradient, applied, sizes, limit, precision=self.precision)
+            self._telemetry.measure([check])
+        parts = zip(step.before, step.parameters, applied.split(list(step.numels)), strict=True)
+        step.steps = [
+            replace(before, gradient=None if parameter.grad is None else part.view_as(before.weights))
+            for before, parameter, part in parts
+        ]
+
+    def _end(self) -> None:
+        """Check the weights after the step."""
+        step = self._open
+        self.stop()
+        if step is not None and step.steps:
+            self._telemetry.measure([partial(self._step_check, step)])
+
+    def _step_check(self, step: CheckedStep) -> EquationCheck:
+        objective = step.objective
+        default = settings_of(objective.optimizer, objective.optimizer.param_groups[0])
+        if default is None:
+            return unchecked(OPTIMIZER_STEP, f"the update rule of {type(objective.optimizer).__name__} is not known")
+        counted = max([one.count for one in step.steps if one.settings is not None], default=0)
+        lost = 0
+        if default.kind == "adam" and objective.gradient_step is not None:
+            uncounted = objective.gradient_step - counted
+            self._uncounted = uncounted if self._uncounted is None else min(uncounted, self._uncounted)
+            lost = uncounted - self._uncounted
+        return compare_step(
+            step.steps,
+            [parameter.detach() for parameter in step.parameters],
+            default,
+            epsilon=max(torch.finfo(parameter.dtype).eps for parameter in step.parameters),
+            learning_rate=objective.learning_rate,
+            lost=lost,
+            precision=self.precision,
+        )
+
+
+@torch.no_grad()
+def parameter_steps(parameters: Sequence[Tensor], optimizer: Optimizer) -> Iterator[ParameterStep]:
+    """Yield copies of the parameters and of the optimizer's state, without gradients."""
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter in parameters:
+        group = groups.get(id(parameter))
+        state, count = ({}, 0) if group is None else state_before(optimizer.state.get(parameter, {}))
+        settings = None if group is None else settings_of(optimizer, group)
+        yield ParameterStep(parameter.detach().double().clone(), None, settings, state, count)
+
+
+def with_generators(rows: RowsPass, parameters: Sequence[Tensor]) -> RowsPass:
+    """Return `rows` with the random numbers of now, which are those of the pass that the trainer takes next."""
+    devices = {parameter.device for parameter in parameters if parameter.is_cuda}
+    host, others = torch.get_rng_state(), {device: torch.cuda.get_rng_state(device) for device in devices}
+
+    @contextmanager
+    def repeated() -> Iterator[LossRows]:
+        with torch.random.fork_rng(devices=[device.index or 0 for device in devices]):
+            torch.set_rng_state(host)
+            for device, state in others.items():
+                torch.cuda.set_rng_state(state, device)
+            with rows() as result:
+                yield result
+
+    return repeated
+
+
+def _gradient_of(parameters: Sequence[Tensor]) -> Tensor:
+    """Gradients [d] of all parameters, a copy in float64; 0 where there is none."""
+    return flat64([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])

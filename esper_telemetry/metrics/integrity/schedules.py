@@ -1,0 +1,235 @@
+"""The equation of schedules: learning rates over the updates of a run, as they were set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from esper_telemetry.core.equation import Equation, Hypothesis
+from esper_telemetry.core.schedule import (
+    Array,
+    RateSchedule,
+    ScheduleInputs,
+    compare_rates,
+    fitted_speed,
+)
+from esper_telemetry.metrics.integrity.equations import EquationCheck, Explanation, unchecked
+
+
+def _anneals(inputs: ScheduleInputs) -> bool:
+    return inputs.schedule.initial != inputs.schedule.final
+
+
+def _constant(inputs: ScheduleInputs) -> Array | None:
+    return np.full_like(inputs.progress, inputs.schedule.initial) if _anneals(inputs) else None
+
+
+def _annealed(inputs: ScheduleInputs) -> Array | None:
+    return None if _anneals(inputs) else inputs.schedule.initial * (1 - inputs.progress)
+
+
+def _per_count(inputs: ScheduleInputs, *names: str, stops: bool = True) -> Array | None:
+    """Return the rates where each update counts as so many; None where that is once."""
+    speed = float(np.prod([inputs.schedule.counts.get(name, 1) for name in names]))
+    return inputs.line(speed, stops=stops) if speed != 1 and _anneals(inputs) else None
+
+
+def _rising(inputs: ScheduleInputs) -> Array | None:
+    return inputs.schedule.initial - inputs.line() + inputs.schedule.final if _anneals(inputs) else None
+
+
+def _fit_early_end(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+    speed = fitted_speed(inputs, rates)
+    return (1 / speed, inputs.line(speed)) if speed is not None and speed > 1 else None
+
+
+def _fit_negative(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+    speed = fitted_speed(inputs, rates)
+    return (1 / speed, inputs.line(speed, stops=False)) if speed is not None and speed > 1 else None
+
+
+def _fit_other_end(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+    """Return the rate at the end of a slower line, and its rates."""
+    speed = fitted_speed(inputs, rates)
+    if speed is None or not 0 < speed < 1:
+        return None
+    return inputs.schedule.initial + speed * (inputs.schedule.final - inputs.schedule.initial), inputs.line(speed)
+
+
+def _fit_unset_end(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+    return None if inputs.schedule.final_is_set else _fit_other_end(inputs, rates)
+
+
+def _fit_set_end(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+    return _fit_other_end(inputs, rates) if inputs.schedule.final_is_set else None
+
+
+def _fit_restarts(inputs: ScheduleInputs, rates: Array) -> tuple[float, Array] | None:
+    """Return the share of the run that one of several equal lines takes, and their rates: it starts anew at the first large jump back."""
+    way = inputs.schedule.final - inputs.schedule.initial
+    jumps = np.flatnonzero(np.diff(rates) * np.sign(way) < -0.5 * np.abs(way)) if way else []
+    if not len(jumps):
+        return None
+    end = jumps[0] + 1
+    speed = fitted_speed(inputs._replace(progress=inputs.progress[:end]), rates[:end])
+    if speed is None or speed <= 1:
+        return None
+    share = speed * inputs.progress
+    return 1 / speed, inputs.schedule.initial + way * (share - np.floor(share + 1e-9))
+
+
+PAPER = "1707.06347; Huang et al. 2022, detail 4"
+
+SCHEDULES = Equation(
+    name="schedules",
+    quantity="the learning rates",
+    equation="lr = lr_0 + (lr_1 - lr_0) n / N, environment steps n of N",
+    source=PAPER,
+    inputs="a learning rate that is constant or falls in a straight line, by its settings",
+    compute=lambda inputs: inputs.line(),
+    rank=65,
+    advice="Compare the learning rate that each update uses with the schedule that is set.",
+    hypotheses=(
+        Hypothesis(
+            name="constant",
+            says="the first one throughout, although a schedule is set",
+            equation="lr = lr_0",
+            compute=_constant,
+            advice="Set the rate of the optimizer's parameter groups in every update; a schedule that nobody steps changes nothing.",
+        ),
+        Hypothesis(
+            name="annealed",
+            says="a line down to 0, although a constant rate is set",
+            equation="lr = lr_0 (1 - n / N)",
+            compute=_annealed,
+            advice="Look for a scheduler that is on by default.",
+        ),
+        Hypothesis(
+            name="per_epoch",
+            says="a schedule that counts epochs as updates",
+            equation="lr = lr_0 + (lr_1 - lr_0) min(1, E n / N), E epochs",
+            compute=lambda inputs: _per_count(inputs, "num_epochs"),
+            advice="Step the scheduler once per update.",
+        ),
+        Hypothesis(
+            name="per_minibatch",
+            says="a schedule that counts optimizer steps as updates",
+            equation="lr = lr_0 + (lr_1 - lr_0) min(1, E M n / N), E epochs of M minibatches",
+            compute=lambda inputs: _per_count(inputs, "num_epochs", "num_minibatches"),
+            advice="Step the scheduler once per update, or give it the number of optimizer steps.",
+        ),
+        Hypothesis(
+            name="per_epoch_negative",
+            says="a schedule that counts epochs as updates and goes on below its end",
+            equation="lr = lr_0 + (lr_1 - lr_0) E n / N, E epochs",
+            compute=lambda inputs: _per_count(inputs, "num_epochs", stops=False),
+            advice="Step the scheduler once per update: a negative rate climbs the loss.",
+        ),
+        Hypothesis(
+            name="per_env",
+            says="a schedule that counts steps of the vector of environments in place of environment steps",
+            equation="lr = lr_0 + (lr_1 - lr_0) n / (B N), B environments",
+            compute=lambda inputs: (
+                inputs.line(1 / inputs.schedule.counts["num_envs"])
+                if _anneals(inputs) and inputs.schedule.counts.get("num_envs", 1) > 1
+                else None
+            ),
+            advice="Multiply the steps by the number of environments.",
+        ),
+        Hypothesis(
+            name="rising",
+            says="a schedule that runs backwards, from its end to its beginning",
+            equation="lr = lr_1 + (lr_0 - lr_1) n / N",
+            compute=_rising,
+            advice="Use the share of the run that is left, not the one that is over.",
+        ),
+        Hypothesis(
+            name="cosine",
+            says="a cosine schedule",
+            equation="lr = lr_1 + (lr_0 - lr_1) (1 + cos(π n / N)) / 2",
+            compute=lambda inputs: (
+                inputs.schedule.final
+                + (inputs.schedule.initial - inputs.schedule.final) * (1 + np.cos(np.pi * inputs.progress)) / 2
+                if _anneals(inputs)
+                else None
+            ),
+            variant=True,
+            source="1608.03983",
+        ),
+        Hypothesis(
+            name="restarting",
+            says="a schedule that begins anew again and again; one of its lines takes a share of the run of",
+            equation="lr = lr_0 + (lr_1 - lr_0) frac(n / (p N))",
+            fit=_fit_restarts,
+            parameter="p",
+            advice="Make the schedule once, with the number of updates of the whole run.",
+        ),
+        Hypothesis(
+            name="ending_early",
+            says="a schedule that ends too soon, after a share of the run of",
+            equation="lr = lr_0 + (lr_1 - lr_0) min(1, n / (p N))",
+            fit=_fit_early_end,
+            parameter="p",
+            advice="Give the schedule the number of updates of the whole run.",
+        ),
+        Hypothesis(
+            name="negative",
+            says="a schedule that goes on below its end, which it reaches after a share of the run of",
+            equation="lr = lr_0 + (lr_1 - lr_0) n / (p N)",
+            fit=_fit_negative,
+            parameter="p",
+            advice="Give the schedule the number of updates of the whole run: a negative rate climbs the loss.",
+        ),
+        Hypothesis(
+            name="other_end",
+            says="a straight schedule that ends at",
+            equation="lr = lr_0 + (l - lr_0) n / N",
+            fit=_fit_unset_end,
+            parameter="l",
+            variant=True,
+        ),
+        Hypothesis(
+            name="unfinished",
+            says="a schedule that does not reach its end, and stops at",
+            equation="lr = lr_0 + (l - lr_0) n / N",
+            fit=_fit_set_end,
+            parameter="l",
+            advice="Give the schedule the number of updates of this run; it was made for a longer one.",
+        ),
+    ),
+)
+
+
+def check_schedule(
+    rates: Sequence[float],
+    progress: Sequence[float],
+    *,
+    initial: float,
+    final: float = 0.0,
+    num_epochs: int = 1,
+    num_minibatches: int = 1,
+    num_envs: int = 1,
+    tolerance: float | None = None,
+) -> EquationCheck:
+    """Return the comparison of the learning rates of a run's updates with a straight schedule.
+
+    Args:
+        rates: of each update so far.
+        progress: share of the run that is over at each of them, 0 to 1, increasing.
+        initial, final: rates at the beginning and at the end of the run; equal for a constant rate.
+        num_epochs, num_minibatches, num_envs: of the trainer, which a schedule may count by mistake.
+        tolerance: largest error, as a share of the largest rate; one and a half updates' share of the run where it is None.
+
+    Raises ValueError where there is not one share for each rate, or none at all.
+    """
+    if len(rates) != len(progress) or not len(rates):
+        raise ValueError(f"rates and progress need one number for each update, got {len(rates)} and {len(progress)}")
+    counts = {"num_epochs": num_epochs, "num_minibatches": num_minibatches, "num_envs": num_envs}
+    numbers, shares = np.asarray(rates, dtype=np.float64), np.asarray(progress, dtype=np.float64)
+    if not np.isfinite([numbers, shares]).all():
+        return unchecked(SCHEDULES, "some of the numbers are NaN or infinite")
+    schedule = RateSchedule(initial=initial, final=final, total_steps=1, counts=counts)
+    compared = compare_rates(SCHEDULES, ScheduleInputs(shares, schedule), numbers, tolerance)
+    explanations = tuple([Explanation(*one) for one in compared.explanations])
+    return EquationCheck(SCHEDULES, compared.error, compared.tolerance, explanations)

@@ -1,0 +1,75 @@
+"""Tools for tests: of sinks (`check_sink`, `MemorySink`, `FailingSink`), and of the equations of a trainer (`assert_gae` and others)."""
+
+from typing import TYPE_CHECKING
+
+from esper_telemetry.core.lazy import lazy_names as lazy_names
+
+if TYPE_CHECKING:
+    from esper_telemetry.testing.equations import assert_actions as assert_actions
+    from esper_telemetry.testing.equations import assert_clipping as assert_clipping
+    from esper_telemetry.testing.equations import assert_entropy as assert_entropy
+    from esper_telemetry.testing.equations import assert_executed as assert_executed
+    from esper_telemetry.testing.equations import assert_gae as assert_gae
+    from esper_telemetry.testing.equations import assert_gradient as assert_gradient
+    from esper_telemetry.testing.equations import assert_log_probs as assert_log_probs
+    from esper_telemetry.testing.equations import assert_minibatches as assert_minibatches
+    from esper_telemetry.testing.equations import assert_normalized_advantages as assert_normalized_advantages
+    from esper_telemetry.testing.equations import assert_optimizer_step as assert_optimizer_step
+    from esper_telemetry.testing.equations import assert_policy_loss as assert_policy_loss
+    from esper_telemetry.testing.equations import assert_replayed_log_probs as assert_replayed_log_probs
+    from esper_telemetry.testing.equations import assert_returns as assert_returns
+    from esper_telemetry.testing.equations import assert_rewards as assert_rewards
+    from esper_telemetry.testing.equations import assert_schedule as assert_schedule
+    from esper_telemetry.testing.equations import assert_total_loss as assert_total_loss
+    from esper_telemetry.testing.equations import assert_transitions as assert_transitions
+    from esper_telemetry.testing.equations import assert_value_loss as assert_value_loss
+    from esper_telemetry.testing.equations import assert_values as assert_values
+    from esper_telemetry.testing.sinks import CHECKS as CHECKS
+    from esper_telemetry.testing.sinks import FailingSink as FailingSink
+    from esper_telemetry.testing.sinks import MemorySink as MemorySink
+    from esper_telemetry.testing.sinks import alarm as alarm
+    from esper_telemetry.testing.sinks import check_sink as check_sink
+    from esper_telemetry.testing.sinks import delivered as delivered
+    from esper_telemetry.testing.sinks import expect_equal as expect_equal
+    from esper_telemetry.testing.sinks import journalled as journalled
+    from esper_telemetry.testing.sinks import record as record
+    from esper_telemetry.testing.sinks import run_in as run_in
+
+__all__, __getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "esper_telemetry.testing.equations": (
+            "assert_actions",
+            "assert_clipping",
+            "assert_entropy",
+            "assert_executed",
+            "assert_gae",
+            "assert_gradient",
+            "assert_log_probs",
+            "assert_minibatches",
+            "assert_normalized_advantages",
+            "assert_optimizer_step",
+            "assert_policy_loss",
+            "assert_replayed_log_probs",
+            "assert_returns",
+            "assert_rewards",
+            "assert_schedule",
+            "assert_total_loss",
+            "assert_transitions",
+            "assert_value_loss",
+            "assert_values",
+        ),
+        "esper_telemetry.testing.sinks": (
+            "CHECKS",
+            "FailingSink",
+            "MemorySink",
+            "alarm",
+            "check_sink",
+            "delivered",
+            "expect_equal",
+            "journalled",
+            "record",
+            "run_in",
+        ),
+    },
+)

@@ -1,0 +1,190 @@
+"""Checks of a rollout's targets that the columns of a sampled update allow: advantages, returns, normalised advantages.
+
+Shapes: T steps, B environments; M minibatches of N rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from esper_telemetry.core.group import MetricGroup
+from esper_telemetry.events import MinibatchesEnd, RolloutEnd
+from esper_telemetry.metrics.integrity.advantages import ADVANTAGES, compare_advantages
+from esper_telemetry.metrics.integrity.equations import EquationCheck, unchecked
+from esper_telemetry.metrics.integrity.gae import GaeInputs, following_values
+from esper_telemetry.metrics.integrity.normalization import Scope, check_normalized_advantages
+from esper_telemetry.metrics.integrity.returns import check_returns
+from esper_telemetry.updates.containment import Measurement
+from esper_telemetry.updates.data import TARGET_COLUMNS, CollectedRows, UpdateData, columns_in_grid, in_grid
+
+BY_NAME = "columns_by_name"
+"""Fact of a run whose columns were found by the names of variables, which may mean something else."""
+
+UNKNOWN_COLUMNS = "the variables that were found do not fit it, and their names may mean something else in this script"
+
+SHIFTED_ENDS = ("ends_late", "ends_early")
+"""Hypotheses that a script shows as well whose flags mean the step before or after; only its environments tell."""
+
+OWN_NORMALIZATION = "stable-baselines3"
+"""Beginning of the fact `trainer` where the adapter normalises advantages itself, because the trainer keeps its own to itself."""
+
+
+def target_checks(update: UpdateData, facts: Mapping[str, Any]) -> Iterator[Measurement]:
+    """Yield the checks of a rollout's targets; `facts` are those of the run."""
+    rollout, minibatches, collected = update.rollout, update.minibatches, update.collected
+    if rollout is None or not rollout.advantages.numel():
+        return
+    gae_lambda, discount = facts.get("gae_lambda"), facts.get("gamma")
+    if gae_lambda is not None and discount is not None:
+        previous = update.context.previous_targets
+        check = partial(_advantages, rollout, float(gae_lambda), previous, facts)
+        yield partial(_certain, facts, check, doubtful=() if rollout.time_limits is not None else SHIFTED_ENDS)
+    yield partial(_certain, facts, partial(_returns, rollout, facts))
+    if minibatches is not None and collected is not None:
+        if minibatches.old_values is not None and minibatches.returns is not None:
+            yield partial(_certain, facts, partial(_returns_in_use, minibatches, collected, facts))
+        if not str(facts.get("trainer", "")).startswith(OWN_NORMALIZATION) and facts.get("ranks", 1) == 1:
+            yield partial(_certain, facts, partial(_normalized, rollout, minibatches, collected, facts))
+
+
+def _certain(
+    facts: Mapping[str, Any], check: Callable[[], EquationCheck], *, doubtful: Collection[str] = ()
+) -> Iterable[MetricGroup]:
+    """Return the check; where columns were found by name, a difference says nothing that has no explanation, or a doubtful one."""
+    result = check()
+    known = [one for one in result.explanations if one.hypothesis.name not in doubtful]
+    uncertain = facts.get(BY_NAME) and not result.matches and len(known) < max(1, len(result.explanations))
+    return unchecked(result.equation, UNKNOWN_COLUMNS) if uncertain else result
+
+
+def _advantages(
+    rollout: RolloutEnd, gae_lambda: float, previous: Tensor | None, facts: Mapping[str, Any]
+) -> EquationCheck:
+    """Check the advantages of all rollouts that the record joins; where a script hides what follows time limits, of the others."""
+    parts = 1 if rollout.last_values is None else len(rollout.last_values)
+    if len(rollout.rewards) % parts:
+        return unchecked(ADVANTAGES, "the rollouts of the record differ in length")
+
+    def side_by_side(column: Tensor) -> Tensor:
+        """The rollouts, [K T, B], as [T, K B]."""
+        return column.unflatten(0, (parts, -1)).transpose(0, 1).flatten(1)
+
+    columns = {name: side_by_side(getattr(rollout, name)).double() for name in ("rewards", "values", "next_values")}
+    raw = None if rollout.raw_rewards is None else side_by_side(rollout.raw_rewards).double()
+    ended, terminated = side_by_side(rollout.ended), side_by_side(rollout.terminated)
+    limits = None if rollout.time_limits is None else side_by_side(rollout.time_limits)
+    inputs = GaeInputs(
+        **columns,
+        ended=ended,
+        terminated=terminated if limits is None else terminated & ~limits,
+        following=columns["next_values"],
+        claimed=side_by_side(rollout.advantages).double(),
+        gamma=float(rollout.gamma),
+        gae_lambda=gae_lambda,
+        valid=None if rollout.valid is None else side_by_side(rollout.valid),
+        raw_rewards=raw,
+        previous=_previous(previous, rollout, gae_lambda),
+        rollouts=parts,
+    )
+    last = None if rollout.last_values is None else rollout.last_values.double().reshape(-1)
+    check = compare_advantages(following_values(inputs, last), precision=facts.get("precision"))
+    if limits is None or check.matches or check.explanations or not inputs.gamma or not bool(limits.any()):
+        return check
+    return _with_implied_values(inputs, limits, last, check, facts)
+
+
+def _with_implied_values(
+    inputs: GaeInputs, limits: Tensor, last: Tensor | None, check: EquationCheck, facts: Mapping[str, Any]
+) -> EquationCheck:
+    """Return the check with the values after time limits that the claimed advantages imply, where these explain the numbers."""
+    implied = (inputs.claimed - inputs.rewards + inputs.values) / inputs.gamma
+    bootstrapped = replace(inputs, next_values=torch.where(limits, implied, inputs.next_values))
+    other = compare_advantages(following_values(bootstrapped, last), precision=facts.get("precision"))
+    return other if other.matches or other.explanations else check
+
+
+def _previous(columns: Tensor | None, rollout: RolloutEnd, gae_lambda: float) -> GaeInputs | None:
+    """The first environment of the rollout before."""
+    if columns is None or (rollout.last_values is not None and len(rollout.last_values) > 1):
+        return None
+    named = {name: row.unsqueeze(1) for name, row in zip(TARGET_COLUMNS, columns.double(), strict=True)}
+    ended = named["ended"] > 0
+    return GaeInputs(
+        rewards=named["rewards"],
+        values=named["values"],
+        next_values=named["next_values"],
+        ended=ended,
+        terminated=ended,
+        following=named["next_values"],
+        claimed=named["advantages"],
+        gamma=float(rollout.gamma),
+        gae_lambda=gae_lambda,
+        valid=named["valid"] > 0,
+    )
+
+
+def _returns(rollout: RolloutEnd, facts: Mapping[str, Any]) -> EquationCheck:
+    """Check the returns of the rollout; sums of rewards are not compared where a record joins several rollouts."""
+    several = rollout.last_values is not None and len(rollout.last_values) > 1
+    columns: dict[str, Any] = {
+        "rewards": rollout.rewards,
+        "next_values": rollout.next_values,
+        "ended": rollout.ended,
+        "gamma": rollout.gamma,
+    }
+    return check_returns(
+        rollout.advantages,
+        rollout.values,
+        rollout.returns,
+        **({} if several else columns),
+        valid=rollout.valid,
+        precision=facts.get("precision"),
+    )
+
+
+def _returns_in_use(minibatches: MinibatchesEnd, collected: CollectedRows, facts: Mapping[str, Any]) -> EquationCheck:
+    """Check the targets of the minibatches against the rollout's advantages and values in their rows."""
+    assert minibatches.old_values is not None and minibatches.returns is not None
+    return check_returns(
+        collected.advantages,
+        minibatches.old_values,
+        minibatches.returns,
+        new_values=minibatches.values,
+        valid=minibatches.valid,
+        precision=facts.get("precision"),
+    )
+
+
+def _normalized(
+    rollout: RolloutEnd, minibatches: MinibatchesEnd, collected: CollectedRows, facts: Mapping[str, Any]
+) -> EquationCheck:
+    """Check the advantages in use against those of the rollout in the same rows."""
+    normalizes, own = facts.get("normalize_advantages"), facts.get("normalize_minibatches")
+    over: Scope | None = "nothing" if normalizes is False else None
+    if normalizes and own is not None and not facts.get(BY_NAME):  # scripts do not say over which rows
+        over = "minibatch" if own else "rollout"
+    counts, rows = minibatches.counts, minibatches.rows
+    grid = in_grid(minibatches)
+    raw = columns_in_grid(collected, counts).advantages
+    environments = None
+    if rows is not None:
+        table = CollectedRows(advantages=rows % rollout.rewards.shape[1])
+        environments = columns_in_grid(table, counts).advantages
+    whole = rollout.advantages if rollout.valid is None else rollout.advantages[rollout.valid]
+    return check_normalized_advantages(
+        raw,
+        grid.advantages,
+        over=over,
+        rollout=whole,
+        environments=environments,
+        correction=int(facts.get("advantage_correction", 1)),
+        floor=float(facts.get("advantage_std_floor") or 0.0),
+        valid=grid.valid,
+        precision=facts.get("precision"),
+    )

@@ -1,0 +1,281 @@
+"""The equations of a run as a table: they match, they differ with the mistake that explains it, or they could not be checked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from rich.padding import Padding
+from rich.table import Column, Table
+from rich.text import Text
+
+from esper_telemetry.alarms.rules.equations import RATE_KEY
+from esper_telemetry.core.equation import (
+    Equation,
+    EquationResult,
+    Hypothesis,
+    alternatives,
+    equation_results,
+    equations,
+    phrase,
+    unchecked_reason,
+)
+from esper_telemetry.core.record import Record, RunInfo
+from esper_telemetry.core.schedule import SCHEDULES, RateHistory
+from esper_telemetry.sinks.console import make_console
+
+State = Literal["matches", "variant", "differs", "unchecked"]
+
+EQUATION_TEMPLATE: Final = "integrity/equation/{equation}"
+"""Key that the run line of every journal describes whose updates could be checked."""
+
+COLOURS: Final[Mapping[State, str]] = {"matches": "green", "variant": "green", "differs": "red", "unchecked": "dim"}
+WORDS: Final[Mapping[State, str]] = {
+    "matches": "matches",
+    "variant": "a variant",
+    "differs": "differs",
+    "unchecked": "could not be checked",
+}
+
+PIPED_WIDTH: Final = 120
+"""Columns of the table in a pipe or a file, unless COLUMNS says how many."""
+
+RECORDED_BEFORE: Final = "the run was recorded before equations were checked"
+
+
+@dataclass(frozen=True, slots=True)
+class EquationRow:
+    """One equation over all updates of a run.
+
+    Attributes:
+        equation: the reference.
+        state: `variant` where a published variant explains every difference.
+        updates: number of updates in which it was checked.
+        differing: number of those in which it differs.
+        since: first update in which it differs; None where it never does.
+        error: largest one; None where it could not be checked.
+        explanations: hypotheses that give the numbers in every update that differs, else in most of them.
+        fitted: the latest fitted parameters, by the names of hypotheses.
+        reason: why it could not be checked.
+    """
+
+    equation: Equation
+    state: State
+    updates: int = 0
+    differing: int = 0
+    since: int | None = None
+    error: float | None = None
+    explanations: tuple[Hypothesis, ...] = ()
+    fitted: Mapping[str, float] | None = None
+    reason: str = ""
+
+    @property
+    def phrases(self) -> list[str]:
+        """The explanations as noun phrases."""
+        return [phrase(one, (self.fitted or {}).get(one.name)) for one in self.explanations]
+
+    @property
+    def advice(self) -> str:
+        """What to change."""
+        return next((one.advice for one in self.explanations if one.advice), self.equation.advice)
+
+    @property
+    def result(self) -> str:
+        """The state in words, with the explanation or the reason."""
+        if self.state == "unchecked":
+            return f"could not be checked: {self.reason}"
+        if self.state == "matches":
+            return "matches"
+        words = f"equal {alternatives(self.phrases)}" if self.phrases else "no known mistake explains it"
+        share = "" if self.differing == self.updates else f" (in {self.differing} of {self.updates} updates)"
+        return f"{WORDS[self.state]}: {words}{share}"
+
+    def values(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {
+            "equation": self.equation.name,
+            "quantity": self.equation.quantity,
+            "reference": self.equation.equation,
+            "source": self.equation.source,
+            "state": self.state,
+            "updates": self.updates,
+            "differing": self.differing,
+            "since": self.since,
+            "error": self.error,
+            "explanations": [
+                {
+                    "hypothesis": one.name,
+                    "text": text,
+                    "equation": one.equation,
+                    "source": one.source,
+                    "variant": one.variant,
+                    "fitted": (self.fitted or {}).get(one.name),
+                }
+                for one, text in zip(self.explanations, self.phrases, strict=True)
+            ],
+            "advice": "" if self.state in ("matches", "unchecked") else self.advice,
+            "reason": self.reason,
+        }
+
+
+def equation_rows(run: RunInfo, records: Iterable[Record]) -> list[EquationRow]:
+    """Return a row for each declared equation, causes before effects.
+
+    Args:
+        run: head of the journal, whose facts say what the trainer does not show.
+        records: all of the run; those of updates that did not end do not count.
+    """
+    results: dict[str, list[tuple[int, EquationResult]]] = {}
+    rates = RateHistory(run.facts)
+    for record in records:
+        if record.partial:
+            continue
+        for result in equation_results(record.values, run.facts):
+            results.setdefault(result.equation.name, []).append((record.axes.update, result))
+        rates.add(record.axes.env_step, record.values.get(RATE_KEY))
+        schedules = rates.result()
+        if schedules is not None:
+            results.setdefault(SCHEDULES, []).append((record.axes.update, schedules))
+    ordered = sorted(equations().values(), key=lambda equation: equation.rank)
+    return [_row(equation, results.get(equation.name, ()), run) for equation in ordered]
+
+
+def _row(equation: Equation, results: Sequence[tuple[int, EquationResult]], run: RunInfo) -> EquationRow:
+    if not results:
+        return EquationRow(equation, "unchecked", reason=_reason(equation, run))
+    wrong = [(update, result) for update, result in results if not result.holds]
+    variants = [(update, result) for update, result in results if result.holds and not result.matches]
+    shown = wrong or variants
+    fitted: dict[str, float] = {}
+    for _, result in shown:
+        fitted.update(result.fitted)
+    return EquationRow(
+        equation,
+        state="differs" if wrong else "variant" if variants else "matches",
+        updates=len(results),
+        differing=len(shown),
+        since=shown[0][0] if shown else None,
+        error=max(result.error for _, result in shown or results),
+        # a schedule is compared over all updates so far: the last comparison knows most
+        explanations=_common(
+            [result.explanations for _, result in (shown[-1:] if equation.name == SCHEDULES else shown)]
+        ),
+        fitted=fitted,
+    )
+
+
+def _common(explanations: Sequence[tuple[Hypothesis, ...]]) -> tuple[Hypothesis, ...]:
+    """Return the hypotheses that explain every difference: an update tells apart what another one cannot. Else the most frequent ones."""
+    counts = Counter(one.name for each in explanations for one in each)
+    most = max(counts.values(), default=0)
+    by_name = {one.name: one for each in explanations for one in each}
+    return tuple([one for name, one in by_name.items() if counts[name] == most])
+
+
+def _reason(equation: Equation, run: RunInfo) -> str:
+    if EQUATION_TEMPLATE not in run.metrics:
+        return RECORDED_BEFORE
+    if str(run.facts.get("level")) == "minimal":
+        return "no update is sampled at level minimal"
+    return unchecked_reason(equation, run.facts)
+
+
+def as_dict(head: Mapping[str, Any], rows: Sequence[EquationRow]) -> dict[str, Any]:
+    """Return a table as plain values, after those of `head`."""
+    return {**head, "equations": [row.values() for row in rows]}
+
+
+def print_equations(head: str, rows: Sequence[EquationRow]) -> None:
+    """Print the table, the formulas and the advice of what differs, and what could not be checked, by reason."""
+    console = make_console(piped_width=PIPED_WIDTH, markup=False, highlight=False)
+    console.print(head)
+    checked = [row for row in rows if row.state != "unchecked"]
+    unchecked: dict[str, list[str]] = {}
+    for row in rows:
+        if row.state == "unchecked":
+            unchecked.setdefault(row.reason, []).append(row.equation.quantity.removeprefix("the "))
+    if not checked and len(unchecked) == 1:
+        console.print(Text(f"Nothing was checked: {next(iter(unchecked))}.", "yellow"))
+        return
+    if checked:
+        console.print(_table(checked))
+    else:
+        console.print(Text("Nothing was checked.", "yellow"))
+    for row in checked:
+        if row.state == "differs":
+            console.print(Text(f"\n{_title(row.equation)}, since update {row.since}", "bold"))
+            for line in _details(row):
+                console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
+    if unchecked:
+        console.print("\nCould not be checked:")
+    for reason, quantities in unchecked.items():
+        console.print(
+            Padding(Text(f"{', '.join(quantities)}: {reason}", COLOURS["unchecked"]), (0, 0, 0, 2), expand=False)
+        )
+    counts = Counter(row.state for row in rows)
+    words = [
+        f"{counts[state]} {one if counts[state] == 1 else many}"
+        for state, (one, many) in SUMMARY.items()
+        if counts[state]
+    ]
+    console.print(f"\n{', '.join(words)}.")
+
+
+def _table(rows: Sequence[EquationRow]) -> Table:
+    columns = (
+        Column("quantity"),
+        Column("result"),
+        Column("updates", justify="right"),
+        Column("largest error", justify="right"),
+    )
+    table = Table(*columns)
+    for row in rows:
+        error = "" if row.error is None else f"{row.error:.1e}"
+        quantity = row.equation.quantity.removeprefix("the ")
+        table.add_row(quantity, Text(row.result, COLOURS[row.state]), str(row.updates), error)
+    return table
+
+
+SUMMARY: Final[Mapping[State, tuple[str, str]]] = {
+    "matches": ("matches", "match"),
+    "variant": ("equals a published variant", "equal published variants"),
+    "differs": ("differs", "differ"),
+    "unchecked": ("could not be checked", "could not be checked"),
+}
+
+
+def _details(row: EquationRow) -> Iterable[str]:
+    """Yield the reference, the equations that give the numbers, and the advice."""
+    equation = row.equation
+    yield f"reference: {equation.equation}" + (f" ({equation.source})" if equation.source else "")
+    for one, text in zip(row.explanations, row.phrases, strict=True):
+        yield f"equal to: {one.equation} ({text}{f'; {one.source}' if one.source else ''})"
+    if row.advice:
+        yield f"try: {row.advice}"
+
+
+def equation_list() -> str:
+    """Return all declared equations and hypotheses as Markdown."""
+    parts = []
+    for equation in sorted(equations().values(), key=lambda equation: equation.rank):
+        head = f"### {_title(equation)}\n\n`{equation.equation}` ({equation.source}). Needs {equation.inputs}."
+        rows = ["| the numbers equal | equation | what to change |", "|---|---|---|"]
+        for one in equation.hypotheses:
+            says = f"{one.says} {one.parameter}, which is fitted" if one.fit is not None else one.says
+            source = f" ({one.source})" if one.source else ""
+            advice = "published variant: no alarm" if one.variant else one.advice
+            rows.append(
+                "| " + " | ".join(_cell(text) for text in (f"{says}{source}", f"`{one.equation}`", advice)) + " |"
+            )
+        parts.append("\n".join([head, "", *rows] if equation.hypotheses else [head]))
+    return "\n\n".join(parts)
+
+
+def _title(equation: Equation) -> str:
+    return equation.quantity.removeprefix("the ").capitalize()
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

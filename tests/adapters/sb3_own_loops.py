@@ -1,0 +1,248 @@
+"""PPO of Stable-Baselines3 with a training loop of one's own, as users write them, and the mistakes that are made in one.
+
+A mistake replaces one part of the loop: how the loss is made from a minibatch, or how the optimizer takes its step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from gymnasium import spaces
+from stable_baselines3 import PPO
+from stable_baselines3.common.env_util import make_vec_env
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_value_
+
+
+def cartpole(seed: int) -> Any:
+    return make_vec_env("CartPole-v1", 4, seed=seed)
+
+
+@dataclass
+class Minibatch:
+    """Columns of a minibatch after the forward pass, [N] each; `model` has the settings."""
+
+    model: Any
+    log_prob: Tensor
+    old_log_prob: Tensor
+    advantages: Tensor
+    raw_advantages: Tensor
+    values: Tensor
+    old_values: Tensor
+    returns: Tensor
+    entropy: Tensor
+
+    @property
+    def ratio(self) -> Tensor:
+        return (self.log_prob - self.old_log_prob).exp()
+
+    def policy(self, advantages: Tensor | None = None, ratio: Tensor | None = None) -> Tensor:
+        a = self.advantages if advantages is None else advantages
+        r = self.ratio if ratio is None else ratio
+        return -torch.min(a * r, a * r.clamp(0.8, 1.2)).mean()
+
+    def value(self, target: Tensor | None = None) -> Tensor:
+        return F.mse_loss(self.values, self.returns if target is None else target)
+
+    def bonus(self) -> Tensor:
+        return float(self.model.ent_coef) * self.entropy.mean()
+
+    def loss(self, policy: Tensor | None = None, value: Tensor | None = None) -> Tensor:
+        first = self.policy() if policy is None else policy
+        second = self.value() if value is None else value
+        return first + float(self.model.vf_coef) * second - self.bonus()
+
+
+Loss = Callable[[Minibatch], Tensor]
+Step = Callable[[Any, Tensor], None]
+
+
+def right_step(model: Any, loss: Tensor) -> None:
+    model.policy.optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.policy.parameters(), model.max_grad_norm)
+    model.policy.optimizer.step()
+
+
+class OwnLoopPPO(PPO):
+    """PPO whose loop asks `make_loss` for each minibatch's loss and `take_step` for the step."""
+
+    make_loss: Loss = staticmethod(Minibatch.loss)
+    take_step: Step = staticmethod(right_step)
+    sets_rate = True
+
+    def train(self) -> None:
+        self.policy.set_training_mode(True)
+        if self.sets_rate:
+            self._update_learning_rate(self.policy.optimizer)
+        for _ in range(self.n_epochs):
+            for data in self.rollout_buffer.get(self.batch_size):
+                discrete = isinstance(self.action_space, spaces.Discrete)
+                actions = data.actions.long().flatten() if discrete else data.actions
+                values, log_prob, entropy = self.policy.evaluate_actions(data.observations, actions)
+                assert entropy is not None
+                used = (data.advantages - data.advantages.mean()) / (data.advantages.std() + 1e-8)
+                columns = (log_prob, data.old_log_prob, used, data.advantages, values.flatten())
+                minibatch = Minibatch(self, *columns, data.old_values, data.returns, entropy)
+                type(self).take_step(self, type(self).make_loss(minibatch))
+        self._n_updates += self.n_epochs
+
+
+def step_with(model: Any, loss: Tensor, clip: Callable[[Any], object]) -> None:
+    model.policy.optimizer.zero_grad()
+    loss.backward()
+    clip(model)
+    model.policy.optimizer.step()
+
+
+def never_cleared(model: Any, loss: Tensor) -> None:
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.policy.parameters(), model.max_grad_norm)
+    model.policy.optimizer.step()
+
+
+def clipped_after(model: Any, loss: Tensor) -> None:
+    model.policy.optimizer.zero_grad()
+    loss.backward()
+    model.policy.optimizer.step()
+    torch.nn.utils.clip_grad_norm_(model.policy.parameters(), model.max_grad_norm)
+
+
+def clipped_by_value(model: Any, loss: Tensor) -> None:
+    step_with(model, loss, lambda model: clip_grad_value_(model.policy.parameters(), 0.01))
+
+
+def clipped_each(model: Any, loss: Tensor) -> None:
+    def clip(model: Any) -> None:
+        for parameter in model.policy.parameters():
+            torch.nn.utils.clip_grad_norm_(parameter, model.max_grad_norm)
+
+    step_with(model, loss, clip)
+
+
+def clipped_elsewhere(model: Any, loss: Tensor) -> None:
+    limit = 0.1 * model.max_grad_norm
+    step_with(model, loss, lambda model: torch.nn.utils.clip_grad_norm_(model.policy.parameters(), limit))
+
+
+def cleared_late(model: Any, loss: Tensor) -> None:
+    def clip(model: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(model.policy.parameters(), model.max_grad_norm)
+        model.policy.optimizer.zero_grad(set_to_none=False)
+
+    step_with(model, loss, clip)
+
+
+def stepped_twice(model: Any, loss: Tensor) -> None:
+    right_step(model, loss)
+    model.policy.optimizer.step()
+
+
+def decayed_by_hand(model: Any, loss: Tensor) -> None:
+    right_step(model, loss)
+    with torch.no_grad():
+        for parameter in model.policy.parameters():
+            parameter.mul_(0.999)
+
+
+def new_optimizer(model: Any, loss: Tensor) -> None:
+    """The optimizer's state is lost with every step."""
+    model.policy.optimizer.state.clear()
+    right_step(model, loss)
+
+
+def put_back(model: Any, loss: Tensor) -> None:
+    before = [parameter.detach().clone() for parameter in model.policy.parameters()]
+    right_step(model, loss)
+    with torch.no_grad():
+        for parameter, old in zip(model.policy.parameters(), before, strict=True):
+            parameter.copy_(old)
+
+
+def unclipped(b: Minibatch) -> Tensor:
+    return b.loss(-(b.advantages * b.ratio).mean())
+
+
+def huber(b: Minibatch) -> Tensor:
+    return b.loss(value=2 * F.smooth_l1_loss(b.values, b.returns))
+
+
+def dual_clipped(b: Minibatch) -> Tensor:
+    single = torch.min(b.advantages * b.ratio, b.advantages * b.ratio.clamp(0.8, 1.2))
+    return b.loss(-torch.where(b.advantages < 0, torch.max(single, 3 * b.advantages), single).mean())
+
+
+def clipped_maximum(b: Minibatch) -> Tensor:
+    near = b.old_values + (b.values - b.old_values).clamp(-0.2, 0.2)
+    return b.loss(value=torch.max((b.values - b.returns).square(), (near - b.returns).square()).mean())
+
+
+def with_penalty(b: Minibatch) -> Tensor:
+    squares = [p.square().sum() for p in b.model.policy.parameters()]
+    return b.loss() + 0.005 * torch.stack(squares).sum()
+
+
+LOSS_MISTAKES: Mapping[str, Loss] = {
+    "sign": lambda b: -b.loss(),
+    "policy_sign": lambda b: b.loss(-b.policy()),
+    "value_sign": lambda b: b.loss(value=-b.value()),
+    "entropy_sign": lambda b: b.loss() + 2 * b.bonus(),
+    "policy_missing": lambda b: b.loss(b.policy().detach()),
+    "value_missing": lambda b: b.loss(value=b.value().detach()),
+    "entropy_missing": lambda b: b.loss() + b.bonus(),
+    "value_halved": lambda b: b.loss(value=0.5 * b.value()),
+    "value_doubled": lambda b: b.loss(value=2 * b.value()),
+    "summed": lambda b: len(b.values) * b.loss(),
+    "policy_summed": lambda b: b.loss(len(b.values) * b.policy()),
+    "value_summed": lambda b: b.loss(value=F.mse_loss(b.values, b.returns, reduction="sum")),
+    "entropy_summed": lambda b: b.loss() + b.bonus() - len(b.values) * b.bonus(),
+    "no_clip": unclipped,
+    "no_minimum": lambda b: b.loss(-(b.advantages * b.ratio.clamp(0.8, 1.2)).mean()),
+    "maximum": lambda b: b.loss(-torch.max(b.advantages * b.ratio, b.advantages * b.ratio.clamp(0.8, 1.2)).mean()),
+    "ratio_inverted": lambda b: b.loss(b.policy(ratio=1 / b.ratio)),
+    "no_ratio": lambda b: b.loss(b.policy(ratio=(b.log_prob - b.log_prob.detach()).exp())),
+    "probability_difference": lambda b: b.loss(b.policy(ratio=b.log_prob - b.old_log_prob)),
+    "advantages_raw": lambda b: b.loss(b.policy(b.raw_advantages)),
+    "advantages_centred": lambda b: b.loss(b.policy(b.raw_advantages - b.raw_advantages.mean())),
+    "advantages_broadcast": lambda b: b.loss(b.policy(b.advantages.unsqueeze(1))),
+    "advantages_reversed": lambda b: b.loss(b.policy(b.advantages.flip(0))),
+    "advantages_shifted": lambda b: b.loss(b.policy(b.advantages.roll(1))),
+    "returns_for_advantages": lambda b: b.loss(b.policy(b.returns)),
+    "target_advantages": lambda b: b.loss(value=b.value(b.raw_advantages)),
+    "target_normalized": lambda b: b.loss(value=b.value(b.advantages)),
+    "target_old_values": lambda b: b.loss(value=b.value(b.old_values)),
+    "values_broadcast": lambda b: b.loss(value=(b.values.unsqueeze(1) - b.returns).square().mean()),
+    "entropy_of_sample": lambda b: b.loss() + b.bonus() + b.model.ent_coef * b.log_prob.mean(),
+    "scaled": lambda b: b.loss() / 7,
+    "value_weight": lambda b: b.loss(value=0.3 * b.value()),
+    "entropy_weight": lambda b: b.loss() - 4.5 * b.bonus(),
+    "policy_weight": lambda b: b.loss(0.1 * b.policy()),
+    "weight_penalty": with_penalty,
+}
+"""Losses by the hypothesis that explains their gradient."""
+
+LOSS_VARIANTS: Mapping[str, Loss] = {
+    "dual_clip": dual_clipped,
+    "value_huber": huber,
+    "value_clipped": clipped_maximum,
+    "kl_penalty": lambda b: b.loss() + 0.5 * (b.old_log_prob - b.log_prob).mean(),
+}
+"""Published losses by the hypothesis that recognises them."""
+
+STEP_MISTAKES: Mapping[str, Step] = {
+    "gradient_not_cleared": never_cleared,
+    "clipping_not_clipped": clipped_after,
+    "clipping_value": clipped_by_value,
+    "clipping_each_tensor": clipped_each,
+    "clipping_norm": clipped_elsewhere,
+    "clipping_cleared": cleared_late,
+    "optimizer_step_twice": stepped_twice,
+    "optimizer_step_weight_decay": decayed_by_hand,
+    "optimizer_step_state_lost": new_optimizer,
+    "optimizer_step_no_step": put_back,
+}
+"""Steps by equation and hypothesis."""

@@ -1,0 +1,191 @@
+"""Mistakes in the training loop of a Stable-Baselines3 model are named from one step of a sampled update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sb3_models import MODELS, fingerprint, recorded_run
+from sb3_own_loops import (
+    LOSS_MISTAKES,
+    LOSS_VARIANTS,
+    STEP_MISTAKES,
+    Minibatch,
+    OwnLoopPPO,
+    cartpole,
+    right_step,
+)
+from torch import nn
+
+from esper_telemetry.core.equation import EQUATION_KEY, FITTED_KEY, equations
+
+pytestmark = pytest.mark.sb3
+
+CHECKED = ("gradient", "clipping", "optimizer_step")
+SEEDS = (3, 11)
+
+ALIKE = {
+    "gradient_policy_missing": {"gradient_advantages_broadcast"},
+    "gradient_advantages_broadcast": {"gradient_policy_missing"},
+    "gradient_value_missing": {"gradient_target_old_values"},
+    "gradient_target_old_values": {"gradient_value_missing"},
+}
+"""Mistakes that a batch may not tell apart: normalised advantages add up to 0, and a critic without a gradient never moves."""
+
+
+def model(seed: int = 3, make_loss: Any = Minibatch.loss, take_step: Any = right_step, **changes: Any) -> OwnLoopPPO:
+    kind = type("OwnLoop", (OwnLoopPPO,), {"make_loss": staticmethod(make_loss), "take_step": staticmethod(take_step)})
+    settings = {
+        "n_steps": 64,
+        "batch_size": 64,
+        "n_epochs": 3,
+        "ent_coef": 0.01,
+        "learning_rate": 2e-3,
+        "device": "cpu",
+    }
+    result: OwnLoopPPO = kind("MlpPolicy", cartpole(seed), seed=seed, **{**settings, **changes})
+    return result
+
+
+def first_record(learner: Any, run_dir: Path) -> Mapping[str, float]:
+    return recorded_run(learner, run_dir, steps=256).records[0].values
+
+
+def failed(values: Mapping[str, float]) -> set[str]:
+    """Names of the checked equations that do not hold."""
+    return {name for name in CHECKED if values[EQUATION_KEY + name] > equations()[name].tolerance_at("fp32")}
+
+
+def named(values: Mapping[str, float]) -> set[str]:
+    """Names of the hypotheses of the checked equations."""
+    labels = {key.removeprefix(EQUATION_KEY) for key in values if key.startswith(EQUATION_KEY)}
+    return {label for label in labels - set(CHECKED) if label.startswith(CHECKED)}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("mistake", LOSS_MISTAKES)
+def test_a_mistake_in_the_loss_is_named(mistake: str, seed: int, tmp_path: Path) -> None:
+    values = first_record(model(seed, LOSS_MISTAKES[mistake]), tmp_path)
+
+    label = f"gradient_{mistake}"
+    assert failed(values) == {"gradient"}
+    assert label in named(values) <= {label} | ALIKE.get(label, set())
+
+
+@pytest.mark.parametrize("variant", LOSS_VARIANTS)
+def test_a_published_loss_is_named_and_raises_no_alarm(variant: str, tmp_path: Path) -> None:
+    values = first_record(model(make_loss=LOSS_VARIANTS[variant]), tmp_path)
+
+    label = f"gradient_{variant}"
+    if not failed(values):  # this minibatch has no row in which it differs
+        return
+    explanations = equations()["gradient"].explanations(values)
+    assert label in named(values) and any(one.variant for one in explanations)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("mistake", STEP_MISTAKES)
+def test_a_mistake_in_the_step_is_named(mistake: str, seed: int, tmp_path: Path) -> None:
+    values = first_record(model(seed, take_step=STEP_MISTAKES[mistake], max_grad_norm=0.05), tmp_path)
+
+    equation = next(name for name in CHECKED if mistake.startswith(name))
+    assert failed(values) == {equation}
+    assert named(values) == {mistake}
+
+
+def test_a_rate_that_the_loop_does_not_set_is_named_with_its_value(tmp_path: Path) -> None:
+    """The schedule falls from 2e-3 to 0 over 1024 steps, and the optimizer keeps its 2e-3: 1.5e-3 is meant after the first 256."""
+    learner = model(learning_rate=lambda remaining: 2e-3 * remaining)
+    learner.sets_rate = False
+    run = recorded_run(learner, tmp_path, steps=1024, level="debug")
+
+    values = run.records[1].values
+    assert named(values) == {"optimizer_step_learning_rate"}
+    assert values[FITTED_KEY + "optimizer_step_learning_rate"] == pytest.approx(2e-3, rel=1e-2)
+
+
+def test_an_optimizer_that_lacks_a_parameter_is_named(tmp_path: Path) -> None:
+    learner = model()
+    learner.policy.optimizer.param_groups[0]["params"].pop()
+
+    values = first_record(learner, tmp_path)
+
+    assert named(values) == {"optimizer_step_left_out"}
+
+
+def test_an_optimizer_that_is_new_in_each_update_is_named(tmp_path: Path) -> None:
+    class Forgetful(OwnLoopPPO):
+        def train(self) -> None:
+            self.policy.optimizer.state.clear()
+            super().train()
+
+    run = recorded_run(
+        Forgetful("MlpPolicy", cartpole(3), n_steps=64, n_epochs=1, seed=3), tmp_path, steps=1024, level="debug"
+    )
+
+    assert not failed(run.records[0].values)  # the state is new as it should be
+    assert [named(record.values) for record in run.records[1:]] == [{"optimizer_step_state_lost"}] * 3
+
+
+def test_a_gradient_sign_that_was_changed_in_the_policy_is_named(tmp_path: Path) -> None:
+    learner = model()
+    right = learner.policy.evaluate_actions
+
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        values, log_prob, entropy = right(*args, **kwargs)
+        return values, 2 * log_prob.detach() - log_prob, entropy
+
+    vars(learner.policy)["evaluate_actions"] = evaluate
+
+    assert named(first_record(learner, tmp_path)) == {"gradient_policy_sign"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_stable_baselines_are_correct(name: str, tmp_path: Path) -> None:
+    steps = 4096 if name == "a2c" else 640
+    run = recorded_run(MODELS[name](), tmp_path, steps=steps, level="debug")
+
+    checked = [record.values for record in run.records if EQUATION_KEY + "gradient" in record.values]
+    assert checked
+    for values in checked:
+        assert not failed(values) and not named(values)
+
+
+class Noisy(nn.Sequential):
+    """Layers with random numbers and statistics of their own."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__(nn.Linear(inputs, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 16))
+
+
+def noisy(**changes: Any) -> OwnLoopPPO:
+    learner = model(**changes)
+    torch.manual_seed(0)
+    learner.policy.mlp_extractor.policy_net = Noisy(4)
+    learner.policy.action_net = nn.Linear(16, 2)
+    learner.policy.optimizer = torch.optim.Adam(learner.policy.parameters(), lr=1e-3)
+    return learner
+
+
+def test_dropout_and_batch_norm_give_the_same_gradient(tmp_path: Path) -> None:
+    run = recorded_run(noisy(), tmp_path, steps=1024, level="debug")
+
+    assert [failed(record.values) for record in run.records] == [set()] * 4
+
+
+@pytest.mark.parametrize("make_loss", [Minibatch.loss, LOSS_MISTAKES["no_clip"]])
+@pytest.mark.parametrize("make", [model, noisy])
+def test_weights_and_generators_are_the_same_without_telemetry(make: Any, make_loss: Any, tmp_path: Path) -> None:
+    with_telemetry, without = make(make_loss=make_loss), make(make_loss=make_loss)
+    with_telemetry.set_random_seed(5)
+    recorded_run(with_telemetry, tmp_path, steps=768, level="debug")
+    observed = fingerprint(with_telemetry)
+    without.set_random_seed(5)
+    without.learn(768)
+
+    expected = fingerprint(without)
+    assert observed.keys() == expected.keys()
+    assert all(torch.equal(observed[name], expected[name]) for name in expected)

@@ -1,0 +1,294 @@
+"""Advantages and returns of Stable-Baselines3: right ones match their equations, and buffers with a mistake are named."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from sb3_contrib import MaskablePPO, RecurrentPPO
+from stable_baselines3 import A2C, PPO
+from stable_baselines3.common import on_policy_algorithm
+from stable_baselines3.common.buffers import RolloutBuffer
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
+from stable_baselines3.common.vec_env import VecNormalize
+
+from esper_telemetry import Telemetry
+from esper_telemetry.adapters.sb3 import TelemetryCallback
+from esper_telemetry.alarms import Thresholds
+from esper_telemetry.core.equation import EQUATION_KEY
+from esper_telemetry.core.record import Record
+from esper_telemetry.lab.faults.sb3.models import MaskedArms
+
+pytestmark = pytest.mark.sb3
+
+QUIET = Thresholds(off=frozenset({"telemetry/overhead"}))
+SETTINGS: dict[str, Any] = {"n_steps": 64, "device": "cpu", "seed": 3}
+MINIBATCHES = {**SETTINGS, "batch_size": 64, "n_epochs": 2}
+
+
+def run(model: Any, updates: int = 3) -> tuple[list[Record], dict[str, str]]:
+    """Records of so many rollouts, and sentences of the alarms by type."""
+    records: list[Record] = []
+    sentences: dict[str, str] = {}
+    with Telemetry([records.append], run_dir=None, level="debug", detect=QUIET) as telemetry:
+        telemetry.on_alarm(lambda alarm: sentences.setdefault(alarm.type, alarm.text))
+        model.learn(updates * model.n_steps * model.n_envs, callback=TelemetryCallback(telemetry))
+    return records, sentences
+
+
+def results(records: list[Record], equation: str) -> tuple[float, set[str]]:
+    """The largest error of an equation, and the hypotheses that explained every record that differs."""
+    key = EQUATION_KEY + equation
+    checked = [record.values for record in records if key in record.values]
+    assert checked
+    names = [
+        {name.removeprefix(f"{key}_") for name in values if name.startswith(f"{key}_")}
+        for values in checked
+        if values[key] > 1e-4
+    ]
+    return max(values[key] for values in checked), set.intersection(*names) if names else set()
+
+
+class Limited(gym.Env[Any, Any]):
+    """Random observations and rewards; a tenth of the steps terminates, and a time limit ends the others after 9 steps."""
+
+    observation_space = gym.spaces.Box(-1, 1, (3,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps = 0
+        return self._observation(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._steps += 1
+        ended = bool(self.np_random.random() < 0.1)
+        return self._observation(), float(self.np_random.normal()), ended, self._steps >= 9, {}
+
+    def _observation(self) -> Any:
+        return self.np_random.uniform(-1, 1, 3).astype(np.float32)
+
+
+def limited(envs: int = 4) -> Any:
+    return make_vec_env(Limited, envs, seed=2)
+
+
+class Buffer(RolloutBuffer):
+    """The loop of Stable-Baselines3, in parts that subclasses break."""
+
+    def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
+        last, carried = last_values.clone().cpu().numpy().flatten(), 0.0
+        for step in reversed(range(self.buffer_size)):
+            goes_on, following = self.next_of(step, last, dones)
+            delta = self.rewards[step] + self.gamma * following * goes_on - self.values[step]
+            carried = delta + self.gamma * self.gae_lambda * goes_on * carried
+            self.advantages[step] = carried
+        self.returns = self.advantages + self.values
+
+    def next_of(self, step: int, last: Any, dones: Any) -> tuple[Any, Any]:
+        if step == self.buffer_size - 1:
+            return 1.0 - dones.astype(np.float32), last
+        return 1.0 - self.episode_starts[step + 1], self.values[step + 1]
+
+
+class EndsOneStepLate(Buffer):
+    """`episode_starts[step]` in place of `episode_starts[step + 1]`."""
+
+    def next_of(self, step: int, last: Any, dones: Any) -> tuple[Any, Any]:
+        return 1.0 - self.episode_starts[step], super().next_of(step, last, dones)[1]
+
+
+class EndsIgnored(Buffer):
+    def next_of(self, step: int, last: Any, dones: Any) -> tuple[Any, Any]:
+        return 1.0, super().next_of(step, last, dones)[1]
+
+
+class LastEndIgnored(Buffer):
+    """The flag of the last step does not mask the value after it."""
+
+    def next_of(self, step: int, last: Any, dones: Any) -> tuple[Any, Any]:
+        return super().next_of(step, last, np.zeros_like(dones))
+
+
+class NoLastBootstrap(Buffer):
+    def next_of(self, step: int, last: Any, dones: Any) -> tuple[Any, Any]:
+        return super().next_of(step, np.zeros_like(last), dones)
+
+
+class NormalizedBeforeReturns(Buffer):
+    def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
+        super().compute_returns_and_advantage(last_values, dones)
+        normalized = (self.advantages - self.advantages.mean()) / (self.advantages.std() + 1e-8)
+        self.returns = normalized + self.values
+
+
+class NormalizedAfterReturns(Buffer):
+    def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
+        super().compute_returns_and_advantage(last_values, dones)
+        self.advantages = (self.advantages - self.advantages.mean()) / (self.advantages.std() + 1e-8)
+
+
+class OtherLambda(Buffer):
+    def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
+        self.gae_lambda = 0.5
+        super().compute_returns_and_advantage(last_values, dones)
+
+
+class Stale(Buffer):
+    """Returns the advantages of the rollout before."""
+
+    previous: Any = None
+
+    def compute_returns_and_advantage(self, last_values: Any, dones: Any) -> None:
+        super().compute_returns_and_advantage(last_values, dones)
+        now = self.advantages.copy()
+        if self.previous is not None:
+            self.advantages = self.previous
+            self.returns = self.advantages + self.values
+        self.previous = now
+
+
+def with_line(line: str, other: str) -> Callable[..., bool]:
+    """Return the collecting loop of Stable-Baselines3 with one line replaced."""
+    source = textwrap.dedent(inspect.getsource(OnPolicyAlgorithm.collect_rollouts))
+    assert source.count(line) == 1
+    names = dict(vars(on_policy_algorithm))
+    exec(source.replace(line, other), names)
+    loop: Callable[..., bool] = names["collect_rollouts"]
+    return loop
+
+
+class WithoutTimeLimits(PPO):
+    """Adds no value after time limits, as before DLR-RM/stable-baselines3#633."""
+
+    collect_rollouts = with_line("rewards[idx] += self.gamma * terminal_value", "pass")
+
+
+class EveryEndIsATimeLimit(PPO):
+    """Adds a value after terminations too."""
+
+    collect_rollouts = with_line('and infos[idx].get("TimeLimit.truncated", False)', "")
+
+
+class TimeLimitsByTheCurrentValue(PPO):
+    """Adds the value of the last state that was acted in, as leggedrobotics/rsl_rl does."""
+
+    collect_rollouts = with_line(
+        "rewards[idx] += self.gamma * terminal_value", "rewards[idx] += self.gamma * float(values[idx])"
+    )
+
+
+class TimeLimitsByTheNextEpisode(PPO):
+    """Adds the value of the first state after the reset."""
+
+    collect_rollouts = with_line(
+        "rewards[idx] += self.gamma * terminal_value",
+        "rewards[idx] += self.gamma * self.policy.predict_values(obs_as_tensor(new_obs, self.device))[idx].item()",
+    )
+
+
+def broken(buffer: type[RolloutBuffer], seed: int = 3) -> PPO:
+    return PPO("MlpPolicy", limited(), rollout_buffer_class=buffer, **{**MINIBATCHES, "seed": seed})
+
+
+def named(model: Any, equation: str, name: str) -> dict[str, str]:
+    """The sentences of a run in which that hypothesis and no other explains that equation, and returns follow theirs otherwise."""
+    records, sentences = run(model)
+    error, names = results(records, equation)
+    other = {"advantages": "returns", "returns": "advantages"}[equation]
+
+    assert error > 1e-4
+    assert names == {name}
+    assert results(records, other)[0] < 1e-5
+    return sentences
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(
+    ("buffer", "equation", "name"),
+    [
+        (EndsOneStepLate, "advantages", "ends_late"),
+        (EndsIgnored, "advantages", "ends_ignored"),
+        (LastEndIgnored, "advantages", "last_end_ignored"),
+        (NoLastBootstrap, "advantages", "no_last_bootstrap"),
+        (OtherLambda, "advantages", "other_lambda"),
+        (Stale, "advantages", "stale"),
+        (NormalizedBeforeReturns, "returns", "normalized"),
+    ],
+)
+def test_a_buffer_with_a_mistake_is_named(buffer: type[Buffer], equation: str, name: str, seed: int) -> None:
+    sentences = named(broken(buffer, seed), equation, name)
+
+    assert f"the {equation} equal" in sentences["integrity/equation"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name"),
+    [
+        (WithoutTimeLimits, "time_limit_as_termination"),
+        (TimeLimitsByTheNextEpisode, "time_limit_next_episode"),
+        (EveryEndIsATimeLimit, "termination_bootstrapped"),
+    ],
+)
+def test_a_collecting_loop_with_a_mistake_is_named(algorithm: type[PPO], name: str) -> None:
+    sentences = named(algorithm("MlpPolicy", limited(), **MINIBATCHES), "advantages", name)
+
+    assert "the advantages equal" in sentences["integrity/equation"]
+
+
+def test_a_published_bootstrap_of_time_limits_is_named_and_raises_nothing() -> None:
+    model = TimeLimitsByTheCurrentValue("MlpPolicy", limited(), **MINIBATCHES)
+
+    assert "integrity/equation" not in named(model, "advantages", "time_limit_current_value")
+
+
+def test_advantages_that_are_normalised_once_over_the_batch_raise_nothing() -> None:
+    """Neither the equations nor the older identity A + V = R, which holds before normalisation."""
+    records, sentences = run(broken(NormalizedAfterReturns))
+
+    assert results(records, "advantages")[1] == {"normalized"}
+    assert results(records, "returns")[1] == {"normalized_after"}
+    assert not {"integrity/equation", "integrity/gae_identity"} & sentences.keys()
+
+
+def cliff(envs: int) -> Any:
+    return make_vec_env("CliffWalking-v1" if "CliffWalking-v1" in gym.registry else "CliffWalking-v0", envs, seed=4)
+
+
+def scaled() -> Any:
+    return VecNormalize(make_vec_env("Pendulum-v1", 2, seed=1))
+
+
+HEALTHY: dict[str, Callable[[], Any]] = {
+    "own loop": lambda: broken(Buffer),
+    "cartpole": lambda: PPO("MlpPolicy", make_vec_env("CartPole-v1", 1, seed=1), **MINIBATCHES),
+    "undiscounted": lambda: PPO(
+        "MlpPolicy", make_vec_env("FrozenLake-v1", 4, seed=1), gamma=1.0, gae_lambda=1.0, **MINIBATCHES
+    ),
+    "one step": lambda: PPO("MlpPolicy", limited(), gae_lambda=0.0, **MINIBATCHES),
+    "scaled": lambda: PPO("MlpPolicy", scaled(), **MINIBATCHES),
+    "cliff": lambda: PPO("MlpPolicy", cliff(2), **{**MINIBATCHES, "n_steps": 256}),
+    "a2c": lambda: A2C("MlpPolicy", limited(), **{**SETTINGS, "n_steps": 5}),
+    "a2c alone": lambda: A2C("MlpPolicy", limited(1), gae_lambda=0.9, **{**SETTINGS, "n_steps": 8}),
+    "recurrent": lambda: RecurrentPPO("MlpLstmPolicy", limited(), **MINIBATCHES),
+    "masked": lambda: MaskablePPO("MlpPolicy", make_vec_env(MaskedArms, 4, seed=1), **MINIBATCHES),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_follows_its_equations(name: str) -> None:
+    """To rounding: in float32 the errors of these runs are 1e-8 to 3e-7."""
+    model = HEALTHY[name]()
+    records, sentences = run(model, updates=300 if isinstance(model, A2C) else 3)
+
+    for equation in ("advantages", "returns"):
+        error, names = results(records, equation)
+        assert error < 1e-5
+        assert names == set()
+    assert not {"integrity/equation", "integrity/gae_identity"} & sentences.keys()

@@ -1,0 +1,147 @@
+"""Learning rates beside the schedule that was set: one program for each hypothesis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from esper_telemetry import check_schedule
+from esper_telemetry.core.schedule import SCHEDULE_FACT, Array, RateHistory, RateSchedule
+from esper_telemetry.metrics.integrity.equations import EquationCheck
+from esper_telemetry.metrics.integrity.schedules import SCHEDULES
+
+EPOCHS, MINIBATCHES, ENVS = 3, 4, 8
+
+PROGRAMS: dict[str, Callable[[Array], Array]] = {
+    "constant": np.ones_like,
+    "per_epoch": lambda p: np.maximum(0, 1 - EPOCHS * p),
+    "per_minibatch": lambda p: np.maximum(0, 1 - EPOCHS * MINIBATCHES * p),
+    "per_epoch_negative": lambda p: 1 - EPOCHS * p,
+    "per_env": lambda p: 1 - p / ENVS,
+    "rising": lambda p: p,
+    "cosine": lambda p: (1 + np.cos(np.pi * p)) / 2,
+    "restarting": lambda p: 1 - (4 * p + 1e-9) % 1,
+    "ending_early": lambda p: np.maximum(0, 1 - p / 0.7),
+    "negative": lambda p: 1 - p / 0.7,
+    "unfinished": lambda p: 1 - 0.6 * p,
+}
+"""Rates by the share of the run that is over, where a line from 1 to 0 is set; by the name of the hypothesis."""
+
+
+def check(rates: Array, *, final: float = 0.0) -> EquationCheck:
+    progress = np.arange(1, len(rates) + 1) / len(rates)
+    return check_schedule(
+        list(3e-4 * rates),
+        list(progress),
+        initial=3e-4,
+        final=3e-4 * final,
+        num_epochs=EPOCHS,
+        num_minibatches=MINIBATCHES,
+        num_envs=ENVS,
+    )
+
+
+@pytest.mark.parametrize("begin", [0, 1])
+@pytest.mark.parametrize("updates", [40, 200])
+def test_a_line_matches_before_and_after_the_update_is_counted(updates: int, begin: int) -> None:
+    assert check(1 - (np.arange(updates) + begin) / updates).matches
+
+
+def test_a_constant_rate_matches() -> None:
+    assert check(np.ones(20), final=1.0).matches
+
+
+@pytest.mark.parametrize("begin", [0, 1])
+@pytest.mark.parametrize("updates", [40, 200])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_wrong_schedule_is_named(name: str, updates: int, begin: int) -> None:
+    result = check(PROGRAMS[name]((np.arange(updates) + begin) / updates))
+
+    assert [one.hypothesis.name for one in result.explanations] == [name]
+    assert result.holds == (name == "cosine")
+
+
+def test_a_rate_that_is_annealed_although_a_constant_one_is_set() -> None:
+    result = check(1 - np.arange(40) / 40, final=1.0)
+
+    assert [one.hypothesis.name for one in result.explanations] == ["annealed"]
+
+
+def test_every_hypothesis_but_those_of_other_settings_has_a_program() -> None:
+    assert {one.name for one in SCHEDULES.hypotheses} == {*PROGRAMS, "annealed", "other_end"}
+
+
+def test_where_the_settings_do_not_say_the_end_another_one_is_a_variant() -> None:
+    history = RateHistory(
+        {SCHEDULE_FACT: RateSchedule(initial=1.0, final=0.0, total_steps=40, final_is_set=False).fact()}
+    )
+    for update in range(40):
+        history.add(update + 1, 1 - 0.6 * update / 40)
+    result = history.result()
+
+    assert result is not None
+    assert not result.matches
+    assert result.holds
+    assert result.fitted["other_end"] == pytest.approx(0.4)
+
+
+def test_the_fitted_share_is_that_of_the_program() -> None:
+    assert check(PROGRAMS["ending_early"](np.arange(40) / 40)).explanations[0].fitted == pytest.approx(0.7)
+    assert check(PROGRAMS["restarting"](np.arange(40) / 40)).explanations[0].fitted == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_rates_are_explained_by_nothing(seed: int) -> None:
+    result = check(np.random.default_rng(seed).random(40))
+
+    assert not result.holds
+    assert result.explanations == ()
+
+
+def test_updates_beyond_the_planned_end_are_left_out() -> None:
+    """A model that learns again begins its schedule anew."""
+    history = RateHistory({SCHEDULE_FACT: RateSchedule(initial=1.0, final=0.0, total_steps=40).fact()})
+    for update in range(100):
+        history.add(update + 1, 1 - update % 40 / 40)
+    result = history.result()
+
+    assert result is not None
+    assert result.matches
+
+
+def test_a_resumed_run_is_compared_from_where_it_went_on() -> None:
+    """It was to take 40 steps, went on after 20, and takes 100 then: 1 - 20 / 100 at once."""
+    history = RateHistory({SCHEDULE_FACT: RateSchedule(initial=1.0, final=0.0, total_steps=100, begin=20).fact()})
+    for step in range(100):
+        history.add(step + 1, 1 - step / (40 if step < 20 else 100))
+    result = history.result()
+
+    assert result is not None
+    assert result.matches
+    assert result.tolerance == pytest.approx(0.015)
+
+
+def test_long_runs_are_compared_at_some_of_their_updates() -> None:
+    history = RateHistory({SCHEDULE_FACT: RateSchedule(initial=1.0, final=0.0, total_steps=10_000).fact()})
+    for step in range(10_000):
+        history.add(step + 1, 1 - step / 10_000)
+    result = history.result()
+
+    assert result is not None
+    assert result.matches
+    assert result.tolerance < 1e-2
+
+
+def test_rates_without_a_schedule_are_not_compared() -> None:
+    history = RateHistory({})
+    history.add(1, 1.0)
+
+    assert history.result() is None
+
+
+@pytest.mark.parametrize(("rates", "progress"), [([], []), ([1.0], [0.1, 0.2])])
+def test_wrong_numbers_of_updates_are_refused(rates: list[float], progress: list[float]) -> None:
+    with pytest.raises(ValueError, match="one number for each update"):
+        check_schedule(rates, progress, initial=1.0)

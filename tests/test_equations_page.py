@@ -1,0 +1,70 @@
+"""docs/is_my_ppo_correct.md: every Python block runs as printed, every command line parses, and the list is the declared one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from esper_telemetry.cli.check import parse
+from esper_telemetry.core.equation import equations
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "is_my_ppo_correct.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+PYTHON_BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+COMMANDS = [shlex.split(line)[2:] for line in TEXT.splitlines() if line.startswith("esper-telemetry check ")]
+
+
+@pytest.mark.parametrize("block", PYTHON_BLOCKS, ids=["own_loop", "unit_test"])
+def test_every_python_block_runs_as_printed(block: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+
+    process = subprocess.run(
+        [sys.executable, "-c", block], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+
+    assert process.returncode == 0, process.stderr
+    if "Telemetry(" in block:
+        assert "GAE that runs on over the ends of episodes" in process.stdout
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=shlex.join)
+def test_every_command_line_parses(words: list[str]) -> None:
+    options = parse(words)
+
+    assert options.target in words
+    assert [*options.arguments] == words[words.index(options.target) + 1 :]
+
+
+def test_the_list_of_equations_is_up_to_date() -> None:
+    """The function is that of docs/glossary.py, which writes the list."""
+    spec = importlib.util.spec_from_file_location("glossary", ROOT / "docs" / "glossary.py")
+    assert spec is not None
+    assert spec.loader is not None
+    glossary = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(glossary)
+
+    assert glossary.with_equations(TEXT) == TEXT, "run: python docs/glossary.py"
+
+
+def test_the_list_has_every_equation_and_every_hypothesis() -> None:
+    for equation in equations().values():
+        assert f"`{equation.equation}`" in TEXT
+        assert [one.name for one in equation.hypotheses if one.says not in TEXT] == []
+
+
+def test_links_lead_to_pages_and_headings() -> None:
+    headings = {
+        "#" + re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.+)$", TEXT, re.MULTILINE)
+    }
+    links = re.findall(r"\]\(([^)\s]+)\)", TEXT)
+
+    assert links
+    assert [link for link in links if link not in headings and not (PAGE.parent / link).exists()] == []

@@ -1,0 +1,170 @@
+"""The table of equations: from a run's facts and records alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from esper_telemetry.core import equation as core
+from esper_telemetry.core.equation import Equation, Hypothesis
+from esper_telemetry.core.record import Axes, MetricInfo, Record, RunInfo
+from esper_telemetry.core.schedule import SCHEDULE_FACT, RateSchedule
+from esper_telemetry.views.equations import EquationRow, equation_rows, print_equations
+
+SUM = Equation(
+    name="sums",
+    quantity="the sums",
+    equation="s = a + b",
+    compute=lambda inputs: None,
+    hypotheses=(
+        Hypothesis("minus", "differences", "s = a - b", source="a schoolbook", advice="Add."),
+        Hypothesis("times", "products", "s = a b"),
+        Hypothesis("mean", "means", "s = (a + b) / 2", variant=True),
+        Hypothesis("scaled", "sums times", "s = c (a + b)", parameter="c"),
+    ),
+    source="arithmetic",
+    inputs="two numbers",
+    rank=2,
+)
+CAUSE = Equation(
+    name="terms",
+    quantity="the terms",
+    equation="a = 1",
+    compute=lambda inputs: None,
+    hypotheses=(),
+    source="arithmetic",
+    inputs="terms",
+    rank=1,
+)
+RATES = core.equations()["schedules"]
+
+
+@pytest.fixture(autouse=True)
+def declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three equations, two of them of these tests."""
+    by_name = {one.name: one for one in (SUM, CAUSE, RATES)}
+    for module in ("core.equation", "core.schedule", "views.equations"):
+        monkeypatch.setattr(f"esper_telemetry.{module}.equations", lambda: by_name)
+
+
+def run(**facts: Any) -> RunInfo:
+    template = {"integrity/equation/{equation}": MetricInfo("relative error", "?")}
+    return RunInfo("id", "name", None, time.time(), facts=facts, metrics=template)
+
+
+def records(*updates: Mapping[str, float], partial: bool = False) -> list[Record]:
+    """Records with these values; keys of equations without their beginning."""
+    return [
+        Record(
+            update,
+            Axes(update, 100 * update, update, 0.0),
+            {key if "/" in key else f"integrity/equation/{key}": value for key, value in values.items()},
+            partial=partial,
+        )
+        for update, values in enumerate(updates, 1)
+    ]
+
+
+def rows(run_info: RunInfo, entries: list[Record]) -> dict[str, EquationRow]:
+    return {row.equation.name: row for row in equation_rows(run_info, entries)}
+
+
+def test_an_equation_that_holds_matches() -> None:
+    row = rows(run(), records({"sums": 1e-7}, {}, {"sums": 3e-7}))["sums"]
+
+    assert (row.state, row.updates, row.differing, row.error, row.result) == ("matches", 2, 0, 3e-7, "matches")
+
+
+def test_causes_come_before_effects() -> None:
+    assert list(rows(run(), records({"sums": 0.0, "terms": 0.0}))) == ["terms", "sums", "schedules"]
+
+
+def test_an_update_tells_apart_what_another_one_cannot() -> None:
+    row = rows(run(), records({"sums": 0.2, "sums_minus": 0, "sums_times": 0}, {"sums": 0.3, "sums_minus": 0}))["sums"]
+
+    assert row.state == "differs"
+    assert [one.name for one in row.explanations] == ["minus"]
+    assert (row.since, row.error, row.result) == (1, 0.3, "differs: equal differences")
+
+
+def test_mistakes_that_no_update_tells_apart_are_a_set() -> None:
+    row = rows(run(), records({"sums": 0.2, "sums_minus": 0, "sums_times": 0}))["sums"]
+
+    assert row.result == "differs: equal differences or products"
+
+
+def test_a_difference_in_some_updates_says_in_how_many() -> None:
+    row = rows(run(), records({"sums": 0}, {"sums": 0.2}, {"sums": 0.1}))["sums"]
+
+    assert (row.since, row.explanations) == (2, ())
+    assert row.result == "differs: no known mistake explains it (in 2 of 3 updates)"
+
+
+def test_a_variant_is_named_and_no_difference() -> None:
+    row = rows(run(), records({"sums": 0.2, "sums_mean": 0}))["sums"]
+
+    assert (row.state, row.result) == ("variant", "a variant: equal means")
+
+
+def test_a_fitted_parameter_is_shown() -> None:
+    row = rows(run(), records({"sums": 0.2, "sums_scaled": 0, "integrity/fitted/sums_scaled": 1.25}))["sums"]
+
+    assert row.result == "differs: equal sums times c = 1.25"
+    assert row.values()["explanations"][0]["fitted"] == 1.25
+
+
+def test_the_tolerance_is_that_of_the_precision_or_of_the_check() -> None:
+    """5e-2 in bf16; what the check was told is in the record."""
+    own = {"sums": 0.01, "integrity/equation_tolerance/sums": 0.02}
+
+    assert rows(run(), records({"sums": 0.01}))["sums"].state == "differs"
+    assert rows(run(precision="bf16"), records({"sums": 0.01}))["sums"].state == "matches"
+    assert rows(run(), records(own))["sums"].state == "matches"
+
+
+def test_an_update_that_did_not_end_does_not_count() -> None:
+    assert rows(run(), records({"sums": 0.5}, partial=True))["sums"].state == "unchecked"
+
+
+def test_what_could_not_be_checked_has_a_reason() -> None:
+    """Of the trainer where it gives one; the update was sampled, as another equation shows."""
+    given = rows(run(unchecked_equations={"sums": "the trainer keeps its sums to itself"}), records({"terms": 0.0}))
+
+    assert given["sums"].result == "could not be checked: the trainer keeps its sums to itself"
+    assert rows(run(), records({}))["sums"].reason == "the trainer does not show two numbers"
+    assert rows(run(level="minimal"), records({}))["sums"].reason == "no update is sampled at level minimal"
+
+
+def test_a_journal_from_before_the_checks_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    old = RunInfo("id", "name", None, time.time(), metrics={"policy/kl": MetricInfo("nats", "?")})
+
+    print_equations("head", equation_rows(old, records({"policy/kl": 0.1})))
+
+    assert capsys.readouterr().out == "head\nNothing was checked: the run was recorded before equations were checked.\n"
+
+
+def test_rates_are_compared_with_the_schedule_of_the_facts() -> None:
+    """From 1 to 0 in ten updates of 100 steps. A constant rate is told from the line, and from a cosine, in the fourth."""
+    line = RateSchedule(initial=1.0, final=0.0, total_steps=1000)
+    facts = run(**{SCHEDULE_FACT: line.fact()})
+    right = rows(facts, records(*({"opt/lr": 1 - update / 10} for update in range(10))))["schedules"]
+    constant = rows(facts, records(*[{"opt/lr": 1.0}] * 10))["schedules"]
+
+    assert (right.state, right.updates) == ("matches", 10)
+    assert constant.state == "differs"
+    assert constant.result.startswith("differs: equal the first one throughout, although a schedule is set")
+    assert constant.since == 4
+
+
+def test_the_page_has_the_formulas_and_the_advice_of_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    print_equations("head", equation_rows(run(), records({"sums": 0.2, "sums_minus": 0, "terms": 0})))
+
+    text = capsys.readouterr().out
+    assert "Sums, since update 1\n" in text
+    assert "  reference: s = a + b (arithmetic)\n" in text
+    assert "  equal to: s = a - b (differences; a schoolbook)\n" in text
+    assert "  try: Add.\n" in text
+    assert text.endswith("\n1 matches, 1 differs, 1 could not be checked.\n")
