@@ -170,7 +170,7 @@ class Growing:
 
     def __call__(self, event: BackwardsEnd) -> BackwardsEnd:
         self.factor *= 1.1
-        return event._replace(norms=[norms * self.factor for norms in event.norms])
+        return event._replace(norms=tuple([norms * self.factor for norms in event.norms]))
 
 
 LIVE: dict[str, tuple[Callable[[], PPO], int]] = {

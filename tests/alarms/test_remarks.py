@@ -56,7 +56,7 @@ def test_published_settings_get_no_remark() -> None:
     [
         ("learning_rate", 0.1, "learning_rate is 0.1; published settings lie between 2.0e-5 and 0.003"),
         ("learning_rate", 1e-7, "learning_rate is 1.0e-7; published"),
-        ("gamma", 0.0, "gamma is 0; published settings lie between 0.8 and 1"),
+        ("gamma", 0.0, "gamma is 0; published settings lie between 0.8 and 0.9999"),
         ("clip", 5.0, "clip is 5; published settings lie between 0.1 and 0.4"),
         ("max_grad_norm", 0.001, "max_grad_norm is 0.001; published"),
         ("num_epochs", 200, "num_epochs is 200; published settings lie between 1 and 20"),
