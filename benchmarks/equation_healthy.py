@@ -1,0 +1,152 @@
+"""Healthy programs and their variants, for the matrix of false alarms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from equation_bugs import CONTINUOUS, FORCE, PROGRAMS, Edit
+
+
+@dataclass(frozen=True)
+class Healthy:
+    """A correct program.
+
+    Attributes:
+        name: unique.
+        path: of the file.
+        args: options.
+        edits: variants that no option gives.
+    """
+
+    name: str
+    path: Path
+    args: tuple[str, ...] = ()
+    edits: tuple[Edit, ...] = ()
+
+    @staticmethod
+    def of_cleanrl(directory: Path) -> Iterator[Healthy]:
+        """Yield CleanRL's scripts, unedited but for what Gymnasium 1.x needs of `TransformObservation`."""
+        short = ("--no-cuda", "--num-steps", "64")
+        for env, args in {
+            "CartPole-v1": (),
+            "Acrobot-v1": (),
+            "CartPole-v1 plain": ("--no-norm-adv", "--no-clip-vloss", "--no-anneal-lr"),
+            "CartPole-v1 one": ("--num-envs", "1", "--num-minibatches", "2"),
+        }.items():
+            options = ("--env-id", env.split()[0], "--total-timesteps", "1300", *short, *args)
+            yield Healthy(f"cleanrl ppo {env}", directory / "ppo.py", options)
+        clip = ("lambda obs: np.clip(obs, -10, 10))", "lambda obs: np.clip(obs, -10, 10), env.observation_space)")
+        for env in ("Pendulum-v1", "MountainCarContinuous-v0"):
+            options = (
+                "--env-id",
+                env,
+                "--total-timesteps",
+                "1300",
+                "--num-minibatches",
+                "4",
+                "--num-envs",
+                "2",
+                *short,
+            )
+            yield Healthy(f"cleanrl continuous {env}", directory / "ppo_continuous_action.py", options, (clip,))
+
+
+SB3_VARIANTS: dict[str, tuple[str, ...]] = {
+    "": (),
+    "one env": ("--n-envs", "1", "--n-steps", "128"),
+    "odd batch": ("--batch-size", "50"),
+    "whole batch": ("--batch-size", "256", "--n-epochs", "6"),
+    "clip vf": ("--clip-range-vf", "0.2"),
+    "raw advantages": ("--no-normalize-advantage",),
+    "vecnormalize": ("--normalize", "both"),
+    "norm rewards": ("--normalize", "rewards"),
+    "norm obs": ("--normalize", "observations"),
+    "annealed": ("--linear-rate",),
+    "target kl": ("--target-kl", "0.01"),
+    "λ = 1": ("--gae-lambda", "1.0"),
+    "γ = 1": ("--gamma", "1.0"),
+    "no entropy": ("--ent-coef", "0.0"),
+}
+A2C_VARIANTS: dict[str, tuple[str, ...]] = {
+    "": (),
+    "one env": ("--n-envs", "1"),
+    "λ = 0.9": ("--gae-lambda", "0.9"),
+    "normalised": ("--n-steps", "16"),
+    "adam": ("--adam",),
+    "vecnormalize": ("--normalize", "both"),
+    "annealed": ("--linear-rate",),
+}
+CONTRIB_VARIANTS = ("", "one env", "odd batch", "clip vf", "raw advantages", "vecnormalize", "annealed")
+ENVS = ("CartPole-v1", "Acrobot-v1", "FrozenLake-v1", "CliffWalking-v1", "tasks:Drift-v0", "Taxi-v4")
+CONTINUOUS_ENVS = ("Pendulum-v1", "MountainCarContinuous-v0", "tasks:Push-v0")
+BOOTSTRAPPED: tuple[Edit, ...] = (
+    (
+        "        rewards[step] = torch.tensor(reward, dtype=torch.float32)\n",
+        """        for index in np.flatnonzero(truncations):
+            with torch.no_grad():
+                final = torch.tensor(infos["final_obs"][index], dtype=torch.float32)
+                reward[index] += args.gamma * agent.get_value(final).item()
+        rewards[step] = torch.tensor(reward, dtype=torch.float32)
+""",
+    ),
+)
+ROLLOUT_NORMALISED: tuple[Edit, ...] = (
+    (
+        "    b_returns = returns.reshape(-1)\n",
+        "    b_returns = returns.reshape(-1)\n    b_advantages = (b_advantages - b_advantages.mean()) / (b_advantages.std() + 1e-8)\n",
+    ),
+    (
+        "                mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)\n",
+        "                pass\n",
+    ),
+)
+
+
+def _programs() -> Iterator[Healthy]:
+    for env in ("cartpole", "acrobot", "pendulum", "cue-recall", "cartpole-lstm", "morphogenesis"):
+        yield Healthy(f"bundled {env}", PROGRAMS / "bundled.py", (env,))
+    sb3 = PROGRAMS / "sb3_healthy.py"
+    for env in (*ENVS, *CONTINUOUS_ENVS):
+        for label, args in SB3_VARIANTS.items():
+            yield Healthy(f"sb3 ppo {env} {label}".strip(), sb3, ("ppo", env, *args))
+        for label, args in A2C_VARIANTS.items():
+            yield Healthy(f"sb3 a2c {env} {label}".strip(), sb3, ("a2c", env, *args))
+    for env in CONTINUOUS_ENVS:
+        yield Healthy(f"sb3 ppo {env} gsde", sb3, ("ppo", env, "--gsde"))
+        yield Healthy(f"sb3 ppo {env} gsde squashed", sb3, ("ppo", env, "--gsde", "--squash"))
+        yield Healthy(f"sb3 a2c {env} gsde", sb3, ("a2c", env, "--gsde"))
+    for label in CONTRIB_VARIANTS:
+        for env in ("CartPoleWithoutVelocities", "Pendulum-v1", "tasks:Drift-v0"):
+            yield Healthy(f"sb3 recurrent {env} {label}".strip(), sb3, ("recurrent", env, *SB3_VARIANTS[label]))
+        for env in ("CartPole-v1", "tasks:MaskedDrift-v0", "FrozenLake-v1"):
+            yield Healthy(f"sb3 masked {env} {label}".strip(), sb3, ("masked", env, *SB3_VARIANTS[label]))
+    yield Healthy("sb3 recurrent shared", sb3, ("recurrent", "tasks:Drift-v0", "--shared-lstm"))
+    for kind in ("recurrent", "masked"):
+        yield Healthy(f"subclass {kind}", PROGRAMS / "contrib_program.py", ("--kind", kind))
+    yield Healthy("subclass ppo", PROGRAMS / "sb3_program.py")
+    yield Healthy("subclass ppo push", PROGRAMS / "sb3_program.py", FORCE)
+    script = PROGRAMS / "script.py"
+    variants: dict[str, tuple[str, ...]] = {
+        "": (),
+        "clip vf": ("--clip-vloss",),
+        "raw advantages": ("--no-norm-adv",),
+        "no annealing": ("--no-anneal-lr",),
+        "no entropy": ("--ent-coef", "0"),
+        "one env": ("--num-envs", "1", "--num-steps", "128"),
+        "odd batch": ("--num-minibatches", "5"),
+        "whole batch": ("--num-minibatches", "1"),
+        "λ = 1": ("--gae-lambda", "1"),
+    }
+    for label, args in variants.items():
+        for env in ("tasks:Drift-v0", "CartPole-v1", "Acrobot-v1"):
+            yield Healthy(f"script {env} {label}".strip(), script, ("--env-id", env, *args))
+        for env in CONTINUOUS_ENVS:
+            yield Healthy(f"script {env} {label}".strip(), script, ("--env-id", env, *args), CONTINUOUS)
+    for env in ("tasks:Drift-v0", "CartPole-v1"):
+        yield Healthy(f"script {env} bootstrapped", script, ("--env-id", env), BOOTSTRAPPED)
+        yield Healthy(f"script {env} rollout normalised", script, ("--env-id", env), ROLLOUT_NORMALISED)
+
+
+HEALTHY: tuple[Healthy, ...] = tuple(_programs())

@@ -1,0 +1,40 @@
+"""The bundled trainer, healthy or with a fault of `esper_telemetry.lab.faults` from its first update on.
+
+python bundled.py cartpole --fault adv_sign
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from esper_telemetry import Telemetry, attach
+from esper_telemetry.lab.faults import inject
+from esper_telemetry.lab.faults.runs import find_environment, train
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("env", default="cartpole")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--fault")
+    parser.add_argument("--dose", type=float)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--updates", type=int, default=5)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    trainer = find_environment(args.env).trainer(args.seed)
+    broken = inject(trainer, args.fault, args.dose) if args.fault else nullcontext()
+    with Telemetry([], run_dir=args.run_dir, level="debug", offload=False) as telemetry, broken:
+        attach(telemetry, trainer)
+        train(trainer, updates=args.updates, planned=args.updates)
+    parameters = torch.cat([p.detach().flatten() for p in trainer.policy.parameters()])
+    print("weights", hashlib.sha256(parameters.numpy().tobytes()).hexdigest()[:12])
+
+
+if __name__ == "__main__":
+    main()

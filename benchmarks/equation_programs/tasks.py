@@ -1,0 +1,67 @@
+"""Small environments in which every mistake can show: rewards vary in size and sign, episodes end by termination and by a time limit.
+
+`gymnasium.make("tasks:Drift-v0")` has three choices, `tasks:Push-v0` one force, `tasks:MaskedDrift-v0` choices that a mask forbids.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+TIME_LIMIT = 17
+"""Steps of an episode; odd, so that time limits fall on all rows of a rollout."""
+
+
+class Drift(gym.Env[Any, Any]):
+    """A point with inertia, between two walls that end the episode, is to be near a target that each episode draws anew."""
+
+    observation_space = spaces.Box(-4, 4, (4,), np.float32)
+    action_space: spaces.Space[Any] = spaces.Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode."""
+        super().reset(seed=seed)
+        self._position, self._speed = self.np_random.uniform(-0.3, 0.3, 2)
+        self._target = self.np_random.uniform(-0.6, 0.6)
+        return self._observation(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Push the point; the reward is between -6 and 2."""
+        self._speed += 0.12 * self.force(action) + self.np_random.normal(0, 0.05)
+        self._position += self._speed
+        outside = bool(abs(self._position) > 1)
+        reward = 2 - 4 * abs(self._position - self._target) - 2.5 * outside
+        return self._observation(), float(np.clip(reward, -6, 2)), outside, False, {}
+
+    def force(self, action: Any) -> float:
+        """Return the force of an action, about between -1 and 1."""
+        return float(action) - 1
+
+    def _observation(self) -> Any:
+        numbers = (self._position, self._speed, self._target, self._position - self._target)
+        return np.array(numbers, np.float32).clip(-4, 4)
+
+
+class Push(Drift):
+    """`Drift` with a continuous force."""
+
+    action_space = spaces.Box(-1, 1, (1,), np.float32)
+
+    def force(self, action: Any) -> float:
+        """Return the force, cut at the bounds."""
+        return float(np.clip(action[0], -1, 1))
+
+
+class MaskedDrift(Drift):
+    """`Drift` that forbids to push away from the middle."""
+
+    def action_masks(self) -> Any:
+        """Return the mask of choices that are allowed, [3]."""
+        return np.array([self._position > -0.2, True, self._position < 0.2])
+
+
+for name, entry in (("Drift", Drift), ("Push", Push), ("MaskedDrift", MaskedDrift)):
+    gym.register(f"{name}-v0", entry, max_episode_steps=TIME_LIMIT)

@@ -1,0 +1,412 @@
+"""Programs with one mistake each, and healthy programs: what the equation checks of a run say about them.
+
+    python benchmarks/equations.py bugs                    # every mistake; half an hour
+    python benchmarks/equations.py bugs --only sb3-adv     # those whose name contains this
+    python benchmarks/equations.py healthy --seeds 2
+    python benchmarks/equations.py sound                   # do the mistakes change what is trained? without telemetry
+
+Each program runs in a process of its own with one torch thread, with the checks in every update (level debug). `bugs` shows for each
+mistake the equations that failed, the hypotheses that were named, and whether they are right; `healthy` shows how often each equation was
+checked and the largest error as a fraction of its tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import json
+import os
+import re
+import runpy
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import equation_bugs_loop as loop
+import equation_bugs_rollout as rollout
+import equation_bugs_sb3 as sb3
+import equation_bugs_update as update
+from equation_bugs import CONTINUOUS, PROGRAMS, Bug, edited
+from equation_healthy import HEALTHY, Healthy
+
+from esper_telemetry.core.equation import EQUATION_KEY, Equation, equations
+from esper_telemetry.journal.read import read_run
+
+BUGS: tuple[Bug, ...] = (
+    *rollout.SCRIPT_TARGETS,
+    *rollout.SCRIPT_COLLECTING,
+    *update.SCRIPT_LOSSES,
+    *update.SCRIPT_STEPS,
+    *sb3.SB3_TARGETS,
+    *sb3.SB3_COLLECTING,
+    *sb3.SB3_LOSSES,
+    *sb3.SB3_STEPS,
+    *sb3.BUNDLED,
+    *loop.LOOP,
+)
+TIME_LIMIT_SECONDS = 300
+SEGMENTS: Mapping[str, str] = {
+    "normalized": "^normali",
+    "values": "^values$",
+    "advantages": "^advantages$",
+    "actions": "^(actions|executed_actions)$",
+    "gradient": "^(gradient|clipping)$",
+    "transitions": "^(transitions|stored_rewards)$",
+    "policy_loss": "^(policy_loss|total_loss)$",
+    "value_loss": "^(value_loss|total_loss)$",
+    "entropy": "^(entropy_loss|total_loss)$",
+}
+"""Regular expressions for the names of the equations of a quantity, where its own name is none."""
+
+
+@dataclass
+class Reading:
+    """What a journal says of the equations.
+
+    Attributes:
+        status: how the process ended: "" is well.
+        checked: number of records with an error of each equation.
+        largest: largest error of each, over its tolerance.
+        named: for each equation that failed, the names of the hypotheses in each such record.
+        says: the sentences of these hypotheses.
+        variants: equations of which every failing record names a published variant.
+        alarms: types and instances of the raised alarms, of `integrity/`.
+        updates: number of records.
+        weights: digest of what was trained.
+        seconds: wall time of the process.
+    """
+
+    status: str = ""
+    checked: dict[str, int] = field(default_factory=dict)
+    largest: dict[str, float] = field(default_factory=dict)
+    named: dict[str, list[list[str]]] = field(default_factory=dict)
+    says: dict[str, str] = field(default_factory=dict)
+    variants: list[str] = field(default_factory=list)
+    alarms: list[str] = field(default_factory=list)
+    updates: int = 0
+    weights: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class Verdict:
+    """The judgement of what was said about a bug.
+
+    Attributes:
+        result: right, set (the right one beside others), unnamed, missed, wrong name, wrong equation, or crashed.
+        detail: the equations and the names.
+    """
+
+    bug: str
+    result: str
+    detail: str
+    seed: int
+    reading: Reading
+
+
+def run_program(text: str, base: str, args: Sequence[str], seed: int, *, telemetry: bool = True) -> Reading:
+    """Run a program in a process of its own and return what its journal says."""
+    with tempfile.TemporaryDirectory(prefix="equations-", ignore_cleanup_errors=True) as name:
+        directory = Path(name)
+        script, run_dir = directory / base, directory / "run"
+        script.write_text(text)
+        command = [str(script), *args, "--seed", str(seed)]
+        if "Telemetry(" in text:
+            command += ["--run-dir", str(run_dir)]
+        elif telemetry:
+            command = ["run", "--level", "debug", "--run-dir", str(run_dir), *command]
+        started = time.perf_counter()
+        code = forked(command, directory)
+        seconds = time.perf_counter() - started
+        output, errors = ((directory / stream).read_text() for stream in ("stdout", "stderr"))
+        digest = re.search(r"^weights (\w+)", output, re.MULTILINE)
+        lines = (errors.strip() or "no message").splitlines()
+        reading = read_journal(run_dir) if (run_dir / "journal.jsonl").exists() else Reading()
+        reading.status = f"exit {code}: {lines[-1]}" if code else "; ".join(one for one in lines if " failed (" in one)
+        reading.seconds, reading.weights = seconds, digest[1] if digest else ""
+        return reading
+
+
+def forked(command: Sequence[str], directory: Path) -> int:
+    """Run a command of `esper-telemetry`, or a script, in a fork of this process, which has imported torch; return the exit code.
+
+    The fork has one core, so that the records are made in it and not in a worker process: that saves the import of torch in each.
+    """
+    pid = os.fork()
+    if pid:
+        deadline = time.monotonic() + TIME_LIMIT_SECONDS
+        while time.monotonic() < deadline:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.02)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        return -signal.SIGKILL
+    code = 1
+    atexit._clear()  # those of this process, the removal of the directory among them
+    try:
+        for number, stream in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(directory / stream, os.O_WRONLY | os.O_CREAT), number)
+        os.chdir(directory)
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[os.getpid() % len(os.sched_getaffinity(0))]})
+        sys.path[:0] = [str(directory), str(PROGRAMS)]
+        if command[0] == "run":
+            from esper_telemetry.cli.main import main as esper_telemetry
+
+            esper_telemetry(list(command))
+        else:
+            sys.argv = list(command)
+            runpy.run_path(command[0], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else bool(end.code)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def preload() -> None:
+    """Import what programs import."""
+    import sb3_contrib
+    import stable_baselines3
+    import torch
+
+    import esper_telemetry.adapters.sb3
+    import esper_telemetry.cli.main
+    import esper_telemetry.lab.faults.runs
+    import esper_telemetry.pipeline.run
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    del sb3_contrib, stable_baselines3, esper_telemetry
+
+
+def read_journal(run_dir: Path) -> Reading:
+    """Return what a journal says of the equations."""
+    run, declared, reading = read_run(run_dir), equations(), Reading()
+    precision = run.info.facts.get("precision")
+    reading.updates = len(run.records)
+    explained: dict[str, list[bool]] = defaultdict(list)
+    for record in run.records:
+        for name, equation in declared.items():
+            error = record.values.get(EQUATION_KEY + name)
+            if error is None:
+                continue
+            reading.checked[name] = reading.checked.get(name, 0) + 1
+            share = error / equation.tolerance_at(precision)
+            reading.largest[name] = max(share, reading.largest.get(name, 0.0))
+            if share > 1:
+                explanations = equation.explanations(record.values)
+                reading.named.setdefault(name, []).append([one.name for one in explanations])
+                reading.says |= {f"{name}_{one.name}": one.says for one in explanations}
+                explained[name].append(any(one.variant for one in explanations))
+    reading.variants = [name for name, flags in explained.items() if all(flags)]
+    reading.alarms = sorted(
+        {f"{alarm.type}: {alarm.text}" for alarm in run.alarms if alarm.type.startswith("integrity/")}
+    )
+    return reading
+
+
+def judge(bug: Bug, reading: Reading) -> tuple[str, str]:
+    """Return the result and its detail."""
+    if reading.status and not reading.updates:
+        return "crashed", reading.status
+    declared = equations()
+    quantities = dict.fromkeys([*bug.quantities, *("gradient" for one in bug.quantities if one in LOSSES)])
+    allowed = [name for quantity in quantities for name in named_by(quantity, declared)]
+    follows = [name for quantity in bug.follows for name in named_by(quantity, declared)]
+    failing = reading.named
+    detail = "; ".join(f"{name}: {common_text(records)}" for name, records in failing.items())
+    if reading.status:
+        detail += f" [{reading.status}]"
+    surplus = [name for name in failing if name not in {*allowed, *follows} and name not in reading.variants]
+    targets = [name for name in allowed if name in failing]
+    if surplus:
+        return "wrong equation", detail
+    if not targets:
+        return "missed", detail or f"checked: {', '.join(reading.checked) or 'nothing'}"
+    return max((judge_names(bug, name, failing[name], reading) for name in targets), key=RANKS.index), detail
+
+
+LOSSES = ("normalized", "policy_loss", "value_loss", "entropy")
+"""Quantities whose mistakes also show as a gradient of another loss."""
+
+RANKS = ("wrong name", "unnamed", "set", "right")
+
+
+def judge_names(bug: Bug, name: str, records: Sequence[Sequence[str]], reading: Reading) -> str:
+    """Return the result for one equation that failed and was allowed to."""
+    named = [set(one) for one in records if one]
+    if not named:
+        return "unnamed"
+    common = set.intersection(*named) or set.union(*named)
+    fitting = {one for one in common if re.search(bug.words, f"{one} {reading.says[f'{name}_{one}']}", re.IGNORECASE)}
+    if not fitting:
+        return "wrong name"
+    return "right" if fitting == common else "set"
+
+
+def named_by(quantity: str, declared: Mapping[str, Equation]) -> list[str]:
+    """Return the equations of a quantity."""
+    return [name for name in declared if re.search(SEGMENTS.get(quantity, quantity), name)]
+
+
+def common_text(records: Sequence[Sequence[str]]) -> str:
+    """Return the names of each record, the commonest set first."""
+    counts = Counter(" or ".join(one) or "no name" for one in records)
+    return ", ".join(f"{text} ({count})" for text, count in counts.most_common())
+
+
+def run_bugs(bugs: Iterable[Bug], seeds: int) -> list[Verdict]:
+    """Run programs one after the other and print a line for each."""
+    verdicts = []
+    for bug in bugs:
+        for seed in range(1, seeds + 1):
+            reading = run_program(bug.text(), bug.base, (*bug.args, *short(bug)), seed)
+            result, detail = judge(bug, reading)
+            verdicts.append(Verdict(bug.name, result, detail, seed, reading))
+            mark = "" if bug.listed else " (not in the table)"
+            print(f"{bug.name:32}{bug.quantities[0]:14}{result + mark:30}{detail}", flush=True)
+    return verdicts
+
+
+def short(bug: Bug) -> tuple[str, ...]:
+    """Return the options of a run of three updates; mistakes of schedules need five."""
+    long = "schedule" in bug.quantities or bug.base == "bundled.py"
+    return () if long else ("--total-timesteps", "1200")
+
+
+def summarise(verdicts: Sequence[Verdict]) -> None:
+    """Print a table of results by equation."""
+    by_name = {bug.name: bug for bug in BUGS}
+    columns = ("right", "set", "unnamed", "missed", "wrong name", "wrong equation", "crashed")
+    rows: dict[str, Counter[str]] = defaultdict(Counter)
+    for verdict in verdicts:
+        bug = by_name[verdict.bug]
+        for group in (bug.quantities[0], "all") if bug.listed else ("others",):
+            rows[group][verdict.result] += 1
+    print("\n| equation | programs | " + " | ".join(columns) + " |\n|" + "---|" * (2 + len(columns)))
+    for group, counts in sorted(rows.items(), key=lambda row: (row[0] in ("all", "others"), row[0])):
+        print(f"| {group} | {counts.total()} | " + " | ".join(str(counts[column]) for column in columns) + " |")
+
+
+def run_healthy(programs: Iterable[Healthy], seeds: int) -> list[dict[str, Any]]:
+    """Run healthy programs and print a line for each."""
+    results: list[dict[str, Any]] = []
+    for program in programs:
+        for seed in range(1, seeds + 1):
+            try:
+                text = edited(program.path.read_text(), program.edits)
+            except OSError as error:
+                print(f"{program.name:40} left out: {error}")
+                break
+            reading = run_program(text, program.path.name, program.args, seed)
+            wrong = sorted(set(reading.named) - set(reading.variants))
+            results.append({"name": program.name, "seed": seed, **asdict(reading)})
+            checked = ", ".join(f"{name} {count}" for name, count in reading.checked.items())
+            worst = max(reading.largest.items(), key=lambda item: item[1], default=("nothing", 0.0))
+            bad = f"  WRONG: {wrong} {[common_text(reading.named[one]) for one in wrong]} {reading.alarms}"
+            print(
+                f"{program.name:40}{reading.updates:4} updates; {checked or 'nothing checked'}; largest {worst[0]} {worst[1]:.2g}"
+                + (f" variants {reading.variants}" if reading.variants else "")
+                + (bad if wrong or reading.alarms else "")
+                + (f" [{reading.status}]" if reading.status else ""),
+                flush=True,
+            )
+    return results
+
+
+def summarise_healthy(results: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table of what was checked."""
+    names = list(dict.fromkeys(name for one in results for name in one["checked"]))
+    print("\n| equation | runs | checks | largest error / tolerance | runs in which it failed |\n|---|---|---|---|---|")
+    for name in names:
+        having = [one for one in results if name in one["checked"]]
+        failed = sum(name in one["named"] and name not in one["variants"] for one in having)
+        largest = max(one["largest"][name] for one in having if name not in one["variants"]) if having else 0.0
+        print(f"| {name} | {len(having)} | {sum(one['checked'][name] for one in having)} | {largest:.2g} | {failed} |")
+    alarms = [f"{one['name']} seed {one['seed']}: {', '.join(one['alarms'])}" for one in results if one["alarms"]]
+    print(
+        f"\n{len(results)} runs, {sum(one['updates'] for one in results)} updates, {len(alarms)} runs with alarms of integrity/"
+    )
+    print("\n".join(alarms))
+
+
+def check_soundness(bugs: Sequence[Bug]) -> list[str]:
+    """Run programs without telemetry, print and return the bugs that crash or train the weights of the healthy program."""
+    healthy: dict[Any, str] = {}
+
+    def base_of(bug: Bug) -> tuple[str, tuple[tuple[str, str], ...], tuple[str, ...]]:
+        if bug.edits[-len(loop.OWN_LOOP) :] == loop.OWN_LOOP:
+            return bug.base, loop.OWN_LOOP, ()
+        if bug.base == "bundled.py":
+            return "bundled.py", (), bug.args[:1]
+        edits = CONTINUOUS if bug.edits[: len(CONTINUOUS)] == CONTINUOUS else ()
+        return bug.base, edits, bug.args
+
+    def weights(base: str, edits: tuple[tuple[str, str], ...], args: tuple[str, ...]) -> Reading:
+        return run_program(edited((PROGRAMS / base).read_text(), edits), base, args, 1, telemetry=False)
+
+    for key in dict.fromkeys(map(base_of, bugs)):
+        reading = weights(*key)
+        assert reading.weights, f"{key} crashed: {reading.status}"
+        healthy[key] = reading.weights
+    unsound = []
+    for bug in bugs:
+        reading = weights(bug.base, bug.edits, bug.args)
+        same = reading.weights == healthy[base_of(bug)]
+        if not reading.weights or (same and not bug.same_weights):
+            unsound.append(bug.name)
+            print(f"{bug.name}: {'trains what the healthy program trains' if same else reading.status}", flush=True)
+    print(f"{len(bugs)} programs, {len(unsound)} unsound")
+    return unsound
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["bugs", "healthy", "sound"])
+    parser.add_argument("--only", nargs="*", default=[], help="pieces of names")
+    parser.add_argument("--after", help="only programs after this one")
+    parser.add_argument("--every", type=int, default=1, help="only every such program")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="file for all readings")
+    parser.add_argument("--cleanrl", type=Path, help="directory with CleanRL's ppo.py and ppo_continuous_action.py")
+    options = parser.parse_args()
+    preload()
+
+    def chosen(name: str) -> bool:
+        return not options.only or any(piece in name for piece in options.only)
+
+    bugs = [bug for bug in BUGS if chosen(bug.name)]
+    first = 1 + [bug.name for bug in bugs].index(options.after) if options.after else 0
+    bugs = bugs[first :: options.every]
+    if options.what == "sound":
+        sys.exit(bool(check_soundness(bugs)))
+    results: list[Any]
+    if options.what == "bugs":
+        verdicts = run_bugs(bugs, options.seeds)
+        summarise(verdicts)
+        results = [asdict(verdict) for verdict in verdicts]
+    else:
+        programs = [*HEALTHY, *(Healthy.of_cleanrl(options.cleanrl) if options.cleanrl else ())]
+        results = run_healthy([one for one in programs if chosen(one.name)][:: options.every], options.seeds)
+        summarise_healthy(results)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
