@@ -227,6 +227,23 @@ def test_a_memory_that_stays_empty(changes: Mapping[str, float], told: bool) -> 
     assert ("lstm/empty" in raised(judged(run(20, set_to(changes), since=1)))) is told
 
 
+@pytest.mark.parametrize(("ends", "bias", "told"), [(80.0, 0.05, True), (0.6, 0.05, False), (-80.0, -60.0, False)])
+def test_a_critic_that_is_right_but_for_time_limits(ends: float, bias: float, told: bool) -> None:
+    """Returns of 5 ± 2: off by 80 at limits; by 0.6; and everywhere, as a critic that knows nothing yet."""
+    off = {"value/bias_truncated": ends, "value/bias": bias}
+
+    assert ("value/limit_bias" in raised(judged(run(15, set_to(off), since=1)))) is told
+
+
+def test_an_actor_without_a_gradient_is_not_told_to_scale_returns() -> None:
+    """Clipping leaves 60 % of it: the actor's own gradient is a millionth."""
+    broadcast = {"grad/interference/actor_effective": 1e-6, "grad/interference/critic_share": 0.9999}
+    (alarm, *_) = alarms(judged(run(5, set_to(broadcast), since=1)))
+
+    assert alarm.type == "grad/actor_starved" and "[N] beside [N, 1]" in alarm.text
+    assert "Normalise returns" not in alarm.text
+
+
 def test_a_memory_that_fades_away() -> None:
     def fades(metrics: Values, ago: int) -> None:
         metrics["lstm/h/rms"] = 0.2 if ago < 30 else 0.0015

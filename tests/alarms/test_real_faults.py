@@ -162,6 +162,19 @@ def other_normalizer(trainer: PPO) -> PPO:
     return trainer
 
 
+def always_limited() -> PPO:
+    """Pendulum with episodes of 200 steps, which a time limit ends."""
+    settings: dict[str, Any] = {"num_steps": 200, "num_epochs": 1, "num_minibatches": 1, "hidden_sizes": (8,)}
+    return PPO(make_env("Pendulum-v1", num_envs=4, seed=1), PPOConfig(**settings, seed=1))
+
+
+def unbootstrapped(event: RolloutEnd) -> RolloutEnd:
+    """A critic that is right everywhere, and returns that leave out what follows a time limit."""
+    values = torch.full_like(event.returns, -100.0) + torch.linspace(-1, 1, len(event.returns)).unsqueeze(-1)
+    cut = event.ended & ~event.terminated
+    return replace(event, values=values, returns=torch.where(cut, event.rewards, values))
+
+
 class Growing:
     """Gradients that are reported larger with every update, by a tenth each."""
 
@@ -195,6 +208,7 @@ LIVE: dict[str, tuple[Callable[[], PPO], int]] = {
         lambda: falsified(cartpole(), RolloutEnd, 1, lambda event: replace(event, values=event.values - 200)),
         34,
     ),
+    "value/limit_bias": (lambda: falsified(always_limited(), RolloutEnd, 1, unbootstrapped), 12),
     "grad/slow_growth": (lambda: falsified(cartpole(), BackwardsEnd, 1, Growing()), 102),
     "task/no_episodes": (lambda: breaking(cartpole(num_steps=64), 6, endless), 50),
 }

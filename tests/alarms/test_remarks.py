@@ -123,6 +123,14 @@ def test_rewards_that_are_missing_tiny_or_equal() -> None:
     assert "only the length" in remarks(FACTS, equal)["equal rewards"]
 
 
+def test_features_and_gradients_that_explain_a_flat_return() -> None:
+    """A rank of 1.3, and a critic's gradient of 25,000 times the actor's."""
+    told = remarks(FACTS, {"repr/effective_rank": 1.3, "grad/interference/log_ratio": 4.4})
+
+    assert "use 1.3 dimensions" in told["low rank"] and "25119 times" in told["dominant critic"]
+    assert not {"low rank", "dominant critic"} & remarks(FACTS).keys()
+
+
 def test_a_remark_that_holds_of_many_correct_runs_is_not_listed_without_need() -> None:
     equal = set_to({"reward/absmax": 1.0, "reward/std": 0.0, "reward/mean": 1.0})
     verdict = diagnose(FACTS, run(12, equal, since=1))

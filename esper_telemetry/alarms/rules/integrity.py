@@ -136,7 +136,7 @@ MEAN_UPDATES = 5
 """Updates over which small deviations of normalised advantages are averaged: healthy runs have 0.0005 in each."""
 
 FEW_ROWS = 1.0
-"""Tolerance over the rows that are normalised together: an unbiased standard deviation of 8 rows leaves 0.03, with masked rows twice as much."""
+"""Tolerance over the rows that are normalised together: an unbiased standard deviation of 8 leaves 0.03, with masked rows twice as much."""
 
 ADV_NORM = above("adv_norm", 0.05, "distance of normalised advantages from mean 0 and standard deviation 1")
 ADV_NORM_LASTING = above(
