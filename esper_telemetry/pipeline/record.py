@@ -236,6 +236,7 @@ class InProcessPipeline:
             )
         )
         record = Record(update.seq, update.axes, values, measured.histograms, update.partial)
+        self._axes = update.axes
         self._journal.write(*self._judged(record, update))
         groups = self._series.gradients.rebaselined
         if groups:  # what was out of range has become the rule: the thresholds of gradients start anew
@@ -300,7 +301,6 @@ class InProcessPipeline:
     def _judge(self, record: Record) -> Sequence[Judgement]:
         """Return the detector's verdict on a record; nothing without a detector, or where it raises."""
         verdicts: list[Judgement] = []
-        self._axes = record.axes
         if self._detector is not None:
             self._containment.attempt(partial(self._detector.step, record), verdicts.append)
         return verdicts
