@@ -165,7 +165,7 @@ def diagnose(
         tuple(events),
         detectors.unanswered(),
         alone,
-        detectors.end(status),
+        detectors.outcome(status),
         detectors.checks,
         detectors.remedies(),
     )

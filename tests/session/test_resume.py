@@ -266,7 +266,7 @@ def test_what_a_crash_cut_short_stands_and_is_trained_again(tmp_path: Path) -> N
     assert [record.axes.update for record in run.records] == list(range(1, resumed.updates + 1))
     assert [record.axes.update for record in run.records if record.partial] == [3]
     assert [event.type for event in run.events if event.type != "outcome"] == ["failure"]
-    assert [event.data["outcome"] for event in run.events if event.type == "outcome"][0] == "failed"
+    assert next(event.data["outcome"] for event in run.events if event.type == "outcome") == "failed"
     assert run.status is RunStatus.FINISHED
 
 
