@@ -185,6 +185,7 @@ class InProcessPipeline:
         self._settings = settings
         self._reports: list[AlarmReport] = []
         self._remaining = 0
+        self._axes: Axes | None = None  # of the last record; none of earlier parts of the run
         self._causes: dict[str, str] = {}
         self._containment = Containment()
         self._begin({})
@@ -264,7 +265,6 @@ class InProcessPipeline:
         self._series = RunHistory(facts)
         factory = self._settings.detector_factory
         self._detector: Detector | None = None if factory is None else factory(facts)
-        self._axes: Axes | None = None
 
     def _read_back(self, info: RunInfo) -> None:
         assert info.run_dir is not None
