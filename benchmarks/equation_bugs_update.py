@@ -165,7 +165,10 @@ SCRIPT_STEPS = (
         ),
     ),
     script(
-        "no_value_loss", (GRAD,), "missing|part|critic|value", ("entropy_loss + args.vf_coef * v_loss", "entropy_loss")
+        "no_value_loss",
+        (GRAD, VF),
+        "missing|part|critic|value",
+        ("entropy_loss + args.vf_coef * v_loss", "entropy_loss"),
     ),
     script(
         "features_detached",
