@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
 from esper_telemetry.alarms.incidents import Incident
+from esper_telemetry.alarms.remedies import PART_FAMILIES, fact_remedy, key_remedy
 from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, AlarmRule, Finding
 from esper_telemetry.core.derived import Array, Derived
 from esper_telemetry.core.metric import Metric, MetricFamily, label, reports
@@ -251,12 +252,16 @@ class RuleCoverage:
     def __init__(self, rules: Iterable[AlarmRule], facts: Mapping[str, Any]) -> None:
         self._rules = tuple(rules)
         self._lacking = {rule.type: [name for name in rule.facts if facts.get(name) is None] for rule in self._rules}
+        self._part_families = PART_FAMILIES - ({"lstm"} if facts.get("policy") is not None else set())
+        self._facts = facts
         self._unseen = {key for rule in self._rules if not rule.optional for key in rule.required_keys}
 
     def add(self, values: Mapping[str, float]) -> None:
         """Note the keys of a record."""
         if self._unseen:
             self._unseen -= values.keys()
+        if self._part_families:
+            self._part_families = self._part_families - {key.partition("/")[0] for key in values}
 
     def unanswered(self, *, sampled: bool = True) -> dict[str, str]:
         """The reason why an alarm cannot be raised, by type.
@@ -265,15 +270,39 @@ class RuleCoverage:
             sampled: also of values that are measured in some updates only, and may still come.
         """
         reasons = {}
+        for rule, facts, keys in self._gaps(sampled=sampled):
+            if facts:
+                reasons[rule.type] = f"the run does not say its {', '.join(facts)}"
+            else:
+                reasons[rule.type] = f"no record has {', '.join(keys)}"
+        return reasons
+
+    def remedies(self) -> dict[str, str]:
+        """What supplies the missing input, by type of alarm: a function, a fact or an option."""
+        return {
+            rule.type: fact_remedy(tuple(facts))
+            if facts
+            else " and ".join(dict.fromkeys(key_remedy(key, self._facts) for key in keys))
+            for rule, facts, keys in self._gaps(sampled=True)
+        }
+
+    def judged(self) -> int:
+        """Number of rules whose inputs the run has had."""
+        kinds = {rule.type for rule in self._rules if rule.type.partition("/")[0] not in self._part_families}
+        return len(kinds - self.unanswered().keys())
+
+    def _gaps(self, *, sampled: bool) -> Iterator[tuple[AlarmRule, list[str], list[str]]]:
+        """Yield the rules that cannot be judged, with the facts and the keys that they lack."""
         for rule in self._rules:
+            if (
+                rule.type.partition("/")[0] in self._part_families
+            ):  # the network has no such part, as far as anybody knows
+                continue
             facts = self._lacking[rule.type]
             passed = rule.optional or (rule.sampled and not sampled)
             keys = [] if passed else [key for key in rule.required_keys if key in self._unseen]
-            if facts:
-                reasons[rule.type] = f"the run does not say its {', '.join(facts)}"
-            elif keys:
-                reasons[rule.type] = f"no record has {', '.join(keys)}"
-        return reasons
+            if facts or keys:
+                yield rule, facts, keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,14 +25,24 @@ from esper_telemetry.alarms.alarm_state import (
 )
 from esper_telemetry.alarms.baselines import Baselines, matcher
 from esper_telemetry.alarms.incidents import CausalOrder, Incident, Incidents
+from esper_telemetry.alarms.outcome import OUTCOME, Outcome, OutcomeJudge
 from esper_telemetry.alarms.published_settings import PUBLISHED, is_outside, range_sentence, settings_of
 from esper_telemetry.alarms.registry import alarm_rules, with_alarms
 from esper_telemetry.alarms.remarks import Remarks
 from esper_telemetry.alarms.rule import CAUSE_LAST_RANK, AlarmRule, Finding, Judge, View
-from esper_telemetry.alarms.rules.task import Event, TaskEvents, failure_findings
+from esper_telemetry.alarms.rules.task import Event, TaskEvents, bad_ending, failure_findings, failure_sentence
 from esper_telemetry.alarms.rules.telemetry import ALARM_LIMIT, TOO_MANY
 from esper_telemetry.alarms.thresholds import Thresholds
-from esper_telemetry.core.record import CRITICAL_FROM, RUN_FAILED, Alarm, AlarmEvent, AlarmLevel, Axes, Record
+from esper_telemetry.core.record import (
+    CRITICAL_FROM,
+    RUN_FAILED,
+    Alarm,
+    AlarmEvent,
+    AlarmLevel,
+    Axes,
+    Record,
+    RunStatus,
+)
 
 QUIET_UPDATES: Final = 3
 """Updates after an intervention in which only certain mistakes raise alarms: the change itself makes numbers jump."""
@@ -109,6 +119,7 @@ class Detectors:
         self._escalation = Escalation({rule.type: rule.debug_updates for rule in self.rules if rule.debug_updates})
         self._task = TaskEvents()
         self._remarks = Remarks()
+        self._outcome = OutcomeJudge(self.facts)
         self._coverage = RuleCoverage(self.rules, self.facts)
         self._limit = AlarmRateLimit(int(thresholds[ALARM_LIMIT]))
         self._limit_incident: Incident | None = None
@@ -133,6 +144,15 @@ class Detectors:
         """Announce a change on purpose: histories begin anew, and for three updates only certain mistakes raise alarms."""
         self._intervened = True
         self._quiet = QUIET_UPDATES
+
+    @property
+    def checks(self) -> int:
+        """Number of alarms that can be raised from the records so far."""
+        return self._coverage.judged()
+
+    def remedies(self) -> dict[str, str]:
+        """The function, fact or option that supplies what an alarm lacks, by type."""
+        return self._coverage.remedies()
 
     def unanswered(self) -> dict[str, str]:
         """The reason why an alarm cannot be raised from the records so far, by type."""
@@ -175,7 +195,13 @@ class Detectors:
         incident = self._incidents.raised([state.rule.type for state, _ in changes], self._update) if changes else None
         for state, _ in changes:
             state.incident = incident
-        return Verdict(tuple(self._alarm(state, change, record) for state, change in changes), 0, {}, ())
+        outcome = self._outcome.failure(failure_sentence(data, axes.update + 1))
+        alarms = tuple(self._alarm(state, change, record) for state, change in changes)
+        return Verdict(alarms, 0, {}, () if outcome is None else ((OUTCOME, outcome.data()),))
+
+    def end(self, status: RunStatus | None) -> Outcome:
+        """Return the outcome of the run, which has ended so; None for one that goes on."""
+        return self._outcome.end(status, bad_ending(status, self._before.axes.update if self._before else 0, ()))
 
     def _look(self, record: Record) -> None:
         """Turn the view to this record, without values that are not finite."""
@@ -315,6 +341,9 @@ class Detectors:
 
     def _events(self, record: Record) -> tuple[Event, ...]:
         events: list[Event] = []
+        outcome = self._outcome.step(record)
+        if outcome is not None:
+            events.append((OUTCOME, outcome.data()))
         if not record.partial:
             events += self._remarks.step(self._view)
             events += self._task.step(self._view.values, self._update, self._view.progress)

@@ -1,17 +1,22 @@
-"""Verdict on a whole run: its incidents, the course of the task, and questions that remain open."""
+"""Verdict on a whole run: its outcome, its incidents, the course of the task, and questions that remain open."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 from esper_telemetry.alarms.detectors import Detectors
+from esper_telemetry.alarms.outcome import BAD, GOOD, Outcome
 from esper_telemetry.alarms.remarks import REMARK
 from esper_telemetry.alarms.rules.task import Failure
 from esper_telemetry.alarms.thresholds import Thresholds
-from esper_telemetry.core.record import Alarm, AlarmEvent, Record
+from esper_telemetry.alarms.unusual import RunValues, Unusual
+from esper_telemetry.core.record import Alarm, AlarmEvent, Record, RunStatus
+
+NOT_EXPLAINING: Final = ("telemetry/", "task/")
+"""Beginnings of alarms that say nothing about why a run does what it does."""
 
 
 @dataclass(slots=True)
@@ -58,6 +63,10 @@ class Diagnosis:
         unanswered: the reason why an alarm cannot be raised, by type.
         remarks: on what is unusual and need not be wrong; those that are not `quiet` are among the events, too.
         gradients_alone: no record has more of training than gradients and steps of the optimizer: then no cause is known.
+        outcome: of the run.
+        checks: number of alarms that could be raised.
+        remedies: the function, fact or option that supplies what an unanswered alarm lacks, by type.
+        unusual: values that are most unusual, the worst first, of a run that failed, is flat or declines and has no lasting alarm.
     """
 
     updates: int
@@ -66,6 +75,39 @@ class Diagnosis:
     unanswered: Mapping[str, str]
     gradients_alone: bool = False
     remarks: tuple[Mapping[str, Any], ...] = ()
+    outcome: Outcome = field(default_factory=Outcome)
+    checks: int = 0
+    remedies: Mapping[str, str] = field(default_factory=dict)
+    unusual: tuple[Unusual, ...] = ()
+
+    @property
+    def unexplained(self) -> bool:
+        """True where the run failed, is flat or declines, and no alarm says why."""
+        return self.outcome.kind in BAD and not self._explaining()
+
+    @property
+    def has_lasting_explanation(self) -> bool:
+        """True where an alarm about training lasted to the end."""
+        ends = {kind: end for incident in self.incidents for kind, end in incident.ends().items()}
+        return any(ends[kind] is None for kind in self._explaining())
+
+    def _explaining(self) -> set[str]:
+        """Return the types of alarm that may say why a run does what it does."""
+        kinds = {alarm.type for incident in self.incidents for alarm in incident.alarms}
+        return {kind for kind in kinds if not kind.startswith(NOT_EXPLAINING)}
+
+    @property
+    def summary(self) -> str:
+        """The sentence on what the run does, what was checked and, after a fall, that the return has fallen lately."""
+        last = next((data for kind, data in reversed(self.events) if kind != "task/plateau"), {})
+        fell = self.outcome.kind in GOOD and self.events and self.events[-1][0] == "task/degradation"
+        text = f"{self.outcome.text}{', though ' + str(last['text']) if fell else ''}"
+        raised = {alarm.type for incident in self.incidents for alarm in incident.alarms}
+        passed = max(0, self.checks - len(raised))
+        parts = [f"{passed} check{'' if passed == 1 else 's'} passed" if self.checks else ""]
+        parts += [f"{len(raised)} raised an alarm" if raised else ""]
+        parts += [f"{len(self.unanswered)} could not be made" if self.unanswered else ""]
+        return "; ".join(filter(None, (text, ", ".join(filter(None, parts))))) + "."
 
 
 def diagnose(
@@ -76,6 +118,7 @@ def diagnose(
     interventions: Iterable[int] = (),
     failures: Iterable[Failure] = (),
     alarms: Iterable[Alarm] = (),
+    status: RunStatus | None = None,
 ) -> Diagnosis:
     """Judge all records of a run, as they were judged while it was trained.
 
@@ -86,6 +129,7 @@ def diagnose(
         interventions: `seq` of the records after which something was changed on purpose.
         failures: exceptions that ended the run; one that was resumed may have several.
         alarms: of the run's journal; those of rules that are not installed here join the verdict as they are.
+        status: how the run ended; None for one that goes on.
     """
     detectors = Detectors(facts, thresholds)
     recorded = deque(alarm for alarm in alarms if detectors.rule(alarm.type) is None)
@@ -93,7 +137,7 @@ def diagnose(
     incidents: dict[int, IncidentReport] = {}
     events: list[tuple[str, Mapping[str, Any]]] = []
     remarks: list[Mapping[str, Any]] = []
-    updates = 0
+    updates, values = 0, RunValues()
 
     def add(alarms: Iterable[Alarm]) -> None:
         for alarm in alarms:
@@ -111,6 +155,7 @@ def diagnose(
         while recorded and recorded[0].seq <= record.seq:
             own.append(recorded.popleft())
         verdict = detectors.step(record, own)
+        values.add(record)
         updates += 1
         remarks += [data for kind, data in verdict.events if kind == REMARK]
         events += [
@@ -122,4 +167,17 @@ def diagnose(
     for failure in exceptions:
         add(detectors.failure(*failure).alarms)
     alone = updates > 0 and detectors.gradients_alone
-    return Diagnosis(updates, tuple(incidents.values()), tuple(events), detectors.unanswered(), alone, tuple(remarks))
+    diagnosis = Diagnosis(
+        updates,
+        tuple(incidents.values()),
+        tuple(events),
+        detectors.unanswered(),
+        alone,
+        outcome=detectors.end(status),
+        checks=detectors.checks,
+        remedies=detectors.remedies(),
+        remarks=tuple(remarks),
+    )
+    if diagnosis.outcome.kind not in BAD or diagnosis.has_lasting_explanation:
+        return diagnosis
+    return replace(diagnosis, unusual=values.unusual(facts))

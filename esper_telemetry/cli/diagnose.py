@@ -58,11 +58,12 @@ def _diagnose_journal(options: Diagnose) -> None:
         interventions=interventions,
         failures=exceptions,
         alarms=run.alarms,
+        status=run.status,
     )
     ending = bad_ending(run.status, run.records[-1].axes.update if run.records else 0, exceptions)
     if options.json:
         failed = run.status is RunStatus.FAILED and failures
-        head: dict[str, Any] = {
+        first: dict[str, Any] = {
             "run": run.info.name,
             "updates": verdict.updates,
             "status": None if run.status is None else str(run.status),
@@ -70,9 +71,10 @@ def _diagnose_journal(options: Diagnose) -> None:
             "failure": plain(failures[-1].data) if failed else None,
             "damaged_lines": list(run.damaged),
         }
-        print(json.dumps(diagnosis_as_dict(head, verdict), indent=1))
+        print(json.dumps(diagnosis_as_dict(first, verdict), indent=1))
     else:
-        print_diagnosis(f"{run.info.name}: {verdict.updates} updates, {run.status or 'not ended'}", verdict, ending)
+        head = f"{run.info.name}: {verdict.updates} updates, {run.status or 'not ended'}"
+        print_diagnosis(head, verdict, ending, list_unanswered=options.all)
         if run.damaged:
             print(f"\n{damage_sentence(journal_path(options.run_dir), run.damaged)}.")
 
@@ -96,14 +98,20 @@ def _diagnose_logs(options: Diagnose) -> None:
         )
         for kind, reason in verdict.unanswered.items()
     }
-    verdict = replace(verdict, unanswered=reasons)
+    remedy = "training again with esper-telemetry run, TelemetryCallback or the functions of docs/own_loop.md"
+    remedies = dict.fromkeys(reasons, remedy)
+    verdict = replace(verdict, unanswered=reasons, remedies=remedies)
     if options.json:
         head = {"run": run.name, "updates": verdict.updates, "trainer": run.trainer, "x": run.x}
         values = {**diagnosis_as_dict(head, verdict), "read": dict(run.used), "unread": list(run.unused)}
         print(json.dumps(values, indent=1))
         return
     last = run.records[-1].axes.env_step
-    print_diagnosis(f"{run.name}: {verdict.updates} updates of {run.trainer}, up to {last:,} {run.x}", verdict)
+    print_diagnosis(
+        f"{run.name}: {verdict.updates} updates of {run.trainer}, up to {last:,} {run.x}",
+        verdict,
+        list_unanswered=options.all,
+    )
     print("\nRead as:")
     for key, tag in run.used.items():
         print(f"  {key}: {tag}")

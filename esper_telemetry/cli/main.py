@@ -207,7 +207,9 @@ class Diagnose:
 
     Those of Stable-Baselines3, CleanRL, PufferLib, RSL-RL, RLlib, skrl, Sample Factory, rl_games and TorchRL are understood."""
     json: bool = False
-    """As JSON: incidents with their alarms, task events, and questions that could not be answered."""
+    """As JSON: the outcome, incidents with their alarms, task events, and questions that could not be answered."""
+    all: bool = False
+    """List the questions that could not be answered, and what supplies the input of each."""
     threshold: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """NAME=VALUE: another bound of a rule than the run had; or a type of alarm, on or off: grad/noise_dominated=on."""
 

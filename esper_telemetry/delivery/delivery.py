@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from esper_telemetry.core.record import Alarm, Record, RunInfo, RunStatus
+from esper_telemetry.core.record import Alarm, Axes, Record, RunInfo, RunStatus
 from esper_telemetry.delivery.cursors import Cursor, Cursors
 from esper_telemetry.delivery.sender import CircuitBreaker, Sender, SinkCalls
 from esper_telemetry.delivery.status import FINAL, SinkState, SinkStatus, one_line
@@ -31,6 +31,7 @@ from esper_telemetry.sinks.protocol import (
     SupportsChildPreparation,
     SupportsClientImport,
     SupportsHeldUpdate,
+    SupportsOutcome,
     SupportsRecall,
     sink_name,
 )
@@ -259,6 +260,9 @@ class Delivery:
                 self._move(end=None, closed=False)
             case Alarm() if isinstance(self.sink, SupportsAlarms) and not self._is_held(entry.axes.update):
                 self._sender.batch.append(entry)
+            case JournalEvent(type="outcome", axes=Axes(update=update)) if not self._is_held(update):
+                if isinstance(self.sink, SupportsOutcome):
+                    self._sender.batch.append(entry)
             case JournalEvent(type="metrics") if self._info is not None:
                 self._info.metrics.update(entry.data)
             case End():

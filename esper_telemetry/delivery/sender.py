@@ -20,8 +20,8 @@ from typing import Final
 
 from esper_telemetry.core.record import Alarm, Record
 from esper_telemetry.delivery.status import one_line
-from esper_telemetry.journal.lines import encode_record, to_json
-from esper_telemetry.sinks.protocol import PermanentSinkError, PoisonRecordError, Sink, SupportsAlarms
+from esper_telemetry.journal.lines import JournalEvent, encode_record, to_json
+from esper_telemetry.sinks.protocol import PermanentSinkError, PoisonRecordError, Sink, SupportsAlarms, SupportsOutcome
 
 FIRST_RETRY_SECONDS: Final = 0.5
 MAX_RETRY_SECONDS: Final = 60.0
@@ -44,7 +44,7 @@ _logger = logging.getLogger("esper_telemetry")
 
 
 class RecordBatch:
-    """Records and alarms in the order of the journal that wait for the sink.
+    """Records, alarms and outcomes in the order of the journal that wait for the sink.
 
     Attributes:
         taken: records that the sink took since `clear_taken`.
@@ -52,13 +52,13 @@ class RecordBatch:
 
     def __init__(self) -> None:
         self.taken: list[Record] = []
-        self._entries: list[Record | Alarm] = []
+        self._entries: list[Record | Alarm | JournalEvent] = []
         self._max_records: int | None = None
 
     def __bool__(self) -> bool:
         return bool(self._entries)
 
-    def append(self, entry: Record | Alarm) -> None:
+    def append(self, entry: Record | Alarm | JournalEvent) -> None:
         """Add what was read."""
         self._entries.append(entry)
 
@@ -72,16 +72,16 @@ class RecordBatch:
         self.taken.clear()
         self._max_records = None
 
-    def next_alarm(self) -> Alarm | None:
-        """Return the alarm that comes next; None where a record does."""
+    def next_message(self) -> Alarm | JournalEvent | None:
+        """Return the alarm or the outcome that comes next; None where a record does."""
         first = self._entries[0]
-        return first if isinstance(first, Alarm) else None
+        return None if isinstance(first, Record) else first
 
     def next_records(self, limit: int | None = None) -> Sequence[Record]:
-        """Return the records that go next: up to the next alarm, and at most `limit`."""
+        """Return the records that go next: up to the next alarm or outcome, and at most `limit`."""
         ready: list[Record] = []
         for entry in self._entries[: min(self._max_records or len(self._entries), limit or len(self._entries))]:
-            if isinstance(entry, Alarm):
+            if not isinstance(entry, Record):
                 break
             ready.append(entry)
         return tuple(ready)
@@ -95,8 +95,8 @@ class RecordBatch:
         """Let at most half of that many records go at once."""
         self._max_records = max(1, size // 2)
 
-    def drop_alarm(self) -> None:
-        """Remove the alarm that comes next."""
+    def drop_message(self) -> None:
+        """Remove the alarm or the outcome that comes next."""
         del self._entries[0]
 
     def take(self, records: Sequence[Record]) -> None:
@@ -107,7 +107,7 @@ class RecordBatch:
     def remove(self, records: Sequence[Record]) -> None:
         """Remove records, whether the sink took them or not."""
         seqs = {record.seq for record in records}
-        self._entries = [entry for entry in self._entries if isinstance(entry, Alarm) or entry.seq not in seqs]
+        self._entries = [entry for entry in self._entries if not isinstance(entry, Record) or entry.seq not in seqs]
 
 
 class SinkCalls:
@@ -208,7 +208,7 @@ def may_be_data_error(error: BaseException, failures: int) -> bool:
 
 
 class Sender:
-    """Gives a sink the next records, or the next alarm.
+    """Gives a sink the next records, or the next alarm or outcome.
 
     Args:
         sink: is called.
@@ -238,12 +238,14 @@ class Sender:
             at_end: whether no more lines come.
             any_before: whether the sink has taken a record before this batch.
         """
-        alarm = self.batch.next_alarm()
-        if alarm is not None:
-            if isinstance(self._sink, SupportsAlarms):
-                with self._calls.timed():
-                    self._sink.alarm(alarm)
-            self.batch.drop_alarm()
+        message = self.batch.next_message()
+        if message is not None:
+            with self._calls.timed():
+                if isinstance(message, Alarm) and isinstance(self._sink, SupportsAlarms):
+                    self._sink.alarm(message)
+                elif isinstance(message, JournalEvent) and isinstance(self._sink, SupportsOutcome):
+                    self._sink.outcome(message)
+            self.batch.drop_message()
             return
         records = self.batch.next_records(1 if self._breaker.half_open else None)
         try:

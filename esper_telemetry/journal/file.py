@@ -22,6 +22,7 @@ from typing import IO, Final, Self
 from esper_telemetry.core.record import Alarm, RunInfo, RunStatus
 from esper_telemetry.journal.lines import (
     ALARM_HEAD,
+    EVENT_HEAD,
     RECORD_HEAD,
     Entry,
     JournalEvent,
@@ -266,6 +267,17 @@ class JournalReader:
         reader.damage.clear()
         reader.close()
         return tuple(alarms)
+
+    def last_event(self, kind: str) -> JournalEvent | None:
+        """Return the last event of a type in the whole file, without parsing records; None without one."""
+        mark, last = f'"type":"{kind}"'.encode(), b""
+        reader = JournalReader(self.path)
+        while lines := reader._lines(None):
+            last = next((line for line in reversed(lines) if line.startswith(EVENT_HEAD) and mark in line), last)
+        events = [entry for entry in reader._decoded([last] if last else []) if isinstance(entry, JournalEvent)]
+        reader.damage.clear()
+        reader.close()
+        return events[-1] if events and events[-1].type == kind else None
 
     def close(self) -> None:
         """Release the file, and warn of damaged lines that this process has not warned of; harmless when repeated."""

@@ -65,7 +65,8 @@ def _plain_leaf(value: Any, depth: int) -> Any:
 SCHEMA: Final = 1
 RECORD_HEAD: Final = b'{"kind":"record"'
 ALARM_HEAD: Final = b'{"kind":"alarm"'
-"""First bytes of the line of a record, or an alarm: a reader of certain lines need not parse the others."""
+EVENT_HEAD: Final = b'{"kind":"event"'
+"""First bytes of the line of a record, an alarm or an event: a reader of certain lines need not parse the others."""
 
 Line = Mapping[str, Any]
 

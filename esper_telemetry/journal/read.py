@@ -139,6 +139,15 @@ def alarms(run_dir: str | os.PathLike[str]) -> tuple[Alarm, ...]:
         reader.close()
 
 
+def last_outcome(run_dir: str | os.PathLike[str]) -> JournalEvent | None:
+    """Return the last outcome in a journal, without parsing its records; None where it has none."""
+    reader = JournalReader(journal_path(run_dir))
+    try:
+        return reader.last_event("outcome")
+    finally:
+        reader.close()
+
+
 def _required(info: RunInfo | None, path: Path) -> RunInfo:
     if info is None:
         raise ValueError(f"{path} has no line that describes the run")

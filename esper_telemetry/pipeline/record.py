@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from esper_telemetry.core.group import NO_VALUES, Values
 from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Level, MetricInfo, Record, RunInfo, RunStatus, SinkLag
@@ -46,6 +46,8 @@ FAILURE = "failure"
 """The type of the event that names the exception which ended the run."""
 INTERVENTION = "intervention"
 """The type of the event that says that someone has changed the run on purpose."""
+OUTCOME = "outcome"
+"""The type of the event that says what the run does: when that changes, and at the end."""
 
 
 class Judgement(Protocol):
@@ -68,6 +70,13 @@ class Judgement(Protocol):
         """Other events, by type."""
 
 
+class RunOutcome(Protocol):
+    """What a run has done; see `alarms.outcome.Outcome`."""
+
+    def data(self) -> Mapping[str, Any]:
+        """Return plain values."""
+
+
 class Detector(Protocol):
     """Judges the records of a run in order; see `alarms.detectors.Detectors`."""
 
@@ -82,6 +91,14 @@ class Detector(Protocol):
 
     def rule(self, kind: str) -> EvidenceChoice | None:
         """Return the declaration of a type of alarm, which chooses its evidence."""
+
+
+@runtime_checkable
+class SupportsOutcome(Protocol):
+    """A detector that judges a whole run at its end."""
+
+    def end(self, status: RunStatus) -> RunOutcome:
+        """Return the outcome of a run that ends so."""
 
 
 DetectorFactory = Callable[[Mapping[str, Any]], Detector]
@@ -227,9 +244,11 @@ class InProcessPipeline:
 
     def event(self, event: JournalEvent) -> None:
         """Append something that happened besides records, and the alarms that it raises."""
-        alarms = self._heed(event)
+        verdict = self._heed(event)
+        alarms = verdict.alarms if verdict else ()
         self._report(alarms, self._remaining)
-        self._journal.write(encode_event(event), *map(encode_alarm, alarms))
+        more = [JournalEvent(kind, data, event.seq, event.axes) for kind, data in (verdict.events if verdict else ())]
+        self._journal.write(encode_event(event), *map(encode_alarm, alarms), *map(encode_event, more))
 
     def take_reports(self) -> Sequence[AlarmReport]:
         """Return what the detector has reported since the last call."""
@@ -241,14 +260,19 @@ class InProcessPipeline:
         self._journal.sync()
 
     def end(self, status: RunStatus, seq: int, timeout: float) -> None:
-        """Append the last line."""
-        self._journal.write(encode_end(status, seq=seq))
+        """Append the outcome of the run and the last line."""
+        outcomes: list[RunOutcome] = []
+        if isinstance(self._detector, SupportsOutcome) and self._axes is not None:
+            self._containment.attempt(partial(self._detector.end, status), outcomes.append)
+        events = [JournalEvent(OUTCOME, outcome.data(), seq, self._axes) for outcome in outcomes]
+        self._journal.write(*map(encode_event, events), encode_end(status, seq=seq))
 
     def _begin(self, facts: Mapping[str, Any]) -> None:
         self._facts = facts
         self._series = RunHistory(facts)
         factory = self._settings.detector_factory
         self._detector: Detector | None = None if factory is None else factory(facts)
+        self._axes: Axes | None = None
 
     def _read_back(self, info: RunInfo) -> None:
         assert info.run_dir is not None
@@ -276,6 +300,7 @@ class InProcessPipeline:
     def _judge(self, record: Record) -> Sequence[Judgement]:
         """Return the detector's verdict on a record; nothing without a detector, or where it raises."""
         verdicts: list[Judgement] = []
+        self._axes = record.axes
         if self._detector is not None:
             self._containment.attempt(partial(self._detector.step, record), verdicts.append)
         return verdicts
@@ -314,15 +339,15 @@ class InProcessPipeline:
             self._reports.append(AlarmReport(alarms, remaining))
             self._remaining = remaining
 
-    def _heed(self, event: JournalEvent) -> tuple[Alarm, ...]:
-        """Pass an event to the detector; return the alarms that a failure raises."""
+    def _heed(self, event: JournalEvent) -> Judgement | None:
+        """Pass an event to the detector; return its judgement of a failure."""
         verdicts: list[Judgement] = []
         if self._detector is not None and event.type == INTERVENTION:
             self._detector.intervention()
         elif self._detector is not None and event.type == FAILURE and event.axes is not None:
             failure = partial(self._detector.failure, event.seq, event.axes, event.data)
             self._containment.attempt(failure, verdicts.append)
-        return tuple(alarm for verdict in verdicts for alarm in verdict.alarms)
+        return next(iter(verdicts), None)
 
     def _capture(self, update: FlushedUpdate) -> None:
         """Append the evidence of an update at DEBUG; at NORMAL only why modules learn badly, when that changes.

@@ -20,7 +20,7 @@ from esper_telemetry.ppo.checkpoint import Checkpointables, Watchdog
 from esper_telemetry.ppo.collectors.collector import collector_for
 from esper_telemetry.ppo.config import POLICIES, PPOConfig, require
 from esper_telemetry.ppo.emit import TrainerEvents, hooks_of
-from esper_telemetry.ppo.environments.protocol import Environment, Task, horizon_of, layout_of
+from esper_telemetry.ppo.environments.protocol import Environment, Task, horizon_of, layout_of, reward_threshold_of
 from esper_telemetry.ppo.normalizer import Normalizers, normalizers_for
 from esper_telemetry.ppo.objective import (
     STOP_FACTOR,
@@ -171,6 +171,7 @@ class PPO:
             "num_envs": self.env.num_envs * self.ranks.size,
             "ranks": self.ranks.size,
             "horizon": horizon_of(self.env),
+            "reward_threshold": reward_threshold_of(self.env),
             "precision": config.precision,
             "optimizer": type(self.optimizer).__name__,
             "advantage_correction": 1,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NamedTuple
 
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
+from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.sinks.protocol import Place, check_options, require_package
 
 
@@ -69,6 +70,11 @@ TOTALS: Final = ("total_steps", "total_timesteps")
 """Names of the setting that says how many environment steps a run has."""
 
 ALARM_COLOURS: Final = {AlarmLevel.CRITICAL: "bold red", AlarmLevel.WARN: "yellow", AlarmLevel.INFO: "cyan"}
+OUTCOME_COLOURS: Final = {
+    **dict.fromkeys(("solved", "learning", "converged"), "green"),
+    **dict.fromkeys(("flat", "declining"), "yellow"),
+    "failed": "red",
+}
 STATUS_COLOURS: Final = {RunStatus.FINISHED: "green", RunStatus.FAILED: "red"}
 
 
@@ -123,6 +129,11 @@ class ConsoleSink:
         """Print one line: red where it is critical, yellow for a warning, green where it is over; nothing where it gets worse."""
         if self._output and alarm.event is not AlarmEvent.UPDATE:
             self._output.print(alarm_line(alarm))
+
+    def outcome(self, event: JournalEvent) -> None:
+        """Print what the run does now."""
+        if self._output:
+            self._output.print(outcome_line(event))
 
     def close(self, status: RunStatus) -> None:
         """Print the last update if it is still to be shown, and how the run ended."""
@@ -251,6 +262,15 @@ def alarm_line(alarm: Alarm) -> str:
     colour = ALARM_COLOURS[alarm.level]
     text = escape(" ".join(alarm.text.split()))
     return f"[{colour}]{alarm.level.upper()} {escape(alarm.type)}[/{colour}]  since update {alarm.since:,}  {text}"
+
+
+def outcome_line(event: JournalEvent) -> str:
+    """Return one line, in rich's markup, of what the run does."""
+    from rich.markup import escape
+
+    text = escape(str(event.data.get("text", "")))
+    place = "" if event.axes is None else f"  [dim]update {event.axes.update:,}[/dim]"
+    return f"[{OUTCOME_COLOURS.get(event.data.get('outcome'), 'cyan')}]outcome[/]{place}  {text}"
 
 
 def numbers(record: Record) -> list[str]:

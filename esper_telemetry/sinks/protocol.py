@@ -15,6 +15,7 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from esper_telemetry.core.messages import did_you_mean
 from esper_telemetry.core.record import Alarm, Record, RunInfo, RunStatus
+from esper_telemetry.journal.lines import JournalEvent
 
 logger = logging.getLogger("esper_telemetry.sinks")
 
@@ -80,6 +81,17 @@ class SupportsAlarms(Protocol):
         """Deliver an alarm that is raised, gets worse or is over: after the record that shows it and before the next.
 
         One that raises is repeated, and no record goes by meanwhile.
+        """
+
+
+@runtime_checkable
+class SupportsOutcome(Protocol):
+    """A sink that shows what the run does."""
+
+    def outcome(self, event: JournalEvent) -> None:
+        """Deliver the outcome of the run, when it changes and at the end; its data has `outcome`, `text` and the numbers that decided.
+
+        It comes after the record that shows it and before the next. One that raises is repeated, as an alarm is.
         """
 
 

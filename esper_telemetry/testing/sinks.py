@@ -35,7 +35,7 @@ from esper_telemetry.delivery.cursors import Cursors
 from esper_telemetry.delivery.delivery import Delivery
 from esper_telemetry.delivery.live import Deliveries
 from esper_telemetry.journal.file import Journal, JournalReader
-from esper_telemetry.journal.lines import encode_end, encode_record, encode_run
+from esper_telemetry.journal.lines import JournalEvent, encode_end, encode_record, encode_run
 from esper_telemetry.sinks.protocol import Shown, Sink, StoredMetrics, SupportsAlarms, SupportsRecall, runs_in_process
 
 BATCH_RECORDS = 200
@@ -392,7 +392,7 @@ METHODS = frozenset(["open", "write", "alarm", "close"])
 
 @dataclass
 class MemorySink:
-    """Stores the runs that it was opened for, the records, the alarms, and the statuses that it was closed with."""
+    """Stores the runs that it was opened for, the records, the alarms, the outcomes, and the statuses that it was closed with."""
 
     runs: list[RunInfo] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
@@ -400,6 +400,7 @@ class MemorySink:
     alarms: list[Alarm] = field(default_factory=list)
     name: str = "memory"
     in_process: bool = True
+    outcomes: list[JournalEvent] = field(default_factory=list)
     _by_run: dict[str, list[Record]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def open(self, run: RunInfo) -> None:
@@ -426,6 +427,10 @@ class MemorySink:
     def alarm(self, alarm: Alarm) -> None:
         """Store the alarm."""
         self.alarms.append(alarm)
+
+    def outcome(self, event: JournalEvent) -> None:
+        """Store the outcome."""
+        self.outcomes.append(event)
 
     def close(self, status: RunStatus) -> None:
         """Store the status."""

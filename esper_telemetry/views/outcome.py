@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -14,10 +15,11 @@ from rich.text import Text
 
 from esper_telemetry.alarms.detectors import GRADIENTS_ALONE, SYMPTOMS
 from esper_telemetry.alarms.diagnosis import Diagnosis, IncidentReport
+from esper_telemetry.alarms.outcome import BAD, GOOD, OutcomeKind
 from esper_telemetry.core.record import RUN_FAILED, AlarmLevel, Record, RunInfo
 from esper_telemetry.journal.lines import encode_alarm, plain
-from esper_telemetry.journal.read import alarms
-from esper_telemetry.sinks.console import ConsoleSink, make_console
+from esper_telemetry.journal.read import alarms, last_outcome
+from esper_telemetry.sinks.console import OUTCOME_COLOURS, ConsoleSink, make_console
 from esper_telemetry.sinks.pages import IncidentCards, alarm_text, cause_of
 from esper_telemetry.sinks.protocol import Place, Sink, SupportsPlace
 
@@ -26,40 +28,101 @@ PIPED_WIDTH: Final = 120
 MAX_INCIDENTS: Final = 5
 """Incidents in the summary: the first ones, which tend to cause the others; the journal and `diagnose` have all."""
 
+MAX_REMEDIES: Final = 6
+"""Suppliers of missing values that are named for an unexplained run; `--all` has all of them."""
+OUTCOME_VERBS: Final = {OutcomeKind.FLAT: "is flat", OutcomeKind.DECLINING: "declines", OutcomeKind.FAILED: "failed"}
+
 COLOURS: Final = {AlarmLevel.CRITICAL: "red", AlarmLevel.WARN: "yellow", AlarmLevel.INFO: "cyan"}
 PANEL_COLOURS: Final = {**COLOURS, AlarmLevel.INFO: "blue"}
 
 
-def print_diagnosis(head: str, diagnosis: Diagnosis, ending: str = "") -> None:
-    """Print a verdict; the sentence of a bad ending comes first."""
+def print_diagnosis(head: str, diagnosis: Diagnosis, ending: str = "", *, list_unanswered: bool = False) -> None:
+    """Print a verdict: the sentence of a bad ending, what the run does, its incidents, and what is open.
+
+    Args:
+        head: name and length of the run.
+        diagnosis: the verdict.
+        ending: the sentence of a bad ending, or nothing.
+        list_unanswered: also list the questions that could not be answered.
+    """
     console = make_console(piped_width=PIPED_WIDTH, markup=False, highlight=False)
     console.print(head)
     if ending:
         console.print(Text(ending, style="bold red"))
+    if not diagnosis.updates:
+        console.print(Text("The journal has no records yet.", style="yellow"))
+    elif ending:  # the sentence of a failed run is the ending, which stands above
+        console.print(Text(_capitalized(diagnosis.summary.rpartition("; ")[2])))
+    else:
+        console.print(Text(_capitalized(diagnosis.summary), style=_colour(diagnosis)))
     for incident in diagnosis.incidents:
         if not (ending and incident.cause == RUN_FAILED):
             console.print(_panel(incident, is_symptom=_is_symptom_alone(diagnosis, incident)))
     if diagnosis.gradients_alone:
         console.print(Text(f"{GRADIENTS_ALONE}.", style="yellow"))
-    elif not diagnosis.incidents and not ending:
-        limit = ", as far as the records tell" if diagnosis.unanswered else ""
-        text = f"Nothing is wrong{limit}." if diagnosis.updates else "The journal has no records yet."
-        console.print(Text(text, style="green" if diagnosis.updates else "yellow"))
+    if diagnosis.updates and diagnosis.outcome.kind in BAD and not diagnosis.has_lasting_explanation:
+        for text in unexplained_lines(diagnosis):
+            console.print(text)
     for _, data in diagnosis.events:
         console.print(f"update {data['update']}: {data['text']}")
     if diagnosis.unanswered:
-        console.print("\nCould not be answered:")
-        alarms_by_reason: dict[str, list[str]] = {}
-        for kind, reason in diagnosis.unanswered.items():
-            alarms_by_reason.setdefault(reason, []).append(kind)
-        for reason, kinds in alarms_by_reason.items():
-            console.print(f"  {', '.join(kinds)}: {reason}")
+        for text in unanswered_lines(diagnosis, each=list_unanswered):
+            console.print(text)
+
+
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _colour(diagnosis: Diagnosis) -> str:
+    if diagnosis.outcome.kind in BAD:
+        return "bold yellow"
+    return "green" if diagnosis.outcome.kind in GOOD and not diagnosis.incidents else "default"
+
+
+def unexplained_lines(diagnosis: Diagnosis) -> Iterator[str]:
+    """Yield what is known of a run that failed, is flat or declines without an alarm: what is unusual, and what was not measured."""
+    if diagnosis.unexplained:
+        yield f"Unexplained: the run {OUTCOME_VERBS[diagnosis.outcome.kind]}, and no alarm says why."
+    else:
+        yield f"The run {OUTCOME_VERBS[diagnosis.outcome.kind]}, and the alarms above were over before its end."
+    if diagnosis.unusual:
+        yield f"Most unusual ({len(diagnosis.unusual)} values, medians over the run):"
+        for entry in diagnosis.unusual:
+            yield f"  {entry.key}: {entry.text}"
+    else:
+        yield "No value is outside the range of healthy runs: the task may be too hard for this policy, or need more steps."
+    suppliers = Counter(diagnosis.remedies.values())
+    if suppliers:
+        yield "Not measured, and what measures it:"
+        for remedy, count in suppliers.most_common(MAX_REMEDIES):
+            kinds = [kind for kind, supplier in diagnosis.remedies.items() if supplier == remedy]
+            named = ", ".join(kinds[:3]) + (f" and {count - 3} more" if count > 3 else "")
+            yield f"  {remedy}: {named}"
+
+
+def unanswered_lines(diagnosis: Diagnosis, *, each: bool) -> Iterator[str]:
+    """Yield one line with the number of questions that could not be answered, and all of them with `each`."""
+    count = len(diagnosis.unanswered)
+    questions = f"{count} question{'' if count == 1 else 's'} could not be answered"
+    if not each:
+        yield f"\n{questions}, as values were not reported; --all lists them."
+        return
+    yield f"\n{_capitalized(questions)}:"
+    alarms_by_reason: dict[tuple[str, str], list[str]] = {}
+    for kind, reason in diagnosis.unanswered.items():
+        alarms_by_reason.setdefault((reason, diagnosis.remedies.get(kind, "")), []).append(kind)
+    for (reason, remedy), kinds in alarms_by_reason.items():
+        yield f"  {', '.join(kinds)}: {reason}" + (f"; supplied by {remedy}" if remedy else "")
 
 
 def diagnosis_as_dict(head: Mapping[str, Any], diagnosis: Diagnosis) -> dict[str, Any]:
     """Return a verdict as plain values, after those of `head`."""
     return {
         **head,
+        "outcome": diagnosis.outcome.data(),
+        "summary": diagnosis.summary,
+        "checks": diagnosis.checks,
         "incidents": [
             {
                 "incident": incident.number,
@@ -73,6 +136,9 @@ def diagnosis_as_dict(head: Mapping[str, Any], diagnosis: Diagnosis) -> dict[str
         ],
         "events": [{"type": kind, **plain(data)} for kind, data in diagnosis.events],
         "unanswered": dict(diagnosis.unanswered),
+        "remedies": dict(diagnosis.remedies),
+        "unexplained": diagnosis.unexplained,
+        "unusual": [entry._asdict() for entry in diagnosis.unusual],
         "gradients_alone": diagnosis.gradients_alone,
     }
 
@@ -124,7 +190,7 @@ class Summary:
         self._last = record
 
     def show(self, run_dir: Path | None, run: RunInfo | None) -> None:
-        """Print the exception that ended the run, its last values, its incidents, and each backend's place and command.
+        """Print the exception that ended the run or what it did, its last values, its incidents, and each backend's place and command.
 
         Args:
             run_dir: of the run, if it has one.
@@ -134,6 +200,10 @@ class Summary:
         incidents = IncidentCards(list(alarms(run_dir)) if run_dir is not None and run is not None else [])
         if incidents.failure:
             console.print(incidents.failure, style="bold red")
+        outcome = last_outcome(run_dir) if run_dir is not None and run is not None else None
+        if outcome is not None and not incidents.failure:
+            kind, text = str(outcome.data.get("outcome", "")), str(outcome.data.get("text", ""))
+            console.print(_capitalized(text), style=OUTCOME_COLOURS.get(kind, "cyan"))
         if self._last is not None:
             axes, values = self._last.axes, self._last.values
             table = Table("what telemetry saw last", "", header_style="bold")

@@ -17,6 +17,7 @@ from scripted import an_alarm
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from esper_telemetry.core.record import Alarm, AlarmEvent, Axes, Record, RunInfo, RunStatus
+from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.sinks import ConsoleSink, MLflowSink, TensorBoardSink, WandbSink
 from esper_telemetry.sinks.pages import MAX_ALARMS, IncidentCards
 
@@ -287,3 +288,27 @@ def test_an_alarm_survives_the_way_to_another_process() -> None:
     import pickle
 
     assert pickle.loads(pickle.dumps(SPIKE)) == SPIKE and isinstance(SPIKE, Alarm)
+
+
+def test_each_backend_shows_the_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The sentence on what a run does: a line in the console, a text in TensorBoard, two tags in MLflow."""
+    text = "learning: return 21 -> 340 in 48 updates"
+    event = JournalEvent("outcome", {"outcome": "learning", "text": text}, 1, record(1).axes)
+    for sink in (ConsoleSink(), TensorBoardSink(), MLflowSink()):
+        sink.open(run_info(tmp_path))
+        sink.write([record(1)])
+        sink.outcome(event)
+        sink.close(RunStatus.FINISHED)
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    (page,) = events.Tensors("outcome")
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (experiment,) = (e for e in client.search_experiments() if e.name == "esper_telemetry")
+    (run,) = client.search_runs([experiment.experiment_id])
+
+    assert f"outcome  update 1  {text}" in capsys.readouterr().out
+    assert (page.step, page.tensor_proto.string_val[0].decode()) == (
+        1000,
+        "learning: return 21 -&gt; 340 in 48 updates",
+    )
+    assert (run.data.tags["esper.outcome"], run.data.tags["esper.verdict"]) == ("learning", text)

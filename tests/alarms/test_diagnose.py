@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from healthy_run import FACTS, multiplied, run
+from healthy_run import FACTS, Values, multiplied, run, set_to
 
 from esper_telemetry.alarms import diagnose
 from esper_telemetry.cli.main import main
@@ -15,6 +16,16 @@ from esper_telemetry.core.record import Record, RunInfo, RunStatus
 from esper_telemetry.journal import Journal, JournalEvent, encode_end, encode_event, encode_record, encode_run
 
 SPOILED = multiplied({"loss/value": 1e4, "grad/global/norm_preclip_max": 1e3})
+
+
+def learning_run(updates: int) -> list[Record]:
+    """Records of a healthy run whose return rises by a tenth in every update."""
+
+    def rise(metrics: Values, ago: int) -> None:
+        metrics["episode/return_mean"] += 0.5 * ago
+        metrics["episode/return_mean_100"] += 0.5 * ago
+
+    return run(updates, rise, since=1)
 
 
 def journal(
@@ -52,11 +63,29 @@ def test_it_names_the_incident_since_when_and_what_to_try(tmp_path: Path, capsys
     assert "grad/explode (still on)" in out
 
 
-def test_nothing_is_wrong_with_a_healthy_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = said(["diagnose", str(journal(tmp_path, run(60)))], capsys)
+def test_a_healthy_run_says_what_it_does_and_what_was_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = said(["diagnose", str(journal(tmp_path, learning_run(60)))], capsys)
 
     assert code == 0
-    assert out.splitlines()[:2] == ["run: 60 updates, finished", "Nothing is wrong."]
+    first, second = out.splitlines()[:2]
+    assert first == "run: 60 updates, finished"
+    assert re.fullmatch(r"Learning: return [\d.]+ -> [\d.]+ in 60 updates; \d+ checks passed\.", second)
+    assert "incident" not in out and "Unexplained" not in out
+
+
+def test_a_flat_run_without_an_alarm_is_unexplained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All values are those of a healthy run; what stands out is named, and one value that no healthy run has comes first."""
+    path = journal(tmp_path, run(60, set_to({"policy/greedy_agreement": 0.2}), since=1))
+
+    text = said(["diagnose", str(path)], capsys)[1]
+    data: dict[str, Any] = json.loads(said(["diagnose", str(path), "--json"], capsys)[1])
+
+    assert "Flat: return" in text and "Unexplained: the run is flat, and no alarm says why." in text
+    assert data["unexplained"] and data["outcome"]["outcome"] == "flat"
+    assert data["unusual"][0]["key"] == "policy/greedy_agreement"
+    assert "policy/greedy_agreement: 0.2 (" in text and "critical: < 0.7" in text
 
 
 def test_a_run_that_goes_on_or_was_killed_is_diagnosed_as_far_as_it_went(
@@ -89,13 +118,13 @@ def test_bounds_are_changed_on_the_command_line(tmp_path: Path, capsys: pytest.C
 
     _, out, _ = said(["diagnose", str(path), *off], capsys)
 
-    assert "Nothing is wrong." in out
+    assert "checks passed." in out and "incident" not in out
 
 
 def test_an_intervention_in_the_journal_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = said(["diagnose", str(journal(tmp_path, run(60, SPOILED), announced=29))], capsys)
 
-    assert "Nothing is wrong." in out
+    assert "checks passed." in out and "incident" not in out
 
 
 def test_an_empty_journal_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

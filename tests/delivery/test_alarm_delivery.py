@@ -13,7 +13,15 @@ from waiting import wait_until
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunStatus
 from esper_telemetry.delivery import Cursors, Delivery, SinkState, replay
 from esper_telemetry.delivery.live import Deliveries
-from esper_telemetry.journal import Journal, JournalReader, MemoryJournal, encode_alarm, encode_run
+from esper_telemetry.journal import (
+    Journal,
+    JournalEvent,
+    JournalReader,
+    MemoryJournal,
+    encode_alarm,
+    encode_event,
+    encode_run,
+)
 from esper_telemetry.testing import FailingSink, MemorySink
 
 
@@ -55,6 +63,10 @@ class OrderSink(MemorySink):
     def recall(self, alarms: Sequence[Alarm]) -> None:
         self.recalled.extend(entry.seq for entry in alarms)
 
+    def outcome(self, event: JournalEvent) -> None:
+        super().outcome(event)
+        self.order.append(f"outcome {event.data['outcome']}")
+
 
 EXPECTED = [1, 2, "alarm 2", 3, "alarm 3", 4]
 
@@ -69,6 +81,23 @@ def test_alarms_come_between_the_records(tmp_path: Path) -> None:
     assert sink.alarms == [alarm(2), alarm(3)]
     assert sink.recalled == []
     assert report.complete and report.sinks[0].sent == 4
+
+
+def test_outcomes_come_between_the_records_and_once(tmp_path: Path) -> None:
+    """Two outcomes, the last one behind all records; a second replay sends nothing again, and one without the method gets its records."""
+    journal = begun(tmp_path)
+    for seq, kind in ((1, ""), (2, "learning"), (3, "flat")):
+        add(journal, range(seq, seq + 1))
+        if kind:
+            journal.write(encode_event(JournalEvent("outcome", {"outcome": kind, "text": kind}, seq, record(seq).axes)))
+    end(journal)
+    sink, again = OrderSink(), OrderSink()
+
+    replay(tmp_path, sink)
+    replay(tmp_path, again)
+
+    assert sink.order == [1, 2, "outcome learning", 3, "outcome flat"]
+    assert again.order == []
 
 
 def test_replayed_again_nothing_is_sent_twice_and_what_is_new_comes_after_what_was(tmp_path: Path) -> None:

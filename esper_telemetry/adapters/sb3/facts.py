@@ -85,6 +85,7 @@ def facts_of(model: Any, heads: ActionHeads, updates: int) -> dict[str, Any]:
         "num_envs": model.n_envs,
         "ranks": 1,
         "horizon": None if spec is None else spec.max_episode_steps,
+        "reward_threshold": None if spec is None else spec.reward_threshold,
         "precision": "fp32",
         "optimizer": type(policy.optimizer).__name__,
         "advantage_correction": 1,

@@ -60,6 +60,7 @@ class GymnasiumEnvironment:
         self.name = name or type(vector.unwrapped).__name__
         self.num_envs: int = vector.num_envs
         self.horizon: int | None = getattr(vector.spec, "max_episode_steps", None)
+        self.reward_threshold: float | None = getattr(vector.spec, "reward_threshold", None)
         self.observation_shape, self.observation_layout, pack = observation_form(
             vector.single_observation_space, self.name
         )

@@ -193,6 +193,20 @@ def horizon_of(task: Task) -> int | None:
     return task.horizon if isinstance(task, TimeLimited) else None
 
 
+@runtime_checkable
+class SupportsRewardThreshold(Protocol):
+    """An environment whose task says from which mean return on it is solved."""
+
+    @property
+    def reward_threshold(self) -> float | None:
+        """The threshold; None where there is none."""
+
+
+def reward_threshold_of(task: Task) -> float | None:
+    """Return the mean return from which on a task is solved; None where the task does not say."""
+    return task.reward_threshold if isinstance(task, SupportsRewardThreshold) else None
+
+
 Rows = TypeVar("Rows", Array, "Tensor")
 
 FLOAT_BYTES = 4

@@ -19,6 +19,7 @@ from esper_telemetry.ppo.environments.protocol import (
     horizon_of,
     layout_of,
     restore_state,
+    reward_threshold_of,
     saved_state,
 )
 
@@ -116,6 +117,7 @@ class HiddenVelocity(Wrapper):
         self._visible[list(hidden)] = 0
         self.name = f"{env.name} without velocities"
         self.horizon = horizon_of(env)
+        self.reward_threshold = reward_threshold_of(env)
 
     def reset(self, seed: int | None = None) -> Array:
         """Begin episodes everywhere."""

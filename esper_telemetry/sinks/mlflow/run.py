@@ -22,6 +22,7 @@ from typing import Any, Final
 from esper_telemetry.core.backends import SQLITE
 from esper_telemetry.core.messages import masked
 from esper_telemetry.core.record import Alarm, AlarmEvent, Record, RunInfo, RunStatus
+from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.sinks.layout import KeyBudget
 from esper_telemetry.sinks.mlflow.database import ensure_database, metric_table, split_latest
 from esper_telemetry.sinks.pages import IncidentCards, alarm_text, glossary, run_readme
@@ -43,6 +44,9 @@ CHANGED_TAG: Final = "esper.changed."
 """Prefix of the tag that holds a setting with which a resumed run goes on: MLflow lets no parameter change."""
 ALARM_TAG: Final = "esper.alarm."
 """Prefix of the tag that holds the state of an alarm; its type follows."""
+OUTCOME_TAG: Final = "esper.outcome"
+VERDICT_TAG: Final = "esper.verdict"
+"""Tags of what the run does, in a word and in a sentence."""
 METRICS_TAG: Final = "esper.metrics"
 """Prefix of the tag that holds the meaning of a family's metrics; the family's name follows."""
 PARENT_TAG: Final = "mlflow.parentRunId"
@@ -111,6 +115,12 @@ class MlflowRun:
         self.incidents.add(alarm)
         if alarm.event is AlarmEvent.RAISE:
             self._artifacts.store_incidents(self.incidents)
+
+    def outcome(self, event: JournalEvent) -> None:
+        """Set the tags of the outcome."""
+        with _classified():
+            self.client.set_tag(self.run_id, OUTCOME_TAG, str(event.data.get("outcome", "")))
+            self.client.set_tag(self.run_id, VERDICT_TAG, str(event.data.get("text", ""))[:MAX_ALARM_LENGTH])
 
     def close(self, status: RunStatus) -> None:
         """Store the files of the run, and set the status of an own run."""

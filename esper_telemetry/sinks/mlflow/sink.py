@@ -17,6 +17,7 @@ from urllib.parse import urlencode
 from esper_telemetry.core.backends import SQLITE, check_tracking_uri, limit_mlflow_requests
 from esper_telemetry.core.messages import masked
 from esper_telemetry.core.record import Alarm, Record, RunInfo, RunStatus
+from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.sinks.layout import KeyBudget
 from esper_telemetry.sinks.mlflow.run import (
     RUN_TAG,
@@ -190,6 +191,11 @@ class MLflowSink:
         """Set the tag of the alarm's type; store the incidents when an alarm is raised."""
         if self._open is not None:
             self._open.alarm(alarm)
+
+    def outcome(self, event: JournalEvent) -> None:
+        """Set the tags `esper.outcome` and `esper.verdict`: what the run does, in a word and in a sentence."""
+        if self._open is not None:
+            self._open.outcome(event)
 
     def recall(self, alarms: Sequence[Alarm]) -> None:
         """Add the alarms of earlier parts of the run to its incidents."""

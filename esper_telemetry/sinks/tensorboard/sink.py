@@ -16,15 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from esper_telemetry.core.record import Alarm, Record, RunInfo, RunStatus
+from esper_telemetry.core.record import Alarm, Axes, Record, RunInfo, RunStatus
+from esper_telemetry.journal.lines import JournalEvent
 from esper_telemetry.sinks.layout import KeyBudget, family_of, sections
-from esper_telemetry.sinks.pages import IncidentCards, run_readme
+from esper_telemetry.sinks.pages import IncidentCards, run_readme, safe
 from esper_telemetry.sinks.protocol import Place, Shown, StoredMetrics, check_options, require_package, require_run_dir
 from esper_telemetry.sinks.values import by_tag
 
 SUFFIX: Final = ".esper"
 ALARMS_TAG: Final = "alarms"
 """Tag of the pages about incidents."""
+OUTCOME_TAG: Final = "outcome"
+"""Tag of the sentences on what the run does."""
 UPDATE, GRADIENT_STEP = "axis/update", "axis/gradient_step"
 AXES: Final = {UPDATE, GRADIENT_STEP}
 FINAL_STATUSES: Final = {RunStatus.FINISHED, RunStatus.FAILED}
@@ -111,6 +114,11 @@ class TensorBoardSink:
         if self._open is not None:
             self._open.alarm(alarm)
 
+    def outcome(self, event: JournalEvent) -> None:
+        """Append what the run does, among the texts; on disk on return."""
+        if self._open is not None and event.axes is not None:
+            self._open.outcome(event.axes, str(event.data.get("text", "")))
+
     def recall(self, alarms: Sequence[Alarm]) -> None:
         """Add the alarms of earlier parts of the run, whose incidents may go on."""
         if self._open is not None:
@@ -164,6 +172,12 @@ class _EventFile:
             self.writer.add_event(self.events.event(alarm.axes, [self.events.markdown(ALARMS_TAG, text)]))
             self.writer.flush()
         self.incidents.add(alarm)
+
+    def outcome(self, axes: Axes, text: str) -> None:
+        """Append a page with the sentence on the outcome."""
+        with self._appending():
+            self.writer.add_event(self.events.event(axes, [self.events.markdown(OUTCOME_TAG, safe(text))]))
+            self.writer.flush()
 
     def close(self, status: RunStatus) -> None:
         if self.writer is None:

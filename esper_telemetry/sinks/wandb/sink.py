@@ -18,7 +18,7 @@ from urllib.parse import urlencode
 
 from esper_telemetry.core.messages import did_you_mean, masked
 from esper_telemetry.core.record import Alarm, AlarmEvent, AlarmLevel, Record, RunInfo, RunStatus
-from esper_telemetry.journal.lines import encode_axes, plain
+from esper_telemetry.journal.lines import JournalEvent, encode_axes, plain
 from esper_telemetry.sinks.layout import KeyBudget, family_of
 from esper_telemetry.sinks.pages import ALARM_COLUMNS, IncidentCards, alarm_text, cause_of
 from esper_telemetry.sinks.protocol import (
@@ -195,6 +195,14 @@ class WandbSink:
         if self._open is not None:
             with _classified():
                 self._open.alarm(alarm)
+
+    def outcome(self, event: JournalEvent) -> None:
+        """Set what the run does in the run's summary."""
+        if self._open is not None:
+            with _classified():
+                self._open.target.run.summary.update(
+                    {"outcome": event.data.get("outcome", ""), "outcome/text": event.data.get("text", "")}
+                )
 
     def recall(self, alarms: Sequence[Alarm]) -> None:
         """Add the alarms of earlier parts of the run to its table."""

@@ -1,0 +1,193 @@
+"""Values of a run that are most unusual: beside the metrics' own bounds, and beside a table of healthy runs by kind of task.
+
+`healthy_values.json` holds, for each kind of task and each key without a unit of the task, five quantiles of the values of healthy
+runs; `benchmarks/healthy_values.py` makes it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any, Final, NamedTuple
+
+from esper_telemetry.alarms.rule import number
+from esper_telemetry.core.catalogue import catalogue, family_name
+from esper_telemetry.core.metric import Metric
+from esper_telemetry.core.record import Record
+
+MAX_UNUSUAL: Final = 10
+MIN_SCORE: Final = 1.0
+"""Score from which on a value is unusual: as far beyond the range of healthy runs as their median is within it."""
+MAX_SAMPLES: Final = 400
+"""Values of a key that are kept; of longer runs every second, every fourth and so on."""
+QUANTILES: Final = (0.01, 0.1, 0.5, 0.9, 0.99)
+WARN_SCORE, CRITICAL_SCORE = 2.0, 4.0
+"""Scores of values beyond a metric's own bounds, to which the distance in decades adds."""
+
+UNITS: Final = re.compile(
+    r"fraction.*|share|nats.*|ratio|1( .*)?|cosine|σ|σ_R|decades|relative error|severity|Pearson|Spearman ρ|accuracy|dimensions|flag"
+    r"|normalised advantage|1/update"
+)
+"""Units that do not depend on the size of rewards, gradients or weights."""
+FAMILIES_ASIDE: Final = frozenset(
+    {"perf", "telemetry", "alarm", "episode", "eval", "task", "train", "seed", "env", "norm"}
+)
+MIN_SPREADS: Final = {"ratio": 0.1, "dimensions": 0.5, "1 (excess)": 2.0, "relative error": 1e-3, "nats": 0.002}
+MIN_SPREAD: Final = 0.03
+"""Smallest distance of a quantile from the median that counts, by unit: two healthy runs differ by as much."""
+
+NUMBER: Final = r"[+-]?\d+(?:[.,]\d+)*(?:e[+-]?\d+)?"
+BOUND: Final = re.compile(rf"(\|[^|]+\|\s*)?(<=|>=|<|>|≤|≥)\s*({NUMBER})\s*(?:[;:(].*)?")
+RANGE: Final = re.compile(rf"({NUMBER}) to ({NUMBER})\s*(?:[;:(].*)?")
+
+
+class Unusual(NamedTuple):
+    """One value that is unusual.
+
+    Attributes:
+        key: of the metric.
+        value: its median over the run.
+        score: the larger, the more unusual.
+        text: the value beside its healthy range.
+    """
+
+    key: str
+    value: float
+    score: float
+    text: str
+
+
+class RunValues:
+    """Values of a run by key, thinned out where the run is long."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, array[float]] = {}
+        self._every = self._place = 0
+
+    def add(self, record: Record) -> None:
+        """Add a record, unless it is one of those that are left out."""
+        self._every = self._every or 1
+        if self._place % self._every == 0:
+            known = scale_free()
+            for key, value in record.values.items():
+                if key in known and math.isfinite(value):
+                    self._values.setdefault(key, array("d")).append(value)
+            if self._place // self._every >= MAX_SAMPLES:
+                self._values = {key: values[::2] for key, values in self._values.items()}
+                self._every *= 2
+        self._place += 1
+
+    def unusual(self, facts: Mapping[str, Any], limit: int = MAX_UNUSUAL) -> tuple[Unusual, ...]:
+        """Return the most unusual values, the worst first."""
+        table = healthy_values().get(kind_of_task(facts), {})
+        found = []
+        for key, values in self._values.items():
+            value = statistics.median(values)
+            entry = judge_value(scale_free()[key], value, table.get(key))
+            if entry is not None:
+                found.append(entry)
+        return tuple(sorted(found, key=lambda entry: (-entry.score, entry.key))[:limit])
+
+    @property
+    def samples(self) -> Mapping[str, array[float]]:
+        """The values that are kept, by key."""
+        return self._values
+
+
+@lru_cache(maxsize=1)
+def scale_free() -> Mapping[str, Metric]:
+    """Return the metrics whose values can be compared between runs, by key."""
+    return {
+        metric.key: metric
+        for metric in catalogue()
+        if "{" not in metric.key and UNITS.fullmatch(metric.unit) and family_name(metric.key) not in FAMILIES_ASIDE
+    }
+
+
+@lru_cache(maxsize=1)
+def healthy_values() -> Mapping[str, Mapping[str, list[float]]]:
+    """Return the quantiles of healthy runs by kind of task and key."""
+    text = files("esper_telemetry.alarms").joinpath("healthy_values.json").read_text(encoding="utf-8")
+    kinds: dict[str, dict[str, list[float]]] = json.loads(text)["kinds"]
+    return kinds
+
+
+def kind_of_task(facts: Mapping[str, Any]) -> str:
+    """Return the kind of task that a run's facts tell: `discrete` or `continuous`, `memory` with an LSTM; `any` where they do not say."""
+    if facts.get("policy") == "lstm":
+        return "memory"
+    heads = facts.get("heads")
+    if not isinstance(heads, Mapping) or not heads:
+        return "any"
+    return "discrete" if all(kind == "categorical" for kind in heads.values()) else "continuous"
+
+
+def judge_value(metric: Metric, value: float, quantiles: list[float] | None) -> Unusual | None:
+    """Return how unusual the median of a metric over a run is; None where it is not."""
+    scores = [bound_score(metric, value)]
+    range_text = ""
+    if quantiles is not None:
+        low, _, middle, _, high = quantiles
+        least = max(MIN_SPREADS.get(metric.unit, MIN_SPREAD), 0.02 * abs(middle))
+        beyond = max((value - high) / max(high - middle, least), (low - value) / max(middle - low, least))
+        if beyond <= 0:  # healthy runs have such values too, whatever the bounds say
+            return None
+        scores.append(MIN_SCORE * math.log2(1 + beyond) * 2)
+        range_text = f"healthy runs {number(low)} to {number(high)}"
+    score = max(scores)
+    if score < MIN_SCORE:
+        return None
+    bounds = "; ".join(
+        f"{name}: {text}"
+        for name, text in (("healthy", metric.healthy), ("warning", metric.warn), ("critical", metric.critical))
+        if text
+    )
+    return Unusual(metric.key, value, score, f"{number(value)} ({'; '.join(filter(None, (range_text, bounds)))})")
+
+
+def bound_score(metric: Metric, value: float) -> float:
+    """Return the score of a value by the metric's own bounds, as far as these are plain numbers; 0 within them."""
+    for text, score in ((metric.critical, CRITICAL_SCORE), (metric.warn, WARN_SCORE)):
+        distance = beyond_bound(text, value)
+        if distance is not None and distance > 0:
+            return score + min(distance, 2.0)
+    match = RANGE.fullmatch(metric.healthy)
+    if match:
+        low, high = float(match[1]), float(match[2])
+        return MIN_SCORE if value < low - (high - low) or value > high + (high - low) else 0.0
+    return 0.0
+
+
+def beyond_bound(text: str, value: float) -> float | None:
+    """Return the decades by which a value lies on the bad side of `> 0.03`, at least a little; 0 on the other; None for other texts."""
+    match = BOUND.fullmatch(text)
+    if not match:
+        return None
+    size, sign, limit = match[1], match[2], float(match[3].replace(",", ""))
+    judged = abs(value) if size else value
+    over = {">": judged > limit, ">=": judged >= limit, "≥": judged >= limit, "<": judged < limit}.get(
+        sign, judged <= limit
+    )
+    if not over:
+        return 0.0
+    if judged > 0 and limit > 0:
+        return max(0.01, abs(math.log10(judged / limit)))
+    return 0.01 + abs(judged - limit) / (abs(limit) or 1.0)
+
+
+def quantiles_of(runs: Iterable[Mapping[str, Iterable[float]]]) -> Iterator[tuple[str, list[float]]]:
+    """Yield each key with the quantiles of its values in several runs, every run with the same weight."""
+    by_key: dict[str, list[list[float]]] = {}
+    for run in runs:
+        for key, values in run.items():
+            by_key.setdefault(key, []).append(sorted(values))
+    for key, samples in sorted(by_key.items()):
+        count = max(map(len, samples))
+        pooled = sorted(values[len(values) * place // count] for values in samples for place in range(count))
+        yield key, [pooled[min(len(pooled) - 1, int(share * len(pooled)))] for share in QUANTILES]

@@ -1,0 +1,233 @@
+"""Course of a noisy series: blocks of updates, the noise between neighbours, and rises that are more than it.
+
+`rise` says when a level is above the first one: by a Mann-Kendall test whose statistic is corrected for autocorrelation (Hamed and Rao
+1998), or by the height in units of the noise between neighbouring blocks, which also holds for steps and for rises that are lost again. A
+fall is a rise of the negated series.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+MAX_BLOCKS: Final = 128
+FIRST_BLOCKS: Final = 16
+"""Blocks at the beginning that are never merged: the first rollouts are what everything is compared with."""
+FIRST_LENGTHS: Final = 2.0
+"""Steps per environment of the first block, in longest episodes: before, only short episodes have ended."""
+
+FIRST_EPISODES: Final = 20
+"""Episodes of the level that a series begins with."""
+
+MIN_TREND_SCORE: Final = 3.2
+"""Corrected Mann-Kendall score against a straight trend: its residuals hold whatever is no trend, so it is strict."""
+MIN_COURSE_SCORE: Final = 4.3
+MIN_COURSE_NOISE: Final = 5.0
+"""The score against a monotone course of any shape, and the height in units of noise that it needs besides."""
+MIN_PERSISTENT_NOISE: Final = 4.0
+MIN_HEIGHT_NOISE: Final = 9.0
+"""Height in units of the noise, with and without the correction for its persistence."""
+
+Array = npt.NDArray[np.float64]
+
+
+class Block(NamedTuple):
+    """Updates taken together: their mean, their episodes, and the first and last of them."""
+
+    mean: float
+    episodes: float
+    begin: int
+    end: int
+
+    def joined(self, other: Block) -> Block:
+        """Return both as one, weighted by episodes."""
+        episodes = self.episodes + other.episodes
+        mean = self.mean + (other.mean - self.mean) * (other.episodes / episodes)
+        return Block(mean, episodes, self.begin, other.end)
+
+
+@dataclass(slots=True)
+class Blocks:
+    """Means of one series in blocks of enough episodes, at most `MAX_BLOCKS`: then the later ones are joined in pairs.
+
+    Attributes:
+        least: episodes of a block.
+        blocks: those that are complete.
+        open: the one that is not; None before the next value.
+        size: updates of a block, at least.
+        lengths: steps of the longest episodes in the first block.
+    """
+
+    least: float
+    blocks: list[Block] = field(default_factory=list)
+    open: Block | None = None
+    size: int = 1
+    count: int = 0
+    lengths: float = 0.0
+
+    def add(self, value: float, episodes: float, update: int, length: float = 0.0, steps: float = math.inf) -> None:
+        """Add the value of an update.
+
+        Args:
+            value, episodes: mean and number of what the update has.
+            update: its number.
+            length: mean steps of its episodes, 0 where nobody says.
+            steps: per environment so far.
+        """
+        block = Block(value, episodes, update, update)
+        self.open = block if self.open is None else self.open.joined(block)
+        self.count += 1
+        self.lengths = max(self.lengths, length)
+        if self.open.episodes < self.least or self.count < self.size:
+            return
+        if not self.blocks and steps < FIRST_LENGTHS * self.lengths:
+            return
+        self.blocks.append(self.open)
+        self.open, self.count = None, 0
+        if len(self.blocks) >= MAX_BLOCKS:
+            first, later = self.blocks[:FIRST_BLOCKS], self.blocks[FIRST_BLOCKS:]
+            self.blocks = first + [a.joined(b) for a, b in zip(later[::2], later[1::2], strict=False)]
+            self.blocks += later[len(later) // 2 * 2 :]
+            self.size *= 2
+
+    @property
+    def values(self) -> Array:
+        """Means of the complete blocks."""
+        return np.array([block.mean for block in self.blocks])
+
+    @property
+    def episodes(self) -> float:
+        """Episodes of all updates."""
+        return sum(block.episodes for block in self.blocks) + (self.open.episodes if self.open else 0.0)
+
+    @property
+    def constant(self) -> float | None:
+        """The value that all updates have, but for rounding; None where they differ."""
+        values = [block.mean for block in self.blocks + ([self.open] if self.open else [])]
+        return values[0] if max(values) - min(values) <= 1e-9 * max(map(abs, values)) else None
+
+    @property
+    def first_level(self) -> float | None:
+        """Mean of the first blocks with `FIRST_EPISODES` episodes; None where there is no block."""
+        level: Block | None = None
+        for block in self.blocks:
+            level = block if level is None else level.joined(block)
+            if level.episodes >= FIRST_EPISODES:
+                break
+        return None if level is None else level.mean
+
+
+class Noise(NamedTuple):
+    """Standard deviation of a series about its course, and the correlation of neighbouring deviations."""
+
+    scale: float
+    persistence: float
+
+    @property
+    def lasting(self) -> float:
+        """Standard deviation of deviations that last: of an autoregression with that persistence."""
+        return self.scale / math.sqrt(1 - self.persistence)
+
+
+class Rise(NamedTuple):
+    """A rise: the index of its top, its height, and its evidence."""
+
+    top: int
+    height: float
+    significant: bool
+
+
+def noise_of(values: Array) -> Noise:
+    """Return the noise of a series from the differences of neighbours, so that slow courses are none.
+
+    Differences of white noise have a lag-1 correlation of -0.5, those of persistent noise one near 0. Differences beyond three times
+    the median are cut there, as a step is no noise; values that stand out from both neighbours are, whatever their size.
+    """
+    steps = np.diff(values)
+    steps = steps - np.mean(steps)
+    cap = 3 * float(np.median(np.abs(steps)))
+    steps = np.clip(steps, -cap, cap)
+    squares = float(steps @ steps)
+    correlation = float(steps[1:] @ steps[:-1]) / squares if squares > 0 else -0.5
+    middle = np.median(np.stack([values[:-2], values[1:-1], values[2:]]), axis=0)
+    spikes = math.sqrt(float(np.mean((values - np.concatenate([middle[:1], middle, middle[-1:]])) ** 2)))
+    scale = max(math.sqrt(squares / len(steps) / 2), spikes)
+    return Noise(scale, min(max(1 + 2 * correlation, 0.0), 0.97))
+
+
+def smoothed(values: Array, width: int) -> Array:
+    """Return means over `width` neighbours, whole windows also at both ends."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    begins = np.clip(np.arange(len(values)) - width // 2, 0, len(values) - width)
+    return (sums[begins + width] - sums[begins]) / width
+
+
+def rise(values: Array, noise: Noise, width: int) -> Rise:
+    """Return the rise of a series from its first `width` values to its highest level, and whether it is more than noise."""
+    levels = smoothed(values, width)
+    top = int(np.argmax(levels))
+    height = float(levels[top] - np.mean(values[:width]))
+    if height <= 0 or height <= 1e-9 * float(np.max(np.abs(values))):
+        return Rise(top, max(height, 0.0), significant=False)
+    straight, course = trend_scores(values)
+    floor = 1e-9 * float(np.max(np.abs(values)))
+    in_noise = height / max(noise.scale, floor)
+    lasting = height / max(noise.lasting, floor)
+    significant = (
+        straight >= MIN_TREND_SCORE
+        or (course >= MIN_COURSE_SCORE - 8 / len(values) and in_noise >= MIN_COURSE_NOISE)
+        or lasting >= MIN_PERSISTENT_NOISE + 4 / math.sqrt(len(values))
+        or in_noise >= MIN_HEIGHT_NOISE
+    )
+    return Rise(top, height, significant)
+
+
+def trend_scores(values: Array) -> tuple[float, float]:
+    """Return Mann-Kendall's standard score, corrected for the autocorrelation about a straight line and about a monotone course."""
+    count = len(values)
+    earlier, later = _pairs(count)
+    differences = values[later] - values[earlier]
+    statistic = float(np.sign(differences).sum())
+    ties = np.unique(values, return_counts=True)[1].astype(float)
+    variance = (count * (count - 1) * (2 * count + 5) - float((ties * (ties - 1) * (2 * ties + 5)).sum())) / 18
+    if variance <= 0:
+        return 0.0, 0.0
+    score = (statistic - math.copysign(min(1.0, abs(statistic)), statistic)) / math.sqrt(variance)
+    line = float(np.median(differences / (later - earlier))) * np.arange(count)
+    course = monotone(values) if statistic > 0 else -monotone(-values)
+    return score * _shrinkage(values - line), score * _shrinkage(values - course)
+
+
+@lru_cache(maxsize=MAX_BLOCKS)
+def _pairs(count: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    return np.triu_indices(count, 1)
+
+
+def _shrinkage(residuals: Array) -> float:
+    """Return the factor by which autocorrelated residuals shrink a standard score."""
+    residuals = residuals - residuals.mean()
+    squares, count = float(residuals @ residuals), len(residuals)
+    if squares <= 0 or count < 6:
+        return 1.0
+    correlation = float(residuals[1:] @ residuals[:-1]) / squares
+    correlation = min(max((correlation * count + 1) / (count - 4), 0.0), 0.97)  # without the bias of short series
+    return math.sqrt((1 - correlation) / (1 + correlation))
+
+
+def monotone(values: Array) -> Array:
+    """Return the nearest series that never falls (pool adjacent violators)."""
+    means, sizes = list[float](), list[int]()
+    for value in values.tolist():
+        means.append(value)
+        sizes.append(1)
+        while len(means) > 1 and means[-2] > means[-1]:
+            size, mean = sizes.pop(), means.pop()
+            total = sizes[-1] + size
+            means[-1] += (mean - means[-1]) * size / total
+            sizes[-1] = total
+    return np.repeat(means, sizes)

@@ -1,0 +1,253 @@
+"""Outcomes of synthetic courses whose labels are fixed by how they are made, and of real short runs.
+
+Every course is drawn with many seeds. Where a label is right by construction, 95 % of the draws must get it; noise without a course must
+not be taken for learning in more than 2 %.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+
+from esper_telemetry.alarms.outcome import GOOD, OutcomeJudge, OutcomeKind, outcome_of
+from esper_telemetry.core.record import Axes, Record, RunStatus
+from esper_telemetry.history.course import Array
+
+EPISODES = 12
+SEEDS = 40
+Draw = Callable[[np.random.Generator, Array], Array]
+"""Makes the mean returns of all updates from their times, 0 to 1."""
+
+
+def records(means: Array, *, episodes: int = EPISODES, more: Mapping[str, float] | None = None) -> list[Record]:
+    return [
+        Record(
+            update,
+            Axes(update, 1000 * update, 16 * update, 0.0),
+            {"episode/return_mean": float(mean), "episode/count": float(episodes), **(more or {})},
+        )
+        for update, mean in enumerate(means, 1)
+    ]
+
+
+def correlated(rng: np.random.Generator, count: int, persistence: float) -> Array:
+    """Noise of an autoregression with standard deviation 1."""
+    values = rng.normal(size=count)
+    for place in range(1, count):
+        values[place] = persistence * values[place - 1] + math.sqrt(1 - persistence**2) * values[place]
+    return values
+
+
+def sparse(chance: Callable[[Array], Array]) -> Draw:
+    """Shares of episodes that succeed, where the chance to changes with time."""
+    return lambda rng, time: rng.binomial(EPISODES, chance(time)) / EPISODES
+
+
+def noisy(course: Callable[[Array], Array], height: float = 10, persistence: float = 0.2) -> Draw:
+    """A course of that many standard deviations of noise."""
+    return lambda rng, time: 3 * (height * course(time) + correlated(rng, len(time), persistence)) - 50
+
+
+def sigmoid(middle: float, width: float) -> Callable[[Array], Array]:
+    return lambda time: 1 / (1 + np.exp((middle - time) / width))
+
+
+FLAT: Mapping[str, Draw] = {
+    "white noise": noisy(np.zeros_like),
+    "noise of persistence 0.5": noisy(np.zeros_like, persistence=0.5),
+    "noise of persistence 0.7": noisy(np.zeros_like, persistence=0.7),
+    "heavy tails": lambda rng, time: 10 * rng.standard_t(2.5, len(time)),
+    "exponential": lambda rng, time: rng.exponential(5, len(time)),
+    "no reward": lambda rng, time: np.zeros_like(time),
+    "time limit": lambda rng, time: np.full_like(time, -200.0),
+    "rare success": sparse(lambda time: np.full_like(time, 0.01)),
+    "success by chance": sparse(lambda time: np.full_like(time, 0.3)),
+}
+LEARNING: Mapping[str, Draw] = {
+    "straight": noisy(lambda time: time),
+    "late": noisy(sigmoid(0.75, 0.06)),
+    "steps": noisy(lambda time: np.floor(5 * time) / 4, height=16),
+    "accelerating": noisy(lambda time: time**2),
+    "sparse success": sparse(lambda time: 0.02 + 0.7 * time**2),
+}
+CONVERGED: Mapping[str, Draw] = {
+    "sigmoid": noisy(sigmoid(0.3, 0.05)),
+    "a step": noisy(lambda time: (time > 0.35).astype(float)),
+    "sparse success": sparse(lambda time: 0.02 + 0.85 * sigmoid(0.3, 0.05)(time)),
+}
+DECLINING: Mapping[str, Draw] = {
+    "from the start": noisy(lambda time: -time),
+    "late collapse": noisy(lambda time: sigmoid(0.3, 0.06)(time) * (time < 0.88)),
+    "a drop": noisy(lambda time: (time < 0.3).astype(float)),
+    "sparse success": sparse(lambda time: 0.02 + 0.85 * sigmoid(0.3, 0.05)(time) * (time < 0.8)),
+}
+
+
+def outcomes(draw: Draw, updates: int, seeds: int = SEEDS) -> list[OutcomeKind]:
+    time = np.linspace(0, 1, updates)
+    return [outcome_of(records(draw(np.random.default_rng(seed), time))).kind for seed in range(seeds)]
+
+
+@pytest.mark.parametrize("updates", [60, 200])
+@pytest.mark.parametrize(
+    ("courses", "label"),
+    [
+        (FLAT, OutcomeKind.FLAT),
+        (LEARNING, OutcomeKind.LEARNING),
+        (CONVERGED, OutcomeKind.CONVERGED),
+        (DECLINING, OutcomeKind.DECLINING),
+    ],
+    ids=lambda value: str(value) if isinstance(value, OutcomeKind) else "",
+)
+def test_outcomes_are_right(courses: Mapping[str, Draw], label: OutcomeKind, updates: int) -> None:
+    kinds = {name: outcomes(draw, updates) for name, draw in courses.items()}
+
+    right = [kind is label for values in kinds.values() for kind in values]
+    assert sum(right) >= 0.95 * len(right), {name: sorted(set(values)) for name, values in kinds.items()}
+
+
+@pytest.mark.parametrize("updates", [24, 60, 200])
+def test_noise_is_not_learning(updates: int) -> None:
+    kinds = [kind for draw in FLAT.values() for kind in outcomes(draw, updates)]
+
+    assert sum(kind in GOOD for kind in kinds) <= 0.02 * len(kinds)
+
+
+def test_short_runs_are_too_short() -> None:
+    """Seven updates with a rise, and 19 without one."""
+    assert outcome_of(records(np.arange(7.0))).kind is OutcomeKind.TOO_SHORT
+    assert outcome_of(records(np.tile([1.0, 2.0], 10)[:19])).kind is OutcomeKind.TOO_SHORT
+    assert outcome_of(records(np.tile([1.0, 2.0], 10))).kind is OutcomeKind.FLAT
+    assert outcome_of(records(np.arange(10.0), episodes=1)).kind is OutcomeKind.TOO_SHORT
+    assert outcome_of(records(np.arange(10.0))).kind is OutcomeKind.LEARNING
+
+
+def test_the_sentence_has_the_numbers_that_decided() -> None:
+    """Returns 10, 20, ..., 300: the first 20 episodes are those of two updates, the last three updates have 280 to 300 on average."""
+    outcome = outcome_of(records(np.arange(10.0, 310.0, 10.0)))
+
+    assert outcome.text == "learning: return 15 -> 290 in 30 updates"
+    assert (outcome.first, outcome.last, outcome.episodes) == (15.0, 290.0, 360)
+
+
+def test_a_threshold_that_is_passed_is_solved() -> None:
+    """From update 31 on the return is 200. Eight updates and a third have the 100 episodes of a mean."""
+    facts = {"reward_threshold": 195.0, "env": "Task-v0"}
+    rising = np.concatenate([np.arange(10.0, 200.0, 6.4), np.full(30, 200.0)])
+
+    solved = outcome_of(records(rising), facts)
+    scaled = outcome_of(records(np.full(60, 2000.0) + np.arange(60) % 3), facts)
+    lost = outcome_of(records(np.concatenate([rising, np.full(20, 10.0)])), facts)
+
+    assert solved.kind is OutcomeKind.SOLVED
+    assert solved.text.endswith(f"above 195, the threshold of Task-v0, since update {solved.since}")
+    assert outcome_of(records(rising)).kind is OutcomeKind.CONVERGED
+    assert scaled.kind is OutcomeKind.FLAT and "above the environment's threshold of 195 already" in scaled.text
+    assert lost.kind is OutcomeKind.DECLINING
+
+
+def test_success_and_length_decide_where_all_returns_are_equal() -> None:
+    """A reward of 1 at the end of every episode is earned sooner; a penalty of 1 is better late; without a reward nothing tells."""
+
+    def lengths(value: float, course: Array) -> list[Record]:
+        return [
+            Record(
+                record.seq, record.axes, {**record.values, "episode/return_mean": value, "episode/length_mean": length}
+            )
+            for record, length in zip(records(course), course.tolist(), strict=True)
+        ]
+
+    falling = np.linspace(200.0, 40.0, 40)
+    reached = outcome_of(lengths(1.0, falling))
+    success = [
+        Record(
+            r.seq,
+            r.axes,
+            {**r.values, "episode/return_mean": 0.0, "episode/success_rate": r.values["episode/return_mean"]},
+        )
+        for r in records(np.linspace(0.0, 0.9, 40))
+    ]
+
+    assert reached.kind is OutcomeKind.LEARNING
+    assert reached.text.startswith("learning: length of episodes 198 -> 44.1 in 40 updates at a return of 1 in every")
+    assert outcome_of(lengths(-1.0, falling)).kind is OutcomeKind.DECLINING
+    assert outcome_of(lengths(0.0, falling)).kind is OutcomeKind.FLAT
+    assert outcome_of(success).kind is OutcomeKind.LEARNING
+
+
+def test_early_short_episodes_are_no_baseline() -> None:
+    """Only short episodes end in the first steps: their returns of -100 are not what the policy begins with, which is -500."""
+    course = np.concatenate([[-100.0, -180.0, -300.0], np.full(37, -500.0) + np.arange(37) % 5])
+    steps = [
+        Record(
+            record.seq,
+            Axes(record.axes.update, 8 * 128 * record.axes.update, 0, 0.0),
+            {**record.values, "episode/length_mean": -record.values["episode/return_mean"]},
+        )
+        for record in records(course)
+    ]
+
+    assert outcome_of(steps, {"num_envs": 8}).kind is OutcomeKind.FLAT
+
+
+def test_a_failure_stands_until_a_record_follows() -> None:
+    judge = OutcomeJudge()
+    course = records(np.arange(30.0))
+    for record in course[:20]:
+        judge.step(record)
+
+    failed = judge.failure("The run failed at update 21: KeyError: 'joint 7'")
+    resumed = judge.step(course[20])
+
+    assert failed is not None and failed.kind is OutcomeKind.FAILED
+    assert failed.text == "failed: The run failed at update 21: KeyError: 'joint 7'"
+    assert resumed is not None and resumed.kind is OutcomeKind.LEARNING
+
+
+def test_numbers_that_are_not_finite_are_a_failure_unless_it_learns() -> None:
+    flat = records(np.tile([1.0, 2.0], 20), more={"numerics/nonfinite": 3.0})
+
+    assert outcome_of(flat).text == "failed: numbers have not been finite since update 1"
+    assert outcome_of(records(np.arange(40.0), more={"numerics/nonfinite": 3.0})).kind in GOOD
+
+
+@pytest.mark.parametrize("status", [RunStatus.FAILED, RunStatus.KILLED])
+def test_a_bad_end_is_a_failure(status: RunStatus) -> None:
+    assert outcome_of(records(np.arange(40.0)), status=status).kind is OutcomeKind.FAILED
+    assert outcome_of(records(np.arange(40.0)), status=RunStatus.INTERRUPTED).kind in GOOD
+
+
+def test_long_runs_keep_their_first_rollouts() -> None:
+    """The rise of 20 of 3,000 updates is over before the first percent of the run."""
+    time = np.arange(3000)
+    course = 100 * sigmoid(20, 5)(time.astype(float)) + np.random.default_rng(0).normal(size=3000)
+
+    outcome = outcome_of(records(course))
+
+    assert outcome.kind is OutcomeKind.CONVERGED
+    assert outcome.first is not None and outcome.first < 10
+    assert outcome.since is not None and outcome.since < 200
+
+
+def test_values_that_are_no_numbers_are_passed_over() -> None:
+    course = np.arange(40.0)
+    course[[3, 17]] = [math.inf, 1e200]
+
+    assert outcome_of(records(course)).kind is OutcomeKind.LEARNING
+
+
+def test_live_and_afterwards_agree() -> None:
+    """The judge is a function of the records: two of them see the same changes, whatever is asked in between."""
+    course = records(noisy(sigmoid(0.3, 0.05))(np.random.default_rng(3), np.linspace(0, 1, 80)))
+
+    def changes(judge: OutcomeJudge) -> list[tuple[int, str]]:
+        news = [(record.axes.update, judge.step(record)) for record in course]
+        return [(update, outcome.text) for update, outcome in news if outcome is not None]
+
+    first = changes(OutcomeJudge())
+
+    assert first == changes(OutcomeJudge())
+    assert [text.partition(":")[0] for _, text in first][-1] == "converged"

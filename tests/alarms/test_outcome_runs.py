@@ -1,0 +1,89 @@
+"""Outcomes of real short runs: one that learns, one whose policy does not move, one that crashes, and an own loop without returns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
+from esper_telemetry.cli.main import main
+from esper_telemetry.journal.read import last_outcome
+from esper_telemetry.metrics.episodes import episode_stats
+from esper_telemetry.testing import MemorySink
+
+
+def train(run_dir: Path, steps: int, **settings: Any) -> MemorySink:
+    """Train CartPole and return what the sinks got."""
+    memory = MemorySink()
+    config = PPOConfig(**{"num_steps": 128, "learning_rate": 2.5e-3, "num_epochs": 8, "seed": 1, **settings})
+    with Telemetry([memory], run_dir=run_dir) as telemetry:
+        trainer = PPO(make_env("CartPole-v1", num_envs=8), config)
+        attach(telemetry, trainer)
+        trainer.learn(total_steps=steps)
+    return memory
+
+
+def diagnosis(run_dir: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(["diagnose", str(run_dir), *options])
+    assert not stop.value.code
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_that_learns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory = train(tmp_path / "run", 30_000)
+
+    text = diagnosis(tmp_path / "run", capsys)
+    kinds = [event.data["outcome"] for event in memory.outcomes]
+    last = last_outcome(tmp_path / "run")
+
+    assert "learning" in kinds
+    assert kinds[-1] in ("learning", "converged", "solved")
+    assert last is not None and last.data == memory.outcomes[-1].data
+    assert str(last.data["text"])[1:] in text and "checks passed" in text
+    assert read_run(tmp_path / "run").info.facts["reward_threshold"] == 475
+
+
+def test_a_policy_that_does_not_move_is_flat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path / "run", 26_000, learning_rate=1e-9)
+
+    data = json.loads(diagnosis(tmp_path / "run", capsys, "--json"))
+
+    assert data["outcome"]["outcome"] == "flat"
+    assert [incident["cause"] for incident in data["incidents"]] == ["policy/kl_stall"] or data["unexplained"]
+
+
+def test_a_loop_that_crashes_has_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory = MemorySink()
+    with pytest.raises(KeyError), Telemetry([memory], run_dir=tmp_path / "run") as telemetry:
+        for update in range(1, 31):
+            telemetry.observe(episode_stats([float(update), update + 1.0] * 6, [10, 11] * 6))
+            telemetry.flush(env_step=1000 * update)
+        raise KeyError("joint 7")
+
+    text = diagnosis(tmp_path / "run", capsys)
+
+    assert [event.data["outcome"] for event in memory.outcomes] == ["learning", "failed", "failed"]
+    assert text.startswith("run: 30 updates, failed The run failed at update 31: KeyError: 'joint 7'.")
+
+
+def test_a_loop_without_returns_says_how_to_report_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Telemetry([], run_dir=tmp_path / "run") as telemetry:
+        for update in range(1, 31):
+            telemetry.log({"policy/kl": 0.01})
+            telemetry.flush(env_step=1000 * update)
+
+    text = diagnosis(tmp_path / "run", capsys)
+    everything = diagnosis(tmp_path / "run", capsys, "--all")
+
+    assert (
+        "Too short to tell: no returns are reported, as telemetry.observe(episode_stats(returns, lengths)) would"
+        in text
+    )
+    assert "questions could not be answered, as values were not reported; --all lists them." in text
+    assert "reward/constant: no record has reward/std; supplied by telemetry.observe(reward_stats(...))" in everything
+    assert 'the run does not say its total_steps; supplied by Telemetry(facts={"total_steps": ...})' in everything
+    assert "lstm" not in everything
