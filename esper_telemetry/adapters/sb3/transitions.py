@@ -105,7 +105,9 @@ class StepRecorder:
         if places:
             at = torch.tensor(places)
             finals[at[:, 0], at[:, 1]] = checksums(torch.from_numpy(_entries(np.stack(rows)).copy()).unsqueeze(0))[0]
-        sent, received = (_action_sums(part, len(self._rewards)) for part in (self._sent, self._received))
+        sent = received = _action_sums(self._sent, len(self._rewards))
+        if any(one is not other for one, other in zip(self._sent, self._received, strict=True)):
+            received = _action_sums(self._received, len(self._rewards))
         return Transitions(
             inputs=checksums(torch.from_numpy(np.ascontiguousarray(own))),
             outcomes=checksums(torch.from_numpy(returned.astype(stored.dtype))),
