@@ -18,6 +18,7 @@ from esper_telemetry.metrics.statistics import same_shape
 
 ADVANTAGES = Equation(
     name="advantages",
+    rank=20,
     quantity="the advantages",
     equation="A_t = δ_t + γλ (1 - end_t) A_{t+1}, δ_t = r_t + γ V(s_{t+1}) - V(s_t)",
     source="1506.02438, eq. 16",

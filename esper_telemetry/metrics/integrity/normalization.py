@@ -157,6 +157,7 @@ def _clipped(inputs: NormalizedInputs, claimed: Tensor) -> tuple[float, Tensor] 
 
 NORMALIZED_ADVANTAGES = Equation(
     name="normalized_advantages",
+    rank=30,
     quantity="the advantages in use",
     equation="(A - mean) / std over the rows that the settings name",
     source="Huang et al. 2022, The 37 implementation details of PPO",

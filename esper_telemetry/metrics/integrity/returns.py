@@ -153,6 +153,7 @@ def _other_rows(inputs: ReturnInputs) -> Tensor | None:
 
 RETURNS = Equation(
     name="returns",
+    rank=25,
     quantity="the returns",
     equation="R_t = A_t + V(s_t)",
     source="1506.02438, eq. 16; Huang et al. 2022, The 37 implementation details of PPO",

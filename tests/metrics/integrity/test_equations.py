@@ -149,6 +149,24 @@ def test_what_could_not_be_checked_says_why() -> None:
     assert result.text == "the products could not be checked: there are no factors"
 
 
+def test_declared_equations_have_a_place_of_their_own_among_causes() -> None:
+    """Advantages before returns, both before the losses, and the optimizer last."""
+    ranks = {equation.name: equation.rank for equation in equations().values()}
+
+    assert len(set(ranks.values())) == len(ranks)
+    chain = (
+        "transitions",
+        "log_probs",
+        "advantages",
+        "returns",
+        "normalized_advantages",
+        "policy_loss",
+        "gradient",
+        "optimizer_step",
+    )
+    assert sorted(chain, key=ranks.__getitem__) == [*chain]
+
+
 def test_declared_equations_and_their_hypotheses_have_labels_of_their_own() -> None:
     labels = [equation.label(one) for equation in equations().values() for one in (None, *equation.hypotheses)]
 
