@@ -146,8 +146,11 @@ def range_sentence(name: str, value: float, facts: Mapping[str, Any]) -> str:
     published = PUBLISHED[name]
     theirs = str(facts.get("trainer", "")).startswith("stable-baselines3") and published.sb3
     factor = published.sb3_factor if theirs else 1.0
-    ends = (number(published.lowest * factor), number(published.highest * factor))
-    return f"{published.sb3 if theirs else name} is {number(value * factor)}; published settings lie between {ends[0]} and {ends[1]}"
+    mine, low, high = (
+        f"{x:.4g}" if 0.9 < x < 1 else number(x)  # 0.9999 is not 1
+        for x in (value * factor, published.lowest * factor, published.highest * factor)
+    )
+    return f"{published.sb3 if theirs else name} is {mine}; published settings lie between {low} and {high}"
 
 
 def outside_settings(facts: Mapping[str, Any]) -> Iterator[OutsideSetting]:

@@ -126,6 +126,7 @@ class Remarks:
         if self._rewards.add(view):
             yield from self._reward_remarks()
         yield from unequal_features(view)
+        yield from features_and_gradients(view)
 
     def _horizon(self, view: View) -> Iterator[Remark]:
         """A discount that looks a few steps ahead in long episodes."""
@@ -173,6 +174,27 @@ class Remarks:
                 "only the length of an episode counts"
             )
             yield "equal rewards", _data(text, "reward/std", 0.0, 0.0, quiet=True)
+
+
+LOW_RANK: Final = 2.0
+"""Dimensions that the features of a policy use, below which it can hardly tell states apart; correct small networks have 2.3 and more."""
+
+DOMINANT_CRITIC: Final = 3.5
+"""Decades by which the critic's gradient exceeds the actor's; correct runs with unscaled returns stay below 3."""
+
+
+def features_and_gradients(view: View) -> Iterator[Remark]:
+    """Features of one or two dimensions, and a critic whose gradient is thousands of times the actor's."""
+    rank, ratio = view.get("repr/effective_rank"), view.get("grad/interference/log_ratio")
+    if rank is not None and rank < LOW_RANK:
+        text = f"the features of the policy use {number(rank)} dimensions: inputs are unscaled, or units are saturated or dead"
+        yield "low rank", _data(text, "repr/effective_rank", rank, LOW_RANK, quiet=True)
+    if ratio is not None and ratio > DOMINANT_CRITIC:
+        factor = 10 ** min(ratio, 300.0)
+        text = (
+            f"the critic's gradient is {number(factor)} times the actor's: returns are unscaled, or its loss is a sum"
+        )
+        yield "dominant critic", _data(text, "grad/interference/log_ratio", ratio, DOMINANT_CRITIC, quiet=True)
 
 
 def _data(text: str, key: str, value: float, limit: float, *, quiet: bool = False) -> dict[str, Any]:

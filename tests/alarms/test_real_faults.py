@@ -13,15 +13,16 @@ import pytest
 import torch
 from healthy_run import raised
 from recorded_runs import load, names
+from test_startup_checks import WRONG
 
 from esper_telemetry import PPO, PPOConfig, Telemetry, attach, make_env, read_run
 from esper_telemetry.alarms import Detectors, Thresholds
 from esper_telemetry.alarms.registry import alarm_rules
 from esper_telemetry.core.record import RUN_FAILED
-from esper_telemetry.events import Hooks, MinibatchesEnd, RolloutEnd, UpdateEnd
+from esper_telemetry.events import BackwardsEnd, Hooks, MinibatchesEnd, RolloutEnd, UpdateEnd
 from esper_telemetry.lab.faults.catalogue import schedule
-from esper_telemetry.lab.faults.data import StepFilter
-from esper_telemetry.lab.faults.fault import wrap_environment
+from esper_telemetry.lab.faults.data import FixedNormalizer, StepFilter
+from esper_telemetry.lab.faults.fault import replace_observation_normalizer, wrap_environment
 from esper_telemetry.ppo.environments.protocol import Step
 from esper_telemetry.ppo.objective import generalized_advantages
 from esper_telemetry.ppo.rollout import Rollout
@@ -53,6 +54,24 @@ def recall() -> PPO:
     return PPO(
         make_env("cue-recall", num_envs=4, seed=1), PPOConfig(num_steps=16, num_epochs=1, hidden_sizes=(8,), seed=1)
     )
+
+
+def recall_lstm() -> PPO:
+    """A policy with memory."""
+    settings: dict[str, Any] = {
+        "policy": "lstm",
+        "lstm_size": 8,
+        "num_steps": 16,
+        "num_epochs": 1,
+        "num_minibatches": 1,
+    }
+    return PPO(make_env("cue-recall", num_envs=4, seed=1), PPOConfig(**settings, seed=1))
+
+
+def pendulum() -> PPO:
+    """Continuous actions."""
+    settings: dict[str, Any] = {"num_steps": 64, "num_epochs": 1, "num_minibatches": 1, "hidden_sizes": (8,)}
+    return PPO(make_env("Pendulum-v1", num_envs=4, seed=1), PPOConfig(**settings, seed=1))
 
 
 def breaking(trainer: PPO, at_update: int, harm: Callable[[PPO], object]) -> PPO:
@@ -128,6 +147,45 @@ def new_optimizer(trainer: PPO) -> None:
             state[moment].zero_()
 
 
+def shrunk(trainer: PPO) -> None:
+    """Standard deviations of next to nothing."""
+    with torch.no_grad():
+        for name, parameter in trainer.policy.named_parameters():
+            if "log_std" in name:
+                parameter.fill_(-7.0)
+
+
+def other_normalizer(trainer: PPO) -> PPO:
+    """The trainer with a normaliser whose standard deviation is a ten-thousandth of what it should be, from the first update on."""
+    spread = FixedNormalizer(trainer.normalizers.observations, 1e-4)
+    replace_observation_normalizer(trainer, spread)
+    return trainer
+
+
+def always_limited() -> PPO:
+    """Pendulum with episodes of 200 steps, which a time limit ends."""
+    settings: dict[str, Any] = {"num_steps": 200, "num_epochs": 1, "num_minibatches": 1, "hidden_sizes": (8,)}
+    return PPO(make_env("Pendulum-v1", num_envs=4, seed=1), PPOConfig(**settings, seed=1))
+
+
+def unbootstrapped(event: RolloutEnd) -> RolloutEnd:
+    """A critic that is right everywhere, and returns that leave out what follows a time limit."""
+    values = torch.full_like(event.returns, -100.0) + torch.linspace(-1, 1, len(event.returns)).unsqueeze(-1)
+    cut = event.ended & ~event.terminated
+    return replace(event, values=values, returns=torch.where(cut, event.rewards, values))
+
+
+class Growing:
+    """Gradients that are reported larger with every update, by a tenth each."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def __call__(self, event: BackwardsEnd) -> BackwardsEnd:
+        self.factor *= 1.1
+        return event._replace(norms=tuple([norms * self.factor for norms in event.norms]))
+
+
 LIVE: dict[str, tuple[Callable[[], PPO], int]] = {
     "integrity/equation": (lambda: breaking(cartpole(num_steps=64), 3, shorter_traces), 6),
     "integrity/mask_violation": (lambda: falsified(recall(), RolloutEnd, 4, shifted_masks), 6),
@@ -136,6 +194,22 @@ LIVE: dict[str, tuple[Callable[[], PPO], int]] = {
     "telemetry/missing_metric": (lambda: falsified(cartpole(), MinibatchesEnd, 8, no_entropy), 14),
     "opt/state_lost": (lambda: breaking(cartpole(), 5, new_optimizer), 8),
     "adv/degenerate": (lambda: breaking(cartpole(), 6, equal_advantages), 12),
+    "opt/negative_rate": (
+        lambda: falsified(cartpole(), UpdateEnd, 2, lambda event: replace(event, learning_rate=-1e-3)),
+        3,
+    ),
+    "norm/off": (lambda: other_normalizer(cartpole(normalize_observations=True)), 4),
+    "lstm/empty": (
+        lambda: falsified(recall_lstm(), RolloutEnd, 1, lambda event: replace(event, states=event.states * 0)),
+        8,
+    ),
+    "policy/std_collapse": (lambda: breaking(pendulum(), 5, shrunk), 10),
+    "value/never_fits": (
+        lambda: falsified(cartpole(), RolloutEnd, 1, lambda event: replace(event, values=event.values - 200)),
+        34,
+    ),
+    "value/limit_bias": (lambda: falsified(always_limited(), RolloutEnd, 1, unbootstrapped), 12),
+    "grad/slow_growth": (lambda: falsified(cartpole(), BackwardsEnd, 1, Growing()), 102),
     "task/no_episodes": (lambda: breaking(cartpole(num_steps=64), 6, endless), 50),
 }
 """By type: a trainer that goes wrong, and after how many updates it should have been told."""
@@ -228,6 +302,15 @@ def test_a_recorded_run_is_silent_until_it_breaks(name: str) -> None:
 def test_every_type_is_raised_by_a_real_fault() -> None:
     recorded = {kind for kinds in RAISED.values() for kind in kinds}
     seeds = {alarm.type for alarm in alarm_rules() if alarm.type.startswith("seed/")}  # tests/lab/morphogenesis
-    elsewhere = {*LIVE, *SLOW, *seeds, "telemetry/delivery", "telemetry/overhead", "telemetry/storm", RUN_FAILED}
+    elsewhere = {
+        *LIVE,
+        *SLOW,
+        *seeds,
+        *[kind for kind, *_ in WRONG.values()],
+        "telemetry/delivery",
+        "telemetry/overhead",
+        "telemetry/storm",
+        RUN_FAILED,
+    }
 
     assert {alarm.type for alarm in alarm_rules()} - recorded - elsewhere == set()

@@ -56,7 +56,7 @@ def test_published_settings_get_no_remark() -> None:
     [
         ("learning_rate", 0.1, "learning_rate is 0.1; published settings lie between 2.0e-5 and 0.003"),
         ("learning_rate", 1e-7, "learning_rate is 1.0e-7; published"),
-        ("gamma", 0.0, "gamma is 0; published settings lie between 0.8 and 1"),
+        ("gamma", 0.0, "gamma is 0; published settings lie between 0.8 and 0.9999"),
         ("clip", 5.0, "clip is 5; published settings lie between 0.1 and 0.4"),
         ("max_grad_norm", 0.001, "max_grad_norm is 0.001; published"),
         ("num_epochs", 200, "num_epochs is 200; published settings lie between 1 and 20"),
@@ -121,6 +121,14 @@ def test_rewards_that_are_missing_tiny_or_equal() -> None:
     assert "none of the first 5,120 steps" in remarks(FACTS, none)["no reward"]
     assert "scale them" in remarks(FACTS, tiny)["tiny rewards"]
     assert "only the length" in remarks(FACTS, equal)["equal rewards"]
+
+
+def test_features_and_gradients_that_explain_a_flat_return() -> None:
+    """A rank of 1.3, and a critic's gradient of 25,000 times the actor's."""
+    told = remarks(FACTS, {"repr/effective_rank": 1.3, "grad/interference/log_ratio": 4.4})
+
+    assert "use 1.3 dimensions" in told["low rank"] and "25119 times" in told["dominant critic"]
+    assert not {"low rank", "dominant critic"} & remarks(FACTS).keys()
 
 
 def test_a_remark_that_holds_of_many_correct_runs_is_not_listed_without_need() -> None:

@@ -89,6 +89,7 @@ CASES: dict[str, Case] = {
     "value/never_fits": Case(
         set_to({"value/r2": -5.0, "value/explained_variance": -4.0}), 30, thresholds=Thresholds(), updates=80
     ),
+    "value/limit_bias": Case(set_to({"value/bias_truncated": 80.0}), 4),
     "policy/std_collapse": Case(set_to({"policy/head/op/std/mean": 0.0025}), 2),
     "lstm/empty": Case(set_to({"lstm/h/rms": 1e-5}), 4),
     "norm/drift": Case(set_to({"norm/obs/drift": 2.0}), 20),

@@ -90,15 +90,15 @@ def test_a_constant_reward_of_episodes_that_all_last_as_long_is_named() -> None:
 
     def equal(metrics: Values, ago: int) -> None:
         metrics.update({"reward/std": 0.0, "reward/mean": 1.0, "reward/absmax": 1.0})
-        metrics.update({"episode/return_min": 200.0, "episode/return_max": 200.0, "episode/count": 4.0})
+        metrics.update({"episode/length_mean": 200.0, "episode/count": 4.0})
 
     def lengths_vary(metrics: Values, ago: int) -> None:
         equal(metrics, ago)
-        metrics["episode/return_max"] = 200.0 + ago % 3
+        metrics["episode/length_mean"] = 200.0 + ago % 3
 
     def costs(metrics: Values, ago: int) -> None:
         equal(metrics, ago)
-        metrics.update({"reward/mean": -1.0, "episode/return_min": -200.0, "episode/return_max": -200.0})
+        metrics["reward/mean"] = -1.0
 
     assert raised(judged(run(20, equal, since=1)))["reward/constant"] == 3
     assert "reward/constant" not in raised(judged(run(80, lengths_vary, since=1)))

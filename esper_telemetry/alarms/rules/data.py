@@ -96,7 +96,7 @@ GAP_FACTOR = 3.0
 """A reward that came and went before may stay away for so many times the longest time that it did."""
 
 MIN_EQUAL_EPISODES = 10
-"""Episodes with one and the same return, from which on an equal reward per step carries no information."""
+"""Episodes of one and the same length, from which on an equal reward per step carries no information."""
 
 CONSTANT_STEPS = count("reward_constant_transitions", 1000, "transitions with the same reward, at least")
 NEVER_STEPS = count("reward_never_transitions", 30_000, "transitions without any reward from the start, at least")
@@ -104,19 +104,20 @@ NEVER_STEPS = count("reward_never_transitions", 30_000, "transitions without any
 
 @dataclass(slots=True)
 class ConstantRewardJudge:
-    """A reward that is always the same, and was not before; none from the start; or one that leaves all returns the same.
+    """A reward that is always the same, and was not before; none from the start; or one that cannot tell any two policies apart.
 
     An equal reward for every step is no fault where the length of an episode is the task, and a rare one may stay away for long. So from
-    the start it counts where all episodes have one and the same return: no policy can be better than another one then, as far as the run
-    has shown. A cost per step is no such reward: it is paid for a goal that nobody may have reached yet.
+    the start it counts where all episodes are as long as each other: no policy can be better than another one then, as far as the run has
+    shown. Returns say nothing of it: wrappers may change rewards behind the place where they are summed. A cost per step is no such
+    reward: it is paid for a goal that nobody may have reached yet.
 
     Attributes:
         varied: updates with rewards that differ.
         longest: updates of the longest gap between two of them.
         updates, transitions: since the last one.
         paid: the rewards of such updates, two at most.
-        episodes: that have ended with one and the same return, since the start.
-        returned: their lowest and highest return.
+        episodes: that have ended since the start.
+        lengths: their smallest and largest mean length of an update.
     """
 
     varied: int = 0
@@ -125,7 +126,7 @@ class ConstantRewardJudge:
     transitions: int = 0
     paid: set[float] = field(default_factory=set)
     episodes: float = 0.0
-    returned: tuple[float, float] | None = None
+    lengths: tuple[float, float] | None = None
 
     def __call__(self, view: View) -> Iterator[Finding]:
         spread, largest = view.get("reward/std"), view.get("reward/absmax")
@@ -146,28 +147,32 @@ class ConstantRewardJudge:
         gone = self.varied >= MIN_VARIED_UPDATES and self.updates >= 10 and self.updates > GAP_FACTOR * self.longest
         gone = gone and transitions >= limits[CONSTANT_STEPS]
         never = not self.varied and largest == 0 and self.updates >= 10 and transitions >= limits[NEVER_STEPS]
-        equal = not self.varied and self._equal_returns() and len(self.paid) == 1 and value > 0
+        equal = not self.varied and self._equal_lengths() and len(self.paid) == 1 and value > 0
         useless = equal and transitions >= limits[CONSTANT_STEPS]
         episodes = number(self.episodes)
         yield Finding(hard(gone or never or useless), "reward/std", spread, 0.0).with_text(
             lambda: (
                 f"every one of {transitions:,} steps has been paid the same reward, {number(value)}"
-                + (f", and all {episodes} episodes have ended with the same return" if useless else "")
+                + (
+                    f", and all {episodes} episodes have been as long as each other: nothing tells good from bad"
+                    if useless
+                    else ""
+                )
             )
         )
 
     def _add_episodes(self, view: View) -> None:
-        low, high = view.get("episode/return_min"), view.get("episode/return_max")
-        if low is not None and high is not None:
-            before = self.returned or (low, high)
-            self.returned = (min(low, before[0]), max(high, before[1]))
+        length = view.get("episode/length_mean")
+        if length is not None:
+            low, high = self.lengths or (length, length)
+            self.lengths = min(low, length), max(high, length)
             self.episodes += view.get("episode/count") or 0.0
 
-    def _equal_returns(self) -> bool:
-        if self.returned is None or self.episodes < MIN_EQUAL_EPISODES:
+    def _equal_lengths(self) -> bool:
+        if self.lengths is None or self.episodes < MIN_EQUAL_EPISODES:
             return False
-        low, high = self.returned
-        return high - low <= 1e-6 * max(abs(low), abs(high))
+        low, high = self.lengths
+        return high - low <= 1e-9 * high
 
 
 DRIFT_UPDATES = 10
@@ -246,7 +251,7 @@ RULES = (
         judge=ConstantObservationJudge(),
         required=(CONSTANT_OBS,),
         source="Exact comparison. Tasks of one step may have one state for all time, and some agents wait for a whole short rollout.",
-        rank=130,
+        rank=104,
         claim=True,
         n_off=1,
         debug_updates=3,
@@ -261,7 +266,7 @@ RULES = (
         judge=ConstantRewardJudge(),
         bounds=(CONSTANT_STEPS, NEVER_STEPS),
         source="A constant reward per step is the rule in tasks that are about surviving or arriving, so it must have varied before, or "
-        "leave all returns the same.",
+        "come with episodes that are all as long as each other.",
         rank=140,
         hard=True,
         n_off=1,

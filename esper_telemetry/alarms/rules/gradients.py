@@ -150,7 +150,20 @@ def actor_starved(view: View) -> Iterator[Finding]:
         return f"the critic's gradient has been {times(power(ratio))} the actor's{usual}{left}{rest}"
 
     wrong = (dominated and share > limits[STARVED_SHARE]) or starved
-    yield Finding(hard(wrong), RATIO, ratio, adaptive=True, z=z).with_text(text)
+    own = effective / coef if effective is not None and coef else None
+    nothing = own is not None and own < limits[STARVED_FLOOR]
+    yield (
+        Finding(hard(wrong), RATIO, ratio, adaptive=True, z=z)
+        .with_advice((lambda: NO_ACTOR_GRADIENT) if nothing else None)
+        .with_text(text)
+    )
+
+
+NO_ACTOR_GRADIENT = (
+    "The actor's gradient is next to nothing before it is clipped, so that no scale of returns helps: check that advantages vary, have the "
+    "shape of the ratios ([N] beside [N, 1] is a table of all pairs), and that the log-probabilities carry gradients."
+)
+"""What to try where clipping is not what starves the actor."""
 
 
 INTERFERENCE = Ramp("interference", 0.2, 0.7, "negative average cosine of the two losses' gradients")

@@ -136,7 +136,7 @@ MEAN_UPDATES = 5
 """Updates over which small deviations of normalised advantages are averaged: healthy runs have 0.0005 in each."""
 
 FEW_ROWS = 1.0
-"""Tolerance over the rows of an update: an unbiased standard deviation of 8 rows leaves 0.03, with masked rows twice as much."""
+"""Tolerance over the rows that are normalised together: an unbiased standard deviation of 8 leaves 0.03, with masked rows twice as much."""
 
 ADV_NORM = above("adv_norm", 0.05, "distance of normalised advantages from mean 0 and standard deviation 1")
 ADV_NORM_LASTING = above(
@@ -162,7 +162,10 @@ class AdvantageNormJudge:
         floor = float(view.facts.get("advantage_std_floor") or 0.0)
         if view.get("adv/std_floored") or (spread is not None and spread <= 1.01 * max(floor, 1e-6)):
             value = abs(view.get("adv/norm/mean") or 0.0)
-        value -= FEW_ROWS / view.transitions if view.transitions else 0.0
+        rows = view.transitions
+        if view.facts.get("normalize_minibatches") is not False:
+            rows = view.values.get("adv/minibatch_rows", rows)
+        value -= FEW_ROWS / rows if rows else 0.0
         distances = self.distances
         distances.append(value)
         del distances[:-MEAN_UPDATES]

@@ -153,6 +153,30 @@ class NeverFitJudge:
         )
 
 
+LIMIT_BIAS = above(
+    "limit_bias", 0.5, "critic's error at time limits beyond its error elsewhere, relative to the size of returns"
+)
+SMALL_BIAS = 0.3
+"""Mean error of the critic relative to the size of returns, up to which it is right elsewhere."""
+
+
+def limit_bias(view: View) -> Iterator[Finding]:
+    """A critic that is right but for the steps where a time limit cut an episode off."""
+    key = "value/bias_truncated"
+    ends, bias, mean, std = (view.get(name) for name in (key, "value/bias", "ret/mean", "ret/std"))
+    if ends is None or bias is None or mean is None or std is None:
+        return
+    size = (mean * mean + std * std) ** 0.5
+    beyond = abs(ends - bias) / size if size > 0 else 0.0
+    wrong = beyond > view.limits[LIMIT_BIAS] and abs(bias) < SMALL_BIAS * size
+    yield Finding(hard(wrong), key, ends, bias + view.limits[LIMIT_BIAS] * size).with_text(
+        lambda: (
+            f"the critic is off by {number(ends)} where a time limit cuts an episode off, and by {number(bias)} on average (returns have a "
+            f"size of {number(size)}): what follows the limit is left out of the returns, or taken from another state"
+        )
+    )
+
+
 LARGE_ERROR = 0.3
 """Error of the critic over the size of returns, from which on it is off: where all returns are equal, R² is far below 0 for nothing."""
 
@@ -289,6 +313,23 @@ RULES = (
         pieces=("transitions",),
         relative=True,
         settings=("learning_rate", "value_coef"),
+    ),
+    AlarmRule(
+        type="value/limit_bias",
+        inputs=("value/bias_truncated", "value/bias"),
+        meaning="The critic is wrong by much where time limits cut episodes off, and right elsewhere.",
+        action="Bootstrap from the observation with which the episode ended (not from the one after the reset), and end the advantage's "
+        "trace there; pass time limits on as truncated.",
+        judge=limit_bias,
+        bounds=(LIMIT_BIAS,),
+        source="correct runs differ there by up to a tenth of the size of returns, wrong ones by all of it",
+        rank=157,
+        warmup=3,
+        n_on=5,
+        debug_updates=2,
+        evidence=("value/bias*", "value/terminal_err", "ret/mean", "ret/std", "episode/truncated*"),
+        pieces=("transitions",),
+        optional=True,
     ),
     AlarmRule(
         type="policy/std_collapse",

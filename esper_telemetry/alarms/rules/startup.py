@@ -255,7 +255,7 @@ RULES = (
         bounds=(EVIDENCE_STEPS,),
         source="Exact comparison. A policy that has made up its mind may do the same everywhere in a deterministic task, so the policy "
         "must be undecided; episodes that begin alike part within a few steps.",
-        rank=132,
+        rank=106,
         claim=True,
         n_on=2,
         n_off=1,

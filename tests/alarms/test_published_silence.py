@@ -1,0 +1,295 @@
+"""Correct programs and published settings that looked wrong, and slow faults beside the healthy courses that resemble them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from healthy_run import FACTS, Values, alarms, both, judged, multiplied, raised, run, set_to
+
+from esper_telemetry.alarms.rule import patience_factor
+from esper_telemetry.core.record import AlarmLevel, Record
+
+SINCE = 30
+
+
+def returns(first: float, last: float, updates: int = 30) -> Any:
+    """The return goes from one level to another within so many updates."""
+
+    def spoil(metrics: Values, ago: int) -> None:
+        metrics["episode/return_mean"] = first + (last - first) * min(1.0, ago / updates)
+
+    return spoil
+
+
+def small(records: list[Record], steps: int) -> list[Record]:
+    """The same records of updates with so many environment steps."""
+    return [replace(entry, axes=replace(entry.axes, env_step=entry.seq * steps)) for entry in records]
+
+
+TINY: Mapping[str, Any] = {**FACTS, "num_envs": 1, "num_steps": 8, "total_steps": None}
+
+
+def test_a_gradient_that_falls_as_the_task_is_solved_is_no_drift() -> None:
+    """To a thirtieth, at update 50: in a run whose return has risen to 400 by then, and in one where it has not."""
+
+    def falls(metrics: Values, update: int) -> None:
+        metrics["grad/global/norm_preclip"] *= 1 / 30 if update >= 50 else 1.0
+
+    assert "grad/drift" not in raised(judged(run(90, both(falls, returns(5.0, 400.0)), since=1)))
+    assert "grad/drift" in raised(judged(run(90, falls, since=1)))
+
+
+@pytest.mark.parametrize(
+    ("share", "milliseconds", "told"), [(0.28, 20.0, False), (0.28, 200.0, True), (0.8, 5.0, True)]
+)
+def test_a_small_script_may_spend_its_time_on_telemetry(share: float, milliseconds: float, told: bool) -> None:
+    cost = set_to({"perf/telemetry_frac": share, "perf/telemetry_ms": milliseconds})
+
+    assert ("telemetry/overhead" in raised(judged(run(60, cost, since=1)))) is told
+
+
+def test_a_share_of_eight_samples_is_judged_over_sixty_four_updates() -> None:
+    """Half of 8 samples in every second update: a quarter on average; half in all of them is a half."""
+
+    def half(metrics: Values, ago: int) -> None:
+        metrics["policy/clip_frac"] = 0.5 * (ago % 2)
+
+    tiny = small(run(200, half, since=1), 8)
+    full = small(run(200, set_to({"policy/clip_frac": 0.6}), since=1), 8)
+
+    assert "policy/clip_saturation" not in raised(judged(tiny, TINY))
+    assert "policy/clip_saturation" in raised(judged(full, TINY))
+
+
+def test_rules_wait_longer_where_updates_are_small() -> None:
+    """Eight updates of 8 steps are 64; an identity does not wait."""
+    critic = both(set_to({"value/r2": -1.0, "value/explained_variance": -0.9}), multiplied({"loss/value": 5}))
+
+    assert patience_factor(TINY) == 8 and patience_factor(FACTS) == patience_factor({}) == 1
+    assert raised(judged(run(70, critic)))["value/fit_collapse"] == SINCE + 1
+    assert raised(judged(small(run(70, critic), 8), TINY)).get("value/fit_collapse", 99) >= SINCE + 15
+    broken = small(run(40, set_to({"integrity/gae_identity": 0.1})), 8)
+    assert raised(judged(broken, TINY))["integrity/gae_identity"] == SINCE
+
+
+def test_a_normaliser_of_few_steps_has_not_settled_yet() -> None:
+    """Two hundred updates of 8 steps are 1,600."""
+    moving = set_to({"norm/obs/drift": 2.0})
+
+    assert "norm/drift" not in raised(judged(small(run(200, moving, since=1), 8), TINY))
+    assert "norm/drift" in raised(judged(run(80, moving)))
+
+
+def test_a_memory_that_learns_grows() -> None:
+    """From 0.1 to 2.5 within fifty updates, by a fifteenth in each."""
+
+    def learns(metrics: Values, ago: int) -> None:
+        metrics["lstm/c/rms"] = min(2.5, 0.1 * 1.068**ago)
+
+    assert "lstm/cell_drift" not in raised(judged(run(90, learns, since=1)))
+    assert "lstm/cell_drift" in raised(judged(run(40, multiplied({"lstm/c/rms": 10}))))
+
+
+def test_advantages_that_are_not_normalised_have_a_mean_and_a_size_of_their_own() -> None:
+    """Advantages of -50 ± 100 and ratios that fall by 0.001 on average: a gain of 0.05 is no direction, one of -8 is."""
+    raw = {**FACTS, "normalize_advantages": False}
+    used = {"adv/norm/mean": -50.0, "adv/norm/std": 100.0, "policy/ratio/mean": 1.001}
+
+    assert "policy/wrong_direction" not in raised(
+        judged(run(40, set_to({**used, "policy/surrogate_gain": -0.05})), raw)
+    )
+    assert "policy/wrong_direction" in raised(judged(run(40, set_to({**used, "policy/surrogate_gain": -8.0})), raw))
+
+
+def test_the_first_steps_of_a_schedule_that_restarts_have_no_direction() -> None:
+    """Every twentieth update the learning rate is ten times as large, and its steps go the wrong way."""
+
+    def restart(metrics: Values, ago: int) -> None:
+        metrics["opt/lr"] *= 1.0 if ago % 20 == 19 else 0.1
+        if ago % 20 == 19:
+            metrics["policy/surrogate_gain"] = -0.03
+
+    assert "policy/wrong_direction" not in raised(judged(run(80, restart)))
+
+
+def test_entropy_that_wanders_while_nothing_is_rewarded_is_no_explosion() -> None:
+    """Between 0.8 and 1 from update to update, then close to 1."""
+
+    def wanders(metrics: Values, update: int) -> None:
+        metrics["policy/entropy_norm"] = 0.8 + 0.05 * (update % 4) if update < 40 else 0.99
+
+    assert "policy/entropy_explosion" not in raised(judged(run(90, wanders, since=1)))
+
+
+def heat(factor: float) -> Any:
+    """Every gradient norm grows by a factor per update, and severities say that it is far above its threshold."""
+
+    def spoil(metrics: Values, ago: int) -> None:
+        metrics["grad/actor/norm_preclip"] *= factor**ago
+        metrics["grad/actor/severity_explode"] = min(1.0, ago / 200)
+
+    return spoil
+
+
+def test_gradients_that_grow_by_4_per_cent_are_named_before_they_are_a_thousand_times_as_large() -> None:
+    """By 2.5 decades after 147 updates; the critic's may follow returns that have grown as much."""
+
+    def with_returns(metrics: Values, ago: int) -> None:
+        metrics["ret/std"] *= 1.04**ago
+        metrics["ret/mean"] *= 1.04**ago
+
+    facts = {**FACTS, "total_steps": None}
+    told = raised(judged(run(260, heat(1.04), since=1), facts))
+
+    assert 147 <= told["grad/slow_growth"] <= 190
+    assert "grad/slow_growth" not in raised(judged(run(260, both(heat(1.04), with_returns), since=1), facts))
+
+
+@pytest.mark.parametrize(("std", "end", "told"), [(0.0025, 5.0, True), (0.1, 5.0, False), (0.1, 400.0, False)])
+def test_a_standard_deviation_that_is_lost(std: float, end: float, told: bool) -> None:
+    """From 0.8 to 0.0025 while the return stays at 5; a run that learns ends at 0.1."""
+
+    def shrinks(metrics: Values, ago: int) -> None:
+        metrics["policy/head/op/std/mean"] = max(std, 0.8 * 0.9**ago)
+
+    verdicts = judged(run(90, both(shrinks, returns(5.0, end)), since=1))
+
+    assert ("policy/std_collapse" in raised(verdicts)) is told
+
+
+@pytest.mark.parametrize(("end", "told"), [(5.0, True), (50.0, False)])
+def test_one_head_of_several_may_collapse(end: float, told: bool) -> None:
+    """The head chooses one action in 98 % of all states; a task that is learned may need no other one."""
+    same = {"policy/head/arg/entropy_norm": 0.02, "policy/head/arg/entropy_marginal_norm": 0.1}
+    varied = {"policy/head/arg/entropy_norm": 0.9, "policy/head/arg/entropy_marginal_norm": 0.95}
+
+    def head(metrics: Values, update: int) -> None:
+        metrics.update(same if update >= SINCE else varied)
+
+    found = [
+        a
+        for a in alarms(judged(run(60, both(head, returns(5.0, end)), since=1)))
+        if a.type == "policy/entropy_collapse"
+    ]
+
+    assert bool(found) is told
+    assert all("the head arg does nearly the same everywhere" in alarm.text for alarm in found)
+
+
+@pytest.mark.parametrize(("end", "told"), [(5.0, True), (50.0, False)])
+def test_an_entropy_below_30_per_cent_warns_where_nothing_is_learned(end: float, told: bool) -> None:
+    low = {"policy/entropy_norm": 0.25, "policy/entropy_marginal_norm": 0.4}
+
+    def one_sided(metrics: Values, update: int) -> None:
+        if update >= SINCE:
+            metrics.update(low)
+
+    found = alarms(judged(run(60, both(one_sided, returns(5.0, end)), since=1)))
+
+    assert [(alarm.type, alarm.level) for alarm in found] == [("policy/entropy_collapse", AlarmLevel.WARN)] * told
+
+
+@pytest.mark.parametrize(
+    ("course", "end", "told"), [("flat", 5.0, True), ("climbs", 5.0, False), ("flat", 50.0, False)]
+)
+def test_a_critic_that_never_fits(course: str, end: float, told: bool) -> None:
+    """R² of -5 throughout; or from -50 to -1, as where returns are large; or in a run that learns all the same."""
+
+    def critic(metrics: Values, ago: int) -> None:
+        metrics["value/r2"] = -5.0 if course == "flat" else -50.0 * 0.93**ago - 1.0
+        metrics["value/explained_variance"] = -1.0
+
+    verdicts = judged(run(60, both(critic, returns(5.0, end)), since=1))
+
+    assert ("value/never_fits" in raised(verdicts)) is told
+
+
+def test_a_critic_of_equal_returns_is_not_far_off() -> None:
+    """All returns are 5 ± 0.01, and the critic is off by 0.1: R² is -100, and 2 % of the returns."""
+    equal = {"value/r2": -100.0, "value/explained_variance": -1.0, "value/bias": 0.1, "value/err/std": 0.01}
+
+    assert "value/never_fits" not in raised(judged(run(60, set_to({**equal, "ret/std": 0.01}), since=1)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"lstm/h/rms": 1e-6}, True),
+        ({"lstm/reset_rate": 1.0, "episode/length_mean": 50.0}, True),
+        ({"lstm/reset_rate": 1.0, "episode/length_mean": 1.0}, False),
+        ({"lstm/h/rms": 0.02}, False),
+    ],
+)
+def test_a_memory_that_stays_empty(changes: Mapping[str, float], told: bool) -> None:
+    assert ("lstm/empty" in raised(judged(run(20, set_to(changes), since=1)))) is told
+
+
+@pytest.mark.parametrize(("ends", "bias", "told"), [(80.0, 0.05, True), (0.6, 0.05, False), (-80.0, -60.0, False)])
+def test_a_critic_that_is_right_but_for_time_limits(ends: float, bias: float, told: bool) -> None:
+    """Returns of 5 ± 2: off by 80 at limits; by 0.6; and everywhere, as a critic that knows nothing yet."""
+    off = {"value/bias_truncated": ends, "value/bias": bias}
+
+    assert ("value/limit_bias" in raised(judged(run(15, set_to(off), since=1)))) is told
+
+
+def test_an_actor_without_a_gradient_is_not_told_to_scale_returns() -> None:
+    """Clipping leaves 60 % of it: the actor's own gradient is a millionth."""
+    broadcast = {"grad/interference/actor_effective": 1e-6, "grad/interference/critic_share": 0.9999}
+    (alarm, *_) = alarms(judged(run(5, set_to(broadcast), since=1)))
+
+    assert alarm.type == "grad/actor_starved" and "[N] beside [N, 1]" in alarm.text
+    assert "Normalise returns" not in alarm.text
+
+
+def test_a_memory_that_fades_away() -> None:
+    def fades(metrics: Values, ago: int) -> None:
+        metrics["lstm/h/rms"] = 0.2 if ago < 30 else 0.0015
+
+    assert raised(judged(run(50, fades, since=1)))["lstm/empty"] == 35
+
+
+@pytest.mark.parametrize(("kl", "end", "told"), [(1e-6, 5.0, True), (1e-6, 50.0, False), (1e-3, 5.0, False)])
+def test_a_policy_that_hardly_moves_for_long(kl: float, end: float, told: bool) -> None:
+    slow = set_to({"policy/kl_max": kl, "policy/kl": kl / 2})
+    found = [a for a in alarms(judged(run(60, both(slow, returns(5.0, end)), since=1))) if a.type == "policy/kl_stall"]
+
+    assert bool(found) is told
+    assert all("hardly moved for 20 updates" in alarm.text for alarm in found)
+
+
+def test_ratios_of_one_are_no_standstill_where_the_policy_moves() -> None:
+    """KL of exactly 0, while whole distributions move by 0.0045 nats: old log-probabilities are computed anew."""
+    anew = set_to({"policy/kl_max": 0.0, "policy/kl": 0.0, "policy/kl_exact": 0.0045})
+    found = next(a for a in alarms(judged(run(40, anew))) if a.type == "policy/kl_stall")
+
+    assert "though the policy moves by 0.0045 nats" in found.text and "has not moved" not in found.text
+
+
+def test_a_controller_without_gradients_has_no_learning_rate() -> None:
+    """A scripted controller reports a learning rate of 0 and no gradient."""
+    gradients = {key: None for key in run(1)[0].values if key.startswith(("grad/", "opt/update"))}
+
+    scripted = judged(run(20, set_to({**gradients, "opt/lr": 0.0}), since=1))
+
+    assert "opt/stalled_weights" not in raised(scripted)
+    assert "opt/stalled_weights" in raised(judged(run(20, set_to({"opt/lr": 0.0}), since=1)))
+
+
+def test_the_largest_of_thousands_of_seeds_is_chance() -> None:
+    """One seed in a thousand is beyond thirty clip limits; of five hundred, one is two in a thousand more than chance."""
+    one = {"seed/exploding": 0.9, "seed/largest/environment": 3.0, "seed/largest/slot": 1.0}
+
+    assert "seed/explode" not in raised(judged(run(20, set_to({**one, "seed/exploding_frac": 0.001}), since=1)))
+    (alarm, *_) = alarms(judged(run(40, set_to({**one, "seed/exploding_frac": 0.01}))))
+    assert "in environment 3, slot 1" in alarm.text
+    assert alarm.evidence["values"]["seed/largest/environment"] == 3.0
+
+
+def test_two_rows_are_normalised_as_well_as_they_can_be() -> None:
+    """An unbiased standard deviation of two rows leaves 0.71 of it in each minibatch: the rows are too few, not their normalisation."""
+    pair = set_to({"integrity/adv_norm": 0.146, "adv/norm/std": 0.707, "adv/minibatch_rows": 2.0})
+
+    assert set(raised(judged(run(20, pair, since=1), {**FACTS, "normalize_minibatches": True}))) == {"adv/signs"}
