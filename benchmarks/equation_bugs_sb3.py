@@ -309,7 +309,7 @@ SB3_COLLECTING = (
     ),
     sb3(
         "reward_before_obs",
-        (TRANS,),
+        (TRANS, ADV),
         "before|late|shift",
         (
             AFTER_STEP,
@@ -378,14 +378,24 @@ SB3_LOSSES = (
         (SURROGATE, "policy_loss = th.min(policy_loss_1, policy_loss_2).mean()"),
     ),
     sb3("pg_no_minimum", LOSS, "minimum|only.*clip|without.*min", (SURROGATE, "policy_loss = -policy_loss_2.mean()")),
-    sb3("pg_no_clip", LOSS, "no clip|unclipped|without.*clip", (SURROGATE, "policy_loss = -policy_loss_1.mean()")),
+    sb3(
+        "pg_no_clip",
+        LOSS,
+        "no.clip|not clipped|unclipped|without.*clip",
+        (SURROGATE, "policy_loss = -policy_loss_1.mean()"),
+    ),
     sb3(
         "pg_ratio_inverted",
         LOSS,
         "inver",
         ("th.exp(log_prob - data.old_log_prob)", "th.exp(data.old_log_prob - log_prob)"),
     ),
-    sb3("pg_rows", LOSS, "rows|permut|other", (NORMALISE, NORMALISE + "[th.randperm(len(advantages))]")),
+    sb3(
+        "pg_rows",
+        LOSS,
+        "rows|permut|other",
+        (NORMALISE, NORMALISE + "\n                    advantages = advantages[th.randperm(len(advantages))]"),
+    ),
     sb3("pg_sum", LOSS, "sum", (SURROGATE, "policy_loss = -th.min(policy_loss_1, policy_loss_2).sum()")),
     sb3("v_advantage", (VF, GRAD), "advantage", (VALUE, "value_loss = F.mse_loss(data.advantages, values)")),
     sb3(

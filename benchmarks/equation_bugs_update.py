@@ -51,7 +51,7 @@ SCRIPT_LOSSES = (
     script(
         "pg_no_clip",
         (PG,),
-        "no clip|unclipped|without.*clip",
+        "no.clip|not clipped|unclipped|without.*clip",
         ("pg_loss = torch.max(pg_loss1, pg_loss2).mean()", "pg_loss = pg_loss1.mean()"),
     ),
     script(

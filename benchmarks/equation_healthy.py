@@ -66,6 +66,7 @@ SB3_VARIANTS: dict[str, tuple[str, ...]] = {
     "norm obs": ("--normalize", "observations"),
     "annealed": ("--linear-rate",),
     "target kl": ("--target-kl", "0.01"),
+    "target kl 1e-6": ("--target-kl", "0.000001"),
     "λ = 1": ("--gae-lambda", "1.0"),
     "γ = 1": ("--gamma", "1.0"),
     "no entropy": ("--ent-coef", "0.0"),
